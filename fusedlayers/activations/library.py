@@ -1,0 +1,323 @@
+"""The table of activations: a row each, and nothing about them anywhere else.
+
+Adding a row is the whole work of adding an activation: modules, kernels, tests and benchmarks iterate over this table.
+Derivatives in terms of the output y are stated next to the function that they belong to; "fold" has them fitted.
+
+oneDNN's relu and clip post-operations are not used: they turn NaN into a number (torch's own keep it).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .inverse import Fold, FoldedDerivative
+from .spec import Native, Row, register
+
+aten = torch.ops.aten
+
+_SELU_ALPHA = 1.6732632423543772848170429916717
+_SELU_SCALE = 1.0507009873554804934193349852946
+
+
+def _given_positive(name: str, value: float, below: str) -> str | None:
+    """The reason of an activation that is one-to-one only where a parameter is not negative."""
+    return None if value >= 0 else f"with {name} = {value:g} {below}, so the output does not tell the derivative"
+
+
+# --- piecewise linear -------------------------------------------------------------------------------------------------
+
+register(Row("identity", lambda z: z, given_output=torch.ones_like, stands_for=((nn.Identity, {}),)))
+
+register(
+    Row(
+        "relu",
+        torch.relu,
+        given_output=lambda y: torch.where(y > 0, 1.0, 0.0),
+        stands_for=((nn.ReLU, {}), (F.relu, {}), (torch.relu, {})),
+        native=Native(
+            torch.relu_,
+            lambda dy, y, out: aten.threshold_backward(dy, y, 0, grad_input=out),
+        ),
+    )
+)
+
+register(
+    Row(
+        "leaky_relu",
+        F.leaky_relu,
+        {"negative_slope": 0.01},
+        given_output=lambda y, negative_slope: torch.where(y > 0, 1.0, negative_slope),
+        unless=lambda negative_slope: _given_positive("negative_slope", negative_slope, "the function turns at 0"),
+        stands_for=((nn.LeakyReLU, {}), (F.leaky_relu, {})),
+        native=Native(
+            aten.leaky_relu_,
+            lambda dy, y, out, negative_slope: aten.leaky_relu_backward(dy, y, negative_slope, True, grad_input=out),
+            lambda negative_slope: ("leaky_relu", [negative_slope], ""),
+        ),
+    )
+)
+
+register(
+    Row(
+        "relu6",
+        F.relu6,
+        given_output=lambda y: torch.where((y > 0) & (y < 6), 1.0, 0.0),
+        stands_for=((nn.ReLU6, {}), (F.relu6, {})),
+        native=Native(
+            aten.relu6_,
+            lambda dy, y, out: aten.hardtanh_backward(dy, y, 0, 6, grad_input=out),
+        ),
+    )
+)
+
+register(
+    Row(
+        "hardtanh",
+        F.hardtanh,
+        {"min_val": -1.0, "max_val": 1.0},
+        given_output=lambda y, min_val, max_val: torch.where((y > min_val) & (y < max_val), 1.0, 0.0),
+        stands_for=((nn.Hardtanh, {}), (F.hardtanh, {})),
+        native=Native(
+            aten.hardtanh_,
+            lambda dy, y, out, min_val, max_val: aten.hardtanh_backward(dy, y, min_val, max_val, grad_input=out),
+        ),
+    )
+)
+
+register(
+    Row(
+        "trelu",
+        F.threshold,
+        {"threshold": 1.0, "value": 0.0},
+        given_output=lambda y, threshold, value: torch.where(y > threshold, 1.0, 0.0),
+        unless=lambda threshold, value: (
+            None if value <= threshold else "with value > threshold a clamped output looks like one that was kept"
+        ),
+        stands_for=((nn.Threshold, {}), (F.threshold, {})),
+        native=Native(
+            aten.threshold_,
+            lambda dy, y, out, threshold, value: aten.threshold_backward(dy, y, threshold, grad_input=out),
+        ),
+    )
+)
+
+register(
+    Row(
+        "softshrink",
+        F.softshrink,
+        {"lambd": 0.5},
+        given_output=lambda y, lambd: torch.where(y == 0, 0.0, 1.0),
+        stands_for=((nn.Softshrink, {}), (F.softshrink, {})),
+    )
+)
+
+register(
+    Row(
+        "hardsigmoid",
+        lambda z: F.relu6(z + 3) / 6,  # F.hardsigmoid has no second derivative
+        given_output=lambda y: torch.where((y > 0) & (y < 1), 1 / 6, 0.0),
+        stands_for=((nn.Hardsigmoid, {}), (F.hardsigmoid, {})),
+        native=Native(aten.hardsigmoid_),
+    )
+)
+
+
+# --- smooth and monotone ----------------------------------------------------------------------------------------------
+
+
+def _squared_relu(z: Tensor) -> Tensor:
+    positive = torch.relu(z)
+    return positive * positive
+
+
+def _squared_relu_derivative(y: Tensor) -> Tensor:
+    # The root is kept away from 0, where its own derivative is infinite and the second derivative of this row is 0.
+    flat = y <= 0
+    return torch.where(flat, 0.0, 2 * torch.sqrt(torch.where(flat, 1.0, y)))
+
+
+register(Row("squared_relu", _squared_relu, given_output=_squared_relu_derivative))
+
+register(
+    Row(
+        "tanh",
+        torch.tanh,
+        given_output=lambda y: 1 - y * y,
+        stands_for=((nn.Tanh, {}), (torch.tanh, {}), (F.tanh, {})),
+        native=Native(
+            torch.tanh_,
+            lambda dy, y, out: aten.tanh_backward(dy, y, grad_input=out),
+            lambda: ("tanh", [], ""),
+        ),
+    )
+)
+
+register(
+    Row(
+        "sigmoid",
+        torch.sigmoid,
+        given_output=lambda y: y * (1 - y),
+        stands_for=((nn.Sigmoid, {}), (torch.sigmoid, {}), (F.sigmoid, {})),
+        native=Native(
+            torch.sigmoid_,
+            lambda dy, y, out: aten.sigmoid_backward(dy, y, grad_input=out),
+            lambda: ("sigmoid", [], ""),
+        ),
+    )
+)
+
+register(
+    Row(
+        "elu",
+        F.elu,
+        {"alpha": 1.0},
+        given_output=lambda y, alpha: torch.where(y > 0, 1.0, y + alpha),
+        unless=lambda alpha: _given_positive("alpha", alpha, "the function turns at 0"),
+        stands_for=((nn.ELU, {}), (F.elu, {})),
+        native=Native(
+            aten.elu_,
+            lambda dy, y, out, alpha: aten.elu_backward(dy, alpha, 1, 1, True, y, grad_input=out),
+        ),
+    )
+)
+
+register(
+    Row(
+        "selu",
+        F.selu,
+        given_output=lambda y: torch.where(y > 0, _SELU_SCALE, y + _SELU_SCALE * _SELU_ALPHA),
+        stands_for=((nn.SELU, {}), (F.selu, {}), (torch.selu, {})),
+        native=Native(
+            torch.selu_,
+            lambda dy, y, out: aten.elu_backward(dy, _SELU_ALPHA, _SELU_SCALE, 1, True, y, grad_input=out),
+        ),
+    )
+)
+
+register(
+    Row(
+        "celu",
+        F.celu,
+        {"alpha": 1.0},
+        given_output=lambda y, alpha: torch.where(y > 0, 1.0, y / alpha + 1),
+        unless=lambda alpha: _given_positive("alpha", alpha, "the function grows without bound below 0"),
+        stands_for=((nn.CELU, {}), (F.celu, {}), (torch.celu, {})),
+        native=Native(
+            torch.celu_,
+            lambda dy, y, out, alpha: aten.elu_backward(dy, alpha, 1, 1 / alpha, True, y, grad_input=out),
+        ),
+    )
+)
+
+#: Above threshold/beta torch's softplus is straight, which makes it jump down by exp(-threshold)/beta there. From this
+#: threshold on the jump is lost in float32's rounding of the derivative.
+_SOFTPLUS_SEAMLESS = 16.0
+
+register(
+    Row(
+        "softplus",
+        F.softplus,
+        {"beta": 1.0, "threshold": 20.0},
+        given_output=lambda y, beta, threshold: -torch.expm1(-beta * y),
+        unless=lambda beta, threshold: (
+            None
+            if beta > 0 and threshold >= _SOFTPLUS_SEAMLESS
+            else f"with beta = {beta:g} and threshold = {threshold:g} the straight part overlaps the curved one"
+        ),
+        stands_for=((nn.Softplus, {}), (F.softplus, {})),
+    )
+)
+
+register(
+    Row(
+        "logsigmoid",
+        F.logsigmoid,
+        given_output=lambda y: -torch.expm1(y),
+        stands_for=((nn.LogSigmoid, {}), (F.logsigmoid, {})),
+    )
+)
+
+
+def _softsign_derivative(y: Tensor) -> Tensor:
+    remainder = 1 - torch.abs(y)
+    return remainder * remainder
+
+
+register(
+    Row(
+        "softsign",
+        F.softsign,
+        given_output=_softsign_derivative,
+        stands_for=((nn.Softsign, {}), (F.softsign, {})),
+    )
+)
+
+register(
+    Row(
+        "cbrt",
+        lambda z: torch.sign(z) * torch.pow(torch.abs(z), 1 / 3),
+        given_output=lambda y: 1 / (3 * y * y),
+    )
+)
+
+
+# --- folded: one negative minimum, the branch is kept in the output's last bit ----------------------------------------
+# Written so that the falling branch keeps its relative accuracy: 1 + erf(z) and 1 + tanh(z) would cancel there.
+
+
+def _gelu(z: Tensor) -> Tensor:
+    return z * (0.5 * torch.erfc(z * -math.sqrt(0.5)))
+
+
+def _gelu_tanh(z: Tensor) -> Tensor:
+    # 0.5 (1 + tanh(a)) = sigmoid(2a)
+    return z * torch.sigmoid(z * (2 * math.sqrt(2 / math.pi)) * (1 + 0.044715 * z * z))
+
+
+def _hardswish_derivative(distance: Tensor, y: Tensor, left: Tensor) -> Tensor:
+    # y = z (z + 3) / 6, so f' = (2z + 3) / 6 = +-sqrt(24 (y + 3/8)) / 6. Flat outputs (z <= -3) are 0 and carry the branch.
+    slope = torch.sqrt(24 * distance) / 6
+    return torch.where(left, torch.where(y > -1e-7, 0.0, -slope), torch.where(y >= 3, 1.0, slope))
+
+
+register(
+    Row(
+        "gelu",
+        _gelu,
+        given_output="fold",
+        stands_for=((nn.GELU, {"approximate": "none"}), (F.gelu, {"approximate": "none"})),
+        native=Native(post_op=lambda: ("gelu", [], "none")),
+    )
+)
+register(
+    Row(
+        "gelu_tanh",
+        _gelu_tanh,
+        given_output="fold",
+        stands_for=((nn.GELU, {"approximate": "tanh"}), (F.gelu, {"approximate": "tanh"})),
+        native=Native(post_op=lambda: ("gelu", [], "tanh")),
+    )
+)
+register(Row("quick_gelu", lambda z: z * torch.sigmoid(1.702 * z), given_output="fold"))
+register(
+    Row(
+        "silu",
+        F.silu,
+        given_output="fold",
+        stands_for=((nn.SiLU, {}), (F.silu, {})),
+        native=Native(post_op=lambda: ("swish", [], "")),
+    )
+)
+register(Row("mish", F.mish, given_output="fold", stands_for=((nn.Mish, {}), (F.mish, {}))))
+register(
+    Row(
+        "hardswish",
+        F.hardswish,
+        given_output=FoldedDerivative(Fold(-1.5, -0.375), _hardswish_derivative),
+        stands_for=((nn.Hardswish, {}), (F.hardswish, {})),
+    )
+)

@@ -1,0 +1,275 @@
+"""What an activation is: one record that answers everything anyone asks about it.
+
+``Row`` is a line of the table in ``library.py``: a function with parameters. ``Activation`` is a row with its parameters
+bound, and what autograd, the backends, reports and tests work with. ``resolve`` turns what a user passes into one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from . import branch
+from .inverse import FoldedDerivative, fit
+
+Function = Callable[..., Tensor]
+Saved = Literal["nothing", "output", "input", "recompute"]
+
+#: The floating dtypes that the layers accept. Their outputs' bit patterns are what "given the output" means.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Native:
+    """ATen kernels that compute the same as the row's function and derivative in one vectorised pass; eager only.
+
+    ``forward_(z, **parameters)`` overwrites z; ``gradient(dy, y, out, **parameters)`` writes ``dy * f'`` to ``out``.
+    ``post_op`` is what oneDNN calls the function: ``(name, scalars, algorithm)`` from the parameters.
+    """
+
+    forward_: Function | None = None
+    gradient: Function | None = None
+    post_op: Callable[..., tuple[str, list[float], str]] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """A line of the table.
+
+    Attributes:
+        name: what a user writes.
+        function: ``function(z, **parameters)``, in torch operations; the single source of the mathematics.
+        parameters: names and defaults.
+        given_output: ``given_output(y, **parameters)``, the derivative in terms of the output; "fold" to have it fitted on
+            both branches, a ``FoldedDerivative`` to state it for both.
+        unless: ``unless(**parameters)``, why the output does not suffice with these parameters, or None.
+        stands_for: torch modules and functions that this row replaces, each with the arguments that select it.
+        native: ATen's own kernels for it.
+    """
+
+    name: str
+    function: Function
+    parameters: Mapping[str, float] = field(default_factory=dict)
+    given_output: Function | FoldedDerivative | Literal["fold"] | None = None
+    unless: Callable[..., str | None] | None = None
+    stands_for: tuple[tuple[Any, Mapping[str, object]], ...] = ()
+    native: Native = Native()
+
+    def bind(self, **parameters: float) -> Activation:
+        """The record for these parameters; the same object for the same values."""
+        unknown = sorted(set(parameters) - set(self.parameters))
+        if unknown:
+            raise ValueError(
+                f"activation {self.name!r} got unknown parameters {unknown}; it takes {sorted(self.parameters)}"
+            )
+        bound = {**self.parameters, **parameters}
+        key = (self.name, *bound.values())
+        # A plain dictionary and not functools.cache: torch.compile traces through the one and warns about the other.
+        if key not in _bound:
+            function = functools.partial(self.function, **bound) if bound else self.function
+            _bound[key] = Activation(self.name, function, bound, self)
+        return _bound[key]
+
+
+@dataclass(frozen=True, eq=False)
+class Activation:
+    """An activation with its parameters bound. Compared by identity; ``Row.bind`` returns one object per parameter set."""
+
+    name: str
+    function: Callable[[Tensor], Tensor]
+    parameters: Mapping[str, float] = field(default_factory=dict)
+    row: Row | None = None
+    #: Why this function is left to plain PyTorch, or None where it is fused.
+    unfused_because: str | None = None
+
+    @property
+    def is_identity(self) -> bool:
+        return self.name == "identity"
+
+    @functools.cached_property
+    def plain(self) -> Callable[[Tensor], Tensor]:
+        """What a user of plain PyTorch would call: torch's own function where there is one, which saves the least."""
+        for target, arguments in self.row.stands_for if self.row is not None else ():
+            if not isinstance(target, type):
+                return functools.partial(target, **arguments, **self.parameters)
+        return self.function
+
+    @functools.cached_property
+    def needs_input_because(self) -> str | None:
+        """Why the derivative cannot be had from the output in any dtype, or None where it can."""
+        if self.unfused_because is not None:
+            return self.unfused_because
+        assert self.row is not None
+        if self.row.given_output is None:
+            return f"the derivative of {self.name} is not known in terms of its output"
+        return self.row.unless(**self.parameters) if self.row.unless is not None else None
+
+    def output_refused_because(self, dtype: torch.dtype) -> str | None:
+        """Why the derivative cannot be had from an output of ``dtype`` within its rounding floor, or None where it can."""
+        if self.needs_input_because is None and self.is_folded and dtype is torch.float64:
+            return f"the fitted derivative of {self.name} is accurate to float32, not to float64"
+        return self.needs_input_because
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether the function turns once, so that an output needs its branch to tell the derivative."""
+        if self.row is None:
+            return False
+        return self.row.given_output == "fold" or isinstance(self.row.given_output, FoldedDerivative)
+
+    @property
+    def folded(self) -> FoldedDerivative | None:
+        """The fold and the derivative on its two sides, for a folded activation."""
+        if self.row is None or not self.is_folded:
+            return None
+        return self.row.given_output if isinstance(self.row.given_output, FoldedDerivative) else _fitted(self.name)
+
+    def encoded(self, z: Tensor, dtype: torch.dtype) -> Tensor:
+        """The output as it is saved: of float32 (or wider) ``z``, in z's dtype, with the branch in it where there is one."""
+        y = self.function(z)
+        folded = self.folded
+        if folded is None:
+            return y
+        return branch.encode(y.to(torch.float32), z < folded.fold.position, dtype)
+
+    def derivative_given_output(self, y: Tensor, dtype: torch.dtype, *, differentiable: bool = False) -> Tensor:
+        """The derivative from outputs of ``dtype``, widened to float32 (or float64)."""
+        folded = self.folded
+        if folded is not None:
+            left = branch.decode(y.to(torch.float32), dtype)
+            return folded.differentiable(y, left) if differentiable else folded(y, left)
+        assert self.row is not None and callable(self.row.given_output)
+        return self.row.given_output(y, **self.parameters)
+
+    def derivative_given_input(self, z: Tensor) -> Tensor:
+        """The derivative from the pre-activation, by differentiating ``function``."""
+        return torch.func.vjp(self.function, z)[1](torch.ones_like(z))[0]
+
+    def describe(self, save: str, dtype: torch.dtype) -> str:
+        """What a layer keeps for the backward pass, and why, in a few words."""
+        if self.is_identity:
+            return "saves nothing"
+        if self.unfused_because is not None:
+            return f"not fused: {self.unfused_because}"
+        if save == "auto":
+            refused = self.output_refused_because(dtype)
+            if refused is not None:
+                return f"saves the input: {refused}"
+        if save in ("auto", "output"):
+            return "saves the output (branch in its last bit)" if self.is_folded else "saves the output"
+        return "saves the input" if save == "input" else "saves nothing and recomputes"
+
+    def __reduce__(self) -> Any:
+        # Rows hold lambdas; a record is found again by its name.
+        if self.row is None:
+            return Activation, (self.name, self.function, self.parameters, None, self.unfused_because)
+        return _rebind, (self.name, dict(self.parameters))
+
+    def __repr__(self) -> str:
+        bound = ", ".join(f"{k}={v:g}" for k, v in self.parameters.items() if v != self.defaults.get(k))
+        return f"{self.name}({bound})" if bound else self.name
+
+    @property
+    def defaults(self) -> Mapping[str, float]:
+        return {} if self.row is None else self.row.parameters
+
+
+_bound: dict[tuple[object, ...], Activation] = {}
+_rows: dict[str, Row] = {}
+_default: dict[str, Activation] = {}
+_stand_ins: dict[Any, list[tuple[Row, Mapping[str, object]]]] = {}
+
+
+def register(row: Row) -> Row:
+    """Add a row to the table; its name and what it stands for become known to ``resolve``."""
+    if row.name in _rows:
+        raise ValueError(f"activation {row.name!r} is already registered")
+    _rows[row.name] = row
+    _default[row.name] = row.bind()
+    for target, arguments in row.stands_for:
+        _stand_ins.setdefault(target, []).append((row, arguments))
+    return row
+
+
+def _rebind(name: str, parameters: Mapping[str, float]) -> Activation:
+    return _rows[name].bind(**parameters)
+
+
+def activations() -> tuple[str, ...]:
+    """The names of all registered activations."""
+    return tuple(_rows)
+
+
+def rows() -> tuple[Row, ...]:
+    return tuple(_rows.values())
+
+
+@functools.cache
+def _fitted(name: str) -> FoldedDerivative:
+    row = _rows[name]
+    return fit(functools.partial(row.function, **row.parameters))
+
+
+def resolve(activation: object) -> Activation:
+    """The record for a name, an ``nn.Module``, a torch function, a ``functools.partial``, any callable, or None.
+
+    Raises:
+        ValueError: an unknown name; the message lists the known ones.
+        TypeError: something that cannot be called.
+    """
+    if isinstance(activation, str):
+        found = _default.get(activation)
+        if found is None:
+            raise ValueError(f"unknown activation {activation!r}; the known ones are: {', '.join(_rows)}")
+        return found
+    if activation is None:
+        return _default["identity"]
+    if isinstance(activation, Activation):
+        return activation
+    if isinstance(activation, nn.Module):
+        return _resolve_module(activation)
+    if not callable(activation):
+        raise TypeError(
+            f"activation must be a name, a module, a function or None, got {type(activation).__name__}: {activation!r}"
+        )
+    return _resolve_function(activation)
+
+
+def _resolve_module(module: nn.Module) -> Activation:
+    # A subclass may compute something else, and a hook wants to see the module called: both stay as they are.
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    if hooks:
+        return _unfused(module, "it has hooks")
+    kind = getattr(type(module), "stands_in_for", type(module))
+    for row, arguments in _stand_ins.get(kind, ()):
+        if all(getattr(module, key) == value for key, value in arguments.items()):
+            return row.bind(**{key: getattr(module, key) for key in row.parameters})
+    return _unfused(module, "it is not in the table of activations")
+
+
+def _resolve_function(function: Callable[..., Any]) -> Activation:
+    keywords: dict[str, Any] = {}
+    target = function
+    if isinstance(function, functools.partial) and not function.args:
+        target, keywords = function.func, dict(function.keywords)
+        keywords.pop("inplace", None)  # the layer decides what is overwritten
+    for row, arguments in _stand_ins.get(target, ()):
+        rest = {key: value for key, value in keywords.items() if key not in arguments}
+        selected = all(keywords.get(key, _UNSTATED.get(key)) == value for key, value in arguments.items())
+        if selected and set(rest) <= set(row.parameters):
+            return row.bind(**rest)
+    return _unfused(function, "it is not in the table of activations")
+
+
+#: What torch's functions take when a selecting argument is left out.
+_UNSTATED: Mapping[str, object] = {"approximate": "none"}
+
+
+def _unfused(function: Callable[..., Any], reason: str) -> Activation:
+    name = getattr(function, "__name__", type(function).__name__)
+    return Activation(name, function, unfused_because=f"{name} is left to PyTorch because {reason}")

@@ -1,0 +1,74 @@
+"""Dense layers on torch's own matmuls, through oneDNN where that is faster than the default.
+
+torch multiplies float32 matrices with MKL, which on AMD processors is slower than the oneDNN that torch also carries;
+16-bit matrices go to oneDNN anyway. oneDNN can apply some activations while it writes the result. Its operators are
+internal to torch, so they are probed for, and ``F.linear`` remains the fallback.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...activations import Activation
+from .elementwise import forward_
+
+#: Multiply-adds from which oneDNN's longer call pays (a 4x4 layer takes it 10 us, F.linear 2).
+WORTH_IT = 1 << 20
+
+
+def linear_act(x: Tensor, w: Tensor, b: Tensor | None, activation: Activation, *, encode: bool) -> Tensor:
+    """``activation(x w^T + b)`` in one new buffer, with the branch bit if ``encode``."""
+    post_op = None
+    if activation.row is not None and not (encode and activation.is_folded):
+        post_op = activation.row.native.post_op
+    if post_op is not None and _onednn_multiplies(x, w, with_post_op=True):
+        return torch.ops.mkldnn._linear_pointwise(x, w, b, *post_op(**activation.parameters))
+    z = linear(x, w, b)
+    forward_(z, activation, encode=encode)
+    return z
+
+
+def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    """``x w^T + b`` in a new buffer."""
+    if _onednn_multiplies(x, w, with_post_op=False):
+        return torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], "")
+    return F.linear(x, w, b)
+
+
+def input_gradient(dz: Tensor, w: Tensor) -> Tensor:
+    """``dz w``: (..., out), (out, in) -> (..., in)."""
+    return linear(dz, w.t(), None)
+
+
+def weight_gradient(dz: Tensor, x: Tensor) -> Tensor:
+    """``dz^T x``: (..., out), (..., in) -> (out, in)."""
+    # oneDNN gains nothing here: it would have to transpose both operands.
+    return dz.reshape(-1, dz.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+
+
+def _onednn_multiplies(x: Tensor, w: Tensor, *, with_post_op: bool) -> bool:
+    if x.numel() * w.shape[0] < WORTH_IT or not x.is_cpu:
+        return False
+    if x.dtype is torch.float32:
+        return _has_onednn() and _is_amd()
+    return x.dtype is torch.bfloat16 and with_post_op and _has_onednn() and _has_bfloat16()
+
+
+@functools.cache
+def _has_onednn() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+@functools.cache
+def _has_bfloat16() -> bool:
+    probe = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return probe is not None and bool(probe())
+
+
+@functools.cache
+def _is_amd() -> bool:
+    return str(torch.cpu.get_capabilities().get("cpu_name", "")).startswith("AMD")

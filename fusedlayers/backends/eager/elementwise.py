@@ -1,0 +1,159 @@
+"""Bias, activation and gradient in torch operations: the readable reference, and what runs on CPUs.
+
+Large tensors are walked in chunks that fit the cache, so that temporaries stay small and every pass but the first finds its
+operands there. Three ways to evaluate, by dtype:
+
+* ATen's own kernel where the table names one: a single vectorised pass;
+* 16-bit dtypes otherwise: a table over all 65,536 values, made once in float64, and one gather. Exact and branch-free;
+* float32 and float64 otherwise: the activation's own function, and ``fold.py`` for the derivative of folded activations.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ...activations import Activation
+from ...clean import in_clean_state
+from . import fold
+
+#: Elements per chunk: 2^17 float32 values are half a megabyte, which a few cores' second-level caches hold several of.
+#: Smaller chunks lose to call overhead, larger ones to memory traffic (measured on a 4-core Zen 4 machine).
+CHUNK = 1 << 17
+
+
+def bias_act(z: Tensor, b: Tensor | None, activation: Activation, *, dim: int, encode: bool, out: Tensor) -> Tensor:
+    """Write ``activation(z + b)`` to ``out`` (which may be z), with the branch bit if ``encode``.
+
+    Args:
+        z: any shape, dense in memory order.
+        b: 1-d, added along ``dim``; or None.
+        out: z itself, or a tensor like z.
+    """
+    if b is not None:
+        torch.add(z, b.view(-1, *(1,) * (z.dim() - 1 - dim % z.dim())), out=out)
+    elif out is not z:
+        out.copy_(z)
+    forward_(out, activation, encode=encode)
+    return out
+
+
+def forward_(z: Tensor, activation: Activation, *, encode: bool) -> None:
+    """Overwrite the pre-activation with the activation's output."""
+    if activation.is_identity or z.numel() == 0:
+        return
+    assert activation.row is not None
+    encode = encode and activation.is_folded
+    native = activation.row.native.forward_
+    if native is not None and not encode:
+        native(z, **activation.parameters)
+        return
+    flat = _flat(z)
+    if z.dtype.itemsize == 2:
+        table = _forward_table(activation, z.dtype, encode, z.device)
+        for part in _chunks(flat):
+            torch.index_select(table, 0, _index(part), out=part)
+    elif encode:
+        folded = activation.folded
+        assert folded is not None and z.dtype is torch.float32
+        for part in _chunks(flat):
+            fold.forward_(part, activation.function, folded.fold.position)
+    else:
+        for part in _chunks(flat):
+            part.copy_(activation.function(part))
+
+
+def gradient(
+    dy: Tensor,
+    saved: Tensor,
+    activation: Activation,
+    *,
+    given: Literal["output", "input"],
+    out: Tensor,
+    bias_dim: int | None,
+) -> Tensor | None:
+    """Write ``dy * f'`` to ``out`` (which may be ``saved``), the derivative taken from the saved output or input.
+
+    Returns the bias gradient, ``out`` summed over all dimensions but ``bias_dim``, or None if that is None.
+    """
+    if saved.numel():
+        _gradient(dy, saved, activation, given, out)
+    if bias_dim is None:
+        return None
+    others = [i for i in range(out.dim()) if i != bias_dim % out.dim()]
+    return out.sum(others) if others else out.clone()
+
+
+def _gradient(dy: Tensor, saved: Tensor, activation: Activation, given: Literal["output", "input"], out: Tensor) -> None:
+    assert activation.row is not None
+    native = activation.row.native.gradient
+    if given == "output" and native is not None:
+        native(dy, saved, out, **activation.parameters)
+        return
+    if dy.stride() != saved.stride():
+        dy = torch.empty_like(saved).copy_(dy)
+    parts = zip(_chunks(_flat(dy)), _chunks(_flat(saved)), _chunks(_flat(out)), strict=True)
+    if saved.dtype.itemsize == 2:
+        table = _derivative_table(activation, saved.dtype, given, saved.device)
+        for dy_part, part, dz_part in parts:
+            torch.mul(dy_part, torch.index_select(table, 0, _index(part)), out=dz_part)
+    elif given == "output" and activation.is_folded:
+        derivative = fold.derivative(activation)
+        for dy_part, part, dz_part in parts:
+            torch.mul(dy_part, derivative(part), out=dz_part)
+    else:
+        for dy_part, part, dz_part in parts:
+            if given == "output":
+                slope = activation.derivative_given_output(part, part.dtype)
+            else:
+                slope = _differentiate(activation, part)
+            torch.mul(dy_part, slope, out=dz_part)
+
+
+def _differentiate(activation: Activation, z: Tensor) -> Tensor:
+    with torch.enable_grad():
+        z = z.detach().requires_grad_()
+        y = activation.function(z)
+        return torch.autograd.grad(y, z, torch.ones_like(y))[0]
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """All elements in memory order. Callers hand over tensors without gaps: buffers made here, or copies."""
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _chunks(flat: Tensor) -> Iterator[Tensor]:
+    return iter((flat,)) if flat.numel() <= CHUNK else iter(flat.split(CHUNK))
+
+
+def _index(part: Tensor) -> Tensor:
+    # Signed 16-bit patterns run from -32768: the tables start there. (uint16 has no vectorised conversion.)
+    return part.view(torch.int16).to(torch.int32).add_(32768)
+
+
+def _all_values(dtype: torch.dtype) -> Tensor:
+    return torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype).double()
+
+
+@functools.cache
+@in_clean_state
+def _forward_table(activation: Activation, dtype: torch.dtype, encode: bool, device: torch.device) -> Tensor:
+    z = _all_values(dtype)
+    y = activation.encoded(z, dtype) if encode else activation.function(z)
+    return y.to(dtype).to(device)
+
+
+@functools.cache
+@in_clean_state
+def _derivative_table(activation: Activation, dtype: torch.dtype, given: str, device: torch.device) -> Tensor:
+    # float32, not dtype: the product dy * f' is then rounded once.
+    values = _all_values(dtype)
+    if given == "output":
+        slope = activation.derivative_given_output(values, dtype)
+    else:
+        slope = _differentiate(activation, values)
+    return slope.float().to(device)

@@ -1,0 +1,40 @@
+"""Run a function outside whatever the caller has switched on."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def in_clean_state(function: Callable[P, R]) -> Callable[P, R]:
+    """Make ``function`` run on a new thread, and wait for it.
+
+    Grad mode, autocast, default device, dispatch and functorch modes are all thread-local in torch, so constants computed
+    on a new thread are the same real CPU tensors whether the first use happens under ``no_grad``, ``vmap``, a
+    ``FakeTensorMode`` or a ``torch.device("cuda")`` context. Meant for what is computed once and cached.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        result: list[R] = []
+        failure: list[BaseException] = []
+
+        def target() -> None:
+            try:
+                result.append(function(*args, **kwargs))
+            except BaseException as error:  # re-raised below, on the caller's thread
+                failure.append(error)
+
+        thread = threading.Thread(target=target, name="fusedlayers-constants")
+        thread.start()
+        thread.join()
+        if failure:
+            raise failure[0]
+        return result[0]
+
+    return run

@@ -1,0 +1,1 @@
+"""Modules: dense layers, and activations that save their output."""

@@ -1,0 +1,73 @@
+"""Whether a saved buffer may be overwritten during backward: only where nobody can ever read it again.
+
+Three conditions, each necessary: the graph is not kept for a second backward; nobody but the graph holds the buffer (the
+user may still have the output, another operation may have saved it); and no saved-tensor hook handed the buffer out when
+it was saved. torch counts the users of a storage; how many are torch's own is found once, by asking in a tiny backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .clean import in_clean_state
+
+
+def saved_under_hooks() -> bool:
+    """Whether what is being saved now passes through saved-tensor hooks. To be asked in the forward pass."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def is_ours_alone(saved: Tensor) -> bool:
+    """Whether ``saved``, an output unpacked in this backward and held by one variable, can be read by nobody else.
+
+    The caller must hold it as the calibration below does: one local variable, passed once.
+    """
+    expected = _users_when_alone()
+    return expected is not None and not _graph_is_kept() and _users(saved) == expected
+
+
+def _graph_is_kept() -> bool:
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def _users(tensor: Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+class _Probe(torch.autograd.Function):
+    """Saves its output, and notes in backward how many users that has and whether the graph is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, notes: list[tuple[int, bool]]) -> Tensor:
+        y = x + 1
+        ctx.save_for_backward(x, y)
+        ctx.notes = notes
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _x, saved = ctx.saved_tensors
+        ctx.notes.append((_users(saved), _graph_is_kept()))
+        return grads[0], None
+
+
+@functools.cache
+@in_clean_state
+def _users_when_alone() -> int | None:
+    """How many users torch itself makes of a saved output; None where this torch cannot be asked, or gives no answer."""
+    notes: list[tuple[int, bool]] = []
+    try:
+        x = torch.zeros(2, requires_grad=True)
+        held = _Probe.apply(x, notes)
+        held.sum().backward()
+        _Probe.apply(x, notes).sum().backward()
+        _Probe.apply(x, notes).sum().backward()
+        _Probe.apply(x, notes).sum().backward(retain_graph=True)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return None
+    (shared, _), (alone, kept), (again, _), (_, retained) = notes
+    return alone if shared > alone == again and retained and not kept else None
