@@ -54,10 +54,12 @@ class DenseBiasAct(Function):
         needs_x, needs_w, *_ = ctx.needs_input_grad
         kept_x = x if needs_w or save == "recompute" else None
         kept_w = w if needs_x or save == "recompute" else None
-        # A bias is alive anyway; it is wanted where z may be computed again.
-        kept_b = b if kept_x is not None and kept_w is not None else None
+        # A second derivative computes z again, if that costs no memory: a parameter is alive anyway, a cast copy is not.
+        again = kept_x is not None and kept_w is not None and (b is None or b.is_leaf)
+        kept_b = b if again or save == "recompute" else None
         ctx.save_for_backward(kept_x, kept_w, kept_b, y if save == "output" else z)
         ctx.settings = Settings(activation, save, backend, -1, saved_under_hooks())
+        ctx.can_repeat = again
         ctx.set_materialize_grads(False)
         return y if z is None else (y, z)
 
@@ -68,7 +70,7 @@ class DenseBiasAct(Function):
         needs_x, needs_w, needs_b, *_ = ctx.needs_input_grad
         differentiable = torch.is_grad_enabled()
         save = settings.save
-        if save == "recompute" or (differentiable and save == "output" and x is not None and w is not None):
+        if save == "recompute" or (differentiable and save == "output" and ctx.can_repeat):
             saved, save = F.linear(x, w, b) if differentiable else settings.backend.linear(x, w, b), "recompute"
 
         dz, db = _gradient(settings._replace(save=save), dy, dz_more, saved, needs_b)

@@ -9,7 +9,7 @@ the right variable:
 * on the falling branch's tail, where y returns to 0, ``u = sqrt(log(y_min / y))`` and ``f' = y * P(u)``, so that the
   derivative vanishes with y.
 
-The range is cut greedily into the longest pieces on which a Chebyshev interpolant of degree 8 meets the tolerance.
+The range is cut greedily into the longest pieces on which a Chebyshev interpolant meets the tolerance.
 Everything is found from the activation itself, in float64, in a few milliseconds; no coefficient is written down anywhere.
 
 What it does not do: functions with more than one fold, with a kink near the fold, or whose derivative does not settle to a
@@ -30,10 +30,22 @@ from ..clean import in_clean_state
 
 Function = Callable[[Tensor], Tensor]
 
-#: Largest absolute error of a fit. The derivative of a float32 output is uncertain by about 1e-6 (rms), because the output
-#: was rounded; a fit that never strays further than this adds less than a fifth to that error.
-TOLERANCE = 6e-7
-DEGREE = 8
+
+@dataclass(frozen=True)
+class Precision:
+    """How closely a derivative is fitted: the largest absolute error, and the degree of the polynomials tried first."""
+
+    tolerance: float
+    degree: int
+
+
+#: By dtype of the output. The derivative is uncertain by 1e-6, 7e-4 and 4e-3 (rms), because the output was rounded and
+#: carries the branch; errors that never exceed these add little to that, and a coarser fit is a shorter program.
+PRECISIONS = {
+    torch.float32: Precision(6e-7, 8),
+    torch.float16: Precision(1e-4, 5),
+    torch.bfloat16: Precision(5e-4, 4),
+}
 MAXIMUM_DEGREE = 20
 #: Outputs are taken to be at least this far from the minimum: far below what any dtype resolves there, and far enough
 #: above 0 for the derivative, which goes with its root, to keep its sign and its quotients.
@@ -133,7 +145,7 @@ class Polynomials:
 
         in_tail = v < self.pieces[0].start
         y_tail = torch.where(in_tail, y, self.minimum * TAIL_FRACTION)
-        u = torch.sqrt(torch.log(self.minimum / y_tail))
+        u = torch.sqrt(math.log(-self.minimum) - torch.log(-y_tail))
         u = torch.where(u > self.tail.stop, self.tail.stop, u)
         return torch.where(in_tail, y_tail * self.tail(u), value)
 
@@ -143,12 +155,13 @@ def to_float32(value: float) -> float:
 
 
 @in_clean_state
-def fit(function: Function, tolerance: float = TOLERANCE) -> FoldedDerivative:
+def fit(function: Function, precision: Precision = PRECISIONS[torch.float32]) -> FoldedDerivative:
     """Find the fold of ``function`` and fit its derivative on both branches.
 
     Raises:
         ValueError: the function has no minimum below zero, more than one fold, or no fit that meets the tolerance.
     """
+    tolerance = precision.tolerance
     fold = find_fold(function)
     root = math.sqrt(-fold.minimum)
 
@@ -168,15 +181,15 @@ def fit(function: Function, tolerance: float = TOLERANCE) -> FoldedDerivative:
     stop = _settled(function, fold, tolerance)
     pieces: list[Piece] = []
     while start < stop:
-        piece = _longest_piece(derivative_of_v, start, stop, tolerance)
+        piece = _longest_piece(derivative_of_v, start, stop, precision)
         pieces.append(piece)
         start = piece.stop
 
     # Past this u the derivative is below a thousandth of the tolerance, whatever the clamped polynomial says.
     tail_stop = math.sqrt(math.log(1e3 * REACH * -fold.minimum / tolerance))
     tail_start = math.sqrt(-math.log(TAIL_FRACTION))
-    for degree in range(DEGREE, MAXIMUM_DEGREE + 1):
-        tail = _interpolate(ratio_of_u, tail_start, tail_stop, degree)
+    for degree in range(precision.degree, MAXIMUM_DEGREE + 1):
+        tail = interpolate(ratio_of_u, tail_start, tail_stop, degree)
         u = torch.linspace(tail_start, tail_stop, 2001, dtype=torch.float64)
         weight = -fold.minimum * torch.exp(-u * u)
         if float((weight * (tail(u) - ratio_of_u(u)).abs()).max()) <= tolerance:
@@ -234,11 +247,11 @@ def _settled(function: Function, fold: Fold, tolerance: float) -> float:
     return math.sqrt(float(function(z[last])) - fold.minimum)
 
 
-def _longest_piece(function: Function, start: float, stop: float, tolerance: float) -> Piece:
+def _longest_piece(function: Function, start: float, stop: float, precision: Precision) -> Piece:
     def attempt(end: float) -> tuple[Piece, bool]:
-        piece = _interpolate(function, start, end, DEGREE)
+        piece = interpolate(function, start, end, precision.degree)
         v = torch.linspace(start, end, 301, dtype=torch.float64)
-        return piece, float((piece(v) - function(v)).abs().max()) <= tolerance
+        return piece, float((piece(v) - function(v)).abs().max()) <= precision.tolerance
 
     piece, good = attempt(stop)
     if good:
@@ -253,11 +266,11 @@ def _longest_piece(function: Function, start: float, stop: float, tolerance: flo
         else:
             high = middle
     if best is None:
-        raise ValueError(f"fit: no polynomial of degree {DEGREE} follows the derivative near v = {start:.3g}")
+        raise ValueError(f"fit: no polynomial of degree {precision.degree} follows the derivative near v = {start:.3g}")
     return best
 
 
-def _interpolate(function: Function, start: float, stop: float, degree: int) -> Piece:
+def interpolate(function: Function, start: float, stop: float, degree: int) -> Piece:
     """Chebyshev interpolation, converted to powers of t (harmless at these degrees: t stays in [-1, 1])."""
     count = degree + 1
     angle = (torch.arange(count, dtype=torch.float64) + 0.5) * (math.pi / count)

@@ -40,7 +40,7 @@ register(
         stands_for=((nn.ReLU, {}), (F.relu, {}), (torch.relu, {})),
         native=Native(
             torch.relu_,
-            lambda dy, y, out: aten.threshold_backward(dy, y, 0, grad_input=out),
+            lambda dy, y, out: aten.threshold_backward.grad_input(dy, y, 0, grad_input=out),
         ),
     )
 )
@@ -54,8 +54,8 @@ register(
         unless=lambda negative_slope: _given_positive("negative_slope", negative_slope, "the function turns at 0"),
         stands_for=((nn.LeakyReLU, {}), (F.leaky_relu, {})),
         native=Native(
-            aten.leaky_relu_,
-            lambda dy, y, out, negative_slope: aten.leaky_relu_backward(dy, y, negative_slope, True, grad_input=out),
+            aten.leaky_relu_.default,
+            lambda dy, y, out, negative_slope: aten.leaky_relu_backward.grad_input(dy, y, negative_slope, True, grad_input=out),
             lambda negative_slope: ("leaky_relu", [negative_slope], ""),
         ),
     )
@@ -68,8 +68,8 @@ register(
         given_output=lambda y: torch.where((y > 0) & (y < 6), 1.0, 0.0),
         stands_for=((nn.ReLU6, {}), (F.relu6, {})),
         native=Native(
-            aten.relu6_,
-            lambda dy, y, out: aten.hardtanh_backward(dy, y, 0, 6, grad_input=out),
+            aten.relu6_.default,
+            lambda dy, y, out: aten.hardtanh_backward.grad_input(dy, y, 0, 6, grad_input=out),
         ),
     )
 )
@@ -82,8 +82,8 @@ register(
         given_output=lambda y, min_val, max_val: torch.where((y > min_val) & (y < max_val), 1.0, 0.0),
         stands_for=((nn.Hardtanh, {}), (F.hardtanh, {})),
         native=Native(
-            aten.hardtanh_,
-            lambda dy, y, out, min_val, max_val: aten.hardtanh_backward(dy, y, min_val, max_val, grad_input=out),
+            aten.hardtanh_.default,
+            lambda dy, y, out, min_val, max_val: aten.hardtanh_backward.grad_input(dy, y, min_val, max_val, grad_input=out),
         ),
     )
 )
@@ -99,8 +99,8 @@ register(
         ),
         stands_for=((nn.Threshold, {}), (F.threshold, {})),
         native=Native(
-            aten.threshold_,
-            lambda dy, y, out, threshold, value: aten.threshold_backward(dy, y, threshold, grad_input=out),
+            aten.threshold_.default,
+            lambda dy, y, out, threshold, value: aten.threshold_backward.grad_input(dy, y, threshold, grad_input=out),
         ),
     )
 )
@@ -121,7 +121,7 @@ register(
         lambda z: F.relu6(z + 3) / 6,  # F.hardsigmoid has no second derivative
         given_output=lambda y: torch.where((y > 0) & (y < 1), 1 / 6, 0.0),
         stands_for=((nn.Hardsigmoid, {}), (F.hardsigmoid, {})),
-        native=Native(aten.hardsigmoid_),
+        native=Native(aten.hardsigmoid_.default),
     )
 )
 
@@ -150,7 +150,7 @@ register(
         stands_for=((nn.Tanh, {}), (torch.tanh, {}), (F.tanh, {})),
         native=Native(
             torch.tanh_,
-            lambda dy, y, out: aten.tanh_backward(dy, y, grad_input=out),
+            lambda dy, y, out: aten.tanh_backward.grad_input(dy, y, grad_input=out),
             lambda: ("tanh", [], ""),
         ),
     )
@@ -164,7 +164,7 @@ register(
         stands_for=((nn.Sigmoid, {}), (torch.sigmoid, {}), (F.sigmoid, {})),
         native=Native(
             torch.sigmoid_,
-            lambda dy, y, out: aten.sigmoid_backward(dy, y, grad_input=out),
+            lambda dy, y, out: aten.sigmoid_backward.grad_input(dy, y, grad_input=out),
             lambda: ("sigmoid", [], ""),
         ),
     )
@@ -179,8 +179,8 @@ register(
         unless=lambda alpha: _given_positive("alpha", alpha, "the function turns at 0"),
         stands_for=((nn.ELU, {}), (F.elu, {})),
         native=Native(
-            aten.elu_,
-            lambda dy, y, out, alpha: aten.elu_backward(dy, alpha, 1, 1, True, y, grad_input=out),
+            aten.elu_.default,
+            lambda dy, y, out, alpha: aten.elu_backward.grad_input(dy, alpha, 1, 1, True, y, grad_input=out),
         ),
     )
 )
@@ -193,7 +193,7 @@ register(
         stands_for=((nn.SELU, {}), (F.selu, {}), (torch.selu, {})),
         native=Native(
             torch.selu_,
-            lambda dy, y, out: aten.elu_backward(dy, _SELU_ALPHA, _SELU_SCALE, 1, True, y, grad_input=out),
+            lambda dy, y, out: aten.elu_backward.grad_input(dy, _SELU_ALPHA, _SELU_SCALE, 1, True, y, grad_input=out),
         ),
     )
 )
@@ -208,7 +208,7 @@ register(
         stands_for=((nn.CELU, {}), (F.celu, {}), (torch.celu, {})),
         native=Native(
             torch.celu_,
-            lambda dy, y, out, alpha: aten.elu_backward(dy, alpha, 1, 1 / alpha, True, y, grad_input=out),
+            lambda dy, y, out, alpha: aten.elu_backward.grad_input(dy, alpha, 1, 1 / alpha, True, y, grad_input=out),
         ),
     )
 )
@@ -278,6 +278,13 @@ def _gelu_tanh(z: Tensor) -> Tensor:
     return z * torch.sigmoid(z * (2 * math.sqrt(2 / math.pi)) * (1 + 0.044715 * z * z))
 
 
+def _mish(z: Tensor) -> Tensor:
+    # tanh(log(1 + u)) = n / (n + 2) with u = exp(z), n = u (u + 2); from z = 20 on it is 1, and u^2 would overflow at 44.
+    u = torch.exp(torch.clamp(z, max=20.0))
+    n = u * (u + 2)
+    return z * (n / (n + 2))
+
+
 def _hardswish_derivative(distance: Tensor, y: Tensor, left: Tensor) -> Tensor:
     # y = z (z + 3) / 6, so f' = (2z + 3) / 6 = +-sqrt(24 (y + 3/8)) / 6. Flat outputs (z <= -3) are 0 and carry the branch.
     slope = torch.sqrt(24 * distance) / 6
@@ -312,7 +319,7 @@ register(
         native=Native(post_op=lambda: ("swish", [], "")),
     )
 )
-register(Row("mish", F.mish, given_output="fold", stands_for=((nn.Mish, {}), (F.mish, {}))))
+register(Row("mish", _mish, given_output="fold", stands_for=((nn.Mish, {}), (F.mish, {}))))
 register(
     Row(
         "hardswish",

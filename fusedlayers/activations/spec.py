@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from . import branch
-from .inverse import FoldedDerivative, fit
+from .inverse import PRECISIONS, FoldedDerivative, fit
 
 Function = Callable[..., Tensor]
 Saved = Literal["nothing", "output", "input", "recompute"]
@@ -122,24 +122,24 @@ class Activation:
             return False
         return self.row.given_output == "fold" or isinstance(self.row.given_output, FoldedDerivative)
 
-    @property
-    def folded(self) -> FoldedDerivative | None:
-        """The fold and the derivative on its two sides, for a folded activation."""
+    def folded(self, dtype: torch.dtype = torch.float32) -> FoldedDerivative | None:
+        """The fold, and the derivative on its two sides as closely as outputs of ``dtype`` tell it; None without a fold."""
         if self.row is None or not self.is_folded:
             return None
-        return self.row.given_output if isinstance(self.row.given_output, FoldedDerivative) else _fitted(self.name)
+        stated = self.row.given_output
+        return stated if isinstance(stated, FoldedDerivative) else _fitted(self.name, dtype)
 
     def encoded(self, z: Tensor, dtype: torch.dtype) -> Tensor:
         """The output as it is saved: of float32 (or wider) ``z``, in z's dtype, with the branch in it where there is one."""
         y = self.function(z)
-        folded = self.folded
+        folded = self.folded()
         if folded is None:
             return y
         return branch.encode(y.to(torch.float32), z < folded.fold.position, dtype)
 
     def derivative_given_output(self, y: Tensor, dtype: torch.dtype, *, differentiable: bool = False) -> Tensor:
         """The derivative from outputs of ``dtype``, widened to float32 (or float64)."""
-        folded = self.folded
+        folded = self.folded(dtype)
         if folded is not None:
             left = branch.decode(y.to(torch.float32), dtype)
             return folded.differentiable(y, left) if differentiable else folded(y, left)
@@ -210,9 +210,8 @@ def rows() -> tuple[Row, ...]:
 
 
 @functools.cache
-def _fitted(name: str) -> FoldedDerivative:
-    row = _rows[name]
-    return fit(functools.partial(row.function, **row.parameters))
+def _fitted(name: str, dtype: torch.dtype) -> FoldedDerivative:
+    return fit(_rows[name].function, PRECISIONS[dtype])
 
 
 def resolve(activation: object) -> Activation:

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...activations import Activation
+from ...activations import Activation, branch
 from ...clean import in_clean_state
 from . import fold
 
@@ -58,7 +58,7 @@ def forward_(z: Tensor, activation: Activation, *, encode: bool) -> None:
         for part in _chunks(flat):
             torch.index_select(table, 0, _index(part), out=part)
     elif encode:
-        folded = activation.folded
+        folded = activation.folded()
         assert folded is not None and z.dtype is torch.float32
         for part in _chunks(flat):
             fold.forward_(part, activation.function, folded.fold.position)
@@ -153,7 +153,10 @@ def _derivative_table(activation: Activation, dtype: torch.dtype, given: str, de
     # float32, not dtype: the product dy * f' is then rounded once.
     values = _all_values(dtype)
     if given == "output":
-        slope = activation.derivative_given_output(values, dtype)
+        # A table costs the same whatever it holds: it takes the closest fit there is.
+        folded = activation.folded()
+        left = branch.decode(values.float(), dtype)
+        slope = activation.derivative_given_output(values, dtype) if folded is None else folded(values, left)
     else:
         slope = _differentiate(activation, values)
     return slope.float().to(device)

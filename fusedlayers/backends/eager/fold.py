@@ -38,7 +38,7 @@ def forward_(z: Tensor, function: Callable[[Tensor], Tensor], position: float) -
 @functools.cache
 def derivative(activation: Activation) -> Callable[[Tensor], Tensor]:
     """The derivative from encoded float32 outputs, as a function of one chunk."""
-    folded = activation.folded
+    folded = activation.folded()
     assert folded is not None
     if isinstance(folded.of_distance, Polynomials):
         return _Interpolated(folded, folded.of_distance)

@@ -1,0 +1,214 @@
+"""Activations printed as Triton device functions.
+
+The kernels know no activation: they take ``FORWARD`` and ``DERIVATIVE``, jitted functions of one float32 block, as
+compile-time arguments. Those are printed here from the same torch function that everything else uses: traced to pointwise
+operations (``activations/trace.py``), one line each.
+
+Triton has no erfc, expm1, log1p, tanh or pow of its own. The first four are written below in its own operations, so that
+they run in the interpreter and on every vendor's devices; erfc from a polynomial that is fitted when it is first needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import linecache
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...activations import Activation
+from ...activations.inverse import Piece, interpolate
+from ...activations.trace import NotPointwise, Operation, Pointwise, trace
+from ...clean import in_clean_state
+
+#: How each operation is written; {0}, {1}, ... are its arguments.
+_TEMPLATES = {
+    "abs": "tl.abs({0})",
+    "add": "{0} + {1}",
+    "bitwise_and": "{0} & {1}",
+    "bitwise_left_shift": "{0} << {1}",
+    "bitwise_not": "~{0}",
+    "bitwise_or": "{0} | {1}",
+    "bitwise_right_shift": "{0} >> {1}",
+    "bitwise_xor": "{0} ^ {1}",
+    "ceil": "tl.ceil({0})",
+    "cos": "tl.cos({0})",
+    "div": "{0} / {1}",
+    "eq": "{0} == {1}",
+    "erf": "tl.erf({0})",
+    "erfc": "_erfc({0})",
+    "exp": "tl.exp({0})",
+    "exp2": "tl.exp2({0})",
+    "expm1": "_expm1({0})",
+    "floor": "tl.floor({0})",
+    "ge": "{0} >= {1}",
+    "gt": "{0} > {1}",
+    "isnan": "{0} != {0}",
+    "le": "{0} <= {1}",
+    "log": "tl.log({0})",
+    "log1p": "_log1p({0})",
+    "log2": "tl.log2({0})",
+    "logical_and": "{0} & {1}",
+    "logical_not": "~{0}",
+    "logical_or": "{0} | {1}",
+    "lt": "{0} < {1}",
+    "maximum": "tl.maximum({0}, {1}, tl.PropagateNan.ALL)",
+    "minimum": "tl.minimum({0}, {1}, tl.PropagateNan.ALL)",
+    "mul": "{0} * {1}",
+    "ne": "{0} != {1}",
+    "neg": "-{0}",
+    "pow": "_pow({0}, {1})",
+    "reciprocal": "1.0 / {0}",
+    "rsqrt": "tl.rsqrt({0})",
+    "sigmoid": "tl.sigmoid({0})",
+    "sign": "_sign({0})",
+    "sin": "tl.sin({0})",
+    "softshrink_backward": "tl.where(tl.abs({1}) <= {2}, 0.0, {0})",
+    "sqrt": "tl.sqrt({0})",
+    "sub": "{0} - {1}",
+    "tanh": "_tanh({0})",
+    "where": "tl.where({0}, {1}, {2})",
+}
+
+_TYPES = {torch.float32: "tl.float32", torch.int32: "tl.int32", torch.int64: "tl.int64", torch.bool: "tl.int1"}
+
+Role = Literal["forward", "derivative"]
+
+
+def device_function(activation: Activation, role: Role, *, given: str, dtype: torch.dtype) -> Any:
+    """The jitted function of one float32 block that a kernel takes.
+
+    Args:
+        role: "forward", z -> y, or "derivative", saved tensor -> f'.
+        given: for "forward", "output" if the result is saved and carries the branch; for "derivative", what was saved.
+        dtype: of the tensor in memory, in whose last bit the branch is.
+
+    Raises:
+        NotPointwise: the function cannot be printed; the message names the operation.
+    """
+    # The dtype shows only in the branch bit: other functions are shared by all dtypes, and compiled once.
+    coded = activation.is_folded and given == "output"
+    return _compile(activation, role, given, dtype if coded else torch.float32)
+
+
+def source(activation: Activation, role: Role, *, given: str, dtype: torch.dtype) -> str:
+    """The text of ``device_function``."""
+    function: Callable[[Tensor], Tensor]
+    if role == "forward":
+        argument = "z"
+        function = activation.function if given == "input" else lambda z: activation.encoded(z, dtype)
+    elif given == "output":
+        argument = "y"
+        function = lambda y: activation.derivative_given_output(y, dtype)  # noqa: E731  # as the line below it
+    else:
+        argument = "z"
+        function = activation.derivative_given_input
+    return print_function(f"{activation.name}_{role}", trace(function, argument))
+
+
+def print_function(name: str, pointwise: Pointwise) -> str:
+    """``pointwise`` as the text of a Triton device function."""
+    uses = Counter(a for operation in pointwise.operations for a in operation.arguments if isinstance(a, str))
+    inlined: dict[str, str] = {}
+    lines = [f"def {name}({pointwise.input}):"]
+    for operation in pointwise.operations:
+        text = _expression(operation, inlined)
+        # Values that are used once are written where they are used, as long as the lines stay short.
+        if uses[operation.name] == 1 and len(text) <= _INLINE and operation.name != pointwise.output:
+            inlined[operation.name] = text if text[-1] == ")" and text.startswith(("tl.", "_")) else f"({text})"
+        else:
+            lines.append(f"    {operation.name} = {text}")
+    result = _literal(pointwise.output, inlined)
+    if not isinstance(pointwise.output, str):
+        result = f"tl.full({pointwise.input}.shape, {result}, tl.float32)"
+    return "\n".join([*lines, f"    return {result}", ""])
+
+
+_INLINE = 56
+
+
+def _expression(operation: Operation, inlined: Mapping[str, str]) -> str:
+    arguments = [_literal(a, inlined) for a in operation.arguments]
+    if operation.op in ("cast", "bitcast"):
+        bitcast = ", bitcast=True" if operation.op == "bitcast" else ""
+        return f"{arguments[0]}.to({_TYPES[operation.dtype]}{bitcast})"
+    if operation.op == "pow" and operation.arguments[1] == 2:
+        return f"{arguments[0]} * {arguments[0]}"
+    template = _TEMPLATES.get(operation.op)
+    if template is None:
+        raise NotPointwise(f"{operation.op} has no Triton counterpart here")
+    return template.format(*arguments)
+
+
+def _literal(argument: object, inlined: Mapping[str, str]) -> str:
+    if isinstance(argument, float) and not math.isfinite(argument):
+        return f'float("{argument}")'
+    return inlined.get(str(argument), str(argument))
+
+
+@functools.cache
+def _compile(activation: Activation, role: Role, given: str, dtype: torch.dtype) -> Any:
+    return compile_function(source(activation, role, given=given, dtype=dtype))
+
+
+def compile_function(text: str) -> Any:
+    """``text``, one device function, jitted. Triton reads the text of what it compiles: linecache hands it out."""
+    from . import device
+
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    filename = f"<fusedlayers generated {digest}>"
+    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+    scope: dict[str, Any] = {**device.FUNCTIONS, "tl": tl, "__name__": __name__}
+    if "_erfc(" in text and "def _erfc" not in text:
+        scope["_erfc"] = _erfc()
+    exec(compile(text, filename, "exec"), scope)
+    (name,) = (line.split("(")[0].removeprefix("def ") for line in text.splitlines() if line.startswith("def "))
+    return triton.jit(scope[name])
+
+
+@functools.cache
+def _erfc() -> Any:
+    return compile_function(erfc_source())
+
+
+@functools.cache
+@in_clean_state
+def erfc_source() -> str:
+    """erfc on float32, as ``t exp(-x^2) P(t)`` with ``t = 1 / (1 + x/2)``, P a polynomial on t in (0, 1].
+
+    erfcx(x) / t, which P approximates, varies little over all x >= 0 in this variable, so that the relative error stays
+    at rounding level until erfc underflows. Negative x by ``erfc(-x) = 2 - erfc(x)``.
+    """
+
+    def ratio(t: Tensor) -> Tensor:
+        return torch.special.erfcx(2 / t - 2) / t
+
+    # t down to where erfc(x) has left float32's range.
+    piece = interpolate(ratio, 1 / (1 + 10.1 / 2), 1.0, _ERFC_DEGREE)
+    return "\n".join(
+        [
+            "def _erfc(x):",
+            "    a = tl.abs(x)",
+            "    t = 1.0 / (1.0 + 0.5 * a)",
+            *_horner(piece, "t"),
+            "    e = t * tl.exp(-a * a) * p",
+            "    return tl.where(x < 0, 2.0 - e, e)",
+            "",
+        ]
+    )
+
+
+#: The first degree at which P is closer than float32's rounding (found by ``test_codegen``).
+_ERFC_DEGREE = 11
+
+
+def _horner(piece: Piece, variable: str) -> list[str]:
+    lines = [f"    s = {variable} * {piece.scale} + {piece.offset}", f"    p = {piece.coefficients[-1]}"]
+    return lines + [f"    p = p * s + {c}" for c in piece.coefficients[-2::-1]]

@@ -1,0 +1,35 @@
+"""The `fusedlayers` command: `fusedlayers demo` and what is added later.
+
+A command is a module with a function `register(commands)`, which adds a parser that names its `run(arguments) -> int`.
+Adding a command is adding its module to `COMMANDS`.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from .demo import command as demo
+
+COMMANDS = (demo,)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code: 0, 2 for wrong usage (the reason goes to stderr), 130 when interrupted.
+
+    Example:
+        >>> from fusedlayers.cli import main
+        >>> main(["demo", "--steps", "0"])
+        2
+    """
+    parser = argparse.ArgumentParser(prog="fusedlayers", description="Fused layers for PyTorch that keep one buffer.")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.register(commands)
+    try:
+        arguments = parser.parse_args(argv)
+        return int(arguments.run(arguments))
+    except SystemExit as exit:  # argparse leaves this way, after --help and on wrong usage
+        return exit.code if isinstance(exit.code, int) else 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
