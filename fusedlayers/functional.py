@@ -11,8 +11,7 @@ Every call takes one of four routes:
 
 from __future__ import annotations
 
-import contextlib
-from typing import get_args
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +21,15 @@ from torch.utils.checkpoint import checkpoint
 
 from . import backends
 from .activations import DTYPES, Activation, Saved, resolve
-from .autograd import BiasAct, DenseBiasAct, along
+from .autograd import BiasAct, Dense, Origin
+from .broadcast import along
 from .traced import output_saved
 
 SAVES = ("auto", "output", "input", "recompute")
+
+#: Outputs of fewer elements are left to plain PyTorch under ``save="auto"``: the buffer that would be spared is smaller than
+#: the Python objects of the autograd node that would spare it.
+SMALL = 256
 _ORDINARY = (Tensor, Parameter)
 
 
@@ -50,7 +54,7 @@ def dense_bias_act(
         save: what is kept for backward. "output": y, written over the matmul's buffer (folded activations carry the branch
             in the last mantissa bit of negative outputs). "input": the pre-activation z, exact to the last bit.
             "recompute": neither; z is computed again from ``input``. "auto": "output" where the derivative can be had from
-            it within the dtype's rounding floor, else "input".
+            it within the dtype's rounding floor, else "input"; fewer than 256 outputs are left to plain PyTorch.
 
     Returns:
         (..., out), of the same dtype.
@@ -67,7 +71,7 @@ def dense_bias_act(
     torch.Size([2, 4])
     """
     resolved = resolve(activation)
-    kind = _check("dense_bias_act", input=input, weight=weight, bias=bias)
+    route = _route("dense_bias_act", input, weight, bias)
     if weight.dim() != 2 or input.dim() < 1 or input.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"dense_bias_act: expected input (..., in) and weight (out, in), got {_shape(input)} and {_shape(weight)}; "
@@ -77,23 +81,33 @@ def dense_bias_act(
         raise ValueError(
             f"dense_bias_act: expected bias ({weight.shape[0]},) for weight {_shape(weight)}, got {_shape(bias)}"
         )
-    cast = _autocast_dtype(input)
-    if cast is not None:
-        input, weight, bias = _cast(input, cast), _cast(weight, cast), _cast(bias, cast)
-    _check_one_dtype("dense_bias_act", input=input, weight=weight, bias=bias)
+    if torch.is_autocast_enabled(input.device.type):
+        # As F.linear is cast. The activation's own operations must not be cast once more, one by one.
+        dtype = torch.get_autocast_dtype(input.device.type)
+        cast = [None if t is None else t if t.dtype is torch.float64 else t.to(dtype) for t in (input, weight, bias)]
+        with torch.autocast(input.device.type, enabled=False):
+            return dense_bias_act(*cast, resolved, save=save)  # type: ignore[arg-type]  # None only for the bias
+    _check_one_dtype("dense_bias_act", input, weight, bias)
     keep = _choose_save("dense_bias_act", resolved, save, input.dtype)
 
     if keep == "nothing":
         return F.linear(input, weight, bias)
-    with _without_autocast(input) if cast is not None else _NO_CONTEXT:
-        if kind == "plain" or resolved.unfused_because is not None:
-            return resolved.plain(F.linear(input, weight, bias))
-        if kind == "traced":
-            return _traced(lambda x, w, b: F.linear(x, w, b), resolved, keep, input, weight, bias)
-        if not _needs_gradient(input, weight, bias):
-            return backends.choose(input).linear_act(input, weight, bias, resolved, encode=False)
-        result = DenseBiasAct.apply(input, weight, bias, resolved, keep)
-        return result[0] if keep == "input" else result
+    small = save == "auto" and input.numel() * weight.shape[0] < SMALL * weight.shape[1]
+    if route == "plain" or resolved.unfused_because is not None or (small and route == "fused"):
+        return resolved.plain(F.linear(input, weight, bias))
+    if route == "traced":
+        return _traced(lambda x, w, b: F.linear(x, w, b), resolved, keep, input, weight, bias)
+    backend = backends.choose(input)
+    if not _needs_gradient(input, weight, bias):
+        return backend.linear_act(input, weight, bias, resolved)
+
+    # Two dimensions: the result of F.linear with more is a view, and overwriting a view costs autograd a copy.
+    x = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
+    late = bias if backend.ADDS_BIAS and keep != "input" else None
+    early = bias if late is None else None
+    z = Dense.apply(x, weight, early, backend) if backend.multiplies(x, weight) else F.linear(x, weight, early)
+    y = BiasAct.apply(z, late, resolved, keep, -1, keep != "input", _origin(x, weight, early, late, keep))
+    return y if input.dim() == 2 else y.view(*input.shape[:-1], y.shape[-1])
 
 
 def bias_act(
@@ -129,8 +143,8 @@ def bias_act(
     tensor([1., 1., 1.])
     """
     resolved = resolve(activation)
-    kind = _check("bias_act", input=input, bias=bias)
-    _check_one_dtype("bias_act", input=input, bias=bias)
+    route = _route("bias_act", input, None, bias)
+    _check_one_dtype("bias_act", input, None, bias)
     if bias is not None:
         if not -input.dim() <= dim < input.dim():
             raise ValueError(f"bias_act: dim must lie in [-{input.dim()}, {input.dim()}) for {_shape(input)}, got {dim}")
@@ -139,40 +153,63 @@ def bias_act(
                 f"bias_act: expected bias ({input.shape[dim]},) along dim {dim} of {_shape(input)}, got {_shape(bias)}"
             )
     keep = _choose_save("bias_act", resolved, save, input.dtype)
+    small = save == "auto" and input.numel() < SMALL and not inplace
+    fused = route == "fused" and resolved.unfused_because is None and not small
     if inplace:
         if keep == "recompute":
             raise ValueError("bias_act: save='recompute' needs the input, which inplace=True overwrites; drop one of them")
         _check_writable(input)
-        if keep != "output" or kind != "fused" or resolved.unfused_because is not None:
-            return input.copy_(bias_act(input, bias, resolved, dim=dim, save=save))
+        if not fused or keep != "output":
+            z = input.clone() if bias is None else input + along(bias, dim, input.dim())
+            return input.copy_(bias_act(z, None, resolved, save=save))
+
+    def biased(x: Tensor, b: Tensor | None) -> Tensor:
+        return x if b is None else x + along(b, dim, x.dim())
 
     if keep == "nothing":
-        return input if bias is None else input + along(bias, dim, input.dim())
-    if kind == "plain" or resolved.unfused_because is not None:
-        return resolved.plain(input if bias is None else input + along(bias, dim, input.dim()))
-    if kind == "traced":
-        return _traced(
-            lambda x, b: x if b is None else x + along(b, dim, x.dim()), resolved, keep, input, bias
-        )
+        return biased(input, bias)
+    if route == "traced" and resolved.unfused_because is None:
+        return _traced(biased, resolved, keep, input, bias)
+    if not fused:
+        return resolved.plain(biased(input, bias))
     if not _needs_gradient(input, bias):
-        out = input if inplace and _is_dense(input) else torch.empty_like(input)
-        y = backends.choose(input).bias_act(input, bias, resolved, dim=dim, encode=False, out=out)
-        return input.copy_(y) if inplace and out is not input else y
-    result = BiasAct.apply(input, bias, resolved, keep, dim, inplace)
-    return result[0] if keep == "input" else result
+        out = input if inplace else None
+        return backends.choose(input).bias_act(input, bias, resolved, dim=dim, encode=False, out=out)
+    if keep == "input":
+        return BiasAct.apply(biased(input, bias), None, resolved, keep, dim, False, None)
+    return BiasAct.apply(input, bias, resolved, keep, dim, inplace, Origin(input) if keep == "recompute" else None)
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
-def _check(function: str, **tensors: Tensor | None) -> str:
-    """Refuse what is not a floating tensor or lies elsewhere than the first; return the route that these tensors take."""
-    device = None
-    ordinary = True
-    for name, tensor in tensors.items():
-        if tensor is None:
-            if name != "bias":
-                raise TypeError(f"{function}: {name} must be a tensor, got None")
+def _route(function: str, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> str:
+    """The route that these tensors take. What is no floating tensor, or not on the input's device, is refused."""
+    ordinary = _is_ordinary(input, input) and _is_ordinary(weight, input) and _is_ordinary(bias, input)
+    if not ordinary:
+        _refuse(function, input, weight, bias)
+        return "plain"
+    if torch.compiler.is_compiling():
+        return "traced"
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        return "plain"
+    return "fused"
+
+
+def _is_ordinary(tensor: Tensor | None, input: Tensor) -> bool:
+    """Whether ``tensor`` is absent, or one that kernels can read and that lies where the input does."""
+    return tensor is None or (
+        type(tensor) in _ORDINARY
+        and tensor.dtype in DTYPES
+        and tensor.layout is torch.strided
+        and tensor.device == input.device
+        and input.device.type in backends.DEVICES
+    )
+
+
+def _refuse(function: str, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    for name, tensor in (("input", input), ("weight", weight), ("bias", bias)):
+        if tensor is None and (name == "bias" or (name == "weight" and function == "bias_act")):
             continue
         if not isinstance(tensor, Tensor):
             hint = "; pass None for no bias" if name == "bias" else ""
@@ -182,27 +219,17 @@ def _check(function: str, **tensors: Tensor | None) -> str:
                 f"{function}: {name} must have a floating dtype ({', '.join(map(str, DTYPES))}), got {tensor.dtype}; "
                 "convert it first"
             )
-        if device is None:
-            device = tensor.device
-        elif tensor.device != device:
+        if tensor.device != input.device:
             raise ValueError(
-                f"{function}: {name} is on {tensor.device} but {next(iter(tensors))} is on {device}; move one of them"
+                f"{function}: {name} is on {tensor.device} but input is on {input.device}; move one of them"
             )
-        ordinary = ordinary and type(tensor) in _ORDINARY and tensor.layout is torch.strided
-    assert device is not None
-    if not ordinary or device.type not in backends.DEVICES:
-        return "plain"
-    if torch.compiler.is_compiling():
-        return "traced"
-    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
-        return "plain"
-    return "fused"
 
 
-def _check_one_dtype(function: str, **tensors: Tensor | None) -> None:
-    dtypes = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
-    if len(set(dtypes.values())) > 1:
-        got = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+def _check_one_dtype(function: str, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    dtype = input.dtype
+    if (weight is not None and weight.dtype is not dtype) or (bias is not None and bias.dtype is not dtype):
+        named = (("input", input), ("weight", weight), ("bias", bias))
+        got = ", ".join(f"{name} {tensor.dtype}" for name, tensor in named if tensor is not None)
         raise ValueError(f"{function}: all tensors must have one dtype, got {got}; convert them, or use torch.autocast")
 
 
@@ -219,8 +246,8 @@ def _choose_save(function: str, activation: Activation, save: str, dtype: torch.
         raise ValueError(f"{function}: save must be one of {', '.join(SAVES)}, got {save!r}")
     if activation.is_identity:
         return "nothing"
-    if save in ("input", "recompute"):
-        return save  # type: ignore[return-value]  # narrowed by the test
+    if save == "input" or save == "recompute":
+        return save  # type: ignore[return-value]  # a str that the test has narrowed
     refused = activation.output_refused_because(dtype)
     if refused is None:
         return "output"
@@ -236,35 +263,25 @@ def _shape(tensor: Tensor) -> str:
     return str(tuple(tensor.shape))
 
 
-# --- contexts ---------------------------------------------------------------------------------------------------------
-
-_NO_CONTEXT = contextlib.nullcontext()
-
-
-def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """The dtype that autocast casts a matmul's arguments to, or None outside autocast."""
-    device = tensor.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
-def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return tensor if tensor is None or tensor.dtype is torch.float64 else tensor.to(dtype)
-
-
-def _without_autocast(tensor: Tensor) -> torch.autocast:
-    # Else the activation's own operations would be cast one by one.
-    return torch.autocast(tensor.device.type, enabled=False)
-
+# --- routes -----------------------------------------------------------------------------------------------------------
 
 def _needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() or torch.empty_like(tensor).stride() == tensor.stride()
+def _origin(x: Tensor, w: Tensor, early: Tensor | None, late: Tensor | None, keep: Saved) -> Origin | None:
+    """What z can be computed from again: for "recompute", and where it costs no memory to know.
+
+    The matmul saves x and w if both need gradients. A bias that is a parameter is alive anyway; a cast copy is not.
+    """
+    bias = early if late is None else late
+    free = x.requires_grad and w.requires_grad and (bias is None or bias.is_leaf)
+    return Origin(x, w, early) if keep == "recompute" or (keep == "output" and free) else None
 
 
-def _traced(pre_activation, activation: Activation, save: Saved, *tensors: Tensor | None) -> Tensor:
+def _traced(
+    pre_activation: Callable[..., Tensor], activation: Activation, save: Saved, *tensors: Tensor | None
+) -> Tensor:
     if save == "output":
         return output_saved(pre_activation(*tensors), activation.name, tuple(activation.parameters.items()))
     if save == "input":

@@ -60,10 +60,11 @@ def decode(y: Tensor, dtype: torch.dtype) -> Tensor:
 def _round_to_parity(magnitude: Tensor, bit: Tensor, shift: int) -> Tensor:
     """The multiple of 2^shift nearest to ``magnitude`` among those whose lowest digit is ``bit``.
 
-    At shift 0 both neighbours of a value of the wrong parity are equally near, and the smaller is taken, except for 0.
+    At shift 0 both neighbours of a value of the wrong parity are equally near: the last bit is set or cleared.
     """
+    if shift == 0:
+        return torch.bitwise_or(torch.bitwise_and(magnitude, -2), bit)
     base = torch.bitwise_left_shift(bit, shift)
-    half = 2**shift if shift else 0
-    steps = torch.bitwise_right_shift(magnitude - base + half, shift + 1)
+    steps = torch.bitwise_right_shift(magnitude - base + 2**shift, shift + 1)
     steps = torch.where(steps < 0, 0, steps)
     return torch.bitwise_left_shift(steps, shift + 1) + base

@@ -47,9 +47,6 @@ PRECISIONS = {
     torch.bfloat16: Precision(5e-4, 4),
 }
 MAXIMUM_DEGREE = 20
-#: Outputs are taken to be at least this far from the minimum: far below what any dtype resolves there, and far enough
-#: above 0 for the derivative, which goes with its root, to keep its sign and its quotients.
-FLOOR = 1e-10
 #: Inputs searched for the fold. Beyond it every activation of this kind is flat or straight to within float32.
 REACH = 40.0
 #: The tail polynomial takes over where the output has returned to this fraction of the minimum: far enough from the
@@ -93,22 +90,32 @@ class Piece:
 class FoldedDerivative:
     """``f'`` from the output and the branch: ``derivative(y, left)``, for floating y and boolean ``left``.
 
-    ``of_distance(distance, y, left)`` is the formula, ``distance`` being ``y - y_min``, never below ``FLOOR``.
+    ``of_distance(distance, y, left)`` is the formula, ``distance`` being ``y - y_min``, always positive.
+
+    A float32 output is stored with an error of up to two units in its last place: of its own, and of the branch bit. It
+    tells least at the minimum, where f' goes with the root of the distance. There the largest error is smallest if
+    outputs are taken to lie half a unit lower than stored, and at least half a unit above the minimum (largest error for
+    GELU 1.6e-4 without, 1.1e-4 with; SiLU 1.4e-4 and 1.2e-4; the rms over N(0, 1) falls by a tenth).
     """
 
     fold: Fold
     of_distance: Callable[[Tensor, Tensor, Tensor], Tensor]
 
     @property
-    def minimum_parts(self) -> tuple[float, float]:
-        """The minimum as a float32 number and the rest: y - y_min is then exact to float32's last bit near the minimum."""
+    def margin(self) -> float:
+        """Half a float32 unit in the last place of the minimum."""
+        return 2.0 ** (math.frexp(self.fold.minimum)[1] - 25)
+
+    @property
+    def origin_parts(self) -> tuple[float, float]:
+        """Where distances are counted from, as a float32 number and the rest: they are then exact near the minimum."""
         high = to_float32(self.fold.minimum)
-        return high, self.fold.minimum - high
+        return high, self.fold.minimum + self.margin - high
 
     def __call__(self, y: Tensor, left: Tensor) -> Tensor:
         # `where` and not `clamp`, so that NaN stays NaN in every backend.
         distance = self._distance(y)
-        return self.of_distance(torch.where(distance < FLOOR, FLOOR, distance), y, left)
+        return self.of_distance(torch.where(distance < self.margin, self.margin, distance), y, left)
 
     def differentiable(self, y: Tensor, left: Tensor) -> Tensor:
         """The same with a gradient that passes through the floor.
@@ -118,11 +125,11 @@ class FoldedDerivative:
         make it 0.
         """
         distance = self._distance(y)
-        lift = torch.where(distance < FLOOR, FLOOR - distance, 0.0).detach()
+        lift = torch.where(distance < self.margin, self.margin - distance, 0.0).detach()
         return self.of_distance(distance + lift, y, left)
 
     def _distance(self, y: Tensor) -> Tensor:
-        high, low = self.minimum_parts
+        high, low = self.origin_parts
         return (y - high) - low
 
 

@@ -40,7 +40,7 @@ register(
         stands_for=((nn.ReLU, {}), (F.relu, {}), (torch.relu, {})),
         native=Native(
             torch.relu_,
-            lambda dy, y, out: aten.threshold_backward.grad_input(dy, y, 0, grad_input=out),
+            (aten.threshold_backward, lambda dy, y: (dy, y, 0)),
         ),
     )
 )
@@ -55,7 +55,7 @@ register(
         stands_for=((nn.LeakyReLU, {}), (F.leaky_relu, {})),
         native=Native(
             aten.leaky_relu_.default,
-            lambda dy, y, out, negative_slope: aten.leaky_relu_backward.grad_input(dy, y, negative_slope, True, grad_input=out),
+            (aten.leaky_relu_backward, lambda dy, y, negative_slope: (dy, y, negative_slope, True)),
             lambda negative_slope: ("leaky_relu", [negative_slope], ""),
         ),
     )
@@ -69,7 +69,7 @@ register(
         stands_for=((nn.ReLU6, {}), (F.relu6, {})),
         native=Native(
             aten.relu6_.default,
-            lambda dy, y, out: aten.hardtanh_backward.grad_input(dy, y, 0, 6, grad_input=out),
+            (aten.hardtanh_backward, lambda dy, y: (dy, y, 0, 6)),
         ),
     )
 )
@@ -83,7 +83,7 @@ register(
         stands_for=((nn.Hardtanh, {}), (F.hardtanh, {})),
         native=Native(
             aten.hardtanh_.default,
-            lambda dy, y, out, min_val, max_val: aten.hardtanh_backward.grad_input(dy, y, min_val, max_val, grad_input=out),
+            (aten.hardtanh_backward, lambda dy, y, min_val, max_val: (dy, y, min_val, max_val)),
         ),
     )
 )
@@ -100,7 +100,7 @@ register(
         stands_for=((nn.Threshold, {}), (F.threshold, {})),
         native=Native(
             aten.threshold_.default,
-            lambda dy, y, out, threshold, value: aten.threshold_backward.grad_input(dy, y, threshold, grad_input=out),
+            (aten.threshold_backward, lambda dy, y, threshold, value: (dy, y, threshold)),
         ),
     )
 )
@@ -115,13 +115,20 @@ register(
     )
 )
 
+
+def _hardsigmoid(z: Tensor) -> Tensor:
+    # F.hardsigmoid has no second derivative.
+    return F.relu6(z + 3) / 6
+
+
 register(
     Row(
         "hardsigmoid",
-        lambda z: F.relu6(z + 3) / 6,  # F.hardsigmoid has no second derivative
+        _hardsigmoid,
         given_output=lambda y: torch.where((y > 0) & (y < 1), 1 / 6, 0.0),
         stands_for=((nn.Hardsigmoid, {}), (F.hardsigmoid, {})),
         native=Native(aten.hardsigmoid_.default),
+        plain=_hardsigmoid,
     )
 )
 
@@ -150,7 +157,7 @@ register(
         stands_for=((nn.Tanh, {}), (torch.tanh, {}), (F.tanh, {})),
         native=Native(
             torch.tanh_,
-            lambda dy, y, out: aten.tanh_backward.grad_input(dy, y, grad_input=out),
+            (aten.tanh_backward, lambda dy, y: (dy, y)),
             lambda: ("tanh", [], ""),
         ),
     )
@@ -164,7 +171,7 @@ register(
         stands_for=((nn.Sigmoid, {}), (torch.sigmoid, {}), (F.sigmoid, {})),
         native=Native(
             torch.sigmoid_,
-            lambda dy, y, out: aten.sigmoid_backward.grad_input(dy, y, grad_input=out),
+            (aten.sigmoid_backward, lambda dy, y: (dy, y)),
             lambda: ("sigmoid", [], ""),
         ),
     )
@@ -180,7 +187,7 @@ register(
         stands_for=((nn.ELU, {}), (F.elu, {})),
         native=Native(
             aten.elu_.default,
-            lambda dy, y, out, alpha: aten.elu_backward.grad_input(dy, alpha, 1, 1, True, y, grad_input=out),
+            (aten.elu_backward, lambda dy, y, alpha: (dy, alpha, 1, 1, True, y)),
         ),
     )
 )
@@ -193,7 +200,7 @@ register(
         stands_for=((nn.SELU, {}), (F.selu, {}), (torch.selu, {})),
         native=Native(
             torch.selu_,
-            lambda dy, y, out: aten.elu_backward.grad_input(dy, _SELU_ALPHA, _SELU_SCALE, 1, True, y, grad_input=out),
+            (aten.elu_backward, lambda dy, y: (dy, _SELU_ALPHA, _SELU_SCALE, 1, True, y)),
         ),
     )
 )
@@ -208,7 +215,7 @@ register(
         stands_for=((nn.CELU, {}), (F.celu, {}), (torch.celu, {})),
         native=Native(
             torch.celu_,
-            lambda dy, y, out, alpha: aten.elu_backward.grad_input(dy, alpha, 1, 1 / alpha, True, y, grad_input=out),
+            (aten.elu_backward, lambda dy, y, alpha: (dy, alpha, 1, 1 / alpha, True, y)),
         ),
     )
 )

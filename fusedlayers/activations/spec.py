@@ -28,12 +28,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class Native:
     """ATen kernels that compute the same as the row's function and derivative in one vectorised pass; eager only.
 
-    ``forward_(z, **parameters)`` overwrites z; ``gradient(dy, y, out, **parameters)`` writes ``dy * f'`` to ``out``.
-    ``post_op`` is what oneDNN calls the function: ``(name, scalars, algorithm)`` from the parameters.
+    ``forward_(z, **parameters)`` overwrites z. ``gradient`` is the operator that computes ``dy * f'`` and what gives its
+    arguments from ``(dy, y, **parameters)``. ``post_op`` is what oneDNN calls the function: ``(name, scalars, algorithm)``.
     """
 
     forward_: Function | None = None
-    gradient: Function | None = None
+    gradient: tuple[Any, Callable[..., tuple[Any, ...]]] | None = None
     post_op: Callable[..., tuple[str, list[float], str]] | None = None
 
 
@@ -50,6 +50,7 @@ class Row:
         unless: ``unless(**parameters)``, why the output does not suffice with these parameters, or None.
         stands_for: torch modules and functions that this row replaces, each with the arguments that select it.
         native: ATen's own kernels for it.
+        plain: what to call where nothing is fused; by default the first torch function that the row stands for.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Row:
     unless: Callable[..., str | None] | None = None
     stands_for: tuple[tuple[Any, Mapping[str, object]], ...] = ()
     native: Native = Native()
+    plain: Function | None = None
 
     def bind(self, **parameters: float) -> Activation:
         """The record for these parameters; the same object for the same values."""
@@ -87,14 +89,18 @@ class Activation:
     #: Why this function is left to plain PyTorch, or None where it is fused.
     unfused_because: str | None = None
 
-    @property
+    @functools.cached_property
     def is_identity(self) -> bool:
         return self.name == "identity"
 
     @functools.cached_property
     def plain(self) -> Callable[[Tensor], Tensor]:
         """What a user of plain PyTorch would call: torch's own function where there is one, which saves the least."""
-        for target, arguments in self.row.stands_for if self.row is not None else ():
+        if self.row is None:
+            return self.function
+        if self.row.plain is not None:
+            return functools.partial(self.row.plain, **self.parameters)
+        for target, arguments in self.row.stands_for:
             if not isinstance(target, type):
                 return functools.partial(target, **arguments, **self.parameters)
         return self.function
@@ -115,7 +121,7 @@ class Activation:
             return f"the fitted derivative of {self.name} is accurate to float32, not to float64"
         return self.needs_input_because
 
-    @property
+    @functools.cached_property
     def is_folded(self) -> bool:
         """Whether the function turns once, so that an output needs its branch to tell the derivative."""
         if self.row is None:

@@ -6,26 +6,35 @@ import functools
 import importlib.util
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from ..activations import Activation
+from . import eager
 
 
 class Backend(Protocol):
-    """What autograd asks of a backend. Buffers that are written are dense in memory; no argument is changed but ``out``."""
+    """What autograd asks of a backend. No argument is changed but ``out``, and ``saved`` where that is said."""
+
+    def multiplies(self, x: Tensor, w: Tensor) -> bool:
+        """Whether ``linear`` is faster than ``F.linear`` for these."""
+        ...
 
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         """``x w^T + b`` in a new buffer: (..., in), (out, in), (out,) -> (..., out)."""
         ...
 
-    def linear_act(self, x: Tensor, w: Tensor, b: Tensor | None, activation: Activation, *, encode: bool) -> Tensor:
-        """``activation(x w^T + b)`` in one new buffer; ``encode`` puts the branch of a folded activation in it."""
+    def linear_act(self, x: Tensor, w: Tensor, b: Tensor | None, activation: Activation) -> Tensor:
+        """``activation(x w^T + b)`` in one new buffer, exact: for calls without gradients."""
         ...
 
     def bias_act(
-        self, z: Tensor, b: Tensor | None, activation: Activation, *, dim: int, encode: bool, out: Tensor
+        self, z: Tensor, b: Tensor | None, activation: Activation, *, dim: int, encode: bool, out: Tensor | None
     ) -> Tensor:
-        """Write ``activation(z + b)`` to ``out``, which may be z; b runs along ``dim``."""
+        """``activation(z + b)``, b along ``dim``, in ``out`` (which may be z) or in a new buffer of z's memory format.
+
+        ``encode`` puts the branch of a folded activation in it.
+        """
         ...
 
     def gradient(
@@ -35,19 +44,14 @@ class Backend(Protocol):
         activation: Activation,
         *,
         given: Literal["output", "input"],
-        out: Tensor,
+        overwrite: bool,
         bias_dim: int | None,
-    ) -> Tensor | None:
-        """Write ``dy * f'`` to ``out``, which may be ``saved``; return its sum over all but ``bias_dim``, if asked for."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """``dz = dy * f'``, over ``saved`` if ``overwrite``, and its sum over all but ``bias_dim``, if asked for."""
         ...
 
-    def input_gradient(self, dz: Tensor, w: Tensor) -> Tensor:
-        """``dz w``: (..., out), (out, in) -> (..., in)."""
-        ...
-
-    def weight_gradient(self, dz: Tensor, x: Tensor) -> Tensor:
-        """``dz^T x``: (..., out), (..., in) -> (out, in)."""
-        ...
+    #: Whether the bias is best added by ``bias_act`` instead of by the matmul.
+    ADDS_BIAS: bool
 
 
 #: Device types that have been tried. On others layers are left to plain PyTorch.
@@ -55,16 +59,20 @@ DEVICES = ("cpu", "cuda")
 
 
 def choose(tensor: Tensor) -> Backend:
-    """The backend for a tensor's device: Triton on GPUs where it is installed, torch operations elsewhere."""
-    if tensor.is_cuda and has_triton():
-        from . import triton
+    """The backend for a tensor's device: Triton on GPUs where it is installed, torch operations elsewhere.
 
-        return triton
-    from . import eager
-
+    float64 stays with torch operations on GPUs too: the kernels compute in float32.
+    """
+    if tensor.is_cuda and tensor.dtype is not torch.float64:
+        return _for_gpus()
     return eager
 
 
 @functools.cache
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _for_gpus() -> Backend:
+    # Triton is imported on the first use of a GPU, not with the package: it takes long, and need not be there.
+    if importlib.util.find_spec("triton") is None:
+        return eager
+    from . import triton
+
+    return triton

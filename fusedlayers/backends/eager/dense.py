@@ -20,42 +20,38 @@ from .elementwise import forward_
 WORTH_IT = 1 << 20
 
 
-def linear_act(x: Tensor, w: Tensor, b: Tensor | None, activation: Activation, *, encode: bool) -> Tensor:
-    """``activation(x w^T + b)`` in one new buffer, with the branch bit if ``encode``."""
-    post_op = None
-    if activation.row is not None and not (encode and activation.is_folded):
-        post_op = activation.row.native.post_op
-    if post_op is not None and _onednn_multiplies(x, w, with_post_op=True):
-        return torch.ops.mkldnn._linear_pointwise(x, w, b, *post_op(**activation.parameters))
-    z = linear(x, w, b)
-    forward_(z, activation, encode=encode)
-    return z
+def multiplies(x: Tensor, w: Tensor) -> bool:
+    """Whether ``linear`` is faster than ``F.linear`` for these."""
+    return _is_large(x, w) and _onednn_wins(x.dtype, with_post_op=False)
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     """``x w^T + b`` in a new buffer."""
-    if _onednn_multiplies(x, w, with_post_op=False):
+    if multiplies(x, w):
         return torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], "")
     return F.linear(x, w, b)
 
 
-def input_gradient(dz: Tensor, w: Tensor) -> Tensor:
-    """``dz w``: (..., out), (out, in) -> (..., in)."""
-    return linear(dz, w.t(), None)
+def linear_act(x: Tensor, w: Tensor, b: Tensor | None, activation: Activation) -> Tensor:
+    """``activation(x w^T + b)`` in one new buffer, exact: for calls without gradients."""
+    assert activation.row is not None
+    post_op = activation.row.native.post_op
+    if post_op is not None and _is_large(x, w) and _onednn_wins(x.dtype, with_post_op=True):
+        return torch.ops.mkldnn._linear_pointwise(x, w, b, *post_op(**activation.parameters))
+    z = linear(x, w, b)
+    forward_(z, activation, encode=False)
+    return z
 
 
-def weight_gradient(dz: Tensor, x: Tensor) -> Tensor:
-    """``dz^T x``: (..., out), (..., in) -> (out, in)."""
-    # oneDNN gains nothing here: it would have to transpose both operands.
-    return dz.reshape(-1, dz.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+def _is_large(x: Tensor, w: Tensor) -> bool:
+    return x.numel() * w.shape[0] >= WORTH_IT and x.is_cpu
 
 
-def _onednn_multiplies(x: Tensor, w: Tensor, *, with_post_op: bool) -> bool:
-    if x.numel() * w.shape[0] < WORTH_IT or not x.is_cpu:
-        return False
-    if x.dtype is torch.float32:
+@functools.cache
+def _onednn_wins(dtype: torch.dtype, *, with_post_op: bool) -> bool:
+    if dtype is torch.float32:
         return _has_onednn() and _is_amd()
-    return x.dtype is torch.bfloat16 and with_post_op and _has_onednn() and _has_bfloat16()
+    return dtype is torch.bfloat16 and with_post_op and _has_onednn() and _has_bfloat16()
 
 
 @functools.cache

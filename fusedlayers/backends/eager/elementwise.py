@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...activations import Activation, branch
+from ...broadcast import along, is_dense, sum_along
 from ...clean import in_clean_state
 from . import fold
 
@@ -26,20 +27,17 @@ from . import fold
 CHUNK = 1 << 17
 
 
-def bias_act(z: Tensor, b: Tensor | None, activation: Activation, *, dim: int, encode: bool, out: Tensor) -> Tensor:
-    """Write ``activation(z + b)`` to ``out`` (which may be z), with the branch bit if ``encode``.
-
-    Args:
-        z: any shape, dense in memory order.
-        b: 1-d, added along ``dim``; or None.
-        out: z itself, or a tensor like z.
-    """
+def bias_act(
+    z: Tensor, b: Tensor | None, activation: Activation, *, dim: int, encode: bool, out: Tensor | None
+) -> Tensor:
+    """``activation(z + b)``, b along ``dim``, in ``out`` (which may be z) or in a new buffer of z's memory format."""
+    y = out if out is not None and is_dense(out) else torch.empty_like(z)
     if b is not None:
-        torch.add(z, b.view(-1, *(1,) * (z.dim() - 1 - dim % z.dim())), out=out)
-    elif out is not z:
-        out.copy_(z)
-    forward_(out, activation, encode=encode)
-    return out
+        torch.add(z, along(b, dim, z.dim()), out=y)
+    elif y is not z:
+        y.copy_(z)
+    forward_(y, activation, encode=encode)
+    return y if out is None or y is out else out.copy_(y)
 
 
 def forward_(z: Tensor, activation: Activation, *, encode: bool) -> None:
@@ -73,30 +71,31 @@ def gradient(
     activation: Activation,
     *,
     given: Literal["output", "input"],
-    out: Tensor,
+    overwrite: bool,
     bias_dim: int | None,
-) -> Tensor | None:
-    """Write ``dy * f'`` to ``out`` (which may be ``saved``), the derivative taken from the saved output or input.
+) -> tuple[Tensor, Tensor | None]:
+    """``dz = dy * f'``, the derivative from the saved output or input, and the bias gradient.
 
-    Returns the bias gradient, ``out`` summed over all dimensions but ``bias_dim``, or None if that is None.
+    dz is written over ``saved`` if ``overwrite``. The bias gradient is dz summed over all dimensions but ``bias_dim``, or
+    None if that is None.
     """
-    if saved.numel():
-        _gradient(dy, saved, activation, given, out)
-    if bias_dim is None:
-        return None
-    others = [i for i in range(out.dim()) if i != bias_dim % out.dim()]
-    return out.sum(others) if others else out.clone()
-
-
-def _gradient(dy: Tensor, saved: Tensor, activation: Activation, given: Literal["output", "input"], out: Tensor) -> None:
     assert activation.row is not None
     native = activation.row.native.gradient
     if given == "output" and native is not None:
-        native(dy, saved, out, **activation.parameters)
-        return
+        operator, arguments = native
+        values = arguments(dy, saved, **activation.parameters)
+        dz = operator.grad_input(*values, grad_input=saved) if overwrite else operator.default(*values)
+    else:
+        dz = saved if overwrite else torch.empty_like(saved)
+        if dz.numel():
+            _gradient(dy, saved, activation, given, dz)
+    return dz, None if bias_dim is None else sum_along(dz, bias_dim)
+
+
+def _gradient(dy: Tensor, saved: Tensor, activation: Activation, given: Literal["output", "input"], dz: Tensor) -> None:
     if dy.stride() != saved.stride():
         dy = torch.empty_like(saved).copy_(dy)
-    parts = zip(_chunks(_flat(dy)), _chunks(_flat(saved)), _chunks(_flat(out)), strict=True)
+    parts = zip(_chunks(_flat(dy)), _chunks(_flat(saved)), _chunks(_flat(dz)), strict=True)
     if saved.dtype.itemsize == 2:
         table = _derivative_table(activation, saved.dtype, given, saved.device)
         for dy_part, part, dz_part in parts:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...activations import Activation
-from ...activations.inverse import FLOOR, FoldedDerivative, Polynomials
+from ...activations.inverse import FoldedDerivative, Polynomials
 from ...clean import in_clean_state
 
 _SIGN_AND_BIT = -(2**31) + 1
@@ -57,7 +57,8 @@ class _Interpolated:
     BODY = 12288
 
     def __init__(self, folded: FoldedDerivative, polynomials: Polynomials) -> None:
-        self.high, self.low = folded.minimum_parts
+        self.high, self.low = folded.origin_parts
+        self.margin = folded.margin
         self.body_start, self.body_stop = polynomials.pieces[0].start, polynomials.pieces[-1].stop
         self.scale = self.BODY / (self.body_stop - self.body_start)
         y_boundary = folded.fold.minimum + self.body_start**2
@@ -67,9 +68,9 @@ class _Interpolated:
     @in_clean_state
     def _build(self, folded: FoldedDerivative) -> None:
         w = torch.arange(self.TAIL + 1, dtype=torch.float64) / self.tail_scale
-        tail = folded(-w * w, torch.ones_like(w, dtype=torch.bool))
+        tail = folded.of_distance(-w * w - folded.fold.minimum, -w * w, torch.ones_like(w, dtype=torch.bool))
         v = self.body_start + torch.arange(self.BODY + 1, dtype=torch.float64) / self.scale
-        body = folded(folded.fold.minimum + v * v, v < 0)
+        body = folded.of_distance(v * v, folded.fold.minimum + v * v, v < 0)
         nodes = torch.cat([tail, body])
         steps = nodes.diff(append=nodes[-1:])
         steps[self.TAIL] = 0  # between the tail's last node and the body's first there is no interval
@@ -80,7 +81,7 @@ class _Interpolated:
         bits = y.view(torch.int32)
         # The last bit, moved to the sign's place where the sign is set: or-ing it into s makes v = -s on the left.
         left = torch.bitwise_left_shift(bits, 31).bitwise_and_(bits)
-        v = _sqrt_((y - self.high).sub_(self.low), FLOOR).clamp_max_(self.body_stop)
+        v = _sqrt_((y - self.high).sub_(self.low), self.margin).clamp_max_(self.body_stop)
         v.view(torch.int32).bitwise_or_(left)
 
         c = torch.add(self.body_offset, v, alpha=self.scale)

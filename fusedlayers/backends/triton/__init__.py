@@ -1,6 +1,9 @@
 """Triton kernels: the backend for GPUs."""
 
-from .dense import input_gradient, linear, linear_act, weight_gradient
+from .dense import linear, linear_act, multiplies
 from .elementwise import bias_act, gradient
 
-__all__ = ["bias_act", "gradient", "input_gradient", "linear", "linear_act", "weight_gradient"]
+__all__ = ["ADDS_BIAS", "bias_act", "gradient", "linear", "linear_act", "multiplies"]
+
+#: The activation's pass adds it for nothing, and sums its gradient.
+ADDS_BIAS = True

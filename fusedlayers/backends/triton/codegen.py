@@ -100,6 +100,9 @@ def device_function(activation: Activation, role: Role, *, given: str, dtype: to
 
 def source(activation: Activation, role: Role, *, given: str, dtype: torch.dtype) -> str:
     """The text of ``device_function``."""
+    # On a machine without a GPU torch 2.11 makes a stand-in for one when it first traces, and frees it with the thread that
+    # traced (pytorch#178950). Tracing happens on a short-lived thread; the caller's lasts.
+    torch._C._ensureCUDADeviceGuardSet()
     function: Callable[[Tensor], Tensor]
     if role == "forward":
         argument = "z"

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...activations import Activation
+from ...broadcast import is_dense
 from .codegen import device_function
 
 #: Elements per tile: with 4 warps, 16 a thread, which is two or four 16-byte loads of each operand in flight.
@@ -116,22 +117,26 @@ class Matrix(NamedTuple):
     bias: Literal["none", "column", "row"]
 
 
-def bias_act(z: Tensor, b: Tensor | None, activation: Activation, *, dim: int, encode: bool, out: Tensor) -> Tensor:
-    """Write ``activation(z + b)`` to ``out`` (which may be z), with the branch bit if ``encode``."""
-    z = _as_laid_out(z, out)
-    matrix = _as_matrix(out, None if b is None else dim)
-    if out.numel() == 0:
-        return out
+def bias_act(
+    z: Tensor, b: Tensor | None, activation: Activation, *, dim: int, encode: bool, out: Tensor | None
+) -> Tensor:
+    """``activation(z + b)``, b along ``dim``, in ``out`` (which may be z) or in a new buffer of z's memory format."""
+    y = out if out is not None and is_dense(out) else torch.empty_like(z)
+    if y.numel() == 0:
+        return y if out is None else out
+    matrix = _as_matrix(y, None if b is None else dim)
     rows, columns = _tile(matrix)
     grid = (triton.cdiv(matrix.rows, rows) * triton.cdiv(matrix.columns, columns),)
-    forward = device_function(activation, "forward", given="output" if encode else "input", dtype=out.dtype)
-    with _on(out):
+    forward = device_function(activation, "forward", given="output" if encode else "input", dtype=y.dtype)
+    with _on(y):
         bias_act_kernel[grid](
-            z, out if b is None else b.contiguous(), out, matrix.rows, matrix.columns, matrix.channels,
-            FORWARD=forward, BIAS=matrix.bias, ROWS=rows, COLUMNS=columns, INDEX=_index_type(out), **OPTIONS,
+            _as_laid_out(z, y), y if b is None else b.contiguous(), y, matrix.rows, matrix.columns, matrix.channels,
+            FORWARD=forward, BIAS=matrix.bias, ROWS=rows, COLUMNS=columns, INDEX=_index_type(y), **OPTIONS,
         )  # fmt: skip
-    torch.autograd.graph.increment_version(out)
-    return out
+    if out is None or y is out:
+        torch.autograd.graph.increment_version(y)
+        return y
+    return out.copy_(y)
 
 
 def gradient(
@@ -140,14 +145,15 @@ def gradient(
     activation: Activation,
     *,
     given: Literal["output", "input"],
-    out: Tensor,
+    overwrite: bool,
     bias_dim: int | None,
-) -> Tensor | None:
-    """Write ``dy * f'`` to ``out`` (which may be ``saved``); return its sum over all but ``bias_dim``, if asked for."""
-    dy, saved = _as_laid_out(dy, out), _as_laid_out(saved, out)
-    matrix = _as_matrix(out, bias_dim)
-    if out.numel() == 0:
-        return None if bias_dim is None else out.new_zeros(out.shape[bias_dim])
+) -> tuple[Tensor, Tensor | None]:
+    """``dz = dy * f'``, over ``saved`` if ``overwrite``, and its sum over all but ``bias_dim``, if asked for."""
+    dz = saved if overwrite else torch.empty_like(saved)
+    dy = _as_laid_out(dy, dz)
+    matrix = _as_matrix(dz, bias_dim)
+    if dz.numel() == 0:
+        return dz, None if bias_dim is None else dz.new_zeros(dz.shape[bias_dim])
     rows, columns = _tile(matrix)
     across, along = triton.cdiv(matrix.columns, columns), triton.cdiv(matrix.rows, rows)
     if matrix.bias == "row":
@@ -155,17 +161,16 @@ def gradient(
     steps = triton.cdiv(along, max(1, PROGRAMS // across))
     programs = triton.cdiv(along, steps)
     width = {"none": 0, "column": matrix.columns, "row": matrix.rows}[matrix.bias]
-    partial = out.new_empty((programs, width), dtype=torch.float32)
+    partial = dz.new_empty((programs, width), dtype=torch.float32)
     derivative = device_function(activation, "derivative", given=given, dtype=saved.dtype)
-    with _on(out):
+    with _on(dz):
         gradient_kernel[across, programs](
-            dy, saved, out, partial, matrix.rows, matrix.columns, steps,
-            DERIVATIVE=derivative, BIAS=matrix.bias, ROWS=rows, COLUMNS=columns, INDEX=_index_type(out), **OPTIONS,
+            dy, saved, dz, partial, matrix.rows, matrix.columns, steps,
+            DERIVATIVE=derivative, BIAS=matrix.bias, ROWS=rows, COLUMNS=columns, INDEX=_index_type(dz), **OPTIONS,
         )  # fmt: skip
-    torch.autograd.graph.increment_version(out)
-    if bias_dim is None:
-        return None
-    return partial.view(-1, matrix.channels).sum(0).to(out.dtype)
+    if overwrite:
+        torch.autograd.graph.increment_version(dz)
+    return dz, None if bias_dim is None else partial.view(-1, matrix.channels).sum(0).to(dz.dtype)
 
 
 def _as_laid_out(tensor: Tensor, out: Tensor) -> Tensor:

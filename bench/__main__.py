@@ -1,0 +1,30 @@
+"""The command line: one subcommand per file."""
+
+import argparse
+import importlib
+import sys
+
+COMMANDS = {
+    "dense": ("dense", "eager, torch.compile and this library on dense layers: time, saved and peak bytes"),
+    "pointwise": ("pointwise", "bandwidth of the forward and backward kernels against a copy"),
+    "readme": ("report", "write the README's tables from bench/results, or check them"),
+    "gpu-check": ("gpu_check", "all GPU tests and the benchmark grids in one go, within nine minutes"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench", description="Measurements of fusedlayers.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    argv = sys.argv[1:] if argv is None else argv
+    for name, (module_name, help_text) in COMMANDS.items():
+        command = commands.add_parser(name, help=help_text, description=help_text)
+        if argv[:1] == [name]:  # only the one that runs is imported: `readme` must not wait for torch
+            module = importlib.import_module(f".{module_name}", __package__)
+            module.add_arguments(command)
+            command.set_defaults(main=module.main)
+    options = parser.parse_args(argv)
+    return int(options.main(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

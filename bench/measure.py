@@ -1,0 +1,102 @@
+"""Timing: several functions side by side in one run, on the CPU or on a CUDA device.
+
+A machine drifts (clocks, neighbours, temperature), so functions that are compared take turns: in every round each runs
+once, and the order rotates from round to round. A ratio is the median over rounds of (time / baseline's time in that
+round), which a drift slower than a round leaves alone.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+Times = dict[str, list[float]]  # name -> microseconds of one call, a value per round
+
+_SAMPLE_SECONDS = 5e-4  # a CPU sample lasts at least this long, so that the clock's own 0.1 us does not matter
+_FLUSH_BYTES = 256 << 20  # above every GPU's L2, and filling it gives Python the time to queue the next launches
+
+
+def interleave(
+    functions: Mapping[str, Callable[[], Any]],
+    device: torch.device,
+    *,
+    seconds: float,
+    min_rounds: int = 5,
+    max_rounds: int = 200,
+    host: bool = False,
+) -> Times:
+    """Time ``functions`` in turns for about ``seconds``.
+
+    On CUDA the time is the device's, between two events, with a cold L2 cache. With ``host`` it is the wall clock's on
+    either device, over many calls in a row: what a call costs whoever makes it.
+    """
+    estimates = {name: _warm_up(function, device) for name, function in functions.items()}
+    use_events = device.type == "cuda" and not host
+    calls = 1 if use_events else max(1, round(_SAMPLE_SECONDS * (10 if host else 1) / min(estimates.values())))
+    rounds = int(seconds / (calls * sum(estimates.values())))
+    rounds = max(min_rounds, min(max_rounds, rounds))
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device) if use_events else None
+
+    times: Times = {name: [] for name in functions}
+    names = list(functions)
+    gc.collect()
+    gc.disable()  # a collection in the middle of a sample would be charged to whoever is being timed
+    try:
+        for number in range(rounds):
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
+                function = functions[name]
+                sample = _event_sample(function, flush) if flush is not None else _clock_sample(function, calls, device)
+                times[name].append(sample)
+    finally:
+        gc.enable()
+    return times
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    if len(values) == 1:
+        return {"median": values[0], "q1": values[0], "q3": values[0]}
+    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": median, "q1": q1, "q3": q3}
+
+
+def ratios(values: list[float], baseline: list[float]) -> list[float]:
+    """Each round's time over the baseline's in the same round."""
+    return [value / base for value, base in zip(values, baseline, strict=True)]
+
+
+def _warm_up(function: Callable[[], Any], device: torch.device) -> float:
+    """Run until caches, allocator and clocks have settled, and return the seconds of one call."""
+    seconds: list[float] = []
+    start = time.perf_counter()
+    while len(seconds) < 3 or (time.perf_counter() - start < 0.02 and len(seconds) < 1000):
+        seconds.append(_clock_sample(function, 1, device) * 1e-6)
+    return max(statistics.median(seconds), 1e-7)
+
+
+def _clock_sample(function: Callable[[], Any], calls: int, device: torch.device) -> float:
+    _synchronize(device)
+    start = time.perf_counter_ns()
+    for _ in range(calls):
+        function()
+    _synchronize(device)
+    return (time.perf_counter_ns() - start) / calls * 1e-3
+
+
+def _event_sample(function: Callable[[], Any], flush: torch.Tensor) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    flush.zero_()
+    start.record()
+    function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

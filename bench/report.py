@@ -1,0 +1,124 @@
+"""``python -m bench readme``: the README's tables, written from the committed results and never by hand."""
+
+import argparse
+import difflib
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from . import RESULTS, ROOT
+
+#: What a reader looks for first: their model's layer, by shape and activation. One table a device, in its main dtype.
+ROWS = (
+    ("BERT-base", "gelu"),
+    ("BERT-large", "relu"),
+    ("GPT-2 large", "gelu"),
+    ("ViT-B", "gelu"),
+    ("LLaMA-7B-like", "silu"),
+)
+MAIN_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the README is out of date")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+
+
+def main(options: argparse.Namespace) -> int:
+    old = options.readme.read_text(encoding="utf-8")
+    try:
+        new = fill(old, options.results)
+    except ValueError as error:
+        print(f"bench readme: {options.readme}: {error}")
+        return 1
+    if new == old:
+        print(f"{options.readme} is up to date")
+        return 0
+    if options.check:
+        print(f"{options.readme} differs from {options.results}; run `python -m bench readme` and commit the result:")
+        print(
+            "\n".join(
+                difflib.unified_diff(old.splitlines(), new.splitlines(), "README.md", "generated", lineterm="", n=1)
+            )
+        )
+        return 1
+    options.readme.write_text(new, encoding="utf-8")
+    print(f"wrote {options.readme}")
+    return 0
+
+
+def fill(text: str, results: Path) -> str:
+    """Return ``text`` with what stands between each pair of markers replaced by the table of that name."""
+    found = re.findall(r"<!-- (/?)bench:(\w+) -->", text)
+    names = [name for closing, name in found if not closing]
+    if found != [(closing, name) for name in names for closing in ("", "/")]:
+        raise ValueError("each `<!-- bench:NAME -->` needs its `<!-- /bench:NAME -->` behind it, once")
+    if "dense" not in names:
+        raise ValueError("no `<!-- bench:dense -->` marker, where the table belongs")
+    for name in names:
+        if name not in TABLES:
+            raise ValueError(f"no table is called {name!r}; there are {sorted(TABLES)}")
+        start, end = f"<!-- bench:{name} -->", f"<!-- /bench:{name} -->"
+        head, rest = text.split(start)
+        text = f"{head}{start}\n{TABLES[name](results)}\n{end}{rest.split(end)[1]}"
+    return text
+
+
+def dense_tables(results: Path) -> str:
+    """A table for each device with a committed run, GPUs first."""
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*/dense.json"))]
+    runs = [run for run in runs if not run["quick"]]
+    if not runs:
+        return "No result is committed yet; `python -m bench dense` makes one."
+    runs.sort(key=lambda run: (run["device"]["kind"] != "cuda", run["device"]["slug"]))
+    return "\n\n".join(dense_table(run) for run in runs)
+
+
+def dense_table(run: dict[str, Any]) -> str:
+    """Hidden layers of known models, forward+backward: bytes kept and time, against eager and torch.compile."""
+    dtype = MAIN_DTYPE[run["device"]["kind"]]
+    rows = {
+        (row["shape"], row["activation"]): row
+        for row in run["cases"]
+        if row["dtype"] == dtype and row["group"] == "model"
+    }
+    threads = f", {run['threads']} threads" if run["device"]["kind"] == "cpu" else ""
+    lines = [
+        f"{run['device']['name']}{threads}, {dtype}, torch {run['versions']['torch'].split('+')[0]}, {run['date']}:",
+        "",
+        "| Linear + activation (rows) | saved MiB: eager | torch.compile | **here** "
+        "| time: eager | torch.compile | **here** |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for shape, activation in ROWS:
+        row = rows.get((shape, activation))
+        if row is not None:
+            lines.append(_dense_row(row))
+    return "\n".join(lines)
+
+
+def _dense_row(row: dict[str, Any]) -> str:
+    eager, compiled, ours = (row["variants"].get(name, {}) for name in ("eager", "compile", "fusedlayers"))
+    layer = f"{row['shape']}, {row['activation']} ({row['tokens']} x {row['in_features']} to {row['hidden_features']})"
+    saved = [_mib(variant) for variant in (eager, compiled, ours)]
+    times = [_milliseconds(eager), _ratio(compiled), _ratio(ours)]
+    saved[2], times[2] = f"**{saved[2]}**", f"**{times[2]}**"
+    return f"| {layer} | {' | '.join(saved + times)} |"
+
+
+def _mib(variant: dict[str, Any]) -> str:
+    return f"{variant['saved_bytes'] / 2**20:.1f}" if "saved_bytes" in variant else "-"
+
+
+def _milliseconds(variant: dict[str, Any]) -> str:
+    return f"{variant['forward_backward']['median_us'] / 1e3:.3g} ms"
+
+
+def _ratio(variant: dict[str, Any]) -> str:
+    return f"{variant['forward_backward']['ratio']:.2f}x" if "forward_backward" in variant else "-"
+
+
+TABLES: dict[str, Callable[[Path], str]] = {"dense": dense_tables}

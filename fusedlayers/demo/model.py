@@ -1,0 +1,94 @@
+"""A small causal transformer over bytes: pre-norm, scaled dot-product attention, MLP ratio 4.
+
+The first layer of each MLP, the one with the activation, is handed in: `EagerDenseAct` or `fusedlayers.FusedDenseAct`.
+Both hold `nn.Linear`'s parameters under `nn.Linear`'s names, so one `state_dict` fits both models.
+
+Position enters as a penalty on distance (ALiBi: Press et al. 2022, "Train Short, Test Long"). With learned positions
+the default run knew no more than pairs of bytes after 150 steps (loss 2.45); with the penalty it is there after 25.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from ..activations import resolve
+
+BYTES = 256
+HEADS = 4
+DenseAct = Callable[[int, int, str], nn.Module]
+
+
+class EagerDenseAct(nn.Linear):
+    """What people write today: a linear layer, then the activation as a second operation. (..., in) -> (..., out)."""
+
+    def __init__(self, in_features: int, out_features: int, activation: str) -> None:
+        super().__init__(in_features, out_features)
+        self.activation = torch_activation(activation)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.activation(super().forward(input))
+
+
+def torch_activation(name: str) -> Callable[[Tensor], Tensor]:
+    """Return torch's own module for an activation, or the table's function where torch has none.
+
+    The function would not be a fair opponent: gelu's is spelled out in several operations, and autograd keeps four
+    hidden buffers for it where `nn.GELU` keeps two.
+    """
+    row = resolve(name).row
+    assert row is not None
+    modules = [
+        target(**selecting, **row.parameters) for target, selecting in row.stands_for if isinstance(target, type)
+    ]
+    return modules[0] if modules else resolve(name).function
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention that prefers near bytes. (batch, time, width) -> (batch, time, width)."""
+
+    penalty: Tensor
+
+    def __init__(self, width: int, context: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        slopes = 4.0 ** -torch.arange(HEADS)
+        distance = torch.arange(context)[:, None] - torch.arange(context)
+        penalty = torch.where(distance < 0, -torch.inf, -slopes[:, None, None] * distance)
+        # Four dimensions, because the CPU's flash attention takes 2 or 4; with 3, torch quietly keeps all the scores.
+        self.register_buffer("penalty", penalty[None], persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = rearrange(self.qkv(x), "b t (three h d) -> three b h t d", three=3, h=HEADS)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.penalty)
+        return self.out(rearrange(y, "b h t d -> b t (h d)"))
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each behind a layer norm and added to the residual stream."""
+
+    def __init__(self, width: int, context: int, dense_act: DenseAct, activation: str) -> None:
+        super().__init__()
+        self.attention = nn.Sequential(nn.LayerNorm(width), Attention(width, context))
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), dense_act(width, 4 * width, activation), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x)
+        return x + self.mlp(x)
+
+
+class ByteTransformer(nn.Sequential):
+    """Predict each next byte. (batch, context), int64 -> (batch, context, 256) logits."""
+
+    def __init__(self, width: int, layers: int, context: int, dense_act: DenseAct, activation: str) -> None:
+        super().__init__(
+            nn.Embedding(BYTES, width),
+            *[Block(width, context, dense_act, activation) for _ in range(layers)],
+            nn.LayerNorm(width),
+            nn.Linear(width, BYTES),
+        )

@@ -1,0 +1,118 @@
+"""Show a comparison: progress while it runs, then a table and a picture."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from .training import Outcome, Settings
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from rich.console import Console
+    from rich.table import Table
+
+MIB = 2**20
+COLORS = {"eager": "#a9b1bb", "fused": "#d1495b"}
+LEGEND = """\
+saved: kept by the forward pass for the backward pass, parameters left out
+peak: most allocated at once in both passes"""
+Outcomes = dict[str, Outcome]
+Quantity = Callable[[Outcome], float]
+
+
+def describe(settings: Settings) -> str:
+    """Say in a line what is trained, where and how."""
+    threads = torch.get_num_threads()
+    cpu = f"{threads} CPU thread{'s' if threads > 1 else ''}"
+    device = torch.cuda.get_device_name(settings.device) if settings.device.type == "cuda" else cpu
+    return (
+        f"{settings.activation}, {str(settings.dtype).removeprefix('torch.')}, {device}; "
+        f"{settings.layers} layers of width {settings.width}, {settings.batch} x {settings.context} bytes a step"
+    )
+
+
+@contextmanager
+def progress(steps: int, console: "Console") -> Iterator[Callable[[Outcomes], None]]:
+    """Yield an `on_step` for `compare`: a moving bar in a terminal, elsewhere a line for every tenth of the way."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    def losses(outcomes: Outcomes) -> str:
+        return "loss " + ", ".join(f"{outcome.losses[-1]:.3f} {name}" for name, outcome in outcomes.items())
+
+    def print_some(outcomes: Outcomes) -> None:
+        done = len(outcomes["fused"].losses)
+        if done * 10 // steps > (done - 1) * 10 // steps:
+            console.print(f"step {done}/{steps}: {losses(outcomes)}")
+
+    if not console.is_terminal:
+        yield print_some
+        return
+    columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, TextColumn("{task.description}"), console=console) as bar:
+        task = bar.add_task("", total=steps)
+        yield lambda outcomes: bar.update(task, advance=1, description=losses(outcomes))
+
+
+def table(outcomes: Outcomes) -> "Table":
+    """Lay out the figures: a row for each variant, and the ratio of the two."""
+    from rich.table import Table
+
+    table = Table()
+    table.add_column("")
+    for column in ("saved MiB", "peak MiB", "ms / step", "first loss", "last loss"):
+        table.add_column(column, justify="right")
+    for name, outcome in outcomes.items():
+        sizes = [f"{outcome.saved_bytes / MIB:.2f}", f"{outcome.peak_bytes / MIB:.2f}"]
+        losses = [f"{loss:.4f}" for loss in (outcome.losses[0], outcome.losses[-1])]
+        table.add_row(name, *sizes, f"{outcome.step_ms:.1f}", *losses)
+    eager, fused = outcomes["eager"], outcomes["fused"]
+    pairs = [(getattr(fused, name), getattr(eager, name)) for name in ("saved_bytes", "peak_bytes", "step_ms")]
+    table.add_section()
+    table.add_row("fused / eager", *[f"{ours / theirs:.2f}" for ours, theirs in pairs], style="bold")
+    return table
+
+
+def plot(outcomes: Outcomes, title: str, path: Path) -> None:
+    """Draw loss curves, memory and time to a PNG file; matplotlib's global state stays as it is."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=10)
+    losses, memory, duration = figure.subplots(1, 3, width_ratios=[5, 4, 2], gridspec_kw={"wspace": 0.1})
+
+    for (name, outcome), width in zip(outcomes.items(), (5, 1.2), strict=True):
+        steps = range(1, len(outcome.losses) + 1)  # the curves coincide, so the first is drawn wide, below the other
+        losses.plot(steps, outcome.losses, color=COLORS[name], linewidth=width, label=name)
+    differences = [abs(a - b) for a, b in zip(*(outcome.losses for outcome in outcomes.values()), strict=True)]
+    losses.set(title=f"Loss, nats per byte (they differ by at most {max(differences):.1g})", xlabel="training step")
+    losses.grid(alpha=0.3)
+    losses.legend(frameon=False)
+    quantities = {"saved for backward": lambda o: o.saved_bytes / MIB, "peak": lambda o: o.peak_bytes / MIB}
+    draw_bars(memory, outcomes, quantities)
+    memory.set_title("Memory, MiB")
+    draw_bars(duration, outcomes, {"median step": lambda o: o.step_ms})
+    duration.set_title("Time, ms")
+    for axes in (losses, memory, duration):
+        axes.title.set_fontsize(11)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def draw_bars(axes: "Axes", outcomes: Outcomes, quantities: dict[str, Quantity]) -> None:
+    """Draw a bar of each variant for each quantity, labelled with its value and its change from eager."""
+    eager = [quantity(outcomes["eager"]) for quantity in quantities.values()]
+    for offset, (name, outcome) in zip((-0.2, 0.2), outcomes.items(), strict=True):
+        values = [quantity(outcome) for quantity in quantities.values()]
+        labels = [f"{value:.1f}" for value in values]
+        if name != "eager":
+            labels = [f"{new:.1f}\n({new / old - 1:+.0%})" for new, old in zip(values, eager, strict=True)]
+        bars = axes.bar([group + offset for group in range(len(values))], values, width=0.38, color=COLORS[name])
+        axes.bar_label(bars, labels, padding=2)
+    axes.set_xticks(range(len(quantities)), list(quantities))
+    axes.set_yticks([])  # each bar states its value
+    axes.margins(y=0.12)

@@ -1,0 +1,121 @@
+"""Train the eager and the fused model side by side: same weights, same batches, steps taken in turn."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import FusedDenseAct
+from ..memory import peak_bytes, saved_bytes
+from .corpus import batches
+from .model import ByteTransformer, DenseAct, EagerDenseAct
+
+VARIANTS: dict[str, DenseAct] = {"eager": EagerDenseAct, "fused": FusedDenseAct}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides what a run computes. 16-bit dtypes run as autocast over float32 parameters."""
+
+    device: torch.device
+    dtype: torch.dtype
+    activation: str
+    steps: int
+    batch: int
+    context: int
+    width: int
+    layers: int
+    seed: int
+
+
+@dataclass
+class Outcome:
+    """What one variant kept, took and learned."""
+
+    saved_bytes: int
+    peak_bytes: int
+    losses: list[float] = field(default_factory=list)
+    times_ms: list[float] = field(default_factory=list)
+
+    @property
+    def step_ms(self) -> float:
+        """Median, because the first steps warm up and other programs disturb some of the rest."""
+        return median(self.times_ms)
+
+
+class Trainer:
+    """One model and its optimizer."""
+
+    def __init__(self, model: ByteTransformer, settings: Settings) -> None:
+        self.model = model
+        self.dtype = settings.dtype
+        self.device_type = settings.device.type
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.4 / settings.width)
+        # float16 gradients underflow without a scaled loss; for other dtypes the scaler passes everything through.
+        self.scaler = torch.amp.GradScaler(self.device_type, enabled=self.dtype == torch.float16)
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(self.device_type, self.dtype, enabled=self.dtype != torch.float32):
+            logits = self.model(inputs)
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        loss = self.loss(inputs, targets)
+        self.scaler.scale(loss).backward()
+        return loss
+
+    def step(self, inputs: Tensor, targets: Tensor) -> float:
+        loss = self.forward_backward(inputs, targets)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return loss.item()  # waits for all of the step's work on the device, so that a clock around it is right
+
+    def measure(self, inputs: Tensor, targets: Tensor) -> Outcome:
+        """Count the bytes of one forward and backward pass; the model learns nothing from it."""
+        self.forward_backward(inputs, targets)  # what the first pass sets up is not part of the figures
+        self.optimizer.zero_grad()
+        outcome = Outcome(
+            saved_bytes=saved_bytes(self.loss, inputs, targets, exclude=self.model),
+            peak_bytes=peak_bytes(self.forward_backward, inputs, targets),
+        )
+        self.optimizer.zero_grad()
+        return outcome
+
+
+def trainers(settings: Settings) -> dict[str, Trainer]:
+    """Make one trainer for each of `VARIANTS`, all with the first one's initial weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        models = {
+            name: ByteTransformer(settings.width, settings.layers, settings.context, dense_act, settings.activation)
+            for name, dense_act in VARIANTS.items()
+        }
+    for model in models.values():
+        model.load_state_dict(models["eager"].state_dict())
+    return {name: Trainer(model.to(settings.device), settings) for name, model in models.items()}
+
+
+def compare(
+    settings: Settings, corpus: Tensor, on_step: Callable[[dict[str, Outcome]], None] = lambda outcomes: None
+) -> dict[str, Outcome]:
+    """Measure and train each of `VARIANTS`; `on_step` sees the outcomes so far after every step."""
+    competitors = trainers(settings)
+    outcomes: dict[str, Outcome] = {}
+    stream = batches(corpus, settings.batch, settings.context, settings.seed)
+    for step in range(settings.steps):
+        batch = [part.to(settings.device) for part in next(stream)]
+        if step == 0:
+            outcomes = {name: trainer.measure(*batch) for name, trainer in competitors.items()}
+        # Each variant goes first every other time: a warm cache and other programs' noise favour neither.
+        for name in sorted(competitors, reverse=bool(step % 2)):
+            start = time.perf_counter()
+            loss = competitors[name].step(*batch)
+            outcomes[name].times_ms.append(1e3 * (time.perf_counter() - start))
+            outcomes[name].losses.append(loss)
+        on_step(outcomes)
+    return outcomes

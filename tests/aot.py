@@ -1,0 +1,192 @@
+"""What the compiler makes of the elementwise kernels, for GPUs that need not be there.
+
+    python tests/aot.py sm_90 --activation gelu --dtype bfloat16
+
+prints a JSON list with an object per kernel. Registers, spills and the width of memory accesses are read from the machine
+code: with cuobjdump from Triton's wheel for NVIDIA, from the assembly for AMD.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fusedlayers.activations import Activation, activations, resolve
+from fusedlayers.backends.triton import elementwise
+from fusedlayers.backends.triton.codegen import device_function
+from fusedlayers.backends.triton.elementwise import Matrix
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+#: A tensor for each direction that a bias can have: large, its sizes divisible by 16.
+MATRICES = {
+    "none": Matrix(1, 1 << 24, 1, "none"),
+    "column": Matrix(8192, 3072, 3072, "column"),
+    "row": Matrix(64 * 256, 56 * 56, 256, "row"),
+}
+#: The kernels by what they compute: from which tensor, and how many tensors of full size they read.
+KERNELS = {
+    "forward": ("output", 1),
+    "derivative_given_output": ("output", 2),
+    "derivative_given_input": ("input", 2),
+}
+_POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+
+
+@dataclass(frozen=True)
+class Report:
+    """One compiled kernel.
+
+    Attributes:
+        spill_bytes: per thread, in local (NVIDIA) or private (AMD) memory; the stack counts.
+        wide_loads, wide_stores: accesses to global memory of 16 bytes a thread; narrow: of fewer.
+        least_wide_loads: how many it takes to read the tensors once.
+    """
+
+    target: str
+    activation: str
+    kernel: str
+    dtype: str
+    bias: str
+    index: str
+    registers: int
+    spill_bytes: int
+    instructions: int
+    wide_loads: int
+    narrow_loads: int
+    wide_stores: int
+    narrow_stores: int
+    least_wide_loads: int
+    least_wide_stores: int
+
+
+def compile_kernel(
+    target: str, activation: Activation, kernel: str, dtype: torch.dtype, bias: str = "column", index: Any = tl.int32
+) -> Report:
+    given, operands = KERNELS[kernel]
+    matrix = MATRICES[bias]
+    rows, columns = elementwise._tile(matrix)
+    role = "forward" if kernel == "forward" else "derivative"
+    function = elementwise.bias_act_kernel if role == "forward" else elementwise.gradient_kernel
+    constants = {"BIAS": bias, "ROWS": rows, "COLUMNS": columns, "INDEX": index}
+    constants[role.upper()] = device_function(activation, role, given=given, dtype=dtype)
+    # As Triton specialises at launch: a size of 1 is a constant, the others here are divisible by 16.
+    constants |= {name: 1 for name in ("rows", "channels") if getattr(matrix, name) == 1 and name in function.arg_names}
+
+    signature, attributes = {}, {}
+    for position, name in enumerate(function.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        signature[name] = ("*fp32" if name == "partial_ptr" else _POINTERS[dtype]) if name.endswith("_ptr") else "i32"
+        if name != "steps":
+            attributes[(position,)] = [["tt.divisibility", 16]]
+    source = ASTSource(function, signature=signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=TARGETS[target], options=elementwise.OPTIONS)
+
+    read = _read_amd(compiled.asm["amdgcn"]) if "amdgcn" in compiled.asm else _read_nvidia(compiled.asm["cubin"])
+    threads = elementwise.WARPS * TARGETS[target].warp_size
+    wide = rows * columns * dtype.itemsize // (16 * threads)
+    return Report(
+        target,
+        repr(activation),
+        kernel,
+        str(dtype).removeprefix("torch."),
+        bias,
+        str(index),
+        **read,
+        least_wide_loads=operands * wide,
+        least_wide_stores=wide,
+    )
+
+
+def _read_nvidia(cubin: bytes) -> dict[str, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [_CUOBJDUMP, "--dump-resource-usage", "--dump-sass", file.name]
+        dump = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    amounts = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", dump)}
+    operations = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ )?(\S+)", dump, re.MULTILINE)
+    local = sum(operation.startswith(("LDL", "STL")) for operation in operations)
+    return {
+        "registers": amounts["REG"],
+        "spill_bytes": amounts["STACK"] + amounts["LOCAL"] + local,
+        "instructions": len(operations),
+        **_widths(operations, load=r"LDG", store=r"STG", wide=r"\.128\b"),
+    }
+
+
+_CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+def _read_amd(assembly: str) -> dict[str, int]:
+    def amount(name: str) -> int:
+        (value,) = re.findall(rf"^\s+{re.escape(name)}:\s+(\d+)$", assembly, re.MULTILINE)
+        return int(value)
+
+    operations = re.findall(r"^\t([vs]_\w+|(?:global|buffer|flat|scratch|ds)_\w+)", assembly, re.MULTILINE)
+    return {
+        "registers": amount(".vgpr_count"),
+        "spill_bytes": amount(".private_segment_fixed_size")
+        + 4 * (amount(".vgpr_spill_count") + amount(".sgpr_spill_count")),
+        "instructions": len(operations),
+        **_widths(
+            operations, load=r"(global|buffer|flat)_load", store=r"(global|buffer|flat)_store", wide=r"_dwordx4\b"
+        ),
+    }
+
+
+def _widths(operations: Iterable[str], *, load: str, store: str, wide: str) -> dict[str, int]:
+    counts = dict.fromkeys(("wide_loads", "narrow_loads", "wide_stores", "narrow_stores"), 0)
+    for operation in operations:
+        for kind, pattern in (("loads", load), ("stores", store)):
+            if re.match(pattern, operation):
+                counts[f"{'wide' if re.search(wide, operation) else 'narrow'}_{kind}"] += 1
+    return counts
+
+
+def kernels_of(activation: Activation) -> tuple[str, ...]:
+    """The kernels that an activation can have."""
+    if activation.needs_input_because is None:
+        return tuple(KERNELS)
+    return ("forward", "derivative_given_input")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compile the elementwise kernels ahead of time.")
+    parser.add_argument("target", choices=TARGETS)
+    parser.add_argument("--activation", nargs="*", default=activations(), choices=activations(), metavar="NAME")
+    parser.add_argument("--dtype", nargs="*", default=["bfloat16"], choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--bias", nargs="*", default=["column"], choices=MATRICES)
+    parser.add_argument("--index", default="int32", choices=["int32", "int64"])
+    options = parser.parse_args()
+    reports = [
+        compile_kernel(options.target, activation, kernel, getattr(torch, dtype), bias, getattr(tl, options.index))
+        for activation in map(resolve, options.activation)
+        for dtype in options.dtype
+        for bias in options.bias
+        for kernel in kernels_of(activation)
+    ]
+    print(json.dumps([asdict(report) for report in reports], indent=1))
+
+
+if __name__ == "__main__":
+    main()

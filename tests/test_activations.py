@@ -1,0 +1,545 @@
+"""The table of activations, the branch bit, the fits; then every number through every activation."""
+
+import copy
+import functools
+import math
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import all_values, derivative, steps, ulp
+from torch import Tensor, nn
+
+import fusedlayers as fl
+from fusedlayers.activations import DTYPES, Activation, Row, activations, branch, register, resolve, rows
+from fusedlayers.activations.inverse import PRECISIONS, find_fold, fit
+
+HALVES = (torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, *HALVES)
+TABLE = [row.bind() for row in rows()]
+FOLDED = [a for a in TABLE if a.is_folded]
+MONOTONE = [a for a in TABLE if not a.is_folded]
+
+every_activation = pytest.mark.parametrize("activation", TABLE, ids=str)
+every_folded = pytest.mark.parametrize("activation", FOLDED, ids=str)
+every_monotone = pytest.mark.parametrize("activation", MONOTONE, ids=str)
+every_half = pytest.mark.parametrize("dtype", HALVES, ids=str)
+every_float = pytest.mark.parametrize("dtype", FLOATS, ids=str)
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+EXPECTED = {
+    *("identity", "relu", "leaky_relu", "relu6", "hardtanh", "trelu", "squared_relu", "tanh", "sigmoid", "hardsigmoid"),
+    *("elu", "selu", "celu", "softplus", "logsigmoid", "softsign", "softshrink", "cbrt"),
+    *("gelu", "gelu_tanh", "quick_gelu", "silu", "mish", "hardswish"),
+}
+
+#: What the three rows without a torch function compute.
+FORMULAS = {
+    "identity": lambda z: z,
+    "squared_relu": lambda z: z.clamp_min(0) ** 2,
+    "quick_gelu": lambda z: z / (1 + torch.exp(-1.702 * z)),
+    "cbrt": lambda z: torch.copysign(torch.exp(torch.log(z.abs()) / 3), z),
+}
+
+
+def test_the_table_holds_what_was_promised() -> None:
+    assert set(activations()) >= EXPECTED
+    assert fl.activations() == activations() == tuple(row.name for row in rows())
+
+
+@every_activation
+def test_each_row_computes_what_torch_computes(activation: Activation) -> None:
+    z = torch.cat([torch.linspace(-30, 30, 20_001), torch.logspace(-6, 1, 1000), -torch.logspace(-6, 1, 1000)]).double()
+    torchs = FORMULAS.get(activation.name, activation.plain)
+    if activation.name not in FORMULAS:
+        assert activation.row is not None and activation.row.stands_for
+    torch.testing.assert_close(activation.function(z), torchs(z), rtol=1e-12, atol=4e-15, equal_nan=True)
+
+
+@every_activation
+def test_the_derivative_given_the_output_is_the_derivative(activation: Activation) -> None:
+    z = torch.cat([torch.linspace(-9, 9, 4_001) + 1e-3, torch.logspace(-6, 1, 500), -torch.logspace(-6, 1, 500)]).double()
+    if activation.is_folded:
+        pytest.skip("its accuracy has a test of its own")
+    slope = activation.derivative_given_output(activation.function(z), torch.float64)
+    torch.testing.assert_close(slope.double(), derivative(activation.function, z), rtol=1e-9, atol=1e-8)
+
+
+@every_activation
+def test_every_row_is_output_only_at_its_default_parameters(activation: Activation) -> None:
+    assert activation.needs_input_because is None
+    for dtype in DTYPES:
+        refused = activation.output_refused_because(dtype)
+        assert (refused is None) == (not activation.is_folded or dtype is torch.float64)
+    assert activation.describe("auto", torch.float32).startswith("saves ")
+
+
+def test_describe_says_what_is_kept_and_why() -> None:
+    describe = resolve("gelu").describe
+    assert describe("auto", torch.float32) == "saves the output (branch in its last bit)"
+    assert describe("auto", torch.float64).startswith("saves the input: the fitted derivative of gelu is accurate to")
+    assert describe("input", torch.float32) == "saves the input"
+    assert describe("recompute", torch.float32) == "saves nothing and recomputes"
+    assert resolve(None).describe("auto", torch.float32) == "saves nothing"
+    assert resolve("tanh").describe("output", torch.float64) == "saves the output"
+    assert resolve(torch.sin).describe("auto", torch.float32).startswith("not fused: sin is left to PyTorch because")
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "reason"),
+    [
+        ("leaky_relu", {"negative_slope": -0.1}, "negative_slope = -0.1"),
+        ("elu", {"alpha": -1.0}, "alpha = -1"),
+        ("celu", {"alpha": -1.0}, "alpha = -1"),
+        ("trelu", {"threshold": 0.0, "value": 1.0}, "value > threshold"),
+        ("softplus", {"beta": 1.0, "threshold": 2.0}, "threshold = 2"),
+        ("softplus", {"beta": -1.0}, "beta = -1"),
+    ],
+)
+def test_parameters_whose_output_does_not_tell(name: str, parameters: dict[str, float], reason: str) -> None:
+    bound = {row.name: row for row in rows()}[name].bind(**parameters)
+    assert reason in (bound.needs_input_because or "")
+    assert bound.describe("auto", torch.float32).startswith("saves the input: ")
+    assert reason in repr(bound) or all(f"{key}={value:g}" in repr(bound) for key, value in parameters.items())
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
+def test_bound_rows_are_one_object_per_parameter_set(row: Row) -> None:
+    assert row.bind() is row.bind(**row.parameters) is resolve(row.name)
+    assert repr(row.bind()) == row.name
+    for clone in (pickle.loads(pickle.dumps(row.bind())), copy.deepcopy(row.bind())):
+        assert clone is row.bind()
+    if row.parameters:
+        name, default = next(iter(row.parameters.items()))
+        other = row.bind(**{name: default + 0.25})
+        assert other is not row.bind() and other.parameters[name] == default + 0.25
+        assert pickle.loads(pickle.dumps(other)) is other
+    with pytest.raises(ValueError, match=rf"{row.name}.*unknown parameters \['slant'\].*takes"):
+        row.bind(slant=1.0)
+
+
+def test_a_name_is_registered_once() -> None:
+    with pytest.raises(ValueError, match="'gelu' is already registered"):
+        register(Row("gelu", torch.relu))
+
+
+# --- resolve ----------------------------------------------------------------------------------------------------------
+
+#: Arguments that modules without defaults need.
+_ARGUMENTS = {nn.Threshold: (1.0, 0.0)}
+
+
+@pytest.mark.parametrize(
+    ("row", "target", "arguments"),
+    [pytest.param(r, t, a, id=f"{r.name}-{t.__name__}") for r in rows() for t, a in r.stands_for],
+)
+def test_what_a_row_stands_for_resolves_to_it(row: Row, target: object, arguments: dict[str, object]) -> None:
+    if isinstance(target, type):
+        default = row.bind()
+        made = target(*_ARGUMENTS.get(target, ()), **arguments)
+    else:
+        made = functools.partial(target, **arguments) if arguments else target
+        default = row.bind()
+    assert resolve(made) is default
+    if row.parameters:
+        values = {name: value + 2.0 for name, value in row.parameters.items()}
+        changed = target(**values, **arguments) if isinstance(target, type) else functools.partial(target, **values)
+        assert resolve(changed) is row.bind(**values)
+
+
+def test_gelu_is_told_from_its_tanh_form() -> None:
+    assert resolve(F.gelu) is resolve("gelu")
+    assert resolve(functools.partial(F.gelu, approximate="tanh")) is resolve("gelu_tanh") is resolve(nn.GELU("tanh"))
+
+
+def test_inplace_is_no_parameter() -> None:
+    assert resolve(nn.ReLU(inplace=True)) is resolve("relu")
+    assert resolve(functools.partial(F.leaky_relu, negative_slope=0.2, inplace=True)).parameters == {"negative_slope": 0.2}
+
+
+def test_resolve_takes_records_and_none() -> None:
+    assert resolve(None) is resolve("identity")
+    assert resolve(resolve("mish")) is resolve("mish")
+
+
+@pytest.mark.parametrize("drop_in", [fl.GELU(), fl.GELU("tanh"), fl.SiLU(), fl.ELU(0.5), fl.LeakyReLU(0.2)], ids=str)
+def test_drop_ins_resolve_like_the_modules_they_replace(drop_in: nn.Module) -> None:
+    resolved = resolve(drop_in)
+    assert resolved.unfused_because is None
+    assert resolved is resolve(type(drop_in).__mro__[2](*[getattr(drop_in, name) for name in drop_in.__constants__[:1]]))
+
+
+class _Sevenfold(nn.GELU):
+    def forward(self, input: Tensor) -> Tensor:
+        return 7 * input
+
+
+class _SevenfoldDropIn(fl.GELU):
+    def forward(self, input: Tensor) -> Tensor:
+        return 7 * input
+
+
+@pytest.mark.parametrize("module", [_Sevenfold(), _SevenfoldDropIn(), nn.PReLU(), nn.Softmax(-1)], ids=str)
+def test_modules_that_compute_something_else_stay_themselves(module: nn.Module) -> None:
+    resolved = resolve(module)
+    assert resolved.unfused_because is not None and "not in the table" in resolved.unfused_because
+    z = torch.randn(4, 5)
+    assert torch.equal(fl.bias_act(z, None, module), module(z))
+    assert torch.equal(fl.dense_bias_act(z, torch.eye(5), None, module), module(z))
+
+
+@pytest.mark.parametrize("register_hook", ["register_forward_hook", "register_forward_pre_hook"])
+@pytest.mark.parametrize("module", [nn.GELU(), fl.GELU(), fl.ReLU6()], ids=lambda m: type(m).__module__)
+def test_modules_with_hooks_are_called(module: nn.Module, register_hook: str) -> None:
+    module = copy.deepcopy(module)
+    calls: list[object] = []
+    getattr(module, register_hook)(lambda *_: calls.append(1))
+    assert "it has hooks" in (resolve(module).unfused_because or "")
+    z = torch.randn(3)
+    torch.testing.assert_close(fl.bias_act(z, None, module), type(module).__mro__[-3](module, z) if False else module(z))
+    assert len(calls) == 2
+
+
+def test_positional_arguments_in_a_partial_are_left_to_torch() -> None:
+    half = functools.partial(torch.mul, 0.5)
+    assert resolve(half).unfused_because is not None
+    assert torch.equal(fl.bias_act(torch.ones(3), None, half), torch.full((3,), 0.5))
+
+
+def test_unknown_names_list_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="unknown activation 'gleu'.*" + ".*".join(activations())):
+        resolve("gleu")
+
+
+@pytest.mark.parametrize("nonsense", [3, 1.5, ["gelu"], True])
+def test_what_cannot_be_called_is_refused(nonsense: object) -> None:
+    with pytest.raises(TypeError, match=f"activation must be a name, a module, a function or None, got {type(nonsense).__name__}"):
+        resolve(nonsense)
+
+
+# --- the branch bit ---------------------------------------------------------------------------------------------------
+
+
+def _float32_magnitudes() -> Tensor:
+    """A million and more float32 numbers in [0, 1): random patterns, every exponent, all small subnormals."""
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randint(0, 0x3F80_0000, (1_000_000,), generator=generator, dtype=torch.int32)
+    return torch.cat([random, torch.arange(4096, dtype=torch.int32)]).view(torch.float32)
+
+
+@every_float
+@pytest.mark.parametrize("left", [True, False], ids=["left", "right"])
+def test_negative_outputs_carry_the_branch_and_move_by_one_unit_at_most(dtype: torch.dtype, left: bool) -> None:
+    y = -_float32_magnitudes()[1:]
+    y = y[y < 0]
+    encoded = branch.encode(y, torch.full_like(y, left, dtype=torch.bool), dtype)
+    assert encoded.dtype is torch.float32
+    assert torch.equal(encoded.to(dtype).float(), encoded)  # the dtype holds it exactly
+    on_left = branch.decode(encoded, dtype)
+    assert bool((on_left == left).all())
+    assert bool(((encoded.double() - y.double()).abs() <= ulp(y, dtype)).all())
+    # Nearest: the other number of the same parity is not nearer.
+    assert bool(((encoded.double() - y.double()).abs() <= (encoded.double().abs() - 2 * ulp(y, dtype) + y.double().abs()).abs()).all())
+
+
+@every_float
+def test_what_is_not_negative_stays_exactly_as_it_is(dtype: torch.dtype) -> None:
+    y = torch.cat([_float32_magnitudes().to(dtype).float(), torch.tensor([0.0, -0.0, math.inf, 3e38])])
+    right = torch.zeros_like(y, dtype=torch.bool)
+    assert torch.equal(branch.encode(y, right, dtype).view(torch.int32), y.view(torch.int32))
+    assert not bool(branch.decode(y, dtype).any())
+
+
+@every_half
+def test_all_negative_numbers_survive_their_own_encoding(dtype: torch.dtype) -> None:
+    y = all_values(dtype).float()
+    y = y[y < 0]
+    left = branch.decode(y, dtype)
+    assert 0.49 < float(left.float().mean()) < 0.51
+    assert torch.equal(branch.encode(y, left, dtype), y)
+
+
+@every_float
+def test_an_output_that_underflows_on_the_left_becomes_the_smallest_negative_number(dtype: torch.dtype) -> None:
+    y = torch.tensor([-0.0, 0.0, -1e-45])
+    encoded = branch.encode(y, torch.ones(3, dtype=torch.bool), dtype)
+    smallest = -torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    assert encoded.tolist() == [smallest] * 3
+    assert bool(branch.decode(encoded, dtype).all())
+
+
+@every_float
+def test_nan_stays_nan(dtype: torch.dtype) -> None:
+    y = torch.tensor([math.nan, -math.nan])
+    for left in (True, False):
+        assert bool(branch.encode(y, torch.full((2,), left), dtype).to(dtype).isnan().all())
+
+
+# --- folds and fits ---------------------------------------------------------------------------------------------------
+
+
+@every_folded
+def test_the_fold_is_the_minimum(activation: Activation) -> None:
+    folded = activation.folded()
+    assert folded is not None
+    position = torch.tensor(folded.fold.position, dtype=torch.float64)
+    around = position + torch.linspace(-1e-4, 1e-4, 2001, dtype=torch.float64)
+    values = activation.function(around)
+    assert abs(float(activation.function(position)) - folded.fold.minimum) < 1e-16
+    assert float(values.min()) > folded.fold.minimum - 1e-16
+    slope = derivative(activation.function, torch.stack([position - 1e-9, position + 1e-9]))
+    assert slope[0] < 0 < slope[1]
+
+
+def test_the_minimum_of_silu_is_lamberts() -> None:
+    fold = find_fold(F.silu)
+    w = 0.2784645427610738  # Lambert's W(1/e): the minimum of z/(1+exp(-z)) is -W(1/e), at -1 - W(1/e)
+    assert fold.minimum == pytest.approx(-w, abs=1e-16)
+    assert fold.position == pytest.approx(-1 - w, abs=1e-12)
+
+
+@every_folded
+@every_float
+def test_fits_meet_their_tolerance(activation: Activation, dtype: torch.dtype) -> None:
+    folded = activation.folded(dtype)
+    assert folded is not None
+    z = torch.cat([torch.linspace(-40, 40, 400_001), folded.fold.position + torch.linspace(-0.1, 0.1, 20_001)]).double()
+    if activation.name == "hardswish":  # its slope jumps at -3, where outputs of 1e-7 are taken for 0
+        z = z[(z + 3).abs() > 1e-6]
+    y = activation.function(z)
+    distance = y - folded.fold.minimum
+    slope = folded.of_distance(distance.clamp_min(1e-18), y, z < folded.fold.position)
+    assert float((slope - derivative(activation.function, z)).abs().max()) <= PRECISIONS[dtype].tolerance * 1.01
+
+
+def _two_folds(z: Tensor) -> Tensor:
+    return (z**4 - 4 * z**2 + 1) * torch.exp(-z * z)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (torch.tanh, "no minimum below zero"),
+        (lambda z: z * z, "no minimum below zero"),
+        (_two_folds, "turns more than once"),
+        (lambda z: z * z - 1, "does not settle"),
+        (lambda z: z.abs() - 1, "no polynomial"),
+    ],
+    ids=["monotone", "positive", "two folds", "parabola", "kink"],
+)
+def test_functions_that_cannot_be_fitted_are_refused(function: object, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        fit(function)  # type: ignore[arg-type]
+
+
+# --- every number -----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _numbers(dtype: torch.dtype) -> Tensor:
+    """All numbers of a 16-bit dtype; for float32 a dense sweep that meets every exponent, the folds and the kinks."""
+    if dtype.itemsize == 2:
+        return all_values(dtype)
+    subnormals = torch.arange(1, 2049, dtype=torch.int32).view(torch.float32)
+    magnitudes = torch.cat([torch.logspace(-44.8, 38.5, 150_001, dtype=torch.float64).float(), subnormals])
+    folds = [a.folded().fold.position + torch.linspace(-2e-3, 2e-3, 20_001) for a in FOLDED]  # type: ignore[union-attr]
+    kinks = [torch.tensor(k).view(torch.int32).add(torch.arange(-50, 50)).int().view(torch.float32) for k in _KINKS]
+    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan])
+    return torch.cat([magnitudes, -magnitudes, torch.linspace(-20, 20, 200_001), *folds, *kinks, special])
+
+
+_KINKS = (-3.0, -1.0, -0.5, 0.5, 1.0, 3.0, 6.0, 20.0)
+
+
+def _with_gradient(z: Tensor, function: object, dy: float = 1.0) -> tuple[Tensor, Tensor]:
+    """The output as it is saved for the backward pass, and ``dy`` times the derivative."""
+    z = z.clone().requires_grad_()
+    y = fl.bias_act(z, None, function) if isinstance(function, Activation) else function(z)  # type: ignore[operator]
+    (dz,) = torch.autograd.grad(y, z, torch.full_like(y, dy))
+    return y.detach(), dz
+
+
+@every_half
+@every_activation
+def test_every_16_bit_number_forward(activation: Activation, dtype: torch.dtype) -> None:
+    z = _numbers(dtype)
+    truth = activation.function(z.double())
+    rounded = truth.to(dtype)
+    with torch.no_grad():
+        exact = fl.bias_act(z, None, activation)
+    saved, _ = _with_gradient(z, activation)
+
+    assert exact.dtype is saved.dtype is dtype
+    for y in (exact, saved):
+        assert torch.equal(y.isnan(), truth.isnan())
+    real = ~truth.isnan()
+    eager = activation.plain(z)
+    # As near as eager, whose kernels serve some rows, or rounded correctly.
+    wrong = real & (exact != rounded)
+    assert bool((steps(exact, rounded)[wrong] <= steps(eager, rounded)[wrong]).all())
+    if not activation.is_folded:
+        assert torch.equal(saved[real], exact[real])
+        return
+    fold = activation.folded().fold  # type: ignore[union-attr]
+    left = z < fold.position
+    assert int(steps(saved, rounded)[real].max()) <= 1
+    assert torch.equal(saved[real & (truth >= 0) & ~left], rounded[real & (truth >= 0) & ~left])
+    assert torch.equal(branch.decode(saved.float(), dtype)[real], left[real])
+
+
+@every_activation
+def test_float32_forward(activation: Activation) -> None:
+    z = _numbers(torch.float32)
+    truth = activation.function(z.double())
+    with torch.no_grad():
+        exact = fl.bias_act(z, None, activation)
+    saved, _ = _with_gradient(z, activation)
+    for y in (exact, saved):
+        assert torch.equal(y.isnan(), truth.isnan())
+
+    # Against torch's own error, within each factor of two in |z|: far out all evaluations lose relative accuracy.
+    real = truth.isfinite()
+    error = ((exact.double() - truth).abs() / ulp(truth, torch.float32))[real]
+    eager_error = ((activation.plain(z).double() - truth).abs() / ulp(truth, torch.float32))[real]
+    decade = torch.frexp(z[real])[1].long() * 2 + (z[real] < 0)
+    decade -= decade.min()
+    zeros = torch.zeros(int(decade.max()) + 1, dtype=torch.float64)
+    ours = zeros.scatter_reduce(0, decade, error, "amax")
+    eagers = zeros.scatter_reduce(0, decade, eager_error, "amax")
+    assert bool((ours <= 2 * eagers + 1).all()), (ours - 2 * eagers).max()
+
+    if not activation.is_folded:
+        assert torch.equal(saved[~truth.isnan()], exact[~truth.isnan()])
+        return
+    left = z < activation.folded().fold.position  # type: ignore[union-attr]
+    real = ~truth.isnan()
+    assert int(steps(saved, exact)[real].max()) <= 1
+    assert torch.equal(saved[real & ~left & (truth >= 0)], exact[real & ~left & (truth >= 0)])
+    assert torch.equal(branch.decode(saved, torch.float32)[real], left[real])
+
+
+def _invert(activation: Activation, y: Tensor, left: Tensor) -> Tensor:
+    """The float64 input with output ``y`` on the given side of the fold, by bisection, independent of the library's."""
+    fold = activation.folded().fold  # type: ignore[union-attr]
+    near, far = torch.full_like(y, fold.position), torch.where(left, -800.0, y.clamp(min=0) + 40.0).double()
+    for _ in range(80):
+        middle = (near + far) / 2
+        above = activation.function(middle) > y
+        near, far = torch.where(above, near, middle), torch.where(above, middle, far)
+    return near
+
+
+@every_half
+@every_folded
+def test_every_16_bit_output_tells_the_derivative(activation: Activation, dtype: torch.dtype) -> None:
+    z = _numbers(dtype)
+    saved, slope = _with_gradient(z, activation)
+    real = z.isfinite() & (z.abs() < 300)
+    saved, slope, left = saved[real].double(), slope[real].double(), z[real] < activation.folded().fold.position  # type: ignore[union-attr]
+    best = derivative(activation.function, _invert(activation, saved, left))
+    # What the output tells, rounded once; at the minimum outputs are taken half a float32 unit lower.
+    assert bool(((slope - best).abs() <= 0.51 * ulp(best, dtype) + 2e-4).all())
+
+
+#: FACTS: relative rms and largest error of the derivative over N(0, 1), with the branch in the output's last bit.
+FLOOR = {
+    ("gelu", torch.bfloat16): (4.2e-3, 2.4e-2),
+    ("gelu", torch.float16): (8.3e-4, 6.6e-3),
+    ("gelu", torch.float32): (1.1e-6, 9.1e-5),
+    ("silu", torch.bfloat16): (5.1e-3, 2.3e-2),
+    ("silu", torch.float32): (1.3e-6, 8.5e-5),
+}
+
+
+def _errors(slope: Tensor, truth: Tensor) -> tuple[float, float]:
+    error = slope.double() - truth
+    return float((error.square().mean() / truth.square().mean()).sqrt()), float(error.abs().max())
+
+
+@every_float
+@every_folded
+def test_the_derivative_is_at_the_floor(activation: Activation, dtype: torch.dtype) -> None:
+    z = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    _, slope = _with_gradient(z, activation)
+    truth = derivative(activation.function, z)
+    rms, largest = _errors(slope, truth)
+    floor = FLOOR.get((activation.name, dtype)) or _floor(activation, z, truth)
+    assert rms <= 1.5 * floor[0] and largest <= 1.5 * floor[1], (rms, largest, floor)
+
+
+def _floor(activation: Activation, z: Tensor, truth: Tensor) -> tuple[float, float]:
+    """The errors of an exact inversion of the correctly rounded output with the branch in its last bit."""
+    left = z < activation.folded().fold.position  # type: ignore[union-attr]
+    saved = branch.encode(activation.function(z.double()).float(), left, z.dtype).double()
+    values, where = torch.stack([saved, left.double()]).unique(dim=1, return_inverse=True) if z.dtype.itemsize == 2 else (None, None)
+    if values is None:
+        return _errors(derivative(activation.function, _invert(activation, saved, left)), truth)
+    return _errors(derivative(activation.function, _invert(activation, values[0], values[1] > 0))[where], truth)
+
+
+@every_activation
+def test_float32_derivatives(activation: Activation) -> None:
+    z = _numbers(torch.float32)
+    z = z[z.isfinite()]
+    _, slope = _with_gradient(z, activation)
+    truth = derivative(activation.function, z)
+    error = (slope.double() - truth).abs() / truth.abs().clamp_min(1.0)
+    if activation.is_folded:
+        fold = activation.folded().fold  # type: ignore[union-attr]
+        # An output within a few units of the minimum tells the distance from it to within sqrt(units).
+        distance = (activation.function(z.double()) - fold.minimum).clamp_min(0)
+        unit = float(ulp(torch.tensor(fold.minimum), torch.float32))
+        assert float(error.max()) <= 2e-4
+        error = error * (distance / (16 * unit)).sqrt().clamp(max=1.0)
+        assert float(error.max()) <= 3e-5
+        return
+    # A kink lies where rounding puts it: an output that rounds to the kink's own has the derivative of either side.
+    jumps = (truth - derivative(activation.function, z * (1 - 2**-22))).abs() + (truth - derivative(activation.function, z * (1 + 2**-22))).abs()
+    assert float(torch.where(jumps > 0.1, 0.0, error).max()) <= 1e-6
+    assert float(error[jumps > 0.1].max() if bool((jumps > 0.1).any()) else 0.0) <= 2.0
+
+
+@every_half
+@every_monotone
+def test_16_bit_derivatives_of_monotone_activations(activation: Activation, dtype: torch.dtype) -> None:
+    z = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    truth = derivative(activation.function, z)
+    rms, largest = _errors(_with_gradient(z, activation)[1], truth)
+    eager_rms, eager_largest = _errors(_with_gradient(z, activation.plain)[1], truth)
+    eps = torch.finfo(dtype).eps
+    assert rms <= 2 * eager_rms + eps / 100 and largest <= 2 * eager_largest + eps / 2
+
+
+@every_float
+@every_activation
+@pytest.mark.parametrize("dy", [1.0, 0.0, -2.5])
+def test_no_nan_where_eager_has_none(activation: Activation, dtype: torch.dtype, dy: float) -> None:
+    z = _numbers(dtype)
+    y, dz = _with_gradient(z, activation, dy)
+    eager_y, eager_dz = _with_gradient(z, activation.plain, dy)
+    assert bool(y.isnan()[z.isnan()].all())
+    assert not bool((y.isnan() & ~eager_y.isnan()).any())
+    assert not bool((dz.isnan() & ~eager_dz.isnan()).any())
+    smooth = not bool((derivative(activation.plain, torch.tensor([math.nan])) == 1).any())
+    if smooth:
+        assert bool(dz.isnan()[z.isnan()].all())
+
+
+@every_float
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu", "mish", "quick_gelu"])
+def test_the_tail_is_flat(name: str, dtype: torch.dtype) -> None:
+    z = torch.tensor([-100.0, -200.0, -1e4], dtype=dtype)
+    y, slope = _with_gradient(z, resolve(name))
+    assert float(slope.abs().max()) <= 1e-12
+    assert bool((y <= 0).all()) and float(y.abs().max()) < 1e-12 if dtype is not torch.float16 else True
+
+
+@every_float
+@every_folded
+def test_both_zeros_lie_on_the_right_branch(activation: Activation, dtype: torch.dtype) -> None:
+    _, slope = _with_gradient(torch.tensor([0.0, -0.0], dtype=dtype), activation)
+    expected = float(derivative(activation.function, torch.zeros(1)))
+    assert slope.tolist() == pytest.approx([expected] * 2, abs=2 * torch.finfo(dtype).eps)

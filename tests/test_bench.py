@@ -1,0 +1,383 @@
+"""The benchmarks' own machinery, on shapes too small to measure anything."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import ROOT, dense, gpu_check, machine, measure, plot, pointwise, report, shapes
+from bench.__main__ import main as bench_main
+
+CPU = torch.device("cpu")
+TINY = shapes.Shape("Tiny", 8, 16, {"cpu": 12})
+CASE = shapes.Case("model", TINY, "relu", "float32")
+
+
+def tiny_run(**options: Any) -> dict[str, Any]:
+    return dense.run([CASE], CPU, **{"variants": ("eager", "fusedlayers"), "quick": True, **options})
+
+
+# --- measure ----------------------------------------------------------------------------------------------------------
+
+
+def test_variants_take_turns_and_the_order_rotates() -> None:
+    calls: list[str] = []
+
+    def slow(name: str) -> None:
+        calls.append(name)
+        time.sleep(1e-3)  # longer than a sample, so that each sample is one call
+
+    functions = {name: (lambda name=name: slow(name)) for name in "abc"}
+    times = measure.interleave(functions, CPU, seconds=0, min_rounds=4)
+    assert "".join(calls[-12:]) == "abcbcacababc"
+    assert {name: len(values) for name, values in times.items()} == {"a": 4, "b": 4, "c": 4}
+    assert all(value >= 1000 for values in times.values() for value in values)  # microseconds
+
+
+def test_fast_functions_are_timed_over_many_calls() -> None:
+    (values,) = measure.interleave({"nothing": lambda: None}, CPU, seconds=0.01, min_rounds=3).values()
+    assert 0 < min(values) < 50
+
+
+def test_a_busy_machine_is_mentioned(capsys: pytest.CaptureFixture[str]) -> None:
+    description = {**machine.describe(CPU), "load_average": 2.5}
+    machine.warn_if_busy(description)
+    assert "warning: the load average is 2.5" in capsys.readouterr().out
+    machine.warn_if_busy({**description, "load_average": 0.1})
+    assert capsys.readouterr().out == ""
+
+
+def test_a_drift_of_the_machine_leaves_the_ratio_alone() -> None:
+    drift = [1.0, 2.0, 4.0, 8.0, 16.0]
+    ratios = measure.ratios([3 * factor for factor in drift], [2 * factor for factor in drift])
+    assert measure.spread(ratios) == {"median": 1.5, "q1": 1.5, "q3": 1.5}
+    assert measure.spread([1.0, 2.0, 3.0, 4.0, 5.0]) == {"median": 3, "q1": 2, "q3": 4}
+    assert measure.spread([7.0]) == {"median": 7, "q1": 7, "q3": 7}
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [
+        ("NVIDIA H100 80GB HBM3", "nvidia-h100"),
+        ("NVIDIA A100-SXM4-80GB", "nvidia-a100"),
+        ("NVIDIA GeForce RTX 4090", "nvidia-geforce-rtx-4090"),
+        ("AMD EPYC 7R13 Processor", "amd-epyc-7r13-4-threads"),
+        ("AMD EPYC", "amd-epyc-4-threads"),
+        ("Intel(R) Xeon(R) Platinum 8488C CPU @ 2.40GHz", "intel-xeon-platinum-8488c-4-threads"),
+    ],
+)
+def test_slugs_name_the_device(name: str, slug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "device_name", lambda device: name)
+    assert machine.slug(torch.device("cuda" if "NVIDIA" in name else "cpu"), 4) == slug
+
+
+# --- dense ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_result_has_everything_a_reader_needs(tmp_path: Path) -> None:
+    result = tiny_run(out=tmp_path)
+    assert json.loads((tmp_path / "dense.json").read_text())["cases"] == result["cases"]
+    assert [path.name for path in tmp_path.iterdir()] == ["dense.json"]  # no leftover of the atomic write
+    assert result["versions"]["torch"] == torch.__version__
+    assert result["threads"] == torch.get_num_threads()
+    assert result["device"]["name"] and result["device"]["slug"] and result["date"]
+    assert result["not_run"] == []
+
+    (row,) = result["cases"]
+    assert row["id"] == "model/tiny/relu/float32"
+    assert (row["tokens"], row["in_features"], row["hidden_features"]) == (4, 8, 16)
+    assert row["hidden_bytes"] == 4 * 16 * 4
+    for variant in ("eager", "fusedlayers"):
+        values = row["variants"][variant]
+        for mode in ("forward", "forward_backward"):
+            assert 0 < values[mode]["q1_us"] <= values[mode]["median_us"] <= values[mode]["q3_us"]
+            assert values[mode]["ratio_q1"] <= values[mode]["ratio"] <= values[mode]["ratio_q3"]
+            assert values[mode]["rounds"] >= 5
+        assert values["saved_bytes"] == row["hidden_bytes"]  # relu: its output serves the next Linear too
+        assert values["peak_bytes"] > row["hidden_bytes"]
+    assert row["variants"]["eager"]["forward_backward"]["ratio"] == 1
+
+
+# torch's compiler uses deprecated parts of torch itself.
+@pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
+def test_saved_bytes_of_gelu_halve() -> None:
+    (row,) = dense.run([shapes.Case("model", TINY, "gelu", "float32")], CPU, variants=dense.VARIANTS, quick=True)[
+        "cases"
+    ]
+    saved = {name: variant["saved_bytes"] / row["hidden_bytes"] for name, variant in row["variants"].items()}
+    assert saved == {"eager": 2, "compile": 2, "fusedlayers": 1}
+
+
+def test_what_fails_is_recorded_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise RuntimeError("out of luck\nwith a second line")
+
+    monkeypatch.setattr(dense.fl, "dense_bias_act", broken)
+    (row,) = tiny_run()["cases"]
+    assert row["variants"]["fusedlayers"] == {"error": "RuntimeError: out of luck"}
+    assert row["variants"]["eager"]["forward"]["ratio"] == 1
+
+    monkeypatch.setattr(dense.fl, "dense_bias_act", lambda x, w, b, activation: torch.relu(x @ w.t() + b) * 1.1)
+    (row,) = tiny_run()["cases"]
+    assert row["variants"]["fusedlayers"]["error"].startswith("ArithmeticError: differs from eager by 1.0e-01")
+
+
+def test_a_spent_budget_leaves_a_partial_result(tmp_path: Path) -> None:
+    result = tiny_run(budget_seconds=0, out=tmp_path)
+    assert result["cases"] == [] and result["not_run"] == [CASE.id]
+
+
+def test_compiling_goes_first_when_time_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "_load_compiler", lambda device: None)
+    (row,) = tiny_run(variants=dense.VARIANTS, budget_seconds=4.0)["cases"]  # a compilation is guessed at 5 s
+    assert row["variants"]["compile"] == {"skipped": "time budget"}
+    assert "forward" in row["variants"]["fusedlayers"]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_grid_covers_every_shape_activation_and_dtype(kind: str) -> None:
+    cases = list(shapes.cases(kind))
+    assert len({case.id for case in cases}) == len(cases)
+    models = [case for case in cases if case.group == "model"]
+    assert len(models) == len(shapes.MODELS) * len(shapes.ACTIVATIONS) * len(shapes.DTYPES[kind])
+    assert [case.group for case in cases[:4]] == ["call_overhead"] * 3 + ["small"]
+    assert {(c.activation, c.dtype) for c in cases if c.group == "acceptance"} == set(dense.TARGETS[kind])
+
+
+def test_acceptance_says_what_is_missed() -> None:
+    def row(group: str, dtype: str, **values: float) -> dict[str, Any]:
+        variants = {"fusedlayers": {"forward_backward": values}}
+        return {"id": f"{group}/{dtype}", "group": group, "activation": "gelu", "dtype": dtype, "variants": variants}
+
+    cases = [
+        row("acceptance", "float32", ratio=0.9),
+        row("acceptance", "bfloat16", ratio=1.51),
+        row("call_overhead", "float32", over_eager_us=15.1),
+        row("model", "float32", ratio=9.0),
+    ]
+    assert dense.acceptance({"device": {"kind": "cpu"}, "cases": cases}) == [
+        "acceptance/float32: 0.90x eager, target 0.9: met",
+        "acceptance/bfloat16: 1.51x eager, target 1.5: MISSED",
+        "call_overhead/float32: +15.1 us over eager, target 15.0: MISSED",
+    ]
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert bench_main(["dense", "--device", "cpu", "--only", "no such case"]) == 2
+    assert "no case matches --only 'no such case'" in capsys.readouterr().out
+    arguments = ["--only", "call_overhead/.*/relu", "--variants", "fusedlayers", "--quick", "--out", str(tmp_path)]
+    assert bench_main(["dense", "--device", "cpu", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "call_overhead/4x4/relu/float32" in out and "us over eager, target 15.0" in out
+    assert json.loads((tmp_path / "dense.json").read_text())["quick"] is True
+
+
+def test_a_part_of_the_grid_replaces_no_committed_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(dense, "RESULTS", tmp_path)
+    assert bench_main(["dense", "--device", "cpu", "--only", "call_overhead/.*/relu", "--quick"]) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    result = tiny_run()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert not plot.plot_dense(result, tmp_path / "dense.png")
+    assert "matplotlib is missing" in capsys.readouterr().out
+    monkeypatch.undo()
+    pytest.importorskip("matplotlib")
+    assert plot.plot_dense(result, tmp_path / "dense.png")
+    assert (tmp_path / "dense.png").read_bytes().startswith(b"\x89PNG")
+    assert not plot.plot_dense({**result, "cases": []}, tmp_path / "empty.png")
+
+
+# --- pointwise --------------------------------------------------------------------------------------------------------
+
+
+def test_pointwise_compares_bandwidths(tmp_path: Path) -> None:
+    result = pointwise.run(CPU, ("float32",), sizes=((16, 32),), budget_seconds=3, out=tmp_path)
+    assert json.loads((tmp_path / "pointwise.json").read_text()) == result
+    assert [row["activation"] for row in result["cases"]] == list(shapes.ACTIVATIONS)
+    row = result["cases"][0]
+    assert row["copy"]["of_copy"] == 1
+    assert row["copy"]["gb_per_s"] == pytest.approx(2 * 16 * 32 * 4 / row["copy"]["median_us"] * 1e-3, abs=0.1)
+    assert row["forward"]["of_copy"] > 0 and row["backward"]["of_copy"] > 0
+    assert pointwise.acceptance(result) == []  # a CPU promises nothing here
+    on_gpu = {
+        **result,
+        "device": {"kind": "cuda"},
+        "cases": [{"id": "a", "forward": {"of_copy": 0.9}, "backward": {"of_copy": 0.89}}],
+    }
+    assert pointwise.acceptance(on_gpu) == [
+        "a forward: 0.90 of a copy's bandwidth, target 0.9: met",
+        "a backward: 0.89 of a copy's bandwidth, target 0.9: MISSED",
+    ]
+
+
+# --- readme -----------------------------------------------------------------------------------------------------------
+
+
+def a_committed_run(results: Path, kind: str = "cpu") -> None:
+    def variant(microseconds: float, ratio: float, saved_mib: float) -> dict[str, Any]:
+        return {"forward_backward": {"median_us": microseconds, "ratio": ratio}, "saved_bytes": int(saved_mib * 2**20)}
+
+    row = {
+        "group": "model",
+        "shape": "BERT-base",
+        "activation": "gelu",
+        "dtype": report.MAIN_DTYPE[kind],
+        "tokens": 512,
+        "in_features": 768,
+        "hidden_features": 3072,
+        "variants": {
+            "eager": variant(12345.6, 1.0, 12),
+            "compile": {"error": "no compiler"},
+            "fusedlayers": variant(9000.0, 0.7289, 6),
+        },
+    }
+    run = {
+        "device": {"kind": kind, "name": f"Some {kind}", "slug": kind},
+        "threads": 4,
+        "versions": {"torch": "2.13.0+cpu"},
+        "date": "2030-01-02",
+        "quick": False,
+        "cases": [row, {**row, "activation": "tanh"}, {**row, "group": "acceptance"}],
+    }
+    (results / kind).mkdir(parents=True)
+    (results / kind / "dense.json").write_text(json.dumps(run))
+
+
+README = "# Title\n\n<!-- bench:dense -->\nold\n<!-- /bench:dense -->\n\nend\n"
+TABLE_ROW = "| BERT-base, gelu (512 x 768 to 3072) | 12.0 | - | **6.0** | 12.3 ms | - | **0.73x** |"
+
+
+def readme(path: Path, results: Path, *flags: str) -> int:
+    return bench_main(["readme", "--readme", str(path), "--results", str(results), *flags])
+
+
+def test_readme_round_trip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, results = tmp_path / "README.md", tmp_path / "results"
+    path.write_text(README)
+    a_committed_run(results)
+    assert readme(path, results, "--check") == 1
+    assert "-old" in capsys.readouterr().out and path.read_text() == README
+    assert readme(path, results) == 0
+    text = path.read_text()
+    assert TABLE_ROW in text.splitlines() and text.count("BERT-base") == 1 and "old" not in text
+    assert "Some cpu, 4 threads, float32, torch 2.13.0, 2030-01-02:" in text
+    assert text.startswith("# Title\n\n<!-- bench:dense -->\n") and text.endswith("\n<!-- /bench:dense -->\n\nend\n")
+    assert readme(path, results, "--check") == 0
+    assert readme(path, results) == 0 and path.read_text() == text
+
+    a_committed_run(results, kind="cuda")
+    assert readme(path, results, "--check") == 1
+    assert readme(path, results) == 0
+    assert path.read_text().index("Some cuda, bfloat16") < path.read_text().index("Some cpu")
+
+
+def test_readme_without_results(tmp_path: Path) -> None:
+    assert "No result is committed yet" in report.fill(README, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("no marker", "no `<!-- bench:dense -->` marker"),
+        ("<!-- bench:dense -->", "needs its `<!-- /bench:dense -->`".replace("dense", "NAME")),
+        ("<!-- /bench:dense --><!-- bench:dense -->", "needs its"),
+        (README + "<!-- bench:other --><!-- /bench:other -->", r"no table is called 'other'; there are \['dense'\]"),
+    ],
+)
+def test_readme_markers_must_be_right(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        report.fill(text, tmp_path)
+    path = tmp_path / "README.md"
+    path.write_text(text)
+    assert readme(path, tmp_path) == 1 and path.read_text() == text
+
+
+def test_the_readme_shows_the_committed_results() -> None:
+    assert bench_main(["readme", "--check"]) == 0, "run `python -m bench readme` and commit README.md"
+
+
+# --- gpu-check --------------------------------------------------------------------------------------------------------
+
+
+def test_gpu_check_refuses_without_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run = subprocess.run(
+        [sys.executable, "-m", "bench", "gpu-check", "--out", str(out)],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 2
+    assert "bench gpu-check: no CUDA device is available to torch" in run.stderr
+    assert not out.exists()
+
+
+def test_a_part_that_hangs_is_stopped_with_its_children_and_keeps_its_log(tmp_path: Path) -> None:
+    program = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'])\n"
+        "print('child', child.pid, flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    start = time.monotonic()
+    part = gpu_check.run_part("hangs", [sys.executable, "-c", program], tmp_path / "log", seconds=2)
+    assert time.monotonic() - start < 15
+    assert part.exit_code is None and not part.ok and "stopped at its time limit" in str(part)
+    log = (tmp_path / "log").read_text()
+    state = Path(f"/proc/{log.split()[1]}/stat")
+    while state.exists() and state.read_text().split()[2] != "Z":  # a zombie nobody has waited for is dead enough
+        assert time.monotonic() - start < 30, "the child outlived its parent"
+        time.sleep(0.05)
+
+    assert gpu_check.run_part("fails", [sys.executable, "-c", "exit(3)"], tmp_path / "log", seconds=60).exit_code == 3
+    assert gpu_check.run_part("works", [sys.executable, "-c", "import bench"], tmp_path / "log", seconds=60).ok
+    assert (tmp_path / "log").read_text().startswith(log)
+
+
+def test_gpu_check_runs_every_part_and_sums_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    commands: list[list[str]] = []
+
+    def run_part(name: str, command: list[str], log: Path, seconds: float) -> gpu_check.Part:
+        commands.append(command)
+        log.write_text("12 passed\n")
+        if name == "dense":
+            tiny_run(out=tmp_path)
+        return gpu_check.Part(name, 1.0, 0)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(machine, "device_name", lambda device: "Some GPU")
+    monkeypatch.setattr(gpu_check, "run_part", run_part)
+    (tmp_path / "pointwise.json").write_text("left behind by an earlier run")
+    options = argparse.Namespace(out=tmp_path, minutes=9.0, pytest_args=[])
+    assert gpu_check.main(options) == 1  # no result of the pointwise grid
+    assert [command[2] for command in commands] == ["pytest", "bench", "bench"]
+    text = (tmp_path / "summary.md").read_text()
+    assert "# gpu-check on Some GPU" in text and "12 passed" in text and "1 cases measured" in text
+    assert "no result; bench.log says why" in text
+    assert len(list(tmp_path.iterdir())) <= 8
+
+
+def test_gpu_check_says_where_the_library_is_slower() -> None:
+    row = {"id": "model/a", "group": "model", "variants": {"fusedlayers": {"forward": {"ratio": 1.2, "ratio_q1": 1.1}}}}
+    failed = {"id": "model/b", "group": "model", "variants": {"fusedlayers": {"error": "RuntimeError: no"}}}
+    assert gpu_check._slower_than_eager({"cases": [row, failed]}) == [
+        "- model/a forward: 1.200x eager: MISSED (never slower)",
+        "- model/b: MISSED: RuntimeError: no",
+    ]
+
+
+def test_gpu_check_fits_into_nine_minutes() -> None:
+    limits = gpu_check.TEST_SECONDS + gpu_check.DENSE_SECONDS + gpu_check.POINTWISE_SECONDS + 2 * 15
+    assert limits + 3 * gpu_check._GRACE_SECONDS <= 9 * 60

@@ -1,0 +1,124 @@
+"""The command line: what it accepts, what it refuses, and how it says so."""
+
+import pkgutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from fusedlayers.activations import activations
+from fusedlayers.cli import main
+from fusedlayers.demo import command as demo
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120)
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "demo" in capsys.readouterr().out
+
+
+def test_demo_help_lists_activations_and_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--help"]) == 0
+    words = set(capsys.readouterr().out.replace(",", " ").split())
+    assert {*activations(), "--activation", "--out", "fusedlayers-demo.png)"} <= words
+    assert str(demo.DEFAULTS["cpu"]["steps"]) in words
+
+
+def test_python_m_runs_the_same_command_and_imports_nothing_heavy() -> None:
+    done = python("-W", "error", "-X", "importtime", "-m", "fusedlayers", "--help")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: fusedlayers ")
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert "torch" in imported  # or the line above reads the wrong column
+    assert not {"rich", "matplotlib"} & imported
+
+
+def test_python_m_passes_the_exit_code_on() -> None:
+    done = python("-m", "fusedlayers", "demo", "--steps", "0")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_the_console_script_is_main_and_the_extras_are_declared() -> None:
+    project = tomllib.loads(Path(__file__).parent.with_name("pyproject.toml").read_text())["project"]
+    assert pkgutil.resolve_name(project["scripts"]["fusedlayers"]) is main
+    assert all(
+        any(need.startswith(extra) for need in project["optional-dependencies"]["demo"]) for extra in demo.EXTRAS
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], ["COMMAND"]),
+        (["paint"], ["paint", "demo"]),
+        (["demo", "--activation", "nope"], ["nope", *activations()]),
+        (["demo", "--dtype", "int8"], ["int8", "bfloat16"]),
+        (["demo", "--dtype", "float16", "--device", "cpu"], ["float16", "cuda only", "bfloat16"]),
+        (["demo", "--device", "tpu"], ["tpu", "cuda:N"]),
+        (["demo", "--device", "meta"], ["meta", "cuda:N"]),
+        (["demo", "--device", "cuda:99"], ["cuda:99", "--device cpu"]),
+        (["demo", "--steps", "0"], ["--steps", "whole number from 1", "'0'"]),
+        (["demo", "--batch", "many"], ["--batch", "'many'"]),
+        (["demo", "--context", "8193"], ["--context", "8192"]),
+        (["demo", "--width", "48"], ["--width", "multiple of 32", "'48'"]),
+        (["demo", "--seed", "-1"], ["--seed"]),
+        (["demo", "--out", "picture.jpg"], [".png", "picture.jpg"]),
+        (["demo", "--out", "no/such/directory/picture.png"], ["directory", "no/such"]),
+    ],
+)
+def test_wrong_usage_is_refused_with_a_reason(
+    arguments: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    reason = output.err.splitlines()[-1]
+    assert all(part in reason for part in expected), reason
+
+
+def raising(error: BaseException) -> object:
+    def function(*args: object) -> None:
+        raise error
+
+    return function
+
+
+@pytest.mark.parametrize("missing", demo.EXTRAS)
+def test_a_missing_extra_is_named(
+    missing: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "find_spec", lambda name: None if name == missing else object())
+    assert main(["demo"]) == 2
+    reason = capsys.readouterr().err.splitlines()[-1]
+    assert f"{missing} not installed" in reason
+    assert "pip install 'fusedlayers[demo]'" in reason
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), 2, "smaller --batch than 3"),
+        (PermissionError(13, "Permission denied", "picture.png"), 2, "Permission denied: 'picture.png'"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_a_run_that_fails_says_why(
+    error: BaseException,
+    code: int,
+    expected: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(demo, "compare", raising(error))
+    threads = torch.get_num_threads()
+    assert main(["demo", "--batch", "3", "--threads", str(threads + 1), "--out", str(tmp_path / "demo.png")]) == code
+    assert expected in capsys.readouterr().err.splitlines()[-1]
+    assert torch.get_num_threads() == threads

@@ -1,0 +1,283 @@
+"""What is saved and what the peak is, where simple arithmetic knows the answer."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fusedlayers.memory import peak_bytes, saved_bytes
+
+ROWS, IN, OUT = 64, 32, 96
+INPUT_BYTES = ROWS * IN * 4
+HIDDEN_BYTES = ROWS * OUT * 4
+
+
+# torch's compiler uses deprecated parts of torch itself, and instantiates autograd Functions that it traces.
+compiles = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(ROWS, IN)
+
+
+@pytest.fixture
+def w() -> Tensor:
+    return torch.randn(OUT, IN, requires_grad=True)
+
+
+# --- saved_bytes ------------------------------------------------------------------------------------------------------
+
+
+def test_relu_saves_its_output_and_gelu_the_input_too(x: Tensor, w: Tensor) -> None:
+    assert saved_bytes(lambda x: F.linear(x, w), x) == INPUT_BYTES
+    assert saved_bytes(lambda x: F.relu(F.linear(x, w)), x, exclude=x) == HIDDEN_BYTES
+    # gelu alone keeps z; with a layer behind it that keeps y there are two hidden-sized buffers.
+    w2 = torch.randn(IN, OUT, requires_grad=True)
+    assert saved_bytes(lambda x: F.gelu(F.linear(x, w)), x, exclude=x) == HIDDEN_BYTES
+    assert saved_bytes(lambda x: F.linear(F.gelu(F.linear(x, w)), w2), x, exclude=x) == 2 * HIDDEN_BYTES
+    assert saved_bytes(lambda x: F.linear(F.relu(F.linear(x, w)), w2), x, exclude=x) == HIDDEN_BYTES
+
+
+def test_nothing_is_saved_without_gradients(x: Tensor, w: Tensor) -> None:
+    with torch.no_grad():
+        assert saved_bytes(lambda: F.gelu(F.linear(x, w))) == 0
+    assert saved_bytes(lambda: x.tanh()) == 0
+
+
+def test_a_storage_counts_once_and_in_full(w: Tensor) -> None:
+    def three_views(w: Tensor) -> Tensor:
+        q, k, v = (2 * w).chunk(3)
+        return q * k * v  # saves q, k, q * k and v
+
+    assert saved_bytes(three_views, w) == w.nbytes + w.nbytes // 3
+    assert saved_bytes(lambda w: (2 * w)[:1].tanh(), w) == w[:1].nbytes  # its own output, in a storage of its own
+    assert saved_bytes(lambda w: (2 * w)[:1] ** 2, w) == w.nbytes  # a view, which keeps all of the storage alive
+
+
+def test_an_expanded_tensor_counts_its_storage_only() -> None:
+    row = torch.randn(1, IN)
+    factor = torch.randn(ROWS, IN, requires_grad=True)
+    assert saved_bytes(lambda: factor * row.expand(ROWS, IN)) == row.nbytes
+
+
+def test_a_slice_of_a_data_set_does_not_count_as_the_data_set(w: Tensor) -> None:
+    data = torch.randn(100, ROWS, IN)
+    assert saved_bytes(lambda batch: F.linear(batch, w), data[7]) == INPUT_BYTES
+
+
+def test_parameters_and_their_views_are_left_out(x: Tensor) -> None:
+    layer = nn.Linear(IN, OUT)
+    assert saved_bytes(layer, x) == INPUT_BYTES
+    x.requires_grad_()
+    assert saved_bytes(layer, x) == 0  # x is a leaf that requires grad now, and the weight is saved as a view
+    layer.requires_grad_(False)
+    assert saved_bytes(layer, x) == 0
+    assert saved_bytes(lambda x: layer(x), x) == 0
+    constant = torch.randn(OUT, IN)
+    assert saved_bytes(lambda x: F.linear(x, constant), x) == constant.nbytes
+    assert saved_bytes(lambda x: F.linear(x, constant), x, exclude=[constant]) == 0
+
+
+@pytest.mark.parametrize("kind", ["module", "iterator", "set", "dict"])
+def test_exclude_takes_what_users_have_at_hand(kind: str, x: Tensor) -> None:
+    norm = nn.BatchNorm1d(IN).eval()
+    state = {"module": norm, "iterator": norm.buffers(), "set": set(norm.buffers()), "dict": dict(norm.named_buffers())}
+    calls = saved_bytes(lambda x: norm(x), x)
+    assert calls - saved_bytes(lambda x: norm(x), x, exclude=state[kind]) == 2 * IN * 4  # running mean and variance
+
+
+def test_a_graph_that_is_dropped_does_not_count_twice() -> None:
+    x = torch.randn(ROWS, IN, requires_grad=True)
+
+    def training_loop() -> None:
+        for _ in range(5):
+            (2 * x).tanh().sum().backward()
+
+    assert saved_bytes(training_loop) == INPUT_BYTES
+    assert saved_bytes(lambda: [(2 * x).tanh() for _ in range(5)]) == 5 * INPUT_BYTES
+    x.grad = None
+
+
+def test_results_and_lifetimes_stay_as_they_were() -> None:
+    x = torch.randn(ROWS, IN, dtype=torch.float64, requires_grad=True)
+    kept: list[Tensor] = []
+    assert saved_bytes(lambda: kept.append(x.tanh().exp())) == 2 * x.nbytes
+    (y,) = kept
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(grad, (1 - x.tanh() ** 2) * y, rtol=0, atol=1e-15)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(y.sum(), x)
+
+
+def test_a_graph_does_not_keep_itself_alive_through_its_own_output() -> None:
+    x = torch.randn(ROWS, requires_grad=True)
+    kept: list[Tensor] = []
+    saved_bytes(lambda: kept.append(x.tanh()))
+    storage = weakref.ref(kept[0].untyped_storage())
+    kept.clear()  # without a backward pass, which would free what was saved
+    gc.collect()
+    assert storage() is None
+
+
+def test_an_in_place_change_of_a_saved_tensor_is_still_an_error() -> None:
+    x = torch.randn(ROWS, requires_grad=True)
+    kept: list[Tensor] = []
+    saved_bytes(lambda: kept.append(x.tanh()))
+    kept[0].mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*saved at version 0 and is at version 1"):
+        kept[0].sum().backward()
+
+
+def test_the_hooks_hold_during_the_call_only() -> None:
+    x = torch.randn(ROWS, requires_grad=True)
+    saved_bytes(lambda: None)
+    y = x.tanh()
+    y.mul_(2)
+    with pytest.raises(RuntimeError, match="output 0 of Tanh"):  # autograd's own check, not the hooks'
+        y.sum().backward()
+
+
+class _KeepsOnContext(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        ctx.product, ctx.shape = x @ x, x.shape  # a matmul, because torch.compile would recompute anything cheaper
+        return ctx.product * ctx.product
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        return dy * ctx.product  # not the derivative, and never run
+
+
+@compiles
+def test_tensors_on_a_context_count_although_no_hook_sees_them() -> None:
+    x = torch.randn(ROWS, ROWS, requires_grad=True)
+    assert saved_bytes(_KeepsOnContext.apply, x) == x.nbytes
+    compiled = torch.compile(lambda x: _KeepsOnContext.apply(x), backend="aot_eager")
+    compiled(x)
+    assert saved_bytes(compiled, x) == x.nbytes
+
+
+@compiles
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_functions_can_be_measured(backend: str, x: Tensor, w: Tensor) -> None:
+    w2 = torch.randn(IN, OUT, requires_grad=True)
+    functions = {"relu": 1, "gelu": 2}
+    for name, buffers in functions.items():
+        torch._dynamo.reset()
+        function = getattr(F, name)
+        compiled = torch.compile(lambda x, f=function: F.linear(f(F.linear(x, w)), w2), backend=backend)
+        for _ in range(2):  # the first call compiles
+            assert saved_bytes(compiled, x, exclude=x) == buffers * HIDDEN_BYTES
+
+
+def test_autocast_copies_count(x: Tensor, w: Tensor) -> None:
+    def forward(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.relu(F.linear(x.requires_grad_(), w))
+
+    assert saved_bytes(forward, x.clone()) == (ROWS * IN + OUT * IN + ROWS * OUT) * 2
+
+
+def test_subclasses_count_what_they_wrap() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    x = TwoTensor(torch.randn(ROWS, IN), torch.randn(ROWS, IN)).requires_grad_()
+    assert saved_bytes(lambda x: (2 * x).tanh(), x) == 2 * INPUT_BYTES
+
+
+# --- peak_bytes -------------------------------------------------------------------------------------------------------
+
+
+def test_peak_counts_what_the_call_allocates(x: Tensor) -> None:
+    assert peak_bytes(lambda: x.exp()) == INPUT_BYTES
+    assert peak_bytes(lambda x: x.neg_().view(-1), x) == 0
+    assert peak_bytes(lambda x: x.exp().neg(), x) == 2 * INPUT_BYTES
+    assert peak_bytes(lambda x: x.exp().neg().exp(), x) == 2 * INPUT_BYTES  # one of three is gone by then
+    assert peak_bytes(lambda: torch.empty(0)) == 0
+
+
+def test_peak_sees_inside_operators(x: Tensor) -> None:
+    assert peak_bytes(x.median) >= INPUT_BYTES  # a scalar comes out, but the operator sorts within a copy
+
+
+def test_peak_of_in_place_work_in_a_graph() -> None:
+    z = torch.randn(ROWS, IN, requires_grad=True)
+    dy = torch.randn(ROWS, IN)
+    assert peak_bytes(lambda: z.neg().relu_()) == INPUT_BYTES
+    assert peak_bytes(lambda: z.neg().relu()) == 2 * INPUT_BYTES
+    # The root y stays until backward is over; beside it d(-z), and dz made from that.
+    assert peak_bytes(lambda: z.neg().relu_().backward(dy)) == 3 * INPUT_BYTES
+    z.grad = None
+    # Behind a sum the node of relu_ alone holds y, and lets go of it: y and d(-z), then d(-z) and dz, two 4-byte sums.
+    assert peak_bytes(lambda: z.neg().relu_().sum().backward()) == 2 * INPUT_BYTES + 8
+
+
+def test_peak_of_an_mlp_step(w: Tensor) -> None:
+    """z, y, dy, dz are hidden-sized; z goes with gelu's node, but not before dz is there: three at once."""
+    x = torch.randn(ROWS, IN)
+    w2 = torch.randn(IN, OUT, requires_grad=True)
+    dout = torch.randn(ROWS, IN)
+
+    def step() -> None:
+        w.grad = w2.grad = None
+        F.linear(F.gelu(F.linear(x, w)), w2).backward(dout)
+
+    step()
+    w.grad = w2.grad = None
+    small_bytes = 2 * w.nbytes + INPUT_BYTES
+    assert 3 * HIDDEN_BYTES <= peak_bytes(step) <= 3 * HIDDEN_BYTES + small_bytes
+
+
+@compiles
+def test_peak_of_a_compiled_function_is_that_of_the_compiled_code() -> None:
+    x = torch.randn(1024, 1024)
+
+    def chain(x: Tensor) -> Tensor:
+        return x.exp().sin().neg().tanh()
+
+    compiled = torch.compile(chain)
+    compiled(x)
+    assert peak_bytes(chain, x) == 2 * x.nbytes
+    assert peak_bytes(compiled, x) == x.nbytes
+
+
+def test_peak_agrees_with_torchs_own_tracker(x: Tensor, w: Tensor) -> None:
+    mem_tracker = pytest.importorskip("torch.distributed._tools.mem_tracker")
+    w2 = torch.randn(IN, OUT, requires_grad=True)
+    dout = torch.randn(ROWS, IN)
+
+    def step() -> None:
+        F.linear(F.gelu(F.linear(x, w)), w2).backward(dout)
+
+    tracker = mem_tracker.MemTracker()
+    tracker.track_external(x, w, w2, dout)
+    (before,) = (row["Total"] for row in tracker.get_tracker_snapshot().values())
+    with tracker:
+        step()
+    (peak,) = (row["Total"] for row in tracker.get_tracker_snapshot("peak").values())
+    w.grad = w2.grad = None
+    assert peak_bytes(step) == peak - before
+
+
+def test_measuring_prints_nothing(capfd: pytest.CaptureFixture[str], x: Tensor) -> None:
+    peak_bytes(lambda: x * 2)
+    saved_bytes(lambda: x * 2)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_peak_refuses_a_device_it_cannot_measure() -> None:
+    with pytest.raises(ValueError, match="peak_bytes: got device 'meta', but can measure only 'cpu' and 'cuda'"):
+        peak_bytes(lambda: None, device="meta")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_peak_and_saved_bytes_on_a_gpu() -> None:
+    x = torch.randn(1024, 1024, device="cuda", requires_grad=True)
+    assert saved_bytes(lambda x: (2 * x).tanh(), x) == x.nbytes
+    assert peak_bytes(lambda x: (x.detach() * 2) * 2, x) == 2 * x.nbytes
+    assert peak_bytes(lambda: (x.detach() * 2) * 2) == 2 * x.nbytes
+    assert peak_bytes(lambda: torch.empty(1024), device="cpu") == 4096
