@@ -121,4 +121,27 @@ def _ratio(variant: dict[str, Any]) -> str:
     return f"{variant['forward_backward']['ratio']:.2f}x" if "forward_backward" in variant else "-"
 
 
-TABLES: dict[str, Callable[[Path], str]] = {"dense": dense_tables}
+def accuracy_table(results: Path) -> str:
+    """Derivatives of two folded activations, from one run: every device computes the same within rounding."""
+    paths = sorted(results.glob("*/accuracy.json"))
+    if not paths:
+        return "No result is committed yet; `python -m bench accuracy` makes one."
+    run = json.loads(paths[0].read_text(encoding="utf-8"))
+    lines = [
+        f"{run['device']['name']}, torch {run['versions']['torch'].split('+')[0]}, {run['count']:,} inputs:",
+        "",
+        "| | output, rms: eager | **here** | derivative, rms: eager | **here** | derivative, largest: eager | **here** |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for case in run["cases"]:
+        if case["activation"] in ("gelu", "silu"):
+            cells = [
+                f"{case[variant][key]:.1e}"
+                for key in ("output_rms", "derivative_rms", "derivative_max")
+                for variant in ("eager", "fusedlayers")
+            ]
+            lines.append(f"| {case['activation']}, {case['dtype']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Callable[[Path], str]] = {"accuracy": accuracy_table, "dense": dense_tables}

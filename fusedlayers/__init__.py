@@ -1,4 +1,4 @@
-"""fusedlayers: bias and activation fused into the layer before them, one hidden-sized buffer instead of three."""
+"""Bias and activation fused into the layer before them: one hidden-sized buffer where PyTorch keeps two."""
 
 from .activations import activations
 from .functional import bias_act, dense_bias_act
@@ -39,3 +39,42 @@ from .modules.activations import (
 from .modules.dense import FusedDenseAct
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "CELU",
+    "ELU",
+    "GELU",
+    "SELU",
+    "FusedDenseAct",
+    "Hardsigmoid",
+    "Hardswish",
+    "Hardtanh",
+    "LeakyReLU",
+    "LogSigmoid",
+    "Mish",
+    "ReLU6",
+    "SiLU",
+    "Softplus",
+    "Softshrink",
+    "Softsign",
+    "activations",
+    "bias_act",
+    "celu",
+    "dense_bias_act",
+    "elu",
+    "gelu",
+    "hardsigmoid",
+    "hardswish",
+    "hardtanh",
+    "leaky_relu",
+    "logsigmoid",
+    "mish",
+    "quick_gelu",
+    "relu6",
+    "selu",
+    "silu",
+    "softplus",
+    "softshrink",
+    "softsign",
+    "squared_relu",
+]

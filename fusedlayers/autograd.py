@@ -1,7 +1,7 @@
-"""The calculus: what is saved, and the gradients from it. Arithmetic is the backends'; decisions are ``functional.py``'s.
+"""The calculus: what is saved, and the gradients from it. Backends do the arithmetic, ``functional.py`` decides.
 
-A layer is two nodes: a matmul that makes z, and ``BiasAct``, which makes ``y = f(z + b)`` and usually writes it over z, for
-a matmul does not need its own result. ``BiasAct`` saves one of
+A layer is two nodes: a matmul that makes z, and ``BiasAct``, which makes ``y = f(z + b)`` and usually writes it over z,
+for a matmul does not need its own result. ``BiasAct`` saves one of
 
 * "output": y, which the next layer saves anyway; f' is had from it;
 * "input": its input, from which f' is exact;
@@ -47,8 +47,8 @@ class Settings(NamedTuple):
 class BiasAct(Function):
     """``y = f(z + b)``, b along ``dim``; over z if ``inplace``. With ``save="input"`` b is None: whoever calls adds it.
 
-    ``origin`` is needed for "recompute". With "output" it may be given where it costs no memory, its tensors being saved
-    by the matmul anyway: a second derivative is then taken through the exact input instead of the rounded output.
+    ``origin`` is needed for "recompute". With "output" it may be given where it costs no memory, its tensors being
+    saved by the matmul anyway: a second derivative is then taken through the exact input instead of the rounded output.
     """
 
     @staticmethod
@@ -95,7 +95,7 @@ class BiasAct(Function):
 
 
 def _again(origin: Origin, b: Tensor | None, dim: int) -> Tensor:
-    z = origin.x if origin.w is None else F.linear(*origin)
+    z = origin.x if origin.w is None else F.linear(origin.x, origin.w, origin.b)
     return z if b is None else z + along(b, dim, z.dim())
 
 

@@ -14,8 +14,8 @@ R = TypeVar("R")
 def in_clean_state(function: Callable[P, R]) -> Callable[P, R]:
     """Make ``function`` run on a new thread, and wait for it.
 
-    Grad mode, autocast, default device, dispatch and functorch modes are all thread-local in torch, so constants computed
-    on a new thread are the same real CPU tensors whether the first use happens under ``no_grad``, ``vmap``, a
+    Grad mode, autocast, default device, dispatch and functorch modes are all thread-local in torch, so constants
+    computed on a new thread are the same real CPU tensors whether the first use happens under ``no_grad``, ``vmap``, a
     ``FakeTensorMode`` or a ``torch.device("cuda")`` context. Meant for what is computed once and cached.
     """
 

@@ -5,8 +5,8 @@ Every call takes one of four routes:
 * fused: a backend's kernels under an autograd Function, for ordinary tensors on a device that a backend knows;
 * exact: the same kernels without gradients: nothing is kept and the output carries no branch bit;
 * traced: under ``torch.compile``, functional operations that keep the same tensors and that Inductor fuses;
-* plain: PyTorch's own composite, for everything unusual: activations outside the table, functorch transforms, forward-mode
-  differentiation, tensor subclasses (DTensor, nested, fake), meta tensors, devices without a backend.
+* plain: PyTorch's own composite, for everything unusual: activations outside the table, functorch transforms,
+  forward-mode differentiation, tensor subclasses (DTensor, nested, fake), meta tensors, devices without a backend.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .traced import output_saved
 
 SAVES = ("auto", "output", "input", "recompute")
 
-#: Outputs of fewer elements are left to plain PyTorch under ``save="auto"``: the buffer that would be spared is smaller than
-#: the Python objects of the autograd node that would spare it.
+#: Outputs of fewer elements are left to plain PyTorch under ``save="auto"``: the buffer that would be spared is smaller
+#: than the Python objects of the autograd node that would spare it.
 SMALL = 256
 _ORDINARY = (Tensor, Parameter)
 
@@ -51,18 +51,18 @@ def dense_bias_act(
         bias: (out,) or None.
         activation: a name (see ``fusedlayers.activations()``), an ``nn.Module``, a torch function, a
             ``functools.partial``, any callable, or None. What is not in the table is computed by plain PyTorch.
-        save: what is kept for backward. "output": y, written over the matmul's buffer (folded activations carry the branch
-            in the last mantissa bit of negative outputs). "input": the pre-activation z, exact to the last bit.
-            "recompute": neither; z is computed again from ``input``. "auto": "output" where the derivative can be had from
-            it within the dtype's rounding floor, else "input"; fewer than 256 outputs are left to plain PyTorch.
+        save: what is kept for backward. "output": y, written over the matmul's buffer (folded activations carry the
+            branch in the last mantissa bit of negative outputs). "input": the pre-activation z, exact to the last bit.
+            "recompute": neither; z is computed again from ``input``. "auto": "output" where the derivative can be had
+            from it within the dtype's rounding floor, else "input"; fewer than 256 outputs are left to plain PyTorch.
 
     Returns:
         (..., out), of the same dtype.
 
     Raises:
         TypeError: something that is not a tensor, or not of a floating dtype.
-        ValueError: shapes, dtypes or devices that do not fit together, an unknown activation, or ``save="output"`` where
-            the output does not tell the derivative. Nothing has been written by then.
+        ValueError: shapes, dtypes or devices that do not fit together, an unknown activation, or ``save="output"``
+            where the output does not tell the derivative. Nothing has been written by then.
 
     Saved: the output or what ``save`` says, ``input`` if the weight needs a gradient, ``weight`` if the input does.
 
@@ -84,9 +84,12 @@ def dense_bias_act(
     if torch.is_autocast_enabled(input.device.type):
         # As F.linear is cast. The activation's own operations must not be cast once more, one by one.
         dtype = torch.get_autocast_dtype(input.device.type)
-        cast = [None if t is None else t if t.dtype is torch.float64 else t.to(dtype) for t in (input, weight, bias)]
+
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor if tensor.dtype is torch.float64 else tensor.to(dtype)
+
         with torch.autocast(input.device.type, enabled=False):
-            return dense_bias_act(*cast, resolved, save=save)  # type: ignore[arg-type]  # None only for the bias
+            return dense_bias_act(cast(input), cast(weight), None if bias is None else cast(bias), resolved, save=save)
     _check_one_dtype("dense_bias_act", input, weight, bias)
     keep = _choose_save("dense_bias_act", resolved, save, input.dtype)
 
@@ -102,7 +105,7 @@ def dense_bias_act(
         return backend.linear_act(input, weight, bias, resolved)
 
     # Two dimensions: the result of F.linear with more is a view, and overwriting a view costs autograd a copy.
-    x = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
+    x = input.flatten(0, -2) if input.dim() > 2 else input if input.dim() == 2 else input.unsqueeze(0)
     late = bias if backend.ADDS_BIAS and keep != "input" else None
     early = bias if late is None else None
     z = Dense.apply(x, weight, early, backend) if backend.multiplies(x, weight) else F.linear(x, weight, early)
@@ -147,7 +150,9 @@ def bias_act(
     _check_one_dtype("bias_act", input, None, bias)
     if bias is not None:
         if not -input.dim() <= dim < input.dim():
-            raise ValueError(f"bias_act: dim must lie in [-{input.dim()}, {input.dim()}) for {_shape(input)}, got {dim}")
+            raise ValueError(
+                f"bias_act: dim must lie in [-{input.dim()}, {input.dim()}) for {_shape(input)}, got {dim}"
+            )
         if bias.dim() != 1 or bias.shape[0] != input.shape[dim]:
             raise ValueError(
                 f"bias_act: expected bias ({input.shape[dim]},) along dim {dim} of {_shape(input)}, got {_shape(bias)}"
@@ -157,7 +162,9 @@ def bias_act(
     fused = route == "fused" and resolved.unfused_because is None and not small
     if inplace:
         if keep == "recompute":
-            raise ValueError("bias_act: save='recompute' needs the input, which inplace=True overwrites; drop one of them")
+            raise ValueError(
+                "bias_act: save='recompute' needs the input, which inplace=True overwrites; drop one of them"
+            )
         _check_writable(input)
         if not fused or keep != "output":
             z = input.clone() if bias is None else input + along(bias, dim, input.dim())
@@ -185,7 +192,8 @@ def bias_act(
 
 def _route(function: str, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> str:
     """The route that these tensors take. What is no floating tensor, or not on the input's device, is refused."""
-    ordinary = _is_ordinary(input, input) and _is_ordinary(weight, input) and _is_ordinary(bias, input)
+    complete = input is not None and (weight is not None or function == "bias_act")
+    ordinary = complete and _is_ordinary(input, input) and _is_ordinary(weight, input) and _is_ordinary(bias, input)
     if not ordinary:
         _refuse(function, input, weight, bias)
         return "plain"
@@ -238,7 +246,9 @@ def _check_writable(tensor: Tensor) -> None:
     base = tensor._base if tensor._base is not None else tensor
     if torch.is_grad_enabled() and base.is_leaf and base.requires_grad:
         what = "a leaf" if base is tensor else "a view of a leaf"
-        raise RuntimeError(f"bias_act: inplace=True on {what} that requires grad; use inplace=False or detach the input")
+        raise RuntimeError(
+            f"bias_act: inplace=True on {what} that requires grad; use inplace=False or detach the input"
+        )
 
 
 def _choose_save(function: str, activation: Activation, save: str, dtype: torch.dtype) -> Saved:
@@ -265,6 +275,7 @@ def _shape(tensor: Tensor) -> str:
 
 # --- routes -----------------------------------------------------------------------------------------------------------
 
+
 def _needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
@@ -282,6 +293,8 @@ def _origin(x: Tensor, w: Tensor, early: Tensor | None, late: Tensor | None, kee
 def _traced(
     pre_activation: Callable[..., Tensor], activation: Activation, save: Saved, *tensors: Tensor | None
 ) -> Tensor:
+    if not _needs_gradient(*tensors):
+        return activation.plain(pre_activation(*tensors))
     if save == "output":
         return output_saved(pre_activation(*tensors), activation.name, tuple(activation.parameters.items()))
     if save == "input":

@@ -1,8 +1,9 @@
 """Whether a saved buffer may be overwritten during backward: only where nobody can ever read it again.
 
-Three conditions, each necessary: the graph is not kept for a second backward; nobody but the graph holds the buffer (the
-user may still have the output, another operation may have saved it); and no saved-tensor hook handed the buffer out when
-it was saved. torch counts the users of a storage; how many are torch's own is found once, by asking in a tiny backward.
+Three conditions, each necessary: the graph is not kept for a second backward; nobody but the graph holds the buffer
+(the user may still have the output, another operation may have saved it); and no saved-tensor hook handed the buffer
+out when it was saved. torch counts the users of a storage; how many are torch's own is found once, by asking in a tiny
+backward.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class _Probe(torch.autograd.Function):
 @functools.cache
 @in_clean_state
 def _users_when_alone() -> int | None:
-    """How many users torch itself makes of a saved output; None where this torch cannot be asked, or gives no answer."""
+    """How many users torch itself makes of a saved output, or None where this torch does not tell."""
     notes: list[tuple[int, bool]] = []
     try:
         x = torch.zeros(2, requires_grad=True)

@@ -56,6 +56,7 @@ class Report:
 
     Attributes:
         spill_bytes: per thread, in local (NVIDIA) or private (AMD) memory; the stack counts.
+        scalar_spills: AMD's scalar registers that moved to lanes of vector registers, which costs no memory.
         wide_loads, wide_stores: accesses to global memory of 16 bytes a thread; narrow: of fewer.
         least_wide_loads: how many it takes to read the tensors once.
     """
@@ -68,6 +69,7 @@ class Report:
     index: str
     registers: int
     spill_bytes: int
+    scalar_spills: int
     instructions: int
     wide_loads: int
     narrow_loads: int
@@ -101,7 +103,8 @@ def compile_kernel(
     source = ASTSource(function, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=TARGETS[target], options=elementwise.OPTIONS)
 
-    read = _read_amd(compiled.asm["amdgcn"]) if "amdgcn" in compiled.asm else _read_nvidia(compiled.asm["cubin"])
+    asm = compiled.asm
+    read = _read_amd(asm["amdgcn"]) if "amdgcn" in asm else _read_nvidia(asm["cubin"], asm["ptx"])
     threads = elementwise.WARPS * TARGETS[target].warp_size
     wide = rows * columns * dtype.itemsize // (16 * threads)
     return Report(
@@ -117,20 +120,22 @@ def compile_kernel(
     )
 
 
-def _read_nvidia(cubin: bytes) -> dict[str, int]:
+def _read_nvidia(cubin: bytes, ptx: str) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [_CUOBJDUMP, "--dump-resource-usage", "--dump-sass", file.name]
+        command = [_CUOBJDUMP, "--dump-resource-usage", "--dump-elf", file.name]
         dump = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     amounts = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", dump)}
-    operations = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ )?(\S+)", dump, re.MULTILINE)
-    local = sum(operation.startswith(("LDL", "STL")) for operation in operations)
+    (text_bytes,) = re.findall(r"^ +\w+ +\w+ +(\w+) .*PROGBITS.* \.text\.\w+$", dump, re.MULTILINE)
+    # From PTX, which states the widths as the assembler takes them; disassembling takes longer than compiling.
+    accesses = re.findall(r"\b(ld|st)\.global(?:\.(?!v\d|b\d)\w+)*(?:\.v(\d))?\.b(\d+)", ptx)
     return {
         "registers": amounts["REG"],
-        "spill_bytes": amounts["STACK"] + amounts["LOCAL"] + local,
-        "instructions": len(operations),
-        **_widths(operations, load=r"LDG", store=r"STG", wide=r"\.128\b"),
+        "spill_bytes": amounts["STACK"] + amounts["LOCAL"],
+        "scalar_spills": 0,
+        "instructions": int(text_bytes, 16) // 16,
+        **_widths((kind == "ld", int(vector or 1) * int(bits) // 8) for kind, vector, bits in accesses),
     }
 
 
@@ -142,32 +147,29 @@ def _read_amd(assembly: str) -> dict[str, int]:
         (value,) = re.findall(rf"^\s+{re.escape(name)}:\s+(\d+)$", assembly, re.MULTILINE)
         return int(value)
 
-    operations = re.findall(r"^\t([vs]_\w+|(?:global|buffer|flat|scratch|ds)_\w+)", assembly, re.MULTILINE)
+    accesses = re.findall(r"^\t(?:global|buffer|flat)_(load|store)_(?:dwordx(\d)|\w+)", assembly, re.MULTILINE)
     return {
         "registers": amount(".vgpr_count"),
-        "spill_bytes": amount(".private_segment_fixed_size")
-        + 4 * (amount(".vgpr_spill_count") + amount(".sgpr_spill_count")),
-        "instructions": len(operations),
-        **_widths(
-            operations, load=r"(global|buffer|flat)_load", store=r"(global|buffer|flat)_store", wide=r"_dwordx4\b"
-        ),
+        "spill_bytes": amount(".private_segment_fixed_size") + 4 * amount(".vgpr_spill_count"),
+        "scalar_spills": amount(".sgpr_spill_count"),
+        "instructions": len(re.findall(r"^\t[a-z]\w*_\w+", assembly, re.MULTILINE)),
+        **_widths((kind == "load", 4 * int(words or 1)) for kind, words in accesses),
     }
 
 
-def _widths(operations: Iterable[str], *, load: str, store: str, wide: str) -> dict[str, int]:
+def _widths(accesses: Iterable[tuple[bool, int]]) -> dict[str, int]:
+    """From ``(is a load, bytes)``."""
     counts = dict.fromkeys(("wide_loads", "narrow_loads", "wide_stores", "narrow_stores"), 0)
-    for operation in operations:
-        for kind, pattern in (("loads", load), ("stores", store)):
-            if re.match(pattern, operation):
-                counts[f"{'wide' if re.search(wide, operation) else 'narrow'}_{kind}"] += 1
+    for is_load, size_bytes in accesses:
+        counts[f"{'wide' if size_bytes >= 16 else 'narrow'}_{'loads' if is_load else 'stores'}"] += 1
     return counts
 
 
 def kernels_of(activation: Activation) -> tuple[str, ...]:
-    """The kernels that an activation can have."""
-    if activation.needs_input_because is None:
-        return tuple(KERNELS)
-    return ("forward", "derivative_given_input")
+    """The kernels that an activation can have; the identity gets none, because nothing is saved for it."""
+    if activation.is_identity:
+        return ()
+    return tuple(kernel for kernel in KERNELS if kernel != "derivative_given_output" or not activation.needs_input_because)
 
 
 def main() -> None:

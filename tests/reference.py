@@ -58,3 +58,10 @@ def derivative(function: Function, z: Tensor) -> Tensor:
     """``function'`` at float64 ``z``, by autograd."""
     z = z.double().detach().requires_grad_()
     return torch.autograd.grad(function(z).sum(), z)[0]
+
+
+def second_derivative(function: Function, z: Tensor) -> Tensor:
+    """``function''`` at float64 ``z``, by autograd."""
+    z = z.double().detach().requires_grad_()
+    (slope,) = torch.autograd.grad(function(z).sum(), z, create_graph=True)
+    return torch.autograd.grad(slope.sum(), z)[0]

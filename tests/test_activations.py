@@ -4,16 +4,17 @@ import copy
 import functools
 import math
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import all_values, derivative, steps, ulp
+from reference import all_values, derivative, second_derivative, steps, ulp
 from torch import Tensor, nn
 
 import fusedlayers as fl
 from fusedlayers.activations import DTYPES, Activation, Row, activations, branch, register, resolve, rows
-from fusedlayers.activations.inverse import PRECISIONS, find_fold, fit
+from fusedlayers.activations.inverse import PRECISIONS, Fold, find_fold, fit
 
 HALVES = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *HALVES)
@@ -59,11 +60,10 @@ def test_each_row_computes_what_torch_computes(activation: Activation) -> None:
     torch.testing.assert_close(activation.function(z), torchs(z), rtol=1e-12, atol=4e-15, equal_nan=True)
 
 
-@every_activation
+@every_monotone
 def test_the_derivative_given_the_output_is_the_derivative(activation: Activation) -> None:
-    z = torch.cat([torch.linspace(-9, 9, 4_001) + 1e-3, torch.logspace(-6, 1, 500), -torch.logspace(-6, 1, 500)]).double()
-    if activation.is_folded:
-        pytest.skip("its accuracy has a test of its own")
+    small = torch.logspace(-6, 1, 500, dtype=torch.float64)
+    z = torch.cat([torch.linspace(-9, 9, 4_001, dtype=torch.float64) + 1e-3, small, -small])
     slope = activation.derivative_given_output(activation.function(z), torch.float64)
     torch.testing.assert_close(slope.double(), derivative(activation.function, z), rtol=1e-9, atol=1e-8)
 
@@ -73,7 +73,7 @@ def test_every_row_is_output_only_at_its_default_parameters(activation: Activati
     assert activation.needs_input_because is None
     for dtype in DTYPES:
         refused = activation.output_refused_because(dtype)
-        assert (refused is None) == (not activation.is_folded or dtype is torch.float64)
+        assert (refused is not None) == (activation.is_folded and dtype is torch.float64)
     assert activation.describe("auto", torch.float32).startswith("saves ")
 
 
@@ -103,7 +103,6 @@ def test_parameters_whose_output_does_not_tell(name: str, parameters: dict[str, 
     bound = {row.name: row for row in rows()}[name].bind(**parameters)
     assert reason in (bound.needs_input_because or "")
     assert bound.describe("auto", torch.float32).startswith("saves the input: ")
-    assert reason in repr(bound) or all(f"{key}={value:g}" in repr(bound) for key, value in parameters.items())
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
@@ -157,7 +156,8 @@ def test_gelu_is_told_from_its_tanh_form() -> None:
 
 def test_inplace_is_no_parameter() -> None:
     assert resolve(nn.ReLU(inplace=True)) is resolve("relu")
-    assert resolve(functools.partial(F.leaky_relu, negative_slope=0.2, inplace=True)).parameters == {"negative_slope": 0.2}
+    resolved = resolve(functools.partial(F.leaky_relu, negative_slope=0.2, inplace=True))
+    assert resolved.parameters == {"negative_slope": 0.2}
 
 
 def test_resolve_takes_records_and_none() -> None:
@@ -165,11 +165,11 @@ def test_resolve_takes_records_and_none() -> None:
     assert resolve(resolve("mish")) is resolve("mish")
 
 
-@pytest.mark.parametrize("drop_in", [fl.GELU(), fl.GELU("tanh"), fl.SiLU(), fl.ELU(0.5), fl.LeakyReLU(0.2)], ids=str)
-def test_drop_ins_resolve_like_the_modules_they_replace(drop_in: nn.Module) -> None:
-    resolved = resolve(drop_in)
+@pytest.mark.parametrize("name, arguments", [("GELU", ("tanh",)), ("SiLU", ()), ("ELU", (0.5,)), ("LeakyReLU", (0.2,))])
+def test_drop_ins_resolve_like_the_modules_they_replace(name: str, arguments: tuple[object, ...]) -> None:
+    resolved = resolve(getattr(fl, name)(*arguments))
+    assert resolved is resolve(getattr(nn, name)(*arguments))
     assert resolved.unfused_because is None
-    assert resolved is resolve(type(drop_in).__mro__[2](*[getattr(drop_in, name) for name in drop_in.__constants__[:1]]))
 
 
 class _Sevenfold(nn.GELU):
@@ -192,15 +192,17 @@ def test_modules_that_compute_something_else_stay_themselves(module: nn.Module) 
 
 
 @pytest.mark.parametrize("register_hook", ["register_forward_hook", "register_forward_pre_hook"])
-@pytest.mark.parametrize("module", [nn.GELU(), fl.GELU(), fl.ReLU6()], ids=lambda m: type(m).__module__)
+@pytest.mark.parametrize("module", [nn.GELU(), fl.GELU()], ids=["torch", "drop-in"])
 def test_modules_with_hooks_are_called(module: nn.Module, register_hook: str) -> None:
     module = copy.deepcopy(module)
     calls: list[object] = []
     getattr(module, register_hook)(lambda *_: calls.append(1))
     assert "it has hooks" in (resolve(module).unfused_because or "")
-    z = torch.randn(3)
-    torch.testing.assert_close(fl.bias_act(z, None, module), type(module).__mro__[-3](module, z) if False else module(z))
-    assert len(calls) == 2
+    z = torch.randn(300, requires_grad=True)
+    torch.testing.assert_close(fl.bias_act(z, None, module), F.gelu(z))
+    torch.testing.assert_close(fl.dense_bias_act(z, torch.eye(300), None, module), F.gelu(z))
+    torch.testing.assert_close(module(z), F.gelu(z))
+    assert len(calls) == 3
 
 
 def test_positional_arguments_in_a_partial_are_left_to_torch() -> None:
@@ -216,7 +218,8 @@ def test_unknown_names_list_the_known_ones() -> None:
 
 @pytest.mark.parametrize("nonsense", [3, 1.5, ["gelu"], True])
 def test_what_cannot_be_called_is_refused(nonsense: object) -> None:
-    with pytest.raises(TypeError, match=f"activation must be a name, a module, a function or None, got {type(nonsense).__name__}"):
+    expected = f"activation must be a name, a module, a function or None, got {type(nonsense).__name__}"
+    with pytest.raises(TypeError, match=expected):
         resolve(nonsense)
 
 
@@ -241,8 +244,6 @@ def test_negative_outputs_carry_the_branch_and_move_by_one_unit_at_most(dtype: t
     on_left = branch.decode(encoded, dtype)
     assert bool((on_left == left).all())
     assert bool(((encoded.double() - y.double()).abs() <= ulp(y, dtype)).all())
-    # Nearest: the other number of the same parity is not nearer.
-    assert bool(((encoded.double() - y.double()).abs() <= (encoded.double().abs() - 2 * ulp(y, dtype) + y.double().abs()).abs()).all())
 
 
 @every_float
@@ -345,7 +346,7 @@ def _numbers(dtype: torch.dtype) -> Tensor:
         return all_values(dtype)
     subnormals = torch.arange(1, 2049, dtype=torch.int32).view(torch.float32)
     magnitudes = torch.cat([torch.logspace(-44.8, 38.5, 150_001, dtype=torch.float64).float(), subnormals])
-    folds = [a.folded().fold.position + torch.linspace(-2e-3, 2e-3, 20_001) for a in FOLDED]  # type: ignore[union-attr]
+    folds = [_fold(a).position + torch.linspace(-2e-3, 2e-3, 20_001) for a in FOLDED]
     kinks = [torch.tensor(k).view(torch.int32).add(torch.arange(-50, 50)).int().view(torch.float32) for k in _KINKS]
     special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan])
     return torch.cat([magnitudes, -magnitudes, torch.linspace(-20, 20, 200_001), *folds, *kinks, special])
@@ -354,10 +355,19 @@ def _numbers(dtype: torch.dtype) -> Tensor:
 _KINKS = (-3.0, -1.0, -0.5, 0.5, 1.0, 3.0, 6.0, 20.0)
 
 
-def _with_gradient(z: Tensor, function: object, dy: float = 1.0) -> tuple[Tensor, Tensor]:
+def _fold(activation: Activation) -> Fold:
+    folded = activation.folded()
+    assert folded is not None
+    return folded.fold
+
+
+Function = Callable[[Tensor], Tensor]
+
+
+def _with_gradient(z: Tensor, function: Activation | Function, dy: float = 1.0) -> tuple[Tensor, Tensor]:
     """The output as it is saved for the backward pass, and ``dy`` times the derivative."""
     z = z.clone().requires_grad_()
-    y = fl.bias_act(z, None, function) if isinstance(function, Activation) else function(z)  # type: ignore[operator]
+    y = fl.bias_act(z, None, function, save="output") if isinstance(function, Activation) else function(z)
     (dz,) = torch.autograd.grad(y, z, torch.full_like(y, dy))
     return y.detach(), dz
 
@@ -383,8 +393,7 @@ def test_every_16_bit_number_forward(activation: Activation, dtype: torch.dtype)
     if not activation.is_folded:
         assert torch.equal(saved[real], exact[real])
         return
-    fold = activation.folded().fold  # type: ignore[union-attr]
-    left = z < fold.position
+    left = z.double() < _fold(activation).position
     assert int(steps(saved, rounded)[real].max()) <= 1
     assert torch.equal(saved[real & (truth >= 0) & ~left], rounded[real & (truth >= 0) & ~left])
     assert torch.equal(branch.decode(saved.float(), dtype)[real], left[real])
@@ -414,7 +423,7 @@ def test_float32_forward(activation: Activation) -> None:
     if not activation.is_folded:
         assert torch.equal(saved[~truth.isnan()], exact[~truth.isnan()])
         return
-    left = z < activation.folded().fold.position  # type: ignore[union-attr]
+    left = z < _fold(activation).position
     real = ~truth.isnan()
     assert int(steps(saved, exact)[real].max()) <= 1
     assert torch.equal(saved[real & ~left & (truth >= 0)], exact[real & ~left & (truth >= 0)])
@@ -423,8 +432,8 @@ def test_float32_forward(activation: Activation) -> None:
 
 def _invert(activation: Activation, y: Tensor, left: Tensor) -> Tensor:
     """The float64 input with output ``y`` on the given side of the fold, by bisection, independent of the library's."""
-    fold = activation.folded().fold  # type: ignore[union-attr]
-    near, far = torch.full_like(y, fold.position), torch.where(left, -800.0, y.clamp(min=0) + 40.0).double()
+    near = torch.full_like(y, _fold(activation).position)
+    far = torch.where(left, -800.0, y.clamp(min=0) + 40.0).double()
     for _ in range(80):
         middle = (near + far) / 2
         above = activation.function(middle) > y
@@ -432,19 +441,24 @@ def _invert(activation: Activation, y: Tensor, left: Tensor) -> Tensor:
     return near
 
 
+def _not_flat(activation: Activation, z: Tensor) -> Tensor:
+    """Where the output has one input on its branch; hardswish is flat from -3 down."""
+    return z > -3 if activation.name == "hardswish" else torch.ones_like(z, dtype=torch.bool)
+
+
 @every_half
 @every_folded
 def test_every_16_bit_output_tells_the_derivative(activation: Activation, dtype: torch.dtype) -> None:
     z = _numbers(dtype)
+    z = z[(z.abs() < 300) & _not_flat(activation, z)]
     saved, slope = _with_gradient(z, activation)
-    real = z.isfinite() & (z.abs() < 300)
-    saved, slope, left = saved[real].double(), slope[real].double(), z[real] < activation.folded().fold.position  # type: ignore[union-attr]
-    best = derivative(activation.function, _invert(activation, saved, left))
-    # What the output tells, rounded once; at the minimum outputs are taken half a float32 unit lower.
-    assert bool(((slope - best).abs() <= 0.51 * ulp(best, dtype) + 2e-4).all())
+    best = derivative(activation.function, _invert(activation, saved.double(), z.double() < _fold(activation).position))
+    # What the output tells, rounded once; next to the minimum half a float32 unit of y matters, by 1e-4.
+    assert bool(((slope.double() - best).abs() <= 0.51 * ulp(best, dtype) + 2e-4).all())
 
 
-#: FACTS: relative rms and largest error of the derivative over N(0, 1), with the branch in the output's last bit.
+#: Relative rms and largest error of the derivative over N(0, 1), with the branch in the output's last bit, as measured
+#: before anything was written.
 FLOOR = {
     ("gelu", torch.bfloat16): (4.2e-3, 2.4e-2),
     ("gelu", torch.float16): (8.3e-4, 6.6e-3),
@@ -454,52 +468,80 @@ FLOOR = {
 }
 
 
+@every_float
+@every_folded
+def test_derivatives_are_at_the_floor(activation: Activation, dtype: torch.dtype) -> None:
+    z = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    z = z[_not_flat(activation, z)]
+    truth = derivative(activation.function, z)
+    rms, largest = _errors(_with_gradient(z, activation)[1], truth)
+    floor_rms, floor_largest = FLOOR.get((activation.name, dtype)) or _floor(activation, z, truth)
+    assert rms <= 1.5 * floor_rms and largest <= 1.5 * floor_largest, (rms, largest, floor_rms, floor_largest)
+    # A million random numbers meet the fold by chance only.
+    near = _near_the_fold(activation, dtype)
+    _, largest = _errors(_with_gradient(near, activation)[1], derivative(activation.function, near))
+    assert largest <= 2.0 * floor_largest, (largest, floor_largest)
+
+
+def _near_the_fold(activation: Activation, dtype: torch.dtype) -> Tensor:
+    return (_fold(activation).position + torch.linspace(-0.01, 0.01, 100_001, dtype=torch.float64)).to(dtype)
+
+
 def _errors(slope: Tensor, truth: Tensor) -> tuple[float, float]:
     error = slope.double() - truth
     return float((error.square().mean() / truth.square().mean()).sqrt()), float(error.abs().max())
 
 
-@every_float
-@every_folded
-def test_the_derivative_is_at_the_floor(activation: Activation, dtype: torch.dtype) -> None:
-    z = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0)).to(dtype)
-    _, slope = _with_gradient(z, activation)
-    truth = derivative(activation.function, z)
-    rms, largest = _errors(slope, truth)
-    floor = FLOOR.get((activation.name, dtype)) or _floor(activation, z, truth)
-    assert rms <= 1.5 * floor[0] and largest <= 1.5 * floor[1], (rms, largest, floor)
-
-
 def _floor(activation: Activation, z: Tensor, truth: Tensor) -> tuple[float, float]:
-    """The errors of an exact inversion of the correctly rounded output with the branch in its last bit."""
-    left = z < activation.folded().fold.position  # type: ignore[union-attr]
+    """The errors of an exact inversion of the correctly rounded output with the branch in its last bit.
+
+    In float32 the largest depends on where the minimum falls between two numbers: GELU's serves for the lucky ones.
+    """
+    rms, largest = _errors(_derivative_told(activation, z), truth)
+    near = _near_the_fold(activation, z.dtype)
+    _, largest_near = _errors(_derivative_told(activation, near), derivative(activation.function, near))
+    lucky = FLOOR["gelu", torch.float32][1] if z.dtype is torch.float32 else 0.0
+    return rms, max(largest, largest_near, lucky)
+
+
+def _derivative_told(activation: Activation, z: Tensor) -> Tensor:
+    left = z.double() < _fold(activation).position
     saved = branch.encode(activation.function(z.double()).float(), left, z.dtype).double()
-    values, where = torch.stack([saved, left.double()]).unique(dim=1, return_inverse=True) if z.dtype.itemsize == 2 else (None, None)
-    if values is None:
-        return _errors(derivative(activation.function, _invert(activation, saved, left)), truth)
-    return _errors(derivative(activation.function, _invert(activation, values[0], values[1] > 0))[where], truth)
+    told, where = torch.stack([saved, left.double()]).unique(dim=1, return_inverse=True)
+    return derivative(activation.function, _invert(activation, told[0], told[1] > 0))[where]
 
 
-@every_activation
-def test_float32_derivatives(activation: Activation) -> None:
+@every_folded
+def test_float32_derivatives_of_folded_activations(activation: Activation) -> None:
     z = _numbers(torch.float32)
     z = z[z.isfinite()]
-    _, slope = _with_gradient(z, activation)
+    error = (_with_gradient(z, activation)[1].double() - derivative(activation.function, z)).abs()
+    # y is stored with an error of up to five units (gelu_tanh's four and the branch), which near the minimum leaves f'
+    # uncertain by 5 sqrt(f'' unit / 2 distance).
+    fold = _fold(activation)
+    unit = ulp(torch.tensor(fold.minimum, dtype=torch.float64), torch.float32)
+    distance = (activation.function(z.double()) - fold.minimum).clamp_min(0) / unit
+    curvature = second_derivative(activation.function, torch.tensor([fold.position]))
+    bound = 5 * (curvature * unit / (2 * distance.clamp_min(2))).sqrt() + 1e-6
+    assert bool((error <= bound).all()), (error - bound).max()
+
+
+@every_monotone
+def test_float32_derivatives_of_monotone_activations(activation: Activation) -> None:
+    z = _numbers(torch.float32)
     truth = derivative(activation.function, z)
+    y, slope = _with_gradient(z, activation)
     error = (slope.double() - truth).abs() / truth.abs().clamp_min(1.0)
-    if activation.is_folded:
-        fold = activation.folded().fold  # type: ignore[union-attr]
-        # An output within a few units of the minimum tells the distance from it to within sqrt(units).
-        distance = (activation.function(z.double()) - fold.minimum).clamp_min(0)
-        unit = float(ulp(torch.tensor(fold.minimum), torch.float32))
-        assert float(error.max()) <= 2e-4
-        error = error * (distance / (16 * unit)).sqrt().clamp(max=1.0)
-        assert float(error.max()) <= 3e-5
-        return
-    # A kink lies where rounding puts it: an output that rounds to the kink's own has the derivative of either side.
-    jumps = (truth - derivative(activation.function, z * (1 - 2**-22))).abs() + (truth - derivative(activation.function, z * (1 + 2**-22))).abs()
-    assert float(torch.where(jumps > 0.1, 0.0, error).max()) <= 1e-6
-    assert float(error[jumps > 0.1].max() if bool((jumps > 0.1).any()) else 0.0) <= 2.0
+    # Left out: where the truth is undefined (cbrt at 0), where y is infinite, and numbers within two units of a kink.
+    told = z.isfinite() & truth.isfinite() & y.isfinite()
+    for side in (1 - 2**-22, 1 + 2**-22):
+        told &= (truth - derivative(activation.function, z.double() * side)).abs() < 0.1 * truth.abs().clamp_min(1.0)
+    tolerance = 1e-6
+    if activation.name == "cbrt":  # torch's float32 power errs by 16 units far out
+        eager_error = (_with_gradient(z, activation.plain)[1].double() - truth).abs() / truth.abs().clamp_min(1.0)
+        tolerance = 2 * float(eager_error[told].max())
+    assert float(error[told].max()) <= tolerance
+    assert int((~told & z.isfinite() & y.isfinite()).sum()) <= 20
 
 
 @every_half
@@ -515,26 +557,25 @@ def test_16_bit_derivatives_of_monotone_activations(activation: Activation, dtyp
 
 @every_float
 @every_activation
-@pytest.mark.parametrize("dy", [1.0, 0.0, -2.5])
-def test_no_nan_where_eager_has_none(activation: Activation, dtype: torch.dtype, dy: float) -> None:
+@pytest.mark.parametrize("dy", [1.0, 0.0])
+def test_nan_where_eager_has_it_and_nowhere_else(activation: Activation, dtype: torch.dtype, dy: float) -> None:
     z = _numbers(dtype)
     y, dz = _with_gradient(z, activation, dy)
     eager_y, eager_dz = _with_gradient(z, activation.plain, dy)
     assert bool(y.isnan()[z.isnan()].all())
+    assert bool(dz.isnan()[z.isnan() & eager_dz.isnan()].all())
     assert not bool((y.isnan() & ~eager_y.isnan()).any())
-    assert not bool((dz.isnan() & ~eager_dz.isnan()).any())
-    smooth = not bool((derivative(activation.plain, torch.tensor([math.nan])) == 1).any())
-    if smooth:
-        assert bool(dz.isnan()[z.isnan()].all())
+    assert not bool((dz.isnan() & ~eager_dz.isnan() & ~eager_y.isnan()).any())
 
 
 @every_float
-@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu", "mish", "quick_gelu"])
-def test_the_tail_is_flat(name: str, dtype: torch.dtype) -> None:
+@every_folded
+def test_the_tail_is_flat(activation: Activation, dtype: torch.dtype) -> None:
     z = torch.tensor([-100.0, -200.0, -1e4], dtype=dtype)
-    y, slope = _with_gradient(z, resolve(name))
-    assert float(slope.abs().max()) <= 1e-12
-    assert bool((y <= 0).all()) and float(y.abs().max()) < 1e-12 if dtype is not torch.float16 else True
+    y, slope = _with_gradient(z, activation)
+    assert bool((y < 0).all())  # the smallest number, for the branch; 6e-8 in float16, whose slope is that small too
+    assert float(y.abs().max()) <= (6e-8 if dtype is torch.float16 else 1e-38)
+    assert float(slope.abs().max()) <= (1e-6 if dtype is torch.float16 else 1e-12)
 
 
 @every_float
@@ -542,4 +583,4 @@ def test_the_tail_is_flat(name: str, dtype: torch.dtype) -> None:
 def test_both_zeros_lie_on_the_right_branch(activation: Activation, dtype: torch.dtype) -> None:
     _, slope = _with_gradient(torch.tensor([0.0, -0.0], dtype=dtype), activation)
     expected = float(derivative(activation.function, torch.zeros(1)))
-    assert slope.tolist() == pytest.approx([expected] * 2, abs=2 * torch.finfo(dtype).eps)
+    assert slope.tolist() == pytest.approx([expected] * 2, abs=1e-6 + torch.finfo(dtype).eps / 2)

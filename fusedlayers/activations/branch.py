@@ -1,11 +1,12 @@
 """The branch of a folded activation, kept in the last mantissa bit of negative outputs.
 
-A function that falls to a negative minimum and then rises takes every negative value twice: left of the minimum and right
-of it. Non-negative outputs are certain. So a negative output is rounded to the nearest value of its dtype whose last bit
-says "left of the minimum": no mask, no extra byte, and nothing moves by more than one unit in the last place.
+A function that falls to a negative minimum and then rises takes every negative value twice: left of the minimum and
+right of it. Non-negative outputs are certain. So a negative output is rounded to the nearest value of its dtype whose
+last bit says "left of the minimum": no mask, no extra byte, and nothing moves by more than one unit in the last place.
 
-Both functions are written with float32 and int32 operations only and round by integer arithmetic, so that any backend can
-trace them: a compiler may keep a 16-bit intermediate in float32, or round it in its own way, and the bit still survives.
+Both functions are written with float32 and int32 operations only and round by integer arithmetic, so that any backend
+can trace them: a compiler may keep a 16-bit intermediate in float32, or round it in its own way, and the bit still
+survives.
 
 Conventions: -0.0 is on the right branch (z = -0.0 has the slope of z = 0). An output that underflows on the left branch
 becomes the smallest negative subnormal, which carries the bit. NaN is on neither branch and stays NaN.
@@ -27,7 +28,7 @@ _MAGNITUDE = 2**31 - 1
 
 
 def encode(y: Tensor, left: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round float32 ``y`` to ``dtype`` with the branch in the last bit; the result is float32 that ``dtype`` holds exactly.
+    """Float32 ``y``, its ambiguous values rounded to ``dtype`` with the branch in the last bit.
 
     Args:
         y: float32 outputs, at most 0 wherever ``left`` is set.

@@ -1,8 +1,8 @@
 """The derivative of a folded activation as a function of its output.
 
-GELU, SiLU and Mish fall to one minimum and then rise, so an output does not tell the derivative: two inputs share it. Once
-the branch is known (``fold.py`` says how that is recorded) the derivative is a function of the output, and a smooth one in
-the right variable:
+GELU, SiLU and Mish fall to one minimum and then rise, so an output does not tell the derivative: two inputs share it.
+Once the branch is known (``branch.py`` says how that is recorded) the derivative is a function of the output, and a
+smooth one in the right variable:
 
 * around the minimum and on the rising branch, ``v = +-sqrt(y - y_min)``. The derivative is analytic in v *through* the
   minimum, so one polynomial serves both sides of it;
@@ -10,10 +10,11 @@ the right variable:
   derivative vanishes with y.
 
 The range is cut greedily into the longest pieces on which a Chebyshev interpolant meets the tolerance.
-Everything is found from the activation itself, in float64, in a few milliseconds; no coefficient is written down anywhere.
+Everything is found from the activation itself, in float64, in a fraction of a second; no coefficient is written down
+anywhere.
 
-What it does not do: functions with more than one fold, with a kink near the fold, or whose derivative does not settle to a
-constant on the right. ``fit`` refuses those with a ``ValueError``.
+What it does not do: functions with more than one fold, with a kink near the fold, or whose derivative does not settle
+to a constant on the right. ``fit`` refuses those with a ``ValueError``.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ TAIL_FRACTION = 0.4
 
 @dataclass(frozen=True)
 class Fold:
-    """Where a function turns: ``f(position) = minimum``, and ``minimum < 0`` so that only negative outputs are ambiguous."""
+    """Where a function turns: ``f(position) = minimum < 0``, so that only negative outputs are ambiguous."""
 
     position: float
     minimum: float
@@ -94,8 +95,8 @@ class FoldedDerivative:
 
     A float32 output is stored with an error of up to two units in its last place: of its own, and of the branch bit. It
     tells least at the minimum, where f' goes with the root of the distance. There the largest error is smallest if
-    outputs are taken to lie half a unit lower than stored, and at least half a unit above the minimum (largest error for
-    GELU 1.6e-4 without, 1.1e-4 with; SiLU 1.4e-4 and 1.2e-4; the rms over N(0, 1) falls by a tenth).
+    outputs are taken to lie half a unit lower than stored, and at least half a unit above the minimum (largest error
+    for GELU 1.6e-4 without, 1.1e-4 with; SiLU 1.4e-4 and 1.2e-4; the rms over N(0, 1) falls by a tenth).
     """
 
     fold: Fold
@@ -120,9 +121,9 @@ class FoldedDerivative:
     def differentiable(self, y: Tensor, left: Tensor) -> Tensor:
         """The same with a gradient that passes through the floor.
 
-        f' grows like sqrt(distance), so d f'/dy is infinite at the minimum, while f'' = (d f'/dy) f' is finite. With both
-        factors taken at the same distance, floored, their product is right; a floor that stopped the gradient would
-        make it 0.
+        f' grows like sqrt(distance), so d f'/dy is infinite at the minimum, while f'' = (d f'/dy) f' is finite. With
+        both factors taken at the same distance, floored, their product is right; a floor that stopped the gradient
+        would make it 0.
         """
         distance = self._distance(y)
         lift = torch.where(distance < self.margin, self.margin - distance, 0.0).detach()
@@ -233,7 +234,7 @@ def derivative(function: Function, z: Tensor) -> Tensor:
 
 
 def _solve(function: Function, y: Tensor, fold: Fold, *, left: Tensor) -> Tensor:
-    """The input on the given branch with output ``y``, by bisection: slow, and right wherever the branch is monotone."""
+    """The input on the given branch with output ``y``, by bisection: slow, and right on any monotone branch."""
     near = torch.full_like(y, fold.position)
     far = torch.where(left, fold.position - 20 * REACH, fold.position + 20 * REACH)
     for _ in range(100):
@@ -248,7 +249,7 @@ def _settled(function: Function, fold: Fold, tolerance: float) -> float:
     z = torch.linspace(fold.position, REACH, 40_001, dtype=torch.float64)
     slope = derivative(function, z)
     unsettled = (slope - slope[-1]).abs() > tolerance / 2
-    last = int(unsettled.nonzero().max()) + 1
+    last = int(unsettled.nonzero().max()) + 1 if bool(unsettled.any()) else 1
     if last >= len(z) - 1:
         raise ValueError("fit: the derivative does not settle to a constant on the rising branch")
     return math.sqrt(float(function(z[last])) - fold.minimum)

@@ -80,6 +80,7 @@ register(
         F.hardtanh,
         {"min_val": -1.0, "max_val": 1.0},
         given_output=lambda y, min_val, max_val: torch.where((y > min_val) & (y < max_val), 1.0, 0.0),
+        levels=("min_val", "max_val"),
         stands_for=((nn.Hardtanh, {}), (F.hardtanh, {})),
         native=Native(
             aten.hardtanh_.default,
@@ -93,14 +94,15 @@ register(
         "trelu",
         F.threshold,
         {"threshold": 1.0, "value": 0.0},
-        given_output=lambda y, threshold, value: torch.where(y > threshold, 1.0, 0.0),
+        given_output=lambda y, threshold, value: torch.where(y > max(threshold, value), 1.0, 0.0),
+        levels=("value",),  # which rounding may have lifted above the threshold
         unless=lambda threshold, value: (
             None if value <= threshold else "with value > threshold a clamped output looks like one that was kept"
         ),
         stands_for=((nn.Threshold, {}), (F.threshold, {})),
         native=Native(
             aten.threshold_.default,
-            (aten.threshold_backward, lambda dy, y, threshold, value: (dy, y, threshold)),
+            (aten.threshold_backward, lambda dy, y, threshold, value: (dy, y, max(threshold, value))),
         ),
     )
 )
@@ -141,9 +143,14 @@ def _squared_relu(z: Tensor) -> Tensor:
     return positive * positive
 
 
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
 def _squared_relu_derivative(y: Tensor) -> Tensor:
     # The root is kept away from 0, where its own derivative is infinite and the second derivative of this row is 0.
+    # An output that overflowed has a large finite slope, because an incoming gradient of 0 must give 0.
     flat = y <= 0
+    y = torch.where(y == math.inf, _FLOAT32_MAX, y)
     return torch.where(flat, 0.0, 2 * torch.sqrt(torch.where(flat, 1.0, y)))
 
 
@@ -286,14 +293,16 @@ def _gelu_tanh(z: Tensor) -> Tensor:
 
 
 def _mish(z: Tensor) -> Tensor:
-    # tanh(log(1 + u)) = n / (n + 2) with u = exp(z), n = u (u + 2); from z = 20 on it is 1, and u^2 would overflow at 44.
+    # tanh(log(1 + u)) = n / (n + 2) with u = exp(z), n = u (u + 2); from z = 20 on it is 1, and u^2 would overflow at
+    # 44.
     u = torch.exp(torch.clamp(z, max=20.0))
     n = u * (u + 2)
     return z * (n / (n + 2))
 
 
 def _hardswish_derivative(distance: Tensor, y: Tensor, left: Tensor) -> Tensor:
-    # y = z (z + 3) / 6, so f' = (2z + 3) / 6 = +-sqrt(24 (y + 3/8)) / 6. Flat outputs (z <= -3) are 0 and carry the branch.
+    # y = z (z + 3) / 6, so f' = (2z + 3) / 6 = +-sqrt(24 (y + 3/8)) / 6. Flat outputs (z <= -3) are 0 and carry the
+    # branch.
     slope = torch.sqrt(24 * distance) / 6
     return torch.where(left, torch.where(y > -1e-7, 0.0, -slope), torch.where(y >= 3, 1.0, slope))
 

@@ -1,7 +1,8 @@
 """What an activation is: one record that answers everything anyone asks about it.
 
-``Row`` is a line of the table in ``library.py``: a function with parameters. ``Activation`` is a row with its parameters
-bound, and what autograd, the backends, reports and tests work with. ``resolve`` turns what a user passes into one.
+``Row`` is a line of the table in ``library.py``: a function with parameters. ``Activation`` is a row with its
+parameters bound, and what autograd, the backends, reports and tests work with. ``resolve`` turns what a user passes
+into one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..clean import in_clean_state
 from . import branch
 from .inverse import PRECISIONS, FoldedDerivative, fit
 
@@ -28,8 +30,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class Native:
     """ATen kernels that compute the same as the row's function and derivative in one vectorised pass; eager only.
 
-    ``forward_(z, **parameters)`` overwrites z. ``gradient`` is the operator that computes ``dy * f'`` and what gives its
-    arguments from ``(dy, y, **parameters)``. ``post_op`` is what oneDNN calls the function: ``(name, scalars, algorithm)``.
+    ``forward_(z, **parameters)`` overwrites z. ``gradient`` is the operator that computes ``dy * f'`` and what gives
+    its arguments from ``(dy, y, **parameters)``. ``post_op`` is what oneDNN calls the function: ``(name, scalars,
+    algorithm)``.
     """
 
     forward_: Function | None = None
@@ -45,8 +48,10 @@ class Row:
         name: what a user writes.
         function: ``function(z, **parameters)``, in torch operations; the single source of the mathematics.
         parameters: names and defaults.
-        given_output: ``given_output(y, **parameters)``, the derivative in terms of the output; "fold" to have it fitted on
-            both branches, a ``FoldedDerivative`` to state it for both.
+        given_output: ``given_output(y, **parameters)``, the derivative in terms of the output; "fold" to have it fitted
+            on both branches, a ``FoldedDerivative`` to state it for both.
+        levels: the parameters that are values of the output where it is flat. Outputs are rounded to their dtype, so
+            ``given_output`` and ``native.gradient`` get these rounded alike.
         unless: ``unless(**parameters)``, why the output does not suffice with these parameters, or None.
         stands_for: torch modules and functions that this row replaces, each with the arguments that select it.
         native: ATen's own kernels for it.
@@ -57,6 +62,7 @@ class Row:
     function: Function
     parameters: Mapping[str, float] = field(default_factory=dict)
     given_output: Function | FoldedDerivative | Literal["fold"] | None = None
+    levels: tuple[str, ...] = ()
     unless: Callable[..., str | None] | None = None
     stands_for: tuple[tuple[Any, Mapping[str, object]], ...] = ()
     native: Native = Native()
@@ -80,7 +86,7 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Activation:
-    """An activation with its parameters bound. Compared by identity; ``Row.bind`` returns one object per parameter set."""
+    """An activation with its parameters bound. ``Row.bind`` returns one object per set of parameters."""
 
     name: str
     function: Callable[[Tensor], Tensor]
@@ -116,7 +122,7 @@ class Activation:
         return self.row.unless(**self.parameters) if self.row.unless is not None else None
 
     def output_refused_because(self, dtype: torch.dtype) -> str | None:
-        """Why the derivative cannot be had from an output of ``dtype`` within its rounding floor, or None where it can."""
+        """Why an output of ``dtype`` does not tell the derivative within its rounding floor, or None if it does."""
         if self.needs_input_because is None and self.is_folded and dtype is torch.float64:
             return f"the fitted derivative of {self.name} is accurate to float32, not to float64"
         return self.needs_input_because
@@ -129,14 +135,14 @@ class Activation:
         return self.row.given_output == "fold" or isinstance(self.row.given_output, FoldedDerivative)
 
     def folded(self, dtype: torch.dtype = torch.float32) -> FoldedDerivative | None:
-        """The fold, and the derivative on its two sides as closely as outputs of ``dtype`` tell it; None without a fold."""
+        """The fold, and the derivative on both sides as closely as outputs of ``dtype`` tell it; None without one."""
         if self.row is None or not self.is_folded:
             return None
         stated = self.row.given_output
         return stated if isinstance(stated, FoldedDerivative) else _fitted(self.name, dtype)
 
     def encoded(self, z: Tensor, dtype: torch.dtype) -> Tensor:
-        """The output as it is saved: of float32 (or wider) ``z``, in z's dtype, with the branch in it where there is one."""
+        """The output for float32 (or wider) ``z`` as it is saved, with the branch in it where there is one."""
         y = self.function(z)
         folded = self.folded()
         if folded is None:
@@ -149,8 +155,15 @@ class Activation:
         if folded is not None:
             left = branch.decode(y.to(torch.float32), dtype)
             return folded.differentiable(y, left) if differentiable else folded(y, left)
-        assert self.row is not None and callable(self.row.given_output)
-        return self.row.given_output(y, **self.parameters)
+        assert self.row is not None
+        formula: Any = self.row.given_output  # a FoldedDerivative has been dealt with
+        return formula(y, **self.parameters_for_outputs(dtype))
+
+    def parameters_for_outputs(self, dtype: torch.dtype) -> Mapping[str, float]:
+        """The parameters as outputs of ``dtype`` show them."""
+        if self.row is None or not self.row.levels:
+            return self.parameters
+        return {k: _rounded(v, dtype) if k in self.row.levels else v for k, v in self.parameters.items()}
 
     def derivative_given_input(self, z: Tensor) -> Tensor:
         """The derivative from the pre-activation, by differentiating ``function``."""
@@ -216,6 +229,12 @@ def rows() -> tuple[Row, ...]:
 
 
 @functools.cache
+@in_clean_state
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(value, dtype=dtype))
+
+
+@functools.cache
 def _fitted(name: str, dtype: torch.dtype) -> FoldedDerivative:
     return fit(_rows[name].function, PRECISIONS[dtype])
 
@@ -250,11 +269,16 @@ def _resolve_module(module: nn.Module) -> Activation:
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     if hooks:
         return _unfused(module, "it has hooks")
-    kind = getattr(type(module), "stands_in_for", type(module))
+    found = record_of(module, vars(type(module)).get("stands_in_for", type(module)))
+    return found if found is not None else _unfused(module, "it is not in the table of activations")
+
+
+def record_of(module: nn.Module, kind: type[nn.Module]) -> Activation | None:
+    """The record for a module that computes what torch's ``kind`` does, or None if that is not in the table."""
     for row, arguments in _stand_ins.get(kind, ()):
         if all(getattr(module, key) == value for key, value in arguments.items()):
             return row.bind(**{key: getattr(module, key) for key in row.parameters})
-    return _unfused(module, "it is not in the table of activations")
+    return None
 
 
 def _resolve_function(function: Callable[..., Any]) -> Activation:

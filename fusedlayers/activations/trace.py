@@ -1,8 +1,8 @@
 """An activation's torch function as a list of pointwise operations.
 
-``trace`` runs the function on fake tensors, decomposes it to core ATen, and tidies the result: constants are folded into
-their users, copies and casts to the same type vanish, equal nodes become one, dead ones go. What remains is small enough to
-read, and a backend prints it in its own language.
+``trace`` runs the function on fake tensors, decomposes it to core ATen, and tidies the result: constants are folded
+into their users, copies and casts to the same type vanish, equal nodes become one, dead ones go. What remains is small
+enough to read, and a backend prints it in its own language.
 
 Anything that is not pointwise in one tensor and constants (reductions, random numbers, data-dependent branches, several
 outputs) raises ``NotPointwise``, with the operation that is to blame.
@@ -129,7 +129,7 @@ def _operation(
     """Append what ``node`` computes, unless it is a constant or was computed before; return how to refer to it."""
     op = str(node.target).split(".")[1]
     meta = node.meta.get("val")
-    arguments = [values[a] if isinstance(a, Node) else a for a in node.args]
+    arguments: list[Any] = [values[a] if isinstance(a, Node) else a for a in node.args]
     if op in _CONSTANTS:
         fill = arguments[0 if op == "scalar_tensor" else 1]
         assert isinstance(fill, (bool, int, float))
@@ -146,10 +146,10 @@ def _operation(
         arguments = arguments[:1]
     if op == "view_copy":
         arguments = arguments[:1]
-    alpha = node.kwargs.get("alpha", arguments.pop() if op in ("add", "sub") and len(arguments) == 3 else 1)
+    alpha: Any = node.kwargs.get("alpha", arguments.pop() if op in ("add", "sub") and len(arguments) == 3 else 1)
     if alpha != 1:
         arguments[1] = _append("mul", (arguments[1], alpha), meta.dtype, seen, operations)
-    if any(isinstance(a, (list, torch.dtype)) or a is None for a in arguments):
+    if not all(isinstance(a, (str, bool, int, float)) for a in arguments):
         raise NotPointwise(f"{op} is not pointwise")
     if op == "mul" and 1 in arguments[1:]:
         return arguments[0]

@@ -1,4 +1,4 @@
-"""Where the arithmetic is done. A backend is a module with the functions of ``Backend``; ``choose`` picks one by device."""
+"""Where the arithmetic is done. A backend is a module with the functions of ``Backend``; ``choose`` picks one."""
 
 from __future__ import annotations
 

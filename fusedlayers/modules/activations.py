@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..activations import resolve
+from ..activations import record_of, resolve
 from ..functional import bias_act
 
 
@@ -34,7 +34,9 @@ def _drop_in(name: str) -> Any:
 
     def function(input: Tensor, *parameters: float, inplace: bool = False, **keywords: float) -> Tensor:
         if len(parameters) > len(names):
-            raise TypeError(f"{name}() takes {', '.join(('input', *names))}, got {1 + len(parameters)} positional arguments")
+            raise TypeError(
+                f"{name}() takes {', '.join(('input', *names))}, got {1 + len(parameters)} positional arguments"
+            )
         if not parameters and not keywords:
             return bias_act(input, None, default, inplace=inplace)
         bound = {**dict(zip(names, parameters, strict=False)), **keywords}
@@ -64,15 +66,24 @@ squared_relu = _drop_in("squared_relu")
 
 
 class _SavesOutput(nn.Module):
-    """Overrides a torch activation module's ``forward``; ``resolve`` reads the parameters off the module."""
+    """Overrides a torch activation module's ``forward``; the parameters are read off the module at each call.
+
+    ``resolve`` takes a class that names in ``stands_in_for`` what it computes for that; not its subclasses, which may
+    compute something else.
+    """
 
     stands_in_for: type[nn.Module]
 
     def __init_subclass__(cls) -> None:
-        cls.stands_in_for = next(base for base in cls.__mro__ if base.__module__.startswith("torch.nn"))
+        if _SavesOutput in cls.__bases__:
+            cls.stands_in_for = next(base for base in cls.__mro__ if base.__module__.startswith("torch.nn"))
 
     def forward(self, input: Tensor) -> Tensor:
-        return bias_act(input, None, self, inplace=getattr(self, "inplace", False))
+        # Not resolve(self): a module with hooks is left to be called, and this is the call.
+        record = record_of(self, self.stands_in_for)
+        if record is None:  # arguments that torch takes in the constructor and refuses here
+            return super().forward(input)
+        return bias_act(input, None, record, inplace=getattr(self, "inplace", False))
 
 
 class GELU(_SavesOutput, nn.GELU):

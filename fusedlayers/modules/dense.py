@@ -12,10 +12,10 @@ from ..functional import SAVES, dense_bias_act
 
 
 class FusedDenseAct(nn.Linear):
-    """``activation(x W^T + b)`` that keeps one hidden-sized buffer; replaces an ``nn.Linear`` and the activation after it.
+    """``activation(x W^T + b)`` that keeps one hidden-sized buffer, for an ``nn.Linear`` and the activation after it.
 
-    It is an ``nn.Linear`` with an activation: the same parameters, initialisation and ``state_dict`` keys, so checkpoints
-    load either way.
+    It is an ``nn.Linear`` with an activation: the same parameters, initialisation and ``state_dict`` keys, so
+    checkpoints load either way.
 
     Args:
         in_features, out_features, bias, device, dtype: as for ``nn.Linear``.

@@ -1,11 +1,12 @@
 """Bias, activation and gradient in torch operations: the readable reference, and what runs on CPUs.
 
-Large tensors are walked in chunks that fit the cache, so that temporaries stay small and every pass but the first finds its
-operands there. Three ways to evaluate, by dtype:
+Large tensors are walked in chunks that fit the cache, so that temporaries stay small and every pass but the first finds
+its operands there. Three ways to evaluate, by dtype:
 
 * ATen's own kernel where the table names one: a single vectorised pass;
 * 16-bit dtypes otherwise: a table over all 65,536 values, made once in float64, and one gather. Exact and branch-free;
-* float32 and float64 otherwise: the activation's own function, and ``fold.py`` for the derivative of folded activations.
+* float32 and float64 otherwise: the activation's own function, and ``fold.py`` for the derivative of folded
+activations.
 """
 
 from __future__ import annotations
@@ -22,9 +23,13 @@ from ...broadcast import along, is_dense, sum_along
 from ...clean import in_clean_state
 from . import fold
 
-#: Elements per chunk: 2^17 float32 values are half a megabyte, which a few cores' second-level caches hold several of.
-#: Smaller chunks lose to call overhead, larger ones to memory traffic (measured on a 4-core Zen 4 machine).
-CHUNK = 1 << 17
+#: Elements per chunk. At most, what keeps a handful of float32 chunks in the caches: every operation is a barrier among
+#: threads, and on a busy machine a barrier may cost milliseconds, so that fewer and longer ones win (2^19 was best or
+#: next to it at 2 and 4 threads of a Zen 4 machine). At least, what torch gives to one thread without any barrier.
+#: Between them a sixteenth of the tensor, so that the few temporaries together stay well below one hidden-sized buffer.
+CHUNK_MAXIMUM = 1 << 19
+CHUNK_MINIMUM = 1 << 15
+CHUNKS = 16
 
 
 def bias_act(
@@ -76,14 +81,16 @@ def gradient(
 ) -> tuple[Tensor, Tensor | None]:
     """``dz = dy * f'``, the derivative from the saved output or input, and the bias gradient.
 
-    dz is written over ``saved`` if ``overwrite``. The bias gradient is dz summed over all dimensions but ``bias_dim``, or
-    None if that is None.
+    dz is written over ``saved`` if ``overwrite``. The bias gradient is dz summed over all dimensions but ``bias_dim``,
+    or None if that is None.
     """
     assert activation.row is not None
+    if not is_dense(saved):  # an output that was written over a view with gaps
+        saved, overwrite = torch.empty_like(saved).copy_(saved), True
     native = activation.row.native.gradient
     if given == "output" and native is not None:
         operator, arguments = native
-        values = arguments(dy, saved, **activation.parameters)
+        values = arguments(dy, saved, **activation.parameters_for_outputs(saved.dtype))
         dz = operator.grad_input(*values, grad_input=saved) if overwrite else operator.default(*values)
     else:
         dz = saved if overwrite else torch.empty_like(saved)
@@ -126,7 +133,8 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _chunks(flat: Tensor) -> Iterator[Tensor]:
-    return iter((flat,)) if flat.numel() <= CHUNK else iter(flat.split(CHUNK))
+    size = min(CHUNK_MAXIMUM, max(CHUNK_MINIMUM, flat.numel() // CHUNKS))
+    return iter((flat,)) if flat.numel() <= size else iter(flat.split(size))
 
 
 def _index(part: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Folded activations in float32: the branch bit and the fitted derivative, in as few passes as torch operations allow.
 
 ``activations/branch.py`` and ``activations/inverse.py`` say what is computed; this says it again in operations that
-overwrite their operands, because on a CPU each operation is a pass over the chunk. Comparisons and ``where`` are avoided:
-torch does not vectorise them, and three bitwise passes cost less. Tests hold the two together bit for bit (branch) and to
-the tolerance of the fit (derivative).
+overwrite their operands, because on a CPU each operation is a pass over the chunk. Comparisons and ``where`` are
+avoided: torch does not vectorise them, and three bitwise passes cost less. Tests hold the two together bit for bit
+(branch) and to the tolerance of the fit (derivative).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SIGN_AND_BIT = -(2**31) + 1
 
 
 def forward_(z: Tensor, function: Callable[[Tensor], Tensor], position: float) -> None:
-    """Overwrite float32 ``z`` with ``function(z)``, the last bit of negative results set where z is left of ``position``."""
+    """Overwrite float32 ``z`` with ``function(z)``, the branch in the last bit of negative results."""
     # The sign of z - position, spread over the word, selects the two bits that an output of the left branch has.
     left = (z - position).view(torch.int32)
     left.bitwise_right_shift_(31).bitwise_and_(_SIGN_AND_BIT)
@@ -48,9 +48,10 @@ def derivative(activation: Activation) -> Callable[[Tensor], Tensor]:
 class _Interpolated:
     """``FoldedDerivative`` on encoded float32 outputs, from a table of it.
 
-    Forty Horner steps are forty passes; a table that is linear between its nodes takes two gathers. The nodes are uniform in
-    ``v = +-sqrt(y - y_min)``, and on the falling branch's tail in ``w = sqrt(-y)``, in which the derivative is smooth down
-    to y = 0. One coordinate c numbers them all, tail first; its integer part is the index, the rest the position between.
+    Forty Horner steps are forty passes; a table that is linear between its nodes takes two gathers. The nodes are
+    uniform in ``v = +-sqrt(y - y_min)``, and on the falling branch's tail in ``w = sqrt(-y)``, in which the derivative
+    is smooth down to y = 0. One coordinate c numbers them all, tail first; its integer part is the index, the rest the
+    position between.
     """
 
     TAIL = 2048
@@ -101,6 +102,6 @@ _TINY = 1e-30
 
 
 def _sqrt_(x: Tensor, floor: float) -> Tensor:
-    """The square root of x, at least ``floor``, in place. torch's float32 rsqrt is several times faster than its sqrt."""
+    """The square root of x, at least ``floor``, in place. torch's rsqrt is several times faster than its sqrt."""
     x.clamp_min_(floor)
     return x.mul_(x.rsqrt())

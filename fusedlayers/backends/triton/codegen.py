@@ -1,11 +1,12 @@
 """Activations printed as Triton device functions.
 
 The kernels know no activation: they take ``FORWARD`` and ``DERIVATIVE``, jitted functions of one float32 block, as
-compile-time arguments. Those are printed here from the same torch function that everything else uses: traced to pointwise
-operations (``activations/trace.py``), one line each.
+compile-time arguments. Those are printed here from the same torch function that everything else uses: traced to
+pointwise operations (``activations/trace.py``), one line each.
 
-Triton has no erfc, expm1, log1p, tanh or pow of its own. The first four are written below in its own operations, so that
-they run in the interpreter and on every vendor's devices; erfc from a polynomial that is fitted when it is first needed.
+Triton has no erfc, expm1, log1p, tanh or pow of its own. The first four are written below in its own operations, so
+that they run in the interpreter and on every vendor's devices; erfc from a polynomial that is fitted when it is first
+needed.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ def device_function(activation: Activation, role: Role, *, given: str, dtype: to
 
 def source(activation: Activation, role: Role, *, given: str, dtype: torch.dtype) -> str:
     """The text of ``device_function``."""
-    # On a machine without a GPU torch 2.11 makes a stand-in for one when it first traces, and frees it with the thread that
-    # traced (pytorch#178950). Tracing happens on a short-lived thread; the caller's lasts.
+    # On a machine without a GPU torch 2.11 makes a stand-in for one when it first traces, and frees it with the thread
+    # that traced (pytorch#178950). Tracing happens on a short-lived thread; the caller's lasts.
     torch._C._ensureCUDADeviceGuardSet()
     function: Callable[[Tensor], Tensor]
     if role == "forward":

@@ -1,11 +1,11 @@
 """Bias, activation and gradient on a GPU: one pass over memory each.
 
-A tensor is seen as a matrix of rows and columns, contiguous along the columns; the bias runs along one of the two. Dense
-layers and channels-last tensors have it along the columns, channels-first ones along the rows. Without a bias the whole
-tensor is one row.
+A tensor is seen as a matrix of rows and columns, contiguous along the columns; the bias runs along one of the two.
+Dense layers and channels-last tensors have it along the columns, channels-first ones along the rows. Without a bias the
+whole tensor is one row.
 
-Arithmetic is float32; what is read and written may be any 16- or 32-bit float. The bias gradient is summed in a fixed order:
-every program adds up its own rows, and the partial sums are added by torch.
+Arithmetic is float32; what is read and written may be any 16- or 32-bit float. The bias gradient is summed in a fixed
+order: every program adds up its own rows, and the partial sums are added by torch.
 """
 
 from __future__ import annotations

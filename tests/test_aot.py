@@ -1,0 +1,84 @@
+"""The elementwise kernels compiled for GPUs that need not be there: no spills, and 16 bytes an access."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusedlayers.activations import activations
+
+pytest.importorskip("triton")
+
+SCRIPT = Path(__file__).with_name("aot.py")
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+#: Scalar registers beyond AMD's hundred move to lanes of vector registers: instructions, but no memory.
+MOST_SCALAR_SPILLS = 16
+
+Reports = list[dict[str, Any]]
+
+
+def compile_all(target: str, *runs: Iterable[str]) -> Reports:
+    """What ``aot.py`` reports for each list of arguments; a process each, which do not interpret."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(SCRIPT.parent.parent), environment.get("PYTHONPATH", "")])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, SCRIPT, target, *run],
+            env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for run in runs
+    ]  # fmt: skip
+    reports: Reports = []
+    for process in processes:
+        output, errors = process.communicate()
+        assert process.returncode == 0, errors
+        reports += json.loads(output)
+    return reports
+
+
+def check(reports: Reports) -> None:
+    for report in reports:
+        gradient = report["kernel"] != "forward"
+        assert report["spill_bytes"] == 0, report
+        assert report["scalar_spills"] <= MOST_SCALAR_SPILLS, report
+        assert report["wide_loads"] >= report["least_wide_loads"] > 0, report
+        assert report["wide_stores"] >= report["least_wide_stores"] > 0, report
+        # Only a bias is read, and only its gradient's partial sums are written, in smaller portions.
+        assert report["narrow_loads"] == 0 or (not gradient and report["bias"] != "none"), report
+        assert report["narrow_stores"] == 0 or (gradient and report["bias"] != "none"), report
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_gelu_compiles_without_spills(target: str) -> None:
+    reports = compile_all(target, ["--activation", "gelu"])
+    assert [report["kernel"] for report in reports] == ["forward", "derivative_given_output", "derivative_given_input"]
+    check(reports)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_activation_compiles_without_spills(target: str) -> None:
+    names = activations()
+    first = ["--activation", *names[::2]]
+    second = ["--activation", *names[1::2]]
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the workers are processes enough
+        reports = compile_all(target, first) + compile_all(target, second)
+    else:
+        reports = compile_all(target, first, second)
+    assert {report["activation"] for report in reports} == set(names) - {"identity"}
+    check(reports)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_dtype_layout_and_index_compiles_without_spills(target: str) -> None:
+    gelu = ["--activation", "gelu"]
+    reports = compile_all(target, [*gelu, "--dtype", "float32", "float16"], [*gelu, "--bias", "none", "row"])
+    reports += compile_all(target, [*gelu, "--index", "int64"])
+    assert len(reports) == 5 * 3
+    check(reports)

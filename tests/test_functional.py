@@ -1,0 +1,738 @@
+"""``dense_bias_act`` and ``bias_act``: values, gradients of every order, shapes, writing in place, bad input."""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import gradcheck, gradgradcheck
+
+import fusedlayers as fl
+from fusedlayers import functional
+from fusedlayers.activations import Activation, activations, resolve, rows
+from fusedlayers.backends.eager import elementwise
+
+TABLE = [row.bind() for row in rows()]
+FOLDED = [a for a in TABLE if a.is_folded]
+SAVES = ("output", "input", "recompute")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+every_activation = pytest.mark.parametrize("activation", TABLE, ids=str)
+every_folded = pytest.mark.parametrize("activation", FOLDED, ids=str)
+every_save = pytest.mark.parametrize("save", SAVES)
+every_float = pytest.mark.parametrize("dtype", FLOATS, ids=str)
+
+#: With the output saved, these much of a folded derivative may be wrong, in relative terms, over a few hundred numbers.
+FOLDED_TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+Call = Callable[..., Tensor]
+
+
+def _gradients(y: Tensor, dy: Tensor, *tensors: Tensor | None) -> list[Tensor]:
+    needed = [t for t in tensors if t is not None and t.requires_grad]
+    return list(torch.autograd.grad(y, needed, dy))
+
+
+def _relative(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b).norm() / b.norm().clamp_min(1e-30))
+
+
+def _compare(call: Call, eager: Call, activation: Activation, *tensors: Tensor | None, folded: bool = True) -> None:
+    """Value and gradients of ``call``, against float64, may be twice as wrong as those of ``eager`` in the same dtype."""
+    dtype = next(t.dtype for t in tensors if t is not None)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        exact_args = [None if t is None else t.detach().double().requires_grad_(t.requires_grad) for t in tensors]
+        exact = eager(*exact_args, activation.function)
+        dy = torch.randn(exact.shape).to(dtype)
+    expected = [exact.detach(), *_gradients(exact, dy.double(), *exact_args)]
+    results = []
+    for function, act in ((call, activation), (eager, activation.plain)):
+        y = function(*tensors, act)
+        assert y.dtype is dtype and y.shape == exact.shape
+        results.append([y.detach(), *_gradients(y, dy, *tensors)])
+    tolerance = torch.finfo(dtype).eps + (FOLDED_TOLERANCE[dtype] if activation.is_folded and folded else 0)
+    for ours, eagers, truth in zip(*results, expected, strict=True):
+        assert ours.shape == truth.shape and ours.dtype is dtype
+        assert _relative(ours, truth) <= 2 * _relative(eagers, truth) + tolerance
+
+
+def _tensors(*shapes: tuple[int, ...] | None, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        None if shape is None else torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+        for shape in shapes
+    ]
+
+
+# --- values and gradients ---------------------------------------------------------------------------------------------
+
+
+@every_float
+@every_activation
+@every_save
+def test_dense_matches_float64(activation: Activation, save: str, dtype: torch.dtype) -> None:
+    x, w, b = _tensors((33, 24), (40, 24), (40,), dtype=dtype)
+    call = functools.partial(fl.dense_bias_act, save=save)
+    _compare(call, reference.dense_bias_act, activation, x, w, b, folded=save == "output")
+    _compare(call, reference.dense_bias_act, activation, x, w, None, folded=save == "output")
+
+
+@every_float
+@every_activation
+@every_save
+def test_bias_act_matches_float64(activation: Activation, save: str, dtype: torch.dtype) -> None:
+    z, b = _tensors((33, 40), (40,), dtype=dtype, seed=4)  # no z + b is 0 in any dtype, where cbrt has no slope
+    assert not bool((z + b == 0).any())
+    call = functools.partial(fl.bias_act, save=save)
+    _compare(call, reference.bias_act, activation, z, b, folded=save == "output")
+    _compare(lambda z, act: call(z, None, act), lambda z, f: f(z), activation, z, folded=save == "output")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["gelu", "relu", "softplus"])
+def test_large_layers_take_the_other_matmul_and_agree(name: str, dtype: torch.dtype) -> None:
+    # From a million multiply-adds on, a backend may use its own matmul.
+    activation = resolve(name)
+    x, w, b = _tensors((260, 96), (101, 96), (101,), dtype=dtype)
+    if dtype is torch.float64:
+        ours, eagers = fl.dense_bias_act(x, w, b, name), reference.dense_bias_act(x, w, b, activation.function)
+        torch.testing.assert_close(ours, eagers)
+        dy = torch.randn_like(ours)
+        torch.testing.assert_close(_gradients(ours, dy, x, w, b), _gradients(eagers, dy, x, w, b))
+        return
+    _compare(fl.dense_bias_act, reference.dense_bias_act, activation, x, w, b)
+    with torch.no_grad():
+        exact = fl.dense_bias_act(x, w, b, name).double()
+        truth = reference.dense_bias_act(x.double(), w.double(), b.double(), activation.function)
+        eagers = reference.dense_bias_act(x, w, b, activation.plain).double()
+    assert _relative(exact, truth) <= 2 * _relative(eagers, truth) + torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [(torch.sin, "function"), (lambda z: z.sin() * 2, "lambda"), (nn.PReLU(), "module"), (nn.Softmax(-1), "rows")],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("save", ["auto", "input", "recompute"])
+def test_any_callable_works(function: Callable[[Tensor], Tensor], kind: str, save: str) -> None:
+    x, w, b = _tensors((20, 6), (30, 6), (30,))
+    for ours, eagers in (
+        (fl.dense_bias_act(x, w, b, function, save=save), function(F.linear(x, w, b))),
+        (fl.bias_act(F.linear(x, w), b, function, save=save), function(F.linear(x, w, b))),
+    ):
+        torch.testing.assert_close(ours, eagers)
+        dy = torch.randn_like(ours)
+        torch.testing.assert_close(_gradients(ours, dy, x, w, b), _gradients(eagers, dy, x, w, b))
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("leaky_relu", {"negative_slope": -0.5}),
+        ("leaky_relu", {"negative_slope": 0.0}),
+        ("elu", {"alpha": -1.5}),
+        ("elu", {"alpha": 0.0}),
+        ("elu", {"alpha": 3.0}),
+        ("celu", {"alpha": -5.0}),
+        ("celu", {"alpha": 2.0}),
+        ("trelu", {"threshold": -1.0, "value": 2.0}),
+        ("trelu", {"threshold": 0.5, "value": -2.0}),
+        ("softplus", {"beta": -1.0, "threshold": 20.0}),
+        ("softplus", {"beta": 3.0, "threshold": 1.0}),
+        ("softplus", {"beta": 0.5, "threshold": 18.0}),
+        ("hardtanh", {"min_val": -0.2, "max_val": 3.0}),
+        ("softshrink", {"lambd": 0.0}),
+    ],
+    ids=str,
+)
+@every_float
+def test_parameters(name: str, parameters: dict[str, float], dtype: torch.dtype) -> None:
+    # Those whose output does not suffice fall back to the input by themselves.
+    activation = {row.name: row for row in rows()}[name].bind(**parameters)
+    x, w, b = _tensors((33, 24), (40, 24), (40,), dtype=dtype)
+    _compare(fl.dense_bias_act, reference.dense_bias_act, activation, x, w, b)
+    z, b = _tensors((33, 40), (40,), dtype=dtype)
+    _compare(fl.bias_act, reference.bias_act, activation, z, b)
+
+
+def test_identity_is_the_matmul() -> None:
+    x, w, b = _tensors((20, 6), (30, 6), (30,))
+    assert torch.equal(fl.dense_bias_act(x, w, b, None), F.linear(x, w, b))
+    assert torch.equal(fl.bias_act(x, w[0], None), x + w[0])
+    assert fl.bias_act(x, None, None) is x
+    assert fl.bias_act(x, None, "identity") is x
+
+
+@pytest.mark.parametrize("shape", [(0, 7), (1, 7), (3, 7), (51, 7)])
+@pytest.mark.parametrize("save", ["auto", *SAVES])
+def test_small_layers_agree_whatever_route_they_take(shape: tuple[int, int], save: str) -> None:
+    x, w, b = _tensors(shape, (5, 7), (5,))
+    y = fl.dense_bias_act(x, w, b, "silu", save=save)
+    eager = F.silu(F.linear(x, w, b))
+    torch.testing.assert_close(y, eager)
+    dy = torch.ones_like(y)
+    torch.testing.assert_close(_gradients(y, dy, x, w, b), _gradients(eager, dy, x, w, b), rtol=1e-5, atol=2e-4)
+
+
+# --- derivatives of first and second order ----------------------------------------------------------------------------
+
+KINKS = torch.tensor([-3.0, -1.0, -0.5, 0.0, 0.5, 1.0, 3.0, 6.0])
+
+
+@pytest.fixture
+def no_small_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tiny layers take the route of large ones."""
+    monkeypatch.setattr(functional, "SMALL", 0)
+
+
+@functools.cache
+def _smooth_arguments(dense: bool) -> list[Tensor]:
+    """float64 arguments whose pre-activations reach far to both sides and keep away from every kink."""
+    for seed in itertools.count():
+        torch.manual_seed(seed)
+        x, w, b = (torch.randn(shape, dtype=torch.float64) for shape in ((4, 3), (4, 3), (4,)))
+        arguments = [1.4 * x, 1.4 * w, b] if dense else [3 * x @ w.t(), b]
+        z = F.linear(*arguments) if dense else arguments[0] + b
+        if (z.unsqueeze(-1) - KINKS).abs().min() > 0.05 and z.min() < -4 and z.max() > 4:
+            return arguments
+    raise AssertionError
+
+
+def _function(dense: bool, activation: Activation, save: str) -> Call:
+    function = fl.dense_bias_act if dense else fl.bias_act
+    return lambda *tensors: function(*tensors, activation, save=save)
+
+
+def _allowed(activation: Activation, save: str) -> bool:
+    return save != "output" or activation.output_refused_because(torch.float64) is None
+
+
+ORDERS = [pytest.param(a, save, id=f"{a}-{save}") for a in TABLE for save in ("auto", *SAVES) if _allowed(a, save)]
+
+
+@pytest.mark.usefixtures("no_small_route")
+@pytest.mark.parametrize("dense", [True, False], ids=["dense_bias_act", "bias_act"])
+@pytest.mark.parametrize(("activation", "save"), ORDERS)
+def test_first_and_second_derivatives(activation: Activation, save: str, dense: bool) -> None:
+    arguments = [a.clone().requires_grad_() for a in _smooth_arguments(dense)]
+    function = _function(dense, activation, save)
+    assert gradcheck(function, arguments)
+    assert gradgradcheck(function, arguments)
+
+
+@pytest.mark.usefixtures("no_small_route")
+@pytest.mark.parametrize(
+    ("dense", "alone"), [(True, 0), (True, 1), (True, 2), (False, 0), (False, 1)], ids=["x", "w", "b", "z", "z's b"]
+)
+@pytest.mark.parametrize(("activation", "save"), ORDERS)
+def test_derivatives_where_one_argument_needs_them(activation: Activation, save: str, dense: bool, alone: int) -> None:
+    arguments = [a.clone().requires_grad_(i == alone) for i, a in enumerate(_smooth_arguments(dense))]
+    function = _function(dense, activation, save)
+    assert gradcheck(function, arguments)
+    # A bias alone in front of a linear function leaves nothing to differentiate twice.
+    assert gradgradcheck(function, arguments)
+    y = function(*arguments)
+    y.sum().backward()
+    assert [a.grad is not None for a in arguments] == [i == alone for i in range(len(arguments))]
+
+
+@pytest.mark.usefixtures("no_small_route")
+@pytest.mark.parametrize("dense", [True, False], ids=["dense_bias_act", "bias_act"])
+@pytest.mark.parametrize(
+    ("name", "save"),
+    [
+        ("tanh", "output"),
+        ("softplus", "output"),
+        ("elu", "output"),
+        ("tanh", "input"),
+        ("gelu", "auto"),
+        ("silu", "recompute"),
+    ],
+)
+def test_third_derivatives(name: str, save: str, dense: bool) -> None:
+    arguments = [a.clone().requires_grad_() for a in _smooth_arguments(dense)]
+    function = _function(dense, resolve(name), save)
+
+    def slopes(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(function(*tensors).square().sum(), tensors, create_graph=True)
+
+    assert gradgradcheck(slopes, arguments)
+
+
+@every_folded
+@every_float
+def test_second_derivatives_through_the_saved_output(activation: Activation, dtype: torch.dtype) -> None:
+    # Nothing but y is there to differentiate.
+    z = torch.randn(100_000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    z = z[(z.double() + 3).abs() > 0.05] if activation.name == "hardswish" else z
+    z.requires_grad_()
+    (dz,) = torch.autograd.grad(fl.bias_act(z, None, activation, save="output").sum(), z, create_graph=True)
+    (second,) = torch.autograd.grad(dz.sum(), z)
+    truth = reference.second_derivative(activation.function, z)
+    rms, largest = SECOND_ORDER[dtype]
+    error = second.detach().double() - truth
+    assert float(error.square().mean().sqrt()) <= rms and float(error.abs().max()) <= largest
+
+
+#: rms and largest error of f'': what 1.5 units in y make of it, and the fit's own slope.
+SECOND_ORDER = {torch.float32: (2e-5, 2e-3), torch.float16: (4e-3, 5e-2), torch.bfloat16: (2e-2, 2e-1)}
+
+
+@pytest.mark.parametrize("frozen", ["w", "x", "b", None])
+def test_second_derivatives_of_a_dense_layer_in_float32(frozen: str | None) -> None:
+    tensors = dict(zip("xwb", _tensors((40, 8), (30, 8), (30,)), strict=True))
+    if frozen is not None:
+        tensors[frozen].requires_grad_(False)
+
+    def second(x: Tensor, w: Tensor, b: Tensor, layer: Call) -> list[Tensor]:
+        needed = [t for t in (x, w, b) if t.requires_grad]
+        first = torch.autograd.grad(layer(x, w, b).square().sum(), needed, create_graph=True)
+        return list(torch.autograd.grad(sum(g.square().sum() for g in first), needed))  # type: ignore[arg-type]
+
+    ours = second(*tensors.values(), lambda x, w, b: fl.dense_bias_act(x, w, b, "gelu"))
+    doubles = [t.detach().double().requires_grad_(t.requires_grad) for t in tensors.values()]
+    truth = second(*doubles, lambda x, w, b: F.gelu(F.linear(x, w, b)))
+    for a, b in zip(ours, truth, strict=True):
+        assert _relative(a, b) < (1e-4 if frozen in ("w", "x") else 1e-6)
+
+
+# --- shapes and memory formats ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gelu", "relu", "softsign"])
+@pytest.mark.parametrize("save", ["auto", *SAVES])
+@pytest.mark.parametrize(
+    ("x_shape", "out"),
+    [
+        *[((7,), 5), ((7,), 301), ((1, 7), 301), ((0, 7), 5), ((3, 0, 7), 5), ((2, 3, 4, 7), 31)],
+        *[((4, 0), 5), ((2, 3, 0), 5), ((0,), 5), ((4, 7), 0), ((2, 3, 7), 0), ((0, 0), 0), ((2, 0, 0), 0)],
+    ],
+    ids=str,
+)
+def test_dense_shapes(x_shape: tuple[int, ...], out: int, save: str, name: str) -> None:
+    x, w, b = _tensors(x_shape, (out, x_shape[-1]), (out,))
+    y = fl.dense_bias_act(x, w, b, name, save=save)
+    eager = reference.dense_bias_act(x, w, b, resolve(name).plain)
+    torch.testing.assert_close(y, eager)
+    dy = torch.ones_like(eager)
+    torch.testing.assert_close(_gradients(y, dy, x, w, b), _gradients(eager, dy, x, w, b), rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        torch.testing.assert_close(fl.dense_bias_act(x, w, None, name), resolve(name).plain(F.linear(x, w)))
+
+
+@pytest.mark.parametrize("name", ["gelu", "relu", "softsign"])
+@pytest.mark.parametrize("save", ["auto", *SAVES])
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (0, 5), (5, 0), (1, 5), (3, 0, 2), (2, 3, 4, 5)], ids=str)
+@every_float
+def test_bias_act_shapes(shape: tuple[int, ...], save: str, name: str, dtype: torch.dtype) -> None:
+    (z,) = _tensors(shape, dtype=dtype)
+    eager = resolve(name).plain(z)
+    dy = torch.ones_like(eager)
+    expected = _gradients(eager, dy, z)
+    tolerance = 10 * FOLDED_TOLERANCE[dtype]
+    for bias in (None, torch.zeros(shape[-1:], dtype=dtype)) if shape else (None,):
+        y = fl.bias_act(z, bias, name, save=save)
+        torch.testing.assert_close(y, eager)
+        torch.testing.assert_close(_gradients(y, dy, z), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, 3, -1, -2, -3, -4])
+@pytest.mark.parametrize("save", SAVES)
+def test_the_bias_runs_along_any_dimension(dim: int, save: str) -> None:
+    z, b = _tensors((3, 4, 5, 6), ((3, 4, 5, 6)[dim],))
+    _compare(
+        lambda z, b, act: fl.bias_act(z, b, act, dim=dim, save=save),
+        lambda z, b, f: reference.bias_act(z, b, f, dim=dim),
+        resolve("gelu"),
+        z,
+        b,
+    )
+
+
+def _laid_out(kind: str) -> Tensor:
+    z = torch.randn(4, 6, 10, 8)
+    return {
+        "channels_last": z.contiguous(memory_format=torch.channels_last),
+        "transposed": z.transpose(0, 3),
+        "gaps": z[:, ::2],
+        "offset": z[1:, :, 2:],
+        "expanded": z[:, :1].expand(4, 6, 10, 8),
+        "reversed": z.permute(3, 2, 1, 0),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["channels_last", "transposed", "gaps", "offset", "expanded", "reversed"])
+@pytest.mark.parametrize("name", ["gelu", "tanh", "softsign"])
+@pytest.mark.parametrize("save", SAVES)
+@every_float
+def test_memory_formats_are_kept(kind: str, name: str, save: str, dtype: torch.dtype) -> None:
+    z = _laid_out(kind).to(dtype)
+    z = z.detach().requires_grad_()
+    assert not z.is_contiguous()
+    (b,) = _tensors((z.shape[1],), dtype=dtype)
+    y = fl.bias_act(z, b, name, dim=1, save=save)
+    assert y.stride() == torch.empty_like(z).stride()
+    with torch.no_grad():
+        assert fl.bias_act(z, b, name, dim=1).stride() == torch.empty_like(z).stride()
+    _compare(
+        lambda z, b, act: fl.bias_act(z, b, act, dim=1, save=save),
+        lambda z, b, f: reference.bias_act(z, b, f, dim=1),
+        resolve(name),
+        z,
+        b,
+    )
+
+
+@pytest.mark.parametrize("kind", ["transposed", "gaps", "expanded"])
+def test_dense_takes_any_layout(kind: str) -> None:
+    layouts = {
+        "transposed": (torch.randn(24, 33).t(), torch.randn(24, 40).t()),
+        "gaps": (torch.randn(33, 48)[:, ::2], torch.randn(80, 24)[::2]),
+        "expanded": (torch.randn(1, 24).expand(33, 24), torch.randn(1, 24).expand(40, 24)),
+    }
+    x, w = (t.detach().requires_grad_() for t in layouts[kind])
+    for dtype in (torch.float32, torch.bfloat16):
+        x_, w_ = x.detach().to(dtype).requires_grad_(), w.detach().to(dtype).requires_grad_()
+        _compare(
+            lambda x, w, act: fl.dense_bias_act(x, w, None, act),
+            lambda x, w, f: f(F.linear(x, w)),
+            resolve("gelu"),
+            x_,
+            w_,
+        )
+
+
+@pytest.mark.parametrize("kind", ["expanded", "transposed", "gaps"])
+@pytest.mark.parametrize("name", ["gelu", "tanh", "softsign"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_incoming_gradients_of_any_layout(kind: str, name: str, dtype: torch.dtype) -> None:
+    dy = {
+        "expanded": torch.ones(()).expand(33, 40),
+        "transposed": torch.randn(40, 33).t(),
+        "gaps": torch.randn(33, 80)[:, ::2],
+    }
+    z, b = _tensors((33, 40), (40,), dtype=dtype)
+    before = dy[kind].clone()
+    dy_ = dy[kind].to(dtype)
+    ours = _gradients(fl.bias_act(z, b, name), dy_, z, b)
+    same = _gradients(fl.bias_act(z, b, name), dy_.contiguous(), z, b)
+    torch.testing.assert_close(ours, same)
+    assert torch.equal(dy[kind], before)  # never written
+
+
+@pytest.mark.parametrize("name", ["gelu", "silu", "hardswish", "tanh", "softplus", "squared_relu"])
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sizes_that_no_chunk_divides(name: str, save: str, dtype: torch.dtype) -> None:
+    rows, columns = 1021, 257  # primes
+    chunks = [part.numel() for part in elementwise._chunks(torch.empty(rows * columns))]
+    assert len(chunks) > 2 and chunks[-1] < chunks[0]
+    z, b = _tensors((rows, columns), (columns,), dtype=dtype)
+    dy = torch.randn(rows, columns).to(dtype)
+
+    def run(z: Tensor, dy: Tensor) -> list[Tensor]:
+        y = fl.bias_act(z, b, name, save=save)
+        return [y, *_gradients(y, dy, z)]
+
+    whole = run(z, dy)
+    parts = [run(z[i : i + 100].detach().requires_grad_(), dy[i : i + 100]) for i in range(0, rows, 100)]
+    for a, pieces in zip(whole, zip(*parts, strict=True), strict=True):
+        # A vectorised kernel's last few elements may be rounded otherwise.
+        torch.testing.assert_close(a, torch.cat(pieces), rtol=4 * torch.finfo(dtype).eps, atol=3e-4)
+    with torch.no_grad():
+        torch.testing.assert_close(fl.bias_act(z, b, name), resolve(name).function(z + b), rtol=1e-2, atol=1e-2)
+
+
+# --- without gradients ------------------------------------------------------------------------------------------------
+
+
+@every_activation
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, None])
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64], ids=str)
+def test_without_gradients_the_output_is_exact(activation: Activation, mode: Any, dtype: torch.dtype) -> None:
+    x, w, b = (t.detach().requires_grad_(mode is not None) for t in _tensors((40, 8), (50, 8), (50,), dtype=dtype))
+    with mode() if mode is not None else torch.enable_grad():
+        y, z = fl.dense_bias_act(x, w, b, activation), F.linear(x, w, b)
+        same = fl.bias_act(z, None, activation)
+        unencoded = activation.function(z.double() if dtype.itemsize == 2 else z).to(dtype)
+        eager = activation.plain(z)
+    assert y.grad_fn is None and not y.requires_grad
+    assert torch.equal(y, same)
+    # ATen's kernel serves some rows, the row's own function the others.
+    assert torch.equal(y, unencoded) or torch.equal(y, eager)
+
+
+# --- in place ---------------------------------------------------------------------------------------------------------
+
+
+@every_activation
+@pytest.mark.parametrize("save", ["auto", "input"])
+@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("numel", [40, 1200])
+def test_in_place_is_like_relu_in_place(activation: Activation, save: str, with_bias: bool, numel: int) -> None:
+    leaf, b = _tensors((numel // 40, 40), (40,))
+    b = b if with_bias else None
+    eager = activation.plain(2 * leaf + (0 if b is None else b))
+    z = 2 * leaf
+    version = z._version
+    y = fl.bias_act(z, b, activation, inplace=True, save=save)
+    assert y is z
+    assert z._version > version or (activation.is_identity and b is None)
+    torch.testing.assert_close(y, eager)
+    dy = torch.randn_like(eager)
+    torch.testing.assert_close(_gradients(y, dy, leaf, b), _gradients(eager, dy, leaf, b), rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "tanh", "softsign", None, torch.sin], ids=str)
+@pytest.mark.parametrize("kind", ["leaf", "view of a leaf", "slice of a leaf"])
+def test_in_place_on_a_leaf_is_refused_before_anything_is_written(kind: str, activation: object) -> None:
+    leaf = torch.randn(30, 40, requires_grad=True)
+    before = leaf.detach().clone()
+    z = {"leaf": leaf, "view of a leaf": leaf.view(40, 30), "slice of a leaf": leaf[3:]}[kind]
+    with pytest.raises(
+        RuntimeError, match=f"bias_act: inplace=True on {'a leaf' if z is leaf else 'a view of a leaf'}"
+    ):
+        fl.bias_act(z, None, activation, inplace=True)
+    assert torch.equal(leaf, before)
+    with torch.no_grad():  # as for F.relu: allowed
+        assert fl.bias_act(z, None, activation, inplace=True) is z
+    assert activation is None or not torch.equal(leaf, before)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", ["gelu", "tanh", "softsign"])
+def test_in_place_on_an_expanded_tensor_is_refused_before_anything_is_written(name: str, grad: bool) -> None:
+    row = torch.randn(1, 40, requires_grad=grad) * 1
+    before = row.detach().clone()
+    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor refers to a single memory"):
+        fl.bias_act(row.expand(30, 40), None, name, inplace=True)
+    assert torch.equal(row, before)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", ["gelu", "tanh", "softsign"])
+@pytest.mark.parametrize("save", ["auto", "input"])
+@pytest.mark.parametrize("cut", ["columns", "rows", "transposed", "block"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_in_place_on_a_view_writes_the_view_only(
+    grad: bool, name: str, save: str, cut: str, dtype: torch.dtype
+) -> None:
+    def view(base: Tensor) -> Tensor:
+        cuts = {"columns": base[:, ::2], "rows": base[::2], "transposed": base.t(), "block": base[3:, 5:20]}
+        return cuts[cut]
+
+    leaf = torch.randn(40, 50, dtype=torch.float32).to(dtype).requires_grad_(grad)
+    base = leaf * 1
+    expected = base.detach().clone()
+    view(expected).copy_(resolve(name).plain(view(expected)))
+    z = view(base)
+    assert fl.bias_act(z, None, name, inplace=True, save=save) is z
+    torch.testing.assert_close(base.detach(), expected)
+    if grad:
+        eager = leaf * 1
+        eager = torch.where(view_mask(eager, view), resolve(name).plain(eager), eager)
+        tolerance = 10 * FOLDED_TOLERANCE[dtype]
+        torch.testing.assert_close(
+            _gradients(base, torch.ones_like(base), leaf),
+            _gradients(eager, torch.ones_like(eager), leaf),
+            rtol=tolerance,
+            atol=tolerance,
+        )
+
+
+def view_mask(base: Tensor, view: Callable[[Tensor], Tensor]) -> Tensor:
+    mask = torch.zeros_like(base, dtype=torch.bool)
+    view(mask).fill_(True)
+    return mask
+
+
+@pytest.mark.parametrize("name", ["gelu", "tanh", "softsign"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_in_place_makes_a_stale_backward_raise(name: str, mode: Any) -> None:
+    x = torch.randn(30, 40, requires_grad=True)
+    y = x.exp()  # saves its output
+    with mode():
+        fl.bias_act(y if mode is torch.enable_grad else y.detach(), None, name, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_writing_over_the_saved_output_makes_backward_raise() -> None:
+    x, w, b = _tensors((40, 8), (30, 8), (30,))
+    y = fl.dense_bias_act(x, w, b, "gelu")
+    y.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_in_place_needs_its_input() -> None:
+    z = torch.randn(30, 40)
+    before = z.clone()
+    with pytest.raises(ValueError, match="bias_act: save='recompute' needs the input, which inplace=True overwrites"):
+        fl.bias_act(z, None, "gelu", inplace=True, save="recompute")
+    assert torch.equal(z, before)
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+X, W, B = torch.randn(4, 3), torch.randn(5, 3), torch.randn(5)
+
+
+def _said(error: Any, *words: str) -> None:
+    for word in words:
+        assert word in str(error.value), f"{word!r} is not in {error.value!s}"
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "b", "words"),
+    [
+        (X, torch.randn(5, 4), B, ("input (..., in) and weight (out, in)", "(4, 3)", "(5, 4)", "last dimension")),
+        (X, W[0], B, ("weight (out, in)", "(3,)")),
+        (X, torch.randn(2, 5, 3), B, ("weight (out, in)", "(2, 5, 3)")),
+        (torch.tensor(1.0), W, B, ("input (..., in)", "()")),
+        (X, W, torch.randn(3), ("expected bias (5,)", "(5, 3)", "got (3,)")),
+        (X, W, torch.randn(5, 1), ("expected bias (5,)", "got (5, 1)")),
+        (X, W, torch.tensor(1.0), ("expected bias (5,)", "got ()")),
+        (X, W.to("meta"), B, ("weight is on meta but input is on cpu", "move one")),
+        (X, W, B.to("meta"), ("bias is on meta but input is on cpu", "move one")),
+        (X.to("meta"), W, B, ("weight is on cpu but input is on meta",)),
+        (
+            X,
+            W.double(),
+            B,
+            ("one dtype", "input torch.float32", "weight torch.float64", "bias torch.float32", "autocast"),
+        ),
+        (X, W, B.bfloat16(), ("one dtype", "bias torch.bfloat16", "convert them")),
+        (X.half(), W, None, ("one dtype", "input torch.float16, weight torch.float32")),
+    ],
+)
+def test_tensors_that_do_not_fit_together(x: Tensor, w: Tensor, b: Tensor | None, words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=r"^dense_bias_act: ") as error:
+        fl.dense_bias_act(x, w, b, "gelu")
+    _said(error, *words)
+
+
+@pytest.mark.parametrize(
+    ("z", "b", "dim", "words"),
+    [
+        (X, torch.randn(4), -1, ("expected bias (3,) along dim -1 of (4, 3)", "got (4,)")),
+        (X, torch.randn(3), 0, ("expected bias (4,) along dim 0 of (4, 3)", "got (3,)")),
+        (X, torch.randn(4, 3), -1, ("expected bias (3,)", "got (4, 3)")),
+        (X, torch.randn(3), 2, ("dim must lie in [-2, 2)", "(4, 3)", "got 2")),
+        (X, torch.randn(3), -3, ("dim must lie in [-2, 2)", "got -3")),
+        (torch.tensor(1.0), torch.randn(1), -1, ("dim must lie in", "()")),
+        (X, torch.randn(3, device="meta"), -1, ("bias is on meta but input is on cpu",)),
+        (X, torch.randn(3).double(), -1, ("one dtype", "input torch.float32, bias torch.float64")),
+    ],
+)
+@pytest.mark.parametrize("inplace", [True, False])
+def test_a_bias_that_does_not_fit(z: Tensor, b: Tensor, dim: int, words: tuple[str, ...], inplace: bool) -> None:
+    before = z.clone()
+    with pytest.raises(ValueError, match=r"^bias_act: ") as error:
+        fl.bias_act(z, b, "gelu", dim=dim, inplace=inplace)
+    _said(error, *words)
+    assert torch.equal(z, before)
+
+
+BAD_DTYPES = (torch.int64, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("dtype", BAD_DTYPES, ids=str)
+def test_only_floating_dtypes(dtype: torch.dtype) -> None:
+    bad = torch.ones(4, 3).to(dtype)
+    calls: list[tuple[str, Callable[[], Tensor]]] = [
+        ("dense_bias_act: input", lambda: fl.dense_bias_act(bad, W, B, "gelu")),
+        ("dense_bias_act: weight", lambda: fl.dense_bias_act(X, bad, None, "relu")),
+        ("dense_bias_act: bias", lambda: fl.dense_bias_act(X, W, bad[0], None)),
+        ("bias_act: input", lambda: fl.bias_act(bad, None, "gelu")),
+        ("bias_act: input", lambda: fl.bias_act(bad, None, torch.sin, inplace=True)),
+        ("bias_act: bias", lambda: fl.bias_act(X, bad[0], "gelu")),
+        ("bias_act: input", lambda: fl.gelu(bad)),
+    ]
+    for start, call in calls:
+        with pytest.raises(TypeError, match=f"^{start} must have a floating dtype") as error:
+            call()
+        _said(error, "torch.bfloat16", f"got {dtype}", "convert it first")
+    assert torch.equal(bad, torch.ones(4, 3).to(dtype)) or dtype is torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("bad", [1.0, [1.0, 2.0], "x", True, False, math.pi], ids=repr)
+def test_only_tensors(bad: object) -> None:
+    got = f"must be a tensor, got {type(bad).__name__}"
+    for start, call in (
+        ("dense_bias_act: input", lambda: fl.dense_bias_act(bad, W, B)),  # type: ignore[arg-type]
+        ("dense_bias_act: weight", lambda: fl.dense_bias_act(X, bad, B)),  # type: ignore[arg-type]
+        ("dense_bias_act: bias", lambda: fl.dense_bias_act(X, W, bad)),  # type: ignore[arg-type]
+        ("bias_act: input", lambda: fl.bias_act(bad)),  # type: ignore[arg-type]
+        ("bias_act: bias", lambda: fl.bias_act(X, bad)),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError, match=f"^{start} {got}") as error:
+            call()
+        if "bias " in start + " ":
+            _said(error, "pass None for no bias") if start.endswith("bias") else None
+
+
+@pytest.mark.parametrize("missing", ["input", "weight"])
+def test_what_must_be_there(missing: str) -> None:
+    arguments: dict[str, Any] = {"input": X, "weight": W, missing: None}
+    with pytest.raises(TypeError, match=f"dense_bias_act: {missing} must be a tensor, got NoneType"):
+        fl.dense_bias_act(**arguments)
+    with pytest.raises(TypeError, match="bias_act: input must be a tensor, got NoneType"):
+        fl.bias_act(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("function", [lambda a: fl.dense_bias_act(X, W, B, a), lambda a: fl.bias_act(X, None, a)])
+def test_activations_that_do_not_exist(function: Callable[[object], Tensor]) -> None:
+    with pytest.raises(ValueError, match="unknown activation 'gleu'; the known ones are: ") as error:
+        function("gleu")
+    _said(error, *activations())
+    with pytest.raises(TypeError, match="activation must be a name, a module, a function or None, got int: 3"):
+        function(3)
+
+
+@pytest.mark.parametrize("save", ["outputs", "", None, True, 3], ids=repr)
+def test_save_must_be_one_of_four(save: Any) -> None:
+    for name, call in (
+        ("dense_bias_act", lambda: fl.dense_bias_act(X, W, B, "gelu", save=save)),
+        ("bias_act", lambda: fl.bias_act(X, None, "gelu", save=save)),
+    ):
+        with pytest.raises(
+            ValueError, match=f"^{name}: save must be one of auto, output, input, recompute, got "
+        ) as error:
+            call()
+        _said(error, repr(save))
+
+
+@pytest.mark.parametrize(
+    ("activation", "dtype", "reason"),
+    [
+        (nn.LeakyReLU(-0.1), torch.float32, "negative_slope = -0.1"),
+        (nn.ELU(-1.0), torch.float32, "alpha = -1"),
+        (nn.CELU(-1.0), torch.bfloat16, "alpha = -1"),
+        (nn.Threshold(0.0, 1.0), torch.float32, "value > threshold"),
+        (nn.Softplus(1.0, 2.0), torch.float32, "threshold = 2"),
+        ("gelu", torch.float64, "accurate to float32, not to float64"),
+        (torch.sin, torch.float32, "sin is left to PyTorch because it is not in the table"),
+        (nn.PReLU(), torch.float32, "PReLU is left to PyTorch because"),
+    ],
+    ids=str,
+)
+def test_save_output_where_the_output_does_not_suffice(activation: object, dtype: torch.dtype, reason: str) -> None:
+    x, w = X.to(dtype), W.to(dtype)
+    before = x.clone()
+    for name, call in (
+        ("dense_bias_act", lambda: fl.dense_bias_act(x, w, None, activation, save="output")),
+        ("bias_act", lambda: fl.bias_act(x, None, activation, save="output")),
+        ("bias_act", lambda: fl.bias_act(x, None, activation, save="output", inplace=True)),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: save='output' cannot be had for ") as error:
+            call()
+        _said(error, str(dtype), reason, "use save='auto', 'input' or 'recompute'")
+    assert torch.equal(x, before)

@@ -1,0 +1,49 @@
+"""What the README says is run: its code, its commands, its tables, and the examples."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+COMMANDS = re.findall(r"^(pip install .*)$", README, re.MULTILINE)
+
+
+def test_code_blocks_run_in_order(capsys):
+    namespace: dict[str, object] = {}
+    for number, block in enumerate(BLOCKS):
+        exec(compile(block, f"README.md, block {number}", "exec"), namespace)
+        shown = [line.removeprefix("# ") for line in block.splitlines() if line.startswith("# FusedDenseAct(")]
+        printed = capsys.readouterr().out
+        assert all(line in printed for line in shown)
+    assert len(BLOCKS) >= 8
+
+
+def test_ci_runs_the_readme_command():
+    (test_command,) = (command for command in COMMANDS if command.endswith("pytest"))
+    assert test_command in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+
+
+def test_tables_are_generated_from_committed_results():
+    done = subprocess.run(
+        [sys.executable, "-m", "bench", "readme", "--check"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_examples_run(path):
+    done = subprocess.run([sys.executable, "-W", "error", path], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_block_example_halves_what_is_saved():
+    done = subprocess.run([sys.executable, ROOT / "examples" / "mlp_block.py"], capture_output=True, text=True)
+    buffers = {line.split()[0]: float(line.split()[1]) for line in done.stdout.splitlines()}
+    assert buffers["eager"] - buffers["function"] == pytest.approx(1, abs=0.01)
+    assert buffers["eager"] - buffers["module"] == pytest.approx(1, abs=0.01)
