@@ -1,6 +1,6 @@
 """What the compiler makes of the elementwise kernels, for GPUs that need not be there.
 
-    python tests/aot.py sm_90 --activation gelu --dtype bfloat16
+    python tests/aot.py sm_90 gelu tanh/float32
 
 prints a JSON list with an object per kernel. Registers, spills and the width of memory accesses are read from the machine
 code: with cuobjdump from Triton's wheel for NVIDIA, from the assembly for AMD.
@@ -175,18 +175,18 @@ def kernels_of(activation: Activation) -> tuple[str, ...]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compile the elementwise kernels ahead of time.")
     parser.add_argument("target", choices=TARGETS)
-    parser.add_argument("--activation", nargs="*", default=activations(), choices=activations(), metavar="NAME")
-    parser.add_argument("--dtype", nargs="*", default=["bfloat16"], choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--bias", nargs="*", default=["column"], choices=MATRICES)
-    parser.add_argument("--index", default="int32", choices=["int32", "int64"])
+    parser.add_argument(
+        "case", nargs="*", help="activation[/dtype[/bias[/index]]], like gelu/bfloat16/column/int32 (default: all of them)"
+    )
     options = parser.parse_args()
-    reports = [
-        compile_kernel(options.target, activation, kernel, getattr(torch, dtype), bias, getattr(tl, options.index))
-        for activation in map(resolve, options.activation)
-        for dtype in options.dtype
-        for bias in options.bias
-        for kernel in kernels_of(activation)
-    ]
+    reports = []
+    for case in options.case or activations():
+        name, dtype, bias, index, *_ = [*case.split("/"), *("bfloat16", "column", "int32")[case.count("/") :]]
+        activation = resolve(name)
+        for kernel in kernels_of(activation):
+            reports.append(
+                compile_kernel(options.target, activation, kernel, getattr(torch, dtype), bias, getattr(tl, index))
+            )
     print(json.dumps([asdict(report) for report in reports], indent=1))
 
 

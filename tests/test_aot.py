@@ -22,13 +22,13 @@ MOST_SCALAR_SPILLS = 16
 Reports = list[dict[str, Any]]
 
 
-def compile_all(target: str, *runs: Iterable[str]) -> Reports:
-    """What ``aot.py`` reports for each list of arguments; a process each, which do not interpret."""
+def compile_all(*runs: Iterable[str]) -> Reports:
+    """What ``aot.py`` reports for each list of arguments: a process each, at the same time, without interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(SCRIPT.parent.parent), environment.get("PYTHONPATH", "")])
     processes = [
         subprocess.Popen(
-            [sys.executable, SCRIPT, target, *run],
+            [sys.executable, SCRIPT, *run],
             env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
         for run in runs
@@ -53,32 +53,26 @@ def check(reports: Reports) -> None:
         assert report["narrow_stores"] == 0 or (gradient and report["bias"] != "none"), report
 
 
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-def test_gelu_compiles_without_spills(target: str) -> None:
-    reports = compile_all(target, ["--activation", "gelu"])
-    assert [report["kernel"] for report in reports] == ["forward", "derivative_given_output", "derivative_given_input"]
+def test_gelu_compiles_without_spills() -> None:
+    reports = compile_all(["sm_90", "gelu"], ["gfx942", "gelu"])
+    assert [report["kernel"] for report in reports] == 2 * [
+        "forward",
+        "derivative_given_output",
+        "derivative_given_input",
+    ]
     check(reports)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_activation_compiles_without_spills(target: str) -> None:
-    names = activations()
-    first = ["--activation", *names[::2]]
-    second = ["--activation", *names[1::2]]
+def test_everything_compiles_without_spills(target: str) -> None:
+    cases = [*activations(), "gelu/float32", "gelu/float16", "tanh/float32", "hardswish/float16"]
+    cases += [f"gelu/bfloat16/{bias}/{index}" for bias in ("none", "column", "row") for index in ("int32", "int64")]
+    runs = [target, *cases[::2]], [target, *cases[1::2]]
     if "PYTEST_XDIST_WORKER" in os.environ:  # the workers are processes enough
-        reports = compile_all(target, first) + compile_all(target, second)
+        reports = compile_all(runs[0]) + compile_all(runs[1])
     else:
-        reports = compile_all(target, first, second)
-    assert {report["activation"] for report in reports} == set(names) - {"identity"}
-    check(reports)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_dtype_layout_and_index_compiles_without_spills(target: str) -> None:
-    gelu = ["--activation", "gelu"]
-    reports = compile_all(target, [*gelu, "--dtype", "float32", "float16"], [*gelu, "--bias", "none", "row"])
-    reports += compile_all(target, [*gelu, "--index", "int64"])
-    assert len(reports) == 5 * 3
+        reports = compile_all(*runs)
+    assert {report["activation"] for report in reports} == set(activations()) - {"identity"}
+    assert len({(r["dtype"], r["bias"], r["index"]) for r in reports if r["activation"] == "gelu"}) == 8
     check(reports)

@@ -16,7 +16,7 @@ from bench import ROOT, dense, gpu_check, machine, measure, plot, pointwise, rep
 from bench.__main__ import main as bench_main
 
 CPU = torch.device("cpu")
-TINY = shapes.Shape("tiny", 16, 96, {"cpu": 16})  # 4 rows of it, when quick, are above functional.SMALL
+TINY = shapes.Shape("Tiny", 8, 64, {"cpu": 12})  # 4 rows of it, when quick: not below functional.SMALL
 CASE = shapes.Case("model", TINY, "relu", "float32")
 
 
@@ -92,8 +92,8 @@ def test_a_result_has_everything_a_reader_needs(tmp_path: Path) -> None:
 
     (row,) = result["cases"]
     assert row["id"] == "model/tiny/relu/float32"
-    assert (row["tokens"], row["in_features"], row["hidden_features"]) == (4, 8, 16)
-    assert row["hidden_bytes"] == 4 * 16 * 4
+    assert (row["tokens"], row["in_features"], row["hidden_features"]) == (4, 8, 64)
+    assert row["hidden_bytes"] == 4 * 64 * 4
     for variant in ("eager", "fusedlayers"):
         values = row["variants"][variant]
         for mode in ("forward", "forward_backward"):
@@ -200,8 +200,12 @@ def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
 # --- pointwise --------------------------------------------------------------------------------------------------------
 
 
-def test_pointwise_compares_bandwidths(tmp_path: Path) -> None:
-    result = pointwise.run(CPU, ("float32",), sizes=((16, 32),), budget_seconds=3, out=tmp_path)
+def test_pointwise_compares_bandwidths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interleave = measure.interleave
+    monkeypatch.setattr(
+        measure, "interleave", lambda functions, device, seconds: interleave(functions, device, seconds=0.05)
+    )
+    result = pointwise.run(CPU, ("float32",), sizes=((16, 32),), out=tmp_path)
     assert json.loads((tmp_path / "pointwise.json").read_text()) == result
     assert [row["activation"] for row in result["cases"]] == list(shapes.ACTIVATIONS)
     row = result["cases"][0]
@@ -291,7 +295,10 @@ def test_readme_without_results(tmp_path: Path) -> None:
         ("no marker", "no `<!-- bench:dense -->` marker"),
         ("<!-- bench:dense -->", "needs its `<!-- /bench:dense -->`".replace("dense", "NAME")),
         ("<!-- /bench:dense --><!-- bench:dense -->", "needs its"),
-        (README + "<!-- bench:other --><!-- /bench:other -->", r"no table is called 'other'; there are \['dense'\]"),
+        (
+            README + "<!-- bench:other --><!-- /bench:other -->",
+            r"no table is called 'other'; there are \['accuracy', 'dense'\]",
+        ),
     ],
 )
 def test_readme_markers_must_be_right(text: str, message: str, tmp_path: Path) -> None:

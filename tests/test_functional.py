@@ -356,8 +356,8 @@ def test_the_bias_runs_along_any_dimension(dim: int, save: str) -> None:
     )
 
 
-def _laid_out(kind: str) -> Tensor:
-    z = torch.randn(4, 6, 10, 8)
+def _laid_out(kind: str, dtype: torch.dtype) -> Tensor:
+    z = torch.randn(4, 6, 10, 8).to(dtype)
     return {
         "channels_last": z.contiguous(memory_format=torch.channels_last),
         "transposed": z.transpose(0, 3),
@@ -373,8 +373,7 @@ def _laid_out(kind: str) -> Tensor:
 @pytest.mark.parametrize("save", SAVES)
 @every_float
 def test_memory_formats_are_kept(kind: str, name: str, save: str, dtype: torch.dtype) -> None:
-    z = _laid_out(kind).to(dtype)
-    z = z.detach().requires_grad_()
+    z = _laid_out(kind, dtype).requires_grad_()
     assert not z.is_contiguous()
     (b,) = _tensors((z.shape[1],), dtype=dtype)
     y = fl.bias_act(z, b, name, dim=1, save=save)

@@ -123,7 +123,9 @@ def _gradient(dy: Tensor, saved: Tensor, activation: Activation, given: Literal[
 def _differentiate(activation: Activation, z: Tensor) -> Tensor:
     with torch.enable_grad():
         z = z.detach().requires_grad_()
-        y = activation.function(z)
+        # torch's own function: its backward is one kernel, and for mish and gelu_tanh three times as accurate as the
+        # derivatives of the row's operations.
+        y = activation.plain(z)
         return torch.autograd.grad(y, z, torch.ones_like(y))[0]
 
 
