@@ -81,7 +81,8 @@ def dense_bias_act(
         raise ValueError(
             f"dense_bias_act: expected bias ({weight.shape[0]},) for weight {_shape(weight)}, got {_shape(bias)}"
         )
-    if torch.is_autocast_enabled(input.device.type):
+    autocast = input.device.type != "meta" and torch.is_autocast_enabled(input.device.type)  # torch refuses for meta
+    if autocast and resolved.unfused_because is None:
         # As F.linear is cast. The activation's own operations must not be cast once more, one by one.
         dtype = torch.get_autocast_dtype(input.device.type)
 
@@ -90,7 +91,8 @@ def dense_bias_act(
 
         with torch.autocast(input.device.type, enabled=False):
             return dense_bias_act(cast(input), cast(weight), None if bias is None else cast(bias), resolved, save=save)
-    _check_one_dtype("dense_bias_act", input, weight, bias)
+    if not autocast:
+        _check_one_dtype("dense_bias_act", input, weight, bias)
     keep = _choose_save("dense_bias_act", resolved, save, input.dtype)
 
     if keep == "nothing":

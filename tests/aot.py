@@ -89,8 +89,9 @@ def compile_kernel(
     function = elementwise.bias_act_kernel if role == "forward" else elementwise.gradient_kernel
     constants = {"BIAS": bias, "ROWS": rows, "COLUMNS": columns, "INDEX": index}
     constants[role.upper()] = device_function(activation, role, given=given, dtype=dtype)
-    # As Triton specialises at launch: a size of 1 is a constant, the others here are divisible by 16.
-    constants |= {name: 1 for name in ("rows", "channels") if getattr(matrix, name) == 1 and name in function.arg_names}
+    # As Triton specialises at launch: an argument of 1 is a constant, the other sizes here are divisible by 16.
+    ones = {name for name in ("rows", "channels") if getattr(matrix, name) == 1} | ({"steps"} if bias == "none" else set())
+    constants |= {name: 1 for name in ones if name in function.arg_names}
 
     signature, attributes = {}, {}
     for position, name in enumerate(function.arg_names):

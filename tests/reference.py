@@ -64,4 +64,4 @@ def second_derivative(function: Function, z: Tensor) -> Tensor:
     """``function''`` at float64 ``z``, by autograd."""
     z = z.double().detach().requires_grad_()
     (slope,) = torch.autograd.grad(function(z).sum(), z, create_graph=True)
-    return torch.autograd.grad(slope.sum(), z)[0]
+    return torch.autograd.grad(slope.sum(), z)[0] if slope.requires_grad else torch.zeros_like(z)

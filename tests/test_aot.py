@@ -19,6 +19,9 @@ TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 #: Scalar registers beyond AMD's hundred move to lanes of vector registers: instructions, but no memory.
 MOST_SCALAR_SPILLS = 16
 
+#: With 64-bit offsets (tensors of more than 2^31 elements) some versions of ptxas put a value or two aside around the loop.
+MOST_SPILL_BYTES = {"int32": 0, "int64": 16}
+
 Reports = list[dict[str, Any]]
 
 
@@ -44,7 +47,7 @@ def compile_all(*runs: Iterable[str]) -> Reports:
 def check(reports: Reports) -> None:
     for report in reports:
         gradient = report["kernel"] != "forward"
-        assert report["spill_bytes"] == 0, report
+        assert report["spill_bytes"] <= MOST_SPILL_BYTES[report["index"]], report
         assert report["scalar_spills"] <= MOST_SCALAR_SPILLS, report
         assert report["wide_loads"] >= report["least_wide_loads"] > 0, report
         assert report["wide_stores"] >= report["least_wide_stores"] > 0, report
@@ -68,6 +71,7 @@ def test_gelu_compiles_without_spills() -> None:
 def test_everything_compiles_without_spills(target: str) -> None:
     cases = [*activations(), "gelu/float32", "gelu/float16", "tanh/float32", "hardswish/float16"]
     cases += [f"gelu/bfloat16/{bias}/{index}" for bias in ("none", "column", "row") for index in ("int32", "int64")]
+    cases += ["relu/bfloat16/row/int64"]
     runs = [target, *cases[::2]], [target, *cases[1::2]]
     if "PYTEST_XDIST_WORKER" in os.environ:  # the workers are processes enough
         reports = compile_all(runs[0]) + compile_all(runs[1])

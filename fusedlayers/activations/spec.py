@@ -77,9 +77,10 @@ class Row:
             )
         bound = {**self.parameters, **parameters}
         key = (self.name, *bound.values())
-        # A plain dictionary and not functools.cache: torch.compile traces through the one and warns about the other.
+        function = functools.partial(self.function, **bound) if bound else self.function
+        if torch.compiler.is_compiling():  # a trace is guarded by all that it reads, and this dictionary grows
+            return Activation(self.name, function, bound, self)
         if key not in _bound:
-            function = functools.partial(self.function, **bound) if bound else self.function
             _bound[key] = Activation(self.name, function, bound, self)
         return _bound[key]
 
@@ -95,13 +96,26 @@ class Activation:
     #: Why this function is left to plain PyTorch, or None where it is fused.
     unfused_because: str | None = None
 
-    @functools.cached_property
-    def is_identity(self) -> bool:
-        return self.name == "identity"
+    is_identity: bool = field(init=False)
+    #: Whether the function turns once, so that an output needs its branch to tell the derivative.
+    is_folded: bool = field(init=False)
+    #: What a user of plain PyTorch would call: torch's own function where there is one, which saves the least.
+    plain: Callable[[Tensor], Tensor] = field(init=False)
+    #: Why the derivative cannot be had from the output in any dtype, or None where it can.
+    needs_input_because: str | None = field(init=False)
 
-    @functools.cached_property
-    def plain(self) -> Callable[[Tensor], Tensor]:
-        """What a user of plain PyTorch would call: torch's own function where there is one, which saves the least."""
+    def __post_init__(self) -> None:
+        # Here and not when first asked for: functools.cached_property takes a lock, which torch.compile cannot trace.
+        def set_once(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        stated = None if self.row is None else self.row.given_output
+        set_once("is_identity", self.name == "identity")
+        set_once("is_folded", isinstance(stated, FoldedDerivative) or stated == "fold")
+        set_once("plain", self._plain())
+        set_once("needs_input_because", self._needs_input_because())
+
+    def _plain(self) -> Callable[[Tensor], Tensor]:
         if self.row is None:
             return self.function
         if self.row.plain is not None:
@@ -111,12 +125,9 @@ class Activation:
                 return functools.partial(target, **arguments, **self.parameters)
         return self.function
 
-    @functools.cached_property
-    def needs_input_because(self) -> str | None:
-        """Why the derivative cannot be had from the output in any dtype, or None where it can."""
-        if self.unfused_because is not None:
+    def _needs_input_because(self) -> str | None:
+        if self.row is None:
             return self.unfused_because
-        assert self.row is not None
         if self.row.given_output is None:
             return f"the derivative of {self.name} is not known in terms of its output"
         return self.row.unless(**self.parameters) if self.row.unless is not None else None
@@ -126,13 +137,6 @@ class Activation:
         if self.needs_input_because is None and self.is_folded and dtype is torch.float64:
             return f"the fitted derivative of {self.name} is accurate to float32, not to float64"
         return self.needs_input_because
-
-    @functools.cached_property
-    def is_folded(self) -> bool:
-        """Whether the function turns once, so that an output needs its branch to tell the derivative."""
-        if self.row is None:
-            return False
-        return self.row.given_output == "fold" or isinstance(self.row.given_output, FoldedDerivative)
 
     def folded(self, dtype: torch.dtype = torch.float32) -> FoldedDerivative | None:
         """The fold, and the derivative on both sides as closely as outputs of ``dtype`` tell it; None without one."""

@@ -1,7 +1,6 @@
 """Bias, activation and gradient in torch operations: the readable reference, and what runs on CPUs.
 
-Large tensors are walked in chunks that fit the cache, so that temporaries stay small and every pass but the first finds
-its operands there. Three ways to evaluate, by dtype:
+Large tensors are walked in chunks (``chunks.py``). Three ways to evaluate, by dtype:
 
 * ATen's own kernel where the table names one: a single vectorised pass;
 * 16-bit dtypes otherwise: a table over all 65,536 values, made once in float64, and one gather. Exact and branch-free;
@@ -12,7 +11,7 @@ activations.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -22,14 +21,8 @@ from ...activations import Activation, branch
 from ...broadcast import along, is_dense, sum_along
 from ...clean import in_clean_state
 from . import fold
-
-#: Elements per chunk. At most, what keeps a handful of float32 chunks in the caches: every operation is a barrier among
-#: threads, and on a busy machine a barrier may cost milliseconds, so that fewer and longer ones win (2^19 was best or
-#: next to it at 2 and 4 threads of a Zen 4 machine). At least, what torch gives to one thread without any barrier.
-#: Between them a sixteenth of the tensor, so that the few temporaries together stay well below one hidden-sized buffer.
-CHUNK_MAXIMUM = 1 << 19
-CHUNK_MINIMUM = 1 << 15
-CHUNKS = 16
+from .chunks import for_each
+from .lookup import lookup
 
 
 def bias_act(
@@ -55,19 +48,15 @@ def forward_(z: Tensor, activation: Activation, *, encode: bool) -> None:
     if native is not None and not encode:
         native(z, **activation.parameters)
         return
-    flat = _flat(z)
     if z.dtype.itemsize == 2:
         table = _forward_table(activation, z.dtype, encode, z.device)
-        for part in _chunks(flat):
-            torch.index_select(table, 0, _index(part), out=part)
+        for_each(lambda part: part.copy_(lookup(table, _index(part))), z)
     elif encode:
         folded = activation.folded()
         assert folded is not None and z.dtype is torch.float32
-        for part in _chunks(flat):
-            fold.forward_(part, activation.function, folded.fold.position)
+        for_each(lambda part: fold.forward_(part, activation.function, folded.fold.position), z)
     else:
-        for part in _chunks(flat):
-            part.copy_(activation.function(part))
+        for_each(lambda part: part.copy_(activation.function(part)), z)
 
 
 def gradient(
@@ -102,22 +91,20 @@ def gradient(
 def _gradient(dy: Tensor, saved: Tensor, activation: Activation, given: Literal["output", "input"], dz: Tensor) -> None:
     if dy.stride() != saved.stride():
         dy = torch.empty_like(saved).copy_(dy)
-    parts = zip(_chunks(_flat(dy)), _chunks(_flat(saved)), _chunks(_flat(dz)), strict=True)
+    slope = _slope(saved, activation, given)
+    for_each(lambda dy_part, part, dz_part: torch.mul(dy_part, slope(part), out=dz_part), dy, saved, dz)
+
+
+def _slope(saved: Tensor, activation: Activation, given: str) -> Callable[[Tensor], Tensor]:
+    """The derivative as a function of a chunk of the saved tensor."""
     if saved.dtype.itemsize == 2:
         table = _derivative_table(activation, saved.dtype, given, saved.device)
-        for dy_part, part, dz_part in parts:
-            torch.mul(dy_part, torch.index_select(table, 0, _index(part)), out=dz_part)
-    elif given == "output" and activation.is_folded:
-        derivative = fold.derivative(activation)
-        for dy_part, part, dz_part in parts:
-            torch.mul(dy_part, derivative(part), out=dz_part)
-    else:
-        for dy_part, part, dz_part in parts:
-            if given == "output":
-                slope = activation.derivative_given_output(part, part.dtype)
-            else:
-                slope = _differentiate(activation, part)
-            torch.mul(dy_part, slope, out=dz_part)
+        return lambda part: lookup(table, _index(part))
+    if given == "input":
+        return functools.partial(_differentiate, activation)
+    if activation.is_folded:
+        return fold.derivative(activation)
+    return lambda part: activation.derivative_given_output(part, part.dtype)
 
 
 def _differentiate(activation: Activation, z: Tensor) -> Tensor:
@@ -127,16 +114,6 @@ def _differentiate(activation: Activation, z: Tensor) -> Tensor:
         # derivatives of the row's operations.
         y = activation.plain(z)
         return torch.autograd.grad(y, z, torch.ones_like(y))[0]
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """All elements in memory order. Callers hand over tensors without gaps: buffers made here, or copies."""
-    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
-
-
-def _chunks(flat: Tensor) -> Iterator[Tensor]:
-    size = min(CHUNK_MAXIMUM, max(CHUNK_MINIMUM, flat.numel() // CHUNKS))
-    return iter((flat,)) if flat.numel() <= size else iter(flat.split(size))
 
 
 def _index(part: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ...activations import Activation
 from ...activations.inverse import FoldedDerivative, Polynomials
 from ...clean import in_clean_state
+from .lookup import lookup
 
 _SIGN_AND_BIT = -(2**31) + 1
 
@@ -48,7 +49,7 @@ def derivative(activation: Activation) -> Callable[[Tensor], Tensor]:
 class _Interpolated:
     """``FoldedDerivative`` on encoded float32 outputs, from a table of it.
 
-    Forty Horner steps are forty passes; a table that is linear between its nodes takes two gathers. The nodes are
+    Forty Horner steps are forty passes; a table that is linear between its nodes takes one look-up. The nodes are
     uniform in ``v = +-sqrt(y - y_min)``, and on the falling branch's tail in ``w = sqrt(-y)``, in which the derivative
     is smooth down to y = 0. One coordinate c numbers them all, tail first; its integer part is the index, the rest the
     position between.
@@ -75,7 +76,7 @@ class _Interpolated:
         nodes = torch.cat([tail, body])
         steps = nodes.diff(append=nodes[-1:])
         steps[self.TAIL] = 0  # between the tail's last node and the body's first there is no interval
-        self.nodes, self.steps = nodes.float(), steps.float()
+        self.nodes = torch.complex(nodes.float(), steps.float())  # a pair is one look-up
         self.body_offset = torch.tensor(self.TAIL + 1 - self.body_start * self.scale, dtype=torch.float32)
 
     def __call__(self, y: Tensor) -> Tensor:
@@ -93,8 +94,8 @@ class _Interpolated:
 
         # NaN has no index; its fraction is NaN, and so is the result.
         index = c.to(torch.int32).clamp_(0, self.TAIL + self.BODY + 1)
-        steps = self.steps.index_select(0, index)
-        return torch.addcmul(self.nodes.index_select(0, index), c.frac_(), steps)
+        node, step = torch.view_as_real(lookup(self.nodes, index)).unbind(-1)
+        return torch.addcmul(node, c.frac_(), step)
 
 
 #: Its root is far below the first node of the tail, and rsqrt of it is finite.

@@ -150,11 +150,12 @@ def gradient(
     bias_dim: int | None,
 ) -> tuple[Tensor, Tensor | None]:
     """``dz = dy * f'``, over ``saved`` if ``overwrite``, and its sum over all but ``bias_dim``, if asked for."""
-    dz = saved if overwrite else torch.empty_like(saved)
-    dy = _as_laid_out(dy, dz)
-    matrix = _as_matrix(dz, bias_dim)
+    dz = saved if overwrite and is_dense(saved) else torch.empty_like(saved)
     if dz.numel() == 0:
         return dz, None if bias_dim is None else dz.new_zeros(dz.shape[bias_dim])
+    # A saved input is the user's: it may have gaps.
+    dy, saved = _as_laid_out(dy, dz), _as_laid_out(saved, dz)
+    matrix = _as_matrix(dz, bias_dim)
     rows, columns = _tile(matrix)
     across, along = triton.cdiv(matrix.columns, columns), triton.cdiv(matrix.rows, rows)
     if matrix.bias == "row":
@@ -169,7 +170,7 @@ def gradient(
             dy, saved, dz, partial, matrix.rows, matrix.columns, steps,
             DERIVATIVE=derivative, BIAS=matrix.bias, ROWS=rows, COLUMNS=columns, INDEX=_index_type(dz), **OPTIONS,
         )  # fmt: skip
-    if overwrite:
+    if dz is saved:
         torch.autograd.graph.increment_version(dz)
     return dz, None if bias_dim is None else partial.view(-1, matrix.channels).sum(0).to(dz.dtype)
 
@@ -184,10 +185,10 @@ def _as_matrix(tensor: Tensor, dim: int | None) -> Matrix:
     if dim is None:
         return Matrix(1, tensor.numel(), 1, "none")
     channels = tensor.shape[dim]
-    if tensor.movedim(dim, -1).is_contiguous():
-        return Matrix(tensor.numel() // max(channels, 1), channels, channels, "column")
-    assert tensor.is_contiguous(), "a bias needs a contiguous or channels-last buffer"
-    inner = tensor[(0,) * (dim % tensor.dim() + 1)].numel() if tensor.numel() else 1
+    # Neighbours along dim are as far apart as there are elements inside of it, whatever the order of the dimensions.
+    inner = tensor.stride(dim) if channels > 1 else tensor.numel()
+    if inner == 1:
+        return Matrix(tensor.numel() // channels, channels, channels, "column")
     return Matrix(tensor.numel() // inner, inner, channels, "row")
 
 

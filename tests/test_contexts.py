@@ -1,0 +1,582 @@
+"""The layers under everything that PyTorch may have switched on around them."""
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import reference
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import fusedlayers as fl
+from fusedlayers import functional
+from fusedlayers.activations import Activation, branch, resolve, rows
+
+TABLE = [row.bind() for row in rows()]
+SAVES = ("output", "input", "recompute")
+#: One folded, one with ATen's own kernels, one in plain operations, one that is left to PyTorch, none at all.
+KINDS = ["gelu", "tanh", "softplus", torch.sin, None]
+
+every_activation = pytest.mark.parametrize("activation", TABLE, ids=str)
+every_kind = pytest.mark.parametrize("activation", KINDS, ids=lambda a: getattr(a, "__name__", str(a)))
+every_save = pytest.mark.parametrize("save", SAVES)
+
+# torch's compiler uses deprecated parts of torch itself, and instantiates autograd Functions that it traces.
+compiles = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
+
+#: What saving the output costs a folded derivative in float32.
+CLOSE: dict[str, float] = {"rtol": 1e-5, "atol": 5e-4}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def layer() -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(torch.randn(s, requires_grad=True) for s in ((30, 12), (40, 12), (40,)))  # type: ignore[return-value]
+
+
+def _torchs(activation: object) -> Callable[[Tensor], Tensor]:
+    return resolve(activation).plain
+
+
+def _save_for(activation: object, save: str) -> str:
+    return "input" if save == "output" and resolve(activation).needs_input_because is not None else save
+
+
+# --- backward, twice and again ----------------------------------------------------------------------------------------
+
+
+@every_kind
+@every_save
+def test_backward_twice_with_retain_graph(layer: tuple[Tensor, ...], activation: object, save: str) -> None:
+    y = fl.dense_bias_act(*layer, activation, save=_save_for(activation, save))
+    before = y.detach().clone()
+    dy = torch.randn_like(y)
+    first = torch.autograd.grad(y, layer, dy, retain_graph=True)
+    second = torch.autograd.grad(y, layer, dy, retain_graph=True)
+    third = torch.autograd.grad(y, layer, dy)
+    for a, b, c in zip(first, second, third, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+    assert torch.equal(y, before)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "tanh", "softplus"])
+@every_save
+def test_backward_twice_without_it_raises_as_torch_does(layer: tuple[Tensor, ...], activation: str, save: str) -> None:
+    z = torch.randn(30, 40, requires_grad=True)
+    for y in (fl.dense_bias_act(*layer, activation, save=save), fl.bias_act(z, None, activation, save=save)):
+        loss = y.sum()
+        loss.backward()
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            loss.backward()
+
+
+@every_kind
+@every_save
+def test_create_graph(layer: tuple[Tensor, ...], activation: object, save: str) -> None:
+    # A gradient penalty, as trained with.
+    def penalty(y: Tensor, x: Tensor) -> Tensor:
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return (dx.norm(dim=1) - 1).square().mean()
+
+    ours = penalty(fl.dense_bias_act(*layer, activation, save=_save_for(activation, save)), layer[0])
+    eager = penalty(reference.dense_bias_act(*layer, _torchs(activation)), layer[0])
+    torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)
+    got = torch.autograd.grad(ours, layer, allow_unused=True, materialize_grads=True)
+    expected = torch.autograd.grad(eager, layer, allow_unused=True, materialize_grads=True)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@every_save
+def test_gradients_accumulate_over_uses(layer: tuple[Tensor, ...], save: str) -> None:
+    x, w, b = layer
+    for t in layer:
+        t.grad = torch.ones_like(t)
+    y = fl.dense_bias_act(x, w, b, "gelu", save=save)
+    again = fl.dense_bias_act(x * 2, w, b, "gelu", save=save)
+    (y.sum() + (y * again).sum()).backward()
+    got = [t.grad - 1 for t in layer]  # type: ignore[operator]
+    y, again = F.gelu(F.linear(x, w, b)), F.gelu(F.linear(x * 2, w, b))
+    torch.testing.assert_close(got, list(torch.autograd.grad(y.sum() + (y * again).sum(), layer)), rtol=1e-4, atol=5e-3)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_anomaly_mode_is_quiet(layer: tuple[Tensor, ...]) -> None:
+    with torch.autograd.detect_anomaly(check_nan=True):
+        fl.dense_bias_act(*layer, "gelu").sum().backward()
+
+
+def test_backward_on_another_thread_and_after_the_layer_is_gone() -> None:
+    module = fl.FusedDenseAct(12, 40, "silu")
+    x = torch.randn(30, 12, requires_grad=True)
+    y = module(x)
+    del module
+    y.sum().backward()
+    assert x.grad is not None
+
+
+# --- autocast ---------------------------------------------------------------------------------------------------------
+
+
+@every_activation
+@every_save
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(layer: tuple[Tensor, ...], activation: Activation, save: str, dtype: torch.dtype) -> None:
+    x, w, b = layer
+    with torch.autocast("cpu", dtype):
+        y = fl.dense_bias_act(x, w, b, activation, save=save)
+        z = F.linear(x, w, b)
+    assert y.dtype is z.dtype is dtype
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(y.double(), activation.function(z.double()), rtol=1.01 * eps, atol=1e-6)
+    dy = torch.randn(30, 40).to(dtype)
+    got = torch.autograd.grad(y, layer, dy)
+    dz = (dy.double() * reference.derivative(activation.function, z)).to(dtype)
+    for a, e, t in zip(got, torch.autograd.grad(z, layer, dz), layer, strict=True):
+        assert a.dtype is t.dtype is torch.float32
+        assert float((a - e).norm() / e.norm()) < (3 if activation.is_folded else 2) * eps
+
+
+def test_autocast_keeps_float64_and_casts_nothing_twice(layer: tuple[Tensor, ...]) -> None:
+    doubles = [t.detach().double() for t in layer]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fl.dense_bias_act(*doubles, "gelu").dtype is torch.float64
+        # An activation by itself is left in its dtype, as torch leaves it.
+        z = torch.randn(30, 40)
+        assert fl.gelu(z).dtype is F.gelu(z).dtype is torch.float32
+        assert fl.bias_act(z.bfloat16(), None, "softplus").dtype is torch.bfloat16
+
+
+def test_autocast_mixes_dtypes_that_are_an_error_without() -> None:
+    x, w = torch.randn(30, 12), torch.randn(40, 12, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fl.dense_bias_act(x, w, None, "gelu").dtype is torch.bfloat16
+    with pytest.raises(ValueError, match="all tensors must have one dtype"):
+        fl.dense_bias_act(x, w, None, "gelu")
+
+
+def test_autocast_of_a_callable_from_outside_the_table(layer: tuple[Tensor, ...]) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        y = fl.dense_bias_act(*layer, nn.PReLU())
+    assert y.dtype is torch.bfloat16
+
+
+# --- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+def _all_layers(x: Tensor, w: Tensor, b: Tensor, save: str) -> list[Tensor]:
+    return [fl.dense_bias_act(x, w, b, a, save=save) for a in TABLE]
+
+
+def _forward_and_gradients(
+    function: Callable[..., list[Tensor]], *tensors: Tensor
+) -> tuple[list[Tensor], list[tuple[Tensor, ...]]]:
+    ys = function(*tensors)
+    dy = torch.randn(30, 40, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)  # any dtype holds it
+    return ys, [torch.autograd.grad(y, tensors, dy.to(y.dtype), retain_graph=True) for y in ys]
+
+
+@compiles
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("save", ["auto", "input", "recompute"])
+def test_compiled_by_inductor(save: str, dtype: torch.dtype) -> None:
+    _check_compiled("inductor", save, dtype)
+
+
+@compiles
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("save", ["auto", "recompute"])
+def test_compiled_without_inductor(save: str, dtype: torch.dtype) -> None:
+    _check_compiled("aot_eager", save, dtype)
+
+
+def _check_compiled(backend: str, save: str, dtype: torch.dtype) -> None:
+    torch.compiler.reset()
+    x, w, b = (torch.randn(s).to(dtype).requires_grad_() for s in ((30, 12), (40, 12), (40,)))
+    compiled = torch.compile(functools.partial(_all_layers, save=save), fullgraph=True, backend=backend)
+    got = _forward_and_gradients(compiled, x, w, b)
+    doubles = [t.detach().double().requires_grad_() for t in (x, w, b)]
+    expected = _forward_and_gradients(lambda *t: [reference.dense_bias_act(*t, a.function) for a in TABLE], *doubles)
+    eager = _forward_and_gradients(lambda *t: [reference.dense_bias_act(*t, a.plain) for a in TABLE], x, w, b)
+    for i, activation in enumerate(TABLE):
+        assert got[0][i].dtype is dtype
+        tolerance = 4 * torch.finfo(dtype).eps + (1e-5 if activation.is_folded else 0)
+        for ours, eagers, truth in zip(
+            (got[0][i], *got[1][i]), (eager[0][i], *eager[1][i]), (expected[0][i], *expected[1][i]), strict=True
+        ):
+            error, eager_error = ((t.double() - truth).detach().norm() / truth.detach().norm() for t in (ours, eagers))
+            assert float(error) <= 2 * float(eager_error) + tolerance, activation
+
+
+@compiles
+@pytest.mark.parametrize("name", ["gelu", "tanh"])
+def test_compiled_outputs_carry_the_branch_only_for_a_backward_pass(name: str) -> None:
+    torch.compiler.reset()
+    z = torch.linspace(-6, 6, 1001)
+    compiled = torch.compile(lambda z: fl.bias_act(z, None, name), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(z), resolve(name).plain(z))
+    assert torch.equal(compiled(z), resolve(name).plain(z))
+    y = compiled(z.clone().requires_grad_())
+    if name == "gelu":
+        fold = resolve(name).folded()
+        assert fold is not None
+        assert torch.equal(branch.decode(y, torch.float32), z < fold.fold.position)
+
+
+@compiles
+def test_compiled_with_dynamic_shapes() -> None:
+    torch.compiler.reset()
+    graphs: list[Any] = []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    module = fl.FusedDenseAct(12, 40, "gelu")
+    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend=counting)
+    for batch in (30, 7, 64):
+        x = torch.randn(batch, 12, requires_grad=True)
+        torch.testing.assert_close(compiled(x), F.gelu(F.linear(x, module.weight, module.bias)))
+    assert len(graphs) == 1
+    torch.compiler.reset()
+    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
+    for batch in (30, 7, 64):
+        x = torch.randn(batch, 12, requires_grad=True)
+        got = torch.autograd.grad(compiled(x).sum(), [x, *module.parameters()])
+        expected = torch.autograd.grad(F.gelu(F.linear(x, module.weight, module.bias)).sum(), [x, *module.parameters()])
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=5e-3)
+
+
+@compiles
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: fl.gelu(x, approximate="tanh"),
+        fl.SiLU(),
+        fl.LeakyReLU(0.2),
+        lambda x: fl.bias_act(x, x[0].detach(), nn.ELU(0.5)),
+        lambda x: fl.bias_act(x.t(), x[:, 0], functools.partial(F.leaky_relu, negative_slope=0.3)),
+        lambda x: fl.bias_act(x * 1, None, "gelu", inplace=True),
+        lambda x: fl.bias_act(x, None, torch.sin),
+        lambda x: fl.bias_act(x, None, "gelu", save="input"),
+    ],
+    ids=["gelu_tanh", "SiLU", "LeakyReLU", "nn.ELU", "partial", "inplace", "sin", "input"],
+)
+def test_whatever_is_passed_compiles(function: Callable[[Tensor], Tensor]) -> None:
+    torch.compiler.reset()
+    x = torch.randn(30, 30, requires_grad=True)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), function(x))
+    torch.testing.assert_close(
+        torch.autograd.grad(compiled(x).sum(), x), torch.autograd.grad(function(x).sum(), x), **CLOSE
+    )
+
+
+@compiles
+def test_compiled_under_autocast(layer: tuple[Tensor, ...]) -> None:
+    torch.compiler.reset()
+
+    def function(*tensors: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return fl.dense_bias_act(*tensors, "gelu")
+
+    y = torch.compile(function, fullgraph=True, backend="aot_eager")(*layer)
+    assert y.dtype is torch.bfloat16
+    expected = function(*layer)
+    torch.testing.assert_close(y, expected, rtol=1e-2, atol=1e-2)
+    got = torch.autograd.grad(y.float().sum(), layer)
+    torch.testing.assert_close(got, torch.autograd.grad(expected.float().sum(), layer), rtol=3e-2, atol=0.3)
+
+
+# --- activation checkpointing -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "hooks"])
+@every_kind
+@every_save
+def test_activation_checkpointing(
+    layer: tuple[Tensor, ...], use_reentrant: bool, activation: object, save: str
+) -> None:
+    w2 = torch.randn(12, 40, requires_grad=True)
+
+    def block(x: Tensor, w: Tensor, b: Tensor, w2: Tensor) -> Tensor:
+        return F.linear(fl.dense_bias_act(x, w, b, activation, save=_save_for(activation, save)), w2)
+
+    tensors = (*layer, w2)
+    y = checkpoint(block, *tensors, use_reentrant=use_reentrant)
+    expected = block(*tensors)
+    torch.testing.assert_close(y, expected)
+    y.sum().backward()
+    torch.testing.assert_close([t.grad for t in tensors], list(torch.autograd.grad(expected.sum(), tensors)), **CLOSE)
+
+
+# --- hooks ------------------------------------------------------------------------------------------------------------
+
+
+@every_kind
+@every_save
+@pytest.mark.parametrize("kind", ["save_on_cpu", "clone", "identity"])
+def test_saved_tensor_hooks(layer: tuple[Tensor, ...], activation: object, save: str, kind: str) -> None:
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor if kind == "identity" else tensor.clone())
+        return kept[-1]
+
+    hooks = {
+        "save_on_cpu": torch.autograd.graph.save_on_cpu(),
+        "clone": torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+        "identity": torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+    }
+    with hooks[kind]:
+        y = fl.dense_bias_act(*layer, activation, save=_save_for(activation, save))
+    before = [t.detach().clone() for t in kept]
+    got = torch.autograd.grad(y.sum(), layer)
+    expected = torch.autograd.grad(reference.dense_bias_act(*layer, _torchs(activation)).sum(), layer)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-3)
+    assert all(torch.equal(a, b) for a, b in zip(kept, before, strict=True))
+
+
+def test_tensor_hooks_see_the_gradients(layer: tuple[Tensor, ...]) -> None:
+    seen: dict[str, Tensor] = {}
+    y = fl.dense_bias_act(*layer, "gelu")
+    y.register_hook(lambda g: seen.update(dy=g) or 2 * g)
+    layer[1].register_hook(lambda g: seen.update(dw=g))
+    layer[2].register_post_accumulate_grad_hook(lambda p: seen.update(db=p.grad))
+    y.sum().backward()
+    assert torch.equal(seen["dy"], torch.ones_like(y))
+    assert torch.equal(seen["dw"], layer[1].grad)  # type: ignore[arg-type]
+    expected = torch.autograd.grad(2 * F.gelu(F.linear(*layer)).sum(), layer)
+    torch.testing.assert_close(layer[1].grad, expected[1], **CLOSE)
+    torch.testing.assert_close(seen["db"], expected[2], **CLOSE)
+
+
+def test_retain_grad_of_the_output(layer: tuple[Tensor, ...]) -> None:
+    y = fl.dense_bias_act(*layer, "gelu")
+    y.retain_grad()
+    y.square().sum().backward()
+    assert y.grad is not None
+    torch.testing.assert_close(y.grad, 2 * y.detach())
+
+
+# --- torch.func and forward mode --------------------------------------------------------------------------------------
+
+
+@compiles
+@every_kind
+@every_save
+def test_torch_func(layer: tuple[Tensor, ...], activation: object, save: str) -> None:
+    x, w, b = (t.detach() for t in layer)
+    keep = _save_for(activation, save)
+
+    def ours(x: Tensor) -> Tensor:
+        return fl.dense_bias_act(x, w, b, activation, save=keep)
+
+    def eager(x: Tensor) -> Tensor:
+        return reference.dense_bias_act(x, w, b, _torchs(activation))
+
+    def loss(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: f(x).square().sum()
+
+    func = torch.func
+    direction = torch.randn_like(x)
+    for transform in (
+        lambda f: func.grad(loss(f))(x),
+        lambda f: func.vmap(func.grad(loss(f)))(x),
+        lambda f: func.vmap(f)(x),
+        lambda f: func.jacrev(f)(x[0]),
+        lambda f: func.jacfwd(f)(x[0]),
+        lambda f: func.jvp(f, (x,), (direction,))[1],
+        lambda f: func.vjp(f, x)[1](torch.ones(30, 40))[0],
+        lambda f: func.hessian(loss(f))(x[0]),
+        lambda f: func.vmap(func.hessian(loss(f)))(x[:3]),
+        lambda f: func.grad(lambda x: func.grad(loss(f))(x).square().sum())(x),
+        lambda f: func.functionalize(f)(x),
+    ):
+        torch.testing.assert_close(transform(ours), transform(eager), rtol=1e-4, atol=1e-3)
+
+
+@compiles
+@every_activation
+def test_torch_func_for_every_activation(activation: Activation) -> None:
+    z = torch.tensor([-4.1, -1.7, -0.7, -0.2, 0.3, 0.8, 2.2, 4.4, 7.3])
+    b = torch.full((9,), 0.05)
+    got = torch.func.vmap(torch.func.grad(lambda z, b: fl.bias_act(z[None], b[None], activation).sum()))(z, b)
+    torch.testing.assert_close(got, reference.derivative(activation.function, z + b).float(), rtol=1e-5, atol=1e-5)
+    second = torch.func.hessian(lambda z: fl.bias_act(z, b, activation).sum())(z).diagonal()
+    expected = reference.second_derivative(activation.function, z + b).float()
+    torch.testing.assert_close(second, expected, rtol=1e-4, atol=1e-4)
+
+
+@compiles
+def test_torch_func_on_a_module() -> None:
+    module = fl.FusedDenseAct(12, 40, "gelu")
+    parameters = dict(module.named_parameters())
+    x = torch.randn(30, 12)
+    grads = torch.func.grad(lambda p: torch.func.functional_call(module, p, (x,)).square().sum())(parameters)
+    y = F.gelu(F.linear(x, module.weight, module.bias)).square().sum()
+    expected = torch.autograd.grad(y, list(parameters.values()))
+    torch.testing.assert_close(list(grads.values()), list(expected))
+    stacked = {name: torch.stack([p.detach(), 2 * p.detach()]) for name, p in parameters.items()}
+    ensemble = torch.func.vmap(lambda p: torch.func.functional_call(module, p, (x,)))(stacked)
+    torch.testing.assert_close(ensemble[0], module(x))
+
+
+@compiles
+@every_kind
+@every_save
+def test_forward_mode_duals(layer: tuple[Tensor, ...], activation: object, save: str) -> None:
+    tangents = [torch.randn_like(t) for t in layer]
+    keep = _save_for(activation, save)
+    results = []
+    for function in (
+        lambda *t: fl.dense_bias_act(*t, activation, save=keep),
+        lambda *t: reference.dense_bias_act(*t, _torchs(activation)),
+    ):
+        with forward_ad.dual_level():
+            duals = [forward_ad.make_dual(t, d) for t, d in zip(layer, tangents, strict=True)]
+            results.append(forward_ad.unpack_dual(function(*duals)).tangent)
+    torch.testing.assert_close(*results)
+
+
+# --- subclasses, meta, DTensor ----------------------------------------------------------------------------------------
+
+
+class Tagged(Tensor):
+    """A subclass that travels through torch functions."""
+
+
+@every_kind
+def test_tensor_subclasses_stay_what_they_are(layer: tuple[Tensor, ...], activation: object) -> None:
+    x, w, b = layer
+    tagged = x.detach().as_subclass(Tagged)
+    expected = reference.dense_bias_act(x, w, b, _torchs(activation))
+    y = fl.dense_bias_act(tagged, w, b, activation)
+    assert type(y) is Tagged
+    torch.testing.assert_close(y.as_subclass(Tensor), expected)
+    assert type(fl.bias_act(tagged, None, "gelu")) is Tagged
+    y.sum().backward()
+    assert w.grad is not None
+
+
+@every_kind
+@every_save
+def test_meta_and_fake_tensors(activation: object, save: str) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    keep = _save_for(activation, save)
+    x, w, b = (torch.empty(s, device="meta", requires_grad=True) for s in ((30, 12), (40, 12), (40,)))
+    y = fl.dense_bias_act(x, w, b, activation, save=keep)
+    assert y.is_meta and y.shape == (30, 40)
+    y.sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+    with FakeTensorMode():
+        x, w, b = (torch.empty(s, requires_grad=True) for s in ((30, 12), (40, 12), (40,)))
+        y = fl.dense_bias_act(x, w, b, activation, save=keep)
+        assert y.shape == (30, 40)
+        y.sum().backward()
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning:torch.*", "ignore::DeprecationWarning:torch.*", "ignore::FutureWarning"
+)
+def test_dtensors(mesh: Any, layer: tuple[Tensor, ...]) -> None:
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    placements = ([Shard(0)], [Replicate()], [Replicate()])
+    x, w, b = (distribute_tensor(t.detach(), mesh, p).requires_grad_() for t, p in zip(layer, placements, strict=True))
+    for activation in ("gelu", "tanh", "relu"):
+        y = fl.dense_bias_act(x, w, b, activation)
+        assert isinstance(y, DTensor)
+        expected = reference.dense_bias_act(*layer, _torchs(activation))
+        torch.testing.assert_close(y.full_tensor(), expected)
+        got = torch.autograd.grad(y.sum(), (x, w, b))
+        torch.testing.assert_close([g.full_tensor() for g in got], list(torch.autograd.grad(expected.sum(), layer)))
+        assert isinstance(fl.bias_act(x, None, activation), DTensor)
+
+
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning:torch.*", "ignore::DeprecationWarning:torch.*", "ignore::FutureWarning"
+)
+def test_fully_sharded_modules(mesh: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(fl.FusedDenseAct(12, 40, "gelu"), fl.FusedDenseAct(40, 12, "silu"))
+    plain = copy.deepcopy(model)
+    fully_shard(model, mesh=mesh)
+    x = torch.randn(30, 12)
+    torch.testing.assert_close(model(x), plain(x))
+    model(x).sum().backward()
+    plain(x).sum().backward()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad.full_tensor(), b.grad, **CLOSE)
+
+
+# --- the first use inside something -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("context", ["no_grad", "inference_mode", "default_device", "autocast", "vmap"])
+def test_constants_made_inside_a_context_serve_outside(context: str) -> None:
+    from fusedlayers.activations.spec import _fitted
+    from fusedlayers.backends.eager import elementwise, fold
+
+    caches = (_fitted, elementwise._forward_table, elementwise._derivative_table, fold.derivative)
+    for cache in caches:
+        cache.cache_clear()
+    z = torch.linspace(-4, 4, 1000)
+    leaves = {d: z.to(d).requires_grad_() for d in (torch.float32, torch.bfloat16)}
+    first = {d: fl.bias_act(leaf, None, "mish") for d, leaf in leaves.items()}
+    expected = {d: torch.autograd.grad(y, leaves[d], torch.ones_like(y))[0] for d, y in first.items()}
+    for cache in caches:
+        cache.cache_clear()
+    contexts: dict[str, Any] = {
+        "no_grad": torch.no_grad(),
+        "inference_mode": torch.inference_mode(),
+        "default_device": torch.device("meta"),
+        "autocast": torch.autocast("cpu", torch.bfloat16),
+    }
+    if context == "vmap":
+        torch.func.vmap(lambda z: fl.bias_act(z, None, "mish"))(z[None])
+    else:
+        with contexts[context]:
+            for leaf in leaves.values():
+                y = fl.bias_act(leaf, None, "mish")
+                if y.requires_grad:
+                    torch.autograd.grad(y, leaf, torch.ones_like(y))
+    for dtype, leaf in leaves.items():
+        y = fl.bias_act(leaf, None, "mish")
+        (slope,) = torch.autograd.grad(y, leaf, torch.ones(1000, dtype=dtype))
+        assert torch.equal(slope, expected[dtype])
+
+
+def test_small_layers_are_left_to_torch_and_large_ones_are_not() -> None:
+    x, w = torch.randn(16, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True)
+    assert functional.SMALL == 16 * 16
+    assert "BiasAct" in fl.dense_bias_act(x, w, None, "gelu").grad_fn.name()  # type: ignore[union-attr]
+    assert "Gelu" in fl.dense_bias_act(x[:15], w, None, "gelu").grad_fn.name()  # type: ignore[union-attr]
+    assert "BiasAct" in fl.dense_bias_act(x[:15], w, None, "gelu", save="output").grad_fn.name()  # type: ignore[union-attr]
+    assert "BiasAct" in fl.bias_act(torch.randn(256, requires_grad=True), None, "gelu").grad_fn.name()  # type: ignore[union-attr]
+    assert "Gelu" in fl.bias_act(torch.randn(255, requires_grad=True), None, "gelu").grad_fn.name()  # type: ignore[union-attr]

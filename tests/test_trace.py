@@ -1,0 +1,164 @@
+"""Functions as lists of pointwise operations: what is tidied away, what is refused, and that nothing is lost."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gpu import ACTIVATIONS
+from torch import Tensor
+
+from fusedlayers.activations import Activation
+from fusedlayers.activations.trace import NotPointwise, Pointwise, trace
+
+Function = Callable[[Tensor], Tensor]
+
+
+def evaluate(pointwise: Pointwise, z: Tensor) -> Tensor:
+    """What the operations compute, by calling ATen's."""
+    values: dict[object, Tensor] = {pointwise.input: z}
+    for operation in pointwise.operations:
+        arguments = [values[a] if isinstance(a, str) else a for a in operation.arguments]
+        if operation.op in ("bitcast", "cast"):
+            (source,) = arguments
+            result = source.view(operation.dtype) if operation.op == "bitcast" else source.to(operation.dtype)
+        else:
+            tensors = [a for a in arguments if isinstance(a, Tensor)]
+            # Where ATen's operator takes tensors only: of the type that the others have, or the result.
+            dtype = tensors[0].dtype if tensors and operation.op != "where" else operation.dtype
+            count = len(arguments) if operation.op in ("maximum", "minimum", "where") else 1
+            arguments[:count] = [a if isinstance(a, Tensor) else torch.tensor(a, dtype=dtype) for a in arguments[:count]]
+            result = getattr(torch.ops.aten, operation.op)(*arguments)
+        assert result.dtype is operation.dtype, operation
+        values[operation.name] = result
+    output = pointwise.output
+    return values[output] if isinstance(output, str) else torch.full_like(z, output)
+
+
+def ops(function: Function) -> list[str]:
+    return [operation.op for operation in trace(function).operations]
+
+
+#: Kinks, folds, infinities, zeros and everything between.
+POINTS = torch.cat(
+    [torch.linspace(-12, 12, 4801), torch.tensor([0.0, -0.0, 1e-40, -1e-40, 95.0, -95.0, math.inf, -math.inf, math.nan])]
+)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=repr)
+def test_operations_compute_what_the_function_computes(activation: Activation) -> None:
+    functions: list[Function] = [activation.function, activation.derivative_given_input]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        if activation.is_folded:
+            functions.append(lambda z, dtype=dtype: activation.encoded(z, dtype))
+        if activation.needs_input_because is None and (activation.is_folded or dtype is torch.float32):
+            functions.append(lambda y, dtype=dtype: activation.derivative_given_output(y, dtype))
+    for function in functions:
+        expected = function(POINTS)
+        # Decompositions may round differently from the kernels that they stand for.
+        torch.testing.assert_close(evaluate(trace(function), POINTS), expected, rtol=2e-6, atol=1e-6, equal_nan=True)
+
+
+def test_any_function_can_be_traced() -> None:
+    def function(z: Tensor) -> Tensor:
+        y = z.clone()
+        y.mul_(2)  # in place, on a copy
+        return torch.clamp(F.softplus(y) ** 2, max=50) + z.to(torch.float64).to(torch.float32) / (1 + y * y)
+
+    torch.testing.assert_close(evaluate(trace(function), POINTS), function(POINTS), equal_nan=True)
+
+
+# --- what is tidied ---------------------------------------------------------------------------------------------------
+
+
+def test_constants_are_folded_into_their_users() -> None:
+    def function(z: Tensor) -> Tensor:
+        return z * torch.full_like(z, 3.0) + torch.ones_like(z) * 1 - torch.zeros_like(z)
+
+    pointwise = trace(function)
+    assert all(operation.op in ("mul", "add", "sub") for operation in pointwise.operations)
+    assert [a for operation in pointwise.operations for a in operation.arguments if not isinstance(a, str)] == [3.0, 1, 0]
+
+
+def test_a_constant_function_has_no_operations() -> None:
+    pointwise = trace(torch.ones_like, "y")
+    assert pointwise == Pointwise("y", (), 1)
+
+
+def test_the_identity_has_no_operations() -> None:
+    assert trace(lambda z: z) == Pointwise("z", (), "z")
+    assert trace(lambda z: (z.clone() * 1).to(torch.float32)) == Pointwise("z", (), "z")
+    assert trace(lambda z: 1 * z) == Pointwise("z", (), "z")
+
+
+def test_equal_operations_become_one() -> None:
+    assert ops(lambda z: torch.exp(z) / (1 + torch.exp(z))) == ["exp", "add", "div"]
+    # Equal numbers of different types are not the same constant, and -0.0 is not 0.0.
+    assert ops(lambda z: (z + 0.0) * (z + -0.0)) == ["add", "add", "mul"]
+
+
+def test_dead_operations_go() -> None:
+    def function(z: Tensor) -> Tensor:
+        torch.tanh(z) + torch.erf(z)
+        return torch.relu(z)
+
+    assert ops(function) == ["le", "where"]
+
+
+def test_alpha_becomes_a_product() -> None:
+    z = torch.randn(50)
+    for function in (
+        lambda z: torch.add(z, torch.exp(z), alpha=2.5),
+        lambda z: torch.sub(z, torch.exp(z), alpha=2.5),
+        lambda z: torch.sub(z, 3.0, alpha=2.5),
+        lambda z: torch.rsub(z, torch.exp(z), alpha=2.5),
+    ):
+        pointwise = trace(function)
+        assert all(len(operation.arguments) == 2 for operation in pointwise.operations if operation.op in ("add", "sub"))
+        torch.testing.assert_close(evaluate(pointwise, z), function(z))
+
+
+def test_names_and_types_are_kept() -> None:
+    pointwise = trace(lambda y: torch.where(y.view(torch.int32) < 0, y, torch.exp(y)), "y")
+    assert pointwise.input == "y" and pointwise.output == pointwise.operations[-1].name
+    assert [(o.op, o.dtype) for o in pointwise.operations] == [
+        ("bitcast", torch.int32),
+        ("lt", torch.bool),
+        ("exp", torch.float32),
+        ("where", torch.float32),
+    ]
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, lambda: torch.device("meta")])
+def test_the_trace_does_not_depend_on_what_the_caller_has_switched_on(context: Callable[[], object]) -> None:
+    expected = trace(F.silu)
+    with context():  # type: ignore[attr-defined]
+        assert trace(F.silu) == expected
+    assert torch.vmap(lambda z: z if trace(F.silu) == expected else z + 1)(POINTS[:3]).equal(POINTS[:3])
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+OUTSIDE = torch.randn(5)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda z: z.sum(-1, keepdim=True), "sum is not pointwise"),
+        (lambda z: z.t(), r"permute(_copy)? is not pointwise"),
+        (lambda z: F.dropout(z, 0.5, training=True), "is not pointwise"),
+        (lambda z: z * OUTSIDE, "cannot be traced: "),
+        (lambda z: z * torch.tensor(0.5), "reads a tensor from outside"),
+        (lambda z: z if z.sum() > 0 else -z, "cannot be traced: "),
+        (lambda z: z * z.max().item(), "_local_scalar_dense is not pointwise"),
+        (lambda z: (z, z + 1), "must return one tensor"),
+        (lambda z: None, "must return one tensor"),
+        (lambda z: z.no_such_method(), "cannot be traced: .*no_such_method"),
+    ],
+    ids=["sum", "t", "dropout", "outside", "inside", "branch", "item", "two", "none", "raises"],
+)
+def test_what_is_not_pointwise_is_refused(function: Function, message: str) -> None:
+    with pytest.raises(NotPointwise, match=message):
+        trace(function)
