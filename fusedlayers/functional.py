@@ -23,7 +23,6 @@ from . import backends
 from .activations import DTYPES, Activation, Saved, resolve
 from .autograd import BiasAct, Dense, Origin
 from .broadcast import along
-from .traced import output_saved
 
 SAVES = ("auto", "output", "input", "recompute")
 
@@ -298,6 +297,10 @@ def _traced(
     if not _needs_gradient(*tensors):
         return activation.plain(pre_activation(*tensors))
     if save == "output":
+        # Here, because it registers itself with the compiler, whose import takes a second and sets an environment
+        # variable. A trace runs imports as it meets them.
+        from .traced import output_saved
+
         return output_saved(pre_activation(*tensors), activation.name, tuple(activation.parameters.items()))
     if save == "input":
         return activation.plain(pre_activation(*tensors))

@@ -9,6 +9,7 @@ backward.
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -36,7 +37,9 @@ def _graph_is_kept() -> bool:
 
 
 def _users(tensor: Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    # However many hold the storage's Python object, torch counts them as one.
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
 
 
 class _Probe(torch.autograd.Function):

@@ -3,10 +3,14 @@
 Triton decides when it decorates a function whether to interpret it. Without a GPU its kernels run in the interpreter on CPU
 tensors, so TRITON_INTERPRET is set here; ``gpu.py`` says where tensors then live. Subprocesses inherit the variable:
 ``test_aot.py``, which compiles for real, takes it out of theirs. With a GPU nothing is interpreted.
+
+``interpreter_converts`` is the one fixture here, for tests in which a kernel reads or writes bfloat16.
 """
 
 import os
+from typing import Any
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
@@ -14,3 +18,24 @@ if not torch.cuda.is_available():
     # torch 2.11 makes a stand-in for the missing GPU when something first traces, and frees it with the thread that traced
     # (pytorch#178950, a crash). Tests trace on short-lived threads; this one lasts.
     torch._C._ensureCUDADeviceGuardSet()
+
+
+@pytest.fixture
+def interpreter_converts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter convert bfloat16 as GPUs do: its own conversion cuts off and mistakes subnormal numbers."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+
+    def cast(self: Any, source: Any, dtype: Any) -> Any:
+        before, after = source.dtype.scalar, dtype.scalar
+        if before.is_fp32() and after.is_bf16():
+            bits = torch.tensor(source.data).to(torch.bfloat16).view(torch.int16).numpy().view("uint16")
+        elif before.is_bf16() and after.is_fp32():
+            bits = (source.data.astype("uint32") << 16).view("float32")
+        else:
+            return self.cast_impl(source, dtype)
+        return interpreter.TensorHandle(bits, after)
+
+    for name in ("create_fp_trunc", "create_fp_ext"):
+        monkeypatch.setattr(interpreter.InterpreterBuilder, name, cast)

@@ -13,7 +13,6 @@ from gpu import ACTIVATIONS, DEVICE, DTYPES, INTERPRETER_WARNINGS
 from torch import Tensor
 
 from fusedlayers.activations import Activation, resolve
-from fusedlayers.activations.inverse import interpolate
 from fusedlayers.activations.trace import NotPointwise, trace
 
 triton = pytest.importorskip("triton")
@@ -259,17 +258,18 @@ def test_elementary_functions_at_the_edges() -> None:
     torch.testing.assert_close(apply(device._log1p, torch.tensor([-1.0, -2.0])), torch.tensor([-inf, nan]), equal_nan=True)
 
 
-def test_the_degree_of_erfc_is_the_first_that_no_longer_shows() -> None:
-    t = torch.linspace(1 / (1 + 10.1 / 2), 1, 20_001, dtype=torch.float64)
+def test_the_degrees_of_erfc_are_the_first_that_no_longer_show() -> None:
+    near = codegen._ERFC_NEAR
+    t = torch.linspace(1 / (1 + 10.1 / 2), 1 / (1 + near / 2), 20_001, dtype=torch.float64)
+    x = torch.linspace(1e-3, near, 20_001, dtype=torch.float64)
+    far_truth, near_truth = torch.special.erfcx(2 / t - 2) / t, torch.special.erf(x) / x - 1
 
-    def ratio(t: Tensor) -> Tensor:
-        return torch.special.erfcx(2 / t - 2) / t
+    def errors(lower: int) -> list[float]:
+        far_piece, near_piece = codegen.erfc_pieces(tuple(degree - lower for degree in codegen._ERFC_DEGREES))
+        far_error, near_error = far_piece(t) / far_truth - 1, near_piece(x * x) - near_truth
+        return [float(error.abs().max()) for error in (far_error, near_error)]
 
-    def error(degree: int) -> float:
-        piece = interpolate(ratio, float(t[0]), 1.0, degree)
-        return float(((piece(t) - ratio(t)) / ratio(t)).abs().max())
-
-    assert error(codegen._ERFC_DEGREE) <= 0.1 * UNIT < error(codegen._ERFC_DEGREE - 1)
+    assert max(errors(0)) <= UNIT / 5 < min(errors(1))
 
 
 def test_gelu_falls_to_zero_without_cancelling() -> None:

@@ -2,7 +2,10 @@
 
 import copy
 import functools
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -281,6 +284,23 @@ def test_whatever_is_passed_compiles(function: Callable[[Tensor], Tensor]) -> No
     torch.testing.assert_close(
         torch.autograd.grad(compiled(x).sum(), x), torch.autograd.grad(function(x).sum(), x), **CLOSE
     )
+
+
+def test_the_first_use_may_be_compiled() -> None:
+    # In a process of its own: nothing has been looked up, fitted or registered with the compiler.
+    code = """
+import torch, fusedlayers as fl
+from fusedlayers.activations import branch
+model = torch.nn.Sequential(fl.FusedDenseAct(20, 40, torch.nn.LeakyReLU(0.3)), fl.FusedDenseAct(40, 20, "mish"))
+x = (10 * torch.randn(50, 20)).requires_grad_()
+y = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
+assert branch.decode(y, torch.float32).any()
+torch.testing.assert_close(y, model(x))
+torch.testing.assert_close(
+    torch.autograd.grad(y.sum(), x), torch.autograd.grad(model(x).sum(), x), rtol=1e-4, atol=1e-3
+)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=Path(__file__).parents[1])
 
 
 @compiles

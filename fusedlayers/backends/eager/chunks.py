@@ -1,33 +1,51 @@
 """Large tensors, walked in chunks, so that the temporaries of a function of several operations stay small.
 
-Each operation is a pass, and a meeting of torch's threads at its end. Short chunks stay in the caches but have many
-meetings, which cost 5 us on an idle machine and milliseconds where another program holds a core; long chunks need memory
-for temporaries. A sixteenth of the tensor, within bounds, was best or next to it at 2 and 4 threads of a Zen 4 machine.
-(Handing short chunks to Python threads of our own, to be rid of the meetings, was slower: they contend for the GIL.)
+Each operation is a pass, and ends with a meeting of torch's threads. On an idle machine that costs 5 us. Where another
+program holds one of the cores it costs milliseconds, several hundred times a layer: a backward pass of 0.1 s then took
+4 s. So a short chunk, which torch leaves to one thread, is timed against a long one, and whichever took less time per
+element goes on; the long one is tried again from time to time. The result does not depend on it.
+
+(Handing short chunks to Python threads of our own was slower than either: they contend for the GIL.)
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
-CHUNKS = 16
-#: What torch gives to a single thread anyway (``at::internal::GRAIN_SIZE``).
-SMALLEST = 1 << 15
-LARGEST = 1 << 20
+#: What torch leaves to the calling thread (``at::internal::GRAIN_SIZE``): 128 KiB of float32, which stays in its cache.
+SHORT = 1 << 15
+#: A long chunk is this part of the tensor, so that a few temporaries are well below one hidden-sized buffer, within
+#: bounds: at least two threads' work, at most what caches hold. (2^19 to 2^20 was best at 2 and 4 threads of a Zen 4.)
+PARTS = 16
+SHORTEST_LONG, LONGEST = 1 << 16, 1 << 20
+#: Elements done in short chunks between two attempts at a long one.
+PATIENCE = 1 << 21
 
 
 def for_each(job: Callable[..., object], *tensors: Tensor) -> None:
     """Call ``job`` with corresponding chunks of the tensors, which are dense and laid out alike."""
-    count = tensors[0].numel()
     flat = [_flat(tensor) for tensor in tensors]
-    size = min(LARGEST, max(SMALLEST, count // CHUNKS))
-    if count <= size:
-        job(*flat)
+    count = flat[0].numel()
+    if torch.get_num_threads() == 1 or count <= SHORTEST_LONG:
+        for chunks in zip(*(tensor.split(SHORT) for tensor in flat), strict=True):
+            job(*chunks)
         return
-    for chunks in zip(*(tensor.split(size) for tensor in flat), strict=True):
-        job(*chunks)
+
+    long = min(LONGEST, max(SHORTEST_LONG, count // PARTS // SHORT * SHORT))
+    seconds = {SHORT: 0.0, long: 0.0}  # per element, as last measured; 0 to be tried
+    start, tried = 0, 0
+    while start < count:
+        if start - tried > PATIENCE:
+            seconds[long], tried = 0.0, start
+        size = min(seconds, key=seconds.__getitem__)
+        began = time.perf_counter()
+        job(*(tensor[start : start + size] for tensor in flat))
+        seconds[size] = (time.perf_counter() - began) / min(size, count - start)
+        start += size
 
 
 def _flat(tensor: Tensor) -> Tensor:

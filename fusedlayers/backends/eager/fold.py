@@ -85,24 +85,27 @@ class _Interpolated:
         left = torch.bitwise_left_shift(bits, 31).bitwise_and_(bits)
         v = _sqrt_((y - self.high).sub_(self.low), self.margin).clamp_max_(self.body_stop)
         v.view(torch.int32).bitwise_or_(left)
+        del left  # here and below: the memory of a chunk, several of which would show in the peak
 
         c = torch.add(self.body_offset, v, alpha=self.scale)
         in_tail = v.sub_(self.body_start).view(torch.int32).bitwise_right_shift_(31)
         tail = _sqrt_(y.neg(), _TINY).mul_(self.tail_scale)
         c_bits = c.view(torch.int32)
         c_bits.bitwise_xor_(tail.view(torch.int32).bitwise_xor_(c_bits).bitwise_and_(in_tail))
+        del v, in_tail, tail
 
         # NaN has no index; its fraction is NaN, and so is the result.
-        index = c.to(torch.int32).clamp_(0, self.TAIL + self.BODY + 1)
-        node, step = torch.view_as_real(lookup(self.nodes, index)).unbind(-1)
+        pairs = lookup(self.nodes, c.to(torch.int32).clamp_(0, self.TAIL + self.BODY + 1))
+        node, step = torch.view_as_real(pairs).unbind(-1)
         return torch.addcmul(node, c.frac_(), step)
 
 
 #: Its root is far below the first node of the tail, and rsqrt of it is finite.
 _TINY = 1e-30
+_HUGE = 1e38
 
 
 def _sqrt_(x: Tensor, floor: float) -> Tensor:
     """The square root of x, at least ``floor``, in place. torch's rsqrt is several times faster than its sqrt."""
-    x.clamp_min_(floor)
+    x.clamp_(floor, _HUGE)  # inf * rsqrt(inf) would be NaN
     return x.mul_(x.rsqrt())

@@ -1,0 +1,261 @@
+"""Which module may import which, and what importing the package does to a process: next to nothing."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "fusedlayers"
+
+#: From the ground up: a module imports those of earlier lines only. Entries that end in "." are packages, whose modules
+#: may import one another.
+LAYERS = [
+    ["clean", "broadcast"],
+    ["activations.branch"],
+    ["activations.inverse"],
+    ["activations.spec"],
+    ["activations.library", "activations.trace"],
+    ["activations"],
+    ["backends.eager."],
+    ["backends.triton."],
+    ["backends"],
+    ["ownership"],
+    ["autograd", "traced"],
+    ["functional"],
+    ["modules."],
+    ["checkpoint."],
+    ["memory"],
+    ["fuse"],
+    ["compile"],
+    [""],
+    ["demo."],
+    ["cli"],
+    ["__main__"],
+]
+
+
+def _modules() -> Iterator[tuple[str, Path]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+MODULES = dict(_modules())
+
+
+def _rank(module: str) -> int:
+    for rank, names in enumerate(LAYERS):
+        for name in names:
+            if module == name or (name.endswith(".") and f"{module}.".startswith(name)):
+                return rank
+    raise AssertionError(f"fusedlayers/{module} has no layer: give it a line in LAYERS")
+
+
+def _imports(module: str, path: Path) -> Iterator[str]:
+    """The modules of this package that ``module`` imports anywhere, in functions too, but not for type checking."""
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    package = [part for part in package if part]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            if node.level:
+                base = [*package[: len(package) - node.level + 1], *(node.module.split(".") if node.module else [])]
+            elif node.module and node.module.split(".")[0] == "fusedlayers":
+                base = node.module.split(".")[1:]
+            else:
+                continue
+            for alias in node.names:
+                inner = ".".join([*base, alias.name])
+                yield inner if inner in MODULES else ".".join(base)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "fusedlayers":
+                    yield ".".join(alias.name.split(".")[1:])
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: m or "fusedlayers")
+def test_imports_go_down(module: str) -> None:
+    rank = _rank(module)
+    siblings = next((name for name in LAYERS[rank] if name.endswith(".")), None)
+    for imported in _imports(module, MODULES[module]):
+        allowed = _rank(imported) < rank or (siblings is not None and f"{imported}.".startswith(siblings))
+        assert allowed, f"{module or 'fusedlayers'} imports {imported or 'fusedlayers'}, which is not below it"
+
+
+def test_the_check_sees_imports() -> None:
+    seen = set(_imports("functional", MODULES["functional"]))
+    assert {"backends", "activations", "autograd", "traced"} <= seen
+    assert "backends.triton" in set(_imports("backends", MODULES["backends"]))  # inside a function
+    assert "activations" in set(_imports("backends.eager.elementwise", MODULES["backends.eager.elementwise"]))
+
+
+def test_lists_of_layers_name_what_exists_or_is_planned() -> None:
+    planned = {"checkpoint.", "fuse", "compile"}
+    for name in (name for names in LAYERS for name in names):
+        assert name in planned or name in MODULES or name.rstrip(".") in MODULES
+
+
+def test_only_the_triton_backend_knows_triton() -> None:
+    for module, path in MODULES.items():
+        if module.startswith("backends.triton"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            assert not any(name.split(".")[0] == "triton" for name in names), module
+
+
+def test_functional_does_no_arithmetic() -> None:
+    # It adds a bias where plain PyTorch does the rest, and counts elements; no torch.<operation> and no kernels.
+    tree = ast.parse(MODULES["functional"].read_text())
+    called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    operations = {name for name in called if name.startswith(("torch.", "F."))}
+    assert {name for name in operations if name.startswith("F.")} == {"F.linear"}
+    assert all(
+        name.split(".")[1]
+        in ("is_grad_enabled", "is_autocast_enabled", "get_autocast_dtype", "autocast", "compiler", "_C", "linear")
+        for name in operations
+    )
+
+
+# --- importing --------------------------------------------------------------------------------------------------------
+
+
+def _python(code: str, *options: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *options, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+BLOCK_TRITON = """
+import sys
+
+class NoTriton:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "triton":
+            raise ModuleNotFoundError("No module named 'triton'", name="triton")
+
+sys.meta_path.insert(0, NoTriton())
+"""
+
+TRAIN = """
+import torch, fusedlayers as fl
+model = torch.nn.Sequential(fl.FusedDenseAct(20, 40, "gelu"), fl.FusedDenseAct(40, 20, torch.nn.SiLU()), fl.Mish())
+x = torch.randn(50, 20, requires_grad=True)
+for dtype in (torch.float32, torch.bfloat16):
+    model(x.to(dtype) if model.to(dtype) else x).sum().backward()
+assert all(p.grad is not None for p in model.parameters())
+print(fl.activations(), "triton" in sys.modules)
+"""
+
+
+def test_it_works_without_triton() -> None:
+    out = _python(BLOCK_TRITON + TRAIN, "-W", "error")
+    assert "'gelu'" in out and out.strip().endswith("False")
+
+
+def test_it_works_on_cpus_without_importing_triton() -> None:
+    assert _python("import sys" + TRAIN, "-W", "error").strip().endswith("False")
+
+
+#: What is not needed to define layers, and what torch itself loads late.
+HEAVY = (
+    "triton",
+    "matplotlib",
+    "rich",
+    "numpy",
+    "sympy",
+    "einops",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.onnx",
+    "torch.distributed.tensor",
+    "torch._functorch.aot_autograd",
+    "torch.fx.experimental.proxy_tensor",
+)
+
+
+def test_importing_loads_no_more_than_torch_does() -> None:
+    out = _python(
+        "import sys, json, torch\n"
+        "before = set(sys.modules)\n"
+        "import fusedlayers\n"
+        "print(json.dumps([sorted(before), sorted(set(sys.modules) - before)]))"
+    )
+    before, added = json.loads(out.splitlines()[-1])
+    assert "fusedlayers.functional" in added and "torch" in before
+    heavy = [name for name in added if any(name == h or name.startswith(h + ".") for h in HEAVY)]
+    assert heavy == []
+    assert {name.split(".")[0] for name in added} <= {"fusedlayers", "torch", *sys.stdlib_module_names}
+    assert {name for name in added if name.startswith("fusedlayers.")} & {
+        "fusedlayers.cli",
+        "fusedlayers.demo",
+    } == set()
+
+
+def test_importing_is_fast() -> None:
+    out = _python(
+        "import time, torch\n"
+        "import torch.utils.checkpoint\n"
+        "start = time.perf_counter()\n"
+        "import fusedlayers\n"
+        "print(time.perf_counter() - start)"
+    )
+    assert float(out) < 0.5  # 0.02 s on an idle machine; torch's compiler alone would take a second
+
+
+STATE = """
+import json, sys, warnings, random, os, logging, threading
+import torch
+
+def state():
+    return [
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), str(torch.get_default_dtype()),
+        str(torch.get_default_device()), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled, torch.backends.cuda.matmul.allow_tf32,
+        torch.initial_seed(), torch.get_rng_state().sum().item(), hash(random.getstate()),
+        sorted(os.environ.items()), len(warnings.filters), logging.root.level, len(logging.root.handlers),
+        threading.active_count(), torch.is_autocast_enabled("cpu"), sys.getrecursionlimit(),
+        torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
+        id(torch.nn.functional.gelu), id(torch.nn.GELU.forward), id(torch.nn.Linear.forward), id(torch.relu),
+        sorted(torch.nn.modules.activation.__all__), torch.cuda.is_initialized(),
+        len(torch.nn.modules.module._global_forward_hooks), sys.excepthook is sys.__excepthook__,
+    ]
+
+before = state()
+import fusedlayers
+import fusedlayers.memory
+after = state()
+assert before == after, [pair for pair in zip(before, after) if pair[0] != pair[1]]
+"""
+
+
+def test_importing_changes_no_global_state() -> None:
+    _python(STATE, "-W", "error")
+
+
+def test_first_use_changes_no_global_state() -> None:
+    use = (
+        "x = torch.linspace(-3, 3, 1000).requires_grad_()\n"
+        "import fusedlayers as fl\n"
+        "for dtype in (torch.float32, torch.bfloat16):\n"
+        '    fl.bias_act(x.to(dtype), None, "gelu").sum().backward()\n'
+        "after = state()\n"
+    )
+    _python(STATE.replace("after = state()\n", use))
+
+
+def test_everything_public_is_documented_and_named_once() -> None:
+    import fusedlayers as fl
+
+    assert len(set(fl.__all__)) == len(fl.__all__)
+    for name in fl.__all__:
+        documentation = getattr(fl, name).__doc__
+        assert documentation and documentation.strip()
+    assert (PACKAGE / "py.typed").exists()

@@ -1,0 +1,314 @@
+"""The eager backend's short cuts hold to what they cut short: tables, in-place bit tricks, oneDNN."""
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import all_values, derivative, steps
+from torch import Tensor
+
+from fusedlayers import backends
+from fusedlayers.activations import Activation, branch, resolve, rows
+from fusedlayers.activations.inverse import PRECISIONS
+from fusedlayers.backends import eager
+from fusedlayers.backends.eager import dense, elementwise, fold
+
+TABLE = [row.bind() for row in rows()]
+FOLDED = [a for a in TABLE if a.is_folded]
+every_activation = pytest.mark.parametrize("activation", TABLE, ids=str)
+every_folded = pytest.mark.parametrize("activation", FOLDED, ids=str)
+every_half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+
+POST_OPS = [a for a in TABLE if a.row is not None and a.row.native.post_op is not None]
+
+
+@functools.cache
+def _inputs() -> Tensor:
+    """float32 numbers of every size, all around the folds, and the special ones."""
+    near = [a.folded().fold.position + torch.linspace(-1e-3, 1e-3, 5001) for a in FOLDED]  # type: ignore[union-attr]
+    sizes = torch.logspace(-44.8, 38.5, 40_001, dtype=torch.float64).float()
+    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, -math.nan])
+    return torch.cat([torch.linspace(-16, 16, 200_001), *near, sizes, -sizes, special])
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
+    return torch.where(tensor.isnan(), torch.nan, tensor).view(integer)  # one NaN is as good as another
+
+
+# --- the backend as autograd uses it ----------------------------------------------------------------------------------
+
+
+def test_it_is_chosen_for_cpus_and_for_float64_anywhere() -> None:
+    assert backends.choose(torch.zeros(3)) is eager
+    assert backends.choose(torch.zeros(3, dtype=torch.float64)) is eager
+
+
+@pytest.mark.parametrize("name", eager.__all__)
+def test_it_has_what_a_backend_has(name: str) -> None:
+    assert hasattr(backends.Backend, name) or name in backends.Backend.__annotations__
+    assert hasattr(eager, name)
+
+
+@every_activation
+@every_dtype
+def test_bias_act_writes_where_it_is_told(activation: Activation, dtype: torch.dtype) -> None:
+    z, b = torch.randn(30, 40).to(dtype), torch.randn(40).to(dtype)
+    encode = dtype is not torch.float64
+    before = z.clone(), b.clone()
+    new = eager.bias_act(z, b, activation, dim=-1, encode=encode, out=None)
+    assert torch.equal(z, before[0]) and torch.equal(b, before[1]) and new.data_ptr() != z.data_ptr()
+    other = torch.full_like(z, math.nan)
+    assert eager.bias_act(z, b, activation, dim=-1, encode=encode, out=other) is other
+    assert eager.bias_act(z, b, activation, dim=-1, encode=encode, out=z) is z
+    assert torch.equal(_bits(other), _bits(new)) and torch.equal(_bits(z), _bits(new))
+
+
+@every_activation
+@every_dtype
+@pytest.mark.parametrize("given", ["output", "input"])
+def test_gradient_writes_where_it_is_told(activation: Activation, dtype: torch.dtype, given: Any) -> None:
+    if activation.is_identity or (given == "output" and activation.output_refused_because(dtype) is not None):
+        return
+    z, dy = torch.randn(30, 40).to(dtype), torch.randn(30, 40).to(dtype)
+    saved = eager.bias_act(z, None, activation, dim=-1, encode=True, out=None) if given == "output" else z
+    before, dy_before = saved.clone(), dy.clone()
+    gradient = functools.partial(eager.gradient, dy, saved, activation, given=given)
+    dz, db = gradient(overwrite=False, bias_dim=1)
+    assert torch.equal(saved, before) and torch.equal(dy, dy_before)
+    assert db is not None and torch.equal(db, dz.sum(0))
+    assert gradient(overwrite=False, bias_dim=None)[1] is None
+    over, rows_sum = gradient(overwrite=True, bias_dim=0)
+    assert over is saved and torch.equal(over, dz)
+    assert rows_sum is not None and torch.equal(rows_sum, dz.sum(1))
+    assert torch.equal(dy, dy_before)
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+@every_half
+@every_activation
+def test_tables_hold_the_function(activation: Activation, dtype: torch.dtype) -> None:
+    if activation.is_identity:
+        return
+    assert activation.row is not None
+    z = all_values(dtype)
+    for encode in (True, False):
+        y = eager.bias_act(z, None, activation, dim=-1, encode=encode, out=None)
+        if encode and activation.is_folded:
+            expected = activation.encoded(z.double(), dtype).to(dtype)
+        elif activation.row.native.forward_ is not None:  # no table: ATen's kernel, which rounds as it rounds
+            expected = activation.plain(z)
+        else:
+            expected = activation.function(z.double()).to(dtype)
+        real = ~expected.isnan()
+        assert torch.equal(y.isnan(), expected.isnan())
+        assert int(steps(y, expected)[real].max()) <= (1 if activation.name == "hardsigmoid" else 0)
+
+
+@every_half
+@every_activation
+@pytest.mark.parametrize("given", ["output", "input"])
+def test_tables_hold_the_derivative(activation: Activation, dtype: torch.dtype, given: Any) -> None:
+    if activation.is_identity:
+        return
+    saved = all_values(dtype)
+    dz, _ = eager.gradient(torch.ones_like(saved), saved, activation, given=given, overwrite=False, bias_dim=None)
+    if given == "output":
+        folded = activation.folded()
+        if folded is None:
+            expected = activation.derivative_given_output(saved.double(), dtype)
+        else:
+            expected = folded(saved.double(), branch.decode(saved.float(), dtype))
+    else:
+        expected = derivative(activation.plain, saved)
+    # Outputs that the function does not have may have any derivative.
+    reached = activation.function(_inputs().double())
+    reached = reached[~reached.isnan()]
+    told = (saved >= reached.min()) & (saved <= reached.max()) if given == "output" else saved.isfinite()
+    told &= expected.isfinite() & (expected.abs() < torch.finfo(dtype).max)
+    error = (dz.double() - expected.double()).abs()[told]
+    unit = torch.finfo(dtype).eps * expected.double().abs()[told] + torch.finfo(dtype).smallest_normal
+    # ATen's sigmoid_backward computes in float16.
+    assert bool((error <= (1.0 if activation.name == "sigmoid" else 0.51) * unit + 1e-6).all())
+
+
+# --- folded activations in float32 ------------------------------------------------------------------------------------
+
+
+@every_folded
+def test_the_forward_pass_sets_the_bits_that_encode_sets(activation: Activation) -> None:
+    folded = activation.folded()
+    assert folded is not None
+    z = _inputs()
+    y = z.clone()
+    fold.forward_(y, activation.function, folded.fold.position)
+    assert torch.equal(_bits(y), _bits(activation.encoded(z, torch.float32)))
+
+
+@every_folded
+def test_the_derivative_is_the_polynomials(activation: Activation) -> None:
+    folded = activation.folded()
+    assert folded is not None
+    y = activation.encoded(_inputs(), torch.float32)
+    y = torch.cat([y, -torch.logspace(-44.8, math.log10(-folded.fold.minimum), 20_001)])
+    y = y[y.isfinite()]
+    quick = fold.derivative(activation)(y.clone())
+    slow = folded(y.double(), branch.decode(y, torch.float32))
+    # The line between two of the table's nodes, and float32's rounding, may err as much again as the fit.
+    error = (quick.double() - slow).abs()
+    assert float(error.max()) <= 2 * PRECISIONS[torch.float32].tolerance
+
+
+@every_folded
+def test_the_derivative_leaves_its_argument_alone_and_keeps_nan(activation: Activation) -> None:
+    y = activation.encoded(torch.tensor([-1.0, 2.0, math.nan, math.inf, -3.0]), torch.float32)
+    before = y.clone()
+    slope = fold.derivative(activation)(y)
+    assert torch.equal(_bits(y), _bits(before))
+    assert slope.isnan().tolist() == [False, False, True, False, False]
+    assert float(slope[3]) == pytest.approx(1.0, abs=1e-6)
+
+
+@every_folded
+def test_outputs_below_the_minimum_have_a_small_derivative(activation: Activation) -> None:
+    # Rounding takes outputs there; a square root would make NaN of them.
+    folded = activation.folded()
+    assert folded is not None
+    y = torch.full((9,), folded.fold.minimum)
+    y = y.view(torch.int32).add(torch.arange(-4, 5).int()).view(torch.float32)
+    slope = fold.derivative(activation)(y)
+    assert bool(slope.isfinite().all()) and float(slope.abs().max()) < 4e-4
+    left = branch.decode(y, torch.float32)
+    assert bool((slope[left] < 0).all()) and bool((slope[~left] > 0).all())
+
+
+# --- NaN --------------------------------------------------------------------------------------------------------------
+
+
+@every_activation
+@every_dtype
+@pytest.mark.parametrize("features", [3, 300], ids=["small", "large"])
+def test_every_path_keeps_nan(activation: Activation, dtype: torch.dtype, features: int) -> None:
+    # oneDNN's relu and clip turn NaN into a number, which is why they are not used.
+    x, w = torch.ones(200, 40).to(dtype), torch.ones(features, 40).to(dtype)
+    x[7, 3] = math.nan
+    b = torch.zeros(features).to(dtype)
+    y = eager.linear_act(x, w, b, activation)
+    assert torch.equal(y.isnan().any(1), torch.arange(200) == 7)
+    for encode in (True, False):
+        if encode and dtype is torch.float64:
+            continue
+        y = eager.bias_act(F.linear(x, w), b, activation, dim=-1, encode=encode, out=None)
+        assert torch.equal(y.isnan().all(1), torch.arange(200) == 7)
+
+
+def test_onednn_swallows_nan_where_it_is_not_used() -> None:
+    if not dense._has_onednn():
+        pytest.skip("this torch has no oneDNN")
+    x = torch.full((64, 64), math.nan)
+    y = torch.ops.mkldnn._linear_pointwise(x, torch.ones(64, 64), None, "relu", [], "")
+    if y.isnan().all():
+        pytest.skip("this oneDNN keeps NaN in relu: its post-operation could be used")
+    for name in ("relu", "relu6", "hardtanh", "trelu"):
+        assert resolve(name).row.native.post_op is None  # type: ignore[union-attr]
+
+
+# --- oneDNN -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def onednn() -> Iterator[None]:
+    """Use oneDNN whatever this machine would choose."""
+    if not dense._has_onednn():
+        pytest.skip("this torch has no oneDNN")
+    yield
+
+
+def _multiply(x: Tensor, w: Tensor, b: Tensor | None, post_op: tuple[str, list[float], str]) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, w, b, *post_op)
+
+
+LAYOUTS = ["contiguous", "three dimensions", "transposed weight", "gaps"]
+
+
+def _operands(layout: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    x, w, b = (torch.randn(s).to(dtype) for s in ((96, 160), (112, 160), (112,)))
+    if layout == "three dimensions":
+        x = x.view(4, 24, 160)
+    elif layout == "transposed weight":
+        w = w.t().contiguous().t()
+    elif layout == "gaps":
+        x, w = torch.randn(192, 320).to(dtype)[::2, ::2], torch.randn(224, 160).to(dtype)[::2]
+    assert x.numel() * w.shape[0] >= dense.WORTH_IT
+    return x, w, b
+
+
+@pytest.mark.usefixtures("onednn")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_onednn_multiplies_as_linear_does(layout: str, dtype: torch.dtype) -> None:
+    if dtype is torch.bfloat16 and not dense._has_bfloat16():
+        pytest.skip("this machine's oneDNN has no bfloat16")
+    x, w, b = _operands(layout, dtype)
+    for bias in (b, None):
+        truth = F.linear(x.double(), w.double(), None if bias is None else bias.double())
+        ours = _multiply(x, w, bias, ("none", [], "")).double() - truth
+        eagers = F.linear(x, w, bias).double() - truth
+        assert float(ours.norm()) <= 2 * float(eagers.norm()) + 1e-7 * float(truth.norm())
+
+
+@pytest.mark.usefixtures("onednn")
+@pytest.mark.parametrize("activation", POST_OPS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_onednn_applies_the_activation(activation: Activation, dtype: torch.dtype) -> None:
+    if dtype is torch.bfloat16 and not dense._has_bfloat16():
+        pytest.skip("this machine's oneDNN has no bfloat16")
+    x, w, b = _operands("contiguous", dtype)
+    x = x / 4
+    post_op = activation.row.native.post_op(**activation.parameters)  # type: ignore[union-attr,misc]
+    truth = activation.function(F.linear(x.double(), w.double(), b.double()))
+    ours = _multiply(x, w, b, post_op).double() - truth
+    eagers = activation.plain(F.linear(x, w, b)).double() - truth
+    assert float(ours.norm()) <= 2 * float(eagers.norm()) + 1e-7 * float(truth.norm())
+    assert float(ours.abs().max()) <= 3 * float(eagers.abs().max()) + 1e-6
+
+
+@pytest.mark.parametrize("has", [True, False])
+@pytest.mark.parametrize("amd", [True, False])
+def test_onednn_is_used_where_it_wins(has: bool, amd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if has and not dense._has_onednn():
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(dense, "_has_onednn", lambda: has)
+    monkeypatch.setattr(dense, "_is_amd", lambda: amd)
+    dense._onednn_wins.cache_clear()
+    try:
+        x, w, b = _operands("contiguous", torch.float32)
+        assert eager.multiplies(x, w) == (has and amd)
+        assert not eager.multiplies(x[:2], w)  # too small to pay
+        assert not eager.multiplies(x.double(), w.double())
+        assert not eager.multiplies(x.half(), w.half())
+        torch.testing.assert_close(eager.linear(x, w, b), F.linear(x, w, b))
+        for activation in TABLE:
+            expected = activation.plain(F.linear(x, w, b))
+            torch.testing.assert_close(eager.linear_act(x, w, b, activation), expected, rtol=1e-4, atol=1e-4)
+    finally:
+        dense._onednn_wins.cache_clear()
+
+
+def test_the_caches_hold_one_table_per_dtype() -> None:
+    elementwise._forward_table.cache_clear()
+    elementwise._derivative_table.cache_clear()
+    z = torch.randn(1000, dtype=torch.bfloat16)
+    for _ in range(3):
+        y = eager.bias_act(z, None, resolve("gelu"), dim=-1, encode=True, out=None)
+        eager.gradient(y, y, resolve("gelu"), given="output", overwrite=False, bias_dim=None)
+    assert elementwise._forward_table.cache_info().currsize == 1
+    assert elementwise._derivative_table.cache_info().currsize == 1

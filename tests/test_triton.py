@@ -1,0 +1,586 @@
+"""The Triton kernels: on the GPU where there is one, else in Triton's interpreter, on the CPU.
+
+Errors are measured against float64 and compared with torch's own in the same dtype.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gpu import ACTIVATIONS, DEVICE, DTYPES, FOLDED, INTERPRETER_WARNINGS
+from reference import all_values, derivative, steps, ulp
+from torch import Tensor
+
+import fusedlayers as fl
+from fusedlayers import functional
+from fusedlayers.activations import Activation, branch, resolve
+from fusedlayers.activations.inverse import PRECISIONS
+
+pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402  # after the line that skips without it
+
+from fusedlayers.backends import triton as backend  # noqa: E402
+from fusedlayers.backends.triton import elementwise  # noqa: E402
+
+pytestmark = [pytest.mark.filterwarnings(*INTERPRETER_WARNINGS), pytest.mark.usefixtures("interpreter_converts")]
+
+Given = Literal["output", "input"]
+
+HALVES = (torch.bfloat16, torch.float16)
+EPSILON = torch.finfo(torch.float32).eps
+#: The least that float32 formulas resolve: from here down an intermediate overflows or underflows.
+LEAST = 2.0**-120
+
+every_activation = pytest.mark.parametrize("activation", ACTIVATIONS, ids=repr)
+every_folded = pytest.mark.parametrize("activation", FOLDED, ids=repr)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_half = pytest.mark.parametrize("dtype", HALVES, ids=str)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 3.0, seed: int = 0) -> Tensor:
+    return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype).to(DEVICE)
+
+
+def forward(
+    z: Tensor, b: Tensor | None, activation: Activation, *, dim: int = -1, encode: bool = False, out: Tensor | None = None
+) -> Tensor:
+    return backend.bias_act(z, b, activation, dim=dim, encode=encode, out=out)
+
+
+def gradient(
+    dy: Tensor, saved: Tensor, activation: Activation, given: Given, *, overwrite: bool = False, dim: int | None = None
+) -> tuple[Tensor, Tensor | None]:
+    return backend.gradient(dy, saved, activation, given=given, overwrite=overwrite, bias_dim=dim)
+
+
+def along(b: Tensor, dim: int, like: Tensor) -> Tensor:
+    return b.view([-1 if i == dim % like.dim() else 1 for i in range(like.dim())])
+
+
+def sum_along(tensor: Tensor, dim: int) -> Tensor:
+    return tensor.movedim(dim, 0).flatten(1).sum(1) if tensor.dim() > 1 else tensor
+
+
+def position(activation: Activation) -> float:
+    folded = activation.folded()
+    assert folded is not None
+    return folded.fold.position
+
+
+def slope_of_output(activation: Activation, y: Tensor) -> Tensor:
+    """The float64 derivative that an output tells: by the row's formula, or for a fold by torch operations in float32."""
+    if activation.is_folded:
+        return activation.derivative_given_output(y.cpu().float(), y.dtype).double().to(y.device)
+    return activation.derivative_given_output(y.double(), y.dtype).double()
+
+
+def assert_as_good_as_torch(ours: Tensor, torchs: Tensor, exact: Tensor) -> None:
+    """Neither the largest nor the mean error is more than twice torch's own in the same dtype."""
+    assert ours.dtype is torchs.dtype and ours.shape == exact.shape
+    tiny = 8 * EPSILON * float(exact.abs().max())
+    error, torchs_error = ((y.double() - exact).abs() for y in (ours, torchs))
+    assert float(error.max()) <= 2 * float(torchs_error.max()) + tiny
+    assert float(error.norm()) <= 2 * float(torchs_error.norm()) + tiny * math.sqrt(exact.numel())
+
+
+# --- every activation -------------------------------------------------------------------------------------------------
+
+#: Shape and the dimension along which a bias runs: without, along the columns, and along the rows of the matrix.
+BIASES: tuple[tuple[tuple[int, ...], int | None], ...] = (((37, 53), None), ((37, 53), -1), ((3, 11, 60), 1))
+
+
+@every_dtype
+@every_activation
+def test_forward(activation: Activation, dtype: torch.dtype) -> None:
+    for shape, dim in BIASES:
+        z = normal(*shape, dtype=dtype)
+        b = None if dim is None else normal(shape[dim], dtype=dtype, seed=1)
+        biased = z if b is None or dim is None else z + along(b, dim, z)
+        exact = z.double() if b is None or dim is None else z.double() + along(b.double(), dim, z)
+        before = z.clone()
+
+        y = forward(z, b, activation, dim=dim or 0)
+        assert_as_good_as_torch(y, activation.plain(biased), activation.function(exact))
+        saved = forward(z, b, activation, dim=dim or 0, encode=True)
+        assert int(steps(saved, y).max()) <= int(activation.is_folded)
+        assert torch.equal(z, before)
+
+        for encode, expected in ((False, y), (True, saved)):
+            buffer = z.clone()
+            version = buffer._version
+            assert forward(buffer, b, activation, dim=dim or 0, encode=encode, out=buffer) is buffer
+            assert torch.equal(buffer, expected) and buffer._version > version
+
+
+@every_dtype
+@every_activation
+def test_gradient_given_the_input(activation: Activation, dtype: torch.dtype) -> None:
+    for shape, dim in BIASES:
+        z, dy = normal(*shape, dtype=dtype), normal(*shape, dtype=dtype, seed=1)
+        leaf = z.detach().requires_grad_()
+        (torchs,) = torch.autograd.grad(activation.plain(leaf), leaf, dy)
+        exact = dy.double() * derivative(activation.function, z)
+
+        dz, db = gradient(dy, z, activation, "input", dim=dim)
+        assert_as_good_as_torch(dz, torchs, exact)
+        if dim is None:
+            assert db is None
+        else:
+            assert db is not None
+            assert_as_good_as_torch(db, sum_along(torchs, dim), sum_along(exact, dim))
+
+
+@every_dtype
+@every_activation
+def test_gradient_given_the_output(activation: Activation, dtype: torch.dtype) -> None:
+    if activation.needs_input_because is not None:
+        pytest.skip(activation.needs_input_because)
+    for shape, dim in BIASES:
+        y, dy = forward(normal(*shape, dtype=dtype), None, activation, encode=True), normal(*shape, dtype=dtype, seed=1)
+        exact = dy.double() * slope_of_output(activation, y)
+        before = y.clone(), dy.clone()
+
+        dz, db = gradient(dy, y, activation, "output", dim=dim)
+        # float32 arithmetic, in which 1 - y^2 loses what y^2 has; then one rounding.
+        arithmetic = 8 * EPSILON * dy.double().abs() * max(1.0, float(slope_of_output(activation, y).abs().max()))
+        assert bool(((dz.double() - exact).abs() <= ulp(exact, dtype) + arithmetic).all())
+        assert torch.equal(y, before[0]) and torch.equal(dy, before[1])
+        if dim is not None:
+            assert db is not None and db.dtype is dtype
+            total = sum_along(exact, dim)
+            assert bool(((db.double() - total).abs() <= ulp(total, dtype) + sum_along(arithmetic, dim)).all())
+
+        version = y._version
+        over, db_over = gradient(dy, y, activation, "output", overwrite=True, dim=dim)
+        assert over is y and torch.equal(over, dz) and y._version > version
+        assert (db_over is None) if db is None else torch.equal(db_over, db)  # type: ignore[arg-type]
+
+
+# --- every number -----------------------------------------------------------------------------------------------------
+
+
+@every_half
+@every_activation
+def test_every_16_bit_number_forward(activation: Activation, dtype: torch.dtype) -> None:
+    z = all_values(dtype).to(DEVICE)
+    truth = activation.function(z.double())
+    rounded = truth.to(dtype)
+    overflows = activation.function(z.float()).isinf() & truth.isfinite()  # in float32, for eager too
+    real = ~truth.isnan() & ~overflows
+    nothing = truth.abs() < LEAST
+
+    exact, saved = forward(z, None, activation), forward(z, None, activation, encode=True)
+    for y in (exact, saved):
+        assert torch.equal(y.isnan(), truth.isnan())
+        assert int(steps(y, rounded)[real & ~nothing].max()) <= 1
+        assert float(y.double().abs()[real & nothing].max()) <= 2 * max(LEAST, torch.finfo(dtype).tiny * torch.finfo(dtype).eps)
+    if not activation.is_folded:
+        assert torch.equal(saved[real], exact[real])
+        return
+    left = z.double() < position(activation)
+    assert torch.equal(branch.decode(saved.float(), dtype)[real], left[real])
+    nominal = branch.encode(truth.float(), left, dtype).to(dtype)
+    assert int(steps(saved, nominal)[real & ~nothing & (truth < 0)].max()) <= 2  # the next number of that branch
+    assert torch.equal(saved[real & (truth >= 0) & ~left], exact[real & (truth >= 0) & ~left])
+
+
+@every_half
+@every_activation
+def test_every_16_bit_number_backward(activation: Activation, dtype: torch.dtype) -> None:
+    z = all_values(dtype).to(DEVICE)
+    ones = torch.ones_like(z)
+    truth = derivative(activation.function, z)
+    leaf = z.float().requires_grad_()
+    (torchs,) = torch.autograd.grad(activation.plain(leaf).sum(), leaf)
+    usual = z.abs() < 1e4
+
+    slope, _ = gradient(ones, z, activation, "input")
+    assert not bool((slope.isnan() & ~torchs.isnan()).any())
+    near = usual & truth.isfinite()
+    assert bool(((slope.double() - truth).abs() <= ulp(truth, dtype) + 8 * EPSILON)[near].all())
+
+    if activation.needs_input_because is not None:
+        return
+    saved = forward(z, None, activation, encode=True)
+    slope, _ = gradient(ones, saved, activation, "output")
+    told = slope_of_output(activation, saved)
+    assert torch.equal(slope.isnan(), told.isnan())
+    real = told.abs() < torch.finfo(dtype).max
+    assert bool(((slope.double() - told).abs() <= ulp(told, dtype) + 4 * EPSILON)[real].all())
+    if activation.is_folded:
+        # The derivative at the float64 input which has this very output, on the branch that the input was on.
+        flat = z <= -3 if activation.name == "hardswish" else torch.zeros_like(real)
+        near = (z.abs() < 300) & ~flat
+        told = derivative(activation.function, invert(activation, saved[near].double(), z[near].double() < position(activation)))
+        allowed = ulp(told, dtype) + 1.1 * PRECISIONS[dtype].tolerance + 2e-4  # half a float32 unit of y at the minimum
+        assert bool(((slope[near].double() - told).abs() <= allowed).all())
+        assert not bool(slope[flat & ~z.isinf()].any())
+
+
+def invert(activation: Activation, y: Tensor, left: Tensor) -> Tensor:
+    """The float64 input with output y on the given side of the fold, by bisection."""
+    near = torch.full_like(y, position(activation))
+    far = torch.where(left, -800.0, y.clamp(min=0) + 40)
+    for _ in range(80):
+        middle = (near + far) / 2
+        above = activation.function(middle) > y
+        near, far = torch.where(above, near, middle), torch.where(above, middle, far)
+    return near
+
+
+#: Relative rms and largest error of the derivative over N(0, 1) when only the output is kept, branch included.
+FLOOR = {
+    ("gelu", torch.float32): (1.1e-6, 9.1e-5),
+    ("gelu", torch.bfloat16): (4.2e-3, 2.4e-2),
+    ("gelu", torch.float16): (8.3e-4, 6.6e-3),
+    ("silu", torch.float32): (1.3e-6, 8.5e-5),
+    ("silu", torch.bfloat16): (5.1e-3, 2.3e-2),
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), FLOOR, ids=str)
+def test_derivatives_are_at_the_floor(name: str, dtype: torch.dtype) -> None:
+    activation = resolve(name)
+    z = normal(200_000, dtype=dtype, scale=1.0)
+    truth = derivative(activation.function, z)
+    dz, _ = gradient(torch.ones_like(z), forward(z, None, activation, encode=True), activation, "output")
+    error = (dz.double() - truth).abs()
+    rms, largest = FLOOR[name, dtype]
+    assert float(error.norm() / truth.norm()) <= 1.5 * rms
+    assert float(error.max()) <= 1.5 * largest
+
+
+@every_activation
+def test_special_float32_numbers(activation: Activation) -> None:
+    inf, nan = math.inf, math.nan
+    special = [0.0, -0.0, 1e-45, -1e-45, 1e-39, -1e-39, 2e-38, -2e-38, 1e18, -1e18, 3.4e38, -3.4e38, inf, -inf, nan]
+    kinks = [float(k) for k in range(-6, 7)] + [0.5, -0.5, 20.0, -20.0, 90.0, -90.0, 103.0, -103.0]
+    if activation.is_folded:
+        fold = torch.tensor(position(activation))
+        kinks += [float(fold), float(torch.nextafter(fold, fold + 1)), float(torch.nextafter(fold, fold - 1))]
+    z = torch.tensor(special + kinks)
+    leaf = z.clone().requires_grad_()
+    expected = activation.function(leaf)
+    (slope,) = torch.autograd.grad(expected.sum(), leaf)
+    truth, truth_slope = activation.function(z.double()), derivative(activation.function, z)
+    tolerance = {"rtol": 2e-5, "atol": 1e-6, "equal_nan": True}
+
+    for encode in (False, True):
+        y = forward(z.to(DEVICE), None, activation, encode=encode).cpu()
+        torch.testing.assert_close(y, expected.detach(), **tolerance)
+        assert torch.equal(y.isnan(), truth.isnan())
+    if activation.is_folded:
+        real = ~y.isnan()
+        assert torch.equal(branch.decode(y, torch.float32)[real], (z < position(activation))[real])
+
+    dz, _ = gradient(torch.ones_like(z).to(DEVICE), z.to(DEVICE), activation, "input")
+    torch.testing.assert_close(dz.cpu()[~z.isnan()], slope[~z.isnan()], **tolerance)
+    if activation.needs_input_because is None:
+        dz, _ = gradient(torch.ones_like(z).to(DEVICE), y.to(DEVICE), activation, "output")
+        told = activation.derivative_given_output(y, torch.float32)
+        torch.testing.assert_close(dz.cpu(), told, **tolerance)
+        assert not bool((dz.cpu().isnan() & ~truth_slope.isnan() & ~y.isnan()).any())
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+Make = Callable[[Tensor], Tensor]
+
+#: A shape, the dimension of the bias, and what rearranges a contiguous tensor.
+LAYOUTS: dict[str, tuple[tuple[int, ...], int, Make]] = {
+    "matrix": ((37, 53), -1, lambda t: t),
+    "first dimension": ((37, 53), 0, lambda t: t),
+    "one row": ((1, 53), -1, lambda t: t),
+    "one column": ((37, 1), -1, lambda t: t),
+    "one element": ((1, 1), -1, lambda t: t),
+    "vector": ((53,), 0, lambda t: t),
+    "empty": ((0, 5), -1, lambda t: t),
+    "no channels": ((5, 0), -1, lambda t: t),
+    "many columns": ((3, 701), -1, lambda t: t),
+    "many rows": ((301, 3), -1, lambda t: t),
+    "channels first": ((2, 7, 5, 11), 1, lambda t: t),
+    "channels first, several column blocks": ((2, 3, 401), 1, lambda t: t),
+    "one channel": ((3, 1, 41), 1, lambda t: t),
+    "channels last": ((2, 7, 5, 11), 1, lambda t: t.contiguous(memory_format=torch.channels_last)),
+    "channels last, 3-d": ((2, 7, 3, 5, 3), 1, lambda t: t.contiguous(memory_format=torch.channels_last_3d)),
+    "transposed": ((53, 37), -1, lambda t: t.t().contiguous().t()),
+    "permuted": ((5, 11, 7), 0, lambda t: t.permute(1, 2, 0).contiguous().permute(2, 0, 1)),
+}
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+#: How the kernels divide their work: as they do, in 64-bit arithmetic, and in tiny tiles by so few programs that each has
+#: several steps, and the last one fewer than the others.
+SPLITS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "int64": {"_index_type": lambda tensor: tl.int64},
+    "steps": {"TILE": 64, "PROGRAMS": 5},
+    "one program": {"TILE": 32, "PROGRAMS": 1},
+}
+
+
+@pytest.fixture(params=SPLITS)
+def split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SPLITS[request.param].items():
+        monkeypatch.setattr(elementwise, name, value)
+
+
+GUARD = 4096  # elements before and after a tensor: what a kernel without its masks would hit
+SENTINEL = 77.0
+
+
+def guarded(tensor: Tensor) -> tuple[Tensor, Callable[[], bool]]:
+    """A copy with a guard before and behind it, and what tells whether the guards are untouched."""
+    memory = torch.full((tensor.numel() + 2 * GUARD,), SENTINEL, dtype=tensor.dtype, device=tensor.device)
+    copy = memory.as_strided(tensor.shape, tensor.stride(), GUARD).copy_(tensor)
+    untouched = torch.ones_like(memory, dtype=torch.bool)
+    untouched[GUARD : GUARD + tensor.numel()] = False
+    return copy, lambda: bool((memory[untouched] == SENTINEL).all())
+
+
+def integers(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-8, 9, shape, generator=generator).to(torch.float32).to(DEVICE)
+
+
+@every_layout
+@pytest.mark.usefixtures("split")
+def test_layouts(layout: str) -> None:
+    # With relu and small integers everything is exact, sums included.
+    shape, dim, make = LAYOUTS[layout]
+    relu = resolve("relu")
+    z, b, dy = make(integers(*shape, seed=0)), integers(shape[dim], seed=1), make(integers(*shape, seed=2))
+    y = torch.relu(z + along(b, dim, z))
+    dz = dy * (y > 0)
+
+    assert torch.equal(forward(z, None, relu), torch.relu(z))
+    new = forward(z, b, relu, dim=dim)
+    assert torch.equal(new, y) and new.stride() == z.stride()
+    buffer, untouched = guarded(z)
+    assert torch.equal(forward(buffer, b, relu, dim=dim, out=buffer), y) and untouched()
+
+    for bias_dim in (None, dim):
+        saved, untouched = guarded(new)
+        new_dz, db = gradient(dy, saved, relu, "output", dim=bias_dim)
+        assert torch.equal(new_dz, dz) and new_dz.stride() == z.stride()
+        over, db_over = gradient(dy, saved, relu, "output", overwrite=True, dim=bias_dim)
+        assert over is saved and torch.equal(over, dz) and untouched()
+        for sums in (db, db_over):
+            assert (sums is None) if bias_dim is None else torch.equal(sums, sum_along(dz, dim))  # type: ignore[arg-type]
+
+
+@every_layout
+@pytest.mark.usefixtures("split")
+def test_what_lies_outside_does_not_count(layout: str) -> None:
+    # cbrt's derivative is infinite at the 0 that masked elements read as.
+    shape, dim, make = LAYOUTS[layout]
+    y, dy = make(integers(*shape, seed=0).abs() + 1), make(integers(*shape, seed=2))
+    dz, db = gradient(dy, y, resolve("cbrt"), "output", dim=dim)
+    assert db is not None
+    torch.testing.assert_close(dz, dy / (3 * y * y))
+    torch.testing.assert_close(db, sum_along(dz, dim), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "dy",
+    [
+        lambda: normal(53, 37).t(),
+        lambda: normal(1, 53).expand(37, 53),
+        lambda: normal(37, 1).expand(37, 53),
+        lambda: torch.ones((), device=DEVICE).expand(37, 53),
+        lambda: normal(37, 106)[:, ::2],
+        lambda: normal(74, 53)[::2],
+    ],
+    ids=["transposed", "same rows", "same columns", "one value", "gaps in rows", "gaps between rows"],
+)
+@pytest.mark.parametrize("given", ["output", "input"])
+def test_incoming_gradients_of_any_layout(dy: Callable[[], Tensor], given: Given) -> None:
+    incoming = dy()
+    before = incoming.clone()
+    dz, db = gradient(incoming, integers(37, 53, seed=1), resolve("relu"), given, dim=-1)
+    expected, expected_db = gradient(incoming.contiguous(), integers(37, 53, seed=1), resolve("relu"), given, dim=-1)
+    assert torch.equal(dz, expected) and torch.equal(db, expected_db)  # type: ignore[arg-type]
+    assert torch.equal(incoming, before)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda t: t[:, ::2], lambda t: t[::2], lambda t: t[:, 5:12], lambda t: t.t(), lambda t: t[:1].expand(9, -1)],
+    ids=["gaps in rows", "gaps between rows", "slice", "transposed", "expanded"],
+)
+@pytest.mark.parametrize("given", ["output", "input"])
+def test_inputs_of_any_layout(view: Make, given: Given) -> None:
+    relu = resolve("relu")
+    whole = integers(18, 20, seed=0)
+    z = view(whole)
+    b, dy = integers(z.shape[-1], seed=1), integers(*z.shape, seed=2)
+    before = whole.clone()
+    assert torch.equal(forward(z, b, relu), torch.relu(z + b))
+    dz, db = gradient(dy, z, relu, given, dim=-1)
+    assert torch.equal(dz, dy * (z > 0)) and torch.equal(db, sum_along(dz, -1))  # type: ignore[arg-type]
+    assert torch.equal(whole, before)
+
+
+def test_writing_over_a_view_leaves_its_gaps_alone() -> None:
+    whole = integers(18, 20, seed=0)
+    expected = whole.clone()
+    expected[:, ::2].relu_()
+    view = whole[:, ::2]
+    assert forward(view, None, resolve("relu"), out=view) is view
+    assert torch.equal(whole, expected)
+    dz, _ = gradient(torch.ones_like(view), view, resolve("relu"), "output", overwrite=True)
+    assert torch.equal(dz, (view > 0).float()) and torch.equal(whole, expected)
+
+
+def test_a_bias_with_gaps_and_an_out_of_another_layout() -> None:
+    z, b = integers(53, 37, seed=0).t(), integers(106, seed=1)[::2]
+    out = torch.empty(37, 53, device=DEVICE)
+    assert forward(z, b, resolve("relu"), out=out) is out
+    assert torch.equal(out, torch.relu(z + b))
+
+
+# --- large tensors, repeated runs -------------------------------------------------------------------------------------
+
+
+def test_offsets_have_64_bits_where_32_do_not_suffice() -> None:
+    def index(elements: int) -> Any:
+        return elementwise._index_type(torch.empty(elements, device="meta"))
+
+    assert index(2**31) == tl.int64
+    assert index(2**31 - 1) == tl.int64  # masked elements lie behind the last one
+    assert index(2**30) == tl.int32
+
+
+def _has_memory(gigabytes: int) -> bool:
+    return DEVICE.type == "cuda" and torch.cuda.mem_get_info()[0] > gigabytes << 30
+
+
+@pytest.mark.skipif(not _has_memory(20), reason="needs a GPU with 20 GiB of free memory")
+@pytest.mark.parametrize("columns", [4096, None], ids=["bias", "no bias"])
+def test_more_than_two_to_the_31_elements(columns: int | None) -> None:
+    relu = resolve("relu")
+    shape = (2**19 + 3, 4096)
+    y = torch.full(shape, -1.0, dtype=torch.bfloat16, device=DEVICE)
+    y[-1], y[0, 0] = 2.0, 3.0
+    b = None if columns is None else torch.ones(columns, dtype=y.dtype, device=DEVICE)
+    forward(y, b, relu, out=y)
+    shift = 0 if b is None else 1
+    assert bool((y[-1] == 2 + shift).all()) and float(y[0, 0]) == 3 + shift
+    assert int(torch.count_nonzero(y[1:-1])) == 0
+    dz, db = gradient(y, y, relu, "output", overwrite=True, dim=None if b is None else -1)
+    assert bool((dz[-1] == 2 + shift).all()) and int(torch.count_nonzero(dz)) == 4096 + 1
+    if db is not None:
+        assert float(db[0]) == 3 + 4 and bool((db[1:] == 3).all())
+
+
+@pytest.mark.parametrize("split", ["default", "steps"], indirect=True)
+@pytest.mark.parametrize(("shape", "dim"), [((101, 67), -1), ((3, 5, 300), 1)])
+@pytest.mark.usefixtures("split")
+def test_two_runs_agree_to_the_last_bit(shape: tuple[int, ...], dim: int) -> None:
+    gelu = resolve("gelu")
+    z, b, dy = normal(*shape), normal(shape[dim], seed=1), normal(*shape, seed=2)
+
+    def run() -> Iterator[Tensor]:
+        y = forward(z, b, gelu, dim=dim, encode=True)
+        dz, db = gradient(dy, y, gelu, "output", dim=dim)
+        assert db is not None
+        return iter((y, dz, db))
+
+    for first, second in zip(run(), run(), strict=True):
+        assert torch.equal(first, second)
+
+
+# --- whole layers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_triton(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """What switches between this backend and torch's operations, on whatever device the tests run."""
+    from fusedlayers import backends
+    from fusedlayers.backends import eager
+
+    monkeypatch.setattr(functional, "SMALL", 0)
+
+    def switch(on: bool) -> None:
+        monkeypatch.setattr(backends, "choose", lambda tensor: backend if on else eager)
+
+    return switch
+
+
+def compare(on_triton: Callable[[bool], None], call: Callable[..., Tensor], *tensors: Tensor, rtol: float = 1e-5) -> None:
+    """Output and gradients of ``call`` are the same on both backends, and one buffer less is not one value wrong."""
+    results = []
+    for on in (True, False):
+        on_triton(on)
+        leaves = [t.detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in tensors]
+        y = call(*leaves)
+        dy = normal(*y.shape, seed=9)
+        results.append([y.detach().clone(), *torch.autograd.grad(y, leaves, dy)])
+    for ours, eagers in zip(*results, strict=True):
+        scale = float(eagers.abs().max()) if eagers.numel() else 0.0
+        torch.testing.assert_close(ours, eagers, rtol=rtol, atol=rtol * scale + 1e-7)
+
+
+#: Between the two backends lies the fit of a folded derivative, and what half a unit of y is at the minimum.
+FOLDED_RTOL = 3e-4
+
+
+@every_activation
+def test_dense_layers_agree_with_the_eager_backend(activation: Activation, on_triton: Callable[[bool], None]) -> None:
+    x, w, b = normal(2, 9, 13, scale=1), normal(31, 13, scale=1, seed=1), normal(31, scale=1, seed=2)
+    rtol = FOLDED_RTOL if activation.is_folded else 1e-5
+    compare(on_triton, lambda x, w, b: fl.dense_bias_act(x, w, b, activation), x, w, b, rtol=rtol)
+    compare(on_triton, lambda x, w: fl.dense_bias_act(x, w, None, activation), x, w, rtol=rtol)
+    with torch.no_grad():
+        on_triton(True)
+        torch.testing.assert_close(
+            fl.dense_bias_act(x, w, b, activation), activation.plain(F.linear(x, w, b)), rtol=2e-5, atol=2e-5
+        )
+
+
+@pytest.mark.parametrize("save", ["output", "input", "recompute"])
+@pytest.mark.parametrize("name", ["gelu", "tanh", "leaky_relu", "softplus"])
+def test_every_kind_of_saving_agrees_with_the_eager_backend(
+    name: str, save: Any, on_triton: Callable[[bool], None]
+) -> None:
+    x, w, b = normal(19, 13, scale=1), normal(31, 13, scale=1, seed=1), normal(31, scale=1, seed=2)
+    rtol = FOLDED_RTOL if name == "gelu" and save == "output" else 1e-5
+    compare(on_triton, lambda x, w, b: fl.dense_bias_act(x, w, b, name, save=save), x, w, b, rtol=rtol)
+    for shape, dim in (((19, 31), -1), ((31, 19), 0), ((3, 31, 11), 1)):
+        z = normal(*shape)
+        compare(on_triton, lambda z, b, dim=dim: fl.bias_act(z, b, name, dim=dim, save=save), z, b, rtol=rtol)
+        gapped = normal(*shape[:-1], 2 * shape[-1])
+        compare(on_triton, lambda z: fl.bias_act(z[..., ::2], None, name, save=save), gapped, rtol=rtol)
+        turned = normal(*reversed(shape))
+        other = shape[::-1].index(31)
+        compare(
+            on_triton,
+            lambda z, b, dim=other: fl.bias_act(z.permute(*reversed(range(z.dim()))), b, name, dim=-1 - dim, save=save),
+            *(turned, b), rtol=rtol,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gelu", "tanh"])
+def test_in_place_agrees_with_the_eager_backend(name: str, on_triton: Callable[[bool], None]) -> None:
+    z, b = normal(19, 31), normal(31, seed=1)
+    for view in (lambda z: z * 1, lambda z: (z * 1)[:, :], lambda z: (z * 1).t().contiguous().t()):
+        compare(on_triton, lambda z, b, view=view: fl.bias_act(view(z), b, name, inplace=True), z, b, rtol=FOLDED_RTOL)
+
+
+def test_layers_without_some_gradients(on_triton: Callable[[bool], None]) -> None:
+    on_triton(True)
+    tensors = normal(19, 13, scale=1), normal(31, 13, scale=1, seed=1), normal(31, scale=1, seed=2)
+    needed = [t.detach().requires_grad_() for t in tensors]
+    y = fl.dense_bias_act(*needed, "silu")
+    every = torch.autograd.grad(y, needed, torch.ones_like(y))
+    for wanted in itertools.product((False, True), repeat=3):
+        if not any(wanted):
+            continue
+        leaves = [t.detach().requires_grad_(w) for t, w in zip(tensors, wanted, strict=True)]
+        y = fl.dense_bias_act(*leaves, "silu")
+        some = torch.autograd.grad(y, [t for t in leaves if t.requires_grad], torch.ones_like(y))
+        for ours, full in zip(some, itertools.compress(every, wanted), strict=True):
+            assert torch.equal(ours, full)
