@@ -11,11 +11,13 @@ import torch.nn.functional as F
 from reference import all_values, derivative, steps
 from torch import Tensor
 
+import fusedlayers as fl
 from fusedlayers import backends
 from fusedlayers.activations import Activation, branch, resolve, rows
 from fusedlayers.activations.inverse import PRECISIONS
 from fusedlayers.backends import eager
 from fusedlayers.backends.eager import dense, elementwise, fold
+from fusedlayers.memory import saved_bytes
 
 TABLE = [row.bind() for row in rows()]
 FOLDED = [a for a in TABLE if a.is_folded]
@@ -224,11 +226,14 @@ def test_onednn_swallows_nan_where_it_is_not_used() -> None:
 
 
 @pytest.fixture
-def onednn() -> Iterator[None]:
+def onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Use oneDNN whatever this machine would choose."""
     if not dense._has_onednn():
         pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(dense, "_is_amd", lambda: True)
+    dense._onednn_wins.cache_clear()
     yield
+    dense._onednn_wins.cache_clear()
 
 
 def _multiply(x: Tensor, w: Tensor, b: Tensor | None, post_op: tuple[str, list[float], str]) -> Tensor:
@@ -301,6 +306,45 @@ def test_onednn_is_used_where_it_wins(has: bool, amd: bool, monkeypatch: pytest.
             torch.testing.assert_close(eager.linear_act(x, w, b, activation), expected, rtol=1e-4, atol=1e-4)
     finally:
         dense._onednn_wins.cache_clear()
+
+
+@pytest.mark.usefixtures("onednn")
+@pytest.mark.parametrize("needed", ["xwb", "xw", "wb", "x", "w", "b"])
+@pytest.mark.parametrize("name", ["gelu", "tanh"])
+@pytest.mark.parametrize("save", ["output", "input", "recompute"])
+def test_a_layer_through_onednn(needed: str, name: str, save: str) -> None:
+    x, w, b = (
+        t.requires_grad_(n in needed) for t, n in zip(_operands("contiguous", torch.float32), "xwb", strict=True)
+    )
+    assert eager.multiplies(x, w)
+
+    def derivatives(y: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+        plain = torch.autograd.grad(y.sum(), leaves, retain_graph=True)
+        first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)  # type: ignore[arg-type]
+        return [*first, *second, *plain]
+
+    doubles = [t.detach().double().requires_grad_(t.requires_grad) for t in (x, w, b)]
+    y = fl.dense_bias_act(x, w, b, name, save=save)
+    truth = resolve(name).function(F.linear(*doubles))
+    torch.testing.assert_close(y.double(), truth, rtol=1e-5, atol=1e-5)
+    got = derivatives(y, [t for t in (x, w, b) if t.requires_grad])
+    expected = derivatives(truth, [t for t in doubles if t.requires_grad])
+    for a, e in zip(got, expected, strict=True):
+        assert float((a.detach().double() - e.detach()).norm() / e.detach().norm()) < 1e-3
+
+
+@pytest.mark.usefixtures("onednn")
+@pytest.mark.parametrize(("needed", "kept"), [("xwb", "xw"), ("wb", "x"), ("x", "w"), ("b", "")])
+def test_a_layer_through_onednn_keeps_what_is_needed(needed: str, kept: str) -> None:
+    tensors = dict(zip("xwb", _operands("contiguous", torch.float32), strict=True))
+    bytes_of = {name: t.nbytes for name, t in tensors.items()}
+    b = tensors["b"]
+    for name in needed:
+        tensors[name] = tensors[name].requires_grad_() * 1  # no leaf, so that it counts where it is kept
+    assert eager.multiplies(tensors["x"], tensors["w"])
+    saved = saved_bytes(lambda: fl.dense_bias_act(*tensors.values(), "gelu"), exclude=b)
+    assert saved == 96 * 112 * 4 + sum(bytes_of[name] for name in kept)
 
 
 def test_the_caches_hold_one_table_per_dtype() -> None:

@@ -382,6 +382,22 @@ def test_the_first_question_may_come_in_any_mode() -> None:
         assert ownership._users_when_alone() == alone
 
 
+@every_name
+def test_three_dimensions(name: str) -> None:
+    # The layer works on two and returns a view.
+    torch.manual_seed(0)
+    x, w = torch.randn(4, 10, 12, requires_grad=True), torch.randn(50, 12, requires_grad=True)
+    expected = torch.autograd.grad(resolve(name).plain(F.linear(x, w)).sum(), (x, w))
+    for hold in (True, False):
+        y = fl.dense_bias_act(x, w, None, name)
+        before = y.detach().clone()
+        loss = y.sum()
+        if not hold:
+            del y
+        torch.testing.assert_close(torch.autograd.grad(loss, (x, w)), expected, **CLOSE[torch.float32])
+        assert not hold or torch.equal(y, before)
+
+
 def test_nothing_leaks() -> None:
     gc.collect()
     case = Case("gelu")

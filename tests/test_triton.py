@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu import ACTIVATIONS, DEVICE, DTYPES, FOLDED, INTERPRETER_WARNINGS
+from gpu import ACTIVATIONS, DEVICE, DTYPES, FOLDED, INTERPRETED, INTERPRETER_WARNINGS
 from reference import all_values, derivative, steps, ulp
 from torch import Tensor
 
@@ -29,6 +29,16 @@ from fusedlayers.backends.triton import elementwise  # noqa: E402
 pytestmark = [pytest.mark.filterwarnings(*INTERPRETER_WARNINGS), pytest.mark.usefixtures("interpreter_converts")]
 
 Given = Literal["output", "input"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """The tensors are small: several threads would only wait for each other, much longer on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
 
 HALVES = (torch.bfloat16, torch.float16)
 EPSILON = torch.finfo(torch.float32).eps
@@ -163,8 +173,16 @@ def test_gradient_given_the_output(activation: Activation, dtype: torch.dtype) -
 # --- every number -----------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Larger tiles for the interpreter, which takes as long for a small one."""
+    if INTERPRETED:
+        monkeypatch.setattr(elementwise, "TILE", 1 << 14)
+
+
 @every_half
 @every_activation
+@pytest.mark.usefixtures("few_programs")
 def test_every_16_bit_number_forward(activation: Activation, dtype: torch.dtype) -> None:
     z = all_values(dtype).to(DEVICE)
     truth = activation.function(z.double())
@@ -190,6 +208,7 @@ def test_every_16_bit_number_forward(activation: Activation, dtype: torch.dtype)
 
 @every_half
 @every_activation
+@pytest.mark.usefixtures("few_programs")
 def test_every_16_bit_number_backward(activation: Activation, dtype: torch.dtype) -> None:
     z = all_values(dtype).to(DEVICE)
     ones = torch.ones_like(z)
@@ -214,7 +233,7 @@ def test_every_16_bit_number_backward(activation: Activation, dtype: torch.dtype
     if activation.is_folded:
         # The derivative at the float64 input which has this very output, on the branch that the input was on.
         flat = z <= -3 if activation.name == "hardswish" else torch.zeros_like(real)
-        near = (z.abs() < 300) & ~flat
+        near = (z.abs() > 1e-3) & (z.abs() < 300) & ~flat
         told = derivative(activation.function, invert(activation, saved[near].double(), z[near].double() < position(activation)))
         allowed = ulp(told, dtype) + 1.1 * PRECISIONS[dtype].tolerance + 2e-4  # half a float32 unit of y at the minimum
         assert bool(((slope[near].double() - told).abs() <= allowed).all())
@@ -225,7 +244,7 @@ def invert(activation: Activation, y: Tensor, left: Tensor) -> Tensor:
     """The float64 input with output y on the given side of the fold, by bisection."""
     near = torch.full_like(y, position(activation))
     far = torch.where(left, -800.0, y.clamp(min=0) + 40)
-    for _ in range(80):
+    for _ in range(64):
         middle = (near + far) / 2
         above = activation.function(middle) > y
         near, far = torch.where(above, near, middle), torch.where(above, middle, far)
@@ -243,6 +262,7 @@ FLOOR = {
 
 
 @pytest.mark.parametrize(("name", "dtype"), FLOOR, ids=str)
+@pytest.mark.usefixtures("few_programs")
 def test_derivatives_are_at_the_floor(name: str, dtype: torch.dtype) -> None:
     activation = resolve(name)
     z = normal(200_000, dtype=dtype, scale=1.0)
@@ -477,7 +497,7 @@ def test_more_than_two_to_the_31_elements(columns: int | None) -> None:
 
 
 @pytest.mark.parametrize("split", ["default", "steps"], indirect=True)
-@pytest.mark.parametrize(("shape", "dim"), [((101, 67), -1), ((3, 5, 300), 1)])
+@pytest.mark.parametrize(("shape", "dim"), [((41, 67), -1), ((3, 5, 300), 1)])
 @pytest.mark.usefixtures("split")
 def test_two_runs_agree_to_the_last_bit(shape: tuple[int, ...], dim: int) -> None:
     gelu = resolve("gelu")
