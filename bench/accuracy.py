@@ -1,8 +1,8 @@
 """``python -m bench accuracy``: errors of output and derivative against float64, beside eager torch's.
 
 Inputs are normal with unit variance. The derivative is what backward makes of an incoming gradient of ones, so that its
-last rounding is in it, for both. Where only the output is kept, the largest error sits at the activation's minimum: there
-the output, being rounded, says least about its input.
+last rounding is in it, for both. Where only the output is kept, the largest error sits at the activation's minimum:
+there the output, being rounded, says least about its input.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     python tests/aot.py sm_90 gelu tanh/float32
 
-prints a JSON list with an object per kernel. Registers, spills and the width of memory accesses are read from the machine
-code: with cuobjdump from Triton's wheel for NVIDIA, from the assembly for AMD.
+prints a JSON list with an object per kernel. Registers, spills and the width of memory accesses are read from what the
+compiler made: with cuobjdump from Triton's wheel for NVIDIA, from the assembly for AMD.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def compile_kernel(
     constants = {"BIAS": bias, "ROWS": rows, "COLUMNS": columns, "INDEX": index}
     constants[role.upper()] = device_function(activation, role, given=given, dtype=dtype)
     # As Triton specialises at launch: an argument of 1 is a constant, the other sizes here are divisible by 16.
-    ones = {name for name in ("rows", "channels") if getattr(matrix, name) == 1} | ({"steps"} if bias == "none" else set())
+    ones = ("rows", "channels", "steps") if bias == "none" else ()
     constants |= {name: 1 for name in ones if name in function.arg_names}
 
     signature, attributes = {}, {}
@@ -170,15 +170,13 @@ def kernels_of(activation: Activation) -> tuple[str, ...]:
     """The kernels that an activation can have; the identity gets none, because nothing is saved for it."""
     if activation.is_identity:
         return ()
-    return tuple(kernel for kernel in KERNELS if kernel != "derivative_given_output" or not activation.needs_input_because)
+    return tuple(KERNELS) if activation.needs_input_because is None else ("forward", "derivative_given_input")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compile the elementwise kernels ahead of time.")
     parser.add_argument("target", choices=TARGETS)
-    parser.add_argument(
-        "case", nargs="*", help="activation[/dtype[/bias[/index]]], like gelu/bfloat16/column/int32 (default: all of them)"
-    )
+    parser.add_argument("case", nargs="*", help="activation/dtype/bias/index (default: */bfloat16/column/int32)")
     options = parser.parse_args()
     reports = []
     for case in options.case or activations():

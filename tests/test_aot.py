@@ -19,7 +19,7 @@ TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 #: Scalar registers beyond AMD's hundred move to lanes of vector registers: instructions, but no memory.
 MOST_SCALAR_SPILLS = 16
 
-#: With 64-bit offsets (tensors of more than 2^31 elements) some versions of ptxas put a value or two aside around the loop.
+#: With 64-bit offsets (for more than 2^31 elements) some versions of ptxas put a value or two aside around the loop.
 MOST_SPILL_BYTES = {"int32": 0, "int64": 16}
 
 Reports = list[dict[str, Any]]
@@ -73,10 +73,8 @@ def test_everything_compiles_without_spills(target: str) -> None:
     cases += [f"gelu/bfloat16/{bias}/{index}" for bias in ("none", "column", "row") for index in ("int32", "int64")]
     cases += ["relu/bfloat16/row/int64"]
     runs = [target, *cases[::2]], [target, *cases[1::2]]
-    if "PYTEST_XDIST_WORKER" in os.environ:  # the workers are processes enough
-        reports = compile_all(runs[0]) + compile_all(runs[1])
-    else:
-        reports = compile_all(*runs)
+    one_by_one = "PYTEST_XDIST_WORKER" in os.environ  # the workers are processes enough
+    reports = compile_all(runs[0]) + compile_all(runs[1]) if one_by_one else compile_all(*runs)
     assert {report["activation"] for report in reports} == set(activations()) - {"identity"}
     assert len({(r["dtype"], r["bias"], r["index"]) for r in reports if r["activation"] == "gelu"}) == 8
     check(reports)
