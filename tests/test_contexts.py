@@ -27,7 +27,7 @@ SAVES = ("output", "input", "recompute")
 KINDS = ["gelu", "tanh", "softplus", torch.sin, None]
 
 every_activation = pytest.mark.parametrize("activation", TABLE, ids=str)
-every_kind = pytest.mark.parametrize("activation", KINDS, ids=lambda a: getattr(a, "__name__", str(a)))
+every_kind = pytest.mark.parametrize("activation", KINDS, ids=reference.label)
 every_save = pytest.mark.parametrize("save", SAVES)
 
 # torch's compiler uses deprecated parts of torch itself, and instantiates autograd Functions that it traces.

@@ -486,7 +486,7 @@ def test_in_place_is_like_relu_in_place(activation: Activation, save: str, with_
     torch.testing.assert_close(_gradients(y, dy, leaf, b), _gradients(eager, dy, leaf, b), rtol=1e-5, atol=1e-3)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "tanh", "softsign", None, torch.sin], ids=str)
+@pytest.mark.parametrize("activation", ["gelu", "tanh", "softsign", None, torch.sin], ids=reference.label)
 @pytest.mark.parametrize("kind", ["leaf", "view of a leaf", "slice of a leaf"])
 def test_in_place_on_a_leaf_is_refused_before_anything_is_written(kind: str, activation: object) -> None:
     leaf = torch.randn(30, 40, requires_grad=True)
@@ -718,7 +718,7 @@ def test_save_must_be_one_of_four(save: Any) -> None:
         (torch.sin, torch.float32, "sin is left to PyTorch because it is not in the table"),
         (nn.PReLU(), torch.float32, "PReLU is left to PyTorch because"),
     ],
-    ids=str,
+    ids=reference.label,
 )
 def test_save_output_where_the_output_does_not_suffice(activation: object, dtype: torch.dtype, reason: str) -> None:
     x, w = X.to(dtype), W.to(dtype)

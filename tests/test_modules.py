@@ -8,6 +8,7 @@ import pickle
 from typing import Any
 
 import pytest
+import reference
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -59,7 +60,7 @@ def test_it_is_initialised_as_linear_and_shares_its_state() -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("activation", ["gelu", nn.SiLU(), nn.LeakyReLU(0.2), F.gelu, None], ids=str)
+@pytest.mark.parametrize("activation", ["gelu", nn.SiLU(), nn.LeakyReLU(0.2), F.gelu, None], ids=reference.label)
 def test_state_loads_into_linear_and_back(activation: object) -> None:
     layer, linear, again = fl.FusedDenseAct(12, 40, activation), nn.Linear(12, 40), fl.FusedDenseAct(12, 40, activation)
     buffer = io.BytesIO()
@@ -73,7 +74,9 @@ def test_state_loads_into_linear_and_back(activation: object) -> None:
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-@pytest.mark.parametrize("activation", ["gelu", nn.ELU(0.5), fl.GELU("tanh"), F.silu, nn.PReLU(), None], ids=str)
+@pytest.mark.parametrize(
+    "activation", ["gelu", nn.ELU(0.5), fl.GELU("tanh"), F.silu, nn.PReLU(), None], ids=reference.label
+)
 def test_copies_compute_the_same_and_share_nothing(clone: Any, activation: object) -> None:
     layer = fl.FusedDenseAct(12, 40, activation, save="input" if activation is None else "auto")
     other = clone(layer)
@@ -157,7 +160,7 @@ def test_bad_arguments_are_refused_when_it_is_made(
         fl.FusedDenseAct(12, 40, *arguments, **options)
 
 
-@pytest.mark.parametrize("activation", [nn.LeakyReLU(-0.1), torch.sin], ids=str)
+@pytest.mark.parametrize("activation", [nn.LeakyReLU(-0.1), torch.sin], ids=reference.label)
 def test_save_output_where_it_cannot_be_had_is_refused(activation: object) -> None:
     layer = fl.FusedDenseAct(12, 40, activation, save="output")
     with pytest.raises(ValueError, match="save='output' cannot be had for"):

@@ -24,11 +24,11 @@ def evaluate(pointwise: Pointwise, z: Tensor) -> Tensor:
             (source,) = arguments
             result = source.view(operation.dtype) if operation.op == "bitcast" else source.to(operation.dtype)
         else:
-            tensors = [a for a in arguments if isinstance(a, Tensor)]
             # Where ATen's operator takes tensors only: of the type that the others have, or the result.
-            dtype = tensors[0].dtype if tensors else operation.dtype
-            count = len(arguments) if operation.op in ("maximum", "minimum") else 1
-            for i in range(count):
+            dtype = next((a.dtype for a in arguments if isinstance(a, Tensor)), operation.dtype)
+            if operation.op == "where":
+                dtype = operation.dtype
+            for i in {"where": (1, 2), "maximum": (0, 1), "minimum": (0, 1)}.get(operation.op, (0,)):
                 arguments[i] = torch.as_tensor(arguments[i], dtype=dtype)
             result = getattr(torch.ops.aten, operation.op)(*arguments)
         assert result.dtype is operation.dtype, operation
