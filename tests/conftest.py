@@ -13,6 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Several processes share the cores; threads that meet after every operation would wait for the others' to yield.
+    torch.set_num_threads(1)
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     # torch 2.11 makes a stand-in for the missing GPU when something first traces, and frees it with the thread that

@@ -29,6 +29,11 @@ every_half = pytest.mark.parametrize("dtype", HALVES, ids=str)
 every_float = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
 # --- the table --------------------------------------------------------------------------------------------------------
 
 EXPECTED = {

@@ -43,6 +43,11 @@ def _bits(tensor: Tensor) -> Tensor:
     return torch.where(tensor.isnan(), torch.nan, tensor).view(integer)  # one NaN is as good as another
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
 # --- the backend as autograd uses it ----------------------------------------------------------------------------------
 
 

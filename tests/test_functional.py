@@ -33,6 +33,11 @@ FOLDED_TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e
 Call = Callable[..., Tensor]
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
 def _gradients(y: Tensor, dy: Tensor, *tensors: Tensor | None) -> list[Tensor]:
     needed = [t for t in tensors if t is not None and t.requires_grad]
     return list(torch.autograd.grad(y, needed, dy))
@@ -393,7 +398,7 @@ def test_dense_takes_any_layout(kind: str) -> None:
     layouts = {
         "transposed": (torch.randn(24, 33).t(), torch.randn(24, 40).t()),
         "gaps": (torch.randn(33, 48)[:, ::2], torch.randn(80, 24)[::2]),
-        "expanded": (torch.randn(1, 24).expand(33, 24), torch.randn(1, 24).expand(40, 24)),
+        "expanded": (torch.randn(1, 24).expand(33, 24), torch.randn(40, 1).expand(40, 24)),
     }
     x, w = (t.detach().requires_grad_() for t in layouts[kind])
     for dtype in (torch.float32, torch.bfloat16):

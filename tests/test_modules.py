@@ -35,6 +35,11 @@ SAMPLE = torch.linspace(-8, 8, 1001)
 BIG = 2e-4  # a folded derivative from float32 outputs
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
 # --- FusedDenseAct ----------------------------------------------------------------------------------------------------
 
 

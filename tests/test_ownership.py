@@ -27,6 +27,11 @@ CLOSE: dict[torch.dtype, dict[str, float]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
 class Case:
     """A dense layer with a Linear behind it, and what eager PyTorch makes of the same."""
 

@@ -28,6 +28,11 @@ compiles = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
 def _fused(activation: object, save: str = "auto") -> Layer:
     return lambda x, w, b: fl.dense_bias_act(x, w, b, activation, save=save)
 
