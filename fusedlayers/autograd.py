@@ -95,7 +95,9 @@ class BiasAct(Function):
 
 
 def _again(origin: Origin, b: Tensor | None, dim: int) -> Tensor:
-    z = origin.x if origin.w is None else F.linear(origin.x, origin.w, origin.b)
+    # Backward may run under autocast, which the forward pass has already answered.
+    with torch.autocast(origin.x.device.type, enabled=False):
+        z = origin.x if origin.w is None else F.linear(origin.x, origin.w, origin.b)
     return z if b is None else z + along(b, dim, z.dim())
 
 

@@ -167,7 +167,8 @@ def bias_act(
                 "bias_act: save='recompute' needs the input, which inplace=True overwrites; drop one of them"
             )
         _check_writable(input)
-        if not fused or keep != "output":
+        # Autograd refuses some views, but only after a Function has written; copy_ asks first.
+        if not fused or keep != "output" or (input._is_view() and _needs_gradient(input, bias)):
             z = input.clone() if bias is None else input + along(bias, dim, input.dim())
             return input.copy_(bias_act(z, None, resolved, save=save))
 

@@ -600,3 +600,14 @@ def test_small_layers_are_left_to_torch_and_large_ones_are_not() -> None:
     assert "BiasAct" in fl.dense_bias_act(x[:15], w, None, "gelu", save="output").grad_fn.name()  # type: ignore[union-attr]
     assert "BiasAct" in fl.bias_act(torch.randn(256, requires_grad=True), None, "gelu").grad_fn.name()  # type: ignore[union-attr]
     assert "Gelu" in fl.bias_act(torch.randn(255, requires_grad=True), None, "gelu").grad_fn.name()  # type: ignore[union-attr]
+
+
+def test_recomputing_ignores_an_autocast_around_backward() -> None:
+    x, w = torch.randn(64, 128), torch.randn(96, 128)
+    b = torch.randn(96, requires_grad=True)
+    grads = []
+    for save in ("input", "recompute"):
+        y = fl.dense_bias_act(x, w, b, "gelu", save=save)
+        with torch.autocast("cpu", torch.bfloat16):
+            grads += torch.autograd.grad(y.square().sum(), b)
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-4)

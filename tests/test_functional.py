@@ -737,3 +737,22 @@ def test_save_output_where_the_output_does_not_suffice(activation: object, dtype
             call()
         _said(error, str(dtype), reason, "use save='auto', 'input' or 'recompute'")
     assert torch.equal(x, before)
+
+
+def test_in_place_on_a_view_that_autograd_refuses_writes_nothing() -> None:
+    base = torch.randn(40, 40, requires_grad=True) * 1
+    view = base.chunk(2, dim=1)[0]  # one of several outputs of one operation
+    before = view.detach().clone()
+    with pytest.raises(RuntimeError, match="view"):
+        fl.bias_act(view, None, "relu", inplace=True)
+    assert torch.equal(view.detach(), before)
+
+
+def test_in_place_on_a_view_reaches_its_base() -> None:
+    leaf = torch.randn(40, 40, requires_grad=True)
+    base = leaf * 1
+    fl.bias_act(base[:20], None, "tanh", inplace=True)
+    expected = torch.cat([torch.tanh(leaf[:20]), leaf[20:]])
+    torch.testing.assert_close(base, expected)
+    (got,) = torch.autograd.grad(base.sum(), leaf)
+    torch.testing.assert_close(got, torch.autograd.grad(expected.sum(), leaf)[0])

@@ -112,7 +112,7 @@ def test_from_modules_shares_the_parameters(bias: bool) -> None:
     assert not fused.training and fused.save == "recompute"
     x = torch.randn(30, 12)
     torch.testing.assert_close(fused(x), F.gelu(linear(x), approximate="tanh"))
-    with pytest.raises(TypeError, match=r"FusedDenseAct\.from_modules: expected an nn\.Linear, got Conv2d"):
+    with pytest.raises(TypeError, match=r"FusedDenseAct\.from_modules: expected a plain nn\.Linear, got Conv2d"):
         fl.FusedDenseAct.from_modules(nn.Conv2d(1, 1, 1), "gelu")  # type: ignore[arg-type]
 
 
@@ -305,3 +305,16 @@ def test_drop_ins_work_in_a_sequential_that_is_moved_and_scripted_by_name() -> N
     grads = [torch.autograd.grad(m(x.double()).sum(), list(m.parameters())) for m in (model, reference)]
     torch.testing.assert_close(*grads)
     assert functools.reduce(lambda n, p: n + p.numel(), model.parameters(), 0) == 12 * 40 + 40 + 40 * 40 + 40
+
+
+def test_from_modules_refuses_what_it_would_lose() -> None:
+    with pytest.raises(TypeError, match=r"expected a plain nn\.Linear, got FusedDenseAct"):
+        fl.FusedDenseAct.from_modules(fl.FusedDenseAct(4, 4, "relu"), "gelu")
+    hooked = nn.Linear(4, 4)
+    hooked.register_forward_hook(lambda *_: None)
+    with pytest.raises(TypeError, match="hooks"):
+        fl.FusedDenseAct.from_modules(hooked, "gelu")
+
+
+def test_repr_says_where_the_output_cannot_be_saved() -> None:
+    assert "cannot save the output" in repr(fl.FusedDenseAct(4, 4, nn.LeakyReLU(-1.0), save="output"))

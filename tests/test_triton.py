@@ -30,16 +30,6 @@ pytestmark = [pytest.mark.filterwarnings(*INTERPRETER_WARNINGS), pytest.mark.use
 
 Given = Literal["output", "input"]
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """The tensors are small: several threads would only wait for each other, much longer on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 HALVES = (torch.bfloat16, torch.float16)
 EPSILON = torch.finfo(torch.float32).eps
 #: The least that float32 formulas resolve: from here down an intermediate overflows or underflows.
@@ -194,6 +184,8 @@ def test_every_16_bit_number_forward(activation: Activation, dtype: torch.dtype)
         assert torch.equal(y.isnan(), truth.isnan())
         assert int(steps(y, rounded)[real & ~nothing].max()) <= 1
         assert float(y.double().abs()[real & nothing].max()) <= max(2 * LEAST, torch.finfo(dtype).tiny)
+    # Without a branch bit float32 arithmetic decides, which now and then meets the middle between two numbers.
+    assert float((exact != rounded)[real & ~nothing].double().mean()) < 0.02
     if not activation.is_folded:
         assert torch.equal(saved[real], exact[real])
         return

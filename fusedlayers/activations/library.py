@@ -3,6 +3,9 @@
 Adding a row is the whole work of adding an activation: modules, kernels, tests and benchmarks iterate over this table.
 Derivatives in terms of the output y are stated next to the function that they belong to; "fold" has them fitted.
 
+A constant that float32 does not hold exactly is written with y's dtype (``full_like``): between two plain numbers,
+``torch.where`` takes the process-wide default dtype.
+
 oneDNN's relu and clip post-operations are not used: they turn NaN into a number (torch's own keep it).
 """
 
@@ -50,7 +53,7 @@ register(
         "leaky_relu",
         F.leaky_relu,
         {"negative_slope": 0.01},
-        given_output=lambda y, negative_slope: torch.where(y > 0, 1.0, negative_slope),
+        given_output=lambda y, negative_slope: torch.where(y > 0, 1.0, torch.full_like(y, negative_slope)),
         unless=lambda negative_slope: _given_positive("negative_slope", negative_slope, "the function turns at 0"),
         stands_for=((nn.LeakyReLU, {}), (F.leaky_relu, {})),
         native=Native(
@@ -127,7 +130,7 @@ register(
     Row(
         "hardsigmoid",
         _hardsigmoid,
-        given_output=lambda y: torch.where((y > 0) & (y < 1), 1 / 6, 0.0),
+        given_output=lambda y: torch.where((y > 0) & (y < 1), torch.full_like(y, 1 / 6), 0.0),
         stands_for=((nn.Hardsigmoid, {}), (F.hardsigmoid, {})),
         native=Native(aten.hardsigmoid_.default),
         plain=_hardsigmoid,

@@ -179,10 +179,11 @@ class Activation:
             return "saves nothing"
         if self.unfused_because is not None:
             return f"not fused: {self.unfused_because}"
-        if save == "auto":
-            refused = self.output_refused_because(dtype)
-            if refused is not None:
-                return f"saves the input: {refused}"
+        refused = self.output_refused_because(dtype)
+        if save == "auto" and refused is not None:
+            return f"saves the input: {refused}"
+        if save == "output" and refused is not None:
+            return f"cannot save the output: {refused}"
         if save in ("auto", "output"):
             return "saves the output (branch in its last bit)" if self.is_folded else "saves the output"
         return "saves the input" if save == "input" else "saves nothing and recomputes"

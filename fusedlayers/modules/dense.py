@@ -48,10 +48,17 @@ class FusedDenseAct(nn.Linear):
         """A fused layer that shares the parameters of ``linear``; ``activation`` as for the constructor.
 
         Raises:
-            TypeError: ``linear`` is not an ``nn.Linear``.
+            TypeError: ``linear`` is not exactly an ``nn.Linear``, or has hooks: what those do would be lost.
         """
-        if not isinstance(linear, nn.Linear):
-            raise TypeError(f"FusedDenseAct.from_modules: expected an nn.Linear, got {type(linear).__name__}")
+        if type(linear) is not nn.Linear:
+            raise TypeError(
+                f"FusedDenseAct.from_modules: expected a plain nn.Linear, got {type(linear).__name__}, which may "
+                "compute something else; leave it as it is"
+            )
+        if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks:
+            raise TypeError(
+                "FusedDenseAct.from_modules: the nn.Linear has hooks, which would be lost; remove them first"
+            )
         fused = cls(linear.in_features, linear.out_features, None, linear.bias is not None, device="meta")
         fused.weight, fused.bias = linear.weight, linear.bias
         fused._set(activation, save)

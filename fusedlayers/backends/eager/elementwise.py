@@ -24,6 +24,9 @@ from . import fold
 from .chunks import for_each
 from .lookup import lookup
 
+#: Tables kept, of 128 or 256 KiB each: an activation whose parameter changes from step to step has one for each value.
+TABLES = 64
+
 
 def bias_act(
     z: Tensor, b: Tensor | None, activation: Activation, *, dim: int, encode: bool, out: Tensor | None
@@ -125,7 +128,7 @@ def _all_values(dtype: torch.dtype) -> Tensor:
     return torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype).double()
 
 
-@functools.cache
+@functools.lru_cache(TABLES)
 @in_clean_state
 def _forward_table(activation: Activation, dtype: torch.dtype, encode: bool, device: torch.device) -> Tensor:
     z = _all_values(dtype)
@@ -133,7 +136,7 @@ def _forward_table(activation: Activation, dtype: torch.dtype, encode: bool, dev
     return y.to(dtype).to(device)
 
 
-@functools.cache
+@functools.lru_cache(TABLES)
 @in_clean_state
 def _derivative_table(activation: Activation, dtype: torch.dtype, given: str, device: torch.device) -> Tensor:
     # float32, not dtype: the product dy * f' is then rounded once.
