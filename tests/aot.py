@@ -102,12 +102,11 @@ def compile_kernel(
         if name != "steps":
             attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature=signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=TARGETS[target], options=elementwise.OPTIONS)
+    compiled = triton.compile(source, target=TARGETS[target], options=elementwise.options(TARGETS[target].warp_size))
 
     asm = compiled.asm
     read = _read_amd(asm["amdgcn"]) if "amdgcn" in asm else _read_nvidia(asm["cubin"], asm["ptx"])
-    threads = elementwise.WARPS * TARGETS[target].warp_size
-    wide = rows * columns * dtype.itemsize // (16 * threads)
+    wide = rows * columns * dtype.itemsize // (16 * elementwise.THREADS)
     return Report(
         target,
         repr(activation),

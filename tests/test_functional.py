@@ -61,7 +61,8 @@ def _compare(call: Call, eager: Call, activation: Activation, *tensors: Tensor |
         y = function(*tensors, act)
         assert y.dtype is dtype and y.shape == exact.shape
         results.append([y.detach(), *_gradients(y, dy, *tensors)])
-    tolerance = torch.finfo(dtype).eps + (FOLDED_TOLERANCE[dtype] if activation.is_folded and folded else 0)
+    # A derivative that is had from a rounded output has that rounding more: softsign's, (1 - |y|)^2, twice.
+    tolerance = 3 * torch.finfo(dtype).eps + (FOLDED_TOLERANCE[dtype] if activation.is_folded and folded else 0)
     for ours, eagers, truth in zip(*results, expected, strict=True):
         assert ours.shape == truth.shape and ours.dtype is dtype
         assert _relative(ours, truth) <= 2 * _relative(eagers, truth) + tolerance

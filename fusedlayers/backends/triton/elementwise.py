@@ -21,13 +21,23 @@ from ...activations import Activation
 from ...broadcast import is_dense
 from .codegen import device_function
 
-#: Elements per tile: with 4 warps, 16 a thread, which is two or four 16-byte loads of each operand in flight.
+#: Elements per tile, and threads that share them: 8 each, which is one or two 16-byte loads of each operand. (With 16,
+#: gelu's derivative in float32 spilled registers on sm_100.)
 TILE = 2048
-WARPS = 4
+THREADS = 256
 #: Programs per backward launch, about: enough to fill any device several times, few enough for short partial sums.
 PROGRAMS = 2048
-#: FMAs keep the polynomials fast, and the branch bit is made with integers; stated because Triton's default changes.
-OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": True}
+
+
+def options(warp_size: int) -> dict[str, Any]:
+    """How the kernels are compiled for a device with warps of this size.
+
+    FMAs keep the polynomials fast, and the branch bit is made with integers; stated because Triton's default changes.
+    """
+    return {"num_warps": THREADS // warp_size, "enable_fp_fusion": True}
+
+
+OPTIONS = options(64 if torch.version.hip else 32)
 
 
 @triton.jit
