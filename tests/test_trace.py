@@ -149,6 +149,7 @@ OUTSIDE = torch.randn(5)
     [
         (lambda z: z.sum(-1, keepdim=True), "sum is not pointwise"),
         (lambda z: z.t(), r"permute(_copy)? is not pointwise"),
+        (lambda z: z[0], r"select(_copy)? is not pointwise"),
         (lambda z: F.dropout(z, 0.5, training=True), "is not pointwise"),
         (lambda z: z * OUTSIDE, "cannot be traced: "),
         (lambda z: z * torch.tensor(0.5), "reads a tensor from outside"),
@@ -158,7 +159,7 @@ OUTSIDE = torch.randn(5)
         (lambda z: None, "must return one tensor"),
         (lambda z: z.no_such_method(), "cannot be traced: .*no_such_method"),
     ],
-    ids=["sum", "t", "dropout", "outside", "inside", "branch", "item", "two", "none", "raises"],
+    ids=["sum", "t", "row", "dropout", "outside", "inside", "branch", "item", "two", "none", "raises"],
 )
 def test_what_is_not_pointwise_is_refused(function: Function, message: str) -> None:
     with pytest.raises(NotPointwise, match=message):
