@@ -180,7 +180,7 @@ OPERATIONS: dict[str, Function] = {
     "mul": lambda z: z * 0.3,
     "ne": lambda z: (z != 1.5).to(torch.float32),
     "neg": torch.neg,
-    "pow": lambda z: z.abs() ** 2.7 - z**2,
+    "pow": lambda z: z.abs() ** 2.7 + z**2,
     "reciprocal": torch.reciprocal,
     "rsqrt": torch.rsqrt,
     "sigmoid": torch.sigmoid,

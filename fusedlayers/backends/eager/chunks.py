@@ -3,7 +3,7 @@
 Each operation is a pass, and ends with a meeting of torch's threads. On an idle machine that costs 5 us. Where another
 program holds one of the cores it costs milliseconds, several hundred times a layer: a backward pass of 0.1 s then took
 4 s. So a short chunk, which torch leaves to one thread, is timed against a long one, and whichever took less time per
-element goes on; the long one is tried again from time to time. The result does not depend on it.
+element goes on. The result does not depend on it.
 
 (Handing short chunks to Python threads of our own was slower than either: they contend for the GIL.)
 """
@@ -22,8 +22,11 @@ SHORT = 1 << 15
 #: bounds: at least two threads' work, at most what caches hold. (2^19 to 2^20 was best at 2 and 4 threads of a Zen 4.)
 PARTS = 16
 SHORTEST_LONG, LONGEST = 1 << 16, 1 << 20
-#: Elements done in short chunks between two attempts at a long one.
-PATIENCE = 1 << 21
+#: Where a long chunk took this many times as long, per element, none is tried for so many seconds.
+MUCH_SLOWER = 3.0
+RESPITE_SECONDS = 2.0
+
+_busy_until = 0.0  # by time.perf_counter
 
 
 def for_each(job: Callable[..., object], *tensors: Tensor) -> None:
@@ -36,15 +39,19 @@ def for_each(job: Callable[..., object], *tensors: Tensor) -> None:
         return
 
     long = min(LONGEST, max(SHORTEST_LONG, count // PARTS // SHORT * SHORT))
-    seconds = {SHORT: 0.0, long: 0.0}  # per element, as last measured; 0 to be tried
-    start, tried = 0, 0
+    global _busy_until
+    seconds = {SHORT: 0.0}  # per element, as last measured; 0 to be tried
+    if time.perf_counter() > _busy_until:
+        seconds[long] = 0.0
+    start = 0
     while start < count:
-        if start - tried > PATIENCE:
-            seconds[long], tried = 0.0, start
         size = min(seconds, key=seconds.__getitem__)
         began = time.perf_counter()
         job(*(tensor[start : start + size] for tensor in flat))
-        seconds[size] = (time.perf_counter() - began) / min(size, count - start)
+        ended = time.perf_counter()
+        seconds[size] = (ended - began) / min(size, count - start)
+        if size == long and seconds[long] > MUCH_SLOWER * seconds[SHORT]:
+            _busy_until = ended + RESPITE_SECONDS
         start += size
 
 
