@@ -9,8 +9,14 @@ from torch import Tensor
 THREADS_FOR_TAKE = 4
 
 
-def lookup(table: Tensor, index: Tensor) -> Tensor:
-    """``table[index]`` for 1-d tensors, ``index`` int32."""
-    if torch.get_num_threads() < THREADS_FOR_TAKE:
-        return table.index_select(0, index)
-    return table.take(index.to(torch.int64))
+def scratch() -> list[torch.dtype]:
+    """What ``lookup`` needs besides its arguments."""
+    return [] if torch.get_num_threads() < THREADS_FOR_TAKE else [torch.int64]
+
+
+def lookup(table: Tensor, index: Tensor, *temporaries: Tensor, out: Tensor) -> Tensor:
+    """``table[index]`` for 1-d tensors, ``index`` int32; ``temporaries`` as ``scratch`` says."""
+    if not temporaries:
+        return torch.index_select(table, 0, index, out=out)
+    (wide,) = temporaries
+    return torch.take(table, wide.copy_(index), out=out)
