@@ -25,8 +25,8 @@ from . import RESULTS, machine, measure, reference, shapes
 
 BASELINE, COMPILE, OURS = VARIANTS = ("eager", "compile", "fusedlayers")
 DEFINITIONS = {
-    "time": "microseconds of the layer alone in training mode: median and quartiles over interleaved rounds; nobody but "
-    "the layer holds its output during the backward pass, as in a network",
+    "time": "microseconds of the layer alone in training mode: median and quartiles over interleaved rounds; as in a "
+    "network, nobody but the layer holds its output during the backward pass",
     "ratio": "median over rounds of time / eager's time in the same round, with quartiles",
     "saved_bytes": "kept for the backward pass by the layer and a Linear behind it, without input and parameters",
     "peak_bytes": "allocated at the worst moment of forward+backward of the same two layers, gradients included",

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import backends
-from .activations import Activation, Saved
+from .activations import Activation, Saved, widened
 from .backends import Backend
 from .broadcast import along, sum_along
 from .ownership import is_ours_alone, saved_under_hooks
@@ -95,20 +95,24 @@ class BiasAct(Function):
 
 
 def _again(origin: Origin, b: Tensor | None, dim: int) -> Tensor:
-    # Backward may run under autocast, which the forward pass has already answered.
-    with torch.autocast(origin.x.device.type, enabled=False):
-        z = origin.x if origin.w is None else F.linear(origin.x, origin.w, origin.b)
+    x, w, linear_b = origin
+    if w is None:
+        z = x
+    else:
+        # Two dtypes: the forward pass was under autocast, which cast the weight to that of x. Whether backward is under
+        # autocast does not matter.
+        with torch.autocast(x.device.type, dtype=x.dtype, enabled=w.dtype is not x.dtype):
+            z = F.linear(x, w, linear_b)
     return z if b is None else z + along(b, dim, z.dim())
 
 
 def _differentiable_gradient(dy: Tensor, saved: Tensor, activation: Activation, save: Saved) -> Tensor:
     """``dy * f'`` in operations that autograd can differentiate again, in float32 or wider."""
-    wide = torch.promote_types(saved.dtype, torch.float32)
     if save == "output":
-        slope = activation.derivative_given_output(saved.to(wide), saved.dtype, differentiable=True)
-        return (dy.to(wide) * slope).to(dy.dtype)
-    z = saved.to(wide)
-    (dz,) = torch.autograd.grad(activation.function(z), z, dy.to(wide), create_graph=True)
+        slope = activation.derivative_given_output(widened(saved), saved.dtype, differentiable=True)
+        return (widened(dy) * slope).to(dy.dtype)
+    z = widened(saved)
+    (dz,) = torch.autograd.grad(activation.function(z), z, widened(dy), create_graph=True)
     return dz.to(dy.dtype)
 
 
@@ -116,20 +120,20 @@ class Dense(Function):
     """``x w^T + b`` through a backend's own matmuls: for where those beat torch's, which need no Function."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, backend: Backend) -> Tensor:
-        needs_x, needs_w, *_ = ctx.needs_input_grad
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        needs_x, needs_w, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_w else None, w if needs_x else None)
-        ctx.backend = backend
-        return backend.linear(x, w, b)
+        ctx.backend = backends.choose(x)
+        return ctx.backend.linear(x, w, b)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (dz,) = grads
         x, w = ctx.saved_tensors
-        needs_x, needs_w, needs_b, _ = ctx.needs_input_grad
+        needs_x, needs_w, needs_b = ctx.needs_input_grad
         if torch.is_grad_enabled():
             dx = torch.matmul(dz, w) if needs_x else None
         else:
             dx = ctx.backend.linear(dz, w.t(), None) if needs_x else None
         dw = torch.mm(dz.t(), x) if needs_w else None
-        return dx, dw, dz.sum(0) if needs_b else None, None
+        return dx, dw, dz.sum(0) if needs_b else None

@@ -1,4 +1,4 @@
-"""The functional interface: validate, resolve, dispatch. No arithmetic.
+"""The functional interface: check, resolve, choose a route. No arithmetic.
 
 Every call takes one of four routes:
 
@@ -7,6 +7,8 @@ Every call takes one of four routes:
 * traced: under ``torch.compile``, functional operations that keep the same tensors and that Inductor fuses;
 * plain: PyTorch's own composite, for everything unusual: activations outside the table, functorch transforms,
   forward-mode differentiation, tensor subclasses (DTensor, nested, fake), meta tensors, devices without a backend.
+
+What has a ``__torch_function__`` of its own (``torch.fx`` proxies, subclasses that ask for it) is asked first.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Parameter
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.checkpoint import checkpoint
 
-from . import backends
-from .activations import DTYPES, Activation, Saved, resolve
+from . import backends, operands
+from .activations import Activation, Saved, resolve
 from .autograd import BiasAct, Dense, Origin
 from .broadcast import along
 
@@ -29,7 +31,6 @@ SAVES = ("auto", "output", "input", "recompute")
 #: Outputs of fewer elements are left to plain PyTorch under ``save="auto"``: the buffer that would be spared is smaller
 #: than the Python objects of the autograd node that would spare it.
 SMALL = 256
-_ORDINARY = (Tensor, Parameter)
 
 
 def dense_bias_act(
@@ -70,47 +71,48 @@ def dense_bias_act(
     torch.Size([2, 4])
     """
     resolved = resolve(activation)
-    route = _route("dense_bias_act", input, weight, bias)
-    if weight.dim() != 2 or input.dim() < 1 or input.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"dense_bias_act: expected input (..., in) and weight (out, in), got {_shape(input)} and {_shape(weight)}; "
-            "the input's last dimension must be the weight's second"
-        )
-    if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
-        raise ValueError(
-            f"dense_bias_act: expected bias ({weight.shape[0]},) for weight {_shape(weight)}, got {_shape(bias)}"
-        )
-    autocast = input.device.type != "meta" and torch.is_autocast_enabled(input.device.type)  # torch refuses for meta
-    if autocast and resolved.unfused_because is None:
-        # As F.linear is cast. The activation's own operations must not be cast once more, one by one.
-        dtype = torch.get_autocast_dtype(input.device.type)
+    ordinary = weight is not None and operands.are_ordinary(input, weight, bias)
+    if not ordinary:
+        operands.check_tensors("dense_bias_act", {"input": input, "weight": weight}, bias)
+        if has_torch_function((input, weight, bias)):
+            return _hand_over(dense_bias_act, (input, weight, bias), resolved, activation, save=save)
+    operands.check_dense(input, weight, bias)
+    kind = input.device.type
+    autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # torch refuses to say for meta
+    operands.check_one_dtype("dense_bias_act", input, weight, bias, autocast=autocast)
+    dtype = torch.get_autocast_dtype(kind) if autocast and input.dtype is not torch.float64 else input.dtype
+    keep = _choose_save("dense_bias_act", resolved, save, dtype)
 
-        def cast(tensor: Tensor) -> Tensor:
-            return tensor if tensor.dtype is torch.float64 else tensor.to(dtype)
-
-        with torch.autocast(input.device.type, enabled=False):
-            return dense_bias_act(cast(input), cast(weight), None if bias is None else cast(bias), resolved, save=save)
-    if not autocast:
-        _check_one_dtype("dense_bias_act", input, weight, bias)
-    keep = _choose_save("dense_bias_act", resolved, save, input.dtype)
-
-    if keep == "nothing":
-        return F.linear(input, weight, bias)
+    fusible = ordinary and keep != "nothing" and resolved.unfused_because is None
+    if fusible and torch.compiler.is_compiling():
+        return _traced(F.linear, resolved, keep, input, weight, bias)
     small = save == "auto" and input.numel() * weight.shape[0] < SMALL * weight.shape[1]
-    if route == "plain" or resolved.unfused_because is not None or (small and route == "fused"):
+    if not fusible or small or _is_transformed():
         return resolved.plain(F.linear(input, weight, bias))
-    if route == "traced":
-        return _traced(lambda x, w, b: F.linear(x, w, b), resolved, keep, input, weight, bias)
     backend = backends.choose(input)
     if not _needs_gradient(input, weight, bias):
-        return backend.linear_act(input, weight, bias, resolved)
+        if not autocast:
+            return backend.linear_act(input, weight, bias, resolved)
+        z = F.linear(input, weight, bias)
+        return backend.bias_act(z, None, resolved, dim=-1, encode=False, out=z)
 
     # Two dimensions: the result of F.linear with more is a view, and overwriting a view costs autograd a copy.
     x = input.flatten(0, -2) if input.dim() > 2 else input if input.dim() == 2 else input.unsqueeze(0)
-    late = bias if backend.ADDS_BIAS and keep != "input" else None
-    early = bias if late is None else None
-    z = Dense.apply(x, weight, early, backend) if backend.multiplies(x, weight) else F.linear(x, weight, early)
-    y = BiasAct.apply(z, late, resolved, keep, -1, keep != "input", _origin(x, weight, early, late, keep))
+    # Where the kernel adds the bias, the matmul does not.
+    kernel_bias = bias if backend.ADDS_BIAS and keep != "input" else None
+    matmul_bias = bias if kernel_bias is None else None
+    if autocast:
+        # F.linear casts, so that a weight used many times is cast, and kept, once.
+        x = x.to(dtype) if keep == "recompute" else x
+        kernel_bias = None if kernel_bias is None else kernel_bias.to(dtype)
+    multiply = Dense.apply if not autocast and backend.multiplies(x, weight) else F.linear
+    z = multiply(x, weight, matmul_bias)
+    # z can be computed again if it must, or if that costs no memory: a matmul whose x and w both need gradients has
+    # saved them (its casts of them under autocast), and a bias that is a parameter is alive anyway.
+    free = not autocast and x.requires_grad and weight.requires_grad and (bias is None or bias.is_leaf)
+    known = keep == "recompute" or (keep == "output" and free)
+    origin = Origin(x, weight, matmul_bias) if known else None
+    y = BiasAct.apply(z, kernel_bias, resolved, keep, -1, keep != "input", origin)
     return y if input.dim() == 2 else y.view(*input.shape[:-1], y.shape[-1])
 
 
@@ -147,37 +149,34 @@ def bias_act(
     tensor([1., 1., 1.])
     """
     resolved = resolve(activation)
-    route = _route("bias_act", input, None, bias)
-    _check_one_dtype("bias_act", input, None, bias)
+    ordinary = operands.are_ordinary(input, bias)
+    if not ordinary:
+        operands.check_tensors("bias_act", {"input": input}, bias)
+        if has_torch_function((input, bias)):
+            return _hand_over(bias_act, (input, bias), resolved, activation, dim=dim, inplace=inplace, save=save)
+    operands.check_one_dtype("bias_act", input, None, bias)
     if bias is not None:
-        if not -input.dim() <= dim < input.dim():
-            raise ValueError(
-                f"bias_act: dim must lie in [-{input.dim()}, {input.dim()}) for {_shape(input)}, got {dim}"
-            )
-        if bias.dim() != 1 or bias.shape[0] != input.shape[dim]:
-            raise ValueError(
-                f"bias_act: expected bias ({input.shape[dim]},) along dim {dim} of {_shape(input)}, got {_shape(bias)}"
-            )
+        operands.check_bias("bias_act", input, bias, dim)
     keep = _choose_save("bias_act", resolved, save, input.dtype)
+
+    fusible = ordinary and keep != "nothing" and resolved.unfused_because is None
+    compiling = torch.compiler.is_compiling()
     small = save == "auto" and input.numel() < SMALL and not inplace
-    fused = route == "fused" and resolved.unfused_because is None and not small
+    fused = fusible and not compiling and not small and not _is_transformed()
     if inplace:
         if keep == "recompute":
             raise ValueError(
                 "bias_act: save='recompute' needs the input, which inplace=True overwrites; drop one of them"
             )
-        _check_writable(input)
+        operands.check_writable("bias_act", input)
         # Autograd refuses some views, but only after a Function has written; copy_ asks first.
         if not fused or keep != "output" or (input._is_view() and _needs_gradient(input, bias)):
-            z = input.clone() if bias is None else input + along(bias, dim, input.dim())
-            return input.copy_(bias_act(z, None, resolved, save=save))
+            return input.copy_(bias_act(input.clone(), bias, resolved, dim=dim, save=save))
 
     def biased(x: Tensor, b: Tensor | None) -> Tensor:
         return x if b is None else x + along(b, dim, x.dim())
 
-    if keep == "nothing":
-        return biased(input, bias)
-    if route == "traced" and resolved.unfused_because is None:
+    if fusible and compiling:
         return _traced(biased, resolved, keep, input, bias)
     if not fused:
         return resolved.plain(biased(input, bias))
@@ -189,68 +188,21 @@ def bias_act(
     return BiasAct.apply(input, bias, resolved, keep, dim, inplace, Origin(input) if keep == "recompute" else None)
 
 
-# --- checks -----------------------------------------------------------------------------------------------------------
+def _hand_over(
+    function: Callable[..., Tensor],
+    tensors: tuple[Tensor | None, ...],
+    resolved: Activation,
+    activation: object,
+    **options: object,
+) -> Tensor:
+    """Let the tensors' own ``__torch_function__`` deal with the call."""
+    activation = activation if resolved.unfused_because is not None else resolved
+    return handle_torch_function(function, tensors, *tensors, activation, **options)
 
 
-def _route(function: str, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> str:
-    """The route that these tensors take. What is no floating tensor, or not on the input's device, is refused."""
-    complete = input is not None and (weight is not None or function == "bias_act")
-    ordinary = complete and _is_ordinary(input, input) and _is_ordinary(weight, input) and _is_ordinary(bias, input)
-    if not ordinary:
-        _refuse(function, input, weight, bias)
-        return "plain"
-    if torch.compiler.is_compiling():
-        return "traced"
-    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
-        return "plain"
-    return "fused"
-
-
-def _is_ordinary(tensor: Tensor | None, input: Tensor) -> bool:
-    """Whether ``tensor`` is absent, or one that kernels can read and that lies where the input does."""
-    return tensor is None or (
-        type(tensor) in _ORDINARY
-        and tensor.dtype in DTYPES
-        and tensor.layout is torch.strided
-        and tensor.device == input.device
-        and input.device.type in backends.DEVICES
-    )
-
-
-def _refuse(function: str, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-    for name, tensor in (("input", input), ("weight", weight), ("bias", bias)):
-        if tensor is None and (name == "bias" or (name == "weight" and function == "bias_act")):
-            continue
-        if not isinstance(tensor, Tensor):
-            hint = "; pass None for no bias" if name == "bias" else ""
-            raise TypeError(f"{function}: {name} must be a tensor, got {type(tensor).__name__}{hint}")
-        if tensor.dtype not in DTYPES:
-            raise TypeError(
-                f"{function}: {name} must have a floating dtype ({', '.join(map(str, DTYPES))}), got {tensor.dtype}; "
-                "convert it first"
-            )
-        if tensor.device != input.device:
-            raise ValueError(
-                f"{function}: {name} is on {tensor.device} but input is on {input.device}; move one of them"
-            )
-
-
-def _check_one_dtype(function: str, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-    dtype = input.dtype
-    if (weight is not None and weight.dtype is not dtype) or (bias is not None and bias.dtype is not dtype):
-        named = (("input", input), ("weight", weight), ("bias", bias))
-        got = ", ".join(f"{name} {tensor.dtype}" for name, tensor in named if tensor is not None)
-        raise ValueError(f"{function}: all tensors must have one dtype, got {got}; convert them, or use torch.autocast")
-
-
-def _check_writable(tensor: Tensor) -> None:
-    # torch makes these checks after a custom Function has written; they belong before.
-    base = tensor._base if tensor._base is not None else tensor
-    if torch.is_grad_enabled() and base.is_leaf and base.requires_grad:
-        what = "a leaf" if base is tensor else "a view of a leaf"
-        raise RuntimeError(
-            f"bias_act: inplace=True on {what} that requires grad; use inplace=False or detach the input"
-        )
+def _is_transformed() -> bool:
+    """Whether functorch or forward-mode differentiation wants to see plain operations."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
 def _choose_save(function: str, activation: Activation, save: str, dtype: torch.dtype) -> Saved:
@@ -271,25 +223,8 @@ def _choose_save(function: str, activation: Activation, save: str, dtype: torch.
     return "input"
 
 
-def _shape(tensor: Tensor) -> str:
-    return str(tuple(tensor.shape))
-
-
-# --- routes -----------------------------------------------------------------------------------------------------------
-
-
 def _needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
-def _origin(x: Tensor, w: Tensor, early: Tensor | None, late: Tensor | None, keep: Saved) -> Origin | None:
-    """What z can be computed from again: for "recompute", and where it costs no memory to know.
-
-    The matmul saves x and w if both need gradients. A bias that is a parameter is alive anyway; a cast copy is not.
-    """
-    bias = early if late is None else late
-    free = x.requires_grad and w.requires_grad and (bias is None or bias.is_leaf)
-    return Origin(x, w, early) if keep == "recompute" or (keep == "output" and free) else None
 
 
 def _traced(

@@ -13,7 +13,7 @@ from reference import all_values, derivative, second_derivative, steps, ulp
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from fusedlayers.activations import DTYPES, Activation, Row, activations, branch, register, resolve, rows
+from fusedlayers.activations import DTYPES, Activation, Row, activations, branch, register, resolve, rows, spec
 from fusedlayers.activations.inverse import PRECISIONS, Fold, find_fold, fit
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -142,12 +142,11 @@ _ARGUMENTS = {nn.Threshold: (1.0, 0.0)}
 )
 def test_what_a_row_stands_for_resolves_to_it(row: Row, target: object, arguments: dict[str, object]) -> None:
     if isinstance(target, type):
-        default = row.bind()
         made = target(*_ARGUMENTS.get(target, ()), **arguments)
     else:
-        made = functools.partial(target, **arguments) if arguments else target
-        default = row.bind()
-    assert resolve(made) is default
+        needed = row.parameters if target is F.threshold else {}  # which has no defaults
+        made = functools.partial(target, **arguments, **needed) if arguments or needed else target
+    assert resolve(made) is row.bind()
     if row.parameters:
         values = {name: value + 2.0 for name, value in row.parameters.items()}
         changed = target(**values, **arguments) if isinstance(target, type) else functools.partial(target, **values)
@@ -208,6 +207,36 @@ def test_modules_with_hooks_are_called(module: nn.Module, register_hook: str) ->
     torch.testing.assert_close(fl.dense_bias_act(z, torch.eye(300), None, module), F.gelu(z))
     torch.testing.assert_close(module(z), F.gelu(z))
     assert len(calls) == 3
+
+
+def test_a_module_whose_forward_was_replaced_is_called() -> None:
+    module = nn.GELU()
+    module.forward = lambda z: 7 * z  # type: ignore[method-assign]
+    assert "forward has been replaced" in (resolve(module).unfused_because or "")
+    assert torch.equal(fl.bias_act(torch.ones(300), None, module), torch.full((300,), 7.0))
+
+
+def test_a_function_without_the_arguments_that_it_must_have_fails_as_in_torch() -> None:
+    # The row has defaults of its own, which are not torch's: it has none.
+    assert resolve(functools.partial(F.threshold, threshold=0.1, value=0.0)).name == "trelu"
+    for incomplete in (F.threshold, functools.partial(F.threshold, threshold=0.1)):
+        with pytest.raises(TypeError, match="missing"):
+            fl.bias_act(torch.ones(300), None, incomplete)
+
+
+def test_parameters_that_are_tensors_are_left_to_torch() -> None:
+    slope = torch.tensor([0.5])
+    function = functools.partial(F.elu, alpha=slope)
+    assert "not in the table" in (resolve(function).unfused_because or "")
+    module = nn.LeakyReLU(slope)  # type: ignore[arg-type]
+    assert "not in the table" in (resolve(module).unfused_because or "")
+
+
+def test_old_parameter_values_are_forgotten() -> None:
+    row = next(row for row in rows() if row.name == "leaky_relu")
+    for i in range(3000):
+        row.bind(negative_slope=1.0 + i)
+    assert spec._bound.cache_info().currsize <= 1024
 
 
 def test_positional_arguments_in_a_partial_are_left_to_torch() -> None:

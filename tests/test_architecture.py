@@ -25,7 +25,7 @@ LAYERS = [
     ["backends.triton."],
     ["backends"],
     ["ownership"],
-    ["autograd", "traced"],
+    ["autograd", "traced", "operands"],
     ["functional"],
     ["modules."],
     ["checkpoint."],

@@ -16,7 +16,7 @@ from fusedlayers import backends
 from fusedlayers.activations import Activation, branch, resolve, rows
 from fusedlayers.activations.inverse import PRECISIONS
 from fusedlayers.backends import eager
-from fusedlayers.backends.eager import dense, elementwise, fold
+from fusedlayers.backends.eager import chunks, dense, elementwise
 from fusedlayers.memory import saved_bytes
 
 TABLE = [row.bind() for row in rows()]
@@ -110,7 +110,7 @@ def test_tables_hold_the_function(activation: Activation, dtype: torch.dtype) ->
         y = eager.bias_act(z, None, activation, dim=-1, encode=encode, out=None)
         if encode and activation.is_folded:
             expected = activation.encoded(z.double(), dtype).to(dtype)
-        elif activation.row.native.forward_ is not None:  # no table: ATen's kernel, which rounds as it rounds
+        elif activation.row.native.activate_ is not None:  # no table: ATen's kernel, which rounds as it rounds
             expected = activation.plain(z)
         else:
             expected = activation.function(z.double()).to(dtype)
@@ -146,16 +146,80 @@ def test_tables_hold_the_derivative(activation: Activation, dtype: torch.dtype, 
     assert bool((error <= (1.0 if activation.name == "sigmoid" else 0.51) * unit + 1e-6).all())
 
 
+# --- chunks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("count", [1, chunks.SHORT, 10 * chunks.SHORT - 3])
+def test_chunks_are_handed_out_once_each_with_temporaries(
+    count: int, busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Not a real clock: long chunks are said to be slow, or fast.
+    long = 2 * chunks.LEAST_PER_THREAD
+    clock, lengths = [0.0], []
+
+    def job(a: Tensor, b: Tensor, half: Tensor, number: Tensor) -> None:
+        assert len(a) == len(b) == len(half) == len(number)
+        assert half.dtype is torch.float16 and number.dtype is torch.int64
+        number.copy_(b)
+        a.add_(number)
+        clock[0] += len(a) * (1e-8 if busy == (len(a) == long) else 1e-9)
+        lengths.append(len(a))
+
+    monkeypatch.setattr(chunks, "_busy_until", 0.0)
+    monkeypatch.setattr(chunks.time, "perf_counter", lambda: 1.0 + clock[0])
+    a, b = torch.zeros(count), torch.arange(count)
+    chunks.for_each(job, a, b, scratch=(torch.float16, torch.int64))
+    assert torch.equal(a, b.float()) and sum(lengths) == count
+    if count > long:
+        assert lengths[:2] == [chunks.SHORT, long]  # each is tried
+        assert set(lengths[2:-1]) == ({chunks.SHORT} if busy else {long})
+        before = len(lengths)
+        chunks.for_each(job, a, b, scratch=(torch.float16, torch.int64))
+        assert (long in lengths[before:]) is not busy  # where long ones lost by far they rest
+
+
+@every_activation
+@every_dtype
+def test_results_do_not_depend_on_threads(activation: Activation, dtype: torch.dtype) -> None:
+    z, dy = _inputs().to(dtype), torch.randn(len(_inputs())).to(dtype)
+    results = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            y = eager.bias_act(z, None, activation, dim=-1, encode=dtype is not torch.float64, out=None)
+            given = "input" if activation.output_refused_because(dtype) is not None else "output"
+            saved = z if given == "input" else y
+            dz, _ = eager.gradient(dy, saved, activation, given=given, overwrite=False, bias_dim=None)  # type: ignore[arg-type]
+            results.append((y, dz))
+    finally:
+        torch.set_num_threads(before)
+    for one, two in zip(*results, strict=True):
+        # Vectorised and scalar code, which share the work in another way, may round differently: by this much.
+        torch.testing.assert_close(one, two, rtol=4 * torch.finfo(dtype).eps, atol=1e-6, equal_nan=True)
+
+
 # --- folded activations in float32 ------------------------------------------------------------------------------------
+
+
+def _slope(activation: Activation, y: Tensor) -> Tensor:
+    return eager.gradient(torch.ones_like(y), y, activation, given="output", overwrite=False, bias_dim=None)[0]
 
 
 @every_folded
 def test_the_forward_pass_sets_the_bits_that_encode_sets(activation: Activation) -> None:
-    folded = activation.folded()
-    assert folded is not None
     z = _inputs()
-    y = z.clone()
-    fold.forward_(y, activation.function, folded.fold.position)
+    y = eager.bias_act(z, None, activation, dim=-1, encode=True, out=None)
     assert torch.equal(_bits(y), _bits(activation.encoded(z, torch.float32)))
 
 
@@ -166,7 +230,7 @@ def test_the_derivative_is_the_polynomials(activation: Activation) -> None:
     y = activation.encoded(_inputs(), torch.float32)
     y = torch.cat([y, -torch.logspace(-44.8, math.log10(-folded.fold.minimum), 20_001)])
     y = y[y.isfinite()]
-    quick = fold.derivative(activation)(y.clone())
+    quick = _slope(activation, y)
     slow = folded(y.double(), branch.decode(y, torch.float32))
     # The line between two of the table's nodes, and float32's rounding, may err as much again as the fit.
     error = (quick.double() - slow).abs()
@@ -177,7 +241,7 @@ def test_the_derivative_is_the_polynomials(activation: Activation) -> None:
 def test_the_derivative_leaves_its_argument_alone_and_keeps_nan(activation: Activation) -> None:
     y = activation.encoded(torch.tensor([-1.0, 2.0, math.nan, math.inf, -3.0]), torch.float32)
     before = y.clone()
-    slope = fold.derivative(activation)(y)
+    slope = _slope(activation, y)
     assert torch.equal(_bits(y), _bits(before))
     assert slope.isnan().tolist() == [False, False, True, False, False]
     assert float(slope[3]) == pytest.approx(1.0, abs=1e-6)
@@ -190,7 +254,7 @@ def test_outputs_below_the_minimum_have_a_small_derivative(activation: Activatio
     assert folded is not None
     y = torch.full((9,), folded.fold.minimum)
     y = y.view(torch.int32).add(torch.arange(-4, 5).int()).view(torch.float32)
-    slope = fold.derivative(activation)(y)
+    slope = _slope(activation, y)
     assert bool(slope.isfinite().all()) and float(slope.abs().max()) < 4e-4
     left = branch.decode(y, torch.float32)
     assert bool((slope[left] < 0).all()) and bool((slope[~left] > 0).all())

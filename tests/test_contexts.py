@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import reference
@@ -555,6 +555,40 @@ def test_fully_sharded_modules(mesh: Any) -> None:
         torch.testing.assert_close(a.grad.full_tensor(), b.grad, **CLOSE)
 
 
+# --- torch.fx ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "activation",
+    ["gelu", nn.LeakyReLU(0.2), functools.partial(F.elu, alpha=0.5)],
+    ids=["name", "module", "partial"],
+)
+def test_symbolic_traces_hold_the_layer(activation: Any) -> None:
+    model = nn.Sequential(fl.FusedDenseAct(8, 300, activation), fl.SiLU(), fl.FusedDenseAct(300, 8, "mish"))
+    traced = torch.fx.symbolic_trace(model)
+    called = [node.target for node in traced.graph.nodes if node.op == "call_function"]
+    assert called.count(fl.dense_bias_act) == 2 and called.count(fl.bias_act) == 1
+    x = torch.randn(5, 8)
+    assert torch.equal(traced(x), model(x))
+
+
+def test_a_subclass_that_overrides_torch_functions_is_asked() -> None:
+    class Counting(Tensor):
+        calls: ClassVar[list[Any]] = []
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            cls.calls.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    x = torch.randn(40, 8).as_subclass(Counting)
+    w = torch.randn(16, 8)
+    y = fl.dense_bias_act(x, w, None, "gelu")
+    assert type(y) is Counting and fl.dense_bias_act in Counting.calls
+    torch.testing.assert_close(y.as_subclass(Tensor), F.gelu(F.linear(x.as_subclass(Tensor), w)))
+    assert type(fl.bias_act(x, None, "gelu", inplace=True)) is Counting and fl.bias_act in Counting.calls
+
+
 # --- the first use inside something -----------------------------------------------------------------------------------
 
 
@@ -563,7 +597,7 @@ def test_constants_made_inside_a_context_serve_outside(context: str) -> None:
     from fusedlayers.activations.spec import _fitted
     from fusedlayers.backends.eager import elementwise, fold
 
-    caches = (_fitted, elementwise._forward_table, elementwise._derivative_table, fold.derivative)
+    caches = (_fitted, elementwise._forward_table, elementwise._derivative_table, fold._interpolated)
     for cache in caches:
         cache.cache_clear()
     z = torch.linspace(-4, 4, 1000)

@@ -87,6 +87,25 @@ def test_under_autocast(activation: Activation, dtype: torch.dtype) -> None:
     assert step(_fused(activation)) == step(_eager(resolve("relu"))) == 2 * ELEMENTS + copies
 
 
+@pytest.mark.parametrize("save, per_layer", [("output", 1), ("input", 2), ("recompute", 1), ("eager", 2)])
+def test_under_autocast_a_weight_used_often_is_cast_once(save: str, per_layer: int) -> None:
+    w = torch.randn(IN, IN, requires_grad=True)
+    layer = _eager(resolve("gelu")) if save == "eager" else _fused("gelu", save)
+    layers = 6
+
+    def step(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            for _ in range(layers):
+                x = layer(x, w, None)  # type: ignore[arg-type]
+        return x
+
+    # The cast input, and for each layer its saved tensor and its output as the next one's input, in so far as they are
+    # two; nobody keeps the last output for being an input.
+    last = 1 if save != "output" else 0
+    buffers = 1 + layers * per_layer - last
+    assert saved_bytes(step, _x()) == 2 * IN * IN + buffers * 2 * ROWS * IN
+
+
 @compiles
 @every_activation
 def test_compiled(activation: Activation) -> None:

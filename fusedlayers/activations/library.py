@@ -315,7 +315,7 @@ register(
         "gelu",
         _gelu,
         given_output="fold",
-        stands_for=((nn.GELU, {"approximate": "none"}), (F.gelu, {"approximate": "none"})),
+        stands_for=((nn.GELU, {"approximate": "none"}), (F.gelu, {}), (F.gelu, {"approximate": "none"})),
         native=Native(post_op=lambda: ("gelu", [], "none")),
     )
 )

@@ -8,6 +8,7 @@ into one.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -26,16 +27,21 @@ Saved = Literal["nothing", "output", "input", "recompute"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+def widened(tensor: Tensor) -> Tensor:
+    """In float32, or float64 if it is that: what activations are computed in."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 @dataclass(frozen=True)
 class Native:
     """ATen kernels that compute the same as the row's function and derivative in one vectorised pass; eager only.
 
-    ``forward_(z, **parameters)`` overwrites z. ``gradient`` is the operator that computes ``dy * f'`` and what gives
+    ``activate_(z, **parameters)`` overwrites z. ``gradient`` is the operator that computes ``dy * f'`` and what gives
     its arguments from ``(dy, y, **parameters)``. ``post_op`` is what oneDNN calls the function: ``(name, scalars,
     algorithm)``.
     """
 
-    forward_: Function | None = None
+    activate_: Function | None = None
     gradient: tuple[Any, Callable[..., tuple[Any, ...]]] | None = None
     post_op: Callable[..., tuple[str, list[float], str]] | None = None
 
@@ -75,19 +81,23 @@ class Row:
             raise ValueError(
                 f"activation {self.name!r} got unknown parameters {unknown}; it takes {sorted(self.parameters)}"
             )
-        bound = {**self.parameters, **parameters}
-        key = (self.name, *bound.values())
-        function = functools.partial(self.function, **bound) if bound else self.function
-        if torch.compiler.is_compiling():  # a trace is guarded by all that it reads, and this dictionary grows
-            return Activation(self.name, function, bound, self)
-        if key not in _bound:
-            _bound[key] = Activation(self.name, function, bound, self)
-        return _bound[key]
+        values = tuple({**self.parameters, **parameters}.values())
+        # A trace is guarded by all that it reads, and a cache grows.
+        return _bind(self, values) if torch.compiler.is_compiling() else _bound(self, values)
+
+
+def _bind(row: Row, values: tuple[float, ...]) -> Activation:
+    bound = dict(zip(row.parameters, values, strict=True))
+    return Activation(row.name, functools.partial(row.function, **bound) if bound else row.function, bound, row)
+
+
+#: One object for each set of values, as long as a parameter that changes from step to step has not replaced it.
+_bound = functools.lru_cache(1024)(_bind)
 
 
 @dataclass(frozen=True, eq=False)
 class Activation:
-    """An activation with its parameters bound. ``Row.bind`` returns one object per set of parameters."""
+    """An activation with its parameters bound: ``Row.bind`` makes them."""
 
     name: str
     function: Callable[[Tensor], Tensor]
@@ -194,6 +204,10 @@ class Activation:
             return Activation, (self.name, self.function, self.parameters, None, self.unfused_because)
         return _rebind, (self.name, dict(self.parameters))
 
+    def __fx_create_arg__(self, tracer: Any) -> Any:
+        # How torch.fx writes it into a graph.
+        return tracer.create_node("call_function", _rebind, (self.name, dict(self.parameters)), {})
+
     def __repr__(self) -> str:
         bound = ", ".join(f"{k}={v:g}" for k, v in self.parameters.items() if v != self.defaults.get(k))
         return f"{self.name}({bound})" if bound else self.name
@@ -203,10 +217,10 @@ class Activation:
         return {} if self.row is None else self.row.parameters
 
 
-_bound: dict[tuple[object, ...], Activation] = {}
 _rows: dict[str, Row] = {}
 _default: dict[str, Activation] = {}
-_stand_ins: dict[Any, list[tuple[Row, Mapping[str, object]]]] = {}
+#: What is replaced by which row: with these arguments, and if those are given that have no default.
+_stand_ins: dict[Any, list[tuple[Row, Mapping[str, object], frozenset[str]]]] = {}
 
 
 def register(row: Row) -> Row:
@@ -216,8 +230,16 @@ def register(row: Row) -> Row:
     _rows[row.name] = row
     _default[row.name] = row.bind()
     for target, arguments in row.stands_for:
-        _stand_ins.setdefault(target, []).append((row, arguments))
+        _stand_ins.setdefault(target, []).append((row, arguments, _required(target)))
     return row
+
+
+def _required(target: Any) -> frozenset[str]:
+    """The arguments that a function must be given besides the tensor."""
+    if not inspect.isfunction(target):  # a module, whose attributes say all, or a builtin with defaults
+        return frozenset()
+    arguments = list(inspect.signature(target).parameters.values())[1:]
+    return frozenset(a.name for a in arguments if a.default is a.empty)
 
 
 def _rebind(name: str, parameters: Mapping[str, float]) -> Activation:
@@ -274,16 +296,24 @@ def _resolve_module(module: nn.Module) -> Activation:
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     if hooks:
         return _unfused(module, "it has hooks")
+    if "forward" in vars(module):
+        return _unfused(module, "its forward has been replaced")
     found = record_of(module, vars(type(module)).get("stands_in_for", type(module)))
     return found if found is not None else _unfused(module, "it is not in the table of activations")
 
 
 def record_of(module: nn.Module, kind: type[nn.Module]) -> Activation | None:
     """The record for a module that computes what torch's ``kind`` does, or None if that is not in the table."""
-    for row, arguments in _stand_ins.get(kind, ()):
-        if all(getattr(module, key) == value for key, value in arguments.items()):
-            return row.bind(**{key: getattr(module, key) for key in row.parameters})
+    for row, arguments, _ in _stand_ins.get(kind, ()):
+        parameters = {key: getattr(module, key) for key in row.parameters}
+        selected = all(getattr(module, key) == value for key, value in arguments.items())
+        if selected and _are_numbers(parameters):
+            return row.bind(**parameters)
     return None
+
+
+def _are_numbers(parameters: Mapping[str, object]) -> bool:
+    return all(isinstance(value, (int, float)) for value in parameters.values())
 
 
 def _resolve_function(function: Callable[..., Any]) -> Activation:
@@ -292,16 +322,12 @@ def _resolve_function(function: Callable[..., Any]) -> Activation:
     if isinstance(function, functools.partial) and not function.args:
         target, keywords = function.func, dict(function.keywords)
         keywords.pop("inplace", None)  # the layer decides what is overwritten
-    for row, arguments in _stand_ins.get(target, ()):
-        rest = {key: value for key, value in keywords.items() if key not in arguments}
-        selected = all(keywords.get(key, _UNSTATED.get(key)) == value for key, value in arguments.items())
-        if selected and set(rest) <= set(row.parameters):
-            return row.bind(**rest)
+    for row, arguments, required in _stand_ins.get(target, ()):
+        parameters = {key: value for key, value in keywords.items() if key not in arguments}
+        selected = all(keywords.get(key) == value for key, value in arguments.items())
+        if selected and required <= set(parameters) <= set(row.parameters) and _are_numbers(parameters):
+            return row.bind(**parameters)
     return _unfused(function, "it is not in the table of activations")
-
-
-#: What torch's functions take when a selecting argument is left out.
-_UNSTATED: Mapping[str, object] = {"approximate": "none"}
 
 
 def _unfused(function: Callable[..., Any], reason: str) -> Activation:

@@ -1,7 +1,7 @@
 """Large tensors, walked in chunks, so that the temporaries of a function of several operations stay small.
 
-Temporaries are made once and lent to every chunk (``scratch``): memory that is allocated anew is handed out page by
-page, which takes as long as five of these operations, and is in no cache.
+Fresh memory is handed out page by page, which takes as long as five of these operations. So temporaries are made once
+and lent to every chunk (``scratch``), and for those that a function makes itself, memory is kept ready (``RESERVE``).
 
 Each operation is a pass, and ends with a meeting of torch's threads. On an idle machine that costs 5 us. Where another
 program holds one of the cores it costs milliseconds, several hundred times a layer: a backward pass of 0.1 s then took
@@ -14,7 +14,7 @@ element goes on. The result does not depend on it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,11 +22,14 @@ from torch import Tensor
 
 #: What torch leaves to the calling thread (``at::internal::GRAIN_SIZE``): 128 KiB of float32, which stays in its cache.
 SHORT = 1 << 15
-#: A long chunk is this part of the tensor, so that a few temporaries are well below one hidden-sized buffer, but gives
-#: every thread at least ``SHORT`` elements (with fewer torch would use fewer threads, and changing their number takes
-#: it 30 us) and at most four times that (the temporaries then fit a core's cache).
+#: A long chunk is this part of the tensor, so that a few temporaries are well below one hidden-sized buffer, but has
+#: twice to four times ``SHORT`` elements for each thread: with fewer torch would use fewer threads, and changing their
+#: number takes it 30 us; with more the temporaries do not fit a core's cache.
 PARTS = 16
-LONG_PER_THREAD = 4 * SHORT
+LEAST_PER_THREAD, MOST_PER_THREAD = 2 * SHORT, 4 * SHORT
+#: Memory for this many temporaries of a chunk is taken and given back before the walk. glibc's malloc returns freed
+#: blocks to the system, to fetch them anew, until one as large has been freed before.
+RESERVE = 8
 #: Where a long chunk took this many times as long, per element, none is tried for so many seconds.
 MUCH_SLOWER = 3.0
 RESPITE_SECONDS = 2.0
@@ -41,21 +44,22 @@ class Chunkwise(NamedTuple):
     scratch: tuple[torch.dtype, ...] = ()
 
 
-def for_each(job: Callable[..., object], *tensors: Tensor, scratch: Iterable[torch.dtype] = ()) -> None:
+def for_each(job: Callable[..., object], *tensors: Tensor, scratch: Sequence[torch.dtype] = ()) -> None:
     """Call ``job`` with corresponding chunks of the tensors, which are dense and laid out alike.
 
     After the chunks ``job`` gets a temporary of a chunk's length for each dtype in ``scratch``, its contents undefined.
     """
     flat = [_flat(tensor) for tensor in tensors]
     count = flat[0].numel()
-    seconds = {SHORT: 0.0}  # per element, as last measured; 0 to be tried
     threads = torch.get_num_threads()
+    seconds = {SHORT: 0.0}  # per element, as last measured; 0 to be tried
+    long = max(threads * LEAST_PER_THREAD, min(threads * MOST_PER_THREAD, count // PARTS))
     global _busy_until
-    long = max(2 * threads * SHORT, min(threads * LONG_PER_THREAD, count // PARTS // SHORT * SHORT))
-    if 1 < threads and 2 * SHORT < count and time.perf_counter() > _busy_until:
+    if threads > 1 and count > 2 * SHORT and time.perf_counter() > _busy_until:
         seconds[long] = 0.0
-    flat[0].new_empty(8 * max(seconds))
-    buffers = [flat[0].new_empty(min(count, max(seconds)), dtype=dtype) for dtype in scratch]
+    longest = min(count, max(seconds))
+    flat[0].new_empty(RESERVE * longest)
+    buffers = [flat[0].new_empty(longest, dtype=dtype) for dtype in scratch]
     start = 0
     while start < count:
         size = min(seconds, key=seconds.__getitem__)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...activations import Activation
-from .elementwise import forward_
+from .elementwise import activate_
 
 #: Multiply-adds from which oneDNN's longer call pays (a 4x4 layer takes it 10 us, F.linear 2).
 WORTH_IT = 1 << 20
@@ -39,7 +39,7 @@ def linear_act(x: Tensor, w: Tensor, b: Tensor | None, activation: Activation) -
     if post_op is not None and _is_large(x, w) and _onednn_wins(x.dtype, with_post_op=True):
         return torch.ops.mkldnn._linear_pointwise(x, w, b, *post_op(**activation.parameters))
     z = linear(x, w, b)
-    forward_(z, activation, encode=False)
+    activate_(z, activation, encode=False)
     return z
 
 

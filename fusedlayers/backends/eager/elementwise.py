@@ -37,17 +37,17 @@ def bias_act(
         torch.add(z, along(b, dim, z.dim()), out=y)
     elif y is not z:
         y.copy_(z)
-    forward_(y, activation, encode=encode)
+    activate_(y, activation, encode=encode)
     return y if out is None or y is out else out.copy_(y)
 
 
-def forward_(z: Tensor, activation: Activation, *, encode: bool) -> None:
+def activate_(z: Tensor, activation: Activation, *, encode: bool) -> None:
     """Overwrite the pre-activation with the activation's output."""
     if activation.is_identity or z.numel() == 0:
         return
     assert activation.row is not None
     encode = encode and activation.is_folded
-    native = activation.row.native.forward_
+    native = activation.row.native.activate_
     if native is not None and not encode:
         native(z, **activation.parameters)
         return
@@ -56,13 +56,12 @@ def forward_(z: Tensor, activation: Activation, *, encode: bool) -> None:
         for_each(
             lambda part, index, *more: lookup(table, _index(part, index), *more, out=part),
             z,
-            scratch=[torch.int32, *lookup_scratch()],
+            scratch=(torch.int32, *lookup_scratch()),
         )
     elif encode:
-        folded = activation.folded()
-        assert folded is not None and z.dtype is torch.float32
-        encoded = functools.partial(fold.forward_, function=activation.function, position=folded.fold.position)
-        for_each(encoded, z, scratch=fold.FORWARD_SCRATCH)
+        assert z.dtype is torch.float32
+        job = fold.forward_(activation)
+        for_each(job.function, z, scratch=job.scratch)
     else:
         for_each(lambda part: part.copy_(activation.function(part)), z)
 

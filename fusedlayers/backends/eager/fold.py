@@ -25,21 +25,24 @@ from .lookup import scratch as lookup_scratch
 _SIGN_AND_BIT = -(2**31) + 1
 
 
-FORWARD_SCRATCH = [torch.float32, torch.int32]
+def forward_(activation: Activation) -> Chunkwise:
+    """Overwrites float32 pre-activations with outputs, the branch in the last bit of negative ones."""
+    folded = activation.folded()
+    assert folded is not None
+    overwrite = functools.partial(_overwrite, function=activation.function, position=folded.fold.position)
+    return Chunkwise(overwrite, (torch.float32, torch.int32))
 
 
-def forward_(z: Tensor, left: Tensor, clear: Tensor, *, function: Callable[[Tensor], Tensor], position: float) -> None:
-    """Overwrite float32 ``z`` with ``function(z)``, the branch in the last bit of negative results.
-
-    ``left`` and ``clear`` are temporaries, of the dtypes of ``FORWARD_SCRATCH``.
-    """
+def _overwrite(
+    z: Tensor, left: Tensor, clear: Tensor, *, function: Callable[[Tensor], Tensor], position: float
+) -> Tensor:
     # The sign of z - position, spread over the word, selects the two bits that an output of the left branch has.
     left = torch.sub(z, position, out=left).view(torch.int32)
     left.bitwise_right_shift_(31).bitwise_and_(_SIGN_AND_BIT)
     bits = function(z).view(torch.int32)
     # Arithmetic shift: -1 where y is negative, else 0; minus 1: all bits but the last, else all bits.
     torch.bitwise_right_shift(bits, 31, out=clear).sub_(1).bitwise_and_(bits)
-    torch.bitwise_or(clear, left, out=z.view(torch.int32))
+    return torch.bitwise_or(clear, left, out=z.view(torch.int32))
 
 
 def derivative(activation: Activation) -> Chunkwise:
@@ -67,23 +70,26 @@ class _Interpolated:
     """
 
     INTERVALS = 8192
+    #: c^2 is counted from 2 or 3, not from 0, because float32 knows it to about 1. So the first nodes, up to c^2 = 4,
+    #: are 0: an output that has vanished has no derivative at all. (Others there have one below 1e-6.)
+    FLAT = 3
     SCRATCH = (torch.float32, torch.float32, torch.complex64)
 
     def __init__(self, folded: FoldedDerivative, polynomials: Polynomials) -> None:
         self.high, self.low = folded.origin_parts
         self.nearest = folded.margin
         self.farthest = polynomials.pieces[-1].stop ** 2
-        # A little below v_0, so that rounding does not make the outer root NaN.
-        start = -(1.0 + 1e-6) * math.sqrt(-folded.fold.minimum)
-        self.scale = self.INTERVALS**2 / (math.sqrt(self.farthest) - start)
-        self.offset = torch.tensor(-start * self.scale, dtype=torch.float32)
-        self.nodes = self._evaluate(folded, start)
+        root = math.sqrt(-folded.fold.minimum)
+        self.scale = self.INTERVALS**2 / (math.sqrt(self.farthest) + root)  # c = sqrt(scale v + offset)
+        self.offset = torch.tensor(math.ceil(root * self.scale + 2), dtype=torch.float32)
+        self.nodes = self._evaluate(folded, root)
 
     @in_clean_state
-    def _evaluate(self, folded: FoldedDerivative, start: float) -> Tensor:
-        v = torch.arange(self.INTERVALS + 1, dtype=torch.float64).square() / self.scale + start
-        y = (folded.fold.minimum + v * v).where(v > 0, (folded.fold.minimum + v * v).clamp_max(0))
-        values = folded.of_distance(v * v, y, v < 0)
+    def _evaluate(self, folded: FoldedDerivative, root: float) -> Tensor:
+        c = torch.arange(self.INTERVALS + 1, dtype=torch.float64)
+        v = ((c.square() - self.offset.double()) / self.scale).clamp_min(-root)
+        values = folded.of_distance(v * v, folded.fold.minimum + v * v, v < 0)
+        values[: self.FLAT] = 0
         return torch.complex(values.float(), values.diff(append=values[-1:]).float())  # a pair is one look-up
 
     def __call__(self, y: Tensor, v: Tensor, c: Tensor, pairs: Tensor, *for_lookup: Tensor) -> Tensor:

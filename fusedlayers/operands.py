@@ -1,0 +1,101 @@
+"""What may be passed: the checks of the functional interface, all made before anything is computed or written."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.overrides import has_torch_function
+
+from . import backends
+from .activations import DTYPES
+
+_PLAIN_TYPES = (Tensor, Parameter)
+
+
+def are_ordinary(input: Tensor, *others: Tensor | None) -> bool:
+    """Whether kernels can read these: plain strided tensors of floating dtypes, all on one device with a backend."""
+    if type(input) not in _PLAIN_TYPES or input.dtype not in DTYPES or input.layout is not torch.strided:
+        return False
+    device = input.device
+    if device.type not in backends.DEVICES:
+        return False
+    for tensor in others:
+        if tensor is not None and (
+            type(tensor) not in _PLAIN_TYPES
+            or tensor.dtype not in DTYPES
+            or tensor.layout is not torch.strided
+            or tensor.device != device
+        ):
+            return False
+    return True
+
+
+def check_tensors(function: str, required: dict[str, object], bias: object) -> None:
+    """Refuse what is not a floating tensor, or not on the device of the first."""
+    operands = required if bias is None else {**required, "bias": bias}
+    device = None
+    for name, tensor in operands.items():
+        if has_torch_function((tensor,)):
+            continue  # it says itself what it is
+        if not isinstance(tensor, Tensor):
+            hint = "; pass None for no bias" if name == "bias" else ""
+            raise TypeError(f"{function}: {name} must be a tensor, got {type(tensor).__name__}{hint}")
+        if tensor.dtype not in DTYPES:
+            raise TypeError(
+                f"{function}: {name} must have a floating dtype ({', '.join(map(str, DTYPES))}), got {tensor.dtype}; "
+                "convert it first"
+            )
+        device = device or tensor.device
+        if tensor.device != device:
+            raise ValueError(f"{function}: {name} is on {tensor.device} but input is on {device}; move one of them")
+
+
+def check_dense(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if weight.dim() != 2 or input.dim() < 1 or input.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"dense_bias_act: expected input (..., in) and weight (out, in), got {_shape(input)} and {_shape(weight)}; "
+            "the input's last dimension must be the weight's second"
+        )
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
+        raise ValueError(
+            f"dense_bias_act: expected bias ({weight.shape[0]},) for weight {_shape(weight)}, got {_shape(bias)}"
+        )
+
+
+def check_bias(function: str, input: Tensor, bias: Tensor, dim: int) -> None:
+    if not -input.dim() <= dim < input.dim():
+        raise ValueError(f"{function}: dim must lie in [-{input.dim()}, {input.dim()}) for {_shape(input)}, got {dim}")
+    if bias.dim() != 1 or bias.shape[0] != input.shape[dim]:
+        raise ValueError(
+            f"{function}: expected bias ({input.shape[dim]},) along dim {dim} of {_shape(input)}, got {_shape(bias)}"
+        )
+
+
+def check_one_dtype(
+    function: str, input: Tensor, weight: Tensor | None, bias: Tensor | None, *, autocast: bool = False
+) -> None:
+    """Refuse mixed dtypes. Under autocast those that it leaves alone must not be mixed with those that it casts."""
+    dtype = input.dtype
+    if (weight is None or weight.dtype is dtype) and (bias is None or bias.dtype is dtype):
+        return
+    named = {"input": input, "weight": weight, "bias": bias}
+    dtypes = {name: tensor.dtype for name, tensor in named.items() if tensor is not None}
+    if autocast and torch.float64 not in dtypes.values():
+        return
+    got = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+    raise ValueError(f"{function}: all tensors must have one dtype, got {got}; convert them, or use torch.autocast")
+
+
+def check_writable(function: str, tensor: Tensor) -> None:
+    # torch makes these checks after a custom Function has written; they belong before.
+    base = tensor._base if tensor._base is not None else tensor
+    if torch.is_grad_enabled() and base.is_leaf and base.requires_grad:
+        what = "a leaf" if base is tensor else "a view of a leaf"
+        raise RuntimeError(
+            f"{function}: inplace=True on {what} that requires grad; use inplace=False or detach the input"
+        )
+
+
+def _shape(tensor: Tensor) -> str:
+    return str(tuple(tensor.shape))
