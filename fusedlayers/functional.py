@@ -77,43 +77,31 @@ def dense_bias_act(
         if has_torch_function((input, weight, bias)):
             return _hand_over(dense_bias_act, (input, weight, bias), resolved, activation, save=save)
     operands.check_dense(input, weight, bias)
+    operands.check_one_dtype("dense_bias_act", input, weight, bias, autocast_casts=True)
+    compiling = torch.compiler.is_compiling()
+    if save == "auto" and input.numel() * weight.shape[0] < SMALL * weight.shape[1] and not compiling:
+        return resolved.plain(F.linear(input, weight, bias))
     kind = input.device.type
-    autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # torch refuses to say for meta
-    operands.check_one_dtype("dense_bias_act", input, weight, bias, autocast=autocast)
+    autocast = operands.is_autocast(kind)
     dtype = torch.get_autocast_dtype(kind) if autocast and input.dtype is not torch.float64 else input.dtype
     keep = _choose_save("dense_bias_act", resolved, save, dtype)
 
     fusible = ordinary and keep != "nothing" and resolved.unfused_because is None
-    if fusible and torch.compiler.is_compiling():
+    if fusible and compiling:
         return _traced(F.linear, resolved, keep, input, weight, bias)
-    small = save == "auto" and input.numel() * weight.shape[0] < SMALL * weight.shape[1]
-    if not fusible or small or _is_transformed():
+    if not fusible or _is_transformed():
         return resolved.plain(F.linear(input, weight, bias))
+    cast = dtype if autocast else None
+    if _needs_gradient(input, weight, bias):
+        # Two dimensions: the result of F.linear with more is a view, and overwriting a view costs autograd a copy.
+        x = input.flatten(0, -2) if input.dim() > 2 else input if input.dim() == 2 else input.unsqueeze(0)
+        y = _fused_dense(x, weight, bias, resolved, keep, cast)
+        return y if input.dim() == 2 else y.view(*input.shape[:-1], y.shape[-1])
     backend = backends.choose(input)
-    if not _needs_gradient(input, weight, bias):
-        if not autocast:
-            return backend.linear_act(input, weight, bias, resolved)
-        z = F.linear(input, weight, bias)
-        return backend.bias_act(z, None, resolved, dim=-1, encode=False, out=z)
-
-    # Two dimensions: the result of F.linear with more is a view, and overwriting a view costs autograd a copy.
-    x = input.flatten(0, -2) if input.dim() > 2 else input if input.dim() == 2 else input.unsqueeze(0)
-    # Where the kernel adds the bias, the matmul does not.
-    kernel_bias = bias if backend.ADDS_BIAS and keep != "input" else None
-    matmul_bias = bias if kernel_bias is None else None
-    if autocast:
-        # F.linear casts, so that a weight used many times is cast, and kept, once.
-        x = x.to(dtype) if keep == "recompute" else x
-        kernel_bias = None if kernel_bias is None else kernel_bias.to(dtype)
-    multiply = Dense.apply if not autocast and backend.multiplies(x, weight) else F.linear
-    z = multiply(x, weight, matmul_bias)
-    # z can be computed again if it must, or if that costs no memory: a matmul whose x and w both need gradients has
-    # saved them (its casts of them under autocast), and a bias that is a parameter is alive anyway.
-    free = not autocast and x.requires_grad and weight.requires_grad and (bias is None or bias.is_leaf)
-    known = keep == "recompute" or (keep == "output" and free)
-    origin = Origin(x, weight, matmul_bias) if known else None
-    y = BiasAct.apply(z, kernel_bias, resolved, keep, -1, keep != "input", origin)
-    return y if input.dim() == 2 else y.view(*input.shape[:-1], y.shape[-1])
+    if cast is None:
+        return backend.linear_act(input, weight, bias, resolved)
+    z = F.linear(input, weight, bias)
+    return backend.bias_act(z, None, resolved, dim=-1, encode=False, out=z)
 
 
 def bias_act(
@@ -186,6 +174,30 @@ def bias_act(
     if keep == "input":
         return BiasAct.apply(biased(input, bias), None, resolved, keep, dim, False, None)
     return BiasAct.apply(input, bias, resolved, keep, dim, inplace, Origin(input) if keep == "recompute" else None)
+
+
+def _fused_dense(
+    x: Tensor, w: Tensor, b: Tensor | None, activation: Activation, keep: Saved, cast: torch.dtype | None
+) -> Tensor:
+    """The layer on 2-d input, for gradients; ``cast`` is what autocast, if it is on, casts to."""
+    backend = backends.choose(x)
+    # Where the kernel adds the bias, the matmul does not.
+    kernel_b = b if backend.ADDS_BIAS and keep != "input" else None
+    matmul_b = b if kernel_b is None else None
+    multiply = F.linear
+    if cast is not None:
+        # Whatever F.linear can cast it does: a weight that is used many times is then cast, and kept, once.
+        kernel_b = None if kernel_b is None else kernel_b.to(cast)
+        x = x.to(cast) if keep == "recompute" else x
+    elif backend.multiplies(x, w):
+        multiply = Dense.apply
+    z = multiply(x, w, matmul_b)
+    # z can be computed again if it must, or where that costs no memory: a matmul whose x and w both need gradients has
+    # saved them (under autocast its casts of them), and a bias that is a parameter is alive anyway.
+    free = cast is None and x.requires_grad and w.requires_grad and (b is None or b.is_leaf)
+    known = keep == "recompute" or (keep == "output" and free)
+    origin = Origin(x, w, matmul_b) if known else None
+    return BiasAct.apply(z, kernel_b, activation, keep, -1, keep != "input", origin)
 
 
 def _hand_over(

@@ -73,18 +73,23 @@ def check_bias(function: str, input: Tensor, bias: Tensor, dim: int) -> None:
 
 
 def check_one_dtype(
-    function: str, input: Tensor, weight: Tensor | None, bias: Tensor | None, *, autocast: bool = False
+    function: str, input: Tensor, weight: Tensor | None, bias: Tensor | None, *, autocast_casts: bool = False
 ) -> None:
-    """Refuse mixed dtypes. Under autocast those that it leaves alone must not be mixed with those that it casts."""
+    """Refuse mixed dtypes, but for those that autocast, where it is on, makes one dtype of: all but float64."""
     dtype = input.dtype
     if (weight is None or weight.dtype is dtype) and (bias is None or bias.dtype is dtype):
         return
     named = {"input": input, "weight": weight, "bias": bias}
     dtypes = {name: tensor.dtype for name, tensor in named.items() if tensor is not None}
-    if autocast and torch.float64 not in dtypes.values():
+    if autocast_casts and torch.float64 not in dtypes.values() and is_autocast(input.device.type):
         return
     got = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
     raise ValueError(f"{function}: all tensors must have one dtype, got {got}; convert them, or use torch.autocast")
+
+
+def is_autocast(kind: str) -> bool:
+    """Whether autocast is on for a kind of device."""
+    return kind != "meta" and torch.is_autocast_enabled(kind)  # torch refuses to say for meta
 
 
 def check_writable(function: str, tensor: Tensor) -> None:

@@ -132,7 +132,8 @@ class Activation:
             return functools.partial(self.row.plain, **self.parameters)
         for target, arguments in self.row.stands_for:
             if not isinstance(target, type):
-                return functools.partial(target, **arguments, **self.parameters)
+                keywords = {**arguments, **self.parameters}
+                return functools.partial(target, **keywords) if keywords else target
         return self.function
 
     def _needs_input_because(self) -> str | None:
