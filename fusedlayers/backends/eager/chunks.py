@@ -5,8 +5,8 @@ and lent to every chunk (``scratch``), and for those that a function makes itsel
 
 Each operation is a pass, and ends with a meeting of torch's threads. On an idle machine that costs 5 us. Where another
 program holds one of the cores it costs milliseconds, several hundred times a layer: a backward pass of 0.1 s then took
-4 s. So a short chunk, which torch leaves to one thread, is timed against a long one, and whichever took less time per
-element goes on. The result does not depend on it.
+4 s. So a short chunk, which torch leaves to one thread, is timed against two long ones (two, because one can be
+unlucky), and whichever took less time per element goes on. The result does not depend on it.
 
 (Handing short chunks to Python threads of our own was slower than either: they contend for the GIL.)
 """
@@ -14,6 +14,7 @@ element goes on. The result does not depend on it.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -30,9 +31,9 @@ LEAST_PER_THREAD, MOST_PER_THREAD = 2 * SHORT, 4 * SHORT
 #: Memory for this many temporaries of a chunk is taken and given back before the walk. glibc's malloc returns freed
 #: blocks to the system, to fetch them anew, until one as large has been freed before.
 RESERVE = 8
-#: Where a long chunk took this many times as long, per element, none is tried for so many seconds.
+#: Where long chunks took this many times as long, per element, none is tried for so many seconds.
 MUCH_SLOWER = 3.0
-RESPITE_SECONDS = 2.0
+RESPITE_SECONDS = 1.0
 
 _busy_until = 0.0  # by time.perf_counter
 
@@ -52,23 +53,23 @@ def for_each(job: Callable[..., object], *tensors: Tensor, scratch: Sequence[tor
     flat = [_flat(tensor) for tensor in tensors]
     count = flat[0].numel()
     threads = torch.get_num_threads()
-    seconds = {SHORT: 0.0}  # per element, as last measured; 0 to be tried
     long = max(threads * LEAST_PER_THREAD, min(threads * MOST_PER_THREAD, count // PARTS))
+    seconds = {SHORT: deque([0.0], maxlen=1)}  # per element, as last measured; 0 to be tried
     global _busy_until
     if threads > 1 and count > 2 * SHORT and time.perf_counter() > _busy_until:
-        seconds[long] = 0.0
+        seconds[long] = deque([0.0, 0.0], maxlen=2)
     longest = min(count, max(seconds))
     flat[0].new_empty(RESERVE * longest)
     buffers = [flat[0].new_empty(longest, dtype=dtype) for dtype in scratch]
     start = 0
     while start < count:
-        size = min(seconds, key=seconds.__getitem__)
+        size = min(seconds, key=lambda size: min(seconds[size]))
         length = min(size, count - start)
         began = time.perf_counter()
         job(*(tensor[start : start + length] for tensor in flat), *(buffer[:length] for buffer in buffers))
         ended = time.perf_counter()
-        seconds[size] = (ended - began) / length
-        if size == long and seconds[long] > MUCH_SLOWER * seconds[SHORT]:
+        seconds[size].append((ended - began) / length)
+        if size == long and min(seconds[long]) > MUCH_SLOWER * seconds[SHORT][0]:
             _busy_until = ended + RESPITE_SECONDS
         start += length
 
