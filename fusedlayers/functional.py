@@ -71,7 +71,7 @@ def dense_bias_act(
     torch.Size([2, 4])
     """
     resolved = resolve(activation)
-    ordinary = weight is not None and operands.are_ordinary(input, weight, bias)
+    ordinary = operands.are_ordinary((input, weight), bias)
     if not ordinary:
         operands.check_tensors("dense_bias_act", {"input": input, "weight": weight}, bias)
         if has_torch_function((input, weight, bias)):
@@ -137,7 +137,7 @@ def bias_act(
     tensor([1., 1., 1.])
     """
     resolved = resolve(activation)
-    ordinary = operands.are_ordinary(input, bias)
+    ordinary = operands.are_ordinary((input,), bias)
     if not ordinary:
         operands.check_tensors("bias_act", {"input": input}, bias)
         if has_torch_function((input, bias)):

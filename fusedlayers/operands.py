@@ -11,24 +11,24 @@ from . import backends
 from .activations import DTYPES
 
 _PLAIN_TYPES = (Tensor, Parameter)
+_STRIDED = torch.strided
 
 
-def are_ordinary(input: Tensor, *others: Tensor | None) -> bool:
-    """Whether kernels can read these: plain strided tensors of floating dtypes, all on one device with a backend."""
-    if type(input) not in _PLAIN_TYPES or input.dtype not in DTYPES or input.layout is not torch.strided:
-        return False
-    device = input.device
-    if device.type not in backends.DEVICES:
-        return False
-    for tensor in others:
-        if tensor is not None and (
-            type(tensor) not in _PLAIN_TYPES
-            or tensor.dtype not in DTYPES
-            or tensor.layout is not torch.strided
-            or tensor.device != device
-        ):
+def are_ordinary(required: tuple[Tensor, ...], bias: Tensor | None) -> bool:
+    """Whether kernels can read these: plain strided tensors of floating dtypes, all on one device with a backend.
+
+    Asking for a device makes an object, and five of those cost a small call as much as all other checks together.
+    """
+    tensors = required if bias is None else (*required, bias)
+    on_cpu = True
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN_TYPES or tensor.dtype not in DTYPES or tensor.layout is not _STRIDED:
             return False
-    return True
+        on_cpu &= tensor.is_cpu
+    if on_cpu:
+        return True
+    device, *others = {tensor.device for tensor in tensors}
+    return not others and device.type in backends.DEVICES
 
 
 def check_tensors(function: str, required: dict[str, object], bias: object) -> None:
