@@ -10,15 +10,17 @@ from typing import Any
 
 from . import RESULTS, ROOT
 
-#: What a reader looks for first: their model's layer, by shape and activation. One table a device, in its main dtype.
+#: What a reader looks for first: their model, by shape and activation. One table a device: in its main dtype, and the
+#: last two in the other one as well.
 ROWS = (
     ("BERT-base", "gelu"),
     ("BERT-large", "relu"),
-    ("GPT-2 large", "gelu"),
     ("ViT-B", "gelu"),
+    ("GPT-2 large", "gelu"),
     ("LLaMA-7B-like", "silu"),
 )
 MAIN_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
+OTHER_DTYPE = {"cpu": "bfloat16", "cuda": "float32"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,30 +81,25 @@ def dense_tables(results: Path) -> str:
 
 def dense_table(run: dict[str, Any]) -> str:
     """Hidden layers of known models, forward+backward: bytes kept and time, against eager and torch.compile."""
-    dtype = MAIN_DTYPE[run["device"]["kind"]]
-    rows = {
-        (row["shape"], row["activation"]): row
-        for row in run["cases"]
-        if row["dtype"] == dtype and row["group"] == "model"
-    }
-    threads = f", {run['threads']} threads" if run["device"]["kind"] == "cpu" else ""
+    kind = run["device"]["kind"]
+    rows = {(row["shape"], row["activation"], row["dtype"]): row for row in run["cases"] if row["group"] == "model"}
+    wanted = [(*row, MAIN_DTYPE[kind]) for row in ROWS] + [(*row, OTHER_DTYPE[kind]) for row in ROWS[-2:]]
+    threads = f", {run['threads']} threads" if kind == "cpu" else ""
     lines = [
-        f"{run['device']['name']}{threads}, {dtype}, torch {run['versions']['torch'].split('+')[0]}, {run['date']}:",
+        f"{run['device']['name']}{threads}, torch {run['versions']['torch'].split('+')[0]}, {run['date']}:",
         "",
         "| Linear + activation (rows) | saved MiB: eager | torch.compile | **here** "
         "| time: eager | torch.compile | **here** |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
-    for shape, activation in ROWS:
-        row = rows.get((shape, activation))
-        if row is not None:
-            lines.append(_dense_row(row))
+    lines += [_dense_row(rows[key]) for key in wanted if key in rows]
     return "\n".join(lines)
 
 
 def _dense_row(row: dict[str, Any]) -> str:
     eager, compiled, ours = (row["variants"].get(name, {}) for name in ("eager", "compile", "fusedlayers"))
-    layer = f"{row['shape']}, {row['activation']} ({row['tokens']} x {row['in_features']} to {row['hidden_features']})"
+    sizes = f"{row['tokens']} x {row['in_features']} to {row['hidden_features']}"
+    layer = f"{row['shape']}, {row['activation']}, {row['dtype']} ({sizes})"
     saved = [_mib(variant) for variant in (eager, compiled, ours)]
     times = [_milliseconds(eager), _ratio(compiled), _ratio(ours)]
     saved[2], times[2] = f"**{saved[2]}**", f"**{times[2]}**"
