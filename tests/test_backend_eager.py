@@ -167,24 +167,26 @@ def test_chunks_are_handed_out_once_each_with_temporaries(
     long = 2 * chunks.LEAST_PER_THREAD
     clock, lengths = [0.0], []
 
-    def job(a: Tensor, b: Tensor, half: Tensor, number: Tensor) -> None:
+    def add(a: Tensor, b: Tensor, half: Tensor, number: Tensor) -> Tensor:
         assert len(a) == len(b) == len(half) == len(number)
         assert half.dtype is torch.float16 and number.dtype is torch.int64
         number.copy_(b)
         a.add_(number)
         clock[0] += len(a) * (1e-8 if busy == (len(a) == long) else 1e-9)
         lengths.append(len(a))
+        return a
 
+    job = chunks.Chunkwise(add, (torch.float16, torch.int64))
     monkeypatch.setattr(chunks, "_busy_until", 0.0)
     monkeypatch.setattr(chunks.time, "perf_counter", lambda: 1.0 + clock[0])
     a, b = torch.zeros(count), torch.arange(count)
-    chunks.for_each(job, a, b, scratch=(torch.float16, torch.int64))
+    chunks.for_each(job, a, b)
     assert torch.equal(a, b.float()) and sum(lengths) == count
     if count > long:
         assert lengths[:3] == [chunks.SHORT, long, long][: len(lengths)]  # each is tried
         assert set(lengths[3:-1]) <= ({chunks.SHORT} if busy else {long})
         before = len(lengths)
-        chunks.for_each(job, a, b, scratch=(torch.float16, torch.int64))
+        chunks.for_each(job, a, b)
         assert (long in lengths[before:]) is not busy  # where long ones lost by far they rest
 
 

@@ -1,7 +1,7 @@
 """Large tensors, walked in chunks, so that the temporaries of a function of several operations stay small.
 
 Fresh memory is handed out page by page, which takes as long as five of these operations. So temporaries are made once
-and lent to every chunk (``scratch``), and for those that a function makes itself, memory is kept ready (``RESERVE``).
+and lent to every chunk, and for those that a function makes itself, memory is kept ready (``RESERVE``).
 
 Each operation is a pass, and ends with a meeting of torch's threads. On an idle machine that costs 5 us. Where another
 program holds one of the cores it costs milliseconds, several hundred times a layer: a backward pass of 0.1 s then took
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -28,9 +28,9 @@ SHORT = 1 << 15
 #: number takes it 30 us; with more the temporaries do not fit a core's cache.
 PARTS = 16
 LEAST_PER_THREAD, MOST_PER_THREAD = 2 * SHORT, 4 * SHORT
-#: Memory for this many temporaries of a chunk is taken and given back before the walk. glibc's malloc returns freed
-#: blocks to the system, to fetch them anew, until one as large has been freed before.
-RESERVE = 8
+#: For a function that makes its own temporaries, memory for this many is taken and given back before the walk. glibc's
+#: malloc returns freed blocks to the system, to fetch them anew, until one as large has been freed before.
+RESERVE = 6
 #: Where long chunks took this many times as long, per element, none is tried for so many seconds.
 MUCH_SLOWER = 3.0
 RESPITE_SECONDS = 1.0
@@ -39,17 +39,17 @@ _busy_until = 0.0  # by time.perf_counter
 
 
 class Chunkwise(NamedTuple):
-    """A function of a chunk, and the dtypes of the temporaries that it takes after it."""
+    """A function of corresponding chunks and temporaries."""
 
     function: Callable[..., Tensor]
+    #: The dtypes of the temporaries that it is lent, their contents undefined.
     scratch: tuple[torch.dtype, ...] = ()
+    #: Whether it makes some itself.
+    allocates: bool = False
 
 
-def for_each(job: Callable[..., object], *tensors: Tensor, scratch: Sequence[torch.dtype] = ()) -> None:
-    """Call ``job`` with corresponding chunks of the tensors, which are dense and laid out alike.
-
-    After the chunks ``job`` gets a temporary of a chunk's length for each dtype in ``scratch``, its contents undefined.
-    """
+def for_each(job: Chunkwise, *tensors: Tensor) -> None:
+    """Call ``job`` with corresponding chunks of the tensors, which are dense and laid out alike."""
     flat = [_flat(tensor) for tensor in tensors]
     count = flat[0].numel()
     threads = torch.get_num_threads()
@@ -59,14 +59,15 @@ def for_each(job: Callable[..., object], *tensors: Tensor, scratch: Sequence[tor
     if threads > 1 and count > 2 * SHORT and time.perf_counter() > _busy_until:
         seconds[long] = deque([0.0, 0.0], maxlen=2)
     longest = min(count, max(seconds))
-    flat[0].new_empty(RESERVE * longest)
-    buffers = [flat[0].new_empty(longest, dtype=dtype) for dtype in scratch]
+    if job.allocates:
+        flat[0].new_empty(RESERVE * longest)
+    buffers = [flat[0].new_empty(longest, dtype=dtype) for dtype in job.scratch]
     start = 0
     while start < count:
         size = min(seconds, key=lambda size: min(seconds[size]))
         length = min(size, count - start)
         began = time.perf_counter()
-        job(*(tensor[start : start + length] for tensor in flat), *(buffer[:length] for buffer in buffers))
+        job.function(*(tensor[start : start + length] for tensor in flat), *(buffer[:length] for buffer in buffers))
         ended = time.perf_counter()
         seconds[size].append((ended - began) / length)
         if size == long and min(seconds[long]) > MUCH_SLOWER * seconds[SHORT][0]:

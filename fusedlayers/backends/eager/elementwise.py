@@ -51,19 +51,20 @@ def activate_(z: Tensor, activation: Activation, *, encode: bool) -> None:
     if native is not None and not encode:
         native(z, **activation.parameters)
         return
+    for_each(_overwrite(activation, z, encode=encode), z)
+
+
+def _overwrite(activation: Activation, z: Tensor, *, encode: bool) -> Chunkwise:
     if z.dtype.itemsize == 2:
         table = _forward_table(activation, z.dtype, encode, z.device)
-        for_each(
+        return Chunkwise(
             lambda part, index, *more: lookup(table, _index(part, index), *more, out=part),
-            z,
-            scratch=(torch.int32, *lookup_scratch()),
+            (torch.int32, *lookup_scratch()),
         )
-    elif encode:
+    if encode:
         assert z.dtype is torch.float32
-        job = fold.forward_(activation)
-        for_each(job.function, z, scratch=job.scratch)
-    else:
-        for_each(lambda part: part.copy_(activation.function(part)), z)
+        return fold.forward_(activation)
+    return Chunkwise(lambda part: part.copy_(activation.function(part)), allocates=True)
 
 
 def gradient(
@@ -98,40 +99,33 @@ def gradient(
 def _gradient(dy: Tensor, saved: Tensor, activation: Activation, given: Literal["output", "input"], dz: Tensor) -> None:
     if dy.stride() != saved.stride():
         dy = torch.empty_like(saved).copy_(dy)
-    if saved.dtype.itemsize == 2:
-        # torch multiplies two dtypes through temporaries of its own, which takes it five times as long.
-        slope = _half_slope(saved, activation, given)
+    for_each(_times(_slope(saved, activation, given), dy.dtype), dy, saved, dz)
 
-        def job(dy_part: Tensor, part: Tensor, dz_part: Tensor, product: Tensor, *scratch: Tensor) -> None:
-            dz_part.copy_(product.copy_(dy_part).mul_(slope.function(part, *scratch)))
 
-        for_each(job, dy, saved, dz, scratch=[torch.float32, *slope.scratch])
-        return
-    slope = _slope(activation, given)
-    for_each(
-        lambda dy_part, part, dz_part, *scratch: torch.mul(dy_part, slope.function(part, *scratch), out=dz_part),
-        dy,
-        saved,
-        dz,
-        scratch=slope.scratch,
+def _times(slope: Chunkwise, dtype: torch.dtype) -> Chunkwise:
+    """``dz = dy * slope(saved)``."""
+    if dtype.itemsize != 2:
+        return slope._replace(function=lambda dy, saved, dz, *more: torch.mul(dy, slope.function(saved, *more), out=dz))
+    # torch multiplies two dtypes through temporaries of its own, which takes it five times as long.
+    return slope._replace(
+        function=lambda dy, saved, dz, wide, *more: dz.copy_(wide.copy_(dy).mul_(slope.function(saved, *more))),
+        scratch=(torch.float32, *slope.scratch),
     )
 
 
-def _half_slope(saved: Tensor, activation: Activation, given: str) -> Chunkwise:
-    table = _derivative_table(activation, saved.dtype, given, saved.device)
-    return Chunkwise(
-        lambda part, index, out, *more: lookup(table, _index(part, index), *more, out=out),
-        (torch.int32, torch.float32, *lookup_scratch()),
-    )
-
-
-def _slope(activation: Activation, given: str) -> Chunkwise:
+def _slope(saved: Tensor, activation: Activation, given: str) -> Chunkwise:
     """The derivative as a function of a chunk of the saved tensor."""
+    if saved.dtype.itemsize == 2:
+        table = _derivative_table(activation, saved.dtype, given, saved.device)
+        return Chunkwise(
+            lambda part, index, out, *more: lookup(table, _index(part, index), *more, out=out),
+            (torch.int32, torch.float32, *lookup_scratch()),
+        )
     if given == "input":
-        return Chunkwise(functools.partial(_differentiate, activation))
+        return Chunkwise(functools.partial(_differentiate, activation), allocates=True)
     if activation.is_folded:
         return fold.derivative(activation)
-    return Chunkwise(lambda part: activation.derivative_given_output(part, part.dtype))
+    return Chunkwise(lambda part: activation.derivative_given_output(part, part.dtype), allocates=True)
 
 
 def _differentiate(activation: Activation, z: Tensor) -> Tensor:

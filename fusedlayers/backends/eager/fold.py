@@ -30,7 +30,7 @@ def forward_(activation: Activation) -> Chunkwise:
     folded = activation.folded()
     assert folded is not None
     overwrite = functools.partial(_overwrite, function=activation.function, position=folded.fold.position)
-    return Chunkwise(overwrite, (torch.float32, torch.int32))
+    return Chunkwise(overwrite, (torch.float32, torch.int32), allocates=True)
 
 
 def _overwrite(
@@ -51,7 +51,7 @@ def derivative(activation: Activation) -> Chunkwise:
     assert folded is not None
     if isinstance(folded.of_distance, Polynomials):
         return Chunkwise(_interpolated(activation), (*_Interpolated.SCRATCH, *lookup_scratch()))
-    return Chunkwise(lambda y: activation.derivative_given_output(y, torch.float32))
+    return Chunkwise(lambda y: activation.derivative_given_output(y, torch.float32), allocates=True)
 
 
 @functools.cache
