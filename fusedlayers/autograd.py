@@ -47,8 +47,8 @@ class Settings(NamedTuple):
 class BiasAct(Function):
     """``y = f(z + b)``, b along ``dim``; over z if ``inplace``. With ``save="input"`` b is None: whoever calls adds it.
 
-    ``origin`` is needed for "recompute". With "output" it may be given where it costs no memory, its tensors being
-    saved by the matmul anyway: a second derivative is then taken through the exact input instead of the rounded output.
+    ``origin`` is needed for "recompute". With "output" it may be given where the matmul saves x and w anyway: a second
+    derivative is then taken through the exact input instead of the rounded output.
     """
 
     @staticmethod
@@ -66,25 +66,37 @@ class BiasAct(Function):
         y = backend.bias_act(z, b, activation, dim=dim, encode=save == "output", out=z if inplace else None)
         if inplace:
             ctx.mark_dirty(z)
-        ctx.save_for_backward({"output": y, "input": z}.get(save), b if origin is not None else None, *(origin or ()))
+        x, w, matmul_b = origin or (None, None, None)
+        biases = (None if origin is None else b, matmul_b)
+        kept = {"output": y, "input": z}.get(save)
+        if save == "recompute":
+            ctx.save_for_backward(kept, x, w, *biases)
+        else:
+            # Saved, a bias must not be edited before backward. For second derivatives alone that is too much to ask.
+            ctx.save_for_backward(kept, x, w, None, None)
+            ctx.biases, ctx.versions = biases, _versions(biases)
         ctx.settings = Settings(activation, save, dim, backend, saved_under_hooks())
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (dy,) = grads
-        saved, b, *origin = ctx.saved_tensors
+        saved, x, w, b, matmul_b = ctx.saved_tensors
         activation, save, dim, backend, hooked = ctx.settings
         needs_z, needs_b, *_ = ctx.needs_input_grad
         differentiable = torch.is_grad_enabled()
+        is_known = x is not None
+        if is_known and save == "output":
+            b, matmul_b = ctx.biases
+            is_known = _versions(ctx.biases) == ctx.versions
 
         # Inputs that were computed for this call alone may be overwritten, and outputs that nobody else holds.
         overwrite = save == "output" and not hooked and is_ours_alone(saved)
-        if origin and (save == "recompute" or differentiable):
-            saved, save = _again(Origin(*origin), b, dim), "input"
-            overwrite = saved is not origin[0]
+        if is_known and (save == "recompute" or differentiable):
+            saved, save = _again(Origin(x, w, matmul_b), b, dim), "input"
+            overwrite = saved is not x
 
-        if differentiable:
+        if differentiable or _is_batched(dy):
             dz = _differentiable_gradient(dy, saved, activation, save)
             db = sum_along(dz, dim) if needs_b else None
         else:
@@ -92,6 +104,16 @@ class BiasAct(Function):
             bias_dim = dim if needs_b else None
             dz, db = backend.gradient(dy, saved, activation, given=given, overwrite=overwrite, bias_dim=bias_dim)
         return dz if needs_z else None, db, None, None, None, None, None
+
+
+def _versions(tensors: tuple[Tensor | None, ...]) -> list[int]:
+    return [tensor._version for tensor in tensors if tensor is not None]
+
+
+def _is_batched(dy: Tensor) -> bool:
+    """Whether backward runs under vmap, also the one of ``is_grads_batched``: for plain operations, not for kernels."""
+    batched = torch._C._functorch.is_legacy_batchedtensor(dy)
+    return batched or torch._C._are_functorch_transforms_active()
 
 
 def _again(origin: Origin, b: Tensor | None, dim: int) -> Tensor:
@@ -111,8 +133,10 @@ def _differentiable_gradient(dy: Tensor, saved: Tensor, activation: Activation, 
     if save == "output":
         slope = activation.derivative_given_output(widened(saved), saved.dtype, differentiable=True)
         return (widened(dy) * slope).to(dy.dtype)
-    z = widened(saved)
-    (dz,) = torch.autograd.grad(activation.function(z), z, widened(dy), create_graph=True)
+    with torch.enable_grad():
+        z = widened(saved)
+        z = z if z.requires_grad else z.detach().requires_grad_()
+        (dz,) = torch.autograd.grad(activation.function(z), z, widened(dy), create_graph=True)
     return dz.to(dy.dtype)
 
 
@@ -131,7 +155,7 @@ class Dense(Function):
         (dz,) = grads
         x, w = ctx.saved_tensors
         needs_x, needs_w, needs_b = ctx.needs_input_grad
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or _is_batched(dz):
             dx = torch.matmul(dz, w) if needs_x else None
         else:
             dx = ctx.backend.linear(dz, w.t(), None) if needs_x else None

@@ -6,7 +6,8 @@ Every call takes one of four routes:
 * exact: the same kernels without gradients: nothing is kept and the output carries no branch bit;
 * traced: under ``torch.compile``, functional operations that keep the same tensors and that Inductor fuses;
 * plain: PyTorch's own composite, for everything unusual: activations outside the table, functorch transforms,
-  forward-mode differentiation, tensor subclasses (DTensor, nested, fake), meta tensors, devices without a backend.
+  forward-mode differentiation, TorchScript traces, tensor subclasses (DTensor, fake), nested and meta tensors, devices
+  without a backend; and for outputs so small that there is nothing to gain.
 
 What has a ``__torch_function__`` of its own (``torch.fx`` proxies, subclasses that ask for it) is asked first.
 """
@@ -25,6 +26,7 @@ from . import backends, operands
 from .activations import Activation, Saved, resolve
 from .autograd import BiasAct, Dense, Origin
 from .broadcast import along
+from .ownership import saved_under_hooks
 
 SAVES = ("auto", "output", "input", "recompute")
 
@@ -70,12 +72,14 @@ def dense_bias_act(
     >>> fl.dense_bias_act(torch.ones(2, 3), torch.ones(4, 3), torch.zeros(4), "relu").shape
     torch.Size([2, 4])
     """
-    resolved = resolve(activation)
+    resolved = resolve(activation, "dense_bias_act")
     ordinary = operands.are_ordinary((input, weight), bias)
     if not ordinary:
         operands.check_tensors("dense_bias_act", {"input": input, "weight": weight}, bias)
         if has_torch_function((input, weight, bias)):
             return _hand_over(dense_bias_act, (input, weight, bias), resolved, activation, save=save)
+        if input.is_nested:  # which does not tell its sizes
+            return resolved.plain(F.linear(input, weight, bias))
     operands.check_dense(input, weight, bias)
     operands.check_one_dtype("dense_bias_act", input, weight, bias, autocast_casts=True)
     compiling = torch.compiler.is_compiling()
@@ -136,7 +140,7 @@ def bias_act(
     >>> fl.bias_act(torch.zeros(2, 3, 5), torch.ones(3), "relu", dim=1)[0, :, 0]
     tensor([1., 1., 1.])
     """
-    resolved = resolve(activation)
+    resolved = resolve(activation, "bias_act")
     ordinary = operands.are_ordinary((input,), bias)
     if not ordinary:
         operands.check_tensors("bias_act", {"input": input}, bias)
@@ -193,8 +197,9 @@ def _fused_dense(
         multiply = Dense.apply
     z = multiply(x, w, matmul_b)
     # z can be computed again if it must, or where that costs no memory: a matmul whose x and w both need gradients has
-    # saved them (under autocast its casts of them), and a bias that is a parameter is alive anyway.
-    free = cast is None and x.requires_grad and w.requires_grad and (b is None or b.is_leaf)
+    # saved them (under autocast its casts of them, under hooks what those made of them), and a bias that is a parameter
+    # is alive anyway.
+    free = cast is None and x.requires_grad and w.requires_grad and (b is None or b.is_leaf) and not saved_under_hooks()
     known = keep == "recompute" or (keep == "output" and free)
     origin = Origin(x, w, matmul_b) if known else None
     return BiasAct.apply(z, kernel_b, activation, keep, -1, keep != "input", origin)
@@ -213,8 +218,12 @@ def _hand_over(
 
 
 def _is_transformed() -> bool:
-    """Whether functorch or forward-mode differentiation wants to see plain operations."""
-    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    """Whether functorch, forward-mode differentiation or TorchScript's tracer wants to see plain operations."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 def _choose_save(function: str, activation: Activation, save: str, dtype: torch.dtype) -> Saved:

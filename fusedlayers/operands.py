@@ -24,6 +24,8 @@ def are_ordinary(required: tuple[Tensor, ...], bias: Tensor | None) -> bool:
     for tensor in tensors:
         if type(tensor) not in _PLAIN_TYPES or tensor.dtype not in DTYPES or tensor.layout is not _STRIDED:
             return False
+        if tensor.is_nested:
+            return False
         on_cpu &= tensor.is_cpu
     if on_cpu:
         return True
@@ -84,7 +86,8 @@ def check_one_dtype(
     if autocast_casts and torch.float64 not in dtypes.values() and is_autocast(input.device.type):
         return
     got = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-    raise ValueError(f"{function}: all tensors must have one dtype, got {got}; convert them, or use torch.autocast")
+    remedy = "convert them, or use torch.autocast" if autocast_casts else "convert one of them"
+    raise ValueError(f"{function}: all tensors must have one dtype, got {got}; {remedy}")
 
 
 def is_autocast(kind: str) -> bool:

@@ -1,8 +1,9 @@
-"""Whether a saved buffer may be overwritten during backward: only where nobody can ever read it again.
+"""Whether a saved buffer may be overwritten during backward: only where nobody can read it again by way of torch.
 
-Three conditions, each necessary: the graph is not kept for a second backward; nobody but the graph holds the buffer
-(the user may still have the output, another operation may have saved it); and no saved-tensor hook handed the buffer
-out when it was saved. torch counts the users of a storage; how many are torch's own is found once, by asking in a tiny
+Four conditions, each necessary: the graph is not kept for a second backward; nobody but the graph holds the buffer (the
+user may still have the output, another operation may have saved it); no saved-tensor hook handed the buffer out when it
+was saved; and torch allocated the memory, for itself alone (NumPy's arrays and shared memory have owners that torch
+does not count). torch counts the users of a storage; how many are torch's own is found once, by asking in a tiny
 backward.
 """
 
@@ -29,7 +30,10 @@ def is_ours_alone(saved: Tensor) -> bool:
     The caller must hold it as the calibration below does: one local variable, passed once.
     """
     expected = _users_when_alone()
-    return expected is not None and not _graph_is_kept() and _users(saved) == expected
+    if expected is None or _graph_is_kept() or _users(saved) != expected:
+        return False
+    # What torch has from elsewhere it cannot resize.
+    return saved.untyped_storage().resizable()
 
 
 def _graph_is_kept() -> bool:

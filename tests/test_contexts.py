@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
@@ -555,6 +556,60 @@ def test_fully_sharded_modules(mesh: Any) -> None:
         torch.testing.assert_close(a.grad.full_tensor(), b.grad, **CLOSE)
 
 
+# --- torch.jit, batched gradients, edits between the passes -----------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("grad", [True, False])
+def test_torchscript_traces(grad: bool) -> None:
+    layer, x = fl.FusedDenseAct(64, 300), torch.randn(80, 64)
+    with torch.set_grad_enabled(grad):
+        traced = torch.jit.trace(layer, x)
+        torch.testing.assert_close(traced(x), layer(x), **CLOSE)
+
+
+@pytest.mark.parametrize("save", ["auto", "input", "recompute"])
+@pytest.mark.parametrize("activation", ["gelu", "tanh", "softsign"])
+def test_gradients_of_many_outputs_at_once(activation: str, save: str) -> None:
+    x, w = torch.randn(20, 30, requires_grad=True), torch.randn(40, 30, requires_grad=True)
+    b = torch.randn(40, requires_grad=True)
+    dys = torch.randn(3, 20, 40)
+    y = fl.dense_bias_act(x, w, b, activation, save=save)
+    many = torch.autograd.grad(y, (x, w, b), dys, is_grads_batched=True, retain_graph=True)
+    for i, dy in enumerate(dys):
+        for one, of_many in zip(torch.autograd.grad(y, (x, w, b), dy, retain_graph=True), many, strict=True):
+            torch.testing.assert_close(of_many[i], one, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "tanh"])
+def test_a_bias_may_be_edited_between_the_passes(activation: str) -> None:
+    layer, x = fl.FusedDenseAct(64, 64, activation), torch.randn(30, 64, requires_grad=True)
+    (expected,) = torch.autograd.grad(layer(x).sum(), x)
+    y = layer(x)
+    with torch.no_grad():
+        layer.bias.add_(1)
+    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)  # without the bias of that time z is not known
+    torch.testing.assert_close(dx, expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_are_left_to_torch() -> None:
+    x = torch.nested.nested_tensor([torch.randn(20, 30), torch.randn(25, 30)])
+    w = torch.randn(40, 30)
+    for got, part in zip(fl.dense_bias_act(x, w, None, "gelu").unbind(), x.unbind(), strict=True):
+        torch.testing.assert_close(got, F.gelu(F.linear(part, w)))
+    for got, part in zip(fl.gelu(x).unbind(), x.unbind(), strict=True):
+        torch.testing.assert_close(got, F.gelu(part))
+
+
+def test_hooks_see_nothing_twice() -> None:
+    layer, x = fl.FusedDenseAct(64, 64), torch.randn(64, 64, requires_grad=True)
+    packed: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+        layer(x)
+    assert len(packed) == 3  # x, w, y
+
+
 # --- torch.fx ---------------------------------------------------------------------------------------------------------
 
 
@@ -592,7 +647,8 @@ def test_a_subclass_that_overrides_torch_functions_is_asked() -> None:
 # --- the first use inside something -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("context", ["no_grad", "inference_mode", "default_device", "autocast", "vmap"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of the fake mode
+@pytest.mark.parametrize("context", ["no_grad", "inference_mode", "default_device", "autocast", "vmap", "fake"])
 def test_constants_made_inside_a_context_serve_outside(context: str) -> None:
     from fusedlayers.activations.spec import _fitted
     from fusedlayers.backends.eager import elementwise, fold
@@ -612,7 +668,12 @@ def test_constants_made_inside_a_context_serve_outside(context: str) -> None:
         "default_device": torch.device("meta"),
         "autocast": torch.autocast("cpu", torch.bfloat16),
     }
-    if context == "vmap":
+    if context == "fake":
+        outputs = {leaf: fl.bias_act(leaf, None, "mish") for leaf in leaves.values()}
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            for leaf, y in outputs.items():
+                torch.autograd.grad(y, leaf, torch.ones_like(y))
+    elif context == "vmap":
         torch.func.vmap(lambda z: fl.bias_act(z, None, "mish"))(z[None])
     else:
         with contexts[context]:

@@ -167,9 +167,15 @@ def test_bad_arguments_are_refused_when_it_is_made(
 
 @pytest.mark.parametrize("activation", [nn.LeakyReLU(-0.1), torch.sin], ids=reference.label)
 def test_save_output_where_it_cannot_be_had_is_refused(activation: object) -> None:
-    layer = fl.FusedDenseAct(12, 40, activation, save="output")
-    with pytest.raises(ValueError, match="save='output' cannot be had for"):
-        layer(torch.randn(30, 12))
+    with pytest.raises(ValueError, match="FusedDenseAct: save='output' cannot be had for"):
+        fl.FusedDenseAct(12, 40, activation, save="output")
+
+
+def test_save_output_is_refused_when_the_dtype_no_longer_allows_it() -> None:
+    layer = fl.FusedDenseAct(12, 40, "gelu", save="output").double()
+    assert "cannot save the output" in repr(layer)
+    with pytest.raises(ValueError, match="dense_bias_act: save='output' cannot be had for"):
+        layer(torch.randn(30, 12, dtype=torch.float64))
 
 
 def test_its_first_line_in_the_docs_is_true() -> None:
@@ -307,6 +313,18 @@ def test_drop_ins_work_in_a_sequential_that_is_moved_and_scripted_by_name() -> N
     assert functools.reduce(lambda n, p: n + p.numel(), model.parameters(), 0) == 12 * 40 + 40 + 40 * 40 + 40
 
 
+def test_from_modules_refuses_a_replaced_forward() -> None:
+    linear = nn.Linear(3, 4)
+    linear.forward = lambda x: 0 * x  # type: ignore[method-assign]
+    with pytest.raises(TypeError, match="its forward has been replaced"):
+        fl.FusedDenseAct.from_modules(linear, "relu")
+
+
+def test_drop_ins_refuse_a_parameter_given_twice() -> None:
+    with pytest.raises(TypeError, match=r"elu\(\) got multiple values for alpha"):
+        fl.elu(torch.ones(3), 1.0, alpha=2.0)
+
+
 def test_from_modules_refuses_what_it_would_lose() -> None:
     with pytest.raises(TypeError, match=r"expected a plain nn\.Linear, got FusedDenseAct"):
         fl.FusedDenseAct.from_modules(fl.FusedDenseAct(4, 4, "relu"), "gelu")
@@ -314,7 +332,3 @@ def test_from_modules_refuses_what_it_would_lose() -> None:
     hooked.register_forward_hook(lambda *_: None)
     with pytest.raises(TypeError, match="hooks"):
         fl.FusedDenseAct.from_modules(hooked, "gelu")
-
-
-def test_repr_says_where_the_output_cannot_be_saved() -> None:
-    assert "cannot save the output" in repr(fl.FusedDenseAct(4, 4, nn.LeakyReLU(-1.0), save="output"))

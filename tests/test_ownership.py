@@ -3,8 +3,10 @@
 import gc
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -413,3 +415,31 @@ def test_nothing_leaks() -> None:
     del y, loss
     assert torch.UntypedStorage._expired(storage)  # type: ignore[attr-defined]
     torch.UntypedStorage._free_weak_ref(storage)  # type: ignore[attr-defined]
+
+
+# --- memory that torch does not own -----------------------------------------------------------------------------------
+
+
+def test_arrays_of_numpy_are_not_overwritten() -> None:
+    array = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
+    b = torch.zeros(64, requires_grad=True)
+    y = fl.bias_act(torch.from_numpy(array), b, "gelu", inplace=True)
+    before = array.copy()
+    loss = (y * 3).sum()
+    del y
+    loss.backward()
+    assert np.array_equal(array, before)
+
+
+def test_files_in_memory_are_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "numbers"
+    torch.randn(64 * 64).numpy().tofile(path)
+    b = torch.zeros(64, requires_grad=True)
+    y = fl.bias_act(
+        torch.from_file(str(path), shared=True, size=64 * 64).view(64, 64).detach(), b, "gelu", inplace=True
+    )
+    loss = (y * 3).sum()
+    del y
+    before = np.fromfile(path)
+    loss.backward()
+    assert np.array_equal(np.fromfile(path), before)

@@ -1,8 +1,32 @@
 """Activations: the record, the table, the branch bit, inverses and traces."""
 
 from . import library as _library  # fills the table
-from .spec import DTYPES, Activation, Row, Saved, activations, record_of, register, resolve, rows, widened
+from .spec import (
+    DTYPES,
+    Activation,
+    Row,
+    Saved,
+    activations,
+    must_be_called_because,
+    record_of,
+    register,
+    resolve,
+    rows,
+    widened,
+)
 
-__all__ = ["DTYPES", "Activation", "Row", "Saved", "activations", "record_of", "register", "resolve", "rows", "widened"]
+__all__ = [
+    "DTYPES",
+    "Activation",
+    "Row",
+    "Saved",
+    "activations",
+    "must_be_called_because",
+    "record_of",
+    "register",
+    "resolve",
+    "rows",
+    "widened",
+]
 
 del _library

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -267,8 +267,10 @@ def _fitted(name: str, dtype: torch.dtype) -> FoldedDerivative:
     return fit(_rows[name].function, PRECISIONS[dtype])
 
 
-def resolve(activation: object) -> Activation:
+def resolve(activation: object, function: str = "resolve") -> Activation:
     """The record for a name, an ``nn.Module``, a torch function, a ``functools.partial``, any callable, or None.
+
+    ``function`` is whom errors are to name.
 
     Raises:
         ValueError: an unknown name; the message lists the known ones.
@@ -277,7 +279,7 @@ def resolve(activation: object) -> Activation:
     if isinstance(activation, str):
         found = _default.get(activation)
         if found is None:
-            raise ValueError(f"unknown activation {activation!r}; the known ones are: {', '.join(_rows)}")
+            raise ValueError(f"{function}: unknown activation {activation!r}; the known ones are: {', '.join(_rows)}")
         return found
     if activation is None:
         return _default["identity"]
@@ -287,20 +289,26 @@ def resolve(activation: object) -> Activation:
         return _resolve_module(activation)
     if not callable(activation):
         raise TypeError(
-            f"activation must be a name, a module, a function or None, got {type(activation).__name__}: {activation!r}"
+            f"{function}: activation must be a name, a module, a function or None, "
+            f"got {type(activation).__name__}: {activation!r}"
         )
     return _resolve_function(activation)
 
 
 def _resolve_module(module: nn.Module) -> Activation:
     # A subclass may compute something else, and a hook wants to see the module called: both stay as they are.
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    if hooks:
-        return _unfused(module, "it has hooks")
-    if "forward" in vars(module):
-        return _unfused(module, "its forward has been replaced")
+    reason = must_be_called_because(module)
+    if reason is not None:
+        return _unfused(module, reason)
     found = record_of(module, vars(type(module)).get("stands_in_for", type(module)))
     return found if found is not None else _unfused(module, "it is not in the table of activations")
+
+
+def must_be_called_because(module: nn.Module) -> str | None:
+    """Why a module does more than its class says, or None."""
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return "it has hooks"
+    return "its forward has been replaced" if "forward" in vars(module) else None
 
 
 def record_of(module: nn.Module, kind: type[nn.Module]) -> Activation | None:
@@ -323,7 +331,7 @@ def _resolve_function(function: Callable[..., Any]) -> Activation:
     if isinstance(function, functools.partial) and not function.args:
         target, keywords = function.func, dict(function.keywords)
         keywords.pop("inplace", None)  # the layer decides what is overwritten
-    for row, arguments, required in _stand_ins.get(target, ()):
+    for row, arguments, required in _stand_ins.get(target, ()) if isinstance(target, Hashable) else ():
         parameters = {key: value for key, value in keywords.items() if key not in arguments}
         selected = all(keywords.get(key) == value for key, value in arguments.items())
         if selected and required <= set(parameters) <= set(row.parameters) and _are_numbers(parameters):

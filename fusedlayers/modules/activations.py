@@ -16,14 +16,10 @@ from ..functional import bias_act
 
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     """``F.gelu`` that saves its output."""
-    return bias_act(input, None, _GELU[approximate] if approximate in _GELU else _refuse_approximate(approximate))
-
-
-_GELU = {"none": "gelu", "tanh": "gelu_tanh"}
-
-
-def _refuse_approximate(approximate: object) -> str:
-    raise ValueError(f"gelu: approximate must be 'none' or 'tanh', got {approximate!r}")
+    names = {"none": "gelu", "tanh": "gelu_tanh"}
+    if approximate not in names:
+        raise ValueError(f"gelu: approximate must be 'none' or 'tanh', got {approximate!r}")
+    return bias_act(input, None, names[approximate])
 
 
 def _drop_in(name: str) -> Any:
@@ -39,8 +35,11 @@ def _drop_in(name: str) -> Any:
             )
         if not parameters and not keywords:
             return bias_act(input, None, default, inplace=inplace)
-        bound = {**dict(zip(names, parameters, strict=False)), **keywords}
-        return bias_act(input, None, row.bind(**bound), inplace=inplace)
+        bound = dict(zip(names, parameters, strict=False))
+        twice = sorted(set(bound) & set(keywords))
+        if twice:
+            raise TypeError(f"{name}() got multiple values for {', '.join(twice)}")
+        return bias_act(input, None, row.bind(**bound, **keywords), inplace=inplace)
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = f"``{name}({', '.join(('input', *names))}, inplace=False)`` that saves its output."

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..activations import resolve
+from ..activations import must_be_called_because, resolve
 from ..functional import SAVES, dense_bias_act
 
 
@@ -48,17 +48,17 @@ class FusedDenseAct(nn.Linear):
         """A fused layer that shares the parameters of ``linear``; ``activation`` as for the constructor.
 
         Raises:
-            TypeError: ``linear`` is not exactly an ``nn.Linear``, or has hooks: what those do would be lost.
+            TypeError: ``linear`` is not exactly an ``nn.Linear``, or has hooks or a forward of its own, which would be
+                lost.
         """
         if type(linear) is not nn.Linear:
             raise TypeError(
                 f"FusedDenseAct.from_modules: expected a plain nn.Linear, got {type(linear).__name__}, which may "
                 "compute something else; leave it as it is"
             )
-        if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks:
-            raise TypeError(
-                "FusedDenseAct.from_modules: the nn.Linear has hooks, which would be lost; remove them first"
-            )
+        reason = must_be_called_because(linear)
+        if reason is not None:
+            raise TypeError(f"FusedDenseAct.from_modules: the nn.Linear must be called: {reason}; leave it as it is")
         fused = cls(linear.in_features, linear.out_features, None, linear.bias is not None, device="meta")
         fused.weight, fused.bias = linear.weight, linear.bias
         fused._set(activation, save)
@@ -67,7 +67,13 @@ class FusedDenseAct(nn.Linear):
     def _set(self, activation: object, save: str) -> None:
         if save not in SAVES:
             raise ValueError(f"FusedDenseAct: save must be one of {', '.join(SAVES)}, got {save!r}")
-        resolve(activation)  # raises for what is no activation
+        resolved = resolve(activation, "FusedDenseAct")
+        refused = resolved.output_refused_because(self.weight.dtype) if save == "output" else None
+        if refused is not None and not resolved.is_identity:
+            raise ValueError(
+                f"FusedDenseAct: save='output' cannot be had for {resolved!r} in {self.weight.dtype}: {refused}; "
+                "use save='auto', 'input' or 'recompute'"
+            )
         self.activation = activation
         self.save = save
 

@@ -28,6 +28,9 @@ SHORT = 1 << 15
 #: number takes it 30 us; with more the temporaries do not fit a core's cache.
 PARTS = 16
 LEAST_PER_THREAD, MOST_PER_THREAD = 2 * SHORT, 4 * SHORT
+#: Chunks, and threads' shares of them, are multiples of this. Vectorised and scalar code round differently, and what is
+#: left over for the latter is then the same however the tensor was cut up.
+VECTOR = 64
 #: For a function that makes its own temporaries, memory for this many is taken and given back before the walk. glibc's
 #: malloc returns freed blocks to the system, to fetch them anew, until one as large has been freed before.
 RESERVE = 6
@@ -53,7 +56,8 @@ def for_each(job: Chunkwise, *tensors: Tensor) -> None:
     flat = [_flat(tensor) for tensor in tensors]
     count = flat[0].numel()
     threads = torch.get_num_threads()
-    long = max(threads * LEAST_PER_THREAD, min(threads * MOST_PER_THREAD, count // PARTS))
+    whole = threads * VECTOR
+    long = max(threads * LEAST_PER_THREAD, min(threads * MOST_PER_THREAD, count // PARTS // whole * whole))
     seconds = {SHORT: deque([0.0], maxlen=1)}  # per element, as last measured; 0 to be tried
     global _busy_until
     if threads > 1 and count > 2 * SHORT and time.perf_counter() > _busy_until:
@@ -66,6 +70,8 @@ def for_each(job: Chunkwise, *tensors: Tensor) -> None:
     while start < count:
         size = min(seconds, key=lambda size: min(seconds[size]))
         length = min(size, count - start)
+        if length > SHORT:
+            length -= length % whole
         began = time.perf_counter()
         job.function(*(tensor[start : start + length] for tensor in flat), *(buffer[:length] for buffer in buffers))
         ended = time.perf_counter()

@@ -44,7 +44,8 @@ def linear_act(x: Tensor, w: Tensor, b: Tensor | None, activation: Activation) -
 
 
 def _is_large(x: Tensor, w: Tensor) -> bool:
-    return x.numel() * w.shape[0] >= WORTH_IT and x.is_cpu
+    """Whether oneDNN, if the user leaves it switched on, is worth its longer call."""
+    return x.numel() * w.shape[0] >= WORTH_IT and x.is_cpu and torch._C._get_mkldnn_enabled()
 
 
 @functools.cache

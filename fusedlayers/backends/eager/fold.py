@@ -55,6 +55,7 @@ def derivative(activation: Activation) -> Chunkwise:
 
 
 @functools.cache
+@in_clean_state
 def _interpolated(activation: Activation) -> _Interpolated:
     folded = activation.folded()
     assert folded is not None and isinstance(folded.of_distance, Polynomials)
@@ -84,7 +85,6 @@ class _Interpolated:
         self.offset = torch.tensor(math.ceil(root * self.scale + 2), dtype=torch.float32)
         self.nodes = self._evaluate(folded, root)
 
-    @in_clean_state
     def _evaluate(self, folded: FoldedDerivative, root: float) -> Tensor:
         c = torch.arange(self.INTERVALS + 1, dtype=torch.float64)
         v = ((c.square() - self.offset.double()) / self.scale).clamp_min(-root)
