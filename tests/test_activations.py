@@ -176,6 +176,13 @@ def test_drop_ins_resolve_like_the_modules_they_replace(name: str, arguments: tu
     assert resolved.unfused_because is None
 
 
+def test_drop_in_functions_resolve_like_the_functions_they_replace() -> None:
+    assert resolve(fl.gelu) is resolve("gelu")
+    assert resolve(functools.partial(fl.gelu, approximate="tanh")) is resolve("gelu_tanh")
+    assert resolve(fl.silu) is resolve("silu")
+    assert resolve(functools.partial(fl.elu, alpha=0.5)) is resolve(nn.ELU(0.5))
+
+
 class _Sevenfold(nn.GELU):
     def forward(self, input: Tensor) -> Tensor:
         return 7 * input

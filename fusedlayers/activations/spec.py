@@ -11,6 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -231,8 +232,13 @@ def register(row: Row) -> Row:
     _rows[row.name] = row
     _default[row.name] = row.bind()
     for target, arguments in row.stands_for:
-        _stand_ins.setdefault(target, []).append((row, arguments, _required(target)))
+        register_stand_in(row.name, target, arguments)
     return row
+
+
+def register_stand_in(name: str, target: Any, arguments: Mapping[str, object] = MappingProxyType({})) -> None:
+    """Let ``resolve`` replace ``target``, if it is called with ``arguments``, by the row of that name."""
+    _stand_ins.setdefault(target, []).append((_rows[name], arguments, _required(target)))
 
 
 def _required(target: Any) -> frozenset[str]:
@@ -240,7 +246,7 @@ def _required(target: Any) -> frozenset[str]:
     if not inspect.isfunction(target):  # a module, whose attributes say all, or a builtin with defaults
         return frozenset()
     arguments = list(inspect.signature(target).parameters.values())[1:]
-    return frozenset(a.name for a in arguments if a.default is a.empty)
+    return frozenset(a.name for a in arguments if a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD)
 
 
 def _rebind(name: str, parameters: Mapping[str, float]) -> Activation:

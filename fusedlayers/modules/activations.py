@@ -1,6 +1,6 @@
 """Activations that save their output instead of their input: drop-in functions and modules for torch's own.
 
-Each has the name, the arguments and the values of its torch counterpart. The modules are subclasses of torch's, so that
+Each has the name, the parameters and the values of its torch counterpart; ``inplace`` is given by keyword. The modules are subclasses of torch's, so that
 ``isinstance`` checks, printing and pickles go on as before.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..activations import record_of, resolve
+from ..activations import record_of, register_stand_in, resolve
 from ..functional import bias_act
 
 
@@ -20,6 +20,11 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     if approximate not in names:
         raise ValueError(f"gelu: approximate must be 'none' or 'tanh', got {approximate!r}")
     return bias_act(input, None, names[approximate])
+
+
+register_stand_in("gelu", gelu)
+register_stand_in("gelu", gelu, {"approximate": "none"})
+register_stand_in("gelu_tanh", gelu, {"approximate": "tanh"})
 
 
 def _drop_in(name: str) -> Any:
@@ -41,6 +46,7 @@ def _drop_in(name: str) -> Any:
             raise TypeError(f"{name}() got multiple values for {', '.join(twice)}")
         return bias_act(input, None, row.bind(**bound, **keywords), inplace=inplace)
 
+    register_stand_in(name, function)
     function.__name__ = function.__qualname__ = name
     function.__doc__ = f"``{name}({', '.join(('input', *names))}, inplace=False)`` that saves its output."
     return function
