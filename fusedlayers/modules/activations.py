@@ -1,7 +1,7 @@
 """Activations that save their output instead of their input: drop-in functions and modules for torch's own.
 
-Each has the name, the parameters and the values of its torch counterpart; ``inplace`` is given by keyword. The modules are subclasses of torch's, so that
-``isinstance`` checks, printing and pickles go on as before.
+Each has the name, the parameters and the values of its torch counterpart; ``inplace`` is given by keyword. The modules
+are subclasses of torch's, so that ``isinstance`` checks, printing and pickles go on as before.
 """
 
 from __future__ import annotations
