@@ -77,7 +77,10 @@ def dense_bias_act(
     if not ordinary:
         operands.check_tensors("dense_bias_act", {"input": input, "weight": weight}, bias)
         if has_torch_function((input, weight, bias)):
-            return _hand_over(dense_bias_act, (input, weight, bias), resolved, activation, save=save)
+            if resolved.unfused_because is not None:
+                return resolved.plain(F.linear(input, weight, bias))
+            tensors = (input, weight, bias)
+            return handle_torch_function(dense_bias_act, tensors, *tensors, resolved, save=save)
         if input.is_nested:  # which does not tell its sizes
             return resolved.plain(F.linear(input, weight, bias))
     operands.check_dense(input, weight, bias)
@@ -145,7 +148,10 @@ def bias_act(
     if not ordinary:
         operands.check_tensors("bias_act", {"input": input}, bias)
         if has_torch_function((input, bias)):
-            return _hand_over(bias_act, (input, bias), resolved, activation, dim=dim, inplace=inplace, save=save)
+            if resolved.unfused_because is not None and bias is None and not inplace:
+                return resolved.plain(input)
+            tensors = (input, bias)
+            return handle_torch_function(bias_act, tensors, *tensors, resolved, dim=dim, inplace=inplace, save=save)
     operands.check_one_dtype("bias_act", input, None, bias)
     if bias is not None:
         operands.check_bias("bias_act", input, bias, dim)
@@ -205,18 +211,6 @@ def _fused_dense(
     return BiasAct.apply(z, kernel_b, activation, keep, -1, keep != "input", origin)
 
 
-def _hand_over(
-    function: Callable[..., Tensor],
-    tensors: tuple[Tensor | None, ...],
-    resolved: Activation,
-    activation: object,
-    **options: object,
-) -> Tensor:
-    """Let the tensors' own ``__torch_function__`` deal with the call."""
-    activation = activation if resolved.unfused_because is not None else resolved
-    return handle_torch_function(function, tensors, *tensors, activation, **options)
-
-
 def _is_transformed() -> bool:
     """Whether functorch, forward-mode differentiation or TorchScript's tracer wants to see plain operations."""
     return (
@@ -251,7 +245,7 @@ def _needs_gradient(*tensors: Tensor | None) -> bool:
 def _traced(
     pre_activation: Callable[..., Tensor], activation: Activation, save: Saved, *tensors: Tensor | None
 ) -> Tensor:
-    if not _needs_gradient(*tensors):
+    if not _needs_gradient(*tensors) or torch.compiler.is_exporting():  # an exported program is for inference
         return activation.plain(pre_activation(*tensors))
     if save == "output":
         # Here, because it registers itself with the compiler, whose import takes a second and sets an environment

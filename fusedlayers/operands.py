@@ -66,6 +66,8 @@ def check_dense(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def check_bias(function: str, input: Tensor, bias: Tensor, dim: int) -> None:
+    if not isinstance(dim, int):
+        raise TypeError(f"{function}: dim must be an int, got {type(dim).__name__}: {dim!r}")
     if not -input.dim() <= dim < input.dim():
         raise ValueError(f"{function}: dim must lie in [-{input.dim()}, {input.dim()}) for {_shape(input)}, got {dim}")
     if bias.dim() != 1 or bias.shape[0] != input.shape[dim]:

@@ -627,6 +627,23 @@ def test_symbolic_traces_hold_the_layer(activation: Any) -> None:
     assert torch.equal(traced(x), model(x))
 
 
+def test_symbolic_traces_of_functions_outside_the_table_hold_the_composite() -> None:
+    layer, x = fl.FusedDenseAct(8, 300, torch.sin), torch.randn(5, 8)
+    traced = torch.fx.symbolic_trace(layer)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [F.linear, torch.sin]
+    assert torch.equal(traced(x), layer(x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("strict", [True, False])
+def test_exported_programs_hold_the_composite(strict: bool) -> None:
+    layer, x = fl.FusedDenseAct(64, 300), torch.randn(50, 64)
+    exported = torch.export.export(layer, (x,), strict=strict)
+    called = [node for node in exported.graph.nodes if node.op == "call_function"]
+    assert len(called) <= 3
+    torch.testing.assert_close(exported.module()(x), layer(x), **CLOSE)
+
+
 def test_a_subclass_that_overrides_torch_functions_is_asked() -> None:
     class Counting(Tensor):
         calls: ClassVar[list[Any]] = []

@@ -208,6 +208,8 @@ class Activation:
 
     def __fx_create_arg__(self, tracer: Any) -> Any:
         # How torch.fx writes it into a graph.
+        if self.row is None:
+            raise NotImplementedError(f"torch.fx cannot write this activation into a graph: {self.unfused_because}")
         return tracer.create_node("call_function", _rebind, (self.name, dict(self.parameters)), {})
 
     def __repr__(self) -> str:
