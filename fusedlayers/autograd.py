@@ -1,7 +1,7 @@
 """The calculus: what is saved, and the gradients from it. Backends do the arithmetic, ``functional.py`` decides.
 
 A layer is two nodes: a matmul that makes z, and ``BiasAct``, which makes ``y = f(z + b)`` and usually writes it over z,
-for a matmul does not need its own result. ``BiasAct`` saves one of
+for a matmul does not need its own result. f may read trainable tensors, its operands. ``BiasAct`` saves one of
 
 * "output": y, which the next layer saves anyway; f' is had from it;
 * "input": its input, from which f' is exact;
@@ -12,6 +12,7 @@ Two nodes and not one: by the time the matmul's gradients are made, dy is gone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +22,8 @@ from torch.autograd import Function
 
 from . import backends
 from .activations import Activation, Saved, widened
-from .backends import Backend
-from .broadcast import along, sum_along
+from .backends import Backend, Wanted
+from .broadcast import along, operand_along, sum_along
 from .ownership import is_ours_alone, saved_under_hooks
 
 
@@ -45,7 +46,9 @@ class Settings(NamedTuple):
 
 
 class BiasAct(Function):
-    """``y = f(z + b)``, b along ``dim``; over z if ``inplace``. With ``save="input"`` b is None: whoever calls adds it.
+    """``y = f(z + b, *operands)``, b and operands along ``dim``; over z if ``inplace``.
+
+    With ``save="input"`` b is None: whoever calls adds it.
 
     ``origin`` is needed for "recompute". With "output" it may be given where the matmul saves x and w anyway: a second
     derivative is then taken through the exact input instead of the rounded output.
@@ -61,19 +64,21 @@ class BiasAct(Function):
         dim: int,
         inplace: bool,
         origin: Origin | None,
+        *operands: Tensor,
     ) -> Tensor:
         backend = backends.choose(z)
-        y = backend.bias_act(z, b, activation, dim=dim, encode=save == "output", out=z if inplace else None)
+        encode, out = save == "output", z if inplace else None
+        y = backend.bias_act(z, b, activation, operands, dim=dim, encode=encode, out=out)
         if inplace:
             ctx.mark_dirty(z)
         x, w, matmul_b = origin or (None, None, None)
         biases = (None if origin is None else b, matmul_b)
         kept = {"output": y, "input": z}.get(save)
         if save == "recompute":
-            ctx.save_for_backward(kept, x, w, *biases)
+            ctx.save_for_backward(kept, x, w, *biases, *operands)
         else:
             # Saved, a bias must not be edited before backward. For second derivatives alone that is too much to ask.
-            ctx.save_for_backward(kept, x, w, None, None)
+            ctx.save_for_backward(kept, x, w, None, None, *operands)
             ctx.biases, ctx.versions = biases, _versions(biases)
         ctx.settings = Settings(activation, save, dim, backend, saved_under_hooks())
         return y
@@ -81,9 +86,10 @@ class BiasAct(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (dy,) = grads
-        saved, x, w, b, matmul_b = ctx.saved_tensors
+        saved, x, w, b, matmul_b, *operands = ctx.saved_tensors
         activation, save, dim, backend, hooked = ctx.settings
         needs_z, needs_b, *_ = ctx.needs_input_grad
+        needs = ctx.needs_input_grad[-len(operands) :] if operands else ()
         differentiable = torch.is_grad_enabled()
         is_known = x is not None
         if is_known and save == "output":
@@ -97,13 +103,13 @@ class BiasAct(Function):
             overwrite = saved is not x
 
         if differentiable or _is_batched(dy):
-            dz = _differentiable_gradient(dy, saved, activation, save)
-            db = sum_along(dz, dim) if needs_b else None
+            dz, *dp = _differentiable_gradients(dy, saved, activation, save, operands, needs, dim)
+            db = sum_along(dz, dim) if needs_b and dz is not None else None
         else:
-            given = "output" if save == "output" else "input"
-            bias_dim = dim if needs_b else None
-            dz, db = backend.gradient(dy, saved, activation, given=given, overwrite=overwrite, bias_dim=bias_dim)
-        return dz if needs_z else None, db, None, None, None, None, None
+            wanted = Wanted("output" if save == "output" else "input", overwrite, needs_b, needs)
+            dz, db, *dp = backend.gradient(dy, saved, activation, operands, wanted, dim=dim)
+            dp = [None if d is None else d.view_as(p) for d, p in zip(dp, operands, strict=True)]
+        return dz if needs_z else None, db, None, None, None, None, None, *dp
 
 
 def _versions(tensors: tuple[Tensor | None, ...]) -> list[int]:
@@ -128,16 +134,27 @@ def _again(origin: Origin, b: Tensor | None, dim: int) -> Tensor:
     return z if b is None else z + along(b, dim, z.dim())
 
 
-def _differentiable_gradient(dy: Tensor, saved: Tensor, activation: Activation, save: Saved) -> Tensor:
-    """``dy * f'`` in operations that autograd can differentiate again, in float32 or wider."""
+def _differentiable_gradients(
+    dy: Tensor,
+    saved: Tensor,
+    activation: Activation,
+    save: Saved,
+    operands: Sequence[Tensor],
+    needs: Sequence[bool],
+    dim: int,
+) -> list[Tensor | None]:
+    """``dy * f'`` and the gradients of the operands that need one, in operations that autograd can differentiate again,
+    in float32 or wider."""
     if save == "output":
         slope = activation.derivative_given_output(widened(saved), saved.dtype, differentiable=True)
-        return (widened(dy) * slope).to(dy.dtype)
+        return [(widened(dy) * slope).to(dy.dtype)]
     with torch.enable_grad():
         z = widened(saved)
         z = z if z.requires_grad else z.detach().requires_grad_()
-        (dz,) = torch.autograd.grad(activation.function(z), z, widened(dy), create_graph=True)
-    return dz.to(dy.dtype)
+        y = activation.function(z, *(operand_along(widened(p), dim, z.dim()) for p in operands))
+        sources = [z, *(p for p, need in zip(operands, needs, strict=True) if need)]
+        dz, *found = torch.autograd.grad(y, sources, widened(dy), create_graph=True)
+    return [dz.to(dy.dtype), *(found.pop(0) if need else None for need in needs)]
 
 
 class Dense(Function):

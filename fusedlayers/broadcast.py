@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,10 +14,36 @@ def along(b: Tensor, dim: int, dims: int) -> Tensor:
     return b.view(-1, *(1,) * trailing) if trailing else b
 
 
+def operand_along(operand: Tensor, dim: int, dims: int) -> Tensor:
+    """A tensor of one element, or of one for each index of ``dim``, shaped to broadcast likewise."""
+    return operand.reshape(()) if operand.numel() == 1 else along(operand.reshape(-1), dim, dims)
+
+
 def sum_along(tensor: Tensor, dim: int) -> Tensor:
     """``tensor`` summed over all dimensions but ``dim``."""
     dims = tensor.dim()
     return tensor.sum([i for i in range(dims) if i != dim % dims]) if dims > 1 else tensor
+
+
+class Layout(NamedTuple):
+    """A dense tensor in the order of its memory: each of ``channels`` has ``inner`` neighbours, ``outer`` times."""
+
+    outer: int
+    channels: int
+    inner: int
+
+
+def layout_along(tensor: Tensor, dim: int) -> Layout:
+    """How a dense tensor lies in memory as seen from one of its dimensions."""
+    channels = tensor.shape[dim] if tensor.dim() else 1
+    # Neighbours along dim are as far apart as there are elements inside of it, whatever the order of the dimensions.
+    inner = tensor.stride(dim) if channels > 1 else tensor.numel() // channels
+    return Layout(tensor.numel() // (channels * inner), channels, inner)
+
+
+def laid_out(tensor: Tensor, layout: Layout) -> Tensor:
+    """A view of a dense tensor with three dimensions, in the order of its memory."""
+    return tensor.as_strided(layout, (layout.channels * layout.inner, layout.inner, 1))
 
 
 def is_dense(tensor: Tensor) -> bool:

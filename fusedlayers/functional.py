@@ -14,7 +14,8 @@ What has a ``__torch_function__`` of its own (``torch.fx`` proxies, subclasses t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -77,7 +78,7 @@ def dense_bias_act(
     if not ordinary:
         operands.check_tensors("dense_bias_act", {"input": input, "weight": weight}, bias)
         if has_torch_function((input, weight, bias)):
-            if resolved.unfused_because is not None:
+            if not resolved.is_fusible:
                 return resolved.plain(F.linear(input, weight, bias))
             tensors = (input, weight, bias)
             return handle_torch_function(dense_bias_act, tensors, *tensors, resolved, save=save)
@@ -91,24 +92,32 @@ def dense_bias_act(
     kind = input.device.type
     autocast = operands.is_autocast(kind)
     dtype = torch.get_autocast_dtype(kind) if autocast and input.dtype is not torch.float64 else input.dtype
+    plain = not ordinary or (_is_transformed() and not compiling)
+    params: tuple[Tensor, ...] = ()
+    dim = -1
+    if resolved.is_untraced and not plain and not compiling:
+        resolved, params, operand_dim = _specialised(resolved, (*input.shape[:-1], weight.shape[0]), dtype)
+        dim = -1 if operand_dim is None else operand_dim
     keep = _choose_save("dense_bias_act", resolved, save, dtype)
 
-    fusible = ordinary and keep != "nothing" and resolved.unfused_because is None
-    if fusible and compiling:
-        return _traced(F.linear, resolved, keep, input, weight, bias)
-    if not fusible or _is_transformed():
+    if plain or keep == "nothing" or not resolved.is_fusible:
         return resolved.plain(F.linear(input, weight, bias))
+    if compiling:
+        return _traced(F.linear, resolved, keep, input, weight, bias)
     cast = dtype if autocast else None
-    if _needs_gradient(input, weight, bias):
+    if _needs_gradient(input, weight, bias, *params):
+        if dim != -1:
+            z = F.linear(input, weight, bias)
+            return BiasAct.apply(z, None, resolved, "input", dim, False, None, *params)
         # Two dimensions: the result of F.linear with more is a view, and overwriting a view costs autograd a copy.
         x = input.flatten(0, -2) if input.dim() > 2 else input if input.dim() == 2 else input.unsqueeze(0)
-        y = _fused_dense(x, weight, bias, resolved, keep, cast)
+        y = _fused_dense(x, weight, bias, resolved, params, keep, cast)
         return y if input.dim() == 2 else y.view(*input.shape[:-1], y.shape[-1])
     backend = backends.choose(input)
-    if cast is None:
+    if cast is None and not params:
         return backend.linear_act(input, weight, bias, resolved)
     z = F.linear(input, weight, bias)
-    return backend.bias_act(z, None, resolved, dim=-1, encode=False, out=z)
+    return backend.bias_act(z, None, resolved, params, dim=dim, encode=False, out=z)
 
 
 def bias_act(
@@ -148,19 +157,32 @@ def bias_act(
     if not ordinary:
         operands.check_tensors("bias_act", {"input": input}, bias)
         if has_torch_function((input, bias)):
-            if resolved.unfused_because is not None and bias is None and not inplace:
+            if not resolved.is_fusible and bias is None and not inplace:
                 return resolved.plain(input)
             tensors = (input, bias)
             return handle_torch_function(bias_act, tensors, *tensors, resolved, dim=dim, inplace=inplace, save=save)
     operands.check_one_dtype("bias_act", input, None, bias)
     if bias is not None:
         operands.check_bias("bias_act", input, bias, dim)
-    keep = _choose_save("bias_act", resolved, save, input.dtype)
+    bias_dim = dim
 
-    fusible = ordinary and keep != "nothing" and resolved.unfused_because is None
+    def biased(x: Tensor, b: Tensor | None) -> Tensor:
+        return x if b is None else x + along(b, bias_dim, x.dim())
+
     compiling = torch.compiler.is_compiling()
     small = save == "auto" and input.numel() < SMALL and not inplace
-    fused = fusible and not compiling and not small and not _is_transformed()
+    fused = ordinary and not compiling and not small and not _is_transformed()
+    params: tuple[Tensor, ...] = ()
+    if fused and resolved.is_untraced:
+        resolved, params, operand_dim = _specialised(resolved, input.shape, input.dtype)
+        if operand_dim is not None and operand_dim % input.dim() != dim % input.dim():
+            if bias is not None and not inplace:
+                input, bias = biased(input, bias), None
+            dim = operand_dim
+    keep = _choose_save("bias_act", resolved, save, input.dtype)
+
+    fusible = ordinary and keep != "nothing" and resolved.is_fusible
+    fused = fused and fusible
     if inplace:
         if keep == "recompute":
             raise ValueError(
@@ -169,25 +191,36 @@ def bias_act(
         operands.check_writable("bias_act", input)
         # Autograd refuses some views, but only after a Function has written; copy_ asks first.
         if not fused or keep != "output" or (input._is_view() and _needs_gradient(input, bias)):
-            return input.copy_(bias_act(input.clone(), bias, resolved, dim=dim, save=save))
-
-    def biased(x: Tensor, b: Tensor | None) -> Tensor:
-        return x if b is None else x + along(b, dim, x.dim())
+            return input.copy_(bias_act(input.clone(), bias, activation, dim=bias_dim, save=save))
 
     if fusible and compiling:
         return _traced(biased, resolved, keep, input, bias)
     if not fused:
         return resolved.plain(biased(input, bias))
-    if not _needs_gradient(input, bias):
+    if not _needs_gradient(input, bias, *params):
         out = input if inplace else None
-        return backends.choose(input).bias_act(input, bias, resolved, dim=dim, encode=False, out=out)
+        return backends.choose(input).bias_act(input, bias, resolved, params, dim=dim, encode=False, out=out)
     if keep == "input":
-        return BiasAct.apply(biased(input, bias), None, resolved, keep, dim, False, None)
-    return BiasAct.apply(input, bias, resolved, keep, dim, inplace, Origin(input) if keep == "recompute" else None)
+        return BiasAct.apply(biased(input, bias), None, resolved, keep, dim, False, None, *params)
+    origin = Origin(input) if keep == "recompute" else None
+    return BiasAct.apply(input, bias, resolved, keep, dim, inplace, origin, *params)
+
+
+def _specialised(activation: Activation, shape: Sequence[int], dtype: torch.dtype) -> Any:
+    # Here, because tracing takes parts of torch whose import takes a second.
+    from .activations.custom import specialise
+
+    return specialise(activation, torch.Size(shape), dtype)
 
 
 def _fused_dense(
-    x: Tensor, w: Tensor, b: Tensor | None, activation: Activation, keep: Saved, cast: torch.dtype | None
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    activation: Activation,
+    params: tuple[Tensor, ...],
+    keep: Saved,
+    cast: torch.dtype | None,
 ) -> Tensor:
     """The layer on 2-d input, for gradients; ``cast`` is what autocast, if it is on, casts to."""
     backend = backends.choose(x)
@@ -208,7 +241,7 @@ def _fused_dense(
     free = cast is None and x.requires_grad and w.requires_grad and (b is None or b.is_leaf) and not saved_under_hooks()
     known = keep == "recompute" or (keep == "output" and free)
     origin = Origin(x, w, matmul_b) if known else None
-    return BiasAct.apply(z, kernel_b, activation, keep, -1, keep != "input", origin)
+    return BiasAct.apply(z, kernel_b, activation, keep, -1, keep != "input", origin, *params)
 
 
 def _is_transformed() -> bool:

@@ -47,6 +47,9 @@ class Native:
     post_op: Callable[..., tuple[str, list[float], str]] | None = None
 
 
+_NO_KERNELS = Native()
+
+
 @dataclass(frozen=True, eq=False)
 class Row:
     """A line of the table.
@@ -98,14 +101,19 @@ _bound = functools.lru_cache(1024)(_bind)
 
 @dataclass(frozen=True, eq=False)
 class Activation:
-    """An activation with its parameters bound: ``Row.bind`` makes them."""
+    """An activation with its parameters bound: ``Row.bind`` makes them, and ``custom.py`` from a user's function."""
 
     name: str
-    function: Callable[[Tensor], Tensor]
+    function: Callable[..., Tensor]
     parameters: Mapping[str, float] = field(default_factory=dict)
     row: Row | None = None
     #: Why this function is left to plain PyTorch, or None where it is fused.
     unfused_because: str | None = None
+    #: What ``function`` takes besides z: for each tensor the dimension of z, from the end, along which it runs, or None
+    #: for one of a single element.
+    operand_dims: tuple[int | None, ...] = ()
+    #: A user's function as it is: ``custom.specialise`` makes an activation of it for z of a shape and dtype.
+    is_untraced: bool = False
 
     is_identity: bool = field(init=False)
     #: Whether the function turns once, so that an output needs its branch to tell the derivative.
@@ -139,7 +147,9 @@ class Activation:
 
     def _needs_input_because(self) -> str | None:
         if self.row is None:
-            return self.unfused_because
+            if self.operand_dims:
+                return f"{self.name} reads tensors that training may change"
+            return self.unfused_because or f"the derivative of {self.name} is not known in terms of its output"
         if self.row.given_output is None:
             return f"the derivative of {self.name} is not known in terms of its output"
         return self.row.unless(**self.parameters) if self.row.unless is not None else None
@@ -185,8 +195,31 @@ class Activation:
         """The derivative from the pre-activation, by differentiating ``function``."""
         return torch.func.vjp(self.function, z)[1](torch.ones_like(z))[0]
 
+    def gradients(self, needs: tuple[bool, ...]) -> Callable[..., tuple[Tensor, ...]]:
+        """``(dy, z, *operands)`` to dz and, for each operand that needs one, ``dy`` times the derivative by it: all of
+        the shape that the arguments have."""
+
+        def function(dy: Tensor, z: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
+            def of_wanted(z: Tensor, *wanted: Tensor) -> Tensor:
+                given = iter(wanted)
+                return self.function(z, *(next(given) if n else p for p, n in zip(operands, needs, strict=True)))
+
+            wanted = [p for p, n in zip(operands, needs, strict=True) if n]
+            return torch.func.vjp(of_wanted, z, *wanted)[1](dy)
+
+        return function
+
+    @property
+    def is_fusible(self) -> bool:
+        return self.unfused_because is None and not self.is_untraced
+
+    @property
+    def native(self) -> Native:
+        return _NO_KERNELS if self.row is None else self.row.native
+
     def describe(self, save: str, dtype: torch.dtype) -> str:
         """What a layer keeps for the backward pass, and why, in a few words."""
+        assert not self.is_untraced
         if self.is_identity:
             return "saves nothing"
         if self.unfused_because is not None:
@@ -203,13 +236,14 @@ class Activation:
     def __reduce__(self) -> Any:
         # Rows hold lambdas; a record is found again by its name.
         if self.row is None:
-            return Activation, (self.name, self.function, self.parameters, None, self.unfused_because)
+            parts = self.unfused_because, self.operand_dims, self.is_untraced
+            return Activation, (self.name, self.function, self.parameters, None, *parts)
         return _rebind, (self.name, dict(self.parameters))
 
     def __fx_create_arg__(self, tracer: Any) -> Any:
         # How torch.fx writes it into a graph.
         if self.row is None:
-            raise NotImplementedError(f"torch.fx cannot write this activation into a graph: {self.unfused_because}")
+            raise NotImplementedError(f"torch.fx cannot write a call of {self.name} into a graph")
         return tracer.create_node("call_function", _rebind, (self.name, dict(self.parameters)), {})
 
     def __repr__(self) -> str:
@@ -309,7 +343,7 @@ def _resolve_module(module: nn.Module) -> Activation:
     if reason is not None:
         return _unfused(module, reason)
     found = record_of(module, vars(type(module)).get("stands_in_for", type(module)))
-    return found if found is not None else _unfused(module, "it is not in the table of activations")
+    return found if found is not None else Activation(_name(module), module, is_untraced=True)
 
 
 def must_be_called_because(module: nn.Module) -> str | None:
@@ -344,9 +378,15 @@ def _resolve_function(function: Callable[..., Any]) -> Activation:
         selected = all(keywords.get(key) == value for key, value in arguments.items())
         if selected and required <= set(parameters) <= set(row.parameters) and _are_numbers(parameters):
             return row.bind(**parameters)
-    return _unfused(function, "it is not in the table of activations")
+    return Activation(_name(function), function, is_untraced=True)
 
 
 def _unfused(function: Callable[..., Any], reason: str) -> Activation:
-    name = getattr(function, "__name__", type(function).__name__)
+    name = _name(function)
     return Activation(name, function, unfused_because=f"{name} is left to PyTorch because {reason}")
+
+
+def _name(function: object) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)

@@ -1,23 +1,24 @@
-"""An activation's torch function as a list of pointwise operations.
+"""A torch function as a list of pointwise operations.
 
 ``trace`` runs the function on fake tensors, decomposes it to core ATen, and tidies the result: constants are folded
 into their users, copies and casts to the same type vanish, equal nodes become one, dead ones go. What remains is small
-enough to read, and a backend prints it in its own language.
+enough to read, and a backend prints it in its own language. ``aten_graph`` stops before the decomposition.
 
-Anything that is not pointwise in one tensor and constants (reductions, random numbers, data-dependent branches, several
-outputs) raises ``NotPointwise``, with the operation that is to blame.
+Anything that is not pointwise (reductions, random numbers, data-dependent branches) raises ``NotPointwise``, with the
+operation that is to blame.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._decomp import core_aten_decompositions, get_decompositions
+from torch._functorch.compile_utils import fx_graph_cse
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -60,11 +61,11 @@ class Operation:
 
 @dataclass(frozen=True)
 class Pointwise:
-    """A pointwise function of one input, in single assignments."""
+    """A pointwise function in single assignments."""
 
-    input: str
+    inputs: tuple[str, ...]
     operations: tuple[Operation, ...]
-    output: Argument
+    outputs: tuple[Argument, ...]
 
 
 #: What torch calls the operation, by what it is called here. All else keeps its name.
@@ -73,23 +74,77 @@ _CONSTANTS = ("full", "full_like", "scalar_tensor")
 _NOTHING = ("alias", "alias_copy", "detach", "clone", "empty_permuted")
 
 
-@in_clean_state
-def trace(function: Callable[[Tensor], Tensor], name: str = "z", dtype: torch.dtype = torch.float32) -> Pointwise:
-    """The operations of ``function``, whose input is called ``name`` and has ``dtype``.
+def trace(
+    function: Callable[..., Tensor | tuple[Tensor, ...]],
+    inputs: Sequence[str] = ("z",),
+    dtype: torch.dtype = torch.float32,
+) -> Pointwise:
+    """The operations of ``function``, whose inputs have these names and ``dtype``.
 
     Raises:
         NotPointwise: see above.
     """
-    example = torch.zeros(_EXAMPLE_SHAPE, dtype=dtype)
+    examples = [torch.zeros(_EXAMPLE_SHAPE, dtype=dtype, device="cpu") for _ in inputs]
+    return _read(aten_graph(function, examples, _decompositions()), tuple(inputs))
+
+
+@in_clean_state
+def aten_graph(
+    function: Callable[..., Any], examples: Sequence[Tensor], decompositions: Mapping[Any, Any] | None = None
+) -> GraphModule:
+    """What ``function`` calls on tensors like ``examples``, without views and mutations (but for a ``copy_`` at the end
+    for each example that is changed).
+
+    Raises:
+        NotPointwise: the function cannot be traced.
+    """
     try:
-        module = make_fx(
-            torch.func.functionalize(lambda z: function(z), remove="mutations_and_views"),
-            decomposition_table=_decompositions(),
+        return make_fx(
+            torch.func.functionalize(lambda *tensors: function(*tensors), remove="mutations_and_views"),
+            decomposition_table=decompositions,
             tracing_mode="fake",
-        )(example)
+        )(*examples)
     except Exception as error:  # whatever the function does that a trace cannot follow
-        raise NotPointwise(f"the function cannot be traced: {error}") from error
-    return _read(module, name)
+        raise NotPointwise(_why_untraceable(error)) from error
+
+
+#: Operations that take from a tensor its shape at most, and how to read off what they fill another with.
+FILLED: dict[Any, Callable[[Node], Any]] = {
+    aten.full.default: lambda node: node.args[1],
+    aten.full_like.default: lambda node: node.args[1],
+    aten.new_full.default: lambda node: node.args[2],
+    aten.new_ones.default: lambda node: 1,
+    aten.new_zeros.default: lambda node: 0,
+    aten.ones.default: lambda node: 1,
+    aten.ones_like.default: lambda node: 1,
+    aten.scalar_tensor.default: lambda node: node.args[0],
+    aten.zeros.default: lambda node: 0,
+    aten.zeros_like.default: lambda node: 0,
+}
+_IDENTITIES = {aten.alias.default, aten.alias_copy.default, aten.detach.default, aten.detach_copy.default}
+
+
+def simplified(module: GraphModule) -> GraphModule:
+    """A trace that is to be run without gradients, without what does nothing then, and with tensors of equal numbers as
+    single ones. It computes the same for any shapes that broadcast."""
+    for node in list(module.graph.nodes):
+        if node.target in _IDENTITIES:
+            node.replace_all_uses_with(node.args[0])
+        elif node.target in FILLED and isinstance(fill := FILLED[node.target](node), (bool, int, float)):
+            with module.graph.inserting_before(node):
+                dtype = {"dtype": node.meta["val"].dtype}
+                node.replace_all_uses_with(module.graph.call_function(aten.scalar_tensor.default, (fill,), dtype))
+    module.graph.eliminate_dead_code()
+    return GraphModule(module, fx_graph_cse(module.graph))
+
+
+def _why_untraceable(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    if "data-dependent" in text:
+        return "what it does depends on the values of a tensor"
+    if "convert all Tensors to FakeTensors" in text:
+        return "it reads a tensor that could not be found; pass it through functools.partial or a module's parameters"
+    return f"it cannot be traced: {text.splitlines()[0]}"
 
 
 #: Neither a dimension of 1, which broadcasts, nor two equal ones: a shape that only pointwise operations keep.
@@ -101,26 +156,27 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
     return {**core_aten_decompositions(), **get_decompositions(_MORE_DECOMPOSITIONS)}
 
 
-def _read(module: GraphModule, input_name: str) -> Pointwise:
+def _read(module: GraphModule, inputs: tuple[str, ...]) -> Pointwise:
     values: dict[Node, Argument] = {}
     seen: dict[tuple[object, ...], str] = {}
     operations: list[Operation] = []
-    output: Argument | None = None
+    outputs: tuple[Argument, ...] = ()
+    names = iter(inputs)
 
     for node in module.graph.nodes:
         if node.op == "placeholder":
-            values[node] = input_name
+            values[node] = next(names)
         elif node.op == "output":
             (result,) = node.args
-            if not isinstance(result, Node):
-                raise NotPointwise("the function must return one tensor")
-            output = values[result]
+            results = result if isinstance(result, (tuple, list)) else (result,)
+            if not all(isinstance(r, Node) for r in results):
+                raise NotPointwise("it does not return a tensor")
+            outputs = tuple(values[r] for r in results)
         elif node.op == "call_function":
             values[node] = _operation(node, values, seen, operations)
         else:
-            raise NotPointwise(f"the function reads a tensor from outside ({node.target})")
-    assert output is not None
-    return Pointwise(input_name, _live(operations, output), output)
+            raise NotPointwise(f"it reads a tensor from outside ({node.target})")
+    return Pointwise(inputs, _live(operations, outputs), outputs)
 
 
 def _operation(
@@ -155,6 +211,8 @@ def _operation(
         return arguments[0]
     if op == "mul" and arguments[0] == 1:
         return arguments[1]
+    if op == "pow" and arguments[1] == 1:
+        return arguments[0]
     return _append(_RENAMED.get(op, op), tuple(arguments), meta.dtype, seen, operations)
 
 
@@ -173,8 +231,8 @@ def _append(
     return seen[key]
 
 
-def _live(operations: list[Operation], output: Argument) -> tuple[Operation, ...]:
-    needed = {output}
+def _live(operations: list[Operation], outputs: tuple[Argument, ...]) -> tuple[Operation, ...]:
+    needed = set(outputs)
     live = []
     for operation in reversed(operations):
         if operation.name in needed:

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ...broadcast import Layout
 
 #: What torch leaves to the calling thread (``at::internal::GRAIN_SIZE``): 128 KiB of float32, which stays in its cache.
 SHORT = 1 << 15
@@ -57,7 +59,7 @@ def for_each(job: Chunkwise, *tensors: Tensor) -> None:
     count = flat[0].numel()
     threads = torch.get_num_threads()
     whole = threads * VECTOR
-    long = max(threads * LEAST_PER_THREAD, min(threads * MOST_PER_THREAD, count // PARTS // whole * whole))
+    long = _long(count, threads)
     seconds = {SHORT: deque([0.0], maxlen=1)}  # per element, as last measured; 0 to be tried
     global _busy_until
     if threads > 1 and count > 2 * SHORT and time.perf_counter() > _busy_until:
@@ -79,6 +81,25 @@ def for_each(job: Chunkwise, *tensors: Tensor) -> None:
         if size == long and min(seconds[long]) > MUCH_SLOWER * seconds[SHORT][0]:
             _busy_until = ended + RESPITE_SECONDS
         start += length
+
+
+def _long(count: int, threads: int) -> int:
+    whole = threads * VECTOR
+    return max(threads * LEAST_PER_THREAD, min(threads * MOST_PER_THREAD, count // PARTS // whole * whole))
+
+
+def blocks(layout: Layout) -> Iterator[tuple[slice, slice, slice]]:
+    """The parts, contiguous in memory, that a tensor is walked in where sums are taken: they are rounded in an order,
+    so that the parts do not hang on the clock."""
+    outer, channels, inner = layout
+    size = _long(outer * channels * inner, torch.get_num_threads())
+    of_outer = max(1, size // (channels * inner))
+    of_channels = max(1, min(channels, size // inner))
+    of_inner = min(inner, size)
+    for i in range(0, outer, of_outer):
+        for j in range(0, channels, of_channels):
+            for k in range(0, inner, of_inner):
+                yield slice(i, i + of_outer), slice(j, j + of_channels), slice(k, k + of_inner)
 
 
 def _flat(tensor: Tensor) -> Tensor:

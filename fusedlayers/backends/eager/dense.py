@@ -34,8 +34,7 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
 
 def linear_act(x: Tensor, w: Tensor, b: Tensor | None, activation: Activation) -> Tensor:
     """``activation(x w^T + b)`` in one new buffer, exact: for calls without gradients."""
-    assert activation.row is not None
-    post_op = activation.row.native.post_op
+    post_op = activation.native.post_op
     if post_op is not None and _is_large(x, w) and _onednn_wins(x.dtype, with_post_op=True):
         return torch.ops.mkldnn._linear_pointwise(x, w, b, *post_op(**activation.parameters))
     z = linear(x, w, b)

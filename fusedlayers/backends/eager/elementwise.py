@@ -6,12 +6,14 @@ Large tensors are walked in chunks (``chunks.py``). Three ways to evaluate, by d
 * 16-bit dtypes otherwise: a table over all 65,536 values, made once in float64, and one gather. Exact and branch-free;
 * float32 and float64 otherwise: the activation's own function, and ``fold.py`` for the derivative of folded
 activations.
+
+Activations that read other tensors too are for ``traced.py``.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Literal
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +21,8 @@ from torch import Tensor
 from ...activations import Activation, branch
 from ...broadcast import along, is_dense, sum_along
 from ...clean import in_clean_state
-from . import fold
+from ..interface import Wanted
+from . import fold, traced
 from .chunks import Chunkwise, for_each
 from .lookup import lookup
 from .lookup import scratch as lookup_scratch
@@ -29,15 +32,26 @@ TABLES = 64
 
 
 def bias_act(
-    z: Tensor, b: Tensor | None, activation: Activation, *, dim: int, encode: bool, out: Tensor | None
+    z: Tensor,
+    b: Tensor | None,
+    activation: Activation,
+    operands: Sequence[Tensor] = (),
+    *,
+    dim: int,
+    encode: bool,
+    out: Tensor | None,
 ) -> Tensor:
-    """``activation(z + b)``, b along ``dim``, in ``out`` (which may be z) or in a new buffer of z's memory format."""
+    """``activation(z + b, *operands)``, in ``out`` (which may be z) or in a new buffer of z's memory format; b, and
+    operands of more than one element, run along ``dim``."""
     y = out if out is not None and is_dense(out) else torch.empty_like(z)
     if b is not None:
         torch.add(z, along(b, dim, z.dim()), out=y)
     elif y is not z:
         y.copy_(z)
-    activate_(y, activation, encode=encode)
+    if operands and y.numel():
+        traced.activate_(y, activation, operands, dim)
+    else:
+        activate_(y, activation, encode=encode)
     return y if out is None or y is out else out.copy_(y)
 
 
@@ -45,9 +59,8 @@ def activate_(z: Tensor, activation: Activation, *, encode: bool) -> None:
     """Overwrite the pre-activation with the activation's output."""
     if activation.is_identity or z.numel() == 0:
         return
-    assert activation.row is not None
     encode = encode and activation.is_folded
-    native = activation.row.native.activate_
+    native = activation.native.activate_
     if native is not None and not encode:
         native(z, **activation.parameters)
         return
@@ -71,35 +84,30 @@ def gradient(
     dy: Tensor,
     saved: Tensor,
     activation: Activation,
+    operands: Sequence[Tensor],
+    wanted: Wanted,
     *,
-    given: Literal["output", "input"],
-    overwrite: bool,
-    bias_dim: int | None,
-) -> tuple[Tensor, Tensor | None]:
-    """``dz = dy * f'``, the derivative from the saved output or input, and the bias gradient.
-
-    dz is written over ``saved`` if ``overwrite``. The bias gradient is dz summed over all dimensions but ``bias_dim``,
-    or None if that is None.
-    """
-    assert activation.row is not None
-    if not is_dense(saved):  # an output that was written over a view with gaps
+    dim: int,
+) -> tuple[Tensor | None, ...]:
+    """``dz = dy * f'``, the gradient of the bias, and those of the operands: None where not wanted."""
+    given, overwrite = wanted.given, wanted.overwrite
+    if not is_dense(saved):  # an output that was written over a view with gaps, or a user's input
         saved, overwrite = torch.empty_like(saved).copy_(saved), True
-    native = activation.row.native.gradient
+    native = activation.native.gradient
+    shares: Sequence[Tensor | None] = ()
     if given == "output" and native is not None:
         operator, arguments = native
         values = arguments(dy, saved, **activation.parameters_for_outputs(saved.dtype))
         dz = operator.grad_input(*values, grad_input=saved) if overwrite else operator.default(*values)
     else:
         dz = saved if overwrite else torch.empty_like(saved)
-        if dz.numel():
-            _gradient(dy, saved, activation, given, dz)
-    return dz, None if bias_dim is None else sum_along(dz, bias_dim)
-
-
-def _gradient(dy: Tensor, saved: Tensor, activation: Activation, given: Literal["output", "input"], dz: Tensor) -> None:
-    if dy.stride() != saved.stride():
-        dy = torch.empty_like(saved).copy_(dy)
-    for_each(_times(_slope(saved, activation, given), dy.dtype), dy, saved, dz)
+        if dy.stride() != saved.stride():
+            dy = torch.empty_like(saved).copy_(dy)
+        if operands:
+            shares = traced.gradient(dy, saved, dz, activation, operands, wanted, dim)
+        elif dz.numel():
+            for_each(_times(_slope(saved, activation, given), dy.dtype), dy, saved, dz)
+    return dz, sum_along(dz, dim) if wanted.bias else None, *shares
 
 
 def _times(slope: Chunkwise, dtype: torch.dtype) -> Chunkwise:

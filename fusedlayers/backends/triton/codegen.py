@@ -1,8 +1,9 @@
 """Activations printed as Triton device functions.
 
-The kernels know no activation: they take ``FORWARD`` and ``DERIVATIVE``, jitted functions of one float32 block, as
+The kernels know no activation: they take ``FORWARD`` and ``GRADIENT``, jitted functions of float32 blocks, as
 compile-time arguments. Those are printed here from the same torch function that everything else uses: traced to
-pointwise operations (``activations/trace.py``), one line each.
+pointwise operations (``activations/trace.py``), one line each. What else the function reads, its operands, lies in one
+buffer (``pack``); the printed functions load it themselves, so that kernels take the same arguments for all.
 
 Triton has no erfc, expm1, log1p, tanh or pow of its own. The first four are written below in its own operations, so
 that they run in the interpreter and on every vendor's devices; erfc from a polynomial that is fitted when it is first
@@ -15,8 +16,10 @@ import functools
 import hashlib
 import linecache
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -80,59 +83,99 @@ _TEMPLATES = {
 
 _TYPES = {torch.float32: "tl.float32", torch.int32: "tl.int32", torch.int64: "tl.int64", torch.bool: "tl.int1"}
 
-Role = Literal["forward", "derivative"]
+Role = Literal["forward", "gradient"]
 
 
-def device_function(activation: Activation, role: Role, *, given: str, dtype: torch.dtype) -> Any:
-    """The jitted function of one float32 block that a kernel takes.
+def device_function(
+    activation: Activation, role: Role, *, given: str, dtype: torch.dtype, needs: tuple[bool, ...] = ()
+) -> Any:
+    """The jitted function of float32 blocks that a kernel takes.
+
+    "forward" is ``(z, operand_ptr, channel, channels) -> y``. "gradient" is ``(dy, saved, operand_ptr, channel,
+    channels) -> (dz, ...)``, with dy times the derivative by each operand that needs one behind dz.
 
     Args:
-        role: "forward", z -> y, or "derivative", saved tensor -> f'.
-        given: for "forward", "output" if the result is saved and carries the branch; for "derivative", what was saved.
+        given: for "forward", "output" if the result is saved and carries the branch; for "gradient", what was saved.
         dtype: of the tensor in memory, in whose last bit the branch is.
+        needs: which operands need a gradient.
 
     Raises:
         NotPointwise: the function cannot be printed; the message names the operation.
     """
     # The dtype shows only in the branch bit: other functions are shared by all dtypes, and compiled once.
     coded = activation.is_folded and given == "output"
-    return _compile(activation, role, given, dtype if coded else torch.float32)
+    return _compile(activation, role, given, dtype if coded else torch.float32, needs)
 
 
-def source(activation: Activation, role: Role, *, given: str, dtype: torch.dtype) -> str:
+def source(activation: Activation, role: Role, *, given: str, dtype: torch.dtype, needs: tuple[bool, ...] = ()) -> str:
     """The text of ``device_function``."""
     # On a machine without a GPU torch 2.11 makes a stand-in for one when it first traces, and frees it with the thread
     # that traced (pytorch#178950). Tracing happens on a short-lived thread; the caller's lasts.
     torch._C._ensureCUDADeviceGuardSet()
-    function: Callable[[Tensor], Tensor]
+    operands = {f"p{i}": dim is not None for i, dim in enumerate(activation.operand_dims)}
+    function: Callable[..., Tensor | tuple[Tensor, ...]]
     if role == "forward":
-        argument = "z"
+        inputs = ["z"]
         function = activation.function if given == "input" else lambda z: activation.encoded(z, dtype)
     elif given == "output":
-        argument = "y"
-        function = lambda y: activation.derivative_given_output(y, dtype)  # noqa: E731  # as the line below it
+        inputs = ["dy", "y"]
+        function = lambda dy, y: (dy * activation.derivative_given_output(y, dtype),)  # noqa: E731  # as those beside it
     else:
-        argument = "z"
-        function = activation.derivative_given_input
-    return print_function(f"{activation.name}_{role}", trace(function, argument))
+        inputs = ["dy", "z"]
+        function = activation.gradients(needs)
+    name = f"{re.sub('[^A-Za-z0-9_]', '_', activation.name)}_{role}"
+    return print_function(name, trace(function, [*inputs, *operands]), operands, as_tuple=role == "gradient")
 
 
-def print_function(name: str, pointwise: Pointwise) -> str:
-    """``pointwise`` as the text of a Triton device function."""
+def pack(operands: Sequence[Tensor], like: Tensor) -> Tensor:
+    """All operands in one float32 buffer: those with a number for each channel first, then single ones."""
+    if not operands:
+        return like  # a pointer that is not read
+    ordered = sorted(operands, key=lambda p: p.numel() == 1)
+    return torch.cat([p.detach().reshape(-1).to(torch.float32) for p in ordered])
+
+
+def print_function(
+    name: str, pointwise: Pointwise, operands: Mapping[str, bool] = MappingProxyType({}), *, as_tuple: bool = False
+) -> str:
+    """``pointwise`` as the text of a Triton device function. Its inputs that are ``operands`` are loaded: from the
+    channel's place where there is a number for each channel, else from behind those."""
+    blocks = [name for name in pointwise.inputs if name not in operands]
+    lines = [f"def {name}({', '.join([*blocks, *_POINTERS])}):"]
     uses = Counter(a for operation in pointwise.operations for a in operation.arguments if isinstance(a, str))
+    uses.update(a for a in pointwise.outputs if isinstance(a, str))
+    uses.update(str(o.arguments[0]) for o in pointwise.operations if o.op == "pow" and o.arguments[1] == 2)  # a product
+    lines += [f"    {text}" for text in _loads({name: kind for name, kind in operands.items() if uses[name]}, operands)]
     inlined: dict[str, str] = {}
-    lines = [f"def {name}({pointwise.input}):"]
     for operation in pointwise.operations:
         text = _expression(operation, inlined)
         # Values that are used once are written where they are used, as long as the lines stay short.
-        if uses[operation.name] == 1 and len(text) <= _INLINE and operation.name != pointwise.output:
+        if uses[operation.name] == 1 and len(text) <= _INLINE and operation.name not in pointwise.outputs:
             inlined[operation.name] = text if text[-1] == ")" and text.startswith(("tl.", "_")) else f"({text})"
         else:
             lines.append(f"    {operation.name} = {text}")
-    result = _literal(pointwise.output, inlined)
-    if not isinstance(pointwise.output, str):
-        result = f"tl.full({pointwise.input}.shape, {result}, tl.float32)"
-    return "\n".join([*lines, f"    return {result}", ""])
+    results = [
+        _literal(output, inlined)
+        if isinstance(output, str) and output not in operands
+        else f"tl.full({blocks[0]}.shape, {_literal(output, inlined)}, tl.float32)"
+        for output in pointwise.outputs
+    ]
+    returned = f"({', '.join(results)},)" if as_tuple else results[0]
+    return "\n".join([*lines, f"    return {returned}", ""])
+
+
+_POINTERS = ("operand_ptr", "channel", "channels")
+
+
+def _loads(wanted: Mapping[str, bool], operands: Mapping[str, bool]) -> Iterator[str]:
+    vectors = [name for name, by_channel in operands.items() if by_channel]
+    numbers = [name for name, by_channel in operands.items() if not by_channel]
+    for name, by_channel in wanted.items():
+        before = vectors.index(name) if by_channel else len(vectors)
+        offset = [f"{before} * channels"] if before else []
+        offset.append("channel" if by_channel else str(numbers.index(name)))
+        mask = ", mask=channel < channels, other=0.0" if by_channel else ""
+        yield f"{name} = tl.load(operand_ptr + {' + '.join(offset)}{mask})"
 
 
 #: Three of these and what stands around them still make a line of less than 140 characters.
@@ -158,9 +201,10 @@ def _literal(argument: object, inlined: Mapping[str, str]) -> str:
     return inlined.get(str(argument), str(argument))
 
 
-@functools.cache
-def _compile(activation: Activation, role: Role, given: str, dtype: torch.dtype) -> Any:
-    return compile_function(source(activation, role, given=given, dtype=dtype))
+#: One for each activation, as long as a parameter that changes from step to step has not replaced it.
+@functools.lru_cache(4096)
+def _compile(activation: Activation, role: Role, given: str, dtype: torch.dtype, needs: tuple[bool, ...]) -> Any:
+    return compile_function(source(activation, role, given=given, dtype=dtype, needs=needs))
 
 
 def compile_function(text: str) -> Any:

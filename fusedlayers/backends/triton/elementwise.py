@@ -4,12 +4,14 @@ A tensor is seen as a matrix of rows and columns, contiguous along the columns; 
 Dense layers and channels-last tensors have it along the columns, channels-first ones along the rows. Without a bias the
 whole tensor is one row.
 
-Arithmetic is float32; what is read and written may be any 16- or 32-bit float. The bias gradient is summed in a fixed
-order: every program adds up its own rows, and the partial sums are added by torch.
+Arithmetic is float32; what is read and written may be any 16- or 32-bit float. The gradients of the bias and of the
+tensors that an activation reads (its operands) are summed in a fixed order: every program adds up its own rows, and the
+partial sums are added by torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,8 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ...activations import Activation
-from ...broadcast import is_dense
-from .codegen import device_function
+from ...broadcast import is_dense, layout_along
+from ..interface import Wanted
+from .codegen import device_function, pack
 
 #: Elements per tile, and threads that share them: 8 each, which is one or two 16-byte loads of each operand. (With 16,
 #: gelu's derivative in float32 spilled registers on sm_100.)
@@ -44,12 +47,14 @@ OPTIONS = options(64 if torch.version.hip else 32)
 def bias_act_kernel(
     z_ptr,
     b_ptr,
+    operand_ptr,
     y_ptr,
     rows,
     columns,
     channels,
     FORWARD: tl.constexpr,
-    BIAS: tl.constexpr,  # "none", "column" or "row"
+    AXIS: tl.constexpr,  # along which channels run: "none", "column" or "row"
+    HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INDEX: tl.constexpr,
@@ -60,89 +65,107 @@ def bias_act_kernel(
     column = (tl.program_id(0) % blocks).to(INDEX) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (column < columns)
     offset = row * columns + column
+    channel = column if AXIS == "column" else row % channels
     z = tl.load(z_ptr + offset, mask=inside, other=0.0).to(tl.float32)
-    if BIAS == "column":
-        z += tl.load(b_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
-    if BIAS == "row":
-        z += tl.load(b_ptr + row % channels, mask=row < rows, other=0.0).to(tl.float32)
-    tl.store(y_ptr + offset, FORWARD(z).to(y_ptr.dtype.element_ty), mask=inside)
+    if HAS_BIAS:
+        z += tl.load(b_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
+    tl.store(y_ptr + offset, FORWARD(z, operand_ptr, channel, channels).to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def gradient_kernel(
     dy_ptr,
     saved_ptr,
+    operand_ptr,
     dz_ptr,
     partial_ptr,
     rows,
     columns,
+    channels,
     steps,
-    DERIVATIVE: tl.constexpr,
-    BIAS: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    AXIS: tl.constexpr,
+    SUMS: tl.constexpr,  # for each sum: of which result of GRADIENT, and whether there is one for each channel
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INDEX: tl.constexpr,
 ):
-    """dz = dy f', and the sums of dz along the axis without bias; dz_ptr may be saved_ptr.
+    """dz = dy f' and other products, and their sums along the axis without channels; dz_ptr may be saved_ptr.
 
-    A program walks ``steps`` tiles along that axis: down the rows for a bias along the columns, along the columns else.
+    A program walks ``steps`` tiles along that axis: down the rows for channels along the columns, along the columns
+    else. A sum that is not by channel is written once for each program.
     """
-    if BIAS == "row":
+    if AXIS == "row":
         first_row = tl.program_id(0).to(INDEX) * ROWS
         first_column = tl.program_id(1).to(INDEX) * COLUMNS * steps
     else:
         first_row = tl.program_id(1).to(INDEX) * ROWS * steps
-        # Where a bias bounds the columns 64 bits would cost registers for nothing (a spill on sm_100).
-        first_column = tl.program_id(0).to(INDEX if BIAS == "none" else tl.int32) * COLUMNS
+        # Where channels bound the columns 64 bits would cost registers for nothing (a spill on sm_100).
+        first_column = tl.program_id(0).to(INDEX if AXIS == "none" else tl.int32) * COLUMNS
     row = first_row + tl.arange(0, ROWS)[:, None]
     column = first_column + tl.arange(0, COLUMNS)[None, :]
-    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    totals = (tl.zeros((ROWS, COLUMNS), dtype=tl.float32),) * len(SUMS)
     for _ in range(steps):
         inside = (row < rows) & (column < columns)
         offset = row * columns + column
+        channel = column if AXIS == "column" else row % channels
         dy = tl.load(dy_ptr + offset, mask=inside, other=0.0).to(tl.float32)
         saved = tl.load(saved_ptr + offset, mask=inside, other=0.0).to(tl.float32)
-        dz = dy * DERIVATIVE(saved)
-        tl.store(dz_ptr + offset, dz.to(dz_ptr.dtype.element_ty), mask=inside)
-        if BIAS != "none":
+        products = GRADIENT(dy, saved, operand_ptr, channel, channels)
+        tl.store(dz_ptr + offset, products[0].to(dz_ptr.dtype.element_ty), mask=inside)
+        added: Any = ()
+        for i in tl.static_range(len(SUMS)):
             # What lies outside may have an infinite derivative; its product with 0 would be NaN.
-            total += tl.where(inside, dz, 0.0)
-        if BIAS == "row":
+            added = added + (totals[i] + tl.where(inside, products[SUMS[i][0]], 0.0),)  # noqa: RUF005  # Triton's way
+        totals = added
+        if AXIS == "row":
             column += COLUMNS
         else:
             row += ROWS
-    if BIAS == "column":
-        column = first_column + tl.arange(0, COLUMNS)
-        tl.store(partial_ptr + tl.program_id(1) * columns + column, tl.sum(total, 0), mask=column < columns)
-    if BIAS == "row":
-        row = first_row + tl.arange(0, ROWS)
-        tl.store(partial_ptr + tl.program_id(1) * rows + row, tl.sum(total, 1), mask=row < rows)
+    width = tl.num_programs(0) * (ROWS if AXIS == "row" else COLUMNS)
+    for i in tl.static_range(len(SUMS)):
+        start = partial_ptr + (i * tl.num_programs(1) + tl.program_id(1)) * width
+        if not SUMS[i][1]:
+            tl.store(start + tl.program_id(0), tl.sum(totals[i]))
+        elif AXIS == "column":
+            tl.store(start + tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.sum(totals[i], 0))
+        else:
+            tl.store(start + tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.sum(totals[i], 1))
 
 
 class Matrix(NamedTuple):
-    """How a tensor is seen: rows and columns, and along which of them the bias runs."""
+    """How a tensor is seen: rows and columns, and along which of them channels run."""
 
     rows: int
     columns: int
     channels: int
-    bias: Literal["none", "column", "row"]
+    axis: Literal["none", "column", "row"]
 
 
 def bias_act(
-    z: Tensor, b: Tensor | None, activation: Activation, *, dim: int, encode: bool, out: Tensor | None
+    z: Tensor,
+    b: Tensor | None,
+    activation: Activation,
+    operands: Sequence[Tensor] = (),
+    *,
+    dim: int,
+    encode: bool,
+    out: Tensor | None,
 ) -> Tensor:
-    """``activation(z + b)``, b along ``dim``, in ``out`` (which may be z) or in a new buffer of z's memory format."""
+    """``activation(z + b, *operands)``, in ``out`` (which may be z) or in a new buffer of z's memory format; b, and
+    operands of more than one element, run along ``dim``."""
     y = out if out is not None and is_dense(out) else torch.empty_like(z)
     if y.numel() == 0:
         return y if out is None else out
-    matrix = _as_matrix(y, None if b is None else dim)
+    matrix = _as_matrix(y, dim if b is not None or _run(operands) else None)
     rows, columns = _tile(matrix)
     grid = (triton.cdiv(matrix.rows, rows) * triton.cdiv(matrix.columns, columns),)
     forward = device_function(activation, "forward", given="output" if encode else "input", dtype=y.dtype)
     with _on(y):
         bias_act_kernel[grid](
-            _as_laid_out(z, y), y if b is None else b.contiguous(), y, matrix.rows, matrix.columns, matrix.channels,
-            FORWARD=forward, BIAS=matrix.bias, ROWS=rows, COLUMNS=columns, INDEX=_index_type(y), **OPTIONS,
+            _as_laid_out(z, y), y if b is None else b.contiguous(), pack(operands, y), y, *matrix[:3],
+            FORWARD=forward, AXIS=matrix.axis, HAS_BIAS=b is not None,
+            ROWS=rows, COLUMNS=columns, INDEX=_index_type(y), **OPTIONS,
         )  # fmt: skip
     if out is None or y is out:
         torch.autograd.graph.increment_version(y)
@@ -154,35 +177,65 @@ def gradient(
     dy: Tensor,
     saved: Tensor,
     activation: Activation,
+    operands: Sequence[Tensor],
+    wanted: Wanted,
     *,
-    given: Literal["output", "input"],
-    overwrite: bool,
-    bias_dim: int | None,
-) -> tuple[Tensor, Tensor | None]:
-    """``dz = dy * f'``, over ``saved`` if ``overwrite``, and its sum over all but ``bias_dim``, if asked for."""
-    dz = saved if overwrite and is_dense(saved) else torch.empty_like(saved)
-    if dz.numel() == 0:
-        return dz, None if bias_dim is None else dz.new_zeros(dz.shape[bias_dim])
+    dim: int,
+) -> tuple[Tensor | None, ...]:
+    """``dz = dy * f'``, the gradient of the bias, and those of the operands: None where not wanted."""
+    dz = saved if wanted.overwrite and is_dense(saved) else torch.empty_like(saved)
+    summed = [p.numel() > 1 for p, need in zip(operands, wanted.operands, strict=True) if need]
+    by_channel = [True] * wanted.bias + summed
+    if dz.numel():
+        sums = iter(_launch(dy, saved, dz, activation, operands, wanted, dim, by_channel))
+    else:
+        sums = iter([dz.new_zeros(dz.shape[dim] if by else 1) for by in by_channel])
+    if dz is saved:
+        torch.autograd.graph.increment_version(dz)
+    db = next(sums).to(dz.dtype) if wanted.bias else None
+    return dz, db, *(next(sums).to(p.dtype) if n else None for p, n in zip(operands, wanted.operands, strict=True))
+
+
+def _launch(
+    dy: Tensor,
+    saved: Tensor,
+    dz: Tensor,
+    activation: Activation,
+    operands: Sequence[Tensor],
+    wanted: Wanted,
+    dim: int,
+    by_channel: Sequence[bool],
+) -> list[Tensor]:
+    """Write dz, and return the sums: of dz for a bias, then of the operands' shares."""
     # A saved input is the user's: it may have gaps.
     dy, saved = _as_laid_out(dy, dz), _as_laid_out(saved, dz)
-    matrix = _as_matrix(dz, bias_dim)
+    matrix = _as_matrix(dz, dim if wanted.bias or _run(operands) else None)
     rows, columns = _tile(matrix)
     across, along = triton.cdiv(matrix.columns, columns), triton.cdiv(matrix.rows, rows)
-    if matrix.bias == "row":
+    if matrix.axis == "row":
         across, along = along, across
     steps = triton.cdiv(along, max(1, PROGRAMS // across))
     programs = triton.cdiv(along, steps)
-    width = {"none": 0, "column": matrix.columns, "row": matrix.rows}[matrix.bias]
-    partial = dz.new_empty((programs, width), dtype=torch.float32)
-    derivative = device_function(activation, "derivative", given=given, dtype=saved.dtype)
+    width = across * (rows if matrix.axis == "row" else columns)
+    partial = dz.new_empty((len(by_channel), programs, width), dtype=torch.float32)
+    first = 0 if wanted.bias else 1
+    function = device_function(activation, "gradient", given=wanted.given, dtype=saved.dtype, needs=wanted.operands)
     with _on(dz):
         gradient_kernel[across, programs](
-            dy, saved, dz, partial, matrix.rows, matrix.columns, steps,
-            DERIVATIVE=derivative, BIAS=matrix.bias, ROWS=rows, COLUMNS=columns, INDEX=_index_type(dz), **OPTIONS,
+            dy, saved, pack(operands, dz), dz, partial, *matrix[:3], steps,
+            GRADIENT=function, AXIS=matrix.axis, SUMS=tuple((first + i, by) for i, by in enumerate(by_channel)),
+            ROWS=rows, COLUMNS=columns, INDEX=_index_type(dz), **OPTIONS,
         )  # fmt: skip
-    if dz is saved:
-        torch.autograd.graph.increment_version(dz)
-    return dz, None if bias_dim is None else partial.view(-1, matrix.channels).sum(0).to(dz.dtype)
+    count = {"none": 0, "column": matrix.columns, "row": matrix.rows}[matrix.axis]
+    return [
+        sums[:, :count].sum(0).view(-1, matrix.channels).sum(0) if by else sums[:, :across].sum()
+        for sums, by in zip(partial, by_channel, strict=True)
+    ]
+
+
+def _run(operands: Sequence[Tensor]) -> bool:
+    """Whether any has a number for each channel."""
+    return any(p.numel() > 1 for p in operands)
 
 
 def _as_laid_out(tensor: Tensor, out: Tensor) -> Tensor:
@@ -194,20 +247,18 @@ def _as_matrix(tensor: Tensor, dim: int | None) -> Matrix:
     """A dense tensor as rows and columns, in the order of its memory."""
     if dim is None:
         return Matrix(1, tensor.numel(), 1, "none")
-    channels = tensor.shape[dim]
-    # Neighbours along dim are as far apart as there are elements inside of it, whatever the order of the dimensions.
-    inner = tensor.stride(dim) if channels > 1 else tensor.numel()
+    outer, channels, inner = layout_along(tensor, dim)
     if inner == 1:
-        return Matrix(tensor.numel() // channels, channels, channels, "column")
-    return Matrix(tensor.numel() // inner, inner, channels, "row")
+        return Matrix(outer, channels, channels, "column")
+    return Matrix(outer * channels, inner, channels, "row")
 
 
 def _tile(matrix: Matrix) -> tuple[int, int]:
     columns = min(TILE, max(16, triton.next_power_of_2(matrix.columns)))
-    if matrix.bias != "none":
+    if matrix.axis != "none":
         # A tile of several rows shares its bias, and its sums, among them.
         columns = min(columns, 256)
-    return (1 if matrix.bias == "none" else min(TILE // columns, triton.next_power_of_2(matrix.rows))), columns
+    return (1 if matrix.axis == "none" else min(TILE // columns, triton.next_power_of_2(matrix.rows))), columns
 
 
 def _index_type(tensor: Tensor) -> Any:

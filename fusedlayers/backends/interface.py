@@ -1,0 +1,70 @@
+"""What autograd asks of a backend, which is a module with the functions of ``Backend``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol
+
+from torch import Tensor
+
+from ..activations import Activation
+
+
+class Wanted(NamedTuple):
+    """What backward is given and asked for."""
+
+    given: Literal["output", "input"]
+    #: Whether dz is to be written over what was saved.
+    overwrite: bool
+    bias: bool
+    operands: tuple[bool, ...] = ()
+
+
+class Backend(Protocol):
+    """What autograd asks of a backend. No argument is changed but ``out``, and ``saved`` where that is said."""
+
+    def multiplies(self, x: Tensor, w: Tensor) -> bool:
+        """Whether ``linear`` is faster than ``F.linear`` for these."""
+        ...
+
+    def linear(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        """``x w^T + b`` in a new buffer: (..., in), (out, in), (out,) -> (..., out)."""
+        ...
+
+    def linear_act(self, x: Tensor, w: Tensor, b: Tensor | None, activation: Activation) -> Tensor:
+        """``activation(x w^T + b)`` in one new buffer, exact: for calls without gradients."""
+        ...
+
+    def bias_act(
+        self,
+        z: Tensor,
+        b: Tensor | None,
+        activation: Activation,
+        operands: Sequence[Tensor] = (),
+        *,
+        dim: int,
+        encode: bool,
+        out: Tensor | None,
+    ) -> Tensor:
+        """``activation(z + b, *operands)``, in ``out`` (which may be z) or in a new buffer of z's memory format; b, and
+        operands of more than one element, run along ``dim``.
+
+        ``encode`` puts the branch of a folded activation in it.
+        """
+        ...
+
+    def gradient(
+        self,
+        dy: Tensor,
+        saved: Tensor,
+        activation: Activation,
+        operands: Sequence[Tensor],
+        wanted: Wanted,
+        *,
+        dim: int,
+    ) -> tuple[Tensor | None, ...]:
+        """``dz = dy * f'``, the gradient of the bias, and those of the operands: None where not wanted."""
+        ...
+
+    #: Whether the bias is best added by ``bias_act`` instead of by the matmul.
+    ADDS_BIAS: bool
