@@ -15,7 +15,7 @@ What has a ``__torch_function__`` of its own (``torch.fx`` proxies, subclasses t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,9 @@ from .activations import Activation, Saved, resolve
 from .autograd import BiasAct, Dense, Origin
 from .broadcast import along
 from .ownership import saved_under_hooks
+
+if TYPE_CHECKING:
+    from .activations.custom import Specialised
 
 SAVES = ("auto", "output", "input", "recompute")
 
@@ -96,7 +99,7 @@ def dense_bias_act(
     params: tuple[Tensor, ...] = ()
     dim = -1
     if resolved.is_untraced and not plain and not compiling:
-        resolved, params, operand_dim = _specialised(resolved, (*input.shape[:-1], weight.shape[0]), dtype)
+        resolved, params, operand_dim = specialised(resolved, (*input.shape[:-1], weight.shape[0]), dtype)
         dim = -1 if operand_dim is None else operand_dim
     keep = _choose_save("dense_bias_act", resolved, save, dtype)
 
@@ -174,7 +177,7 @@ def bias_act(
     fused = ordinary and not compiling and not small and not _is_transformed()
     params: tuple[Tensor, ...] = ()
     if fused and resolved.is_untraced:
-        resolved, params, operand_dim = _specialised(resolved, input.shape, input.dtype)
+        resolved, params, operand_dim = specialised(resolved, input.shape, input.dtype)
         if operand_dim is not None and operand_dim % input.dim() != dim % input.dim():
             if bias is not None and not inplace:
                 input, bias = biased(input, bias), None
@@ -206,11 +209,12 @@ def bias_act(
     return BiasAct.apply(input, bias, resolved, keep, dim, inplace, origin, *params)
 
 
-def _specialised(activation: Activation, shape: Sequence[int], dtype: torch.dtype) -> Any:
+def specialised(activation: Activation, shape: Sequence[int], dtype: torch.dtype) -> Specialised:
+    """A user's function made into an activation for z of this shape and dtype, with the tensors that it reads."""
     # Here, because tracing takes parts of torch whose import takes a second.
     from .activations.custom import specialise
 
-    return specialise(activation, torch.Size(shape), dtype)
+    return specialise(activation, tuple(shape), dtype)
 
 
 def _fused_dense(

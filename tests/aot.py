@@ -85,10 +85,16 @@ def compile_kernel(
     given, operands = KERNELS[kernel]
     matrix = MATRICES[bias]
     rows, columns = elementwise._tile(matrix)
-    role = "forward" if kernel == "forward" else "derivative"
+    role = "forward" if kernel == "forward" else "gradient"
     function = elementwise.bias_act_kernel if role == "forward" else elementwise.gradient_kernel
-    constants = {"BIAS": bias, "ROWS": rows, "COLUMNS": columns, "INDEX": index}
-    constants[role.upper()] = device_function(activation, role, given=given, dtype=dtype)
+    constants = {"AXIS": bias, "ROWS": rows, "COLUMNS": columns, "INDEX": index}
+    needs = (True,) * len(activation.operand_dims)
+    if role == "forward":
+        constants["HAS_BIAS"] = bias != "none"
+    else:
+        sums = [(0, True)] if bias != "none" else []
+        constants["SUMS"] = (*sums, *((1 + i, dim is not None) for i, dim in enumerate(activation.operand_dims)))
+    constants[role.upper()] = device_function(activation, role, given=given, dtype=dtype, needs=needs)
     # As Triton specialises at launch: an argument of 1 is a constant, the other sizes here are divisible by 16.
     ones = ("rows", "channels", "steps") if bias == "none" else ()
     constants |= {name: 1 for name in ones if name in function.arg_names}
@@ -98,7 +104,8 @@ def compile_kernel(
         if name in constants:
             signature[name] = "constexpr"
             continue
-        signature[name] = ("*fp32" if name == "partial_ptr" else _POINTERS[dtype]) if name.endswith("_ptr") else "i32"
+        pointer = "*fp32" if name in ("operand_ptr", "partial_ptr") else _POINTERS[dtype]
+        signature[name] = pointer if name.endswith("_ptr") else "i32"
         if name != "steps":
             attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature=signature, constexprs=constants, attrs=attributes)

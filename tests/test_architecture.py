@@ -16,11 +16,13 @@ PACKAGE = ROOT / "fusedlayers"
 #: may import one another.
 LAYERS = [
     ["clean", "broadcast"],
-    ["activations.branch"],
+    ["activations.branch", "activations.capture"],
     ["activations.inverse"],
     ["activations.spec"],
     ["activations.library", "activations.trace"],
+    ["activations.custom"],
     ["activations"],
+    ["backends.interface"],
     ["backends.eager."],
     ["backends.triton."],
     ["backends"],

@@ -15,7 +15,7 @@ import fusedlayers as fl
 from fusedlayers import backends
 from fusedlayers.activations import Activation, branch, resolve, rows
 from fusedlayers.activations.inverse import PRECISIONS
-from fusedlayers.backends import eager
+from fusedlayers.backends import Wanted, eager
 from fusedlayers.backends.eager import chunks, dense, elementwise
 from fusedlayers.memory import saved_bytes
 
@@ -76,6 +76,20 @@ def test_bias_act_writes_where_it_is_told(activation: Activation, dtype: torch.d
     assert torch.equal(_bits(other), _bits(new)) and torch.equal(_bits(z), _bits(new))
 
 
+def _gradient(
+    dy: Tensor,
+    saved: Tensor,
+    activation: Activation,
+    given: Any,
+    *,
+    overwrite: bool = False,
+    bias_dim: int | None = None,
+) -> tuple[Any, Tensor | None]:
+    wanted = Wanted(given, overwrite, bias_dim is not None)
+    dz, db = eager.gradient(dy, saved, activation, (), wanted, dim=-1 if bias_dim is None else bias_dim)
+    return dz, db
+
+
 @every_activation
 @every_dtype
 @pytest.mark.parametrize("given", ["output", "input"])
@@ -85,11 +99,11 @@ def test_gradient_writes_where_it_is_told(activation: Activation, dtype: torch.d
     z, dy = torch.randn(30, 40).to(dtype), torch.randn(30, 40).to(dtype)
     saved = eager.bias_act(z, None, activation, dim=-1, encode=True, out=None) if given == "output" else z
     before, dy_before = saved.clone(), dy.clone()
-    gradient = functools.partial(eager.gradient, dy, saved, activation, given=given)
-    dz, db = gradient(overwrite=False, bias_dim=1)
+    gradient = functools.partial(_gradient, dy, saved, activation, given)
+    dz, db = gradient(bias_dim=1)
     assert torch.equal(saved, before) and torch.equal(dy, dy_before)
     assert db is not None and torch.equal(db, dz.sum(0))
-    assert gradient(overwrite=False, bias_dim=None)[1] is None
+    assert gradient()[1] is None
     over, rows_sum = gradient(overwrite=True, bias_dim=0)
     assert over is saved and torch.equal(over, dz)
     assert rows_sum is not None and torch.equal(rows_sum, dz.sum(1))
@@ -126,7 +140,7 @@ def test_tables_hold_the_derivative(activation: Activation, dtype: torch.dtype, 
     if activation.is_identity:
         return
     saved = all_values(dtype)
-    dz, _ = eager.gradient(torch.ones_like(saved), saved, activation, given=given, overwrite=False, bias_dim=None)
+    dz, _ = _gradient(torch.ones_like(saved), saved, activation, given)
     if given == "output":
         folded = activation.folded()
         if folded is None:
@@ -202,7 +216,7 @@ def test_results_do_not_depend_on_the_clock(
     for busy_until in (0.0, math.inf):
         monkeypatch.setattr(chunks, "_busy_until", busy_until)
         y = eager.bias_act(z, None, activation, dim=-1, encode=True, out=None)
-        dz, _ = eager.gradient(dy, z, activation, given="input", overwrite=False, bias_dim=None)
+        dz, _ = _gradient(dy, z, activation, "input")
         results.append((_bits(y), _bits(dz)))
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
@@ -220,7 +234,7 @@ def test_results_do_not_depend_on_threads(activation: Activation, dtype: torch.d
             y = eager.bias_act(z, None, activation, dim=-1, encode=dtype is not torch.float64, out=None)
             given = "input" if activation.output_refused_because(dtype) is not None else "output"
             saved = z if given == "input" else y
-            dz, _ = eager.gradient(dy, saved, activation, given=given, overwrite=False, bias_dim=None)  # type: ignore[arg-type]
+            dz, _ = _gradient(dy, saved, activation, given)
             results.append((y, dz))
     finally:
         torch.set_num_threads(before)
@@ -233,7 +247,7 @@ def test_results_do_not_depend_on_threads(activation: Activation, dtype: torch.d
 
 
 def _slope(activation: Activation, y: Tensor) -> Tensor:
-    return eager.gradient(torch.ones_like(y), y, activation, given="output", overwrite=False, bias_dim=None)[0]
+    return _gradient(torch.ones_like(y), y, activation, "output")[0]
 
 
 @every_folded
@@ -442,6 +456,6 @@ def test_the_caches_hold_one_table_per_dtype() -> None:
     z = torch.randn(1000, dtype=torch.bfloat16)
     for _ in range(3):
         y = eager.bias_act(z, None, resolve("gelu"), dim=-1, encode=True, out=None)
-        eager.gradient(y, y, resolve("gelu"), given="output", overwrite=False, bias_dim=None)
+        _gradient(y, y, resolve("gelu"), "output")
     assert elementwise._forward_table.cache_info().currsize == 1
     assert elementwise._derivative_table.cache_info().currsize == 1

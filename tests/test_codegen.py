@@ -35,11 +35,22 @@ def apply_kernel(x_ptr, y_ptr, count, FUNCTION: tl.constexpr, BLOCK: tl.constexp
     tl.store(y_ptr + i, FUNCTION(x), mask=i < count)
 
 
+@triton.jit
+def forward_kernel(x_ptr, operand_ptr, y_ptr, count, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < count, other=1.0)
+    tl.store(y_ptr + i, FUNCTION(x, operand_ptr, 0, 1), mask=i < count)
+
+
 def apply(function: Any, x: Tensor) -> Tensor:
     """A device function of every element of a float32 vector."""
     x = x.to(DEVICE)
     y = torch.empty_like(x)
-    apply_kernel[(triton.cdiv(len(x), 4096),)](x, y, len(x), function, 4096)
+    grid = (triton.cdiv(len(x), 4096),)
+    if "operand_ptr" in function.arg_names:
+        forward_kernel[grid](x, x, y, len(x), function, 4096)
+    else:
+        apply_kernel[grid](x, y, len(x), function, 4096)
     return y.cpu()
 
 
@@ -51,11 +62,11 @@ def printed(function: Function) -> Any:
 
 
 def sources(activation: Activation) -> list[str]:
-    cases = [("forward", "input"), ("forward", "output"), ("derivative", "input"), ("derivative", "output")]
+    cases = [("forward", "input"), ("forward", "output"), ("gradient", "input"), ("gradient", "output")]
     return [
         codegen.source(activation, role, given=given, dtype=dtype)  # type: ignore[arg-type]  # a literal
         for role, given in cases
-        if (role, given) != ("derivative", "output") or activation.needs_input_because is None
+        if (role, given) != ("gradient", "output") or activation.needs_input_because is None
         for dtype in DTYPES
     ]
 
@@ -82,18 +93,18 @@ def test_short_functions_look_as_one_would_write_them() -> None:
         return codegen.source(resolve(name), role, given=given, dtype=torch.float32).splitlines()
 
     assert text("softsign", "forward", "input") == [
-        "def softsign_forward(z):",
+        "def softsign_forward(z, operand_ptr, channel, channels):",
         "    t2 = z / (tl.abs(z) + 1)",
         "    return t2",
     ]
-    assert text("tanh", "derivative", "output") == [
-        "def tanh_derivative(y):",
-        "    t1 = 1 - (y * y)",
-        "    return t1",
+    assert text("tanh", "gradient", "output") == [
+        "def tanh_gradient(dy, y, operand_ptr, channel, channels):",
+        "    t2 = dy * (1 - (y * y))",
+        "    return (t2,)",
     ]
-    assert text("identity", "derivative", "input") == [
-        "def identity_derivative(z):",
-        "    return tl.full(z.shape, 1, tl.float32)",
+    assert text("identity", "gradient", "input") == [
+        "def identity_gradient(dy, z, operand_ptr, channel, channels):",
+        "    return (dy,)",
     ]
 
 

@@ -23,6 +23,7 @@ from fusedlayers.activations.inverse import PRECISIONS
 pytest.importorskip("triton")
 import triton.language as tl  # after the line that skips without it
 
+from fusedlayers.backends import Wanted
 from fusedlayers.backends import triton as backend
 from fusedlayers.backends.triton import elementwise
 
@@ -52,7 +53,10 @@ def forward(z: Tensor, b: Tensor | None, activation: Activation, **options: Any)
 def gradient(
     dy: Tensor, saved: Tensor, activation: Activation, given: Given, *, overwrite: bool = False, dim: int | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    return backend.gradient(dy, saved, activation, given=given, overwrite=overwrite, bias_dim=dim)
+    wanted = Wanted(given, overwrite, dim is not None)
+    dz, db = backend.gradient(dy, saved, activation, (), wanted, dim=-1 if dim is None else dim)
+    assert dz is not None
+    return dz, db
 
 
 def along(b: Tensor, dim: int, like: Tensor) -> Tensor:

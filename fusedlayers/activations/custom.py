@@ -64,12 +64,12 @@ _variants: Counter[Hashable] = Counter()
 _said: set[str] = set()
 
 
-def specialise(activation: Activation, shape: torch.Size, dtype: torch.dtype) -> Specialised:
+def specialise(activation: Activation, shape: tuple[int, ...], dtype: torch.dtype) -> Specialised:
     """The activation for ``z`` of this shape and dtype, for a callable that is not in the table."""
     captured = capture(activation.function)
     wide = torch.promote_types(dtype, torch.float32)
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    example = _example_shape(tuple(shape), captured.tensors)
+    example = _example_shape(shape, captured.tensors)
     key = captured.key, example, dtype, autocast
     entry = _entries.get(key)
     if entry is None:

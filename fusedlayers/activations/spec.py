@@ -191,10 +191,6 @@ class Activation:
             return self.parameters
         return {k: _rounded(v, dtype) if k in self.row.levels else v for k, v in self.parameters.items()}
 
-    def derivative_given_input(self, z: Tensor) -> Tensor:
-        """The derivative from the pre-activation, by differentiating ``function``."""
-        return torch.func.vjp(self.function, z)[1](torch.ones_like(z))[0]
-
     def gradients(self, needs: tuple[bool, ...]) -> Callable[..., tuple[Tensor, ...]]:
         """``(dy, z, *operands)`` to dz and, for each operand that needs one, ``dy`` times the derivative by it: all of
         the shape that the arguments have."""

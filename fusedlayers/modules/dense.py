@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..activations import must_be_called_because, resolve
-from ..functional import SAVES, dense_bias_act
+from ..activations import Activation, must_be_called_because, resolve
+from ..functional import SAVES, dense_bias_act, specialised
 
 
 class FusedDenseAct(nn.Linear):
@@ -68,6 +68,8 @@ class FusedDenseAct(nn.Linear):
         if save not in SAVES:
             raise ValueError(f"FusedDenseAct: save must be one of {', '.join(SAVES)}, got {save!r}")
         resolved = resolve(activation, "FusedDenseAct")
+        if save == "output":
+            resolved = self._specialised(resolved)
         refused = resolved.output_refused_because(self.weight.dtype) if save == "output" else None
         if refused is not None and not resolved.is_identity:
             raise ValueError(
@@ -80,6 +82,12 @@ class FusedDenseAct(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return dense_bias_act(input, self.weight, self.bias, self.activation, save=self.save)
 
+    def _specialised(self, activation: Activation) -> Activation:
+        """A user's function made into an activation, as for an input of two dimensions."""
+        if not activation.is_untraced:
+            return activation
+        return specialised(activation, (2, self.out_features), self.weight.dtype).activation
+
     def extra_repr(self) -> str:
-        resolved = resolve(self.activation)
+        resolved = self._specialised(resolve(self.activation))
         return f"{super().extra_repr()}, activation={resolved!r}, {resolved.describe(self.save, self.weight.dtype)}"

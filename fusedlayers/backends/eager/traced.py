@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from ...activations import Activation, widened
-from ...activations.trace import aten_graph, simplified
 from ...broadcast import Layout, laid_out, layout_along
 from ..interface import Wanted
 from .chunks import RESERVE, blocks
@@ -67,6 +66,8 @@ def _parts(
 
 @functools.lru_cache(256)
 def _gradient_graph(activation: Activation, needs: tuple[bool, ...], dtype: torch.dtype) -> GraphModule:
+    from ...activations.trace import aten_graph, simplified  # whose import takes a second
+
     examples = [torch.zeros(_EXAMPLE, dtype=dtype, device="cpu") for _ in range(2 + len(needs))]
     return simplified(aten_graph(activation.gradients(needs), examples))
 

@@ -113,10 +113,11 @@ def gradient_kernel(
         saved = tl.load(saved_ptr + offset, mask=inside, other=0.0).to(tl.float32)
         products = GRADIENT(dy, saved, operand_ptr, channel, channels)
         tl.store(dz_ptr + offset, products[0].to(dz_ptr.dtype.element_ty), mask=inside)
-        added: Any = ()
+        added = ()
         for i in tl.static_range(len(SUMS)):
             # What lies outside may have an infinite derivative; its product with 0 would be NaN.
-            added = added + (totals[i] + tl.where(inside, products[SUMS[i][0]], 0.0),)  # noqa: RUF005  # Triton's way
+            share = tl.where(inside, products[SUMS[i][0]], 0.0)
+            added = added + (totals[i] + share,)  # type: ignore[assignment]  # noqa: RUF005  # as Triton has it
         totals = added
         if AXIS == "row":
             column += COLUMNS
