@@ -1,6 +1,6 @@
 """Bias and activation fused into the layer before them: one hidden-sized buffer where PyTorch keeps two."""
 
-from .activations import activations
+from .activations import activation, activations
 from .functional import bias_act, dense_bias_act
 from .modules.activations import (
     CELU,
@@ -57,6 +57,7 @@ __all__ = [
     "Softplus",
     "Softshrink",
     "Softsign",
+    "activation",
     "activations",
     "bias_act",
     "celu",

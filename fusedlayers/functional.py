@@ -99,7 +99,7 @@ def dense_bias_act(
     params: tuple[Tensor, ...] = ()
     dim = -1
     if resolved.is_untraced and not plain and not compiling:
-        resolved, params, operand_dim = specialised(resolved, (*input.shape[:-1], weight.shape[0]), dtype)
+        resolved, params, operand_dim = specialised(resolved, (*input.shape[:-1], weight.shape[0]), dtype, input.device)
         dim = -1 if operand_dim is None else operand_dim
     keep = _choose_save("dense_bias_act", resolved, save, dtype)
 
@@ -177,7 +177,7 @@ def bias_act(
     fused = ordinary and not compiling and not small and not _is_transformed()
     params: tuple[Tensor, ...] = ()
     if fused and resolved.is_untraced:
-        resolved, params, operand_dim = specialised(resolved, input.shape, input.dtype)
+        resolved, params, operand_dim = specialised(resolved, input.shape, input.dtype, input.device)
         if operand_dim is not None and operand_dim % input.dim() != dim % input.dim():
             if bias is not None and not inplace:
                 input, bias = biased(input, bias), None
@@ -209,12 +209,14 @@ def bias_act(
     return BiasAct.apply(input, bias, resolved, keep, dim, inplace, origin, *params)
 
 
-def specialised(activation: Activation, shape: Sequence[int], dtype: torch.dtype) -> Specialised:
+def specialised(
+    activation: Activation, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
+) -> Specialised:
     """A user's function made into an activation for z of this shape and dtype, with the tensors that it reads."""
     # Here, because tracing takes parts of torch whose import takes a second.
     from .activations.custom import specialise
 
-    return specialise(activation, tuple(shape), dtype)
+    return specialise(activation, tuple(shape), dtype, device)
 
 
 def _fused_dense(

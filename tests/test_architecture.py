@@ -19,7 +19,7 @@ LAYERS = [
     ["activations.branch", "activations.capture"],
     ["activations.inverse"],
     ["activations.spec"],
-    ["activations.library", "activations.trace"],
+    ["activations.library", "activations.register", "activations.trace"],
     ["activations.custom"],
     ["activations"],
     ["backends.interface"],

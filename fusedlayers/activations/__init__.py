@@ -1,6 +1,7 @@
 """Activations: the record, the table, the branch bit, inverses and traces."""
 
 from . import library as _library  # fills the table
+from .register import activation
 from .spec import (
     DTYPES,
     Activation,
@@ -21,6 +22,7 @@ __all__ = [
     "Activation",
     "Row",
     "Saved",
+    "activation",
     "activations",
     "must_be_called_because",
     "record_of",

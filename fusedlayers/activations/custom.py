@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -52,49 +54,67 @@ class Split(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    activation: Activation
+    """What is known of a function: how it is split, or why it is left to PyTorch."""
+
+    activation: Activation | None
     split: Split | None
+    refusal: str = ""
 
 
-#: Traces kept. A function whose numbers change from call to call would fill it, and is given up after ``_VARIANTS``.
+#: Traces kept, and how many that differ in nothing but the numbers that a function reads: each costs a tenth of a
+#: second, so a function whose numbers change at every step is given up.
 _ENTRIES = 512
 _VARIANTS = 64
 _entries: OrderedDict[Hashable, _Entry] = OrderedDict()
 _variants: Counter[Hashable] = Counter()
 _said: set[str] = set()
+_lock = threading.Lock()
 
 
-def specialise(activation: Activation, shape: tuple[int, ...], dtype: torch.dtype) -> Specialised:
-    """The activation for ``z`` of this shape and dtype, for a callable that is not in the table."""
+def specialise(
+    activation: Activation, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
+) -> Specialised:
+    """The activation for ``z`` of this shape, dtype and device, for a callable that is not in the table."""
     captured = capture(activation.function)
-    wide = torch.promote_types(dtype, torch.float32)
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     example = _example_shape(shape, captured.tensors)
     key = captured.key, example, dtype, autocast
-    entry = _entries.get(key)
+    with _lock:
+        entry = _entries.get(key)
     if entry is None:
-        entry = _entries[key] = _make(activation, captured, example, dtype, autocast)
-        if len(_entries) > _ENTRIES:
-            _entries.popitem(last=False)
-    else:
-        _entries.move_to_end(key)
+        entry = _make(activation, captured, example, dtype, autocast)
+        with _lock:
+            _entries[key] = entry
+            if len(_entries) > _ENTRIES:
+                _entries.popitem(last=False)
+    if entry.activation is None:
+        return Specialised(replace(activation, unfused_because=entry.refusal, is_untraced=False))
     split = entry.split
     if split is None or not split.dims:
         return Specialised(entry.activation)
     if split.direct is not None:
         operands = tuple(captured.tensors[i] for i in split.direct)
     else:
+        wide = torch.promote_types(dtype, torch.float32)
         operands = split.prologue(*(t.to(wide) if t.is_floating_point() else t for t in captured.tensors))
+    if device is not None:
+        operands = tuple(p if p.dim() else p.to(device) for p in operands)  # as torch combines 0-d tensors with others
+        if any(p.device != device for p in operands):
+            reason = f"{activation.name} is left to PyTorch because its tensors are on another device"
+            return Specialised(replace(activation, unfused_because=reason, is_untraced=False))
     return Specialised(entry.activation, operands, next((d for d in split.dims if d is not None), None))
 
 
 def _make(
     activation: Activation, captured: Captured, example: tuple[int, ...], dtype: torch.dtype, autocast: bool
 ) -> _Entry:
-    family = _family(captured.key)
-    _variants[family] += 1
+    kinds = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in captured.tensors)
+    family = _family(captured.key), kinds, example, dtype, autocast
+    with _lock:
+        _variants[family] += 1
+        is_restless = _variants[family] > _VARIANTS
     try:
-        if _variants[family] > _VARIANTS:
+        if is_restless:
             raise NotPointwise("numbers that it reads change from call to call; let it read tensors instead")
         _check_modules(activation.function)
         split = _split(captured, example, dtype)
@@ -105,12 +125,16 @@ def _make(
         if reason not in _said:
             _said.add(reason)
             _log.warning("%s", reason)
-        return _Entry(Activation(activation.name, activation.function, unfused_because=reason), None)
+        return _Entry(None, None, reason)
+    if activation.row is not None:
+        return _Entry(replace(activation, is_untraced=False), None)
     return _Entry(Activation(activation.name, split.body, operand_dims=split.dims), split)
 
 
-def _family(key: Hashable) -> Hashable:
+def _family(key: Any) -> Hashable:
     """What functions that differ in the numbers that they read have in common."""
+    while isinstance(key, tuple) and key[0] in ("partial", "method"):
+        key = key[1][0][1]
     return key[0] if isinstance(key, tuple) else key
 
 

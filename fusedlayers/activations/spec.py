@@ -58,6 +58,7 @@ class Row:
         name: what a user writes.
         function: ``function(z, **parameters)``, in torch operations; the single source of the mathematics.
         parameters: names and defaults.
+        derivative: ``derivative(z, **parameters)``, where autograd's is not to be used.
         given_output: ``given_output(y, **parameters)``, the derivative in terms of the output; "fold" to have it fitted
             on both branches, a ``FoldedDerivative`` to state it for both.
         levels: the parameters that are values of the output where it is flat. Outputs are rounded to their dtype, so
@@ -66,17 +67,20 @@ class Row:
         stands_for: torch modules and functions that this row replaces, each with the arguments that select it.
         native: ATen's own kernels for it.
         plain: what to call where nothing is fused; by default the first torch function that the row stands for.
+        is_users: registered by a user: it is traced and compared before it is used, and may be registered again.
     """
 
     name: str
     function: Function
     parameters: Mapping[str, float] = field(default_factory=dict)
+    derivative: Function | None = None
     given_output: Function | FoldedDerivative | Literal["fold"] | None = None
     levels: tuple[str, ...] = ()
     unless: Callable[..., str | None] | None = None
     stands_for: tuple[tuple[Any, Mapping[str, object]], ...] = ()
     native: Native = Native()
     plain: Function | None = None
+    is_users: bool = False
 
     def bind(self, **parameters: float) -> Activation:
         """The record for these parameters; the same object for the same values."""
@@ -92,7 +96,8 @@ class Row:
 
 def _bind(row: Row, values: tuple[float, ...]) -> Activation:
     bound = dict(zip(row.parameters, values, strict=True))
-    return Activation(row.name, functools.partial(row.function, **bound) if bound else row.function, bound, row)
+    function = functools.partial(row.function, **bound) if bound else row.function
+    return Activation(row.name, function, bound, row, is_untraced=row.is_users)
 
 
 #: One object for each set of values, as long as a parameter that changes from step to step has not replaced it.
@@ -195,6 +200,10 @@ class Activation:
         """``(dy, z, *operands)`` to dz and, for each operand that needs one, ``dy`` times the derivative by it: all of
         the shape that the arguments have."""
 
+        stated = None if self.row is None else self.row.derivative
+        if stated is not None:
+            return lambda dy, z: (dy * stated(z, **self.parameters),)
+
         def function(dy: Tensor, z: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
             def of_wanted(z: Tensor, *wanted: Tensor) -> Tensor:
                 given = iter(wanted)
@@ -259,13 +268,25 @@ _stand_ins: dict[Any, list[tuple[Row, Mapping[str, object], frozenset[str]]]] = 
 
 def register(row: Row) -> Row:
     """Add a row to the table; its name and what it stands for become known to ``resolve``."""
-    if row.name in _rows:
-        raise ValueError(f"activation {row.name!r} is already registered")
+    known = _rows.get(row.name)
+    if known is not None:
+        if not (known.is_users and row.is_users and _defined_at(known.function) == _defined_at(row.function)):
+            raise ValueError(f"activation {row.name!r} is already registered")
+        _forget(known)  # a notebook's cell that is run again
     _rows[row.name] = row
     _default[row.name] = row.bind()
     for target, arguments in row.stands_for:
         register_stand_in(row.name, target, arguments)
     return row
+
+
+def _defined_at(function: Function) -> tuple[object, object]:
+    return getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+
+
+def _forget(row: Row) -> None:
+    for stands_for in _stand_ins.values():
+        stands_for[:] = [entry for entry in stands_for if entry[0] is not row]
 
 
 def register_stand_in(name: str, target: Any, arguments: Mapping[str, object] = MappingProxyType({})) -> None:

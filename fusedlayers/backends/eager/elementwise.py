@@ -137,6 +137,8 @@ def _slope(saved: Tensor, activation: Activation, given: str) -> Chunkwise:
 
 
 def _differentiate(activation: Activation, z: Tensor) -> Tensor:
+    if activation.row is not None and activation.row.derivative is not None:
+        return activation.row.derivative(z, **activation.parameters)
     with torch.enable_grad():
         z = z.detach().requires_grad_()
         # torch's own function: its backward is one kernel, and for mish and gelu_tanh three times as accurate as the

@@ -1,0 +1,122 @@
+"""Users' activations with a name and, if they like, derivatives of their own: the decorator ``fusedlayers.activation``.
+
+A stated derivative is compared with autograd's before it is believed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from ..clean import in_clean_state
+from .spec import Function, Row, register
+
+F = TypeVar("F", bound=Callable[..., Tensor])
+
+
+@overload
+def activation(function: F) -> F: ...
+
+
+@overload
+def activation(
+    *, derivative: Function | None = None, derivative_given_output: Function | None = None, name: str | None = None
+) -> Callable[[F], F]: ...
+
+
+def activation(
+    function: Any = None,
+    *,
+    derivative: Function | None = None,
+    derivative_given_output: Function | None = None,
+    name: str | None = None,
+) -> Any:
+    """Register a function of tensors as an activation, under its name and as itself.
+
+    Args:
+        function: ``function(z, **parameters) -> y``, pointwise, in torch operations. Parameters are numbers with
+            defaults. (What is trained belongs in a module: any module can be passed as it is.)
+        derivative: ``derivative(z, **parameters)``, to be used instead of autograd's.
+        derivative_given_output: ``derivative_given_output(y, **parameters)``, the derivative in terms of the output. A
+            layer then keeps only that. Without it the library finds out by itself whether the output suffices.
+        name: how the activation is called; by default as the function.
+
+    Returns:
+        the function as it was; or, called with options, a decorator.
+
+    Raises:
+        TypeError: parameters without a number as default.
+        ValueError: a name that is taken, or a derivative that is not the function's; the message has a counterexample.
+
+    >>> import torch, fusedlayers as fl
+    >>> @fl.activation(derivative_given_output=lambda y: 1 - y.abs())
+    ... def laplace(z):
+    ...     return torch.sign(z) * -torch.expm1(-z.abs())
+    >>> fl.bias_act(torch.tensor([0.0, 1.0]), None, "laplace")
+    tensor([0.0000, 0.6321])
+    """
+    if function is None:
+        return lambda function: _register(function, derivative, derivative_given_output, name)
+    return _register(function, derivative, derivative_given_output, name)
+
+
+def _register(function: F, derivative: Function | None, given_output: Function | None, name: str | None) -> F:
+    if not callable(function):
+        raise TypeError(f"activation: expected a function, got {type(function).__name__}")
+    row = Row(
+        name or function.__name__,
+        function,
+        _numbers(function),
+        derivative,
+        given_output,
+        stands_for=((function, {}),),
+        plain=function,
+        is_users=True,
+    )
+    for stated, of_output in ((derivative, False), (given_output, True)):
+        if stated is not None:
+            _check(row, stated, of_output)
+    register(row)
+    return function
+
+
+def _numbers(function: Callable[..., Any]) -> Mapping[str, float]:
+    _, *parameters = inspect.signature(function).parameters.values()
+    for parameter in parameters:
+        if not isinstance(parameter.default, (int, float)):
+            raise TypeError(
+                f"activation: parameter {parameter.name!r} of {function.__name__} must have a number as default; "
+                "pass tensors through functools.partial or an nn.Module instead of registering the function"
+            )
+    return {parameter.name: parameter.default for parameter in parameters}
+
+
+#: Where a stated derivative is compared with autograd's, and how closely: what rounding y to float64 leaves uncertain
+#: is less, even where f is flat.
+_REACH = 12.0
+_COUNT = 24_001
+_RTOL, _ATOL = 1e-6, 1e-7
+
+
+@in_clean_state
+def _check(row: Row, stated: Function, of_output: bool) -> None:
+    """Refuse a derivative that is not the function's."""
+    z = torch.linspace(-_REACH, _REACH, _COUNT, dtype=torch.float64) + math.pi * 1e-4  # no kink lies on these
+    z.requires_grad_()
+    y = row.function(z, **row.parameters)
+    true = torch.autograd.grad(y.sum(), z)[0] if y.requires_grad else torch.zeros_like(z)
+    z, y = z.detach(), y.detach()
+    claimed = stated(y if of_output else z, **row.parameters).broadcast_to(z.shape)
+    wrong = ~torch.isclose(claimed.to(z.dtype), true, rtol=_RTOL, atol=_ATOL, equal_nan=True)
+    if bool(wrong.any()):
+        at = int(wrong.nonzero()[(z[wrong].abs()).argmin()])
+        what, where = ("derivative_given_output", "f(z)") if of_output else ("derivative", "z")
+        raise ValueError(
+            f"activation: {what} of {row.name!r} is wrong: at z = {float(z[at]):.6g}, where f(z) = {float(y[at]):.6g}, "
+            f"it gives {float(claimed[at]):.6g} for {where}, but the derivative is {float(true[at]):.6g}"
+        )
