@@ -38,7 +38,8 @@ DEFINITIONS = {
     "saved_bytes": "kept for the backward pass, without images and parameters",
     "peak_bytes": "allocated at the worst moment of forward+backward, gradients included",
     "output_error": "against float64: norm of the difference over the norm; at most 32 images, and no TF32",
-    "gradient_error": "the same of the activations' parameters, all in one vector",
+    "gradient_error": "the same of the activations' parameters, all in one vector; in the network the fractional "
+    "activations, which jump at zero, make of a rounding an error as large as the gradient, whoever applies them",
 }
 
 #: (N, C, H, W). Batch 128 is what people train with; a CPU is given what it does in less than a second.

@@ -40,9 +40,9 @@ class Snake(nn.Module):
 
 
 class FractionalSplitting(nn.Module):
-    """The derivative of SELU of a fractional order ``a = 0.1 + 1.8 sigmoid(p)``, with one trainable p.
+    """SELU's two parts, differentiated to a fractional order ``a = 0.1 + 1.8 sigmoid(p)``, with one trainable p.
 
-    Above zero: ``scale x^(1 - a) / Gamma(2 - a)``. Below: ``alpha scale h^-a`` times the sum over n = 0, 1, 2 of
+    Above zero: ``scale x^(1 - a) / Gamma(2 - a)``. Elsewhere: ``alpha scale h^-a`` times the sum over n = 0, 1, 2 of
     ``(-1)^n (1 - exp(x - n h)) Gamma(1 + a) / (n! Gamma(1 - n + a))``. It is written here as it reads: the input is
     split into its two parts, and the terms are added up.
     """
