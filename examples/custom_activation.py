@@ -165,6 +165,7 @@ def main() -> None:
             losses.append(train(net))
         spans = [f"{span[0]:.3f} to {span[-1]:.3f}" for span in losses]
         print(f"{name:<24}{saved[0]:<9.1f}{saved[1]:<13.1f}{spans[0]}  {spans[1]}")
+    print("The fractional ones jump at zero: a rounding may put an input on its other side, and move the last loss.")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What the README says is run: its code, its commands, and the examples. (``test_bench`` holds its tables.)"""
 
+import os
 import re
 import subprocess
 import sys
@@ -35,13 +36,14 @@ def block_example_halves_what_is_saved(out):
 
 
 def custom_example_trains_alike_and_keeps_no_more(out):
-    rows = [line.replace(" to ", " ").split() for line in out.splitlines()[2:]]
-    assert len(rows) == 6
+    rows = [line.replace(" to ", " ").split() for line in out.splitlines()[2:8]]
+    assert [row[0] for row in rows[::5]] == ["relu", "fractional"]
     for name, *cells in rows:
         eager_mib, fused_mib, eager_first, eager_last, fused_first, fused_last = map(float, cells)
         assert fused_mib <= eager_mib, name
-        # Rounding decides on which side of a jump at zero an input lies; twenty steps make 3e-3 of that.
-        assert (eager_first, eager_last) == pytest.approx((fused_first, fused_last), abs=0.03), name
+        assert eager_first == pytest.approx(fused_first, abs=2e-3), name
+        # Rounding decides on which side of a jump at zero an input lies: standard deviation 0.017 after twenty steps.
+        assert eager_last == pytest.approx(fused_last, abs=0.1 if name.startswith("fractional") else 2e-3), name
         assert eager_last < eager_first, name
 
 
@@ -53,6 +55,9 @@ EXAMPLES = {
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
 def test_examples_run(path):
-    done = subprocess.run([sys.executable, "-W", "error", path], cwd=ROOT, capture_output=True, text=True)
+    # One thread, as conftest.py has it: on busy cores two that wait for each other took 168 s where one takes 6.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", path]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     EXAMPLES[path.stem](done.stdout)
