@@ -49,7 +49,7 @@ WIDTHS, CLASSES = (64, 128, 256, 512), 10
 QUICK_IMAGES, QUICK_TENSOR, QUICK_WIDTHS = (2, 3, 16, 16), (2, 8, 16, 16), (8, 8, 16, 16)
 GRADIENT_IMAGES = 32  # float64 takes twice the memory, of all that eager keeps
 
-# Seconds of timing; on a CPU of four threads the networks take more, for five rounds of each.
+# Seconds of timing; on a CPU of two threads that is twelve rounds of the networks with cheap activations.
 _SECONDS = {RESNET: 10.0, ALONE: 2.0}
 
 # How far an output may be from float64, beyond twice eager's distance, and still be worth timing: no test of accuracy.

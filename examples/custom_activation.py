@@ -8,6 +8,7 @@ one operation; it is not rewritten, and its parameters are trained as before.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -98,7 +99,7 @@ def reciprocal_gamma(y: Tensor) -> Tensor:
 
 
 #: By name, what makes one for a number of channels. ReLU is what the others are compared with.
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[int], nn.Module]] = {
     "relu": lambda channels: nn.ReLU(),
     "prelu": nn.PReLU,
     "swish-beta": lambda channels: SwishBeta(),
