@@ -173,7 +173,7 @@ def measure_case(
             max_rounds=20 if quick else 200,
         )
         for name, values in times.items():
-            rows[name][mode] = _summary(values, times[BASELINE])
+            rows[name][mode] = measure.summary(values, times[BASELINE])
     for name, (_, function) in functions.items():
         rows[name]["saved_bytes"] = saved_bytes(function, block[0], *block[1])
         rows[name]["peak_bytes"] = peak_bytes(_step(function, *block), device=device)
@@ -260,24 +260,11 @@ def _forward(
 
 def _step(function: Callable[..., Tensor], x: Tensor, parameters: tuple[Tensor, ...], dy: Tensor) -> Callable[[], Any]:
     def step() -> None:
-        _Above.apply(function(x, *parameters), dy).backward()
+        measure.Above.apply(function(x, *parameters), dy).backward()
         for tensor in (x, *parameters):
             tensor.grad = None
 
     return step
-
-
-class _Above(torch.autograd.Function):
-    """What is above a layer in a network: it reads the output, keeps nothing of its own, and sends a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, dy: Tensor) -> Tensor:
-        ctx.dy = dy
-        return y.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.dy, None
 
 
 def _compare(
@@ -297,20 +284,6 @@ def _compare(
             error = float((got - expected).float().norm() / expected.float().norm().clamp_min(1e-30))
             if not error <= _SAME[dtype]:
                 raise ArithmeticError(f"differs from eager by {error:.1e} of the norm, where {_SAME[dtype]} is allowed")
-
-
-def _summary(values: list[float], baseline: list[float]) -> dict[str, Any]:
-    times = {f"{key}_us": round(value, 3) for key, value in measure.spread(values).items()}
-    ratio = measure.spread(measure.ratios(values, baseline))
-    over = measure.spread([value - base for value, base in zip(values, baseline, strict=True)])
-    return {
-        **times,
-        "ratio": round(ratio["median"], 4),
-        "ratio_q1": round(ratio["q1"], 4),
-        "ratio_q3": round(ratio["q3"], 4),
-        "over_eager_us": round(over["median"], 3),
-        "rounds": len(values),
-    }
 
 
 def _load_compiler(device: torch.device) -> None:

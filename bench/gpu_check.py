@@ -1,10 +1,10 @@
 """``python -m bench gpu-check --out DIR``: everything that needs a GPU, in one go, for whoever has one for ten minutes.
 
-Runs the test suite, the dense grid and the pointwise grid, each in a process of its own with a time limit, so that a
+Runs the test suite and the dense, pointwise and custom grids, each in a process of its own with a time limit, so that a
 hanging kernel or a crash of one takes nothing from the others; what a part had written by then stays. DIR gets
-tests.log, bench.log, dense.json, dense.png, pointwise.json and summary.md.
+tests.log, bench.log, dense.json, dense.png, pointwise.json, custom.json and summary.md.
 
-The process exits with 0 if all tests passed and both grids ran and met their targets, 1 if not, 2 without a GPU.
+The process exits with 0 if all tests passed and the grids ran and met their targets, 1 if not, 2 without a GPU.
 """
 
 import argparse
@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 
-from . import ROOT, dense, machine, pointwise
+from . import ROOT, custom, dense, machine, pointwise
 
 #: Seconds for each part; with starting up and the summary they stay below nine minutes.
-TEST_SECONDS, DENSE_SECONDS, POINTWISE_SECONDS = 220, 210, 45
+TEST_SECONDS, DENSE_SECONDS, POINTWISE_SECONDS, CUSTOM_SECONDS = 220, 150, 45, 40
+SUBJECTS = {"dense": dense, "pointwise": pointwise, "custom": custom}
 _GRACE_SECONDS = 10  # from the polite signal to the one that cannot be refused
 
 
@@ -47,7 +48,7 @@ class Part:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the six files")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the seven files")
     parser.add_argument("--minutes", type=float, default=9.0, help="time for everything (default: 9)")
     parser.add_argument("pytest_args", nargs="*", help="behind --: arguments for pytest, e.g. -- -k dense")
 
@@ -62,14 +63,14 @@ def main(options: argparse.Namespace) -> int:
         return 2
     out: Path = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    for name in ("tests.log", "bench.log", "dense.json", "dense.png", "pointwise.json", "summary.md"):
+    for name in ("tests.log", "bench.log", "dense.png", "summary.md", *(f"{subject}.json" for subject in SUBJECTS)):
         (out / name).unlink(missing_ok=True)  # an old file must not pass for a result of this run
     scale = options.minutes / 9.0
     bench = [sys.executable, "-m", "bench"]
-    budgets = [round(seconds * scale) for seconds in (DENSE_SECONDS, POINTWISE_SECONDS)]
+    budgets = [round(seconds * scale) for seconds in (DENSE_SECONDS, POINTWISE_SECONDS, CUSTOM_SECONDS)]
     grids = [
-        [*bench, "dense", "--device", "cuda", "--out", str(out), "--budget", str(budgets[0])],
-        [*bench, "pointwise", "--device", "cuda", "--out", str(out), "--budget", str(budgets[1])],
+        [*bench, subject, "--device", "cuda", "--out", str(out), "--budget", str(budget)]
+        for subject, budget in zip(SUBJECTS, budgets, strict=True)
     ]
     parts = [
         run_part(
@@ -82,7 +83,7 @@ def main(options: argparse.Namespace) -> int:
     text = summary(out, parts)
     (out / "summary.md").write_text(text, encoding="utf-8")
     print(text)
-    complete = all((out / f"{name}.json").exists() for name in ("dense", "pointwise"))
+    complete = all((out / f"{name}.json").exists() for name in SUBJECTS)
     return 0 if complete and all(part.ok for part in parts) and "MISSED" not in text else 1
 
 
@@ -124,7 +125,7 @@ def summary(out: Path, parts: list[Part]) -> str:
     lines = [f"# gpu-check on {machine.device_name(device)}", ""]
     lines += [", ".join(f"{name} {version}" for name, version in versions.items()), ""]
     lines += [f"- {part}" for part in parts]
-    for subject, module in (("dense", dense), ("pointwise", pointwise)):
+    for subject, module in SUBJECTS.items():
         path = out / f"{subject}.json"
         lines += ["", f"## {subject}", ""]
         if not path.exists():

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 Times = dict[str, list[float]]  # name -> microseconds of one call, a value per round
 
@@ -67,6 +68,34 @@ def spread(values: list[float]) -> dict[str, float]:
 def ratios(values: list[float], baseline: list[float]) -> list[float]:
     """Each round's time over the baseline's in the same round."""
     return [value / base for value, base in zip(values, baseline, strict=True)]
+
+
+def summary(values: list[float], baseline: list[float]) -> dict[str, Any]:
+    """What a result file says about the times of one variant, beside the baseline's."""
+    times = {f"{key}_us": round(value, 3) for key, value in spread(values).items()}
+    ratio = spread(ratios(values, baseline))
+    over = spread([value - base for value, base in zip(values, baseline, strict=True)])
+    return {
+        **times,
+        "ratio": round(ratio["median"], 4),
+        "ratio_q1": round(ratio["q1"], 4),
+        "ratio_q3": round(ratio["q3"], 4),
+        "over_eager_us": round(over["median"], 3),
+        "rounds": len(values),
+    }
+
+
+class Above(torch.autograd.Function):
+    """What is above a layer in a network: it reads the output, keeps nothing of its own, and sends a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, dy: Tensor) -> Tensor:
+        ctx.dy = dy
+        return y.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.dy, None
 
 
 def _warm_up(function: Callable[[], Any], device: torch.device) -> float:

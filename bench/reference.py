@@ -1,6 +1,6 @@
-"""The eager baselines, which live with the tests: what is timed is what the tests compare with.
+"""What is measured is what others define: the eager layers of the tests, and the activations of an example.
 
-Loaded by path, because ``tests`` is a name that other installed packages also use.
+Loaded by path, because ``tests`` is a name that other installed packages also use, and ``examples`` is no package.
 """
 
 import importlib.util
@@ -10,14 +10,17 @@ from types import ModuleType
 from . import ROOT
 
 
-def _load() -> ModuleType:
-    name = "fusedlayers_tests_reference"
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tests" / "reference.py")
+def _load(folder: str, file: str) -> ModuleType:
+    name = f"fusedlayers_{folder}_{file}"
+    spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{file}.py")
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-_reference = _load()
+_reference = _load("tests", "reference")
 bias_act, dense_bias_act, mlp = _reference.bias_act, _reference.dense_bias_act, _reference.mlp
+
+#: Activations with trainable parameters, and ReLU: name -> what makes one for a number of channels.
+CUSTOM_ACTIVATIONS = _load("examples", "custom_activation").ACTIVATIONS

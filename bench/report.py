@@ -5,6 +5,7 @@ import difflib
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +70,19 @@ def fill(text: str, results: Path) -> str:
     return text
 
 
-def dense_tables(results: Path) -> str:
+def _tables(results: Path, subject: str, table: Callable[[dict[str, Any]], str]) -> str:
     """A table for each device with a committed run, GPUs first."""
-    runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*/dense.json"))]
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob(f"*/{subject}.json"))]
     runs = [run for run in runs if not run["quick"]]
     if not runs:
-        return "No result is committed yet; `python -m bench dense` makes one."
+        return f"No result is committed yet; `python -m bench {subject}` makes one."
     runs.sort(key=lambda run: (run["device"]["kind"] != "cuda", run["device"]["slug"]))
-    return "\n\n".join(dense_table(run) for run in runs)
+    return "\n\n".join(table(run) for run in runs)
+
+
+def _measured_on(run: dict[str, Any]) -> str:
+    threads = f", {run['threads']} threads" if run["device"]["kind"] == "cpu" else ""
+    return f"{run['device']['name']}{threads}, torch {run['versions']['torch'].split('+')[0]}, {run['date']}:"
 
 
 def dense_table(run: dict[str, Any]) -> str:
@@ -84,9 +90,8 @@ def dense_table(run: dict[str, Any]) -> str:
     kind = run["device"]["kind"]
     rows = {(row["shape"], row["activation"], row["dtype"]): row for row in run["cases"] if row["group"] == "model"}
     wanted = [(*row, MAIN_DTYPE[kind]) for row in ROWS] + [(*row, OTHER_DTYPE[kind]) for row in ROWS[-2:]]
-    threads = f", {run['threads']} threads" if kind == "cpu" else ""
     lines = [
-        f"{run['device']['name']}{threads}, torch {run['versions']['torch'].split('+')[0]}, {run['date']}:",
+        _measured_on(run),
         "",
         "| Linear + activation (rows) | saved MiB: eager | torch.compile | **here** "
         "| time: eager | torch.compile | **here** |",
@@ -118,6 +123,33 @@ def _ratio(variant: dict[str, Any]) -> str:
     return f"{variant['forward_backward']['ratio']:.2f}x" if "forward_backward" in variant else "-"
 
 
+def custom_table(run: dict[str, Any]) -> str:
+    """Activations with trainable parameters in ResNet-18: bytes kept, also as a multiple of ReLU's, and time."""
+    rows = {row["activation"]: row["variants"] for row in run["cases"] if row["group"] == "resnet18"}
+    batch = next((row["input"][0] for row in run["cases"] if row["group"] == "resnet18"), 0)
+    lines = [
+        _measured_on(run),
+        "",
+        f"| ResNet-18, float32, {batch} images of 32 x 32 | saved MiB: eager | **here** | of ReLU's: eager | **here** "
+        "| time: eager | **here** |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    relu = rows.get("relu", {}).get("eager", {})
+    for activation, variants in rows.items():
+        eager, ours = variants["eager"], variants["fusedlayers"]
+        cells = [
+            *(_mib(eager), f"**{_mib(ours)}**"),
+            *(_times_saved(eager, relu), f"**{_times_saved(ours, relu)}**"),
+            *(_milliseconds(eager), f"**{_ratio(ours)}**"),
+        ]
+        lines.append(f"| {activation} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _times_saved(variant: dict[str, Any], relu: dict[str, Any]) -> str:
+    return f"{variant['saved_bytes'] / relu['saved_bytes']:.2f}x" if "saved_bytes" in variant and relu else "-"
+
+
 def accuracy_table(results: Path) -> str:
     """Derivatives of two folded activations, from one run: every device computes the same within rounding."""
     paths = sorted(results.glob("*/accuracy.json"))
@@ -142,4 +174,8 @@ def accuracy_table(results: Path) -> str:
     return "\n".join(lines)
 
 
-TABLES: dict[str, Callable[[Path], str]] = {"accuracy": accuracy_table, "dense": dense_tables}
+TABLES: dict[str, Callable[[Path], str]] = {
+    "accuracy": accuracy_table,
+    "custom": partial(_tables, subject="custom", table=custom_table),
+    "dense": partial(_tables, subject="dense", table=dense_table),
+}

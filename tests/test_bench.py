@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from bench import ROOT, dense, gpu_check, machine, measure, plot, pointwise, report, shapes
+from bench import ROOT, custom, dense, gpu_check, machine, measure, plot, pointwise, report, resnet, shapes
 from bench.__main__ import main as bench_main
+from bench.reference import CUSTOM_ACTIVATIONS
 
 CPU = torch.device("cpu")
 TINY = shapes.Shape("Tiny", 8, 64, {"cpu": 12})  # 4 rows of it, when quick: not below functional.SMALL
@@ -224,6 +226,156 @@ def test_pointwise_compares_bandwidths(tmp_path: Path, monkeypatch: pytest.Monke
     ]
 
 
+# --- custom -----------------------------------------------------------------------------------------------------------
+
+
+def custom_run(*ids: str, **options: Any) -> dict[str, Any]:
+    return custom.run([case for case in custom.cases() if case.id in ids], CPU, **{"quick": True, **options})
+
+
+def test_custom_results_have_everything_a_reader_needs(tmp_path: Path) -> None:
+    result = custom_run("resnet18/prelu", "alone/snake", out=tmp_path)
+    assert json.loads((tmp_path / "custom.json").read_text()) == result
+    assert [path.name for path in tmp_path.iterdir()] == ["custom.json"]  # no leftover of the atomic write
+    assert result["versions"]["torch"] == torch.__version__ and result["threads"] == torch.get_num_threads()
+    assert result["device"]["name"] and result["device"]["slug"] and result["date"] and result["not_run"] == []
+    assert [row["id"] for row in result["cases"]] == ["resnet18/prelu", "alone/snake"]
+    for row in result["cases"]:
+        eager, ours = row["variants"]["eager"], row["variants"]["fusedlayers"]
+        for variant in (eager, ours):
+            times = variant["forward_backward"]
+            assert 0 < times["q1_us"] <= times["median_us"] <= times["q3_us"] and times["ratio_to_relu"] > 0
+            assert variant["peak_bytes"] > variant["saved_bytes"] > 0
+            assert 0 <= variant["output_error"] < 1e-4 and 0 < variant["gradient_error"] < 1e-2
+        assert eager["forward_backward"]["ratio"] == 1
+        assert ours["saved_bytes"] <= eager["saved_bytes"]
+    assert "forward" in eager  # of the activation alone
+    assert len(custom.acceptance(result)) == 2
+
+
+def test_custom_counts_what_each_activation_keeps() -> None:
+    names = ("relu", "prelu", "swish-beta", "snake")
+    rows = custom_run(*(f"alone/{name}" for name in names))["cases"]
+    tensor_bytes = torch.Size(custom.QUICK_TENSOR).numel() * 4
+    kept = {row["activation"]: row["variants"]["eager"]["saved_bytes"] // tensor_bytes for row in rows}
+    assert kept == {"relu": 1, "prelu": 1, "swish-beta": 2, "snake": 4}
+    assert rows[0]["variants"]["eager"]["gradient_error"] is None  # relu has no parameter
+
+
+def test_custom_records_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise RuntimeError("out of luck\nwith a second line")
+
+    monkeypatch.setattr(custom.fl, "bias_act", broken)
+    result = custom_run("alone/snake")
+    (row,) = result["cases"]
+    assert row["variants"]["fusedlayers"] == {"error": "RuntimeError: out of luck"}
+    assert row["variants"]["eager"]["forward_backward"]["ratio"] == 1
+    assert custom.acceptance(result) == ["alone/snake: MISSED: RuntimeError: out of luck"]
+
+    monkeypatch.setattr(custom.fl, "bias_act", lambda z, bias, activation, dim: activation(z) * 1.1)
+    (row,) = custom_run("alone/snake")["cases"]
+    assert row["variants"]["fusedlayers"]["error"].startswith("ArithmeticError: differs from float64 by 1.0e-01")
+
+
+def test_custom_acceptance() -> None:
+    def row(group: str, saved: int, q1: float, error: float | None) -> dict[str, Any]:
+        eager = {"saved_bytes": 100, "gradient_error": None if error is None else 1e-5}
+        times = {"ratio": 1.0, "ratio_q1": q1}
+        ours = {"saved_bytes": saved, "forward_backward": times, "gradient_error": error}
+        return {"id": f"{group}/a", "group": group, "variants": {"eager": eager, "fusedlayers": ours}}
+
+    cases = [row("resnet18", 101, 1.0, 1.0), row("alone", 50, 1.01, 3e-5), row("alone", 100, 0.9, None)]
+    assert custom.acceptance({"cases": cases}) == [
+        "resnet18/a: 1.01x eager's bytes: MISSED, 1.00x its time: met",
+        "alone/a: 0.50x eager's bytes: met, 1.00x its time: MISSED, gradient error 3.0e-05: MISSED",
+        "alone/a: 1.00x eager's bytes: met, 1.00x its time: met",
+    ]
+
+
+def test_custom_command_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(custom, "RESULTS", tmp_path / "results")
+    assert bench_main(["custom", "--device", "cpu", "--only", "no such case"]) == 2
+    assert "no case matches --only 'no such case'; there are ['resnet18/relu'" in capsys.readouterr().out
+    arguments = ["custom", "--device", "cpu", "--only", "alone/relu", "--quick"]
+    assert bench_main(arguments) == 0 and list(tmp_path.iterdir()) == []  # a part replaces no committed result
+    assert bench_main([*arguments, "--budget", "0", "--out", str(tmp_path)]) == 0 and list(tmp_path.iterdir()) == []
+    assert bench_main([*arguments, "--out", str(tmp_path)]) == 0
+    assert "alone/relu: 1.00x eager's bytes: met" in capsys.readouterr().out
+    assert json.loads((tmp_path / "custom.json").read_text())["quick"] is True
+
+
+def test_resnet18_is_the_usual_one() -> None:
+    made: list[int] = []
+
+    def make(channels: int) -> torch.nn.Module:
+        made.append(channels)
+        return torch.nn.ReLU()
+
+    with torch.device("meta"):
+        network = resnet.resnet18(make)
+        assert network(torch.empty(2, 3, 32, 32)).shape == (2, 10)
+        assert network.blocks(torch.empty(2, 64, 32, 32)).shape == (2, 512, 4, 4)
+    assert made == [64] * 5 + [128] * 4 + [256] * 4 + [512] * 4
+    assert sum(parameter.numel() for parameter in network.parameters()) == 11_173_962
+
+
+def test_both_variants_of_the_network_begin_alike() -> None:
+    state = torch.get_rng_state()
+    eager, ours = (custom._subject(custom.Case("resnet18", "snake"), name, CPU, quick=True) for name in custom.VARIANTS)
+    assert torch.equal(torch.get_rng_state(), state)
+    pairs = list(zip(eager.module.parameters(), ours.module.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in pairs) and torch.equal(eager.x, ours.x)
+    assert len(eager.parameters()) == 17  # an alpha for each activation
+    torch.testing.assert_close(eager.forward(), ours.forward())
+
+
+ORDERS = (0.15, 0.5, 0.9, 1.0, 1.3, 1.8)
+FRACTIONAL = ("fractional-splitting", "fractional")
+
+
+def fractional(name: str, order: float) -> torch.nn.Module:
+    module: torch.nn.Module = CUSTOM_ACTIVATIONS[name](1).double()
+    share = torch.tensor((order - 0.1) / 1.8, dtype=torch.float64)
+    return module.requires_grad_(False).apply(lambda module: module.p.copy_(share.logit())).requires_grad_()
+
+
+def fractional_by_definition(x: float, a: float) -> float:
+    if x > 0:
+        return 1.0507 * x ** (1 - a) / math.gamma(2 - a)
+    terms = [(-1) ** n * (1 - math.exp(x - n)) * math.gamma(1 + a) / math.factorial(n) for n in range(3)]
+    # Gamma has a pole at 0: where a is 1 the last term is nothing.
+    return 1.6732 * 1.0507 * sum(t / math.gamma(1 - n + a) for n, t in enumerate(terms) if abs(1 - n + a) > 1e-9)
+
+
+@pytest.mark.parametrize("name", FRACTIONAL)
+@pytest.mark.parametrize("order", ORDERS)
+def test_fractional_activations_are_what_their_definition_says(name: str, order: float) -> None:
+    module = fractional(name, order)
+    x = torch.tensor([-30.0, -3.0, -1.0, -1e-9, 0.0, 1e-9, 0.1, 1.0, 3.0, 30.0], dtype=torch.float64)
+    expected = torch.tensor([fractional_by_definition(value, order) for value in x.tolist()], dtype=torch.float64)
+    torch.testing.assert_close(module(x), expected, rtol=1e-12, atol=1e-12)
+    assert CUSTOM_ACTIVATIONS[name](1).order().item() == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("name", FRACTIONAL)
+@pytest.mark.parametrize("order", ORDERS)
+def test_fractional_gradients(name: str, order: float) -> None:
+    module = fractional(name, order)
+
+    def function(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(module, {"p": p}, (x,))
+
+    x = torch.tensor([-3.0, -1.0, -0.1, 0.1, 0.7, 2.0], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(function, (x, module.p))
+    # x^(1 - a) has no derivative at zero, and must not make NaN of the one that counts there.
+    x = torch.tensor([-1.0, 0.0, -0.0, 1.0], requires_grad=True)
+    p = module.p.detach().float().requires_grad_()
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(function(x, p).sum(), (x, p)))
+
+
 # --- readme -----------------------------------------------------------------------------------------------------------
 
 
@@ -285,6 +437,40 @@ def test_readme_round_trip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert path.read_text().index("Some cuda, torch") < path.read_text().index("Some cpu")
 
 
+def test_the_custom_table(tmp_path: Path) -> None:
+    def row(activation: str, eager: float, ours: dict[str, Any], group: str = "resnet18") -> dict[str, Any]:
+        variant = {"forward_backward": {"median_us": 123456.7, "ratio": 1.0}, "saved_bytes": int(eager * 2**20)}
+        variants = {"eager": variant, "fusedlayers": ours}
+        return {"group": group, "activation": activation, "input": [16, 3, 32, 32], "variants": variants}
+
+    fused = {"forward_backward": {"median_us": 1.0, "ratio": 0.789}, "saved_bytes": 50 * 2**20}
+    run = {
+        "device": {"kind": "cpu", "name": "Some cpu", "slug": "cpu"},
+        "threads": 4,
+        "versions": {"torch": "2.13.0+cpu"},
+        "date": "2030-01-02",
+        "quick": False,
+        "cases": [row("relu", 40, fused), row("snake", 120, fused), row("prelu", 60, {"error": "no"})],
+    }
+    run["cases"].append(row("alone", 1, fused, group="alone"))
+    text = README + "<!-- bench:custom -->\n<!-- /bench:custom -->\n"
+    assert "`python -m bench custom` makes one" in report.fill(text, tmp_path)
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "custom.json").write_text(json.dumps(run))
+    lines = report.fill(text, tmp_path).split("<!-- bench:custom -->")[1].strip().splitlines()
+    assert lines[0] == "Some cpu, 4 threads, torch 2.13.0, 2030-01-02:"
+    assert "ResNet-18, float32, 16 images of 32 x 32" in lines[2]
+    assert lines[4:-1] == [
+        "| relu | 40.0 | **50.0** | 1.00x | **1.25x** | 123 ms | **0.79x** |",
+        "| snake | 120.0 | **50.0** | 3.00x | **1.25x** | 123 ms | **0.79x** |",
+        "| prelu | 60.0 | **-** | 1.50x | **-** | 123 ms | **-** |",
+    ]
+    # Without ReLU there is nothing to compare with.
+    assert "| snake | 120.0 | **50.0** | - | **-** | 123 ms | **0.79x** |" in report.custom_table(
+        {**run, "cases": run["cases"][1:]}
+    )
+
+
 def test_readme_without_results(tmp_path: Path) -> None:
     assert "No result is committed yet" in report.fill(README, tmp_path)
 
@@ -297,7 +483,7 @@ def test_readme_without_results(tmp_path: Path) -> None:
         ("<!-- /bench:dense --><!-- bench:dense -->", "needs its"),
         (
             README + "<!-- bench:other --><!-- /bench:other -->",
-            r"no table is called 'other'; there are \['accuracy', 'dense'\]",
+            r"no table is called 'other'; there are \['accuracy', 'custom', 'dense'\]",
         ),
     ],
 )
@@ -369,7 +555,8 @@ def test_gpu_check_runs_every_part_and_sums_up(monkeypatch: pytest.MonkeyPatch, 
     (tmp_path / "pointwise.json").write_text("left behind by an earlier run")
     options = argparse.Namespace(out=tmp_path, minutes=9.0, pytest_args=[])
     assert gpu_check.main(options) == 1  # no result of the pointwise grid
-    assert [command[2] for command in commands] == ["pytest", "bench", "bench"]
+    assert [command[2] for command in commands] == ["pytest", "bench", "bench", "bench"]
+    assert [command[3] for command in commands[1:]] == ["dense", "pointwise", "custom"]
     text = (tmp_path / "summary.md").read_text()
     assert "# gpu-check on Some GPU" in text and "12 passed" in text and "1 cases measured" in text
     assert "no result; bench.log says why" in text
@@ -386,5 +573,6 @@ def test_gpu_check_says_where_the_library_is_slower() -> None:
 
 
 def test_gpu_check_fits_into_nine_minutes() -> None:
-    limits = gpu_check.TEST_SECONDS + gpu_check.DENSE_SECONDS + gpu_check.POINTWISE_SECONDS + 2 * 15
-    assert limits + 3 * gpu_check._GRACE_SECONDS <= 9 * 60
+    grids = (gpu_check.DENSE_SECONDS, gpu_check.POINTWISE_SECONDS, gpu_check.CUSTOM_SECONDS)
+    limits = gpu_check.TEST_SECONDS + sum(grids) + len(grids) * 15
+    assert limits + (1 + len(grids)) * gpu_check._GRACE_SECONDS <= 9 * 60
