@@ -130,10 +130,14 @@ def simplified(module: GraphModule) -> GraphModule:
     for node in list(module.graph.nodes):
         if node.target in _IDENTITIES:
             node.replace_all_uses_with(node.args[0])
+        elif node.target is aten.pow.Tensor_Scalar and node.args[1] == 1:
+            node.replace_all_uses_with(node.args[0])
         elif node.target in FILLED and isinstance(fill := FILLED[node.target](node), (bool, int, float)):
             with module.graph.inserting_before(node):
                 dtype = {"dtype": node.meta["val"].dtype}
-                node.replace_all_uses_with(module.graph.call_function(aten.scalar_tensor.default, (fill,), dtype))
+                number = module.graph.call_function(aten.scalar_tensor.default, (fill,), dtype)
+                number.meta = node.meta
+                node.replace_all_uses_with(number)
     module.graph.eliminate_dead_code()
     return GraphModule(module, fx_graph_cse(module.graph))
 
@@ -154,6 +158,12 @@ _EXAMPLE_SHAPE = (3, 5)
 @functools.cache
 def _decompositions() -> dict[Any, Callable[..., Any]]:
     return {**core_aten_decompositions(), **get_decompositions(_MORE_DECOMPOSITIONS)}
+
+
+@functools.cache
+def slow_kernels() -> dict[Any, Callable[..., Any]]:
+    """Decompositions of operations whose CPU kernels are not vectorised: what they are made of runs faster."""
+    return get_decompositions([aten._prelu_kernel, aten._prelu_kernel_backward])
 
 
 def _read(module: GraphModule, inputs: tuple[str, ...]) -> Pointwise:

@@ -44,12 +44,13 @@ def bias_act(
     """``activation(z + b, *operands)``, in ``out`` (which may be z) or in a new buffer of z's memory format; b, and
     operands of more than one element, run along ``dim``."""
     y = out if out is not None and is_dense(out) else torch.empty_like(z)
+    by_trace = activation.row is None and (operands or y.dtype.itemsize > 2) and y.numel() and not encode
     if b is not None:
         torch.add(z, along(b, dim, z.dim()), out=y)
-    elif y is not z:
+    elif y is not z and not (by_trace and z.stride() == y.stride()):
         y.copy_(z)
-    if operands and y.numel():
-        traced.activate_(y, activation, operands, dim)
+    if by_trace:
+        traced.activate(z if b is None and z.stride() == y.stride() else y, y, activation, operands, dim)
     else:
         activate_(y, activation, encode=encode)
     return y if out is None or y is out else out.copy_(y)
@@ -103,7 +104,7 @@ def gradient(
         dz = saved if overwrite else torch.empty_like(saved)
         if dy.stride() != saved.stride():
             dy = torch.empty_like(saved).copy_(dy)
-        if operands:
+        if activation.row is None and given == "input" and (operands or dz.dtype.itemsize > 2) and dz.numel():
             shares = traced.gradient(dy, saved, dz, activation, operands, wanted, dim)
         elif dz.numel():
             for_each(_times(_slope(saved, activation, given), dy.dtype), dy, saved, dz)

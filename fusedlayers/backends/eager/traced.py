@@ -1,75 +1,94 @@
-"""Functions that read other tensors besides z: what a user's trainable activation becomes.
+"""Functions that were traced, and may read other tensors besides z: what a user's activation becomes.
 
-The traced function, and its traced gradient, are run as they are on one part of the tensor after the other, so that
-what they need in between never has the size of the whole. The backward pass has z and computes everything from it.
+The traced function, or its traced gradient, is run on one block of the tensor after the other (``program.py``), so that
+what it needs in between never has the size of the whole. The backward pass has z and computes everything from it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 
 from ...activations import Activation, widened
-from ...broadcast import Layout, laid_out, layout_along
+from ...broadcast import laid_out, layout_along
 from ..interface import Wanted
-from .chunks import RESERVE, blocks
+from .chunks import blocks
+from .program import Program, Run
+
+#: Programs kept: one for each activation, set of gradients and dtype.
+_PROGRAMS = 512
 
 
-def activate_(z: Tensor, activation: Activation, operands: Sequence[Tensor], dim: int) -> None:
-    """Overwrite the pre-activation with the activation's output."""
-    layout = layout_along(z, dim)
-    for (part,), p, _ in _parts(layout, (z,), operands):
-        part.copy_(activation.function(widened(part), *p))
+def activate(z: Tensor, y: Tensor, activation: Activation, operands: Sequence[Tensor], dim: int) -> None:
+    """Write the activation's output into y, which may be z."""
+    program = _forward(activation, torch.promote_types(z.dtype, torch.float32))
+    for _ in _walk(program, (z,), y, operands, dim):
+        pass
 
 
 def gradient(
     dy: Tensor, z: Tensor, dz: Tensor, activation: Activation, operands: Sequence[Tensor], wanted: Wanted, dim: int
 ) -> list[Tensor | None]:
     """Write dz, and return the gradients of the operands that are wanted, flat."""
-    layout = layout_along(z, dim)
-    graph = _gradient_graph(activation, wanted.operands, torch.promote_types(z.dtype, torch.float32))
-    sums = [torch.zeros(p.numel(), dtype=torch.float64, device=z.device) for p in _only(operands, wanted.operands)]
-    for (dy_part, z_part, dz_part), p, channels in _parts(layout, (dy, z, dz), operands):
-        result, *shares = graph(widened(dy_part), widened(z_part), *p)
-        dz_part.copy_(result)
+    program = _gradient(activation, wanted.operands, torch.promote_types(z.dtype, torch.float32))
+    needy = [p for p, need in zip(operands, wanted.operands, strict=True) if need]
+    # Summed in float64, block by block: their order is fixed, and so is what it rounds to.
+    sums = [torch.zeros(p.numel(), dtype=torch.float64, device=z.device) for p in needy]
+    for channels, (part, *shares) in _walk(program, (dy, z), dz, operands, dim):
         for total, share in zip(sums, shares, strict=True):
             if total.numel() == 1:
-                total += share.sum()
+                total += share.expand_as(part).sum()
             else:
-                total[channels] += share.expand_as(dy_part).sum((0, 2))
+                total[channels] += share.expand_as(part).sum((0, 2))
     found = iter(sums)
     return [next(found).to(p.dtype) if need else None for p, need in zip(operands, wanted.operands, strict=True)]
 
 
-def _only(tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
-    return [tensor for tensor, need in zip(tensors, needs, strict=True) if need]
+def _walk(
+    program: Program, inputs: Sequence[Tensor], out: Tensor, operands: Sequence[Tensor], dim: int
+) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Run the program on all blocks of dense tensors, laid out alike, and write its first result into ``out``; each
+    block's channels and results."""
+    layout = layout_along(inputs[0], dim)
+    whole = [laid_out(tensor, layout) for tensor in (*inputs, out)]
+    flat = [widened(p.detach()).reshape(() if p.numel() == 1 else (-1, 1)) for p in operands]
+    overlaps = any(out.data_ptr() == tensor.data_ptr() for tensor in inputs)
+    run, others = None, flat
+    for block in blocks(layout):
+        *parts, target = (tensor[block] for tensor in whole)
+        wide = [widened(part) for part in parts]
+        if run is None:
+            run = Run(program, wide[0])
+        if len(range(layout.channels)[block[1]]) < layout.channels:
+            others = [p[block[1]] if p.dim() else p for p in flat]
+        safe = not overlaps or wide[0] is not parts[0]
+        results = run(wide, others, [target if safe else None] + [None] * (len(program.results) - 1))
+        if not safe:
+            target.copy_(results[0])
+        yield block[1], results
 
 
-def _parts(
-    layout: Layout, tensors: Sequence[Tensor], operands: Sequence[Tensor]
-) -> Iterator[tuple[list[Tensor], list[Tensor], slice]]:
-    """Corresponding parts of dense tensors, laid out alike, with those of the operands, and which channels they are."""
-    whole = [laid_out(tensor, layout) for tensor in tensors]
-    flat = [widened(p).reshape(() if p.numel() == 1 else (-1, 1)) for p in operands]
-    reserved = False
-    for part in blocks(layout):
-        views = [tensor[part] for tensor in whole]
-        if not reserved:
-            views[0].new_empty((RESERVE, views[0].numel()))
-            reserved = True
-        yield views, [p[part[1]] if p.dim() else p for p in flat], part[1]
+@functools.lru_cache(_PROGRAMS)
+def _forward(activation: Activation, dtype: torch.dtype) -> Program:
+    return _program(activation.function, 1, activation, dtype)
 
 
-@functools.lru_cache(256)
-def _gradient_graph(activation: Activation, needs: tuple[bool, ...], dtype: torch.dtype) -> GraphModule:
-    from ...activations.trace import aten_graph, simplified  # whose import takes a second
-
-    examples = [torch.zeros(_EXAMPLE, dtype=dtype, device="cpu") for _ in range(2 + len(needs))]
-    return simplified(aten_graph(activation.gradients(needs), examples))
+@functools.lru_cache(_PROGRAMS)
+def _gradient(activation: Activation, needs: tuple[bool, ...], dtype: torch.dtype) -> Program:
+    return _program(activation.gradients(needs), 2, activation, dtype)
 
 
+def _program(function: Callable[..., Any], inputs: int, activation: Activation, dtype: torch.dtype) -> Program:
+    from ...activations.trace import aten_graph, simplified, slow_kernels  # whose import takes a second
+
+    count = inputs + len(activation.operand_dims)
+    examples = [torch.zeros(_EXAMPLE, dtype=dtype, device="cpu") for _ in range(count)]
+    return Program(simplified(aten_graph(function, examples, slow_kernels())), inputs, dtype)
+
+
+#: Of the same shape all: what is summed for an operand is then left as it is, element by element.
 _EXAMPLE = (4, 6)
