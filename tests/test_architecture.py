@@ -17,6 +17,8 @@ PACKAGE = ROOT / "fusedlayers"
 LAYERS = [
     ["clean", "broadcast"],
     ["activations.branch"],
+    ["activations.polynomial", "activations.shape"],
+    ["activations.segments"],
     ["activations.inverse"],
     ["activations.spec"],
     ["activations.library", "activations.trace"],

@@ -11,10 +11,11 @@ A shape is told in *canonical* orientation: reflected so that the function rises
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,12 +77,16 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Level:
-    """Outputs ``<= y`` ("bottom"), ``>= y`` ("top") or ``== y`` ("point") that have exactly this slope."""
+    """Outputs ``<= y`` ("bottom"), ``>= y`` ("top") or ``== y`` ("point") that have exactly this slope.
+
+    ``position`` is an input that has such an output.
+    """
 
     place: Literal["bottom", "top", "point"]
     y: float
     slope: float
     marked: bool
+    position: float
 
 
 @dataclass(frozen=True)
@@ -231,6 +236,7 @@ def _find_kinks(function: Function, z: Tensor, y: Tensor, slope: Tensor, steepes
     bent, torn = bent[excess[bent] > 0], torn[slipped[torn] > 0]
     by_value = torch.arange(len(bent) + len(torn)) >= len(bent)
     a, b = z[torch.cat([bent, torn])], z[torch.cat([bent, torn]) + 1]
+
     # The smaller slope, because next to a vertical tangent the other one explains too much.
     def unexplained(dy: Tensor, dz: Tensor, one: Tensor, other: Tensor) -> Tensor:
         return (dy.abs() - dz * torch.minimum(one.abs(), other.abs())).abs()
@@ -254,13 +260,15 @@ def _find_kinks(function: Function, z: Tensor, y: Tensor, slope: Tensor, steepes
         if not float(most) <= 100 * steepest:
             raise NeedsInput(f"has a vertical tangent at z = {_nice(float(place)):.3g}")
     real = (sa - sb).abs() > 1e-7 * steepest
-    kinks = []
+    kinks: list[Kink] = []
     for i in real.nonzero().view(-1):
         position = _nice(float(b[i]))
         if any(kink.position == position for kink in kinks):
             continue
-        here, on_the_spot = value_and_slope(function, torch.tensor([position], dtype=torch.float64))
-        kinks.append(Kink(position, float(here), float(sa[i]), float(sb[i]), float(on_the_spot)))
+        step = 1e-9 * max(1.0, abs(position))
+        around = torch.tensor([position - step, position, position + step], dtype=torch.float64)
+        values, slopes = (t.tolist() for t in value_and_slope(function, around))
+        kinks.append(Kink(position, values[1], slopes[0], slopes[2], slopes[1]))
     if len(kinks) > MAXIMUM_KINKS:
         raise NeedsInput(f"has at least {len(kinks)} kinks")
     if any(not math.isfinite(kink.slope) or not math.isfinite(kink.output) for kink in kinks):
@@ -290,7 +298,9 @@ def _find_corners(function: Function, z: Tensor, slope: Tensor, steepest: float)
         size = leap.gather(1, best[:, None])[:, 0] / step
         a = at.gather(1, best[:, None])[:, 0]
         b = at.gather(1, best[:, None] + 2)[:, 0]
-    return sorted({_nice(p, 1e-7) for p, j in zip(((a + b) / 2).tolist(), size.tolist(), strict=True) if j > 1e-3 * steepest})
+    return sorted(
+        {_nice(p, 1e-7) for p, j in zip(((a + b) / 2).tolist(), size.tolist(), strict=True) if j > 1e-3 * steepest}
+    )
 
 
 def _refuse_a_jump(function: Function, low: Tensor, high: Tensor) -> None:
@@ -310,6 +320,26 @@ def _nice(value: float, tolerance: float = 1e-11) -> float:
         if abs(value - near) <= tolerance * max(1.0, abs(value)):
             return near + 0.0
     return value
+
+
+class Looked(NamedTuple):
+    z: Tensor
+    y: Tensor
+    slope: Tensor
+
+
+def sweep(function: Function, shape: Shape) -> tuple[Looked, Looked]:
+    """What to measure at, all of it numbers of float32: N(0, 1), and all sizes with what is near folds and kinks."""
+    count = 1 << 15
+    quantiles = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    near = torch.logspace(-9, -1, 161, dtype=torch.float64)
+    places = [kink.position for kink in shape.kinks] + ([] if shape.fold is None else [shape.fold.position])
+    around = [place + side * near for place in places for side in (-1, 1)]
+    sizes = torch.logspace(-44, -4, 160, dtype=torch.float64)
+    between = (_grid()[1:] + _grid()[:-1]) / 2
+    at = [torch.special.ndtri(quantiles), torch.cat([between, *around, sizes, -sizes])]
+    normal, anywhere = (z.float().double() for z in at)
+    return Looked(normal, *value_and_slope(function, normal)), Looked(anywhere, *value_and_slope(function, anywhere))
 
 
 # --- putting together -------------------------------------------------------------------------------------------------
@@ -347,7 +377,7 @@ def _assemble(
 
     stretches, levels = [], []
     bounds = [-math.inf, *cuts, math.inf]
-    for a, b in zip(bounds, bounds[1:], strict=False):
+    for a, b in itertools.pairwise(bounds):
         inside = (z > a) & (z < b)
         parts = [z[inside], *(c for e, s in ((a, 1.0), (b, -1.0)) if math.isfinite(e) for c in [_close_to(e, s, a, b)])]
         at = torch.cat(parts).sort().values
@@ -358,7 +388,7 @@ def _assemble(
         marked = fold is not None and (b <= turn[0] if fold.marked == "left" else a >= turn[1])  # type: ignore[index]
         goes_left = turn is not None and b <= turn[0]
         if not goes_left and turn is not None and a < turn[1]:  # the flat part of the fold itself
-            levels += [Level("bottom", outputs[turn[0]], 0.0, m) for m in (False, True)]
+            levels += [Level("bottom", outputs[turn[0]], 0.0, m, (a + b) / 2) for m in (False, True)]
             continue
         ends = [_end(e, outputs, turn) for e in (a, b)]
         if goes_left:
@@ -366,8 +396,9 @@ def _assemble(
             ends.reverse()
             a, b = b, a
         if bool((s == 0).all()):
+            place: Literal["bottom", "top", "point"]
             place = "bottom" if ends[0][0] == "infinity" else "top" if ends[1][0] == "infinity" else "point"
-            levels.append(Level(place, float(value[-1]), 0.0, marked))
+            levels.append(Level(place, float(value[-1]), 0.0, marked, float(at[len(at) // 2])))
             continue
         first, last = 0, len(at)
         for end, at_end in enumerate((s[0], s[-1])):
@@ -379,11 +410,11 @@ def _assemble(
         if ends[1][0] == "infinity" and float(s[-1].abs()) <= NOISE * steepest:
             last = int(moving[-1]) + 1
             ends[1] = "limit", float(value[-1])
-            levels.append(Level("top", float(value[-1]), 0.0, marked))
+            levels.append(Level("top", float(value[-1]), 0.0, marked, float(at[-1])))
         if ends[0][0] == "infinity" and float(s[0].abs()) <= NOISE * steepest:
             first = int(moving[0])
             ends[0] = "limit", float(value[0])
-            levels.append(Level("bottom", float(value[0]), 0.0, marked))
+            levels.append(Level("bottom", float(value[0]), 0.0, marked, float(at[0])))
         kept_y, kept_s = value[first:last].cummax(0).values, s[first:last]
         (lower, start), (upper, stop) = ends
         stretches.append(Stretch(kept_y, kept_s, marked, lower, upper, start, stop))
@@ -450,5 +481,5 @@ def _points(kinks: list[Kink], stretches: list[Stretch], sign: float, fold: Fold
         if neither and (fold is None or kink.output == 0):
             on_left = fold is not None and kink.position < fold.position
             marked = fold is not None and on_left == (fold.marked == "left") and kink.position != fold.position
-            levels.append(Level("point", sign * kink.output, kink.slope, marked))
+            levels.append(Level("point", sign * kink.output, kink.slope, marked, kink.position))
     return levels

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...activations import Activation, branch
+from ...activations.inverse import FoldedDerivative
 from ...broadcast import along, is_dense, sum_along
 from ...clean import in_clean_state
 from . import fold
@@ -123,7 +124,7 @@ def _slope(saved: Tensor, activation: Activation, given: str) -> Chunkwise:
         )
     if given == "input":
         return Chunkwise(functools.partial(_differentiate, activation), allocates=True)
-    if activation.is_folded:
+    if activation.fitted() is not None:
         return fold.derivative(activation)
     return Chunkwise(lambda part: activation.derivative_given_output(part, part.dtype), allocates=True)
 
@@ -161,9 +162,11 @@ def _derivative_table(activation: Activation, dtype: torch.dtype, given: str, de
     values = _all_values(dtype)
     if given == "output":
         # A table costs the same whatever it holds: it takes the closest fit there is.
-        folded = activation.folded()
-        left = branch.decode(values.float(), dtype)
-        slope = activation.derivative_given_output(values, dtype) if folded is None else folded(values, left)
+        fitted = activation.fitted(dtype, closest=True)
+        if isinstance(fitted, FoldedDerivative):
+            slope = fitted(values, branch.decode(values.float(), dtype, fitted.fold.ambiguous))
+        else:
+            slope = activation.derivative_given_output(values, dtype) if fitted is None else fitted(values)
     else:
         slope = _differentiate(activation, values)
     return slope.float().to(device)
