@@ -446,7 +446,7 @@ def measure(
             unit = 2.0 ** (math.frexp(kink.output)[1] - 1) * info.eps
             if kink.output == 0:
                 unit = 0.0 if shape.fold is None else info.smallest_normal * info.eps
-            close = (stored - kink.output).abs() <= unit
+            close = (stored - float(torch.tensor(kink.output, dtype=dtype))).abs() <= unit
             for side in (kink.before, kink.after):
                 error = torch.where(close, torch.minimum(error, (told.double() - side).abs()), error)
         error = torch.where(known & slope.isfinite(), error, 0.0)

@@ -96,11 +96,11 @@ class Interpolated:
 
     def _evaluate(self, fitted: FoldedDerivative | MonotoneDerivative) -> Tensor:
         # Within an interval, not at its ends: the derivative may jump there.
-        inside = 1e-4
+        inside = 2e-3
         start = torch.arange(self.first, self.first + self.count, dtype=torch.float64)
         ends = []
         for c in (start + inside, start + 1 - inside):
-            s = self.scale.unbend(c / self.scale.scale + self.scale.zero).clamp(self.scale.low, self.scale.high)
+            s = self.scale.unbend(c / self.scale.scale + self.scale.zero)
             if isinstance(fitted, FoldedDerivative):
                 sign = -1.0 if fitted.fold.is_maximum else 1.0
                 distance = (s * s).clamp_min(self.nearest)
@@ -160,7 +160,10 @@ def interpolated(activation: Activation) -> Interpolated | None:
     told = _told(fitted, y)
     steepest = float(told.abs().max())
     s = _coordinate(fitted, y)
-    for scale in _scales(s, told, _jumps(fitted, segments), steepest):
+    jumps = _jumps(fitted, segments, steepest)
+    hard = [jump for jump in jumps if not jump.is_corner]
+    tried = [*_scales(s, told, jumps, steepest), *(_scales(s, told, hard, steepest) if len(hard) < len(jumps) else ())]
+    for scale in tried:
         for flats in ((), _as_stored(segments)):
             table = Interpolated(fitted, scale, flats)
             error = (_looked_up(table, y) - told).abs() / steepest
@@ -179,17 +182,26 @@ def _outputs(activation: Activation, segments: Segments) -> tuple[Tensor, int]:
     sizes = torch.logspace(-44, 38, 4001, dtype=torch.float64)
     z = torch.cat([normal, torch.linspace(-32, 32, 65_537, dtype=torch.float64) + 1e-4, sizes, -sizes]).float()
     y = activation.encoded(z, torch.float32)
-    edges = [e for segment in segments.segments for e in (segment.start, segment.stop)]
-    edges += [e for flat in segments.flats for e in (flat.low, flat.high) if math.isfinite(e)]
-    at = torch.tensor([-e if segments.is_falling else e for e in edges if abs(e) < 3e38], dtype=torch.float32)
-    near = [at]
-    for sign in (-1.0, 1.0):
-        step = at
-        for _ in range(3):
-            step = torch.nextafter(step, torch.full_like(step, sign * math.inf))
-        near.append(step)
-    y = torch.cat([y, *(near if activation.fold is None else ())])
-    return y[y.isfinite()], int(y[:count].isfinite().sum())
+    starts = [segment.start for segment in segments.segments if abs(segment.start) < 3e38]
+    ends = [end for flat in segments.flats for end in (flat.low, flat.high) if math.isfinite(end)]
+    sign = -1.0 if segments.is_falling else 1.0
+    if activation.fold is None:
+        edges = sign * torch.tensor(starts + ends, dtype=torch.float32)
+        for direction in (-math.inf, math.inf):
+            step = edges
+            for _ in range(3):
+                step = torch.nextafter(step, torch.full_like(step, direction))
+                y = torch.cat([y, step])
+    # Next to a kink that is not at 0 either side is right, unless a side is flat.
+    undecided = torch.zeros_like(y, dtype=torch.bool)
+    for start in starts:
+        if start != 0:
+            unit = 2.0 ** (math.frexp(start)[1] - 1) * torch.finfo(torch.float32).eps
+            undecided |= (sign * y.double() - start).abs() <= unit * (1 if activation.fold is None else 2)
+    for flat in segments.flats:
+        undecided &= ~flat.holds(sign * y)
+    keep = y.isfinite() & ~undecided
+    return y[keep], int(keep[:count].sum())
 
 
 def _told(fitted: FoldedDerivative | MonotoneDerivative, y: Tensor) -> Tensor:
@@ -221,38 +233,42 @@ def _as_stored(segments: Segments) -> tuple[Flat, ...]:
 
 @dataclass(frozen=True)
 class Jump:
-    """Where the derivative jumps, in the table's coordinate; ``s`` itself belongs to what is above it, or below."""
+    """Where the derivative jumps, or has a corner, in the table's coordinate.
+
+    ``is_above``: whether what it is at ``s`` itself belongs to what is above.
+    """
 
     s: float
     is_above: bool
+    is_corner: bool
 
 
-def _jumps(fitted: FoldedDerivative | MonotoneDerivative, segments: Segments) -> list[Jump]:
-    """Ends of segments and of flats across which the derivative changes by more than a table may err."""
-    places: set[tuple[float, bool]] = set()
-    for segment in segments.segments:
-        places.add((segment.start, segment.marked))
-    for flat in segments.flats:
-        places |= {(end, flat.marked) for end in (flat.low, flat.high) if math.isfinite(end)}
+def _jumps(fitted: FoldedDerivative | MonotoneDerivative, segments: Segments, steepest: float) -> list[Jump]:
+    """Those ends of segments and flats where a line across would err by more than a table may."""
+    places = {(segment.start, segment.marked) for segment in segments.segments}
+    places |= {(end, flat.marked) for flat in segments.flats for end in (flat.low, flat.high)}
     jumps: dict[float, Jump] = {}
     for y, marked in sorted(places):
         if abs(y) > 1e30:
             continue
         true = -y if segments.is_falling else y
+        s = true
         if isinstance(fitted, FoldedDerivative):
-            distance = abs(true - fitted.fold.extremum)
-            s = math.sqrt(distance) * (-1 if marked else 1)
-            near = torch.tensor([s - 1e-6, s, s + 1e-6], dtype=torch.float64)
-            d = near.square()
+            s = math.sqrt(abs(true - fitted.fold.extremum)) * (-1 if marked else 1)
+        step = 1e-5 * max(1.0, abs(s))
+        at = s + step * torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0], dtype=torch.float64)
+        if isinstance(fitted, FoldedDerivative):
+            distance = at.square()
             sign = -1.0 if fitted.fold.is_maximum else 1.0
-            values = fitted.of_distance(d.clamp_min(fitted.margin), fitted.fold.extremum + sign * d, near < 0)
+            values = fitted.of_distance(distance.clamp_min(1e-30), fitted.fold.extremum + sign * distance, at < 0)
         else:
-            s = true
-            step = max(1e-6, 1e-6 * abs(s))
-            values = fitted(torch.tensor([s - step, s, s + step], dtype=torch.float64))
-        below, here, above = values.tolist()
-        if abs(above - below) > 1e-4 * max(1e-3, float(values.abs().max())):
-            jumps.setdefault(round(s, 6), Jump(s, abs(here - above) < abs(here - below)))
+            values = fitted(at)
+        farther, below, here, above, beyond = values.tolist()
+        left, right = 2 * below - farther, 2 * above - beyond
+        bend = abs((beyond - above) - (below - farther)) / step
+        jumped = abs(right - left) > 10 * ADDED * steepest
+        if jumped or bend > 1e-2 * steepest:
+            jumps.setdefault(round(s, 6), Jump(s, abs(here - right) < abs(here - left), not jumped))
     return list(jumps.values())
 
 
@@ -265,6 +281,7 @@ def _scales(s: Tensor, told: Tensor, jumps: list[Jump], steepest: float) -> Iter
     moving = ((told - told[-1]).abs() > 1e-7 * steepest).nonzero().view(-1)
     high = float(s[min(len(s) - 1, int(moving[-1]) + 1)]) if len(moving) else float(s[-1])
     at = [jump.s for jump in jumps]
+    low, high = min(low, high - 1e-3), max(high, low + 1e-3)
     margin = 0.01 * max(1e-3, min(max([high, *at]) - min([low, *at]), 100.0))
     low, high = min([low, *(a - margin for a in at)]), max([high, *(a + margin for a in at)])
     low, high = _float32(low), _float32(high)
@@ -288,21 +305,23 @@ def _placed(
     bare = Scale(kind, low, high, 0.0, 1.0, half)
     bend: Callable[[float], float] = lambda x: float(bare.bend(torch.tensor(x, dtype=torch.float64)))  # noqa: E731
     ends = sorted((bend(low), bend(high)))
-    # The jump at 0 has to be exact, others to within a unit.
-    ordered = sorted(jumps, key=lambda jump: abs(jump.s))
-    zero = _float32(bend(ordered[0].s)) if ordered else ends[0]
     scale = (INTERVALS - 4) / (ends[1] - ends[0])
-    others = [abs(bend(jump.s) - zero) for jump in ordered[1:]]
-    if others:
-        # The finest scale at which all of them are whole numbers.
-        for steps in range(round(others[0] * scale), 0, -1):
-            tried = steps / others[0]
-            if all(abs(other * tried - round(other * tried)) < 1e-6 for other in others):
+    first = min(jumps, key=lambda jump: abs(jump.s), default=None)
+    upwards = (first is None or first.is_above) != (kind == "root from above")
+    if kind.startswith("root"):
+        zero = _float32(bend(first.s)) if first is not None else ends[0]
+    else:
+        # From 0, so that nothing is lost next to a jump: its sign is exact at 0, and elsewhere a unit remains a unit.
+        zero = 0.0
+        at = sorted((abs(bend(jump.s)) for jump in jumps if jump.s != 0), reverse=True)
+        for steps in range(round(at[0] * scale), 0, -1) if at else ():
+            tried = steps / at[0]
+            if all(abs(a * tried - round(a * tried)) < 1e-6 + 3e-7 * a * tried for a in at):
                 scale = tried
                 break
         else:
-            return
-    upwards = (ordered[0].is_above if ordered else True) != (kind == "root from above")
+            if at:
+                return
     yield Scale(kind, low, high, zero, _float32(scale if upwards else -scale), half)
 
 
