@@ -441,13 +441,14 @@ def measure(
     def errors(told: Tensor, known: Tensor, stored: Tensor) -> Errors:
         error = (told.double() - slope).abs()
         for kink in shape.kinks:
-            # Within a unit of a kink's output the slopes of both its sides are right. A unit of 0 is what underflows.
+            # Within a unit of a kink's output the slopes of both its sides are right, and what autograd has between
+            # them. A unit of 0 is what underflows.
             info = torch.finfo(dtype)
             unit = 2.0 ** (math.frexp(kink.output)[1] - 1) * info.eps
             if kink.output == 0:
                 unit = 0.0 if shape.fold is None else info.smallest_normal * info.eps
             close = (stored - float(torch.tensor(kink.output, dtype=dtype))).abs() <= unit
-            for side in (kink.before, kink.after):
+            for side in (kink.before, kink.slope, kink.after):
                 error = torch.where(close, torch.minimum(error, (told.double() - side).abs()), error)
         error = torch.where(known & slope.isfinite(), error, 0.0)
         square = torch.where(slope.isfinite(), slope, 0.0)[:count].square().mean()

@@ -102,7 +102,10 @@ class Kink:
 
 @dataclass(frozen=True)
 class Shape:
-    """A function that is monotone or turns once. ``is_falling``: canonical outputs are the negatives of true ones."""
+    """A function that is monotone or turns once.
+
+    ``is_falling``: canonical outputs are the negatives of true ones. ``reach``: between these inputs the formula holds.
+    """
 
     fold: Fold | None
     is_falling: bool
@@ -110,6 +113,7 @@ class Shape:
     levels: tuple[Level, ...]
     kinks: tuple[Kink, ...]
     steepest: float
+    reach: tuple[float, float]
 
 
 def value_and_slope(function: Function, z: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,6 +171,11 @@ def _sample(function: Function) -> tuple[Tensor, Tensor, Tensor]:
     if not bool((same | ~y[some].isfinite() | ~again.isfinite()).all()):
         raise NeedsInput("is random, or does not map each element by itself")
     bad = ~(y.isfinite() & slope.isfinite())
+    # Far out a formula may break down in differences of large numbers: what it says there is not what it means.
+    off = (y.diff() - z.diff() * (slope[1:] + slope[:-1]) / 2).abs()
+    lost = ~(off <= 0.02 * (1 + torch.maximum(y[1:].abs(), y[:-1].abs()))) & (z[1:] * z[:-1] > FINITE_WITHIN**2)
+    bad[1:] |= lost & (z[1:] > 0)
+    bad[:-1] |= lost & (z[1:] < 0)
     if bool((bad & (z.abs() < FINITE_WITHIN)).any()):
         raise NeedsInput(f"is not finite at z = {float(z[bad & (z.abs() < FINITE_WITHIN)][0]):.3g}")
     middle = len(z) // 2
@@ -193,8 +202,9 @@ def _the_turn(function: Function, z: Tensor, slope: Tensor, steepest: float) -> 
     changes = (sign[1:] != sign[:-1]).nonzero().view(-1)
     if len(changes) == 0:
         return None
-    places = [float((z[moving[c]] + z[moving[c + 1]]) / 2) for c in changes[:3]]
     if len(changes) > 1:
+        places = ((z[moving[changes]] + z[moving[changes + 1]]) / 2).tolist()
+        places = sorted(sorted(places, key=abs)[:3])
         listed = ", ".join(f"{place:.3g}" for place in places)
         often = f"{len(changes)} times" if len(changes) < 4 else f"at least {len(changes)} times"
         raise NeedsInput(f"turns {often} (z = {listed}{', ...' if len(changes) > 3 else ''})")
@@ -269,6 +279,12 @@ def _find_kinks(function: Function, z: Tensor, y: Tensor, slope: Tensor, steepes
         around = torch.tensor([position - step, position, position + step], dtype=torch.float64)
         values, slopes = (t.tolist() for t in value_and_slope(function, around))
         kinks.append(Kink(position, values[1], slopes[0], slopes[2], slopes[1]))
+    if all(kink.position != 0 for kink in kinks):
+        # sign(z) g(|z|) has the slope 0 at 0 for autograd, whatever it has next to it.
+        around = torch.tensor([-1e-9, 0.0, 1e-9], dtype=torch.float64)
+        values, slopes = (t.tolist() for t in value_and_slope(function, around))
+        if not max(abs(slopes[1] - slopes[0]), abs(slopes[1] - slopes[2])) <= 1e-6 * steepest:
+            kinks.append(Kink(0.0, values[1], slopes[0], slopes[2], slopes[1]))
     if len(kinks) > MAXIMUM_KINKS:
         raise NeedsInput(f"has at least {len(kinks)} kinks")
     if any(not math.isfinite(kink.slope) or not math.isfinite(kink.output) for kink in kinks):
@@ -339,6 +355,7 @@ def sweep(function: Function, shape: Shape) -> tuple[Looked, Looked]:
     between = (_grid()[1:] + _grid()[:-1]) / 2
     at = [torch.special.ndtri(quantiles), torch.cat([between, *around, sizes, -sizes])]
     normal, anywhere = (z.float().double() for z in at)
+    anywhere = anywhere[(anywhere >= shape.reach[0]) & (anywhere <= shape.reach[1])]
     return Looked(normal, *value_and_slope(function, normal)), Looked(anywhere, *value_and_slope(function, anywhere))
 
 
@@ -372,7 +389,9 @@ def _assemble(
 
     fold = None
     if turn is not None:
-        far = [float(sign * y[i]) if abs(float(slope[i])) <= NOISE * steepest else math.inf for i in (0, -1)]
+        moving = (slope.abs() > NOISE * steepest).nonzero().view(-1)
+        arrives = [_has_arrived(y, slope, int(moving[i]), i, steepest) for i in (0, -1)]
+        far = [float(sign * y[i]) if arrives[i] else math.inf for i in (0, -1)]
         fold = _fold(turn, outputs[turn[0]], far[0], far[1], is_falling, steepest)
 
     stretches, levels = [], []
@@ -407,11 +426,11 @@ def _assemble(
         moving = (s.abs() > NOISE * steepest).nonzero().view(-1)
         if len(moving) == 0:
             continue
-        if ends[1][0] == "infinity" and float(s[-1].abs()) <= NOISE * steepest:
+        if ends[1][0] == "infinity" and _has_arrived(value, s, int(moving[-1]), -1, steepest):
             last = int(moving[-1]) + 1
             ends[1] = "limit", float(value[-1])
             levels.append(Level("top", float(value[-1]), 0.0, marked, float(at[-1])))
-        if ends[0][0] == "infinity" and float(s[0].abs()) <= NOISE * steepest:
+        if ends[0][0] == "infinity" and _has_arrived(value, s, int(moving[0]), 0, steepest):
             first = int(moving[0])
             ends[0] = "limit", float(value[0])
             levels.append(Level("bottom", float(value[0]), 0.0, marked, float(at[0])))
@@ -419,7 +438,13 @@ def _assemble(
         (lower, start), (upper, stop) = ends
         stretches.append(Stretch(kept_y, kept_s, marked, lower, upper, start, stop))
     levels += _points(kinks, stretches, sign, fold)
-    return Shape(fold, is_falling, tuple(stretches), tuple(levels), tuple(kinks), steepest)
+    return Shape(fold, is_falling, tuple(stretches), tuple(levels), tuple(kinks), steepest, (float(z[0]), float(z[-1])))
+
+
+def _has_arrived(y: Tensor, slope: Tensor, moving: int, end: int, steepest: float) -> bool:
+    """Whether outputs tend to a limit: they hardly change from where the slope has vanished. (Roots go on and on.)"""
+    change = float((y[end] - y[moving]).abs())
+    return float(slope[end].abs()) <= NOISE * steepest and change <= 1e-3 * max(1.0, float(y[moving].abs()))
 
 
 def _end(position: float, outputs: dict[float, float], turn: tuple[float, float] | None) -> tuple[str, float]:

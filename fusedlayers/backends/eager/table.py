@@ -29,19 +29,24 @@ from ...clean import in_clean_state
 from .lookup import lookup
 
 INTERVALS = 8192
-#: A table may add this much to the error of the fit (rms over N(0, 1), and the largest), in units of the steepest slope.
+#: A table may add this much to the error of the fit (rms over N(0, 1), and the largest), in units of
+#: the steepest slope.
 ADDED_RMS = PRECISIONS[torch.float32].tolerance
 ADDED = 1e-5
 
 
+Kind = Literal["straight", "root from below", "root from above", "arcsine", "ratio"]
+
+
 @dataclass(frozen=True)
 class Scale:
-    """``c = g(s)`` with g(s) = s, or a root of the distance to one end, or s / (|s| + half); then ``(c - zero) scale``.
+    """``c = g(s)`` with g(s) = s, a root of the distance to one end, the arcsine, which is a root at both, or
+    s / (|s| + half); then ``(c - zero) scale``.
 
     The interval of s is the integer below that. A negative scale makes ``zero`` belong to the interval below it in s.
     """
 
-    kind: Literal["straight", "root from below", "root from above", "ratio"]
+    kind: Kind
     low: float
     high: float
     zero: float
@@ -54,19 +59,33 @@ class Scale:
             return s
         if self.kind == "ratio":
             return s / (s.abs() + self.half)
+        if self.kind == "arcsine":
+            return ((s - self.middle) / self.radius).clamp(-1, 1).asin()
         return (s - self.low).sqrt() if self.kind == "root from below" else (self.high - s).sqrt()
+
+    @property
+    def middle(self) -> float:
+        return _float32((self.low + self.high) / 2)
+
+    @property
+    def radius(self) -> float:
+        return _float32((self.high - self.low) / 2)
 
     def unbend(self, c: Tensor) -> Tensor:
         if self.kind == "straight":
             return c
         if self.kind == "ratio":
             return self.half * c / (1 - c.abs()).clamp_min(1e-9)
+        if self.kind == "arcsine":
+            return self.middle + self.radius * c.clamp(-math.pi / 2, math.pi / 2).sin()
         return self.low + c * c if self.kind == "root from below" else self.high - c * c
 
     def bend_(self, s: Tensor, free: Tensor) -> Tensor:
         """g over s."""
         if self.kind == "ratio":
             return s.div_(torch.abs(s, out=free).add_(self.half))
+        if self.kind == "arcsine":
+            return s.sub_(self.middle).mul_(1 / self.radius).clamp_(-1, 1).asin_()
         if self.kind == "root from below":
             return s.sub_(self.low).sqrt_()
         return s.neg_().add_(self.high).sqrt_() if self.kind == "root from above" else s
@@ -290,12 +309,13 @@ def _scales(s: Tensor, told: Tensor, jumps: list[Jump], steepest: float) -> Iter
         if len(jumps) <= 1:
             yield from _placed("root from below", low, high, jumps)
             yield from _placed("root from above", low, high, jumps)
+            yield from _placed("arcsine", low, high, jumps)
     for half in (1.0, 4.0, 0.25):
         yield from _placed("ratio", low, high, jumps, half)
 
 
 def _placed(
-    kind: Literal["straight", "root from below", "root from above", "ratio"],
+    kind: Kind,
     low: float,
     high: float,
     jumps: list[Jump],
@@ -308,7 +328,7 @@ def _placed(
     scale = (INTERVALS - 4) / (ends[1] - ends[0])
     first = min(jumps, key=lambda jump: abs(jump.s), default=None)
     upwards = (first is None or first.is_above) != (kind == "root from above")
-    if kind.startswith("root"):
+    if kind not in ("straight", "ratio"):
         zero = _float32(bend(first.s)) if first is not None else ends[0]
     else:
         # From 0, so that nothing is lost next to a jump: its sign is exact at 0, and elsewhere a unit remains a unit.
