@@ -156,7 +156,7 @@ PUBLISHED = (
     # Naveen, Phish: A Novel Hyper-Optimizable Activation Function, 2022
     Published("phish", lambda z: z * torch.tanh(F.gelu(z)), "input", "turns twice"),
     # Zhu et al., Logish, 2021
-    Published("logish", lambda z: z * torch.log1p(torch.sigmoid(z)), "input", "flatter than GELU, whose errors weigh more"),
+    Published("logish", lambda z: z * torch.log1p(torch.sigmoid(z)), "input", "flatter than GELU: errors weigh more"),
     # Nag and Bhattacharyya, SERF, 2021
     Published("serf", lambda z: z * torch.erf(F.softplus(z)), "folded", _ONE_DIP),
     # Roy et al., LiSHT, 2019
@@ -177,7 +177,7 @@ PUBLISHED = (
     # Madhu et al., NIPUNA, 2023: max(z sigmoid(z), z)
     Published("nipuna", lambda z: torch.maximum(z * torch.sigmoid(z), z), "folded", _ONE_DIP),
     # Chieng et al., Flatten-T Swish, 2018, T = -0.2
-    Published("flatten_t_swish", lambda z: torch.where(z >= 0, z * torch.sigmoid(z), 0.0) - 0.2, "monotone", "a plateau"),
+    Published("flatten_t_swish", lambda z: torch.relu(z) * torch.sigmoid(z) - 0.2, "monotone", "flat below 0"),
     # Elfwing et al., Sigmoid-Weighted Linear Units, 2018: dSiLU
     Published(
         "dsilu", lambda z: torch.sigmoid(z) * (1 + z * (1 - torch.sigmoid(z))), "input", "a dip and a bump: turns twice"
@@ -215,7 +215,7 @@ PUBLISHED = (
     Published(
         "pau", _pau, "input", _TRAINS,
         (("a0", 0.02), ("a1", 0.5), ("a2", 1.6), ("a3", 0.5), ("b1", 0.0), ("b2", 1.2)),
-    ),  # fmt: skip
+    ),
     # Ma et al., Activate or Not: Learning Customized Activation, 2021
     Published(
         "acon_c",

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...activations import Activation, branch
 from ...activations.inverse import PRECISIONS, Fold, FoldedDerivative, MonotoneDerivative
-from ...activations.segments import Flat, Segments
+from ...activations.segments import TINY, Flat, Segments
 from ...clean import in_clean_state
 from .lookup import lookup
 
@@ -122,7 +122,7 @@ class Interpolated:
             s = self.scale.unbend(c / self.scale.scale + self.scale.zero)
             if isinstance(fitted, FoldedDerivative):
                 sign = -1.0 if fitted.fold.is_maximum else 1.0
-                distance = (s * s).clamp_min(self.nearest)
+                distance = (s * s).clamp_min(TINY)
                 ends.append(fitted.of_distance(distance, fitted.fold.extremum + sign * distance, s < 0))
             else:
                 ends.append(fitted(s))
@@ -206,6 +206,7 @@ def _outputs(activation: Activation, segments: Segments) -> tuple[Tensor, int]:
     sign = -1.0 if segments.is_falling else 1.0
     if activation.fold is None:
         edges = sign * torch.tensor(starts + ends, dtype=torch.float32)
+        y = torch.cat([y, edges])
         for direction in (-math.inf, math.inf):
             step = edges
             for _ in range(3):
@@ -279,7 +280,7 @@ def _jumps(fitted: FoldedDerivative | MonotoneDerivative, segments: Segments, st
         if isinstance(fitted, FoldedDerivative):
             distance = at.square()
             sign = -1.0 if fitted.fold.is_maximum else 1.0
-            values = fitted.of_distance(distance.clamp_min(1e-30), fitted.fold.extremum + sign * distance, at < 0)
+            values = fitted.of_distance(distance.clamp_min(TINY), fitted.fold.extremum + sign * distance, at < 0)
         else:
             values = fitted(at)
         farther, below, here, above, beyond = values.tolist()
