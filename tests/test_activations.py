@@ -329,8 +329,8 @@ def test_the_fold_is_the_minimum(activation: Activation) -> None:
     position = torch.tensor(folded.fold.position, dtype=torch.float64)
     around = position + torch.linspace(-1e-4, 1e-4, 2001, dtype=torch.float64)
     values = activation.function(around)
-    assert abs(float(activation.function(position)) - folded.fold.minimum) < 1e-16
-    assert float(values.min()) > folded.fold.minimum - 1e-16
+    assert abs(float(activation.function(position)) - folded.fold.extremum) < 1e-16
+    assert float(values.min()) > folded.fold.extremum - 1e-16
     slope = derivative(activation.function, torch.stack([position - 1e-9, position + 1e-9]))
     assert slope[0] < 0 < slope[1]
 
@@ -338,7 +338,7 @@ def test_the_fold_is_the_minimum(activation: Activation) -> None:
 def test_the_minimum_of_silu_is_lamberts() -> None:
     fold = find_fold(F.silu)
     w = 0.2784645427610738  # Lambert's W(1/e): the minimum of z/(1+exp(-z)) is -W(1/e), at -1 - W(1/e)
-    assert fold.minimum == pytest.approx(-w, abs=1e-16)
+    assert fold.extremum == pytest.approx(-w, abs=1e-16)
     assert fold.position == pytest.approx(-1 - w, abs=1e-12)
 
 
@@ -351,7 +351,7 @@ def test_fits_meet_their_tolerance(activation: Activation, dtype: torch.dtype) -
     if activation.name == "hardswish":  # its slope jumps at -3, where outputs of 1e-7 are taken for 0
         z = z[(z + 3).abs() > 1e-6]
     y = activation.function(z)
-    distance = y - folded.fold.minimum
+    distance = y - folded.fold.extremum
     slope = folded.of_distance(distance.clamp_min(1e-18), y, z < folded.fold.position)
     assert float((slope - derivative(activation.function, z)).abs().max()) <= PRECISIONS[dtype].tolerance * 1.01
 
@@ -559,8 +559,8 @@ def test_float32_derivatives_of_folded_activations(activation: Activation) -> No
     # y is stored with an error of up to five units (gelu_tanh's four and the branch), which near the minimum leaves f'
     # uncertain by 5 sqrt(f'' unit / 2 distance).
     fold = _fold(activation)
-    unit = ulp(torch.tensor(fold.minimum, dtype=torch.float64), torch.float32)
-    distance = (activation.function(z.double()) - fold.minimum).clamp_min(0) / unit
+    unit = ulp(torch.tensor(fold.extremum, dtype=torch.float64), torch.float32)
+    distance = (activation.function(z.double()) - fold.extremum).clamp_min(0) / unit
     curvature = second_derivative(activation.function, torch.tensor([fold.position]))
     bound = 5 * (curvature * unit / (2 * distance.clamp_min(2))).sqrt() + 1e-6
     assert bool((error <= bound).all()), (error - bound).max()

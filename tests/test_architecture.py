@@ -16,7 +16,9 @@ PACKAGE = ROOT / "fusedlayers"
 #: may import one another.
 LAYERS = [
     ["clean", "broadcast"],
-    ["activations.branch", "activations.capture"],
+    ["activations.branch", "activations.capture", "activations.polynomial"],
+    ["activations.shape"],
+    ["activations.segments"],
     ["activations.inverse"],
     ["activations.spec"],
     ["activations.library", "activations.register", "activations.trace"],

@@ -262,7 +262,7 @@ def test_the_derivative_is_the_polynomials(activation: Activation) -> None:
     folded = activation.folded()
     assert folded is not None
     y = activation.encoded(_inputs(), torch.float32)
-    y = torch.cat([y, -torch.logspace(-44.8, math.log10(-folded.fold.minimum), 20_001)])
+    y = torch.cat([y, -torch.logspace(-44.8, math.log10(-folded.fold.extremum), 20_001)])
     y = y[y.isfinite()]
     quick = _slope(activation, y)
     slow = folded(y.double(), branch.decode(y, torch.float32))
@@ -286,7 +286,7 @@ def test_outputs_below_the_minimum_have_a_small_derivative(activation: Activatio
     # Rounding takes outputs there; a square root would make NaN of them.
     folded = activation.folded()
     assert folded is not None
-    y = torch.full((9,), folded.fold.minimum)
+    y = torch.full((9,), folded.fold.extremum)
     y = y.view(torch.int32).add(torch.arange(-4, 5).int()).view(torch.float32)
     slope = _slope(activation, y)
     assert bool(slope.isfinite().all()) and float(slope.abs().max()) < 4e-4

@@ -25,7 +25,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..clean import in_clean_state
 from .capture import Captured, capture
-from .spec import Activation, must_be_called_because
+from .inverse import Analysis, analyse
+from .spec import Activation, Row, must_be_called_because
 from .trace import FILLED, NotPointwise, aten_graph
 
 aten = torch.ops.aten
@@ -66,6 +67,7 @@ class _Entry(NamedTuple):
 _ENTRIES = 512
 _VARIANTS = 64
 _entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+_analyses: OrderedDict[Hashable, Analysis] = OrderedDict()
 _variants: Counter[Hashable] = Counter()
 _said: set[str] = set()
 _lock = threading.Lock()
@@ -126,9 +128,27 @@ def _make(
             _said.add(reason)
             _log.warning("%s", reason)
         return _Entry(None, None, reason)
+    if split.dims:
+        return _Entry(Activation(activation.name, split.body, operand_dims=split.dims, is_traced=True), split)
+    row = activation.row or Row(activation.name, split.body)
+    if row.given_output is None:
+        row = replace(row, given_output=_analysis(captured.key, split.body))
     if activation.row is not None:
-        return _Entry(replace(activation, is_untraced=False), None)
-    return _Entry(Activation(activation.name, split.body, operand_dims=split.dims), split)
+        return _Entry(replace(activation, row=row, is_untraced=False), None)
+    return _Entry(Activation(activation.name, split.body, row=row, is_traced=True), None)
+
+
+def _analysis(key: Hashable, function: Callable[[Tensor], Tensor]) -> Analysis:
+    """Once for all shapes and dtypes: it takes up to a second."""
+    with _lock:
+        found = _analyses.get(key)
+    if found is None:
+        found = analyse(function)
+        with _lock:
+            _analyses[key] = found
+            if len(_analyses) > _ENTRIES:
+                _analyses.popitem(last=False)
+    return found
 
 
 def _family(key: Any) -> Hashable:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..clean import in_clean_state
 from . import branch
-from .inverse import PRECISIONS, FoldedDerivative, fit
+from .inverse import PRECISIONS, Analysis, Fold, FoldedDerivative, MonotoneDerivative, fit
 
 Function = Callable[..., Tensor]
 Saved = Literal["nothing", "output", "input", "recompute"]
@@ -60,7 +60,8 @@ class Row:
         parameters: names and defaults.
         derivative: ``derivative(z, **parameters)``, where autograd's is not to be used.
         given_output: ``given_output(y, **parameters)``, the derivative in terms of the output; "fold" to have it fitted
-            on both branches, a ``FoldedDerivative`` to state it for both.
+            on both branches, a ``FoldedDerivative`` to state it for both, an ``Analysis`` of a function without
+            parameters for what that found.
         levels: the parameters that are values of the output where it is flat. Outputs are rounded to their dtype, so
             ``given_output`` and ``native.gradient`` get these rounded alike.
         unless: ``unless(**parameters)``, why the output does not suffice with these parameters, or None.
@@ -74,7 +75,7 @@ class Row:
     function: Function
     parameters: Mapping[str, float] = field(default_factory=dict)
     derivative: Function | None = None
-    given_output: Function | FoldedDerivative | Literal["fold"] | None = None
+    given_output: Function | FoldedDerivative | Analysis | Literal["fold"] | None = None
     levels: tuple[str, ...] = ()
     unless: Callable[..., str | None] | None = None
     stands_for: tuple[tuple[Any, Mapping[str, object]], ...] = ()
@@ -119,6 +120,8 @@ class Activation:
     operand_dims: tuple[int | None, ...] = ()
     #: A user's function as it is: ``custom.specialise`` makes an activation of it for z of a shape and dtype.
     is_untraced: bool = False
+    #: ``function`` is a trace of a user's.
+    is_traced: bool = False
 
     is_identity: bool = field(init=False)
     #: Whether the function turns once, so that an output needs its branch to tell the derivative.
@@ -135,7 +138,8 @@ class Activation:
 
         stated = None if self.row is None else self.row.given_output
         set_once("is_identity", self.name == "identity")
-        set_once("is_folded", isinstance(stated, FoldedDerivative) or stated == "fold")
+        turns = stated.kind == "folded" if isinstance(stated, Analysis) else isinstance(stated, FoldedDerivative)
+        set_once("is_folded", turns or stated == "fold")
         set_once("plain", self._plain())
         set_once("needs_input_because", self._needs_input_because())
 
@@ -157,37 +161,71 @@ class Activation:
             return self.unfused_because or f"the derivative of {self.name} is not known in terms of its output"
         if self.row.given_output is None:
             return f"the derivative of {self.name} is not known in terms of its output"
+        if isinstance(self.row.given_output, Analysis) and self.row.given_output.kind == "input":
+            return self.row.given_output.reason
         return self.row.unless(**self.parameters) if self.row.unless is not None else None
 
     def output_refused_because(self, dtype: torch.dtype) -> str | None:
         """Why an output of ``dtype`` does not tell the derivative within its rounding floor, or None if it does."""
-        if self.needs_input_because is None and self.is_folded and dtype is torch.float64:
+        stated = None if self.row is None else self.row.given_output
+        is_fitted = self.is_folded or isinstance(stated, Analysis)
+        if self.needs_input_because is None and is_fitted and dtype is torch.float64:
             return f"the fitted derivative of {self.name} is accurate to float32, not to float64"
+        if self.needs_input_because is None and isinstance(stated, Analysis):
+            return stated.refused_because(dtype)
         return self.needs_input_because
+
+    def fitted(
+        self, dtype: torch.dtype = torch.float32, *, closest: bool = False
+    ) -> FoldedDerivative | MonotoneDerivative | None:
+        """The derivative as a fit to outputs of ``dtype``, as closely as they tell it, or as closely as can be.
+
+        None where the row states a formula.
+        """
+        if self.row is None:
+            return None
+        stated = self.row.given_output
+        if isinstance(stated, Analysis):
+            return stated.derivative(dtype, closest=closest)
+        if isinstance(stated, FoldedDerivative):
+            return stated
+        return _fitted(self.name, torch.float32 if closest else dtype) if stated == "fold" else None
 
     def folded(self, dtype: torch.dtype = torch.float32) -> FoldedDerivative | None:
         """The fold, and the derivative on both sides as closely as outputs of ``dtype`` tell it; None without one."""
+        fitted = self.fitted(dtype) if self.is_folded else None
+        return fitted if isinstance(fitted, FoldedDerivative) else None
+
+    @property
+    def fold(self) -> Fold | None:
+        """Where the function turns, if it does."""
         if self.row is None or not self.is_folded:
             return None
         stated = self.row.given_output
-        return stated if isinstance(stated, FoldedDerivative) else _fitted(self.name, dtype)
+        if isinstance(stated, Analysis):
+            return stated.fold
+        folded = self.folded()
+        assert folded is not None
+        return folded.fold
 
     def encoded(self, z: Tensor, dtype: torch.dtype) -> Tensor:
         """The output for float32 (or wider) ``z`` as it is saved, with the branch in it where there is one."""
         y = self.function(z)
-        folded = self.folded()
-        if folded is None:
+        fold = self.fold
+        if fold is None:
             return y
-        return branch.encode(y.to(torch.float32), z < folded.fold.position, dtype)
+        return branch.encode(y.to(torch.float32), fold.marks(z), dtype, fold.ambiguous, bounded=fold.bounded)
 
     def derivative_given_output(self, y: Tensor, dtype: torch.dtype, *, differentiable: bool = False) -> Tensor:
         """The derivative from outputs of ``dtype``, widened to float32 (or float64)."""
-        folded = self.folded(dtype)
-        if folded is not None:
-            left = branch.decode(y.to(torch.float32), dtype)
-            return folded.differentiable(y, left) if differentiable else folded(y, left)
+        fitted = self.fitted(dtype)
+        if isinstance(fitted, FoldedDerivative):
+            marked = branch.decode(y.to(torch.float32), dtype, fitted.fold.ambiguous)
+            return fitted.differentiable(y, marked) if differentiable else fitted(y, marked)
+        if fitted is not None:
+            return fitted.differentiable(y) if differentiable else fitted(y)
         assert self.row is not None
-        formula: Any = self.row.given_output  # a FoldedDerivative has been dealt with
+        formula: Any = self.row.given_output  # fits have been dealt with
         return formula(y, **self.parameters_for_outputs(dtype))
 
     def parameters_for_outputs(self, dtype: torch.dtype) -> Mapping[str, float]:
@@ -241,8 +279,9 @@ class Activation:
     def __reduce__(self) -> Any:
         # Rows hold lambdas; a record is found again by its name.
         if self.row is None:
-            parts = self.unfused_because, self.operand_dims, self.is_untraced
+            parts = self.unfused_because, self.operand_dims, self.is_untraced, self.is_traced
             return Activation, (self.name, self.function, self.parameters, None, *parts)
+        assert not self.is_traced  # nobody holds these but caches
         return _rebind, (self.name, dict(self.parameters))
 
     def __fx_create_arg__(self, tracer: Any) -> Any:

@@ -128,9 +128,7 @@ def simplified(module: GraphModule) -> GraphModule:
     """A trace that is to be run without gradients, without what does nothing then, and with tensors of equal numbers as
     single ones. It computes the same for any shapes that broadcast."""
     for node in list(module.graph.nodes):
-        if node.target in _IDENTITIES:
-            node.replace_all_uses_with(node.args[0])
-        elif node.target is aten.pow.Tensor_Scalar and node.args[1] == 1:
+        if node.target in _IDENTITIES or (node.target is aten.pow.Tensor_Scalar and node.args[1] == 1):
             node.replace_all_uses_with(node.args[0])
         elif node.target in FILLED and isinstance(fill := FILLED[node.target](node), (bool, int, float)):
             with module.graph.inserting_before(node):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ...activations import Activation, branch
+from ...activations.inverse import FoldedDerivative
 from ...broadcast import along, is_dense, sum_along
 from ...clean import in_clean_state
 from ..interface import Wanted
@@ -44,7 +45,7 @@ def bias_act(
     """``activation(z + b, *operands)``, in ``out`` (which may be z) or in a new buffer of z's memory format; b, and
     operands of more than one element, run along ``dim``."""
     y = out if out is not None and is_dense(out) else torch.empty_like(z)
-    by_trace = activation.row is None and (operands or y.dtype.itemsize > 2) and y.numel() and not encode
+    by_trace = _is_by_trace(activation, y) and not (encode and activation.is_folded)
     if b is not None:
         torch.add(z, along(b, dim, z.dim()), out=y)
     elif y is not z and not (by_trace and z.stride() == y.stride()):
@@ -54,6 +55,12 @@ def bias_act(
     else:
         activate_(y, activation, encode=encode)
     return y if out is None or y is out else out.copy_(y)
+
+
+def _is_by_trace(activation: Activation, tensor: Tensor) -> bool:
+    """Whether a program of the trace is run: where there is no shorter way, as a 16-bit table is one."""
+    reads_more = bool(activation.operand_dims)
+    return (reads_more or (activation.is_traced and tensor.dtype.itemsize > 2)) and tensor.numel() > 0
 
 
 def activate_(z: Tensor, activation: Activation, *, encode: bool) -> None:
@@ -104,7 +111,7 @@ def gradient(
         dz = saved if overwrite else torch.empty_like(saved)
         if dy.stride() != saved.stride():
             dy = torch.empty_like(saved).copy_(dy)
-        if activation.row is None and given == "input" and (operands or dz.dtype.itemsize > 2) and dz.numel():
+        if given == "input" and _is_by_trace(activation, dz):
             shares = traced.gradient(dy, saved, dz, activation, operands, wanted, dim)
         elif dz.numel():
             for_each(_times(_slope(saved, activation, given), dy.dtype), dy, saved, dz)
@@ -132,7 +139,7 @@ def _slope(saved: Tensor, activation: Activation, given: str) -> Chunkwise:
         )
     if given == "input":
         return Chunkwise(functools.partial(_differentiate, activation), allocates=True)
-    if activation.is_folded:
+    if activation.fitted() is not None:
         return fold.derivative(activation)
     return Chunkwise(lambda part: activation.derivative_given_output(part, part.dtype), allocates=True)
 
@@ -172,9 +179,11 @@ def _derivative_table(activation: Activation, dtype: torch.dtype, given: str, de
     values = _all_values(dtype)
     if given == "output":
         # A table costs the same whatever it holds: it takes the closest fit there is.
-        folded = activation.folded()
-        left = branch.decode(values.float(), dtype)
-        slope = activation.derivative_given_output(values, dtype) if folded is None else folded(values, left)
+        fitted = activation.fitted(dtype, closest=True)
+        if isinstance(fitted, FoldedDerivative):
+            slope = fitted(values, branch.decode(values.float(), dtype, fitted.fold.ambiguous))
+        else:
+            slope = activation.derivative_given_output(values, dtype) if fitted is None else fitted(values)
     else:
         slope = _differentiate(activation, values)
     return slope.float().to(device)

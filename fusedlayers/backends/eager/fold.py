@@ -1,4 +1,4 @@
-"""Folded activations in float32: the branch bit and the fitted derivative, in as few passes as torch operations allow.
+"""Fitted activations in float32: the branch bit and the derivative, in as few passes as torch operations allow.
 
 ``activations/branch.py`` and ``activations/inverse.py`` say what is computed; this says it again in operations that
 overwrite their operands, because on a CPU each operation is a pass over the chunk. Comparisons and ``where`` are
@@ -21,15 +21,18 @@ from ...clean import in_clean_state
 from .chunks import Chunkwise
 from .lookup import lookup
 from .lookup import scratch as lookup_scratch
+from .table import interpolated
 
 _SIGN_AND_BIT = -(2**31) + 1
 
 
 def forward_(activation: Activation) -> Chunkwise:
     """Overwrites float32 pre-activations with outputs, the branch in the last bit of negative ones."""
-    folded = activation.folded()
-    assert folded is not None
-    overwrite = functools.partial(_overwrite, function=activation.function, position=folded.fold.position)
+    fold = activation.fold
+    assert fold is not None
+    if fold.ambiguous != "negative" or fold.marked != "left" or not fold.bounded:
+        return Chunkwise(lambda z: z.copy_(activation.encoded(z, torch.float32)), allocates=True)
+    overwrite = functools.partial(_overwrite, function=activation.function, position=fold.position)
     return Chunkwise(overwrite, (torch.float32, torch.int32), allocates=True)
 
 
@@ -47,10 +50,12 @@ def _overwrite(
 
 def derivative(activation: Activation) -> Chunkwise:
     """The derivative from encoded float32 outputs."""
-    folded = activation.folded()
-    assert folded is not None
-    if isinstance(folded.of_distance, Polynomials):
+    fitted = activation.fitted()
+    if isinstance(fitted, FoldedDerivative) and isinstance(fitted.of_distance, Polynomials):
         return Chunkwise(_interpolated(activation), (*_Interpolated.SCRATCH, *lookup_scratch()))
+    table = interpolated(activation)
+    if table is not None:
+        return Chunkwise(table, (*table.SCRATCH, *lookup_scratch()))
     return Chunkwise(lambda y: activation.derivative_given_output(y, torch.float32), allocates=True)
 
 
@@ -80,7 +85,7 @@ class _Interpolated:
         self.high, self.low = folded.origin_parts
         self.nearest = folded.margin
         self.farthest = polynomials.pieces[-1].stop ** 2
-        root = math.sqrt(-folded.fold.minimum)
+        root = math.sqrt(-folded.fold.extremum)
         self.scale = self.INTERVALS**2 / (math.sqrt(self.farthest) + root)  # c = sqrt(scale v + offset)
         self.offset = torch.tensor(math.ceil(root * self.scale + 2), dtype=torch.float32)
         self.nodes = self._evaluate(folded, root)
@@ -88,7 +93,7 @@ class _Interpolated:
     def _evaluate(self, folded: FoldedDerivative, root: float) -> Tensor:
         c = torch.arange(self.INTERVALS + 1, dtype=torch.float64)
         v = ((c.square() - self.offset.double()) / self.scale).clamp_min(-root)
-        values = folded.of_distance(v * v, folded.fold.minimum + v * v, v < 0)
+        values = folded.of_distance(v * v, folded.fold.extremum + v * v, v < 0)
         values[: self.FLAT] = 0
         return torch.complex(values.float(), values.diff(append=values[-1:]).float())  # a pair is one look-up
 

@@ -1,0 +1,242 @@
+"""Activations from the literature that the table does not hold: what users bring, and what is to become of them.
+
+Each is written from its paper's formula in plain torch operations. ``kind`` is what ``analyse`` is to find for float32
+outputs: "monotone", "folded", or "input" where the output does not tell the derivative. Functions with trainable
+parameters need their input in any case: the parameters' own gradients do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Published:
+    """``function(z, *parameters)``; ``trainable`` gives the parameters' names and initial values."""
+
+    name: str
+    function: Callable[..., Tensor]
+    kind: str
+    why: str
+    trainable: tuple[tuple[str, float], ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+    def with_initial_values(self) -> Callable[[Tensor], Tensor]:
+        """The function with its parameters as they start."""
+        values = [value for _, value in self.trainable]
+        return (lambda z: self.function(z, *values)) if values else self.function
+
+
+_ABOVE = "rises all the way"
+_ONE_DIP = "one negative minimum, as GELU"
+_TRAINS = "has trainable parameters"
+
+
+def _elish(z: Tensor) -> Tensor:
+    return torch.where(z >= 0, z * torch.sigmoid(z), torch.expm1(z.clamp(max=0)) * torch.sigmoid(z))
+
+
+def _hard_elish(z: Tensor) -> Tensor:
+    gate = torch.clamp((z + 1) / 2, 0, 1)
+    return torch.where(z >= 0, z, torch.expm1(z.clamp(max=0))) * gate
+
+
+def _srelu(z: Tensor, low: float, below: float, high: float, above: float) -> Tensor:
+    return torch.where(z >= high, high + above * (z - high), torch.where(z <= low, low + below * (z - low), z))
+
+
+def _sqnl(z: Tensor) -> Tensor:
+    inner = torch.clamp(z, -2, 2)
+    return inner - inner * inner.abs() / 4
+
+
+def _soft_modulus_q(z: Tensor) -> Tensor:
+    return torch.where(z.abs() <= 1, z * z * (2 - z.abs()), z.abs())
+
+
+def _hexpo(z: Tensor) -> Tensor:
+    return torch.where(z >= 0, -torch.expm1(-z.clamp(min=0)), torch.expm1(z.clamp(max=0)))
+
+
+def _isrlu(z: Tensor) -> Tensor:
+    inner = torch.clamp(z, max=0)
+    return torch.where(z >= 0, z, inner * torch.rsqrt(1 + inner * inner))
+
+
+def _pau(z: Tensor, a0: float, a1: float, a2: float, a3: float, b1: float, b2: float) -> Tensor:
+    return (a0 + z * (a1 + z * (a2 + z * a3))) / (1 + (z * (b1 + z * b2)).abs())
+
+
+def _apl(z: Tensor, a1: float, b1: float, a2: float, b2: float) -> Tensor:
+    return torch.relu(z) + a1 * torch.relu(b1 - z) + a2 * torch.relu(b2 - z)
+
+
+def _double_exponential(z: Tensor) -> Tensor:
+    return torch.where(z >= 0, z, 1.5 * torch.expm1(z.clamp(max=0)) + 0.5 * torch.expm1(2 * z.clamp(max=0)))
+
+
+def _log_cosh_stable(z: Tensor) -> Tensor:
+    # log1p(x) where x is small, and without overflow.
+    near = torch.log1p(2 * torch.sinh(z.clamp(-4, 4) / 2).square())
+    far = z.abs() - math.log(2) + torch.log1p(torch.exp(-2 * z.abs()))
+    return torch.where(z.abs() < 4, near, far)
+
+
+def _loglog_gumbel(z: Tensor) -> Tensor:
+    return torch.exp(-torch.exp(-z))
+
+
+def _cube_root_like(z: Tensor) -> Tensor:
+    return torch.sign(z) * (torch.pow(1 + z.abs(), 1 / 3) - 1)
+
+
+PUBLISHED = (
+    # --- monotone -----------------------------------------------------------------------------------------------------
+    # Barron, Squareplus: A Softplus-Like Algebraic Rectifier, 2021, with b = 4
+    Published("squareplus", lambda z: (z + torch.sqrt(z * z + 4)) / 2, "monotone", _ABOVE),
+    # The same, rationalised below 0
+    Published(
+        "squareplus_stable",
+        lambda z: torch.where(
+            z > 0, (z + torch.sqrt(z * z + 4)) / 2, 2 / (torch.sqrt(z.clamp(max=0) ** 2 + 4) - z.clamp(max=0))
+        ),
+        "monotone",
+        _ABOVE,
+    ),
+    # Elliott, A Better Activation Function for Artificial Neural Networks, 1993: the 0..1 form
+    Published("elliott", lambda z: 0.5 + 0.5 * z / (1 + z.abs()), "monotone", _ABOVE),
+    # Carlile et al., Improving Deep Learning by Inverse Square Root Linear Units, 2017, alpha = 1
+    Published("isru", lambda z: z / torch.sqrt(1 + z * z), "monotone", _ABOVE),
+    Published("isrlu", _isrlu, "monotone", "a linear half and an ISRU"),
+    # Wuraola and Patel, SQNL: A New Computationally Efficient Activation Function, 2018
+    Published("sqnl", _sqnl, "input", "quadratic to plateaus at 1: next to them outputs tell too little"),
+    # Klimek and Perelstein, Neural Network-Based Approach to Phase Space Integration, 2018, alpha = 1
+    Published("soft_clipping", lambda z: F.softplus(z) - F.softplus(z - 1), "monotone", _ABOVE),
+    # Kong and Takatsuka, Hexpo: A Vanishing-Proof Activation Function, 2017, all four parameters 1
+    Published("hexpo", _hexpo, "monotone", _ABOVE),
+    # Gompertz, 1825, as an activation: Iliev et al., 2018
+    Published("gompertz", lambda z: torch.exp(-torch.exp(-z)), "monotone", _ABOVE),
+    # Sibi et al., Analysis of Different Activation Functions, 2013: the complementary log-log
+    Published("loglog", lambda z: -torch.expm1(-torch.exp(z)), "monotone", _ABOVE),
+    # The bipolar (antisymmetric) sigmoid: LeCun et al., Efficient BackProp, 1998
+    Published("bipolar_sigmoid", lambda z: 2 * torch.sigmoid(z) - 1, "monotone", "a tanh"),
+    Published("lecun_tanh", lambda z: 1.7159 * torch.tanh(z * (2 / 3)), "monotone", "a scaled tanh"),
+    Published("arctan", torch.atan, "monotone", _ABOVE),
+    Published("bent_identity", lambda z: (torch.sqrt(z * z + 1) - 1) / 2 + z, "monotone", _ABOVE),
+    Published("erf", torch.erf, "monotone", _ABOVE),
+    Published("gudermannian", lambda z: 2 * torch.atan(torch.tanh(z / 2)), "monotone", _ABOVE),
+    Published("double_exponential", _double_exponential, "monotone", "two exponentials and a line"),
+    Published("asinh", torch.asinh, "monotone", "grows as a logarithm"),
+    Published("relu1", lambda z: torch.clamp(z, 0, 1), "monotone", "two plateaus"),
+    # Liu et al., 2019: natural logarithm rectified linear unit, beta = 1
+    Published("nlrelu", lambda z: torch.log1p(torch.relu(z)), "monotone", "a logarithm, and a plateau"),
+    # Xu et al., Revise Saturated Activation Functions, 2016
+    Published("penalized_tanh", lambda z: torch.tanh(z) * torch.where(z > 0, 1.0, 0.25), "monotone", "a kink at 0"),
+    # A cube root whose tangent at 0 is finite (one that is vertical there, as the table's cbrt, is refused)
+    Published("cube_root_like", _cube_root_like, "monotone", _ABOVE),
+    # A PReLU and an SReLU whose parameters no longer train
+    Published("prelu_fixed", lambda z: torch.where(z >= 0, z, 0.25 * z), "monotone", "a kink at 0"),
+    Published("srelu_fixed", lambda z: _srelu(z, -1.0, 0.1, 2.0, 0.3), "monotone", "two kinks"),
+    # --- folded -------------------------------------------------------------------------------------------------------
+    # Basirat and Roth, The Quest for the Golden Activation Function, 2018
+    Published("elish", _elish, "folded", _ONE_DIP),
+    Published("hard_elish", _hard_elish, "folded", "one dip, then a plateau at 0"),
+    # Liu and Di, TanhExp: A Smooth Activation Function, 2020
+    Published("tanhexp", lambda z: z * torch.tanh(torch.exp(z)), "folded", _ONE_DIP),
+    # Wang et al., Smish, 2022
+    Published("smish", lambda z: z * torch.tanh(torch.log1p(torch.sigmoid(z))), "folded", _ONE_DIP),
+    # Naveen, Phish: A Novel Hyper-Optimizable Activation Function, 2022
+    Published("phish", lambda z: z * torch.tanh(F.gelu(z)), "input", "turns twice"),
+    # Zhu et al., Logish, 2021
+    Published("logish", lambda z: z * torch.log1p(torch.sigmoid(z)), "input", "flatter than GELU: errors weigh more"),
+    # Nag and Bhattacharyya, SERF, 2021
+    Published("serf", lambda z: z * torch.erf(F.softplus(z)), "folded", _ONE_DIP),
+    # Roy et al., LiSHT, 2019
+    Published("lisht", lambda z: z * torch.tanh(z), "folded", "a symmetric well with its bottom at 0"),
+    # Log-cosh, naively, and so that its values near 0 keep their digits
+    Published("log_cosh", lambda z: torch.log(torch.cosh(z)), "input", "1 + z^2/2 loses the digits of z in float32"),
+    Published("log_cosh_stable", _log_cosh_stable, "folded", "a symmetric well with its bottom at 0"),
+    # Vallés-Pérez et al., Empirical Study of the Modulus as Activation Function, 2023
+    Published("modulus", torch.abs, "folded", "a kink at the fold"),
+    Published("soft_modulus_q", _soft_modulus_q, "folded", "a parabola and two lines"),
+    # Patwardhan et al., ARiA, 2018: alpha = 1.5, beta = 2
+    Published("aria2", lambda z: z * torch.pow(1 + torch.exp(-2 * z), -1.5), "folded", _ONE_DIP),
+    # Biswas et al., TanhSoft, 2020: TanhSoft-1 with alpha = 0.87, TanhSoft-2 with beta = 0.75 and gamma = 0.75
+    Published("tanhsoft1", lambda z: torch.tanh(0.87 * z) * F.softplus(z), "folded", _ONE_DIP),
+    Published("tanhsoft2", lambda z: z * torch.tanh(0.75 * torch.exp(0.75 * z)), "folded", _ONE_DIP),
+    # Alcaide, E-swish, 2018, beta = 1.5
+    Published("eswish", lambda z: 1.5 * z * torch.sigmoid(z), "folded", _ONE_DIP),
+    # Madhu et al., NIPUNA, 2023: max(z sigmoid(z), z)
+    Published("nipuna", lambda z: torch.maximum(z * torch.sigmoid(z), z), "folded", _ONE_DIP),
+    # Chieng et al., Flatten-T Swish, 2018, T = -0.2
+    Published("flatten_t_swish", lambda z: torch.relu(z) * torch.sigmoid(z) - 0.2, "monotone", "flat below 0"),
+    # Elfwing et al., Sigmoid-Weighted Linear Units, 2018: dSiLU
+    Published(
+        "dsilu", lambda z: torch.sigmoid(z) * (1 + z * (1 - torch.sigmoid(z))), "input", "a dip and a bump: turns twice"
+    ),
+    # --- the output does not tell -------------------------------------------------------------------------------------
+    Published("gaussian", lambda z: torch.exp(-z * z), "input", "at a top at 1 an output tells too little"),
+    Published("sinc", lambda z: torch.sinc(z / math.pi), "input", "turns without end"),
+    Published("cosine", torch.cos, "input", "turns without end"),
+    # Noel et al., Growing Cosine Unit, 2021
+    Published("growing_cosine", lambda z: z * torch.cos(z), "input", "turns without end, grows without bound"),
+    Published("mexican_hat", lambda z: (1 - z * z) * torch.exp(-z * z / 2), "input", "turns three times"),
+    # Ziyin et al., Neural Networks Fail to Learn Periodic Functions, 2020, a = 1
+    Published("snake_fixed", lambda z: z + torch.sin(z).square(), "input", "its slope never settles"),
+    # So et al., Primer, 2021, with the constants of Yu et al., MetaFormer Baselines, 2022
+    Published(
+        "star_relu_fixed", lambda z: 0.8944 * torch.relu(z).square() - 0.4472, "input", "its slope grows without bound"
+    ),
+    Published("heaviside_line", lambda z: torch.where(z > 0, z + 1, z), "input", "jumps"),
+    Published("cube", lambda z: z**3, "input", "its slope grows without bound"),
+    Published("tanhshrink", lambda z: z - torch.tanh(z), "input", "flat at 0 as z^3"),
+    Published("hardshrink", F.hardshrink, "input", "jumps"),
+    # --- with trainable parameters ------------------------------------------------------------------------------------
+    Published(
+        "snake", lambda z, a: z + torch.sin(a * z).square() / a, "input", _TRAINS, (("a", 1.0),)
+    ),  # as above, one a per channel
+    # Ramachandran et al., Searching for Activation Functions, 2017
+    Published("swish_beta", lambda z, beta: z * torch.sigmoid(beta * z), "input", _TRAINS, (("beta", 1.0),)),
+    # He et al., Delving Deep into Rectifiers, 2015: a slope per channel
+    Published("prelu", lambda z, slope: torch.where(z >= 0, z, slope * z), "input", _TRAINS, (("slope", 0.25),)),
+    # Jin et al., Deep Learning with S-shaped Rectified Linear Activation Units, 2015
+    Published(
+        "srelu", _srelu, "input", _TRAINS, (("low", 0.0), ("below", 0.2), ("high", 0.4), ("above", 1.0))
+    ),
+    # Molina et al., Padé Activation Units, 2019: a "safe" PAU of orders 3 and 2
+    Published(
+        "pau", _pau, "input", _TRAINS,
+        (("a0", 0.02), ("a1", 0.5), ("a2", 1.6), ("a3", 0.5), ("b1", 0.0), ("b2", 1.2)),
+    ),
+    # Ma et al., Activate or Not: Learning Customized Activation, 2021
+    Published(
+        "acon_c",
+        lambda z, p1, p2, beta: (p1 - p2) * z * torch.sigmoid(beta * (p1 - p2) * z) + p2 * z,
+        "input",
+        _TRAINS,
+        (("p1", 1.0), ("p2", 0.0), ("beta", 1.0)),
+    ),
+    # Agostinelli et al., Learning Activation Functions to Improve Deep Neural Networks, 2014
+    Published(
+        "apl", _apl, "input", _TRAINS, (("a1", 0.2), ("b1", 0.0), ("a2", -0.1), ("b2", 1.0))
+    ),
+    # Yu et al., MetaFormer Baselines for Vision, 2022
+    Published(
+        "star_relu", lambda z, s, b: s * torch.relu(z).square() + b, "input", _TRAINS, (("s", 0.8944), ("b", -0.4472))
+    ),
+    # Godfrey and Gashler, A Continuum among Logarithmic, Linear, and Exponential Functions, 2015 (alpha > 0)
+    Published(
+        "soft_exponential", lambda z, a: torch.expm1(a * z) / a + a, "input", _TRAINS, (("a", 0.5),)
+    ),
+)  # fmt: skip
+
+#: Those that have nothing to train.
+FIXED = tuple(published for published in PUBLISHED if not published.trainable)
