@@ -1,6 +1,7 @@
 """Bias and activation fused into the layer before them: one hidden-sized buffer where PyTorch keeps two."""
 
 from .activations import activation, activations
+from .explanation.report import explain
 from .functional import bias_act, dense_bias_act
 from .modules.activations import (
     CELU,
@@ -63,6 +64,7 @@ __all__ = [
     "celu",
     "dense_bias_act",
     "elu",
+    "explain",
     "gelu",
     "hardsigmoid",
     "hardswish",

@@ -9,8 +9,9 @@ import sys
 from collections.abc import Sequence
 
 from .demo import command as demo
+from .explanation import command as explain
 
-COMMANDS = (demo,)
+COMMANDS = (demo, explain)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

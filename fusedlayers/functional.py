@@ -15,7 +15,6 @@ What has a ``__torch_function__`` of its own (``torch.fx`` proxies, subclasses t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +23,10 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.checkpoint import checkpoint
 
 from . import backends, operands
-from .activations import Activation, Saved, resolve
+from .activations import Activation, Saved, Specialised, resolve
 from .autograd import BiasAct, Dense, Origin
 from .broadcast import along
 from .ownership import saved_under_hooks
-
-if TYPE_CHECKING:
-    from .activations.custom import Specialised
 
 SAVES = ("auto", "output", "input", "recompute")
 

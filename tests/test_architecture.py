@@ -34,6 +34,7 @@ LAYERS = [
     ["modules."],
     ["checkpoint."],
     ["memory"],
+    ["explanation."],
     ["fuse"],
     ["compile"],
     [""],

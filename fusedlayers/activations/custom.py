@@ -26,21 +26,13 @@ from torch.fx import Graph, GraphModule, Node
 from ..clean import in_clean_state
 from .capture import Captured, capture
 from .inverse import Analysis, analyse
-from .spec import Activation, Row, must_be_called_because
+from .spec import Activation, Row, Specialised, must_be_called_because
 from .trace import FILLED, NotPointwise, aten_graph
 
 aten = torch.ops.aten
 _log = logging.getLogger("fusedlayers")
 
 Dims = tuple[int | None, ...]
-
-
-class Specialised(NamedTuple):
-    """An activation, and what it takes besides z: tensors of one element, or of one per channel along ``dim``."""
-
-    activation: Activation
-    operands: tuple[Tensor, ...] = ()
-    dim: int | None = None
 
 
 class Split(NamedTuple):

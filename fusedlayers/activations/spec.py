@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -297,6 +297,14 @@ class Activation:
     @property
     def defaults(self) -> Mapping[str, float]:
         return {} if self.row is None else self.row.parameters
+
+
+class Specialised(NamedTuple):
+    """An activation, and what it takes besides z: tensors of one element, or of one per channel along ``dim``."""
+
+    activation: Activation
+    operands: tuple[Tensor, ...] = ()
+    dim: int | None = None
 
 
 _rows: dict[str, Row] = {}

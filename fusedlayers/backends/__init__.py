@@ -8,6 +8,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from ..activations import Activation
 from . import eager
 from .interface import Backend, Wanted
 
@@ -18,13 +19,15 @@ __all__ = ["DEVICES", "Backend", "Wanted", "choose"]
 DEVICES = ("cpu", "cuda")
 
 
-def choose(tensor: Tensor) -> Backend:
+def choose(tensor: Tensor, activation: Activation | None = None) -> Backend:
     """The backend for a tensor's device: Triton on GPUs where it is installed, torch operations elsewhere.
 
-    float64 stays with torch operations on GPUs too: the kernels compute in float32.
+    float64 stays with torch operations on GPUs too (the kernels compute in float32), and so does what cannot be printed
+    as device code.
     """
     if tensor.is_cuda and tensor.dtype is not torch.float64:
-        return _for_gpus()
+        backend = _for_gpus()
+        return backend if activation is None or backend.computes(activation) else eager
     return eager
 
 

@@ -23,6 +23,10 @@ class Wanted(NamedTuple):
 class Backend(Protocol):
     """What autograd asks of a backend. No argument is changed but ``out``, and ``saved`` where that is said."""
 
+    def computes(self, activation: Activation) -> bool:
+        """Whether this backend has, or can make, code for the activation."""
+        ...
+
     def multiplies(self, x: Tensor, w: Tensor) -> bool:
         """Whether ``linear`` is faster than ``F.linear`` for these."""
         ...

@@ -1,0 +1,1 @@
+"""What a layer keeps of an activation, why, and how exact its derivative then is: ``fusedlayers.explain``."""

@@ -1,0 +1,57 @@
+"""The options of `fusedlayers explain`."""
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..activations import activations
+from .report import explain
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def register(commands: "Commands") -> None:
+    """Add `explain` to the commands."""
+    parser = commands.add_parser(
+        "explain",
+        help="say what a layer keeps of an activation, why, and how exact its derivative is",
+        description="Prints what a layer keeps of an activation and why, the bytes, the errors of its derivative, and "
+        "the generated device code.",
+    )
+    parser.add_argument(
+        "activation", metavar="ACTIVATION", help="a name, or module:attribute; " + ", ".join(activations())
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the function, its derivative and its error")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        found = explain(find(arguments.activation))
+        if arguments.plot is not None:
+            found.plot(arguments.plot)
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        print(f"fusedlayers {'' if str(error).startswith('explain: ') else 'explain: '}{error}", file=sys.stderr)
+        return 2
+    print(json.dumps(found.to_dict(), indent=1) if arguments.json else found)
+    return 0
+
+
+def find(name: str) -> object:
+    """The activation of that name, or what `module:attribute` names; a class that needs no arguments is called."""
+    module_name, colon, attribute = name.partition(":")
+    if not colon:
+        return name
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it
+    found: object = importlib.import_module(module_name)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"{module_name!r} has no {attribute!r}")
+        found = getattr(found, part)
+    return found() if isinstance(found, type) else found
