@@ -66,7 +66,7 @@ class BiasAct(Function):
         origin: Origin | None,
         *operands: Tensor,
     ) -> Tensor:
-        backend = backends.choose(z)
+        backend = backends.choose(z, activation)
         encode, out = save == "output", z if inplace else None
         y = backend.bias_act(z, b, activation, operands, dim=dim, encode=encode, out=out)
         if inplace:

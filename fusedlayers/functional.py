@@ -112,7 +112,7 @@ def dense_bias_act(
         x = input.flatten(0, -2) if input.dim() > 2 else input if input.dim() == 2 else input.unsqueeze(0)
         y = _fused_dense(x, weight, bias, resolved, params, keep, cast)
         return y if input.dim() == 2 else y.view(*input.shape[:-1], y.shape[-1])
-    backend = backends.choose(input)
+    backend = backends.choose(input, resolved)
     if cast is None and not params:
         return backend.linear_act(input, weight, bias, resolved)
     z = F.linear(input, weight, bias)
@@ -198,7 +198,7 @@ def bias_act(
         return resolved.plain(biased(input, bias))
     if not _needs_gradient(input, bias, *params):
         out = input if inplace else None
-        return backends.choose(input).bias_act(input, bias, resolved, params, dim=dim, encode=False, out=out)
+        return backends.choose(input, resolved).bias_act(input, bias, resolved, params, dim=dim, encode=False, out=out)
     if keep == "input":
         return BiasAct.apply(biased(input, bias), None, resolved, keep, dim, False, None, *params)
     origin = Origin(input) if keep == "recompute" else None
@@ -225,7 +225,7 @@ def _fused_dense(
     cast: torch.dtype | None,
 ) -> Tensor:
     """The layer on 2-d input, for gradients; ``cast`` is what autocast, if it is on, casts to."""
-    backend = backends.choose(x)
+    backend = backends.choose(x, activation)
     # Where the kernel adds the bias, the matmul does not.
     kernel_b = b if backend.ADDS_BIAS and keep != "input" else None
     matmul_b = b if kernel_b is None else None

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import linecache
+import logging
 import math
 import re
 from collections import Counter
@@ -84,6 +85,7 @@ _TEMPLATES = {
 _TYPES = {torch.float32: "tl.float32", torch.int32: "tl.int32", torch.int64: "tl.int64", torch.bool: "tl.int1"}
 
 Role = Literal["forward", "gradient"]
+_log = logging.getLogger("fusedlayers")
 
 
 def device_function(
@@ -105,6 +107,21 @@ def device_function(
     # The dtype shows only in the branch bit: other functions are shared by all dtypes, and compiled once.
     coded = activation.is_folded and given == "output"
     return _compile(activation, role, given, dtype if coded else torch.float32, needs)
+
+
+@functools.lru_cache(4096)
+def computes(activation: Activation) -> bool:
+    """Whether the activation can be printed: of the table all can, of users' functions those of known operations."""
+    if not (activation.is_traced or (activation.row is not None and activation.row.is_users)):
+        return True
+    try:
+        device_function(activation, "forward", given="input", dtype=torch.float32)
+        needs = (True,) * len(activation.operand_dims)
+        device_function(activation, "gradient", given="input", dtype=torch.float32, needs=needs)
+    except NotPointwise as reason:
+        _log.warning("%s is left to torch operations on GPUs because %s", activation.name, reason)
+        return False
+    return True
 
 
 def source(activation: Activation, role: Role, *, given: str, dtype: torch.dtype, needs: tuple[bool, ...] = ()) -> str:
