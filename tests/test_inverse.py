@@ -26,7 +26,7 @@ from fusedlayers.activations.inverse import (
     analyse,
 )
 from fusedlayers.activations.trace import trace
-from fusedlayers.backends import eager
+from fusedlayers.backends import Wanted, eager
 from fusedlayers.backends.eager import table
 
 Function = Callable[[Tensor], Tensor]
@@ -395,7 +395,7 @@ def test_cpu_tables_hold_the_derivative(published: Published) -> None:
     z = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
     y = activation.encoded(torch.cat([z, torch.linspace(-12, 12, 100_001) + 1e-4]), torch.float32)
     assert bool(y.isfinite().all())
-    quick, _ = eager.gradient(torch.ones_like(y), y, activation, given="output", overwrite=False, bias_dim=None)
+    quick, _ = eager.gradient(torch.ones_like(y), y, activation, (), Wanted("output", False, False), dim=-1)
     if isinstance(fitted, FoldedDerivative):
         slow = fitted(y.double(), branch.decode(y, torch.float32, fitted.fold.ambiguous))
     else:
@@ -423,7 +423,7 @@ def test_tables_leave_their_argument_alone_and_keep_nan(name: str) -> None:
     (activation,) = (_activation(p) for p in FIXED if p.name == name)
     y = torch.tensor([0.25, 0.5, math.nan, -0.0, 0.0])
     before = y.clone()
-    slope, _ = eager.gradient(torch.ones_like(y), y, activation, given="output", overwrite=False, bias_dim=None)
+    slope, _ = eager.gradient(torch.ones_like(y), y, activation, (), Wanted("output", False, False), dim=-1)
     assert torch.equal(y.view(torch.int32), before.view(torch.int32))
     assert slope.isnan().tolist() == [False, False, True, False, False]
 
@@ -458,7 +458,7 @@ def test_on_a_device(name: str, dtype: torch.dtype, triton_backend: object) -> N
     z = torch.linspace(-6, 6, 4000).to(dtype).to(DEVICE)
     y = backend.bias_act(z, None, activation, dim=-1, encode=True, out=None)  # type: ignore[attr-defined]
     slope, _ = backend.gradient(  # type: ignore[attr-defined]
-        torch.ones_like(y), y, activation, given="output", overwrite=False, bias_dim=None
+        torch.ones_like(y), y, activation, (), Wanted("output", False, False), dim=-1
     )
     # Where no bit tells a branch the program is the same for all dtypes.
     fitted_to = torch.float32 if activation.fold is None else dtype
