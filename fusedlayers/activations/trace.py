@@ -281,6 +281,12 @@ def _rrelu_and_noise(x: Tensor, noise: Tensor, *arguments: Any, **options: Any) 
     return result if result is NotImplemented else (result, noise)
 
 
+def _rrelu_backward(
+    grad: Tensor, x: Tensor, noise: Tensor, lower: float, upper: float, training: bool, self_is_result: bool
+) -> Any:
+    return NotImplemented if training else torch.where(x > 0, grad, grad * ((lower + upper) / 2))
+
+
 def _logit_backward(grad: Tensor, x: Tensor, eps: float | None = None) -> Tensor:
     low, high = (0.0, 1.0) if eps is None else (eps, 1 - eps)
     outside = math.nan if eps is None else 0.0
@@ -311,5 +317,6 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.polygamma.default: lambda n, x: torch.digamma(x) if n == 0 else NotImplemented,
     aten.round.decimals: _round_decimals,
     aten.rrelu_with_noise.default: _rrelu,
+    aten.rrelu_with_noise_backward.default: _rrelu_backward,
     aten.rrelu_with_noise_functional.default: _rrelu_and_noise,
 }

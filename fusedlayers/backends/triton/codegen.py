@@ -10,6 +10,7 @@ What Triton has no operation for is written in its own operations in ``device.py
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import linecache
@@ -59,8 +60,8 @@ _TEMPLATES = {
     "exp2": "tl.exp2({0})",
     "expm1": "_expm1({0})",
     "floor": "tl.floor({0})",
-    "fmax": "tl.maximum({0}, {1})",
-    "fmin": "tl.minimum({0}, {1})",
+    "fmax": "_fmax({0}, {1})",
+    "fmin": "_fmin({0}, {1})",
     "fmod": "_fmod({0}, {1})",
     "ge": "{0} >= {1}",
     "gt": "{0} > {1}",
@@ -117,7 +118,10 @@ _POWERS: dict[Any, str] = {
 
 #: Our own functions that are as accurate in float64 as they are in float32.
 _IN_DOUBLE = {
-    **{op: _TEMPLATES[op] for op in ("acosh", "asinh", "atanh", "expm1", "hypot", "log1p", "tan", "tanh", "trunc")},
+    **{
+        op: _TEMPLATES[op]
+        for op in ("acosh", "asinh", "atanh", "expm1", "fmax", "fmin", "log1p", "tan", "tanh", "trunc")
+    },
     "pow": "_pow_double({0}, {1})",
 }
 
@@ -198,7 +202,7 @@ def print_function(name: str, pointwise: Pointwise) -> str:
         text = _expression(operation, inlined)
         # Values that are used once are written where they are used, as long as the lines stay short.
         if uses[operation.name] == 1 and len(text) <= _INLINE and operation.name != pointwise.output:
-            inlined[operation.name] = text if text[-1] == ")" and text.startswith(("tl.", "_")) else f"({text})"
+            inlined[operation.name] = text if _is_call(text) else f"({text})"
         else:
             lines.append(f"    {operation.name} = {text}")
     result = _literal(pointwise.output, inlined)
@@ -207,22 +211,29 @@ def print_function(name: str, pointwise: Pointwise) -> str:
     return "\n".join([*lines, f"    return {result}", ""])
 
 
+def _is_call(text: str) -> bool:
+    """Whether ``text`` is one call, which needs no parentheses: ``f(x)``, and not ``f(x) + g(x)``."""
+    return isinstance(ast.parse(text, mode="eval").body, ast.Call)
+
+
 #: Three of these and what stands around them still make a line of less than 140 characters.
 _INLINE = 36
 
 
 def _expression(operation: Operation, inlined: Mapping[str, str]) -> str:
     arguments = [_literal(a, inlined) for a in operation.arguments]
-    if operation.op == "cast" and not isinstance(operation.arguments[0], str):
-        return _literal(torch.tensor(operation.arguments[0]).to(operation.dtype).item(), {})
     if operation.op in ("cast", "bitcast"):
         if operation.dtype not in _TYPES:
             raise NotPointwise(f"{operation.op} to {operation.dtype} has no Triton counterpart here")
+        if not isinstance(operation.arguments[0], str):
+            return f"tl.full((), {arguments[0]}, {_TYPES[operation.dtype]})"
         bitcast = ", bitcast=True" if operation.op == "bitcast" else ""
         return f"{arguments[0]}.to({_TYPES[operation.dtype]}{bitcast})"
     template = _template(operation)
     if template.startswith("_") and operation.op != "polygamma":  # their numbers are float32's
-        arguments = [f"{a}.0" if type(given) is int else a for a, given in zip(arguments, operation.arguments)]
+        arguments = [
+            f"{a}.0" if type(given) is int else a for a, given in zip(arguments, operation.arguments, strict=True)
+        ]
     return template.format(*arguments)
 
 

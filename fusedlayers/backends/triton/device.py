@@ -27,8 +27,9 @@ LOG2_SCALE_TAIL = tl.constexpr(2 / (3 * math.log(2)) - math.floor(4096 * 2 / (3 
 
 @triton.jit
 def _block(value, like):
-    # Where one of two arguments may be a number.
-    return tl.where(like == like, value, value)  # the compiler sees that nothing depends on it
+    # Where one of two arguments may be a number; a subnormal one would be float64's. The compiler sees that nothing
+    # depends on the comparison.
+    return tl.where(like == like, value, value).to(tl.float32)
 
 
 # --- signs and integers -----------------------------------------------------------------------------------------------
@@ -51,6 +52,17 @@ def _copysign(x, y):
     # 0x7FFFFFFF is all but the sign.
     sign = y.to(tl.int32, bitcast=True) & -2147483648
     return ((x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _fmax(x, y):
+    # Not tl.maximum alone: Triton 3.6's interpreter propagates NaN.
+    return tl.where(x != x, y, tl.where(y != y, x, tl.maximum(x, y)))
+
+
+@triton.jit
+def _fmin(x, y):
+    return tl.where(x != x, y, tl.where(y != y, x, tl.minimum(x, y)))
 
 
 @triton.jit
@@ -124,7 +136,7 @@ def _tanh(x):
     # tanh(x) = -m / (m + 2) with m = expm1(-2x), taken at |x| so that m stays within (-1, 0].
     m = _expm1(-2.0 * tl.abs(x))
     t = -m / (m + 2.0)
-    return tl.where(x < 0, -t, t)
+    return tl.where(x < 0, -t, tl.where(x == 0, x, t))
 
 
 @triton.jit
@@ -265,7 +277,7 @@ def _signed_power(power, x, p):
     odd = whole & (tl.floor(half) != half)
     # 1 / x tells -0 from 0.
     negative = (x < 0) | ((x == 0) & (1.0 / x < 0))
-    power = tl.where(negative & odd, -power, power)
+    power = tl.where(negative & odd, power * -1.0, power)  # Triton 3.6 computes -0 as 0 - 0
     finite = (x < 0) & (x != -float("inf"))
     power = tl.where(finite & (whole == 0), float("nan"), power)
     power = tl.where((x != x) | (p != p), float("nan"), power)
