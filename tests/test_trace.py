@@ -69,6 +69,26 @@ def test_any_function_can_be_traced() -> None:
     torch.testing.assert_close(evaluate(trace(function), POINTS), function(POINTS), equal_nan=True)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda z: torch.div(z, 0.7, rounding_mode="floor") + torch.div(z, torch.cos(z), rounding_mode="floor"),
+        lambda z: torch.div(z, 0.7, rounding_mode="trunc") + z // -0.3,
+        lambda z: torch.round(z, decimals=2) + torch.round(100 * z, decimals=-1),
+        lambda z: F.gelu(z) + F.gelu(z, approximate="tanh"),
+        lambda z: (z > 0) * 1.0 + (z > 1) * 1.0,
+        lambda z: (z.to(torch.float16) * 0.1).to(torch.float32),
+        lambda z: torch.where(torch.logical_xor(z, z > 1), z, torch.logical_not(z) * 2.0),
+        lambda z: torch.logit(z, 1e-3) + F.rrelu(z, training=False),
+    ],
+    ids=["floor", "trunc", "decimals", "gelu", "bool", "half", "logical", "logit"],
+)
+def test_options_and_types_survive_the_decomposition(function: Function) -> None:
+    # Operations with options that are not arguments, or that convert their arguments, are taken apart.
+    for z in (POINTS[:-9], torch.tensor([0.0, -0.0])):
+        torch.testing.assert_close(evaluate(trace(function), z), function(z), rtol=2e-6, atol=1e-6, equal_nan=True)
+
+
 # --- what is tidied ---------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import sysconfig
+import os
 import types
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -229,7 +229,7 @@ def _is_librarys(value: object) -> bool:
     return isinstance(value, types.FunctionType) and value.__code__.co_filename.startswith(_LIBRARIES)
 
 
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")} - {None})
+_LIBRARIES = (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__)))
 
 
 def _is_filled(cell: types.CellType) -> bool:

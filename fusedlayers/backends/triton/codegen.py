@@ -5,13 +5,13 @@ compile-time arguments. Those are printed here from the same torch function that
 pointwise operations (``activations/trace.py``), one line each. What else the function reads, its operands, lies in one
 buffer (``pack``); the printed functions load it themselves, so that kernels take the same arguments for all.
 
-Triton has no erfc, expm1, log1p, tanh or pow of its own. The first four are written below in its own operations, so
-that they run in the interpreter and on every vendor's devices; erfc from a polynomial that is fitted when it is first
-needed.
+What Triton has no operation for is written in its own operations in ``device.py`` (elementary functions) and
+``special.py`` (error, gamma, Bessel), from polynomials that ``fitted.py`` makes when they are first needed.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import linecache
@@ -29,14 +29,20 @@ import triton.language as tl
 from torch import Tensor
 
 from ...activations import Activation
-from ...activations.inverse import Piece, interpolate
 from ...activations.trace import NotPointwise, Operation, Pointwise, trace
-from ...clean import in_clean_state
+from . import device, fitted, special
 
 #: How each operation is written; {0}, {1}, ... are its arguments.
 _TEMPLATES = {
     "abs": "tl.abs({0})",
+    "acos": "_acos({0}, _ASIN)",
+    "acosh": "_acosh({0})",
     "add": "{0} + {1}",
+    "asin": "_asin({0}, _ASIN)",
+    "asinh": "_asinh({0})",
+    "atan": "_atan({0}, _ATAN)",
+    "atan2": "_atan2({0}, {1}, _ATAN)",
+    "atanh": "_atanh({0})",
     "bitwise_and": "{0} & {1}",
     "bitwise_left_shift": "{0} << {1}",
     "bitwise_not": "~{0}",
@@ -44,45 +50,114 @@ _TEMPLATES = {
     "bitwise_right_shift": "{0} >> {1}",
     "bitwise_xor": "{0} ^ {1}",
     "ceil": "tl.ceil({0})",
+    "copysign": "_copysign({0}, {1})",
     "cos": "tl.cos({0})",
+    "cosh": "_cosh({0})",
+    "digamma": "_digamma({0}, _DIGAMMA_FAR)",
     "div": "{0} / {1}",
     "eq": "{0} == {1}",
     "erf": "tl.erf({0})",
-    "erfc": "_erfc({0})",
+    "erfc": "_erfc({0}, _ERFC_FAR, _ERFC_NEAR)",
+    "erfinv": "_erfinv({0}, _ERFINV_NEAR, _ERFINV_FAR)",
     "exp": "tl.exp({0})",
     "exp2": "tl.exp2({0})",
     "expm1": "_expm1({0})",
     "floor": "tl.floor({0})",
+    "fmax": "_fmax({0}, {1})",
+    "fmin": "_fmin({0}, {1})",
+    "fmod": "_fmod({0}, {1})",
     "ge": "{0} >= {1}",
     "gt": "{0} > {1}",
+    "hypot": "_hypot({0}, {1})",
+    "i0": "_i0({0}, _I0E)",
+    "isinf": 'tl.abs({0}) == float("inf")',
     "isnan": "{0} != {0}",
     "le": "{0} <= {1}",
+    "lgamma": "_lgamma({0}, _LGAMMA_NEAR, _LGAMMA_FAR)",
     "log": "tl.log({0})",
+    "log10": "tl.log({0}) * 0.4342944819032518",
     "log1p": "_log1p({0})",
     "log2": "tl.log2({0})",
-    "logical_and": "{0} & {1}",
-    "logical_not": "~{0}",
-    "logical_or": "{0} | {1}",
     "lt": "{0} < {1}",
     "maximum": "tl.maximum({0}, {1}, tl.PropagateNan.ALL)",
     "minimum": "tl.minimum({0}, {1}, tl.PropagateNan.ALL)",
     "mul": "{0} * {1}",
     "ne": "{0} != {1}",
     "neg": "-{0}",
-    "pow": "_pow({0}, {1})",
+    "polygamma": "_polygamma_{0}({1})",
+    "pow": "_pow({0}, {1}, _LOG, _EXP2)",
     "reciprocal": "1.0 / {0}",
+    "remainder": "_remainder({0}, {1})",
+    "round": "_round({0})",
     "rsqrt": "tl.rsqrt({0})",
     "sigmoid": "tl.sigmoid({0})",
     "sign": "_sign({0})",
+    "signbit": "_signbit({0})",
     "sin": "tl.sin({0})",
+    "sinh": "_sinh({0})",
     "softshrink_backward": "tl.where(tl.abs({1}) <= {2}, 0.0, {0})",
+    "special_erfcx": "_erfcx({0}, _ERFCX)",
+    "special_i0e": "_i0e({0}, _I0E)",
+    "special_i1": "_i1({0}, _I1E)",
+    "special_i1e": "_i1e({0}, _I1E)",
+    "special_ndtri": "_ndtri({0}, _ERFINV_NEAR, _ERFINV_FAR, _NDTRI_TAIL)",
     "sqrt": "tl.sqrt({0})",
     "sub": "{0} - {1}",
+    "tan": "_tan({0})",
     "tanh": "_tanh({0})",
+    "trunc": "_trunc({0})",
     "where": "tl.where({0}, {1}, {2})",
 }
 
-_TYPES = {torch.float32: "tl.float32", torch.int32: "tl.int32", torch.int64: "tl.int64", torch.bool: "tl.int1"}
+#: Powers that are shorter otherwise, by the exponent.
+_POWERS: dict[Any, str] = {
+    -2: "1.0 / ({0} * {0})",
+    -1: "1.0 / {0}",
+    -0.5: "tl.rsqrt({0})",
+    0.5: "tl.sqrt({0})",
+    2: "{0} * {0}",
+    3: "{0} * {0} * {0}",
+}
+
+#: Our own functions that are as accurate in float64 as they are in float32.
+_IN_DOUBLE = {
+    **{
+        op: _TEMPLATES[op]
+        for op in ("acosh", "asinh", "atanh", "expm1", "fmax", "fmin", "log1p", "tan", "tanh", "trunc")
+    },
+    "pow": "_pow_double({0}, {1})",
+}
+
+#: What Triton does with integers as torch does.
+_OF_INTEGERS = {
+    "abs",
+    "add",
+    "bitwise_and",
+    "bitwise_left_shift",
+    "bitwise_not",
+    "bitwise_or",
+    "bitwise_right_shift",
+    "bitwise_xor",
+    "maximum",
+    "minimum",
+    "mul",
+    "neg",
+    "sub",
+    "where",
+}
+
+_TYPES = {
+    torch.float64: "tl.float64",
+    torch.float32: "tl.float32",
+    torch.float16: "tl.float16",
+    torch.bfloat16: "tl.bfloat16",
+    torch.int64: "tl.int64",
+    torch.int32: "tl.int32",
+    torch.int16: "tl.int16",
+    torch.int8: "tl.int8",
+    torch.uint8: "tl.uint8",
+    torch.bool: "tl.int1",
+}
 
 Role = Literal["forward", "gradient"]
 _log = logging.getLogger("fusedlayers")
@@ -161,14 +236,16 @@ def print_function(
     lines = [f"def {name}({', '.join([*blocks, *_POINTERS])}):"]
     uses = Counter(a for operation in pointwise.operations for a in operation.arguments if isinstance(a, str))
     uses.update(a for a in pointwise.outputs if isinstance(a, str))
-    uses.update(str(o.arguments[0]) for o in pointwise.operations if o.op == "pow" and o.arguments[1] == 2)  # a product
+    for operation in pointwise.operations:
+        if operation.op == "pow" and (product := _POWERS.get(operation.arguments[1])) is not None:
+            uses[str(operation.arguments[0])] += product.count("{0}") - 1
     lines += [f"    {text}" for text in _loads({name: kind for name, kind in operands.items() if uses[name]}, operands)]
     inlined: dict[str, str] = {}
     for operation in pointwise.operations:
         text = _expression(operation, inlined)
         # Values that are used once are written where they are used, as long as the lines stay short.
         if uses[operation.name] == 1 and len(text) <= _INLINE and operation.name not in pointwise.outputs:
-            inlined[operation.name] = text if text[-1] == ")" and text.startswith(("tl.", "_")) else f"({text})"
+            inlined[operation.name] = text if _is_call(text) else f"({text})"
         else:
             lines.append(f"    {operation.name} = {text}")
     results = [
@@ -195,6 +272,11 @@ def _loads(wanted: Mapping[str, bool], operands: Mapping[str, bool]) -> Iterator
         yield f"{name} = tl.load(operand_ptr + {' + '.join(offset)}{mask})"
 
 
+def _is_call(text: str) -> bool:
+    """Whether ``text`` is one call, which needs no parentheses: ``f(x)``, and not ``f(x) + g(x)``."""
+    return isinstance(ast.parse(text, mode="eval").body, ast.Call)
+
+
 #: Three of these and what stands around them still make a line of less than 140 characters.
 _INLINE = 36
 
@@ -202,14 +284,39 @@ _INLINE = 36
 def _expression(operation: Operation, inlined: Mapping[str, str]) -> str:
     arguments = [_literal(a, inlined) for a in operation.arguments]
     if operation.op in ("cast", "bitcast"):
+        if operation.dtype not in _TYPES:
+            raise NotPointwise(f"{operation.op} to {operation.dtype} has no Triton counterpart here")
+        if not isinstance(operation.arguments[0], str):
+            return f"tl.full((), {arguments[0]}, {_TYPES[operation.dtype]})"
         bitcast = ", bitcast=True" if operation.op == "bitcast" else ""
         return f"{arguments[0]}.to({_TYPES[operation.dtype]}{bitcast})"
-    if operation.op == "pow" and operation.arguments[1] == 2:
-        return f"{arguments[0]} * {arguments[0]}"
-    template = _TEMPLATES.get(operation.op)
-    if template is None:
-        raise NotPointwise(f"{operation.op} has no Triton counterpart here")
+    template = _template(operation)
+    if template.startswith("_") and operation.op != "polygamma":  # their numbers are float32's
+        arguments = [
+            f"{a}.0" if type(given) is int else a for a, given in zip(arguments, operation.arguments, strict=True)
+        ]
     return template.format(*arguments)
+
+
+def _template(operation: Operation) -> str:
+    op, dtype = operation.op, operation.dtype
+    template = _TEMPLATES.get(op)
+    if template is None:
+        raise NotPointwise(f"{op} has no Triton counterpart here")
+    if op == "pow" and dtype.is_floating_point:
+        # These as torch does them.
+        template = _POWERS.get(operation.arguments[1], template)
+    if op == "polygamma" and not 1 <= int(operation.arguments[0]) <= fitted.HIGHEST_ORDER:
+        raise NotPointwise(f"polygamma of order {operation.arguments[0]} has no Triton counterpart here")
+    if dtype is torch.bool:
+        return {"add": "{0} | {1}", "mul": "{0} & {1}"}.get(op, template)
+    if dtype is torch.float64 and template.startswith("_"):
+        template = _IN_DOUBLE.get(op, "")
+    elif not dtype.is_floating_point and op not in _OF_INTEGERS:
+        template = ""
+    if not template:
+        raise NotPointwise(f"{op} in {dtype} has no Triton counterpart here")
+    return template
 
 
 def _literal(argument: object, inlined: Mapping[str, str]) -> str:
@@ -226,71 +333,22 @@ def _compile(activation: Activation, role: Role, given: str, dtype: torch.dtype,
 
 def compile_function(text: str) -> Any:
     """``text``, one device function, jitted. Triton reads the text of what it compiles: linecache hands it out."""
-    from . import device
-
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     filename = f"<fusedlayers generated {digest}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
-    scope: dict[str, Any] = {**device.FUNCTIONS, "tl": tl, "__name__": __name__}
-    if "_erfc(" in text and "def _erfc" not in text:
-        scope["_erfc"] = _erfc()
+    functions = {**device.FUNCTIONS, **special.FUNCTIONS}
+    scope: dict[str, Any] = {"tl": tl, "PI": device.PI, "__name__": __name__}
     exec(compile(text, filename, "exec"), scope)
+    scope.update((used, functions.get(used) or _fitted(used)) for used in _OWN.findall(text) if used not in scope)
     (name,) = (line.split("(")[0].removeprefix("def ") for line in text.splitlines() if line.startswith("def "))
     return triton.jit(scope[name])
 
 
-@functools.cache
-def _erfc() -> Any:
-    return compile_function(erfc_source())
+#: What printed functions call that is not Triton's.
+_OWN = re.compile(r"(?<![\w.])_\w+")
 
 
 @functools.cache
-@in_clean_state
-def erfc_source() -> str:
-    """erfc on float32, in two pieces.
-
-    Far from 0 as ``t exp(-x^2) P(t)`` with ``t = 1 / (1 + x/2)``: erfcx(x) / t, which P approximates, varies little
-    over all x in this variable, so that the relative error stays at rounding level until erfc underflows. Negative x by
-    ``erfc(-x) = 2 - erfc(x)``. Near 0 as ``(1 - x) - x Q(x^2)``, which is rounded little more than once. That is where
-    GELU has its minimum, and an output there has to tell the derivative, whose largest error was twice that of torch's
-    operations with P alone.
-    """
-    far, near = erfc_pieces(_ERFC_DEGREES)
-    return "\n".join(
-        [
-            "def _erfc(x):",
-            "    a = tl.abs(x)",
-            "    t = 1.0 / (1.0 + 0.5 * a)",
-            *_horner("p", far, "t"),
-            "    e = t * tl.exp(-a * a) * p",
-            *_horner("q", near, "(a * a)"),
-            f"    return tl.where(a < {_ERFC_NEAR}, (1.0 - x) - x * q, tl.where(x < 0, 2.0 - e, e))",
-            "",
-        ]
-    )
-
-
-def erfc_pieces(degrees: tuple[int, int]) -> tuple[Piece, Piece]:
-    """P and Q."""
-
-    def ratio(t: Tensor) -> Tensor:
-        return torch.special.erfcx(2 / t - 2) / t
-
-    def quotient(square: Tensor) -> Tensor:
-        x = torch.sqrt(square)
-        return torch.special.erf(x) / x - 1
-
-    # t down to where erfc(x) has left float32's range.
-    far = interpolate(ratio, 1 / (1 + 10.1 / 2), 1 / (1 + _ERFC_NEAR / 2), degrees[0])
-    return far, interpolate(quotient, 0.0, _ERFC_NEAR**2, degrees[1])
-
-
-#: Where the pieces meet, and the first degrees at which the errors of P (relative) and Q are below a fifth of float32's
-#: rounding, so that they no longer show (``test_codegen``).
-_ERFC_NEAR = 0.75
-_ERFC_DEGREES = (8, 5)
-
-
-def _horner(name: str, piece: Piece, variable: str) -> list[str]:
-    lines = [f"    s = {variable} * {piece.scale} + {piece.offset}", f"    {name} = {piece.coefficients[-1]}"]
-    return lines + [f"    {name} = {name} * s + {c}" for c in piece.coefficients[-2::-1]]
+def _fitted(name: str) -> Any:
+    order = name.removeprefix("_polygamma_")
+    return compile_function(fitted.polygamma_source(int(order)) if order.isdigit() else fitted.polynomial_source(name))

@@ -1,10 +1,117 @@
-"""Elementary functions that Triton has not, on float32 blocks."""
+"""Elementary functions that Triton has not, on float32 blocks.
+
+All are in Triton's own operations, so that they run in the interpreter and on every vendor's devices. Where one needs a
+polynomial it takes the polynomial as an argument (``ATAN``, ``EXP2``, ...): ``fitted.py`` makes those on first use.
+"""
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
+
+from ...activations.inverse import to_float32
+
+#: Constants that float32 cannot hold, in two parts.
+HALF_PI = tl.constexpr(to_float32(math.pi / 2))
+HALF_PI_REST = tl.constexpr(math.pi / 2 - to_float32(math.pi / 2))
+PI = tl.constexpr(to_float32(math.pi))
+PI_REST = tl.constexpr(math.pi - to_float32(math.pi))
+LOG_2 = tl.constexpr(math.log(2))
+#: 2 / (3 ln 2), and its first 12 bits.
+LOG2_SCALE = tl.constexpr(2 / (3 * math.log(2)))
+LOG2_SCALE_HEAD = tl.constexpr(math.floor(4096 * 2 / (3 * math.log(2))) / 4096)
+LOG2_SCALE_TAIL = tl.constexpr(2 / (3 * math.log(2)) - math.floor(4096 * 2 / (3 * math.log(2))) / 4096)
+
+
+@triton.jit
+def _block(value, like):
+    # Where one of two arguments may be a number; a subnormal one would be float64's. The compiler sees that nothing
+    # depends on the comparison.
+    return tl.where(like == like, value, value).to(tl.float32)
+
+
+# --- signs and integers -----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _sign(x):
+    return tl.where(x > 0, 1.0, 0.0) - tl.where(x < 0, 1.0, 0.0)
+
+
+@triton.jit
+def _signbit(x):
+    return x.to(tl.int32, bitcast=True) < 0
+
+
+@triton.jit
+def _copysign(x, y):
+    x = _block(x, y)
+    y = _block(y, x)
+    # 0x7FFFFFFF is all but the sign.
+    sign = y.to(tl.int32, bitcast=True) & -2147483648
+    return ((x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _fmax(x, y):
+    # Not tl.maximum alone: Triton 3.6's interpreter propagates NaN.
+    return tl.where(x != x, y, tl.where(y != y, x, tl.maximum(x, y)))
+
+
+@triton.jit
+def _fmin(x, y):
+    return tl.where(x != x, y, tl.where(y != y, x, tl.minimum(x, y)))
+
+
+@triton.jit
+def _trunc(x):
+    return tl.where(x < 0, tl.ceil(x), tl.floor(x))
+
+
+@triton.jit
+def _round(x):
+    # Half to even, as the sum rounds: from 2^23 on there are no fractions.
+    a = tl.abs(x)
+    return tl.where(a < 8388608.0, _copysign((a + 8388608.0) - 8388608.0, x), x)
+
+
+@triton.jit
+def _fmod(x, y):
+    x = _block(x, y)
+    y = _block(y, x)
+    # Exact: x = +-a 2^i and y = +-b 2^j with 24-bit integers, and a 2^(i - j) mod b is taken 39 bits at a time. The
+    # exponents are at most 253 apart, which is seven steps.
+    x_bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    y_bits = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    i = tl.maximum(x_bits >> 23, 1)
+    j = tl.maximum(y_bits >> 23, 1)
+    remainder = tl.where(x_bits < 0x800000, x_bits, (x_bits & 0x7FFFFF) | 0x800000).to(tl.int64)
+    b = tl.where(y_bits < 0x800000, y_bits, (y_bits & 0x7FFFFF) | 0x800000).to(tl.int64)
+    b = tl.where(b == 0, 1, b)
+    shift = tl.maximum(i - j, 0)
+    remainder = remainder % b
+    for _ in tl.static_range(7):
+        step = tl.minimum(shift, 39)
+        remainder = (remainder << step.to(tl.int64)) % b
+        shift -= step
+    # 2^(j - 150) in two factors, neither of which is subnormal.
+    magnitude = remainder.to(tl.float32) * 1.1920928955078125e-07 * (j << 23).to(tl.float32, bitcast=True)
+    magnitude = tl.where(x_bits < y_bits, tl.abs(x), magnitude)
+    undefined = (x_bits >= 0x7F800000) | (y_bits > 0x7F800000) | (y_bits == 0)
+    return tl.where(undefined, float("nan"), _copysign(magnitude, x))
+
+
+@triton.jit
+def _remainder(x, y):
+    # Of y's sign, as in Python.
+    y = _block(y, x)
+    r = _fmod(x, y)
+    return tl.where((r != 0) & ((r < 0) != (y < 0)), r + y, r)
+
+
+# --- exponentials and logarithms --------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -29,32 +136,215 @@ def _tanh(x):
     # tanh(x) = -m / (m + 2) with m = expm1(-2x), taken at |x| so that m stays within (-1, 0].
     m = _expm1(-2.0 * tl.abs(x))
     t = -m / (m + 2.0)
-    return tl.where(x < 0, -t, t)
+    return tl.where(x < 0, -t, tl.where(x == 0, x, t))
 
 
 @triton.jit
-def _sign(x):
-    return tl.where(x > 0, 1.0, 0.0) - tl.where(x < 0, 1.0, 0.0)
+def _sinh(x):
+    a = tl.abs(x)
+    m = _expm1(a)
+    # Half of exp(a) is finite a little further than exp(a) is.
+    root = tl.exp(0.5 * a)
+    y = tl.where(a < 9.0, 0.5 * (m + m / (m + 1.0)), (0.5 * root) * root)
+    return tl.where(x < 0, -y, tl.where(x == 0, x, y))
 
 
 @triton.jit
-def _pow_on_device(x, p):
-    return libdevice.pow(x, p)
+def _cosh(x):
+    a = tl.abs(x)
+    root = tl.exp(0.5 * a)
+    e = root * root
+    return tl.where(a < 9.0, 0.5 * e + 0.5 / e, (0.5 * root) * root)
 
 
 @triton.jit
-def _pow_interpreted(x, p):
-    # The interpreter has no libdevice. For x >= 0, as far as exp2 and log2 carry.
-    return tl.exp2(p * tl.log2(x))
+def _asinh(x):
+    a = tl.abs(x)
+    square = a * a
+    y = tl.where(a < 4096.0, _log1p(a + square / (1.0 + tl.sqrt(1.0 + square))), tl.log(a) + LOG_2)
+    return tl.where(x < 0, -y, tl.where(x == 0, x, y))
 
 
-INTERPRETED = not isinstance(_log1p, triton.JITFunction)
-"""Whether TRITON_INTERPRET was set when this was imported."""
+@triton.jit
+def _acosh(x):
+    d = x - 1.0
+    y = tl.where(x < 4096.0, _log1p(d + tl.sqrt(d * (x + 1.0))), tl.log(x) + LOG_2)
+    return tl.where(x < 1.0, float("nan"), y)
+
+
+@triton.jit
+def _atanh(x):
+    a = tl.abs(x)
+    y = 0.5 * _log1p(2.0 * a / (1.0 - a))
+    y = tl.where(a == 1.0, float("inf"), tl.where(a > 1.0, float("nan"), y))
+    return tl.where(x < 0, -y, tl.where(x == 0, x, y))
+
+
+@triton.jit
+def _hypot(x, y):
+    a = tl.abs(_block(x, y))
+    b = tl.abs(_block(y, x))
+    high = tl.maximum(a, b, tl.PropagateNan.ALL)
+    low = tl.minimum(a, b, tl.PropagateNan.ALL)
+    ratio = tl.where(low == high, 1.0, low / high)  # 0 / 0 is none
+    length = high * tl.sqrt(1.0 + ratio * ratio)
+    return tl.where((a == float("inf")) | (b == float("inf")), float("inf"), length)
+
+
+# --- powers -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _head(x):
+    # The first 12 bits of a significand. Products of two such are exact, so that it does not matter below whether the
+    # compiler fuses them with a sum.
+    return (x.to(tl.int32, bitcast=True) & -4096).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _times_power_of_two(x, n):
+    # In two steps, so that subnormal results are rounded once; |n| <= 250.
+    half = n >> 1
+    return x * ((half + 127) << 23).to(tl.float32, bitcast=True) * ((n - half + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _pow(x, p, LOG: tl.constexpr, EXP2: tl.constexpr):
+    x = _block(x, p)
+    p = _block(p, x)
+    # 2^(p log2 |x|) with log2 in two parts, to 2^-35: p multiplies its error by up to 2^7 / log2|x|. The way of Sun's
+    # e_powf.c (fdlibm), which splits significands instead of needing an exact fused multiply-add.
+    a = tl.abs(x)
+    subnormal = a < 1.1754943508222875e-38
+    bits = tl.where(subnormal, a * 16777216.0, a).to(tl.int32, bitcast=True)
+    bits -= 0x3F3504F3  # sqrt(1/2), so that m is as near to 1 as it can be
+    e = (bits >> 23).to(tl.float32) - tl.where(subnormal, 24.0, 0.0)
+    m = ((bits & 0x7FFFFF) + 0x3F3504F3).to(tl.float32, bitcast=True)
+
+    # log(m) = 2 atanh(s) with s = d / (2 + d).
+    d = m - 1.0
+    sum_ = m + 1.0
+    sum_head = _head(sum_)
+    sum_tail = (sum_ - sum_head) + (d - (sum_ - 2.0))
+    s = d / sum_
+    s_head = _head(s)
+    s_tail = ((d - s_head * sum_head) - s_head * sum_tail) / sum_
+
+    # 3 atanh(s) = s (3 + s^2 + r).
+    square = s * s
+    r = square * square * LOG(square) + s_tail * (s_head + s)
+    factor_head = _head(3.0 + s_head * s_head + r)
+    factor_tail = r - ((factor_head - 3.0) - s_head * s_head)
+    product = s_head * factor_head
+    rest = s_tail * factor_head + factor_tail * s
+    product_head = _head(product + rest)
+    product_tail = rest - (product_head - product)
+
+    log_head = product_head * LOG2_SCALE_HEAD
+    log_tail = product_head * LOG2_SCALE_TAIL + product_tail * LOG2_SCALE
+    total_head = _head((log_head + log_tail) + e)
+    total_tail = log_tail - ((total_head - e) - log_head)
+
+    # Exponents beyond 2^40 would overflow here, and all do what 2^40 does.
+    q = tl.where(p > 1.0995116e12, 1.0995116e12, tl.where(p < -1.0995116e12, -1.0995116e12, p))
+    q_head = _head(q)
+    y_head = q_head * total_head
+    y_tail = (q - q_head) * total_head + q * total_tail
+    inside = tl.abs(y_head) < 250.0
+    y_tail = tl.where(inside, y_tail, 0.0)
+    y_head = tl.where(inside, y_head, tl.where(y_head > 0, 250.0, -250.0))
+    n = _round(y_head)
+    power = _times_power_of_two(EXP2((y_head - n) + y_tail), n.to(tl.int32))
+
+    grows = (a > 1.0) == (p > 0)
+    power = tl.where((a == 0) | (a == float("inf")), tl.where(grows, float("inf"), 0.0), power)
+    return _signed_power(power, x, p)
+
+
+@triton.jit
+def _pow_double(x, p):
+    x = tl.where(p == p, x, x).to(tl.float64)
+    p = tl.where(x == x, p, p).to(tl.float64)
+    # log2's rounding costs ten of the 53 bits at most, far below what float32 shows.
+    return _signed_power(tl.exp2(p * tl.log2(tl.abs(x))), x, p)
+
+
+@triton.jit
+def _signed_power(power, x, p):
+    # From |x|^p to x^p.
+    half = 0.5 * p
+    whole = tl.floor(p) == p
+    odd = whole & (tl.floor(half) != half)
+    # 1 / x tells -0 from 0.
+    negative = (x < 0) | ((x == 0) & (1.0 / x < 0))
+    power = tl.where(negative & odd, power * -1.0, power)  # Triton 3.6 computes -0 as 0 - 0
+    finite = (x < 0) & (x != -float("inf"))
+    power = tl.where(finite & (whole == 0), float("nan"), power)
+    power = tl.where((x != x) | (p != p), float("nan"), power)
+    unit = (x == 1.0) | (p == 0) | ((x == -1.0) & (tl.abs(p) == float("inf")))
+    return tl.where(unit, 1.0, power)
+
+
+# --- trigonometric functions ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _atan2(y, x, ATAN: tl.constexpr):
+    y = _block(y, x)
+    x = _block(x, y)
+    a = tl.abs(x)
+    b = tl.abs(y)
+    high = tl.maximum(a, b, tl.PropagateNan.ALL)
+    low = tl.minimum(a, b, tl.PropagateNan.ALL)
+    t = tl.where(low == high, tl.where(high == 0, 0.0, 1.0), low / high)
+    square = t * t
+    angle = t + t * square * ATAN(square)
+    angle = tl.where(b > a, HALF_PI - (angle - HALF_PI_REST), angle)
+    angle = tl.where(_signbit(x), PI - (angle - PI_REST), angle)
+    return tl.where((x != x) | (y != y), float("nan"), _copysign(angle, y))
+
+
+@triton.jit
+def _atan(x, ATAN: tl.constexpr):
+    a = tl.abs(x)
+    steep = a > 1.0
+    t = tl.where(steep, 1.0 / a, a)
+    square = t * t
+    angle = t + t * square * ATAN(square)
+    return _copysign(tl.where(steep, HALF_PI - (angle - HALF_PI_REST), angle), x)
+
+
+@triton.jit
+def _asin(x, ASIN: tl.constexpr):
+    a = tl.abs(x)
+    far = a > 0.5
+    # asin(a) = pi/2 - 2 asin(sqrt((1 - a) / 2)).
+    square = tl.where(far, 0.5 - 0.5 * a, a * a)
+    s = tl.where(far, tl.sqrt(square), a)
+    angle = s + s * square * ASIN(square)
+    angle = tl.where(far, HALF_PI - (2.0 * angle - HALF_PI_REST), angle)
+    return tl.where(x < 0, -angle, tl.where(x == 0, x, angle))
+
+
+@triton.jit
+def _acos(x, ASIN: tl.constexpr):
+    a = tl.abs(x)
+    far = a > 0.5
+    square = tl.where(far, 0.5 - 0.5 * a, a * a)
+    s = tl.where(far, tl.sqrt(square), x)
+    angle = s + s * square * ASIN(square)
+    near = HALF_PI - (angle - HALF_PI_REST)
+    return tl.where(far, tl.where(x < 0, PI - (2.0 * angle - PI_REST), 2.0 * angle), near)
+
+
+@triton.jit
+def _tan(x):
+    return tl.sin(x) / tl.cos(x)
+
 
 FUNCTIONS = {
-    "_expm1": _expm1,
-    "_log1p": _log1p,
-    "_pow": _pow_interpreted if INTERPRETED else _pow_on_device,
-    "_sign": _sign,
-    "_tanh": _tanh,
+    name: value
+    for name, value in globals().items()
+    if name.startswith("_") and not name.startswith("__") and callable(value)
 }
+"""What printed functions may call, by name."""
