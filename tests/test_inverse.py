@@ -409,8 +409,9 @@ def test_cpu_tables_hold_the_derivative(published: Published) -> None:
 
 def test_most_are_served_by_tables() -> None:
     segmented = [_activation(p) for p in TOLD if not _is_like_gelu(p)]
-    without = [a.name for a in segmented if table.interpolated(a) is None]
-    assert len(without) <= len(segmented) // 10, without
+    without = {a.name for a in segmented if table.interpolated(a) is None}
+    # A constant between two plateaus is cheap; a kink at 0 of a folded function needs a sign that the root has lost.
+    assert without <= {"relu1", "nipuna"}, without
 
 
 def _is_like_gelu(published: Published) -> bool:
