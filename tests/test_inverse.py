@@ -209,7 +209,9 @@ def test_the_derivative_is_as_accurate_as_gelus(published: Published, dtype: tor
     largest = ALLOWANCE_EVALUATED * steepest * GELU_ERRORS[dtype].largest
     assert float(error.max()) <= largest + torch.finfo(dtype).eps * steepest
     told = analysis.measured[dtype].told
-    assert told.rms <= ALLOWANCE * 2 * steepest * GELU_ERRORS[dtype].rms
+    steepest = max(1.0, inverse.look(published.function).steepest)
+    assert told.rms <= ALLOWANCE * steepest * GELU_ERRORS[dtype].rms
+    assert told.largest <= ALLOWANCE * steepest * GELU_ERRORS[dtype].largest
 
 
 #: Flat over some length, not only within rounding.
@@ -282,11 +284,9 @@ def test_plateaus_at_any_level(function: Function, dtype: torch.dtype) -> None:
     assert torch.allclose(slope[~near].double(), truth[~near], atol=torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("name", ["isru", "elish", "lisht", "log_cosh_stable", "sqnl", "bent_identity", "gompertz"])
+@pytest.mark.parametrize("name", ["isru", "elish", "lisht", "log_cosh_stable", "bent_identity", "gompertz"])
 def test_second_derivatives(name: str) -> None:
     (published,) = (p for p in FIXED if p.name == name)
-    if published.kind == "input":
-        return
     activation = _activation(published)
     z = torch.linspace(-4, 4, 2001) + 1e-3
     fold = activation.fold
@@ -409,8 +409,9 @@ def test_cpu_tables_hold_the_derivative(published: Published) -> None:
 
 def test_most_are_served_by_tables() -> None:
     segmented = [_activation(p) for p in TOLD if not _is_like_gelu(p)]
-    without = [a.name for a in segmented if table.interpolated(a) is None]
-    assert len(without) <= len(segmented) // 10, without
+    without = {a.name for a in segmented if table.interpolated(a) is None}
+    # A constant between two plateaus is cheap; a kink at 0 of a folded function needs a sign that the root has lost.
+    assert without <= {"relu1", "nipuna"}, without
 
 
 def _is_like_gelu(published: Published) -> bool:

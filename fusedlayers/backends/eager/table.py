@@ -188,7 +188,9 @@ def interpolated(activation: Activation) -> Interpolated | None:
             error = (_looked_up(table, y) - told).abs() / steepest
             good = float(error.max()) <= ADDED and float(error[:normal].square().mean().sqrt()) <= ADDED_RMS
             if good:
-                return table
+                # Comparisons, each as slow as three passes: constants alone are sooner compared than looked up.
+                constant = all(isinstance(segment.polynomial, float) for segment in segments.segments)
+                return None if flats and constant else table
             if not segments.flats or isinstance(fitted, FoldedDerivative):
                 break  # a comparison of outputs cannot tell the branches apart
     return None
