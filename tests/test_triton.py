@@ -606,3 +606,12 @@ def test_layers_without_some_gradients(on_triton: Switch) -> None:
         some = torch.autograd.grad(y, [t for t in leaves if t.requires_grad], torch.ones_like(y))
         for ours, full in zip(some, itertools.compress(every, wanted), strict=True):
             assert torch.equal(ours, full)
+
+
+def test_levels_are_those_that_the_dtype_shows() -> None:
+    # 0.7 is not a bfloat16: the plateaus of the output lie at 0.69921875.
+    activation = resolve(torch.nn.Hardtanh(-0.7, 0.7))
+    z = torch.tensor([-2.0, -0.5, 0.5, 2.0], dtype=torch.bfloat16, device=DEVICE)
+    y = forward(z, None, activation, encode=True)
+    dz, _ = gradient(torch.ones_like(z), y, activation, "output")
+    assert dz.tolist() == [0.0, 1.0, 1.0, 0.0]

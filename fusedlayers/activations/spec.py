@@ -253,6 +253,13 @@ class Activation:
         return function
 
     @property
+    def shows_dtype(self) -> bool:
+        """Whether what is computed for, or from, an output depends on its dtype: on a branch bit, or a rounded level."""
+        if self.row is None:
+            return False
+        return self.is_folded or bool(self.row.levels) or isinstance(self.row.given_output, Analysis)
+
+    @property
     def is_fusible(self) -> bool:
         return self.unfused_because is None and not self.is_untraced
 

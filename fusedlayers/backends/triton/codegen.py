@@ -179,8 +179,8 @@ def device_function(
     Raises:
         NotPointwise: the function cannot be printed; the message names the operation.
     """
-    # The dtype shows only in the branch bit: other functions are shared by all dtypes, and compiled once.
-    coded = activation.is_folded and given == "output"
+    # Other functions are shared by all dtypes, and compiled once.
+    coded = given == "output" and activation.shows_dtype
     return _compile(activation, role, given, dtype if coded else torch.float32, needs)
 
 
