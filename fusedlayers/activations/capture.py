@@ -14,7 +14,7 @@ import copy
 import functools
 import os
 import types
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -70,6 +70,7 @@ class _Visitor:
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self._seen: dict[int, tuple[int, Make]] = {}
+        self._numbers: dict[int, int] = {}
         self._alive: list[object] = []  # so that no address is that of two objects
 
     def visit(self, value: Any, names: frozenset[str]) -> tuple[Hashable, Make]:
@@ -107,16 +108,24 @@ class _Visitor:
         return self._object
 
     def _tensor(self, tensor: Tensor) -> tuple[Hashable, Make]:
-        index = next((i for i, known in enumerate(self.tensors) if known is tensor), len(self.tensors))
+        index = self._numbers.setdefault(id(tensor), len(self.tensors))
         if index == len(self.tensors):
             self.tensors.append(tensor)
         key = (index, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
         return key, lambda tensors: tensors[index]
 
-    def _parts(self, parts: dict[Any, Any], names: frozenset[str]) -> tuple[Hashable, dict[Any, Make]]:
-        visited = {name: self.visit(value, names) for name, value in parts.items()}
-        key = tuple((name, key) for name, (key, _) in visited.items())
-        return key, {name: make for name, (_, make) in visited.items()}
+    def _parts(self, parts: Mapping[Any, Any], names: frozenset[str]) -> tuple[Hashable, Callable[..., dict[Any, Any]]]:
+        """Visit the values of a dict, which is made anew as a dict."""
+        key: list[Hashable] = []
+        makes: dict[Any, Make] = {}
+        for name, value in parts.items():
+            kind = type(value)
+            if kind in _VALUES:  # most are, and this is walked at every call
+                key.append((name, kind, repr(value)))
+            else:
+                of_value, makes[name] = self.visit(value, names)
+                key.append((name, of_value))
+        return tuple(key), lambda tensors: {**parts, **{name: make(tensors) for name, make in makes.items()}}
 
     def _function(self, function: types.FunctionType, _: frozenset[str]) -> tuple[Hashable, Make]:
         code = function.__code__
@@ -129,10 +138,10 @@ class _Visitor:
         keywords = function.__kwdefaults__ or {}
         if not (closure or read or defaults or keywords):
             return code, lambda tensors: function
-        key, make = self._parts({0: closure, 1: read, 2: defaults, 3: keywords}, names)
+        parts = [self._parts(part, names) for part in (closure, read, defaults, keywords)]
 
         def on(tensors: Sequence[Tensor]) -> Any:
-            cells_of, globals_of, defaults_of, keywords_of = (make[i](tensors) for i in range(4))
+            cells_of, globals_of, defaults_of, keywords_of = (make(tensors) for _, make in parts)
             made = types.FunctionType(
                 code,
                 {**scope, **globals_of} if globals_of else scope,
@@ -143,13 +152,13 @@ class _Visitor:
             made.__kwdefaults__ = keywords_of or None
             return made
 
-        return (code, key), on
+        return (code, *(key for key, _ in parts)), on
 
     def _partial(self, partial: functools.partial[Any], names: frozenset[str]) -> tuple[Hashable, Make]:
         key, make = self._parts({0: partial.func, 1: partial.args, 2: partial.keywords}, names)
 
         def on(tensors: Sequence[Tensor]) -> Any:
-            function, arguments, keywords = (make[i](tensors) for i in range(3))
+            function, arguments, keywords = make(tensors).values()
             return functools.partial(function, *arguments, **keywords)
 
         return ("partial", key), on
@@ -157,29 +166,25 @@ class _Visitor:
     def _method(self, method: types.MethodType, _: frozenset[str]) -> tuple[Hashable, Make]:
         function: Any = method.__func__
         key, make = self._parts({0: function, 1: method.__self__}, _names_of(function))
-        return ("method", key), lambda tensors: types.MethodType(make[0](tensors), make[1](tensors))
+        return ("method", key), lambda tensors: types.MethodType(*make(tensors).values())
 
     def _module(self, module: nn.Module, names: frozenset[str]) -> tuple[Hashable, Make]:
         """All that a module has; of a large one, a whole network say, what the code names."""
-        has = {part: vars(module)[part] for part in _MODULE_PARTS}
         own = {name: value for name, value in vars(module).items() if name not in _MODULE_OWN}
-        if sum(1 for _ in module.parameters()) > _LARGE:
-            has = {part: {k: v for k, v in values.items() if k in names} for part, values in has.items()}
+        has = [vars(module)[part] for part in _MODULE_PARTS]
+        if module._modules and sum(1 for _ in module.parameters()) > _LARGE:
+            has = [{k: v for k, v in part.items() if k in names} for part in has]
             own = {name: value for name, value in own.items() if name in names}
-        methods = {
-            name: method
-            for name in ({"forward"} | names | _names_of(type(module).forward))
-            if isinstance(method := getattr(type(module), name, None), types.FunctionType) and not _is_librarys(method)
-        }
-        key, make = self._parts({**has, "own": own, "methods": methods}, names)
+        parts = [self._parts(part, names) for part in (own, *has, _methods(type(module), names))]  # type: ignore[arg-type]  # a class is hashable
 
         def on(tensors: Sequence[Tensor]) -> Any:
             made = object.__new__(type(module))
-            parts = {part: {**vars(module)[part], **make[part](tensors)} for part in _MODULE_PARTS}
-            vars(made).update({**vars(module), **make["own"](tensors), **parts})
+            own_of, *has_of, _ = (make(tensors) for _, make in parts)
+            registered = {n: {**vars(module)[n], **of} for n, of in zip(_MODULE_PARTS, has_of, strict=True)}
+            vars(made).update({**vars(module), **own_of, **registered})
             return made
 
-        return (type(module), key), on
+        return (type(module), *(key for key, _ in parts)), on
 
     def _container(self, container: Any, names: frozenset[str]) -> tuple[Hashable, Make]:
         kind = type(container)
@@ -187,7 +192,7 @@ class _Visitor:
         key, make = self._parts(parts, names)
 
         def on(tensors: Sequence[Tensor]) -> Any:
-            made = {name: part(tensors) for name, part in make.items()}
+            made = make(tensors)
             return made if kind is dict else kind(made.values())
 
         return (kind, key), on
@@ -200,12 +205,20 @@ class _Visitor:
 
         def on(tensors: Sequence[Tensor]) -> Any:
             made = copy.copy(value)
-            vars(made).update({name: part(tensors) for name, part in make.items()})
+            vars(made).update(make(tensors))
             return made
 
         if not found:
             return _Same(value), lambda tensors: value
         return (type(value), key), on
+
+
+@functools.lru_cache(1024)
+def _methods(kind: type[nn.Module], names: frozenset[str]) -> Mapping[str, types.FunctionType]:
+    """The methods that a user's class defines and its ``forward`` names: they may read globals."""
+    wanted = {"forward"} | names | _names_of(kind.forward)
+    found = {name: getattr(kind, name, None) for name in wanted}
+    return {n: m for n, m in found.items() if isinstance(m, types.FunctionType) and not _is_librarys(m)}
 
 
 def _names_of(function: object) -> frozenset[str]:

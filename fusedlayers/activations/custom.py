@@ -146,7 +146,7 @@ def _analysis(key: Hashable, function: Callable[[Tensor], Tensor]) -> Analysis:
 def _family(key: Any) -> Hashable:
     """What functions that differ in the numbers that they read have in common."""
     while isinstance(key, tuple) and key[0] in ("partial", "method"):
-        key = key[1][0][1]
+        key = key[1][0][1]  # the key of the function
     return key[0] if isinstance(key, tuple) else key
 
 

@@ -170,7 +170,7 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 @functools.cache
 def slow_kernels() -> dict[Any, Callable[..., Any]]:
     """Decompositions of operations whose CPU kernels are not vectorised: what they are made of runs faster."""
-    return get_decompositions([aten._prelu_kernel, aten._prelu_kernel_backward])
+    return get_decompositions([aten._prelu_kernel_backward])
 
 
 def _read(module: GraphModule, inputs: tuple[str, ...]) -> Pointwise:

@@ -59,7 +59,7 @@ def for_each(job: Chunkwise, *tensors: Tensor) -> None:
     count = flat[0].numel()
     threads = torch.get_num_threads()
     whole = threads * VECTOR
-    long = _long(count, threads)
+    long = max(threads * LEAST_PER_THREAD, min(threads * MOST_PER_THREAD, count // PARTS // whole * whole))
     seconds = {SHORT: deque([0.0], maxlen=1)}  # per element, as last measured; 0 to be tried
     global _busy_until
     if threads > 1 and count > 2 * SHORT and time.perf_counter() > _busy_until:
@@ -83,16 +83,11 @@ def for_each(job: Chunkwise, *tensors: Tensor) -> None:
         start += length
 
 
-def _long(count: int, threads: int) -> int:
-    whole = threads * VECTOR
-    return max(threads * LEAST_PER_THREAD, min(threads * MOST_PER_THREAD, count // PARTS // whole * whole))
-
-
 def blocks(layout: Layout) -> Iterator[tuple[slice, slice, slice]]:
     """The parts, contiguous in memory, that a tensor is walked in where sums are taken: they are rounded in an order,
-    so that the parts do not hang on the clock."""
+    so that the parts do not hang on the clock. They are long, because many steps are called for each."""
     outer, channels, inner = layout
-    size = _long(outer * channels * inner, torch.get_num_threads())
+    size = torch.get_num_threads() * MOST_PER_THREAD
     of_outer = max(1, size // (channels * inner))
     of_channels = max(1, min(channels, size // inner))
     of_inner = min(inner, size)

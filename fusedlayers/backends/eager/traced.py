@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...activations import Activation, widened
-from ...broadcast import laid_out, layout_along
+from ...broadcast import Layout, laid_out, layout_along
 from ..interface import Wanted
 from .chunks import blocks
 from .program import Program, Run
@@ -55,21 +55,39 @@ def _walk(
     block's channels and results."""
     layout = layout_along(inputs[0], dim)
     whole = [laid_out(tensor, layout) for tensor in (*inputs, out)]
-    flat = [widened(p.detach()).reshape(() if p.numel() == 1 else (-1, 1)) for p in operands]
+    others = [_spread(widened(p.detach()), layout) for p in operands]
     overlaps = any(out.data_ptr() == tensor.data_ptr() for tensor in inputs)
-    run, others = None, flat
-    for block in blocks(layout):
+    run = program.idle.pop() if program.idle else Run(program)
+    for i, block in enumerate(blocks(layout)):
         *parts, target = (tensor[block] for tensor in whole)
         wide = [widened(part) for part in parts]
-        if run is None:
-            run = Run(program, wide[0])
-        if len(range(layout.channels)[block[1]]) < layout.channels:
-            others = [p[block[1]] if p.dim() else p for p in flat]
-        safe = not overlaps or wide[0] is not parts[0]
-        results = run(wide, others, [target if safe else None] + [None] * (len(program.results) - 1))
-        if not safe:
+        if i == 0:
+            run.begin(wide[0])
+        is_whole = wide[0].shape[1] == layout.channels
+        others_here = others if is_whole else [p[block[1]] if p.dim() else p for p in others]
+        is_safe = not overlaps or wide[0] is not parts[0]
+        results = run(wide, others_here, [target if is_safe else None] + [None] * (len(program.results) - 1))
+        if not is_safe:
             target.copy_(results[0])
         yield block[1], results
+    run.end()
+    program.idle.append(run)
+
+
+def _spread(operand: Tensor, layout: Layout) -> Tensor:
+    """An operand, shaped to be combined with blocks."""
+    if operand.numel() == 1:
+        return operand.reshape(())
+    column = operand.reshape(-1, 1)
+    # Where few neighbours share a channel torch would start a new loop for each few numbers.
+    if layout.inner in range(2, _SHORT_LOOP) and layout.outer >= _OFTEN:
+        return column.expand(-1, layout.inner).contiguous()
+    return column
+
+
+#: Neighbours from which a loop over them is long enough, and images from which a copy for one of them is small.
+_SHORT_LOOP = 256
+_OFTEN = 4
 
 
 @functools.lru_cache(_PROGRAMS)
