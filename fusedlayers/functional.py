@@ -107,7 +107,9 @@ def dense_bias_act(
     if _needs_gradient(input, weight, bias, *params):
         if dim != -1:
             z = F.linear(input, weight, bias)
-            return BiasAct.apply(z, None, resolved, "input", dim, False, None, *params)
+            origin = Origin(input, weight, bias) if keep == "recompute" and cast is None else None
+            keep = "recompute" if origin is not None else "input"
+            return BiasAct.apply(z, None, resolved, keep, dim, False, origin, *params)
         # Two dimensions: the result of F.linear with more is a view, and overwriting a view costs autograd a copy.
         x = input.flatten(0, -2) if input.dim() > 2 else input if input.dim() == 2 else input.unsqueeze(0)
         y = _fused_dense(x, weight, bias, resolved, params, keep, cast)

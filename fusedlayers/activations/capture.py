@@ -103,7 +103,9 @@ class _Visitor:
             return self._module
         if type(value) in _CONTAINERS:
             return self._container if len(value) <= _LARGE else None
-        if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)) or not hasattr(value, "__dict__"):
+        if isinstance(value, types.ModuleType):
+            return None if _is_fixed(value) else self._python_module
+        if isinstance(value, (type, types.BuiltinFunctionType)) or not hasattr(value, "__dict__"):
             return None
         return self._object
 
@@ -197,6 +199,11 @@ class _Visitor:
 
         return (kind, key), on
 
+    def _python_module(self, module: types.ModuleType, names: frozenset[str]) -> tuple[Hashable, Make]:
+        """What the code may name of a user's Python module. It cannot be made anew, for there is one."""
+        read = {name: value for name, value in vars(module).items() if name in names and not _is_fixed(value)}
+        return (_Same(module), self._parts(read, names)[0]), lambda tensors: module
+
     def _object(self, value: Any, names: frozenset[str]) -> tuple[Hashable, Make]:
         """What the code names of an instance of a user's class; what its ``__call__`` names, if it is called."""
         names = names | _names_of(vars(type(value)).get("__call__"))
@@ -234,7 +241,10 @@ def _names(code: types.CodeType) -> frozenset[str]:
 
 def _is_fixed(value: object) -> bool:
     """Whether a global is of the kind that programs define once."""
-    return isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)) or _is_librarys(value)
+    if isinstance(value, types.ModuleType):
+        file = getattr(value, "__file__", None)
+        return file is None or file.startswith(_LIBRARIES)
+    return isinstance(value, (type, types.BuiltinFunctionType)) or _is_librarys(value)
 
 
 def _is_librarys(value: object) -> bool:

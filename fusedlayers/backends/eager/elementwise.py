@@ -44,6 +44,8 @@ def bias_act(
 ) -> Tensor:
     """``activation(z + b, *operands)``, in ``out`` (which may be z) or in a new buffer of z's memory format; b, and
     operands of more than one element, run along ``dim``."""
+    if out is None and b is None and _is_one_kernel(activation, encode):
+        return activation.plain(z)
     y = out if out is not None and is_dense(out) else torch.empty_like(z)
     by_trace = _is_by_trace(activation, y) and not (encode and activation.is_folded)
     if b is not None:
@@ -55,6 +57,17 @@ def bias_act(
     else:
         activate_(y, activation, encode=encode)
     return y if out is None or y is out else out.copy_(y)
+
+
+def _is_one_kernel(activation: Activation, encode: bool) -> bool:
+    """Whether torch's function is the kernel that ``activate_`` would run, without the copy before it."""
+    row = activation.row
+    return (
+        row is not None
+        and row.native.activate_ is not None
+        and row.plain is None
+        and not (encode and activation.is_folded)
+    )
 
 
 def _is_by_trace(activation: Activation, tensor: Tensor) -> bool:

@@ -81,6 +81,13 @@ class Program:
                     self._release(used)
         self.results = [self._slots[node] for node in results]
 
+    def idle_run(self) -> Run:
+        """One that was given back to ``idle``, or a new one."""
+        try:
+            return self.idle.pop()  # another thread may have taken the last
+        except IndexError:
+            return Run(self)
+
     def _find_truths(self, nodes: Sequence[Node]) -> set[Node]:
         """The truth values for which 1.0 and 0.0 serve: that are only used to choose, to combine and to multiply."""
 

@@ -17,7 +17,7 @@ from ...activations import Activation, widened
 from ...broadcast import Layout, laid_out, layout_along
 from ..interface import Wanted
 from .chunks import blocks
-from .program import Program, Run
+from .program import Program
 
 #: Programs kept: one for each activation, set of gradients and dtype.
 _PROGRAMS = 512
@@ -57,7 +57,7 @@ def _walk(
     whole = [laid_out(tensor, layout) for tensor in (*inputs, out)]
     others = [_spread(widened(p.detach()), layout) for p in operands]
     overlaps = any(out.data_ptr() == tensor.data_ptr() for tensor in inputs)
-    run = program.idle.pop() if program.idle else Run(program)
+    run = program.idle_run()
     for i, block in enumerate(blocks(layout)):
         *parts, target = (tensor[block] for tensor in whole)
         wide = [widened(part) for part in parts]
