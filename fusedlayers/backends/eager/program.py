@@ -89,7 +89,8 @@ class Program:
 
         def is_taken(node: Node, user: Node) -> bool:
             if user.target is aten.where.self:
-                return user.meta["val"].dtype is self.dtype and self._is_block[user] and user.args[0] is node
+                are_numbers = all(n.meta["val"].dtype is self.dtype for n in user.all_input_nodes if n is not node)
+                return self._is_block[user] and user.args[0] is node and node not in user.args[1:] and are_numbers
             if user.target in (aten.mul.Tensor, aten._to_copy.default):
                 return user.meta["val"].dtype is self.dtype
             return user in truths
@@ -157,6 +158,8 @@ class Program:
             self.steps.append(Step(_and, (first, mask, out), {}, out, None))
         elif _is_zero(a):
             self.steps.append(Step(_and_not, (second, mask, out), {}, out, None))
+        elif not (self._is_block[a] or self._is_block[b]):
+            self.steps.append(Step(_choose_of_two, (first, second, mask, out), {}, out, None))
         else:
             self.steps.append(Step(_choose, (first, second, mask, out), {}, out, None))
 
@@ -276,6 +279,12 @@ def _spread(truth: Tensor, mask: Tensor) -> None:
 def _choose(a: Tensor, b: Tensor, mask: Tensor, out: Tensor) -> None:
     bits, b_bits = _bits(out), _bits(b)
     torch.bitwise_xor(_bits(a), b_bits, out=bits).bitwise_and_(mask).bitwise_xor_(b_bits)
+
+
+def _choose_of_two(a: Tensor, b: Tensor, mask: Tensor, out: Tensor) -> None:
+    """The same for numbers that serve all blocks, and have their shape only together with the mask."""
+    b_bits, bits = _bits(b), _bits(out)
+    torch.bitwise_and(mask, torch.bitwise_xor(_bits(a), b_bits), out=bits).bitwise_xor_(b_bits)
 
 
 def _and(a: Tensor, mask: Tensor, out: Tensor) -> None:

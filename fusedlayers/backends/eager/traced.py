@@ -55,7 +55,7 @@ def _walk(
     block's channels and results."""
     layout = layout_along(inputs[0], dim)
     whole = [laid_out(tensor, layout) for tensor in (*inputs, out)]
-    flat = [widened(p.detach()).reshape(() if p.numel() == 1 else (-1, 1)) for p in operands]
+    flat = [p.detach().to(program.dtype).reshape(() if p.numel() == 1 else (-1, 1)) for p in operands]
     overlaps = any(out.data_ptr() == tensor.data_ptr() for tensor in inputs)
     run, others = None, flat
     for block in blocks(layout):
