@@ -176,8 +176,10 @@ def bias_act(
     params: tuple[Tensor, ...] = ()
     if fused and resolved.is_untraced:
         resolved, params, operand_dim = specialised(resolved, input.shape, input.dtype, input.device)
-        if operand_dim is not None and operand_dim % input.dim() != dim % input.dim():
-            if bias is not None and not inplace:
+        if params and bias is None:
+            dim = -1 if operand_dim is None else operand_dim
+        elif operand_dim is not None and operand_dim % input.dim() != dim % input.dim():
+            if not inplace:
                 input, bias = biased(input, bias), None
             dim = operand_dim
     keep = _choose_save("bias_act", resolved, save, input.dtype)

@@ -1,6 +1,7 @@
 """Activations: the record, the table, the branch bit, inverses and traces."""
 
 from . import library as _library  # fills the table
+from .capture import must_be_called_because
 from .register import activation
 from .spec import (
     DTYPES,
@@ -9,7 +10,6 @@ from .spec import (
     Saved,
     Specialised,
     activations,
-    must_be_called_because,
     record_of,
     register,
     register_stand_in,

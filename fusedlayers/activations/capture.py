@@ -5,7 +5,8 @@ made by the same lines of code and read the same numbers compute the same from t
 other. ``capture`` finds both, by looking where Python looks: in closures, defaults, the globals and attributes that the
 code names, a module's parameters and buffers.
 
-What it cannot see are values behind a call or a property; tensors there make the trace fail, which is noticed.
+The code is that of the function and of whatever it may call: methods and properties whose names occur, functions from
+the same program. Installed packages are taken to compute tomorrow what they compute today.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import sys
 import types
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,28 +30,64 @@ class Captured(NamedTuple):
     """A function, taken apart.
 
     ``key`` is equal for functions that compute the same from equally shaped tensors. ``on(tensors)`` is the function
-    with its ``tensors`` replaced by others.
+    with its ``tensors`` replaced by others. ``refusal`` is why that cannot be said of it, or None.
     """
 
     key: Hashable
     tensors: tuple[Tensor, ...]
     on: Callable[[Sequence[Tensor]], Callable[..., Any]]
+    refusal: str | None
 
 
 def capture(function: Callable[..., Any]) -> Captured:
-    visitor = _Visitor()
-    key, make = visitor.visit(function, _NO_NAMES)
-    return Captured(key, tuple(visitor.tensors), make)
+    root = _root(function)
+    visitor = _Visitor(_known_names.get(root, _CALLED))
+    key, make = visitor.visit(function)
+    while visitor.fewest < len(visitor.names):  # something was looked into before all of the code was known
+        visitor = _Visitor(visitor.names)
+        key, make = visitor.visit(function)
+        if len(_known_names) >= _ROOTS:
+            _known_names.clear()
+        _known_names[root] = frozenset(visitor.names)
+    return Captured(key, tuple(visitor.tensors), make, visitor.refusal)
 
 
-_NO_NAMES: frozenset[str] = frozenset()
+def _root(function: Any) -> Hashable:
+    """The code that is called, or its class."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    kind: Any = type(function)
+    return getattr(getattr(function, "__func__", function), "__code__", kind)
+
+
+#: What the code named the last time, which spares a second walk.
+_known_names: dict[Hashable, frozenset[str]] = {}
+_ROOTS = 512
+
+
+def must_be_called_because(module: nn.Module) -> str | None:
+    """Why a module does more than its class says, or None."""
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return "it has hooks"
+    return "its forward has been replaced" if "forward" in vars(module) else None
+
+
 _VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range, slice)
-_CONTAINERS = (tuple, list, dict)
-#: Containers and modules larger than this are taken as they are, or looked into by name.
+_CONTAINERS = (tuple, list, dict, set, frozenset, deque)
+#: A container with more is not looked through at every call; of a module with more parameters, a whole network say,
+#: what the code names counts.
 _LARGE = 64
+#: An array's bytes, likewise.
+_LARGE_BYTES = 4096
 #: What ``nn.Module`` keeps for itself and does not change what a module computes.
 _MODULE_PARTS = ("_parameters", "_buffers", "_modules")
 _MODULE_OWN = frozenset(vars(nn.Module())) - {"training"}
+#: What is called without its name in the code, besides operators and other methods with underscores. Of these not all:
+#: an ``__init__`` names what an object has, whether it is used or not.
+_CALLED = frozenset({"forward", "backward"})
+_NOT_CALLED = frozenset({"__init__", "__new__", "__del__", "__repr__", "__reduce__", "__getstate__", "__setstate__"})
+#: Code with one of these names may read attributes that it does not name.
+_ANY_NAME = frozenset({"getattr", "vars", "__dict__"})
 
 
 class _Same:
@@ -67,13 +106,18 @@ class _Same:
 class _Visitor:
     """Walks over what a function reads. A visit gives the value's part of the key, and how to make the value anew."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Iterable[str]) -> None:
         self.tensors: list[Tensor] = []
+        self.refusal: str | None = None
+        #: The globals and attributes that the code names, as far as it has been met, and how many were known when
+        #: something was chosen by them.
+        self.names = set(names)
+        self.fewest = sys.maxsize
         self._seen: dict[int, tuple[int, Make]] = {}
-        self._numbers: dict[int, int] = {}
+        self._bypassed: set[int] = set()
         self._alive: list[object] = []  # so that no address is that of two objects
 
-    def visit(self, value: Any, names: frozenset[str]) -> tuple[Hashable, Make]:
+    def visit(self, value: Any) -> tuple[Hashable, Make]:
         kind = type(value)
         if kind in _VALUES:
             return (kind, repr(value)), lambda tensors: value
@@ -88,62 +132,58 @@ class _Visitor:
         number = len(self._seen)
         self._seen[id(value)] = number, lambda tensors: value  # in a cycle it stays what it is
         self._alive.append(value)
-        key, make = visit(value, names)
+        key, make = visit(value)
         self._seen[id(value)] = number, make
         return key, make
 
-    def _how(self, value: Any) -> Callable[[Any, frozenset[str]], tuple[Hashable, Make]] | None:
+    def _how(self, value: Any) -> Callable[[Any], tuple[Hashable, Make]] | None:
         if isinstance(value, types.FunctionType):
             return None if self._alive and _is_librarys(value) else self._function
-        if isinstance(value, functools.partial):
-            return self._partial
-        if isinstance(value, types.MethodType):
-            return self._method
-        if isinstance(value, nn.Module):
-            return self._module
-        if type(value) in _CONTAINERS:
-            return self._container if len(value) <= _LARGE else None
-        if isinstance(value, types.ModuleType):
-            return None if _is_fixed(value) else self._python_module
-        if isinstance(value, (type, types.BuiltinFunctionType)) or not hasattr(value, "__dict__"):
-            return None
+        if isinstance(value, types.BuiltinFunctionType):
+            return self._bound_builtin if isinstance(value.__self__, Tensor) else None
+        for kind, visit in (
+            (functools.partial, self._partial),
+            (types.MethodType, self._method),
+            (nn.Module, self._module),
+            (_CONTAINERS, self._container),
+        ):
+            if isinstance(value, kind):
+                return visit
+        if isinstance(value, (type, types.ModuleType)):
+            return None if _is_librarys(value) else self._namespace
+        if _is_buffer(value):
+            return self._buffer
         return self._object
 
     def _tensor(self, tensor: Tensor) -> tuple[Hashable, Make]:
-        index = self._numbers.setdefault(id(tensor), len(self.tensors))
+        index = next((i for i, known in enumerate(self.tensors) if known is tensor), len(self.tensors))
         if index == len(self.tensors):
             self.tensors.append(tensor)
         key = (index, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
         return key, lambda tensors: tensors[index]
 
-    def _parts(self, parts: Mapping[Any, Any], names: frozenset[str]) -> tuple[Hashable, Callable[..., dict[Any, Any]]]:
-        """Visit the values of a dict, which is made anew as a dict."""
-        key: list[Hashable] = []
-        makes: dict[Any, Make] = {}
-        for name, value in parts.items():
-            kind = type(value)
-            if kind in _VALUES:  # most are, and this is walked at every call
-                key.append((name, kind, repr(value)))
-            else:
-                of_value, makes[name] = self.visit(value, names)
-                key.append((name, of_value))
-        return tuple(key), lambda tensors: {**parts, **{name: make(tensors) for name, make in makes.items()}}
+    def _parts(self, parts: Mapping[Any, Any]) -> tuple[Hashable, dict[Any, Make]]:
+        visited = {name: self.visit(value) for name, value in parts.items()}
+        key = tuple((name, key) for name, (key, _) in visited.items())
+        return key, {name: make for name, (_, make) in visited.items()}
 
-    def _function(self, function: types.FunctionType, _: frozenset[str]) -> tuple[Hashable, Make]:
+    def _function(self, function: types.FunctionType) -> tuple[Hashable, Make]:
         code = function.__code__
         names = _names(code)
+        self.names |= names
         scope = function.__globals__
         cells = function.__closure__ or ()
         closure = {i: c.cell_contents for i, c in enumerate(cells) if _is_filled(c)}
-        read = {name: scope[name] for name in names & scope.keys() if not _is_fixed(scope[name])}
+        read = {name: scope[name] for name in sorted(names & scope.keys()) if not _is_fixed(scope[name])}
         defaults = dict(enumerate(function.__defaults__ or ()))
         keywords = function.__kwdefaults__ or {}
-        if not (closure or read or defaults or keywords):
+        attributes = vars(function)
+        if not (closure or read or defaults or keywords or attributes):
             return code, lambda tensors: function
-        parts = [self._parts(part, names) for part in (closure, read, defaults, keywords)]
+        key, make = self._parts({0: closure, 1: read, 2: defaults, 3: keywords, 4: attributes})
 
         def on(tensors: Sequence[Tensor]) -> Any:
-            cells_of, globals_of, defaults_of, keywords_of = (make(tensors) for _, make in parts)
+            cells_of, globals_of, defaults_of, keywords_of, attributes_of = (make[i](tensors) for i in range(5))
             made = types.FunctionType(
                 code,
                 {**scope, **globals_of} if globals_of else scope,
@@ -152,84 +192,158 @@ class _Visitor:
                 tuple(types.CellType(cells_of[i]) if i in cells_of else cell for i, cell in enumerate(cells)),
             )
             made.__kwdefaults__ = keywords_of or None
+            vars(made).update(attributes_of)
             return made
 
-        return (code, *(key for key, _ in parts)), on
+        return (code, key), on
 
-    def _partial(self, partial: functools.partial[Any], names: frozenset[str]) -> tuple[Hashable, Make]:
-        key, make = self._parts({0: partial.func, 1: partial.args, 2: partial.keywords}, names)
+    def _bound_builtin(self, method: types.BuiltinFunctionType) -> tuple[Hashable, Make]:
+        key, make = self.visit(method.__self__)
+        return ("builtin", method.__name__, key), lambda tensors: getattr(make(tensors), method.__name__)
+
+    def _partial(self, partial: functools.partial[Any]) -> tuple[Hashable, Make]:
+        key, make = self._parts({0: partial.func, 1: partial.args, 2: partial.keywords})
 
         def on(tensors: Sequence[Tensor]) -> Any:
-            function, arguments, keywords = make(tensors).values()
+            function, arguments, keywords = (make[i](tensors) for i in range(3))
             return functools.partial(function, *arguments, **keywords)
 
         return ("partial", key), on
 
-    def _method(self, method: types.MethodType, _: frozenset[str]) -> tuple[Hashable, Make]:
+    def _method(self, method: types.MethodType) -> tuple[Hashable, Make]:
         function: Any = method.__func__
-        key, make = self._parts({0: function, 1: method.__self__}, _names_of(function))
-        return ("method", key), lambda tensors: types.MethodType(*make(tensors).values())
+        self._bypassed.add(id(method.__self__))  # a module whose method is called is not called itself
+        key, make = self._parts({0: function, 1: method.__self__})
+        return ("method", key), lambda tensors: types.MethodType(make[0](tensors), make[1](tensors))
 
-    def _module(self, module: nn.Module, names: frozenset[str]) -> tuple[Hashable, Make]:
-        """All that a module has; of a large one, a whole network say, what the code names."""
+    def _module(self, module: nn.Module) -> tuple[Hashable, Make]:
+        """All that a module has; of a large one what the code names."""
+        if id(module) not in self._bypassed:
+            self.refusal = self.refusal or must_be_called_because(module)
+        members = self._members(type(module))
+        has = {part: vars(module)[part] for part in _MODULE_PARTS}
         own = {name: value for name, value in vars(module).items() if name not in _MODULE_OWN}
-        has = [vars(module)[part] for part in _MODULE_PARTS]
-        if module._modules and sum(1 for _ in module.parameters()) > _LARGE:
-            has = [{k: v for k, v in part.items() if k in names} for part in has]
-            own = {name: value for name, value in own.items() if name in names}
-        parts = [self._parts(part, names) for part in (own, *has, _methods(type(module), names))]  # type: ignore[arg-type]  # a class is hashable
+        if sum(1 for _ in module.parameters()) > _LARGE:
+            has = {part: self._named(values) for part, values in has.items()}
+            own = self._named(own)
+        key, make = self._parts({**has, "own": own, "members": members})
 
         def on(tensors: Sequence[Tensor]) -> Any:
             made = object.__new__(type(module))
-            own_of, *has_of, _ = (make(tensors) for _, make in parts)
-            registered = {n: {**vars(module)[n], **of} for n, of in zip(_MODULE_PARTS, has_of, strict=True)}
-            vars(made).update({**vars(module), **own_of, **registered})
+            parts = {part: {**vars(module)[part], **make[part](tensors)} for part in _MODULE_PARTS}
+            vars(made).update({**vars(module), **make["own"](tensors), **parts})
             return made
 
-        return (type(module), *(key for key, _ in parts)), on
+        return (type(module), key), on
 
-    def _container(self, container: Any, names: frozenset[str]) -> tuple[Hashable, Make]:
+    def _container(self, container: Any) -> tuple[Hashable, Make]:
         kind = type(container)
-        parts = container if kind is dict else dict(enumerate(container))
-        key, make = self._parts(parts, names)
+        if len(container) > _LARGE:
+            self.refusal = f"it reads a {kind.__name__} of {len(container)} values; let it read a tensor"
+            return _Same(container), lambda tensors: container
+        if isinstance(container, (set, frozenset)):
+            return (kind, frozenset(self.visit(value)[0] for value in container)), lambda tensors: copy.copy(container)
+        is_dict = isinstance(container, dict)
+        key, make = self._parts(container if is_dict else dict(enumerate(container)))
 
         def on(tensors: Sequence[Tensor]) -> Any:
-            made = make(tensors)
-            return made if kind is dict else kind(made.values())
+            made = {name: part(tensors) for name, part in make.items()}
+            if isinstance(container, tuple):
+                return tuple.__new__(kind, made.values())
+            copied = copy.copy(container)
+            if is_dict:
+                copied.update(made)
+            else:
+                copied.clear()
+                copied.extend(made.values())
+            return copied
 
         return (kind, key), on
 
-    def _python_module(self, module: types.ModuleType, names: frozenset[str]) -> tuple[Hashable, Make]:
-        """What the code may name of a user's Python module. It cannot be made anew, for there is one."""
-        read = {name: value for name, value in vars(module).items() if name in names and not _is_fixed(value)}
-        return (_Same(module), self._parts(read, names)[0]), lambda tensors: module
+    def _buffer(self, array: Any) -> tuple[Hashable, Make]:
+        view = memoryview(array)
+        if view.nbytes > _LARGE_BYTES:
+            self.refusal = f"it reads a {type(array).__name__} of {view.nbytes} bytes; let it read a tensor"
+            return _Same(array), lambda tensors: array
+        return (type(array), view.format, view.shape, view.tobytes()), lambda tensors: copy.copy(array)
 
-    def _object(self, value: Any, names: frozenset[str]) -> tuple[Hashable, Make]:
-        """What the code names of an instance of a user's class; what its ``__call__`` names, if it is called."""
-        names = names | _names_of(vars(type(value)).get("__call__"))
-        found = {name: part for name, part in vars(value).items() if name in names}
-        key, make = self._parts(found, names)
+    def _namespace(self, space: Any) -> tuple[Hashable, Make]:
+        """What the code names of a class or a Python module."""
+        if isinstance(space, type):
+            found = self._members(space, also=("__init__", "__new__"))
+        else:
+            found = {name: value for name, value in self._named(vars(space)).items() if not _is_fixed(value)}
+        return (_Same(space), self._parts(found)[0]), lambda tensors: space
+
+    def _object(self, value: Any) -> tuple[Hashable, Make]:
+        """What the code names of an instance."""
+        kind: Any = type(value)
+        members = self._members(kind)
+        found = self._named(dict(_attributes(value)))
+        # What a class from a package holds may be out of sight.
+        is_all = len(_users_bases(kind)) == len(kind.__mro__) - 1  # all but object
+        identity = None if is_all else _Same(value)
+        if not found:
+            return (kind, self._parts(members)[0], identity), lambda tensors: value
+        key, make = self._parts({"own": found, "members": members})
 
         def on(tensors: Sequence[Tensor]) -> Any:
             made = copy.copy(value)
-            vars(made).update(make(tensors))
+            for name, part in make["own"](tensors).items():
+                object.__setattr__(made, name, part)
             return made
 
-        if not found:
-            return _Same(value), lambda tensors: value
-        return (type(value), key), on
+        return (kind, key, identity), on
+
+    # --- names --------------------------------------------------------------------------------------------------------
+
+    def _named(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        self.fewest = min(self.fewest, len(self.names))
+        names = self.names if self.names.isdisjoint(_ANY_NAME) else values.keys()
+        return {name: value for name, value in values.items() if name in names}
+
+    def _members(self, kind: Any, also: Iterable[str] = ()) -> dict[Any, Any]:
+        """What may be called or read of the classes that an object is made after. What methods name is named by the
+        code."""
+        bases = _users_bases(kind)
+        known = -1
+        found: dict[Any, Any] = {}
+        while known < len(self.names):
+            known = len(self.names)
+            for i, base in enumerate(bases):
+                for name, member in vars(base).items():
+                    is_implicit = name.startswith("__") and name not in _NOT_CALLED
+                    if not (is_implicit or name in self.names or name in also):
+                        continue
+                    value = _unwrapped(member)
+                    if isinstance(value, types.FunctionType):
+                        self.names |= _names(value.__code__)
+                    elif is_implicit:
+                        continue
+                    found[i, name] = value
+        self.fewest = min(self.fewest, known)
+        return {at: value for at, value in found.items() if not _is_fixed(value)}
+
+
+def _attributes(value: object) -> Iterator[tuple[str, Any]]:
+    yield from getattr(value, "__dict__", {}).items()
+    for base in type(value).__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield name, getattr(value, name)
 
 
 @functools.lru_cache(1024)
-def _methods(kind: type[nn.Module], names: frozenset[str]) -> Mapping[str, types.FunctionType]:
-    """The methods that a user's class defines and its ``forward`` names: they may read globals."""
-    wanted = {"forward"} | names | _names_of(kind.forward)
-    found = {name: getattr(kind, name, None) for name in wanted}
-    return {n: m for n, m in found.items() if isinstance(m, types.FunctionType) and not _is_librarys(m)}
+def _users_bases(kind: Any) -> tuple[type, ...]:
+    return tuple(base for base in kind.__mro__ if not _is_librarys(base))
 
 
-def _names_of(function: object) -> frozenset[str]:
-    return _names(function.__code__) if isinstance(function, types.FunctionType) else _NO_NAMES
+def _unwrapped(member: Any) -> Any:
+    """The function in a property, a static method or a class method."""
+    if isinstance(member, (property, functools.cached_property)):
+        return member.fget if isinstance(member, property) else member.func
+    return member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
 
 
 @functools.lru_cache(1024)
@@ -240,19 +354,33 @@ def _names(code: types.CodeType) -> frozenset[str]:
 
 
 def _is_fixed(value: object) -> bool:
-    """Whether a global is of the kind that programs define once."""
-    if isinstance(value, types.ModuleType):
-        file = getattr(value, "__file__", None)
-        return file is None or file.startswith(_LIBRARIES)
-    return isinstance(value, (type, types.BuiltinFunctionType)) or _is_librarys(value)
+    """Whether a global or a member of a class is of the kind that programs define once."""
+    return isinstance(value, types.BuiltinFunctionType) or _is_librarys(value)
 
 
-def _is_librarys(value: object) -> bool:
-    """Whether it is a function of torch, of Python or of another installed package."""
-    return isinstance(value, types.FunctionType) and value.__code__.co_filename.startswith(_LIBRARIES)
+def _is_librarys(value: Any) -> bool:
+    """Whether it is a function, class or module of torch, of Python, or of another installed package."""
+    if isinstance(value, types.FunctionType):
+        return value.__code__.co_filename.startswith((*_LIBRARIES, "<frozen "))
+    if isinstance(value, type):
+        value = sys.modules.get(value.__module__)
+    if not isinstance(value, types.ModuleType):
+        return False
+    file = getattr(value, "__file__", None)
+    return value.__name__ in sys.builtin_module_names if file is None else file.startswith(_LIBRARIES)
 
 
-_LIBRARIES = (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__)))
+_LIBRARIES = tuple(
+    os.path.dirname(file) + os.sep for file in (os.__file__, os.path.dirname(torch.__file__), os.path.dirname(__file__))
+)
+
+
+def _is_buffer(value: object) -> bool:
+    try:
+        memoryview(value)  # type: ignore[arg-type]  # raises if it is none
+    except (TypeError, ValueError, BufferError):
+        return False
+    return True
 
 
 def _is_filled(cell: types.CellType) -> bool:

@@ -22,11 +22,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
+from torch.overrides import TorchFunctionMode
 
 from ..clean import in_clean_state
 from .capture import Captured, capture
 from .inverse import Analysis, analyse
-from .spec import Activation, Row, Specialised, must_be_called_because
+from .register import mistake
+from .spec import Activation, Row, Specialised
 from .trace import FILLED, NotPointwise, aten_graph
 
 aten = torch.ops.aten
@@ -60,6 +62,8 @@ _ENTRIES = 512
 _VARIANTS = 64
 _entries: OrderedDict[Hashable, _Entry] = OrderedDict()
 _analyses: OrderedDict[Hashable, Analysis] = OrderedDict()
+#: Functions that ask for sizes: one may do another thing for large tensors, and is traced for each shape.
+_sized: OrderedDict[Hashable, None] = OrderedDict()
 _variants: Counter[Hashable] = Counter()
 _said: set[str] = set()
 _lock = threading.Lock()
@@ -70,17 +74,21 @@ def specialise(
 ) -> Specialised:
     """The activation for ``z`` of this shape, dtype and device, for a callable that is not in the table."""
     captured = capture(activation.function)
+    if captured.refusal is not None:
+        return Specialised(_unfused(activation, captured.refusal))
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    example = _example_shape(shape, captured.tensors)
-    key = captured.key, example, dtype, autocast
+    with _lock:
+        is_sized = captured.key in _sized
+    example = shape if is_sized else _example_shape(shape, captured.tensors)
+    key = captured.key, activation.row, example, dtype, autocast
     with _lock:
         entry = _entries.get(key)
     if entry is None:
         entry = _make(activation, captured, example, dtype, autocast)
-        with _lock:
-            _entries[key] = entry
-            if len(_entries) > _ENTRIES:
-                _entries.popitem(last=False)
+        if entry is None:
+            _keep(_sized, captured.key, None)
+            return specialise(activation, shape, dtype, device)
+        _keep(_entries, key, entry)
     if entry.activation is None:
         return Specialised(replace(activation, unfused_because=entry.refusal, is_untraced=False))
     split = entry.split
@@ -94,14 +102,30 @@ def specialise(
     if device is not None:
         operands = tuple(p if p.dim() else p.to(device) for p in operands)  # as torch combines 0-d tensors with others
         if any(p.device != device for p in operands):
-            reason = f"{activation.name} is left to PyTorch because its tensors are on another device"
-            return Specialised(replace(activation, unfused_because=reason, is_untraced=False))
+            return Specialised(_unfused(activation, "its tensors are on another device"))
     return Specialised(entry.activation, operands, next((d for d in split.dims if d is not None), None))
+
+
+def _unfused(activation: Activation, why: str) -> Activation:
+    """The activation, left to PyTorch; the first time it is said."""
+    reason = f"{activation.name} is left to PyTorch because {why}"
+    if reason not in _said:
+        _said.add(reason)
+        _log.warning("%s", reason)
+    return replace(activation, unfused_because=reason, is_untraced=False)
+
+
+def _keep(cache: OrderedDict[Hashable, Any], key: Hashable, value: Any) -> None:
+    with _lock:
+        cache[key] = value
+        if len(cache) > _ENTRIES:
+            cache.popitem(last=False)
 
 
 def _make(
     activation: Activation, captured: Captured, example: tuple[int, ...], dtype: torch.dtype, autocast: bool
-) -> _Entry:
+) -> _Entry | None:
+    """None for a function that asks for sizes, if it was not known to."""
     kinds = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in captured.tensors)
     family = _family(captured.key), kinds, example, dtype, autocast
     with _lock:
@@ -110,21 +134,19 @@ def _make(
     try:
         if is_restless:
             raise NotPointwise("numbers that it reads change from call to call; let it read tensors instead")
-        _check_modules(activation.function)
         split = _split(captured, example, dtype)
-        _check_call(captured, example, dtype, autocast)
+        is_sized = _check_call(captured, example, dtype, autocast)
+        if is_sized and captured.key not in _sized:
+            return None
         _compare(captured, split, example, dtype)
+        _check_derivatives(activation)
     except NotPointwise as refusal:
-        reason = f"{activation.name} is left to PyTorch because {refusal}"
-        if reason not in _said:
-            _said.add(reason)
-            _log.warning("%s", reason)
-        return _Entry(None, None, reason)
+        return _Entry(None, None, _unfused(activation, str(refusal)).unfused_because or "")
     if split.dims:
         return _Entry(Activation(activation.name, split.body, operand_dims=split.dims, is_traced=True), split)
     row = activation.row or Row(activation.name, split.body)
     if row.given_output is None:
-        row = replace(row, given_output=_analysis(captured.key, split.body))
+        row = replace(row, given_output=_analysis((captured.key, example if is_sized else None), split.body))
     if activation.row is not None:
         return _Entry(replace(activation, row=row, is_untraced=False), None)
     return _Entry(Activation(activation.name, split.body, row=row, is_traced=True), None)
@@ -136,10 +158,7 @@ def _analysis(key: Hashable, function: Callable[[Tensor], Tensor]) -> Analysis:
         found = _analyses.get(key)
     if found is None:
         found = analyse(function)
-        with _lock:
-            _analyses[key] = found
-            if len(_analyses) > _ENTRIES:
-                _analyses.popitem(last=False)
+        _keep(_analyses, key, found)
     return found
 
 
@@ -150,12 +169,12 @@ def _family(key: Any) -> Hashable:
     return key[0] if isinstance(key, tuple) else key
 
 
-def _check_modules(function: object) -> None:
-    if isinstance(function, nn.Module):
-        for module in function.modules():
-            reason = must_be_called_because(module)
-            if reason is not None:
-                raise NotPointwise(reason)
+def _check_derivatives(activation: Activation) -> None:
+    """A stated derivative was compared for the parameters' defaults."""
+    if activation.row is not None and activation.parameters != activation.row.parameters:
+        wrong = mistake(activation.row, activation.parameters)
+        if wrong is not None:
+            raise NotPointwise(wrong)
 
 
 # --- splitting --------------------------------------------------------------------------------------------------------
@@ -192,7 +211,7 @@ def _split(captured: Captured, example: tuple[int, ...], dtype: torch.dtype) -> 
     wide = torch.promote_types(dtype, torch.float32)
     module = aten_graph(
         lambda z, *tensors: captured.on(tensors)(z),
-        [torch.zeros(example, dtype=wide), *(_like(tensor, wide) for tensor in captured.tensors)],
+        [torch.empty(example, dtype=wide, device="cpu"), *(_like(tensor, wide) for tensor in captured.tensors)],
     )
     return _Splitter(module, example).split()
 
@@ -340,20 +359,36 @@ _UNITS = 64
 
 
 @in_clean_state
-def _check_call(captured: Captured, example: tuple[int, ...], dtype: torch.dtype, autocast: bool) -> None:
+def _check_call(captured: Captured, example: tuple[int, ...], dtype: torch.dtype, autocast: bool) -> bool:
     """Refuse what has a memory, or returns another dtype than its argument's, which the layers return. (Under autocast
-    any may.)"""
+    any may.) Whether it asks for sizes, of other tensors than its own."""
     tensors = [torch.zeros_like(tensor, device="cpu") for tensor in captured.tensors]
     function = captured.on(tensors)
     before = capture(function).key
     try:
-        result = function(torch.zeros(_sweep_shape(example, tensors), dtype=dtype))
+        with _SizesRead(tensors) as sizes:
+            result = function(torch.zeros(_sweep_shape(example, tensors), dtype=dtype))
     except Exception as error:  # whatever a user's function may raise
         raise NotPointwise(f"it raised {type(error).__name__} when it was tried: {error}") from error
     if capture(function).key != before:
         raise NotPointwise("it changes what it reads from call to call")
     if result.dtype is not dtype and not autocast:
         raise NotPointwise(f"it returns {result.dtype} for {dtype}; its tensors may have another dtype than the layer")
+    return sizes.any
+
+
+class _SizesRead(TorchFunctionMode):
+    """Notes whether sizes of other tensors than the ``known`` are asked for."""
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.known, self.any = known, False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.__self__.__name__ if function.__name__ == "__get__" else function.__name__
+        if name in ("shape", "size", "numel", "nelement", "__len__", "stride", "nbytes"):
+            self.any |= not any(args[0] is tensor for tensor in self.known)
+        return function(*args, **kwargs or {})
 
 
 @in_clean_state

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..clean import in_clean_state
 from . import branch
+from .capture import must_be_called_because
 from .inverse import PRECISIONS, Analysis, Fold, FoldedDerivative, MonotoneDerivative, fit
 
 Function = Callable[..., Tensor]
@@ -137,7 +138,7 @@ class Activation:
             object.__setattr__(self, name, value)
 
         stated = None if self.row is None else self.row.given_output
-        set_once("is_identity", self.name == "identity")
+        set_once("is_identity", self.name == "identity" and self.row is not None and not self.is_traced)
         turns = stated.kind == "folded" if isinstance(stated, Analysis) else isinstance(stated, FoldedDerivative)
         set_once("is_folded", turns or stated == "fold")
         set_once("plain", self._plain())
@@ -415,13 +416,6 @@ def _resolve_module(module: nn.Module) -> Activation:
         return _unfused(module, reason)
     found = record_of(module, vars(type(module)).get("stands_in_for", type(module)))
     return found if found is not None else Activation(_name(module), module, is_untraced=True)
-
-
-def must_be_called_because(module: nn.Module) -> str | None:
-    """Why a module does more than its class says, or None."""
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        return "it has hooks"
-    return "its forward has been replaced" if "forward" in vars(module) else None
 
 
 def record_of(module: nn.Module, kind: type[nn.Module]) -> Activation | None:

@@ -115,7 +115,8 @@ def gradient(
     if not is_dense(saved):  # an output that was written over a view with gaps, or a user's input
         saved, overwrite = torch.empty_like(saved).copy_(saved), True
     native = activation.native.gradient
-    shares: Sequence[Tensor | None] = ()
+    needs = zip(operands, wanted.operands, strict=True)
+    shares: Sequence[Tensor | None] = [torch.zeros_like(p) if need else None for p, need in needs]
     if given == "output" and native is not None:
         operator, arguments = native
         values = arguments(dy, saved, **activation.parameters_for_outputs(saved.dtype))

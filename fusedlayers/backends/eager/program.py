@@ -19,7 +19,6 @@ from torch.fx import GraphModule, Node
 
 aten = torch.ops.aten
 
-_ALIGNED = 64  # bytes
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _COMPARISONS = {
     getattr(getattr(aten, name), kind) for name in ("gt", "ge", "lt", "le", "eq", "ne") for kind in ("Scalar", "Tensor")
@@ -53,7 +52,7 @@ class Program:
 
     def __init__(self, module: GraphModule, blocks: int, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.idle: list[Run] = []
+        self.blocks = blocks
         self.once: list[Step] = []
         self.steps: list[Step] = []
         self.buffers: dict[Slot, torch.dtype] = {}
@@ -81,12 +80,9 @@ class Program:
                     self._release(used)
         self.results = [self._slots[node] for node in results]
 
-    def idle_run(self) -> Run:
-        """One that was given back to ``idle``, or a new one."""
-        try:
-            return self.idle.pop()  # another thread may have taken the last
-        except IndexError:
-            return Run(self)
+    def begun(self, others: Sequence[Tensor]) -> Run:
+        """Ready for blocks, with the inputs that serve all of them and what depends on these only."""
+        return Run(self, others)
 
     def _find_truths(self, nodes: Sequence[Node]) -> set[Node]:
         """The truth values for which 1.0 and 0.0 serve: that are only used to choose, to combine and to multiply."""
@@ -98,7 +94,8 @@ class Program:
 
         def is_taken(node: Node, user: Node) -> bool:
             if user.target is aten.where.self:
-                return user.meta["val"].dtype is self.dtype and self._is_block[user] and user.args[0] is node
+                are_numbers = all(n.meta["val"].dtype is self.dtype for n in user.all_input_nodes if n is not node)
+                return self._is_block[user] and user.args[0] is node and node not in user.args[1:] and are_numbers
             if user.target in (aten.mul.Tensor, aten._to_copy.default):
                 return user.meta["val"].dtype is self.dtype
             return user in truths
@@ -166,6 +163,8 @@ class Program:
             self.steps.append(Step(_and, (first, mask, out), {}, out, None))
         elif _is_zero(a):
             self.steps.append(Step(_and_not, (second, mask, out), {}, out, None))
+        elif not (self._is_block[a] or self._is_block[b]):
+            self.steps.append(Step(_choose_of_two, (first, second, mask, out), {}, out, None))
         else:
             self.steps.append(Step(_choose, (first, second, mask, out), {}, out, None))
 
@@ -202,86 +201,48 @@ class Program:
 
 
 class Run:
-    """A program with its arguments: one walk over a tensor at a time.
+    """A program at work: with its buffers, and what was computed once."""
 
-    The arguments of all calls are made once; what changes from block to block is put in its places. (A call takes
-    Python a microsecond, as much as the arithmetic on a thousand elements, and so would each look-up.)
-    """
-
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, others: Sequence[Tensor]) -> None:
         self.program = program
         self.memory: dict[Slot, Tensor] = {}
-        self.held: list[Any] = [None] * program.count
-        self.uses: list[list[tuple[Any, Any]]] = [[] for _ in range(program.count)]
-        self.once = [self._bound(step) for step in program.once]
-        self.steps = [self._bound(step) for step in program.steps]
         self.shape: torch.Size | None = None
-        self.others: Sequence[Tensor] | None = None
+        self.places: list[Any] = [None] * program.count
+        self.places[program.blocks : program.blocks + len(others)] = others
+        _take(program.once, self.places)
 
-    def begin(self, largest: Tensor) -> None:
-        """Make the buffers for blocks that are at most as large."""
-        program, size = self.program, largest.numel()
-        # One piece of memory, which malloc is more likely to have at hand than several.
-        sizes = [-(-size * dtype.itemsize // _ALIGNED) * _ALIGNED for dtype in program.buffers.values()]
-        pieces = largest.new_empty(sum(sizes), dtype=torch.uint8).split(sizes)
-        for slot, dtype, piece in zip(program.buffers, program.buffers.values(), pieces, strict=True):
-            self.memory[slot] = piece.view(dtype)
-        self.shape = self.others = None
+    def __call__(self, blocks: Sequence[Tensor], out: Tensor | None) -> list[Tensor]:
+        """The results for blocks of one shape, the first not being smaller than those that follow.
 
-    def end(self) -> None:
-        """Let go of all tensors."""
-        for slot in range(self.program.count):
-            self._put(Slot(slot), None)
-        self.memory.clear()
-        self.shape = self.others = None
-
-    def __call__(
-        self, blocks: Sequence[Tensor], others: Sequence[Tensor], outs: Sequence[Tensor | None]
-    ) -> list[Tensor]:
-        """The results for blocks of one shape, at most the largest, and for the inputs that are not blocks.
-
-        Results are written into ``outs``, which no input may overlap, or where that is None hold until the next call.
+        The first result is written into ``out``, which no input may overlap. The others hold until the next call.
         """
-        program = self.program
-        for slot, block in enumerate(blocks):
-            self._put(slot, block)
-        if others is not self.others:
-            self.others = others
-            for i, other in enumerate(others):
-                self._put(len(blocks) + i, other)
-            self._run(self.once)
+        program, places = self.program, self.places
         if blocks[0].shape != self.shape:
-            self.shape = blocks[0].shape
-            for slot, memory in self.memory.items():
-                self._put(slot, memory[: blocks[0].numel()].view(self.shape))
-        for slot, out in zip(program.results, outs, strict=True):
-            if out is not None and slot in self.memory and out.dtype is program.dtype:
-                self._put(slot, out)
-        self._run(self.steps)
-        for slot, out in zip(program.results, outs, strict=True):
-            if out is not None and self.held[slot] is not out:
-                out.copy_(self.held[slot])
-        return [self.held[slot] for slot in program.results]
+            self._make_room(blocks[0])
+        places[: program.blocks] = blocks
+        first = program.results[0]
+        if out is not None and first in self.memory and out.dtype is program.dtype:
+            places[first] = out
+        _take(program.steps, places)
+        if out is not None and places[first] is not out:
+            out.copy_(places[first])
+        return [places[slot] for slot in program.results]
 
-    def _bound(self, step: Step) -> tuple[Callable[..., Any], list[Any], dict[str, Any], Slot, bool]:
-        arguments, options = list(step.arguments), dict(step.options)
-        for i, argument in enumerate(arguments):
-            if type(argument) is Slot:
-                self.uses[argument].append((arguments, i))
-        if step.keyword is not None:
-            self.uses[step.out].append((options, step.keyword))
-        return step.call, arguments, options, step.out, step.keyword is None
+    def _make_room(self, block: Tensor) -> None:
+        self.shape = block.shape
+        for slot, dtype in self.program.buffers.items():
+            if slot not in self.memory:
+                self.memory[slot] = torch.empty_like(block, dtype=dtype).view(-1)
+            self.places[slot] = self.memory[slot][: block.numel()].view(block.shape)
 
-    def _run(self, steps: Sequence[tuple[Callable[..., Any], list[Any], dict[str, Any], Slot, bool]]) -> None:
-        for call, arguments, options, out, returns in steps:
-            result = call(*arguments, **options)
-            if returns and result is not None:
-                self._put(out, result)
 
-    def _put(self, slot: int, value: Any) -> None:
-        self.held[slot] = value
-        for holder, key in self.uses[slot]:
-            holder[key] = value
+def _take(steps: Sequence[Step], places: list[Any]) -> None:
+    for call, arguments, options, out, keyword in steps:
+        found = [places[a] if type(a) is Slot else a for a in arguments]
+        if keyword is not None:
+            call(*found, **options, **{keyword: places[out]})
+        elif (result := call(*found, **options)) is not None:
+            places[out] = result
 
 
 def _with_out(target: Any) -> tuple[Callable[..., Any], str | None]:
@@ -330,6 +291,12 @@ def _spread(truth: Tensor, mask: Tensor) -> None:
 def _choose(a: Tensor, b: Tensor, mask: Tensor, out: Tensor) -> None:
     bits, b_bits = _bits(out), _bits(b)
     torch.bitwise_xor(_bits(a), b_bits, out=bits).bitwise_and_(mask).bitwise_xor_(b_bits)
+
+
+def _choose_of_two(a: Tensor, b: Tensor, mask: Tensor, out: Tensor) -> None:
+    """The same for numbers that serve all blocks, and have their shape only together with the mask."""
+    b_bits, bits = _bits(b), _bits(out)
+    torch.bitwise_and(mask, torch.bitwise_xor(_bits(a), b_bits), out=bits).bitwise_xor_(b_bits)
 
 
 def _and(a: Tensor, mask: Tensor, out: Tensor) -> None:

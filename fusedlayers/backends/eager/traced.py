@@ -55,23 +55,19 @@ def _walk(
     block's channels and results."""
     layout = layout_along(inputs[0], dim)
     whole = [laid_out(tensor, layout) for tensor in (*inputs, out)]
-    others = [_spread(widened(p.detach()), layout) for p in operands]
+    others = [_spread(p.detach().to(program.dtype), layout) for p in operands]
     overlaps = any(out.data_ptr() == tensor.data_ptr() for tensor in inputs)
-    run = program.idle_run()
-    for i, block in enumerate(blocks(layout)):
+    run = program.begun(others)
+    for block in blocks(layout):
         *parts, target = (tensor[block] for tensor in whole)
         wide = [widened(part) for part in parts]
-        if i == 0:
-            run.begin(wide[0])
-        is_whole = wide[0].shape[1] == layout.channels
-        others_here = others if is_whole else [p[block[1]] if p.dim() else p for p in others]
+        if wide[0].shape[1] < layout.channels:
+            run = program.begun([p[block[1]] if p.dim() else p for p in others])
         is_safe = not overlaps or wide[0] is not parts[0]
-        results = run(wide, others_here, [target if is_safe else None] + [None] * (len(program.results) - 1))
+        results = run(wide, target if is_safe else None)
         if not is_safe:
             target.copy_(results[0])
         yield block[1], results
-    run.end()
-    program.idle.append(run)
 
 
 def _spread(operand: Tensor, layout: Layout) -> Tensor:
