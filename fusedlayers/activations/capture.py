@@ -114,6 +114,7 @@ class _Visitor:
         self.names = set(names)
         self.fewest = sys.maxsize
         self._seen: dict[int, tuple[int, Make]] = {}
+        self._numbers: dict[int, int] = {}
         self._bypassed: set[int] = set()
         self._alive: list[object] = []  # so that no address is that of two objects
 
@@ -156,16 +157,24 @@ class _Visitor:
         return self._object
 
     def _tensor(self, tensor: Tensor) -> tuple[Hashable, Make]:
-        index = next((i for i, known in enumerate(self.tensors) if known is tensor), len(self.tensors))
+        index = self._numbers.setdefault(id(tensor), len(self.tensors))
         if index == len(self.tensors):
             self.tensors.append(tensor)
         key = (index, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
         return key, lambda tensors: tensors[index]
 
-    def _parts(self, parts: Mapping[Any, Any]) -> tuple[Hashable, dict[Any, Make]]:
-        visited = {name: self.visit(value) for name, value in parts.items()}
-        key = tuple((name, key) for name, (key, _) in visited.items())
-        return key, {name: make for name, (_, make) in visited.items()}
+    def _parts(self, parts: Mapping[Any, Any]) -> tuple[Hashable, Callable[..., dict[Any, Any]]]:
+        """Visit the values of a dict, which is made anew as a dict."""
+        key: list[Hashable] = []
+        makes: dict[Any, Make] = {}
+        for name, value in parts.items():
+            kind = type(value)
+            if kind in _VALUES:  # most are, and this is walked at every call
+                key.append((name, kind, repr(value)))
+            else:
+                of_value, makes[name] = self.visit(value)
+                key.append((name, of_value))
+        return tuple(key), lambda tensors: {**parts, **{name: make(tensors) for name, make in makes.items()}}
 
     def _function(self, function: types.FunctionType) -> tuple[Hashable, Make]:
         code = function.__code__
@@ -180,10 +189,10 @@ class _Visitor:
         attributes = vars(function)
         if not (closure or read or defaults or keywords or attributes):
             return code, lambda tensors: function
-        key, make = self._parts({0: closure, 1: read, 2: defaults, 3: keywords, 4: attributes})
+        parts = [self._parts(part) for part in (closure, read, defaults, keywords, attributes)]
 
         def on(tensors: Sequence[Tensor]) -> Any:
-            cells_of, globals_of, defaults_of, keywords_of, attributes_of = (make[i](tensors) for i in range(5))
+            cells_of, globals_of, defaults_of, keywords_of, attributes_of = (make(tensors) for _, make in parts)
             made = types.FunctionType(
                 code,
                 {**scope, **globals_of} if globals_of else scope,
@@ -195,7 +204,7 @@ class _Visitor:
             vars(made).update(attributes_of)
             return made
 
-        return (code, key), on
+        return (code, *(key for key, _ in parts)), on
 
     def _bound_builtin(self, method: types.BuiltinFunctionType) -> tuple[Hashable, Make]:
         key, make = self.visit(method.__self__)
@@ -205,7 +214,7 @@ class _Visitor:
         key, make = self._parts({0: partial.func, 1: partial.args, 2: partial.keywords})
 
         def on(tensors: Sequence[Tensor]) -> Any:
-            function, arguments, keywords = (make[i](tensors) for i in range(3))
+            function, arguments, keywords = make(tensors).values()
             return functools.partial(function, *arguments, **keywords)
 
         return ("partial", key), on
@@ -214,27 +223,28 @@ class _Visitor:
         function: Any = method.__func__
         self._bypassed.add(id(method.__self__))  # a module whose method is called is not called itself
         key, make = self._parts({0: function, 1: method.__self__})
-        return ("method", key), lambda tensors: types.MethodType(make[0](tensors), make[1](tensors))
+        return ("method", key), lambda tensors: types.MethodType(*make(tensors).values())
 
     def _module(self, module: nn.Module) -> tuple[Hashable, Make]:
         """All that a module has; of a large one what the code names."""
         if id(module) not in self._bypassed:
             self.refusal = self.refusal or must_be_called_because(module)
         members = self._members(type(module))
-        has = {part: vars(module)[part] for part in _MODULE_PARTS}
-        own = {name: value for name, value in vars(module).items() if name not in _MODULE_OWN}
-        if sum(1 for _ in module.parameters()) > _LARGE:
-            has = {part: self._named(values) for part, values in has.items()}
+        has = [vars(module)[part] for part in _MODULE_PARTS]
+        own: Mapping[str, Any] = {name: value for name, value in vars(module).items() if name not in _MODULE_OWN}
+        if module._modules and sum(1 for _ in module.parameters()) > _LARGE:
+            has = [self._named(values) for values in has]
             own = self._named(own)
-        key, make = self._parts({**has, "own": own, "members": members})
+        parts = [self._parts(part) for part in (own, *has, members)]
 
         def on(tensors: Sequence[Tensor]) -> Any:
             made = object.__new__(type(module))
-            parts = {part: {**vars(module)[part], **make[part](tensors)} for part in _MODULE_PARTS}
-            vars(made).update({**vars(module), **make["own"](tensors), **parts})
+            own_of, *has_of, _ = (make(tensors) for _, make in parts)
+            registered = {n: {**vars(module)[n], **of} for n, of in zip(_MODULE_PARTS, has_of, strict=True)}
+            vars(made).update({**vars(module), **own_of, **registered})
             return made
 
-        return (type(module), key), on
+        return (type(module), *(key for key, _ in parts)), on
 
     def _container(self, container: Any) -> tuple[Hashable, Make]:
         kind = type(container)
@@ -247,7 +257,7 @@ class _Visitor:
         key, make = self._parts(container if is_dict else dict(enumerate(container)))
 
         def on(tensors: Sequence[Tensor]) -> Any:
-            made = {name: part(tensors) for name, part in make.items()}
+            made = make(tensors)
             if isinstance(container, tuple):
                 return tuple.__new__(kind, made.values())
             copied = copy.copy(container)
@@ -285,15 +295,15 @@ class _Visitor:
         identity = None if is_all else _Same(value)
         if not found:
             return (kind, self._parts(members)[0], identity), lambda tensors: value
-        key, make = self._parts({"own": found, "members": members})
+        key, make = self._parts(found)
 
         def on(tensors: Sequence[Tensor]) -> Any:
             made = copy.copy(value)
-            for name, part in make["own"](tensors).items():
+            for name, part in make(tensors).items():
                 object.__setattr__(made, name, part)
             return made
 
-        return (kind, key, identity), on
+        return (kind, key, self._parts(members)[0], identity), on
 
     # --- names --------------------------------------------------------------------------------------------------------
 
@@ -306,23 +316,37 @@ class _Visitor:
         """What may be called or read of the classes that an object is made after. What methods name is named by the
         code."""
         bases = _users_bases(kind)
-        known = -1
-        found: dict[Any, Any] = {}
-        while known < len(self.names):
-            known = len(self.names)
-            for i, base in enumerate(bases):
-                for name, member in vars(base).items():
-                    is_implicit = name.startswith("__") and name not in _NOT_CALLED
-                    if not (is_implicit or name in self.names or name in also):
-                        continue
-                    value = _unwrapped(member)
-                    if isinstance(value, types.FunctionType):
-                        self.names |= _names(value.__code__)
-                    elif is_implicit:
-                        continue
-                    found[i, name] = value
-        self.fewest = min(self.fewest, known)
-        return {at: value for at, value in found.items() if not _is_fixed(value)}
+        if not bases:
+            return {}
+        found, names = _found_members(bases, frozenset(self.names), frozenset(also))
+        self.names |= names
+        self.fewest = min(self.fewest, len(self.names))
+        # Looked up anew at every call: a class's attributes are set as an object's are.
+        members = {at: _unwrapped(vars(bases[at[0]])[at[1]]) for at in found}
+        return {at: member for at, member in members.items() if not _is_fixed(member)}
+
+
+@functools.lru_cache(1024)
+def _found_members(
+    bases: tuple[type, ...], names: frozenset[str], also: frozenset[str]
+) -> tuple[tuple[tuple[int, str], ...], frozenset[str]]:
+    """Which members of which of the classes ``names`` lead to, and all names that these lead to."""
+    known: frozenset[str] = frozenset()
+    found: dict[tuple[int, str], None] = {}
+    while known != names:
+        known = names
+        for i, base in enumerate(bases):
+            for name, member in vars(base).items():
+                is_implicit = name.startswith("__") and name not in _NOT_CALLED
+                if not (is_implicit or name in names or name in also):
+                    continue
+                value = _unwrapped(member)
+                if isinstance(value, types.FunctionType):
+                    names = names | _names(value.__code__)
+                elif is_implicit:
+                    continue
+                found[i, name] = None
+    return tuple(found), names
 
 
 def _attributes(value: object) -> Iterator[tuple[str, Any]]:
