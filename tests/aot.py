@@ -83,6 +83,8 @@ def compile_kernel(
     target: str, activation: Activation, kernel: str, dtype: torch.dtype, bias: str = "column", index: Any = tl.int32
 ) -> Report:
     given, operands = KERNELS[kernel]
+    if activation.needs_input_because is not None:
+        given = "input"
     matrix = MATRICES[bias]
     rows, columns = elementwise._tile(matrix)
     role = "forward" if kernel == "forward" else "gradient"

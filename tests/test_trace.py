@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpu import ACTIVATIONS
+from reference import derivative
 from torch import Tensor
 
-from fusedlayers.activations import Activation
-from fusedlayers.activations.trace import NotPointwise, Pointwise, trace
+from fusedlayers.activations import Activation, resolve
+from fusedlayers.activations.trace import NotPointwise, Pointwise, _read, aten_graph, trace
 
 Function = Callable[[Tensor], Tensor]
 
@@ -184,3 +185,30 @@ OUTSIDE = torch.randn(5)
 def test_what_is_not_pointwise_is_refused(function: Function, message: str) -> None:
     with pytest.raises(NotPointwise, match=message):
         trace(function)
+
+
+@pytest.mark.parametrize(
+    ("function", "option"),
+    [(lambda z: torch.round(z, decimals=2), "decimals"), (lambda z: F.gelu(z, approximate="tanh"), "approximate")],
+    ids=["round", "gelu"],
+)
+def test_an_option_that_nobody_reads_is_refused(function: Function, option: str) -> None:
+    # Decompositions deal with those there are; without them:
+    graph = aten_graph(function, [torch.zeros(3, 5)])
+    with pytest.raises(NotPointwise, match=f"with {option} has no decomposition"):
+        _read(graph, ("z",))
+
+
+def test_in_place_operations_that_torch_cannot_trace_are_named() -> None:
+    with pytest.raises(NotPointwise, match="torch cannot trace selu_, which works in place; use inplace=False"):
+        trace(lambda z: F.selu(z * 1, inplace=True))
+
+
+@pytest.mark.parametrize(("name", "approximate"), [("gelu", "none"), ("gelu_tanh", "tanh")])
+def test_the_derivative_of_gelu_falls_to_zero_without_cancelling(name: str, approximate: str) -> None:
+    z = torch.linspace(-9, -3, 1000)
+    pointwise = trace(lambda z: torch.ops.aten.gelu_backward(torch.ones_like(z), z, approximate=approximate))
+    exact = derivative(resolve(name).function, z)
+    real = exact.abs() > 1e-30
+    error = (evaluate(pointwise, z).double() - exact).abs()[real] / exact.abs()[real]
+    assert float(error.max()) < 1e-4  # exp amplifies the rounding of its argument; 1 + erf(z) would err by all there is
