@@ -73,7 +73,6 @@ def trace(
     return _read(aten_graph(function, examples, to_core()), tuple(inputs))
 
 
-@in_clean_state
 def aten_graph(
     function: Callable[..., Any], examples: Sequence[Tensor], decompositions: Mapping[Any, Any] | None = None
 ) -> GraphModule:
@@ -83,6 +82,16 @@ def aten_graph(
     Raises:
         NotPointwise: the function cannot be traced.
     """
+    # On a machine without a GPU torch 2.11 makes a stand-in for one when it first traces, and frees it with the thread
+    # that traced (pytorch#178950). Tracing happens on a short-lived thread; the caller's lasts.
+    torch._C._ensureCUDADeviceGuardSet()
+    return _aten_graph(function, examples, decompositions)
+
+
+@in_clean_state
+def _aten_graph(
+    function: Callable[..., Any], examples: Sequence[Tensor], decompositions: Mapping[Any, Any] | None
+) -> GraphModule:
     try:
         return make_fx(
             torch.func.functionalize(lambda *tensors: function(*tensors), remove="mutations_and_views"),
