@@ -1,6 +1,6 @@
 """What the compiler makes of the elementwise kernels, for GPUs that need not be there.
 
-    python tests/aot.py sm_90 gelu tanh/float32
+    python tests/aot.py sm_90 gelu tanh/float32 snake/bfloat16/row
 
 prints a JSON list with an object per kernel. Registers, spills and the width of memory accesses are read from what the
 compiler made: with cuobjdump from Triton's wheel for NVIDIA, from the assembly for AMD.
@@ -12,9 +12,10 @@ import argparse
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,12 @@ from fusedlayers.activations import Activation, activations, resolve
 from fusedlayers.backends.triton import elementwise
 from fusedlayers.backends.triton.codegen import device_function
 from fusedlayers.backends.triton.elementwise import Matrix
+from fusedlayers.functional import specialised
+
+sys.path.append(str(Path(__file__).parents[1]))
+from literature import PUBLISHED
+
+from examples.custom_activation import ACTIVATIONS as MODULES
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -41,6 +48,12 @@ MATRICES = {
     "column": Matrix(8192, 3072, 3072, "column"),
     "row": Matrix(64 * 256, 56 * 56, 256, "row"),
 }
+#: What users bring, for tensors of these shapes: with a parameter for each channel, with one to ten for all, and with
+#: none, where the derivative is fitted to the output.
+SHAPES = {"none": ((4096,), ()), "column": ((64, 96), (96,)), "row": ((4, 96, 14, 14), (96, 1, 1))}
+BY_CHANNEL = ("snake", "prelu")
+FITTED = ("isru", "tanhexp", "log_cosh_stable")
+CUSTOM = (*BY_CHANNEL, "swish_beta", "acon_c", "pau_5_4", "fractional", "fractional-splitting", *FITTED)
 #: The kernels by what they compute: from which tensor, and how many tensors of full size they read.
 KERNELS = {
     "forward": ("output", 1),
@@ -59,6 +72,8 @@ class Report:
         scalar_spills: AMD's scalar registers that moved to lanes of vector registers, which costs no memory.
         wide_loads, wide_stores: accesses to global memory of 16 bytes a thread; narrow: of fewer.
         least_wide_loads: how many it takes to read the tensors once.
+        custom: whether the activation is none of the table's.
+        operands: how many other tensors the activation reads, whose loads are narrow.
     """
 
     target: str
@@ -77,12 +92,28 @@ class Report:
     narrow_stores: int
     least_wide_loads: int
     least_wide_stores: int
+    custom: bool
+    operands: int
+
+
+def find(name: str, bias: str) -> Activation:
+    """The activation of that name, for a tensor whose channels run as ``bias`` says."""
+    if name not in CUSTOM:
+        return resolve(name)
+    shape, channels = SHAPES[bias]
+    published = next((p for p in PUBLISHED if p.name == name), None)
+    function: Any = MODULES[name](96) if published is None else published.with_tensors(*channels * (name in BY_CHANNEL))
+    found = specialised(resolve(function), shape, torch.float32).activation
+    assert found.is_fusible, found.unfused_because
+    return replace(found, name=name.replace("-", "_"))
 
 
 def compile_kernel(
     target: str, activation: Activation, kernel: str, dtype: torch.dtype, bias: str = "column", index: Any = tl.int32
 ) -> Report:
     given, operands = KERNELS[kernel]
+    if activation.output_refused_because(dtype) is not None:
+        given = "input"
     matrix = MATRICES[bias]
     rows, columns = elementwise._tile(matrix)
     role = "forward" if kernel == "forward" else "gradient"
@@ -124,6 +155,8 @@ def compile_kernel(
         **read,
         least_wide_loads=operands * wide,
         least_wide_stores=wide,
+        custom=activation.is_traced,
+        operands=len(activation.operand_dims),
     )
 
 
@@ -172,11 +205,11 @@ def _widths(accesses: Iterable[tuple[bool, int]]) -> dict[str, int]:
     return counts
 
 
-def kernels_of(activation: Activation) -> tuple[str, ...]:
+def kernels_of(activation: Activation, dtype: torch.dtype) -> tuple[str, ...]:
     """The kernels that an activation can have; the identity gets none, because nothing is saved for it."""
     if activation.is_identity:
         return ()
-    return tuple(KERNELS) if activation.needs_input_because is None else ("forward", "derivative_given_input")
+    return tuple(KERNELS) if activation.output_refused_because(dtype) is None else ("forward", "derivative_given_input")
 
 
 def main() -> None:
@@ -187,8 +220,8 @@ def main() -> None:
     reports = []
     for case in options.case or activations():
         name, dtype, bias, index, *_ = [*case.split("/"), *("bfloat16", "column", "int32")[case.count("/") :]]
-        activation = resolve(name)
-        for kernel in kernels_of(activation):
+        activation = find(name, bias)
+        for kernel in kernels_of(activation, getattr(torch, dtype)):
             reports.append(
                 compile_kernel(options.target, activation, kernel, getattr(torch, dtype), bias, getattr(tl, index))
             )

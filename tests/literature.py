@@ -34,6 +34,11 @@ class Published:
         values = [value for _, value in self.trainable]
         return (lambda z: self.function(z, *values)) if values else self.function
 
+    def with_tensors(self, *shape: int, dtype: torch.dtype = torch.float32) -> Callable[[Tensor], Tensor]:
+        """The function with tensors of this shape to be trained, as they start."""
+        tensors = [torch.full(shape, value, dtype=dtype, requires_grad=True) for _, value in self.trainable]
+        return (lambda z: self.function(z, *tensors)) if tensors else self.function
+
 
 _ABOVE = "rises all the way"
 _ONE_DIP = "one negative minimum, as GELU"
@@ -73,6 +78,14 @@ def _isrlu(z: Tensor) -> Tensor:
 
 def _pau(z: Tensor, a0: float, a1: float, a2: float, a3: float, b1: float, b2: float) -> Tensor:
     return (a0 + z * (a1 + z * (a2 + z * a3))) / (1 + (z * (b1 + z * b2)).abs())
+
+
+def _pau_5_4(z: Tensor, *parameters: float) -> Tensor:
+    *numerator, last = parameters[:6]
+    b1, b2, b3, b4 = parameters[6:]
+    for a in reversed(numerator):
+        last = last * z + a
+    return last / (1 + (z * (b1 + z * (b2 + z * (b3 + z * b4)))).abs())
 
 
 def _apl(z: Tensor, a1: float, b1: float, a2: float, b2: float) -> Tensor:
@@ -215,6 +228,14 @@ PUBLISHED = (
     Published(
         "pau", _pau, "input", _TRAINS,
         (("a0", 0.02), ("a1", 0.5), ("a2", 1.6), ("a3", 0.5), ("b1", 0.0), ("b2", 1.2)),
+    ),
+    # The same of the paper's orders, 5 and 4: the most parameters here
+    Published(
+        "pau_5_4", _pau_5_4, "input", _TRAINS,
+        (
+            *((f"a{i}", value) for i, value in enumerate((0.03, 0.62, 2.3, 3.1, 1.5, 0.25))),
+            *((f"b{i}", value) for i, value in enumerate((1.1, 4.4, 0.87, 0.35), start=1)),
+        ),
     ),
     # Ma et al., Activate or Not: Learning Customized Activation, 2021
     Published(

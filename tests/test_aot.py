@@ -13,14 +13,19 @@ import pytest
 from fusedlayers.activations import activations
 
 pytest.importorskip("triton")
+from aot import CUSTOM, FITTED  # after the line that skips without it
 
 SCRIPT = Path(__file__).with_name("aot.py")
+DTYPES = ("float32", "bfloat16")
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
-#: Scalar registers beyond AMD's hundred move to lanes of vector registers: instructions, but no memory.
-MOST_SCALAR_SPILLS = 16
+#: Scalar registers beyond AMD's hundred move to lanes of vector registers: instructions, but no memory. A power and its
+#: logarithm have a hundred coefficients, ten sums as many masks.
+MOST_SCALAR_SPILLS = {"table": 16, "custom": 96}
 
 #: With 64-bit offsets (for more than 2^31 elements) some versions of ptxas put a value or two aside around the loop.
 MOST_SPILL_BYTES = {"int32": 0, "int64": 16}
+#: Where libdevice's sine of Triton 3.6 takes large arguments apart, it uses an array.
+SINE_BYTES = 40
 
 Reports = list[dict[str, Any]]
 
@@ -47,13 +52,16 @@ def compile_all(*runs: Iterable[str]) -> Reports:
 def check(reports: Reports) -> None:
     for report in reports:
         gradient = report["kernel"] != "forward"
-        assert report["spill_bytes"] <= MOST_SPILL_BYTES[report["index"]], report
-        assert report["scalar_spills"] <= MOST_SCALAR_SPILLS, report
+        array = SINE_BYTES if report["activation"] == "snake" else 0
+        assert report["spill_bytes"] <= MOST_SPILL_BYTES[report["index"]] + array, report
+        assert report["scalar_spills"] <= MOST_SCALAR_SPILLS["custom" if report["custom"] else "table"], report
         assert report["wide_loads"] >= report["least_wide_loads"] > 0, report
         assert report["wide_stores"] >= report["least_wide_stores"] > 0, report
-        # Only a bias is read, and only its gradient's partial sums are written, in smaller portions.
-        assert report["narrow_loads"] == 0 or (not gradient and report["bias"] != "none"), report
-        assert report["narrow_stores"] == 0 or (gradient and report["bias"] != "none"), report
+        # Only a bias and operands are read, and only their gradients' partial sums are written, in smaller portions.
+        # (What a sine reads are the digits of pi.)
+        has_bias, operands = report["bias"] != "none", report["operands"]
+        assert report["narrow_loads"] == 0 or (not gradient and has_bias) or operands, report
+        assert report["narrow_stores"] == 0 or (gradient and (has_bias or operands)), report
 
 
 def test_gelu_compiles_without_spills() -> None:
@@ -77,4 +85,24 @@ def test_everything_compiles_without_spills(target: str) -> None:
     reports = compile_all(runs[0]) + compile_all(runs[1]) if one_by_one else compile_all(*runs)
     assert {report["activation"] for report in reports} == set(activations()) - {"identity"}
     assert len({(r["dtype"], r["bias"], r["index"]) for r in reports if r["activation"] == "gelu"}) == 8
+    check(reports)
+
+
+def test_many_sums_compile_without_spills() -> None:
+    reports = compile_all(["sm_100", "pau_5_4/float32/row"], ["gfx942", "pau_5_4/float32/row"])
+    assert [report["operands"] for report in reports] == 4 * [10]
+    check(reports)
+    # Accumulators of a register for each element would take 204 of them, and half of the threads.
+    assert all(report["registers"] <= 176 for report in reports)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_users_bring_compiles_without_spills(target: str) -> None:
+    cases = [f"{name}/{dtype}/column" for name in CUSTOM for dtype in DTYPES]
+    cases += [f"{name}/{dtype}/row" for name in CUSTOM if name not in FITTED for dtype in DTYPES]
+    reports = compile_all([target, *cases])
+    assert {report["activation"] for report in reports} == {name.replace("-", "_") for name in CUSTOM}
+    given_output = {r["activation"] for r in reports if r["kernel"] == "derivative_given_output"}
+    assert given_output == set(FITTED)
     check(reports)

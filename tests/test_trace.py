@@ -1,16 +1,22 @@
 """Functions as lists of pointwise operations: what is tidied away, what is refused, and that nothing is lost."""
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from gpu import ACTIVATIONS
+from reference import derivative
 from torch import Tensor
 
-from fusedlayers.activations import Activation
-from fusedlayers.activations.trace import NotPointwise, Pointwise, trace
+from fusedlayers.activations import Activation, resolve
+from fusedlayers.activations.trace import NotPointwise, Pointwise, _read, aten_graph, trace
+
+ROOT = Path(__file__).parents[1]
 
 Function = Callable[[Tensor], Tensor]
 
@@ -184,3 +190,44 @@ OUTSIDE = torch.randn(5)
 def test_what_is_not_pointwise_is_refused(function: Function, message: str) -> None:
     with pytest.raises(NotPointwise, match=message):
         trace(function)
+
+
+@pytest.mark.parametrize(
+    ("function", "option"),
+    [(lambda z: torch.round(z, decimals=2), "decimals"), (lambda z: F.gelu(z, approximate="tanh"), "approximate")],
+    ids=["round", "gelu"],
+)
+def test_an_option_that_nobody_reads_is_refused(function: Function, option: str) -> None:
+    # Decompositions deal with those there are; without them:
+    graph = aten_graph(function, [torch.zeros(3, 5)])
+    with pytest.raises(NotPointwise, match=f"with {option} has no decomposition"):
+        _read(graph, ("z",))
+
+
+def test_in_place_operations_that_torch_cannot_trace_are_named() -> None:
+    with pytest.raises(NotPointwise, match="torch cannot trace selu_, which works in place; use inplace=False"):
+        trace(lambda z: F.selu(z * 1, inplace=True))
+
+
+@pytest.mark.parametrize(("name", "approximate"), [("gelu", "none"), ("gelu_tanh", "tanh")])
+def test_the_derivative_of_gelu_falls_to_zero_without_cancelling(name: str, approximate: str) -> None:
+    z = torch.linspace(-9, -3, 1000)
+    pointwise = trace(lambda z: torch.ops.aten.gelu_backward(torch.ones_like(z), z, approximate=approximate))
+    exact = derivative(resolve(name).function, z)
+    real = exact.abs() > 1e-30
+    error = (evaluate(pointwise, z).double() - exact).abs()[real] / exact.abs()[real]
+    assert float(error.max()) < 1e-4  # exp amplifies the rounding of its argument; 1 + erf(z) would err by all there is
+
+
+def test_tracing_again_and_again_in_a_fresh_process() -> None:
+    # Without a GPU torch 2.11 frees what the first trace made together with the thread that traced; then it crashes.
+    # (conftest.py hides that from the other tests.)
+    script = """
+import torch, fusedlayers as fl
+b = torch.tensor(0.5, requires_grad=True)
+x = torch.randn(64, 64, requires_grad=True)
+for f in (torch.tanh, torch.sin, torch.atan):
+    fl.bias_act(x, None, lambda z: f(b * z)).sum().backward()
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

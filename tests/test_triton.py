@@ -529,7 +529,7 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> Switch:
     monkeypatch.setattr(functional, "SMALL", 0)
 
     def switch(on: bool) -> None:
-        monkeypatch.setattr(backends, "choose", lambda tensor: backend if on else eager)
+        monkeypatch.setattr(backends, "choose", lambda tensor, activation=None: backend if on else eager)
 
     return switch
 

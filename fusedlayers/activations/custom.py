@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..clean import in_clean_state
 from .capture import Captured, capture
+from .decompositions import to_single_results
 from .inverse import Analysis, analyse
 from .register import mistake
 from .spec import Activation, Row, Specialised
@@ -201,6 +202,7 @@ _ALSO_POINTWISE = {
     aten.detach_copy.default,
     aten.expand.default,
     aten.expand_copy.default,
+    aten.hardswish.default,
     aten.view.default,
     aten.view_copy.default,
 }
@@ -212,6 +214,7 @@ def _split(captured: Captured, example: tuple[int, ...], dtype: torch.dtype) -> 
     module = aten_graph(
         lambda z, *tensors: captured.on(tensors)(z),
         [torch.empty(example, dtype=wide, device="cpu"), *(_like(tensor, wide) for tensor in captured.tensors)],
+        to_single_results(),
     )
     return _Splitter(module, example).split()
 
@@ -235,7 +238,7 @@ class _Splitter:
 
     def split(self) -> Split:
         for node in self.module.graph.nodes:
-            if node.op == "call_function" and torch.Tag.nondeterministic_seeded in node.target.tags:
+            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
                 raise NotPointwise(f"it is random ({_name(node)})")
         self.varying[self.z] = self.body.placeholder("z")
         for tensor in self.tensors:
@@ -274,7 +277,7 @@ class _Splitter:
             self.numbers[node] = fill
         elif any(i in self.varying for i in inputs):
             pointwise = torch.Tag.pointwise in target.tags or target in _ALSO_POINTWISE
-            if not pointwise or node.meta["val"].shape != self.example:
+            if not pointwise or getattr(node.meta["val"], "shape", None) != self.example:  # several results have none
                 raise NotPointwise(f"{op} is not pointwise")
             self.varying[node] = self.body.node_copy(node, self._in_body)
             if target is aten.detach_copy.default:  # which has no derivative, not even 0
@@ -340,7 +343,8 @@ class _Splitter:
 
 
 def _name(node: Node) -> str:
-    return str(node.target).split(".")[1]
+    _, _, operation = str(node.target).partition(".")
+    return operation.split(".")[0] or getattr(node.target, "__name__", "")  # of a tuple's item
 
 
 def _finished(graph: Graph) -> GraphModule:

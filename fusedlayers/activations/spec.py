@@ -255,7 +255,7 @@ class Activation:
 
     @property
     def shows_dtype(self) -> bool:
-        """Whether what is computed for, or from, an output depends on its dtype: a branch bit, a rounded level."""
+        """Whether what is computed for, or from, an output depends on its dtype: on a branch bit or a rounded level."""
         if self.row is None:
             return False
         return self.is_folded or bool(self.row.levels) or isinstance(self.row.given_output, Analysis)

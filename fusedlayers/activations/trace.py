@@ -10,46 +10,26 @@ operation that is to blame.
 
 from __future__ import annotations
 
-import functools
-import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import core_aten_decompositions, get_decompositions
 from torch._functorch.compile_utils import fx_graph_cse
-from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
-from torch._prims_common import elementwise_dtypes
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..clean import in_clean_state
+from .decompositions import NotPointwise, to_core
+
+__all__ = ["FILLED", "NotPointwise", "Operation", "Pointwise", "aten_graph", "simplified", "trace"]
 
 aten = torch.ops.aten
 
-#: Core ATen keeps these whole; printers have fewer operations to know if they are taken apart too.
-_MORE_DECOMPOSITIONS = (
-    aten.celu,
-    aten.clamp,
-    aten.elu,
-    aten.elu_backward,
-    aten.hardtanh,
-    aten.hardtanh_backward,
-    aten.leaky_relu,
-    aten.relu,
-    aten.softshrink,
-    aten.threshold,
-    aten.threshold_backward,
-)
-
 Argument = str | float | int | bool
 """A name (of the input or an earlier operation) or a constant."""
-
-
-class NotPointwise(ValueError):
-    """A function that does not map each element by itself."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +54,8 @@ class Pointwise:
 #: What torch calls the operation, by what it is called here. All else keeps its name.
 _RENAMED = {"view_copy": "bitcast", "_to_copy": "cast"}
 _CONSTANTS = ("full", "full_like", "scalar_tensor")
+#: Options that are read; of those without an entry none is, and what is not read must not be ignored.
+_OPTIONS = {"add": {"alpha"}, "sub": {"alpha"}}
 _NOTHING = ("alias", "alias_copy", "detach", "clone", "empty_permuted")
 
 
@@ -88,10 +70,9 @@ def trace(
         NotPointwise: see above.
     """
     examples = [torch.zeros(_EXAMPLE_SHAPE, dtype=dtype, device="cpu") for _ in inputs]
-    return _read(aten_graph(function, examples, _decompositions()), tuple(inputs))
+    return _read(aten_graph(function, examples, to_core()), tuple(inputs))
 
 
-@in_clean_state
 def aten_graph(
     function: Callable[..., Any], examples: Sequence[Tensor], decompositions: Mapping[Any, Any] | None = None
 ) -> GraphModule:
@@ -101,6 +82,16 @@ def aten_graph(
     Raises:
         NotPointwise: the function cannot be traced.
     """
+    # On a machine without a GPU torch 2.11 makes a stand-in for one when it first traces, and frees it with the thread
+    # that traced (pytorch#178950). Tracing happens on a short-lived thread; the caller's lasts.
+    torch._C._ensureCUDADeviceGuardSet()
+    return _aten_graph(function, examples, decompositions)
+
+
+@in_clean_state
+def _aten_graph(
+    function: Callable[..., Any], examples: Sequence[Tensor], decompositions: Mapping[Any, Any] | None
+) -> GraphModule:
     try:
         return make_fx(
             torch.func.functionalize(lambda *tensors: function(*tensors), remove="mutations_and_views"),
@@ -113,6 +104,8 @@ def aten_graph(
 
 #: Operations that take from a tensor its shape at most, and how to read off what they fill another with.
 FILLED: dict[Any, Callable[[Node], Any]] = {
+    aten.empty.memory_format: lambda node: 0,  # what nobody has written, where any number will do
+    aten.empty_like.default: lambda node: 0,
     aten.full.default: lambda node: node.args[1],
     aten.full_like.default: lambda node: node.args[1],
     aten.new_full.default: lambda node: node.args[2],
@@ -149,28 +142,13 @@ def _why_untraceable(error: Exception) -> str:
         return "what it does depends on the values of a tensor"
     if "convert all Tensors to FakeTensors" in text:
         return "it reads a tensor that could not be found; pass it through functools.partial or a module's parameters"
-    return f"it cannot be traced: {text.splitlines()[0]}"
+    if "alias annotations" in text and (called := re.search(r"aten::(\w+_)\(", text)):
+        return f"torch cannot trace {called[1]}, which works in place; use inplace=False"
+    return f"it cannot be traced: {text.splitlines()[0].partition('. ')[0]}"  # torch goes on for paragraphs
 
 
 #: Neither a dimension of 1, which broadcasts, nor two equal ones: a shape that only pointwise operations keep.
 _EXAMPLE_SHAPE = (3, 5)
-
-
-@functools.cache
-def _decompositions() -> dict[Any, Callable[..., Any]]:
-    promotions = {
-        overload: _in_one_type(overload, kind)
-        for kind, operators in _PROMOTED.items()
-        for operator in operators
-        for overload in (getattr(operator, name) for name in operator.overloads())
-    }
-    return {**core_aten_decompositions(), **get_decompositions(_MORE_DECOMPOSITIONS), **promotions, **_OWN}
-
-
-@functools.cache
-def slow_kernels() -> dict[Any, Callable[..., Any]]:
-    """Decompositions of operations whose CPU kernels are not vectorised: what they are made of runs faster."""
-    return get_decompositions([aten._prelu_kernel_backward])
 
 
 def _read(module: GraphModule, inputs: tuple[str, ...]) -> Pointwise:
@@ -219,6 +197,8 @@ def _operation(
         arguments = arguments[:1]
     if op == "view_copy":
         arguments = arguments[:1]
+    if (unknown := node.kwargs.keys() - _OPTIONS.get(op, set())) and op != "_to_copy":
+        raise NotPointwise(f"{op} with {', '.join(sorted(unknown))} has no decomposition here")
     alpha: Any = node.kwargs.get("alpha", arguments.pop() if op in ("add", "sub") and len(arguments) == 3 else 1)
     if alpha != 1:
         arguments[1] = _append("mul", (arguments[1], alpha), meta.dtype, seen, operations)
@@ -256,133 +236,3 @@ def _live(operations: list[Operation], outputs: tuple[Argument, ...]) -> tuple[O
             live.append(operation)
             needed.update(a for a in operation.arguments if isinstance(a, str))
     return tuple(reversed(live))
-
-
-# --- decompositions that torch has not --------------------------------------------------------------------------------
-
-#: Operations of core ATen that convert their arguments themselves, by how they choose the type. Their arguments get it
-#: here, so that printers need no rules for mixed types; float16 and bfloat16 are computed in float32, as in kernels.
-_PROMOTED = {
-    PROMOTION.DEFAULT: (
-        aten.abs, aten.add, aten.ceil, aten.copysign, aten.floor, aten.fmax, aten.fmin, aten.fmod, aten.hypot,
-        aten.maximum, aten.minimum, aten.mul, aten.pow, aten.remainder, aten.round, aten.sign, aten.sub, aten.trunc,
-    ),
-    PROMOTION.INT_TO_FLOAT: (
-        aten.acos, aten.acosh, aten.asin, aten.asinh, aten.atan, aten.atan2, aten.atanh, aten.cos, aten.cosh,
-        aten.digamma, aten.div, aten.erf, aten.erfc, aten.erfinv, aten.exp, aten.exp2, aten.expm1, aten.i0, aten.lgamma,
-        aten.log, aten.log10, aten.log1p, aten.log2, aten.reciprocal, aten.rsqrt, aten.sigmoid, aten.sin, aten.sinh,
-        aten.special_erfcx, aten.special_i0e, aten.special_i1, aten.special_i1e, aten.special_ndtri, aten.sqrt,
-        aten.tan, aten.tanh,
-    ),
-}  # fmt: skip
-
-
-def _in_one_type(overload: Any, kind: Any) -> Callable[..., Any]:
-    def decomposition(*arguments: Any, **options: Any) -> Any:
-        numbers = [a for a in arguments if isinstance(a, (Tensor, bool, int, float))]
-        computed, result = elementwise_dtypes(*numbers, type_promotion_kind=kind)
-        if all(a.dtype == computed for a in arguments if isinstance(a, Tensor)):
-            return NotImplemented
-        converted = [a.to(computed) if isinstance(a, Tensor) else a for a in arguments]
-        return overload(*converted, **options).to(result)
-
-    return decomposition
-
-
-def _truth(value: Any) -> Any:
-    return value if value.dtype == torch.bool else value != 0
-
-
-def _divide(x: Any, y: Any, *, rounding_mode: str | None) -> Any:
-    if rounding_mode == "floor":
-        return _floor_divide(x, y)
-    quotient = torch.true_divide(x, y)
-    if rounding_mode is None:
-        return quotient
-    _refuse_integers(x, y)
-    return torch.trunc(quotient)
-
-
-def _floor_divide(x: Any, y: Any) -> Any:
-    # As torch's kernels do it, from the exact remainder: a quotient that is rounded up to a whole number is below it.
-    _refuse_integers(x, y)
-    quotient = torch.true_divide(x, y)
-    remainder = torch.fmod(x, y) if isinstance(x, Tensor) else torch.fmod(torch.full_like(y, x), y)
-    whole = (x - remainder) / y
-    whole = torch.where((remainder != 0) & ((remainder < 0) != (y < 0)), whole - 1, whole)
-    floor = torch.floor(whole)
-    floor = torch.where(whole - floor > 0.5, floor + 1, floor)
-    floor = torch.where(whole != 0, floor, torch.copysign(torch.zeros_like(quotient), quotient))
-    if isinstance(y, Tensor):
-        return torch.where(y == 0, quotient, floor)
-    return floor if y else quotient
-
-
-def _refuse_integers(*arguments: Any) -> None:
-    if not any(isinstance(a, Tensor) and a.is_floating_point() for a in arguments):
-        raise NotPointwise("a rounded division of integers has no decomposition here")
-
-
-def _round_decimals(x: Tensor, *, decimals: int) -> Tensor:
-    if decimals < 0:
-        return torch.round(x / 10.0**-decimals) * 10.0**-decimals
-    return torch.round(x * 10.0**decimals) / 10.0**decimals
-
-
-def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    if approximate == "tanh":
-        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))
-        return 0.5 * x * (1 + torch.tanh(inner))
-    return 0.5 * x * torch.erfc(x * -math.sqrt(0.5))  # 1 + erf(x) would cancel
-
-
-def _rrelu(
-    x: Tensor, noise: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
-) -> Any:
-    return NotImplemented if training else torch.where(x > 0, x, x * ((lower + upper) / 2))
-
-
-def _rrelu_and_noise(x: Tensor, noise: Tensor, *arguments: Any, **options: Any) -> Any:
-    result = _rrelu(x, noise, *arguments, **options)
-    return result if result is NotImplemented else (result, noise)
-
-
-def _rrelu_backward(
-    grad: Tensor, x: Tensor, noise: Tensor, lower: float, upper: float, training: bool, self_is_result: bool
-) -> Any:
-    return NotImplemented if training else torch.where(x > 0, grad, grad * ((lower + upper) / 2))
-
-
-def _logit_backward(grad: Tensor, x: Tensor, eps: float | None = None) -> Tensor:
-    low, high = (0.0, 1.0) if eps is None else (eps, 1 - eps)
-    outside = math.nan if eps is None else 0.0
-    return torch.where((x >= low) & (x <= high), grad / (x * (1 - x)), outside)
-
-
-def _zeros(size: Any, **options: Any) -> Tensor:
-    # For memory that nobody has written, where any number will do, and for autograd's gradients that are zero.
-    return torch.full(size, 0, dtype=options.get("dtype"))
-
-
-_OWN: dict[Any, Callable[..., Any]] = {
-    aten._efficientzerotensor.default: _zeros,
-    aten.angle.default: lambda x: torch.where(torch.isnan(x), x, torch.where(x < 0, math.pi, 0.0)),
-    aten.div.Scalar_mode: _divide,
-    aten.div.Tensor_mode: _divide,
-    aten.empty.memory_format: _zeros,
-    aten.floor_divide.Scalar: _floor_divide,
-    aten.floor_divide.default: _floor_divide,
-    aten.gelu.default: _gelu,
-    aten.hardshrink_backward.default: lambda grad, x, lambd: torch.where((x >= -lambd) & (x <= lambd), 0.0, grad),
-    aten.ldexp.Tensor: lambda x, exponent: x * torch.pow(2.0, exponent),
-    aten.logical_and.default: lambda x, y: _truth(x) & _truth(y),
-    aten.logical_not.default: lambda x: ~_truth(x),
-    aten.logical_or.default: lambda x, y: _truth(x) | _truth(y),
-    aten.logical_xor.default: lambda x, y: _truth(x) ^ _truth(y),
-    aten.logit_backward.default: _logit_backward,
-    aten.polygamma.default: lambda n, x: torch.digamma(x) if n == 0 else NotImplemented,
-    aten.round.decimals: _round_decimals,
-    aten.rrelu_with_noise.default: _rrelu,
-    aten.rrelu_with_noise_backward.default: _rrelu_backward,
-    aten.rrelu_with_noise_functional.default: _rrelu_and_noise,
-}

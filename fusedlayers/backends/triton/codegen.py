@@ -201,9 +201,6 @@ def computes(activation: Activation) -> bool:
 
 def source(activation: Activation, role: Role, *, given: str, dtype: torch.dtype, needs: tuple[bool, ...] = ()) -> str:
     """The text of ``device_function``."""
-    # On a machine without a GPU torch 2.11 makes a stand-in for one when it first traces, and frees it with the thread
-    # that traced (pytorch#178950). Tracing happens on a short-lived thread; the caller's lasts.
-    torch._C._ensureCUDADeviceGuardSet()
     operands = {f"p{i}": dim is not None for i, dim in enumerate(activation.operand_dims)}
     function: Callable[..., Tensor | tuple[Tensor, ...]]
     if role == "forward":

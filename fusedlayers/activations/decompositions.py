@@ -1,0 +1,211 @@
+"""What ATen's operations are made of, where printers and the splitter of users' functions want fewer to know.
+
+Torch decomposes most of them itself; here is what it keeps whole, what it leaves in mixed types, and what it
+decomposes with less accuracy than the kernel has.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp import core_aten_decompositions, get_decompositions
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
+from torch._prims_common import elementwise_dtypes
+
+aten = torch.ops.aten
+
+Table = dict[Any, Callable[..., Any]]
+
+#: Core ATen keeps these whole; printers have fewer operations to know if they are taken apart too.
+_MORE_DECOMPOSITIONS = (
+    aten.celu,
+    aten.clamp,
+    aten.elu,
+    aten.elu_backward,
+    aten.hardtanh,
+    aten.hardtanh_backward,
+    aten.leaky_relu,
+    aten.relu,
+    aten.softshrink,
+    aten.threshold,
+    aten.threshold_backward,
+)
+
+
+class NotPointwise(ValueError):
+    """A function that does not map each element by itself."""
+
+
+@functools.cache
+def to_core() -> Table:
+    """Down to the operations that printers know."""
+    promotions = {
+        overload: _in_one_type(overload, kind)
+        for kind, operators in _PROMOTED.items()
+        for operator in operators
+        for overload in (getattr(operator, name) for name in operator.overloads())
+    }
+    return {**core_aten_decompositions(), **get_decompositions(_MORE_DECOMPOSITIONS), **promotions, **_OWN}
+
+
+@functools.cache
+def to_single_results() -> Table:
+    """Of operations that return more than what they are asked for, or take noise that they do not use."""
+    rrelu = {operator: own for operator, own in _OWN.items() if "rrelu" in str(operator)}
+    return {**get_decompositions([aten.log_sigmoid_forward]), **rrelu}
+
+
+@functools.cache
+def slow_kernels() -> Table:
+    """Of operations whose CPU kernels are not vectorised: what they are made of runs faster."""
+    return get_decompositions([aten._prelu_kernel_backward])
+
+
+#: Operations of core ATen that convert their arguments themselves, by how they choose the type. Their arguments get it
+#: here, so that printers need no rules for mixed types; float16 and bfloat16 are computed in float32, as in kernels.
+_PROMOTED = {
+    PROMOTION.DEFAULT: (
+        aten.abs, aten.add, aten.ceil, aten.copysign, aten.floor, aten.fmax, aten.fmin, aten.fmod, aten.hypot,
+        aten.maximum, aten.minimum, aten.mul, aten.pow, aten.remainder, aten.round, aten.sign, aten.sub, aten.trunc,
+    ),
+    PROMOTION.INT_TO_FLOAT: (
+        aten.acos, aten.acosh, aten.asin, aten.asinh, aten.atan, aten.atan2, aten.atanh, aten.cos, aten.cosh,
+        aten.digamma, aten.div, aten.erf, aten.erfc, aten.erfinv, aten.exp, aten.exp2, aten.expm1, aten.i0, aten.lgamma,
+        aten.log, aten.log10, aten.log1p, aten.log2, aten.reciprocal, aten.rsqrt, aten.sigmoid, aten.sin, aten.sinh,
+        aten.special_erfcx, aten.special_i0e, aten.special_i1, aten.special_i1e, aten.special_ndtri, aten.sqrt,
+        aten.tan, aten.tanh,
+    ),
+}  # fmt: skip
+
+
+def _in_one_type(overload: Any, kind: Any) -> Callable[..., Any]:
+    def decomposition(*arguments: Any, **options: Any) -> Any:
+        numbers = [a for a in arguments if isinstance(a, (Tensor, bool, int, float))]
+        computed, result = elementwise_dtypes(*numbers, type_promotion_kind=kind)
+        if all(a.dtype == computed for a in arguments if isinstance(a, Tensor)):
+            return NotImplemented
+        converted = [a.to(computed) if isinstance(a, Tensor) else a for a in arguments]
+        return overload(*converted, **options).to(result)
+
+    return decomposition
+
+
+def _truth(value: Any) -> Any:
+    return value if value.dtype == torch.bool else value != 0
+
+
+def _divide(x: Any, y: Any, *, rounding_mode: str | None) -> Any:
+    if rounding_mode == "floor":
+        return _floor_divide(x, y)
+    quotient = torch.true_divide(x, y)
+    if rounding_mode is None:
+        return quotient
+    _refuse_integers(x, y)
+    return torch.trunc(quotient)
+
+
+def _floor_divide(x: Any, y: Any) -> Any:
+    # As torch's kernels do it, from the exact remainder: a quotient that is rounded up to a whole number is below it.
+    _refuse_integers(x, y)
+    quotient = torch.true_divide(x, y)
+    remainder = torch.fmod(x, y) if isinstance(x, Tensor) else torch.fmod(torch.full_like(y, x), y)
+    whole = (x - remainder) / y
+    whole = torch.where((remainder != 0) & ((remainder < 0) != (y < 0)), whole - 1, whole)
+    floor = torch.floor(whole)
+    floor = torch.where(whole - floor > 0.5, floor + 1, floor)
+    floor = torch.where(whole != 0, floor, torch.copysign(torch.zeros_like(quotient), quotient))
+    if isinstance(y, Tensor):
+        return torch.where(y == 0, quotient, floor)
+    return floor if y else quotient
+
+
+def _refuse_integers(*arguments: Any) -> None:
+    if not any(isinstance(a, Tensor) and a.is_floating_point() for a in arguments):
+        raise NotPointwise("a rounded division of integers has no decomposition here")
+
+
+def _round_decimals(x: Tensor, *, decimals: int) -> Tensor:
+    if decimals < 0:
+        return torch.round(x / 10.0**-decimals) * 10.0**-decimals
+    return torch.round(x * 10.0**decimals) / 10.0**decimals
+
+
+def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    return x * _gate(x, approximate)
+
+
+def _gelu_backward(grad: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor:
+    gate = _gate(x, approximate)
+    if approximate == "tanh":
+        slope = gate * (1 - gate) * _TANH_SCALE * (1 + 3 * 0.044715 * x * x)
+    else:
+        slope = torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    return grad * (gate + x * slope)
+
+
+_TANH_SCALE = 2 * math.sqrt(2 / math.pi)
+
+
+def _gate(x: Tensor, approximate: str) -> Tensor:
+    # As in library.py: 1 + erf(x) and 1 + tanh(x) cancel where gelu falls to zero.
+    if approximate == "tanh":
+        return torch.sigmoid(x * _TANH_SCALE * (1 + 0.044715 * x * x))
+    return 0.5 * torch.erfc(x * -math.sqrt(0.5))
+
+
+def _rrelu(
+    x: Tensor, noise: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
+) -> Any:
+    return NotImplemented if training else torch.where(x > 0, x, x * ((lower + upper) / 2))
+
+
+def _rrelu_and_noise(x: Tensor, noise: Tensor, *arguments: Any, **options: Any) -> Any:
+    result = _rrelu(x, noise, *arguments, **options)
+    return result if result is NotImplemented else (result, noise)
+
+
+def _rrelu_backward(
+    grad: Tensor, x: Tensor, noise: Tensor, lower: float, upper: float, training: bool, self_is_result: bool
+) -> Any:
+    return NotImplemented if training else torch.where(x > 0, grad, grad * ((lower + upper) / 2))
+
+
+def _logit_backward(grad: Tensor, x: Tensor, eps: float | None = None) -> Tensor:
+    low, high = (0.0, 1.0) if eps is None else (eps, 1 - eps)
+    outside = math.nan if eps is None else 0.0
+    return torch.where((x >= low) & (x <= high), grad / (x * (1 - x)), outside)
+
+
+def _zeros(size: Any, **options: Any) -> Tensor:
+    # For memory that nobody has written, where any number will do, and for autograd's gradients that are zero.
+    return torch.full(size, 0, dtype=options.get("dtype"))
+
+
+_OWN: Table = {
+    aten._efficientzerotensor.default: _zeros,
+    aten.angle.default: lambda x: torch.where(torch.isnan(x), x, torch.where(x < 0, math.pi, 0.0)),
+    aten.div.Scalar_mode: _divide,
+    aten.div.Tensor_mode: _divide,
+    aten.empty.memory_format: _zeros,
+    aten.floor_divide.Scalar: _floor_divide,
+    aten.floor_divide.default: _floor_divide,
+    aten.gelu.default: _gelu,
+    aten.gelu_backward.default: _gelu_backward,
+    aten.hardshrink_backward.default: lambda grad, x, lambd: torch.where((x >= -lambd) & (x <= lambd), 0.0, grad),
+    aten.ldexp.Tensor: lambda x, exponent: x * torch.pow(2.0, exponent),
+    aten.logical_and.default: lambda x, y: _truth(x) & _truth(y),
+    aten.logical_not.default: lambda x: ~_truth(x),
+    aten.logical_or.default: lambda x, y: _truth(x) | _truth(y),
+    aten.logical_xor.default: lambda x, y: _truth(x) ^ _truth(y),
+    aten.logit_backward.default: _logit_backward,
+    aten.polygamma.default: lambda n, x: torch.digamma(x) if n == 0 else NotImplemented,
+    aten.round.decimals: _round_decimals,
+    aten.rrelu_with_noise.default: _rrelu,
+    aten.rrelu_with_noise_backward.default: _rrelu_backward,
+    aten.rrelu_with_noise_functional.default: _rrelu_and_noise,
+}
