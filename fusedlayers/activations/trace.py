@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.compile_utils import fx_graph_cse
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -132,8 +131,14 @@ def simplified(module: GraphModule) -> GraphModule:
                 number = module.graph.call_function(aten.scalar_tensor.default, (fill,), dtype)
                 number.meta = node.meta
                 node.replace_all_uses_with(number)
+    seen: dict[str, Node] = {}
+    for node in module.graph.nodes:  # those that compute the same (for torch's own pass 0.0 and -0.0 are the same)
+        if node.op == "call_function":
+            first = seen.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
+            if first is not node:
+                node.replace_all_uses_with(first)
     module.graph.eliminate_dead_code()
-    return GraphModule(module, fx_graph_cse(module.graph))
+    return GraphModule(module, module.graph)
 
 
 def _why_untraceable(error: Exception) -> str:

@@ -1,0 +1,406 @@
+"""The CPU program of a traced function: its operations, buffers and blocks give what plain torch gives."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusedlayers import backends
+from fusedlayers.activations import Activation
+from fusedlayers.activations.trace import aten_graph, simplified, slow_kernels
+from fusedlayers.backends import Wanted
+from fusedlayers.backends.eager import chunks, program, traced
+from fusedlayers.backends.eager.program import Program, Run
+
+Function = Callable[..., Any]
+
+DTYPES = (torch.float32, torch.float64)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+NAN, INF = math.nan, math.inf
+#: Every pair of these meets in two blocks.
+EDGES = (0.0, -0.0, 1.0, -1.0, 0.5, -2.5, 1e-42, -1e-42, 1e30, INF, -INF, NAN, -NAN)
+
+
+def _program(function: Function, inputs: int, blocks: int, dtype: torch.dtype) -> Program:
+    examples = [torch.zeros(4, 6, dtype=dtype) for _ in range(inputs)]
+    return Program(simplified(aten_graph(function, examples, slow_kernels())), blocks, dtype)
+
+
+def _pairs(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    edges = torch.tensor(EDGES, dtype=dtype)
+    return edges.repeat_interleave(len(EDGES)).clone(), edges.repeat(len(EDGES))
+
+
+def _assert_same_bits(ours: Tensor, theirs: Tensor) -> None:
+    assert ours.dtype is theirs.dtype and ours.shape == theirs.shape
+    assert torch.equal(ours.isnan(), theirs.isnan())
+    there = ~ours.isnan()
+    integer = {4: torch.int32, 8: torch.int64}[ours.dtype.itemsize]
+    assert torch.equal(ours[there].view(integer), theirs[there].view(integer))
+
+
+# --- choices ----------------------------------------------------------------------------------------------------------
+
+#: Of two blocks x and y, and a number that serves all, p.
+CHOICES: dict[str, Function] = {
+    "blocks": lambda x, y, p: torch.where(x > 0, x, y),
+    "a block and 0": lambda x, y, p: torch.where(x >= y, x, 0.0),
+    "a block and -0": lambda x, y, p: torch.where(x >= y, x, -0.0),
+    "0 and a block": lambda x, y, p: torch.where(x < 0, 0.0, y),
+    "-0 and a block": lambda x, y, p: torch.where(x < 0, -0.0, y),
+    "0 and 0": lambda x, y, p: x * torch.where(y <= 0, 0.0, 0.0),
+    "0 and -0": lambda x, y, p: torch.copysign(x, torch.where(y <= 0, 0.0, -0.0)),
+    "-0 and 0": lambda x, y, p: torch.copysign(x, torch.where(y <= 0, -0.0, 0.0)),
+    "numbers": lambda x, y, p: x * torch.where(y == 1, 1.0, 0.25),
+    "whole numbers": lambda x, y, p: x * torch.where(y == 1, 3, 2),
+    "a whole number": lambda x, y, p: torch.where(y != 1, x, 2),
+    "a block and what serves all": lambda x, y, p: torch.where(x > y, y, p),
+    "what serves all, twice": lambda x, y, p: x * torch.where(x > y, p, p * 2),
+    "what serves all, and 0": lambda x, y, p: y * torch.where(x > y, p, 0.0),
+    "0, and what serves all": lambda x, y, p: y * torch.where(x > y, 0.0, p),
+    "by what serves all": lambda x, y, p: torch.where(p > 0, x, y),
+    "by both": lambda x, y, p: torch.where((x > 0).logical_and(p > 0), x, y),
+    "nan": lambda x, y, p: torch.where(x > 0, math.nan, y),
+    "inf": lambda x, y, p: torch.where(x > 0, math.inf, -math.inf) * y,
+    "truth values": lambda x, y, p: torch.where(x > 0, y > 0, y),
+    "its own condition": lambda x, y, p: torch.where(x > 0, x > 0, y),
+    "of truth values only": lambda x, y, p: y * torch.where(x > 0, x > 1, y > 0),
+    "twice by one": lambda x, y, p: torch.where(x > 0, x, y) * torch.where(x > 0, y, x),
+    "nested": lambda x, y, p: torch.where(x > 1, x, torch.where(x < -1, y, torch.where(y > x, p, x * y))),
+    "of one": lambda x, y, p: torch.where(x > 0, y, y),
+    "and": lambda x, y, p: torch.where(torch.logical_and(x > 0, y > 0), x, y),
+    "or": lambda x, y, p: torch.where(torch.logical_or(x > 0, y > 0), x, y),
+    "not": lambda x, y, p: torch.where(torch.logical_not(x > y), x, y),
+    "xor": lambda x, y, p: torch.where(torch.logical_xor(x > 0, y > 0), x, y),
+    "bitwise": lambda x, y, p: torch.where((x > 0) & ~(y > 0) | (x == y), x, y),
+    "isnan": lambda x, y, p: torch.where(x.isnan(), y, x),
+    "isinf": lambda x, y, p: torch.where(x.isinf() | y.isinf(), p * x, x + y),
+    "masked_fill": lambda x, y, p: x.masked_fill(y > 0, -1.0),
+    "times a truth value": lambda x, y, p: x * (y > 0),
+    "times two": lambda x, y, p: (x > 0) * y * (y > x),
+    "truth as a number": lambda x, y, p: (x > 0).to(x.dtype) + (y >= x).to(x.dtype),
+    "truth as a float": lambda x, y, p: (x > 0).float() * y,
+    "truth as an int": lambda x, y, p: (x > 0).int() * y,
+    "sum of truth values": lambda x, y, p: ((x > 0).int() + (y > 0).int()) * y,
+    "minus": lambda x, y, p: (1 - (x > 0).to(x.dtype)) * y,
+    "and with a number": lambda x, y, p: torch.where(torch.logical_and(x, y > 0), x, y),
+    **{
+        name: functools.partial(lambda compare, x, y, p: torch.where(compare(x, y), x, p * y), getattr(torch, name))
+        for name in ("gt", "ge", "lt", "le", "eq", "ne")
+    },
+    **{
+        f"{name} of a number": functools.partial(
+            lambda compare, x, y, p: torch.where(compare(x, 0.5), x, y), getattr(torch, name)
+        )
+        for name in ("gt", "ge", "lt", "le", "eq", "ne")
+    },
+}
+
+
+@every_dtype
+@pytest.mark.parametrize("name", CHOICES)
+def test_choices_are_torchs_to_the_bit(name: str, dtype: torch.dtype) -> None:
+    function = CHOICES[name]
+    made = _program(function, 3, 2, dtype)
+    x, y = _pairs(dtype)
+    for p in (2.0, -1.0, -0.0, NAN):
+        number = torch.tensor(p, dtype=dtype)
+        out = torch.full_like(x, 7.0)
+        expected = function(x, y, number)
+        given = [x.clone(), y.clone()]
+        (ours,) = Run(made, x)(given, [number], [out])
+        _assert_same_bits(ours, expected)
+        _assert_same_bits(out, expected)
+        (held,) = Run(made, x)(given, [number], [None])
+        _assert_same_bits(held.expand_as(expected).clone(), expected)
+        for after, before in zip(given, (x, y), strict=True):  # an operation may write over a buffer, not over these
+            _assert_same_bits(after, before)
+
+
+def test_choices_are_made_by_bits() -> None:
+    # Of what the program is for: neither torch.where nor a comparison to bool is left.
+    for name in ("blocks", "0 and a block", "numbers", "nested", "and", "not", "what serves all, twice"):
+        calls = {step.call for step in _program(CHOICES[name], 3, 2, torch.float32).steps}
+        assert calls & {program._choose, program._and, program._and_not, program._choose_of_two}, name
+        assert not any("where" in str(call) for call in calls), name
+
+
+# --- arithmetic -------------------------------------------------------------------------------------------------------
+
+
+def _long(x: Tensor, y: Tensor, p: Tensor) -> Tensor:
+    """Many intermediates alive at once, then one after the other."""
+    alive = [torch.sin(x * k) + y for k in range(1, 9)]
+    total = alive[0]
+    for a, b in zip(alive[1:], reversed(alive), strict=False):
+        total = total * p + torch.where(a > b, a, b) * torch.exp(-a.abs())
+    return total
+
+
+ARITHMETIC: dict[str, Function] = {
+    "x": lambda x, y, p: x,
+    "y": lambda x, y, p: y,
+    "what serves all": lambda x, y, p: p + 0 * 2.0,
+    "constant": lambda x, y, p: torch.full_like(x, 3.0),
+    "one operation": lambda x, y, p: x + y,
+    "with itself": lambda x, y, p: (x * 2) * (x * 2),
+    "in place": lambda x, y, p: x.clone().mul_(y).add_(p).clamp_(-1, 1),
+    "alpha": lambda x, y, p: torch.add(x, y, alpha=0.5).sub(x, alpha=2),
+    "polynomial": lambda x, y, p: ((x * p + 1) * x + y) * x - p,
+    "powers": lambda x, y, p: x**2 + y.abs() ** 0.5 + x**1 + x**3,
+    "power of p": lambda x, y, p: x.abs() ** p + p ** (y * 0.1),
+    "erf": lambda x, y, p: torch.erf(x) * torch.special.expit(y),
+    "clamp": lambda x, y, p: x.clamp(-0.5, 0.5) + torch.clamp(y, min=x),
+    "maximum": lambda x, y, p: torch.maximum(x, y) - torch.minimum(x, p * y),
+    "sign": lambda x, y, p: torch.sign(x) * torch.copysign(y, x),
+    "round": lambda x, y, p: torch.round(x * 3) + torch.floor(y) - torch.frac(x),
+    "prelu": lambda x, y, p: torch.where(x > 0, x, p * x) + F.leaky_relu(y, 0.2),
+    "softplus": lambda x, y, p: F.softplus(x, beta=2.0, threshold=3.0) + F.logsigmoid(y),
+    "gelu": lambda x, y, p: F.gelu(x) + F.gelu(y, approximate="tanh") + F.mish(x) + F.silu(y) + F.elu(x, 0.5),
+    "shared": lambda x, y, p: torch.sigmoid(x) * (1 - torch.sigmoid(x)) + torch.sigmoid(x),
+    "once": lambda x, y, p: x * torch.exp(p).reciprocal() + y * torch.lgamma(p + 3),
+    "long": _long,
+    "addcmul": lambda x, y, p: torch.addcmul(x, y, p, value=2.0) + torch.addcdiv(x, y, 1 + x * x) + torch.lerp(x, y, p),
+    "nan_to_num": lambda x, y, p: torch.nan_to_num(x / y) + torch.atan2(x, y) + torch.hypot(x, y),
+    "unary": lambda x, y, p: +x - (-y) + x.square() + y.reciprocal() + torch.rsqrt(x.abs() + 1) + torch.trunc(y),
+    "halves": lambda x, y, p: x.to(torch.float16).to(x.dtype) + y.to(torch.bfloat16).to(x.dtype),
+    "double": lambda x, y, p: (x.double() * y.double() + p).to(x.dtype),
+    "fmod": lambda x, y, p: torch.fmod(x, 0.7) + torch.remainder(y, 0.3),
+    "threshold": lambda x, y, p: F.threshold(x, 0.1, -2.0) + F.hardshrink(y) + F.softshrink(x) + F.hardswish(y),
+}  # fmt: skip
+
+
+@every_dtype
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_arithmetic(name: str, dtype: torch.dtype) -> None:
+    function = ARITHMETIC[name]
+    made = _program(function, 3, 2, dtype)
+    generator = torch.Generator().manual_seed(0)
+    run = Run(made, torch.empty(5, 8, 3, dtype=dtype))
+    channels = torch.rand(8, 1, dtype=dtype, generator=generator) + 0.5
+    for shape in ((5, 8, 3), (5, 8, 1), (1, 8, 3), (5, 8, 3)):  # one run, over blocks of several shapes
+        x, y = (torch.randn(shape, dtype=dtype, generator=generator) for _ in range(2))
+        for p in (channels, channels[:1, 0].reshape(())):
+            out = torch.full_like(x, 7.0)
+            (ours,) = run([x, y], [p], [out])
+            expected = function(x, y, p).expand_as(x)
+            torch.testing.assert_close(out, expected)
+            torch.testing.assert_close(ours.expand_as(x), expected)
+
+
+@every_dtype
+def test_several_results(dtype: torch.dtype) -> None:
+    def function(x: Tensor, y: Tensor, p: Tensor) -> tuple[Tensor, ...]:
+        shared = torch.sin(x) * y
+        return shared, x, p, shared * p, shared, torch.where(x > 0, shared, y)
+
+    made = _program(function, 3, 2, dtype)
+    x, y, p = torch.randn(3, 4, 5, dtype=dtype), torch.randn(3, 4, 5, dtype=dtype), torch.randn(4, 1, dtype=dtype)
+    for outs in ([True, *[False] * 5], [False] * 6, [True, True, True, True, False, True]):
+        given = [torch.empty_like(x) if out else None for out in outs]
+        results = Run(made, x)([x, y], [p], given)
+        for i, (ours, theirs) in enumerate(zip(results, function(x, y, p), strict=True)):
+            torch.testing.assert_close(ours.expand_as(x), theirs.expand_as(x), msg=f"result {i}")
+            if given[i] is not None:
+                torch.testing.assert_close(given[i], theirs.expand_as(x), msg=f"out {i}")
+
+
+def test_buffers_are_taken_again() -> None:
+    # Fifty operations one after the other, and never more than two alive.
+    def chain(x: Tensor) -> Tensor:
+        for k in range(50):
+            x = torch.where(x > k, torch.sin(x), x * 0.5)
+        return x
+
+    made = _program(chain, 1, 1, torch.float32)
+    assert len(made.steps) >= 150 and len(made.buffers) <= 6
+
+
+def test_what_serves_all_is_computed_once() -> None:
+    made = _program(lambda x, p: x * torch.exp(torch.sin(p)) + torch.cos(p), 2, 1, torch.float32)
+    assert len(made.once) == 3 and len(made.steps) == 2
+    x = torch.randn(6)
+    run = Run(made, x)
+    for value in (1.0, 2.0):
+        others = [torch.tensor(value)]
+        for _ in range(2):
+            (y,) = run([x], others, [None])
+            torch.testing.assert_close(y, x * math.exp(math.sin(value)) + math.cos(value))
+
+
+# --- whole tensors ----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _activation(function: Function, operands: int) -> Activation:
+    return Activation("mine", function, operand_dims=(None,) * operands, is_traced=True)
+
+
+def _kinked(z: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return torch.where(z > 0, z + torch.sin(a * z).square() / a, torch.where(z < -1, b * z, b * z * z))
+
+
+LAYOUTS: dict[str, tuple[Callable[[], Tensor], int]] = {
+    "rows": (lambda: torch.randn(300, 20), -1),
+    "columns": (lambda: torch.randn(300, 20), 0),
+    "transposed": (lambda: torch.randn(20, 300).t(), -1),
+    "nchw": (lambda: torch.randn(3, 20, 7, 5), 1),
+    "channels last": (lambda: torch.randn(3, 20, 7, 5).contiguous(memory_format=torch.channels_last), 1),
+    "3-d": (lambda: torch.randn(4, 20, 30), 1),
+    "3-d, last": (lambda: torch.randn(4, 20, 30), 2),
+    "5-d": (lambda: torch.randn(2, 6, 3, 4, 5), -4),
+    "one channel": (lambda: torch.randn(30, 1, 6), 1),
+    "one row": (lambda: torch.randn(1, 900), -1),
+    "one element": (lambda: torch.randn(1, 1), 1),
+    "1-d": (lambda: torch.randn(400), 0),
+    "0-d": (lambda: torch.randn(()), -1),
+    "empty": (lambda: torch.randn(0, 5), -1),
+    "no channels": (lambda: torch.randn(5, 0), -1),
+    "gaps": (lambda: torch.randn(6, 20, 10)[:, ::2], 1),
+    "expanded": (lambda: torch.randn(6, 1, 10).expand(6, 20, 10), 1),
+    "permuted": (lambda: torch.randn(4, 5, 6, 7).permute(3, 1, 0, 2), 2),
+    "large": (lambda: torch.randn(40, 64, 100), 1),
+}
+
+
+def _operands(z: Tensor, dim: int, per_channel: tuple[bool, bool]) -> list[Tensor]:
+    channels = z.shape[dim] if z.dim() else 1
+    shape = [1] * z.dim()
+    if z.dim():
+        shape[dim] = channels
+    return [torch.rand(shape if vector else ()).to(z.dtype) + 0.5 for vector in per_channel]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("per_channel", [(True, False), (False, False), (True, True)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str, per_channel: tuple[bool, bool], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    make, dim = LAYOUTS[layout]
+    z = make()
+    z = z.to(dtype) if z.dtype is not dtype else z
+    operands = _operands(z, dim, per_channel)
+    activation = _activation(_kinked, 2)
+    eager = backends.choose(z)
+    wide = [t.detach().double().requires_grad_() for t in (z, *operands)]
+    truth = _kinked(*wide)
+    dy = torch.randn(z.shape).to(dtype)
+    true_gradients = torch.autograd.grad(truth, wide, dy.double())
+
+    y = eager.bias_act(z, None, activation, operands, dim=dim, encode=False, out=None)
+    assert y.stride() == torch.empty_like(z).stride() and y.dtype is dtype
+    close = functools.partial(torch.testing.assert_close, check_dtype=False)
+    rounding = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 1e-6}
+    close(y, truth.detach(), **rounding)
+    into = torch.empty_like(z).copy_(z)
+    assert eager.bias_act(into, None, activation, operands, dim=dim, encode=False, out=into) is into
+    assert torch.equal(into, y)
+
+    for needs in ((True, True), (False, True), (True, False), (False, False)):
+        wanted = Wanted("input", False, True, needs)
+        dz, db, *shares = eager.gradient(dy, z, activation, operands, wanted, dim=dim)
+        assert dz is not None and db is not None
+        close(dz, true_gradients[0], **rounding)
+        if z.dim():
+            reduced = [i for i in range(z.dim()) if i != dim % z.dim()]
+            expected = true_gradients[0].sum(reduced) if reduced else true_gradients[0]
+            close(
+                db,
+                expected,
+                rtol=30 * torch.finfo(dtype).eps,
+                atol=float(dz.double().abs().sum()) * torch.finfo(dtype).eps,
+            )
+        for share, need, truth_, p in zip(shares, needs, true_gradients[1:], operands, strict=True):
+            assert (share is not None) == need
+            if share is not None:
+                scale = float(truth_.abs().max()) if truth_.numel() else 0.0
+                close(share.reshape(p.shape), truth_, rtol=rounding["rtol"], atol=1e-5 * scale + 1e-6)
+    dense = torch.empty_like(z).copy_(z)
+    dz, *_ = eager.gradient(dy, dense, activation, operands, Wanted("input", True, False, (True, True)), dim=dim)
+    assert dz is dense
+    close(dz, true_gradients[0], **rounding)
+
+
+BLOCKS = [(1, 1, 1), (1, 5, 1), (3, 7, 11), (40, 16, 25), (2, 1000, 3), (7, 1, 1000), (1, 64, 64), (1000, 1, 1)]
+
+
+@pytest.mark.parametrize("size", [64, 200, 4096])
+@pytest.mark.parametrize("shape", BLOCKS, ids=str)
+def test_small_blocks_cover_each_element_once(
+    shape: tuple[int, int, int], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "_long", lambda count, threads: size)
+    seen = torch.zeros(shape, dtype=torch.int32)
+    largest = None
+    for block in chunks.blocks(chunks.Layout(*shape)):
+        seen[block] += 1
+        assert seen[block].numel() <= size
+        largest = largest or seen[block].numel()
+        assert seen[block].numel() <= largest  # buffers are made for the first
+    assert bool((seen == 1).all())
+
+    # And channels' numbers stay with their channels, wherever the cuts are.
+    torch.manual_seed(0)
+    z, dy = torch.randn(shape).requires_grad_(), torch.randn(shape)
+    operands = [(torch.rand(1, shape[1], 1) + 0.5).requires_grad_(), torch.tensor(0.7, requires_grad=True)]
+    activation = _activation(_kinked, 2)
+    y, dz = torch.empty_like(z).detach(), torch.empty_like(z).detach()
+    traced.activate(z.detach(), y, activation, operands, 1)
+    truth = _kinked(z, *operands)
+    torch.testing.assert_close(y, truth.detach())
+    wanted = Wanted("input", False, False, (True, True))
+    found = traced.gradient(dy, z.detach(), dz, activation, operands, wanted, 1)
+    expected = torch.autograd.grad(truth, [z, *operands], dy)
+    torch.testing.assert_close(dz, expected[0])
+    for ours, theirs in zip(found, expected[1:], strict=True):
+        assert ours is not None
+        torch.testing.assert_close(ours.view_as(theirs), theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_operands_of_another_dtype(dtype: torch.dtype) -> None:
+    # A single number may have any: torch's rules for 0-d tensors. In choices by bits too.
+    z = torch.randn(50, 8).to(dtype)
+    for other in (torch.float32, torch.float64, torch.float16):
+        p = torch.tensor(0.3, dtype=other)
+        activation = _activation(lambda z, p: torch.where(z > 0, z, p), 1)
+        y = backends.choose(z).bias_act(z, None, activation, [p], dim=-1, encode=False, out=None)
+        torch.testing.assert_close(y, torch.where(z > 0, z, p.to(dtype)))
+        wanted = Wanted("input", False, False, (True,))
+        _, _, dp = backends.choose(z).gradient(torch.ones_like(z), z, activation, [p], wanted, dim=-1)
+        assert dp is not None and dp.dtype is other and float(dp) == float((z <= 0).sum())
+
+
+def test_sums_are_taken_in_float64() -> None:
+    # The gradient of one number is the sum of two million: in float32 one after the other, it would lose four digits.
+    z = torch.full((1 << 21,), 0.1)
+    activation = _activation(lambda z, p: z * p, 1)
+    p = torch.tensor(1.0)
+    wanted = Wanted("input", False, False, (True,))
+    _, _, dp = backends.choose(z).gradient(torch.ones_like(z), z, activation, [p], wanted, dim=-1)
+    torch.testing.assert_close(dp, (z.double().sum()).float().reshape(1), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("busy", [0.0, math.inf])
+def test_gradients_are_the_same_bits_whatever_the_clock_says(busy: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    z = torch.randn(8, 32, 1500)
+    dy = torch.randn_like(z)
+    operands = [torch.rand(32, 1) + 0.5, torch.tensor(0.7)]
+    activation = _activation(_kinked, 2)
+    wanted = Wanted("input", False, True, (True, True))
+
+    def gradients() -> Sequence[Tensor | None]:
+        return backends.choose(z).gradient(dy, z, activation, operands, wanted, dim=1)
+
+    first = gradients()
+    monkeypatch.setattr(chunks, "_busy_until", busy)
+    for _ in range(3):
+        for a, b in zip(first, gradients(), strict=True):
+            assert a is not None and b is not None and torch.equal(a, b)
