@@ -12,10 +12,11 @@ from torch import Tensor
 
 from fusedlayers import backends
 from fusedlayers.activations import Activation
-from fusedlayers.activations.trace import aten_graph, simplified, slow_kernels
+from fusedlayers.activations.decompositions import slow_kernels
+from fusedlayers.activations.trace import aten_graph, simplified
 from fusedlayers.backends import Wanted
 from fusedlayers.backends.eager import chunks, program, traced
-from fusedlayers.backends.eager.program import Program, Run
+from fusedlayers.backends.eager.program import Program
 
 Function = Callable[..., Any]
 
@@ -114,10 +115,10 @@ def test_choices_are_torchs_to_the_bit(name: str, dtype: torch.dtype) -> None:
         out = torch.full_like(x, 7.0)
         expected = function(x, y, number)
         given = [x.clone(), y.clone()]
-        (ours,) = Run(made, x)(given, [number], [out])
+        (ours,) = made.begun([number])(given, out)
         _assert_same_bits(ours, expected)
         _assert_same_bits(out, expected)
-        (held,) = Run(made, x)(given, [number], [None])
+        (held,) = made.begun([number])(given, None)
         _assert_same_bits(held.expand_as(expected).clone(), expected)
         for after, before in zip(given, (x, y), strict=True):  # an operation may write over a buffer, not over these
             _assert_same_bits(after, before)
@@ -182,13 +183,13 @@ def test_arithmetic(name: str, dtype: torch.dtype) -> None:
     function = ARITHMETIC[name]
     made = _program(function, 3, 2, dtype)
     generator = torch.Generator().manual_seed(0)
-    run = Run(made, torch.empty(5, 8, 3, dtype=dtype))
     channels = torch.rand(8, 1, dtype=dtype, generator=generator) + 0.5
-    for shape in ((5, 8, 3), (5, 8, 1), (1, 8, 3), (5, 8, 3)):  # one run, over blocks of several shapes
-        x, y = (torch.randn(shape, dtype=dtype, generator=generator) for _ in range(2))
-        for p in (channels, channels[:1, 0].reshape(())):
+    for p in (channels, channels[:1, 0].reshape(())):
+        run = made.begun([p])
+        for shape in ((5, 8, 3), (5, 8, 1), (1, 8, 3), (5, 8, 3)):  # one run, over blocks of several shapes
+            x, y = (torch.randn(shape, dtype=dtype, generator=generator) for _ in range(2))
             out = torch.full_like(x, 7.0)
-            (ours,) = run([x, y], [p], [out])
+            (ours,) = run([x, y], out)
             expected = function(x, y, p).expand_as(x)
             torch.testing.assert_close(out, expected)
             torch.testing.assert_close(ours.expand_as(x), expected)
@@ -202,13 +203,12 @@ def test_several_results(dtype: torch.dtype) -> None:
 
     made = _program(function, 3, 2, dtype)
     x, y, p = torch.randn(3, 4, 5, dtype=dtype), torch.randn(3, 4, 5, dtype=dtype), torch.randn(4, 1, dtype=dtype)
-    for outs in ([True, *[False] * 5], [False] * 6, [True, True, True, True, False, True]):
-        given = [torch.empty_like(x) if out else None for out in outs]
-        results = Run(made, x)([x, y], [p], given)
+    for out in (None, torch.empty_like(x)):
+        results = made.begun([p])([x, y], out)
         for i, (ours, theirs) in enumerate(zip(results, function(x, y, p), strict=True)):
             torch.testing.assert_close(ours.expand_as(x), theirs.expand_as(x), msg=f"result {i}")
-            if given[i] is not None:
-                torch.testing.assert_close(given[i], theirs.expand_as(x), msg=f"out {i}")
+        if out is not None:
+            torch.testing.assert_close(out, function(x, y, p)[0])
 
 
 def test_buffers_are_taken_again() -> None:
@@ -226,11 +226,10 @@ def test_what_serves_all_is_computed_once() -> None:
     made = _program(lambda x, p: x * torch.exp(torch.sin(p)) + torch.cos(p), 2, 1, torch.float32)
     assert len(made.once) == 3 and len(made.steps) == 2
     x = torch.randn(6)
-    run = Run(made, x)
     for value in (1.0, 2.0):
-        others = [torch.tensor(value)]
+        run = made.begun([torch.tensor(value)])
         for _ in range(2):
-            (y,) = run([x], others, [None])
+            (y,) = run([x], None)
             torch.testing.assert_close(y, x * math.exp(math.sin(value)) + math.cos(value))
 
 
@@ -335,7 +334,8 @@ BLOCKS = [(1, 1, 1), (1, 5, 1), (3, 7, 11), (40, 16, 25), (2, 1000, 3), (7, 1, 1
 def test_small_blocks_cover_each_element_once(
     shape: tuple[int, int, int], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunks, "_long", lambda count, threads: size)
+    monkeypatch.setattr(chunks, "MOST_PER_THREAD", size)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     seen = torch.zeros(shape, dtype=torch.int32)
     largest = None
     for block in chunks.blocks(chunks.Layout(*shape)):
