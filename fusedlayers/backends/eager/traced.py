@@ -38,12 +38,12 @@ def gradient(
     needy = [p for p, need in zip(operands, wanted.operands, strict=True) if need]
     # Summed in float64, block by block: their order is fixed, and so is what it rounds to.
     sums = [torch.zeros(p.numel(), dtype=torch.float64, device=z.device) for p in needy]
-    for channels, (part, *shares) in _walk(program, (dy, z), dz, operands, dim):
+    for channels, (_, *shares) in _walk(program, (dy, z), dz, operands, dim):
         for total, share in zip(sums, shares, strict=True):
             if total.numel() == 1:
-                total += share.expand_as(part).sum()
+                total += share.sum()
             else:
-                total[channels] += share.expand_as(part).sum((0, 2))
+                total[channels] += share.sum((0, 2))
     found = iter(sums)
     return [next(found).to(p.dtype) if need else None for p, need in zip(operands, wanted.operands, strict=True)]
 
@@ -67,7 +67,7 @@ def _walk(
         results = run(wide, target if is_safe else None)
         if not is_safe:
             target.copy_(results[0])
-        yield block[1], results
+        yield block[1], [result.expand_as(target) for result in results]  # a constant is one number
 
 
 def _spread(operand: Tensor, layout: Layout) -> Tensor:
