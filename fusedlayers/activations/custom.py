@@ -1,8 +1,8 @@
 """A user's own function, made into an activation.
 
 ``specialise`` takes the function apart (``capture.py``), traces it once, splits the trace in two (``splitting.py``) and
-compares the result with the original (``comparing.py``). What comes out serves all functions of the same code. What does
-not pass stays with plain PyTorch, with a reason that people can read.
+compares the result with the original (``comparing.py``). What comes out serves all functions of the same code.
+What does not pass stays with plain PyTorch, with a reason that people can read.
 """
 
 from __future__ import annotations
