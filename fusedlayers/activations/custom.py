@@ -147,7 +147,7 @@ def _make(
         return _Entry(Activation(activation.name, split.body, operand_dims=split.dims, is_traced=True), split)
     row = activation.row or Row(activation.name, split.body)
     if row.given_output is None:
-        row = replace(row, given_output=_analysis((captured.key, example if is_sized else None), split.body))
+        row = replace(row, given_output=_analysis((captured.key, split.body.code if is_sized else None), split.body))
     if activation.row is not None:
         return _Entry(replace(activation, row=row, is_untraced=False), None)
     return _Entry(Activation(activation.name, split.body, row=row, is_traced=True), None)
@@ -279,16 +279,14 @@ class _Splitter:
             pointwise = torch.Tag.pointwise in target.tags or target in _ALSO_POINTWISE
             if not pointwise or getattr(node.meta["val"], "shape", None) != self.example:  # several results have none
                 raise NotPointwise(f"{op} is not pointwise")
-            self.varying[node] = self.body.node_copy(node, self._in_body)
-            if target is aten.detach_copy.default:  # which has no derivative, not even 0
-                self.varying[node].target = aten.detach.default
+            self.varying[node] = _copied(self.body, node, self._in_body)
         elif any(i in self.uniform for i in inputs):
             if target in _EXPANDING:
                 self.uniform[node] = self.uniform[node.args[0]]  # type: ignore[index]  # its argument is a node
                 self.numbers.pop(node, None)
                 node.meta["val"] = node.args[0].meta["val"]  # type: ignore[union-attr]
                 return
-            self.uniform[node] = self.prologue.node_copy(node, self._in_prologue)
+            self.uniform[node] = _copied(self.prologue, node, self._in_prologue)
         else:
             self.numbers[node] = self._number(node)
 
@@ -347,6 +345,13 @@ def _name(node: Node) -> str:
     return operation.split(".")[0] or getattr(node.target, "__name__", "")  # of a tuple's item
 
 
+def _copied(graph: Graph, node: Node, argument: Callable[[Node], Node]) -> Node:
+    copied = graph.node_copy(node, argument)
+    if copied.target is aten.detach_copy.default:  # which has no derivative, not even 0
+        copied.target = aten.detach.default
+    return copied
+
+
 def _finished(graph: Graph) -> GraphModule:
     graph.eliminate_dead_code()
     graph.lint()
@@ -373,7 +378,7 @@ def _check_call(captured: Captured, example: tuple[int, ...], dtype: torch.dtype
         with _SizesRead(tensors) as sizes:
             result = function(torch.zeros(_sweep_shape(example, tensors), dtype=dtype))
     except Exception as error:  # whatever a user's function may raise
-        raise NotPointwise(f"it raised {type(error).__name__} when it was tried: {error}") from error
+        raise _raised(error) from error
     if capture(function).key != before:
         raise NotPointwise("it changes what it reads from call to call")
     if result.dtype is not dtype and not autocast:
@@ -425,6 +430,10 @@ def _values(tensor: Tensor) -> Tensor:
     return torch.full(tensor.shape, 0.5).to(tensor.dtype) if tensor.is_meta else tensor.detach()
 
 
+def _raised(error: Exception) -> NotPointwise:
+    return NotPointwise(f"it raised {type(error).__name__} when it was tried: {[*str(error).splitlines(), ''][0]}")
+
+
 def _sweep_shape(example: tuple[int, ...], tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """Another shape of the same kind as the example, with about ``_SWEEP`` elements."""
     taken = {size for tensor in tensors for size in tensor.shape if size > 1}
@@ -446,5 +455,5 @@ def _values_and_gradients(
         weight = torch.linspace(0.5, 1.5, max(1, y.numel()), dtype=y.dtype).reshape(y.shape)
         grads = torch.autograd.grad(y, wanted, weight, allow_unused=True) if y.requires_grad else [None] * len(wanted)
     except Exception as error:  # whatever a user's function may raise
-        raise NotPointwise(f"it raised {type(error).__name__} when it was tried: {error}") from error
+        raise _raised(error) from error
     return [y.detach(), *(torch.zeros_like(t) if g is None else g for g, t in zip(grads, wanted, strict=True))]
