@@ -7,6 +7,7 @@ import math
 import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -637,6 +638,8 @@ CASES = [
     Case("straight through", _ste, (torch.tensor(1.7),)),
     Case("clamped by a parameter", lambda p: lambda z: torch.minimum(torch.relu(z), p), (CHANNELS,)),
     Case("power", lambda p: lambda z: torch.relu(z).add(0.1) ** p, (CHANNELS,)),
+    Case("detached beside", lambda p: lambda z: z * p / p.detach().abs().mean(), (CHANNELS,)),
+    Case("sorted beforehand", lambda p: lambda z: _swish(z, torch.sort(p, descending=True).values), (CHANNELS,)),
     Case("expanded", lambda p: lambda z: z * p.expand_as(z) + p.expand(z.shape), (CHANNELS,)),
     Case("unused besides", lambda p, q: lambda z: _swish(z, p) + 0 * q.sum(), (CHANNELS, torch.ones(3, 4))),
 ]  # fmt: skip
@@ -1120,6 +1123,52 @@ def test_the_first_use_may_be_anywhere(traces: list[int]) -> None:
         assert len(traces) == count
         torch.testing.assert_close(y, function(z))
         assert y.grad_fn is not None
+
+
+def test_layers_without_numbers_of_their_own_can_be_shown() -> None:
+    # And what is said of those is not remembered of others.
+    def make() -> fl.FusedDenseAct:
+        return fl.FusedDenseAct(8, 24, Trainable(_swish, torch.full((24,), 0.7)))
+
+    with FakeTensorMode():
+        fake = make()
+    with torch.device("meta"):
+        meta = make()
+    assert "it reads a FakeTensor" in repr(fake)
+    for layer in (meta, make(), meta.to_empty(device="cpu")):
+        assert "saves the input: Trainable reads tensors" in repr(layer)
+
+
+class Labelled(Tensor):
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_tensors_with_a_will_of_their_own_are_left_alone() -> None:
+    z = torch.randn(40, 16)
+    labelled = torch.rand(16).as_subclass(Labelled)
+    y = fl.bias_act(z, None, lambda z: z * labelled)
+    assert type(y) is Labelled and torch.equal(y, z * labelled)
+    lazy = nn.LazyLinear(16)
+    y = fl.bias_act(z, None, lambda z: lazy(z))
+    assert torch.equal(y, lazy(z))
+
+
+def test_several_threads_may_be_first() -> None:
+    z = torch.randn(40, 16)
+
+    def run(i: int) -> None:
+        p = nn.Parameter(torch.tensor(0.5 + i))
+        function = [lambda z: _swish(z, p) + torch.sin(p), lambda z: torch.cos(z) * p, nn.PReLU(16)][i % 3]
+        y, eager = fl.bias_act(z, None, function), function(z)
+        torch.testing.assert_close(y, eager)
+        torch.testing.assert_close(_gradients(y, z, [p]), _gradients(eager, z, [p]))
+        assert _reason(function) is None
+
+    custom._entries.clear()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(run, range(24)))
 
 
 # --- memory and order -------------------------------------------------------------------------------------------------

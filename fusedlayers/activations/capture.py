@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import has_torch_function
 
 Make = Callable[[Sequence[Tensor]], Any]
 
@@ -72,6 +74,7 @@ def must_be_called_because(module: nn.Module) -> str | None:
     return "its forward has been replaced" if "forward" in vars(module) else None
 
 
+_TENSORS = (Tensor, nn.Parameter)
 _VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range, slice)
 _CONTAINERS = (tuple, list, dict, set, frozenset, deque)
 #: A container with more is not looked through at every call; of a module with more parameters, a whole network say,
@@ -159,6 +162,9 @@ class _Visitor:
     def _tensor(self, tensor: Tensor) -> tuple[Hashable, Make]:
         index = self._numbers.setdefault(id(tensor), len(self.tensors))
         if index == len(self.tensors):
+            if type(tensor) not in _TENSORS and not _is_ordinary(tensor):
+                self.refusal = f"it reads a {type(tensor).__name__}"
+                return _Same(tensor), lambda tensors: tensor
             self.tensors.append(tensor)
         key = (index, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
         return key, lambda tensors: tensors[index]
@@ -347,6 +353,13 @@ def _found_members(
                     continue
                 found[i, name] = None
     return tuple(found), names
+
+
+def _is_ordinary(tensor: Tensor) -> bool:
+    """Whether a subclass of Tensor does what Tensor does, with numbers of its own: not one of the fakes, nor of those
+    that are yet to be made."""
+    same = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and not has_torch_function((tensor,))
+    return same and not is_lazy(tensor)
 
 
 def _attributes(value: object) -> Iterator[tuple[str, Any]]:

@@ -36,7 +36,7 @@ def try_call(captured: Captured, example: tuple[int, ...], dtype: torch.dtype, a
         with _SizesRead(tensors) as sizes:
             result = function(torch.zeros(_sweep_shape(example, tensors), dtype=dtype))
     except Exception as error:  # whatever a user's function may raise
-        raise NotPointwise(f"it raised {type(error).__name__} when it was tried: {error}") from error
+        raise _raised(error) from error
     if capture(function).key != before:
         raise NotPointwise("it changes what it reads from call to call")
     if result.dtype is not dtype and not autocast:
@@ -88,6 +88,10 @@ def _values(tensor: Tensor) -> Tensor:
     return torch.full(tensor.shape, 0.5).to(tensor.dtype) if tensor.is_meta else tensor.detach()
 
 
+def _raised(error: Exception) -> NotPointwise:
+    return NotPointwise(f"it raised {type(error).__name__} when it was tried: {[*str(error).splitlines(), ''][0]}")
+
+
 def _sweep_shape(example: tuple[int, ...], tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """Another shape of the same kind as the example, with about ``_SWEEP`` elements."""
     taken = {size for tensor in tensors for size in tensor.shape if size > 1}
@@ -109,5 +113,5 @@ def _values_and_gradients(
         weight = torch.linspace(0.5, 1.5, max(1, y.numel()), dtype=y.dtype).reshape(y.shape)
         grads = torch.autograd.grad(y, wanted, weight, allow_unused=True) if y.requires_grad else [None] * len(wanted)
     except Exception as error:  # whatever a user's function may raise
-        raise NotPointwise(f"it raised {type(error).__name__} when it was tried: {error}") from error
+        raise _raised(error) from error
     return [y.detach(), *(torch.zeros_like(t) if g is None else g for g, t in zip(grads, wanted, strict=True))]

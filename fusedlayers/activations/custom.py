@@ -127,7 +127,7 @@ def _make(
         return _Entry(Activation(activation.name, split.body, operand_dims=split.dims, is_traced=True), split)
     row = activation.row or Row(activation.name, split.body)
     if row.given_output is None:
-        row = replace(row, given_output=_analysis((captured.key, example if is_sized else None), split.body))
+        row = replace(row, given_output=_analysis((captured.key, split.body.code if is_sized else None), split.body))
     if activation.row is not None:
         return _Entry(replace(activation, row=row, is_untraced=False), None)
     return _Entry(Activation(activation.name, split.body, row=row, is_traced=True), None)

@@ -8,7 +8,7 @@ prologue gives, its operands.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -134,16 +134,14 @@ class _Splitter:
             pointwise = torch.Tag.pointwise in target.tags or target in _ALSO_POINTWISE
             if not pointwise or getattr(node.meta["val"], "shape", None) != self.example:  # several results have none
                 raise NotPointwise(f"{op} is not pointwise")
-            self.varying[node] = self.body.node_copy(node, self._in_body)
-            if target is aten.detach_copy.default:  # which has no derivative, not even 0
-                self.varying[node].target = aten.detach.default
+            self.varying[node] = _copied(self.body, node, self._in_body)
         elif any(i in self.uniform for i in inputs):
             if target in _EXPANDING:
                 self.uniform[node] = self.uniform[node.args[0]]  # type: ignore[index]  # its argument is a node
                 self.numbers.pop(node, None)
                 node.meta["val"] = node.args[0].meta["val"]  # type: ignore[union-attr]
                 return
-            self.uniform[node] = self.prologue.node_copy(node, self._in_prologue)
+            self.uniform[node] = _copied(self.prologue, node, self._in_prologue)
         else:
             self.numbers[node] = self._number(node)
 
@@ -200,6 +198,13 @@ class _Splitter:
 def _name(node: Node) -> str:
     _, _, operation = str(node.target).partition(".")
     return operation.split(".")[0] or getattr(node.target, "__name__", "")  # of a tuple's item
+
+
+def _copied(graph: Graph, node: Node, argument: Callable[[Node], Node]) -> Node:
+    copied = graph.node_copy(node, argument)
+    if copied.target is aten.detach_copy.default:  # which has no derivative, not even 0
+        copied.target = aten.detach.default
+    return copied
 
 
 def _finished(graph: Graph) -> GraphModule:

@@ -11,6 +11,7 @@ operation that is to blame.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,7 +85,12 @@ def aten_graph(
     # On a machine without a GPU torch 2.11 makes a stand-in for one when it first traces, and frees it with the thread
     # that traced (pytorch#178950). Tracing happens on a short-lived thread; the caller's lasts.
     torch._C._ensureCUDADeviceGuardSet()
-    return _aten_graph(function, examples, decompositions)
+    with _one_at_a_time:
+        return _aten_graph(function, examples, decompositions)
+
+
+#: torch.fx notes what it is tracing in global variables.
+_one_at_a_time = threading.Lock()
 
 
 @in_clean_state
