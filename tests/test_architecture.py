@@ -23,6 +23,8 @@ LAYERS = [
     ["activations.spec"],
     ["activations.library", "activations.register", "activations.decompositions"],
     ["activations.trace"],
+    ["activations.splitting"],
+    ["activations.comparing"],
     ["activations.custom"],
     ["activations"],
     ["backends.interface"],

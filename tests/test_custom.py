@@ -25,7 +25,7 @@ import fusedlayers as fl
 from bench.resnet import resnet18
 from examples.custom_activation import ACTIVATIONS
 from fusedlayers import functional
-from fusedlayers.activations import custom, resolve
+from fusedlayers.activations import custom, resolve, splitting
 from fusedlayers.backends.eager import chunks
 from fusedlayers.memory import saved_bytes
 
@@ -47,13 +47,13 @@ def seeded() -> None:
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one for each trace of a user's function."""
     made: list[int] = []
-    original = custom.aten_graph
+    original = splitting.aten_graph
 
     def counting(*arguments: Any) -> Any:
         made.append(1)
         return original(*arguments)
 
-    monkeypatch.setattr(custom, "aten_graph", counting)
+    monkeypatch.setattr(splitting, "aten_graph", counting)
     monkeypatch.setattr(custom, "_entries", type(custom._entries)())
     monkeypatch.setattr(custom, "_variants", type(custom._variants)())
     return made
