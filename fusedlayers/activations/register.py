@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..clean import in_clean_state
 from .inverse import FoldedDerivative
@@ -51,7 +51,7 @@ def activation(
         the function as it was; or, called with options, a decorator.
 
     Raises:
-        TypeError: parameters without a number as default.
+        TypeError: no function of a tensor, no name, or parameters without a number as default.
         ValueError: a name that is taken, or a derivative that is not the function's; the message has a counterexample.
 
     >>> import torch, fusedlayers as fl
@@ -67,10 +67,14 @@ def activation(
 
 
 def _register(function: F, derivative: Function | None, given_output: Function | None, name: str | None) -> F:
-    if not callable(function):
-        raise TypeError(f"activation: expected a function, got {type(function).__name__}")
+    if isinstance(function, nn.Module) or not callable(function):
+        hint = "; a module needs no name, pass it to a layer as it is" if isinstance(function, nn.Module) else ""
+        raise TypeError(f"activation: expected a function, got {type(function).__name__}{hint}")
+    name = str(name or getattr(function, "__name__", _LAMBDA))
+    if name == _LAMBDA:
+        raise TypeError("activation: the function has no name of its own; pass name=")
     row = Row(
-        name or function.__name__,
+        name,
         function,
         _numbers(function),
         derivative,
@@ -86,8 +90,17 @@ def _register(function: F, derivative: Function | None, given_output: Function |
     return function
 
 
+_LAMBDA = "<lambda>"
+
+
 def _numbers(function: Callable[..., Any]) -> Mapping[str, float]:
-    _, *parameters = inspect.signature(function).parameters.values()
+    try:
+        arguments = list(inspect.signature(function).parameters.values())
+    except ValueError:  # a builtin, which has its arguments' names for itself
+        return {}
+    if not arguments:
+        raise TypeError(f"activation: {function.__name__} takes no argument, and must take a tensor")
+    parameters = arguments[1:]
     for parameter in parameters:
         if not isinstance(parameter.default, (int, float)):
             raise TypeError(
@@ -119,8 +132,11 @@ def mistake(row: Row, parameters: Mapping[str, float]) -> str | None:
         if stated is None:
             continue
         assert callable(stated) and not isinstance(stated, FoldedDerivative)  # which are the library's
-        claimed = torch.as_tensor(stated(z if argument == "z" else y, **parameters)).to(z.dtype).broadcast_to(z.shape)
-        wrong = ~torch.isclose(claimed, true, rtol=_RTOL, atol=_ATOL, equal_nan=True)
+        claimed = stated(z if argument == "z" else y, **parameters)
+        if not isinstance(claimed, Tensor) or claimed.shape != z.shape:
+            got = tuple(claimed.shape) if isinstance(claimed, Tensor) else repr(claimed)
+            return f"{what} of {row.name!r} must return a tensor of its argument's shape, got {got}"
+        wrong = ~torch.isclose(claimed.to(z.dtype), true, rtol=_RTOL, atol=_ATOL, equal_nan=True)
         if bool(wrong.any()):
             at = int(wrong.nonzero()[(z[wrong].abs()).argmin()])
             given = "".join(f", {name} = {value:g}" for name, value in parameters.items())
