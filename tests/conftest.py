@@ -4,10 +4,11 @@ Triton decides when it decorates a function whether to interpret it. Without a G
 on CPU tensors, so TRITON_INTERPRET is set here; ``gpu.py`` says where tensors then live. Subprocesses inherit the
 variable: ``test_aot.py``, which compiles for real, takes it out of theirs. With a GPU nothing is interpreted.
 
-``interpreter_converts`` is the one fixture here, for tests in which a kernel reads or writes bfloat16.
+The fixtures are for tests of the Triton kernels.
 """
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,9 +25,48 @@ if not torch.cuda.is_available():
     torch._C._ensureCUDADeviceGuardSet()
 
 
+Switch = Callable[[bool], None]
+
+
+@pytest.fixture
+def on_triton(monkeypatch: pytest.MonkeyPatch) -> Switch:
+    """What switches between Triton and torch's operations, on whatever device the tests run."""
+    from fusedlayers import backends, functional
+    from fusedlayers.backends import eager, triton
+
+    monkeypatch.setattr(functional, "SMALL", 0)
+
+    def switch(on: bool) -> None:
+        def choose(tensor: torch.Tensor, activation: Any = None) -> Any:
+            return triton if on and (activation is None or triton.computes(activation)) else eager
+
+        monkeypatch.setattr(backends, "choose", choose)
+
+    return switch
+
+
+#: How the kernels divide their work: as they do, in 64-bit arithmetic, and in tiny tiles by so few programs that each
+#: has several steps, and the last one fewer than the others.
+SPLITS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "int64": {"_index_type": lambda tensor: pytest.importorskip("triton.language").int64},
+    "steps": {"TILE": 64, "PROGRAMS": 5},
+    "one program": {"TILE": 32, "PROGRAMS": 1},
+}
+
+
+@pytest.fixture(params=SPLITS)
+def split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fusedlayers.backends.triton import elementwise
+
+    for name, value in SPLITS[request.param].items():
+        monkeypatch.setattr(elementwise, name, value)
+
+
 @pytest.fixture
 def interpreter_converts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the interpreter convert numbers as GPUs do: its bfloat16 is cut off, and its subnormals are wrong."""
+    """Let the interpreter convert numbers as GPUs do: its bfloat16 is cut off, its subnormals are wrong, and what two
+    numbers compare to is not a boolean."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
     interpreter = pytest.importorskip("triton.runtime.interpreter")
@@ -43,6 +83,15 @@ def interpreter_converts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("create_fp_trunc", "create_fp_ext"):
         monkeypatch.setattr(interpreter.InterpreterBuilder, name, cast)
+
+    splat = interpreter.InterpreterBuilder.create_splat
+
+    def create_splat(self: Any, block: Any, number: Any) -> Any:
+        if number.data.dtype == bool:  # a comparison's result, with the type of what was compared
+            number = interpreter.TensorHandle(number.data, interpreter.tl.int1)
+        return splat(self, block, number)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_splat", create_splat)
 
     patch = interpreter._patch_lang_tensor
 

@@ -1,5 +1,6 @@
 """The layers as eager PyTorch writes them: what the library replaces, and what tests and benchmarks compare with."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -65,6 +66,15 @@ def second_derivative(function: Function, z: Tensor) -> Tensor:
     z = z.double().detach().requires_grad_()
     (slope,) = torch.autograd.grad(function(z).sum(), z, create_graph=True)
     return torch.autograd.grad(slope.sum(), z)[0] if slope.requires_grad else torch.zeros_like(z)
+
+
+def assert_as_good_as_torch(ours: Tensor, torchs: Tensor, exact: Tensor) -> None:
+    """Neither the largest nor the mean error is more than twice torch's own in the same dtype."""
+    assert ours.dtype is torchs.dtype and ours.shape == exact.shape
+    tiny = 8 * torch.finfo(torch.float32).eps * float(exact.abs().max())
+    error, torchs_error = ((y.double() - exact).abs() for y in (ours, torchs))
+    assert float(error.max()) <= 2 * float(torchs_error.max()) + tiny
+    assert float(error.norm()) <= 2 * float(torchs_error.norm()) + tiny * math.sqrt(exact.numel())
 
 
 def label(value: object) -> str:

@@ -11,12 +11,12 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import Switch
 from gpu import ACTIVATIONS, DEVICE, DTYPES, FOLDED, INTERPRETED, INTERPRETER_WARNINGS
-from reference import all_values, derivative, steps, ulp
+from reference import all_values, assert_as_good_as_torch, derivative, steps, ulp
 from torch import Tensor
 
 import fusedlayers as fl
-from fusedlayers import functional
 from fusedlayers.activations import Activation, branch, resolve
 from fusedlayers.activations.inverse import PRECISIONS
 
@@ -78,15 +78,6 @@ def slope_of_output(activation: Activation, y: Tensor) -> Tensor:
     if activation.is_folded:
         return activation.derivative_given_output(y.cpu().float(), y.dtype).double().to(y.device)
     return activation.derivative_given_output(y.double(), y.dtype).double()
-
-
-def assert_as_good_as_torch(ours: Tensor, torchs: Tensor, exact: Tensor) -> None:
-    """Neither the largest nor the mean error is more than twice torch's own in the same dtype."""
-    assert ours.dtype is torchs.dtype and ours.shape == exact.shape
-    tiny = 8 * EPSILON * float(exact.abs().max())
-    error, torchs_error = ((y.double() - exact).abs() for y in (ours, torchs))
-    assert float(error.max()) <= 2 * float(torchs_error.max()) + tiny
-    assert float(error.norm()) <= 2 * float(torchs_error.norm()) + tiny * math.sqrt(exact.numel())
 
 
 # --- every activation -------------------------------------------------------------------------------------------------
@@ -334,22 +325,6 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], int, Make]] = {
 }
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
-#: How the kernels divide their work: as they do, in 64-bit arithmetic, and in tiny tiles by so few programs that each
-#: has several steps, and the last one fewer than the others.
-SPLITS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "int64": {"_index_type": lambda tensor: tl.int64},
-    "steps": {"TILE": 64, "PROGRAMS": 5},
-    "one program": {"TILE": 32, "PROGRAMS": 1},
-}
-
-
-@pytest.fixture(params=SPLITS)
-def split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in SPLITS[request.param].items():
-        monkeypatch.setattr(elementwise, name, value)
-
-
 GUARD = 4096  # elements before and after a tensor: what a kernel without its masks would hit
 SENTINEL = 77.0
 
@@ -499,8 +474,8 @@ def test_more_than_two_to_the_31_elements(columns: int | None) -> None:
 
 
 @pytest.mark.parametrize("split", ["default", "steps"], indirect=True)
-@pytest.mark.parametrize(("shape", "dim"), [((41, 67), -1), ((3, 5, 300), 1)])
 @pytest.mark.usefixtures("split")
+@pytest.mark.parametrize(("shape", "dim"), [((41, 67), -1), ((3, 5, 300), 1)])
 def test_two_runs_agree_to_the_last_bit(shape: tuple[int, ...], dim: int) -> None:
     gelu = resolve("gelu")
     z, b, dy = normal(*shape), normal(shape[dim], seed=1), normal(*shape, seed=2)
@@ -516,22 +491,6 @@ def test_two_runs_agree_to_the_last_bit(shape: tuple[int, ...], dim: int) -> Non
 
 
 # --- whole layers -----------------------------------------------------------------------------------------------------
-
-Switch = Callable[[bool], None]
-
-
-@pytest.fixture
-def on_triton(monkeypatch: pytest.MonkeyPatch) -> Switch:
-    """What switches between this backend and torch's operations, on whatever device the tests run."""
-    from fusedlayers import backends
-    from fusedlayers.backends import eager
-
-    monkeypatch.setattr(functional, "SMALL", 0)
-
-    def switch(on: bool) -> None:
-        monkeypatch.setattr(backends, "choose", lambda tensor, activation=None: backend if on else eager)
-
-    return switch
 
 
 def compare(on_triton: Switch, call: Callable[..., Tensor], *tensors: Tensor, rtol: float = 1e-5) -> None:

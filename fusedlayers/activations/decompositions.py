@@ -55,9 +55,10 @@ def to_core() -> Table:
 
 @functools.cache
 def to_single_results() -> Table:
-    """Of operations that return more than what they are asked for, or take noise that they do not use."""
+    """Of operations that return more than what they are asked for, or take noise that they do not use; and of those
+    that fill in what a tensor of the same shape selects."""
     rrelu = {operator: own for operator, own in _OWN.items() if "rrelu" in str(operator)}
-    return {**get_decompositions([aten.log_sigmoid_forward]), **rrelu}
+    return {**get_decompositions([aten.log_sigmoid_forward]), **rrelu, **_FILLING}
 
 
 @functools.cache
@@ -156,6 +157,24 @@ def _gate(x: Tensor, approximate: str) -> Tensor:
     if approximate == "tanh":
         return torch.sigmoid(x * _TANH_SCALE * (1 + 0.044715 * x * x))
     return 0.5 * torch.erfc(x * -math.sqrt(0.5))
+
+
+def _index_put(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Any:
+    (mask, *others) = indices
+    if others or accumulate or mask is None or mask.dtype != torch.bool or mask.shape != x.shape or values.dim():
+        return NotImplemented
+    return torch.where(mask, values, x)
+
+
+def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
+    return source.to(x.dtype, copy=True) if source.shape == x.shape else NotImplemented
+
+
+_FILLING: Table = {
+    aten.copy.default: _copy,
+    aten.index_put.default: _index_put,
+    aten.masked_fill.Tensor: lambda x, mask, value: torch.where(mask, value.to(x.dtype), x),
+}
 
 
 def _rrelu(

@@ -58,6 +58,8 @@ _ALSO_POINTWISE = {
     aten.expand.default,
     aten.expand_copy.default,
     aten.hardswish.default,
+    aten.leaky_relu.default,  # of torch 2.11
+    aten.rsub.Tensor,
     aten.view.default,
     aten.view_copy.default,
 }

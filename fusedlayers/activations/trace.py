@@ -56,7 +56,7 @@ _RENAMED = {"view_copy": "bitcast", "_to_copy": "cast"}
 _CONSTANTS = ("full", "full_like", "scalar_tensor")
 #: Options that are read; of those without an entry none is, and what is not read must not be ignored.
 _OPTIONS = {"add": {"alpha"}, "sub": {"alpha"}}
-_NOTHING = ("alias", "alias_copy", "detach", "clone", "empty_permuted")
+_NOTHING = ("alias", "alias_copy", "clone", "detach", "detach_copy", "empty_permuted")
 
 
 def trace(
@@ -111,6 +111,7 @@ def _aten_graph(
 FILLED: dict[Any, Callable[[Node], Any]] = {
     aten.empty.memory_format: lambda node: 0,  # what nobody has written, where any number will do
     aten.empty_like.default: lambda node: 0,
+    aten.fill.Scalar: lambda node: node.args[1],
     aten.full.default: lambda node: node.args[1],
     aten.full_like.default: lambda node: node.args[1],
     aten.new_full.default: lambda node: node.args[2],

@@ -1,0 +1,375 @@
+"""Kernels of users' activations: the tensors that they read, and the gradients of those; on the GPU or interpreted.
+
+What is summed with small integers is exact, so that layouts and masks are compared to the last bit. Errors elsewhere
+are measured against float64 and compared with torch's own in the same dtype.
+"""
+
+import itertools
+import logging
+import types
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import Switch
+from gpu import DEVICE, DTYPES, INTERPRETER_WARNINGS
+from literature import PUBLISHED, Published
+from reference import assert_as_good_as_torch, ulp
+from torch import Tensor, nn
+
+import fusedlayers as fl
+from examples.custom_activation import ACTIVATIONS as MODULES
+from fusedlayers import backends
+from fusedlayers.activations import Activation, Specialised, resolve
+from fusedlayers.activations.custom import _variants
+from fusedlayers.backends import Wanted, eager
+from fusedlayers.functional import specialised
+
+pytest.importorskip("triton")
+from test_triton import LAYOUTS, compare, integers, normal, sum_along  # after the line that skips without it
+
+from fusedlayers.backends import triton as backend
+from fusedlayers.backends.triton import codegen
+
+pytestmark = [pytest.mark.filterwarnings(*INTERPRETER_WARNINGS), pytest.mark.usefixtures("interpreter_converts")]
+
+Function = Callable[..., Tensor]
+
+TRAINED = tuple(published for published in PUBLISHED if published.trainable)
+LONGEST_LINE = 140
+
+#: A tensor of no channels is left to PyTorch, if its activation has a number for each.
+every_layout = pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "no channels"])
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_trained = pytest.mark.parametrize("published", TRAINED, ids=str)
+
+
+def activation_of(function: Function, operands: Sequence[Tensor], dim: int) -> Activation:
+    """What ``specialise`` makes: a vector of one number is a number."""
+    return Activation(
+        "custom", function, operand_dims=tuple(dim if p.numel() > 1 else None for p in operands), is_traced=True
+    )
+
+
+def along(p: Tensor, dim: int, like: Tensor) -> Tensor:
+    return p.view([-1 if i == dim % like.dim() else 1 for i in range(like.dim())]) if p.dim() else p
+
+
+def forward(z: Tensor, b: Tensor | None, activation: Activation, operands: Sequence[Tensor], dim: int) -> Tensor:
+    return backend.bias_act(z, b, activation, operands, dim=dim, encode=False, out=None)
+
+
+def gradient(
+    dy: Tensor, z: Tensor, activation: Activation, operands: Sequence[Tensor], dim: int, *, wanted: Wanted | None = None
+) -> list[Tensor | None]:
+    wanted = wanted or Wanted("input", False, True, (True,) * len(operands))
+    return list(backend.gradient(dy, z, activation, operands, wanted, dim=dim))
+
+
+@pytest.fixture(autouse=True)
+def forget() -> None:
+    """The tests share a few lambdas, which are given up when they have read too many different numbers."""
+    _variants.clear()
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+def two_lines(z: Tensor, slope: Tensor, offset: Tensor, below: Tensor, shift: Tensor) -> Tensor:
+    """Two numbers for all and two for each channel; with small integers it is exact, and so are its sums."""
+    return torch.where(z > 0, slope * z + offset, below * z + shift)
+
+
+@every_layout
+@pytest.mark.usefixtures("split")
+def test_layouts(layout: str) -> None:
+    shape, dim, make = LAYOUTS[layout]
+    z, dy = make(integers(*shape, seed=0)), make(integers(*shape, seed=2))
+    b, below, shift = (integers(shape[dim], seed=seed) for seed in (1, 3, 4))
+    operands = [torch.tensor(3.0, device=DEVICE), torch.tensor(-2.0, device=DEVICE), below, shift]
+    activation = activation_of(two_lines, operands, dim - len(shape) if dim >= 0 else dim)
+
+    spread = [along(p, dim, z) for p in operands]
+    assert torch.equal(forward(z, None, activation, operands, dim), two_lines(z, *spread))
+    y = forward(z, b, activation, operands, dim)
+    assert torch.equal(y, two_lines(z + along(b, dim, z), *spread)) and y.stride() == z.stride()
+
+    above = (z > 0).float()
+    dz = dy * torch.where(z > 0, 3.0, spread[2].expand_as(z))
+    shares = (dy * above * z, dy * above, dy * (1 - above) * z, dy * (1 - above))
+    sums = [s.sum() if p.dim() == 0 else sum_along(s, dim) for s, p in zip(shares, operands, strict=True)]
+    for overwrite, bias in itertools.product((False, True), repeat=2):
+        saved = z.clone(memory_format=torch.preserve_format)
+        wanted = Wanted("input", overwrite, bias, (True,) * 4)
+        new_dz, db, *dp = gradient(dy, saved, activation, operands, dim, wanted=wanted)
+        assert new_dz is not None and torch.equal(new_dz, dz) and new_dz.stride() == z.stride()
+        assert (new_dz is saved) == overwrite
+        assert (db is not None and torch.equal(db, sum_along(dz, dim))) if bias else db is None
+        for ours, expected in zip(dp, sums, strict=True):
+            assert ours is not None and torch.equal(ours.view_as(expected), expected)
+
+
+@pytest.mark.parametrize("view", [lambda t: t[:, ::2], lambda t: t[::2], lambda t: t.t()], ids=["columns", "rows", "t"])
+def test_inputs_and_gradients_with_gaps(view: Callable[[Tensor], Tensor]) -> None:
+    z, dy = view(integers(18, 20, seed=0)), view(integers(18, 20, seed=1))
+    gapped = integers(2 * z.shape[-1], seed=3)[::2]
+    operands = [torch.tensor(3.0, device=DEVICE), torch.tensor(-2.0, device=DEVICE), gapped, gapped + 1]
+    activation = activation_of(two_lines, operands, -1)
+    expected = [t.contiguous() for t in (z, dy)]
+    assert torch.equal(forward(z, None, activation, operands, -1), two_lines(z, *operands))
+    ours = gradient(dy, z, activation, operands, -1)
+    for a, b in zip(ours, gradient(expected[1], expected[0], activation, operands, -1), strict=True):
+        assert a is not None and b is not None and torch.equal(a, b)
+
+
+@pytest.mark.usefixtures("split")
+@every_layout
+def test_what_lies_outside_does_not_count(layout: str) -> None:
+    # At the 0 that masked elements, and masked channels, read as, every derivative here is infinite or NaN.
+    shape, dim, make = LAYOUTS[layout]
+    z, dy = make(integers(*shape, seed=0).abs() + 1), make(integers(*shape, seed=2))
+    operands = [torch.tensor(2.0, device=DEVICE), integers(shape[dim], seed=1).abs() + 1]
+
+    def function(z: Tensor, p: Tensor, v: Tensor) -> Tensor:
+        return p * torch.log(z) + 1 / (z * v)
+
+    spread = [along(p, dim, z) for p in operands]
+    dz, db, dp, dv = gradient(dy, z, activation_of(function, operands, dim), operands, dim)
+    expected = dy * (spread[0] / z - 1 / (z * z * spread[1]))
+    assert dz is not None and db is not None and dp is not None and dv is not None
+    close = {"rtol": 1e-5, "atol": 1e-4}
+    torch.testing.assert_close(dz, expected, **close)
+    torch.testing.assert_close(db, sum_along(expected, dim), **close)
+    torch.testing.assert_close(dp.view(()), (dy * torch.log(z)).sum(), **close)
+    torch.testing.assert_close(dv.view(-1), sum_along(-dy / (z * spread[1] ** 2), dim), **close)
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((41, 67), -1), ((3, 5, 300), 1), ((2000,), -1)])
+def test_gradients_that_nobody_needs_are_left_out(shape: tuple[int, ...], dim: int) -> None:
+    z, dy = normal(*shape), normal(*shape, seed=1)
+    vector = normal(shape[dim], seed=2) if len(shape) > 1 else torch.tensor(0.3, device=DEVICE)
+    operands = [torch.tensor(0.7, device=DEVICE), vector, torch.tensor(-0.2, device=DEVICE)]
+    activation = activation_of(lambda z, a, v, c: a * torch.tanh(v * z) + torch.sin(c * z), operands, dim - len(shape))
+    every = gradient(dy, z, activation, operands, dim, wanted=Wanted("input", False, False, (True,) * 3))
+    for needs in itertools.product((False, True), repeat=3):
+        some = gradient(dy, z, activation, operands, dim, wanted=Wanted("input", False, False, needs))
+        assert [p is not None for p in some] == [True, False, *needs]
+        for ours, full in zip(some, every, strict=True):
+            assert ours is None or torch.equal(ours, full)  # type: ignore[arg-type]  # full is not None then
+
+
+@pytest.mark.parametrize("split", ["default", "steps"], indirect=True)
+@pytest.mark.parametrize(("shape", "dim"), [((41, 67), -1), ((3, 5, 300), 1)])
+@pytest.mark.usefixtures("split")
+def test_two_runs_agree_to_the_last_bit(shape: tuple[int, ...], dim: int) -> None:
+    z, dy = normal(*shape), normal(*shape, seed=1)
+    operands = [torch.tensor(0.7, device=DEVICE), normal(shape[dim], seed=2)]
+    activation = activation_of(lambda z, a, v: a * torch.tanh(v * z), operands, dim - len(shape))
+    first, second = (gradient(dy, z, activation, operands, dim) for _ in range(2))
+    assert torch.equal(forward(z, None, activation, operands, dim), forward(z, None, activation, operands, dim))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))  # type: ignore[arg-type]  # all are wanted
+
+
+# --- functions from the literature ------------------------------------------------------------------------------------
+
+
+def traced(function: object, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Specialised:
+    found = specialised(resolve(function), shape, dtype)
+    assert found.activation.is_fusible, found.activation.unfused_because
+    return found
+
+
+def check_given_input(on_triton: Switch, function: Function, z: Tensor, *tensors: Tensor, dim: int = -1) -> None:
+    """``function(z, *tensors)`` that keeps its input, all gradients included, is as good as torch's."""
+
+    def run(call: Function, *arguments: Tensor) -> tuple[Tensor, ...]:
+        leaves = [a.detach().clone().requires_grad_() for a in arguments]
+        y = call(*leaves)
+        return y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))
+
+    def fused(z: Tensor, *tensors: Tensor) -> Tensor:
+        y = fl.bias_act(z, None, lambda z: function(z, *tensors), dim=dim, save="input")
+        assert type(y.grad_fn).__name__ == "BiasActBackward", "it was left to PyTorch"
+        return y
+
+    dy = normal(*z.shape, dtype=z.dtype, scale=0.1, seed=9)  # sums of others would not be float16's
+    on_triton(True)
+    ours, torchs = run(fused, z, *tensors), run(function, z, *tensors)
+    exact = run(function, z.double(), *(t.double() for t in tensors))
+    for mine, theirs, truth in zip(ours, torchs, exact, strict=True):
+        assert_as_good_as_torch(mine, theirs, truth)
+
+
+@every_dtype
+@every_trained
+def test_trainable_functions(published: Published, dtype: torch.dtype, on_triton: Switch) -> None:
+    for shape, channels in (((37, 53), ()), ((37, 53), (53,)), ((3, 11, 60), (11, 1))):
+        tensors = [torch.full(channels, value, dtype=dtype, device=DEVICE) for _, value in published.trainable]
+        tensors = [t + 0.1 * normal(*channels, dtype=dtype, scale=1.0, seed=i) for i, t in enumerate(tensors)]
+        check_given_input(on_triton, published.function, normal(*shape, dtype=dtype), *tensors, dim=1)
+
+
+@pytest.mark.parametrize("published", PUBLISHED, ids=str)
+def test_every_function_of_the_literature_prints(published: Published, on_triton: Switch) -> None:
+    found = traced(published.with_tensors(), (64, 48)).activation
+    given = ["input"] if found.output_refused_because(torch.float32) is not None else ["output", "input"]
+    for kept, dtype in itertools.product(given, DTYPES):
+        for role in ("forward", "gradient"):
+            needs = (True,) * len(found.operand_dims)
+            text = codegen.source(found, role, given=kept, dtype=dtype, needs=needs)  # type: ignore[arg-type]
+            assert max(map(len, text.splitlines())) <= LONGEST_LINE
+            codegen.compile_function(text)
+
+
+@pytest.mark.parametrize("published", [p for p in PUBLISHED if not p.trainable], ids=str)
+def test_functions_without_parameters(published: Published, on_triton: Switch) -> None:
+    z = torch.cat([torch.linspace(-9, 9, 1499), torch.tensor([0.0, -0.0, 1e-30, -1e-30])]).to(DEVICE)
+    check_given_input(on_triton, published.function, z)
+    activation = traced(published.function, (len(z),)).activation
+    if activation.output_refused_because(torch.float32) is not None:
+        return
+    y = backend.bias_act(z, None, activation, dim=-1, encode=True, out=None)
+    dz, *_ = gradient(torch.ones_like(z), y, activation, (), -1, wanted=Wanted("output", False, False))
+    told = activation.derivative_given_output(y.cpu().float(), y.dtype).double()
+    assert dz is not None
+    steepest = float(told.abs().max())
+    assert float((dz.cpu().double() - told).abs().max()) <= 16 * torch.finfo(torch.float32).eps * max(1.0, steepest)
+
+
+def test_functions_that_cannot_be_printed_fall_to_torch_operations(caplog: pytest.LogCaptureFixture) -> None:
+    on_gpu = types.SimpleNamespace(is_cuda=True, dtype=torch.float32)
+    unprintable = traced(lambda z: torch.special.airy_ai(z), (64, 48)).activation
+    printable = traced(lambda z: torch.tanh(torch.exp(z)), (64, 48)).activation
+    with caplog.at_level(logging.WARNING, "fusedlayers"):
+        assert backends.choose(on_gpu, unprintable) is eager  # type: ignore[arg-type]  # as much of a tensor as is asked
+    assert "airy_ai has no Triton counterpart" in caplog.text
+    assert backends.choose(on_gpu, printable) is backend  # type: ignore[arg-type]
+    on_gpu.dtype = torch.float64
+    assert backends.choose(on_gpu, printable) is eager  # type: ignore[arg-type]
+
+
+# --- torch's own activations inside of users' functions ---------------------------------------------------------------
+
+#: What ``torch.nn.functional`` has, as part of a function: by itself it would be replaced by the table's.
+INSIDE: dict[str, Function] = {
+    name: getattr(F, name)
+    for name in (
+        "celu", "elu", "gelu", "hardsigmoid", "hardshrink", "hardswish", "hardtanh", "leaky_relu", "logsigmoid", "mish",
+        "relu", "relu6", "selu", "sigmoid", "silu", "softplus", "softshrink", "softsign", "tanh", "tanhshrink",
+    )
+}  # fmt: skip
+INSIDE |= {
+    "alpha_dropout": lambda z: F.alpha_dropout(z, 0.5, training=False),
+    "celu 2": lambda z: F.celu(z, 2.0),
+    "copy": lambda z: z.clone().copy_(torch.relu(z)) - torch.rsub(z, z * z),
+    "detach": lambda z: z.detach() * torch.sigmoid(z),
+    "dropout": lambda z: F.dropout(z, 0.5, training=False),
+    "gelu tanh": lambda z: F.gelu(z, approximate="tanh"),
+    "in place": lambda z: F.elu(F.hardtanh(z * 1, -5.0, 5.0, inplace=True), inplace=True),
+    "logit": lambda z: torch.logit(torch.sigmoid(z), 1e-3),
+    "modules": nn.Sequential(nn.Softplus(3.0), nn.LogSigmoid(), nn.Hardswish(), nn.RReLU().eval()),
+    "rrelu": lambda z: F.rrelu(z, training=False),
+    "set item": lambda z: _masked(z),
+    "threshold": lambda z: F.threshold(z, 0.1, -0.2),
+}
+
+
+def _masked(z: Tensor) -> Tensor:
+    y = z.clone()
+    y[z < -1] = 0.0
+    return torch.tanh(y)
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_torchs_activations_inside_of_a_function(name: str, on_triton: Switch) -> None:
+    function = INSIDE[name]
+    z = torch.linspace(-8.03, 8, 999, device=DEVICE)
+    check_given_input(on_triton, lambda z: 1.5 * function(z), z)
+
+
+@pytest.mark.parametrize("channels", [1, 53])
+def test_prelu_inside_of_a_function(channels: int, on_triton: Switch) -> None:
+    slopes = torch.linspace(0.1, 0.4, channels, device=DEVICE)
+    check_given_input(on_triton, lambda z, slope: 1.5 * F.prelu(z, slope), normal(37, 53), slopes, dim=1)
+
+
+def test_a_mask_that_is_filled_with_a_parameter(on_triton: Switch) -> None:
+    level = torch.tensor(0.3, device=DEVICE)
+    check_given_input(on_triton, lambda z, level: torch.tanh(z).masked_fill(z < 0, level), normal(37, 53), level)
+
+
+@pytest.mark.parametrize(
+    "reduced",
+    [lambda p: p.max(), lambda p: p.max(0)[0], lambda p: p.unbind()[1], lambda p: torch.var_mean(p)[1], lambda p: p[0]],
+    ids=["max", "max along", "unbind", "var_mean", "row"],
+)
+def test_what_is_done_to_parameters_may_be_anything(reduced: Callable[[Tensor], Tensor], on_triton: Switch) -> None:
+    p = torch.tensor([0.5, 0.7, 0.2], device=DEVICE, requires_grad=True)
+    compare(
+        on_triton, lambda z, p: fl.bias_act(z, None, lambda z: z * torch.sigmoid(reduced(p) * z)), normal(37, 53), p
+    )
+
+
+@pytest.mark.parametrize("function", [lambda z: torch.frexp(z)[0], lambda z: z.max(0)[0] + z], ids=["frexp", "max"])
+def test_operations_with_several_results_are_refused(function: Function) -> None:
+    found = specialised(resolve(function), (64, 48), torch.float32).activation
+    assert found.unfused_because is not None and "is not pointwise" in found.unfused_because
+
+
+# --- whole layers -----------------------------------------------------------------------------------------------------
+
+MAKE = {name: make for name, make in MODULES.items() if name != "relu"}
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("last", [False, True], ids=["channels first", "channels last"])
+def test_modules_in_convolutional_networks(name: str, last: bool, on_triton: Switch) -> None:
+    module = MAKE[name](7).to(DEVICE)
+    parameters = dict(module.named_parameters())
+    z = normal(3, 7, 11, 5)
+    z = z.contiguous(memory_format=torch.channels_last) if last else z
+
+    def call(z: Tensor, b: Tensor, *values: Tensor) -> Tensor:
+        for key, value in zip(parameters, values, strict=True):
+            delattr(module, key)
+            setattr(module, key, value)
+        return fl.bias_act(z, b, module, dim=1)
+
+    for key in parameters:  # plain attributes, which may be set to tensors that are no leaves
+        module._parameters.pop(key)
+        setattr(module, key, parameters[key].detach())
+    compare(on_triton, call, z, normal(7, seed=1), *parameters.values(), rtol=2e-5)
+
+
+@every_trained
+def test_trainable_functions_in_layers(published: Published, on_triton: Switch) -> None:
+    values = [torch.tensor(value, device=DEVICE) for _, value in published.trainable]
+    vectors = [value + 0.1 * normal(31, scale=1.0, seed=i) for i, value in enumerate(values)]
+    x, w, b = normal(2, 9, 13, scale=1), normal(31, 13, scale=1, seed=1), normal(31, scale=1, seed=2)
+    for tensors in (values, vectors):
+        compare(
+            on_triton,
+            lambda x, w, b, *p: fl.dense_bias_act(x, w, b, lambda z: published.function(z, *p)),
+            *(x, w, b, *tensors), rtol=2e-5,
+        )  # fmt: skip
+
+
+def test_frozen_parameters_get_no_gradient(on_triton: Switch) -> None:
+    on_triton(True)
+    slope, scale = torch.tensor(0.3, device=DEVICE, requires_grad=True), torch.full((31,), 1.5, device=DEVICE)
+    z = normal(19, 31).requires_grad_()
+    y = fl.bias_act(z, None, lambda z: scale * torch.where(z > 0, z, slope * z))
+    dz, dslope = torch.autograd.grad(y, (z, slope), torch.ones_like(y))
+    torch.testing.assert_close(dz, torch.where(z > 0, 1.5, 0.45))
+    torch.testing.assert_close(dslope, (1.5 * z.clamp(max=0)).sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_halves_are_computed_in_float32(dtype: torch.dtype) -> None:
+    # sin(alpha z) of a product that was rounded would be another number altogether.
+    alpha = torch.tensor(30.7, device=DEVICE)
+    z = normal(5000, dtype=dtype)
+    exact = torch.sin(alpha.double() * z.double())
+    y = forward(z, None, activation_of(lambda z, a: torch.sin(a * z), [alpha], -1), [alpha], -1)
+    assert bool(((y.double() - exact).abs() <= ulp(exact, dtype) + 1e-4).all())
