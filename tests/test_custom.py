@@ -300,7 +300,7 @@ def _without_gradient(z: Tensor) -> Tensor:
 
 def _masked(z: Tensor) -> Tensor:
     z = z.clone()
-    z[z < 0] = 0.5
+    z[z < 0] = 0.5 * z[z < 0]
     return z
 
 

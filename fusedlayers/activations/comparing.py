@@ -34,11 +34,19 @@ def try_call(captured: Captured, example: tuple[int, ...], dtype: torch.dtype, a
     before = capture(function).key
     try:
         with _SizesRead(tensors) as sizes:
-            result = function(torch.zeros(_sweep_shape(example, tensors), dtype=dtype))
+            shape = _sweep_shape(example, tensors)
+            z = torch.linspace(-4, 4, math.prod(shape)).reshape(shape).to(dtype)
+            result = function(z.clone())
+            with torch.no_grad():
+                without_gradients = function(z.clone())
+    except NotPointwise:
+        raise
     except Exception as error:  # whatever a user's function may raise
         raise _raised(error) from error
     if capture(function).key != before:
         raise NotPointwise("it changes what it reads from call to call")
+    if not torch.equal(result.detach().nan_to_num(), without_gradients.nan_to_num()):
+        raise NotPointwise("what it computes depends on whether gradients are wanted, or on chance")
     if result.dtype is not dtype and not autocast:
         raise NotPointwise(f"it returns {result.dtype} for {dtype}; its tensors may have another dtype than the layer")
     return sizes.any
@@ -53,6 +61,8 @@ class _SizesRead(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.__self__.__name__ if function.__name__ == "__get__" else function.__name__
+        if name == "is_contiguous" and not any(args[0] is tensor for tensor in self.known):
+            raise NotPointwise("it asks how its argument lies in memory")
         if name in ("shape", "size", "numel", "nelement", "__len__", "stride", "nbytes"):
             self.any |= not any(args[0] is tensor for tensor in self.known)
         return function(*args, **kwargs or {})

@@ -24,7 +24,7 @@ from .register import mistake
 from .spec import Activation, Row, Specialised
 from .splitting import Split, example_shape
 from .splitting import split as split_trace
-from .trace import NotPointwise
+from .trace import NotPointwise, aten_graph, simplified
 
 _log = logging.getLogger("fusedlayers")
 
@@ -41,6 +41,8 @@ class _Entry(NamedTuple):
 #: second, so a function whose numbers change at every step is given up.
 _ENTRIES = 512
 _VARIANTS = 64
+#: Of these, how many are analysed, which takes half a second: a number that changes at every step is kept out of it.
+_ANALYSED = 8
 _entries: OrderedDict[Hashable, _Entry] = OrderedDict()
 _analyses: OrderedDict[Hashable, Analysis] = OrderedDict()
 #: Functions that ask for sizes: one may do another thing for large tensors, and is traced for each shape.
@@ -61,7 +63,7 @@ def specialise(
     with _lock:
         is_sized = captured.key in _sized
     example = shape if is_sized else example_shape(shape, captured.tensors)
-    key = captured.key, activation.row, example, dtype, autocast
+    key = captured.key, activation.row, _stated_key(activation.row), example, dtype, autocast
     with _lock:
         entry = _entries.get(key)
     if entry is None:
@@ -112,6 +114,7 @@ def _make(
     with _lock:
         _variants[family] += 1
         is_restless = _variants[family] > _VARIANTS
+        is_changing = _variants[family] > _ANALYSED
     try:
         if is_restless:
             raise NotPointwise("numbers that it reads change from call to call; let it read tensors instead")
@@ -121,12 +124,13 @@ def _make(
             return None
         compare(captured, split, example, dtype)
         _check_derivatives(activation)
+        _check_what_backward_reads(split, dtype)
     except NotPointwise as refusal:
         return _Entry(None, None, _unfused(activation, str(refusal)).unfused_because or "")
     if split.dims:
         return _Entry(Activation(activation.name, split.body, operand_dims=split.dims, is_traced=True), split)
     row = activation.row or Row(activation.name, split.body)
-    if row.given_output is None:
+    if row.given_output is None and not is_changing:
         row = replace(row, given_output=_analysis((captured.key, split.body.code if is_sized else None), split.body))
     if activation.row is not None:
         return _Entry(replace(activation, row=row, is_untraced=False), None)
@@ -150,9 +154,25 @@ def _family(key: Any) -> Hashable:
     return key[0] if isinstance(key, tuple) else key
 
 
+def _check_what_backward_reads(split: Split, dtype: torch.dtype) -> None:
+    """Refuse what is straight in z: PyTorch keeps nothing of it, and a layer would keep its input or its output."""
+    gradients = Activation("", split.body, operand_dims=split.dims).gradients((True,) * len(split.dims))
+    examples = [torch.zeros(4, 6, dtype=torch.promote_types(dtype, torch.float32)) for _ in range(2 + len(split.dims))]
+    _, z, *_ = (node for node in simplified(aten_graph(gradients, examples)).graph.nodes if node.op == "placeholder")
+    if not z.users:
+        raise NotPointwise("backward needs nothing of it, and PyTorch keeps nothing")
+
+
+def _stated_key(row: Row | None) -> Hashable:
+    """What the derivatives that a user stated read."""
+    if row is None:
+        return None
+    return tuple(capture(stated).key for stated in (row.derivative, row.given_output) if callable(stated))
+
+
 def _check_derivatives(activation: Activation) -> None:
-    """A stated derivative was compared for the parameters' defaults."""
-    if activation.row is not None and activation.parameters != activation.row.parameters:
+    """A stated derivative was compared when it was registered, for the parameters' defaults and what it read then."""
+    if activation.row is not None:
         wrong = mistake(activation.row, activation.parameters)
         if wrong is not None:
             raise NotPointwise(wrong)

@@ -120,7 +120,9 @@ _RTOL, _ATOL = 1e-6, 1e-7
 @in_clean_state
 def mistake(row: Row, parameters: Mapping[str, float]) -> str | None:
     """A counterexample to a stated derivative, or None."""
-    z = torch.linspace(-_REACH, _REACH, _COUNT, dtype=torch.float64) + math.pi * 1e-4  # no kink lies on these
+    near = torch.linspace(-_REACH, _REACH, _COUNT, dtype=torch.float64) + math.pi * 1e-4  # no kink lies on these
+    far = torch.logspace(math.log10(_REACH), 30, 400, dtype=torch.float64)
+    z = torch.cat([near, far, -far])
     z.requires_grad_()
     y = row.function(z, **parameters)
     true = torch.autograd.grad(y.sum(), z)[0] if y.requires_grad else torch.zeros_like(z)

@@ -171,11 +171,14 @@ def _sample(function: Function) -> tuple[Tensor, Tensor, Tensor]:
     if not bool((same | ~y[some].isfinite() | ~again.isfinite()).all()):
         raise NeedsInput("is random, or does not map each element by itself")
     bad = ~(y.isfinite() & slope.isfinite())
-    # Far out a formula may break down in differences of large numbers: what it says there is not what it means.
+    # Far out a formula may break down in differences of large numbers. What it says there it also computes: whether a
+    # place is such a one, or a jump, cannot be told.
     off = (y.diff() - z.diff() * (slope[1:] + slope[:-1]) / 2).abs()
     lost = ~(off <= 0.02 * (1 + torch.maximum(y[1:].abs(), y[:-1].abs()))) & (z[1:] * z[:-1] > FINITE_WITHIN**2)
-    bad[1:] |= lost & (z[1:] > 0)
-    bad[:-1] |= lost & (z[1:] < 0)
+    lost &= ~(bad[1:] | bad[:-1])
+    if bool(lost.any()):
+        at = z[1:][lost][z[1:][lost].abs().argmin()]
+        raise NeedsInput(f"does not follow its derivative beyond z = {float(at):.3g}")
     if bool((bad & (z.abs() < FINITE_WITHIN)).any()):
         raise NeedsInput(f"is not finite at z = {float(z[bad & (z.abs() < FINITE_WITHIN)][0]):.3g}")
     middle = len(z) // 2
@@ -353,7 +356,9 @@ def sweep(function: Function, shape: Shape) -> tuple[Looked, Looked]:
     around = [place + side * near for place in places for side in (-1, 1)]
     sizes = torch.logspace(-44, -4, 160, dtype=torch.float64)
     between = (_grid()[1:] + _grid()[:-1]) / 2
-    at = [torch.special.ndtri(quantiles), torch.cat([between, *around, sizes, -sizes])]
+    # Closer than the samples that fits are made from: a fault between two of those shows.
+    wide = torch.logspace(1, 6, 10_000, dtype=torch.float64)
+    at = [torch.special.ndtri(quantiles), torch.cat([between, *around, sizes, -sizes, wide, -wide])]
     normal, anywhere = (z.float().double() for z in at)
     anywhere = anywhere[(anywhere >= shape.reach[0]) & (anywhere <= shape.reach[1])]
     return Looked(normal, *value_and_slope(function, normal)), Looked(anywhere, *value_and_slope(function, anywhere))

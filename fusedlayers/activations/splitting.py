@@ -63,17 +63,34 @@ _ALSO_POINTWISE = {
     aten.view.default,
     aten.view_copy.default,
 }
+_CASTS = {aten._to_copy.default, aten.alias.default, aten.clone.default, aten.detach_copy.default, aten.detach.default}
 _EXPANDING = {aten.expand.default, aten.expand_copy.default}
 
 
 def split(captured: Captured, example: tuple[int, ...], dtype: torch.dtype) -> Split:
     wide = torch.promote_types(dtype, torch.float32)
-    module = aten_graph(
+    module = _traced(captured, example, wide)
+    parts = _Splitter(module, example).split()
+    if wide is not dtype and _numbers(module) != _numbers(_traced(captured, example, dtype)):
+        raise NotPointwise(f"it does with {dtype} something else than with {wide}, in which layers compute")
+    return parts
+
+
+def _traced(captured: Captured, example: tuple[int, ...], dtype: torch.dtype) -> GraphModule:
+    return aten_graph(
         lambda z, *tensors: captured.on(tensors)(z),
-        [torch.empty(example, dtype=wide, device="cpu"), *(_like(tensor, wide) for tensor in captured.tensors)],
+        [torch.empty(example, dtype=dtype, device="cpu"), *(_like(tensor, dtype) for tensor in captured.tensors)],
         to_single_results(),
     )
-    return _Splitter(module, example).split()
+
+
+def _numbers(module: GraphModule) -> list[tuple[str, tuple[float, ...]]]:
+    """The operations of a trace, casts left out, each with the numbers among its arguments."""
+    return [
+        (_name(node), tuple(a for a in node.args if isinstance(a, (bool, int, float))))
+        for node in module.graph.nodes
+        if node.op == "call_function" and node.target not in _CASTS
+    ]
 
 
 def _like(tensor: Tensor, wide: torch.dtype) -> Tensor:

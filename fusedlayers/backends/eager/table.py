@@ -328,6 +328,8 @@ def _placed(
     bare = Scale(kind, low, high, 0.0, 1.0, half)
     bend: Callable[[float], float] = lambda x: float(bare.bend(torch.tensor(x, dtype=torch.float64)))  # noqa: E731
     ends = sorted((bend(low), bend(high)))
+    if not ends[1] > ends[0]:  # in float64 as far apart as nothing
+        return
     scale = (INTERVALS - 4) / (ends[1] - ends[0])
     first = min(jumps, key=lambda jump: abs(jump.s), default=None)
     upwards = (first is None or first.is_above) != (kind == "root from above")
