@@ -41,6 +41,7 @@ class Published:
 
 
 _ABOVE = "rises all the way"
+_CANCELS = "far from 0 it is a difference of large numbers, and jumps in steps as a discontinuous function does"
 _ONE_DIP = "one negative minimum, as GELU"
 _TRAINS = "has trainable parameters"
 
@@ -114,7 +115,7 @@ def _cube_root_like(z: Tensor) -> Tensor:
 PUBLISHED = (
     # --- monotone -----------------------------------------------------------------------------------------------------
     # Barron, Squareplus: A Softplus-Like Algebraic Rectifier, 2021, with b = 4
-    Published("squareplus", lambda z: (z + torch.sqrt(z * z + 4)) / 2, "monotone", _ABOVE),
+    Published("squareplus", lambda z: (z + torch.sqrt(z * z + 4)) / 2, "input", _CANCELS),
     # The same, rationalised below 0
     Published(
         "squareplus_stable",
@@ -132,7 +133,7 @@ PUBLISHED = (
     # Wuraola and Patel, SQNL: A New Computationally Efficient Activation Function, 2018
     Published("sqnl", _sqnl, "input", "quadratic to plateaus at 1: next to them outputs tell too little"),
     # Klimek and Perelstein, Neural Network-Based Approach to Phase Space Integration, 2018, alpha = 1
-    Published("soft_clipping", lambda z: F.softplus(z) - F.softplus(z - 1), "monotone", _ABOVE),
+    Published("soft_clipping", lambda z: F.softplus(z) - F.softplus(z - 1), "input", _CANCELS),
     # Kong and Takatsuka, Hexpo: A Vanishing-Proof Activation Function, 2017, all four parameters 1
     Published("hexpo", _hexpo, "monotone", _ABOVE),
     # Gompertz, 1825, as an activation: Iliev et al., 2018

@@ -1228,3 +1228,50 @@ def test_gradients_are_the_same_to_the_bit(busy: float, dtype: torch.dtype, monk
     for _ in range(2):
         for a, b in zip(first, gradients(), strict=True):
             assert torch.equal(a, b)
+
+
+# --- far from 0, and what hangs on more than values -------------------------------------------------------------------
+
+FAR = {
+    "cut off": (lambda z: torch.where(z > 100, torch.zeros_like(z), z), [1.0, 50.0, 150.0, 1000.0]),
+    "kink": (lambda z: torch.where(z > 100, 2 * z - 100, z), [1.0, 50.0, 150.0, 1000.0]),
+    "kink very far": (lambda z: torch.where(z > 1e9, 2 * z - 1e9, z), [1.0, 1e8, 2e9, 1e12]),
+    "waves": (lambda z: torch.where(z > 50, torch.sin(z), z), [55.0, 60.0, 65.0, 70.0]),
+    "stretched": (lambda z: z * torch.sigmoid(0.01 * z), [-572.0, -580.0, -100.0, 10.0]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FAR)
+def test_gradients_far_from_zero(name: str, dtype: torch.dtype) -> None:
+    function, places = FAR[name]
+    z = torch.tensor(places, dtype=torch.float64).clamp(max=float(torch.finfo(dtype).max) / 4).to(dtype).repeat(64, 4)
+    slopes = []
+    for apply, at in ((function, z.double()), (lambda z: fl.bias_act(z, None, function), z)):
+        at = at.clone().requires_grad_()
+        slopes.append(torch.autograd.grad(apply(at).sum(), at)[0].double())
+    torch.testing.assert_close(slopes[1], slopes[0], rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+
+
+ASKING = {
+    "eps of the dtype": lambda z: z / (z.abs() + torch.finfo(z.dtype).eps),
+    "the dtype": lambda z: torch.sin(z) if z.dtype == torch.float32 else torch.cos(z),
+    "gradients": lambda z: torch.sin(z) if torch.is_grad_enabled() else torch.cos(z),
+    "layout": lambda z: torch.sin(z) if z.is_contiguous() else torch.cos(z),
+}
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_what_asks_for_more_than_values_is_pytorchs(name: str) -> None:
+    function = ASKING[name]
+    for z in (torch.randn(40, 16), torch.randn(16, 40).t(), (1e-3 * torch.randn(40, 16)).bfloat16()):
+        for enabled in (True, False):
+            with torch.set_grad_enabled(enabled):
+                torch.testing.assert_close(fl.bias_act(z, None, function), function(z), rtol=1e-6, atol=0)
+
+
+def test_nothing_is_kept_of_what_is_straight() -> None:
+    shift = torch.rand(16, requires_grad=True)
+    x, w = torch.randn(64, 8, requires_grad=True), nn.Parameter(torch.randn(16, 8))
+    for function in (lambda z: 2 * z, lambda z: z + shift, torch.floor):
+        assert saved_bytes(lambda x, f=function: fl.dense_bias_act(x, w, None, f), x, exclude=[x, w]) == 0

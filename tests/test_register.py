@@ -91,7 +91,7 @@ def test_a_registered_function_is_known_by_name_and_as_itself(name: str, dtype: 
     x, w = torch.randn(40, 8).to(dtype), torch.randn(16, 8).to(dtype)
     y, eager = fl.dense_bias_act(x, w, None, f"my_{name}"), plain(F.linear(x, w))
     torch.testing.assert_close(y, eager, rtol=8 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps)
-    if options.get("derivative_given_output") is not None:
+    if options.get("derivative_given_output") is not None and name != "line":  # of which PyTorch keeps nothing
         z = torch.randn(40, 16, dtype=dtype).requires_grad_()
         y = fl.bias_act(z * 1, None, function)
         assert y.grad_fn is not None and torch.equal(y.grad_fn.saved_tensors[0], y)

@@ -391,15 +391,9 @@ def _fitted(
     return for_outputs
 
 
-#: SiLU's minimum is at -1.28, and with REACH = 40 its falling branch is followed until it has vanished.
-_LARGEST_POSITION = 2.0
-
-
 def _is_like_gelu(shape: Shape) -> bool:
     fold = shape.fold
     assert fold is not None
-    if abs(fold.position) > _LARGEST_POSITION:  # its form is fitted within REACH of 0
-        return False
     if fold.ambiguous != "negative" or fold.is_maximum or fold.marked != "left" or len(shape.stretches) != 2:
         return False
     falling, rising = sorted(shape.stretches, key=lambda stretch: not stretch.marked)

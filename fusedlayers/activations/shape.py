@@ -29,6 +29,8 @@ NOISE = 1e-12
 #: More kinks than this are a staircase.
 MAXIMUM_KINKS = 16
 #: Where a function has to be finite; further out PyTorch's own derivative may overflow.
+#: Samples lie close around 0. A fit of a function that is stretched far beyond would be measured at too few of them.
+FARTHEST_TURN = 8.0
 FINITE_WITHIN = 30.0
 
 
@@ -137,7 +139,7 @@ def look(function: Function) -> Shape:
     Raises:
         NeedsInput: it has none from which the derivative could be had.
     """
-    z, y, slope = _sample(function)
+    z, y, slope, astray = _sample(function)
     inner = z.abs() < FINITE_WITHIN
     steepest = float(slope[z.abs() > 5e-4].abs().max())
     if steepest == 0:
@@ -146,6 +148,12 @@ def look(function: Function) -> Shape:
     turn = _the_turn(function, z, slope, steepest)
     kinks = _find_kinks(function, z, y, slope, steepest)
     corners = _find_corners(function, z, slope, steepest)
+    if (
+        astray is not None
+    ):  # it may have broken down there, or jump: it cannot be told, and what it says is what it does
+        raise NeedsInput(f"does not follow its derivative beyond z = {astray:.3g}")
+    if turn is not None and abs(turn[0]) > FARTHEST_TURN:
+        raise NeedsInput(f"turns at z = {turn[0]:.4g}, too far from 0 to be followed closely")
     return _assemble(function, z, y, slope, steepest, turn, kinks, corners)
 
 
@@ -161,7 +169,7 @@ def _grid() -> Tensor:
     return torch.cat([fine, coarse, -coarse, far, -far, tiny, -tiny]).sort().values
 
 
-def _sample(function: Function) -> tuple[Tensor, Tensor, Tensor]:
+def _sample(function: Function) -> tuple[Tensor, Tensor, Tensor, float | None]:
     z = _grid()
     y, slope = value_and_slope(function, z)
     some = torch.arange(0, len(z), 37)
@@ -171,21 +179,21 @@ def _sample(function: Function) -> tuple[Tensor, Tensor, Tensor]:
     if not bool((same | ~y[some].isfinite() | ~again.isfinite()).all()):
         raise NeedsInput("is random, or does not map each element by itself")
     bad = ~(y.isfinite() & slope.isfinite())
-    # Far out a formula may break down in differences of large numbers. What it says there it also computes: whether a
-    # place is such a one, or a jump, cannot be told.
+    # Far out a formula may break down in differences of large numbers.
     off = (y.diff() - z.diff() * (slope[1:] + slope[:-1]) / 2).abs()
     lost = ~(off <= 0.02 * (1 + torch.maximum(y[1:].abs(), y[:-1].abs()))) & (z[1:] * z[:-1] > FINITE_WITHIN**2)
     lost &= ~(bad[1:] | bad[:-1])
-    if bool(lost.any()):
-        at = z[1:][lost][z[1:][lost].abs().argmin()]
-        raise NeedsInput(f"does not follow its derivative beyond z = {float(at):.3g}")
+    astray = z[1:][lost]
+    bad[1:] |= lost & (z[1:] > 0)
+    bad[:-1] |= lost & (z[1:] < 0)
     if bool((bad & (z.abs() < FINITE_WITHIN)).any()):
         raise NeedsInput(f"is not finite at z = {float(z[bad & (z.abs() < FINITE_WITHIN)][0]):.3g}")
     middle = len(z) // 2
     outside = bad.nonzero().view(-1)
     first = int(outside[outside < middle].max()) + 1 if bool((outside < middle).any()) else 0
     last = int(outside[outside > middle].min()) if bool((outside > middle).any()) else len(z)
-    return z[first:last], y[first:last], slope[first:last]
+    where = float(astray[astray.abs().argmin()]) if len(astray) else None
+    return z[first:last], y[first:last], slope[first:last], where
 
 
 def _refuse_what_does_not_settle(z: Tensor, slope: Tensor, steepest: float) -> None:
