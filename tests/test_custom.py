@@ -724,7 +724,7 @@ def test_the_straight_through_estimator_has_slope_one() -> None:
     z = 3 * torch.randn(40, 16).requires_grad_()
     ste = lambda z: z + (torch.round(z) - z).detach()  # noqa: E731
     y = fl.bias_act(z, None, ste)
-    assert _reason(ste) is None
+    assert "PyTorch keeps nothing" in (_reason(ste) or "")
     assert torch.equal(y, ste(z)) and torch.equal(_gradients(y, torch.ones_like(y), [z])[0], torch.ones_like(z))
 
 
