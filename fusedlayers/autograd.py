@@ -108,6 +108,7 @@ class BiasAct(Function):
         else:
             wanted = Wanted("output" if save == "output" else "input", overwrite, needs_b, needs)
             dz, db, *dp = backend.gradient(dy, saved, activation, operands, wanted, dim=dim)
+            dz = dz.detach() if dz is saved else dz  # which is a result, and knows its node
             dp = [None if d is None else d.view_as(p) for d, p in zip(dp, operands, strict=True)]
         return dz if needs_z else None, db, None, None, None, None, None, *dp
 

@@ -459,3 +459,30 @@ def test_the_caches_hold_one_table_per_dtype() -> None:
         _gradient(y, y, resolve("gelu"), "output")
     assert elementwise._forward_table.cache_info().currsize == 1
     assert elementwise._derivative_table.cache_info().currsize == 1
+
+
+P, Q = torch.tensor(0.7), torch.tensor(-0.3)
+V, W = torch.linspace(0.1, 1, 48), torch.linspace(-1, 2, 48)
+CHOICES = [
+    lambda z: torch.where(z > 0, 1.0, 0.25) * z,
+    lambda z: torch.where(z > 0, P, Q) * z,
+    lambda z: torch.where(z > 0, V, W) * z,
+    lambda z: torch.where(z > 0, P, V) * z,
+    lambda z: torch.where(z > V, 0.0, W) + z,
+    lambda z: torch.where(z > V, P, 0.0) + z,
+    lambda z: torch.where(z > 0, z, torch.where(z < -1, P, V)),
+    lambda z: torch.where(V > 0.5, z, W),
+]
+
+
+@pytest.mark.parametrize("function", CHOICES, ids=range(len(CHOICES)))
+@pytest.mark.parametrize("shape", [(5, 48), (48,), (1, 48), (700, 48)], ids=str)
+def test_choices_between_numbers_and_channels(function: Any, shape: tuple[int, ...]) -> None:
+    # A choice is made with bit operations, whose results must not have the shape of what is chosen from.
+    sources = [torch.randn(shape).requires_grad_(), *(p.requires_grad_() for p in (P, Q, V, W))]
+    results = []
+    for y in (fl.bias_act(sources[0], None, function, save="input"), function(sources[0])):
+        weight = torch.linspace(-1, 1, y.numel()).view(shape)
+        results.append([y, *torch.autograd.grad(y, sources, weight, materialize_grads=True)])
+    for ours, torchs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, torchs, rtol=2e-5, atol=1e-4)

@@ -279,15 +279,26 @@ def test_custom_records_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_custom_acceptance() -> None:
-    def row(group: str, saved: int, q1: float, error: float | None) -> dict[str, Any]:
+    def row(group: str, activation: str, saved: int, q1: float, error: float | None) -> dict[str, Any]:
         eager = {"saved_bytes": 100, "gradient_error": None if error is None else 1e-5}
         times = {"ratio": 1.0, "ratio_q1": q1}
         ours = {"saved_bytes": saved, "forward_backward": times, "gradient_error": error}
-        return {"id": f"{group}/a", "group": group, "variants": {"eager": eager, "fusedlayers": ours}}
+        return {
+            "id": f"{group}/{activation}",
+            "group": group,
+            "activation": activation,
+            "variants": {"eager": eager, "fusedlayers": ours},
+        }
 
-    cases = [row("resnet18", 101, 1.0, 1.0), row("alone", 50, 1.01, 3e-5), row("alone", 100, 0.9, None)]
+    cases = [
+        row("resnet18", "relu", 100, 1.0, 1.0),
+        row("resnet18", "a", 161, 1.0, 1.0),
+        row("alone", "a", 50, 1.01, 3e-5),
+        row("alone", "a", 100, 0.9, None),
+    ]
     assert custom.acceptance({"cases": cases}) == [
-        "resnet18/a: 1.01x eager's bytes: MISSED, 1.00x its time: met",
+        "resnet18/relu: 1.00x eager's bytes: met, 1.00x its time: met, 1.00x ReLU's bytes: met",
+        "resnet18/a: 1.61x eager's bytes: MISSED, 1.00x its time: met, 1.61x ReLU's bytes: MISSED",
         "alone/a: 0.50x eager's bytes: met, 1.00x its time: MISSED, gradient error 3.0e-05: MISSED",
         "alone/a: 1.00x eager's bytes: met, 1.00x its time: met",
     ]

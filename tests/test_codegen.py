@@ -100,7 +100,7 @@ def test_short_functions_look_as_one_would_write_them() -> None:
     ]
     assert text("tanh", "gradient", "output") == [
         "def tanh_gradient(dy, y, operand_ptr, channel, channels):",
-        "    t2 = dy * (1 - (y * y))",
+        "    t2 = dy * (1 - y * y)",
         "    return (t2,)",
     ]
     assert text("identity", "gradient", "input") == [

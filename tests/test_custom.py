@@ -330,7 +330,7 @@ FALLBACKS: dict[str, tuple[Callable[[], Any], str]] = {
     "dropout module": (lambda: nn.Sequential(nn.Tanhshrink(), nn.Dropout()), "it is random"),
     "rrelu": (lambda: nn.RReLU(), "it is random"),
     "noise": (lambda: lambda z: z + torch.randn_like(z) * Q["number"], "it is random"),
-    "random module": (lambda: lambda z: z * random.random(), "its value is not that of the operations in it"),
+    "random module": (lambda: lambda z: z * random.random(), "or on chance"),
     "branch": (lambda: lambda z: z * 2 if z.sum() > 0 else z * Q["number"], "depends on the values of a tensor"),
     "branch by parameter": (lambda: lambda z: z * 2 if Q["number"] > 0 else z, "depends on the values of a tensor"),
     "item": (lambda: lambda z: z * Q["number"].item(), "turns a tensor into a number"),

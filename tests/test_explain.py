@@ -1,66 +1,360 @@
-"""``explain`` and its command: what is said is what the layers do."""
+"""``explain``: what it says of an activation is what happens, and what it measures is so."""
 
 import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from literature import PUBLISHED, Published
+from reference import derivative
+from test_architecture import BLOCK_TRITON
 from torch import Tensor, nn
 
 import fusedlayers as fl
+from examples.custom_activation import ACTIVATIONS as MODULES
+from fusedlayers.activations import resolve
 from fusedlayers.cli import main
+from fusedlayers.explanation.report import COUNT, DTYPES, Explanation
 
-KINDS = {"input": "needs input"}
+Function = Callable[[Tensor], Tensor]
+
+ROOT = Path(__file__).parents[1]
+KINDS = {"monotone": "monotone", "folded": "folded", "input": "needs input"}
+SLOWEST = 3.0  # seconds
 
 
-@pytest.mark.parametrize("published", [p for p in PUBLISHED if not p.trainable][::4], ids=str)
-def test_kinds_are_the_expected_ones(published: Published) -> None:
-    found = fl.explain(published.function)
-    assert found.kind == KINDS.get(published.kind, published.kind) and found.reason
-    said = repr(fl.FusedDenseAct(8, 16, published.function))
-    assert ("saves the output" in said) == (found.kind in ("monotone", "folded"))
+def table(report: Explanation) -> list[str]:
+    """The lines of the report above the code."""
+    return str(report).partition("\n\ndef ")[0].splitlines()
+
+
+# --- kinds and reasons ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("published", PUBLISHED, ids=str)
+def test_functions_of_the_literature(published: Published) -> None:
+    report = fl.explain(published.with_tensors())
+    assert report.kind == KINDS[published.kind]
+    assert report.reason and "\n" not in report.reason
+    assert ("reads tensors" in report.reason) == bool(published.trainable)
+    saved = {"needs input": "saves the input", "folded": "saves the output (branch in its last bit)"}
+    assert report.saves["float32"].startswith(saved.get(report.kind, "saves the output"))
+    assert report.source.count("def ") == 2
+    assert set(report.accuracy) == set(report.saved_bytes) == {"float32", "float16", "bfloat16"}
+    json.dumps(report.to_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize("name", fl.activations())
+def test_names_of_the_table(name: str) -> None:
+    start = time.perf_counter()
+    report = fl.explain(name)
+    assert len(str(report)) > 0
+    assert time.perf_counter() - start < SLOWEST
+    record = fl.FusedDenseAct(8, 8, name)
+    assert report.name == name and report.saves["float32"] in repr(record)
+    assert report.source.startswith(f"def {name}_forward(") or name == "identity"
+    # Nothing but the outputs that the next layer saves anyway, or more than them where the reason says so.
+    assert report.kind in ("monotone", "folded")
+    assert {dtype: here for dtype, (_, here) in report.saved_bytes.items()} == {
+        "float32": 4.0, "float16": 2.0, "bfloat16": 2.0,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("activation", "kind", "eager_bytes", "bytes_here"),
-    [("gelu", "folded", 8, 4), ("tanh", "monotone", 4, 4), (torch.sin, "needs input", 8, 8), (nn.PReLU(8), None, 8, 8)],
-    ids=["gelu", "tanh", "sin", "prelu"],
+    ("activation", "kind", "reason"),
+    [
+        (None, "monotone", "the derivative is 1"),
+        (nn.Identity(), "monotone", "the derivative is 1"),
+        (nn.GELU(), "folded", "it turns once, at z = -0.751792; negative outputs carry the branch in their last bit"),
+        (torch.abs, "folded", "it turns once, at z = 0; positive outputs carry the branch in their last bit"),
+        (lambda z: -F.gelu(z), "folded", "positive outputs carry the branch"),
+        (torch.tanh, "monotone", "the output tells the derivative"),
+        (nn.LeakyReLU(-0.5), "needs input", ""),
+        (nn.PReLU(), "needs input", "PReLU reads tensors that training may change"),
+        (nn.PReLU(48), "needs input", "PReLU reads tensors that training may change"),
+        (nn.PReLU(48).bfloat16(), "needs input", "PReLU reads tensors that training may change"),
+        (nn.PReLU(COUNT + 1), "needs input", "PReLU reads tensors that training may change"),
+        (MODULES["snake"](48), "needs input", "Snake reads tensors that training may change"),
+        (nn.Softmax(-1), "fallback", "_softmax is not pointwise"),
+        (nn.Dropout(), "fallback", "it is random"),
+        (nn.RReLU(), "fallback", "it is random"),
+        (lambda z: z if z.sum() > 0 else -z, "fallback", "depends on the values of a tensor"),
+        (lambda z: z.no_such_method(), "fallback", "no_such_method"),
+    ],
+    ids=lambda value: type(value).__name__ if callable(value) else "",
 )
-def test_bytes_and_errors(activation: object, kind: str | None, eager_bytes: float, bytes_here: float) -> None:
-    found = fl.explain(activation)
-    assert found.kind == (kind or "needs input")
-    assert found.saved_bytes["float32"] == pytest.approx((eager_bytes, bytes_here), rel=0.01)
-    assert found.saved_bytes["bfloat16"] == pytest.approx((eager_bytes / 2, bytes_here / 2), rel=0.01)
-    for dtype, errors in found.accuracy.items():
-        unit = torch.finfo(getattr(torch, dtype)).eps
-        assert errors.floor_rms <= unit and errors.rms <= max(2 * errors.eager_rms, 40 * unit)
-    assert json.loads(json.dumps(found.to_dict()))["kind"] == found.kind
-    assert found.reason in str(found) and "saved bytes per element" in str(found)
+def test_kinds_and_reasons(activation: object, kind: str, reason: str) -> None:
+    report = fl.explain(activation)
+    assert report.kind == kind and reason in report.reason
+    first, second, *_ = table(report)
+    assert first == f"{report.name}: {kind}" and second == f"  {report.reason}"
+    if kind == "fallback":
+        assert report.source == "" and report.accuracy == {}
+        for eager, here in report.saved_bytes.values():
+            assert eager == here
 
 
-def test_fallbacks_say_why() -> None:
-    def softmax(z: Tensor) -> Tensor:
-        return z.softmax(-1)
-
-    found = fl.explain(softmax)
-    assert found.kind == "fallback" and "not pointwise" in found.reason and found.source == ""
-    with pytest.raises(ValueError, match="unknown activation 'gleu'"):
-        fl.explain("gleu")
+def test_a_module_with_a_hook_is_left_to_pytorch() -> None:
+    module = nn.GELU()
+    module.register_forward_hook(lambda *_: None)
+    report = fl.explain(module)
+    assert (report.kind, report.reason) == ("fallback", "it has hooks")
 
 
-def test_the_generated_code_is_shown() -> None:
-    pytest.importorskip("triton")
-    assert "def silu_forward(z" in fl.explain("silu").source and "def silu_gradient(dy, y" in fl.explain("silu").source
+def test_registered_functions() -> None:
+    @fl.activation(derivative_given_output=lambda y: 1 - y.abs(), name="explained_laplace")
+    def laplace(z: Tensor) -> Tensor:
+        return torch.sign(z) * -torch.expm1(-z.abs())
+
+    for activation in ("explained_laplace", laplace):
+        report = fl.explain(activation)
+        assert (report.name, report.kind) == ("explained_laplace", "monotone")
+        assert report.source.startswith("def explained_laplace_forward(")
 
 
-def test_the_command(tmp_path, monkeypatch, capsys) -> None:
-    (tmp_path / "mine.py").write_text("import torch\n\ndef wave(z):\n    return torch.sin(z) * z\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert main(["explain", "gelu"]) == 0 and capsys.readouterr().out.startswith("gelu: folded")
-    assert main(["explain", "mine:wave", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["kind"] == "needs input"
+def test_what_is_no_activation_is_an_error() -> None:
+    with pytest.raises(ValueError, match="explain: unknown activation 'gelo'; the known ones are: identity, relu"):
+        fl.explain("gelo")
+    with pytest.raises(TypeError, match="explain: activation must be a name"):
+        fl.explain(3)
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def kept_bytes(activation: object, z: Tensor, *, fused: bool) -> int:
+    """Of all tensors that autograd keeps of the activation between two layers, each counted once."""
+    kept: dict[int, int] = {}
+    alive = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.numel() >= z.numel():
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            alive.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        x = z.clone().requires_grad_() + 1
+        y = fl.bias_act(x, None, activation) if fused else activation(x)  # type: ignore[operator]
+        (y * torch.ones((), dtype=z.dtype, requires_grad=True)).sum()
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [F.gelu, F.silu, torch.tanh, F.relu, lambda z: z * torch.tanh(torch.exp(z)), torch.cos, F.hardshrink],
+    ids=["gelu", "silu", "tanh", "relu", "tanhexp", "cos", "hardshrink"],
+)
+def test_bytes(activation: Function) -> None:
+    report = fl.explain(activation)
+    for dtype in DTYPES:
+        z = torch.randn(64, 128, dtype=dtype)
+        expected = tuple(kept_bytes(activation, z, fused=fused) / z.numel() for fused in (False, True))
+        assert report.saved_bytes[str(dtype).removeprefix("torch.")] == expected
+
+
+@pytest.mark.parametrize("activation", ["gelu", "tanh", "softplus", "mish"])
+def test_errors(activation: str) -> None:
+    report = fl.explain(activation)
+    function = resolve(activation).function
+    for dtype in DTYPES:
+        errors = report.accuracy[str(dtype).removeprefix("torch.")]
+        assert all(0 <= value < 1 for value in vars(errors).values())
+        z = torch.randn(COUNT, generator=torch.Generator().manual_seed(7)).to(dtype).requires_grad_()
+        exact = derivative(function, z)
+        (slope,) = torch.autograd.grad(fl.bias_act(z, None, activation).sum(), z)
+        error = (slope.double() - exact).norm() / exact.norm()
+        # Other random numbers from the same distribution.
+        assert 0.8 * float(error) <= errors.rms <= 1.25 * float(error)
+        floor = (exact.to(dtype).double() - exact).norm() / exact.norm()
+        assert 0.8 * float(floor) <= errors.floor_rms <= 1.25 * float(floor)
+        assert errors.floor_rms <= 1.01 * errors.rms and errors.rms <= errors.largest / float(
+            exact.square().mean().sqrt()
+        )
+
+
+def test_infinite_derivatives_do_not_count() -> None:
+    report = fl.explain(lambda z: torch.sqrt(z))
+    for errors in report.accuracy.values():
+        assert all(value == value and value < 100 for value in vars(errors).values())
+
+
+def test_json_has_no_infinities() -> None:
+    report = fl.explain("relu")
+    broken = {dtype: replace(errors, largest=float("inf")) for dtype, errors in report.accuracy.items()}
+    found = replace(report, accuracy=broken).to_dict()
+    assert found["accuracy"]["float32"]["largest"] is None
+    json.dumps(found, allow_nan=False)
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_is_a_table() -> None:
+    lines = table(fl.explain(lambda z: z * torch.tanh(torch.exp(z))))
+    header, *rows = lines[4:8]
+    assert header.split() == ["eager", "here", "eager", "here", "rounding", "eager", "here"]
+    starts = [header.index("eager"), header.index("here"), header.index("rounding"), header.rindex("here")]
+    for row, dtype in zip(rows, ("float32", "float16", "bfloat16"), strict=True):
+        assert row.startswith(f"  {dtype} ") and len(row) < 125
+        assert all(row[start - 1] == " " != row[start] for start in starts)
+    assert "the output (branch in its last bit)" in rows[0] and "the input" in rows[1]
+    # What differs in one dtype is said once.
+    assert sum("out of reach" in line for line in lines) == 1 and lines[-1].startswith("  float16: ")
+
+
+def test_reasons_are_not_repeated() -> None:
+    for activation in (nn.PReLU(), nn.Softmax(-1), torch.cos):
+        report = fl.explain(activation)
+        assert str(report).count(report.reason) == 1
+
+
+def test_what_cannot_be_printed_is_said() -> None:
+    report = fl.explain(lambda z: torch.nextafter(z, z + 1) * z.detach())
+    assert report.source.startswith("# On GPUs it is left to torch operations: nextafter has no Triton counterpart")
+
+
+def test_it_works_without_triton() -> None:
+    script = BLOCK_TRITON.replace("sys.meta_path", "import importlib.util\nsys.meta_path") + (
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name == 'triton' else find(name, *rest)\n"
+        "import torch, fusedlayers as fl\n"
+        "for activation in ('gelu', torch.cos, torch.nn.PReLU()):\n"
+        "    print(fl.explain(activation))\n"
+        "assert 'triton' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("# Triton is not installed; torch operations do the work.") == 3
+    assert "gelu: folded" in done.stdout
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", ["gelu", "tanh", nn.PReLU(48), MODULES["snake"](7)], ids=str)
+def test_pictures(activation: object, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert main(["explain", "mine:wave", "--plot", "wave.png"]) == 0 and (tmp_path / "wave.png").stat().st_size > 1000
-    assert main(["explain", "gleu"]) == 2 and "unknown activation" in capsys.readouterr().err
-    assert main(["explain", "mine:tide"]) == 2 and "has no 'tide'" in capsys.readouterr().err
+    report = fl.explain(activation)
+    for suffix, start in (("png", b"\x89PNG"), ("svg", b"<?xml")):
+        report.plot(tmp_path / f"picture.{suffix}")
+        assert (tmp_path / f"picture.{suffix}").read_bytes().startswith(start)
+    assert {curve.shape for curve in report.curves.values()} == {report.curves["z"].shape}
+
+
+def test_a_picture_of_what_raises_an_error_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(
+        ValueError, match="<lambda> or its derivative raises an error, so that there is nothing to draw"
+    ):
+        fl.explain(lambda z: z.no_such_method()).plot(tmp_path / "picture.png")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = fl.explain("relu")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"a plot needs matplotlib, .* pip install 'fusedlayers\[demo\]'"):
+        report.plot(tmp_path / "picture.png")
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+MODULE = """
+import torch
+
+SCALE = torch.nn.Parameter(torch.ones(()))
+
+def bent(z):
+    return SCALE * torch.where(z > 0, z, 0.5 * z)
+
+class Wave(torch.nn.Module):
+    def forward(self, z):
+        return torch.cos(z)
+
+class Scaled(Wave):
+    def __init__(self, scale):
+        super().__init__()
+
+class Namespace:
+    inner = staticmethod(torch.tanh)
+"""
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"user_module_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    return name
+
+
+def test_the_command_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "gelu"]) == 0
+    assert capsys.readouterr().out == f"{fl.explain('gelu')}\n"
+
+
+@pytest.mark.parametrize(
+    ("attribute", "expected"),
+    [("bent", "bent: needs input"), ("Wave", "Wave: needs input"), ("Namespace.inner", "tanh: monotone")],
+)
+def test_the_command_finds_modules_here(
+    attribute: str, expected: str, user_module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", f"{user_module}:{attribute}"]) == 0
+    assert capsys.readouterr().out.startswith(expected)
+
+
+def test_the_command_as_users_call_it(user_module: str) -> None:
+    command = [sys.executable, "-W", "error", "-m", "fusedlayers", "explain", f"{user_module}:bent"]
+    environment = {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("bent: needs input\n")
+
+
+def test_json_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "gelu.png"
+    assert main(["explain", "gelu", "--json", "--plot", str(path)]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(fl.explain("gelu").to_dict()))
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["gelo"], ["unknown activation 'gelo'", *fl.activations(), "module:attribute"]),
+        (["torch.tanh"], ["unknown activation 'torch.tanh'", "module:attribute"]),
+        (["no_such_module:f"], ["No module named 'no_such_module'"]),
+        (["MODULE:curved"], ["has no 'curved'; it has: ", "bent", "Wave"]),
+        (["MODULE:"], ["has no ''", "bent"]),
+        (["MODULE:Namespace.outer"], ["has no 'Namespace.outer'; it has: inner"]),
+        (["MODULE:Scaled"], ["Scaled needs arguments", "name an instance"]),
+        (["MODULE:SCALE"], ["explain: activation must be a name", "Parameter"]),
+        (["gelu", "--plot", "no/such/directory/gelu.png"], ["no/such/directory"]),
+        (["gelu", "--plot", "gelu.picture"], ["picture"]),
+    ],
+)
+def test_wrong_usage(
+    arguments: list[str], expected: list[str], user_module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    assert main(["explain", *(a.replace("MODULE", user_module) for a in arguments)]) == 2
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.startswith("fusedlayers explain: ")
+    assert all(part in output.err for part in expected), output.err
+
+
+def test_help_lists_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "explain" in capsys.readouterr().out
+    assert main(["explain", "--help"]) == 0
+    assert {"--plot", "--json"} <= set(capsys.readouterr().out.split())

@@ -758,3 +758,11 @@ def test_in_place_on_a_view_reaches_its_base() -> None:
     torch.testing.assert_close(base, expected)
     (got,) = torch.autograd.grad(base.sum(), leaf)
     torch.testing.assert_close(got, torch.autograd.grad(expected.sum(), leaf)[0])
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_gradients_are_no_results_themselves(save: str) -> None:
+    # The saved output is overwritten by the gradient; it would bring its node, and numpy() would refuse it.
+    z = torch.randn(40, 30, requires_grad=True)
+    (dz,) = torch.autograd.grad(fl.bias_act(z, None, "gelu", save=save).sum(), z)
+    assert not dz.requires_grad and dz.grad_fn is None

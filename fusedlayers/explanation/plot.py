@@ -11,11 +11,16 @@ if TYPE_CHECKING:
 
 def draw(found: Explanation, path: str | PathLike[str]) -> None:
     """Draw into a file, whose suffix says the format."""
-    from matplotlib.figure import Figure  # not pyplot, which would choose a window system
+    try:
+        from matplotlib.figure import Figure  # not pyplot, which would choose a window system
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "explain: a plot needs matplotlib, which is not installed: pip install 'fusedlayers[demo]'"
+        ) from error
 
     curves = {name: curve.numpy() for name, curve in found.curves.items()}
-    if "y" not in curves:
-        raise ValueError(f"explain: {found.name} takes no tensor of 64 x 64, so that there is nothing to draw")
+    if not curves:
+        raise ValueError(f"explain: {found.name} or its derivative raises an error, so that there is nothing to draw")
     figure = Figure(figsize=(8, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     above.plot(curves["z"], curves["y"], label="f")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..activations import Activation, Specialised, resolve
+from ..activations import Activation, resolve
 from ..activations.capture import capture
 from ..clean import in_clean_state
 from ..functional import bias_act, specialised
@@ -68,7 +70,10 @@ class Explanation:
             "reason": self.reason,
             "saves": dict(self.saves),
             "saved_bytes": {dtype: {"eager": a, "here": b} for dtype, (a, b) in self.saved_bytes.items()},
-            "accuracy": {dtype: vars(accuracy) for dtype, accuracy in self.accuracy.items()},
+            "accuracy": {
+                dtype: {name: value if math.isfinite(value) else None for name, value in vars(errors).items()}
+                for dtype, errors in self.accuracy.items()
+            },
             "source": self.source,
         }
 
@@ -101,8 +106,7 @@ def explain(activation: object) -> Explanation:
     """
     resolved = resolve(activation, "explain")
     shape = _shape(resolved)
-    found = specialised(resolved, shape, torch.float32) if resolved.is_untraced else Specialised(resolved)
-    record = found.activation
+    record = _specialised(resolved, shape)
     kind, reason = _kind(record)
     bytes_, accuracy = {}, {}
     for dtype in DTYPES:
@@ -116,7 +120,7 @@ def explain(activation: object) -> Explanation:
         {_name(dtype): saved for dtype, saved in bytes_.items()},
         {_name(dtype): errors for dtype, errors in accuracy.items()} if kind != "fallback" else {},
         "" if kind == "fallback" or record.is_identity else _source(record),
-        _curves(resolved, record),
+        _curves(resolved, shape),
     )
 
 
@@ -142,19 +146,25 @@ def _kind(record: Activation) -> tuple[str, str]:
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
+def _specialised(record: Activation, shape: tuple[int, ...]) -> Activation:
+    """As a layer in float32 has it, whatever the function's own tensors are."""
+    if not record.is_untraced:
+        return record
+    return specialised(resolve(_in_dtype(record, torch.float32)[1]), shape, torch.float32).activation
+
+
 def _shape(record: Activation) -> tuple[int, ...]:
-    """A shape that the function takes. Channels are tried as the last dimension, and as the second of four."""
-    sizes = {size for tensor in capture(record.function).tensors for size in tensor.shape if size > 1}
+    """A shape that the function takes. Channels are tried as the last dimension, and as the second of four; that first
+    if a tensor has dimensions behind them."""
+    tensors = capture(record.function).tensors
+    sizes = {size for tensor in tensors for size in tensor.shape if size > 1}
+    as_second = any(tensor.numel() > 1 and tensor.shape[-1] == 1 for tensor in tensors)
     for channels in sorted(sizes, reverse=True):
-        for shape in ((-(-COUNT // channels), channels), (8, channels, 8, -(-COUNT // (64 * channels)))):
-            with contextlib.suppress(Exception):
-                if record.function(torch.zeros(shape)).shape == shape and _is_fused(record, shape):
-                    return shape
+        shapes = [(-(-COUNT // channels), channels), (8, channels, 8, -(-COUNT // (64 * channels)))]
+        for shape in shapes[::-1] if as_second else shapes:
+            if _specialised(record, shape).is_fusible:
+                return shape
     return (COUNT // 64, 64)
-
-
-def _is_fused(record: Activation, shape: tuple[int, ...]) -> bool:
-    return not record.is_untraced or specialised(record, shape, torch.float32).activation.is_fusible
 
 
 def _in_dtype(record: Activation, dtype: torch.dtype) -> tuple[Callable[..., Tensor], object]:
@@ -173,12 +183,13 @@ def _measure(record: Activation, shape: tuple[int, ...], dtype: torch.dtype) -> 
     z = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     function, activation = _in_dtype(record, dtype)
     exact = _derivative(_in_dtype(record, torch.float64)[0], z.double())
-    scale = float(exact.norm()) or 1.0
+    real = exact.isfinite()  # elsewhere there is nothing to compare with
+    scale = float(exact[real].norm()) or 1.0
 
     fused = functools.partial(_applied, activation)
 
     def errors(slope: Tensor) -> tuple[float, float]:
-        error = slope.double() - exact
+        error = (slope.double() - exact)[real]
         return float(error.norm()) / scale, float(error.abs().max())
 
     here, eager, floor = (errors(s) for s in (_derivative(fused, z), _derivative(function, z), exact.to(dtype)))
@@ -202,21 +213,26 @@ def _kept_bytes(function: Callable[[Tensor], Tensor], z: Tensor, dtype: torch.dt
 
 
 @in_clean_state
-def _curves(resolved: Activation, record: Activation) -> Mapping[str, Tensor]:
-    """What ``plot`` draws: over z the function, its derivative, and that as a layer has it in float32 and bfloat16."""
-    z = torch.linspace(-6, 6, 4096).reshape(64, 64)
-    curves = {"z": z.flatten()}
-    with contextlib.suppress(Exception):  # where the function takes no such shape there is nothing to draw
+def _curves(resolved: Activation, shape: tuple[int, ...]) -> Mapping[str, Tensor]:
+    """What ``plot`` draws: over z the function, its derivative, and that as a layer has it in float32 and bfloat16; of
+    the first channel. Empty if the function raises an error."""
+    points = min(4096, max(64, 4 * COUNT // shape[1]))
+    line = torch.linspace(-6, 6, points)
+    z = line.view(-1, *[1] * (len(shape) - 1)).repeat(1, *[shape[1], 1, 1][: len(shape) - 1])
+    curves = {"z": z}
+    try:
         function = _in_dtype(resolved, torch.float64)[0]
-        curves["y"] = function(z.double()).detach().flatten()
-        curves["derivative"] = _derivative(function, z.double()).flatten()
+        curves["y"] = function(z.double()).detach()
+        curves["derivative"] = _derivative(function, z.double())
         for dtype in (torch.float32, torch.bfloat16):
             activation = _in_dtype(resolved, dtype)[1]
             exact = _derivative(function, z.to(dtype).double())
             slope = _derivative(functools.partial(_applied, activation), z.to(dtype)).double()
-            curves[f"{_name(dtype)} derivative"] = slope.flatten()
-            curves[f"{_name(dtype)} error"] = (slope - exact).abs().flatten()
-    return curves
+            curves[f"{_name(dtype)} derivative"] = slope
+            curves[f"{_name(dtype)} error"] = (slope - exact).abs()
+        return {name: curve[:, 0].flatten() for name, curve in curves.items()}
+    except Exception:  # a user's function may raise anything
+        return {}
 
 
 def _source(record: Activation) -> str:
@@ -240,22 +256,49 @@ def _source(record: Activation) -> str:
 # --- printing ---------------------------------------------------------------------------------------------------------
 
 
+#: The table: titles, what is under them, and the widths of the columns.
+_GROUPS = (("", 1), ("a layer keeps", 1), ("bytes per element", 2), ("derivative, rms error", 3), ("largest error", 2))
+_TITLES = ("", "", "eager", "here", "eager", "here", "rounding", "eager", "here")
+_WIDTHS = (10, 37, 7, 12, 10, 10, 14, 10, 10)
+
+
 def _lines(found: Explanation) -> Iterator[str]:
     yield f"{found.name}: {found.kind}"
-    yield f"  because {found.reason}"
+    yield f"  {found.reason}"
     yield ""
-    yield f"  {'':<10}{'saved bytes per element':<26}{'derivative, rms error':<36}{'largest error':<22}"
-    yield f"  {'':<10}{'eager':<8}{'here':<18}{'eager':<12}{'here':<12}{'rounding':<12}{'eager':<12}{'here':<12}"
+    widths = iter(_WIDTHS)
+    yield _row((title, sum(itertools.islice(widths, columns))) for title, columns in _GROUPS)
+    yield _row(zip(_TITLES, _WIDTHS, strict=True))
     for dtype, (eager, here) in found.saved_bytes.items():
-        cells = f"{eager:<8.3g}{here:<18.3g}"
+        cells = [dtype, _kept(found, dtype), f"{eager:.3g}", f"{here:.3g}"]
         if (errors := found.accuracy.get(dtype)) is not None:
-            rms = (errors.eager_rms, errors.rms, errors.floor_rms, errors.eager_largest, errors.largest)
-            cells += "".join(f"{value:<12.1e}" for value in rms)
-        yield f"  {dtype:<10}{cells}".rstrip()
+            rms = errors.eager_rms, errors.rms, errors.floor_rms
+            cells += [f"{value:.1e}" if value else "0" for value in (*rms, errors.eager_largest, errors.largest)]
+        yield _row(zip(cells, _WIDTHS, strict=False))
+    if not found.saved_bytes:
+        yield "  PyTorch itself raises an error"
     yield ""
-    for saves in dict.fromkeys(found.saves.values()):
-        dtypes = [dtype for dtype, said in found.saves.items() if said == saves]
-        yield f"  {', '.join(dtypes)}: {saves}"
+    yield "  bytes: saved for backward between two layers that save nothing else"
+    if found.accuracy:
+        yield "  errors: for z ~ N(0, 1), against float64; rounding: of the exact derivative to the dtype"
+    for reason in dict.fromkeys(_reason(saves) for saves in found.saves.values()):
+        if reason and reason not in found.reason and found.reason not in reason:
+            dtypes = [dtype for dtype, saves in found.saves.items() if _reason(saves) == reason]
+            yield f"  {', '.join(dtypes)}: {reason}"
     if found.source:
         yield ""
         yield found.source.rstrip()
+
+
+def _row(cells: Iterable[tuple[str, int]]) -> str:
+    return "  " + "".join(f"{text:<{width}}" for text, width in cells).rstrip()
+
+
+def _kept(found: Explanation, dtype: str) -> str:
+    if found.kind == "fallback":
+        return "what PyTorch does"
+    return found.saves[dtype].partition(":")[0].removeprefix("saves ")
+
+
+def _reason(saves: str) -> str:
+    return saves.partition(": ")[2]

@@ -290,7 +290,11 @@ def _spread(truth: Tensor, mask: Tensor) -> None:
 
 def _choose(a: Tensor, b: Tensor, mask: Tensor, out: Tensor) -> None:
     bits, b_bits = _bits(out), _bits(b)
-    torch.bitwise_xor(_bits(a), b_bits, out=bits).bitwise_and_(mask).bitwise_xor_(b_bits)
+    if out.shape in (a.shape, b.shape):
+        torch.bitwise_xor(_bits(a), b_bits, out=bits).bitwise_and_(mask)
+    else:  # between numbers, or numbers of channels, which broadcast
+        torch.bitwise_and(mask, _bits(a) ^ b_bits, out=bits)
+    bits.bitwise_xor_(b_bits)
 
 
 def _choose_of_two(a: Tensor, b: Tensor, mask: Tensor, out: Tensor) -> None:

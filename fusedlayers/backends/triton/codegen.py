@@ -212,7 +212,7 @@ def source(activation: Activation, role: Role, *, given: str, dtype: torch.dtype
     else:
         inputs = ["dy", "z"]
         function = activation.gradients(needs)
-    name = f"{re.sub('[^A-Za-z0-9_]', '_', activation.name)}_{role}"
+    name = f"{re.sub('[^A-Za-z0-9_]', '_', activation.name).strip('_')}_{role}"
     return print_function(name, trace(function, [*inputs, *operands]), operands, as_tuple=role == "gradient")
 
 
@@ -244,14 +244,14 @@ def print_function(
         if uses[operation.name] == 1 and len(text) <= _INLINE and operation.name not in pointwise.outputs:
             inlined[operation.name] = text if _is_call(text) else f"({text})"
         else:
-            lines.append(f"    {operation.name} = {text}")
+            lines.append(f"    {operation.name} = {_without_parentheses(text)}")
     results = [
         _literal(output, inlined)
         if isinstance(output, str) and output not in operands
         else f"tl.full({blocks[0]}.shape, {_literal(output, inlined)}, tl.float32)"
         for output in pointwise.outputs
     ]
-    returned = f"({', '.join(results)},)" if as_tuple else results[0]
+    returned = f"({', '.join(results)},)" if as_tuple else _without_parentheses(results[0])
     return "\n".join([*lines, f"    return {returned}", ""])
 
 
@@ -267,6 +267,11 @@ def _loads(wanted: Mapping[str, bool], operands: Mapping[str, bool]) -> Iterator
         offset.append("channel" if by_channel else str(numbers.index(name)))
         mask = ", mask=channel < channels, other=0.0" if by_channel else ""
         yield f"{name} = tl.load(operand_ptr + {' + '.join(offset)}{mask})"
+
+
+def _without_parentheses(text: str) -> str:
+    """Without those that change nothing."""
+    return ast.unparse(ast.parse(text, mode="eval"))
 
 
 def _is_call(text: str) -> bool:
