@@ -263,6 +263,11 @@ def test_what_cannot_be_called_is_refused(nonsense: object) -> None:
         resolve(nonsense)
 
 
+def test_a_class_is_no_activation() -> None:
+    with pytest.raises(TypeError, match=r"an instance, PReLU\(...\), and not the class PReLU"):
+        resolve(nn.PReLU)
+
+
 # --- the branch bit ---------------------------------------------------------------------------------------------------
 
 

@@ -2,9 +2,12 @@
 
 import dataclasses
 import functools
+import re
 import types
-from collections import OrderedDict, deque
+from collections import ChainMap, OrderedDict, UserDict, deque
 from collections.abc import Callable
+from contextvars import ContextVar
+from decimal import Decimal
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -335,11 +338,11 @@ class Mode(Enum):
     OFF = 2
 
 
+MODE = Mode.ON
+
+
 def _mode(z: Tensor) -> Tensor:
     return z if MODE is Mode.ON else 2 * z
-
-
-MODE = Mode.ON
 
 
 @pytest.mark.parametrize(
@@ -368,6 +371,44 @@ def test_what_changes_outside_changes_the_key(
     assert capture(function).key != before
 
 
+@torch.no_grad()
+def _decorated() -> float:
+    return GLOBAL
+
+
+@functools.cache
+def _remembered() -> float:
+    return GLOBAL
+
+
+class Settings(UserDict[str, float]):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("function", "change"),
+    [
+        (lambda z: z * _decorated(), lambda: globals().update(GLOBAL=2.0)),
+        (lambda z: z * _remembered(), lambda: globals().update(GLOBAL=2.0)),
+        (functools.partial(lambda z, held: z * held["a"], held=UserDict(a=1.0)), None),
+        (functools.partial(lambda z, held: z * held["a"], held=Settings(a=1.0)), None),
+        (functools.partial(lambda z, held: z * held["a"], held=ChainMap({"a": 1.0})), None),
+    ],
+    ids=["decorated", "cached", "UserDict", "subclass of UserDict", "ChainMap"],
+)
+def test_what_a_package_passes_on_changes_the_key(
+    function: Function, change: Callable[[], None] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "GLOBAL", 1.0)  # and back again
+    before = capture(function)
+    assert before.refusal is None and capture(function).key == before.key
+    if change is not None:
+        change()
+    else:
+        function.keywords["held"]["a"] = 2.0  # type: ignore[attr-defined]
+    assert capture(function).key != before.key
+
+
 def test_a_method_that_is_replaced_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     before = capture(Swish(1.0)).key
     monkeypatch.setattr(Swish, "forward", lambda self, z: z)
@@ -383,6 +424,14 @@ def test_cycles_end() -> None:
 
     captured = capture(recursive)
     assert captured.key == capture(recursive).key and len(captured.tensors) == 1
+
+
+@pytest.mark.parametrize(
+    "value", [Decimal(2), MODE, torch.finfo(torch.float32), re.compile("a"), types.SimpleNamespace(a=2.0)], ids=str
+)
+def test_values_of_packages_are_read(value: Any) -> None:
+    function = functools.partial(lambda z, value: z, value=value)
+    assert capture(function).refusal is None and capture(function).key == capture(function).key
 
 
 def test_a_variable_that_is_not_set_yet_is_no_obstacle() -> None:
@@ -402,6 +451,16 @@ def test_a_variable_that_is_not_set_yet_is_no_obstacle() -> None:
 )
 def test_what_is_too_large_to_look_through_is_refused(value: Any, words: str) -> None:
     assert words in (capture(lambda z: z * value[0]).refusal or "")
+
+
+@pytest.mark.parametrize("kind", ["ContextVar", "mappingproxy", "list_iterator"])
+def test_what_may_change_out_of_sight_is_refused(kind: str) -> None:
+    held = {
+        "ContextVar": ContextVar("held", default=1.0), "mappingproxy": types.MappingProxyType({}),
+        "list_iterator": iter([1.0]),
+    }[kind]  # fmt: skip
+    refusal = capture(lambda z: z * held.get()).refusal
+    assert refusal == f"it reads a {kind}, which may change unseen; let it read a tensor or a number"
 
 
 def test_modules_with_hooks_are_refused_wherever_they_are() -> None:

@@ -410,6 +410,14 @@ def test_what_is_left_to_pytorch_is_pytorchs_and_says_why(name: str, records: Ca
         assert any(words in text for text in records())
 
 
+def test_what_fails_in_a_trace_is_said_once_and_by_this_library_alone(
+    records: Callable[[], list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    weight = torch.randn(5, 3)
+    assert "it cannot be traced: " in (_reason(lambda z: z @ weight) or "")
+    assert len(records()) == len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
+
+
 def _state(function: object) -> list[Any]:
     if not isinstance(function, nn.Module):
         return []

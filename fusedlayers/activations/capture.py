@@ -75,7 +75,10 @@ def must_be_called_because(module: nn.Module) -> str | None:
 
 
 _TENSORS = (Tensor, nn.Parameter)
-_VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range, slice)
+_VALUES = (
+    *(type(None), bool, int, float, complex, str, bytes, range, slice),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.finfo, torch.iinfo),
+)
 _CONTAINERS = (tuple, list, dict, set, frozenset, deque)
 #: A container with more is not looked through at every call; of a module with more parameters, a whole network say,
 #: what the code names counts.
@@ -157,6 +160,8 @@ class _Visitor:
             return None if _is_librarys(value) else self._namespace
         if _is_buffer(value):
             return self._buffer
+        if isinstance(value, functools._lru_cache_wrapper):
+            return self._cached
         return self._object
 
     def _tensor(self, tensor: Tensor) -> tuple[Hashable, Make]:
@@ -184,7 +189,8 @@ class _Visitor:
 
     def _function(self, function: types.FunctionType) -> tuple[Hashable, Make]:
         code = function.__code__
-        names = _names(code)
+        # Of a package's function what it closes over counts: of a decorator's the function that it decorates.
+        names = _names(code) if len(self._alive) == 1 or not _is_packaged(function) else frozenset()
         self.names |= names
         scope = function.__globals__
         cells = function.__closure__ or ()
@@ -283,6 +289,10 @@ class _Visitor:
             return _Same(array), lambda tensors: array
         return (type(array), view.format, view.shape, view.tobytes()), lambda tensors: copy.copy(array)
 
+    def _cached(self, function: Any) -> tuple[Hashable, Make]:
+        """Calls that are remembered: what they read now need not be what they read then, so that the object counts."""
+        return ("cached", _Same(function), self.visit(function.__wrapped__)[0]), lambda tensors: function
+
     def _namespace(self, space: Any) -> tuple[Hashable, Make]:
         """What the code names of a class or a Python module."""
         if isinstance(space, type):
@@ -292,13 +302,21 @@ class _Visitor:
         return (_Same(space), self._parts(found)[0]), lambda tensors: space
 
     def _object(self, value: Any) -> tuple[Hashable, Make]:
-        """What the code names of an instance."""
+        """What the code names of an instance; all that it has, if methods from a package may read it."""
         kind: Any = type(value)
         members = self._members(kind)
-        found = self._named(dict(_attributes(value)))
-        # What a class from a package holds may be out of sight.
-        is_all = len(_users_bases(kind)) == len(kind.__mro__) - 1  # all but object
-        identity = None if is_all else _Same(value)
+        found = dict(_attributes(value))
+        if len(_users_bases(kind)) == len(kind.__mro__) - 1:  # all but object
+            found, identity = self._named(found), None
+        else:
+            identity = _Same(value)
+            if not (found or callable(value) or _is_constant(value)):
+                self.refusal = f"it reads a {kind.__name__}, which may change unseen; let it read a tensor or a number"
+            if kind.__module__.partition(".")[0] == "torch":
+                found = {}
+            if len(found) > _LARGE:
+                self.refusal = f"it reads a {kind.__name__} of {len(found)} attributes; let it read a tensor"
+                found = {}
         if not found:
             return (kind, self._parts(members)[0], identity), lambda tensors: value
         key, make = self._parts(found)
@@ -392,13 +410,17 @@ def _names(code: types.CodeType) -> frozenset[str]:
 
 def _is_fixed(value: object) -> bool:
     """Whether a global or a member of a class is of the kind that programs define once."""
-    return isinstance(value, types.BuiltinFunctionType) or _is_librarys(value)
+    return isinstance(value, _BUILT_IN) or _is_librarys(value)
+
+
+_BUILT_IN = (types.BuiltinFunctionType, types.MemberDescriptorType, types.GetSetDescriptorType)
 
 
 def _is_librarys(value: Any) -> bool:
-    """Whether it is a function, class or module of torch, of Python, or of another installed package."""
+    """Whether it is a function, class or module of torch, of Python, or of another installed package, and only that: a
+    function that closes over others may be a user's function that has been decorated."""
     if isinstance(value, types.FunctionType):
-        return value.__code__.co_filename.startswith((*_LIBRARIES, "<frozen "))
+        return value.__closure__ is None and _is_packaged(value)
     if isinstance(value, type):
         value = sys.modules.get(value.__module__)
     if not isinstance(value, types.ModuleType):
@@ -407,9 +429,23 @@ def _is_librarys(value: Any) -> bool:
     return value.__name__ in sys.builtin_module_names if file is None else file.startswith(_LIBRARIES)
 
 
+def _is_packaged(function: types.FunctionType) -> bool:
+    return function.__code__.co_filename.startswith((*_LIBRARIES, "<frozen "))
+
+
 _LIBRARIES = tuple(
     os.path.dirname(file) + os.sep for file in (os.__file__, os.path.dirname(torch.__file__), os.path.dirname(__file__))
 )
+
+
+def _is_constant(value: object) -> bool:
+    """Whether an object that shows no attributes is a value, as decimals and dates are, and not a place for one."""
+    if type(value).__hash__ in (None, object.__hash__):
+        return False
+    try:
+        return bool(copy.copy(value) == value)
+    except TypeError:
+        return False
 
 
 def _is_buffer(value: object) -> bool:

@@ -388,7 +388,7 @@ def resolve(activation: object, function: str = "resolve") -> Activation:
 
     Raises:
         ValueError: an unknown name; the message lists the known ones.
-        TypeError: something that cannot be called.
+        TypeError: something that cannot be called, or a module's class.
     """
     if isinstance(activation, str):
         found = _default.get(activation)
@@ -401,6 +401,9 @@ def resolve(activation: object, function: str = "resolve") -> Activation:
         return activation
     if isinstance(activation, nn.Module):
         return _resolve_module(activation)
+    if isinstance(activation, type) and issubclass(activation, nn.Module):
+        name = activation.__name__
+        raise TypeError(f"{function}: activation must be an instance, {name}(...), and not the class {name}")
     if not callable(activation):
         raise TypeError(
             f"{function}: activation must be a name, a module, a function or None, "

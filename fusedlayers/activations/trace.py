@@ -10,6 +10,7 @@ operation that is to blame.
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -97,6 +98,8 @@ _one_at_a_time = threading.Lock()
 def _aten_graph(
     function: Callable[..., Any], examples: Sequence[Tensor], decompositions: Mapping[Any, Any] | None
 ) -> GraphModule:
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # prints the traceback of what is caught here
+    log.addFilter(_is_not_ours)
     try:
         return make_fx(
             torch.func.functionalize(lambda *tensors: function(*tensors), remove="mutations_and_views"),
@@ -105,6 +108,13 @@ def _aten_graph(
         )(*examples)
     except Exception as error:  # whatever the function does that a trace cannot follow
         raise NotPointwise(_why_untraceable(error)) from error
+    finally:
+        log.removeFilter(_is_not_ours)
+
+
+def _is_not_ours(record: logging.LogRecord) -> bool:
+    """Whether another thread says it: one at a time traces here."""
+    return record.thread != threading.get_ident()
 
 
 #: Operations that take from a tensor its shape at most, and how to read off what they fill another with.
