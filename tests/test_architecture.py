@@ -17,6 +17,7 @@ PACKAGE = ROOT / "fusedlayers"
 LAYERS = [
     ["clean", "broadcast"],
     ["activations.branch", "activations.capture", "activations.polynomial"],
+    ["activations.kinks"],
     ["activations.shape"],
     ["activations.segments"],
     ["activations.inverse"],

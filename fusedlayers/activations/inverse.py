@@ -28,9 +28,10 @@ from torch import Tensor
 
 from ..clean import in_clean_state
 from . import branch
+from .kinks import NeedsInput
 from .polynomial import MAXIMUM_DEGREE, PRECISIONS, Piece, Precision, interpolate
 from .segments import TINY, Flat, Segments, fit_segments, to_float32
-from .shape import Fold, NeedsInput, Shape, look, sweep
+from .shape import Fold, Shape, look, sweep
 
 __all__ = [
     "PRECISIONS",

@@ -24,8 +24,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from .kinks import NeedsInput
 from .polynomial import Piece, Precision, powers_of
-from .shape import NeedsInput, Shape, Stretch
+from .shape import Shape, Stretch
 
 #: Segments of a derivative, all branches together. A device evaluates every one of them for every number.
 MAXIMUM_SEGMENTS = 10

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -21,21 +20,14 @@ import torch
 from torch import Tensor
 
 from .branch import Ambiguous
-
-Function = Callable[[Tensor], Tensor]
+from .kinks import Function, Kink, NeedsInput, find_corners, find_kinks, rounded, value_and_slope
 
 #: Slopes below this part of the steepest are taken for 0 where their sign is asked, and far out.
 NOISE = 1e-12
-#: More kinks than this are a staircase.
-MAXIMUM_KINKS = 16
-#: Where a function has to be finite; further out PyTorch's own derivative may overflow.
 #: Samples lie close around 0. A fit of a function that is stretched far beyond would be measured at too few of them.
 FARTHEST_TURN = 8.0
+#: Where a function has to be finite; further out PyTorch's own derivative may overflow.
 FINITE_WITHIN = 30.0
-
-
-class NeedsInput(ValueError):
-    """Why a function's output does not tell its derivative: one sentence without subject ("jumps at z = 0")."""
 
 
 @dataclass(frozen=True)
@@ -92,17 +84,6 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Kink:
-    """A jump of the derivative; ``slope`` is what autograd returns on the spot. ``output`` is true, not canonical."""
-
-    position: float
-    output: float
-    before: float
-    after: float
-    slope: float
-
-
-@dataclass(frozen=True)
 class Shape:
     """A function that is monotone or turns once.
 
@@ -118,21 +99,6 @@ class Shape:
     reach: tuple[float, float]
 
 
-def value_and_slope(function: Function, z: Tensor) -> tuple[Tensor, Tensor]:
-    """What the function and autograd return; a function that autograd cannot see through has slope 0."""
-    with torch.enable_grad():
-        z = z.detach().requires_grad_()
-        y = function(z)
-        if not isinstance(y, Tensor) or y.shape != z.shape:
-            raise NeedsInput("does not map each element by itself")
-        if y.dtype is not z.dtype:
-            raise NeedsInput(f"computes in {y.dtype}, whatever it is given")
-        slope = None
-        if y.requires_grad:
-            (slope,) = torch.autograd.grad(y, z, torch.ones_like(y), allow_unused=True)
-        return y.detach(), torch.zeros_like(z) if slope is None else slope.detach()
-
-
 def look(function: Function) -> Shape:
     """The shape of ``function``.
 
@@ -146,11 +112,9 @@ def look(function: Function) -> Shape:
         raise NeedsInput("has the derivative 0 everywhere")
     _refuse_what_does_not_settle(z, slope, float(slope[inner].abs().max()))
     turn = _the_turn(function, z, slope, steepest)
-    kinks = _find_kinks(function, z, y, slope, steepest)
-    corners = _find_corners(function, z, slope, steepest)
-    if (
-        astray is not None
-    ):  # it may have broken down there, or jump: it cannot be told, and what it says is what it does
+    kinks = find_kinks(function, z, y, slope, steepest)
+    corners = find_corners(function, z, slope, steepest)
+    if astray is not None:  # it may have broken down there, or jump: which of them cannot be told
         raise NeedsInput(f"does not follow its derivative beyond z = {astray:.3g}")
     if turn is not None and abs(turn[0]) > FARTHEST_TURN:
         raise NeedsInput(f"turns at z = {turn[0]:.4g}, too far from 0 to be followed closely")
@@ -223,7 +187,7 @@ def _the_turn(function: Function, z: Tensor, slope: Tensor, steepest: float) -> 
     before, after = z[moving[at]], z[moving[at + 1]]
     falls_first = not bool(sign[at])
 
-    def edge(stays: Callable[[Tensor], Tensor]) -> float:
+    def edge(stays: Function) -> float:
         low, high = before.clone(), after.clone()
         for _ in range(80):
             middle = (low + high) / 2
@@ -234,119 +198,6 @@ def _the_turn(function: Function, z: Tensor, slope: Tensor, steepest: float) -> 
     start = edge(lambda s: s < 0 if falls_first else s > 0)
     stop = edge(lambda s: s <= 0 if falls_first else s >= 0)
     return start, max(start, stop)
-
-
-def _find_kinks(function: Function, z: Tensor, y: Tensor, slope: Tensor, steepest: float) -> list[Kink]:
-    """Every kink; refuses jumps, vertical tangents, and derivatives that are not those of the function."""
-    width = z.diff()
-    off = (y.diff() - width * (slope[1:] + slope[:-1]) / 2).abs()
-    known = steepest * width + 1e-13 * torch.maximum(y[1:].abs(), y[:-1].abs())
-    near = (z[1:].abs() < 32) & (width > 1e-4)
-    if float((off > 1e-2 * known)[near].double().mean()) > 0.05:
-        worst = int(torch.where(near, off / known, 0.0).argmax())
-        _refuse_a_jump(function, z[worst], z[worst + 1])
-        raise NeedsInput("has a backward pass that does not return its derivative")
-
-    # A kink shows as a leap of the slope between two samples, a jump or a vertical tangent in that the slopes at both
-    # ends do not explain the difference of the values.
-    bend = torch.nn.functional.pad(slope.diff().abs(), (1, 1))
-    inner, neighbours = bend[1:-1], torch.maximum(bend[2:], bend[:-2])
-    excess = torch.where((inner > 1e-7 * steepest) & (inner > neighbours), inner - neighbours, 0.0)
-    slipped = torch.where((off > 1e-6 * steepest * width.clamp_max(1.0)) & (z[1:].abs() < 1e4), off, 0.0)
-    bent, torn = (weight.topk(64).indices for weight in (excess, slipped))
-    bent, torn = bent[excess[bent] > 0], torn[slipped[torn] > 0]
-    by_value = torch.arange(len(bent) + len(torn)) >= len(bent)
-    a, b = z[torch.cat([bent, torn])], z[torch.cat([bent, torn]) + 1]
-
-    # The smaller slope, because next to a vertical tangent the other one explains too much.
-    def unexplained(dy: Tensor, dz: Tensor, one: Tensor, other: Tensor) -> Tensor:
-        return (dy.abs() - dz * torch.minimum(one.abs(), other.abs())).abs()
-
-    (ya, sa), (yb, sb) = value_and_slope(function, a), value_and_slope(function, b)
-    steep = torch.maximum(sa.abs(), sb.abs())
-    for _ in range(60):
-        middle = (a + b) / 2
-        ym, sm = value_and_slope(function, middle)
-        steep = torch.maximum(steep, sm.abs())
-        first = torch.where(by_value, unexplained(ym - ya, middle - a, sa, sm), (sm - sa).abs())
-        second = torch.where(by_value, unexplained(yb - ym, b - middle, sm, sb), (sb - sm).abs())
-        in_first = ~(first < second)  # also where it is not finite
-        a, ya, sa = (torch.where(in_first, old, new) for old, new in ((a, middle), (ya, ym), (sa, sm)))
-        b, yb, sb = (torch.where(in_first, new, old) for old, new in ((b, middle), (yb, ym), (sb, sm)))
-    for place, most, va, vb, w in zip(b, steep, ya, yb, b - a, strict=True):
-        if not bool(torch.isfinite(torch.stack([va, vb])).all()):
-            raise NeedsInput(f"is not finite at z = {float(place):.3g}")
-        if float((vb - va).abs()) > 1e-8 * (1 + float(va.abs())) + 4 * float(w) * steepest:
-            raise NeedsInput(f"jumps at z = {_nice(float(place)):.3g}, from {float(va):.3g} to {float(vb):.3g}")
-        if not float(most) <= 100 * steepest:
-            raise NeedsInput(f"has a vertical tangent at z = {_nice(float(place)):.3g}")
-    real = (sa - sb).abs() > 1e-7 * steepest
-    kinks: list[Kink] = []
-    for i in real.nonzero().view(-1):
-        position = _nice(float(b[i]))
-        if any(kink.position == position for kink in kinks):
-            continue
-        step = 1e-9 * max(1.0, abs(position))
-        around = torch.tensor([position - step, position, position + step], dtype=torch.float64)
-        values, slopes = (t.tolist() for t in value_and_slope(function, around))
-        kinks.append(Kink(position, values[1], slopes[0], slopes[2], slopes[1]))
-    if all(kink.position != 0 for kink in kinks):
-        # sign(z) g(|z|) has the slope 0 at 0 for autograd, whatever it has next to it.
-        around = torch.tensor([-1e-9, 0.0, 1e-9], dtype=torch.float64)
-        values, slopes = (t.tolist() for t in value_and_slope(function, around))
-        if not max(abs(slopes[1] - slopes[0]), abs(slopes[1] - slopes[2])) <= 1e-6 * steepest:
-            kinks.append(Kink(0.0, values[1], slopes[0], slopes[2], slopes[1]))
-    if len(kinks) > MAXIMUM_KINKS:
-        raise NeedsInput(f"has at least {len(kinks)} kinks")
-    if any(not math.isfinite(kink.slope) or not math.isfinite(kink.output) for kink in kinks):
-        raise NeedsInput("is not finite at a kink")
-    return kinks
-
-
-def _find_corners(function: Function, z: Tensor, slope: Tensor, steepest: float) -> list[float]:
-    """Where the second derivative jumps, as ELU's does: polynomials have to end there."""
-    inner = (z.abs() < 32) & (z.abs() > 5e-4)
-    z, slope = z[inner], slope[inner]
-    curvature = slope.diff() / z.diff()
-    leap = torch.nn.functional.pad(curvature.diff().abs(), (1, 1))
-    excess = torch.where(leap[1:-1] >= torch.maximum(leap[2:], leap[:-2]), leap[1:-1], 0.0)
-    found = excess.topk(16).indices
-    found = found[excess[found] > 1e-3 * steepest]
-    if len(found) == 0:
-        return []
-    a, b = z[found], z[found + 2]
-    across = torch.linspace(0, 1, 17, dtype=torch.float64)
-    for _ in range(7):
-        at = a[:, None] + (b - a)[:, None] * across
-        _, s = value_and_slope(function, at)
-        leap = s.diff(n=2, dim=1).abs()
-        step = (b - a) / 16
-        best = leap.argmax(1)
-        size = leap.gather(1, best[:, None])[:, 0] / step
-        a = at.gather(1, best[:, None])[:, 0]
-        b = at.gather(1, best[:, None] + 2)[:, 0]
-    return sorted(
-        {_nice(p, 1e-7) for p, j in zip(((a + b) / 2).tolist(), size.tolist(), strict=True) if j > 1e-3 * steepest}
-    )
-
-
-def _refuse_a_jump(function: Function, low: Tensor, high: Tensor) -> None:
-    for _ in range(60):
-        middle = (low + high) / 2
-        (ya, _), (ym, _), (yb, _) = (value_and_slope(function, x.view(1)) for x in (low, middle, high))
-        low, high = (low, middle) if float((ym - ya).abs()) > float((yb - ym).abs()) else (middle, high)
-    (ya, _), (yb, _) = value_and_slope(function, low.view(1)), value_and_slope(function, high.view(1))
-    if float((yb - ya).abs()) > 1e-8:
-        raise NeedsInput(f"jumps at z = {_nice(float(high)):.3g}, from {float(ya):.3g} to {float(yb):.3g}")
-
-
-def _nice(value: float, tolerance: float = 1e-11) -> float:
-    """The round number that bisection has come close to, if there is one: a kink is where the formula says."""
-    for digits in (0, 1, 2, 3, 4):
-        near = round(value, digits)
-        if abs(value - near) <= tolerance * max(1.0, abs(value)):
-            return near + 0.0
-    return value
 
 
 class Looked(NamedTuple):
@@ -489,7 +340,7 @@ def _edges_of_flats(function: Function, z: Tensor, slope: Tensor) -> set[float]:
             middle = (a + b) / 2
             _, s = value_and_slope(function, middle.view(1))
             a, b = (middle, b) if bool(s == 0) == bool(flat[i]) else (a, middle)
-        edges.add(_nice(float(b)))
+        edges.add(rounded(float(b)))
     return edges
 
 

@@ -1,0 +1,192 @@
+"""Where a function's derivative jumps, or that of its derivative, found by bisection.
+
+What is none of these is refused here: a function that jumps itself, has a vertical tangent, or a backward pass that
+returns something else than its derivative.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Function = Callable[[Tensor], Tensor]
+
+#: More kinks than this are a staircase.
+MAXIMUM_KINKS = 16
+
+
+class NeedsInput(ValueError):
+    """Why a function's output does not tell its derivative: one sentence without subject ("jumps at z = 0")."""
+
+
+@dataclass(frozen=True)
+class Kink:
+    """A jump of the derivative; ``slope`` is what autograd returns on the spot. ``output`` is true, not canonical."""
+
+    position: float
+    output: float
+    before: float
+    after: float
+    slope: float
+
+
+def value_and_slope(function: Function, z: Tensor) -> tuple[Tensor, Tensor]:
+    """What the function and autograd return; a function that autograd cannot see through has slope 0."""
+    with torch.enable_grad():
+        z = z.detach().requires_grad_()
+        y = function(z)
+        if not isinstance(y, Tensor) or y.shape != z.shape:
+            raise NeedsInput("does not map each element by itself")
+        if y.dtype is not z.dtype:
+            raise NeedsInput(f"computes in {y.dtype}, whatever it is given")
+        slope = None
+        if y.requires_grad:
+            (slope,) = torch.autograd.grad(y, z, torch.ones_like(y), allow_unused=True)
+        return y.detach(), torch.zeros_like(z) if slope is None else slope.detach()
+
+
+class _Brackets(NamedTuple):
+    """Intervals around places where something happens: values and slopes at both ends, and the steepest slope met."""
+
+    a: Tensor
+    b: Tensor
+    ya: Tensor
+    yb: Tensor
+    sa: Tensor
+    sb: Tensor
+    steep: Tensor
+
+
+def find_kinks(function: Function, z: Tensor, y: Tensor, slope: Tensor, steepest: float) -> list[Kink]:
+    """Every kink; refuses jumps, vertical tangents, and derivatives that are not those of the function."""
+    # What the slopes at both ends of an interval do not explain of the difference of the values.
+    width = z.diff()
+    off = (y.diff() - width * (slope[1:] + slope[:-1]) / 2).abs()
+    _refuse_a_wrong_backward(function, z, y, off, steepest)
+    found = _bisected(function, z, *_suspicious(z, slope, off, steepest))
+    _refuse_jumps(found, steepest)
+    kinks: dict[float, Kink] = {}
+    for i in ((found.sa - found.sb).abs() > 1e-7 * steepest).nonzero().view(-1):
+        position = rounded(float(found.b[i]))
+        kinks[position] = _kink(function, position, 1e-9 * max(1.0, abs(position)))
+    if 0.0 not in kinks:
+        # sign(z) g(|z|) has the slope 0 at 0 for autograd, whatever it has next to it.
+        kink = _kink(function, 0.0, 1e-9)
+        if not max(abs(kink.slope - kink.before), abs(kink.slope - kink.after)) <= 1e-6 * steepest:
+            kinks[0.0] = kink
+    if len(kinks) > MAXIMUM_KINKS:
+        raise NeedsInput(f"has at least {len(kinks)} kinks")
+    if any(not math.isfinite(kink.slope) or not math.isfinite(kink.output) for kink in kinks.values()):
+        raise NeedsInput("is not finite at a kink")
+    return list(kinks.values())
+
+
+def _kink(function: Function, position: float, step: float) -> Kink:
+    around = torch.tensor([position - step, position, position + step], dtype=torch.float64)
+    (_, output, _), (before, slope, after) = (t.tolist() for t in value_and_slope(function, around))
+    return Kink(position, output, before, after, slope)
+
+
+def _refuse_a_wrong_backward(function: Function, z: Tensor, y: Tensor, off: Tensor, steepest: float) -> None:
+    width = z.diff()
+    known = steepest * width + 1e-13 * torch.maximum(y[1:].abs(), y[:-1].abs())
+    near = (z[1:].abs() < 32) & (width > 1e-4)
+    if float((off > 1e-2 * known)[near].double().mean()) > 0.05:
+        worst = int(torch.where(near, off / known, 0.0).argmax())
+        _refuse_a_jump(function, z[worst], z[worst + 1])
+        raise NeedsInput("has a backward pass that does not return its derivative")
+
+
+def _suspicious(z: Tensor, slope: Tensor, off: Tensor, steepest: float) -> tuple[Tensor, Tensor]:
+    """Intervals in which the slope leaps, as at a kink, and such in which the value does, as at a jump or a vertical
+    tangent; and of which of the two sorts each is."""
+    bend = torch.nn.functional.pad(slope.diff().abs(), (1, 1))
+    inner, neighbours = bend[1:-1], torch.maximum(bend[2:], bend[:-2])
+    excess = torch.where((inner > 1e-7 * steepest) & (inner > neighbours), inner - neighbours, 0.0)
+    slipped = torch.where((off > 1e-6 * steepest * z.diff().clamp_max(1.0)) & (z[1:].abs() < 1e4), off, 0.0)
+    bent, torn = (weight.topk(64).indices for weight in (excess, slipped))
+    bent, torn = bent[excess[bent] > 0], torn[slipped[torn] > 0]
+    return torch.cat([bent, torn]), torch.arange(len(bent) + len(torn)) >= len(bent)
+
+
+def _bisected(function: Function, z: Tensor, at: Tensor, by_value: Tensor) -> _Brackets:
+    """The intervals that begin ``at`` these samples, narrowed to where it happens."""
+
+    # The smaller slope, because next to a vertical tangent the other one explains too much.
+    def unexplained(dy: Tensor, dz: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        return (dy.abs() - dz * torch.minimum(one.abs(), other.abs())).abs()
+
+    a, b = z[at], z[at + 1]
+    (ya, sa), (yb, sb) = value_and_slope(function, a), value_and_slope(function, b)
+    steep = torch.maximum(sa.abs(), sb.abs())
+    for _ in range(60):
+        middle = (a + b) / 2
+        ym, sm = value_and_slope(function, middle)
+        steep = torch.maximum(steep, sm.abs())
+        first = torch.where(by_value, unexplained(ym - ya, middle - a, sa, sm), (sm - sa).abs())
+        second = torch.where(by_value, unexplained(yb - ym, b - middle, sm, sb), (sb - sm).abs())
+        in_first = ~(first < second)  # also where it is not finite
+        a, ya, sa = (torch.where(in_first, old, new) for old, new in ((a, middle), (ya, ym), (sa, sm)))
+        b, yb, sb = (torch.where(in_first, new, old) for old, new in ((b, middle), (yb, ym), (sb, sm)))
+    return _Brackets(a, b, ya, yb, sa, sb, steep)
+
+
+def _refuse_jumps(found: _Brackets, steepest: float) -> None:
+    for a, b, ya, yb, _, _, steep in zip(*(t.tolist() for t in found), strict=True):
+        if not (math.isfinite(ya) and math.isfinite(yb)):
+            raise NeedsInput(f"is not finite at z = {b:.3g}")
+        if abs(yb - ya) > 1e-8 * (1 + abs(ya)) + 4 * (b - a) * steepest:
+            raise NeedsInput(f"jumps at z = {rounded(b):.3g}, from {ya:.3g} to {yb:.3g}")
+        if not steep <= 100 * steepest:
+            raise NeedsInput(f"has a vertical tangent at z = {rounded(b):.3g}")
+
+
+def find_corners(function: Function, z: Tensor, slope: Tensor, steepest: float) -> list[float]:
+    """Where the second derivative jumps, as ELU's does: polynomials have to end there."""
+    inner = (z.abs() < 32) & (z.abs() > 5e-4)
+    z, slope = z[inner], slope[inner]
+    curvature = slope.diff() / z.diff()
+    leap = torch.nn.functional.pad(curvature.diff().abs(), (1, 1))
+    excess = torch.where(leap[1:-1] >= torch.maximum(leap[2:], leap[:-2]), leap[1:-1], 0.0)
+    found = excess.topk(16).indices
+    found = found[excess[found] > 1e-3 * steepest]
+    if len(found) == 0:
+        return []
+    a, b = z[found], z[found + 2]
+    across = torch.linspace(0, 1, 17, dtype=torch.float64)
+    for _ in range(7):
+        at = a[:, None] + (b - a)[:, None] * across
+        _, s = value_and_slope(function, at)
+        leap = s.diff(n=2, dim=1).abs()
+        step = (b - a) / 16
+        best = leap.argmax(1)
+        size = leap.gather(1, best[:, None])[:, 0] / step
+        a = at.gather(1, best[:, None])[:, 0]
+        b = at.gather(1, best[:, None] + 2)[:, 0]
+    return sorted(
+        {rounded(p, 1e-7) for p, j in zip(((a + b) / 2).tolist(), size.tolist(), strict=True) if j > 1e-3 * steepest}
+    )
+
+
+def _refuse_a_jump(function: Function, low: Tensor, high: Tensor) -> None:
+    for _ in range(60):
+        middle = (low + high) / 2
+        (ya, _), (ym, _), (yb, _) = (value_and_slope(function, x.view(1)) for x in (low, middle, high))
+        low, high = (low, middle) if float((ym - ya).abs()) > float((yb - ym).abs()) else (middle, high)
+    (ya, _), (yb, _) = value_and_slope(function, low.view(1)), value_and_slope(function, high.view(1))
+    if float((yb - ya).abs()) > 1e-8:
+        raise NeedsInput(f"jumps at z = {rounded(float(high)):.3g}, from {float(ya):.3g} to {float(yb):.3g}")
+
+
+def rounded(value: float, tolerance: float = 1e-11) -> float:
+    """The round number that bisection has come close to, if there is one: a kink is where the formula says."""
+    for digits in (0, 1, 2, 3, 4):
+        near = round(value, digits)
+        if abs(value - near) <= tolerance * max(1.0, abs(value)):
+            return near + 0.0
+    return value
