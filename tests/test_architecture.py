@@ -16,7 +16,7 @@ PACKAGE = ROOT / "fusedlayers"
 #: may import one another.
 LAYERS = [
     ["clean", "broadcast"],
-    ["activations.branch", "activations.capture", "activations.polynomial"],
+    ["activations.branch", "activations.capture", "activations.polynomial", "activations.recent"],
     ["activations.kinks"],
     ["activations.shape"],
     ["activations.segments"],

@@ -26,6 +26,7 @@ from bench.resnet import resnet18
 from examples.custom_activation import ACTIVATIONS
 from fusedlayers import functional
 from fusedlayers.activations import custom, resolve, splitting
+from fusedlayers.activations.recent import LIMIT, Recent
 from fusedlayers.backends.eager import chunks
 from fusedlayers.memory import saved_bytes
 
@@ -54,16 +55,16 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return original(*arguments)
 
     monkeypatch.setattr(splitting, "aten_graph", counting)
-    monkeypatch.setattr(custom, "_entries", type(custom._entries)())
-    monkeypatch.setattr(custom, "_variants", type(custom._variants)())
+    monkeypatch.setattr(custom, "_entries", Recent())
+    monkeypatch.setattr(custom, "_variants", Recent())
     return made
 
 
 @pytest.fixture
 def records(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """What has been logged; nothing has been said before."""
-    monkeypatch.setattr(custom, "_said", set())
-    monkeypatch.setattr(custom, "_entries", type(custom._entries)())
+    monkeypatch.setattr(custom, "_said", Recent())
+    monkeypatch.setattr(custom, "_entries", Recent())
     caplog.set_level(logging.WARNING, "fusedlayers")
     return lambda: [record.getMessage() for record in caplog.records if record.name == "fusedlayers"]
 
@@ -351,7 +352,7 @@ FALLBACKS: dict[str, tuple[Callable[[], Any], str]] = {
     "one of each": (lambda: lambda z: z * Q["rows"] + Q["channels"], "its tensors run along several dimensions"),
     "whole number": (lambda: lambda z: z * Q["whole"], "a tensor that is not floating"),
     "nothing of z": (lambda: lambda z: torch.zeros_like(z) + Q["number"], "its result does not depend on its argument"),
-    "of its shape": (lambda: lambda z: Q["channels"].expand_as(z), "it does not return one tensor"),
+    "of its shape": (lambda: lambda z: Q["channels"].expand_as(z), "its result does not depend on its argument"),
     "mask": (lambda: _masked, "is not pointwise"),
     "sorted": (lambda: lambda z: torch.sort(z).values, "sort is not pointwise"),
     "largest": (lambda: lambda z: z - z.max(1, keepdim=True).values, "max is not pointwise"),

@@ -294,6 +294,13 @@ def test_prelu_inside_of_a_function(channels: int, on_triton: Switch) -> None:
     check_given_input(on_triton, lambda z, slope: 1.5 * F.prelu(z, slope), normal(37, 53), slopes, dim=1)
 
 
+def test_what_is_made_of_an_expanded_number_is_one_number(on_triton: Switch) -> None:
+    def function(z: Tensor, number: Tensor, channels: Tensor) -> Tensor:
+        return torch.tanh(z * (number.expand(53) * 2)) * channels
+
+    check_given_input(on_triton, function, normal(37, 53), torch.tensor(0.7, device=DEVICE), normal(53))
+
+
 def test_a_mask_that_is_filled_with_a_parameter(on_triton: Switch) -> None:
     level = torch.tensor(0.3, device=DEVICE)
     check_given_input(on_triton, lambda z, level: torch.tanh(z).masked_fill(z < 0, level), normal(37, 53), level)

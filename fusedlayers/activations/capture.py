@@ -31,10 +31,12 @@ Make = Callable[[Sequence[Tensor]], Any]
 class Captured(NamedTuple):
     """A function, taken apart.
 
-    ``key`` is equal for functions that compute the same from equally shaped tensors. ``on(tensors)`` is the function
-    with its ``tensors`` replaced by others. ``refusal`` is why that cannot be said of it, or None.
+    ``key`` is equal for functions that compute the same from equally shaped tensors; ``root``, the code that is called
+    or its class, is also equal for those that read other numbers. ``on(tensors)`` is the function with its ``tensors``
+    replaced by others. ``refusal`` is why that cannot be said of it, or None.
     """
 
+    root: Hashable
     key: Hashable
     tensors: tuple[Tensor, ...]
     on: Callable[[Sequence[Tensor]], Callable[..., Any]]
@@ -51,7 +53,7 @@ def capture(function: Callable[..., Any]) -> Captured:
         if len(_known_names) >= _ROOTS:
             _known_names.clear()
         _known_names[root] = frozenset(visitor.names)
-    return Captured(key, tuple(visitor.tensors), make, visitor.refusal)
+    return Captured(root, key, tuple(visitor.tensors), make, visitor.refusal)
 
 
 def _root(function: Any) -> Hashable:

@@ -26,9 +26,13 @@ _UNITS = 64
 
 
 @in_clean_state
-def try_call(captured: Captured, example: tuple[int, ...], dtype: torch.dtype, autocast: bool) -> bool:
-    """Refuse what has a memory, or returns another dtype than its argument's, which the layers return. (Under autocast
-    any may.) Whether it asks for sizes, of other tensors than its own."""
+def asks_for_sizes(captured: Captured, example: tuple[int, ...], dtype: torch.dtype, autocast: bool) -> bool:
+    """Call it: whether it asks for sizes, of other tensors than its own.
+
+    Raises:
+        NotPointwise: it has a memory, depends on chance, or returns another dtype than its argument's, which the layers
+            return. (Under autocast any may.)
+    """
     tensors = [torch.zeros_like(tensor, device="cpu") for tensor in captured.tensors]
     function = captured.on(tensors)
     before = capture(function).key
@@ -49,7 +53,7 @@ def try_call(captured: Captured, example: tuple[int, ...], dtype: torch.dtype, a
         raise NotPointwise("what it computes depends on whether gradients are wanted, or on chance")
     if result.dtype is not dtype and not autocast:
         raise NotPointwise(f"it returns {result.dtype} for {dtype}; its tensors may have another dtype than the layer")
-    return sizes.any
+    return sizes.are_read
 
 
 class _SizesRead(TorchFunctionMode):
@@ -57,14 +61,14 @@ class _SizesRead(TorchFunctionMode):
 
     def __init__(self, known: Sequence[Tensor]) -> None:
         super().__init__()
-        self.known, self.any = known, False
+        self.known, self.are_read = known, False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.__self__.__name__ if function.__name__ == "__get__" else function.__name__
         if name == "is_contiguous" and not any(args[0] is tensor for tensor in self.known):
             raise NotPointwise("it asks how its argument lies in memory")
         if name in ("shape", "size", "numel", "nelement", "__len__", "stride", "nbytes"):
-            self.any |= not any(args[0] is tensor for tensor in self.known)
+            self.are_read |= not any(args[0] is tensor for tensor in self.known)
         return function(*args, **kwargs or {})
 
 
@@ -78,9 +82,11 @@ def compare(captured: Captured, split: Split, example: tuple[int, ...], dtype: t
     steps = torch.linspace(-8, 8, max(1, count), dtype=wide)
     moderate = steps.reshape(shape)
     extreme = torch.tensor(_EDGES, dtype=wide).repeat(count // len(_EDGES) + 1)[:count].reshape(shape)
-    for z, with_tensors in ((moderate, True), (extreme, False)):
-        theirs = _values_and_gradients(lambda z, *t: captured.on(t)(z), z, tensors, with_tensors)
-        ours = _values_and_gradients(lambda z, *t: split.body(z, *split.prologue(*t)), z, tensors, with_tensors)
+    trained = [t.clone().requires_grad_() if t.is_floating_point() else t for t in tensors]
+    # A sum over extreme values tells nothing.
+    for leaves in ([moderate.requires_grad_(), *trained], [extreme.requires_grad_(), *tensors]):
+        theirs = _values_and_gradients(lambda z, *t: captured.on(t)(z), leaves)
+        ours = _values_and_gradients(lambda z, *t: split.body(z, *split.prologue(*t)), leaves)
         for what, a, b in zip(("value", *(len(theirs) - 1) * ("gradient",)), theirs, ours, strict=True):
             scale = a[a.isfinite()].abs().max() if bool(a.isfinite().any()) else torch.zeros(())
             tolerance = _UNITS * torch.finfo(wide).eps
@@ -112,12 +118,8 @@ def _sweep_shape(example: tuple[int, ...], tensors: Sequence[Tensor]) -> tuple[i
     return tuple(shape)
 
 
-def _values_and_gradients(
-    function: Callable[..., Tensor], z: Tensor, tensors: Sequence[Tensor], with_tensors: bool
-) -> list[Tensor]:
-    leaves = [z.clone(), *(t.clone() for t in tensors)]
-    wanted = [t.requires_grad_() for t in leaves if t.is_floating_point()]
-    wanted = wanted if with_tensors else wanted[:1]
+def _values_and_gradients(function: Callable[..., Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
     try:
         y = function(leaves[0] * 1, *leaves[1:])  # an operation before it, so that it may work in place
         weight = torch.linspace(0.5, 1.5, max(1, y.numel()), dtype=y.dtype).reshape(y.shape)

@@ -8,18 +8,17 @@ What does not pass stays with plain PyTorch, with a reason that people can read.
 from __future__ import annotations
 
 import logging
-import threading
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .capture import Captured, capture
-from .comparing import compare, try_call
+from .comparing import asks_for_sizes, compare
 from .inverse import Analysis, analyse
+from .recent import Recent
 from .register import mistake
 from .spec import Activation, Row, Specialised
 from .splitting import Split, example_shape
@@ -29,27 +28,34 @@ from .trace import NotPointwise, aten_graph, simplified
 _log = logging.getLogger("fusedlayers")
 
 
+class _Question(NamedTuple):
+    """What a function is traced for. ``is_exact``: the example has the very shape, and does not stand for others."""
+
+    example: tuple[int, ...]
+    is_exact: bool
+    dtype: torch.dtype
+    autocast: bool
+
+
 class _Entry(NamedTuple):
-    """What is known of a function: how it is split, or why it is left to PyTorch."""
+    """What is known of a function: the activation, and how its trace is split where it reads tensors; or why it is left
+    to PyTorch; or that it has to be traced for each shape."""
 
-    activation: Activation | None
-    split: Split | None
-    refusal: str = ""
+    activation: Activation | None = None
+    split: Split | None = None
+    refusal: str | None = None
+    asks_for_sizes: bool = False
 
 
-#: Traces kept, and how many that differ in nothing but the numbers that a function reads: each costs a tenth of a
-#: second, so a function whose numbers change at every step is given up.
-_ENTRIES = 512
+#: How many traces may differ in nothing but the numbers that a function reads: each costs a tenth of a second, so a
+#: function whose numbers change at every step is given up.
 _VARIANTS = 64
 #: Of these, how many are analysed, which takes half a second: a number that changes at every step is kept out of it.
 _ANALYSED = 8
-_entries: OrderedDict[Hashable, _Entry] = OrderedDict()
-_analyses: OrderedDict[Hashable, Analysis] = OrderedDict()
-#: Functions that ask for sizes: one may do another thing for large tensors, and is traced for each shape.
-_sized: OrderedDict[Hashable, None] = OrderedDict()
-_variants: Counter[Hashable] = Counter()
-_said: set[str] = set()
-_lock = threading.Lock()
+_entries: Recent[_Entry] = Recent()
+_analyses: Recent[Analysis] = Recent()
+_variants: Recent[int] = Recent()
+_said: Recent[bool] = Recent()
 
 
 def specialise(
@@ -58,100 +64,82 @@ def specialise(
     """The activation for ``z`` of this shape, dtype and device, for a callable that is not in the table."""
     captured = capture(activation.function)
     if captured.refusal is not None:
-        return Specialised(_unfused(activation, captured.refusal))
+        return Specialised(_unfused(activation, _because(activation, captured.refusal)))
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    with _lock:
-        is_sized = captured.key in _sized
-    example = shape if is_sized else example_shape(shape, captured.tensors)
-    key = captured.key, activation.row, _stated_key(activation.row), example, dtype, autocast
-    with _lock:
-        entry = _entries.get(key)
-    if entry is None:
-        entry = _make(activation, captured, example, dtype, autocast)
-        if entry is None:
-            _keep(_sized, captured.key, None)
-            return specialise(activation, shape, dtype, device)
-        _keep(_entries, key, entry)
+    example = example_shape(shape, captured.tensors)
+    entry = _entry(activation, captured, _Question(example, False, dtype, autocast))
+    if entry.asks_for_sizes:  # it may do another thing for large tensors
+        entry = _entry(activation, captured, _Question(shape, True, dtype, autocast))
     if entry.activation is None:
-        return Specialised(replace(activation, unfused_because=entry.refusal, is_untraced=False))
-    split = entry.split
-    if split is None or not split.dims:
+        return Specialised(_unfused(activation, entry.refusal or ""))
+    if entry.split is None or not entry.split.dims:
         return Specialised(entry.activation)
-    if split.direct is not None:
-        operands = tuple(captured.tensors[i] for i in split.direct)
-    else:
-        wide = torch.promote_types(dtype, torch.float32)
-        operands = split.prologue(*(t.to(wide) if t.is_floating_point() else t for t in captured.tensors))
+    operands = _operands(entry.split, captured.tensors, dtype)
     if device is not None:
         operands = tuple(p if p.dim() else p.to(device) for p in operands)  # as torch combines 0-d tensors with others
         if any(p.device != device for p in operands):
-            return Specialised(_unfused(activation, "its tensors are on another device"))
-    return Specialised(entry.activation, operands, next((d for d in split.dims if d is not None), None))
+            return Specialised(_unfused(activation, _because(activation, "its tensors are on another device")))
+    return Specialised(entry.activation, operands, next((d for d in entry.split.dims if d is not None), None))
 
 
-def _unfused(activation: Activation, why: str) -> Activation:
-    """The activation, left to PyTorch; the first time it is said."""
-    reason = f"{activation.name} is left to PyTorch because {why}"
-    if reason not in _said:
-        _said.add(reason)
-        _log.warning("%s", reason)
+def _operands(split: Split, tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    if split.direct is not None:
+        return tuple(tensors[i] for i in split.direct)
+    wide = torch.promote_types(dtype, torch.float32)
+    return split.prologue(*(t.to(wide) if t.is_floating_point() else t for t in tensors))
+
+
+def _unfused(activation: Activation, reason: str) -> Activation:
     return replace(activation, unfused_because=reason, is_untraced=False)
 
 
-def _keep(cache: OrderedDict[Hashable, Any], key: Hashable, value: Any) -> None:
-    with _lock:
-        cache[key] = value
-        if len(cache) > _ENTRIES:
-            cache.popitem(last=False)
+def _because(activation: Activation, why: str) -> str:
+    """The reason in words; the first time it is said."""
+    reason = f"{activation.name} is left to PyTorch because {why}"
+    if _said.get(reason) is None:
+        _said.put(reason, True)
+        _log.warning("%s", reason)
+    return reason
 
 
-def _make(
-    activation: Activation, captured: Captured, example: tuple[int, ...], dtype: torch.dtype, autocast: bool
-) -> _Entry | None:
-    """None for a function that asks for sizes, if it was not known to."""
+def _entry(activation: Activation, captured: Captured, question: _Question) -> _Entry:
+    key = captured.key, activation.row, _stated_key(activation.row), question
+    entry = _entries.get(key)
+    if entry is None:
+        try:
+            entry = _make(activation, captured, question)
+        except NotPointwise as refusal:
+            entry = _Entry(refusal=_because(activation, str(refusal)))
+        _entries.put(key, entry)
+    return entry
+
+
+def _make(activation: Activation, captured: Captured, question: _Question) -> _Entry:
     kinds = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in captured.tensors)
-    family = _family(captured.key), kinds, example, dtype, autocast
-    with _lock:
-        _variants[family] += 1
-        is_restless = _variants[family] > _VARIANTS
-        is_changing = _variants[family] > _ANALYSED
-    try:
-        if is_restless:
-            raise NotPointwise("numbers that it reads change from call to call; let it read tensors instead")
-        split = split_trace(captured, example, dtype)
-        is_sized = try_call(captured, example, dtype, autocast)
-        if is_sized and captured.key not in _sized:
-            return None
-        compare(captured, split, example, dtype)
-        _check_derivatives(activation)
-        _check_what_backward_reads(split, dtype)
-    except NotPointwise as refusal:
-        return _Entry(None, None, _unfused(activation, str(refusal)).unfused_because or "")
+    family = captured.root, kinds, question
+    variants = _variants.put(family, (_variants.get(family) or 0) + 1)
+    if variants > _VARIANTS:
+        raise NotPointwise("numbers that it reads change from call to call; let it read tensors instead")
+    example, is_exact, dtype, autocast = question
+    split = split_trace(captured, example, dtype)
+    if asks_for_sizes(captured, example, dtype, autocast) and not is_exact:
+        return _Entry(asks_for_sizes=True)
+    compare(captured, split, example, dtype)
+    _check_derivatives(activation)
+    _check_what_backward_reads(split, dtype)
     if split.dims:
         return _Entry(Activation(activation.name, split.body, operand_dims=split.dims, is_traced=True), split)
     row = activation.row or Row(activation.name, split.body)
-    if row.given_output is None and not is_changing:
-        row = replace(row, given_output=_analysis((captured.key, split.body.code if is_sized else None), split.body))
+    if row.given_output is None and variants <= _ANALYSED:
+        row = replace(row, given_output=_analysis((captured.key, split.body.code if is_exact else None), split.body))
     if activation.row is not None:
-        return _Entry(replace(activation, row=row, is_untraced=False), None)
-    return _Entry(Activation(activation.name, split.body, row=row, is_traced=True), None)
+        return _Entry(replace(activation, row=row, is_untraced=False))
+    return _Entry(Activation(activation.name, split.body, row=row, is_traced=True))
 
 
 def _analysis(key: Hashable, function: Callable[[Tensor], Tensor]) -> Analysis:
     """Once for all shapes and dtypes: it takes up to a second."""
-    with _lock:
-        found = _analyses.get(key)
-    if found is None:
-        found = analyse(function)
-        _keep(_analyses, key, found)
-    return found
-
-
-def _family(key: Any) -> Hashable:
-    """What functions that differ in the numbers that they read have in common."""
-    while isinstance(key, tuple) and key[0] in ("partial", "method"):
-        key = key[1][0][1]  # the key of the function
-    return key[0] if isinstance(key, tuple) else key
+    return _analyses.get(key) or _analyses.put(key, analyse(function))
 
 
 def _check_what_backward_reads(split: Split, dtype: torch.dtype) -> None:

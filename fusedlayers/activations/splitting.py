@@ -70,7 +70,7 @@ _EXPANDING = {aten.expand.default, aten.expand_copy.default}
 def split(captured: Captured, example: tuple[int, ...], dtype: torch.dtype) -> Split:
     wide = torch.promote_types(dtype, torch.float32)
     module = _traced(captured, example, wide)
-    parts = _Splitter(module, example).split()
+    parts = _Splitter(module, example).split([_like(tensor, wide) for tensor in captured.tensors])
     if wide is not dtype and _numbers(module) != _numbers(_traced(captured, example, dtype)):
         raise NotPointwise(f"it does with {dtype} something else than with {wide}, in which layers compute")
     return parts
@@ -109,8 +109,10 @@ class _Splitter:
         self.numbers: dict[Node, float | int | bool] = {}
         self.body, self.prologue = Graph(), Graph()
         self.operands: dict[Node, Node] = {}
+        #: What is expanded, by what it is expanded to: an operand is not.
+        self.narrow: dict[Node, Node] = {}
 
-    def split(self) -> Split:
+    def split(self, tensors: Sequence[Tensor]) -> Split:
         for node in self.module.graph.nodes:
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
                 raise NotPointwise(f"it is random ({_name(node)})")
@@ -130,12 +132,14 @@ class _Splitter:
                     raise NotPointwise("its result does not depend on its argument")
                 self.body.output(self._in_body(result))
         self.prologue.output(tuple(self.uniform[node] for node in self.operands))
-        dims = tuple(self._dim(node) for node in self.operands)
+        prologue = _finished(self.prologue)
+        # What is expanded is narrower than in the trace, and so is what is computed from it.
+        dims = tuple(_dim(operand.shape) for operand in prologue(*tensors))
         if len({dim for dim in dims if dim is not None}) > 1:
             raise NotPointwise("its tensors run along several dimensions")
         whole = all(node in self.tensors for node in self.operands)
         direct = tuple(self.tensors.index(node) for node in self.operands) if whole else None
-        return Split(_finished(self.body), _finished(self.prologue), dims, direct)
+        return Split(_finished(self.body), prologue, dims, direct)
 
     def _place(self, node: Node) -> None:
         target: Any = node.target
@@ -156,11 +160,11 @@ class _Splitter:
             self.varying[node] = _copied(self.body, node, self._in_body)
         elif any(i in self.uniform for i in inputs):
             if target in _EXPANDING:
-                self.uniform[node] = self.uniform[node.args[0]]  # type: ignore[index]  # its argument is a node
-                self.numbers.pop(node, None)
-                node.meta["val"] = node.args[0].meta["val"]  # type: ignore[union-attr]
-                return
-            self.uniform[node] = _copied(self.prologue, node, self._in_prologue)
+                (narrow,) = inputs
+                self.narrow[node] = self.narrow.get(narrow, narrow)
+                self.uniform[node] = self.uniform[narrow]
+            else:
+                self.uniform[node] = _copied(self.prologue, node, self._in_prologue)
         else:
             self.numbers[node] = self._number(node)
 
@@ -179,21 +183,13 @@ class _Splitter:
         return graph.call_function(aten.scalar_tensor.default, (self.numbers[node],), {"dtype": dtype})
 
     def _operand(self, node: Node) -> Node:
-        source = next((known for known in self.operands if self.uniform[known] is self.uniform[node]), node)
-        if source not in self.operands:
-            if not source.meta["val"].is_floating_point():
+        node = self.narrow.get(node, node)
+        if node not in self.operands:
+            if not node.meta["val"].is_floating_point():
                 raise NotPointwise("it combines its argument with a tensor that is not floating")
             with self.body.inserting_after(list(self.operands.values())[-1] if self.operands else self.varying[self.z]):
-                self.operands[source] = self.body.placeholder(f"p{len(self.operands)}")
-        return self.operands[source]
-
-    def _dim(self, node: Node) -> int | None:
-        """The dimension of z, from the end, along which a tensor runs that is combined with it."""
-        shape = tuple(node.meta["val"].shape)
-        running = [i - len(shape) for i, size in enumerate(shape) if size != 1]
-        if len(running) > 1 or math.prod(shape) == 0:
-            raise NotPointwise("a tensor that it reads has more than one dimension")
-        return running[0] if running else None
+                self.operands[node] = self.body.placeholder(f"p{len(self.operands)}")
+        return self.operands[node]
 
     def _number(self, node: Node) -> float | int | bool:
         """What a node that depends on nothing computes."""
@@ -212,6 +208,14 @@ class _Splitter:
         target: Any = node.target
         arguments = [self._evaluated(a) if isinstance(a, Node) else a for a in node.args]
         return target(*arguments, **node.kwargs)
+
+
+def _dim(shape: Sequence[int]) -> int | None:
+    """The dimension of z, from the end, along which a tensor of this shape runs that is combined with it."""
+    running = [i - len(shape) for i, size in enumerate(shape) if size != 1]
+    if len(running) > 1 or math.prod(shape) == 0:
+        raise NotPointwise("a tensor that it reads has more than one dimension")
+    return running[0] if running else None
 
 
 def _name(node: Node) -> str:
