@@ -1180,6 +1180,13 @@ def test_several_threads_may_be_first() -> None:
         list(pool.map(run, range(24)))
 
 
+def test_the_oldest_is_forgotten() -> None:
+    recent: Recent[int] = Recent()
+    for i in range(LIMIT + 5):
+        assert recent.put(i, 2 * i) == 2 * i
+    assert len(recent) == LIMIT and recent.get(4) is None and recent.get(5) == 10
+
+
 # --- memory and order -------------------------------------------------------------------------------------------------
 
 

@@ -171,7 +171,7 @@ class Program:
     def _mask(self, condition: Node) -> Slot:
         if condition not in self._masks:
             self._masks[condition] = mask = self._buffer(_BITS[self.dtype])
-            self.steps.append(Step(_spread, (self._slots[condition], mask), {}, mask, None))
+            self.steps.append(Step(_fill_bits, (self._slots[condition], mask), {}, mask, None))
         return self._masks[condition]
 
     def _arguments(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
@@ -283,7 +283,7 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(_BITS[tensor.dtype])
 
 
-def _spread(truth: Tensor, mask: Tensor) -> None:
+def _fill_bits(truth: Tensor, mask: Tensor) -> None:
     """All bits for 1.0, none for 0.0."""
     mask.copy_(truth).neg_()
 
