@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from .capture import Captured
 from .decompositions import to_single_results
-from .trace import FILLED, NotPointwise, aten_graph
+from .trace import FILLED, QUICK, NotPointwise, aten_graph, remove_repetitions
 
 aten = torch.ops.aten
 
@@ -70,10 +70,10 @@ _EXPANDING = {aten.expand.default, aten.expand_copy.default}
 def split(captured: Captured, example: tuple[int, ...], dtype: torch.dtype) -> Split:
     wide = torch.promote_types(dtype, torch.float32)
     module = _traced(captured, example, wide)
-    parts = _Splitter(module, example).split([_like(tensor, wide) for tensor in captured.tensors])
     if wide is not dtype and _numbers(module) != _numbers(_traced(captured, example, dtype)):
         raise NotPointwise(f"it does with {dtype} something else than with {wide}, in which layers compute")
-    return parts
+    remove_repetitions(module.graph)
+    return _Splitter(module, example).split([_like(tensor, wide) for tensor in captured.tensors])
 
 
 def _traced(captured: Captured, example: tuple[int, ...], dtype: torch.dtype) -> GraphModule:
@@ -132,6 +132,9 @@ class _Splitter:
                     raise NotPointwise("its result does not depend on its argument")
                 self.body.output(self._in_body(result))
         self.prologue.output(tuple(self.uniform[node] for node in self.operands))
+        for node in self.prologue.nodes:  # it is called for every layer
+            target: Any = node.target
+            node.target = QUICK.get(getattr(target, "overloadpacket", None), target)
         prologue = _finished(self.prologue)
         # What is expanded is narrower than in the trace, and so is what is computed from it.
         dims = tuple(_dim(operand.shape) for operand in prologue(*tensors))

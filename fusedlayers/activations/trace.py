@@ -19,13 +19,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..clean import in_clean_state
 from .decompositions import NotPointwise, to_core
 
-__all__ = ["FILLED", "NotPointwise", "Operation", "Pointwise", "aten_graph", "simplified", "trace"]
+__all__ = [
+    "FILLED",
+    "QUICK",
+    "NotPointwise",
+    "Operation",
+    "Pointwise",
+    "aten_graph",
+    "remove_repetitions",
+    "simplified",
+    "trace",
+]
 
 aten = torch.ops.aten
 
@@ -134,13 +144,40 @@ FILLED: dict[Any, Callable[[Node], Any]] = {
     aten.zeros_like.default: lambda node: 0,
 }
 _IDENTITIES = {aten.alias.default, aten.alias_copy.default, aten.detach.default, aten.detach_copy.default}
+#: With 1 for their second argument these do nothing.
+_NEUTRAL = {aten.mul.Tensor, aten.div.Tensor, aten.pow.Tensor_Scalar}
+
+#: What torch itself calls these takes half as long to call.
+QUICK: dict[Any, Callable[..., Any]] = {
+    getattr(aten, name): getattr(torch, name)
+    for name in (
+        *("add", "sub", "mul", "div", "neg", "abs", "reciprocal", "sqrt", "pow", "maximum", "minimum", "clamp"),
+        *("exp", "expm1", "log", "log1p", "lgamma", "sigmoid", "tanh", "sin", "cos", "erf", "where"),
+        *("gt", "ge", "lt", "le", "eq", "ne"),
+    )
+}
+
+
+def remove_repetitions(graph: Graph) -> None:
+    """What is computed twice, and what does nothing; gradients stay what they are."""
+    seen: dict[str, Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        source = node.args[0] if node.target in _NEUTRAL and node.args[1] == 1 else None
+        if not isinstance(source, Node) or source.meta["val"].dtype is not node.meta["val"].dtype:
+            # torch's own pass takes 0.0 and -0.0 for the same.
+            source = seen.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
+        if source is not node:
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
 
 
 def simplified(module: GraphModule) -> GraphModule:
     """A trace that is to be run without gradients, without what does nothing then, and with tensors of equal numbers as
     single ones. It computes the same for any shapes that broadcast."""
     for node in list(module.graph.nodes):
-        if node.target in _IDENTITIES or (node.target is aten.pow.Tensor_Scalar and node.args[1] == 1):
+        if node.target in _IDENTITIES:
             node.replace_all_uses_with(node.args[0])
         elif node.target in FILLED and isinstance(fill := FILLED[node.target](node), (bool, int, float)):
             with module.graph.inserting_before(node):
@@ -148,12 +185,7 @@ def simplified(module: GraphModule) -> GraphModule:
                 number = module.graph.call_function(aten.scalar_tensor.default, (fill,), dtype)
                 number.meta = node.meta
                 node.replace_all_uses_with(number)
-    seen: dict[str, Node] = {}
-    for node in module.graph.nodes:  # those that compute the same (for torch's own pass 0.0 and -0.0 are the same)
-        if node.op == "call_function":
-            first = seen.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
-            if first is not node:
-                node.replace_all_uses_with(first)
+    remove_repetitions(module.graph)
     module.graph.eliminate_dead_code()
     return GraphModule(module, module.graph)
 

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from ...activations.trace import QUICK
+
 aten = torch.ops.aten
 
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -231,9 +233,10 @@ class Run:
     def _make_room(self, block: Tensor) -> None:
         self.shape = block.shape
         for slot, dtype in self.program.buffers.items():
-            if slot not in self.memory:
-                self.memory[slot] = torch.empty_like(block, dtype=dtype).view(-1)
-            self.places[slot] = self.memory[slot][: block.numel()].view(block.shape)
+            if slot in self.memory:
+                self.places[slot] = self.memory[slot].view(-1)[: block.numel()].view(block.shape)
+            else:
+                self.places[slot] = self.memory[slot] = block.new_empty(block.shape, dtype=dtype)
 
 
 def _take(steps: Sequence[Step], places: list[Any]) -> None:
@@ -258,20 +261,9 @@ def _with_out(target: Any) -> tuple[Callable[..., Any], str | None]:
         *given, last = variant._schema.arguments
         same = [a.name for a in given] == names and [str(a.type) for a in given] == types
         if same and last.is_out:
-            short = _SHORT.get(target.overloadpacket)
-            return (variant, last.name) if short is None else (short, "out")
+            quick = QUICK.get(target.overloadpacket)
+            return (variant, last.name) if quick is None else (quick, "out")
     return target, None
-
-
-#: What ``torch`` itself calls these takes half as long to call.
-_SHORT = {
-    getattr(aten, name): getattr(torch, name)
-    for name in (
-        *("add", "sub", "mul", "div", "neg", "abs", "reciprocal", "sqrt", "pow", "maximum", "minimum", "clamp"),
-        *("exp", "expm1", "log", "log1p", "sigmoid", "tanh", "sin", "cos", "erf"),
-        *("gt", "ge", "lt", "le", "eq", "ne"),
-    )
-}
 
 
 def _is_zero(node: Node) -> bool:

@@ -67,7 +67,10 @@ def _walk(
         results = run(wide, target if is_safe else None)
         if not is_safe:
             target.copy_(results[0])
-        yield block[1], [result.expand_as(target) for result in results]  # a constant is one number
+        yield (
+            block[1],
+            [r if r.shape == target.shape else r.expand_as(target) for r in results],
+        )  # a constant is one number
 
 
 def _spread(operand: Tensor, layout: Layout) -> Tensor:
