@@ -26,6 +26,7 @@ from bench.resnet import resnet18
 from examples.custom_activation import ACTIVATIONS
 from fusedlayers import functional
 from fusedlayers.activations import custom, resolve, splitting
+from fusedlayers.activations.capture import capture
 from fusedlayers.activations.recent import LIMIT, Recent
 from fusedlayers.backends.eager import chunks
 from fusedlayers.memory import saved_bytes
@@ -1178,6 +1179,22 @@ def test_several_threads_may_be_first() -> None:
     custom._entries.clear()
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(run, range(24)))
+
+
+def test_what_parameters_are_made_into_is_computed_once() -> None:
+    p = nn.Parameter(torch.tensor(0.7))
+
+    def function(z: Tensor) -> Tensor:
+        return torch.sin(z * torch.exp(p) * 1.0) + torch.exp(p) * z / (torch.exp(p) + 0.0 * p - (-0.0) * p)
+
+    captured = capture(function)
+    parts = splitting.split(captured, (6, 10), torch.float32)
+    assert [node.target for node in parts.prologue.graph.nodes].count(torch.exp) == 1
+    assert len([node for node in parts.prologue.graph.nodes if node.target is torch.mul]) == 2  # by 0.0 and by -0.0
+    z = torch.randn(40, 16, requires_grad=True)
+    y, eager = fl.bias_act(z, None, function), function(z)
+    torch.testing.assert_close(y, eager)
+    torch.testing.assert_close(_gradients(y, z, [z, p]), _gradients(eager, z, [z, p]))
 
 
 def test_the_oldest_is_forgotten() -> None:
