@@ -41,6 +41,8 @@ class _Entry(NamedTuple):
 #: second, so a function whose numbers change at every step is given up.
 _ENTRIES = 512
 _VARIANTS = 64
+#: Functions whose variants are counted.
+_FAMILIES = 4096
 #: Of these, how many are analysed, which takes half a second: a number that changes at every step is kept out of it.
 _ANALYSED = 8
 _entries: OrderedDict[Hashable, _Entry] = OrderedDict()
@@ -112,6 +114,8 @@ def _make(
     kinds = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in captured.tensors)
     family = _family(captured.key), kinds, example, dtype, autocast
     with _lock:
+        if len(_variants) > _FAMILIES:
+            _variants.clear()
         _variants[family] += 1
         is_restless = _variants[family] > _VARIANTS
         is_changing = _variants[family] > _ANALYSED
