@@ -342,7 +342,7 @@ FALLBACKS: dict[str, tuple[Callable[[], Any], str]] = {
     "seldom": (lambda: lambda z: z * 2 if random.random() < 0.001 else torch.relu(z), "draws random numbers"),
     "seldom, by a function": (lambda: lambda z: z * 2 if draw() < 0.001 else torch.relu(z), "draws random numbers"),
     "seldom, by a generator": (_seldom, "draws random numbers"),
-    "seldom, by NumPy": (lambda: lambda z: z * (np.random.rand() < 0.001) + torch.relu(z), "draws random numbers"),
+    "seldom, by NumPy": (lambda: lambda z: torch.relu(z) * (1 + (np.random.rand() < 1e-9)), "draws random numbers"),
     "branch": (lambda: lambda z: z * 2 if z.sum() > 0 else z * Q["number"], "depends on the values of a tensor"),
     "branch by parameter": (lambda: lambda z: z * 2 if Q["number"] > 0 else z, "depends on the values of a tensor"),
     "item": (lambda: lambda z: z * Q["number"].item(), "turns a tensor into a number"),
