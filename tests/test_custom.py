@@ -9,8 +9,10 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from random import random as draw
 from typing import Any
 
+import numpy as np
 import pytest
 import reference
 import torch
@@ -316,7 +318,13 @@ PARAMETERS = {
 }
 Q = PARAMETERS
 
+
 #: What makes the function, and what is said of it.
+def _seldom() -> Callable[..., Tensor]:
+    chance = random.Random(0)
+    return lambda z: z * 2 if chance.random() < 0.001 else torch.relu(z)
+
+
 FALLBACKS: dict[str, tuple[Callable[[], Any], str]] = {
     "softmax": (lambda: lambda z: torch.softmax(z * Q["number"], -1), "_softmax is not pointwise"),
     "softmax module": (lambda: nn.Softmax(-1), "_softmax is not pointwise"),
@@ -332,7 +340,11 @@ FALLBACKS: dict[str, tuple[Callable[[], Any], str]] = {
     "dropout module": (lambda: nn.Sequential(nn.Tanhshrink(), nn.Dropout()), "it is random"),
     "rrelu": (lambda: nn.RReLU(), "it is random"),
     "noise": (lambda: lambda z: z + torch.randn_like(z) * Q["number"], "it is random"),
-    "random module": (lambda: lambda z: z * random.random(), "or on chance"),
+    "random module": (lambda: lambda z: z * random.random(), "draws random numbers"),
+    "seldom": (lambda: lambda z: z * 2 if random.random() < 0.001 else torch.relu(z), "draws random numbers"),
+    "seldom, by a function": (lambda: lambda z: z * 2 if draw() < 0.001 else torch.relu(z), "draws random numbers"),
+    "seldom, by a generator": (_seldom, "draws random numbers"),
+    "seldom, by NumPy": (lambda: lambda z: torch.relu(z) * (1 + (np.random.rand() < 1e-9)), "draws random numbers"),
     "branch": (lambda: lambda z: z * 2 if z.sum() > 0 else z * Q["number"], "depends on the values of a tensor"),
     "branch by parameter": (lambda: lambda z: z * 2 if Q["number"] > 0 else z, "depends on the values of a tensor"),
     "item": (lambda: lambda z: z * Q["number"].item(), "turns a tensor into a number"),

@@ -107,6 +107,16 @@ def test_a_module_with_a_hook_is_left_to_pytorch() -> None:
     assert (report.kind, report.reason) == ("fallback", "it has hooks")
 
 
+def test_what_returns_another_shape_is_measured() -> None:
+    report = fl.explain(nn.GLU())  # which keeps its input for an output of half the size
+    assert report.saved_bytes["float32"] == (6.0, 6.0) and "raises" not in str(report)
+
+
+def test_a_module_without_values_yet() -> None:
+    here, meta = nn.PReLU(48), nn.PReLU(48, device="meta")
+    assert fl.explain(meta).saved_bytes == fl.explain(here).saved_bytes != {}
+
+
 def test_registered_functions() -> None:
     @fl.activation(derivative_given_output=lambda y: 1 - y.abs(), name="explained_laplace")
     def laplace(z: Tensor) -> Tensor:

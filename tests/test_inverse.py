@@ -269,7 +269,15 @@ def test_a_kink_at_0_is_told_by_the_sign(function: Function, left: float, right:
 
 
 @pytest.mark.parametrize(
-    "function", [F.relu6, F.hardtanh, F.softshrink, lambda z: 0.7 * z.clamp(-1, 1), lambda z: torch.relu(z) + 0.3]
+    "function",
+    [
+        *(F.relu6, F.hardtanh, F.softshrink, lambda z: 0.7 * z.clamp(-1, 1), lambda z: torch.relu(z) + 0.3),
+        # At the kinks of these autograd returns something between the slopes of both sides.
+        lambda z: torch.maximum(z, torch.zeros_like(z)),
+        lambda z: (z + z.abs()) / 2,
+        lambda z: torch.minimum(torch.maximum(z, -torch.ones_like(z)), torch.full_like(z, 6.0)),
+        lambda z: torch.sign(z) * torch.maximum(z.abs() - 0.5, torch.zeros_like(z)),
+    ],
 )
 @every_float
 def test_plateaus_at_any_level(function: Function, dtype: torch.dtype) -> None:
@@ -282,6 +290,28 @@ def test_plateaus_at_any_level(function: Function, dtype: torch.dtype) -> None:
     slope = _slopes(z, activation)[1]
     assert torch.equal((slope == 0)[~near], (truth == 0)[~near])
     assert torch.allclose(slope[~near].double(), truth[~near], atol=torch.finfo(dtype).eps)
+
+
+@every_half
+def test_where_a_steep_stretch_becomes_flat(dtype: torch.dtype) -> None:
+    function: Function = lambda z: torch.logit(z, 1e-2)  # noqa: E731
+    activation = _of("steep", function)
+    assert activation.output_refused_because(dtype) is None
+    assert not _slopes(torch.tensor([-3.0, 0.0, 1.0, 3.0]).to(dtype), activation)[1].any()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda z: torch.relu(z) + 1000, lambda z: torch.where(z > 1, 1 + 1e-3 * (z - 1), z)],
+    ids=["far", "slow"],
+)
+def test_what_rounds_to_the_output_of_a_kink_is_not_at_the_kink(function: Function) -> None:
+    analysis = analyse(function)
+    assert all("out of reach" in (analysis.refused_because(dtype) or "") for dtype in FLOATS)
+
+
+def test_a_slope_below_the_tolerance() -> None:
+    assert analyse(lambda z: torch.where(z > 0, z, 1e-6 * z)).kind == "monotone"
 
 
 @pytest.mark.parametrize("name", ["isru", "elish", "lisht", "log_cosh_stable", "bent_identity", "gompertz"])

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import random
 import sys
 import types
 from collections import deque
@@ -149,7 +150,7 @@ class _Visitor:
         if isinstance(value, types.FunctionType):
             return None if self._alive and _is_librarys(value) else self._function
         if isinstance(value, types.BuiltinFunctionType):
-            return self._bound_builtin if isinstance(value.__self__, Tensor) else None
+            return self._bound_builtin if isinstance(value.__self__, (Tensor, random.Random)) else None
         for kind, visit in (
             (functools.partial, self._partial),
             (types.MethodType, self._method),
@@ -197,7 +198,10 @@ class _Visitor:
         scope = function.__globals__
         cells = function.__closure__ or ()
         closure = {i: c.cell_contents for i, c in enumerate(cells) if _is_filled(c)}
-        read = {name: scope[name] for name in sorted(names & scope.keys()) if not _is_fixed(scope[name])}
+        named = {name: scope[name] for name in sorted(names & scope.keys())}
+        read = {name: value for name, value in named.items() if not _is_fixed(value)}
+        if any(_draws(value, names) for value in named.values()):
+            self.refusal = self.refusal or _BY_CHANCE
         defaults = dict(enumerate(function.__defaults__ or ()))
         keywords = function.__kwdefaults__ or {}
         attributes = vars(function)
@@ -306,6 +310,8 @@ class _Visitor:
     def _object(self, value: Any) -> tuple[Hashable, Make]:
         """What the code names of an instance; all that it has, if methods from a package may read it."""
         kind: Any = type(value)
+        if isinstance(value, random.Random):
+            self.refusal = self.refusal or _BY_CHANCE
         members = self._members(kind)
         found = dict(_attributes(value))
         if len(_users_bases(kind)) == len(kind.__mro__) - 1:  # all but object
@@ -416,6 +422,18 @@ def _is_fixed(value: object) -> bool:
 
 
 _BUILT_IN = (types.BuiltinFunctionType, types.MemberDescriptorType, types.GetSetDescriptorType)
+
+
+_BY_CHANCE = "it draws random numbers from a generator that is not torch's"
+
+
+def _draws(value: Any, names: frozenset[str]) -> bool:
+    """Whether code of these names draws random numbers, with what one of them stands for. What happens seldom does not
+    show when a function is tried."""
+    if isinstance(value, types.ModuleType):
+        return value.__name__ in ("random", "numpy.random") or (value.__name__ == "numpy" and "random" in names)
+    of: Any = getattr(value, "__self__", None) if isinstance(value, types.BuiltinFunctionType) else None
+    return isinstance(of, random.Random) or type(of).__module__.startswith("numpy.random")
 
 
 def _is_librarys(value: Any) -> bool:

@@ -76,7 +76,7 @@ class _SizesRead(TorchFunctionMode):
 def compare(captured: Captured, split: Split, example: tuple[int, ...], dtype: torch.dtype) -> None:
     """Refuse a function that its trace does not reproduce, in values or gradients."""
     wide = torch.promote_types(dtype, torch.float32)
-    tensors = [_values(t).to("cpu", wide if t.is_floating_point() else t.dtype) for t in captured.tensors]
+    tensors = [values(t).to("cpu", wide if t.is_floating_point() else t.dtype) for t in captured.tensors]
     shape = _sweep_shape(example, tensors)
     count = math.prod(shape)
     steps = torch.linspace(-8, 8, max(1, count), dtype=wide)
@@ -99,7 +99,7 @@ def compare(captured: Captured, split: Split, example: tuple[int, ...], dtype: t
                 )
 
 
-def _values(tensor: Tensor) -> Tensor:
+def values(tensor: Tensor) -> Tensor:
     """Its values; any for a tensor that is still to get its own."""
     return torch.full(tensor.shape, 0.5).to(tensor.dtype) if tensor.is_meta else tensor.detach()
 

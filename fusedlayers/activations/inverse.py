@@ -404,7 +404,7 @@ def _is_like_gelu(shape: Shape) -> bool:
 def _flats(function: Function, shape: Shape, dtype: torch.dtype) -> list[Flat]:
     """The levels as outputs of ``dtype`` show them: rounded, marked, and a float32 unit off in both directions, because
     that is how well a formula keeps a level that is not 0."""
-    flats = []
+    flats: list[Flat] = []
     for level in shape.levels:
         true = -level.y if shape.is_falling else level.y
         exact = torch.tensor([true], dtype=torch.float32)
@@ -419,6 +419,8 @@ def _flats(function: Function, shape: Shape, dtype: torch.dtype) -> list[Flat]:
         stored = -stored if shape.is_falling else stored
         low = -math.inf if level.place == "bottom" else float(stored.min())
         high = math.inf if level.place == "top" else float(stored.max())
+        if level.place == "kink" and any(f.marked == level.marked and low <= f.high and f.low <= high for f in flats):
+            continue
         flats.append(Flat(low, high, level.slope, level.marked))
     return flats
 
@@ -449,6 +451,9 @@ def measure(
             if kink.output == 0:
                 unit = 0.0 if shape.fold is None else info.smallest_normal * info.eps
             close = (stored - float(torch.tensor(kink.output, dtype=dtype))).abs() <= unit
+            # Inputs are rounded, too. That is all that excuses: many further ones may have the kink's output, where a
+            # side is flat, or rounds to it.
+            close &= (z - kink.position).abs() <= 2 * info.eps * max(1.0, abs(kink.position))
             for side in (kink.before, kink.slope, kink.after):
                 error = torch.where(close, torch.minimum(error, (told.double() - side).abs()), error)
         error = torch.where(known & slope.isfinite(), error, 0.0)

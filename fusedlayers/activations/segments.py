@@ -199,7 +199,7 @@ def _cover(stretch: Stretch, shape: Shape, tolerance: float, degree: int) -> Ite
         constants.append((last, float(slope[-1])))
     if stretch.lower == "infinity" and last > 0:
         settled = (slope - slope[0]).abs() <= tolerance / 2
-        first = min(int((~settled).nonzero().min()), last)
+        first = min(int((~settled).nonzero().min()), last) if not bool(settled.all()) else last
         if first > 0:
             yield _segment(stretch, shape, 0, first, Variable("output"), float(slope[0]))
     if last < count - 1 or stretch.upper == "infinity":

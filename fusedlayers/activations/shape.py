@@ -71,12 +71,12 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Level:
-    """Outputs ``<= y`` ("bottom"), ``>= y`` ("top") or ``== y`` ("point") that have exactly this slope.
+    """Outputs ``<= y`` ("bottom"), ``>= y`` ("top") or ``== y`` ("point", "kink") that have exactly this slope.
 
-    ``position`` is an input that has such an output.
+    ``position`` is an input that has such an output: the only one at a "kink", else one of many.
     """
 
-    place: Literal["bottom", "top", "point"]
+    place: Literal["bottom", "top", "point", "kink"]
     y: float
     slope: float
     marked: bool
@@ -362,7 +362,10 @@ def _fold(
 
 
 def _points(kinks: list[Kink], stretches: list[Stretch], sign: float, fold: Fold | None) -> list[Level]:
-    """Kinks at which autograd returns neither side's slope, in outputs that carry no branch bit or are 0."""
+    """Kinks at which autograd returns neither side's slope, in outputs that carry no branch bit or are 0.
+
+    Where one side is flat its many inputs have the kink's output too, and their slope counts.
+    """
     levels = []
     for kink in kinks:
         apart = 1e-9 * max(1.0, abs(kink.before), abs(kink.after))
@@ -370,5 +373,5 @@ def _points(kinks: list[Kink], stretches: list[Stretch], sign: float, fold: Fold
         if neither and (fold is None or kink.output == 0):
             on_left = fold is not None and kink.position < fold.position
             marked = fold is not None and on_left == (fold.marked == "left") and kink.position != fold.position
-            levels.append(Level("point", sign * kink.output, kink.slope, marked, kink.position))
+            levels.append(Level("kink", sign * kink.output, kink.slope, marked, kink.position))
     return levels

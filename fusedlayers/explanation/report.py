@@ -171,10 +171,10 @@ def _in_dtype(record: Activation, dtype: torch.dtype) -> tuple[Callable[..., Ten
     """The function as PyTorch computes it, and what to hand to a layer; what it reads, in this dtype."""
     if not record.is_untraced or record.row is not None:
         return record.plain, record
+    from ..activations.comparing import values  # with it come parts of torch whose import takes a second
+
     captured = capture(record.function)
-    function = captured.on(
-        [t.detach().to("cpu", dtype if t.is_floating_point() else t.dtype) for t in captured.tensors]
-    )
+    function = captured.on([values(t).to("cpu", dtype if t.is_floating_point() else t.dtype) for t in captured.tensors])
     return function, function
 
 
@@ -203,7 +203,8 @@ def _applied(activation: object, z: Tensor) -> Tensor:
 
 def _derivative(function: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
     z = z.clone().requires_grad_()
-    return torch.autograd.grad(function(z), z, torch.ones_like(z))[0]
+    y = function(z)
+    return torch.autograd.grad(y, z, torch.ones_like(y))[0]
 
 
 def _kept_bytes(function: Callable[[Tensor], Tensor], z: Tensor, dtype: torch.dtype) -> int:
