@@ -209,7 +209,7 @@ PUBLISHED = (
     Published(
         "star_relu_fixed", lambda z: 0.8944 * torch.relu(z).square() - 0.4472, "input", "its slope grows without bound"
     ),
-    Published("heaviside_line", lambda z: torch.where(z > 0, z + 1, z), "input", "jumps"),
+    Published("heaviside_tanh", lambda z: torch.where(z > 0, torch.tanh(z) + 1, z), "input", "jumps"),
     Published("cube", lambda z: z**3, "input", "its slope grows without bound"),
     Published("tanhshrink", lambda z: z - torch.tanh(z), "input", "flat at 0 as z^3"),
     Published("hardshrink", F.hardshrink, "input", "jumps"),

@@ -4,6 +4,7 @@ import copy
 import functools
 import logging
 import math
+import os
 import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -308,6 +309,10 @@ def _masked(z: Tensor) -> Tensor:
     return z
 
 
+def _by_autocast(z: Tensor) -> Tensor:
+    return z.tanh() if torch.is_autocast_enabled("cpu") else z.sigmoid()
+
+
 PARAMETERS = {
     "number": nn.Parameter(torch.tensor(0.7)),
     "channels": nn.Parameter(torch.rand(16)),
@@ -345,6 +350,10 @@ FALLBACKS: dict[str, tuple[Callable[[], Any], str]] = {
     "seldom, by a function": (lambda: lambda z: z * 2 if draw() < 0.001 else torch.relu(z), "draws random numbers"),
     "seldom, by a generator": (_seldom, "draws random numbers"),
     "seldom, by NumPy": (lambda: lambda z: torch.relu(z) * (1 + (np.random.rand() < 1e-9)), "draws random numbers"),
+    "jumping line": (lambda: lambda z: torch.where(z > 0, z + 1, z), "backward needs truth values only"),
+    "choice": (lambda: lambda z: torch.where(z > 0, Q["number"], Q["channels"]), "backward needs truth values only"),
+    "autocast": (lambda: _by_autocast, "it asks for is_autocast_enabled"),
+    "environment": (lambda: lambda z: z.tanh() * float(os.environ.get("SLOPE", 2)), "it asks for environ"),
     "branch": (lambda: lambda z: z * 2 if z.sum() > 0 else z * Q["number"], "depends on the values of a tensor"),
     "branch by parameter": (lambda: lambda z: z * 2 if Q["number"] > 0 else z, "depends on the values of a tensor"),
     "item": (lambda: lambda z: z * Q["number"].item(), "turns a tensor into a number"),
@@ -652,7 +661,7 @@ CASES = [
     Case("scaled gelu", lambda p, q: lambda z: F.gelu(z * p) * q, (torch.tensor(1.3), CHANNELS)),
     Case("used twice", lambda p: lambda z: torch.where(z > 0, p * z, torch.sin(p * z) * p), (CHANNELS,)),
     Case("a choice between two", lambda p, q: lambda z: z * torch.where(z > 0, p, q), (CHANNELS, ONE[0])),
-    Case("a choice between channels", lambda p, q: lambda z: torch.where(z > 0.3, p, q), (CHANNELS, CHANNELS.flip(0))),
+    Case("a choice of channels", lambda p, q: lambda z: torch.where(z > 0.3, p, q) * z, (CHANNELS, CHANNELS.flip(0))),
     Case("a softplus beforehand", lambda p: lambda z: _swish(z, F.softplus(p).cumsum(0)), (CHANNELS - 1,)),
     Case("a mean beforehand", lambda p: lambda z: _swish(z, p / p.mean()), (CHANNELS,)),
     Case("a matmul beforehand", lambda p: lambda z: _swish(z, p @ p), (CHANNELS / 4,)),

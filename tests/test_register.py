@@ -243,6 +243,23 @@ def test_a_derivative_that_is_wrong_for_other_parameters_is_not_used(caplog: pyt
     assert "slope = 0.5" in text and any("slope = 0.5" in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_large_outputs_leave_few_digits_for_the_derivative(dtype: torch.dtype) -> None:
+    # The statement is right, but for outputs that are known to four or eight units.
+    @fl.activation(derivative_given_output=lambda y: -torch.expm1(1000 - y))
+    def high(z: Tensor) -> Tensor:
+        return F.softplus(z) + 1000
+
+    z = torch.randn(40, 50, dtype=dtype, requires_grad=True)
+    y = fl.bias_act(z, None, high)
+    (dz,) = torch.autograd.grad(y, z, torch.ones_like(y))
+    reported = fl.FusedDenseAct(8, 8, high, dtype=dtype)
+    is_kept = "saves the input: told outputs in" in repr(reported)
+    assert is_kept is (dtype.itemsize == 2)
+    tolerance = 2 * torch.finfo(dtype).eps * (1 if is_kept else 1024)
+    torch.testing.assert_close(dz.double(), torch.sigmoid(z.detach().double()), rtol=0, atol=tolerance)
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [

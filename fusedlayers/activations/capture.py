@@ -202,6 +202,8 @@ class _Visitor:
         read = {name: value for name, value in named.items() if not _is_fixed(value)}
         if any(_draws(value, names) for value in named.values()):
             self.refusal = self.refusal or _BY_CHANCE
+        for name in sorted(names & _OUTSIDE):
+            self.refusal = self.refusal or f"it asks for {name}, which a trace does not follow"
         defaults = dict(enumerate(function.__defaults__ or ()))
         keywords = function.__kwdefaults__ or {}
         attributes = vars(function)
@@ -424,6 +426,14 @@ def _is_fixed(value: object) -> bool:
 _BUILT_IN = (types.BuiltinFunctionType, types.MemberDescriptorType, types.GetSetDescriptorType)
 
 
+#: What code names that asks for the state of the process, or for what a tensor does not show.
+_OUTSIDE = frozenset(
+    {
+        *("environ", "getenv"),
+        *("is_autocast_enabled", "is_autocast_cpu_enabled", "get_autocast_dtype", "is_inference_mode_enabled"),
+        *("get_default_dtype", "get_default_device", "storage_offset", "data_ptr"),
+    }
+)
 _BY_CHANCE = "it draws random numbers from a generator that is not torch's"
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from .capture import Captured, capture
 from .comparing import asks_for_sizes, compare
 from .inverse import Analysis, analyse
 from .recent import Recent
-from .register import mistake
+from .register import mistake, out_of_reach
 from .spec import Activation, Row, Specialised
 from .splitting import Split, example_shape
 from .splitting import split as split_trace
@@ -52,6 +52,13 @@ class _Entry(NamedTuple):
 _VARIANTS = 64
 #: Of these, how many are analysed, which takes half a second: a number that changes at every step is kept out of it.
 _ANALYSED = 8
+#: What keeps of its arguments a truth value for each element at most.
+_COMPARISONS = {
+    getattr(getattr(torch.ops.aten, name), kind)
+    for name in ("gt", "ge", "lt", "le", "eq", "ne")
+    for kind in ("Scalar", "Tensor")
+}
+_MASK = "backward needs truth values only, for which PyTorch keeps a byte"
 _entries: Recent[_Entry] = Recent()
 _analyses: Recent[Analysis] = Recent()
 _variants: Recent[int] = Recent()
@@ -126,13 +133,20 @@ def _make(activation: Activation, captured: Captured, question: _Question) -> _E
         return _Entry(asks_for_sizes=True)
     compare(captured, split, example, dtype)
     _check_derivatives(activation)
-    _check_what_backward_reads(split, dtype)
+    reads = _what_backward_reads(split, dtype)
+    if not reads:  # of what is straight in z a layer would keep the input or the output
+        raise NotPointwise("backward needs nothing of it, and PyTorch keeps nothing")
     if split.dims:
+        if reads <= _COMPARISONS:
+            raise NotPointwise(_MASK)
         return _Entry(Activation(activation.name, split.body, operand_dims=split.dims, is_traced=True), split)
     row = activation.row or Row(activation.name, split.body)
     if row.given_output is None and variants <= _ANALYSED:
         row = replace(row, given_output=_analysis((captured.key, split.body.code if is_exact else None), split.body))
+    if reads <= _COMPARISONS and replace(activation, row=row).output_refused_because(dtype) is not None:
+        raise NotPointwise(_MASK)
     if activation.row is not None:
+        row = replace(row, refusals=out_of_reach(activation.row, activation.parameters))
         return _Entry(replace(activation, row=row, is_untraced=False))
     return _Entry(Activation(activation.name, split.body, row=row, is_traced=True))
 
@@ -142,13 +156,12 @@ def _analysis(key: Hashable, function: Callable[[Tensor], Tensor]) -> Analysis:
     return _analyses.get(key) or _analyses.put(key, analyse(function))
 
 
-def _check_what_backward_reads(split: Split, dtype: torch.dtype) -> None:
-    """Refuse what is straight in z: PyTorch keeps nothing of it, and a layer would keep its input or its output."""
+def _what_backward_reads(split: Split, dtype: torch.dtype) -> set[Any]:
+    """The operations of the backward pass that read z."""
     gradients = Activation("", split.body, operand_dims=split.dims).gradients((True,) * len(split.dims))
     examples = [torch.zeros(4, 6, dtype=torch.promote_types(dtype, torch.float32)) for _ in range(2 + len(split.dims))]
     _, z, *_ = (node for node in simplified(aten_graph(gradients, examples)).graph.nodes if node.op == "placeholder")
-    if not z.users:
-        raise NotPointwise("backward needs nothing of it, and PyTorch keeps nothing")
+    return {node.target for node in z.users}
 
 
 def _stated_key(row: Row | None) -> Hashable:

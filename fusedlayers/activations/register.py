@@ -117,6 +117,31 @@ _COUNT = 24_001
 _RTOL, _ATOL = 1e-6, 1e-7
 
 
+#: A stated derivative in terms of the output is of use if, told outputs as they are stored, it is off by this part of
+#: the steepest for not more than so many of the inputs of N(0, 1): near a kink some always are.
+_FAR_OFF, _FEW = 0.05, 0.01
+
+
+@in_clean_state
+def out_of_reach(row: Row, parameters: Mapping[str, float]) -> dict[torch.dtype, str]:
+    """By dtype, why a stated derivative is of no use, though right: large outputs leave few digits for z."""
+    given_output = row.given_output
+    if given_output is None:
+        return {}
+    assert callable(given_output) and not isinstance(given_output, FoldedDerivative)  # which are the library's
+    z = torch.randn(1 << 14, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    y = row.function(z, **parameters)
+    true = torch.autograd.grad(y.sum(), z)[0] if y.requires_grad else torch.zeros_like(z)
+    found = {}
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        stored = y.detach().to(dtype).to(torch.promote_types(dtype, torch.float32))
+        off = (given_output(stored, **parameters) - true).abs()
+        share = float((off > _FAR_OFF * true.abs().max()).double().mean())
+        if share > _FEW:
+            found[dtype] = f"told outputs in {dtype} the stated derivative is far off for {share:.0%} of z ~ N(0, 1)"
+    return found
+
+
 @in_clean_state
 def mistake(row: Row, parameters: Mapping[str, float]) -> str | None:
     """A counterexample to a stated derivative, or None."""

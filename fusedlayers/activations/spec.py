@@ -70,6 +70,7 @@ class Row:
         native: ATen's own kernels for it.
         plain: what to call where nothing is fused; by default the first torch function that the row stands for.
         is_users: registered by a user: it is traced and compared before it is used, and may be registered again.
+        refusals: by dtype, why outputs of it do not tell the derivative by what ``given_output`` says.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Row:
     native: Native = Native()
     plain: Function | None = None
     is_users: bool = False
+    refusals: Mapping[torch.dtype, str] = field(default_factory=dict)
 
     def bind(self, **parameters: float) -> Activation:
         """The record for these parameters; the same object for the same values."""
@@ -174,7 +176,7 @@ class Activation:
             return f"the fitted derivative of {self.name} is accurate to float32, not to float64"
         if self.needs_input_because is None and isinstance(stated, Analysis):
             return stated.refused_because(dtype)
-        return self.needs_input_because
+        return self.needs_input_because or (None if self.row is None else self.row.refusals.get(dtype))
 
     def fitted(
         self, dtype: torch.dtype = torch.float32, *, closest: bool = False
