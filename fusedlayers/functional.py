@@ -284,7 +284,8 @@ def _needs_gradient(*tensors: Tensor | None) -> bool:
 def _traced(
     pre_activation: Callable[..., Tensor], activation: Activation, save: Saved, *tensors: Tensor | None
 ) -> Tensor:
-    if not _needs_gradient(*tensors) or torch.compiler.is_exporting():  # an exported program is for inference
+    # An exported program is for inference. (Torch 2.11 takes is_exporting() for true whenever it compiles.)
+    if not _needs_gradient(*tensors) or torch.compiler._is_exporting_flag:
         return activation.plain(pre_activation(*tensors))
     if save == "output":
         # Here, because it registers itself with the compiler, whose import takes a second and sets an environment

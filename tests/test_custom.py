@@ -554,10 +554,12 @@ class Trainable(nn.Module):
     def __init__(self, function: Callable[..., Tensor], *values: Tensor) -> None:
         super().__init__()
         self.function = function
-        self.values = nn.ParameterList(values)
+        self.names = [f"value{i}" for i in range(len(values))]  # a ParameterList torch 2.11 does not compile
+        for name, value in zip(self.names, values, strict=True):
+            self.register_parameter(name, nn.Parameter(value))
 
     def forward(self, z: Tensor) -> Tensor:
-        return self.function(z, *self.values)
+        return self.function(z, *(getattr(self, name) for name in self.names))
 
 
 def _trainable(name: str, *values: Tensor) -> Trainable:
