@@ -2,7 +2,7 @@
 
 from .activations import activation, activations
 from .explanation.report import explain
-from .functional import bias_act, dense_bias_act
+from .functional import bias_act, conv_bias_act, dense_bias_act
 from .modules.activations import (
     CELU,
     ELU,
@@ -37,6 +37,7 @@ from .modules.activations import (
     softsign,
     squared_relu,
 )
+from .modules.conv import FusedConvAct1d, FusedConvAct2d, FusedConvAct3d
 from .modules.dense import FusedDenseAct
 
 __version__ = "0.1.0"
@@ -46,6 +47,9 @@ __all__ = [
     "ELU",
     "GELU",
     "SELU",
+    "FusedConvAct1d",
+    "FusedConvAct2d",
+    "FusedConvAct3d",
     "FusedDenseAct",
     "Hardsigmoid",
     "Hardswish",
@@ -62,6 +66,7 @@ __all__ = [
     "activations",
     "bias_act",
     "celu",
+    "conv_bias_act",
     "dense_bias_act",
     "elu",
     "explain",

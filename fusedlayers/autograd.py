@@ -1,13 +1,14 @@
-"""The calculus: what is saved, and the gradients from it. Backends do the arithmetic, ``functional.py`` decides.
+"""The calculus: what is saved, and the gradients from it. Backends do the arithmetic, ``routes.py`` decides.
 
-A layer is two nodes: a matmul that makes z, and ``BiasAct``, which makes ``y = f(z + b)`` and usually writes it over z,
-for a matmul does not need its own result. f may read trainable tensors, its operands. ``BiasAct`` saves one of
+A layer is two nodes: a matmul or a convolution that makes z, and ``BiasAct``, which makes ``y = f(z + b)`` and usually
+writes it over z, for these do not need their own result. f may read trainable tensors, its operands. ``BiasAct`` saves
+one of
 
 * "output": y, which the next layer saves anyway; f' is had from it;
 * "input": its input, from which f' is exact;
 * "recompute": neither; the input is computed again from its ``Origin``, the layer's own arguments.
 
-Two nodes and not one: by the time the matmul's gradients are made, dy is gone.
+Two nodes and not one: by the time the product's gradients are made, dy is gone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
@@ -25,14 +25,17 @@ from .activations import Activation, Saved, widened
 from .backends import Backend, Wanted
 from .broadcast import along, operand_along, sum_along
 from .ownership import is_ours_alone, saved_under_hooks
+from .products import MATMUL, Product
 
 
 class Origin(NamedTuple):
-    """How an input z can be had again: ``z = x w^T``, ``z = x w^T + b``, or (without w) x itself."""
+    """How an input z can be had again: ``product(x, w, b)``, plus the residual; or (without w) x itself."""
 
     x: Tensor
     w: Tensor | None = None
     b: Tensor | None = None
+    residual: Tensor | None = None
+    product: Product = MATMUL
 
 
 class Settings(NamedTuple):
@@ -43,6 +46,7 @@ class Settings(NamedTuple):
     dim: int
     backend: Backend
     hooked: bool
+    product: Product
 
 
 class BiasAct(Function):
@@ -50,8 +54,8 @@ class BiasAct(Function):
 
     With ``save="input"`` b is None: whoever calls adds it.
 
-    ``origin`` is needed for "recompute". With "output" it may be given where the matmul saves x and w anyway: a second
-    derivative is then taken through the exact input instead of the rounded output.
+    ``origin`` is needed for "recompute". With "output" it may be given, without a residual, where the product saves x
+    and w anyway: a second derivative is then taken through the exact input instead of the rounded output.
     """
 
     @staticmethod
@@ -71,35 +75,35 @@ class BiasAct(Function):
         y = backend.bias_act(z, b, activation, operands, dim=dim, encode=encode, out=out)
         if inplace:
             ctx.mark_dirty(z)
-        x, w, matmul_b = origin or (None, None, None)
-        biases = (None if origin is None else b, matmul_b)
+        x, w, product_b, residual, product = origin or (None, None, None, None, MATMUL)
+        biases = (None if origin is None else b, product_b)
         kept = {"output": y, "input": z}.get(save)
         if save == "recompute":
-            ctx.save_for_backward(kept, x, w, *biases, *operands)
+            ctx.save_for_backward(kept, x, w, *biases, residual, *operands)
         else:
             # Saved, a bias must not be edited before backward. For second derivatives alone that is too much to ask.
-            ctx.save_for_backward(kept, x, w, None, None, *operands)
+            ctx.save_for_backward(kept, x, w, None, None, None, *operands)
             ctx.biases, ctx.versions = biases, _versions(biases)
-        ctx.settings = Settings(activation, save, dim, backend, saved_under_hooks())
+        ctx.settings = Settings(activation, save, dim, backend, saved_under_hooks(), product)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (dy,) = grads
-        saved, x, w, b, matmul_b, *operands = ctx.saved_tensors
-        activation, save, dim, backend, hooked = ctx.settings
+        saved, x, w, b, product_b, residual, *operands = ctx.saved_tensors
+        activation, save, dim, backend, hooked, product = ctx.settings
         needs_z, needs_b, *_ = ctx.needs_input_grad
         needs = ctx.needs_input_grad[-len(operands) :] if operands else ()
         differentiable = torch.is_grad_enabled()
         is_known = x is not None
         if is_known and save == "output":
-            b, matmul_b = ctx.biases
+            b, product_b = ctx.biases
             is_known = _versions(ctx.biases) == ctx.versions
 
         # Inputs that were computed for this call alone may be overwritten, and outputs that nobody else holds.
         overwrite = save == "output" and not hooked and is_ours_alone(saved)
         if is_known and (save == "recompute" or differentiable):
-            saved, save = _again(Origin(x, w, matmul_b), b, dim), "input"
+            saved, save = _again(Origin(x, w, product_b, residual, product), b, dim), "input"
             overwrite = saved is not x
 
         if differentiable or _is_batched(dy):
@@ -124,14 +128,16 @@ def _is_batched(dy: Tensor) -> bool:
 
 
 def _again(origin: Origin, b: Tensor | None, dim: int) -> Tensor:
-    x, w, linear_b = origin
+    x, w, product_b, residual, product = origin
     if w is None:
         z = x
     else:
         # Two dtypes: the forward pass was under autocast, which cast the weight to that of x. Whether backward is under
         # autocast does not matter.
         with torch.autocast(x.device.type, dtype=x.dtype, enabled=w.dtype is not x.dtype):
-            z = F.linear(x, w, linear_b)
+            z = product(x, w, product_b)
+        if residual is not None:
+            z = z + residual
     return z if b is None else z + along(b, dim, z.dim())
 
 

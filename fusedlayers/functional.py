@@ -1,38 +1,22 @@
-"""The functional interface: check, resolve, choose a route. No arithmetic.
-
-Every call takes one of four routes:
-
-* fused: a backend's kernels under an autograd Function, for ordinary tensors on a device that a backend knows;
-* exact: the same kernels without gradients: nothing is kept and the output carries no branch bit;
-* traced: under ``torch.compile``, functional operations that keep the same tensors and that Inductor fuses;
-* plain: PyTorch's own composite, for everything unusual: activations outside the table, functorch transforms,
-  forward-mode differentiation, TorchScript traces, tensor subclasses (DTensor, fake), nested and meta tensors, devices
-  without a backend; and for outputs so small that there is nothing to gain.
+"""The functional interface: what a user may pass is checked here; ``routes.py`` decides how it is computed.
 
 What has a ``__torch_function__`` of its own (``torch.fx`` proxies, subclasses that ask for it) is asked first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
-from torch.utils.checkpoint import checkpoint
 
-from . import backends, operands
-from .activations import Activation, Saved, Specialised, resolve
-from .autograd import BiasAct, Dense, Origin
+from . import backends, operands, routes
+from .activations import resolve
+from .autograd import BiasAct, Origin
 from .broadcast import along
-from .ownership import saved_under_hooks
-
-SAVES = ("auto", "output", "input", "recompute")
-
-#: Outputs of fewer elements are left to plain PyTorch under ``save="auto"``: the buffer that would be spared is smaller
-#: than the Python objects of the autograd node that would spare it.
-SMALL = 256
+from .products import MATMUL, Convolution, elements
+from .routes import choose_save, composite, is_transformed, needs_gradient, product_act, specialised, traced
 
 
 def dense_bias_act(
@@ -41,9 +25,10 @@ def dense_bias_act(
     bias: Tensor | None = None,
     activation: object = "gelu",
     *,
+    residual: Tensor | None = None,
     save: str = "auto",
 ) -> Tensor:
-    """``activation(F.linear(input, weight, bias))`` that keeps one hidden-sized buffer.
+    """``activation(F.linear(input, weight, bias) + residual)`` that keeps one hidden-sized buffer.
 
     The matmul's result is overwritten by the activation's output, and the derivative is had from that output.
 
@@ -53,6 +38,7 @@ def dense_bias_act(
         bias: (out,) or None.
         activation: a name (see ``fusedlayers.activations()``), an ``nn.Module``, a torch function, a
             ``functools.partial``, any callable, or None. What is not in the table is computed by plain PyTorch.
+        residual: (..., out), or None: added before the activation.
         save: what is kept for backward. "output": y, written over the matmul's buffer (folded activations carry the
             branch in the last mantissa bit of negative outputs). "input": the pre-activation z, exact to the last bit.
             "recompute": neither; z is computed again from ``input``. "auto": "output" where the derivative can be had
@@ -73,52 +59,95 @@ def dense_bias_act(
     torch.Size([2, 4])
     """
     resolved = resolve(activation, "dense_bias_act")
-    ordinary = operands.are_ordinary((input, weight), bias)
+    required = (input, weight) if residual is None else (input, weight, residual)
+    ordinary = operands.are_ordinary(required, bias)
     if not ordinary:
-        operands.check_tensors("dense_bias_act", {"input": input, "weight": weight}, bias)
-        if has_torch_function((input, weight, bias)):
+        operands.check_tensors("dense_bias_act", {"input": input, "weight": weight}, bias, residual)
+        if has_torch_function((*required, bias)):
             if not resolved.is_fusible:
-                return resolved.plain(F.linear(input, weight, bias))
+                return composite(MATMUL, resolved, input, weight, bias, residual)
             tensors = (input, weight, bias)
-            return handle_torch_function(dense_bias_act, tensors, *tensors, resolved, save=save)
+            return handle_torch_function(
+                dense_bias_act, (*required, bias), *tensors, resolved, residual=residual, save=save
+            )
         if input.is_nested:  # which does not tell its sizes
-            return resolved.plain(F.linear(input, weight, bias))
+            return composite(MATMUL, resolved, input, weight, bias, residual)
     operands.check_dense(input, weight, bias)
-    operands.check_one_dtype("dense_bias_act", input, weight, bias, autocast_casts=True)
-    compiling = torch.compiler.is_compiling()
-    if save == "auto" and input.numel() * weight.shape[0] < SMALL * weight.shape[1] and not compiling:
-        return resolved.plain(F.linear(input, weight, bias))
-    kind = input.device.type
-    autocast = operands.is_autocast(kind)
-    dtype = torch.get_autocast_dtype(kind) if autocast and input.dtype is not torch.float64 else input.dtype
-    plain = not ordinary or (_is_transformed() and not compiling)
-    params: tuple[Tensor, ...] = ()
-    dim = -1
-    if resolved.is_untraced and not plain and not compiling:
-        resolved, params, operand_dim = specialised(resolved, (*input.shape[:-1], weight.shape[0]), dtype, input.device)
-        dim = -1 if operand_dim is None else operand_dim
-    keep = _choose_save("dense_bias_act", resolved, save, dtype)
+    operands.check_one_dtype("dense_bias_act", input, weight, bias, residual, autocast_casts=True)
+    if residual is not None:
+        operands.check_residual("dense_bias_act", residual, MATMUL.shape(input, weight))
+    rows = input.numel() // max(1, input.shape[-1])
+    return product_act(
+        MATMUL, input, weight, bias, residual, resolved, save, count=rows * weight.shape[0], is_ordinary=ordinary
+    )
 
-    if plain or keep == "nothing" or not resolved.is_fusible:
-        return resolved.plain(F.linear(input, weight, bias))
-    if compiling:
-        return _traced(F.linear, resolved, keep, input, weight, bias)
-    cast = dtype if autocast else None
-    if _needs_gradient(input, weight, bias, *params):
-        if dim != -1:
-            z = F.linear(input, weight, bias)
-            origin = Origin(input, weight, bias) if keep == "recompute" and cast is None else None
-            keep = "recompute" if origin is not None else "input"
-            return BiasAct.apply(z, None, resolved, keep, dim, False, origin, *params)
-        # Two dimensions: the result of F.linear with more is a view, and overwriting a view costs autograd a copy.
-        x = input.flatten(0, -2) if input.dim() > 2 else input if input.dim() == 2 else input.unsqueeze(0)
-        y = _fused_dense(x, weight, bias, resolved, params, keep, cast)
-        return y if input.dim() == 2 else y.view(*input.shape[:-1], y.shape[-1])
-    backend = backends.choose(input, resolved)
-    if cast is None and not params:
-        return backend.linear_act(input, weight, bias, resolved)
-    z = F.linear(input, weight, bias)
-    return backend.bias_act(z, None, resolved, params, dim=dim, encode=False, out=z)
+
+def conv_bias_act(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: object = "relu",
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    *,
+    residual: Tensor | None = None,
+    save: str = "auto",
+) -> Tensor:
+    """``activation(conv(input, weight, bias) + residual)`` that keeps one buffer of the output's size.
+
+    The convolution, of one to three spatial dimensions, is the library's (cuDNN, oneDNN). Its result is overwritten by
+    the activation's output, and the derivative is had from that output.
+
+    Args:
+        input: (batch, in, ...) or (in, ...), with one to three spatial dimensions; float16, bfloat16, float32, float64.
+        weight: (out, in / groups, ...), of the same dtype and device; under autocast cast as ``F.conv2d`` casts them.
+        bias: (out,) or None.
+        activation: as for ``dense_bias_act``. Tensors of its own that run along channels have the shape (out, 1, ...).
+        stride, padding, dilation, groups: as for ``F.conv2d``; padding may be "same" or "valid".
+        residual: like the result, or None: added before the activation.
+        save: as for ``dense_bias_act``.
+
+    Returns:
+        (batch, out, ...) or (out, ...), of the same dtype, in the memory format that the convolution gives it.
+
+    Raises:
+        TypeError, ValueError: as ``dense_bias_act``. Nothing has been written by then.
+
+    Saved: the output or what ``save`` says, ``input`` if the weight needs a gradient, ``weight`` if the input does.
+
+    >>> import torch, fusedlayers as fl
+    >>> fl.conv_bias_act(torch.ones(2, 3, 8, 8), torch.ones(4, 3, 3, 3), None, "silu", stride=2, padding=1).shape
+    torch.Size([2, 4, 4, 4])
+    """
+    resolved = resolve(activation, "conv_bias_act")
+    required = (input, weight) if residual is None else (input, weight, residual)
+    ordinary = operands.are_ordinary(required, bias)
+    if not ordinary:
+        operands.check_tensors("conv_bias_act", {"input": input, "weight": weight}, bias, residual)
+    dims = operands.spatial_dims(weight)
+    product = Convolution(
+        operands.sizes("conv_bias_act", "stride", stride, dims),
+        padding if isinstance(padding, str) else operands.sizes("conv_bias_act", "padding", padding, dims, least=0),
+        operands.sizes("conv_bias_act", "dilation", dilation, dims),
+        groups,
+    )
+    if not ordinary and has_torch_function((*required, bias)):
+        if not resolved.is_fusible:
+            return composite(product, resolved, input, weight, bias, residual)
+        return handle_torch_function(
+            conv_bias_act, (*required, bias), input, weight, bias, resolved, stride, padding, dilation, groups,
+            residual=residual, save=save,
+        )  # fmt: skip
+    operands.check_conv(input, weight, bias, product)
+    operands.check_one_dtype("conv_bias_act", input, weight, bias, residual, autocast_casts=True)
+    shape = product.shape(input, weight)
+    if residual is not None:
+        operands.check_residual("conv_bias_act", residual, shape)
+    return product_act(
+        product, input, weight, bias, residual, resolved, save, count=elements(shape), is_ordinary=ordinary
+    )
 
 
 def bias_act(
@@ -162,7 +191,7 @@ def bias_act(
                 return resolved.plain(input)
             tensors = (input, bias)
             return handle_torch_function(bias_act, tensors, *tensors, resolved, dim=dim, inplace=inplace, save=save)
-    operands.check_one_dtype("bias_act", input, None, bias)
+    operands.check_one_dtype("bias_act", input, None, bias, None)
     if bias is not None:
         operands.check_bias("bias_act", input, bias, dim)
     bias_dim = dim
@@ -171,8 +200,8 @@ def bias_act(
         return x if b is None else x + along(b, bias_dim, x.dim())
 
     compiling = torch.compiler.is_compiling()
-    small = save == "auto" and input.numel() < SMALL and not inplace
-    fused = ordinary and not compiling and not small and not _is_transformed()
+    small = save == "auto" and input.numel() < routes.SMALL and not inplace
+    fused = ordinary and not compiling and not small and not is_transformed()
     params: tuple[Tensor, ...] = ()
     if fused and resolved.is_untraced:
         resolved, params, operand_dim = specialised(resolved, input.shape, input.dtype, input.device)
@@ -182,7 +211,7 @@ def bias_act(
             if not inplace:
                 input, bias = biased(input, bias), None
             dim = operand_dim
-    keep = _choose_save("bias_act", resolved, save, input.dtype)
+    keep = choose_save("bias_act", resolved, save, input.dtype)
 
     fusible = ordinary and keep != "nothing" and resolved.is_fusible
     fused = fused and fusible
@@ -193,106 +222,17 @@ def bias_act(
             )
         operands.check_writable("bias_act", input)
         # Autograd refuses some views, but only after a Function has written; copy_ asks first.
-        if not fused or keep != "output" or (input._is_view() and _needs_gradient(input, bias)):
+        if not fused or keep != "output" or (input._is_view() and needs_gradient(input, bias)):
             return input.copy_(bias_act(input.clone(), bias, activation, dim=bias_dim, save=save))
 
     if fusible and compiling:
-        return _traced(biased, resolved, keep, input, bias)
+        return traced(biased, resolved, keep, input, bias)
     if not fused:
         return resolved.plain(biased(input, bias))
-    if not _needs_gradient(input, bias, *params):
+    if not needs_gradient(input, bias, *params):
         out = input if inplace else None
         return backends.choose(input, resolved).bias_act(input, bias, resolved, params, dim=dim, encode=False, out=out)
     if keep == "input":
         return BiasAct.apply(biased(input, bias), None, resolved, keep, dim, False, None, *params)
     origin = Origin(input) if keep == "recompute" else None
     return BiasAct.apply(input, bias, resolved, keep, dim, inplace, origin, *params)
-
-
-def specialised(
-    activation: Activation, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
-) -> Specialised:
-    """A user's function made into an activation for z of this shape and dtype, with the tensors that it reads."""
-    # Here, because tracing takes parts of torch whose import takes a second.
-    from .activations.custom import specialise
-
-    return specialise(activation, tuple(shape), dtype, device)
-
-
-def _fused_dense(
-    x: Tensor,
-    w: Tensor,
-    b: Tensor | None,
-    activation: Activation,
-    params: tuple[Tensor, ...],
-    keep: Saved,
-    cast: torch.dtype | None,
-) -> Tensor:
-    """The layer on 2-d input, for gradients; ``cast`` is what autocast, if it is on, casts to."""
-    backend = backends.choose(x, activation)
-    # Where the kernel adds the bias, the matmul does not.
-    kernel_b = b if backend.ADDS_BIAS and keep != "input" else None
-    matmul_b = b if kernel_b is None else None
-    multiply = F.linear
-    if cast is not None:
-        # Whatever F.linear can cast it does: a weight that is used many times is then cast, and kept, once.
-        kernel_b = None if kernel_b is None else kernel_b.to(cast)
-        x = x.to(cast) if keep == "recompute" else x
-    elif backend.multiplies(x, w):
-        multiply = Dense.apply
-    z = multiply(x, w, matmul_b)
-    # z can be computed again if it must, or where that costs no memory: a matmul whose x and w both need gradients has
-    # saved them (under autocast its casts of them, under hooks what those made of them), and a bias that is a parameter
-    # is alive anyway.
-    free = cast is None and x.requires_grad and w.requires_grad and (b is None or b.is_leaf) and not saved_under_hooks()
-    known = keep == "recompute" or (keep == "output" and free)
-    origin = Origin(x, w, matmul_b) if known else None
-    return BiasAct.apply(z, kernel_b, activation, keep, -1, keep != "input", origin, *params)
-
-
-def _is_transformed() -> bool:
-    """Whether functorch, forward-mode differentiation or TorchScript's tracer wants to see plain operations."""
-    return (
-        torch._C._are_functorch_transforms_active()
-        or torch.autograd.forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-    )
-
-
-def _choose_save(function: str, activation: Activation, save: str, dtype: torch.dtype) -> Saved:
-    if save not in SAVES:
-        raise ValueError(f"{function}: save must be one of {', '.join(SAVES)}, got {save!r}")
-    if activation.is_identity:
-        return "nothing"
-    if save == "input" or save == "recompute":
-        return save  # type: ignore[return-value]  # a str that the test has narrowed
-    refused = activation.output_refused_because(dtype)
-    if refused is None:
-        return "output"
-    if save == "output":
-        raise ValueError(
-            f"{function}: save='output' cannot be had for {activation!r} in {dtype}: {refused}; "
-            "use save='auto', 'input' or 'recompute'"
-        )
-    return "input"
-
-
-def _needs_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
-def _traced(
-    pre_activation: Callable[..., Tensor], activation: Activation, save: Saved, *tensors: Tensor | None
-) -> Tensor:
-    # An exported program is for inference. (Torch 2.11 takes is_exporting() for true whenever it compiles.)
-    if not _needs_gradient(*tensors) or torch.compiler._is_exporting_flag:
-        return activation.plain(pre_activation(*tensors))
-    if save == "output":
-        # Here, because it registers itself with the compiler, whose import takes a second and sets an environment
-        # variable. A trace runs imports as it meets them.
-        from .traced import output_saved
-
-        return output_saved(pre_activation(*tensors), activation.name, tuple(activation.parameters.items()))
-    if save == "input":
-        return activation.plain(pre_activation(*tensors))
-    return checkpoint(lambda *arguments: activation.plain(pre_activation(*arguments)), *tensors, use_reentrant=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -9,6 +11,7 @@ from torch.overrides import has_torch_function
 
 from . import backends
 from .activations import DTYPES
+from .products import Convolution
 
 _PLAIN_TYPES = (Tensor, Parameter)
 _STRIDED = torch.strided
@@ -33,15 +36,15 @@ def are_ordinary(required: tuple[Tensor, ...], bias: Tensor | None) -> bool:
     return not others and device.type in backends.DEVICES
 
 
-def check_tensors(function: str, required: dict[str, object], bias: object) -> None:
+def check_tensors(function: str, required: dict[str, object], bias: object, residual: object = None) -> None:
     """Refuse what is not a floating tensor, or not on the device of the first."""
-    operands = required if bias is None else {**required, "bias": bias}
+    optional = {name: tensor for name, tensor in (("bias", bias), ("residual", residual)) if tensor is not None}
     device = None
-    for name, tensor in operands.items():
+    for name, tensor in {**required, **optional}.items():
         if has_torch_function((tensor,)):
             continue  # it says itself what it is
         if not isinstance(tensor, Tensor):
-            hint = "; pass None for no bias" if name == "bias" else ""
+            hint = f"; pass None for no {name}" if name in optional else ""
             raise TypeError(f"{function}: {name} must be a tensor, got {type(tensor).__name__}{hint}")
         if tensor.dtype not in DTYPES:
             raise TypeError(
@@ -65,6 +68,64 @@ def check_dense(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         )
 
 
+def spatial_dims(weight: Tensor) -> int:
+    """One to three, as a convolution's weight has."""
+    dims = weight.dim() - 2
+    if not 1 <= dims <= 3:
+        raise ValueError(
+            f"conv_bias_act: expected weight (out, in / groups, ...) with one to three spatial dimensions, "
+            f"got {_shape(weight)}"
+        )
+    return dims
+
+
+def sizes(function: str, name: str, value: object, dims: int, least: int = 1) -> tuple[int, ...]:
+    """A number for each spatial dimension."""
+    found = (value,) * dims if isinstance(value, (int, torch.SymInt)) else value
+    if not isinstance(found, Sequence) or isinstance(found, str):
+        raise TypeError(f"{function}: {name} must be an int or a sequence of them, got {value!r}")
+    if len(found) == 1:
+        found = (*found,) * dims
+    if len(found) != dims or not all(isinstance(size, (int, torch.SymInt)) and size >= least for size in found):
+        of = "numbers" if least == 0 else "positive numbers"
+        raise ValueError(f"{function}: {name} must be {dims} {of} or one, got {value!r}")
+    return tuple(found)
+
+
+def check_conv(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> None:
+    dims = len(convolution.stride)
+    if input.dim() not in (dims + 1, dims + 2):
+        raise ValueError(
+            f"conv_bias_act: expected input (batch, in, ...) or (in, ...) with {dims} spatial dimensions for weight "
+            f"{_shape(weight)}, got {_shape(input)}"
+        )
+    channels, groups = input.shape[-dims - 1], convolution.groups
+    if not isinstance(groups, int) or groups < 1 or weight.shape[0] % groups or channels != weight.shape[1] * groups:
+        raise ValueError(
+            f"conv_bias_act: input {_shape(input)}, weight {_shape(weight)} and groups={groups!r} do not fit together: "
+            "the input's channels must be groups times the weight's second dimension, and groups must divide its first"
+        )
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
+        raise ValueError(
+            f"conv_bias_act: expected bias ({weight.shape[0]},) for weight {_shape(weight)}, got {_shape(bias)}"
+        )
+    padding = convolution.padding
+    if isinstance(padding, str) and padding not in ("same", "valid"):
+        raise ValueError(f"conv_bias_act: padding must be numbers, 'same' or 'valid', got {padding!r}")
+    if padding == "same" and set(convolution.stride) != {1}:
+        raise ValueError(f"conv_bias_act: padding='same' needs stride 1, got {convolution.stride}")
+    if min(convolution.shape(input, weight)[-dims:]) < 1:
+        raise ValueError(
+            f"conv_bias_act: the kernel of weight {_shape(weight)}, with dilation {convolution.dilation}, is larger "
+            f"than input {_shape(input)} with padding {padding}"
+        )
+
+
+def check_residual(function: str, residual: Tensor, shape: tuple[int, ...]) -> None:
+    if residual.shape != shape:
+        raise ValueError(f"{function}: expected residual {shape}, like the result, got {_shape(residual)}")
+
+
 def check_bias(function: str, input: Tensor, bias: Tensor, dim: int) -> None:
     if not isinstance(dim, int):
         raise TypeError(f"{function}: dim must be an int, got {type(dim).__name__}: {dim!r}")
@@ -77,13 +138,23 @@ def check_bias(function: str, input: Tensor, bias: Tensor, dim: int) -> None:
 
 
 def check_one_dtype(
-    function: str, input: Tensor, weight: Tensor | None, bias: Tensor | None, *, autocast_casts: bool = False
+    function: str,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    *,
+    autocast_casts: bool = False,
 ) -> None:
     """Refuse mixed dtypes, but for those that autocast, where it is on, makes one dtype of: all but float64."""
     dtype = input.dtype
-    if (weight is None or weight.dtype is dtype) and (bias is None or bias.dtype is dtype):
+    if (
+        (weight is None or weight.dtype is dtype)
+        and (bias is None or bias.dtype is dtype)
+        and (residual is None or residual.dtype is dtype)
+    ):
         return
-    named = {"input": input, "weight": weight, "bias": bias}
+    named = {"input": input, "weight": weight, "bias": bias, "residual": residual}
     dtypes = {name: tensor.dtype for name, tensor in named.items() if tensor is not None}
     if autocast_casts and torch.float64 not in dtypes.values() and is_autocast(input.device.type):
         return

@@ -29,7 +29,7 @@ from fusedlayers.activations import Activation, activations, resolve
 from fusedlayers.backends.triton import elementwise
 from fusedlayers.backends.triton.codegen import device_function
 from fusedlayers.backends.triton.elementwise import Matrix
-from fusedlayers.functional import specialised
+from fusedlayers.routes import specialised
 
 sys.path.append(str(Path(__file__).parents[1]))
 from literature import PUBLISHED

@@ -31,10 +31,10 @@ Switch = Callable[[bool], None]
 @pytest.fixture
 def on_triton(monkeypatch: pytest.MonkeyPatch) -> Switch:
     """What switches between Triton and torch's operations, on whatever device the tests run."""
-    from fusedlayers import backends, functional
+    from fusedlayers import backends, routes
     from fusedlayers.backends import eager, triton
 
-    monkeypatch.setattr(functional, "SMALL", 0)
+    monkeypatch.setattr(routes, "SMALL", 0)
 
     def switch(on: bool) -> None:
         def choose(tensor: torch.Tensor, activation: Any = None) -> Any:

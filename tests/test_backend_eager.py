@@ -16,8 +16,9 @@ from fusedlayers import backends
 from fusedlayers.activations import Activation, branch, resolve, rows
 from fusedlayers.activations.inverse import PRECISIONS
 from fusedlayers.backends import Wanted, eager
-from fusedlayers.backends.eager import chunks, dense, elementwise
+from fusedlayers.backends.eager import chunks, elementwise, products
 from fusedlayers.memory import saved_bytes
+from fusedlayers.products import MATMUL
 
 TABLE = [row.bind() for row in rows()]
 FOLDED = [a for a in TABLE if a.is_folded]
@@ -305,7 +306,7 @@ def test_every_path_keeps_nan(activation: Activation, dtype: torch.dtype, featur
     x, w = torch.ones(200, 40).to(dtype), torch.ones(features, 40).to(dtype)
     x[7, 3] = math.nan
     b = torch.zeros(features).to(dtype)
-    y = eager.linear_act(x, w, b, activation)
+    y = eager.product_act(MATMUL, x, w, b, activation)
     assert torch.equal(y.isnan().any(1), torch.arange(200) == 7)
     for encode in (True, False):
         if encode and dtype is torch.float64:
@@ -315,7 +316,7 @@ def test_every_path_keeps_nan(activation: Activation, dtype: torch.dtype, featur
 
 
 def test_onednn_swallows_nan_where_it_is_not_used() -> None:
-    if not dense._has_onednn():
+    if not products._has_onednn():
         pytest.skip("this torch has no oneDNN")
     x = torch.full((64, 64), math.nan)
     y = torch.ops.mkldnn._linear_pointwise(x, torch.ones(64, 64), None, "relu", [], "")
@@ -331,12 +332,12 @@ def test_onednn_swallows_nan_where_it_is_not_used() -> None:
 @pytest.fixture
 def onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Use oneDNN whatever this machine would choose."""
-    if not dense._has_onednn():
+    if not products._has_onednn():
         pytest.skip("this torch has no oneDNN")
-    monkeypatch.setattr(dense, "_is_amd", lambda: True)
-    dense._onednn_wins.cache_clear()
+    monkeypatch.setattr(products, "_is_amd", lambda: True)
+    products._onednn_wins.cache_clear()
     yield
-    dense._onednn_wins.cache_clear()
+    products._onednn_wins.cache_clear()
 
 
 def _multiply(x: Tensor, w: Tensor, b: Tensor | None, post_op: tuple[str, list[float], str]) -> Tensor:
@@ -355,7 +356,7 @@ def _operands(layout: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         w = w.t().contiguous().t()
     elif layout == "gaps":
         x, w = torch.randn(192, 320).to(dtype)[::2, ::2], torch.randn(224, 160).to(dtype)[::2]
-    assert x.numel() * w.shape[0] >= dense.WORTH_IT
+    assert x.numel() * w.shape[0] >= products.WORTH_IT
     return x, w, b
 
 
@@ -363,7 +364,7 @@ def _operands(layout: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_onednn_multiplies_as_linear_does(layout: str, dtype: torch.dtype) -> None:
-    if dtype is torch.bfloat16 and not dense._has_bfloat16():
+    if dtype is torch.bfloat16 and not products._has_bfloat16():
         pytest.skip("this machine's oneDNN has no bfloat16")
     x, w, b = _operands(layout, dtype)
     for bias in (b, None):
@@ -377,7 +378,7 @@ def test_onednn_multiplies_as_linear_does(layout: str, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("activation", POST_OPS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_onednn_applies_the_activation(activation: Activation, dtype: torch.dtype) -> None:
-    if dtype is torch.bfloat16 and not dense._has_bfloat16():
+    if dtype is torch.bfloat16 and not products._has_bfloat16():
         pytest.skip("this machine's oneDNN has no bfloat16")
     x, w, b = _operands("contiguous", dtype)
     x = x / 4
@@ -392,11 +393,11 @@ def test_onednn_applies_the_activation(activation: Activation, dtype: torch.dtyp
 @pytest.mark.parametrize("has", [True, False])
 @pytest.mark.parametrize("amd", [True, False])
 def test_onednn_is_used_where_it_wins(has: bool, amd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if has and not dense._has_onednn():
+    if has and not products._has_onednn():
         pytest.skip("this torch has no oneDNN")
-    monkeypatch.setattr(dense, "_has_onednn", lambda: has)
-    monkeypatch.setattr(dense, "_is_amd", lambda: amd)
-    dense._onednn_wins.cache_clear()
+    monkeypatch.setattr(products, "_has_onednn", lambda: has)
+    monkeypatch.setattr(products, "_is_amd", lambda: amd)
+    products._onednn_wins.cache_clear()
     try:
         x, w, b = _operands("contiguous", torch.float32)
         assert eager.multiplies(x, w) == (has and amd)
@@ -406,9 +407,9 @@ def test_onednn_is_used_where_it_wins(has: bool, amd: bool, monkeypatch: pytest.
         torch.testing.assert_close(eager.linear(x, w, b), F.linear(x, w, b))
         for activation in TABLE:
             expected = activation.plain(F.linear(x, w, b))
-            torch.testing.assert_close(eager.linear_act(x, w, b, activation), expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(eager.product_act(MATMUL, x, w, b, activation), expected, rtol=1e-4, atol=1e-4)
     finally:
-        dense._onednn_wins.cache_clear()
+        products._onednn_wins.cache_clear()
 
 
 @pytest.mark.usefixtures("onednn")

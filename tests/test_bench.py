@@ -18,7 +18,7 @@ from bench.__main__ import main as bench_main
 from bench.reference import CUSTOM_ACTIVATIONS
 
 CPU = torch.device("cpu")
-TINY = shapes.Shape("Tiny", 8, 64, {"cpu": 12})  # 4 rows of it, when quick: not below functional.SMALL
+TINY = shapes.Shape("Tiny", 8, 64, {"cpu": 12})  # 4 rows of it, when quick: not below routes.SMALL
 CASE = shapes.Case("model", TINY, "relu", "float32")
 
 

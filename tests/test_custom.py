@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedlayers as fl
 from bench.resnet import resnet18
 from examples.custom_activation import ACTIVATIONS
-from fusedlayers import functional
+from fusedlayers import routes
 from fusedlayers.activations import custom, resolve, splitting
 from fusedlayers.activations.capture import capture
 from fusedlayers.activations.recent import LIMIT, Recent
@@ -75,7 +75,7 @@ def records(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -
 
 def _reason(function: object, *shape: int, dtype: torch.dtype = torch.float32) -> str | None:
     """Why it is left to PyTorch, or None where it is fused."""
-    return functional.specialised(resolve(function), shape or (40, 16), dtype).activation.unfused_because
+    return routes.specialised(resolve(function), shape or (40, 16), dtype).activation.unfused_because
 
 
 def _gradients(y: Tensor, dy: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:

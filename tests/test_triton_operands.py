@@ -24,7 +24,7 @@ from fusedlayers import backends
 from fusedlayers.activations import Activation, Specialised, resolve
 from fusedlayers.activations.custom import _variants
 from fusedlayers.backends import Wanted, eager
-from fusedlayers.functional import specialised
+from fusedlayers.routes import specialised
 
 pytest.importorskip("triton")
 from test_triton import LAYOUTS, compare, integers, normal, sum_along  # after the line that skips without it

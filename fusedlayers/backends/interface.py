@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, Protocol
 from torch import Tensor
 
 from ..activations import Activation
+from ..products import Product
 
 
 class Wanted(NamedTuple):
@@ -35,8 +36,8 @@ class Backend(Protocol):
         """``x w^T + b`` in a new buffer: (..., in), (out, in), (out,) -> (..., out)."""
         ...
 
-    def linear_act(self, x: Tensor, w: Tensor, b: Tensor | None, activation: Activation) -> Tensor:
-        """``activation(x w^T + b)`` in one new buffer, exact: for calls without gradients."""
+    def product_act(self, product: Product, x: Tensor, w: Tensor, b: Tensor | None, activation: Activation) -> Tensor:
+        """``activation(product(x, w, b))`` in one new buffer, exact: for calls without gradients."""
         ...
 
     def bias_act(

@@ -18,8 +18,9 @@ from torch import Tensor
 from ..activations import Activation, resolve
 from ..activations.capture import capture
 from ..clean import in_clean_state
-from ..functional import bias_act, specialised
+from ..functional import bias_act
 from ..memory import saved_bytes
+from ..routes import specialised
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: Inputs that derivatives are compared on.

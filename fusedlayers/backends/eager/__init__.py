@@ -1,10 +1,10 @@
 """Torch operations: the readable reference, and the backend for CPUs."""
 
 from ...activations import Activation
-from .dense import linear, linear_act, multiplies
 from .elementwise import bias_act, gradient
+from .products import linear, multiplies, product_act
 
-__all__ = ["ADDS_BIAS", "bias_act", "computes", "gradient", "linear", "linear_act", "multiplies"]
+__all__ = ["ADDS_BIAS", "bias_act", "computes", "gradient", "linear", "multiplies", "product_act"]
 
 #: torch's matmuls add it on the way.
 ADDS_BIAS = False

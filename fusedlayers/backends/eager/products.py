@@ -1,4 +1,4 @@
-"""Dense layers on torch's own matmuls, through oneDNN where that is faster than the default.
+"""Matmuls and convolutions, through oneDNN where that is faster than torch's default.
 
 torch multiplies float32 matrices with MKL, which on AMD processors is slower than the oneDNN that torch also carries;
 16-bit matrices go to oneDNN anyway. oneDNN can apply some activations while it writes the result. Its operators are
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...activations import Activation
+from ...products import Convolution, Product
 from .elementwise import activate_
 
 #: Multiply-adds from which oneDNN's longer call pays (a 4x4 layer takes it 10 us, F.linear 2).
@@ -32,14 +33,33 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     return F.linear(x, w, b)
 
 
-def linear_act(x: Tensor, w: Tensor, b: Tensor | None, activation: Activation) -> Tensor:
-    """``activation(x w^T + b)`` in one new buffer, exact: for calls without gradients."""
+def product_act(product: Product, x: Tensor, w: Tensor, b: Tensor | None, activation: Activation) -> Tensor:
+    """``activation(product(x, w, b))`` in one new buffer, exact: for calls without gradients."""
     post_op = activation.native.post_op
-    if post_op is not None and _is_large(x, w) and _onednn_wins(x.dtype, with_post_op=True):
-        return torch.ops.mkldnn._linear_pointwise(x, w, b, *post_op(**activation.parameters))
-    z = linear(x, w, b)
+    if isinstance(product, Convolution):
+        if post_op is not None and _convolves(product, x, w):
+            p, s, d, g = product.padding, product.stride, product.dilation, product.groups
+            return torch.ops.mkldnn._convolution_pointwise(x, w, b, p, s, d, g, *post_op(**activation.parameters))
+        z = product(x, w, b)
+    else:
+        if post_op is not None and _is_large(x, w) and _onednn_wins(x.dtype, with_post_op=True):
+            return torch.ops.mkldnn._linear_pointwise(x, w, b, *post_op(**activation.parameters))
+        z = linear(x, w, b)
     activate_(z, activation, encode=False)
     return z
+
+
+def _convolves(convolution: Convolution, x: Tensor, w: Tensor) -> bool:
+    """Whether oneDNN's convolution takes these, and is the one that torch would call."""
+    return (
+        x.is_cpu
+        and x.dim() == w.dim() == 4
+        and not isinstance(convolution.padding, str)
+        and x.numel() * w.shape[0] >= WORTH_IT
+        and torch._C._get_mkldnn_enabled()
+        and _has_convolution()
+        and (x.dtype is torch.float32 or (x.dtype is torch.bfloat16 and _has_bfloat16()))
+    )
 
 
 def _is_large(x: Tensor, w: Tensor) -> bool:
@@ -57,6 +77,11 @@ def _onednn_wins(dtype: torch.dtype, *, with_post_op: bool) -> bool:
 @functools.cache
 def _has_onednn() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+@functools.cache
+def _has_convolution() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_convolution_pointwise")
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Dense layers on a GPU: the vendor's matmul into a buffer, which the elementwise kernels overwrite."""
+"""Matmuls and convolutions on a GPU: the vendor's, into a buffer that the elementwise kernels overwrite."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...activations import Activation
+from ...products import Product
 from .elementwise import bias_act
 
 
@@ -19,7 +20,7 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     return F.linear(x, w, b)
 
 
-def linear_act(x: Tensor, w: Tensor, b: Tensor | None, activation: Activation) -> Tensor:
-    """``activation(x w^T + b)`` in one new buffer, exact: for calls without gradients."""
-    z = F.linear(x, w)
-    return bias_act(z, b, activation, dim=-1, encode=False, out=z)
+def product_act(product: Product, x: Tensor, w: Tensor, b: Tensor | None, activation: Activation) -> Tensor:
+    """``activation(product(x, w, b))`` in one new buffer, exact: for calls without gradients."""
+    z = product(x, w, None)
+    return bias_act(z, b, activation, dim=product.dim, encode=False, out=z)

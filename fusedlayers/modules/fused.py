@@ -1,0 +1,76 @@
+"""What the fused modules share: an activation beside the parameters of torch's own layer."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+from torch import Tensor, nn
+
+from ..activations import Activation, must_be_called_because, resolve
+from ..routes import SAVES, specialised
+
+
+class FusedAct(nn.Module):
+    """A layer of torch's and its activation; the class after it among the bases is that layer's."""
+
+    #: The class whose parameters, initialisation and ``state_dict`` keys it has.
+    torchs: ClassVar[type[nn.Module]]
+    weight: Tensor
+    bias: Any
+
+    @classmethod
+    def from_modules(cls, layer: Any, activation: object, *, save: str = "auto") -> Self:
+        """A fused layer that shares the parameters of ``layer``; ``activation`` as for the constructor.
+
+        Raises:
+            TypeError: ``layer`` is not exactly torch's, or has hooks or a forward of its own, which would be lost.
+        """
+        expected = f"nn.{cls.torchs.__name__}"
+        if type(layer) is not cls.torchs:
+            raise TypeError(
+                f"{cls.__name__}.from_modules: expected a plain {expected}, got {type(layer).__name__}, which may "
+                "compute something else; leave it as it is"
+            )
+        reason = must_be_called_because(layer)
+        if reason is not None:
+            raise TypeError(f"{cls.__name__}.from_modules: the {expected} must be called: {reason}; leave it as it is")
+        fused: Any = cls._without_values(layer)
+        fused.weight, fused.bias = layer.weight, layer.bias
+        fused._set(activation, save)
+        fused.train(layer.training)
+        return fused
+
+    @classmethod
+    def _without_values(cls, layer: Any) -> Self:
+        """A layer on the meta device with the hyperparameters of torch's."""
+        raise NotImplementedError
+
+    def _example_shape(self) -> tuple[int, ...]:
+        """A shape that results may have."""
+        raise NotImplementedError
+
+    def _set(self, activation: object, save: str) -> None:
+        name = type(self).__name__
+        if save not in SAVES:
+            raise ValueError(f"{name}: save must be one of {', '.join(SAVES)}, got {save!r}")
+        resolved = resolve(activation, name)
+        if save == "output":
+            resolved = self._specialised(resolved)
+        refused = resolved.output_refused_because(self.weight.dtype) if save == "output" else None
+        if refused is not None and not resolved.is_identity:
+            raise ValueError(
+                f"{name}: save='output' cannot be had for {resolved!r} in {self.weight.dtype}: {refused}; "
+                "use save='auto', 'input' or 'recompute'"
+            )
+        self.activation = activation
+        self.save = save
+
+    def _specialised(self, activation: Activation) -> Activation:
+        if not activation.is_untraced:
+            return activation
+        return specialised(activation, self._example_shape(), self.weight.dtype).activation
+
+    def extra_repr(self) -> str:
+        resolved = self._specialised(resolve(self.activation))
+        said = resolved.describe(self.save, self.weight.dtype)
+        return f"{super().extra_repr()}, activation={resolved!r}, {said}"

@@ -1,0 +1,201 @@
+"""A product (``products.py``) and the activation after it: which route a call takes. No arithmetic.
+
+* fused: a backend's kernels under an autograd Function, for ordinary tensors on a device that a backend knows;
+* exact: the same kernels without gradients: nothing is kept and the output carries no branch bit;
+* traced: under ``torch.compile``, functional operations that keep the same tensors and that Inductor fuses;
+* plain: PyTorch's own composite, for everything unusual: activations outside the table, functorch transforms,
+  forward-mode differentiation, TorchScript traces, tensor subclasses (DTensor, fake), nested and meta tensors, devices
+  without a backend; and for outputs so small that there is nothing to gain.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from . import backends, operands
+from .activations import Activation, Saved, Specialised
+from .autograd import BiasAct, Dense, Origin
+from .ownership import saved_under_hooks
+from .products import MATMUL, Product
+
+SAVES = ("auto", "output", "input", "recompute")
+
+#: Outputs of fewer elements are left to plain PyTorch under ``save="auto"``: the buffer that would be spared is smaller
+#: than the Python objects of the autograd node that would spare it.
+SMALL = 256
+
+
+def composite(
+    product: Product, activation: Activation, x: Tensor, w: Tensor, b: Tensor | None, residual: Tensor | None
+) -> Tensor:
+    """What PyTorch computes."""
+    return activation.plain(_sum(product, x, w, b, residual))
+
+
+def _sum(product: Product, x: Tensor, w: Tensor, b: Tensor | None, residual: Tensor | None) -> Tensor:
+    z = product(x, w, b)
+    return z if residual is None else z + residual
+
+
+def product_act(
+    product: Product,
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    residual: Tensor | None,
+    activation: Activation,
+    save: str,
+    *,
+    count: int,
+    is_ordinary: bool,
+) -> Tensor:
+    """``activation(product(x, w, b) + residual)``, which has ``count`` elements, of tensors that have been checked."""
+    compiling = torch.compiler.is_compiling()
+    if save == "auto" and count < SMALL and not compiling:
+        return composite(product, activation, x, w, b, residual)
+    kind = x.device.type
+    autocast = operands.is_autocast(kind)
+    dtype = torch.get_autocast_dtype(kind) if autocast and x.dtype is not torch.float64 else x.dtype
+    # A residual of another dtype than the product's, which autocast makes, decides on that of the sum.
+    is_plain = not is_ordinary or (is_transformed() and not compiling)
+    is_plain = is_plain or (residual is not None and residual.dtype is not dtype)
+    params: tuple[Tensor, ...] = ()
+    dim = product.dim
+    if activation.is_untraced and not is_plain and not compiling:
+        activation, params, params_dim = specialised(activation, product.shape(x, w), dtype, x.device)
+        dim = product.dim if params_dim is None else params_dim
+    keep = choose_save(product.function, activation, save, dtype)
+
+    if is_plain or keep == "nothing" or not activation.is_fusible:
+        return composite(product, activation, x, w, b, residual)
+    if compiling:
+        return traced(functools.partial(_sum, product), activation, keep, x, w, b, residual)
+    cast = dtype if autocast else None
+    if not needs_gradient(x, w, b, residual, *params):
+        return _exact(product, x, w, b, residual, activation, params, dim, is_cast=autocast)
+    if dim != product.dim:
+        z = _sum(product, x, w, b, residual)
+        origin = Origin(x, w, b, residual, product) if keep == "recompute" and cast is None else None
+        keep = "recompute" if origin is not None else "input"
+        return BiasAct.apply(z, None, activation, keep, dim, False, origin, *params)
+    added = None if residual is None else product.folded(residual)
+    y = _fused(product, product.folded(x), w, b, added, activation, params, keep, cast)
+    return product.unfolded(y, x)
+
+
+def _exact(
+    product: Product,
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    residual: Tensor | None,
+    activation: Activation,
+    params: tuple[Tensor, ...],
+    dim: int,
+    *,
+    is_cast: bool,
+) -> Tensor:
+    """The layer without gradients."""
+    backend = backends.choose(x, activation)
+    if not (is_cast or params or residual is not None):
+        return backend.product_act(product, x, w, b, activation)
+    z = product(x, w, b)
+    if residual is not None:
+        z.add_(residual)
+    return backend.bias_act(z, None, activation, params, dim=dim, encode=False, out=z)
+
+
+def _fused(
+    product: Product,
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    residual: Tensor | None,
+    activation: Activation,
+    params: tuple[Tensor, ...],
+    keep: Saved,
+    cast: torch.dtype | None,
+) -> Tensor:
+    """The layer on folded input, for gradients; ``cast`` is what autocast, if it is on, casts to."""
+    backend = backends.choose(x, activation)
+    # Where the kernel adds the bias, the product does not.
+    kernel_b = b if backend.ADDS_BIAS and keep != "input" else None
+    product_b = b if kernel_b is None else None
+    if cast is not None:
+        # Whatever torch can cast it does: a weight that is used many times is then cast, and kept, once.
+        kernel_b = None if kernel_b is None else kernel_b.to(cast)
+        x = x.to(cast) if keep == "recompute" else x
+    is_backends = cast is None and product is MATMUL and backend.multiplies(x, w)
+    z: Tensor = Dense.apply(x, w, product_b) if is_backends else product(x, w, product_b)
+    if residual is not None:
+        z.add_(residual)
+    # z can be computed again if it must, or where that costs no memory: a product whose x and w both need gradients has
+    # saved them (under autocast its casts of them, under hooks what those made of them), and a bias that is a parameter
+    # is alive anyway.
+    free = cast is None and x.requires_grad and w.requires_grad and (b is None or b.is_leaf) and not saved_under_hooks()
+    known = keep == "recompute" or (keep == "output" and free and residual is None)
+    origin = Origin(x, w, product_b, residual, product) if known else None
+    return BiasAct.apply(z, kernel_b, activation, keep, product.dim, keep != "input", origin, *params)
+
+
+def specialised(
+    activation: Activation, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
+) -> Specialised:
+    """A user's function made into an activation for z of this shape and dtype, with the tensors that it reads."""
+    # Here, because tracing takes parts of torch whose import takes a second.
+    from .activations.custom import specialise
+
+    return specialise(activation, tuple(shape), dtype, device)
+
+
+def is_transformed() -> bool:
+    """Whether functorch, forward-mode differentiation or TorchScript's tracer wants to see plain operations."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def choose_save(function: str, activation: Activation, save: str, dtype: torch.dtype) -> Saved:
+    if save not in SAVES:
+        raise ValueError(f"{function}: save must be one of {', '.join(SAVES)}, got {save!r}")
+    if activation.is_identity:
+        return "nothing"
+    if save == "input" or save == "recompute":
+        return save  # type: ignore[return-value]  # a str that the test has narrowed
+    refused = activation.output_refused_because(dtype)
+    if refused is None:
+        return "output"
+    if save == "output":
+        raise ValueError(
+            f"{function}: save='output' cannot be had for {activation!r} in {dtype}: {refused}; "
+            "use save='auto', 'input' or 'recompute'"
+        )
+    return "input"
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def traced(
+    pre_activation: Callable[..., Tensor], activation: Activation, save: Saved, *tensors: Tensor | None
+) -> Tensor:
+    # An exported program is for inference. (Torch 2.11 takes is_exporting() for true whenever it compiles.)
+    if not needs_gradient(*tensors) or torch.compiler._is_exporting_flag:
+        return activation.plain(pre_activation(*tensors))
+    if save == "output":
+        # Here, because it registers itself with the compiler, whose import takes a second and sets an environment
+        # variable. A trace runs imports as it meets them.
+        from .traced import output_saved
+
+        return output_saved(pre_activation(*tensors), activation.name, tuple(activation.parameters.items()))
+    if save == "input":
+        return activation.plain(pre_activation(*tensors))
+    return checkpoint(lambda *arguments: activation.plain(pre_activation(*arguments)), *tensors, use_reentrant=False)
