@@ -39,6 +39,7 @@ from .modules.activations import (
 )
 from .modules.conv import FusedConvAct1d, FusedConvAct2d, FusedConvAct3d
 from .modules.dense import FusedDenseAct
+from .modules.norm import FusedBatchNormAct1d, FusedBatchNormAct2d, FusedBatchNormAct3d
 
 __version__ = "0.1.0"
 
@@ -47,6 +48,9 @@ __all__ = [
     "ELU",
     "GELU",
     "SELU",
+    "FusedBatchNormAct1d",
+    "FusedBatchNormAct2d",
+    "FusedBatchNormAct3d",
     "FusedConvAct1d",
     "FusedConvAct2d",
     "FusedConvAct3d",

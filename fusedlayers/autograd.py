@@ -25,17 +25,17 @@ from .activations import Activation, Saved, widened
 from .backends import Backend, Wanted
 from .broadcast import along, operand_along, sum_along
 from .ownership import is_ours_alone, saved_under_hooks
-from .products import MATMUL, Product
+from .products import Again
 
 
 class Origin(NamedTuple):
-    """How an input z can be had again: ``product(x, w, b)``, plus the residual; or (without w) x itself."""
+    """How an input z can be had again: ``again(x, w, b)``, plus the residual; or (without ``again``) x itself."""
 
     x: Tensor
     w: Tensor | None = None
     b: Tensor | None = None
     residual: Tensor | None = None
-    product: Product = MATMUL
+    again: Again | None = None
 
 
 class Settings(NamedTuple):
@@ -46,7 +46,7 @@ class Settings(NamedTuple):
     dim: int
     backend: Backend
     hooked: bool
-    product: Product
+    again: Again | None
 
 
 class BiasAct(Function):
@@ -75,7 +75,7 @@ class BiasAct(Function):
         y = backend.bias_act(z, b, activation, operands, dim=dim, encode=encode, out=out)
         if inplace:
             ctx.mark_dirty(z)
-        x, w, product_b, residual, product = origin or (None, None, None, None, MATMUL)
+        x, w, product_b, residual, again = origin or (None, None, None, None, None)
         biases = (None if origin is None else b, product_b)
         kept = {"output": y, "input": z}.get(save)
         if save == "recompute":
@@ -84,14 +84,14 @@ class BiasAct(Function):
             # Saved, a bias must not be edited before backward. For second derivatives alone that is too much to ask.
             ctx.save_for_backward(kept, x, w, None, None, None, *operands)
             ctx.biases, ctx.versions = biases, _versions(biases)
-        ctx.settings = Settings(activation, save, dim, backend, saved_under_hooks(), product)
+        ctx.settings = Settings(activation, save, dim, backend, saved_under_hooks(), again)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (dy,) = grads
         saved, x, w, b, product_b, residual, *operands = ctx.saved_tensors
-        activation, save, dim, backend, hooked, product = ctx.settings
+        activation, save, dim, backend, hooked, again = ctx.settings
         needs_z, needs_b, *_ = ctx.needs_input_grad
         needs = ctx.needs_input_grad[-len(operands) :] if operands else ()
         differentiable = torch.is_grad_enabled()
@@ -103,7 +103,7 @@ class BiasAct(Function):
         # Inputs that were computed for this call alone may be overwritten, and outputs that nobody else holds.
         overwrite = save == "output" and not hooked and is_ours_alone(saved)
         if is_known and (save == "recompute" or differentiable):
-            saved, save = _again(Origin(x, w, product_b, residual, product), b, dim), "input"
+            saved, save = _again(Origin(x, w, product_b, residual, again), b, dim), "input"
             overwrite = saved is not x
 
         if differentiable or _is_batched(dy):
@@ -128,14 +128,14 @@ def _is_batched(dy: Tensor) -> bool:
 
 
 def _again(origin: Origin, b: Tensor | None, dim: int) -> Tensor:
-    x, w, product_b, residual, product = origin
-    if w is None:
+    x, w, product_b, residual, again = origin
+    if again is None:
         z = x
     else:
         # Two dtypes: the forward pass was under autocast, which cast the weight to that of x. Whether backward is under
         # autocast does not matter.
-        with torch.autocast(x.device.type, dtype=x.dtype, enabled=w.dtype is not x.dtype):
-            z = product(x, w, product_b)
+        with torch.autocast(x.device.type, dtype=x.dtype, enabled=w is not None and w.dtype is not x.dtype):
+            z = again(x, w, product_b)
         if residual is not None:
             z = z + residual
     return z if b is None else z + along(b, dim, z.dim())

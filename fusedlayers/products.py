@@ -1,27 +1,41 @@
-"""What comes before an activation: a matmul or a convolution, ``z = product(x, w, b)``, as torch computes it."""
+"""What comes before an activation: a matmul, a convolution or a batch norm, ``z = product(x, w, b)``, by torch."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 Sizes = tuple[int, ...]
+Weight = Any
+"""A tensor; of a batch norm without one None."""
+Again = Callable[[Tensor, Weight, Tensor | None], Tensor]
+"""Computes z once more from x, w and b, for the backward pass."""
 
 
 class Matmul:
     """``x w^T + b``: (..., in), (out, in), (out,) -> (..., out)."""
 
     function = "dense_bias_act"
+    #: Whether b may as well be added by whoever comes after.
+    leaves_bias = True
+    #: Whether z is had again from what backward keeps anyway, at the cost of a pass.
+    is_cheap = False
     #: The dimension of z, from the end, along which the bias runs.
     dim = -1
 
-    def __call__(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, w: Weight, b: Tensor | None) -> Tensor:
         return F.linear(x, w, b)
 
-    def shape(self, x: Tensor, w: Tensor) -> Sizes:
+    def begun(self, x: Tensor, w: Weight, b: Tensor | None) -> tuple[Tensor, Again]:
+        """z, and what computes it again."""
+        return self(x, w, b), self.__call__
+
+    def shape(self, x: Tensor, w: Weight) -> Sizes:
         """Of z."""
         return *x.shape[:-1], w.shape[0]
 
@@ -46,6 +60,8 @@ class Convolution(NamedTuple):
     padding: Sizes | str
     dilation: Sizes
     groups: int
+    leaves_bias: bool = True
+    is_cheap: bool = False
 
     @property
     def function(self) -> str:
@@ -56,11 +72,15 @@ class Convolution(NamedTuple):
         """The dimension of z, from the end, along which the bias runs."""
         return -len(self.stride) - 1
 
-    def __call__(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, w: Weight, b: Tensor | None) -> Tensor:
         call = (F.conv1d, F.conv2d, F.conv3d)[len(self.stride) - 1]
         return call(x, w, b, self.stride, self.padding, self.dilation, self.groups)
 
-    def shape(self, x: Tensor, w: Tensor) -> Sizes:
+    def begun(self, x: Tensor, w: Weight, b: Tensor | None) -> tuple[Tensor, Again]:
+        """z, and what computes it again."""
+        return self(x, w, b), self.__call__
+
+    def shape(self, x: Tensor, w: Weight) -> Sizes:
         """Of z. A size may be negative, if the kernel is larger than what it is moved over."""
         dims = len(self.stride)
         *leading, _ = x.shape[:-dims]
@@ -83,7 +103,69 @@ class Convolution(NamedTuple):
         return y if x.dim() == y.dim() else y.squeeze(0)
 
 
-Product = Matmul | Convolution
+class BatchNorm(NamedTuple):
+    """``(x - mean) / sqrt(var + eps) * w + b`` along the second dimension, as ``F.batch_norm``, whose arguments these
+    are: by the statistics of the batch, of which the running ones take a part, or by these."""
+
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    training: bool
+    momentum: float
+    eps: float
+    #: x's dimensions.
+    dims: int
+    leaves_bias: bool = False
+    is_cheap: bool = True
+
+    @property
+    def function(self) -> str:
+        return "FusedBatchNormAct"
+
+    @property
+    def dim(self) -> int:
+        """The dimension of z, from the end, along which channels run."""
+        return 1 - self.dims
+
+    def __call__(self, x: Tensor, w: Weight, b: Tensor | None) -> Tensor:
+        return F.batch_norm(x, self.running_mean, self.running_var, w, b, self.training, self.momentum, self.eps)
+
+    def begun(self, x: Tensor, w: Weight, b: Tensor | None) -> tuple[Tensor, Again]:
+        """z, and what computes it again."""
+        if not self.training:
+            return self(x, w, b), self.__call__
+        # What F.batch_norm calls, which keeps the statistics to itself.
+        z, mean, inverse_std, *_ = torch._batch_norm_impl_index(
+            x, w, b, self.running_mean, self.running_var, True, self.momentum, self.eps, torch.backends.cudnn.enabled
+        )
+        return z, NormalisedAgain(mean, inverse_std, self.eps).__call__
+
+    def shape(self, x: Tensor, w: Weight) -> Sizes:
+        """Of z."""
+        return tuple(x.shape)
+
+    def folded(self, x: Tensor) -> Tensor:
+        return x
+
+    def unfolded(self, y: Tensor, x: Tensor) -> Tensor:
+        return y
+
+
+class NormalisedAgain(NamedTuple):
+    """Batch norm of a batch whose statistics are known, and do not count again among the running ones."""
+
+    mean: Tensor
+    inverse_std: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor, w: Weight, b: Tensor | None) -> Tensor:
+        if torch.is_grad_enabled() or self.inverse_std.dtype.itemsize == 2:
+            # The statistics depend on x, and statistics of 16 bits say too little.
+            return F.batch_norm(x, None, None, w, b, True, 0.0, self.eps)
+        var = self.inverse_std.pow(-2).sub_(self.eps)
+        return F.batch_norm(x, self.mean, var, w, b, False, 0.0, self.eps)
+
+
+Product = Matmul | Convolution | BatchNorm
 
 
 def elements(shape: Sizes) -> int:

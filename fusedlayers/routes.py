@@ -21,7 +21,7 @@ from . import backends, operands
 from .activations import Activation, Saved, Specialised
 from .autograd import BiasAct, Dense, Origin
 from .ownership import saved_under_hooks
-from .products import MATMUL, Product
+from .products import MATMUL, Again, Product, Weight
 
 SAVES = ("auto", "output", "input", "recompute")
 
@@ -31,13 +31,13 @@ SMALL = 256
 
 
 def composite(
-    product: Product, activation: Activation, x: Tensor, w: Tensor, b: Tensor | None, residual: Tensor | None
+    product: Product, activation: Activation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None
 ) -> Tensor:
     """What PyTorch computes."""
     return activation.plain(_sum(product, x, w, b, residual))
 
 
-def _sum(product: Product, x: Tensor, w: Tensor, b: Tensor | None, residual: Tensor | None) -> Tensor:
+def _sum(product: Product, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None) -> Tensor:
     z = product(x, w, b)
     return z if residual is None else z + residual
 
@@ -45,7 +45,7 @@ def _sum(product: Product, x: Tensor, w: Tensor, b: Tensor | None, residual: Ten
 def product_act(
     product: Product,
     x: Tensor,
-    w: Tensor,
+    w: Weight,
     b: Tensor | None,
     residual: Tensor | None,
     activation: Activation,
@@ -70,6 +70,8 @@ def product_act(
         activation, params, params_dim = specialised(activation, product.shape(x, w), dtype, x.device)
         dim = product.dim if params_dim is None else params_dim
     keep = choose_save(product.function, activation, save, dtype)
+    if product.is_cheap and keep == "input" and save == "auto":
+        keep = "recompute"
 
     if is_plain or keep == "nothing" or not activation.is_fusible:
         return composite(product, activation, x, w, b, residual)
@@ -79,8 +81,9 @@ def product_act(
     if not needs_gradient(x, w, b, residual, *params):
         return _exact(product, x, w, b, residual, activation, params, dim, is_cast=autocast)
     if dim != product.dim:
-        z = _sum(product, x, w, b, residual)
-        origin = Origin(x, w, b, residual, product) if keep == "recompute" and cast is None else None
+        z, again = product.begun(x, w, b)
+        z = z if residual is None else z + residual
+        origin = Origin(x, w, b, residual, again) if keep == "recompute" and cast is None else None
         keep = "recompute" if origin is not None else "input"
         return BiasAct.apply(z, None, activation, keep, dim, False, origin, *params)
     added = None if residual is None else product.folded(residual)
@@ -91,7 +94,7 @@ def product_act(
 def _exact(
     product: Product,
     x: Tensor,
-    w: Tensor,
+    w: Weight,
     b: Tensor | None,
     residual: Tensor | None,
     activation: Activation,
@@ -113,7 +116,7 @@ def _exact(
 def _fused(
     product: Product,
     x: Tensor,
-    w: Tensor,
+    w: Weight,
     b: Tensor | None,
     residual: Tensor | None,
     activation: Activation,
@@ -124,22 +127,26 @@ def _fused(
     """The layer on folded input, for gradients; ``cast`` is what autocast, if it is on, casts to."""
     backend = backends.choose(x, activation)
     # Where the kernel adds the bias, the product does not.
-    kernel_b = b if backend.ADDS_BIAS and keep != "input" else None
+    kernel_b = b if backend.ADDS_BIAS and product.leaves_bias and keep != "input" else None
     product_b = b if kernel_b is None else None
     if cast is not None:
         # Whatever torch can cast it does: a weight that is used many times is then cast, and kept, once.
         kernel_b = None if kernel_b is None else kernel_b.to(cast)
         x = x.to(cast) if keep == "recompute" else x
-    is_backends = cast is None and product is MATMUL and backend.multiplies(x, w)
-    z: Tensor = Dense.apply(x, w, product_b) if is_backends else product(x, w, product_b)
+    again: Again
+    if cast is None and product is MATMUL and backend.multiplies(x, w):
+        z, again = Dense.apply(x, w, product_b), product
+    else:
+        z, again = product.begun(x, w, product_b)
     if residual is not None:
         z.add_(residual)
     # z can be computed again if it must, or where that costs no memory: a product whose x and w both need gradients has
     # saved them (under autocast its casts of them, under hooks what those made of them), and a bias that is a parameter
     # is alive anyway.
-    free = cast is None and x.requires_grad and w.requires_grad and (b is None or b.is_leaf) and not saved_under_hooks()
+    free = cast is None and x.requires_grad and (w is None or w.requires_grad) and (b is None or b.is_leaf)
+    free = free and not saved_under_hooks()
     known = keep == "recompute" or (keep == "output" and free and residual is None)
-    origin = Origin(x, w, product_b, residual, product) if known else None
+    origin = Origin(x, w, product_b, residual, again) if known else None
     return BiasAct.apply(z, kernel_b, activation, keep, product.dim, keep != "input", origin, *params)
 
 

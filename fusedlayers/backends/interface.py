@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, Protocol
 from torch import Tensor
 
 from ..activations import Activation
-from ..products import Product
+from ..products import Product, Weight
 
 
 class Wanted(NamedTuple):
@@ -36,7 +36,7 @@ class Backend(Protocol):
         """``x w^T + b`` in a new buffer: (..., in), (out, in), (out,) -> (..., out)."""
         ...
 
-    def product_act(self, product: Product, x: Tensor, w: Tensor, b: Tensor | None, activation: Activation) -> Tensor:
+    def product_act(self, product: Product, x: Tensor, w: Weight, b: Tensor | None, activation: Activation) -> Tensor:
         """``activation(product(x, w, b))`` in one new buffer, exact: for calls without gradients."""
         ...
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Self
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from ..activations import Activation, must_be_called_because, resolve
 from ..routes import SAVES, specialised
@@ -15,7 +16,7 @@ class FusedAct(nn.Module):
 
     #: The class whose parameters, initialisation and ``state_dict`` keys it has.
     torchs: ClassVar[type[nn.Module]]
-    weight: Tensor
+    weight: Any
     bias: Any
 
     @classmethod
@@ -49,6 +50,13 @@ class FusedAct(nn.Module):
         """A shape that results may have."""
         raise NotImplementedError
 
+    def _dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    def _keeps(self, activation: Activation) -> str:
+        """What ``save`` means for the activation, if not what it says."""
+        return self.save
+
     def _set(self, activation: object, save: str) -> None:
         name = type(self).__name__
         if save not in SAVES:
@@ -56,10 +64,10 @@ class FusedAct(nn.Module):
         resolved = resolve(activation, name)
         if save == "output":
             resolved = self._specialised(resolved)
-        refused = resolved.output_refused_because(self.weight.dtype) if save == "output" else None
+        refused = resolved.output_refused_because(self._dtype()) if save == "output" else None
         if refused is not None and not resolved.is_identity:
             raise ValueError(
-                f"{name}: save='output' cannot be had for {resolved!r} in {self.weight.dtype}: {refused}; "
+                f"{name}: save='output' cannot be had for {resolved!r} in {self._dtype()}: {refused}; "
                 "use save='auto', 'input' or 'recompute'"
             )
         self.activation = activation
@@ -68,9 +76,9 @@ class FusedAct(nn.Module):
     def _specialised(self, activation: Activation) -> Activation:
         if not activation.is_untraced:
             return activation
-        return specialised(activation, self._example_shape(), self.weight.dtype).activation
+        return specialised(activation, self._example_shape(), self._dtype()).activation
 
     def extra_repr(self) -> str:
         resolved = self._specialised(resolve(self.activation))
-        said = resolved.describe(self.save, self.weight.dtype)
+        said = resolved.describe(self._keeps(resolved), self._dtype())
         return f"{super().extra_repr()}, activation={resolved!r}, {said}"

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...activations import Activation
-from ...products import Convolution, Product
+from ...products import Convolution, Matmul, Product, Weight
 from .elementwise import activate_
 
 #: Multiply-adds from which oneDNN's longer call pays (a 4x4 layer takes it 10 us, F.linear 2).
@@ -23,7 +23,7 @@ WORTH_IT = 1 << 20
 
 def multiplies(x: Tensor, w: Tensor) -> bool:
     """Whether ``linear`` is faster than ``F.linear`` for these."""
-    return _is_large(x, w) and _onednn_wins(x.dtype, with_post_op=False)
+    return _is_large(x, w) and _onednn_wins(x.dtype, False)
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
@@ -33,18 +33,15 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     return F.linear(x, w, b)
 
 
-def product_act(product: Product, x: Tensor, w: Tensor, b: Tensor | None, activation: Activation) -> Tensor:
+def product_act(product: Product, x: Tensor, w: Weight, b: Tensor | None, activation: Activation) -> Tensor:
     """``activation(product(x, w, b))`` in one new buffer, exact: for calls without gradients."""
     post_op = activation.native.post_op
-    if isinstance(product, Convolution):
-        if post_op is not None and _convolves(product, x, w):
-            p, s, d, g = product.padding, product.stride, product.dilation, product.groups
-            return torch.ops.mkldnn._convolution_pointwise(x, w, b, p, s, d, g, *post_op(**activation.parameters))
-        z = product(x, w, b)
-    else:
-        if post_op is not None and _is_large(x, w) and _onednn_wins(x.dtype, with_post_op=True):
-            return torch.ops.mkldnn._linear_pointwise(x, w, b, *post_op(**activation.parameters))
-        z = linear(x, w, b)
+    if post_op is not None and isinstance(product, Matmul) and _is_large(x, w) and _onednn_wins(x.dtype, True):
+        return torch.ops.mkldnn._linear_pointwise(x, w, b, *post_op(**activation.parameters))
+    if post_op is not None and isinstance(product, Convolution) and _convolves(product, x, w):
+        p, s, d, g = product.padding, product.stride, product.dilation, product.groups
+        return torch.ops.mkldnn._convolution_pointwise(x, w, b, p, s, d, g, *post_op(**activation.parameters))
+    z = linear(x, w, b) if isinstance(product, Matmul) else product(x, w, b)
     activate_(z, activation, encode=False)
     return z
 
@@ -68,7 +65,7 @@ def _is_large(x: Tensor, w: Tensor) -> bool:
 
 
 @functools.cache
-def _onednn_wins(dtype: torch.dtype, *, with_post_op: bool) -> bool:
+def _onednn_wins(dtype: torch.dtype, with_post_op: bool) -> bool:
     if dtype is torch.float32:
         return _has_onednn() and _is_amd()
     return dtype is torch.bfloat16 and with_post_op and _has_onednn() and _has_bfloat16()

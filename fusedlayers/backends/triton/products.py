@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...activations import Activation
-from ...products import Product
+from ...products import Product, Weight
 from .elementwise import bias_act
 
 
@@ -20,7 +20,7 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     return F.linear(x, w, b)
 
 
-def product_act(product: Product, x: Tensor, w: Tensor, b: Tensor | None, activation: Activation) -> Tensor:
+def product_act(product: Product, x: Tensor, w: Weight, b: Tensor | None, activation: Activation) -> Tensor:
     """``activation(product(x, w, b))`` in one new buffer, exact: for calls without gradients."""
-    z = product(x, w, None)
-    return bias_act(z, b, activation, dim=product.dim, encode=False, out=z)
+    z, kernel_b = (product(x, w, None), b) if product.leaves_bias else (product(x, w, b), None)
+    return bias_act(z, kernel_b, activation, dim=product.dim, encode=False, out=z)
