@@ -1,7 +1,7 @@
 """``python -m bench custom``: activations with trainable parameters, in ResNet-18 and by themselves.
 
 Each is written as ordinary PyTorch (``examples/custom_activation.py``) and measured in two variants: called as it is,
-and handed to ``fl.FusedBatchNormAct2d`` or, by itself, to ``fl.bias_act``. Beside them runs ReLU, which is what a custom
+and handed to ``fl.FusedBatchNormAct2d`` or, alone, to ``fl.bias_act``. Beside them runs ReLU, which is what a custom
 activation should cost.
 """
 
