@@ -29,12 +29,11 @@ from .products import Again
 
 
 class Origin(NamedTuple):
-    """How an input z can be had again: ``again(x, w, b)``, plus the residual; or (without ``again``) x itself."""
+    """How an input z can be had again: ``again(x, w, b)``, or (without ``again``) x itself."""
 
     x: Tensor
     w: Tensor | None = None
     b: Tensor | None = None
-    residual: Tensor | None = None
     again: Again | None = None
 
 
@@ -50,9 +49,9 @@ class Settings(NamedTuple):
 
 
 class BiasAct(Function):
-    """``y = f(z + b, *operands)``, b and operands along ``dim``; over z if ``inplace``.
+    """``y = f(z + b + residual, *operands)``, b and operands along ``dim``; over z if ``inplace``.
 
-    With ``save="input"`` b is None: whoever calls adds it.
+    With ``save="input"`` b and the residual are None: whoever calls adds them.
 
     ``origin`` is needed for "recompute". With "output" it may be given, without a residual, where the product saves x
     and w anyway: a second derivative is then taken through the exact input instead of the rounded output.
@@ -63,6 +62,7 @@ class BiasAct(Function):
         ctx: Any,
         z: Tensor,
         b: Tensor | None,
+        residual: Tensor | None,
         activation: Activation,
         save: Saved,
         dim: int,
@@ -72,10 +72,10 @@ class BiasAct(Function):
     ) -> Tensor:
         backend = backends.choose(z, activation)
         encode, out = save == "output", z if inplace else None
-        y = backend.bias_act(z, b, activation, operands, dim=dim, encode=encode, out=out)
+        y = backend.bias_act(z, b, activation, operands, residual=residual, dim=dim, encode=encode, out=out)
         if inplace:
             ctx.mark_dirty(z)
-        x, w, product_b, residual, again = origin or (None, None, None, None, None)
+        x, w, product_b, again = origin or (None, None, None, None)
         biases = (None if origin is None else b, product_b)
         kept = {"output": y, "input": z}.get(save)
         if save == "recompute":
@@ -92,7 +92,7 @@ class BiasAct(Function):
         (dy,) = grads
         saved, x, w, b, product_b, residual, *operands = ctx.saved_tensors
         activation, save, dim, backend, hooked, again = ctx.settings
-        needs_z, needs_b, *_ = ctx.needs_input_grad
+        needs_z, needs_b, needs_residual, *_ = ctx.needs_input_grad
         needs = ctx.needs_input_grad[-len(operands) :] if operands else ()
         differentiable = torch.is_grad_enabled()
         is_known = x is not None
@@ -103,7 +103,7 @@ class BiasAct(Function):
         # Inputs that were computed for this call alone may be overwritten, and outputs that nobody else holds.
         overwrite = save == "output" and not hooked and is_ours_alone(saved)
         if is_known and (save == "recompute" or differentiable):
-            saved, save = _again(Origin(x, w, product_b, residual, again), b, dim), "input"
+            saved, save = _again(Origin(x, w, product_b, again), b, residual, dim), "input"
             overwrite = saved is not x
 
         if differentiable or _is_batched(dy):
@@ -114,7 +114,8 @@ class BiasAct(Function):
             dz, db, *dp = backend.gradient(dy, saved, activation, operands, wanted, dim=dim)
             dz = dz.detach() if dz is saved else dz  # which is a result, and knows its node
             dp = [None if d is None else d.view_as(p) for d, p in zip(dp, operands, strict=True)]
-        return dz if needs_z else None, db, None, None, None, None, None, *dp
+        dr = dz if needs_residual else None
+        return dz if needs_z else None, db, dr, None, None, None, None, None, *dp
 
 
 def _versions(tensors: tuple[Tensor | None, ...]) -> list[int]:
@@ -127,8 +128,8 @@ def _is_batched(dy: Tensor) -> bool:
     return batched or torch._C._are_functorch_transforms_active()
 
 
-def _again(origin: Origin, b: Tensor | None, dim: int) -> Tensor:
-    x, w, product_b, residual, again = origin
+def _again(origin: Origin, b: Tensor | None, residual: Tensor | None, dim: int) -> Tensor:
+    x, w, product_b, again = origin
     if again is None:
         z = x
     else:
@@ -136,9 +137,8 @@ def _again(origin: Origin, b: Tensor | None, dim: int) -> Tensor:
         # autocast does not matter.
         with torch.autocast(x.device.type, dtype=x.dtype, enabled=w is not None and w.dtype is not x.dtype):
             z = again(x, w, product_b)
-        if residual is not None:
-            z = z + residual
-    return z if b is None else z + along(b, dim, z.dim())
+    z = z if b is None else z + along(b, dim, z.dim())
+    return z if residual is None else z + residual
 
 
 def _differentiable_gradients(

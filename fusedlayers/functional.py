@@ -233,6 +233,6 @@ def bias_act(
         out = input if inplace else None
         return backends.choose(input, resolved).bias_act(input, bias, resolved, params, dim=dim, encode=False, out=out)
     if keep == "input":
-        return BiasAct.apply(biased(input, bias), None, resolved, keep, dim, False, None, *params)
+        return BiasAct.apply(biased(input, bias), None, None, resolved, keep, dim, False, None, *params)
     origin = Origin(input) if keep == "recompute" else None
-    return BiasAct.apply(input, bias, resolved, keep, dim, inplace, origin, *params)
+    return BiasAct.apply(input, bias, None, resolved, keep, dim, inplace, origin, *params)

@@ -82,10 +82,10 @@ def product_act(
         return _exact(product, x, w, b, residual, activation, params, dim, is_cast=autocast)
     if dim != product.dim:
         z, again = product.begun(x, w, b)
+        if keep == "recompute" and cast is None:
+            return BiasAct.apply(z, None, residual, activation, keep, dim, False, Origin(x, w, b, again), *params)
         z = z if residual is None else z + residual
-        origin = Origin(x, w, b, residual, again) if keep == "recompute" and cast is None else None
-        keep = "recompute" if origin is not None else "input"
-        return BiasAct.apply(z, None, activation, keep, dim, False, origin, *params)
+        return BiasAct.apply(z, None, None, activation, "input", dim, False, None, *params)
     added = None if residual is None else product.folded(residual)
     y = _fused(product, product.folded(x), w, b, added, activation, params, keep, cast)
     return product.unfolded(y, x)
@@ -108,9 +108,7 @@ def _exact(
     if not (is_cast or params or residual is not None):
         return backend.product_act(product, x, w, b, activation)
     z = product(x, w, b)
-    if residual is not None:
-        z.add_(residual)
-    return backend.bias_act(z, None, activation, params, dim=dim, encode=False, out=z)
+    return backend.bias_act(z, None, activation, params, residual=residual, dim=dim, encode=False, out=z)
 
 
 def _fused(
@@ -138,16 +136,16 @@ def _fused(
         z, again = Dense.apply(x, w, product_b), product
     else:
         z, again = product.begun(x, w, product_b)
-    if residual is not None:
-        z.add_(residual)
+    if residual is not None and keep == "input":
+        z, residual = z.add_(residual), None
     # z can be computed again if it must, or where that costs no memory: a product whose x and w both need gradients has
     # saved them (under autocast its casts of them, under hooks what those made of them), and a bias that is a parameter
     # is alive anyway.
     free = cast is None and x.requires_grad and (w is None or w.requires_grad) and (b is None or b.is_leaf)
     free = free and not saved_under_hooks()
     known = keep == "recompute" or (keep == "output" and free and residual is None)
-    origin = Origin(x, w, product_b, residual, again) if known else None
-    return BiasAct.apply(z, kernel_b, activation, keep, product.dim, keep != "input", origin, *params)
+    origin = Origin(x, w, product_b, again) if known else None
+    return BiasAct.apply(z, kernel_b, residual, activation, keep, product.dim, keep != "input", origin, *params)
 
 
 def specialised(

@@ -121,7 +121,7 @@ def compile_kernel(
     constants = {"AXIS": bias, "ROWS": rows, "COLUMNS": columns, "INDEX": index}
     needs = (True,) * len(activation.operand_dims)
     if role == "forward":
-        constants["HAS_BIAS"] = bias != "none"
+        constants["HAS_BIAS"] = constants["HAS_RESIDUAL"] = bias != "none"
     else:
         sums = [(0, True)] if bias != "none" else []
         constants["SUMS"] = (*sums, *((1 + i, dim is not None) for i, dim in enumerate(activation.operand_dims)))

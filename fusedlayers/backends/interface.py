@@ -47,12 +47,13 @@ class Backend(Protocol):
         activation: Activation,
         operands: Sequence[Tensor] = (),
         *,
+        residual: Tensor | None = None,
         dim: int,
         encode: bool,
         out: Tensor | None,
     ) -> Tensor:
-        """``activation(z + b, *operands)``, in ``out`` (which may be z) or in a new buffer of z's memory format; b, and
-        operands of more than one element, run along ``dim``.
+        """``activation(z + b + residual, *operands)``, in ``out`` (which may be z) or in a new buffer of z's memory
+        format; b, and operands of more than one element, run along ``dim``.
 
         ``encode`` puts the branch of a folded activation in it.
         """

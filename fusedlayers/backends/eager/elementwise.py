@@ -38,22 +38,27 @@ def bias_act(
     activation: Activation,
     operands: Sequence[Tensor] = (),
     *,
+    residual: Tensor | None = None,
     dim: int,
     encode: bool,
     out: Tensor | None,
 ) -> Tensor:
-    """``activation(z + b, *operands)``, in ``out`` (which may be z) or in a new buffer of z's memory format; b, and
-    operands of more than one element, run along ``dim``."""
-    if out is None and b is None and _is_one_kernel(activation, encode):
+    """``activation(z + b + residual, *operands)``, in ``out`` (which may be z) or in a new buffer of z's memory
+    format; b, and operands of more than one element, run along ``dim``."""
+    is_sum = b is not None or residual is not None
+    if out is None and not is_sum and _is_one_kernel(activation, encode):
         return activation.plain(z)
     y = out if out is not None and is_dense(out) else torch.empty_like(z)
     by_trace = _is_by_trace(activation, y) and not (encode and activation.is_folded)
+    is_readable = by_trace and not is_sum and z.stride() == y.stride()  # z itself, to write y
     if b is not None:
         torch.add(z, along(b, dim, z.dim()), out=y)
-    elif y is not z and not (by_trace and z.stride() == y.stride()):
+    if residual is not None:
+        torch.add(z if b is None else y, residual, out=y)
+    if not is_sum and y is not z and not is_readable:
         y.copy_(z)
     if by_trace:
-        traced.activate(z if b is None and z.stride() == y.stride() else y, y, activation, operands, dim)
+        traced.activate(z if is_readable else y, y, activation, operands, dim)
     else:
         activate_(y, activation, encode=encode)
     return y if out is None or y is out else out.copy_(y)

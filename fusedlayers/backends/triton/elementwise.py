@@ -50,6 +50,7 @@ OPTIONS = options(64 if torch.version.hip else 32)
 def bias_act_kernel(
     z_ptr,
     b_ptr,
+    residual_ptr,
     operand_ptr,
     y_ptr,
     rows,
@@ -58,11 +59,12 @@ def bias_act_kernel(
     FORWARD: tl.constexpr,
     AXIS: tl.constexpr,  # along which channels run: "none", "column" or "row"
     HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INDEX: tl.constexpr,
 ):
-    """y = f(z + b), tile by tile; y_ptr may be z_ptr."""
+    """y = f(z + b + residual), tile by tile; y_ptr may be z_ptr."""
     blocks = tl.cdiv(columns, COLUMNS)
     row = (tl.program_id(0) // blocks).to(INDEX) * ROWS + tl.arange(0, ROWS)[:, None]
     column = (tl.program_id(0) % blocks).to(INDEX) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -72,6 +74,8 @@ def bias_act_kernel(
     z = tl.load(z_ptr + offset, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         z += tl.load(b_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        z += tl.load(residual_ptr + offset, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_ptr + offset, FORWARD(z, operand_ptr, channel, channels).to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -164,12 +168,13 @@ def bias_act(
     activation: Activation,
     operands: Sequence[Tensor] = (),
     *,
+    residual: Tensor | None = None,
     dim: int,
     encode: bool,
     out: Tensor | None,
 ) -> Tensor:
-    """``activation(z + b, *operands)``, in ``out`` (which may be z) or in a new buffer of z's memory format; b, and
-    operands of more than one element, run along ``dim``."""
+    """``activation(z + b + residual, *operands)``, in ``out`` (which may be z) or in a new buffer of z's memory
+    format; b, and operands of more than one element, run along ``dim``."""
     y = out if out is not None and is_dense(out) else torch.empty_like(z)
     if y.numel() == 0:
         return y if out is None else out
@@ -179,8 +184,9 @@ def bias_act(
     forward = device_function(activation, "forward", given="output" if encode else "input", dtype=y.dtype)
     with _on(y):
         bias_act_kernel[grid](
-            _as_laid_out(z, y), y if b is None else b.contiguous(), pack(operands, y), y, *matrix[:3],
-            FORWARD=forward, AXIS=matrix.axis, HAS_BIAS=b is not None,
+            _as_laid_out(z, y), y if b is None else b.contiguous(),
+            y if residual is None else _as_laid_out(residual, y), pack(operands, y), y, *matrix[:3],
+            FORWARD=forward, AXIS=matrix.axis, HAS_BIAS=b is not None, HAS_RESIDUAL=residual is not None,
             ROWS=rows, COLUMNS=columns, INDEX=_index_type(y), **OPTIONS,
         )  # fmt: skip
     if out is None or y is out:
