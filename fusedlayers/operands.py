@@ -89,7 +89,7 @@ def sizes(function: str, name: str, value: object, dims: int, least: int = 1) ->
         found = (*found,) * dims
     if len(found) != dims or not all(size >= least for size in found):
         raise ValueError(f"{function}: {name} must be {dims} numbers, or one, of at least {least}, got {value!r}")
-    return tuple(size if isinstance(size, (int, torch.SymInt)) else int(size) for size in found)
+    return tuple(int(size) if isinstance(size, Integral) else size for size in found)
 
 
 def _is_whole(value: object) -> bool:

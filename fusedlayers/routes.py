@@ -19,9 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 from . import backends, operands
 from .activations import Activation, Saved, Specialised
-from .autograd import BiasAct, Dense, Origin
+from .autograd import BiasAct, Conv, Dense, Origin
+from .backends import Backend
 from .ownership import saved_under_hooks
-from .products import MATMUL, Product
+from .products import Convolution, Product
 
 SAVES = ("auto", "output", "input", "recompute")
 
@@ -130,8 +131,7 @@ def _fused(
         # Whatever torch can cast it does: a weight that is used many times is then cast, and kept, once.
         kernel_b = None if kernel_b is None else kernel_b.to(cast)
         x = x.to(cast) if keep == "recompute" else x
-    is_backends = cast is None and product is MATMUL and backend.multiplies(x, w)
-    z: Tensor = Dense.apply(x, w, product_b) if is_backends else product(x, w, product_b)
+    z = _differentiable(product, backend, x, w, product_b) if cast is None else product(x, w, product_b)
     if residual is not None:
         z.add_(residual)
     # z can be computed again if it must, or where that costs no memory: a product whose x and w both need gradients has
@@ -141,6 +141,14 @@ def _fused(
     known = keep == "recompute" or (keep == "output" and free and residual is None)
     origin = Origin(x, w, product_b, residual, product) if known else None
     return BiasAct.apply(z, kernel_b, activation, keep, product.dim, keep != "input", origin, *params)
+
+
+def _differentiable(product: Product, backend: Backend, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    """``product(x, w, b)`` by a Function where that is faster, or keeps less, than torch's own."""
+    if isinstance(product, Convolution):
+        keeps_less = not (x.requires_grad and w.requires_grad) and product.padding_in_numbers(w) is not None
+        return Conv.apply(x, w, b, product) if keeps_less else product(x, w, b)
+    return Dense.apply(x, w, b) if backend.multiplies(x, w) else product(x, w, b)
 
 
 def specialised(
