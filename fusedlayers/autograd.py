@@ -23,9 +23,9 @@ from torch.autograd import Function
 from . import backends
 from .activations import Activation, Saved, widened
 from .backends import Backend, Wanted
-from .broadcast import along, operand_along, sum_along
+from .broadcast import along, channels_last_format, operand_along, sum_along
 from .ownership import is_ours_alone, saved_under_hooks
-from .products import Again
+from .products import Again, Convolution
 
 
 class Origin(NamedTuple):
@@ -185,3 +185,24 @@ class Dense(Function):
             dx = ctx.backend.linear(dz, w.t(), None) if needs_x else None
         dw = torch.mm(dz.t(), x) if needs_w else None
         return dx, dw, dz.sum(0) if needs_b else None
+
+
+class Conv(Function):
+    """A convolution that saves x where w needs a gradient, and w where x does; torch's own saves both at any rate."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, convolution: Convolution) -> Tensor:
+        needs_x, needs_w, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_w else None, w if needs_x else None)
+        ctx.convolution, ctx.shapes, ctx.format = convolution, (x.shape, w.shape), channels_last_format(x)
+        return convolution(x, w, b)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (dz,) = grads
+        x, w = ctx.saved_tensors
+        if x is None and w is not None:
+            w = w.to(memory_format=ctx.format)  # the gradient of x takes its format from either
+        # Of what was not saved the shape is all that is asked for.
+        x, w = (dz.new_empty(1).expand(s) if t is None else t for t, s in zip((x, w), ctx.shapes, strict=True))
+        return *ctx.convolution.gradients(dz, x, w, ctx.needs_input_grad[:3]), None

@@ -49,3 +49,10 @@ def laid_out(tensor: Tensor, layout: Layout) -> Tensor:
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill their memory in some order of the dimensions, without gaps or overlaps."""
     return tensor.is_contiguous() or torch.empty_like(tensor).stride() == tensor.stride()
+
+
+def channels_last_format(tensor: Tensor) -> torch.memory_format:
+    """The format with the channels last that ``tensor`` has, or ``torch.preserve_format``."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    is_last = last is not None and tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous()
+    return last if last is not None and is_last else torch.preserve_format

@@ -126,6 +126,14 @@ def conv_bias_act(
     ordinary = operands.are_ordinary(required, bias)
     if not ordinary:
         operands.check_tensors("conv_bias_act", {"input": input, "weight": weight}, bias, residual)
+        if has_torch_function((*required, bias)):  # of which a proxy does not tell its dimensions
+            if not resolved.is_fusible:
+                z = conv_bias_act(input, weight, bias, None, stride, padding, dilation, groups, residual=residual)
+                return resolved.plain(z)
+            return handle_torch_function(
+                conv_bias_act, (*required, bias), input, weight, bias, resolved, stride, padding, dilation, groups,
+                residual=residual, save=save,
+            )  # fmt: skip
     dims = operands.spatial_dims(weight)
     product = Convolution(
         operands.sizes("conv_bias_act", "stride", stride, dims),
@@ -133,13 +141,6 @@ def conv_bias_act(
         operands.sizes("conv_bias_act", "dilation", dilation, dims),
         groups,
     )
-    if not ordinary and has_torch_function((*required, bias)):
-        if not resolved.is_fusible:
-            return composite(product, resolved, input, weight, bias, residual)
-        return handle_torch_function(
-            conv_bias_act, (*required, bias), input, weight, bias, resolved, stride, padding, dilation, groups,
-            residual=residual, save=save,
-        )  # fmt: skip
     operands.check_conv(input, weight, bias, product)
     operands.check_one_dtype("conv_bias_act", input, weight, bias, residual, autocast_casts=True)
     shape = product.shape(input, weight)

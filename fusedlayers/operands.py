@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -81,15 +82,19 @@ def spatial_dims(weight: Tensor) -> int:
 
 def sizes(function: str, name: str, value: object, dims: int, least: int = 1) -> tuple[int, ...]:
     """A number for each spatial dimension."""
-    found = (value,) * dims if isinstance(value, (int, torch.SymInt)) else value
-    if not isinstance(found, Sequence) or isinstance(found, str):
+    found = (value,) * dims if _is_whole(value) else value
+    if not isinstance(found, Sequence) or isinstance(found, str) or not all(_is_whole(size) for size in found):
         raise TypeError(f"{function}: {name} must be an int or a sequence of them, got {value!r}")
     if len(found) == 1:
         found = (*found,) * dims
-    if len(found) != dims or not all(isinstance(size, (int, torch.SymInt)) and size >= least for size in found):
-        of = "numbers" if least == 0 else "positive numbers"
-        raise ValueError(f"{function}: {name} must be {dims} {of} or one, got {value!r}")
-    return tuple(found)
+    if len(found) != dims or not all(size >= least for size in found):
+        raise ValueError(f"{function}: {name} must be {dims} numbers, or one, of at least {least}, got {value!r}")
+    return tuple(int(size) if isinstance(size, Integral) else size for size in found)
+
+
+def _is_whole(value: object) -> bool:
+    """Whether torch takes it for a whole number: NumPy's are, True is none."""
+    return isinstance(value, (int, torch.SymInt, Integral)) and not isinstance(value, bool)
 
 
 def check_conv(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> None:
@@ -99,8 +104,10 @@ def check_conv(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: 
             f"conv_bias_act: expected input (batch, in, ...) or (in, ...) with {dims} spatial dimensions for weight "
             f"{_shape(weight)}, got {_shape(input)}"
         )
+    if 0 in (weight.shape[0], *weight.shape[2:]):
+        raise ValueError(f"conv_bias_act: weight {_shape(weight)} has no output channel, or a kernel of no size")
     channels, groups = input.shape[-dims - 1], convolution.groups
-    if not isinstance(groups, int) or groups < 1 or weight.shape[0] % groups or channels != weight.shape[1] * groups:
+    if not _is_whole(groups) or groups < 1 or weight.shape[0] % groups or channels != weight.shape[1] * groups:
         raise ValueError(
             f"conv_bias_act: input {_shape(input)}, weight {_shape(weight)} and groups={groups!r} do not fit together: "
             "the input's channels must be groups times the weight's second dimension, and groups must divide its first"

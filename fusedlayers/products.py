@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -94,6 +94,21 @@ class Convolution(NamedTuple):
             )
         )
         return *leading, w.shape[0], *found
+
+    def padding_in_numbers(self, w: Tensor) -> Sizes | None:
+        """What both ends of each dimension are padded by; None where "same" pads one end more than the other."""
+        if not isinstance(self.padding, str):
+            return self.padding
+        spare = [apart * (kernel - 1) for kernel, apart in zip(w.shape[2:], self.dilation, strict=True)]
+        if self.padding == "valid":
+            return (0,) * len(spare)
+        return None if any(size % 2 for size in spare) else tuple(size // 2 for size in spare)
+
+    def gradients(self, dz: Tensor, x: Tensor, w: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+        """Of x, w and b; None where not needed. Needs a padding in numbers, and of x and w what the others are of."""
+        padding = self.padding_in_numbers(w)
+        sizes = self.stride, padding, self.dilation, False, (0,) * len(self.stride), self.groups
+        return torch.ops.aten.convolution_backward(dz, x, w, (w.shape[0],), *sizes, needs)
 
     def folded(self, x: Tensor) -> Tensor:
         """x with a batch: without, the result is a view."""
