@@ -25,6 +25,8 @@ class Matmul:
     leaves_bias = True
     #: Whether z is had again from what backward keeps anyway, at the cost of a pass.
     is_cheap = False
+    #: Whether autocast, where it is on, casts its operands.
+    is_cast = True
     #: The dimension of z, from the end, along which the bias runs.
     dim = -1
 
@@ -62,6 +64,7 @@ class Convolution(NamedTuple):
     groups: int
     leaves_bias: bool = True
     is_cheap: bool = False
+    is_cast: bool = True
 
     @property
     def function(self) -> str:
@@ -131,6 +134,7 @@ class BatchNorm(NamedTuple):
     dims: int
     leaves_bias: bool = False
     is_cheap: bool = True
+    is_cast: bool = False
 
     @property
     def function(self) -> str:
