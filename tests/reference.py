@@ -123,7 +123,8 @@ def gradients(y: Tensor, dy: Tensor, *sources: Tensor | None) -> list[Tensor]:
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b).norm() / b.norm().clamp_min(1e-30))
+    a, b = a.detach().double(), b.detach()
+    return float((a - b).norm() / b.norm().clamp_min(1e-30))
 
 
 def compare(
