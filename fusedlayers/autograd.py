@@ -201,8 +201,9 @@ class Conv(Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (dz,) = grads
         x, w = ctx.saved_tensors
-        if x is None and w is not None:
-            w = w.to(memory_format=ctx.format)  # the gradient of x takes its format from either
-        # Of what was not saved the shape is all that is asked for.
-        x, w = (dz.new_empty(1).expand(s) if t is None else t for t, s in zip((x, w), ctx.shapes, strict=True))
+        x_shape, w_shape = ctx.shapes
+        # Of what was not saved the shape is all that is asked for, and the format: the gradient of x takes it from x.
+        if ctx.needs_input_grad[0] and x is None and ctx.format is not None:
+            x = torch.empty(x_shape, dtype=dz.dtype, device=dz.device, memory_format=ctx.format)
+        x, w = (dz.new_empty(1).expand(s) if t is None else t for t, s in ((x, x_shape), (w, w_shape)))
         return *ctx.convolution.gradients(dz, x, w, ctx.needs_input_grad[:3]), None

@@ -51,8 +51,8 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or torch.empty_like(tensor).stride() == tensor.stride()
 
 
-def channels_last_format(tensor: Tensor) -> torch.memory_format:
-    """The format with the channels last that ``tensor`` has, or ``torch.preserve_format``."""
+def channels_last_format(tensor: Tensor) -> torch.memory_format | None:
+    """The format with the channels last that ``tensor`` has, if it has one and is not contiguous."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
     is_last = last is not None and tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous()
-    return last if last is not None and is_last else torch.preserve_format
+    return last if is_last else None

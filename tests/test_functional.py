@@ -10,6 +10,7 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
+from reference import FOLDED_TOLERANCE, compare, gradients, leaves, relative
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -27,53 +28,12 @@ every_folded = pytest.mark.parametrize("activation", FOLDED, ids=str)
 every_save = pytest.mark.parametrize("save", SAVES)
 every_float = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 
-#: With the output saved, these much of a folded derivative may be wrong, in relative terms, over a few hundred numbers.
-FOLDED_TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-
 Call = Callable[..., Tensor]
 
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
-
-
-def _gradients(y: Tensor, dy: Tensor, *tensors: Tensor | None) -> list[Tensor]:
-    needed = [t for t in tensors if t is not None and t.requires_grad]
-    return list(torch.autograd.grad(y, needed, dy))
-
-
-def _relative(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b).norm() / b.norm().clamp_min(1e-30))
-
-
-def _compare(call: Call, eager: Call, activation: Activation, *tensors: Tensor | None, folded: bool = True) -> None:
-    """Value and gradients of ``call`` may be twice as far from float64's as those of ``eager`` in the same dtype."""
-    dtype = next(t.dtype for t in tensors if t is not None)
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        exact_args = [None if t is None else t.detach().double().requires_grad_(t.requires_grad) for t in tensors]
-        exact = eager(*exact_args, activation.function)
-        dy = torch.randn(exact.shape).to(dtype)
-    expected = [exact.detach(), *_gradients(exact, dy.double(), *exact_args)]
-    results = []
-    for function, act in ((call, activation), (eager, activation.plain)):
-        y = function(*tensors, act)
-        assert y.dtype is dtype and y.shape == exact.shape
-        results.append([y.detach(), *_gradients(y, dy, *tensors)])
-    # A derivative that is had from a rounded output has that rounding more: softsign's, (1 - |y|)^2, twice.
-    tolerance = 3 * torch.finfo(dtype).eps + (FOLDED_TOLERANCE[dtype] if activation.is_folded and folded else 0)
-    for ours, eagers, truth in zip(*results, expected, strict=True):
-        assert ours.shape == truth.shape and ours.dtype is dtype
-        assert _relative(ours, truth) <= 2 * _relative(eagers, truth) + tolerance
-
-
-def _tensors(*shapes: tuple[int, ...] | None, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Any]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        None if shape is None else torch.randn(shape, generator=generator).to(dtype).requires_grad_()
-        for shape in shapes
-    ]
 
 
 # --- values and gradients ---------------------------------------------------------------------------------------------
@@ -83,21 +43,21 @@ def _tensors(*shapes: tuple[int, ...] | None, dtype: torch.dtype = torch.float32
 @every_activation
 @every_save
 def test_dense_matches_float64(activation: Activation, save: str, dtype: torch.dtype) -> None:
-    x, w, b = _tensors((33, 24), (40, 24), (40,), dtype=dtype)
+    x, w, b = leaves((33, 24), (40, 24), (40,), dtype=dtype)
     call = functools.partial(fl.dense_bias_act, save=save)
-    _compare(call, reference.dense_bias_act, activation, x, w, b, folded=save == "output")
-    _compare(call, reference.dense_bias_act, activation, x, w, None, folded=save == "output")
+    compare(call, reference.dense_bias_act, activation, x, w, b, folded=save == "output")
+    compare(call, reference.dense_bias_act, activation, x, w, None, folded=save == "output")
 
 
 @every_float
 @every_activation
 @every_save
 def test_bias_act_matches_float64(activation: Activation, save: str, dtype: torch.dtype) -> None:
-    z, b = _tensors((33, 40), (40,), dtype=dtype, seed=4)  # no z + b is 0 in any dtype, where cbrt has no slope
+    z, b = leaves((33, 40), (40,), dtype=dtype, seed=4)  # no z + b is 0 in any dtype, where cbrt has no slope
     assert not bool((z + b == 0).any())
     call = functools.partial(fl.bias_act, save=save)
-    _compare(call, reference.bias_act, activation, z, b, folded=save == "output")
-    _compare(lambda z, act: call(z, None, act), lambda z, f: f(z), activation, z, folded=save == "output")
+    compare(call, reference.bias_act, activation, z, b, folded=save == "output")
+    compare(lambda z, act: call(z, None, act), lambda z, f: f(z), activation, z, folded=save == "output")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -105,19 +65,19 @@ def test_bias_act_matches_float64(activation: Activation, save: str, dtype: torc
 def test_large_layers_take_the_other_matmul_and_agree(name: str, dtype: torch.dtype) -> None:
     # From a million multiply-adds on, a backend may use its own matmul.
     activation = resolve(name)
-    x, w, b = _tensors((260, 96), (101, 96), (101,), dtype=dtype)
+    x, w, b = leaves((260, 96), (101, 96), (101,), dtype=dtype)
     if dtype is torch.float64:
         ours, eagers = fl.dense_bias_act(x, w, b, name), reference.dense_bias_act(x, w, b, activation.function)
         torch.testing.assert_close(ours, eagers)
         dy = torch.randn_like(ours)
-        torch.testing.assert_close(_gradients(ours, dy, x, w, b), _gradients(eagers, dy, x, w, b))
+        torch.testing.assert_close(gradients(ours, dy, x, w, b), gradients(eagers, dy, x, w, b))
         return
-    _compare(fl.dense_bias_act, reference.dense_bias_act, activation, x, w, b)
+    compare(fl.dense_bias_act, reference.dense_bias_act, activation, x, w, b)
     with torch.no_grad():
         exact = fl.dense_bias_act(x, w, b, name).double()
         truth = reference.dense_bias_act(x.double(), w.double(), b.double(), activation.function)
         eagers = reference.dense_bias_act(x, w, b, activation.plain).double()
-    assert _relative(exact, truth) <= 2 * _relative(eagers, truth) + torch.finfo(dtype).eps
+    assert relative(exact, truth) <= 2 * relative(eagers, truth) + torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize(
@@ -127,14 +87,14 @@ def test_large_layers_take_the_other_matmul_and_agree(name: str, dtype: torch.dt
 )
 @pytest.mark.parametrize("save", ["auto", "input", "recompute"])
 def test_any_callable_works(function: Callable[[Tensor], Tensor], kind: str, save: str) -> None:
-    x, w, b = _tensors((20, 6), (30, 6), (30,))
+    x, w, b = leaves((20, 6), (30, 6), (30,))
     for ours, eagers in (
         (fl.dense_bias_act(x, w, b, function, save=save), function(F.linear(x, w, b))),
         (fl.bias_act(F.linear(x, w), b, function, save=save), function(F.linear(x, w, b))),
     ):
         torch.testing.assert_close(ours, eagers)
         dy = torch.randn_like(ours)
-        torch.testing.assert_close(_gradients(ours, dy, x, w, b), _gradients(eagers, dy, x, w, b))
+        torch.testing.assert_close(gradients(ours, dy, x, w, b), gradients(eagers, dy, x, w, b))
 
 
 @pytest.mark.parametrize(
@@ -161,14 +121,14 @@ def test_any_callable_works(function: Callable[[Tensor], Tensor], kind: str, sav
 def test_parameters(name: str, parameters: dict[str, float], dtype: torch.dtype) -> None:
     # Those whose output does not suffice fall back to the input by themselves.
     activation = {row.name: row for row in rows()}[name].bind(**parameters)
-    x, w, b = _tensors((33, 24), (40, 24), (40,), dtype=dtype)
-    _compare(fl.dense_bias_act, reference.dense_bias_act, activation, x, w, b)
-    z, b = _tensors((33, 40), (40,), dtype=dtype)
-    _compare(fl.bias_act, reference.bias_act, activation, z, b)
+    x, w, b = leaves((33, 24), (40, 24), (40,), dtype=dtype)
+    compare(fl.dense_bias_act, reference.dense_bias_act, activation, x, w, b)
+    z, b = leaves((33, 40), (40,), dtype=dtype)
+    compare(fl.bias_act, reference.bias_act, activation, z, b)
 
 
 def test_identity_is_the_matmul() -> None:
-    x, w, b = _tensors((20, 6), (30, 6), (30,))
+    x, w, b = leaves((20, 6), (30, 6), (30,))
     assert torch.equal(fl.dense_bias_act(x, w, b, None), F.linear(x, w, b))
     assert torch.equal(fl.bias_act(x, w[0], None), x + w[0])
     assert fl.bias_act(x, None, None) is x
@@ -178,12 +138,12 @@ def test_identity_is_the_matmul() -> None:
 @pytest.mark.parametrize("shape", [(0, 7), (1, 7), (3, 7), (51, 7)])
 @pytest.mark.parametrize("save", ["auto", *SAVES])
 def test_small_layers_agree_whatever_route_they_take(shape: tuple[int, int], save: str) -> None:
-    x, w, b = _tensors(shape, (5, 7), (5,))
+    x, w, b = leaves(shape, (5, 7), (5,))
     y = fl.dense_bias_act(x, w, b, "silu", save=save)
     eager = F.silu(F.linear(x, w, b))
     torch.testing.assert_close(y, eager)
     dy = torch.ones_like(y)
-    torch.testing.assert_close(_gradients(y, dy, x, w, b), _gradients(eager, dy, x, w, b), rtol=1e-5, atol=2e-4)
+    torch.testing.assert_close(gradients(y, dy, x, w, b), gradients(eager, dy, x, w, b), rtol=1e-5, atol=2e-4)
 
 
 # --- derivatives of first and second order ----------------------------------------------------------------------------
@@ -293,7 +253,7 @@ SECOND_ORDER = {torch.float32: (3.1e-5, 2.1e-3), torch.float16: (4e-3, 5e-2), to
 
 @pytest.mark.parametrize("frozen", ["w", "x", "b", None])
 def test_second_derivatives_of_a_dense_layer_in_float32(frozen: str | None) -> None:
-    tensors = dict(zip("xwb", _tensors((40, 8), (30, 8), (30,)), strict=True))
+    tensors = dict(zip("xwb", leaves((40, 8), (30, 8), (30,)), strict=True))
     if frozen is not None:
         tensors[frozen].requires_grad_(False)
 
@@ -306,7 +266,7 @@ def test_second_derivatives_of_a_dense_layer_in_float32(frozen: str | None) -> N
     doubles = [t.detach().double().requires_grad_(t.requires_grad) for t in tensors.values()]
     truth = second(*doubles, lambda x, w, b: F.gelu(F.linear(x, w, b)))
     for a, b in zip(ours, truth, strict=True):
-        assert _relative(a, b) < (1e-4 if frozen in ("w", "x") else 1e-6)
+        assert relative(a, b) < (1e-4 if frozen in ("w", "x") else 1e-6)
 
 
 # --- shapes and memory formats ----------------------------------------------------------------------------------------
@@ -323,12 +283,12 @@ def test_second_derivatives_of_a_dense_layer_in_float32(frozen: str | None) -> N
     ids=str,
 )
 def test_dense_shapes(x_shape: tuple[int, ...], out: int, save: str, name: str) -> None:
-    x, w, b = _tensors(x_shape, (out, x_shape[-1]), (out,))
+    x, w, b = leaves(x_shape, (out, x_shape[-1]), (out,))
     y = fl.dense_bias_act(x, w, b, name, save=save)
     eager = reference.dense_bias_act(x, w, b, resolve(name).plain)
     torch.testing.assert_close(y, eager)
     dy = torch.ones_like(eager)
-    torch.testing.assert_close(_gradients(y, dy, x, w, b), _gradients(eager, dy, x, w, b), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(gradients(y, dy, x, w, b), gradients(eager, dy, x, w, b), rtol=1e-4, atol=1e-4)
     with torch.no_grad():
         torch.testing.assert_close(fl.dense_bias_act(x, w, None, name), resolve(name).plain(F.linear(x, w)))
 
@@ -338,22 +298,22 @@ def test_dense_shapes(x_shape: tuple[int, ...], out: int, save: str, name: str) 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (0, 5), (5, 0), (1, 5), (3, 0, 2), (2, 3, 4, 5)], ids=str)
 @every_float
 def test_bias_act_shapes(shape: tuple[int, ...], save: str, name: str, dtype: torch.dtype) -> None:
-    (z,) = _tensors(shape, dtype=dtype)
+    (z,) = leaves(shape, dtype=dtype)
     eager = resolve(name).plain(z)
     dy = torch.ones_like(eager)
-    expected = _gradients(eager, dy, z)
+    expected = gradients(eager, dy, z)
     tolerance = 10 * FOLDED_TOLERANCE[dtype]
     for bias in (None, torch.zeros(shape[-1:], dtype=dtype)) if shape else (None,):
         y = fl.bias_act(z, bias, name, save=save)
         torch.testing.assert_close(y, eager)
-        torch.testing.assert_close(_gradients(y, dy, z), expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(gradients(y, dy, z), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2, 3, -1, -2, -3, -4])
 @pytest.mark.parametrize("save", SAVES)
 def test_the_bias_runs_along_any_dimension(dim: int, save: str) -> None:
-    z, b = _tensors((3, 4, 5, 6), ((3, 4, 5, 6)[dim],))
-    _compare(
+    z, b = leaves((3, 4, 5, 6), ((3, 4, 5, 6)[dim],))
+    compare(
         lambda z, b, act: fl.bias_act(z, b, act, dim=dim, save=save),
         lambda z, b, f: reference.bias_act(z, b, f, dim=dim),
         resolve("gelu"),
@@ -381,12 +341,12 @@ def _laid_out(kind: str, dtype: torch.dtype) -> Tensor:
 def test_memory_formats_are_kept(kind: str, name: str, save: str, dtype: torch.dtype) -> None:
     z = _laid_out(kind, dtype).requires_grad_()
     assert not z.is_contiguous()
-    (b,) = _tensors((z.shape[1],), dtype=dtype)
+    (b,) = leaves((z.shape[1],), dtype=dtype)
     y = fl.bias_act(z, b, name, dim=1, save=save)
     assert y.stride() == torch.empty_like(z).stride()
     with torch.no_grad():
         assert fl.bias_act(z, b, name, dim=1).stride() == torch.empty_like(z).stride()
-    _compare(
+    compare(
         lambda z, b, act: fl.bias_act(z, b, act, dim=1, save=save),
         lambda z, b, f: reference.bias_act(z, b, f, dim=1),
         resolve(name),
@@ -405,7 +365,7 @@ def test_dense_takes_any_layout(kind: str) -> None:
     x, w = (t.detach().requires_grad_() for t in layouts[kind])
     for dtype in (torch.float32, torch.bfloat16):
         x_, w_ = x.detach().to(dtype).requires_grad_(), w.detach().to(dtype).requires_grad_()
-        _compare(
+        compare(
             lambda x, w, act: fl.dense_bias_act(x, w, None, act),
             lambda x, w, f: f(F.linear(x, w)),
             resolve("gelu"),
@@ -423,11 +383,11 @@ def test_incoming_gradients_of_any_layout(kind: str, name: str, dtype: torch.dty
         "transposed": torch.randn(40, 33).t(),
         "gaps": torch.randn(33, 80)[:, ::2],
     }
-    z, b = _tensors((33, 40), (40,), dtype=dtype)
+    z, b = leaves((33, 40), (40,), dtype=dtype)
     before = dy[kind].clone()
     dy_ = dy[kind].to(dtype)
-    ours = _gradients(fl.bias_act(z, b, name), dy_, z, b)
-    same = _gradients(fl.bias_act(z, b, name), dy_.contiguous(), z, b)
+    ours = gradients(fl.bias_act(z, b, name), dy_, z, b)
+    same = gradients(fl.bias_act(z, b, name), dy_.contiguous(), z, b)
     torch.testing.assert_close(ours, same)
     assert torch.equal(dy[kind], before)  # never written
 
@@ -437,12 +397,12 @@ def test_incoming_gradients_of_any_layout(kind: str, name: str, dtype: torch.dty
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sizes_that_no_chunk_divides(name: str, save: str, dtype: torch.dtype) -> None:
     rows, columns = 1021, 1031  # primes, over a million elements
-    z, b = _tensors((rows, columns), (columns,), dtype=dtype)
+    z, b = leaves((rows, columns), (columns,), dtype=dtype)
     dy = torch.randn(rows, columns).to(dtype)
 
     def run(z: Tensor, dy: Tensor) -> list[Tensor]:
         y = fl.bias_act(z, b, name, save=save)
-        return [y, *_gradients(y, dy, z)]
+        return [y, *gradients(y, dy, z)]
 
     whole = run(z, dy)
     parts = [run(z[i : i + 100].detach().requires_grad_(), dy[i : i + 100]) for i in range(0, rows, 100)]
@@ -460,7 +420,7 @@ def test_sizes_that_no_chunk_divides(name: str, save: str, dtype: torch.dtype) -
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, None])
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float64], ids=str)
 def test_without_gradients_the_output_is_exact(activation: Activation, mode: Any, dtype: torch.dtype) -> None:
-    x, w, b = (t.detach().requires_grad_(mode is not None) for t in _tensors((40, 8), (50, 8), (50,), dtype=dtype))
+    x, w, b = (t.detach().requires_grad_(mode is not None) for t in leaves((40, 8), (50, 8), (50,), dtype=dtype))
     with mode() if mode is not None else torch.enable_grad():
         y, z = fl.dense_bias_act(x, w, b, activation), F.linear(x, w, b)
         same = fl.bias_act(z, None, activation)
@@ -480,7 +440,7 @@ def test_without_gradients_the_output_is_exact(activation: Activation, mode: Any
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("numel", [40, 1200])
 def test_in_place_is_like_relu_in_place(activation: Activation, save: str, with_bias: bool, numel: int) -> None:
-    leaf, b = _tensors((numel // 40, 40), (40,))
+    leaf, b = leaves((numel // 40, 40), (40,))
     b = b if with_bias else None
     eager = activation.plain(2 * leaf + (0 if b is None else b))
     z = 2 * leaf
@@ -490,7 +450,7 @@ def test_in_place_is_like_relu_in_place(activation: Activation, save: str, with_
     assert z._version > version or (activation.is_identity and b is None)
     torch.testing.assert_close(y, eager)
     dy = torch.randn_like(eager)
-    torch.testing.assert_close(_gradients(y, dy, leaf, b), _gradients(eager, dy, leaf, b), rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(gradients(y, dy, leaf, b), gradients(eager, dy, leaf, b), rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "tanh", "softsign", None, torch.sin], ids=reference.label)
@@ -543,8 +503,8 @@ def test_in_place_on_a_view_writes_the_view_only(
         eager = torch.where(view_mask(eager, view), resolve(name).plain(eager), eager)
         tolerance = 10 * FOLDED_TOLERANCE[dtype]
         torch.testing.assert_close(
-            _gradients(base, torch.ones_like(base), leaf),
-            _gradients(eager, torch.ones_like(eager), leaf),
+            gradients(base, torch.ones_like(base), leaf),
+            gradients(eager, torch.ones_like(eager), leaf),
             rtol=tolerance,
             atol=tolerance,
         )
@@ -568,7 +528,7 @@ def test_in_place_makes_a_stale_backward_raise(name: str, mode: Any) -> None:
 
 
 def test_writing_over_the_saved_output_makes_backward_raise() -> None:
-    x, w, b = _tensors((40, 8), (30, 8), (30,))
+    x, w, b = leaves((40, 8), (30, 8), (30,))
     y = fl.dense_bias_act(x, w, b, "gelu")
     y.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
