@@ -59,7 +59,7 @@ def product_act(
     if save == "auto" and count < SMALL and not compiling:
         return composite(product, activation, x, w, b, residual)
     kind = x.device.type
-    autocast = operands.is_autocast(kind)
+    autocast = product.is_cast and operands.is_autocast(kind)
     dtype = torch.get_autocast_dtype(kind) if autocast and x.dtype is not torch.float64 else x.dtype
     # A residual of another dtype than the product's, which autocast makes, decides on that of the sum.
     is_plain = not is_ordinary or (is_transformed() and not compiling)
