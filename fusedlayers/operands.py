@@ -12,7 +12,7 @@ from torch.overrides import has_torch_function
 
 from . import backends
 from .activations import DTYPES
-from .products import Convolution
+from .products import BatchNorm, Convolution, elements
 
 _PLAIN_TYPES = (Tensor, Parameter)
 _STRIDED = torch.strided
@@ -126,6 +126,36 @@ def check_conv(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: 
             f"conv_bias_act: the kernel of weight {_shape(weight)}, with dilation {convolution.dilation}, is larger "
             f"than input {_shape(input)} with padding {padding}"
         )
+
+
+def check_norm(function: str, input: Tensor, dims: tuple[int, ...], norm: BatchNorm, **params: Tensor | None) -> None:
+    if input.dim() not in dims:
+        raise ValueError(
+            f"{function}: expected input (batch, channels, ...) with {' or '.join(map(str, dims))} dimensions, "
+            f"got {_shape(input)}"
+        )
+    batch, channels, *rest = input.shape
+    known = {**params, "running_mean": norm.running_mean, "running_var": norm.running_var}
+    found = {name: tensor for name, tensor in known.items() if tensor is not None}
+    for name, tensor in found.items():
+        if tensor.shape != (channels,):
+            raise ValueError(
+                f"{function}: {name} {_shape(tensor)} is not for the {channels} channels of input {_shape(input)}"
+            )
+        if tensor.device != input.device:
+            raise ValueError(f"{function}: {name} is on {tensor.device} but input is on {input.device}; move one")
+    dtypes = {tensor.dtype for tensor in found.values()}
+    wider = {torch.float32} if input.dtype.itemsize == 2 else set()
+    if len(dtypes) > 1 or not dtypes <= {input.dtype, *wider}:
+        got = ", ".join(f"{name} {tensor.dtype}" for name, tensor in {"input": input, **found}.items())
+        raise ValueError(
+            f"{function}: parameters and statistics must have one dtype, the input's, or float32 for an input of 16 "
+            f"bits, got {got}; convert one of them"
+        )
+    if norm.training and batch * elements(tuple(rest)) == 1:
+        raise ValueError(f"{function}: one value per channel has no variance, got {_shape(input)} in training")
+    if norm.eps < 0 or (norm.training and norm.eps == 0):
+        raise ValueError(f"{function}: eps must be positive, got {norm.eps}")
 
 
 def check_residual(function: str, residual: Tensor, shape: tuple[int, ...]) -> None:

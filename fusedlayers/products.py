@@ -25,7 +25,7 @@ class Matmul:
     leaves_bias = True
     #: Whether z is had again from what backward keeps anyway, at the cost of a pass.
     is_cheap = False
-    #: Whether autocast, where it is on, casts its operands.
+    #: Whether autocast casts x, w and b.
     is_cast = True
     #: The dimension of z, from the end, along which the bias runs.
     dim = -1
@@ -127,18 +127,21 @@ class BatchNorm(NamedTuple):
 
     running_mean: Tensor | None
     running_var: Tensor | None
+    #: How many batches the running statistics have seen, this one not included; None where nobody counts.
+    batches: Tensor | None
     training: bool
-    momentum: float
+    #: The batch's part of the running statistics; None for that which makes them averages.
+    momentum: float | None
     eps: float
     #: x's dimensions.
-    dims: int
+    dims: int = 0
     leaves_bias: bool = False
     is_cheap: bool = True
     is_cast: bool = False
 
     @property
     def function(self) -> str:
-        return "FusedBatchNormAct"
+        return f"FusedBatchNormAct{max(1, self.dims - 2)}d"
 
     @property
     def dim(self) -> int:
@@ -146,17 +149,28 @@ class BatchNorm(NamedTuple):
         return 1 - self.dims
 
     def __call__(self, x: Tensor, w: Weight, b: Tensor | None) -> Tensor:
-        return F.batch_norm(x, self.running_mean, self.running_var, w, b, self.training, self.momentum, self.eps)
+        part = self._counted()
+        return F.batch_norm(x, self.running_mean, self.running_var, w, b, self.training, part, self.eps)
 
     def begun(self, x: Tensor, w: Weight, b: Tensor | None) -> tuple[Tensor, Again]:
-        """z, and what computes it again."""
+        """z, and what computes it again: by the statistics of now, for torch does not notice when they are updated."""
         if not self.training:
-            return self(x, w, b), self.__call__
+            mean, var = (None if s is None else s.clone() for s in (self.running_mean, self.running_var))
+            return self(x, w, b), self._replace(running_mean=mean, running_var=var).__call__
         # What F.batch_norm calls, which keeps the statistics to itself.
+        part = self._counted()
         z, mean, inverse_std, *_ = torch._batch_norm_impl_index(
-            x, w, b, self.running_mean, self.running_var, True, self.momentum, self.eps, torch.backends.cudnn.enabled
+            x, w, b, self.running_mean, self.running_var, True, part, self.eps, torch.backends.cudnn.enabled
         )
         return z, NormalisedAgain(mean, inverse_std, self.eps).__call__
+
+    def _counted(self) -> float:
+        """Count the batch; what part it takes of the running statistics."""
+        if self.batches is not None:
+            self.batches.add_(1)
+            if self.momentum is None:
+                return 1.0 / float(self.batches)
+        return self.momentum or 0.0
 
     def shape(self, x: Tensor, w: Weight) -> Sizes:
         """Of z."""

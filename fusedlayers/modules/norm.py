@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 
 from .. import operands
 from ..activations import Activation, resolve
@@ -26,9 +27,8 @@ class _FusedBatchNormAct(FusedAct):
     running_mean: Any
     running_var: Any
     num_batches_tracked: Any
-    #: A shape of inputs, without channels.
-    example: ClassVar[tuple[int, ...]]
-    _check_input_dim: Any
+    #: How many dimensions inputs may have, with the batch.
+    dims: ClassVar[tuple[int, ...]]
 
     def __init__(
         self,
@@ -56,8 +56,7 @@ class _FusedBatchNormAct(FusedAct):
         return fused
 
     def _example_shape(self) -> tuple[int, ...]:
-        batch, *rest = self.example
-        return batch, self.num_features, *rest
+        return 2, self.num_features, *(5 + 2 * i for i in range(self.dims[0] - 2))
 
     def _keeps(self, activation: Activation) -> str:
         refused = activation.output_refused_because(self._dtype())
@@ -67,40 +66,51 @@ class _FusedBatchNormAct(FusedAct):
         return torch.get_default_dtype() if self.weight is None else self.weight.dtype
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        name = type(self).__name__
-        activation = resolve(self.activation, name)
-        required = (input,) if residual is None else (input, residual)
-        is_ordinary = operands.are_ordinary(required, self.weight)
-        if not is_ordinary:
-            operands.check_tensors(name, {"input": input}, None, residual)
-        self._check_input_dim(input)
-        if residual is not None:
-            operands.check_residual(name, residual, tuple(input.shape))
-            operands.check_one_dtype(name, input, None, None, residual)
-        by_batch = self.training or self.running_mean is None
-        if by_batch and input.numel() == input.shape[1]:
-            raise ValueError(f"{name}: one value per channel has no variance, got {tuple(input.shape)} in training")
         uses_running = not self.training or self.track_running_stats
         norm = BatchNorm(
             self.running_mean if uses_running else None,
             self.running_var if uses_running else None,
-            by_batch,
-            self._counted(),
+            self.num_batches_tracked if self.training and self.track_running_stats else None,
+            self.training or (self.running_mean is None and self.running_var is None),
+            self.momentum,
             self.eps,
-            input.dim(),
         )
-        return product_act(
-            norm, input, self.weight, self.bias, residual, activation, self.save,
-            count=input.numel(), is_ordinary=is_ordinary,
-        )  # fmt: skip
+        return batch_norm_act(
+            type(self).__name__, self.dims, norm, input, self.weight, self.bias, residual, self.activation, self.save
+        )
 
-    def _counted(self) -> float:
-        """Count the batch; what part it takes of the running statistics."""
-        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if self.momentum is None:  # their average
-                return 1.0 / float(self.num_batches_tracked)
-        return self.momentum or 0.0
+
+def batch_norm_act(
+    name: str,
+    dims: tuple[int, ...],
+    norm: BatchNorm,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: object,
+    save: str,
+) -> Tensor:
+    """``activation(norm(input, weight, bias) + residual)``, for input of so many dimensions."""
+    resolved = resolve(activation, name)
+    required = tuple(tensor for tensor in (input, weight, residual) if tensor is not None)
+    is_ordinary = input is not None and operands.are_ordinary(required, bias)
+    if not is_ordinary:
+        operands.check_tensors(name, {"input": input}, None, residual)
+        if has_torch_function((*required, bias)):
+            # What has no name in a graph comes after it.
+            known = resolved if resolved.is_fusible else resolve(None)
+            arguments = name, dims, norm, input, weight, bias, residual, known, save
+            y = handle_torch_function(batch_norm_act, (*required, bias), *arguments)
+            return y if known is resolved else resolved.plain(y)
+    operands.check_norm(name, input, dims, norm, weight=weight, bias=bias)
+    operands.check_one_dtype(name, input, None, None, residual, autocast_casts=True)
+    if residual is not None:
+        operands.check_residual(name, residual, tuple(input.shape))
+    return product_act(
+        norm._replace(dims=input.dim()), input, weight, bias, residual, resolved, save,
+        count=input.numel(), is_ordinary=is_ordinary,
+    )  # fmt: skip
 
 
 class FusedBatchNormAct1d(_FusedBatchNormAct, nn.BatchNorm1d):
@@ -125,7 +135,7 @@ class FusedBatchNormAct1d(_FusedBatchNormAct, nn.BatchNorm1d):
     """
 
     torchs = nn.BatchNorm1d
-    example = (2,)
+    dims = (2, 3)
 
 
 class FusedBatchNormAct2d(_FusedBatchNormAct, nn.BatchNorm2d):
@@ -137,11 +147,11 @@ class FusedBatchNormAct2d(_FusedBatchNormAct, nn.BatchNorm2d):
     """
 
     torchs = nn.BatchNorm2d
-    example = (2, 5, 7)
+    dims = (4,)
 
 
 class FusedBatchNormAct3d(_FusedBatchNormAct, nn.BatchNorm3d):
     """As ``FusedBatchNormAct1d``, for an ``nn.BatchNorm3d``: (batch, channels, depth, height, width) -> the same."""
 
     torchs = nn.BatchNorm3d
-    example = (2, 5, 7, 9)
+    dims = (5,)
