@@ -16,7 +16,7 @@ from .activations import resolve
 from .autograd import BiasAct, Origin
 from .broadcast import along
 from .products import MATMUL, Convolution, elements
-from .routes import choose_save, composite, is_transformed, needs_gradient, product_act, specialised, traced
+from .routes import Inputs, choose_save, composite, is_transformed, needs_gradient, product_act, specialised, traced
 
 
 def dense_bias_act(
@@ -65,20 +65,25 @@ def dense_bias_act(
         operands.check_tensors("dense_bias_act", {"input": input, "weight": weight}, bias, residual)
         if has_torch_function((*required, bias)):
             if not resolved.is_fusible:
-                return composite(MATMUL, resolved, input, weight, bias, residual)
+                return composite(MATMUL, resolved, Inputs(input, weight, bias, residual))
             tensors = (input, weight, bias)
             return handle_torch_function(
                 dense_bias_act, (*required, bias), *tensors, resolved, residual=residual, save=save
             )
         if input.is_nested:  # which does not tell its sizes
-            return composite(MATMUL, resolved, input, weight, bias, residual)
+            return composite(MATMUL, resolved, Inputs(input, weight, bias, residual))
     operands.check_dense(input, weight, bias)
     operands.check_one_dtype("dense_bias_act", input, weight, bias, residual, autocast_casts=True)
     if residual is not None:
         operands.check_residual("dense_bias_act", residual, MATMUL.shape(input, weight))
     rows = input.numel() // max(1, input.shape[-1])
     return product_act(
-        MATMUL, input, weight, bias, residual, resolved, save, count=rows * weight.shape[0], is_ordinary=ordinary
+        MATMUL,
+        Inputs(input, weight, bias, residual),
+        resolved,
+        save,
+        count=rows * weight.shape[0],
+        is_ordinary=ordinary,
     )
 
 
@@ -147,7 +152,12 @@ def conv_bias_act(
     if residual is not None:
         operands.check_residual("conv_bias_act", residual, shape)
     return product_act(
-        product, input, weight, bias, residual, resolved, save, count=elements(shape), is_ordinary=ordinary
+        product,
+        Inputs(input, weight, bias, residual),
+        resolved,
+        save,
+        count=elements(shape),
+        is_ordinary=ordinary,
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,11 +32,18 @@ SAVES = ("auto", "output", "input", "recompute")
 SMALL = 256
 
 
-def composite(
-    product: Product, activation: Activation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None
-) -> Tensor:
+class Inputs(NamedTuple):
+    """What a layer is given: ``product(x, w, b) + residual``."""
+
+    x: Tensor
+    w: Weight
+    b: Tensor | None
+    residual: Tensor | None = None
+
+
+def composite(product: Product, activation: Activation, inputs: Inputs) -> Tensor:
     """What PyTorch computes."""
-    return activation.plain(_sum(product, x, w, b, residual))
+    return activation.plain(_sum(product, *inputs))
 
 
 def _sum(product: Product, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -44,21 +52,13 @@ def _sum(product: Product, x: Tensor, w: Weight, b: Tensor | None, residual: Ten
 
 
 def product_act(
-    product: Product,
-    x: Tensor,
-    w: Weight,
-    b: Tensor | None,
-    residual: Tensor | None,
-    activation: Activation,
-    save: str,
-    *,
-    count: int,
-    is_ordinary: bool,
+    product: Product, inputs: Inputs, activation: Activation, save: str, *, count: int, is_ordinary: bool
 ) -> Tensor:
-    """``activation(product(x, w, b) + residual)``, which has ``count`` elements, of tensors that have been checked."""
+    """``activation(product(x, w, b) + residual)``, which has ``count`` elements, of inputs that have been checked."""
     compiling = torch.compiler.is_compiling()
     if save == "auto" and count < SMALL and not compiling:
-        return composite(product, activation, x, w, b, residual)
+        return composite(product, activation, inputs)
+    x, w, b, residual = inputs
     kind = x.device.type
     autocast = product.is_cast and operands.is_autocast(kind)
     dtype = torch.get_autocast_dtype(kind) if autocast and x.dtype is not torch.float64 else x.dtype
@@ -75,36 +75,27 @@ def product_act(
         keep = "recompute"
 
     if is_plain or keep == "nothing" or not activation.is_fusible:
-        return composite(product, activation, x, w, b, residual)
+        return composite(product, activation, inputs)
     if compiling:
-        return traced(functools.partial(_sum, product), activation, keep, x, w, b, residual)
+        return traced(functools.partial(_sum, product), activation, keep, *inputs)
     cast = dtype if autocast else None
-    if not needs_gradient(x, w, b, residual, *params):
-        return _exact(product, x, w, b, residual, activation, params, dim, is_cast=autocast)
-    if dim != product.dim:
-        z, again = product.begun(x, w, b)
-        if keep == "recompute" and cast is None:
-            return BiasAct.apply(z, None, residual, activation, keep, dim, False, Origin(x, w, b, again), *params)
-        z = z if residual is None else z + residual
-        return BiasAct.apply(z, None, None, activation, "input", dim, False, None, *params)
-    added = None if residual is None else product.folded(residual)
-    y = _fused(product, product.folded(x), w, b, added, activation, params, keep, cast)
-    return product.unfolded(y, x)
+    if not needs_gradient(*inputs, *params):
+        return _exact(product, inputs, activation, params, dim, is_cast=autocast)
+    if dim == product.dim:
+        folded = Inputs(product.folded(x), w, b, None if residual is None else product.folded(residual))
+        return product.unfolded(_fused(product, folded, activation, params, keep, cast), x)
+    z, again = product.begun(x, w, b)
+    if keep == "recompute" and cast is None:
+        return BiasAct.apply(z, None, residual, activation, keep, dim, False, Origin(x, w, b, again), *params)
+    z = z if residual is None else z + residual
+    return BiasAct.apply(z, None, None, activation, "input", dim, False, None, *params)
 
 
 def _exact(
-    product: Product,
-    x: Tensor,
-    w: Weight,
-    b: Tensor | None,
-    residual: Tensor | None,
-    activation: Activation,
-    params: tuple[Tensor, ...],
-    dim: int,
-    *,
-    is_cast: bool,
+    product: Product, inputs: Inputs, activation: Activation, params: tuple[Tensor, ...], dim: int, *, is_cast: bool
 ) -> Tensor:
     """The layer without gradients."""
+    x, w, b, residual = inputs
     backend = backends.choose(x, activation)
     if not (is_cast or params or residual is not None):
         return backend.product_act(product, x, w, b, activation)
@@ -114,16 +105,14 @@ def _exact(
 
 def _fused(
     product: Product,
-    x: Tensor,
-    w: Weight,
-    b: Tensor | None,
-    residual: Tensor | None,
+    inputs: Inputs,
     activation: Activation,
     params: tuple[Tensor, ...],
     keep: Saved,
     cast: torch.dtype | None,
 ) -> Tensor:
-    """The layer on folded input, for gradients; ``cast`` is what autocast, if it is on, casts to."""
+    """The layer on folded inputs, for gradients; ``cast`` is what autocast, if it is on, casts to."""
+    x, w, b, residual = inputs
     backend = backends.choose(x, activation)
     # Where the kernel adds the bias, the product does not.
     kernel_b = b if backend.ADDS_BIAS and product.leaves_bias and keep != "input" else None

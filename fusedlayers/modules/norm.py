@@ -11,7 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from .. import operands
 from ..activations import Activation, resolve
 from ..products import BatchNorm
-from ..routes import product_act
+from ..routes import Inputs, product_act
 from .fused import FusedAct
 
 
@@ -108,9 +108,13 @@ def batch_norm_act(
     if residual is not None:
         operands.check_residual(name, residual, tuple(input.shape))
     return product_act(
-        norm._replace(dims=input.dim()), input, weight, bias, residual, resolved, save,
-        count=input.numel(), is_ordinary=is_ordinary,
-    )  # fmt: skip
+        norm._replace(dims=input.dim()),
+        Inputs(input, weight, bias, residual),
+        resolved,
+        save,
+        count=input.numel(),
+        is_ordinary=is_ordinary,
+    )
 
 
 class FusedBatchNormAct1d(_FusedBatchNormAct, nn.BatchNorm1d):
