@@ -132,8 +132,8 @@ SUBJECT = layers.Subject(
     cases=shapes.conv_cases,
     build=_build,
     acceptance=acceptance,
-    budget_seconds=270,
-    case_seconds=0.5,
+    budget_seconds=285,
+    case_seconds=0.4,
     in_quick=lambda case: case.group == "model",
 )
 run = partial(layers.run, SUBJECT)

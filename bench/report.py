@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import RESULTS, ROOT
+from . import MAIN_FORMAT, RESULTS, ROOT
 
 #: What a reader looks for first: their model, by shape and activation. One table a device: in its main dtype, and the
 #: last two in the other one as well.
@@ -31,8 +31,6 @@ CONV_ROWS = (
     ("wav2vec 2.0 extractor", "gelu"),
     ("MobileNetV3 3x3 depthwise stride 2", "hardswish"),
 )
-#: torch's default on CPUs, and what GPUs are fast in; sequences have one format only.
-MAIN_FORMAT = {"cpu": "contiguous", "cuda": "channels_last"}
 MAIN_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 OTHER_DTYPE = {"cpu": "bfloat16", "cuda": "float32"}
 

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import MAIN_FORMAT
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "silu": F.silu,
@@ -150,12 +152,15 @@ class ConvCase:
 
 
 def conv_cases(kind: str, dtypes: tuple[str, ...] = ()) -> Iterator[ConvCase]:
-    """The grid, what matters most first: each shape with its model's activation, and then with the others."""
+    """The grid, what matters most first: each shape with its model's activation, and then with the others; the first
+    format of every shape before the second of any."""
+    formats = {dims: sorted(names, key=lambda name: name != MAIN_FORMAT[kind]) for dims, names in FORMATS.items()}
     shapes = [
-        (dtype, shape, name)
+        (dtype, shape, formats[len(shape.kernel)][number])
         for dtype in dtypes or DTYPES[kind]
+        for number in range(2)
         for shape in CONVOLUTIONS
-        for name in FORMATS[len(shape.kernel)]
+        if number < len(formats[len(shape.kernel)])
     ]
     for dtype, shape, name in shapes:
         yield ConvCase("model", shape, name, shape.activation, dtype)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from bench import (
+    MAIN_FORMAT,
     ROOT,
     conv,
     custom,
@@ -217,9 +218,8 @@ def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
 
 
 def conv_run(*ids: str, **options: Any) -> dict[str, Any]:
-    found = [case for case in shapes.conv_cases("cpu") if case.id in ids]
-    assert len(found) == len(ids)
-    return conv.run(found, CPU, **{"variants": ("eager", "fusedlayers"), "quick": True, **options})
+    found = {case.id: case for case in shapes.conv_cases("cpu")}
+    return conv.run([found[id] for id in ids], CPU, **{"variants": ("eager", "fusedlayers"), "quick": True, **options})
 
 
 def test_conv_results_have_everything_a_reader_needs(tmp_path: Path) -> None:
@@ -279,6 +279,9 @@ def test_the_conv_grid_covers_every_shape_format_activation_and_dtype(kind: str)
     assert {len(shape.kernel) for shape in shapes.CONVOLUTIONS} == {1, 2, 3}
     groups = [case.group for case in cases]
     assert groups == sorted(groups), "the models' own activations come first"
+    first = cases[: len(shapes.CONVOLUTIONS)]
+    assert [case.shape for case in first] == list(shapes.CONVOLUTIONS), "every shape before any second format"
+    assert {case.format for case in first if len(case.shape.kernel) > 1} == {MAIN_FORMAT[kind]}
     names = {shape.name: shape.activation for shape in shapes.CONVOLUTIONS}
     assert all(names[name] == activation for name, activation in report.CONV_ROWS)
 
@@ -319,6 +322,23 @@ def test_conv_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert "saved bytes at most eager's: 1 of 1 cases" in capsys.readouterr().out
     result = json.loads((tmp_path / "conv.json").read_text())
     assert result["quick"] is True and set(result["cases"][0]["variants"]) == {"eager", "fusedlayers"}
+
+
+def test_a_quick_run_is_of_the_models_own_layers_without_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[set[str], list[str]]] = []
+
+    def run(subject: Any, todo: Any, device: Any, *, variants: Any, quick: bool, **options: Any) -> dict[str, Any]:
+        asked.append(({case.group for case in todo}, variants))
+        return {"device": {"kind": "cpu"}, "quick": quick, "cases": []}
+
+    monkeypatch.setattr(layers, "run", run)
+    for arguments in (["--quick"], ["--quick", "--variants", "compile"], ["--only", "/wavenet/"]):
+        assert bench_main(["conv", "--device", "cpu", *arguments]) == 0
+    assert asked == [
+        ({"model"}, ["eager", "fusedlayers"]),
+        ({"model"}, ["eager", "compile"]),
+        ({"model", "other"}, list(layers.VARIANTS)),
+    ]
 
 
 # --- pointwise --------------------------------------------------------------------------------------------------------
