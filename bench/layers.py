@@ -183,8 +183,9 @@ def run(
             left = end - began
             if left <= 0:
                 break
-            # Where not all of the grid fits in the budget, the last cases go without torch.compile.
-            rest = (len(todo) - number) * statistics.mean(plain)
+            # Where not all of the grid fits in the budget, the last cases go without torch.compile. What comes may take
+            # longer than what came.
+            rest = 1.25 * (len(todo) - number) * statistics.mean(plain)
             chosen = [name for name in variants if name != COMPILE or left > rest + statistics.mean(compiling)]
             share = 0.05 if quick else min(left / (len(todo) - number), subject.case_seconds)
             work = subject.build(case, device, quick)
