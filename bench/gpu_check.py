@@ -1,8 +1,8 @@
 """``python -m bench gpu-check --out DIR``: everything that needs a GPU, in one go, for whoever has one for ten minutes.
 
-Runs the test suite and the dense, pointwise and custom grids, each in a process of its own with a time limit, so that a
-hanging kernel or a crash of one takes nothing from the others; what a part had written by then stays. DIR gets
-tests.log, bench.log, dense.json, dense.png, pointwise.json, custom.json and summary.md.
+Runs the test suite and the dense, pointwise, custom and conv grids, each in a process of its own with a time limit, so
+that a hanging kernel or a crash of one takes nothing from the others; what a part had written by then stays. DIR gets
+tests.log, bench.log, dense.json, dense.png, pointwise.json, custom.json, conv.json and summary.md.
 
 The process exits with 0 if all tests passed and the grids ran and met their targets, 1 if not, 2 without a GPU.
 """
@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 
-from . import ROOT, custom, dense, machine, pointwise
+from . import ROOT, conv, custom, dense, layers, machine, pointwise
 
 #: Seconds for each part; with starting up and the summary they stay below nine minutes.
-TEST_SECONDS, DENSE_SECONDS, POINTWISE_SECONDS, CUSTOM_SECONDS = 220, 150, 45, 40
-SUBJECTS = {"dense": dense, "pointwise": pointwise, "custom": custom}
+TEST_SECONDS = 220
+GRID_SECONDS = {"dense": 100, "pointwise": 35, "custom": 30, "conv": 45}
+SUBJECTS = {"dense": dense, "pointwise": pointwise, "custom": custom, "conv": conv}
 _GRACE_SECONDS = 10  # from the polite signal to the one that cannot be refused
 
 
@@ -48,7 +49,7 @@ class Part:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the seven files")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the eight files")
     parser.add_argument("--minutes", type=float, default=9.0, help="time for everything (default: 9)")
     parser.add_argument("pytest_args", nargs="*", help="behind --: arguments for pytest, e.g. -- -k dense")
 
@@ -67,7 +68,7 @@ def main(options: argparse.Namespace) -> int:
         (out / name).unlink(missing_ok=True)  # an old file must not pass for a result of this run
     scale = options.minutes / 9.0
     bench = [sys.executable, "-m", "bench"]
-    budgets = [round(seconds * scale) for seconds in (DENSE_SECONDS, POINTWISE_SECONDS, CUSTOM_SECONDS)]
+    budgets = [round(GRID_SECONDS[subject] * scale) for subject in SUBJECTS]
     grids = [
         [*bench, subject, "--device", "cuda", "--out", str(out), "--budget", str(budget)]
         for subject, budget in zip(SUBJECTS, budgets, strict=True)
@@ -134,18 +135,17 @@ def summary(out: Path, parts: list[Part]) -> str:
         result = json.loads(path.read_text(encoding="utf-8"))
         lines.append(f"{len(result['cases'])} cases measured, {len(result['not_run'])} not reached in time")
         lines += [f"- {line}" for line in module.acceptance(result)]
-        if subject == "dense":
-            lines += _slower_than_eager(result)
+        if subject in ("dense", "conv"):
+            lines += [line for line in _slower_than_eager(result) if line not in lines]
     log = (out / "tests.log").read_text(encoding="utf-8", errors="replace").splitlines()
     lines += ["", "## tests", "", "```", *log[-15:], "```", ""]
     return "\n".join(lines)
 
 
 def _slower_than_eager(result: dict[str, Any]) -> list[str]:
-    """The grid's promise is "never slower"; a lower quartile above 1 is what noise does not explain."""
+    """The grids' promise is "never slower"; a lower quartile above 1 is what noise does not explain."""
     lines = []
-    for row in result["cases"]:
-        ours = row["variants"].get(dense.OURS, {})
+    for row, ours in layers.rows_of(result):
         if "error" in ours:
             lines.append(f"- {row['id']}: MISSED: {ours['error']}")
         for mode in ("forward", "forward_backward"):

@@ -4,12 +4,12 @@ import argparse
 import difflib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import RESULTS, ROOT
+from . import MAIN_FORMAT, RESULTS, ROOT
 
 #: What a reader looks for first: their model, by shape and activation. One table a device: in its main dtype, and the
 #: last two in the other one as well.
@@ -19,6 +19,17 @@ ROWS = (
     ("ViT-B", "gelu"),
     ("GPT-2 large", "gelu"),
     ("LLaMA-7B-like", "silu"),
+)
+CONV_ROWS = (
+    ("ResNet-50 3x3", "relu"),
+    ("ResNet-50 1x1 stride 2", "relu"),
+    ("WaveNet", "tanh"),
+    ("ResNet3D-18 3x3x3", "relu"),
+    ("MobileNetV2 3x3 depthwise", "relu6"),
+    ("ConvNeXt-T 7x7 depthwise", "gelu"),
+    ("X3D-M 3x3x3 depthwise", "silu"),
+    ("wav2vec 2.0 extractor", "gelu"),
+    ("MobileNetV3 3x3 depthwise stride 2", "hardswish"),
 )
 MAIN_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 OTHER_DTYPE = {"cpu": "bfloat16", "cuda": "float32"}
@@ -87,23 +98,56 @@ def _measured_on(run: dict[str, Any]) -> str:
 
 def dense_table(run: dict[str, Any]) -> str:
     """Hidden layers of known models, forward+backward: bytes kept and time, against eager and torch.compile."""
+    return _layers_table(run, "Linear + activation (rows)", ROWS, _models(run["cases"]), _dense_sizes)
+
+
+def _dense_sizes(row: dict[str, Any]) -> str:
+    return f"{row['tokens']} x {row['in_features']} to {row['hidden_features']}"
+
+
+def conv_table(run: dict[str, Any]) -> str:
+    """The same of convolutions, in the device's main memory format where there are two."""
+    formats: dict[str, set[str]] = {}
+    for row in run["cases"]:
+        formats.setdefault(row["shape"], set()).add(row["format"])
+    main = MAIN_FORMAT[run["device"]["kind"]]
+    rows = _models(row for row in run["cases"] if row["format"] == main or formats[row["shape"]] == {row["format"]})
+    return _layers_table(run, f"Convolution + activation ({main})", CONV_ROWS, rows, _conv_sizes)
+
+
+def _conv_sizes(row: dict[str, Any]) -> str:
+    return f"{' x '.join(map(str, row['input']))} to {row['output'][1]}"
+
+
+Rows = dict[tuple[str, str, str], dict[str, Any]]
+
+
+def _models(rows: Iterable[dict[str, Any]]) -> Rows:
+    """The models' layers, by shape, activation and dtype."""
+    return {(row["shape"], row["activation"], row["dtype"]): row for row in rows if row["group"] == "model"}
+
+
+def _layers_table(
+    run: dict[str, Any],
+    title: str,
+    wanted: tuple[tuple[str, str], ...],
+    rows: Rows,
+    sizes: Callable[[dict[str, Any]], str],
+) -> str:
     kind = run["device"]["kind"]
-    rows = {(row["shape"], row["activation"], row["dtype"]): row for row in run["cases"] if row["group"] == "model"}
-    wanted = [(*row, MAIN_DTYPE[kind]) for row in ROWS] + [(*row, OTHER_DTYPE[kind]) for row in ROWS[-2:]]
+    keys = [(*row, MAIN_DTYPE[kind]) for row in wanted] + [(*row, OTHER_DTYPE[kind]) for row in wanted[-2:]]
     lines = [
         _measured_on(run),
         "",
-        "| Linear + activation (rows) | saved MiB: eager | torch.compile | **here** "
-        "| time: eager | torch.compile | **here** |",
+        f"| {title} | saved MiB: eager | torch.compile | **here** | time: eager | torch.compile | **here** |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
-    lines += [_dense_row(rows[key]) for key in wanted if key in rows]
+    lines += [_layer_row(rows[key], sizes(rows[key])) for key in keys if key in rows]
     return "\n".join(lines)
 
 
-def _dense_row(row: dict[str, Any]) -> str:
+def _layer_row(row: dict[str, Any], sizes: str) -> str:
     eager, compiled, ours = (row["variants"].get(name, {}) for name in ("eager", "compile", "fusedlayers"))
-    sizes = f"{row['tokens']} x {row['in_features']} to {row['hidden_features']}"
     layer = f"{row['shape']}, {row['activation']}, {row['dtype']} ({sizes})"
     saved = [_mib(variant) for variant in (eager, compiled, ours)]
     times = [_milliseconds(eager), _ratio(compiled), _ratio(ours)]
@@ -176,6 +220,7 @@ def accuracy_table(results: Path) -> str:
 
 TABLES: dict[str, Callable[[Path], str]] = {
     "accuracy": accuracy_table,
+    "conv": partial(_tables, subject="conv", table=conv_table),
     "custom": partial(_tables, subject="custom", table=custom_table),
     "dense": partial(_tables, subject="dense", table=dense_table),
 }

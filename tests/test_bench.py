@@ -13,7 +13,22 @@ from typing import Any
 import pytest
 import torch
 
-from bench import ROOT, custom, dense, gpu_check, machine, measure, plot, pointwise, report, resnet, shapes
+from bench import (
+    MAIN_FORMAT,
+    ROOT,
+    conv,
+    custom,
+    dense,
+    gpu_check,
+    layers,
+    machine,
+    measure,
+    plot,
+    pointwise,
+    report,
+    resnet,
+    shapes,
+)
 from bench.__main__ import main as bench_main
 from bench.reference import CUSTOM_ACTIVATIONS
 
@@ -137,7 +152,7 @@ def test_a_spent_budget_leaves_a_partial_result(tmp_path: Path) -> None:
 
 
 def test_compiling_goes_first_when_time_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "_load_compiler", lambda device: None)
+    monkeypatch.setattr(layers, "_load_compiler", lambda device: None)
     (row,) = tiny_run(variants=dense.VARIANTS, budget_seconds=4.0)["cases"]  # a compilation is guessed at 5 s
     assert row["variants"]["compile"] == {"skipped": "time budget"}
     assert "forward" in row["variants"]["fusedlayers"]
@@ -182,7 +197,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
 
 
 def test_a_part_of_the_grid_replaces_no_committed_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(dense, "RESULTS", tmp_path)
+    monkeypatch.setattr(layers, "RESULTS", tmp_path)
     assert bench_main(["dense", "--device", "cpu", "--only", "call_overhead/.*/relu", "--quick"]) == 0
     assert list(tmp_path.iterdir()) == []
 
@@ -197,6 +212,133 @@ def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert plot.plot_dense(result, tmp_path / "dense.png")
     assert (tmp_path / "dense.png").read_bytes().startswith(b"\x89PNG")
     assert not plot.plot_dense({**result, "cases": []}, tmp_path / "empty.png")
+
+
+# --- conv -------------------------------------------------------------------------------------------------------------
+
+
+def conv_run(*ids: str, **options: Any) -> dict[str, Any]:
+    found = {case.id: case for case in shapes.conv_cases("cpu")}
+    return conv.run([found[id] for id in ids], CPU, **{"variants": ("eager", "fusedlayers"), "quick": True, **options})
+
+
+def test_conv_results_have_everything_a_reader_needs(tmp_path: Path) -> None:
+    ids = ("model/resnet-50-3x3-stride-2/channels_last/relu/float32", "model/wavenet/contiguous/tanh/float32")
+    result = conv_run(*ids, out=tmp_path)
+    assert json.loads((tmp_path / "conv.json").read_text())["cases"] == result["cases"]
+    assert [path.name for path in tmp_path.iterdir()] == ["conv.json"]
+    assert result["subject"] == "conv" and "1x1 convolution" in result["definitions"]["saved_bytes"]
+    assert [row["id"] for row in result["cases"]] == list(ids)
+    row = result["cases"][0]
+    assert row["shape"] == "ResNet-50 3x3 stride 2" and row["format"] == "channels_last"
+    assert row["input"] == [1, 128, 8, 8] and row["output"] == [1, 128, 4, 4]
+    assert row["hidden_bytes"] == 128 * 4 * 4 * 4
+    for row in result["cases"]:
+        for variant in row["variants"].values():
+            assert {"forward", "forward_backward"} < set(variant) and variant["peak_bytes"] > row["hidden_bytes"]
+            assert variant["saved_bytes"] == row["hidden_bytes"]  # the next convolution keeps the output anyway
+    assert conv.acceptance(result) == ["saved bytes at most eager's: 2 of 2 cases"]  # quick: nothing about time
+
+
+@pytest.mark.parametrize("dtype", shapes.DTYPES["cpu"])
+@pytest.mark.parametrize("shape", shapes.CONVOLUTIONS, ids=lambda shape: shape.name)
+def test_convolutions_save_one_buffer_of_every_activation(shape: shapes.ConvShape, dtype: str) -> None:
+    one = {"relu", "tanh"}  # of which eager keeps the output only
+    for name in shapes.FORMATS[len(shape.kernel)]:
+        for activation in {*shapes.CONV_ACTIVATIONS, shape.activation}:
+            case = shapes.ConvCase("model", shape, name, activation, dtype)
+            work = conv.SUBJECT.build(case, CPU, True)
+            (_, block), hidden = work.operands, work.hidden_bytes
+            saved = [layers.saved_bytes(function, block[0], *block[1]) for _, function in (work.eager, work.ours)]
+            assert saved == [hidden if activation in one else 2 * hidden, hidden], case.id
+
+
+def test_convolutions_are_measured_in_both_formats() -> None:
+    for case in shapes.conv_cases("cpu", ("float32",)):
+        if case.group == "model" and math.prod(case.shape.kernel) > 1:
+            work = conv.SUBJECT.build(case, CPU, True)
+            x, parameters, dy = work.operands[0]
+            format = shapes.FORMATS[len(case.shape.kernel)][case.format]
+            assert x.is_contiguous(memory_format=format) and parameters[0].is_contiguous(memory_format=format), case.id
+            if x.dim() == 4:  # torch's convolution of three dimensions may give the other format
+                assert dy.is_contiguous(memory_format=format), case.id
+            assert [function(x, *parameters).stride() for function in (work.eager[0], work.ours[0])] == [
+                dy.stride()
+            ] * 2
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_conv_grid_covers_every_shape_format_activation_and_dtype(kind: str) -> None:
+    cases = list(shapes.conv_cases(kind))
+    assert len({case.id for case in cases}) == len(cases)
+    found = {(case.shape.name, case.format, case.activation, case.dtype) for case in cases}
+    for shape in shapes.CONVOLUTIONS:
+        for name in shapes.FORMATS[len(shape.kernel)]:
+            for dtype in shapes.DTYPES[kind]:
+                assert {(shape.name, name, a, dtype) for a in (*shapes.CONV_ACTIVATIONS, shape.activation)} <= found
+    assert {len(shape.kernel) for shape in shapes.CONVOLUTIONS} == {1, 2, 3}
+    groups = [case.group for case in cases]
+    assert groups == sorted(groups), "the models' own activations come first"
+    first = cases[: len(shapes.CONVOLUTIONS)]
+    assert [case.shape for case in first] == list(shapes.CONVOLUTIONS), "every shape before any second format"
+    assert {case.format for case in first if len(case.shape.kernel) > 1} == {MAIN_FORMAT[kind]}
+    names = {shape.name: shape.activation for shape in shapes.CONVOLUTIONS}
+    assert all(names[name] == activation for name, activation in report.CONV_ROWS)
+
+
+def test_conv_acceptance() -> None:
+    def row(name: str, dtype: str, saved: int, ratio: float) -> dict[str, Any]:
+        times = {"ratio": ratio, "ratio_q1": ratio - 0.01, "ratio_q3": ratio + 0.01}
+        variants = {"eager": {"saved_bytes": 100}, "fusedlayers": {"saved_bytes": saved, "forward_backward": times}}
+        return {"id": name, "dtype": dtype, "variants": variants}
+
+    cases = [
+        row("a", "float32", 50, 1.05),
+        row("b", "float32", 101, 1.06),
+        row("c", "bfloat16", 100, 2.0),
+        {"id": "d", "dtype": "float32", "variants": {"fusedlayers": {"error": "RuntimeError: no"}}},
+    ]
+    result = {"device": {"kind": "cpu"}, "quick": False, "cases": cases}
+    assert conv.acceptance(result) == [
+        "saved bytes at most eager's: 2 of 3 cases",
+        "float32: at most 1.05x eager: 1 of 2 cases",
+        "b: 1.01x eager's saved bytes: MISSED",
+        "b: 1.06x eager (1.05 to 1.07): MISSED",
+        "d: MISSED: RuntimeError: no",
+    ]
+    assert conv.acceptance({**result, "device": {"kind": "cuda"}})[1:] == [
+        "b: 1.01x eager's saved bytes: MISSED",
+        "d: MISSED: RuntimeError: no",
+    ]
+
+
+def test_conv_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(layers, "RESULTS", tmp_path / "results")
+    assert bench_main(["conv", "--device", "cpu", "--only", "no such case"]) == 2
+    assert "bench conv: no case matches --only 'no such case'; ids look like 'other/" in capsys.readouterr().out
+    arguments = ["conv", "--device", "cpu", "--only", "other/wavenet/.*/relu/float32", "--quick"]
+    assert bench_main(arguments) == 0 and list(tmp_path.iterdir()) == []  # a part replaces no committed result
+    assert bench_main([*arguments, "--out", str(tmp_path)]) == 0
+    assert "saved bytes at most eager's: 1 of 1 cases" in capsys.readouterr().out
+    result = json.loads((tmp_path / "conv.json").read_text())
+    assert result["quick"] is True and set(result["cases"][0]["variants"]) == {"eager", "fusedlayers"}
+
+
+def test_a_quick_run_is_of_the_models_own_layers_without_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[set[str], list[str]]] = []
+
+    def run(subject: Any, todo: Any, device: Any, *, variants: Any, quick: bool, **options: Any) -> dict[str, Any]:
+        asked.append(({case.group for case in todo}, variants))
+        return {"device": {"kind": "cpu"}, "quick": quick, "cases": []}
+
+    monkeypatch.setattr(layers, "run", run)
+    for arguments in (["--quick"], ["--quick", "--variants", "compile"], ["--only", "/wavenet/"]):
+        assert bench_main(["conv", "--device", "cpu", *arguments]) == 0
+    assert asked == [
+        ({"model"}, ["eager", "fusedlayers"]),
+        ({"model"}, ["eager", "compile"]),
+        ({"model", "other"}, list(layers.VARIANTS)),
+    ]
 
 
 # --- pointwise --------------------------------------------------------------------------------------------------------
@@ -448,6 +590,45 @@ def test_readme_round_trip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert path.read_text().index("Some cuda, torch") < path.read_text().index("Some cpu")
 
 
+def test_the_conv_table(tmp_path: Path) -> None:
+    def variant(microseconds: float, ratio: float, saved_mib: float) -> dict[str, Any]:
+        return {"forward_backward": {"median_us": microseconds, "ratio": ratio}, "saved_bytes": int(saved_mib * 2**20)}
+
+    def row(shape: str, activation: str, format: str, sizes: list[int], **more: Any) -> dict[str, Any]:
+        variants = {"eager": variant(12345.6, 1, 12), "compile": variant(1, 1.1, 12), "fusedlayers": variant(1, 0.9, 6)}
+        row = {"group": "model", "shape": shape, "activation": activation, "format": format, "dtype": "float32"}
+        return {**row, "input": sizes, "output": [sizes[0], 7, *sizes[2:]], "variants": variants, **more}
+
+    run = {
+        "device": {"kind": "cpu", "name": "Some cpu", "slug": "cpu"},
+        "threads": 4,
+        "versions": {"torch": "2.13.0+cpu"},
+        "date": "2030-01-02",
+        "quick": False,
+        "cases": [
+            row("WaveNet", "tanh", "contiguous", [2, 3, 99]),
+            row("ResNet-50 3x3", "relu", "channels_last", [1, 1, 1, 1]),
+            row("ResNet-50 3x3", "relu", "contiguous", [4, 64, 56, 56]),
+            row("ResNet-50 3x3", "relu", "contiguous", [1, 1, 1, 1], group="other"),
+        ],
+    }
+    text = README + "<!-- bench:conv -->\n<!-- /bench:conv -->\n"
+    assert "`python -m bench conv` makes one" in report.fill(text, tmp_path)
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "conv.json").write_text(json.dumps(run))
+    lines = report.fill(text, tmp_path).split("<!-- bench:conv -->")[1].strip().splitlines()
+    assert lines[0] == "Some cpu, 4 threads, torch 2.13.0, 2030-01-02:" and "(contiguous)" in lines[2]
+    cells = "12.0 | 12.0 | **6.0** | 12.3 ms | 1.10x | **0.90x** |"
+    assert lines[4:-1] == [
+        f"| ResNet-50 3x3, relu, float32 (4 x 64 x 56 x 56 to 7) | {cells}",
+        f"| WaveNet, tanh, float32 (2 x 3 x 99 to 7) | {cells}",
+    ]
+    # On GPUs the other format is the main one; a sequence has none.
+    on_gpu = [{**row, "dtype": "bfloat16"} for row in run["cases"]]
+    table = report.conv_table({**run, "device": {**run["device"], "kind": "cuda"}, "cases": on_gpu})
+    assert "(1 x 1 x 1 x 1 to 7)" in table and "64 x 56" not in table and "WaveNet" in table
+
+
 def test_the_custom_table(tmp_path: Path) -> None:
     def row(activation: str, eager: float, ours: dict[str, Any], group: str = "resnet18") -> dict[str, Any]:
         variant = {"forward_backward": {"median_us": 123456.7, "ratio": 1.0}, "saved_bytes": int(eager * 2**20)}
@@ -494,7 +675,7 @@ def test_readme_without_results(tmp_path: Path) -> None:
         ("<!-- /bench:dense --><!-- bench:dense -->", "needs its"),
         (
             README + "<!-- bench:other --><!-- /bench:other -->",
-            r"no table is called 'other'; there are \['accuracy', 'custom', 'dense'\]",
+            r"no table is called 'other'; there are \['accuracy', 'conv', 'custom', 'dense'\]",
         ),
     ],
 )
@@ -566,12 +747,12 @@ def test_gpu_check_runs_every_part_and_sums_up(monkeypatch: pytest.MonkeyPatch, 
     (tmp_path / "pointwise.json").write_text("left behind by an earlier run")
     options = argparse.Namespace(out=tmp_path, minutes=9.0, pytest_args=[])
     assert gpu_check.main(options) == 1  # no result of the pointwise grid
-    assert [command[2] for command in commands] == ["pytest", "bench", "bench", "bench"]
-    assert [command[3] for command in commands[1:]] == ["dense", "pointwise", "custom"]
+    assert [command[2] for command in commands] == ["pytest", "bench", "bench", "bench", "bench"]
+    assert [command[3] for command in commands[1:]] == ["dense", "pointwise", "custom", "conv"]
     text = (tmp_path / "summary.md").read_text()
     assert "# gpu-check on Some GPU" in text and "12 passed" in text and "1 cases measured" in text
     assert "no result; bench.log says why" in text
-    assert len(list(tmp_path.iterdir())) <= 8
+    assert len(list(tmp_path.iterdir())) <= 9
 
 
 def test_gpu_check_says_where_the_library_is_slower() -> None:
@@ -584,6 +765,6 @@ def test_gpu_check_says_where_the_library_is_slower() -> None:
 
 
 def test_gpu_check_fits_into_nine_minutes() -> None:
-    grids = (gpu_check.DENSE_SECONDS, gpu_check.POINTWISE_SECONDS, gpu_check.CUSTOM_SECONDS)
+    grids = gpu_check.GRID_SECONDS.values()
     limits = gpu_check.TEST_SECONDS + sum(grids) + len(grids) * 15
     assert limits + (1 + len(grids)) * gpu_check._GRACE_SECONDS <= 9 * 60

@@ -52,9 +52,18 @@ def custom_example_trains_alike_and_keeps_no_more(out):
         assert eager_last < eager_first, name
 
 
+def digits_are_told_apart_and_half_is_saved(out):
+    rows = dict(line.replace("%", "").split(maxsplit=1) for line in out.splitlines()[1:])
+    assert list(rows) == ["PyTorch", "fusedlayers"]
+    (eager, _, eager_kib), (fused, _, fused_kib) = (map(float, cells.split()) for cells in rows.values())
+    assert min(eager, fused) > 97
+    assert 2 * fused_kib == eager_kib
+
+
 EXAMPLES = {
     "custom_activation": custom_example_trains_alike_and_keeps_no_more,
     "mlp_block": block_example_halves_what_is_saved,
+    "train_digits": digits_are_told_apart_and_half_is_saved,
 }
 
 
