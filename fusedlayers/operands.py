@@ -146,7 +146,7 @@ def check_norm(function: str, input: Tensor, dims: tuple[int, ...], norm: BatchN
             raise ValueError(f"{function}: {name} is on {tensor.device} but input is on {input.device}; move one")
     dtypes = {tensor.dtype for tensor in found.values()}
     wider = {torch.float32} if input.dtype.itemsize == 2 else set()
-    if len(dtypes) > 1 or not dtypes <= {input.dtype, *wider}:
+    if (input.is_cpu and len(dtypes) > 1) or not dtypes <= {input.dtype, *wider}:
         got = ", ".join(f"{name} {tensor.dtype}" for name, tensor in {"input": input, **found}.items())
         raise ValueError(
             f"{function}: parameters and statistics must have one dtype, the input's, or float32 for an input of 16 "

@@ -194,7 +194,7 @@ class NormalisedAgain(NamedTuple):
         if torch.is_grad_enabled() or self.inverse_std.dtype.itemsize == 2:
             # The statistics depend on x, and statistics of 16 bits say too little.
             return F.batch_norm(x, None, None, w, b, True, 0.0, self.eps)
-        var = self.inverse_std.pow(-2).sub_(self.eps)
+        var = self.inverse_std.reciprocal().square_().sub_(self.eps)  # its square may be out of range
         return F.batch_norm(x, self.mean, var, w, b, False, 0.0, self.eps)
 
 

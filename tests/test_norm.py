@@ -244,6 +244,26 @@ def test_every_save_computes_the_same(name: str, shape: tuple[int, ...], save: s
     _assert_close(layer, eager, _x(shape), _x(shape), **(FOLDED_CLOSE if save in ("auto", "output") else CLOSE))
 
 
+@pytest.mark.parametrize("save", ["auto", "input", "recompute"])
+@residual_or_not
+@training_or_not
+@pytest.mark.parametrize("shape", [(7,), (5, 1), (1,), (1, CHANNELS, 1, 1), (4, 1, 1, 1), (CHANNELS, 1, 7)], ids=str)
+def test_parameters_of_users_may_run_along_any_dimension(
+    shape: tuple[int, ...], training: bool, with_residual: bool, save: str
+) -> None:
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.alpha = nn.Parameter(torch.rand(shape) + 0.5)
+
+        def forward(self, z: Tensor) -> Tensor:
+            return z * torch.tanh(self.alpha * z)
+
+    layer, eager = _pair(Gate(), save=save)
+    layer.train(training), eager.train(training)
+    _assert_close(layer, eager, _x(), _x() if with_residual else None)
+
+
 @pytest.mark.parametrize("save", ["input", "recompute"])
 @pytest.mark.parametrize("name", ["snake", "prelu", "prelu, one", "function"])
 def test_every_save_serves_functions_of_users(name: str, save: str) -> None:
@@ -419,6 +439,15 @@ def test_means_and_variances_of_every_size(name: str, dtype: torch.dtype, mean: 
     _assert_as_good_as_torch(layer, eager, draw, with_residual=False)
 
 
+@pytest.mark.parametrize("eps", [1e-44, 1e-30, 1e-12, 1e3, 1e30])
+def test_an_eps_of_every_size(eps: float) -> None:
+    layer, eager = _pair(_wave, save="recompute", eps=eps)
+    x = _x().detach()
+    x[:, 3] = 0.5
+    x[:, 4] *= 1e-6
+    _assert_close(layer, eager, x.requires_grad_(), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["relu", "elu", "silu", "snake", "prelu", "function", "None"])
 @training_or_not
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38], ids=str)
@@ -540,6 +569,39 @@ def test_backward_twice_with_retain_graph(name: str, training: bool) -> None:
     assert torch.equal(y, before)
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         torch.autograd.grad(y, leaves, dy)
+
+
+@pytest.mark.parametrize("name", ["relu", "silu", "snake", "function"])
+def test_a_layer_may_be_called_several_times_before_backward(name: str) -> None:
+    # As a discriminator is, and by its own result.
+    layer, eager = _pair(make(name), save="recompute")
+    real, fake, results = _x(), _x(), []
+    for module in (layer, eager):
+        y = module(real)
+        loss = y.square().sum() + module(fake).sum() + module(y).square().sum()
+        results.append(torch.autograd.grad(loss, [real, fake, *module.parameters()]))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(dict(layer.named_buffers()), dict(eager.norm.named_buffers()))
+
+
+@pytest.mark.parametrize("name", ["relu", "silu", "snake", "function"])
+def test_gradients_come_in_batches(name: str) -> None:
+    layer, eager = _pair(make(name), save="recompute")
+    x, dys, results = _x(), torch.randn(3, *PLANE), []
+    for module in (layer, eager):
+        leaves = [x, *module.parameters()]
+        results.append(torch.autograd.grad(module(x), leaves, dys, is_grads_batched=True))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["snake", "function", "prelu"])
+def test_a_result_that_is_not_kept_may_be_overwritten(name: str) -> None:
+    layer, eager = _pair(make(name))
+    results, x, dy = [], _x(), torch.randn(PLANE)
+    for module in (layer, eager):
+        y = module(x).add_(1.0)
+        results.append([y, *torch.autograd.grad(y, [x, *module.parameters()], dy)])
+    torch.testing.assert_close(*results, **CLOSE)
 
 
 @some_names
@@ -792,6 +854,18 @@ def test_compiled_code_keeps_two_buffers_too(backend: str, name: str) -> None:
 
 
 @compiles
+@pytest.mark.parametrize("name", ["relu", "snake"])
+def test_compiled_for_every_size(name: str) -> None:
+    torch.compiler.reset()
+    layer, eager = _pair(make(name))
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for size in (3, 5, 9):
+        x = torch.randn(size, CHANNELS, 6, size + 3)
+        torch.testing.assert_close(compiled(x), eager(x), **CLOSE)
+    torch.testing.assert_close(dict(layer.named_buffers()), dict(eager.norm.named_buffers()))
+
+
+@compiles
 @pytest.mark.parametrize("name", ["silu", "None"])
 def test_compiled_code_that_computes_it_again_counts_a_batch_once(name: str) -> None:
     torch.compiler.reset()
@@ -1001,13 +1075,6 @@ def test_its_repr_says_what_is_saved() -> None:
 def test_meta_layers_give_shapes() -> None:
     layer = fl.FusedBatchNormAct2d(CHANNELS, "silu", device="meta", dtype=torch.bfloat16)
     assert layer(torch.empty(PLANE, device="meta", dtype=torch.bfloat16)).shape == PLANE
-
-
-def test_it_becomes_a_synchronised_batch_norm_as_torchs_does_not() -> None:
-    # torch replaces every batch norm by its own, which has no activation: what was inside would be lost in silence.
-    network = nn.Sequential(nn.Conv2d(3, CHANNELS, 3), fl.FusedBatchNormAct2d(CHANNELS, "relu"))
-    converted = nn.SyncBatchNorm.convert_sync_batchnorm(network)
-    assert isinstance(converted[1], nn.SyncBatchNorm)
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
