@@ -1063,7 +1063,7 @@ def test_a_trainable_activation_is_a_submodule() -> None:
 def test_its_repr_says_what_is_saved() -> None:
     for activation, said in {
         "relu": "activation=relu, saves the output",
-        "silu": "activation=silu, saves the output (branch in its last bit)",
+        "silu": "activation=silu, saves nothing and recomputes",
         _wave: "saves nothing and recomputes",
         nn.PReLU(): "saves nothing and recomputes",
         None: "activation=identity, saves nothing",

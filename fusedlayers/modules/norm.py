@@ -59,8 +59,8 @@ class _FusedBatchNormAct(FusedAct):
         return 2, self.num_features, *(5 + 2 * i for i in range(self.dims[0] - 2))
 
     def _keeps(self, activation: Activation) -> str:
-        refused = activation.output_refused_because(self._dtype())
-        return "recompute" if self.save == "auto" and refused is not None else self.save
+        is_output = activation.output_refused_because(self._dtype()) is None and not activation.is_folded
+        return self.save if self.save != "auto" or is_output else "recompute"
 
     def _dtype(self) -> torch.dtype:
         return torch.get_default_dtype() if self.weight is None else self.weight.dtype
@@ -129,7 +129,8 @@ class FusedBatchNormAct1d(_FusedBatchNormAct, nn.BatchNorm1d):
         num_features, eps, momentum, affine, track_running_stats, device, dtype: as for ``nn.BatchNorm1d``.
         activation: as for ``fusedlayers.conv_bias_act``. A module with parameters becomes a submodule.
         save: what is kept besides x. "output": the output y. "recompute": nothing. "input": the pre-activation. "auto":
-            "output" where the derivative can be had from it within the dtype's rounding floor, else "recompute".
+            "output" where it tells the derivative exactly, else "recompute"; with a residual "output" also where it
+            does with a branch bit.
 
     Shapes: (batch, channels) or (batch, channels, length) -> the same. ``forward`` takes a second argument of the same
     shape, the residual, which is added before the activation.
