@@ -71,8 +71,9 @@ def product_act(
         activation, params, params_dim = specialised(activation, product.shape(x, w), dtype, x.device)
         dim = product.dim if params_dim is None else params_dim
     keep = choose_save(product.function, activation, save, dtype)
-    if product.is_cheap and save == "auto" and not compiling and (keep == "input" or (activation.is_folded and residual is None)):
-        keep = "recompute"  # exact, and of no more bytes than the output, which the next layer keeps
+    if product.is_cheap and save == "auto" and not compiling:
+        # Exact, and of no more bytes than the output, which the next layer keeps.
+        keep = "recompute" if keep == "input" or (activation.is_folded and residual is None) else keep
 
     if is_plain or keep == "nothing" or not activation.is_fusible:
         return composite(product, activation, inputs)
