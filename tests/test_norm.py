@@ -509,11 +509,13 @@ def test_eps_must_be_positive_as_for_torch(eps: float) -> None:
         layer(_x())
     assert int(layer.num_batches_tracked) == 0
     layer.eval(), eager.eval()
-    if eps == 0:
-        _assert_close(layer, eager, _x())
-    else:
-        with pytest.raises(ValueError, match="FusedBatchNormAct2d: eps must be positive, got"):
+    try:
+        eager(_x())
+    except ValueError:  # torch 2.11 refuses 0 here, too
+        with pytest.raises(ValueError, match="eps must be positive"):
             layer(_x())
+    else:
+        _assert_close(layer, eager, _x())
 
 
 # --- second derivatives, second passes --------------------------------------------------------------------------------
