@@ -1220,6 +1220,14 @@ def test_what_parameters_are_made_into_is_computed_once() -> None:
     torch.testing.assert_close(_gradients(y, z, [z, p]), _gradients(eager, z, [z, p]))
 
 
+def test_built_in_functions_are_no_variants_of_each_other(traces: list[int]) -> None:
+    many = [torch.sin, torch.cos, torch.tan, torch.sinh, torch.cosh, torch.erf, torch.atan, torch.asinh, torch.expm1]
+    many += [torch.square, torch.abs, torch.exp2, torch.ops.aten.arctan.default, torch.special.i0e]
+    reasons = [routes.specialised(resolve(f), (40, 16), torch.float32).activation for f in many]
+    assert len(many) > custom._ANALYSED
+    assert not any("is not known in terms" in (a.output_refused_because(torch.float32) or "") for a in reasons)
+
+
 def test_the_oldest_is_forgotten() -> None:
     recent: Recent[int] = Recent()
     for i in range(LIMIT + 5):

@@ -33,8 +33,8 @@ class Captured(NamedTuple):
     """A function, taken apart.
 
     ``key`` is equal for functions that compute the same from equally shaped tensors; ``root``, the code that is called
-    or its class, is also equal for those that read other numbers. ``on(tensors)`` is the function with its ``tensors``
-    replaced by others. ``refusal`` is why that cannot be said of it, or None.
+    or what stands for it, is also equal for those that read other numbers. ``on(tensors)`` is the function with its
+    ``tensors`` replaced by others. ``refusal`` is why that cannot be said of it, or None.
     """
 
     root: Hashable
@@ -58,11 +58,11 @@ def capture(function: Callable[..., Any]) -> Captured:
 
 
 def _root(function: Any) -> Hashable:
-    """The code that is called, or its class."""
+    """The code that is called, or its class, and the name where a class has many, as that of built-in functions has."""
     while isinstance(function, functools.partial):
         function = function.func
-    kind: Any = type(function)
-    return getattr(getattr(function, "__func__", function), "__code__", kind)
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return code if isinstance(code, types.CodeType) else (type(function), getattr(function, "__name__", None))
 
 
 #: What the code named the last time, which spares a second walk.
