@@ -63,9 +63,13 @@ def check_dense(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             f"dense_bias_act: expected input (..., in) and weight (out, in), got {_shape(input)} and {_shape(weight)}; "
             "the input's last dimension must be the weight's second"
         )
+    _check_bias_of_outputs("dense_bias_act", weight, bias)
+
+
+def _check_bias_of_outputs(function: str, weight: Tensor, bias: Tensor | None) -> None:
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
         raise ValueError(
-            f"dense_bias_act: expected bias ({weight.shape[0]},) for weight {_shape(weight)}, got {_shape(bias)}"
+            f"{function}: expected bias ({weight.shape[0]},) for weight {_shape(weight)}, got {_shape(bias)}"
         )
 
 
@@ -112,10 +116,7 @@ def check_conv(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: 
             f"conv_bias_act: input {_shape(input)}, weight {_shape(weight)} and groups={groups!r} do not fit together: "
             "the input's channels must be groups times the weight's second dimension, and groups must divide its first"
         )
-    if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
-        raise ValueError(
-            f"conv_bias_act: expected bias ({weight.shape[0]},) for weight {_shape(weight)}, got {_shape(bias)}"
-        )
+    _check_bias_of_outputs("conv_bias_act", weight, bias)
     padding = convolution.padding
     if isinstance(padding, str) and padding not in ("same", "valid"):
         raise ValueError(f"conv_bias_act: padding must be numbers, 'same' or 'valid', got {padding!r}")

@@ -22,7 +22,7 @@ LAYERS = [
     ["activations.segments"],
     ["activations.inverse"],
     ["activations.spec"],
-    ["activations.library", "activations.register", "activations.decompositions"],
+    ["activations.builtin", "activations.register", "activations.decompositions"],
     ["activations.trace"],
     ["activations.splitting"],
     ["activations.comparing"],

@@ -590,6 +590,15 @@ def test_readme_round_trip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert path.read_text().index("Some cuda, torch") < path.read_text().index("Some cpu")
 
 
+ON_SOME_CPU: dict[str, Any] = {
+    "device": {"kind": "cpu", "name": "Some cpu", "slug": "cpu"},
+    "threads": 4,
+    "versions": {"torch": "2.13.0+cpu"},
+    "date": "2030-01-02",
+    "quick": False,
+}
+
+
 def test_the_conv_table(tmp_path: Path) -> None:
     def variant(microseconds: float, ratio: float, saved_mib: float) -> dict[str, Any]:
         return {"forward_backward": {"median_us": microseconds, "ratio": ratio}, "saved_bytes": int(saved_mib * 2**20)}
@@ -600,11 +609,7 @@ def test_the_conv_table(tmp_path: Path) -> None:
         return {**row, "input": sizes, "output": [sizes[0], 7, *sizes[2:]], "variants": variants, **more}
 
     run = {
-        "device": {"kind": "cpu", "name": "Some cpu", "slug": "cpu"},
-        "threads": 4,
-        "versions": {"torch": "2.13.0+cpu"},
-        "date": "2030-01-02",
-        "quick": False,
+        **ON_SOME_CPU,
         "cases": [
             row("WaveNet", "tanh", "contiguous", [2, 3, 99]),
             row("ResNet-50 3x3", "relu", "channels_last", [1, 1, 1, 1]),
@@ -637,11 +642,7 @@ def test_the_custom_table(tmp_path: Path) -> None:
 
     fused = {"forward_backward": {"median_us": 1.0, "ratio": 0.789}, "saved_bytes": 50 * 2**20}
     run = {
-        "device": {"kind": "cpu", "name": "Some cpu", "slug": "cpu"},
-        "threads": 4,
-        "versions": {"torch": "2.13.0+cpu"},
-        "date": "2030-01-02",
-        "quick": False,
+        **ON_SOME_CPU,
         "cases": [row("relu", 40, fused), row("snake", 120, fused), row("prelu", 60, {"error": "no"})],
     }
     run["cases"].append(row("alone", 1, fused, group="alone"))

@@ -1,6 +1,6 @@
 """Activations: the record, the table, the branch bit, inverses and traces."""
 
-from . import library as _library  # fills the table
+from . import builtin as _builtin  # fills the table
 from .capture import must_be_called_because
 from .register import activation
 from .spec import (
@@ -35,4 +35,4 @@ __all__ = [
     "widened",
 ]
 
-del _library
+del _builtin

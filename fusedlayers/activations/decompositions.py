@@ -153,7 +153,7 @@ _TANH_SCALE = 2 * math.sqrt(2 / math.pi)
 
 
 def _gate(x: Tensor, approximate: str) -> Tensor:
-    # As in library.py: 1 + erf(x) and 1 + tanh(x) cancel where gelu falls to zero.
+    # As in builtin.py: 1 + erf(x) and 1 + tanh(x) cancel where gelu falls to zero.
     if approximate == "tanh":
         return torch.sigmoid(x * _TANH_SCALE * (1 + 0.044715 * x * x))
     return 0.5 * torch.erfc(x * -math.sqrt(0.5))

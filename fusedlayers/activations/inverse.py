@@ -18,6 +18,7 @@ follows. ``analyse`` says so, and never raises.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -377,11 +378,9 @@ def _fitted(
     """The derivative to this precision, for outputs of a dtype yet to be named."""
     fold = shape.fold
     if fold is not None and _is_like_gelu(shape):
-        try:
+        with contextlib.suppress(ValueError):  # where the short form does not fit, segments may
             folded = fit.__wrapped__(function, precision)  # type: ignore[attr-defined]
             return lambda _: FoldedDerivative(fold, folded.of_distance)
-        except ValueError:
-            pass  # longer, but more general
     segments = fit_segments(shape, precision)
 
     def for_outputs(dtype: torch.dtype) -> MonotoneDerivative | FoldedDerivative:

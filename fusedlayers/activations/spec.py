@@ -1,6 +1,6 @@
 """What an activation is: one record that answers everything anyone asks about it.
 
-``Row`` is a line of the table in ``library.py``: a function with parameters. ``Activation`` is a row with its
+``Row`` is a line of the table in ``builtin.py``: a function with parameters. ``Activation`` is a row with its
 parameters bound, and what autograd, the backends, reports and tests work with. ``resolve`` turns what a user passes
 into one.
 """
