@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 import fusedlayers as fl
 from fusedlayers.activations import DTYPES, Activation, Row, activations, branch, register, resolve, rows, spec
-from fusedlayers.activations.inverse import PRECISIONS, Fold, find_fold, fit
+from fusedlayers.activations.folded import find_fold, fit
+from fusedlayers.activations.polynomial import PRECISIONS
+from fusedlayers.activations.shape import Fold
 
 HALVES = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *HALVES)

@@ -14,7 +14,7 @@ from torch import Tensor
 import fusedlayers as fl
 from fusedlayers import backends
 from fusedlayers.activations import Activation, branch, resolve, rows
-from fusedlayers.activations.inverse import PRECISIONS
+from fusedlayers.activations.polynomial import PRECISIONS
 from fusedlayers.backends import Wanted, eager
 from fusedlayers.backends.eager import chunks, elementwise, products
 from fusedlayers.memory import saved_bytes

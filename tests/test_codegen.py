@@ -13,7 +13,7 @@ from gpu import ACTIVATIONS, DEVICE, DTYPES, INTERPRETER_WARNINGS
 from torch import Tensor
 
 from fusedlayers.activations import Activation, resolve
-from fusedlayers.activations.inverse import interpolate
+from fusedlayers.activations.polynomial import interpolate
 from fusedlayers.activations.trace import NotPointwise, trace
 
 triton = pytest.importorskip("triton")

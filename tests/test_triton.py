@@ -18,7 +18,7 @@ from torch import Tensor
 
 import fusedlayers as fl
 from fusedlayers.activations import Activation, branch, resolve
-from fusedlayers.activations.inverse import PRECISIONS
+from fusedlayers.activations.polynomial import PRECISIONS
 
 pytest.importorskip("triton")
 import triton.language as tl  # after the line that skips without it

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .inverse import Fold, FoldedDerivative
+from .folded import FoldedDerivative
+from .shape import Fold
 from .spec import Native, Row, register
 
 aten = torch.ops.aten

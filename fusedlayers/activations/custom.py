@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .analysis import Analysis, analyse
 from .capture import Captured, capture
 from .comparing import asks_for_sizes, compare
-from .inverse import Analysis, analyse
 from .recent import Recent
 from .register import mistake, out_of_reach
 from .spec import Activation, Row, Specialised

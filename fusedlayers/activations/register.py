@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..clean import in_clean_state
-from .inverse import FoldedDerivative
+from .folded import FoldedDerivative
 from .spec import Function, Row, register
 
 F = TypeVar("F", bound=Callable[..., Tensor])

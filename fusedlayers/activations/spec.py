@@ -19,8 +19,11 @@ from torch import Tensor, nn
 
 from ..clean import in_clean_state
 from . import branch
+from .analysis import Analysis, MonotoneDerivative
 from .capture import must_be_called_because
-from .inverse import PRECISIONS, Analysis, Fold, FoldedDerivative, MonotoneDerivative, fit
+from .folded import FoldedDerivative, fit
+from .polynomial import PRECISIONS
+from .shape import Fold
 
 Function = Callable[..., Tensor]
 Saved = Literal["nothing", "output", "input", "recompute"]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...activations import Activation, branch
-from ...activations.inverse import FoldedDerivative
+from ...activations.folded import FoldedDerivative
 from ...broadcast import along, is_dense, sum_along
 from ...clean import in_clean_state
 from ..interface import Wanted

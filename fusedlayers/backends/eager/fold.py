@@ -1,6 +1,6 @@
 """Fitted activations in float32: the branch bit and the derivative, in as few passes as torch operations allow.
 
-``activations/branch.py`` and ``activations/inverse.py`` say what is computed; this says it again in operations that
+``activations/branch.py`` and ``activations/folded.py`` say what is computed; this says it again in operations that
 overwrite their operands, because on a CPU each operation is a pass over the chunk. Comparisons and ``where`` are
 avoided: torch does not vectorise them, and three bitwise passes cost less. Tests hold the two together bit for bit
 (branch) and to the tolerance of the fit (derivative).
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...activations import Activation
-from ...activations.inverse import FoldedDerivative, Polynomials
+from ...activations.folded import FoldedDerivative, Polynomials
 from ...clean import in_clean_state
 from .chunks import Chunkwise
 from .lookup import lookup

@@ -23,8 +23,11 @@ import torch
 from torch import Tensor
 
 from ...activations import Activation, branch
-from ...activations.inverse import PRECISIONS, Fold, FoldedDerivative, MonotoneDerivative
+from ...activations.analysis import MonotoneDerivative
+from ...activations.folded import FoldedDerivative
+from ...activations.polynomial import PRECISIONS
 from ...activations.segments import TINY, Flat, Segments
+from ...activations.shape import Fold
 from ...clean import in_clean_state
 from .lookup import lookup
 

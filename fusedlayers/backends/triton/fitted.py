@@ -15,7 +15,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from ...activations.inverse import Piece, interpolate
+from ...activations.polynomial import Piece, interpolate
 from ...clean import in_clean_state
 from . import special
 

@@ -14,17 +14,19 @@ from reference import all_values, derivative, second_derivative, ulp
 from torch import Tensor
 
 import fusedlayers as fl
-from fusedlayers.activations import Activation, Row, branch, inverse
-from fusedlayers.activations.inverse import (
+from fusedlayers.activations import Activation, Row, branch
+from fusedlayers.activations.analysis import (
     ALLOWANCE,
     ALLOWANCE_EVALUATED,
     GELU_ERRORS,
-    PRECISIONS,
     Analysis,
-    FoldedDerivative,
     MonotoneDerivative,
     analyse,
 )
+from fusedlayers.activations.folded import FoldedDerivative, Polynomials
+from fusedlayers.activations.polynomial import PRECISIONS
+from fusedlayers.activations.segments import Segments
+from fusedlayers.activations.shape import look
 from fusedlayers.activations.trace import trace
 from fusedlayers.backends import Wanted, eager
 from fusedlayers.backends.eager import table
@@ -183,7 +185,7 @@ def _error(published: Published, z: Tensor, y: Tensor, slope: Tensor) -> Tensor:
     """Of the derivative; within a unit of a kink's output the slopes of both its sides will do, and autograd's."""
     truth = derivative(published.function, z)
     error = (slope.double() - truth).abs()
-    shape = inverse.look(published.function)
+    shape = look(published.function)
     for kink in shape.kinks:
         level = torch.tensor([kink.output], dtype=y.dtype).double()
         close = (y.double() - level).abs() <= (float(ulp(level, y.dtype)) if shape.fold or kink.output else 0.0)
@@ -209,7 +211,7 @@ def test_the_derivative_is_as_accurate_as_gelus(published: Published, dtype: tor
     largest = ALLOWANCE_EVALUATED * steepest * GELU_ERRORS[dtype].largest
     assert float(error.max()) <= largest + torch.finfo(dtype).eps * steepest
     told = analysis.measured[dtype].told
-    steepest = max(1.0, inverse.look(published.function).steepest)
+    steepest = max(1.0, look(published.function).steepest)
     assert told.rms <= ALLOWANCE * steepest * GELU_ERRORS[dtype].rms
     assert told.largest <= ALLOWANCE * steepest * GELU_ERRORS[dtype].largest
 
@@ -414,7 +416,7 @@ def test_there_are_few_segments(published: Published) -> None:
             continue
         found = _analysis(published).derivative(dtype)
         formula = found.of_distance if isinstance(found, FoldedDerivative) else found.segments
-        if isinstance(formula, inverse.Segments):
+        if isinstance(formula, Segments):
             assert 1 <= len(formula.segments) <= 10
 
 
@@ -446,7 +448,7 @@ def test_most_are_served_by_tables() -> None:
 
 def _is_like_gelu(published: Published) -> bool:
     found = _analysis(published).derivative()
-    return isinstance(found, FoldedDerivative) and isinstance(found.of_distance, inverse.Polynomials)
+    return isinstance(found, FoldedDerivative) and isinstance(found.of_distance, Polynomials)
 
 
 @pytest.mark.parametrize("name", ["isru", "relu1", "modulus"])

@@ -2,15 +2,7 @@
 
 ``analyse`` decides whether there is one: it looks at the function (``shape.py``), fits its derivative as a function of
 the output and, where the function turns, of the branch (``branch.py``), and measures what comes out against float64.
-Everything is in float64, in a fraction of a second; no coefficient is written down anywhere.
-
-Most derivatives are fitted in segments (``segments.py``). Activations like GELU, which fall to one negative minimum and
-then rise, with the falling branch beginning at 0, have a form of their own that is shorter (``fit``):
-
-* around the minimum and on the rising branch, ``v = +-sqrt(y - y_min)``. The derivative is analytic in v *through* the
-  minimum, so one polynomial serves both sides of it;
-* on the falling branch's tail, where y returns to 0, ``u = sqrt(log(y_min / y))`` and ``f' = y * P(u)``, so that the
-  derivative vanishes with y.
+Derivatives are fitted in segments (``segments.py``), those of functions like GELU in a shorter form (``folded.py``).
 
 What it does not do: functions with more than one fold (a bit tells two branches apart), and what no short program
 follows. ``analyse`` says so, and never raises.
@@ -29,34 +21,13 @@ from torch import Tensor
 
 from ..clean import in_clean_state
 from . import branch
+from .folded import FoldedDerivative, fit
 from .kinks import NeedsInput
-from .polynomial import MAXIMUM_DEGREE, PRECISIONS, Piece, Precision, interpolate
-from .segments import TINY, Flat, Segments, fit_segments, to_float32
+from .polynomial import PRECISIONS, Precision
+from .segments import Flat, Segments, fit_segments
 from .shape import Fold, Shape, look, sweep
 
-__all__ = [
-    "PRECISIONS",
-    "Analysis",
-    "Errors",
-    "Fold",
-    "FoldedDerivative",
-    "MonotoneDerivative",
-    "Piece",
-    "Polynomials",
-    "Precision",
-    "analyse",
-    "find_fold",
-    "fit",
-    "interpolate",
-]
-
 Function = Callable[[Tensor], Tensor]
-
-#: Inputs searched for the fold. Beyond it every activation of this kind is flat or straight to within float32.
-REACH = 40.0
-#: The tail polynomial takes over where the output has returned to this fraction of the minimum: far enough from the
-#: minimum for log(y_min / y) to be free of cancellation, far enough from 0 for sqrt(y - y_min) to resolve y.
-TAIL_FRACTION = 0.4
 
 
 @dataclass(frozen=True)
@@ -71,197 +42,6 @@ class MonotoneDerivative:
     def differentiable(self, y: Tensor) -> Tensor:
         """The same: nothing in it stops a gradient."""
         return self(y)
-
-
-@dataclass(frozen=True)
-class FoldedDerivative:
-    """``f'`` from the output and the branch: ``derivative(y, marked)``, for floating y and boolean ``marked``.
-
-    ``of_distance(distance, y, marked)`` is the formula, ``distance`` being that from the extremum, always positive.
-
-    A float32 output is stored with an error of up to two units in its last place: of its own, and of the branch bit. It
-    tells least at the extremum, where f' goes with the root of the distance. There the largest error is smallest if
-    outputs are taken to lie half a unit nearer than stored, and at least half a unit from the extremum (largest error
-    for GELU 1.6e-4 without, 1.1e-4 with; SiLU 1.4e-4 and 1.2e-4; the rms over N(0, 1) falls by a tenth).
-    """
-
-    fold: Fold
-    of_distance: Callable[[Tensor, Tensor, Tensor], Tensor]
-
-    @property
-    def margin(self) -> float:
-        """Half a float32 unit in the last place of the extremum."""
-        return 2.0 ** (math.frexp(self.fold.extremum)[1] - 25) if self.fold.extremum else TINY
-
-    @property
-    def origin_parts(self) -> tuple[float, float]:
-        """Where distances are counted from, as a float32 number and the rest: they are then exact near it."""
-        high = to_float32(self.fold.extremum)
-        return high, self.fold.extremum + (-self.margin if self.fold.is_maximum else self.margin) - high
-
-    def __call__(self, y: Tensor, marked: Tensor) -> Tensor:
-        # `where` and not `clamp`, so that NaN stays NaN in every backend.
-        distance = self._distance(y)
-        return self.of_distance(torch.where(distance < self.margin, self.margin, distance), y, marked)
-
-    def differentiable(self, y: Tensor, marked: Tensor) -> Tensor:
-        """The same with a gradient that passes through the floor.
-
-        f' grows like sqrt(distance), so d f'/dy is infinite at the extremum, while f'' = (d f'/dy) f' is finite. With
-        both factors taken at the same distance, floored, their product is right; a floor that stopped the gradient
-        would make it 0.
-        """
-        distance = self._distance(y)
-        lift = torch.where(distance < self.margin, self.margin - distance, 0.0).detach()
-        return self.of_distance(distance + lift, y, marked)
-
-    def _distance(self, y: Tensor) -> Tensor:
-        high, low = self.origin_parts
-        distance = (y - high) - low
-        return -distance if self.fold.is_maximum else distance
-
-
-@dataclass(frozen=True)
-class Polynomials:
-    """A fitted ``of_distance``: ``pieces`` in ``v = +-sqrt(distance)`` without gaps, the first across the minimum, and
-    ``tail`` in ``u = sqrt(log(y_min / y))``."""
-
-    minimum: float
-    pieces: tuple[Piece, ...]
-    tail: Piece
-
-    def __call__(self, distance: Tensor, y: Tensor, left: Tensor) -> Tensor:
-        s = torch.sqrt(distance)
-        s = torch.where(s > self.pieces[-1].stop, self.pieces[-1].stop, s)
-        v = torch.where(left, -s, s)
-        value = self.pieces[0](v)
-        for piece in self.pieces[1:]:
-            value = torch.where(v > piece.start, piece(v), value)
-
-        in_tail = v < self.pieces[0].start
-        y_tail = torch.where(in_tail, y, self.minimum * TAIL_FRACTION)
-        u = torch.sqrt(math.log(-self.minimum) - torch.log(-y_tail))
-        u = torch.where(u > self.tail.stop, self.tail.stop, u)
-        return torch.where(in_tail, y_tail * self.tail(u), value)
-
-
-@in_clean_state
-def fit(function: Function, precision: Precision = PRECISIONS[torch.float32]) -> FoldedDerivative:
-    """Find the fold of ``function`` and fit its derivative on both branches.
-
-    Raises:
-        ValueError: the function has no minimum below zero, more than one fold, or no fit that meets the tolerance.
-    """
-    tolerance = precision.tolerance
-    fold = find_fold(function)
-    root = math.sqrt(-fold.extremum)
-
-    def z_of_v(v: Tensor) -> Tensor:
-        return _solve(function, fold.extremum + v * v, fold, left=v < 0)
-
-    def z_of_u(u: Tensor) -> Tensor:
-        return _solve(function, fold.extremum * torch.exp(-u * u), fold, left=torch.ones_like(u, dtype=torch.bool))
-
-    def derivative_of_v(v: Tensor) -> Tensor:
-        return derivative(function, z_of_v(v))
-
-    def ratio_of_u(u: Tensor) -> Tensor:
-        return derivative(function, z_of_u(u)) / (fold.extremum * torch.exp(-u * u))
-
-    start = -root * math.sqrt(1.0 - TAIL_FRACTION)
-    stop = _settled(function, fold, tolerance)
-    pieces: list[Piece] = []
-    while start < stop:
-        piece = _longest_piece(derivative_of_v, start, stop, precision)
-        pieces.append(piece)
-        start = piece.stop
-
-    # Past this u the derivative is below a thousandth of the tolerance, whatever the clamped polynomial says.
-    tail_stop = math.sqrt(math.log(1e3 * REACH * -fold.extremum / tolerance))
-    tail_start = math.sqrt(-math.log(TAIL_FRACTION))
-    for degree in range(precision.degree, MAXIMUM_DEGREE + 1):
-        tail = interpolate(ratio_of_u, tail_start, tail_stop, degree)
-        u = torch.linspace(tail_start, tail_stop, 2001, dtype=torch.float64)
-        weight = -fold.extremum * torch.exp(-u * u)
-        if float((weight * (tail(u) - ratio_of_u(u)).abs()).max()) <= tolerance:
-            return FoldedDerivative(fold, Polynomials(fold.extremum, tuple(pieces), tail))
-    raise ValueError(f"fit: no polynomial up to degree {MAXIMUM_DEGREE} follows the falling branch to {tolerance:g}")
-
-
-def find_fold(function: Function) -> Fold:
-    """The single minimum of ``function``, to float64 accuracy."""
-    z = torch.linspace(-REACH, REACH, 80_001, dtype=torch.float64)
-    y = function(z)
-    lowest = int(y.argmin())
-    step = float(z[1] - z[0])
-    slope = derivative(function, z)
-    noise = 1e-12
-    if not 0 < lowest < len(z) - 1 or float(y[lowest]) >= 0:
-        raise ValueError("find_fold: the function has no minimum below zero")
-    if bool((slope[:lowest] > noise).any()) or bool((slope[lowest + 1 :] < -noise).any()):
-        raise ValueError("find_fold: the function turns more than once")
-    low, high = z[lowest] - step, z[lowest] + step
-    for _ in range(80):
-        middle = (low + high) / 2
-        if float(derivative(function, middle)) < 0:
-            low = middle
-        else:
-            high = middle
-    return Fold(float(high), float(function(high)))
-
-
-def derivative(function: Function, z: Tensor) -> Tensor:
-    with torch.enable_grad():
-        z = z.detach().requires_grad_()
-        return torch.autograd.grad(function(z).sum(), z)[0]
-
-
-def _solve(function: Function, y: Tensor, fold: Fold, *, left: Tensor) -> Tensor:
-    """The input on the given branch with output ``y``, by bisection: slow, and right on any monotone branch."""
-    near = torch.full_like(y, fold.position)
-    far = torch.where(left, fold.position - 20 * REACH, fold.position + 20 * REACH)
-    for _ in range(64):
-        middle = (near + far) / 2
-        above = function(middle) > y
-        near, far = torch.where(above, near, middle), torch.where(above, middle, far)
-    return near
-
-
-def _settled(function: Function, fold: Fold, tolerance: float) -> float:
-    """The v past which the derivative is constant to within half the tolerance."""
-    z = torch.linspace(fold.position, REACH, 40_001, dtype=torch.float64)
-    slope = derivative(function, z)
-    unsettled = (slope - slope[-1]).abs() > tolerance / 2
-    last = int(unsettled.nonzero().max()) + 1 if bool(unsettled.any()) else 1
-    if last >= len(z) - 1:
-        raise ValueError("fit: the derivative does not settle to a constant on the rising branch")
-    return math.sqrt(float(function(z[last])) - fold.extremum)
-
-
-def _longest_piece(function: Function, start: float, stop: float, precision: Precision) -> Piece:
-    def attempt(end: float) -> tuple[Piece, bool]:
-        piece = interpolate(function, start, end, precision.degree)
-        v = torch.linspace(start, end, 301, dtype=torch.float64)
-        return piece, float((piece(v) - function(v)).abs().max()) <= precision.tolerance
-
-    piece, good = attempt(stop)
-    if good:
-        return piece
-    low, high = start, stop
-    best = None
-    for _ in range(12):
-        middle = (low + high) / 2
-        piece, good = attempt(middle)
-        if good:
-            low, best = middle, piece
-        else:
-            high = middle
-    if best is None:
-        raise ValueError(f"fit: no polynomial of degree {precision.degree} follows the derivative near v = {start:.3g}")
-    return best
-
-
-# --- any function -----------------------------------------------------------------------------------------------------
 
 
 class Errors(NamedTuple):
