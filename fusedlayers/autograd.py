@@ -106,8 +106,8 @@ class BiasAct(Function):
             saved, save = _again(Origin(x, w, product_b, again), b, residual, dim), "input"
             overwrite = saved is not x
 
-        if differentiable or _is_batched(dy):
-            dz, *dp = _differentiable_gradients(dy, saved, activation, save, operands, needs, dim)
+        if differentiable or is_batched(dy):
+            dz, *dp = differentiable_gradients(dy, saved, activation, save, operands, needs, dim)
             db = sum_along(dz, dim) if needs_b and dz is not None else None
         else:
             wanted = Wanted("output" if save == "output" else "input", overwrite, needs_b, needs)
@@ -122,7 +122,7 @@ def _versions(tensors: tuple[Tensor | None, ...]) -> list[int]:
     return [tensor._version for tensor in tensors if tensor is not None]
 
 
-def _is_batched(dy: Tensor) -> bool:
+def is_batched(dy: Tensor) -> bool:
     """Whether backward runs under vmap, also the one of ``is_grads_batched``: for plain operations, not for kernels."""
     batched = torch._C._functorch.is_legacy_batchedtensor(dy)
     return batched or torch._C._are_functorch_transforms_active()
@@ -141,7 +141,7 @@ def _again(origin: Origin, b: Tensor | None, residual: Tensor | None, dim: int) 
     return z if residual is None else z + residual
 
 
-def _differentiable_gradients(
+def differentiable_gradients(
     dy: Tensor,
     saved: Tensor,
     activation: Activation,
@@ -179,7 +179,7 @@ class Dense(Function):
         (dz,) = grads
         x, w = ctx.saved_tensors
         needs_x, needs_w, needs_b = ctx.needs_input_grad
-        if torch.is_grad_enabled() or _is_batched(dz):
+        if torch.is_grad_enabled() or is_batched(dz):
             dx = torch.matmul(dz, w) if needs_x else None
         else:
             dx = ctx.backend.linear(dz, w.t(), None) if needs_x else None

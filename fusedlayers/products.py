@@ -157,12 +157,33 @@ class BatchNorm(NamedTuple):
         if not self.training:
             mean, var = (None if s is None else s.clone() for s in (self.running_mean, self.running_var))
             return self(x, w, b), self._replace(running_mean=mean, running_var=var).__call__
+        z, mean, inverse_std = self.with_statistics(x, w, b)
+        return z, NormalisedAgain(mean, inverse_std, self.eps, True).__call__
+
+    def with_statistics(self, x: Tensor, w: Weight, b: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """z, and what x was normalised by: the mean, and the reciprocal of the standard deviation."""
+        if not self.training:
+            assert self.running_mean is not None and self.running_var is not None
+            return self(x, w, b), self.running_mean.clone(), (self.running_var + self.eps).rsqrt_()
         # What F.batch_norm calls, which keeps the statistics to itself.
         part = self._counted()
         z, mean, inverse_std, *_ = torch._batch_norm_impl_index(
             x, w, b, self.running_mean, self.running_var, True, part, self.eps, torch.backends.cudnn.enabled
         )
-        return z, NormalisedAgain(mean, inverse_std, self.eps).__call__
+        return z, mean, inverse_std
+
+    def gradients(
+        self, dz: Tensor, x: Tensor, w: Weight, mean: Tensor, inverse_std: Tensor, needs: Sequence[bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Of x, w and b; None where not needed."""
+        backward = torch.ops.aten.native_batch_norm_backward.default
+        if self.training:
+            return backward(dz, x, w, None, None, mean, inverse_std, True, self.eps, needs)
+        # dx by a batch norm that does nothing but multiply; the others are the same in both modes.
+        factor, one = inverse_std if w is None else inverse_std * w, torch.ones_like(mean)
+        dx, _, _ = backward(dz, x, factor, one, one, None, None, False, 0.0, [needs[0], False, False])
+        _, dw, db = backward(dz, x, w, None, None, mean, inverse_std, True, self.eps, [False, *needs[1:]])
+        return dx, dw, db
 
     def _counted(self) -> float:
         """Count the batch; what part it takes of the running statistics."""
@@ -184,18 +205,27 @@ class BatchNorm(NamedTuple):
 
 
 class NormalisedAgain(NamedTuple):
-    """Batch norm of a batch whose statistics are known, and do not count again among the running ones."""
+    """Batch norm by statistics that are known, and do not count again among the running ones."""
 
     mean: Tensor
     inverse_std: Tensor
     eps: float
+    #: Whether they are those of the batch.
+    training: bool
 
     def __call__(self, x: Tensor, w: Weight, b: Tensor | None) -> Tensor:
-        if torch.is_grad_enabled() or self.inverse_std.dtype.itemsize == 2:
+        if self.training and (torch.is_grad_enabled() or self.inverse_std.dtype.itemsize == 2):
             # The statistics depend on x, and statistics of 16 bits say too little.
             return F.batch_norm(x, None, None, w, b, True, 0.0, self.eps)
-        var = self.inverse_std.reciprocal().square_().sub_(self.eps)  # its square may be out of range
-        return F.batch_norm(x, self.mean, var, w, b, False, 0.0, self.eps)
+        return F.batch_norm(x, self.mean, _variance(self.inverse_std, self.eps), w, b, False, 0.0, self.eps)
+
+    def of(self, channels: Tensor) -> NormalisedAgain:
+        """For these channels of x alone."""
+        return self._replace(mean=self.mean[channels], inverse_std=self.inverse_std[channels])
+
+
+def _variance(inverse_std: Tensor, eps: float) -> Tensor:
+    return inverse_std.reciprocal().square_().sub_(eps)  # its square may be out of range
 
 
 Product = Matmul | Convolution | BatchNorm

@@ -2,7 +2,9 @@
 
 from . import builtin as _builtin  # fills the table
 from .capture import must_be_called_because
+from .inverse import Told, told
 from .register import activation
+from .resolve import record_of, resolve
 from .spec import (
     DTYPES,
     Activation,
@@ -10,10 +12,8 @@ from .spec import (
     Saved,
     Specialised,
     activations,
-    record_of,
     register,
     register_stand_in,
-    resolve,
     rows,
     widened,
 )
@@ -24,6 +24,7 @@ __all__ = [
     "Row",
     "Saved",
     "Specialised",
+    "Told",
     "activation",
     "activations",
     "must_be_called_because",
@@ -32,6 +33,7 @@ __all__ = [
     "register_stand_in",
     "resolve",
     "rows",
+    "told",
     "widened",
 ]
 

@@ -34,7 +34,9 @@ def _given_positive(name: str, value: float, below: str) -> str | None:
 
 # --- piecewise linear -------------------------------------------------------------------------------------------------
 
-register(Row("identity", lambda z: z, given_output=torch.ones_like, stands_for=((nn.Identity, {}),)))
+register(
+    Row("identity", lambda z: z, given_output=torch.ones_like, inverse=lambda y: y, stands_for=((nn.Identity, {}),))
+)
 
 register(
     Row(
@@ -56,6 +58,7 @@ register(
         {"negative_slope": 0.01},
         given_output=lambda y, negative_slope: torch.where(y > 0, 1.0, torch.full_like(y, negative_slope)),
         unless=lambda negative_slope: _given_positive("negative_slope", negative_slope, "the function turns at 0"),
+        inverse=lambda y, negative_slope: F.leaky_relu(y, 1 / negative_slope) if negative_slope else y * math.nan,
         stands_for=((nn.LeakyReLU, {}), (F.leaky_relu, {})),
         native=Native(
             aten.leaky_relu_.default,
@@ -165,6 +168,7 @@ register(
         "tanh",
         torch.tanh,
         given_output=lambda y: 1 - y * y,
+        inverse=torch.atanh,
         stands_for=((nn.Tanh, {}), (torch.tanh, {}), (F.tanh, {})),
         native=Native(
             torch.tanh_,
@@ -179,6 +183,7 @@ register(
         "sigmoid",
         torch.sigmoid,
         given_output=lambda y: y * (1 - y),
+        inverse=lambda y: torch.log(y) - torch.log1p(-y),
         stands_for=((nn.Sigmoid, {}), (torch.sigmoid, {}), (F.sigmoid, {})),
         native=Native(
             torch.sigmoid_,
@@ -195,6 +200,7 @@ register(
         {"alpha": 1.0},
         given_output=lambda y, alpha: torch.where(y > 0, 1.0, y + alpha),
         unless=lambda alpha: _given_positive("alpha", alpha, "the function turns at 0"),
+        inverse=lambda y, alpha: torch.clamp(y, min=0) + torch.log1p(torch.clamp(y, max=0) / alpha),
         stands_for=((nn.ELU, {}), (F.elu, {})),
         native=Native(
             aten.elu_.default,
@@ -208,6 +214,10 @@ register(
         "selu",
         F.selu,
         given_output=lambda y: torch.where(y > 0, _SELU_SCALE, y + _SELU_SCALE * _SELU_ALPHA),
+        inverse=lambda y: (
+            torch.clamp(y, min=0) * (1 / _SELU_SCALE)
+            + torch.log1p(torch.clamp(y, max=0) * (1 / (_SELU_SCALE * _SELU_ALPHA)))
+        ),
         stands_for=((nn.SELU, {}), (F.selu, {}), (torch.selu, {})),
         native=Native(
             torch.selu_,
@@ -223,6 +233,7 @@ register(
         {"alpha": 1.0},
         given_output=lambda y, alpha: torch.where(y > 0, 1.0, y / alpha + 1),
         unless=lambda alpha: _given_positive("alpha", alpha, "the function grows without bound below 0"),
+        inverse=lambda y, alpha: torch.clamp(y, min=0) + alpha * torch.log1p(torch.clamp(y, max=0) / alpha),
         stands_for=((nn.CELU, {}), (F.celu, {}), (torch.celu, {})),
         native=Native(
             torch.celu_,
@@ -246,6 +257,7 @@ register(
             if beta > 0 and threshold >= _SOFTPLUS_SEAMLESS
             else f"with beta = {beta:g} and threshold = {threshold:g} the straight part overlaps the curved one"
         ),
+        inverse=lambda y, beta, threshold: y + torch.log(-torch.expm1(-beta * y)) / beta,
         stands_for=((nn.Softplus, {}), (F.softplus, {})),
     )
 )
@@ -255,6 +267,7 @@ register(
         "logsigmoid",
         F.logsigmoid,
         given_output=lambda y: -torch.expm1(y),
+        inverse=lambda y: y - torch.log(-torch.expm1(y)),
         stands_for=((nn.LogSigmoid, {}), (F.logsigmoid, {})),
     )
 )
@@ -270,6 +283,7 @@ register(
         "softsign",
         F.softsign,
         given_output=_softsign_derivative,
+        inverse=lambda y: y / (1 - torch.abs(y)),
         stands_for=((nn.Softsign, {}), (F.softsign, {})),
     )
 )
@@ -279,6 +293,7 @@ register(
         "cbrt",
         lambda z: torch.sign(z) * torch.pow(torch.abs(z), 1 / 3),
         given_output=lambda y: 1 / (3 * y * y),
+        inverse=lambda y: y * y * y,
     )
 )
 
@@ -316,6 +331,7 @@ register(
         "gelu",
         _gelu,
         given_output="fold",
+        inverse="fold",
         stands_for=((nn.GELU, {"approximate": "none"}), (F.gelu, {}), (F.gelu, {"approximate": "none"})),
         native=Native(post_op=lambda: ("gelu", [], "none")),
     )
@@ -325,21 +341,23 @@ register(
         "gelu_tanh",
         _gelu_tanh,
         given_output="fold",
+        inverse="fold",
         stands_for=((nn.GELU, {"approximate": "tanh"}), (F.gelu, {"approximate": "tanh"})),
         native=Native(post_op=lambda: ("gelu", [], "tanh")),
     )
 )
-register(Row("quick_gelu", lambda z: z * torch.sigmoid(1.702 * z), given_output="fold"))
+register(Row("quick_gelu", lambda z: z * torch.sigmoid(1.702 * z), given_output="fold", inverse="fold"))
 register(
     Row(
         "silu",
         F.silu,
         given_output="fold",
+        inverse="fold",
         stands_for=((nn.SiLU, {}), (F.silu, {})),
         native=Native(post_op=lambda: ("swish", [], "")),
     )
 )
-register(Row("mish", _mish, given_output="fold", stands_for=((nn.Mish, {}), (F.mish, {}))))
+register(Row("mish", _mish, given_output="fold", inverse="fold", stands_for=((nn.Mish, {}), (F.mish, {}))))
 register(
     Row(
         "hardswish",

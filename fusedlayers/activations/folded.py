@@ -1,11 +1,12 @@
 """Functions like GELU: they fall to one negative minimum and then rise, and the falling branch begins at 0.
 
-``fit`` finds the minimum and fits the derivative as a function of the output and the branch (``branch.py``):
+``fit`` finds the minimum and fits the derivative, ``fit_inverse`` the input, as functions of the output and the branch
+(``branch.py``):
 
-* around the minimum and on the rising branch, in ``v = +-sqrt(y - y_min)``. The derivative is analytic in v *through*
-  the minimum, so one polynomial serves both sides of it;
-* on the falling branch's tail, where y returns to 0, in ``u = sqrt(log(y_min / y))``: ``f' = y * P(u)``, so that the
-  derivative vanishes with y.
+* around the minimum and on the rising branch, in ``v = +-sqrt(y - y_min)``. Both are analytic in v *through* the
+  minimum, so one polynomial serves both sides of it. That of the input is of ``z - y``, which settles to 0;
+* on the falling branch's tail, where y returns to 0, in ``u = sqrt(log(y_min / y))``: ``f' = y P(u)``, so that the
+  derivative vanishes with y, and ``z - y = P(u)``.
 
 Everything is in float64, in a fraction of a second; no coefficient is written down anywhere.
 """
@@ -34,8 +35,8 @@ TAIL_FRACTION = 0.4
 
 
 @dataclass(frozen=True)
-class FoldedDerivative:
-    """``f'`` from the output and the branch: ``derivative(y, marked)``, for floating y and boolean ``marked``.
+class ByBranch:
+    """What the output and the branch tell: ``by_branch(y, marked)``, for floating y and boolean ``marked``.
 
     ``of_distance(distance, y, marked)`` is the formula, ``distance`` being that from the extremum, always positive.
 
@@ -81,14 +82,26 @@ class FoldedDerivative:
         return -distance if self.fold.is_maximum else distance
 
 
+class FoldedDerivative(ByBranch):
+    """``f'``."""
+
+
+class FoldedInverse(ByBranch):
+    """``z``; ``of_distance`` is ``z - y``."""
+
+    def __call__(self, y: Tensor, marked: Tensor) -> Tensor:
+        return y + super().__call__(y, marked)
+
+
 @dataclass(frozen=True)
 class Polynomials:
     """A fitted ``of_distance``: ``pieces`` in ``v = +-sqrt(distance)`` without gaps, the first across the minimum, and
-    ``tail`` in ``u = sqrt(log(y_min / y))``."""
+    ``tail`` in ``u = sqrt(log(y_min / y))``, which is multiplied by y where the result ``vanishes`` with it."""
 
     minimum: float
     pieces: tuple[Piece, ...]
     tail: Piece
+    vanishes: bool = True
 
     def __call__(self, distance: Tensor, y: Tensor, left: Tensor) -> Tensor:
         s = torch.sqrt(distance)
@@ -102,49 +115,88 @@ class Polynomials:
         y_tail = torch.where(in_tail, y, self.minimum * TAIL_FRACTION)
         u = torch.sqrt(math.log(-self.minimum) - torch.log(-y_tail))
         u = torch.where(u > self.tail.stop, self.tail.stop, u)
-        return torch.where(in_tail, y_tail * self.tail(u), value)
+        tail = y_tail * self.tail(u) if self.vanishes else self.tail(u)
+        return torch.where(in_tail, tail, value)
 
 
 @in_clean_state
 def fit(function: Function, precision: Precision = PRECISIONS[torch.float32]) -> FoldedDerivative:
-    """Find the fold of ``function`` and fit its derivative on both branches.
+    """Find the fold of ``function``, and fit its derivative on both branches.
 
     Raises:
         ValueError: the function has no minimum below zero, more than one fold, or no fit that meets the tolerance.
     """
-    tolerance = precision.tolerance
     fold = find_fold(function)
+
+    def target(z: Tensor, y: Tensor) -> Tensor:
+        return derivative(function, z)
+
+    # Past this u the derivative is below a thousandth of the tolerance, whatever the clamped polynomial says.
+    farthest = math.sqrt(math.log(1e3 * REACH * -fold.extremum / precision.tolerance))
+    return FoldedDerivative(fold, _polynomials(function, target, fold, precision, farthest, vanishes=True))
+
+
+#: How closely inputs are fitted. Float32 knows the output, and with it z, no better.
+INVERSE_PRECISION = Precision(3e-7, 12)
+#: The smallest outputs that are told apart: what is divided by them, or scaled down, still is a normal number.
+SMALLEST = 2.0**-96
+
+
+@in_clean_state
+def fit_inverse(function: Function) -> FoldedInverse:
+    """Find the fold of ``function``, and fit its inverse on both branches: to ``INVERSE_PRECISION``, times |z| in the
+    tail, as far as outputs of ``SMALLEST``.
+
+    Raises:
+        ValueError: as ``fit``.
+    """
+    fold = find_fold(function)
+
+    def target(z: Tensor, y: Tensor) -> Tensor:
+        return z - y
+
+    farthest = math.sqrt(math.log(-fold.extremum / SMALLEST))
+    return FoldedInverse(fold, _polynomials(function, target, fold, INVERSE_PRECISION, farthest, vanishes=False))
+
+
+def _polynomials(
+    function: Function,
+    target: Callable[[Tensor, Tensor], Tensor],
+    fold: Fold,
+    precision: Precision,
+    farthest: float,
+    *,
+    vanishes: bool,
+) -> Polynomials:
+    """``target(z, f(z))``, the tail up to u = ``farthest``."""
+    tolerance = precision.tolerance
     root = math.sqrt(-fold.extremum)
 
-    def z_of_v(v: Tensor) -> Tensor:
-        return _solve(function, fold.extremum + v * v, fold, left=v < 0)
+    def of_v(v: Tensor) -> Tensor:
+        y = fold.extremum + v * v
+        return target(_solve(function, y, fold, left=v < 0), y)
 
-    def z_of_u(u: Tensor) -> Tensor:
-        return _solve(function, fold.extremum * torch.exp(-u * u), fold, left=torch.ones_like(u, dtype=torch.bool))
-
-    def derivative_of_v(v: Tensor) -> Tensor:
-        return derivative(function, z_of_v(v))
-
-    def ratio_of_u(u: Tensor) -> Tensor:
-        return derivative(function, z_of_u(u)) / (fold.extremum * torch.exp(-u * u))
+    def of_u(u: Tensor) -> Tensor:
+        y = fold.extremum * torch.exp(-u * u)
+        value = target(_solve(function, y, fold, left=torch.ones_like(u, dtype=torch.bool)), y)
+        return value / y if vanishes else value
 
     start = -root * math.sqrt(1.0 - TAIL_FRACTION)
-    stop = _settled(function, fold, tolerance)
+    stop = _settled(function, target, fold, tolerance)
     pieces: list[Piece] = []
     while start < stop:
-        piece = _longest_piece(derivative_of_v, start, stop, precision)
+        piece = _longest_piece(of_v, start, stop, precision)
         pieces.append(piece)
         start = piece.stop
 
-    # Past this u the derivative is below a thousandth of the tolerance, whatever the clamped polynomial says.
-    tail_stop = math.sqrt(math.log(1e3 * REACH * -fold.extremum / tolerance))
-    tail_start = math.sqrt(-math.log(TAIL_FRACTION))
+    nearest = math.sqrt(-math.log(TAIL_FRACTION))
+    u = torch.linspace(nearest, farthest, 2001, dtype=torch.float64)
+    truth = of_u(u)
+    weight = -fold.extremum * torch.exp(-u * u) if vanishes else truth.abs().clamp_min(1.0).reciprocal()
     for degree in range(precision.degree, MAXIMUM_DEGREE + 1):
-        tail = interpolate(ratio_of_u, tail_start, tail_stop, degree)
-        u = torch.linspace(tail_start, tail_stop, 2001, dtype=torch.float64)
-        weight = -fold.extremum * torch.exp(-u * u)
-        if float((weight * (tail(u) - ratio_of_u(u)).abs()).max()) <= tolerance:
-            return FoldedDerivative(fold, Polynomials(fold.extremum, tuple(pieces), tail))
+        tail = interpolate(of_u, nearest, farthest, degree)
+        if float((weight * (tail(u) - truth).abs()).max()) <= tolerance:
+            return Polynomials(fold.extremum, tuple(pieces), tail, vanishes)
     raise ValueError(f"fit: no polynomial up to degree {MAXIMUM_DEGREE} follows the falling branch to {tolerance:g}")
 
 
@@ -187,14 +239,14 @@ def _solve(function: Function, y: Tensor, fold: Fold, *, left: Tensor) -> Tensor
     return near
 
 
-def _settled(function: Function, fold: Fold, tolerance: float) -> float:
-    """The v past which the derivative is constant to within half the tolerance."""
+def _settled(function: Function, target: Callable[[Tensor, Tensor], Tensor], fold: Fold, tolerance: float) -> float:
+    """The v past which the target is constant to within half the tolerance."""
     z = torch.linspace(fold.position, REACH, 40_001, dtype=torch.float64)
-    slope = derivative(function, z)
-    unsettled = (slope - slope[-1]).abs() > tolerance / 2
+    value = target(z, function(z))
+    unsettled = (value - value[-1]).abs() > tolerance / 2
     last = int(unsettled.nonzero().max()) + 1 if bool(unsettled.any()) else 1
     if last >= len(z) - 1:
-        raise ValueError("fit: the derivative does not settle to a constant on the rising branch")
+        raise ValueError("fit: it does not settle to a constant on the rising branch")
     return math.sqrt(float(function(z[last])) - fold.extremum)
 
 

@@ -1,7 +1,7 @@
 """What an activation is: one record that answers everything anyone asks about it.
 
 ``Row`` is a line of the table in ``builtin.py``: a function with parameters. ``Activation`` is a row with its
-parameters bound, and what autograd, the backends, reports and tests work with. ``resolve`` turns what a user passes
+parameters bound, and what autograd, the backends, reports and tests work with. ``resolve.py`` turns what a user passes
 into one.
 """
 
@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..clean import in_clean_state
 from . import branch
 from .analysis import Analysis, MonotoneDerivative
-from .capture import must_be_called_because
-from .folded import FoldedDerivative, fit
+from .folded import FoldedDerivative, FoldedInverse, fit, fit_inverse
 from .polynomial import PRECISIONS
 from .shape import Fold
 
@@ -66,6 +65,8 @@ class Row:
         given_output: ``given_output(y, **parameters)``, the derivative in terms of the output; "fold" to have it fitted
             on both branches, a ``FoldedDerivative`` to state it for both, an ``Analysis`` of a function without
             parameters for what that found.
+        inverse: ``inverse(y, **parameters)``, the input in terms of the output; "fold" to have it fitted on both
+            branches. None where different inputs have one output.
         levels: the parameters that are values of the output where it is flat. Outputs are rounded to their dtype, so
             ``given_output`` and ``native.gradient`` get these rounded alike.
         unless: ``unless(**parameters)``, why the output does not suffice with these parameters, or None.
@@ -81,6 +82,7 @@ class Row:
     parameters: Mapping[str, float] = field(default_factory=dict)
     derivative: Function | None = None
     given_output: Function | FoldedDerivative | Analysis | Literal["fold"] | None = None
+    inverse: Function | Literal["fold"] | None = None
     levels: tuple[str, ...] = ()
     unless: Callable[..., str | None] | None = None
     stands_for: tuple[tuple[Any, Mapping[str, object]], ...] = ()
@@ -234,6 +236,23 @@ class Activation:
         formula: Any = self.row.given_output  # fits have been dealt with
         return formula(y, **self.parameters_for_outputs(dtype))
 
+    @property
+    def has_inverse(self) -> bool:
+        """Whether the input can be had from the output; how well is for ``inverse.told`` to say."""
+        return self.row is not None and self.row.inverse is not None
+
+    def input_given_output(self, y: Tensor, dtype: torch.dtype) -> Tensor:
+        """The input from outputs of ``dtype``, widened to float32 (or float64)."""
+        assert self.row is not None and self.row.inverse is not None
+        if self.row.inverse == "fold":
+            fitted = _fitted_inverse(self.name)
+            return fitted(y, branch.decode(y.to(torch.float32), dtype, fitted.fold.ambiguous))
+        return self.row.inverse(y, **self.parameters)
+
+    def fitted_inverse(self) -> FoldedInverse | None:
+        """The inverse as a fit, or None where the row states a formula."""
+        return _fitted_inverse(self.name) if self.row is not None and self.row.inverse == "fold" else None
+
     def parameters_for_outputs(self, dtype: torch.dtype) -> Mapping[str, float]:
         """The parameters as outputs of ``dtype`` show them."""
         if self.row is None or not self.row.levels:
@@ -321,9 +340,9 @@ class Specialised(NamedTuple):
 
 
 _rows: dict[str, Row] = {}
-_default: dict[str, Activation] = {}
+named: dict[str, Activation] = {}
 #: What is replaced by which row: with these arguments, and if those are given that have no default.
-_stand_ins: dict[Any, list[tuple[Row, Mapping[str, object], frozenset[str]]]] = {}
+stand_ins: dict[Any, list[tuple[Row, Mapping[str, object], frozenset[str]]]] = {}
 
 
 def register(row: Row) -> Row:
@@ -334,7 +353,7 @@ def register(row: Row) -> Row:
             raise ValueError(f"activation {row.name!r} is already registered")
         _forget(known)  # a notebook's cell that is run again
     _rows[row.name] = row
-    _default[row.name] = row.bind()
+    named[row.name] = row.bind()
     for target, arguments in row.stands_for:
         register_stand_in(row.name, target, arguments)
     return row
@@ -345,13 +364,13 @@ def _defined_at(function: Function) -> tuple[object, object]:
 
 
 def _forget(row: Row) -> None:
-    for stands_for in _stand_ins.values():
+    for stands_for in stand_ins.values():
         stands_for[:] = [entry for entry in stands_for if entry[0] is not row]
 
 
 def register_stand_in(name: str, target: Any, arguments: Mapping[str, object] = MappingProxyType({})) -> None:
     """Let ``resolve`` replace ``target``, if it is called with ``arguments``, by the row of that name."""
-    _stand_ins.setdefault(target, []).append((_rows[name], arguments, _required(target)))
+    stand_ins.setdefault(target, []).append((_rows[name], arguments, _required(target)))
 
 
 def _required(target: Any) -> frozenset[str]:
@@ -386,80 +405,6 @@ def _fitted(name: str, dtype: torch.dtype) -> FoldedDerivative:
     return fit(_rows[name].function, PRECISIONS[dtype])
 
 
-def resolve(activation: object, function: str = "resolve") -> Activation:
-    """The record for a name, an ``nn.Module``, a torch function, a ``functools.partial``, any callable, or None.
-
-    ``function`` is whom errors are to name.
-
-    Raises:
-        ValueError: an unknown name; the message lists the known ones.
-        TypeError: something that cannot be called, or a module's class.
-    """
-    if isinstance(activation, str):
-        found = _default.get(activation)
-        if found is None:
-            raise ValueError(f"{function}: unknown activation {activation!r}; the known ones are: {', '.join(_rows)}")
-        return found
-    if activation is None:
-        return _default["identity"]
-    if isinstance(activation, Activation):
-        return activation
-    if isinstance(activation, nn.Module):
-        return _resolve_module(activation)
-    if isinstance(activation, type) and issubclass(activation, nn.Module):
-        name = activation.__name__
-        raise TypeError(f"{function}: activation must be an instance, {name}(...), and not the class {name}")
-    if not callable(activation):
-        raise TypeError(
-            f"{function}: activation must be a name, a module, a function or None, "
-            f"got {type(activation).__name__}: {activation!r}"
-        )
-    return _resolve_function(activation)
-
-
-def _resolve_module(module: nn.Module) -> Activation:
-    # A subclass may compute something else, and a hook wants to see the module called: both stay as they are.
-    reason = must_be_called_because(module)
-    if reason is not None:
-        return _unfused(module, reason)
-    found = record_of(module, vars(type(module)).get("stands_in_for", type(module)))
-    return found if found is not None else Activation(_name(module), module, is_untraced=True)
-
-
-def record_of(module: nn.Module, kind: type[nn.Module]) -> Activation | None:
-    """The record for a module that computes what torch's ``kind`` does, or None if that is not in the table."""
-    for row, arguments, _ in _stand_ins.get(kind, ()):
-        parameters = {key: getattr(module, key) for key in row.parameters}
-        selected = all(getattr(module, key) == value for key, value in arguments.items())
-        if selected and _are_numbers(parameters):
-            return row.bind(**parameters)
-    return None
-
-
-def _are_numbers(parameters: Mapping[str, object]) -> bool:
-    return all(isinstance(value, (int, float)) for value in parameters.values())
-
-
-def _resolve_function(function: Callable[..., Any]) -> Activation:
-    keywords: dict[str, Any] = {}
-    target = function
-    if isinstance(function, functools.partial) and not function.args:
-        target, keywords = function.func, dict(function.keywords)
-        keywords.pop("inplace", None)  # the layer decides what is overwritten
-    for row, arguments, required in _stand_ins.get(target, ()) if isinstance(target, Hashable) else ():
-        parameters = {key: value for key, value in keywords.items() if key not in arguments}
-        selected = all(keywords.get(key) == value for key, value in arguments.items())
-        if selected and required <= set(parameters) <= set(row.parameters) and _are_numbers(parameters):
-            return row.bind(**parameters)
-    return Activation(_name(function), function, is_untraced=True)
-
-
-def _unfused(function: Callable[..., Any], reason: str) -> Activation:
-    name = _name(function)
-    return Activation(name, function, unfused_because=f"{name} is left to PyTorch because {reason}")
-
-
-def _name(function: object) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return getattr(function, "__name__", type(function).__name__)
+@functools.cache
+def _fitted_inverse(name: str) -> FoldedInverse:
+    return fit_inverse(_rows[name].function)

@@ -72,5 +72,9 @@ class Backend(Protocol):
         """``dz = dy * f'``, the gradient of the bias, and those of the operands: None where not wanted."""
         ...
 
+    def inverse(self, y: Tensor, activation: Activation, out: Tensor | None) -> Tensor:
+        """z with ``activation(z) = y``, in ``out`` (which may be y) or in a new buffer; y carries the branch."""
+        ...
+
     #: Whether the bias is best added by ``bias_act`` instead of by the matmul.
     ADDS_BIAS: bool

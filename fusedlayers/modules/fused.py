@@ -53,9 +53,9 @@ class FusedAct(nn.Module):
     def _dtype(self) -> torch.dtype:
         return self.weight.dtype
 
-    def _keeps(self, activation: Activation) -> str:
-        """What ``save`` means for the activation, if not what it says."""
-        return self.save
+    def _described(self, activation: Activation) -> str:
+        """What the layer keeps."""
+        return activation.describe(self.save, self._dtype())
 
     def _set(self, activation: object, save: str) -> None:
         name = type(self).__name__
@@ -80,5 +80,4 @@ class FusedAct(nn.Module):
 
     def extra_repr(self) -> str:
         resolved = self._specialised(resolve(self.activation))
-        said = resolved.describe(self._keeps(resolved), self._dtype())
-        return f"{super().extra_repr()}, activation={resolved!r}, {said}"
+        return f"{super().extra_repr()}, activation={resolved!r}, {self._described(resolved)}"

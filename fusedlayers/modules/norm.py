@@ -10,6 +10,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from .. import operands
 from ..activations import Activation, resolve
+from ..normalised import describe
 from ..products import BatchNorm
 from ..routes import Inputs, product_act
 from .fused import FusedAct
@@ -58,9 +59,8 @@ class _FusedBatchNormAct(FusedAct):
     def _example_shape(self) -> tuple[int, ...]:
         return 2, self.num_features, *(5 + 2 * i for i in range(self.dims[0] - 2))
 
-    def _keeps(self, activation: Activation) -> str:
-        is_output = activation.output_refused_because(self._dtype()) is None and not activation.is_folded
-        return self.save if self.save != "auto" or is_output else "recompute"
+    def _described(self, activation: Activation) -> str:
+        return describe(activation, self.save, self._dtype())
 
     def _dtype(self) -> torch.dtype:
         return torch.get_default_dtype() if self.weight is None else self.weight.dtype
@@ -118,19 +118,25 @@ def batch_norm_act(
 
 
 class FusedBatchNormAct1d(_FusedBatchNormAct, nn.BatchNorm1d):
-    """``activation(batch_norm(x) + residual)`` that keeps x and at most its output, for an ``nn.BatchNorm1d`` and the
-    activation after it.
+    """``activation(batch_norm(x) + residual)`` that keeps its output alone, or x and at most its output, for an
+    ``nn.BatchNorm1d`` and the activation after it.
 
     It is an ``nn.BatchNorm1d`` with an activation: the same parameters, buffers, statistics and ``state_dict`` keys.
-    Batch norm keeps its input x anyway. The activation's input is computed again from it, or is not needed: its output
-    tells the derivative, and the next layer keeps that. So an activation, whatever it is, costs what ReLU costs.
+
+    Where different inputs of the activation have different outputs (branches of a folded one count), the output y tells
+    its input, and that tells the normalised x, which is all that backward asks for: x is not kept. It is of channels
+    where rounding y would show in the gradients, because the weight is near 0 or values lie far out; forward looks at
+    the weights and at the range of the values for that, which on a GPU means to wait for them.
+
+    Else batch norm keeps its input x. The activation's input is computed again from it, or is not needed: its output
+    tells the derivative, and the next layer keeps that. So any activation costs what ReLU costs at most.
 
     Args:
         num_features, eps, momentum, affine, track_running_stats, device, dtype: as for ``nn.BatchNorm1d``.
         activation: as for ``fusedlayers.conv_bias_act``. A module with parameters becomes a submodule.
-        save: what is kept besides x. "output": the output y. "recompute": nothing. "input": the pre-activation. "auto":
-            "output" where it tells the derivative exactly, else "recompute"; with a residual "output" also where it
-            does with a branch bit.
+        save: what is kept. "output": y where it tells x, else y and x. "recompute": x, from which all is exact.
+            "input": x and the pre-activation. "auto": y where it tells x; else x, and y where that tells the derivative
+            exactly, with a residual also where it does with a branch bit. An x of fewer than 16384 elements is kept.
 
     Shapes: (batch, channels) or (batch, channels, length) -> the same. ``forward`` takes a second argument of the same
     shape, the residual, which is added before the activation.
@@ -147,8 +153,8 @@ class FusedBatchNormAct2d(_FusedBatchNormAct, nn.BatchNorm2d):
     """As ``FusedBatchNormAct1d``, for an ``nn.BatchNorm2d``: (batch, channels, height, width) -> the same.
 
     >>> import fusedlayers as fl
-    >>> fl.FusedBatchNormAct2d(8, "relu").extra_repr()[-36:]
-    'activation=relu, saves the output'
+    >>> fl.FusedBatchNormAct2d(8, "silu").extra_repr()[-57:]
+    'activation=silu, saves the output, which tells the input'
     """
 
     torchs = nn.BatchNorm2d

@@ -2,9 +2,10 @@
 
 from ...activations import Activation
 from .elementwise import bias_act, gradient
+from .inverse import inverse
 from .products import linear, multiplies, product_act
 
-__all__ = ["ADDS_BIAS", "bias_act", "computes", "gradient", "linear", "multiplies", "product_act"]
+__all__ = ["ADDS_BIAS", "bias_act", "computes", "gradient", "inverse", "linear", "multiplies", "product_act"]
 
 #: torch's matmuls add it on the way.
 ADDS_BIAS = False

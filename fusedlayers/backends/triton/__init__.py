@@ -1,10 +1,10 @@
 """Triton kernels: the backend for GPUs."""
 
 from .codegen import computes
-from .elementwise import bias_act, gradient
+from .elementwise import bias_act, gradient, inverse
 from .products import linear, multiplies, product_act
 
-__all__ = ["ADDS_BIAS", "bias_act", "computes", "gradient", "linear", "multiplies", "product_act"]
+__all__ = ["ADDS_BIAS", "bias_act", "computes", "gradient", "inverse", "linear", "multiplies", "product_act"]
 
 #: The activation's pass adds it for nothing, and sums its gradient.
 ADDS_BIAS = True

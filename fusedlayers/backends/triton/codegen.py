@@ -159,7 +159,7 @@ _TYPES = {
     torch.bool: "tl.int1",
 }
 
-Role = Literal["forward", "gradient"]
+Role = Literal["forward", "inverse", "gradient"]
 _log = logging.getLogger("fusedlayers")
 
 
@@ -168,8 +168,9 @@ def device_function(
 ) -> Any:
     """The jitted function of float32 blocks that a kernel takes.
 
-    "forward" is ``(z, operand_ptr, channel, channels) -> y``. "gradient" is ``(dy, saved, operand_ptr, channel,
-    channels) -> (dz, ...)``, with dy times the derivative by each operand that needs one behind dz.
+    "forward" is ``(z, operand_ptr, channel, channels) -> y``, and "inverse" the way back. "gradient" is ``(dy, saved,
+    operand_ptr, channel, channels) -> (dz, ...)``, with dy times the derivative by each operand that needs one behind
+    dz.
 
     Args:
         given: for "forward", "output" if the result is saved and carries the branch; for "gradient", what was saved.
@@ -206,6 +207,9 @@ def source(activation: Activation, role: Role, *, given: str, dtype: torch.dtype
     if role == "forward":
         inputs = ["z"]
         function = activation.function if given == "input" else lambda z: activation.encoded(z, dtype)
+    elif role == "inverse":
+        inputs = ["y"]
+        function = lambda y: activation.input_given_output(y, dtype)  # noqa: E731  # as those beside it
     elif given == "output":
         inputs = ["dy", "y"]
         function = lambda dy, y: (dy * activation.derivative_given_output(y, dtype),)  # noqa: E731  # as those beside it

@@ -175,18 +175,36 @@ def bias_act(
 ) -> Tensor:
     """``activation(z + b + residual, *operands)``, in ``out`` (which may be z) or in a new buffer of z's memory
     format; b, and operands of more than one element, run along ``dim``."""
+    forward = device_function(activation, "forward", given="output" if encode else "input", dtype=z.dtype)
+    return _launch_forward(forward, z, b, residual, operands, dim, out)
+
+
+def inverse(y: Tensor, activation: Activation, out: Tensor | None) -> Tensor:
+    """z with ``activation(z) = y``, in ``out`` (which may be y) or in a new buffer; y carries the branch."""
+    function = device_function(activation, "inverse", given="output", dtype=y.dtype)
+    return _launch_forward(function, y, None, None, (), -1, out)
+
+
+def _launch_forward(
+    function: Any,
+    z: Tensor,
+    b: Tensor | None,
+    residual: Tensor | None,
+    operands: Sequence[Tensor],
+    dim: int,
+    out: Tensor | None,
+) -> Tensor:
     y = out if out is not None and is_dense(out) else torch.empty_like(z)
     if y.numel() == 0:
         return y if out is None else out
     matrix = _as_matrix(y, dim if b is not None or _run(operands) else None)
     rows, columns = _tile(matrix)
     grid = (triton.cdiv(matrix.rows, rows) * triton.cdiv(matrix.columns, columns),)
-    forward = device_function(activation, "forward", given="output" if encode else "input", dtype=y.dtype)
     with _on(y):
         bias_act_kernel[grid](
             _as_laid_out(z, y), y if b is None else b.contiguous(),
             y if residual is None else _as_laid_out(residual, y), pack(operands, y), y, *matrix[:3],
-            FORWARD=forward, AXIS=matrix.axis, HAS_BIAS=b is not None, HAS_RESIDUAL=residual is not None,
+            FORWARD=function, AXIS=matrix.axis, HAS_BIAS=b is not None, HAS_RESIDUAL=residual is not None,
             ROWS=rows, COLUMNS=columns, INDEX=_index_type(y), **OPTIONS,
         )  # fmt: skip
     if out is None or y is out:
@@ -209,7 +227,7 @@ def gradient(
     summed = [p.numel() > 1 for p, need in zip(operands, wanted.operands, strict=True) if need]
     by_channel = [True] * wanted.bias + summed
     if dz.numel():
-        sums = iter(_launch(dy, saved, dz, activation, operands, wanted, dim, by_channel))
+        sums = iter(_launch_gradient(dy, saved, dz, activation, operands, wanted, dim, by_channel))
     else:
         sums = iter([dz.new_zeros(dz.shape[dim] if by else 1) for by in by_channel])
     if dz is saved:
@@ -218,7 +236,7 @@ def gradient(
     return dz, db, *(next(sums).to(p.dtype) if n else None for p, n in zip(operands, wanted.operands, strict=True))
 
 
-def _launch(
+def _launch_gradient(
     dy: Tensor,
     saved: Tensor,
     dz: Tensor,

@@ -1,0 +1,130 @@
+"""How well outputs tell their inputs, for layers that have their input again from their output.
+
+An output is rounded. What that does to the input depends on where it is: little where the function is steep, much next
+to a fold and where the function flattens. So the error is measured, once for each activation and dtype, over cells of
+inputs; ``Told`` then says, for inputs of some mean and standard deviation, what error to expect, and between which
+inputs none is far off.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..clean import in_clean_state
+from .spec import Activation, widened
+
+#: Inputs are looked at in cells of this width, so many to both sides of 0, and so many in each.
+CELL, CELLS, TRIED = 1 / 32, 1280, 32
+#: By dtype: the accepted errors in units of the dtype's rounding. ``SINGLE`` is that of any one input, in relation to
+#: its size where that is above 1; ``AVERAGE`` the root mean square over a channel, in relation to its standard
+#: deviation. That reaches the gradient of x times the correlation of dz and xhat, and is then as large as the error of
+#: dz: of folded activations this is ten units of float32.
+SINGLE = {torch.float64: 8192, torch.float32: 8192, torch.float16: 16, torch.bfloat16: 16}
+AVERAGE = {torch.float64: 16, torch.float32: 16, torch.float16: 1, torch.bfloat16: 1}
+AVERAGE_FOLDED = 128
+#: What a function must at least serve: most normal numbers.
+COMMON = 5.5
+#: Channels are told apart by their standard deviation, from so many octaves below 1 to as many above, and by how many
+#: of these the mean is from 0; in fractions of so many.
+OCTAVES, OFFSET, FINE = 12, 16, 4
+#: Parts of equal probability of normal numbers. The outer ones end where only one number in a thousand lies beyond.
+PARTS = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Told:
+    """What outputs of a dtype tell of their inputs.
+
+    Attributes:
+        low, high: between these inputs, no error is above ``SINGLE``.
+        integral: of the mean square error of inputs from 0 to the end of each cell.
+        rounding: of the input itself, the mean square in relation to its square.
+        limit: the accepted root of the mean square error over a channel, in relation to its standard deviation.
+    """
+
+    low: float
+    high: float
+    integral: Tensor
+    rounding: float
+    limit: float
+
+    def error(self, mean: Tensor, std: Tensor) -> Tensor:
+        """The error to expect of channels: its root mean square, in relation to the standard deviation; of a normal
+        distribution. Not a number where that is zero."""
+        mean, std = mean.double(), std.double()
+        ends = torch.addcmul(mean.unsqueeze(-1), std.unsqueeze(-1), _normal().to(std.device))
+        place = (ends * (1 / CELL) + CELLS).clamp_(0, 2 * CELLS).nan_to_num_(0.0)
+        cell = place.floor().clamp_(max=2 * CELLS - 1)
+        integral = self.integral.to(std.device)
+        index = cell.long()
+        sums = torch.lerp(integral[index], integral[index + 1], place - cell)
+        squares = (sums.diff() / ends.diff()).mean(-1)
+        return ((squares + self.rounding * (mean.square() + std.square())) / std.square()).sqrt()
+
+    def is_told(self, mean: Tensor, std: Tensor) -> Tensor:
+        """Of which channels the error is below ``limit``; where it hardly is, it may say no."""
+        mean, size = mean.float(), std.abs().float()
+        row = (torch.log2(size).mul_(FINE) + FINE * OCTAVES).nan_to_num_(0.0).clamp_(0, self.good.shape[0] - 1)
+        column = (mean / size).mul_(FINE).add_(FINE * OFFSET).nan_to_num_(0.0).clamp_(0, self.good.shape[1] - 1)
+        return self.good.to(std.device)[row.long(), column.long()]
+
+    @functools.cached_property
+    def good(self) -> Tensor:
+        """Whether the error is, over (logarithms of) standard deviations and means in units of these; it is computed
+        once, for it takes as long as a small layer."""
+        std = torch.exp2(torch.arange(2 * FINE * OCTAVES + 1, dtype=torch.float64) / FINE - OCTAVES)
+        mean = torch.arange(2 * FINE * OFFSET + 1, dtype=torch.float64) / FINE - OFFSET
+        good = self.error(std.unsqueeze(1) * mean, std.unsqueeze(1).expand(-1, len(mean))) <= self.limit
+        good = good[1:, 1:] & good[:-1, 1:] & good[1:, :-1] & good[:-1, :-1]
+        return torch.nn.functional.pad(good[1:-1, 1:-1], (1, 1, 1, 1))  # what is further out is not told
+
+
+@functools.cache
+@in_clean_state
+def _normal() -> Tensor:
+    """Where ``PARTS`` of equal probability end."""
+    part = torch.arange(PARTS + 1, dtype=torch.float64) / PARTS
+    return torch.special.ndtri(part.clamp(5e-4, 1 - 5e-4))
+
+
+@functools.lru_cache(1024)
+@in_clean_state
+def told(activation: Activation, dtype: torch.dtype) -> Told | None:
+    """What outputs of the activation, in ``dtype``, tell of their inputs, or None if that is too little."""
+    if not activation.has_inverse or (activation.is_folded and dtype is not torch.float32):
+        return None
+    eps = torch.finfo(dtype).eps
+    near = (torch.arange(2 * CELLS * TRIED, dtype=torch.float64) + 0.5) / TRIED * CELL - CELLS * CELL
+    far = torch.logspace(1.61, 30 if dtype.itemsize > 2 else 4, 256, dtype=torch.float64)
+    errors = []
+    for z in (near, far, -far):
+        z = widened(z.to(dtype))
+        stored = activation.encoded(z, dtype).to(dtype)
+        again = activation.input_given_output(widened(stored), dtype)
+        errors.append(((again - z).double() / z.double().abs().clamp_min(1.0)).nan_to_num(torch.inf).abs())
+    cells = errors[0].view(-1, TRIED)
+    squares = (errors[0] * near.abs().clamp_min(1.0)).square().view(-1, TRIED).mean(1).clamp_max(_LOST) * CELL
+    integral = torch.cat([-squares[:CELLS].flip(0).cumsum(0).flip(0), torch.zeros(1), squares[CELLS:].cumsum(0)])
+    bound = SINGLE[dtype] * eps
+    good = [cells.amax(1) <= bound, errors[1] <= bound, errors[2] <= bound]
+    low = -_reach(good[0][:CELLS].flip(0), good[2], far)
+    high = _reach(good[0][CELLS:], good[1], far)
+    limit = AVERAGE_FOLDED if activation.is_folded else AVERAGE[dtype]
+    found = Told(low, high, integral, eps**2 / 12, limit * eps)
+    is_useful = min(-low, high) >= COMMON
+    return found if is_useful and bool(found.is_told(torch.zeros(1), torch.ones(1))) else None
+
+
+#: A mean square error that no channel bears.
+_LOST = 1e6
+
+
+def _reach(near: Tensor, far: Tensor, sizes: Tensor) -> float:
+    """How far from 0 all is good."""
+    if not bool(near.all()):
+        return float(near.to(torch.int8).argmin()) * CELL
+    return float("inf") if bool(far.all()) else float(sizes[far.to(torch.int8).argmin()])

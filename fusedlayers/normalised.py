@@ -1,0 +1,227 @@
+"""Batch norm and activation in one node that keeps its output alone (Rota Bulo et al. 2018, "In-Place ABN").
+
+The output tells the activation's input z, that tells the normalised ``xhat = (z - b) / w``, and this is all that batch
+norm's backward asks for. x, the convolution's result, is gone by then.
+
+Outputs are rounded, and z is no better known than they tell it (``activations/inverse.py``). Its error reaches the
+gradient of x only by ``xhat mean(dz xhat)``, and that of w by ``sum(dz xhat)``. Where it would show, x is kept: of
+channels whose w is too small to be divided by or whose z gather where the function is flat, and of channels with values
+that lie too far out. That takes a look at w, b and the range of z; on a GPU the forward pass waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from . import backends
+from .activations import Activation, Told, told
+from .autograd import differentiable_gradients, is_batched
+from .backends import Wanted
+from .broadcast import along
+from .ownership import is_ours_alone, saved_under_hooks
+from .products import BatchNorm, NormalisedAgain
+
+#: Inputs of fewer elements are kept: it would take longer to see whether they must be than to read them.
+WORTH_IT = 1 << 14
+#: Where more channels than this part of them are kept, all are: as they are, without a copy.
+FEW = 0.5
+#: How many standard deviations the mean of a channel may be from 0. torch computes z by ``x scale + shift``, which
+#: cancel.
+CENTRED = 32.0
+
+
+def is_told(activation: Activation, x: Tensor, w: Tensor | None) -> bool:
+    """Whether outputs of the layer, for ordinary values, tell its input."""
+    if x.numel() < WORTH_IT or told(activation, x.dtype) is None:
+        return False
+    # On CPUs statistics have the dtype of the parameters, and those of 16 bits say too little.
+    has_statistics = x.dtype.itemsize > 2 or x.is_cuda or (w is not None and w.dtype.itemsize > 2)
+    return has_statistics and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def describe(activation: Activation, save: str, dtype: torch.dtype) -> str:
+    """What a layer keeps for the backward pass, and why, in a few words."""
+    if activation.unfused_because is not None:
+        return activation.describe(save, dtype)
+    if save == "input":
+        return "saves its input and the activation's"
+    if save == "recompute":
+        return "saves its input"
+    if told(activation, dtype) is not None:
+        return "saves the output, which tells the input"
+    name = str(dtype).removeprefix("torch.")
+    reason = f"{name} outputs tell it too coarsely" if activation.has_inverse else "outputs do not tell it"
+    refused = activation.output_refused_because(dtype)
+    has_output = save == "output" or (refused is None and not activation.is_folded)
+    return f"saves its input{' and the output' if has_output else ''}: {reason}"
+
+
+def norm_act(norm: BatchNorm, x: Tensor, w: Tensor | None, b: Tensor | None, activation: Activation) -> Tensor:
+    """``activation(norm(x, w, b))``, for inputs that are told."""
+    return NormAct.apply(x, w, b, Edge.apply(x) if x.requires_grad else None, norm, activation)
+
+
+class Edge(Function):
+    """x's place in the graph, without its values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return x.new_empty(1).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+class Joined(Function):
+    """Values, at the place of x in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, edge: Tensor, values: Tensor) -> Tensor:
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+class NormAct(Function):
+    """``activation(norm(x, w, b))``. Saved are y, the statistics, and the channels of x that y does not tell; where
+    these are many, x and not y."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor | None,
+        b: Tensor | None,
+        edge: Tensor | None,
+        norm: BatchNorm,
+        activation: Activation,
+    ) -> Tensor:
+        backend = backends.choose(x, activation)
+        z, mean, inverse_std = norm.with_statistics(x, w, b)
+        found = told(activation, x.dtype)
+        assert found is not None
+        channels = _untold_channels(z, Known(mean, inverse_std, w), b, found)
+        y = backend.bias_act(z, None, activation, dim=norm.dim, encode=True, out=z)
+        if channels is None:
+            ctx.save_for_backward(y, None, None, mean, inverse_std, w, b, edge)
+        elif len(channels) > FEW * x.shape[1]:
+            ctx.save_for_backward(None, x, None, mean, inverse_std, w, b, None)
+        else:
+            ctx.save_for_backward(y, x.index_select(1, channels), channels, mean, inverse_std, w, b, edge)
+        ctx.settings = norm, activation, backend, saved_under_hooks()
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (dy,) = grads
+        y, x, channels, mean, inverse_std, w, b, edge = ctx.saved_tensors
+        norm, activation, backend, hooked = ctx.settings
+        needs = ctx.needs_input_grad[:3]
+        overwrite = y is not None and not hooked and is_ours_alone(y)
+        known = Known(mean, inverse_std, w)
+        again = NormalisedAgain(mean, inverse_std, norm.eps, norm.training)
+        if torch.is_grad_enabled() or is_batched(dy):
+            if y is not None:
+                with torch.no_grad():
+                    x = _values(backend.inverse(y, activation, None), known, b, x, channels)
+            x = x if edge is None else Joined.apply(edge, x)
+            dx, dw, db = _differentiable(dy, x, w, b, again, activation, norm.dim, needs)
+            return dx, dw, db, None, None, None
+
+        wanted = Wanted("input", False, False)
+        if y is None:
+            dz, *_ = backend.gradient(dy, again(x, w, b), activation, (), wanted._replace(overwrite=True), dim=norm.dim)
+        else:
+            by_output = not activation.is_folded
+            if by_output:
+                dz, *_ = backend.gradient(dy, y, activation, (), wanted._replace(given="output"), dim=norm.dim)
+            z = backend.inverse(y, activation, y if overwrite else None)
+            if not by_output:
+                if channels is not None:
+                    z.index_copy_(1, channels, again.of(channels)(x, _of(w, channels), _of(b, channels)))
+                dz, *_ = backend.gradient(dy, z, activation, (), wanted, dim=norm.dim)
+            x, known = _as_input(z, known, b, x, channels)
+        dx, dw, db = norm.gradients(dz, x, known.w, known.mean, known.inverse_std, needs)
+        return dx, dw, db, None, None, None
+
+
+class Known(NamedTuple):
+    """``z = (x - mean) inverse_std w + b``."""
+
+    mean: Tensor
+    inverse_std: Tensor
+    w: Tensor | None
+
+
+def _untold_channels(z: Tensor, known: Known, b: Tensor | None, told: Told) -> Tensor | None:
+    """The channels of which outputs do not tell the input, or None."""
+    mean, inverse_std, w = known
+    low, high = torch.aminmax(z)
+    inside = (low >= told.low) & (high <= told.high)  # not where a number is none
+    good = (mean * inverse_std).abs() <= CENTRED
+    if w is not None:
+        good &= told.is_told(torch.zeros_like(w) if b is None else b, w)
+    if bool(good.all() & inside):  # one wait
+        return None
+    others = [dim for dim in range(z.dim()) if dim != 1]
+    inside = (z.amin(others) >= told.low) & (z.amax(others) <= told.high)
+    return (~(good & inside)).nonzero().squeeze(1)
+
+
+def _as_input(
+    z: Tensor, known: Known, b: Tensor | None, x: Tensor | None, channels: Tensor | None
+) -> tuple[Tensor, Known]:
+    """z as the input of a batch norm that has the same gradients: its mean is b, its standard deviation w. The channels
+    that were kept are put in its place."""
+    mean, inverse_std, w = known
+    gain = torch.ones_like(mean) if w is None else w.to(mean.dtype, copy=True)
+    center = torch.zeros_like(mean) if b is None else b.to(mean.dtype, copy=True)
+    found = center, gain.reciprocal(), gain.square() * inverse_std
+    if x is not None and channels is not None:
+        z.index_copy_(1, channels, x)
+        for theirs, own in zip(found, (mean, inverse_std, gain), strict=True):
+            theirs.index_copy_(0, channels, own[channels])
+    return z, Known(*found)
+
+
+def _values(z: Tensor, known: Known, b: Tensor | None, x: Tensor | None, channels: Tensor | None) -> Tensor:
+    """x from z."""
+    mean, inverse_std, w = known
+    scale = inverse_std.reciprocal() if w is None else (inverse_std * w).reciprocal()
+    shift = mean if b is None else mean - b * scale
+    found = torch.addcmul(along(shift, 1, z.dim()), z, along(scale, 1, z.dim())).to(z.dtype)
+    return found if x is None or channels is None else found.index_copy_(1, channels, x)
+
+
+def _differentiable(
+    dy: Tensor,
+    x: Tensor,
+    w: Tensor | None,
+    b: Tensor | None,
+    again: NormalisedAgain,
+    activation: Activation,
+    dim: int,
+    needs: Sequence[bool],
+) -> list[Tensor | None]:
+    """The gradients of x, w and b, in operations that autograd can differentiate again."""
+    with torch.enable_grad():
+        sources = [t if t is None or t.requires_grad else t.detach().requires_grad_() for t in (x, w, b)]
+        z = again(*sources)  # type: ignore[arg-type]  # x is not None
+        dz, *_ = differentiable_gradients(dy, z, activation, "input", (), (), dim)
+        wanted = [t for t, need in zip(sources, needs, strict=True) if need and t is not None]
+        assert dz is not None
+        found = iter(torch.autograd.grad(z, wanted, dz, create_graph=True))
+    return [next(found) if need else None for need in needs]
+
+
+def _of(parameter: Tensor | None, channels: Tensor) -> Tensor | None:
+    return None if parameter is None else parameter[channels]
