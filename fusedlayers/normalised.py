@@ -26,7 +26,7 @@ from .broadcast import along
 from .ownership import is_ours_alone, saved_under_hooks
 from .products import BatchNorm, NormalisedAgain
 
-#: Inputs of fewer elements are kept: it would take longer to see whether they must be than to read them.
+#: Inputs of no more elements are kept: it would take longer to see whether they must be than to read them.
 WORTH_IT = 1 << 14
 #: Where more channels than this part of them are kept, all are: as they are, without a copy.
 FEW = 0.5
@@ -35,13 +35,13 @@ FEW = 0.5
 CENTRED = 32.0
 
 
-def is_told(activation: Activation, x: Tensor, w: Tensor | None) -> bool:
-    """Whether outputs of the layer, for ordinary values, tell its input."""
-    if x.numel() < WORTH_IT or told(activation, x.dtype) is None:
-        return False
+def told_of(activation: Activation, x: Tensor, w: Tensor | None) -> Told | None:
+    """What outputs of the layer tell of its input; None where that is too little, or not worth a look."""
     # On CPUs statistics have the dtype of the parameters, and those of 16 bits say too little.
     has_statistics = x.dtype.itemsize > 2 or x.is_cuda or (w is not None and w.dtype.itemsize > 2)
-    return has_statistics and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    if x.numel() <= WORTH_IT or not has_statistics or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    return told(activation, x.dtype)
 
 
 def describe(activation: Activation, save: str, dtype: torch.dtype) -> str:
@@ -61,9 +61,12 @@ def describe(activation: Activation, save: str, dtype: torch.dtype) -> str:
     return f"saves its input{' and the output' if has_output else ''}: {reason}"
 
 
-def norm_act(norm: BatchNorm, x: Tensor, w: Tensor | None, b: Tensor | None, activation: Activation) -> Tensor:
-    """``activation(norm(x, w, b))``, for inputs that are told."""
-    return NormAct.apply(x, w, b, Edge.apply(x) if x.requires_grad else None, norm, activation)
+def norm_act(
+    norm: BatchNorm, x: Tensor, w: Tensor | None, b: Tensor | None, activation: Activation, told: Told | None
+) -> Tensor:
+    """``activation(norm(x, w, b))`` that keeps its output as far as that tells x, and else x."""
+    edge = None if told is None or not x.requires_grad else Edge.apply(x)
+    return NormAct.apply(x, w, b, edge, norm, activation, told)
 
 
 class Edge(Function):
@@ -104,17 +107,17 @@ class NormAct(Function):
         edge: Tensor | None,
         norm: BatchNorm,
         activation: Activation,
+        told: Told | None,
     ) -> Tensor:
         backend = backends.choose(x, activation)
         z, mean, inverse_std = norm.with_statistics(x, w, b)
-        found = told(activation, x.dtype)
-        assert found is not None
-        channels = _untold_channels(z, Known(mean, inverse_std, w), b, found)
-        y = backend.bias_act(z, None, activation, dim=norm.dim, encode=True, out=z)
-        if channels is None:
-            ctx.save_for_backward(y, None, None, mean, inverse_std, w, b, edge)
-        elif len(channels) > FEW * x.shape[1]:
+        channels = None if told is None else _untold_channels(z, Known(mean, inverse_std, w), b, told)
+        keeps_output = told is not None and (channels is None or len(channels) <= FEW * x.shape[1])
+        y = backend.bias_act(z, None, activation, dim=norm.dim, encode=keeps_output, out=z)
+        if not keeps_output:
             ctx.save_for_backward(None, x, None, mean, inverse_std, w, b, None)
+        elif channels is None:
+            ctx.save_for_backward(y, None, None, mean, inverse_std, w, b, edge)
         else:
             ctx.save_for_backward(y, x.index_select(1, channels), channels, mean, inverse_std, w, b, edge)
         ctx.settings = norm, activation, backend, saved_under_hooks()
@@ -130,12 +133,17 @@ class NormAct(Function):
         known = Known(mean, inverse_std, w)
         again = NormalisedAgain(mean, inverse_std, norm.eps, norm.training)
         if torch.is_grad_enabled() or is_batched(dy):
+            if norm.is_synchronised:
+                raise RuntimeError(
+                    f"{norm.function}: statistics of a process group have no second derivatives, and no gradients in "
+                    "batches; leave process_group out, or create_graph and is_grads_batched"
+                )
             if y is not None:
                 with torch.no_grad():
                     x = _values(backend.inverse(y, activation, None), known, b, x, channels)
             x = x if edge is None else Joined.apply(edge, x)
             dx, dw, db = _differentiable(dy, x, w, b, again, activation, norm.dim, needs)
-            return dx, dw, db, None, None, None
+            return dx, dw, db, None, None, None, None
 
         wanted = Wanted("input", False, False)
         if y is None:
@@ -151,7 +159,7 @@ class NormAct(Function):
                 dz, *_ = backend.gradient(dy, z, activation, (), wanted, dim=norm.dim)
             x, known = _as_input(z, known, b, x, channels)
         dx, dw, db = norm.gradients(dz, x, known.w, known.mean, known.inverse_std, needs)
-        return dx, dw, db, None, None, None
+        return dx, dw, db, None, None, None, None
 
 
 class Known(NamedTuple):

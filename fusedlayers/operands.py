@@ -153,7 +153,7 @@ def check_norm(function: str, input: Tensor, dims: tuple[int, ...], norm: BatchN
             f"{function}: parameters and statistics must have one dtype, the input's, or float32 for an input of 16 "
             f"bits, got {got}; convert one of them"
         )
-    if norm.training and batch * elements(tuple(rest)) == 1:
+    if norm.training and not norm.is_synchronised and batch * elements(tuple(rest)) == 1:
         raise ValueError(f"{function}: one value per channel has no variance, got {_shape(input)} in training")
     if norm.eps < 0 or (norm.training and norm.eps == 0):
         raise ValueError(f"{function}: eps must be positive, got {norm.eps}")

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import synchronised
+
 Sizes = tuple[int, ...]
 Weight = Any
 """A tensor; of a batch norm without one None."""
@@ -123,7 +125,8 @@ class Convolution(NamedTuple):
 
 class BatchNorm(NamedTuple):
     """``(x - mean) / sqrt(var + eps) * w + b`` along the second dimension, as ``F.batch_norm``, whose arguments these
-    are: by the statistics of the batch, of which the running ones take a part, or by these."""
+    are: by the statistics of the batch, of which the running ones take a part, or by these. In a process group those
+    of the batch are of the batches of all its processes."""
 
     running_mean: Tensor | None
     running_var: Tensor | None
@@ -133,6 +136,7 @@ class BatchNorm(NamedTuple):
     #: The batch's part of the running statistics; None for that which makes them averages.
     momentum: float | None
     eps: float
+    group: Any = None
     #: x's dimensions.
     dims: int = 0
     leaves_bias: bool = False
@@ -148,7 +152,12 @@ class BatchNorm(NamedTuple):
         """The dimension of z, from the end, along which channels run."""
         return 1 - self.dims
 
+    @property
+    def is_synchronised(self) -> bool:
+        return self.training and self.group is not None
+
     def __call__(self, x: Tensor, w: Weight, b: Tensor | None) -> Tensor:
+        assert not self.is_synchronised
         part = self._counted()
         return F.batch_norm(x, self.running_mean, self.running_var, w, b, self.training, part, self.eps)
 
@@ -165,8 +174,15 @@ class BatchNorm(NamedTuple):
         if not self.training:
             assert self.running_mean is not None and self.running_var is not None
             return self(x, w, b), self.running_mean.clone(), (self.running_var + self.eps).rsqrt_()
-        # What F.batch_norm calls, which keeps the statistics to itself.
         part = self._counted()
+        if self.is_synchronised:
+            mean, var, count = synchronised.statistics(x, self.group)
+            if self.running_mean is not None and self.running_var is not None:
+                self.running_mean.lerp_(mean.to(self.running_mean.dtype), part)
+                self.running_var.lerp_((var * (count / (count - 1))).to(self.running_var.dtype), part)
+            w, b = (None if p is None else p.to(mean.dtype) for p in (w, b))
+            return F.batch_norm(x, mean, var, w, b, False, 0.0, self.eps), mean, (var + self.eps).rsqrt_()
+        # What F.batch_norm calls, which keeps the statistics to itself.
         z, mean, inverse_std, *_ = torch._batch_norm_impl_index(
             x, w, b, self.running_mean, self.running_var, True, part, self.eps, torch.backends.cudnn.enabled
         )
@@ -177,6 +193,15 @@ class BatchNorm(NamedTuple):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Of x, w and b; None where not needed."""
         backward = torch.ops.aten.native_batch_norm_backward.default
+        if self.is_synchronised:
+            w = None if w is None else w.to(mean.dtype)
+            if dz.numel():
+                _, dw, db = backward(dz, x, w, None, None, mean, inverse_std, True, self.eps, [False, True, True])
+            else:  # torch divides by the number of values
+                dw, db = torch.zeros_like(mean), torch.zeros_like(mean)
+            scale = inverse_std if w is None else inverse_std * w
+            dx = synchronised.gradients(dz, x, scale, mean, inverse_std, (dw, db), self.group)
+            return dx, dw if needs[1] else None, db if needs[2] else None
         if self.training:
             return backward(dz, x, w, None, None, mean, inverse_std, True, self.eps, needs)
         # dx by a batch norm that does nothing but multiply; the others are the same in both modes.
@@ -217,6 +242,8 @@ class NormalisedAgain(NamedTuple):
         if self.training and (torch.is_grad_enabled() or self.inverse_std.dtype.itemsize == 2):
             # The statistics depend on x, and statistics of 16 bits say too little.
             return F.batch_norm(x, None, None, w, b, True, 0.0, self.eps)
+        # Those of a process group are in float32.
+        w, b = (None if p is None else p.to(self.mean.dtype) for p in (w, b))
         return F.batch_norm(x, self.mean, _variance(self.inverse_std, self.eps), w, b, False, 0.0, self.eps)
 
     def of(self, channels: Tensor) -> NormalisedAgain:

@@ -22,7 +22,7 @@ from . import backends, operands
 from .activations import Activation, Saved, Specialised
 from .autograd import BiasAct, Conv, Dense, Origin
 from .backends import Backend
-from .normalised import is_told, norm_act
+from .normalised import norm_act, told_of
 from .ownership import saved_under_hooks
 from .products import Again, BatchNorm, Convolution, Matmul, Product, Weight
 
@@ -72,15 +72,10 @@ def product_act(
         activation, params, params_dim = specialised(activation, product.shape(x, w), dtype, x.device)
         dim = product.dim if params_dim is None else params_dim
     keep = choose_save(product.function, activation, save, dtype)
-    if (
-        isinstance(product, BatchNorm)
-        and save in ("auto", "output")
-        and residual is None
-        and not (is_plain or compiling or params)
-        and needs_gradient(x, w, b)
-        and is_told(activation, x, w)
-    ):
-        return norm_act(product, x, w, b, activation)
+    if isinstance(product, BatchNorm) and residual is None and not (is_plain or compiling or params):
+        told = told_of(activation, x, w) if save in ("auto", "output") and needs_gradient(x, w, b) else None
+        if told is not None:
+            return norm_act(product, x, w, b, activation, told)
     if product.is_cheap and save == "auto" and not compiling:
         # Exact, and of no more bytes than the output, which the next layer keeps.
         keep = "recompute" if keep == "input" or (activation.is_folded and residual is None) else keep

@@ -15,7 +15,9 @@ PACKAGE = ROOT / "fusedlayers"
 #: From the ground up: a module imports those of earlier lines only. Entries that end in "." are packages, whose modules
 #: may import one another.
 LAYERS = [
-    ["clean", "broadcast", "products"],
+    ["clean", "broadcast"],
+    ["synchronised"],
+    ["products"],
     ["activations.branch", "activations.capture", "activations.polynomial", "activations.recent"],
     ["activations.kinks"],
     ["activations.shape"],

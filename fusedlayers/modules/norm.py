@@ -10,9 +10,10 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from .. import operands
 from ..activations import Activation, resolve
-from ..normalised import describe
+from ..functional import bias_act
+from ..normalised import describe, norm_act, told_of
 from ..products import BatchNorm
-from ..routes import Inputs, product_act
+from ..routes import Inputs, needs_gradient, product_act
 from .fused import FusedAct
 
 
@@ -41,10 +42,12 @@ class _FusedBatchNormAct(FusedAct):
         track_running_stats: bool = True,
         *,
         save: str = "auto",
+        process_group: Any = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self.process_group = process_group
         self._set(activation, save)
 
     @classmethod
@@ -74,6 +77,7 @@ class _FusedBatchNormAct(FusedAct):
             self.training or (self.running_mean is None and self.running_var is None),
             self.momentum,
             self.eps,
+            self.process_group,
         )
         return batch_norm_act(
             type(self).__name__, self.dims, norm, input, self.weight, self.bias, residual, self.activation, self.save
@@ -107,14 +111,30 @@ def batch_norm_act(
     operands.check_one_dtype(name, input, None, None, residual, autocast_casts=True)
     if residual is not None:
         operands.check_residual(name, residual, tuple(input.shape))
+    norm = norm._replace(dims=input.dim())
+    if norm.is_synchronised:
+        return _synchronised(norm, Inputs(input, weight, bias, residual), resolved, save)
     return product_act(
-        norm._replace(dims=input.dim()),
+        norm,
         Inputs(input, weight, bias, residual),
         resolved,
         save,
         count=input.numel(),
         is_ordinary=is_ordinary,
     )
+
+
+def _synchronised(norm: BatchNorm, inputs: Inputs, activation: Activation, save: str) -> Tensor:
+    """With the statistics of a process group."""
+    x, w, b, residual = inputs
+    if not needs_gradient(x, w, b):
+        z, *_ = norm.with_statistics(x, w, b)
+    elif residual is None and activation.is_fusible and save != "input":
+        told = None if save == "recompute" else told_of(activation, x, w)
+        return norm_act(norm, x, w, b, activation, told)
+    else:
+        z = norm_act(norm, x, w, b, resolve(None), None)
+    return bias_act(z if residual is None else z + residual, None, activation, dim=1, save=save)
 
 
 class FusedBatchNormAct1d(_FusedBatchNormAct, nn.BatchNorm1d):
@@ -136,7 +156,9 @@ class FusedBatchNormAct1d(_FusedBatchNormAct, nn.BatchNorm1d):
         activation: as for ``fusedlayers.conv_bias_act``. A module with parameters becomes a submodule.
         save: what is kept. "output": y where it tells x, else y and x. "recompute": x, from which all is exact.
             "input": x and the pre-activation. "auto": y where it tells x; else x, and y where that tells the derivative
-            exactly, with a residual also where it does with a branch bit. An x of fewer than 16384 elements is kept.
+            exactly, with a residual also where it does with a branch bit. An x of at most 16384 elements is kept.
+        process_group: a process group of ``torch.distributed``, whose processes take their statistics together in
+            training, as ``nn.SyncBatchNorm`` does, on CPUs too. First derivatives only.
 
     Shapes: (batch, channels) or (batch, channels, length) -> the same. ``forward`` takes a second argument of the same
     shape, the residual, which is added before the activation.
