@@ -1,6 +1,7 @@
 """``explain``: what it says of an activation is what happens, and what it measures is so."""
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -98,6 +99,29 @@ def test_kinds_and_reasons(activation: object, kind: str, reason: str) -> None:
         assert report.source == "" and report.accuracy == {}
         for eager, here in report.saved_bytes.values():
             assert eager == here
+
+
+@pytest.mark.parametrize(
+    ("layer", "kept", "said"),
+    [
+        (fl.FusedBatchNormAct2d(8, "silu"), (12, 4), "the output, which tells the input"),
+        (fl.FusedBatchNormAct1d(8, nn.LeakyReLU()), (12, 4), "the output, which tells the input"),
+        (fl.FusedBatchNormAct3d(8, "relu"), (8, 8), "its input and the output"),
+        (fl.FusedBatchNormAct2d(8, "silu", save="recompute"), (12, 8), "its input"),
+        (fl.FusedBatchNormAct2d(48, nn.PReLU(48)), (12, 8), "its input"),
+        (fl.FusedDenseAct(4, 8, "silu"), (8, 4), "the output (branch in its last bit)"),
+        (fl.FusedDenseAct(4, 8, "silu", save="input"), (8, 8), "the input"),
+        (fl.FusedConvAct2d(4, 8, 3, "tanh"), (4, 4), "the output"),
+    ],
+    ids=lambda value: value.extra_repr() if isinstance(value, nn.Module) else "",
+)
+def test_layers_say_what_they_keep(layer: nn.Module, kept: tuple[int, int], said: str) -> None:
+    report = fl.explain(layer)
+    assert tuple(math.floor(bytes_) for bytes_ in report.saved_bytes["float32"]) == kept
+    assert report.saves["float32"].startswith(f"saves {said}") and said in str(report)
+    # Of a batch norm that may not tell its input it is said where.
+    tells = isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d) and report.name in ("silu", "leaky_relu")
+    assert ("whose weight is near 0, or where the activation's is not within [-" in report.reason) == tells
 
 
 def test_a_module_with_a_hook_is_left_to_pytorch() -> None:

@@ -13,13 +13,15 @@ from os import PathLike
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..activations import Activation, resolve
+from ..activations import Activation, resolve, told
 from ..activations.capture import capture
 from ..clean import in_clean_state
 from ..functional import bias_act
 from ..memory import saved_bytes
+from ..modules.fused import FusedAct
+from ..modules.norm import FusedBatchNormAct1d, FusedBatchNormAct2d
 from ..routes import specialised
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -96,7 +98,8 @@ def explain(activation: object) -> Explanation:
     """Say what a layer keeps of an activation, and why; measure what that costs; show the generated code.
 
     Args:
-        activation: as for ``fusedlayers.dense_bias_act``: a name, a module, any callable.
+        activation: as for ``fusedlayers.dense_bias_act``: a name, a module, any callable. Or a fused layer, for its own
+            activation and ``save``; of a batch norm it is said what that keeps with the activation.
 
     Raises:
         ValueError, TypeError: as ``fusedlayers.dense_bias_act``, for what is not an activation.
@@ -105,19 +108,25 @@ def explain(activation: object) -> Explanation:
     >>> fl.explain(torch.tanh).kind
     'monotone'
     """
-    resolved = resolve(activation, "explain")
+    layer = activation if isinstance(activation, FusedAct) else None
+    resolved = resolve(activation if layer is None else layer.activation, "explain")
     shape = _shape(resolved)
     record = _specialised(resolved, shape)
     kind, reason = _kind(record)
+    if _is_norm(layer) and (known := told(record, torch.float32)) is not None:
+        reason += (
+            "; a batch norm in float32 keeps its input only of channels whose weight is near 0, or where the "
+            f"activation's is not within [{known.low:.4g}, {known.high:.4g}]"
+        )
     bytes_, accuracy = {}, {}
     for dtype in DTYPES:
         with contextlib.suppress(Exception):  # a user's function need not work in every dtype
-            bytes_[dtype], accuracy[dtype] = _measure(resolved, shape, dtype)
+            bytes_[dtype], accuracy[dtype] = _measure(resolved, shape, dtype, layer)
     return Explanation(
         repr(record),
         kind,
         reason,
-        {_name(dtype): record.describe("auto", dtype) for dtype in DTYPES},
+        {_name(d): record.describe("auto", d) if layer is None else layer.keeps(record, d) for d in DTYPES},
         {_name(dtype): saved for dtype, saved in bytes_.items()},
         {_name(dtype): errors for dtype, errors in accuracy.items()} if kind != "fallback" else {},
         "" if kind == "fallback" or record.is_identity else _source(record),
@@ -180,26 +189,40 @@ def _in_dtype(record: Activation, dtype: torch.dtype) -> tuple[Callable[..., Ten
 
 
 @in_clean_state
-def _measure(record: Activation, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[float, float], Accuracy]:
+def _measure(
+    record: Activation, shape: tuple[int, ...], dtype: torch.dtype, layer: FusedAct | None
+) -> tuple[tuple[float, float], Accuracy]:
     z = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     function, activation = _in_dtype(record, dtype)
     exact = _derivative(_in_dtype(record, torch.float64)[0], z.double())
     real = exact.isfinite()  # elsewhere there is nothing to compare with
     scale = float(exact[real].norm()) or 1.0
 
-    fused = functools.partial(_applied, activation)
+    save = "auto" if layer is None else layer.save
+    if save == "auto" and _is_norm(layer) and record.is_folded and told(record, dtype) is None:
+        save = "recompute"  # from the input, which it keeps
+    fused = functools.partial(_applied, activation, save)
 
     def errors(slope: Tensor) -> tuple[float, float]:
         error = (slope.double() - exact)[real]
         return float(error.norm()) / scale, float(error.abs().max())
 
     here, eager, floor = (errors(s) for s in (_derivative(fused, z), _derivative(function, z), exact.to(dtype)))
-    kept = tuple(_kept_bytes(f, z, dtype) / z.numel() for f in (function, fused))
+    layers: tuple[Callable[[Tensor], Tensor], ...] = (function, fused)
+    if layer is not None and _is_norm(layer):
+        kind = FusedBatchNormAct1d if len(shape) == 2 else FusedBatchNormAct2d
+        norm = kind.torchs(shape[1], dtype=dtype)
+        layers = (lambda z: function(norm(z))), kind(shape[1], activation, save=layer.save, dtype=dtype)
+    kept = tuple(_kept_bytes(f, z, dtype) / z.numel() for f in layers)
     return (kept[0], kept[1]), Accuracy(*here, *eager, floor[0])
 
 
-def _applied(activation: object, z: Tensor) -> Tensor:
-    return bias_act(z, None, activation)
+def _is_norm(layer: FusedAct | None) -> bool:
+    return isinstance(layer, nn.modules.batchnorm._BatchNorm)
+
+
+def _applied(activation: object, save: str, z: Tensor) -> Tensor:
+    return bias_act(z, None, activation, save=save)
 
 
 def _derivative(function: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
@@ -229,7 +252,7 @@ def _curves(resolved: Activation, shape: tuple[int, ...]) -> Mapping[str, Tensor
         for dtype in (torch.float32, torch.bfloat16):
             activation = _in_dtype(resolved, dtype)[1]
             exact = _derivative(function, z.to(dtype).double())
-            slope = _derivative(functools.partial(_applied, activation), z.to(dtype)).double()
+            slope = _derivative(functools.partial(_applied, activation, "auto"), z.to(dtype)).double()
             curves[f"{_name(dtype)} derivative"] = slope
             curves[f"{_name(dtype)} error"] = (slope - exact).abs()
         return {name: curve[:, 0].flatten() for name, curve in curves.items()}

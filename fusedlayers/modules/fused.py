@@ -53,9 +53,9 @@ class FusedAct(nn.Module):
     def _dtype(self) -> torch.dtype:
         return self.weight.dtype
 
-    def _described(self, activation: Activation) -> str:
-        """What the layer keeps."""
-        return activation.describe(self.save, self._dtype())
+    def keeps(self, activation: Activation, dtype: torch.dtype) -> str:
+        """What the layer would keep of the activation in ``dtype``, in a few words."""
+        return activation.describe(self.save, dtype)
 
     def _set(self, activation: object, save: str) -> None:
         name = type(self).__name__
@@ -80,4 +80,4 @@ class FusedAct(nn.Module):
 
     def extra_repr(self) -> str:
         resolved = self._specialised(resolve(self.activation))
-        return f"{super().extra_repr()}, activation={resolved!r}, {self._described(resolved)}"
+        return f"{super().extra_repr()}, activation={resolved!r}, {self.keeps(resolved, self._dtype())}"

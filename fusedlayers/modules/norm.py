@@ -62,8 +62,8 @@ class _FusedBatchNormAct(FusedAct):
     def _example_shape(self) -> tuple[int, ...]:
         return 2, self.num_features, *(5 + 2 * i for i in range(self.dims[0] - 2))
 
-    def _described(self, activation: Activation) -> str:
-        return describe(activation, self.save, self._dtype())
+    def keeps(self, activation: Activation, dtype: torch.dtype) -> str:
+        return describe(activation, self.save, dtype)
 
     def _dtype(self) -> torch.dtype:
         return torch.get_default_dtype() if self.weight is None else self.weight.dtype
