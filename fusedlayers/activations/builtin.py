@@ -11,6 +11,7 @@ oneDNN's relu and clip post-operations are not used: they turn NaN into a number
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -63,7 +64,8 @@ register(
         native=Native(
             aten.leaky_relu_.default,
             (aten.leaky_relu_backward, lambda dy, y, negative_slope: (dy, y, negative_slope, True)),
-            lambda negative_slope: ("leaky_relu", [negative_slope], ""),
+            lambda dy, z, negative_slope: aten.leaky_relu_backward(dy, z, negative_slope, False),
+            post_op=lambda negative_slope: ("leaky_relu", [negative_slope], ""),
         ),
     )
 )
@@ -173,7 +175,7 @@ register(
         native=Native(
             torch.tanh_,
             (aten.tanh_backward, lambda dy, y: (dy, y)),
-            lambda: ("tanh", [], ""),
+            post_op=lambda: ("tanh", [], ""),
         ),
     )
 )
@@ -188,7 +190,7 @@ register(
         native=Native(
             torch.sigmoid_,
             (aten.sigmoid_backward, lambda dy, y: (dy, y)),
-            lambda: ("sigmoid", [], ""),
+            post_op=lambda: ("sigmoid", [], ""),
         ),
     )
 )
@@ -205,6 +207,7 @@ register(
         native=Native(
             aten.elu_.default,
             (aten.elu_backward, lambda dy, y, alpha: (dy, alpha, 1, 1, True, y)),
+            lambda dy, z, alpha: aten.elu_backward(dy, alpha, 1, 1, False, z),
         ),
     )
 )
@@ -333,7 +336,10 @@ register(
         given_output="fold",
         inverse="fold",
         stands_for=((nn.GELU, {"approximate": "none"}), (F.gelu, {}), (F.gelu, {"approximate": "none"})),
-        native=Native(post_op=lambda: ("gelu", [], "none")),
+        native=Native(
+            gradient_given_input=aten.gelu_backward.default,
+            post_op=lambda: ("gelu", [], "none"),
+        ),
     )
 )
 register(
@@ -343,7 +349,10 @@ register(
         given_output="fold",
         inverse="fold",
         stands_for=((nn.GELU, {"approximate": "tanh"}), (F.gelu, {"approximate": "tanh"})),
-        native=Native(post_op=lambda: ("gelu", [], "tanh")),
+        native=Native(
+            gradient_given_input=functools.partial(aten.gelu_backward.default, approximate="tanh"),
+            post_op=lambda: ("gelu", [], "tanh"),
+        ),
     )
 )
 register(Row("quick_gelu", lambda z: z * torch.sigmoid(1.702 * z), given_output="fold", inverse="fold"))
@@ -354,15 +363,32 @@ register(
         given_output="fold",
         inverse="fold",
         stands_for=((nn.SiLU, {}), (F.silu, {})),
-        native=Native(post_op=lambda: ("swish", [], "")),
+        native=Native(
+            aten.silu_.default,
+            gradient_given_input=aten.silu_backward.default,
+            post_op=lambda: ("swish", [], ""),
+        ),
     )
 )
-register(Row("mish", _mish, given_output="fold", inverse="fold", stands_for=((nn.Mish, {}), (F.mish, {}))))
+register(
+    Row(
+        "mish",
+        _mish,
+        given_output="fold",
+        inverse="fold",
+        stands_for=((nn.Mish, {}), (F.mish, {})),
+        native=Native(gradient_given_input=aten.mish_backward.default),
+    )
+)
 register(
     Row(
         "hardswish",
         F.hardswish,
         given_output=FoldedDerivative(Fold(-1.5, -0.375), _hardswish_derivative),
         stands_for=((nn.Hardswish, {}), (F.hardswish, {})),
+        native=Native(
+            aten.hardswish_.default,
+            gradient_given_input=aten.hardswish_backward.default,
+        ),
     )
 )

@@ -41,12 +41,13 @@ class Native:
     """ATen kernels that compute the same as the row's function and derivative in one vectorised pass; eager only.
 
     ``activate_(z, **parameters)`` overwrites z. ``gradient`` is the operator that computes ``dy * f'`` and what gives
-    its arguments from ``(dy, y, **parameters)``. ``post_op`` is what oneDNN calls the function: ``(name, scalars,
-    algorithm)``.
+    its arguments from ``(dy, y, **parameters)``; ``gradient_given_input(dy, z, **parameters)`` computes it from z.
+    ``post_op`` is what oneDNN calls the function: ``(name, scalars, algorithm)``.
     """
 
     activate_: Function | None = None
     gradient: tuple[Any, Callable[..., tuple[Any, ...]]] | None = None
+    gradient_given_input: Function | None = None
     post_op: Callable[..., tuple[str, list[float], str]] | None = None
 
 

@@ -133,13 +133,17 @@ def gradient(
         if given == "input" and _is_by_trace(activation, dz):
             shares = traced.gradient(dy, saved, dz, activation, operands, wanted, dim)
         elif dz.numel():
-            for_each(_times(_slope(saved, activation, given), dy.dtype), dy, saved, dz)
+            for_each(_product(saved, activation, given), dy, saved, dz)
     return dz, sum_along(dz, dim) if wanted.bias else None, *shares
 
 
-def _times(slope: Chunkwise, dtype: torch.dtype) -> Chunkwise:
-    """``dz = dy * slope(saved)``."""
-    if dtype.itemsize != 2:
+def _product(saved: Tensor, activation: Activation, given: str) -> Chunkwise:
+    """``dz = dy * f'`` as a function of chunks of dy, the saved tensor and dz."""
+    native = activation.native.gradient_given_input
+    if given == "input" and native is not None and saved.dtype.itemsize > 2:
+        return Chunkwise(lambda dy, z, dz: dz.copy_(native(dy, z, **activation.parameters)), allocates=True)
+    slope = _slope(saved, activation, given)
+    if saved.dtype.itemsize > 2:
         return slope._replace(function=lambda dy, saved, dz, *more: torch.mul(dy, slope.function(saved, *more), out=dz))
     # torch multiplies two dtypes through temporaries of its own, which takes it five times as long.
     return slope._replace(
