@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedlayers.activations import capture as module
+from fusedlayers.activations import python
 from fusedlayers.activations.capture import capture
 
 Function = Callable[[Tensor], Tensor]
@@ -496,6 +497,6 @@ def test_it_is_quick() -> None:
 
 def test_functions_of_packages_are_fixed() -> None:
     assert capture(lambda z: F.gelu(z)).tensors == () and capture(F.gelu).refusal is None
-    assert module._is_librarys(F.softplus) or module._is_fixed(F.softplus)
-    assert module._is_librarys(torch) and module._is_librarys(nn.Module) and not module._is_librarys(swish)
-    assert not module._is_librarys(Swish) and not module._is_librarys(SETTINGS)
+    assert python.is_librarys(F.softplus) or python.is_fixed(F.softplus)
+    assert python.is_librarys(torch) and python.is_librarys(nn.Module) and not python.is_librarys(swish)
+    assert not python.is_librarys(Swish) and not python.is_librarys(SETTINGS)

@@ -13,18 +13,33 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import has_torch_function
+
+from .python import (
+    BY_CHANCE,
+    OUTSIDE,
+    draws,
+    held_by,
+    is_buffer,
+    is_constant,
+    is_filled,
+    is_fixed,
+    is_librarys,
+    is_packaged,
+    names_in,
+    unwrapped,
+    users_bases,
+)
 
 Make = Callable[[Sequence[Tensor]], Any]
 
@@ -148,7 +163,7 @@ class _Visitor:
 
     def _how(self, value: Any) -> Callable[[Any], tuple[Hashable, Make]] | None:
         if isinstance(value, types.FunctionType):
-            return None if self._alive and _is_librarys(value) else self._function
+            return None if self._alive and is_librarys(value) else self._function
         if isinstance(value, types.BuiltinFunctionType):
             return self._bound_builtin if isinstance(value.__self__, (Tensor, random.Random)) else None
         for kind, visit in (
@@ -160,8 +175,8 @@ class _Visitor:
             if isinstance(value, kind):
                 return visit
         if isinstance(value, (type, types.ModuleType)):
-            return None if _is_librarys(value) else self._namespace
-        if _is_buffer(value):
+            return None if is_librarys(value) else self._namespace
+        if is_buffer(value):
             return self._buffer
         if isinstance(value, functools._lru_cache_wrapper):
             return self._cached
@@ -193,16 +208,16 @@ class _Visitor:
     def _function(self, function: types.FunctionType) -> tuple[Hashable, Make]:
         code = function.__code__
         # Of a package's function what it closes over counts: of a decorator's the function that it decorates.
-        names = _names(code) if len(self._alive) == 1 or not _is_packaged(function) else frozenset()
+        names = names_in(code) if len(self._alive) == 1 or not is_packaged(function) else frozenset()
         self.names |= names
         scope = function.__globals__
         cells = function.__closure__ or ()
-        closure = {i: c.cell_contents for i, c in enumerate(cells) if _is_filled(c)}
+        closure = {i: c.cell_contents for i, c in enumerate(cells) if is_filled(c)}
         named = {name: scope[name] for name in sorted(names & scope.keys())}
-        read = {name: value for name, value in named.items() if not _is_fixed(value)}
-        if any(_draws(value, names) for value in named.values()):
-            self.refusal = self.refusal or _BY_CHANCE
-        for name in sorted(names & _OUTSIDE):
+        read = {name: value for name, value in named.items() if not is_fixed(value)}
+        if any(draws(value, names) for value in named.values()):
+            self.refusal = self.refusal or BY_CHANCE
+        for name in sorted(names & OUTSIDE):
             self.refusal = self.refusal or f"it asks for {name}, which a trace does not follow"
         defaults = dict(enumerate(function.__defaults__ or ()))
         keywords = function.__kwdefaults__ or {}
@@ -306,21 +321,21 @@ class _Visitor:
         if isinstance(space, type):
             found = self._members(space, also=("__init__", "__new__"))
         else:
-            found = {name: value for name, value in self._named(vars(space)).items() if not _is_fixed(value)}
+            found = {name: value for name, value in self._named(vars(space)).items() if not is_fixed(value)}
         return (_Same(space), self._parts(found)[0]), lambda tensors: space
 
     def _object(self, value: Any) -> tuple[Hashable, Make]:
         """What the code names of an instance; all that it has, if methods from a package may read it."""
         kind: Any = type(value)
         if isinstance(value, random.Random):
-            self.refusal = self.refusal or _BY_CHANCE
+            self.refusal = self.refusal or BY_CHANCE
         members = self._members(kind)
-        found = dict(_attributes(value))
-        if len(_users_bases(kind)) == len(kind.__mro__) - 1:  # all but object
+        found = dict(held_by(value))
+        if len(users_bases(kind)) == len(kind.__mro__) - 1:  # all but object
             found, identity = self._named(found), None
         else:
             identity = _Same(value)
-            if not (found or callable(value) or _is_constant(value)):
+            if not (found or callable(value) or is_constant(value)):
                 self.refusal = f"it reads a {kind.__name__}, which may change unseen; let it read a tensor or a number"
             if kind.__module__.partition(".")[0] == "torch":
                 found = {}
@@ -349,15 +364,15 @@ class _Visitor:
     def _members(self, kind: Any, also: Iterable[str] = ()) -> dict[Any, Any]:
         """What may be called or read of the classes that an object is made after. What methods name is named by the
         code."""
-        bases = _users_bases(kind)
+        bases = users_bases(kind)
         if not bases:
             return {}
         found, names = _found_members(bases, frozenset(self.names), frozenset(also))
         self.names |= names
         self.fewest = min(self.fewest, len(self.names))
         # Looked up anew at every call: a class's attributes are set as an object's are.
-        members = {at: _unwrapped(vars(bases[at[0]])[at[1]]) for at in found}
-        return {at: member for at, member in members.items() if not _is_fixed(member)}
+        members = {at: unwrapped(vars(bases[at[0]])[at[1]]) for at in found}
+        return {at: member for at, member in members.items() if not is_fixed(member)}
 
 
 @functools.lru_cache(1024)
@@ -374,9 +389,9 @@ def _found_members(
                 is_implicit = name.startswith("__") and name not in _NOT_CALLED
                 if not (is_implicit or name in names or name in also):
                     continue
-                value = _unwrapped(member)
+                value = unwrapped(member)
                 if isinstance(value, types.FunctionType):
-                    names = names | _names(value.__code__)
+                    names = names | names_in(value.__code__)
                 elif is_implicit:
                     continue
                 found[i, name] = None
@@ -388,107 +403,3 @@ def _is_ordinary(tensor: Tensor) -> bool:
     that are yet to be made."""
     same = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and not has_torch_function((tensor,))
     return same and not is_lazy(tensor)
-
-
-def _attributes(value: object) -> Iterator[tuple[str, Any]]:
-    yield from getattr(value, "__dict__", {}).items()
-    for base in type(value).__mro__:
-        slots = vars(base).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                yield name, getattr(value, name)
-
-
-@functools.lru_cache(1024)
-def _users_bases(kind: Any) -> tuple[type, ...]:
-    return tuple(base for base in kind.__mro__ if not _is_librarys(base))
-
-
-def _unwrapped(member: Any) -> Any:
-    """The function in a property, a static method or a class method."""
-    if isinstance(member, (property, functools.cached_property)):
-        return member.fget if isinstance(member, property) else member.func
-    return member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
-
-
-@functools.lru_cache(1024)
-def _names(code: types.CodeType) -> frozenset[str]:
-    """The globals and attributes that the code names, that of the functions defined in it included."""
-    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return frozenset(code.co_names).union(*inner)
-
-
-def _is_fixed(value: object) -> bool:
-    """Whether a global or a member of a class is of the kind that programs define once."""
-    return isinstance(value, _BUILT_IN) or _is_librarys(value)
-
-
-_BUILT_IN = (types.BuiltinFunctionType, types.MemberDescriptorType, types.GetSetDescriptorType)
-
-
-#: What code names that asks for the state of the process, or for what a tensor does not show.
-_OUTSIDE = frozenset(
-    {
-        *("environ", "getenv"),
-        *("is_autocast_enabled", "is_autocast_cpu_enabled", "get_autocast_dtype", "is_inference_mode_enabled"),
-        *("get_default_dtype", "get_default_device", "storage_offset", "data_ptr"),
-    }
-)
-_BY_CHANCE = "it draws random numbers from a generator that is not torch's"
-
-
-def _draws(value: Any, names: frozenset[str]) -> bool:
-    """Whether code of these names draws random numbers, with what one of them stands for. What happens seldom does not
-    show when a function is tried."""
-    if isinstance(value, types.ModuleType):
-        return value.__name__ in ("random", "numpy.random") or (value.__name__ == "numpy" and "random" in names)
-    of: Any = getattr(value, "__self__", None) if isinstance(value, types.BuiltinFunctionType) else None
-    return isinstance(of, random.Random) or type(of).__module__.startswith("numpy.random")
-
-
-def _is_librarys(value: Any) -> bool:
-    """Whether it is a function, class or module of torch, of Python, or of another installed package, and only that: a
-    function that closes over others may be a user's function that has been decorated."""
-    if isinstance(value, types.FunctionType):
-        return value.__closure__ is None and _is_packaged(value)
-    if isinstance(value, type):
-        value = sys.modules.get(value.__module__)
-    if not isinstance(value, types.ModuleType):
-        return False
-    file = getattr(value, "__file__", None)
-    return value.__name__ in sys.builtin_module_names if file is None else file.startswith(_LIBRARIES)
-
-
-def _is_packaged(function: types.FunctionType) -> bool:
-    return function.__code__.co_filename.startswith((*_LIBRARIES, "<frozen "))
-
-
-_LIBRARIES = tuple(
-    os.path.dirname(file) + os.sep for file in (os.__file__, os.path.dirname(torch.__file__), os.path.dirname(__file__))
-)
-
-
-def _is_constant(value: object) -> bool:
-    """Whether an object that shows no attributes is a value, as decimals and dates are, and not a place for one."""
-    if type(value).__hash__ in (None, object.__hash__):
-        return False
-    try:
-        return bool(copy.copy(value) == value)
-    except TypeError:
-        return False
-
-
-def _is_buffer(value: object) -> bool:
-    try:
-        memoryview(value)  # type: ignore[arg-type]  # raises if it is none
-    except (TypeError, ValueError, BufferError):
-        return False
-    return True
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018  # raises if the variable has not been set
-    except ValueError:
-        return False
-    return True
