@@ -146,9 +146,8 @@ def conv_bias_act(
         operands.sizes("conv_bias_act", "dilation", dilation, dims),
         groups,
     )
-    operands.check_conv(input, weight, bias, product)
+    shape = operands.check_conv(input, weight, bias, product)
     operands.check_one_dtype("conv_bias_act", input, weight, bias, residual, autocast_casts=True)
-    shape = product.shape(input, weight)
     if residual is not None:
         operands.check_residual("conv_bias_act", residual, shape)
     return product_act(

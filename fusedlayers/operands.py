@@ -86,6 +86,11 @@ def spatial_dims(weight: Tensor) -> int:
 
 def sizes(function: str, name: str, value: object, dims: int, least: int = 1) -> tuple[int, ...]:
     """A number for each spatial dimension."""
+    # As most are given; a sequence of anything takes ten times as long to see through.
+    if type(value) is int and value >= least:
+        return (value,) * dims
+    if type(value) is tuple and len(value) == dims and {int} == {*map(type, value)} and min(value) >= least:
+        return value
     found = (value,) * dims if _is_whole(value) else value
     if not isinstance(found, Sequence) or isinstance(found, str) or not all(_is_whole(size) for size in found):
         raise TypeError(f"{function}: {name} must be an int or a sequence of them, got {value!r}")
@@ -98,10 +103,12 @@ def sizes(function: str, name: str, value: object, dims: int, least: int = 1) ->
 
 def _is_whole(value: object) -> bool:
     """Whether torch takes it for a whole number: NumPy's are, True is none."""
-    return isinstance(value, (int, torch.SymInt, Integral)) and not isinstance(value, bool)
+    is_plain = type(value) is int  # which needs no look at base classes
+    return is_plain or (isinstance(value, (int, torch.SymInt, Integral)) and not isinstance(value, bool))
 
 
-def check_conv(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> None:
+def check_conv(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> tuple[int, ...]:
+    """Returns the shape of the result."""
     dims = len(convolution.stride)
     if input.dim() not in (dims + 1, dims + 2):
         raise ValueError(
@@ -122,11 +129,13 @@ def check_conv(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: 
         raise ValueError(f"conv_bias_act: padding must be numbers, 'same' or 'valid', got {padding!r}")
     if padding == "same" and set(convolution.stride) != {1}:
         raise ValueError(f"conv_bias_act: padding='same' needs stride 1, got {convolution.stride}")
-    if min(convolution.shape(input, weight)[-dims:]) < 1:
+    shape = convolution.shape(input, weight)
+    if min(shape[-dims:]) < 1:
         raise ValueError(
             f"conv_bias_act: the kernel of weight {_shape(weight)}, with dilation {convolution.dilation}, is larger "
             f"than input {_shape(input)} with padding {padding}"
         )
+    return shape
 
 
 def check_norm(function: str, input: Tensor, dims: tuple[int, ...], norm: BatchNorm, **params: Tensor | None) -> None:

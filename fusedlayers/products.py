@@ -92,12 +92,8 @@ class Convolution(NamedTuple):
         if self.padding == "same":
             return *leading, w.shape[0], *x.shape[-dims:]
         padding = (0,) * dims if isinstance(self.padding, str) else self.padding
-        found = (
-            (size + 2 * around - apart * (kernel - 1) - 1) // step + 1
-            for size, kernel, step, around, apart in zip(
-                x.shape[-dims:], w.shape[-dims:], self.stride, padding, self.dilation, strict=True
-            )
-        )
+        moved = zip(x.shape[-dims:], w.shape[-dims:], self.stride, padding, self.dilation, strict=True)
+        found = [(size + 2 * p - d * (kernel - 1) - 1) // s + 1 for size, kernel, s, p, d in moved]
         return *leading, w.shape[0], *found
 
     def padding_in_numbers(self, w: Tensor) -> Sizes | None:
