@@ -7,6 +7,7 @@ import sys
 COMMANDS = {
     "dense": ("dense", "eager, torch.compile and this library on dense layers: time, saved and peak bytes"),
     "conv": ("conv", "the same on convolutions, in both memory formats"),
+    "norm": ("norm", "the same on convolutions with a batch norm between them and the activation"),
     "pointwise": ("pointwise", "bandwidth of the forward and backward kernels against a copy"),
     "custom": ("custom", "activations with trainable parameters, in ResNet-18: bytes, time, exactness of gradients"),
     "accuracy": ("accuracy", "errors of output and derivative against float64, beside eager's"),

@@ -1,8 +1,8 @@
 """``python -m bench gpu-check --out DIR``: everything that needs a GPU, in one go, for whoever has one for ten minutes.
 
-Runs the test suite and the dense, pointwise, custom and conv grids, each in a process of its own with a time limit, so
-that a hanging kernel or a crash of one takes nothing from the others; what a part had written by then stays. DIR gets
-tests.log, bench.log, dense.json, dense.png, pointwise.json, custom.json, conv.json and summary.md.
+Runs the test suite and the dense, pointwise, custom, conv and norm grids, each in a process of its own with a time
+limit, so that a hanging kernel or a crash of one takes nothing from the others; what a part had written by then stays.
+DIR gets tests.log, bench.log, dense.json, dense.png, pointwise.json, custom.json, conv.json, norm.json and summary.md.
 
 The process exits with 0 if all tests passed and the grids ran and met their targets, 1 if not, 2 without a GPU.
 """
@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from . import ROOT, conv, custom, dense, layers, machine, pointwise
+from . import ROOT, conv, custom, dense, layers, machine, norm, pointwise
 
 #: Seconds for each part; with starting up and the summary they stay below nine minutes.
-TEST_SECONDS = 220
-GRID_SECONDS = {"dense": 100, "pointwise": 35, "custom": 30, "conv": 45}
-SUBJECTS = {"dense": dense, "pointwise": pointwise, "custom": custom, "conv": conv}
+TEST_SECONDS = 180
+GRID_SECONDS = {"dense": 90, "pointwise": 35, "custom": 30, "conv": 40, "norm": 25}
+SUBJECTS = {"dense": dense, "pointwise": pointwise, "custom": custom, "conv": conv, "norm": norm}
 _GRACE_SECONDS = 10  # from the polite signal to the one that cannot be refused
 
 
@@ -49,7 +49,7 @@ class Part:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the eight files")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the nine files")
     parser.add_argument("--minutes", type=float, default=9.0, help="time for everything (default: 9)")
     parser.add_argument("pytest_args", nargs="*", help="behind --: arguments for pytest, e.g. -- -k dense")
 
@@ -135,7 +135,7 @@ def summary(out: Path, parts: list[Part]) -> str:
         result = json.loads(path.read_text(encoding="utf-8"))
         lines.append(f"{len(result['cases'])} cases measured, {len(result['not_run'])} not reached in time")
         lines += [f"- {line}" for line in module.acceptance(result)]
-        if subject in ("dense", "conv"):
+        if subject in ("dense", "conv", "norm"):
             lines += [line for line in _slower_than_eager(result) if line not in lines]
     log = (out / "tests.log").read_text(encoding="utf-8", errors="replace").splitlines()
     lines += ["", "## tests", "", "```", *log[-15:], "```", ""]

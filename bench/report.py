@@ -31,6 +31,14 @@ CONV_ROWS = (
     ("wav2vec 2.0 extractor", "gelu"),
     ("MobileNetV3 3x3 depthwise stride 2", "hardswish"),
 )
+NORM_ROWS = (
+    ("ResNet-50 3x3", "relu"),
+    ("Darknet-53 3x3", "leaky_relu"),
+    ("CSPDarknet-53 3x3", "mish"),
+    ("EfficientNet-B0 1x1", "silu"),
+    ("EfficientNet-B0 3x3 depthwise", "silu"),
+    ("YOLOv5 3x3 stride 2", "silu"),
+)
 MAIN_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 OTHER_DTYPE = {"cpu": "bfloat16", "cuda": "float32"}
 
@@ -113,6 +121,11 @@ def conv_table(run: dict[str, Any]) -> str:
     main = MAIN_FORMAT[run["device"]["kind"]]
     rows = _models(row for row in run["cases"] if row["format"] == main or formats[row["shape"]] == {row["format"]})
     return _layers_table(run, f"Convolution + activation ({main})", CONV_ROWS, rows, _conv_sizes)
+
+
+def norm_table(run: dict[str, Any]) -> str:
+    """The same with a batch norm between."""
+    return _layers_table(run, "Convolution + batch norm + activation", NORM_ROWS, _models(run["cases"]), _conv_sizes)
 
 
 def _conv_sizes(row: dict[str, Any]) -> str:
@@ -223,4 +236,5 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "conv": partial(_tables, subject="conv", table=conv_table),
     "custom": partial(_tables, subject="custom", table=custom_table),
     "dense": partial(_tables, subject="dense", table=dense_table),
+    "norm": partial(_tables, subject="norm", table=norm_table),
 }

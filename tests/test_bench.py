@@ -23,6 +23,7 @@ from bench import (
     layers,
     machine,
     measure,
+    norm,
     plot,
     pointwise,
     report,
@@ -339,6 +340,34 @@ def test_a_quick_run_is_of_the_models_own_layers_without_the_compiler(monkeypatc
         ({"model"}, ["eager", "compile"]),
         ({"model", "other"}, list(layers.VARIANTS)),
     ]
+
+
+# --- norm -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", shapes.DTYPES["cpu"])
+@pytest.mark.parametrize("activation", shapes.NORM_ACTIVATIONS)
+def test_a_batch_norm_and_its_activation_save_as_little_as_they_can(activation: str, dtype: str) -> None:
+    cases = [case for case in shapes.norm_cases("cpu", (dtype,)) if case.activation == activation]
+    result = norm.run(cases[:2], CPU, variants=("eager", "fusedlayers"), quick=True)
+    told = activation != "relu" and (dtype == "float32" or activation == "leaky_relu")
+    for row in result["cases"]:
+        eager, ours = (row["variants"][name]["saved_bytes"] / row["hidden_bytes"] for name in ("eager", "fusedlayers"))
+        assert math.floor(eager) == (2 if activation == "relu" else 3)
+        # Where a channel's weight is too small its input is kept.
+        assert 1 <= ours < 1.2 if told else ours < 2.05
+    assert norm.acceptance(result) == ["saved bytes at most eager's: 2 of 2 cases"]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_norm_grid_covers_every_shape_activation_and_dtype(kind: str) -> None:
+    cases = list(shapes.norm_cases(kind))
+    assert len({case.id for case in cases}) == len(cases)
+    assert len(cases) == len(shapes.NORMED) * len(shapes.NORM_ACTIVATIONS) * len(shapes.DTYPES[kind])
+    groups = [case.group for case in cases]
+    assert groups == sorted(groups), "the models' own activations come first"
+    names = {shape.name: shape.activation for shape in shapes.NORMED}
+    assert all(names[name] == activation for name, activation in report.NORM_ROWS)
 
 
 # --- pointwise --------------------------------------------------------------------------------------------------------
@@ -748,12 +777,12 @@ def test_gpu_check_runs_every_part_and_sums_up(monkeypatch: pytest.MonkeyPatch, 
     (tmp_path / "pointwise.json").write_text("left behind by an earlier run")
     options = argparse.Namespace(out=tmp_path, minutes=9.0, pytest_args=[])
     assert gpu_check.main(options) == 1  # no result of the pointwise grid
-    assert [command[2] for command in commands] == ["pytest", "bench", "bench", "bench", "bench"]
-    assert [command[3] for command in commands[1:]] == ["dense", "pointwise", "custom", "conv"]
+    assert [command[2] for command in commands] == ["pytest", *["bench"] * 5]
+    assert [command[3] for command in commands[1:]] == ["dense", "pointwise", "custom", "conv", "norm"]
     text = (tmp_path / "summary.md").read_text()
     assert "# gpu-check on Some GPU" in text and "12 passed" in text and "1 cases measured" in text
     assert "no result; bench.log says why" in text
-    assert len(list(tmp_path.iterdir())) <= 9
+    assert len(list(tmp_path.iterdir())) <= 10
 
 
 def test_gpu_check_says_where_the_library_is_slower() -> None:
