@@ -348,15 +348,26 @@ def test_a_quick_run_is_of_the_models_own_layers_without_the_compiler(monkeypatc
 @pytest.mark.parametrize("dtype", shapes.DTYPES["cpu"])
 @pytest.mark.parametrize("activation", shapes.NORM_ACTIVATIONS)
 def test_a_batch_norm_and_its_activation_save_as_little_as_they_can(activation: str, dtype: str) -> None:
-    cases = [case for case in shapes.norm_cases("cpu", (dtype,)) if case.activation == activation]
-    result = norm.run(cases[:2], CPU, variants=("eager", "fusedlayers"), quick=True)
     told = activation != "relu" and (dtype == "float32" or activation == "leaky_relu")
-    for row in result["cases"]:
-        eager, ours = (row["variants"][name]["saved_bytes"] / row["hidden_bytes"] for name in ("eager", "fusedlayers"))
-        assert math.floor(eager) == (2 if activation == "relu" else 3)
+    for case in shapes.norm_cases("cpu", (dtype,)):
+        if case.activation != activation:
+            continue
+        work = norm.SUBJECT.build(case, CPU, True)
+        x, parameters, _ = work.operands[1]
+        eager, ours = (
+            layers.saved_bytes(function, x, *parameters) / work.hidden_bytes for _, function in (work.eager, work.ours)
+        )
+        assert math.floor(eager) == (2 if activation == "relu" else 3), case.id
         # Where a channel's weight is too small its input is kept.
-        assert 1 <= ours < 1.2 if told else ours < 2.05
-    assert norm.acceptance(result) == ["saved bytes at most eager's: 2 of 2 cases"]
+        assert 1 <= ours < 1.2 if told else ours < 2.05, case.id
+
+
+def test_norm_results_have_everything_a_reader_needs(tmp_path: Path) -> None:
+    case = next(case for case in shapes.norm_cases("cpu") if case.shape.name == "EfficientNet-B0 1x1")
+    result = norm.run([case], CPU, variants=("eager", "fusedlayers"), quick=True, out=tmp_path)
+    assert json.loads((tmp_path / "norm.json").read_text())["cases"] == result["cases"]
+    assert norm.acceptance(result) == ["saved bytes at most eager's: 1 of 1 cases"]
+    assert "EfficientNet-B0 1x1, silu, float32 (1 x 24 x 28 x 28 to 144)" in report.norm_table(result)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
