@@ -127,4 +127,5 @@ def _reach(near: Tensor, far: Tensor, sizes: Tensor) -> float:
     """How far from 0 all is good."""
     if not bool(near.all()):
         return float(near.to(torch.int8).argmin()) * CELL
-    return float("inf") if bool(far.all()) else float(sizes[far.to(torch.int8).argmin()])
+    good = torch.cat([torch.tensor([CELLS * CELL], dtype=sizes.dtype), sizes])  # what is before the first bad one
+    return float("inf") if bool(far.all()) else float(good[far.to(torch.int8).argmin()])
