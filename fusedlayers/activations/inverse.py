@@ -19,6 +19,8 @@ from .spec import Activation, widened
 
 #: Inputs are looked at in cells of this width, so many to both sides of 0, and so many in each.
 CELL, CELLS, TRIED = 1 / 32, 1280, 32
+#: So many in the cells at a fold, where the error is largest over less than a hundredth of one.
+TRIED_AT_FOLD = 4096
 #: By dtype: the accepted errors in units of the dtype's rounding. ``SINGLE`` is that of any one input, in relation to
 #: its size where that is above 1; ``AVERAGE`` the root mean square over a channel, in relation to its standard
 #: deviation. That reaches the gradient of x times the correlation of dz and xhat, and is then as large as the error of
@@ -98,21 +100,22 @@ def told(activation: Activation, dtype: torch.dtype) -> Told | None:
     if not activation.has_inverse or (activation.is_folded and dtype is not torch.float32):
         return None
     eps = torch.finfo(dtype).eps
-    near = (torch.arange(2 * CELLS * TRIED, dtype=torch.float64) + 0.5) / TRIED * CELL - CELLS * CELL
-    far = torch.logspace(1.61, 30 if dtype.itemsize > 2 else 4, 256, dtype=torch.float64)
-    errors = []
-    for z in (near, far, -far):
-        z = widened(z.to(dtype))
-        stored = activation.encoded(z, dtype).to(dtype)
-        again = activation.input_given_output(widened(stored), dtype)
-        errors.append(((again - z).double() / z.double().abs().clamp_min(1.0)).nan_to_num(torch.inf).abs())
-    cells = errors[0].view(-1, TRIED)
-    squares = (errors[0] * near.abs().clamp_min(1.0)).square().view(-1, TRIED).mean(1).clamp_max(_LOST) * CELL
+    cells = torch.arange(2 * CELLS)
+    largest, squares = torch.empty(2, len(cells), dtype=torch.float64)
+    places = [(cells, TRIED)]
+    if activation.fold is not None:
+        places.append((int(activation.fold.position // CELL) + CELLS + torch.arange(-1, 2), TRIED_AT_FOLD))
+    for these, tried in places:
+        z = (these.unsqueeze(1) + (torch.arange(tried, dtype=torch.float64) + 0.5) / tried - CELLS) * CELL
+        errors = _errors(activation, dtype, z)
+        largest[these] = errors.amax(1)
+        squares[these] = (errors * z.abs().clamp_min(1.0)).square().mean(1).clamp_max(_LOST) * CELL
     integral = torch.cat([-squares[:CELLS].flip(0).cumsum(0).flip(0), torch.zeros(1), squares[CELLS:].cumsum(0)])
+    far = torch.logspace(1.61, 30 if dtype.itemsize > 2 else 4, 256, dtype=torch.float64)
     bound = SINGLE[dtype] * eps
-    good = [cells.amax(1) <= bound, errors[1] <= bound, errors[2] <= bound]
-    low = -_reach(good[0][:CELLS].flip(0), good[2], far)
-    high = _reach(good[0][CELLS:], good[1], far)
+    good = largest <= bound
+    low = -_reach(good[:CELLS].flip(0), _errors(activation, dtype, -far) <= bound, far)
+    high = _reach(good[CELLS:], _errors(activation, dtype, far) <= bound, far)
     limit = AVERAGE_FOLDED if activation.is_folded else AVERAGE[dtype]
     found = Told(low, high, integral, eps**2 / 12, limit * eps)
     is_useful = min(-low, high) >= COMMON
@@ -121,6 +124,14 @@ def told(activation: Activation, dtype: torch.dtype) -> Told | None:
 
 #: A mean square error that no channel bears.
 _LOST = 1e6
+
+
+def _errors(activation: Activation, dtype: torch.dtype, z: Tensor) -> Tensor:
+    """How far off the inputs are that outputs tell, in relation to their size where that is above 1."""
+    z = widened(z.to(dtype))
+    stored = activation.encoded(z, dtype).to(dtype)
+    again = activation.input_given_output(widened(stored), dtype)
+    return ((again - z).double() / z.double().abs().clamp_min(1.0)).nan_to_num(torch.inf).abs()
 
 
 def _reach(near: Tensor, far: Tensor, sizes: Tensor) -> float:
