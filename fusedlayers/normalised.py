@@ -112,18 +112,21 @@ class NormAct(Function):
         channels = _untold_channels(z, Known(mean, inverse_std, w), b, found)
         y = backend.bias_act(z, None, activation, dim=norm.dim, encode=True, out=z)
         if channels is None:
-            ctx.save_for_backward(y, None, None, mean, inverse_std, w, b, edge)
+            ctx.save_for_backward(y, None, None, mean, inverse_std, w, b)
         elif len(channels) > FEW * x.shape[1]:
-            ctx.save_for_backward(None, x, None, mean, inverse_std, w, b, None)
+            ctx.save_for_backward(None, x, None, mean, inverse_std, w, b)
+            edge = None
         else:
-            ctx.save_for_backward(y, x.index_select(1, channels), channels, mean, inverse_std, w, b, edge)
+            ctx.save_for_backward(y, x.index_select(1, channels), channels, mean, inverse_std, w, b)
+        # Not among what is saved: hooks would copy it, at the size that it says it has.
+        ctx.edge = edge
         ctx.settings = norm, activation, backend, saved_under_hooks()
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (dy,) = grads
-        y, x, channels, mean, inverse_std, w, b, edge = ctx.saved_tensors
+        y, x, channels, mean, inverse_std, w, b = ctx.saved_tensors
         norm, activation, backend, hooked = ctx.settings
         needs = ctx.needs_input_grad[:3]
         overwrite = y is not None and not hooked and is_ours_alone(y)
@@ -133,7 +136,7 @@ class NormAct(Function):
             if y is not None:
                 with torch.no_grad():
                     x = _values(backend.inverse(y, activation, None), known, b, x, channels)
-            x = x if edge is None else Joined.apply(edge, x)
+            x = x if ctx.edge is None else Joined.apply(ctx.edge, x)
             dx, dw, db = _differentiable(dy, x, w, b, again, activation, norm.dim, needs)
             return dx, dw, db, None, None, None
 
