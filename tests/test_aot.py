@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from fusedlayers.activations import activations
+from fusedlayers.activations import activations, rows, told
 
 pytest.importorskip("triton")
 from aot import CUSTOM, FITTED  # after the line that skips without it
@@ -51,7 +52,7 @@ def compile_all(*runs: Iterable[str]) -> Reports:
 
 def check(reports: Reports) -> None:
     for report in reports:
-        gradient = report["kernel"] != "forward"
+        gradient = report["kernel"].startswith("derivative")
         array = SINE_BYTES if report["activation"] == "snake" else 0
         assert report["spill_bytes"] <= MOST_SPILL_BYTES[report["index"]] + array, report
         assert report["scalar_spills"] <= MOST_SCALAR_SPILLS["custom" if report["custom"] else "table"], report
@@ -71,6 +72,27 @@ def test_gelu_compiles_without_spills() -> None:
         "derivative_given_output",
         "derivative_given_input",
     ]
+    check(reports)
+
+
+def test_inverses_compile_without_spills() -> None:
+    cases = ["mish/float32", "tanh/float32", "softplus/bfloat16"]
+    reports = [r for r in compile_all(["sm_90", *cases], ["gfx942", *cases]) if r["kernel"] == "inverse"]
+    assert [(r["activation"], r["dtype"]) for r in reports] == 2 * [tuple(case.split("/")) for case in cases]
+    check(reports)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_inverse_compiles_without_spills(target: str) -> None:
+    cases = [
+        f"{row.name}/{str(dtype).removeprefix('torch.')}/none"
+        for row in rows()
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        if row.name != "identity" and told(row.bind(), dtype) is not None
+    ]
+    reports = [r for r in compile_all([target, *cases]) if r["kernel"] == "inverse"]
+    assert len(reports) == len(cases) > 30
     check(reports)
 
 
