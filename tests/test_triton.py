@@ -412,7 +412,6 @@ def test_layouts(layout: str) -> None:
 
 
 @every_layout
-@pytest.mark.usefixtures("split")
 def test_layouts_of_inverses(layout: str) -> None:
     # Powers of 2 are exact.
     shape, _, make = LAYOUTS[layout]
