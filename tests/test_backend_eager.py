@@ -18,7 +18,7 @@ from fusedlayers.activations.folded import INVERSE_PRECISION
 from fusedlayers.activations.polynomial import PRECISIONS
 from fusedlayers.backends import Wanted, eager
 from fusedlayers.backends.eager import chunks, elementwise, products
-from fusedlayers.memory import saved_bytes
+from fusedlayers.memory import peak_bytes, saved_bytes
 from fusedlayers.products import MATMUL
 
 TABLE = [row.bind() for row in rows()]
@@ -387,6 +387,15 @@ def test_the_inverse_writes_where_it_is_told(activation: Activation) -> None:
     assert eager.inverse(y, activation, turned) is turned
     assert_close(turned, expected)
     assert_close(eager.inverse(y[:1].expand(6, 8), activation, None), expected[:1].expand(6, 8))
+
+
+@pytest.mark.parametrize("name", ["silu", "elu"])
+def test_the_inverse_over_its_output_takes_chunks_only(name: str) -> None:
+    activation = resolve(name)
+    y = eager.bias_act(torch.randn(1 << 21), None, activation, dim=-1, encode=True, out=None)
+    eager.inverse(y, activation, None)
+    assert peak_bytes(eager.inverse, y, activation, None) < 1.2 * y.nbytes
+    assert peak_bytes(eager.inverse, y, activation, y) < 0.2 * y.nbytes
 
 
 @pytest.mark.parametrize("name", ["silu", "elu"])
