@@ -26,7 +26,7 @@ from .broadcast import along
 from .ownership import is_ours_alone, saved_under_hooks
 from .products import BatchNorm, NormalisedAgain
 
-#: Inputs of no more elements are kept: it would take longer to see whether they must be than to read them.
+#: Inputs of fewer elements are kept: it would take longer to see whether they must be than to read them.
 WORTH_IT = 1 << 14
 #: Where more channels than this part of them are kept, all are: as they are, without a copy.
 FEW = 0.5
@@ -35,11 +35,9 @@ FEW = 0.5
 CENTRED = 32.0
 
 
-def told_of(activation: Activation, x: Tensor, w: Tensor | None) -> Told | None:
+def told_of(activation: Activation, x: Tensor) -> Told | None:
     """What outputs of the layer tell of its input; None where that is too little, or not worth a look."""
-    # On CPUs statistics have the dtype of the parameters, and those of 16 bits say too little.
-    has_statistics = x.dtype.itemsize > 2 or x.is_cuda or (w is not None and w.dtype.itemsize > 2)
-    if x.numel() <= WORTH_IT or not has_statistics or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if x.numel() < WORTH_IT or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
     return told(activation, x.dtype)
 
@@ -115,18 +113,20 @@ class NormAct(Function):
         keeps_output = told is not None and (channels is None or len(channels) <= FEW * x.shape[1])
         y = backend.bias_act(z, None, activation, dim=norm.dim, encode=keeps_output, out=z)
         if not keeps_output:
-            ctx.save_for_backward(None, x, None, mean, inverse_std, w, b, None)
+            ctx.save_for_backward(None, x, None, mean, inverse_std, w, b)
         elif channels is None:
-            ctx.save_for_backward(y, None, None, mean, inverse_std, w, b, edge)
+            ctx.save_for_backward(y, None, None, mean, inverse_std, w, b)
         else:
-            ctx.save_for_backward(y, x.index_select(1, channels), channels, mean, inverse_std, w, b, edge)
+            ctx.save_for_backward(y, x.index_select(1, channels), channels, mean, inverse_std, w, b)
+        # Not among what is saved: hooks would copy it, at the size that it says it has.
+        ctx.edge = edge if keeps_output else None
         ctx.settings = norm, activation, backend, saved_under_hooks()
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (dy,) = grads
-        y, x, channels, mean, inverse_std, w, b, edge = ctx.saved_tensors
+        y, x, channels, mean, inverse_std, w, b = ctx.saved_tensors
         norm, activation, backend, hooked = ctx.settings
         needs = ctx.needs_input_grad[:3]
         overwrite = y is not None and not hooked and is_ours_alone(y)
@@ -141,7 +141,7 @@ class NormAct(Function):
             if y is not None:
                 with torch.no_grad():
                     x = _values(backend.inverse(y, activation, None), known, b, x, channels)
-            x = x if edge is None else Joined.apply(edge, x)
+            x = x if ctx.edge is None else Joined.apply(ctx.edge, x)
             dx, dw, db = _differentiable(dy, x, w, b, again, activation, norm.dim, needs)
             return dx, dw, db, None, None, None, None
 

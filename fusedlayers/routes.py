@@ -73,7 +73,7 @@ def product_act(
         dim = product.dim if params_dim is None else params_dim
     keep = choose_save(product.function, activation, save, dtype)
     if isinstance(product, BatchNorm) and residual is None and not (is_plain or compiling or params):
-        told = told_of(activation, x, w) if save in ("auto", "output") and needs_gradient(x, w, b) else None
+        told = told_of(activation, x) if save in ("auto", "output") and needs_gradient(x, w, b) else None
         if told is not None:
             return norm_act(product, x, w, b, activation, told)
     if product.is_cheap and save == "auto" and not compiling:

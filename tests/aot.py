@@ -25,9 +25,9 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fusedlayers.activations import Activation, activations, resolve
+from fusedlayers.activations import Activation, activations, resolve, told
 from fusedlayers.backends.triton import elementwise
-from fusedlayers.backends.triton.codegen import device_function
+from fusedlayers.backends.triton.codegen import Role, device_function
 from fusedlayers.backends.triton.elementwise import Matrix
 from fusedlayers.routes import specialised
 
@@ -59,6 +59,7 @@ KERNELS = {
     "forward": ("output", 1),
     "derivative_given_output": ("output", 2),
     "derivative_given_input": ("input", 2),
+    "inverse": ("output", 1),
 }
 _POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 
@@ -112,20 +113,24 @@ def compile_kernel(
     target: str, activation: Activation, kernel: str, dtype: torch.dtype, bias: str = "column", index: Any = tl.int32
 ) -> Report:
     given, operands = KERNELS[kernel]
-    if activation.output_refused_because(dtype) is not None:
+    if kernel == "inverse":
+        bias = "none"  # all that its input had is in the output
+    elif activation.output_refused_because(dtype) is not None:
         given = "input"
     matrix = MATRICES[bias]
     rows, columns = elementwise._tile(matrix)
-    role = "forward" if kernel == "forward" else "gradient"
-    function = elementwise.bias_act_kernel if role == "forward" else elementwise.gradient_kernel
+    role: Role = "forward" if kernel == "forward" else "inverse" if kernel == "inverse" else "gradient"
+    function = elementwise.gradient_kernel if role == "gradient" else elementwise.bias_act_kernel
     constants = {"AXIS": bias, "ROWS": rows, "COLUMNS": columns, "INDEX": index}
     needs = (True,) * len(activation.operand_dims)
-    if role == "forward":
+    if role != "gradient":
         constants["HAS_BIAS"] = constants["HAS_RESIDUAL"] = bias != "none"
     else:
         sums = [(0, True)] if bias != "none" else []
         constants["SUMS"] = (*sums, *((1 + i, dim is not None) for i, dim in enumerate(activation.operand_dims)))
-    constants[role.upper()] = device_function(activation, role, given=given, dtype=dtype, needs=needs)
+    constants["GRADIENT" if role == "gradient" else "FORWARD"] = device_function(
+        activation, role, given=given, dtype=dtype, needs=needs
+    )
     # As Triton specialises at launch: an argument of 1 is a constant, the other sizes here are divisible by 16.
     ones = ("rows", "channels", "steps") if bias == "none" else ()
     constants |= {name: 1 for name in ones if name in function.arg_names}
@@ -209,7 +214,9 @@ def kernels_of(activation: Activation, dtype: torch.dtype) -> tuple[str, ...]:
     """The kernels that an activation can have; the identity gets none, because nothing is saved for it."""
     if activation.is_identity:
         return ()
-    return tuple(KERNELS) if activation.output_refused_because(dtype) is None else ("forward", "derivative_given_input")
+    refused = ["derivative_given_output"] if activation.output_refused_because(dtype) is not None else []
+    refused += ["inverse"] if told(activation, dtype) is None else []
+    return tuple(kernel for kernel in KERNELS if kernel not in refused)
 
 
 def main() -> None:

@@ -13,11 +13,12 @@ from torch import Tensor
 
 import fusedlayers as fl
 from fusedlayers import backends
-from fusedlayers.activations import Activation, branch, resolve, rows
+from fusedlayers.activations import Activation, branch, resolve, rows, widened
+from fusedlayers.activations.folded import INVERSE_PRECISION
 from fusedlayers.activations.polynomial import PRECISIONS
 from fusedlayers.backends import Wanted, eager
 from fusedlayers.backends.eager import chunks, elementwise, products
-from fusedlayers.memory import saved_bytes
+from fusedlayers.memory import peak_bytes, saved_bytes
 from fusedlayers.products import MATMUL
 
 TABLE = [row.bind() for row in rows()]
@@ -293,6 +294,120 @@ def test_outputs_below_the_minimum_have_a_small_derivative(activation: Activatio
     assert bool(slope.isfinite().all()) and float(slope.abs().max()) < 4e-4
     left = branch.decode(y, torch.float32)
     assert bool((slope[left] < 0).all()) and bool((slope[~left] > 0).all())
+
+
+# --- inverses ---------------------------------------------------------------------------------------------------------
+
+INVERTIBLE = [a for a in TABLE if a.has_inverse]
+every_invertible = pytest.mark.parametrize("activation", INVERTIBLE, ids=str)
+
+
+@pytest.mark.parametrize("activation", [a for a in INVERTIBLE if a.is_folded], ids=str)
+def test_the_inverse_is_the_polynomials(activation: Activation) -> None:
+    fitted = activation.fitted_inverse()
+    assert fitted is not None
+    z = torch.cat([_inputs(), 2 * torch.randn(200_000)])
+    y = activation.encoded(z, torch.float32)
+    # All of the falling branch's tail, as far as its outputs are told apart and further.
+    y = torch.cat([y, -torch.logspace(-44.8, math.log10(-fitted.fold.extremum), 40_001)])
+    y = y[y.isfinite()]
+    quick = eager.inverse(y, activation, None)
+    slow = fitted(y.double(), branch.decode(y, torch.float32))
+    # The line between two of the table's nodes may err as much as the fit, and float32's rounding comes on top.
+    size = slow.abs().clamp_min(1.0)
+    assert float(((quick.double() - slow).abs() / size).max()) <= INVERSE_PRECISION.tolerance + 2.0**-24
+
+
+@pytest.mark.parametrize("activation", [a for a in INVERTIBLE if a.is_folded], ids=str)
+def test_the_inverse_is_the_input_as_nearly_as_outputs_tell_it(activation: Activation) -> None:
+    fold = activation.fold
+    assert fold is not None
+    z = torch.cat([fold.position + torch.linspace(-1, 1, 200_001), torch.linspace(-8, 30, 100_001)])
+    y = activation.encoded(z, torch.float32)
+    error = (eager.inverse(y, activation, None) - z).double().abs()
+    # An output is known to a unit or two, and at the extremum, where f' is 0, by its distance from that.
+    slope = derivative(activation.function, z).abs()
+    unit = 2.0**-23 * y.double().abs().clamp_min(2.0**-126)
+    floor = (4 * unit / 0.25).sqrt()
+    known = torch.minimum(2 * unit / slope.clamp_min(1e-30), floor.clamp_min(2e-4))
+    assert bool((error <= 2 * known + 4e-7 * z.double().abs().clamp_min(1.0)).all())
+
+
+@every_invertible
+@every_dtype
+def test_the_inverse_is_the_rows(activation: Activation, dtype: torch.dtype) -> None:
+    if activation.is_folded and dtype is not torch.float32:
+        return
+    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan], dtype=dtype)
+    y = activation.encoded(widened((2 * torch.randn(4000)).to(dtype)), dtype).to(dtype)
+    y = torch.cat([special, y])
+    expected = activation.input_given_output(widened(y), dtype).to(dtype)
+    found = eager.inverse(y, activation, None)
+    if not activation.is_folded:
+        assert torch.equal(_bits(found), _bits(expected))
+        return
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+    assert found[:2].abs().max() < 4e-7 and found[2:4].tolist() == [math.inf, -math.inf] and bool(found[4].isnan())
+
+
+@every_invertible
+def test_the_inverse_writes_where_it_is_told(activation: Activation) -> None:
+    def encoded(z: Tensor) -> Tensor:
+        return eager.bias_act(z, None, activation, dim=-1, encode=True, out=None)
+
+    bases = {
+        "matrix": torch.randn(30, 40),
+        "no dimension": torch.randn(()),
+        "empty": torch.randn(0, 3),
+        "one": torch.randn(1),
+        "channels last": torch.randn(2, 5, 7, 3).contiguous(memory_format=torch.channels_last),
+        "transposed": torch.randn(30, 40).t(),
+    }
+    for z in bases.values():
+        y = encoded(z)
+        before = y.clone()
+        new = eager.inverse(y, activation, None)
+        assert torch.equal(y, before) and new.stride() == y.stride() and new.shape == y.shape
+        expected = activation.input_given_output(y, torch.float32)
+        torch.testing.assert_close(new, expected, rtol=1e-6, atol=1e-6)
+        other = torch.full_like(y, math.nan)
+        assert eager.inverse(y, activation, other) is other and torch.equal(other, new)
+        assert eager.inverse(y, activation, y) is y and torch.equal(y, new)
+    # What has gaps, and what lies otherwise than its result. (ATen rounds an element by where it is in a vector.)
+    assert_close = functools.partial(torch.testing.assert_close, rtol=1e-6, atol=1e-6)
+    y = encoded(torch.randn(6, 8))
+    expected = eager.inverse(y, activation, None)
+    gaps = torch.full((6, 16), 7.0)
+    assert_close(eager.inverse(gaps[:, ::2].copy_(y), activation, None), expected)
+    out = gaps[:, ::2]
+    assert eager.inverse(y, activation, out) is out
+    assert_close(gaps[:, ::2], expected)
+    assert bool((gaps[:, 1::2] == 7.0).all())
+    turned = torch.empty(8, 6).t()
+    assert eager.inverse(y, activation, turned) is turned
+    assert_close(turned, expected)
+    assert_close(eager.inverse(y[:1].expand(6, 8), activation, None), expected[:1].expand(6, 8))
+
+
+@pytest.mark.parametrize("name", ["silu", "elu"])
+def test_the_inverse_over_its_output_takes_chunks_only(name: str) -> None:
+    activation = resolve(name)
+    y = eager.bias_act(torch.randn(1 << 21), None, activation, dim=-1, encode=True, out=None)
+    eager.inverse(y, activation, None)
+    assert peak_bytes(eager.inverse, y, activation, None) < 1.2 * y.nbytes
+    assert peak_bytes(eager.inverse, y, activation, y) < 0.2 * y.nbytes
+
+
+@pytest.mark.parametrize("name", ["silu", "elu"])
+def test_the_inverse_is_the_same_on_any_threads(name: str) -> None:
+    activation = resolve(name)
+    y = eager.bias_act(2 * torch.randn(200_003), None, activation, dim=-1, encode=True, out=None)
+    before, results = torch.get_num_threads(), []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        results.append(eager.inverse(y, activation, None))
+    torch.set_num_threads(before)
+    torch.testing.assert_close(*results, rtol=4 * 2.0**-24, atol=1e-7)
 
 
 # --- NaN --------------------------------------------------------------------------------------------------------------

@@ -64,6 +64,7 @@ def printed(function: Function) -> Any:
 
 def sources(activation: Activation) -> list[str]:
     cases = [("forward", "input"), ("forward", "output"), ("gradient", "input"), ("gradient", "output")]
+    cases += [("inverse", "output")] if activation.has_inverse else []
     return [
         codegen.source(activation, role, given=given, dtype=dtype)  # type: ignore[arg-type]  # a literal
         for role, given in cases
@@ -103,6 +104,11 @@ def test_short_functions_look_as_one_would_write_them() -> None:
         "    t2 = dy * (1 - y * y)",
         "    return (t2,)",
     ]
+    assert text("softsign", "inverse", "output") == [
+        "def softsign_inverse(y, operand_ptr, channel, channels):",
+        "    t2 = y / (1 - tl.abs(y))",
+        "    return t2",
+    ]
     assert text("identity", "gradient", "input") == [
         "def identity_gradient(dy, z, operand_ptr, channel, channels):",
         "    return (dy,)",
@@ -116,6 +122,7 @@ def test_functions_are_shared_where_the_dtype_does_not_show() -> None:
     half, single = torch.bfloat16, torch.float32
     assert function("tanh", "forward", "output", half) is function("tanh", "forward", "output", single)
     assert function("gelu", "forward", "input", half) is function("gelu", "forward", "input", single)
+    assert function("elu", "inverse", "output", half) is function("elu", "inverse", "output", single)
     assert function("gelu", "forward", "output", half) is not function("gelu", "forward", "output", single)
     assert function("gelu", "forward", "output", half) is not function("gelu", "forward", "input", half)
 

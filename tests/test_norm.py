@@ -20,6 +20,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
+from fusedlayers import normalised
 from fusedlayers.activations import resolve, rows
 from fusedlayers.memory import saved_bytes
 
@@ -93,6 +94,12 @@ FOLDED_CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 2e-3}
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs of every size are had from the output where that tells them, as large ones are."""
+    monkeypatch.setattr(normalised, "WORTH_IT", 1)
 
 
 class Eager(nn.Module):
@@ -231,17 +238,20 @@ def test_sixteen_bits_with_parameters_of_float32_are_as_good_as_torch(
 
 
 @pytest.mark.parametrize("name", FOLDED)
-def test_a_folded_derivative_that_is_had_from_the_output_is_close(name: str) -> None:
+@residual_or_not
+def test_a_folded_derivative_that_is_had_from_the_output_is_close(name: str, with_residual: bool) -> None:
     layer, eager = _pair(name)
-    _assert_close(layer, eager, _x(), _x(), **FOLDED_CLOSE)
+    _assert_close(layer, eager, _x(), _x() if with_residual else None, **FOLDED_CLOSE)
 
 
 @every_save
 @every_shape
+@residual_or_not
 @pytest.mark.parametrize("name", ["relu", "silu", "None"])
-def test_every_save_computes_the_same(name: str, shape: tuple[int, ...], save: str) -> None:
+def test_every_save_computes_the_same(name: str, shape: tuple[int, ...], save: str, with_residual: bool) -> None:
     layer, eager = _pair(make(name), len(shape), save=save)
-    _assert_close(layer, eager, _x(shape), _x(shape), **(FOLDED_CLOSE if save in ("auto", "output") else CLOSE))
+    residual = _x(shape) if with_residual else None
+    _assert_close(layer, eager, _x(shape), residual, **(FOLDED_CLOSE if save in ("auto", "output") else CLOSE))
 
 
 @pytest.mark.parametrize("save", ["auto", "input", "recompute"])
@@ -402,14 +412,15 @@ def test_the_residual_may_be_the_input() -> None:
 
 
 @pytest.mark.parametrize("name", ["relu", "elu", "tanh", "silu", "snake", "function"])
+@residual_or_not
 @training_or_not
-def test_where_gamma_is_zero_or_negative(name: str, training: bool) -> None:
+def test_where_gamma_is_zero_or_negative(name: str, training: bool, with_residual: bool) -> None:
     for gamma in (0.0, -1.0, 1e-30, -1e-8):
         layer, eager = _pair(make(name), save="recompute" if name == "silu" else "auto")
         layer.train(training), eager.train(training)
         for norm in (layer, eager.norm):
             nn.init.constant_(norm.weight, gamma)
-        _assert_as_good_as_torch(layer, eager, _x)
+        _assert_as_good_as_torch(layer, eager, _x, with_residual=with_residual)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -699,25 +710,35 @@ def _buffers(network: nn.Sequential, dtype: torch.dtype = torch.float32) -> floa
 @training_or_not
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    "make_activation, eagers",
+    "make_activation, ours, eagers",
     [
-        (nn.ReLU, 2),
-        (nn.ELU, 3),
-        (nn.SiLU, 3),
-        (nn.GELU, 3),
-        (lambda: nn.PReLU(CHANNELS), 3),
-        (lambda: nn.PReLU(), 3),
-        (Snake, 4),
-        (lambda: fl_module(_wave), 4),
+        (nn.ReLU, 2, 2),
+        (nn.ELU, 1, 3),
+        (lambda: nn.LeakyReLU(inplace=True), 1, 2),
+        (nn.SiLU, 1, 3),
+        (nn.GELU, 1, 3),
+        (lambda: nn.PReLU(CHANNELS), 2, 3),
+        (lambda: nn.PReLU(), 2, 3),
+        (Snake, 2, 4),
+        (lambda: fl_module(_wave), 2, 4),
     ],
-    ids=["relu", "elu", "silu", "gelu", "prelu", "prelu, one", "snake", "function"],
+    ids=["relu", "elu", "leaky_relu", "silu", "gelu", "prelu", "prelu, one", "snake", "function"],
 )
-def test_two_buffers_whatever_the_activation(
-    make_activation: Callable[[], Any], eagers: int, dtype: torch.dtype, training: bool
+def test_one_buffer_where_the_output_tells_the_input_and_two_elsewhere(
+    make_activation: Callable[[], Any], ours: int, eagers: int, dtype: torch.dtype, training: bool
 ) -> None:
-    assert _buffers(_network(make_activation(), True, dtype).train(training), dtype) == 2
+    # On CPUs the statistics have the 16 bits of the parameters here, and say too little.
+    ours = ours if dtype is torch.float32 else 2
+    assert _buffers(_network(make_activation(), True, dtype).train(training), dtype) == ours
     eager = _buffers(_network(make_activation(), False, dtype).train(training), dtype)
     assert eager >= eagers or (eagers == 3 and eager == 2 and isinstance(make_activation(), nn.ELU))
+
+
+@training_or_not
+def test_two_buffers_of_what_is_small(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for activation in (nn.ReLU, nn.ELU, nn.SiLU, Snake):
+        assert _buffers(_network(activation(), True).train(training)) == 2
 
 
 def fl_module(function: Function) -> nn.Module:
@@ -741,7 +762,7 @@ def test_a_residual_costs_nothing_that_is_not_kept_anyway(name: str, training: b
     assert kept // (4 * x.numel()) == buffers
 
 
-@pytest.mark.parametrize("save, buffers", [("auto", 2), ("output", 2), ("recompute", 2), ("input", 3)])
+@pytest.mark.parametrize("save, buffers", [("auto", 1), ("output", 1), ("recompute", 2), ("input", 3)])
 def test_each_save_keeps_what_it_says(save: str, buffers: int) -> None:
     network = nn.Sequential(
         nn.Conv2d(3, CHANNELS, 3), fl.FusedBatchNormAct2d(CHANNELS, "silu", save=save), nn.Conv2d(CHANNELS, 3, 3)
@@ -1064,14 +1085,31 @@ def test_a_trainable_activation_is_a_submodule() -> None:
 
 def test_its_repr_says_what_is_saved() -> None:
     for activation, said in {
-        "relu": "activation=relu, saves the output",
-        "silu": "activation=silu, saves nothing and recomputes",
-        _wave: "saves nothing and recomputes",
-        nn.PReLU(): "saves nothing and recomputes",
-        None: "activation=identity, saves nothing",
+        "relu": "activation=relu, saves its input and the output: outputs do not tell it)",
+        "silu": "activation=silu, saves the output, which tells the input)",
+        nn.LeakyReLU(): "activation=leaky_relu, saves the output, which tells the input\n",
+        nn.LeakyReLU(0.0): "saves its input and the output: float32 outputs tell it too coarsely\n",
+        _wave: "saves its input: outputs do not tell it",
+        nn.PReLU(): "saves its input: outputs do not tell it\n",
+        None: "activation=identity, saves the output, which tells the input)",
     }.items():
         layer = fl.FusedBatchNormAct2d(CHANNELS, activation)
         assert said in repr(layer) and f"{CHANNELS}, eps=1e-05, momentum=0.1" in repr(layer)
+    for dtype, said in {
+        torch.float64: "saves its input: float64 outputs tell it too coarsely)",
+        torch.bfloat16: "saves its input: bfloat16 outputs tell it too coarsely)",
+    }.items():
+        assert said in repr(fl.FusedBatchNormAct2d(CHANNELS, "silu", dtype=dtype))
+    assert repr(fl.FusedBatchNormAct2d(CHANNELS, "tanh", dtype=torch.float16)).endswith(
+        "saves its input and the output: float16 outputs tell it too coarsely)"
+    )
+    for save, said in {
+        "input": "saves its input and the activation's)",
+        "recompute": "saves its input)",
+        "output": "saves the output, which tells the input)",
+    }.items():
+        assert said in repr(fl.FusedBatchNormAct2d(CHANNELS, "silu", save=save))
+    assert "not fused: " in repr(fl.FusedBatchNormAct2d(CHANNELS, nn.Softmax(dim=1)))
 
 
 def test_meta_layers_give_shapes() -> None:
@@ -1178,13 +1216,16 @@ def test_save_output_is_refused_when_the_dtype_no_longer_allows_it(small: bool) 
 
 @pytest.mark.usefixtures("interpreter_converts")
 @pytest.mark.filterwarnings(*INTERPRETER_WARNINGS)
-@pytest.mark.parametrize("name", ["relu", "silu", "snake", "prelu"])
+@pytest.mark.parametrize("name", ["relu", "silu", "elu", "snake", "prelu"])
+@residual_or_not
 @training_or_not
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_triton_kernels_serve_it(name: str, training: bool, memory_format: Any, on_triton: Callable[..., None]) -> None:
+def test_triton_kernels_serve_it(
+    name: str, training: bool, memory_format: Any, with_residual: bool, on_triton: Callable[..., None]
+) -> None:
     pytest.importorskip("triton")
     on_triton(True)
     layer, eager = _pair(make(name))
     layer.train(training), eager.train(training)
     x, residual = (_x().detach().contiguous(memory_format=memory_format).requires_grad_() for _ in range(2))
-    _assert_close(layer, eager, x, residual, **FOLDED_CLOSE)
+    _assert_close(layer, eager, x, residual if with_residual else None, **FOLDED_CLOSE)

@@ -58,7 +58,7 @@ def _run(layer: Any, x: Tensor, residual: Tensor | None, dy: Tensor) -> list[Ten
 def _in_process(rank: int, port: int, folder: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    normalised.WORTH_IT = 0
+    normalised.WORTH_IT = 1
     dist.init_process_group("gloo", rank=rank, world_size=len(SHARES))
     found: dict[Any, Any] = {}
     x, residual, dy = (t.split(SHARES)[rank] for t in _data())

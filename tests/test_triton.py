@@ -17,7 +17,7 @@ from reference import all_values, assert_as_good_as_torch, derivative, steps, ul
 from torch import Tensor
 
 import fusedlayers as fl
-from fusedlayers.activations import Activation, branch, resolve
+from fusedlayers.activations import Activation, branch, resolve, told
 from fusedlayers.activations.polynomial import PRECISIONS
 
 pytest.importorskip("triton")
@@ -299,6 +299,48 @@ def test_special_float32_numbers(activation: Activation) -> None:
         assert not bool((dz.cpu().isnan() & ~truth_slope.isnan() & ~y.isnan()).any())
 
 
+# --- inverses ---------------------------------------------------------------------------------------------------------
+
+INVERTIBLE = [(a, dtype) for a in ACTIVATIONS for dtype in DTYPES if told(a, dtype) is not None]
+
+
+@pytest.mark.parametrize(("activation", "dtype"), INVERTIBLE, ids=str)
+def test_inverse(activation: Activation, dtype: torch.dtype) -> None:
+    found = told(activation, dtype)
+    assert found is not None
+    near = normal(3001, dtype=torch.float64)
+    tails = torch.linspace(max(found.low, -90.0), min(found.high, 90.0), 2001, dtype=torch.float64).to(DEVICE)
+    z = torch.cat([near, tails]).clamp(found.low, found.high).to(dtype)
+    y = forward(z, None, activation, encode=True)
+    before, version = y.clone(), y._version
+    again = backend.inverse(y, activation, None)
+    assert torch.equal(y, before) and again.dtype is dtype
+    # What the row says, in float64, where it has a formula; a fit is that in float32, on the host.
+    wide = y.cpu().float() if activation.is_folded else y.cpu().double()
+    expected = activation.input_given_output(wide, dtype).double().to(DEVICE)
+    # A formula cancels as the outputs do, so far as these tell the input.
+    tolerance = (EPSILON * 8 if dtype is torch.float32 else 0.51 * torch.finfo(dtype).eps) * expected.abs().clamp_min(1)
+    slope = derivative(activation.function, expected).abs().clamp_min(1e-30)
+    lost = 0.0 if activation.is_folded else (4 * EPSILON * y.double().abs() / slope).nan_to_num(0.0)
+    real = expected.isfinite()  # at the very end of what is told rounding may reach the level of the tail
+    assert float(real.double().mean()) > 0.99 and torch.equal(again.isfinite(), real)
+    assert bool(((again.double() - expected).abs() <= tolerance + lost)[real].all())
+    assert backend.inverse(y, activation, y) is y and torch.equal(y, again) and y._version > version
+
+
+@every_dtype
+@pytest.mark.parametrize("name", ["identity", "leaky_relu", "elu", "softsign", "cbrt", "silu", "gelu"])
+def test_inverses_of_special_numbers(name: str, dtype: torch.dtype) -> None:
+    activation = resolve(name)
+    if told(activation, dtype) is None:
+        return
+    numbers = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan], dtype=dtype)
+    found = backend.inverse(numbers.to(DEVICE), activation, None).cpu()
+    expected = activation.input_given_output(numbers.float(), dtype).to(dtype)
+    torch.testing.assert_close(found, expected, rtol=0, atol=4e-7, equal_nan=True)
+    assert bool(found[4].isnan())
+
+
 # --- layouts ----------------------------------------------------------------------------------------------------------
 
 Make = Callable[[Tensor], Tensor]
@@ -367,6 +409,22 @@ def test_layouts(layout: str) -> None:
         assert over is saved and torch.equal(over, dz) and untouched()
         for sums in (db, db_over):
             assert (sums is None) if bias_dim is None else torch.equal(sums, sum_along(dz, dim))  # type: ignore[arg-type]
+
+
+@every_layout
+def test_layouts_of_inverses(layout: str) -> None:
+    # Powers of 2 are exact.
+    shape, _, make = LAYOUTS[layout]
+    leaky = resolve(torch.nn.LeakyReLU(0.25))
+    z = make(integers(*shape, seed=0))
+    y = torch.where(z < 0, z / 4, z)
+    new = backend.inverse(y, leaky, None)
+    assert torch.equal(new, z) and new.stride() == y.stride()
+    buffer, untouched = guarded(y)
+    assert backend.inverse(buffer, leaky, buffer) is buffer and torch.equal(buffer, z) and untouched()
+    gaps = torch.full((*shape[:-1], 2 * shape[-1]), SENTINEL, device=DEVICE)
+    out = gaps[..., ::2]
+    assert backend.inverse(y, leaky, out) is out and torch.equal(out, z) and bool((gaps[..., 1::2] == SENTINEL).all())
 
 
 @every_layout

@@ -59,7 +59,10 @@ register(
         {"negative_slope": 0.01},
         given_output=lambda y, negative_slope: torch.where(y > 0, 1.0, torch.full_like(y, negative_slope)),
         unless=lambda negative_slope: _given_positive("negative_slope", negative_slope, "the function turns at 0"),
-        inverse=lambda y, negative_slope: F.leaky_relu(y, 1 / negative_slope) if negative_slope else y * math.nan,
+        # A number whose reciprocal is not one of float32 tells nothing either.
+        inverse=lambda y, negative_slope: (
+            y * math.nan if abs(negative_slope) < 1e-38 else F.leaky_relu(y, 1 / negative_slope)
+        ),
         stands_for=((nn.LeakyReLU, {}), (F.leaky_relu, {})),
         native=Native(
             aten.leaky_relu_.default,

@@ -19,13 +19,13 @@ from .spec import Activation, widened
 
 #: Inputs are looked at in cells of this width, so many to both sides of 0, and so many in each.
 CELL, CELLS, TRIED = 1 / 32, 1280, 32
-#: By dtype: the accepted errors in units of the dtype's rounding. ``SINGLE`` is that of any one input, in relation to
-#: its size where that is above 1; ``AVERAGE`` the root mean square over a channel, in relation to its standard
-#: deviation. That reaches the gradient of x times the correlation of dz and xhat, and is then as large as the error of
-#: dz: of folded activations this is ten units of float32.
-SINGLE = {torch.float64: 8192, torch.float32: 8192, torch.float16: 16, torch.bfloat16: 16}
-AVERAGE = {torch.float64: 16, torch.float32: 16, torch.float16: 1, torch.bfloat16: 1}
-AVERAGE_FOLDED = 128
+#: So many in the cells at a fold, where the error is largest over less than a hundredth of one.
+TRIED_AT_FOLD = 4096
+#: The accepted errors in units of the dtype's rounding. ``SINGLE`` is that of any one input, in relation to its size
+#: where that is above 1; ``AVERAGE`` the root mean square over a channel, in relation to its standard deviation. That
+#: reaches the gradient of x times the correlation of dz and xhat, and is then as large as the error of dz: of folded
+#: activations this is ten units of float32.
+SINGLE, AVERAGE, AVERAGE_FOLDED = 8192, 16, 128
 #: What a function must at least serve: most normal numbers.
 COMMON = 5.5
 #: Channels are told apart by their standard deviation, from so many octaves below 1 to as many above, and by how many
@@ -70,7 +70,11 @@ class Told:
         mean, size = mean.float(), std.abs().float()
         row = (torch.log2(size).mul_(FINE) + FINE * OCTAVES).nan_to_num_(0.0).clamp_(0, self.good.shape[0] - 1)
         column = (mean / size).mul_(FINE).add_(FINE * OFFSET).nan_to_num_(0.0).clamp_(0, self.good.shape[1] - 1)
-        return self.good.to(std.device)[row.long(), column.long()]
+        return self.good_on(std.device)[row.long(), column.long()]
+
+    @functools.lru_cache(64)  # noqa: B019  # these are kept anyway
+    def good_on(self, device: torch.device) -> Tensor:
+        return self.good.to(device)
 
     @functools.cached_property
     def good(self) -> Tensor:
@@ -95,25 +99,29 @@ def _normal() -> Tensor:
 @in_clean_state
 def told(activation: Activation, dtype: torch.dtype) -> Told | None:
     """What outputs of the activation, in ``dtype``, tell of their inputs, or None if that is too little."""
-    if not activation.has_inverse or (activation.is_folded and dtype is not torch.float32):
+    # The gradient of the weight is a sum over xhat, and torch has that from an x as exact as it was given: with outputs
+    # of 16 bits it errs a hundred times as much.
+    coarse = dtype.itemsize == 2 or (activation.is_folded and dtype is torch.float64)
+    if coarse or not activation.has_inverse:
         return None
     eps = torch.finfo(dtype).eps
-    near = (torch.arange(2 * CELLS * TRIED, dtype=torch.float64) + 0.5) / TRIED * CELL - CELLS * CELL
-    far = torch.logspace(1.61, 30 if dtype.itemsize > 2 else 4, 256, dtype=torch.float64)
-    errors = []
-    for z in (near, far, -far):
-        z = widened(z.to(dtype))
-        stored = activation.encoded(z, dtype).to(dtype)
-        again = activation.input_given_output(widened(stored), dtype)
-        errors.append(((again - z).double() / z.double().abs().clamp_min(1.0)).nan_to_num(torch.inf).abs())
-    cells = errors[0].view(-1, TRIED)
-    squares = (errors[0] * near.abs().clamp_min(1.0)).square().view(-1, TRIED).mean(1).clamp_max(_LOST) * CELL
+    cells = torch.arange(2 * CELLS)
+    largest, squares = torch.empty(2, len(cells), dtype=torch.float64)
+    places = [(cells, TRIED)]
+    if activation.fold is not None:
+        places.append((int(activation.fold.position // CELL) + CELLS + torch.arange(-1, 2), TRIED_AT_FOLD))
+    for these, tried in places:
+        z = (these.unsqueeze(1) + (torch.arange(tried, dtype=torch.float64) + 0.5) / tried - CELLS) * CELL
+        errors = _errors(activation, dtype, z)
+        largest[these] = errors.amax(1)
+        squares[these] = (errors * z.abs().clamp_min(1.0)).square().mean(1).clamp_max(_LOST) * CELL
     integral = torch.cat([-squares[:CELLS].flip(0).cumsum(0).flip(0), torch.zeros(1), squares[CELLS:].cumsum(0)])
-    bound = SINGLE[dtype] * eps
-    good = [cells.amax(1) <= bound, errors[1] <= bound, errors[2] <= bound]
-    low = -_reach(good[0][:CELLS].flip(0), good[2], far)
-    high = _reach(good[0][CELLS:], good[1], far)
-    limit = AVERAGE_FOLDED if activation.is_folded else AVERAGE[dtype]
+    far = torch.logspace(1.61, 30, 256, dtype=torch.float64)
+    bound = SINGLE * eps
+    good = largest <= bound
+    low = -_reach(good[:CELLS].flip(0), _errors(activation, dtype, -far) <= bound, far)
+    high = _reach(good[CELLS:], _errors(activation, dtype, far) <= bound, far)
+    limit = AVERAGE_FOLDED if activation.is_folded else AVERAGE
     found = Told(low, high, integral, eps**2 / 12, limit * eps)
     is_useful = min(-low, high) >= COMMON
     return found if is_useful and bool(found.is_told(torch.zeros(1), torch.ones(1))) else None
@@ -123,8 +131,17 @@ def told(activation: Activation, dtype: torch.dtype) -> Told | None:
 _LOST = 1e6
 
 
+def _errors(activation: Activation, dtype: torch.dtype, z: Tensor) -> Tensor:
+    """How far off the inputs are that outputs tell, in relation to their size where that is above 1."""
+    z = widened(z.to(dtype))
+    stored = activation.encoded(z, dtype).to(dtype)
+    again = activation.input_given_output(widened(stored), dtype)
+    return ((again - z).double() / z.double().abs().clamp_min(1.0)).nan_to_num(torch.inf).abs()
+
+
 def _reach(near: Tensor, far: Tensor, sizes: Tensor) -> float:
     """How far from 0 all is good."""
     if not bool(near.all()):
         return float(near.to(torch.int8).argmin()) * CELL
-    return float("inf") if bool(far.all()) else float(sizes[far.to(torch.int8).argmin()])
+    good = torch.cat([torch.tensor([CELLS * CELL], dtype=sizes.dtype), sizes])  # what is before the first bad one
+    return float("inf") if bool(far.all()) else float(good[far.to(torch.int8).argmin()])

@@ -130,7 +130,7 @@ def _synchronised(norm: BatchNorm, inputs: Inputs, activation: Activation, save:
     if not needs_gradient(x, w, b):
         z, *_ = norm.with_statistics(x, w, b)
     elif residual is None and activation.is_fusible and save != "input":
-        told = None if save == "recompute" else told_of(activation, x, w)
+        told = None if save == "recompute" else told_of(activation, x)
         return norm_act(norm, x, w, b, activation, told)
     else:
         z = norm_act(norm, x, w, b, resolve(None), None)
@@ -156,7 +156,7 @@ class FusedBatchNormAct1d(_FusedBatchNormAct, nn.BatchNorm1d):
         activation: as for ``fusedlayers.conv_bias_act``. A module with parameters becomes a submodule.
         save: what is kept. "output": y where it tells x, else y and x. "recompute": x, from which all is exact.
             "input": x and the pre-activation. "auto": y where it tells x; else x, and y where that tells the derivative
-            exactly, with a residual also where it does with a branch bit. An x of at most 16384 elements is kept.
+            exactly, with a residual also where it does with a branch bit. An x of fewer than 16384 elements is kept.
         process_group: a process group of ``torch.distributed``, whose processes take their statistics together in
             training, as ``nn.SyncBatchNorm`` does, on CPUs too. First derivatives only.
 

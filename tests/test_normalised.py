@@ -1,0 +1,737 @@
+"""Batch norm and activation that keep their output alone: what is kept, how good gradients then are, and that nothing
+that others hold is touched. ``test_norm.py`` has what holds however the layer is computed."""
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import gradcheck, gradgradcheck
+from torch.func import functional_call
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import fusedlayers as fl
+from fusedlayers import normalised
+from fusedlayers.activations import Activation, Told, rows, told, widened
+from fusedlayers.activations.inverse import SINGLE
+from fusedlayers.backends import eager
+from fusedlayers.memory import saved_bytes
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+TABLE = [row.bind() for row in rows()]
+SERVED = [(a, dtype) for a in TABLE for dtype in DTYPES if told(a, dtype) is not None]
+FUSED = {2: fl.FusedBatchNormAct1d, 3: fl.FusedBatchNormAct1d, 4: fl.FusedBatchNormAct2d, 5: fl.FusedBatchNormAct3d}
+TORCHS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+
+CHANNELS = 16
+PLANE = (4, CHANNELS, 9, 11)
+#: Of few numbers an average says little.
+SHAPES = {"1d": (400, CHANNELS), "1d, length": (8, CHANNELS, 45), "2d": PLANE, "3d": (4, CHANNELS, 4, 5, 5)}
+
+every_served = pytest.mark.parametrize(("activation", "dtype"), SERVED, ids=str)
+training_or_not = pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+#: A formula, and a fit.
+both_kinds = pytest.mark.parametrize("name", ["elu", "silu"])
+
+
+@pytest.fixture(autouse=True)
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small inputs are served too."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(normalised, "WORTH_IT", 1)
+
+
+def _named(name: str) -> Activation:
+    return next(a for a in TABLE if a.name == name)
+
+
+def _served(name: str, dtype: torch.dtype = torch.float32) -> Told:
+    found = told(_named(name), dtype)
+    assert found is not None
+    return found
+
+
+class Eager(nn.Module):
+    def __init__(self, norm: Any, activation: Activation) -> None:
+        super().__init__()
+        self.norm = norm
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation.plain(self.norm(x))
+
+
+def _pair(activation: Activation, dims: int = 4, dtype: torch.dtype = torch.float32) -> tuple[Any, Eager]:
+    """A layer, and torch's with the same values, as training makes them: weights of both signs from 0.2 to 2."""
+    norm = TORCHS[dims](CHANNELS, dtype=torch.float64 if dtype is torch.float64 else torch.float32)
+    with torch.no_grad():
+        norm.weight.copy_(torch.linspace(0.2, 2.0, CHANNELS) * torch.tensor([1.0, -1.0]).repeat(CHANNELS // 2))
+        norm.bias.uniform_(-0.5, 0.5)
+        norm.running_mean.normal_(0.5, 0.1)
+        norm.running_var.uniform_(3.5, 4.5)
+    eager = Eager(norm, activation)
+    return FUSED[dims].from_modules(copy.deepcopy(norm), activation), eager
+
+
+def _x(shape: tuple[int, ...] = PLANE, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Of the running statistics, nearly."""
+    return (torch.randn(shape) * 2 + 0.5).to(dtype)
+
+
+Gradients = dict[str, Tensor]
+
+
+def _run(module: nn.Module, x: Tensor, dy: Tensor) -> Gradients:
+    """The output and the gradients, channel by channel."""
+    module, x = copy.deepcopy(module), x.detach().requires_grad_()  # which counts the batch
+    y = module(x)
+    w, b = module.parameters()
+    dx, dw, db = torch.autograd.grad(y, [x, w, b], dy.to(y.dtype))
+    assert dx.dtype is x.dtype and dw.dtype is w.dtype and dx.stride() == x.stride()
+    by_channel = [t.detach().transpose(0, 1).flatten(1) for t in (y, dx)]
+    return dict(zip(("y", "dx", "dw", "db"), [*by_channel, dw.unsqueeze(1), db.unsqueeze(1)], strict=True))
+
+
+def _doubled(eager: Eager) -> Eager:
+    return copy.deepcopy(eager).double()
+
+
+def _accepted(eager: Eager, x: Tensor, dy: Tensor, found: Told) -> Gradients:
+    """What an input that is as far off as ``Told.error`` says makes of the gradients: the norm of that, by channel.
+
+    With xhat wrong by e, of random sign, dx is by ``g (e mean(dz xhat) + xhat mean(dz e))``, dw by ``sum(dz e)``, and
+    dz by ``dy f'' e w``.
+    """
+    norm, activation = eager.norm.double(), eager.activation
+    x, dy = (t.double().transpose(0, 1).flatten(1) for t in (x, dy))
+    mean, var = (x.mean(1), x.var(1, correction=0)) if norm.training else (norm.running_mean, norm.running_var)
+    w, b = norm.weight.detach(), norm.bias.detach()
+    inverse_std = (var + norm.eps).rsqrt()
+    xhat = (x - mean[:, None]) * inverse_std[:, None]
+    z = xhat * w[:, None] + b[:, None]
+    dz = dy * reference.derivative(activation.function, z)
+    error, size = found.error(b, w).nan_to_num(0.0), dz.norm(dim=1)
+    bend = reference.second_derivative(activation.function, z).abs().amax(1)
+    of_dz = dy.norm(dim=1) * bend * error * w.abs()
+    correlated = (dz * xhat).mean(1).abs() * x.shape[1] ** 0.5
+    through_statistics = error * (correlated + size / x.shape[1] ** 0.5) if norm.training else 0.0
+    of_dx = (w * inverse_std).abs() * (of_dz + through_statistics)
+    return {"y": torch.zeros_like(w), "dx": of_dx, "dw": error * size + of_dz, "db": of_dz}
+
+
+def _assert_good(
+    layer: Any, eager: Eager, x: Tensor, dy: Tensor, *, found: Told | None, kept: list[int] | None = None
+) -> None:
+    """As near to float64 as twice torch and twice what is accepted; with the channels that are ``kept``, of which no
+    error is, in each channel."""
+    ours, theirs = _run(layer, x, dy), _run(eager, x, dy)
+    exact = _run(_doubled(eager), x.double(), dy.double())
+    nothing = {name: torch.zeros(CHANNELS, dtype=torch.float64) for name in exact}
+    accepted = nothing if found is None else _accepted(_doubled(eager), x, dy, found)
+    # What torch computes in float64 is all there is to compare float64 with; a cube has ten roundings.
+    roundings = 16 if x.dtype is torch.float64 else 1
+    eps = torch.finfo(layer.weight.dtype).eps
+    for name, truth in exact.items():
+        accepted[name][kept or []] = 0.0
+        errors = [(t[name].double() - truth).norm(dim=1) for t in (ours, theirs)]
+        limits = 2 * errors[1] + 2 * accepted[name] + roundings * eps * truth.norm(dim=1)
+        if kept is None:
+            assert float(errors[0].norm()) <= float(limits.norm()), name
+            continue
+        assert torch.equal(ours[name].isnan(), theirs[name].isnan()), name
+        if name in ("dw", "db"):
+            # One number, and torch's error in it luck: a few roundings of dz; all the same where all of z is.
+            is_flat = exact["y"].std(1) < 0.05
+            size = torch.where(is_flat, dy.numel() / CHANNELS, (dy.numel() / CHANNELS) ** 0.5)
+            limits += 4 * torch.finfo(x.dtype).eps * size
+        wrong = (errors[0] > limits) & errors[1].isfinite()
+        assert not wrong.any(), (name, wrong.nonzero().flatten().tolist(), errors[0][wrong], limits[wrong])
+
+
+def _assert_near(ours: Sequence[Tensor | None], theirs: Sequence[Tensor | None], tolerance: float = 3e-5) -> None:
+    """To what torch computes in the same dtype, by a few of the errors of a folded derivative."""
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or other is None or reference.relative(one, other) <= tolerance
+
+
+def _node(y: Tensor) -> Any:
+    """The node of a layer that keeps its output, or None."""
+    return y.grad_fn if type(y.grad_fn).__name__ == "NormActBackward" else None
+
+
+# --- what outputs tell ------------------------------------------------------------------------------------------------
+
+
+@every_served
+def test_the_error_is_foretold(activation: Activation, dtype: torch.dtype) -> None:
+    found = told(activation, dtype)
+    assert found is not None
+    fold = activation.fold.position if activation.fold is not None else -1.0
+    for mean, std in ((0, 1), (0.3, 0.5), (-1, 0.7), (2, 0.7), (0, 0.05), (fold, 0.5), (fold, 0.1), (0.5, -1)):
+        mean_, std_ = torch.tensor([float(mean)]), torch.tensor([float(std)])
+        z = mean + std * torch.randn(200_000, dtype=torch.float64)
+        z = z[(z >= found.low) & (z <= found.high)]
+        y = activation.encoded(widened(z.to(dtype)), dtype).to(dtype)
+        again = activation.input_given_output(widened(y), dtype)
+        measured = float((again.double() - z).square().mean().sqrt()) / abs(std)
+        if bool(found.is_told(mean_, std_)):
+            # The outer parts of a distribution, which is cut into a few, count a fold that lies in them too much. And
+            # of numbers of float64 there is no exact z.
+            least = 0.0 if dtype is torch.float64 else 0.125
+            assert least <= measured / float(found.error(mean_, std_)) <= 2.0, (mean, std)
+
+
+@every_served
+def test_a_channel_is_told_only_where_the_error_is_small(activation: Activation, dtype: torch.dtype) -> None:
+    found = told(activation, dtype)
+    assert found is not None
+    std = torch.exp2(torch.rand(40_000, dtype=torch.float64) * 26 - 13)
+    std *= torch.where(torch.rand(len(std)) < 0.5, 1, -1)
+    for mean in (40 * torch.rand(len(std)) - 20, std * (40 * torch.rand(len(std)) - 20)):
+        mean = mean.double()
+        says, error = found.is_told(mean, std), found.error(mean, std)
+        # By the corners of a cell of a quarter of an octave.
+        assert float(error[says].max()) <= 1.25 * found.limit
+        assert not says[(mean.abs() > 16 * std.abs()) | (std.abs() < 2**-12) | (std.abs() > 2**12)].any()
+        # And not much less often.
+        common = (mean.abs() < 8 * std.abs()) & (std.abs() > 2**-7) & (std.abs() < 2**7) & (error < found.limit / 2)
+        assert float(says[common].double().mean()) > 0.85
+    odd = torch.tensor([0.0, math.nan, math.inf, -math.inf, 1e-300])
+    assert not found.is_told(torch.zeros(5), odd).any() and not found.is_told(odd[1:4], torch.ones(3)).any()
+
+
+@every_served
+def test_no_input_between_low_and_high_is_far_off(activation: Activation, dtype: torch.dtype) -> None:
+    found = told(activation, dtype)
+    assert found is not None and found.low < -5 and found.high > 5
+    z = torch.linspace(max(found.low, -200.0), min(found.high, 200.0), 100_001, dtype=torch.float64).to(dtype)
+    y = activation.encoded(widened(z), dtype).to(dtype)
+    error = (activation.input_given_output(widened(y), dtype).double() - z.double()).abs() / z.double().abs().clamp_min(
+        1
+    )
+    assert float(error.max()) <= 1.1 * SINGLE * torch.finfo(dtype).eps  # 1.1 for the end of a cell
+
+
+def test_what_is_told() -> None:
+    invertible = {"identity", "leaky_relu", "tanh", "sigmoid", "elu", "selu", "celu"}
+    invertible |= {"softplus", "logsigmoid", "softsign", "cbrt"}
+    names = {dtype: {a.name for a, d in SERVED if d is dtype} for dtype in DTYPES}
+    assert names[torch.float32] == invertible | {"silu", "gelu", "gelu_tanh", "quick_gelu", "mish"}
+    assert names[torch.float64] == invertible
+    # Of 16 bits none: the gradient of the weight would err a hundred times as much as torch's.
+    assert names[torch.float16] == names[torch.bfloat16] == set()
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        nn.LeakyReLU(-0.5),
+        nn.LeakyReLU(0.0),
+        nn.LeakyReLU(1e-40),
+        nn.ELU(-1.0),
+        nn.ELU(0.0),
+    ],
+    ids=str,
+)
+def test_parameters_for_which_outputs_tell_nothing(activation: nn.Module) -> None:
+    layer = fl.FusedBatchNormAct2d(CHANNELS, activation)
+    assert "tells the input" not in repr(layer)
+    assert _node(layer(_x().requires_grad_())) is None
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+@every_served
+@training_or_not
+def test_gradients_are_as_good_as_torchs(activation: Activation, dtype: torch.dtype, training: bool) -> None:
+    found = told(activation, dtype)
+    assert found is not None
+    layer, eager = _pair(activation, dtype=dtype)
+    layer.train(training), eager.train(training)
+    # Of one sign with xhat, dy makes the statistics matter most.
+    for weight in (0.0, 1.0):
+        x = _x(dtype=dtype)
+        dy = (torch.randn(PLANE) + weight * (x.float() - 0.5)).to(dtype)
+        assert _node(layer(x.clone().requires_grad_())) is not None
+        # Twice torch's error and no more, but for a fit.
+        _assert_good(layer, eager, x, dy, found=found if weight or activation.is_folded else None)
+
+
+@training_or_not
+@pytest.mark.parametrize("activation", [a for a in TABLE if a.is_folded and told(a, torch.float32)], ids=str)
+def test_gradients_from_a_fold_have_the_error_of_the_derivative(activation: Activation, training: bool) -> None:
+    layer, eager = _pair(activation)
+    layer.train(training), eager.train(training)
+    x, dy = _x(), torch.randn(PLANE)
+    ours, theirs = _run(layer, x, dy), _run(eager, x, dy)
+    exact = _run(_doubled(eager), x.double(), dy.double())
+    for name, truth in exact.items():
+        limit = 2 * reference.relative(theirs[name], truth) + reference.FOLDED_TOLERANCE[torch.float32]
+        assert reference.relative(ours[name], truth) <= limit, name
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("channels_last", [False, True], ids=["", "channels_last"])
+@pytest.mark.parametrize("name", ["leaky_relu", "tanh", "elu", "gelu", "silu"])
+def test_every_dimension_and_format(name: str, shape: tuple[int, ...], channels_last: bool) -> None:
+    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if channels_last and len(shape) not in layouts:
+        return
+    layer, eager = _pair(_named(name), len(shape))
+    x = _x(shape)
+    x = x.contiguous(memory_format=layouts[len(shape)]) if channels_last else x
+    for training in (True, False):
+        layer.train(training), eager.train(training)
+        y = copy.deepcopy(layer)(x.clone().requires_grad_())
+        assert _node(y) is not None and y.stride() == x.stride()
+        _assert_good(layer, eager, x, torch.randn_like(x), found=_served(name))
+
+
+@both_kinds
+@training_or_not
+def test_unusual_strides(name: str, training: bool) -> None:
+    layer, eager = _pair(_named(name))
+    layer.train(training), eager.train(training)
+    batch, channels, height, width = PLANE
+    bases = {
+        "transposed": _x((batch, channels, width, height)).transpose(2, 3),
+        "sliced": _x((batch, 2 * channels, height, 2 * width))[:, ::2, :, ::2],
+        "expanded": _x((1, channels, height, width)).expand(PLANE),
+        "turned": _x((channels, batch, height, width)).transpose(0, 1),
+    }
+    for x, expanded in itertools.product(bases.values(), (False, True)):
+        dy = torch.ones(()).expand(PLANE) if expanded else torch.randn(PLANE)
+        results = []
+        for module in (layer, eager):
+            leaf = x.detach().requires_grad_()
+            results.append(torch.autograd.grad(module(leaf), [leaf, *module.parameters()], dy))
+        # Of ones the gradient is what rounding leaves of it.
+        torch.testing.assert_close(*results, rtol=1e-4, atol=2e-4)
+
+
+@training_or_not
+@pytest.mark.parametrize("options", [{"affine": False}, {"track_running_stats": False}, {"momentum": None}], ids=str)
+@both_kinds
+def test_hyperparameters(name: str, training: bool, options: dict[str, Any]) -> None:
+    norm = nn.BatchNorm2d(CHANNELS, **options)
+    layer, eager = fl.FusedBatchNormAct2d.from_modules(copy.deepcopy(norm), name), Eager(norm, _named(name))
+    for _ in range(2):
+        results = []
+        x, dy = _x().requires_grad_(), torch.randn(PLANE)
+        for module in (layer.train(training), eager.train(training)):
+            y = module(x)
+            results.append([y.detach(), *torch.autograd.grad(y, [x, *module.parameters()], dy)])
+            results[-1] += [b.double() for b in module.buffers()]
+        _assert_near(*results)
+
+
+@training_or_not
+@both_kinds
+def test_without_a_bias(name: str, training: bool) -> None:
+    layer, eager = _pair(_named(name))
+    layer.bias = eager.norm.bias = None
+    results = []
+    x, dy = _x().requires_grad_(), torch.randn(PLANE)
+    for module in (layer.train(training), eager.train(training)):
+        results.append(torch.autograd.grad(module(x), [x, *module.parameters()], dy))
+    _assert_near(*results)
+
+
+def _nets(names: tuple[str, ...]) -> tuple[nn.Sequential, nn.Sequential]:
+    """Convolution, batch norm and activation again and again, and by torch."""
+    fused, plain = nn.Sequential(), nn.Sequential()
+    channels = 3
+    for name in names:
+        conv, (norm, eager) = nn.Conv2d(channels, CHANNELS, 3), _pair(_named(name))
+        fused.extend([conv, norm])
+        plain.extend([copy.deepcopy(conv), eager])
+        channels = CHANNELS
+    last = nn.Conv2d(channels, 3, 1)
+    return fused.append(last), plain.append(copy.deepcopy(last))
+
+
+@training_or_not
+@pytest.mark.parametrize("names", [("elu",) * 3, ("silu",) * 3, ("gelu", "tanh", "leaky_relu")], ids=str)
+def test_a_deeper_network(names: tuple[str, ...], training: bool) -> None:
+    fused, plain = (net.train(training) for net in _nets(names))
+    images, dy = torch.randn(4, 3, 16, 16), torch.randn(4, 3, 10, 10)
+    results = []
+    for net, x in ((fused, images), (plain, images), (copy.deepcopy(plain).double(), images.double())):
+        x = x.clone().requires_grad_()
+        y = net(x)
+        results.append([y.detach(), *torch.autograd.grad(y, [x, *net.parameters()], dy.to(y.dtype))])
+    # A convolution's bias has no gradient in training, but what rounding leaves of it: that is measured in whole.
+    whole = max(float(truth.norm()) for truth in results[2][2:])
+    for i, (ours, theirs, truth) in enumerate(zip(*results, strict=True)):
+        errors = [float((t.double() - truth).norm()) for t in (ours, theirs)]
+        fits = sum(_named(name).is_folded for name in names) * reference.FOLDED_TOLERANCE[torch.float32]
+        size = float(truth.norm()) if i < 2 else max(float(truth.norm()), 1e-2 * whole)
+        assert errors[0] <= 2 * errors[1] + (fits + 4 * torch.finfo(torch.float32).eps) * size, i
+
+
+# --- channels that are not told ---------------------------------------------------------------------------------------
+
+
+def _odd(activation: Activation, dtype: torch.dtype, training: bool) -> tuple[Any, Eager, Tensor, list[int]]:
+    """A layer, torch's, an input, and of which of its channels outputs do not tell the input."""
+    found = told(activation, dtype)
+    assert found is not None
+    layer, eager = _pair(activation, dtype=dtype)
+    layer.train(training), eager.train(training)
+    x = torch.randn(4, CHANNELS, 32, 32).double()
+    x -= x.mean((0, 2, 3), keepdim=True)
+    for norm in (layer, eager.norm):
+        with torch.no_grad():
+            norm.weight.copy_(norm.weight.sign() * torch.linspace(0.5, 1.0, CHANNELS))
+            values = {1: (0.0, 0.3), 2: (1e-6, 0.1), 3: (-1e-3, 20.0), 5: (2.0, 0.0)}
+            if activation.fold is not None:
+                values[4] = 0.02, activation.fold.position
+            for channel, (w, b) in values.items():
+                norm.weight[channel], norm.bias[channel] = w, b
+            norm.running_mean.zero_()
+            norm.running_var.copy_(x.var((0, 2, 3)))
+            norm.running_mean[7], norm.running_var[7] = 1e4, 1e-2
+    expected = {*values, 7, 8, 9} - {5}
+    x[1, 5, 3, 4] = -60.0 * 60  # of 60 standard deviations at once: with it the others have one of 56
+    x[:, 6] = 0.0
+    x[:, 7] = 1e4 + 0.1 * x[:, 7]
+    x[2, 8, 1, 1], x[0, 9, 30, 2] = math.nan, math.inf
+    x = x.to(dtype)
+    with torch.no_grad():
+        z = _doubled(eager).norm(x.double())
+    low, high = z.amin((0, 2, 3)), z.amax((0, 2, 3))
+    expected |= set(((low < found.low) | (high > found.high)).nonzero().flatten().tolist())
+    return layer, eager, x, sorted(expected)
+
+
+@training_or_not
+@pytest.mark.parametrize(
+    ("activation", "dtype"), [(a, d) for a, d in SERVED if d is torch.float32 or a.name in ("elu", "cbrt")], ids=str
+)
+def test_channels_that_are_not_told_are_kept(activation: Activation, dtype: torch.dtype, training: bool) -> None:
+    layer, eager, x, expected = _odd(activation, dtype, training)
+    y = layer(x.clone().requires_grad_())
+    saved_y, kept, channels, *_ = _node(y).saved_tensors
+    kept_channels = channels.tolist()
+    if not training and 9 not in kept_channels:  # an infinity may be an input like any other
+        expected.remove(9)
+    assert kept_channels == expected
+    assert torch.equal(kept.nan_to_num(), x[:, channels].nan_to_num()) and saved_y.data_ptr() == y.data_ptr()
+    _assert_good(layer, eager, x, torch.randn(x.shape).to(dtype), found=told(activation, dtype), kept=kept_channels)
+
+
+@training_or_not
+@both_kinds
+def test_what_is_kept_of_them_is_no_more(name: str, training: bool) -> None:
+    layer, eager = _pair(_named(name))
+    x = _x().requires_grad_()
+    hidden, statistics, edge = x.numel() * 4, 2 * CHANNELS * 4, 4
+    for count in range(CHANNELS + 1):
+        for norm in (layer, eager.norm):
+            nn.init.ones_(norm.weight)
+            with torch.no_grad():
+                norm.weight[CHANNELS - count :] = 0.0
+        kept = saved_bytes(lambda: layer.train(training)(x * 1), exclude=list(layer.buffers()))
+        if count == 0:
+            assert kept == hidden + statistics + edge
+        elif count <= CHANNELS // 2:
+            assert kept == hidden + count * hidden // CHANNELS + 8 * count + statistics + edge
+        else:
+            node = _node(layer(x))
+            assert kept == hidden + statistics and node.saved_tensors[0] is None
+            assert node.saved_tensors[1].data_ptr() == x.data_ptr()
+        _assert_good(layer, eager.train(training), x.detach(), torch.randn(PLANE), found=_served(name))
+
+
+@both_kinds
+def test_where_none_is_told(name: str) -> None:
+    layer, eager = _pair(_named(name))
+    x = _x()
+    for norm in (layer, eager.norm):
+        nn.init.zeros_(norm.weight)
+    for training in (True, False):
+        layer.train(training), eager.train(training)
+        _assert_good(layer, eager, x, torch.randn(PLANE), found=None)
+    leaf = x.requires_grad_()
+    results = []
+    for module in (layer, eager):  # and its second derivative
+        (dx,) = torch.autograd.grad(module(leaf).square().sum(), module.parameters(), create_graph=True)[:1]
+        results.append(torch.autograd.grad(dx.square().sum(), [leaf, *module.parameters()], allow_unused=True))
+    _assert_near(*results)
+
+
+# --- bytes, and who holds them ----------------------------------------------------------------------------------------
+
+
+def _network(norm: list[nn.Module], dtype: torch.dtype) -> nn.Sequential:
+    """Batch norms keep parameters of float32 beside 16 bits."""
+    convolutions = [nn.Conv2d(3, CHANNELS, 3).to(dtype), nn.Conv2d(CHANNELS, 3, 3).to(dtype)]
+    norm[0].to(torch.float64 if dtype is torch.float64 else torch.float32)
+    return nn.Sequential(convolutions[0], *norm, convolutions[1])
+
+
+def _buffers(norm: list[nn.Module], dtype: torch.dtype, training: bool) -> int:
+    """How many of the hidden size are kept."""
+    network, images = _network(norm, dtype).train(training), torch.randn(2, 3, 18, 18, dtype=dtype)
+    hidden = 2 * CHANNELS * 16 * 16 * dtype.itemsize
+    kept = saved_bytes(network, images, exclude=[images, *network.buffers()])
+    statistics = 2 * CHANNELS * max(dtype.itemsize, 4)
+    assert kept % hidden <= statistics + 8
+    return kept // hidden
+
+
+@training_or_not
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_buffer_where_the_output_tells_the_input_and_two_elsewhere(dtype: torch.dtype, training: bool) -> None:
+    for activation in TABLE:
+        buffers = _buffers([fl.FusedBatchNormAct2d(CHANNELS, activation)], dtype, training)
+        assert buffers == (1 if told(activation, dtype) is not None else 2), activation
+
+
+@training_or_not
+@pytest.mark.parametrize(
+    ("activation", "buffers"),
+    [(nn.SiLU(), 3), (nn.GELU(), 3), (nn.LeakyReLU(inplace=True), 2), (nn.ELU(inplace=True), 2), (nn.Identity(), 2)],
+    ids=str,
+)
+def test_torch_keeps_more(activation: nn.Module, buffers: int, training: bool) -> None:
+    assert _buffers([nn.BatchNorm2d(CHANNELS), activation], torch.float32, training) == buffers
+    assert _buffers([fl.FusedBatchNormAct2d(CHANNELS, activation)], torch.float32, training) == 1
+
+
+@pytest.mark.parametrize("save, buffers", [("auto", 1), ("output", 1), ("recompute", 2), ("input", 3)])
+def test_save_says_what_is_kept(save: str, buffers: int) -> None:
+    assert _buffers([fl.FusedBatchNormAct2d(CHANNELS, "silu", save=save)], torch.float32, True) == buffers
+
+
+def test_small_inputs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert normalised.WORTH_IT == 16384
+    layer = fl.FusedBatchNormAct2d(CHANNELS, "silu")
+    assert _node(layer(torch.randn(1, CHANNELS, 32, 31, requires_grad=True))) is None
+    assert _node(layer(torch.randn(1, CHANNELS, 32, 32, requires_grad=True))) is not None
+    assert _node(layer(torch.randn(0, CHANNELS, 32, 32, requires_grad=True))) is None
+
+
+@both_kinds
+@training_or_not
+def test_the_input_is_gone_after_forward(name: str, training: bool) -> None:
+    storages = []
+
+    class Watched(nn.Conv2d):
+        def forward(self, input: Tensor) -> Tensor:
+            x = super().forward(input)
+            storages.append(StorageWeakRef(x.untyped_storage()))
+            return x
+
+    layer, _ = _pair(_named(name))
+    y = layer.train(training)(Watched(3, CHANNELS, 3)(torch.randn(2, 3, 18, 18)))
+    assert storages[0].expired()
+    y.sum().backward()
+
+
+@pytest.fixture
+def overwritten(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each input that was had from an output, whether it was over that."""
+    notes: list[bool] = []
+    inverse = eager.inverse
+
+    def noting(y: Tensor, activation: Activation, out: Tensor | None) -> Tensor:
+        assert out is None or out is y
+        notes.append(out is not None)
+        return inverse(y, activation, out)
+
+    monkeypatch.setattr(eager, "inverse", noting)
+    return notes
+
+
+@both_kinds
+@training_or_not
+def test_the_output_is_overwritten_where_nobody_holds_it(name: str, training: bool, overwritten: list[bool]) -> None:
+    layer, _ = _pair(_named(name))
+    layer.train(training)
+    x, dy = _x().requires_grad_(), torch.randn(PLANE)
+    wanted = [x, *layer.parameters()]
+
+    def step(keep: Callable[[Tensor], Any] = lambda y: None, **options: Any) -> Any:
+        y = layer(x)
+        kept = keep(y)
+        loss = F.conv2d(y, torch.ones(1, CHANNELS, 1, 1)).sum() * 0 + (y * dy).sum()
+        del y
+        grads = torch.autograd.grad(loss, wanted, **options)
+        return grads, kept, loss
+
+    grads, *_ = step()
+    assert overwritten == [True]
+    overwritten.clear()
+    for keep in (lambda y: y, lambda y: y.detach(), lambda y: y[1:], lambda y: y.numpy(force=True)):
+        before = layer(x).detach()
+        again, kept, _ = step(keep)
+        torch.testing.assert_close(again, grads, rtol=0, atol=0)
+        kept = torch.as_tensor(kept)
+        assert torch.equal(kept, before[-len(kept) :])
+    first, _, loss = step(retain_graph=True)
+    second = torch.autograd.grad(loss, wanted)
+    torch.testing.assert_close([*first, *second], [*grads, *grads], rtol=0, atol=0)
+    assert overwritten == [False] * 5 + [True]
+    overwritten.clear()
+    for pack in (lambda t: t, lambda t: t.clone()):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            hooked, *_ = step()
+        torch.testing.assert_close(hooked, grads, rtol=0, atol=0)
+    assert overwritten == [False, False]
+
+
+@both_kinds
+@training_or_not
+def test_what_was_saved_must_not_be_edited(name: str, training: bool) -> None:
+    layer, _ = _pair(_named(name))
+    for edit in (lambda y: y, lambda y: layer.weight, lambda y: layer.bias):
+        y = layer.train(training)(_x().requires_grad_())
+        with torch.no_grad():
+            edit(y).mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+@both_kinds
+@training_or_not
+def test_the_input_and_the_running_statistics_may_be_edited(name: str, training: bool) -> None:
+    layer, _ = _pair(_named(name))
+    x, dy = _x().requires_grad_(), torch.randn(PLANE)
+    expected = torch.autograd.grad(layer.train(training)(x), [x, *layer.parameters()], dy)
+    y = layer(x)
+    with torch.no_grad():
+        x.add_(1.0)
+        layer.train()(10 * _x())
+        layer.running_mean.fill_(7.0)
+    layer.running_var = torch.full_like(layer.running_var, 5.0)
+    torch.testing.assert_close(torch.autograd.grad(y, [x, *layer.parameters()], dy), expected, rtol=0, atol=0)
+
+
+# --- second derivatives, contexts -------------------------------------------------------------------------------------
+
+
+@training_or_not
+@pytest.mark.parametrize(
+    "activation", [a for a, dtype in SERVED if dtype is torch.float64 and a.name != "cbrt"], ids=str
+)
+def test_gradcheck_and_gradgradcheck(activation: Activation, training: bool) -> None:
+    # Not the cube root, whose slope at 0 is infinite. (leaky_relu's kink at 0 is met by no number here.)
+    layer, _ = _pair(activation, dtype=torch.float64)
+    layer.train(training)
+    params = {name: p.detach().requires_grad_() for name, p in layer.named_parameters()}
+    with torch.no_grad():
+        params["weight"][3] = 0.0  # its input is kept
+    buffers = dict(layer.named_buffers())
+    x = torch.randn(4, CHANNELS, 2, 3, dtype=torch.float64, requires_grad=True)
+
+    def call(x: Tensor, *values: Tensor) -> Tensor:
+        state = {**dict(zip(params, values, strict=True)), **{name: b.clone() for name, b in buffers.items()}}
+        y = functional_call(layer, state, (x,))
+        assert _node(y) is not None
+        return y
+
+    assert gradcheck(call, (x, *params.values()), fast_mode=True)
+    assert gradgradcheck(call, (x, *params.values()), fast_mode=True)
+
+
+@training_or_not
+@pytest.mark.parametrize("name, dtype", [("silu", torch.float32), ("elu", torch.float32), ("elu", torch.float64)])
+@pytest.mark.parametrize("odd", [0, 3, 12], ids=["all told", "some told", "few told"])
+def test_a_gradient_penalty_is_torchs(name: str, dtype: torch.dtype, training: bool, odd: int) -> None:
+    layer, eager = _pair(_named(name))
+    for norm in (layer, eager.norm):
+        with torch.no_grad():
+            norm.weight[:odd] = 0.0
+    x, results = _x(dtype=dtype).requires_grad_(), []
+    before = nn.Conv2d(CHANNELS, CHANNELS, 1).to(dtype)
+    for module in (layer.train(training), eager.train(training)):
+        wanted = [x, before.weight, *module.parameters()]
+        y = module(before(x))
+        first = torch.autograd.grad(y.square().sum(), wanted, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().mean() for g in first), wanted)
+        results.append([*first, *second])
+    eps = torch.finfo(dtype).eps
+    for ours, theirs in zip(*results, strict=True):
+        assert reference.relative(ours, theirs) <= 200 * eps
+
+
+@training_or_not
+@both_kinds
+@pytest.mark.parametrize("odd", [0, 3])
+def test_gradients_come_in_batches(name: str, training: bool, odd: int) -> None:
+    layer, eager = _pair(_named(name))
+    for norm in (layer, eager.norm):
+        nn.init.zeros_(norm.weight[:odd])
+    x, dys, results = _x().requires_grad_(), torch.randn(3, *PLANE), []
+    for module in (layer.train(training), eager.train(training)):
+        results.append(torch.autograd.grad(module(x), [x, *module.parameters()], dys, is_grads_batched=True))
+    _assert_near(*results)
+
+
+@both_kinds
+@pytest.mark.parametrize("how", ["reentrant", "not reentrant", "hooks", "save_on_cpu"])
+def test_contexts_give_the_same_gradients(name: str, how: str) -> None:
+    fused, _ = _nets((name, name))
+    images = torch.randn(4, 3, 16, 16, requires_grad=True)
+    wanted = [images, *fused.parameters()]
+    expected = torch.autograd.grad(fused(images).square().sum(), wanted)
+    if how in ("reentrant", "not reentrant"):
+        for norm in fused[1], fused[3]:
+            norm.momentum = 0.0  # each is called twice
+        images.grad = None
+        fused.zero_grad()
+        checkpoint(fused, images, use_reentrant=how == "reentrant").square().sum().backward()
+        found = tuple(t.grad for t in wanted)
+    else:
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t)
+        with torch.autograd.graph.save_on_cpu() if how == "save_on_cpu" else hooks:
+            y = fused(images)
+        found = torch.autograd.grad(y.square().sum(), wanted)
+    # A reentrant checkpoint's forward pass is without gradients, and its outputs without branches.
+    close = {"rtol": 1e-4, "atol": 1e-4} if how == "reentrant" else {"rtol": 0.0, "atol": 0.0}
+    torch.testing.assert_close(found, expected, **close)
+
+
+def test_hooks_are_handed_no_more_than_is_kept() -> None:
+    # Hooks copy what they are handed, at its full size.
+    handed: list[Tensor] = []
+    layer, _ = _pair(_named("silu"))
+    x = _x().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: handed.append(t) or t, lambda t: t):
+        layer(x * 1)
+    assert sum(t.numel() == x.numel() for t in handed) == 1
+
+
+@training_or_not
+@both_kinds
+@pytest.mark.parametrize("needs", list(itertools.product((True, False), repeat=3))[:-1], ids=str)
+def test_what_is_frozen_gets_no_gradient(name: str, needs: tuple[bool, ...], training: bool) -> None:
+    layer, eager = _pair(_named(name))
+    x, dy, results = _x().requires_grad_(needs[0]), torch.randn(PLANE), []
+    for module in (layer.train(training), eager.train(training)):
+        w, b = module.parameters()
+        w.requires_grad_(needs[1]), b.requires_grad_(needs[2])
+        x.grad = None
+        y = module(x)
+        assert module is eager or _node(y) is not None
+        y.backward(dy)
+        assert [t.grad is not None for t in (x, w, b)] == list(needs)
+        results.append([t.grad for t in (x, w, b) if t.grad is not None])
+    _assert_near(*results)
+    again = []
+    for module in (layer, eager):  # and those of gradients
+        wanted = [t for t in (x, *module.parameters()) if t.requires_grad]
+        first = torch.autograd.grad(module(x).square().sum(), wanted, create_graph=True)
+        again.append(torch.autograd.grad(sum(g.square().mean() for g in first), wanted, allow_unused=True))
+    _assert_near(*again)
