@@ -716,7 +716,7 @@ def test_readme_without_results(tmp_path: Path) -> None:
         ("<!-- /bench:dense --><!-- bench:dense -->", "needs its"),
         (
             README + "<!-- bench:other --><!-- /bench:other -->",
-            r"no table is called 'other'; there are \['accuracy', 'conv', 'custom', 'dense'\]",
+            r"no table is called 'other'; there are \['accuracy', 'conv', 'custom', 'dense', 'norm'\]",
         ),
     ],
 )

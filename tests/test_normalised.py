@@ -649,7 +649,7 @@ def test_gradcheck_and_gradgradcheck(activation: Activation, training: bool) -> 
 @pytest.mark.parametrize("name, dtype", [("silu", torch.float32), ("elu", torch.float32), ("elu", torch.float64)])
 @pytest.mark.parametrize("odd", [0, 3, 12], ids=["all told", "some told", "few told"])
 def test_a_gradient_penalty_is_torchs(name: str, dtype: torch.dtype, training: bool, odd: int) -> None:
-    layer, eager = _pair(_named(name))
+    layer, eager = _pair(_named(name), dtype=dtype)
     for norm in (layer, eager.norm):
         with torch.no_grad():
             norm.weight[:odd] = 0.0
