@@ -48,6 +48,7 @@ register(
         native=Native(
             torch.relu_,
             (aten.threshold_backward, lambda dy, y: (dy, y, 0)),
+            lambda dy, z: aten.threshold_backward(dy, z, 0),
         ),
     )
 )
