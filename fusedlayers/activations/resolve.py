@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from . import spec
 from .capture import must_be_called_because
-from .spec import Activation, activations, named, stand_ins
+from .spec import Activation, activations
 
 
 def resolve(activation: object, function: str = "resolve") -> Activation:
@@ -22,14 +23,14 @@ def resolve(activation: object, function: str = "resolve") -> Activation:
         TypeError: something that cannot be called, or a module's class.
     """
     if isinstance(activation, str):
-        found = named.get(activation)
+        found = spec.named.get(activation)
         if found is None:
             raise ValueError(
                 f"{function}: unknown activation {activation!r}; the known ones are: {', '.join(activations())}"
             )
         return found
     if activation is None:
-        return named["identity"]
+        return spec.named["identity"]
     if isinstance(activation, Activation):
         return activation
     if isinstance(activation, nn.Module):
@@ -56,7 +57,7 @@ def _resolve_module(module: nn.Module) -> Activation:
 
 def record_of(module: nn.Module, kind: type[nn.Module]) -> Activation | None:
     """The record for a module that computes what torch's ``kind`` does, or None if that is not in the table."""
-    for row, arguments, _ in stand_ins.get(kind, ()):
+    for row, arguments, _ in spec.stand_ins.get(kind, ()):
         parameters = {key: getattr(module, key) for key in row.parameters}
         selected = all(getattr(module, key) == value for key, value in arguments.items())
         if selected and _are_numbers(parameters):
@@ -74,7 +75,7 @@ def _resolve_function(function: Callable[..., Any]) -> Activation:
     if isinstance(function, functools.partial) and not function.args:
         target, keywords = function.func, dict(function.keywords)
         keywords.pop("inplace", None)  # the layer decides what is overwritten
-    for row, arguments, required in stand_ins.get(target, ()) if isinstance(target, Hashable) else ():
+    for row, arguments, required in spec.stand_ins.get(target, ()) if isinstance(target, Hashable) else ():
         parameters = {key: value for key, value in keywords.items() if key not in arguments}
         selected = all(keywords.get(key) == value for key, value in arguments.items())
         if selected and required <= set(parameters) <= set(row.parameters) and _are_numbers(parameters):
