@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -150,7 +151,8 @@ class BatchNorm(NamedTuple):
 
     @property
     def is_synchronised(self) -> bool:
-        return self.training and self.group is not None
+        # One process alone has plain batch norm, as in ``nn.SyncBatchNorm``: also its answers to batches of no variance.
+        return self.training and self.group is not None and dist.get_world_size(self.group) > 1
 
     def __call__(self, x: Tensor, w: Weight, b: Tensor | None) -> Tensor:
         assert not self.is_synchronised
