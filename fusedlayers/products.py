@@ -208,6 +208,10 @@ class BatchNorm(NamedTuple):
         _, dw, db = backward(dz, x, w, None, None, mean, inverse_std, True, self.eps, [False, *needs[1:]])
         return dx, dw, db
 
+    def counted(self) -> BatchNorm:
+        """The same with this batch counted already: for who may compute it twice."""
+        return self._replace(momentum=self._counted(), batches=None)
+
     def _counted(self) -> float:
         """Count the batch; what part it takes of the running statistics."""
         if self.batches is not None:
