@@ -151,7 +151,7 @@ class BatchNorm(NamedTuple):
 
     @property
     def is_synchronised(self) -> bool:
-        # One process alone has plain batch norm, as in ``nn.SyncBatchNorm``: also its answers to batches of no variance.
+        # One process alone has plain batch norm, as in ``nn.SyncBatchNorm``: its own variance may be none at all.
         return self.training and self.group is not None and dist.get_world_size(self.group) > 1
 
     def __call__(self, x: Tensor, w: Weight, b: Tensor | None) -> Tensor:
