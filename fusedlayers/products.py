@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -150,7 +151,8 @@ class BatchNorm(NamedTuple):
 
     @property
     def is_synchronised(self) -> bool:
-        return self.training and self.group is not None
+        # One process alone has plain batch norm, as in ``nn.SyncBatchNorm``: its own variance may be none at all.
+        return self.training and self.group is not None and dist.get_world_size(self.group) > 1
 
     def __call__(self, x: Tensor, w: Weight, b: Tensor | None) -> Tensor:
         assert not self.is_synchronised
@@ -205,6 +207,10 @@ class BatchNorm(NamedTuple):
         dx, _, _ = backward(dz, x, factor, one, one, None, None, False, 0.0, [needs[0], False, False])
         _, dw, db = backward(dz, x, w, None, None, mean, inverse_std, True, self.eps, [False, *needs[1:]])
         return dx, dw, db
+
+    def counted(self) -> BatchNorm:
+        """The same with this batch counted already: for who may compute it twice."""
+        return self._replace(momentum=self._counted(), batches=None)
 
     def _counted(self) -> float:
         """Count the batch; what part it takes of the running statistics."""

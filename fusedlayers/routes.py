@@ -83,6 +83,10 @@ def product_act(
     if is_plain or keep == "nothing" or not activation.is_fusible:
         return composite(product, activation, inputs)
     if compiling:
+        if keep == "recompute" and isinstance(product, BatchNorm):
+            # An average's part is read from the count: there the graph breaks, and torch's checkpoint is none of the
+            # compiler's any more, but counts again in the backward pass.
+            product = product.counted()
         return traced(functools.partial(_sum, product), activation, keep, *inputs)
     cast = dtype if autocast else None
     if not needs_gradient(*inputs, *params):

@@ -877,6 +877,18 @@ def test_compiled_code_keeps_two_buffers_too(backend: str, name: str) -> None:
 
 
 @compiles
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_compiled_code_that_computes_again_counts_once(momentum: float | None) -> None:
+    torch.compiler.reset()
+    layer, eager = _pair(nn.ReLU(), momentum=momentum, save="recompute")
+    compiled = torch.compile(layer, backend="aot_eager")
+    for _ in range(3):
+        x = _x()
+        compiled(x).sum().backward(), eager(x).sum().backward()
+    torch.testing.assert_close(dict(layer.named_buffers()), dict(eager.norm.named_buffers()))
+
+
+@compiles
 @pytest.mark.parametrize("name", ["relu", "snake"])
 def test_compiled_for_every_size(name: str) -> None:
     torch.compiler.reset()

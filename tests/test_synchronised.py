@@ -99,6 +99,14 @@ def _in_process(rank: int, port: int, folder: str) -> None:
     y = empty(part)
     y.sum().backward()
     found["empty"] = [y.detach(), part.grad, empty.weight.grad]
+    alone = [dist.new_group([other]) for other in range(len(SHARES))][rank]
+    single = fl.FusedBatchNormAct2d(CHANNELS, "relu", process_group=alone)
+    try:
+        single(torch.ones(1, CHANNELS, 1, 1))
+    except ValueError as error:
+        found["one value in all"] = [str(error)]
+    single(torch.ones(0, CHANNELS, 3, 3))
+    found["alone"] = [single.running_mean, single.running_var]
     torch.save(found, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -160,6 +168,12 @@ def test_other_dtypes(found: list[dict[Any, Any]], dtype: torch.dtype) -> None:
 
 def test_each_process_may_have_one_value(found: list[dict[Any, Any]]) -> None:
     assert all(bool(part["one value each"][0]) for part in found)
+
+
+def test_a_process_alone_has_plain_batch_norm(found: list[dict[Any, Any]]) -> None:
+    for part in found:
+        assert "FusedBatchNormAct2d: one value per channel has no variance" in part["one value in all"][0]
+        assert all(statistic.isfinite().all() for statistic in part["alone"])
 
 
 def test_one_tensor_is_kept(found: list[dict[Any, Any]]) -> None:
