@@ -6,7 +6,9 @@ norm's backward asks for. x, the convolution's result, is gone by then.
 Outputs are rounded, and z is no better known than they tell it (``activations/inverse.py``). Its error reaches the
 gradient of x only by ``xhat mean(dz xhat)``, and that of w by ``sum(dz xhat)``. Where it would show, x is kept: of
 channels whose w is too small to be divided by or whose z gather where the function is flat, and of channels with values
-that lie too far out. That takes a look at w, b and the range of z; on a GPU the forward pass waits for it.
+that lie too far out. That takes a look at w, b and the range of z; on a GPU the forward pass waits for it. Values are
+taken to be spread about their mean as normal ones are: that of a channel which has one value nearly everywhere, just
+where the function turns, is no better known than by chance.
 """
 
 from __future__ import annotations
@@ -53,10 +55,10 @@ def describe(activation: Activation, save: str, dtype: torch.dtype) -> str:
     if told(activation, dtype) is not None:
         return "saves the output, which tells the input"
     name = str(dtype).removeprefix("torch.")
-    reason = f"{name} outputs tell it too coarsely" if activation.has_inverse else "outputs do not tell it"
+    reason = "do not tell the input" if not activation.has_inverse else "tell the input too coarsely"
     refused = activation.output_refused_because(dtype)
     has_output = save == "output" or (refused is None and not activation.is_folded)
-    return f"saves its input{' and the output' if has_output else ''}: {reason}"
+    return f"saves its input{' and the output' if has_output else ''}: {name} outputs {reason}"
 
 
 def norm_act(

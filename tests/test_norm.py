@@ -1097,23 +1097,23 @@ def test_a_trainable_activation_is_a_submodule() -> None:
 
 def test_its_repr_says_what_is_saved() -> None:
     for activation, said in {
-        "relu": "activation=relu, saves its input and the output: outputs do not tell it)",
+        "relu": "activation=relu, saves its input and the output: float32 outputs do not tell the input)",
         "silu": "activation=silu, saves the output, which tells the input)",
         nn.LeakyReLU(): "activation=leaky_relu, saves the output, which tells the input\n",
-        nn.LeakyReLU(0.0): "saves its input and the output: float32 outputs tell it too coarsely\n",
-        _wave: "saves its input: outputs do not tell it",
-        nn.PReLU(): "saves its input: outputs do not tell it\n",
+        nn.LeakyReLU(0.0): "saves its input and the output: float32 outputs tell the input too coarsely\n",
+        _wave: "saves its input: float32 outputs do not tell the input",
+        nn.PReLU(): "saves its input: float32 outputs do not tell the input\n",
         None: "activation=identity, saves the output, which tells the input)",
     }.items():
         layer = fl.FusedBatchNormAct2d(CHANNELS, activation)
         assert said in repr(layer) and f"{CHANNELS}, eps=1e-05, momentum=0.1" in repr(layer)
     for dtype, said in {
-        torch.float64: "saves its input: float64 outputs tell it too coarsely)",
-        torch.bfloat16: "saves its input: bfloat16 outputs tell it too coarsely)",
+        torch.float64: "saves its input: float64 outputs tell the input too coarsely)",
+        torch.bfloat16: "saves its input: bfloat16 outputs tell the input too coarsely)",
     }.items():
         assert said in repr(fl.FusedBatchNormAct2d(CHANNELS, "silu", dtype=dtype))
     assert repr(fl.FusedBatchNormAct2d(CHANNELS, "tanh", dtype=torch.float16)).endswith(
-        "saves its input and the output: float16 outputs tell it too coarsely)"
+        "saves its input and the output: float16 outputs tell the input too coarsely)"
     )
     for save, said in {
         "input": "saves its input and the activation's)",

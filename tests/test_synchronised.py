@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedlayers as fl
@@ -90,7 +91,7 @@ def _in_process(rank: int, port: int, folder: str) -> None:
     except RuntimeError as error:
         found["second"] = [str(error)]
     layer.eval()
-    found["eval"] = [layer(x).detach()]
+    found["eval"] = [layer(x).detach(), *(layer.get_buffer(name).clone() for name in ("running_mean", "running_var"))]
     with torch.no_grad():
         found["no gradients"] = [layer.train()(x)]
     empty = _layer("elu").train()
@@ -189,7 +190,10 @@ def test_in_eval_mode_and_without_gradients(found: list[dict[Any, Any]]) -> None
     x, *_ = _data()
     expected = copy.deepcopy(layer).train()(x)
     torch.testing.assert_close(torch.cat([part["no gradients"][0] for part in found]), expected)
-    assert all(part["eval"][0].isfinite().all() for part in found)
+    for part, share in zip(found, x.split(SHARES), strict=True):
+        y, mean, var = part["eval"]
+        torch.testing.assert_close(y, F.silu(F.batch_norm(share, mean, var, layer.weight, layer.bias)))
+    torch.testing.assert_close(found[0]["eval"][1:], found[1]["eval"][1:])
 
 
 def test_a_batch_may_be_empty(found: list[dict[Any, Any]]) -> None:
@@ -201,3 +205,9 @@ def test_a_batch_may_be_empty(found: list[dict[Any, Any]]) -> None:
     assert none[0].shape[0] == 0 and none[1].shape[0] == 0 and not none[2].any()
     for ours, truth in zip(all_of_it, (y.detach(), x.grad, layer.weight.grad), strict=True):
         torch.testing.assert_close(ours, truth)
+
+
+@pytest.mark.parametrize("group", ["world", 3])
+def test_what_is_no_process_group_is_refused(group: Any) -> None:
+    with pytest.raises(TypeError, match="FusedBatchNormAct1d: process_group must be a group of"):
+        fl.FusedBatchNormAct1d(CHANNELS, process_group=group)

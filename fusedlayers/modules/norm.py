@@ -13,7 +13,7 @@ from ..activations import Activation, resolve
 from ..functional import bias_act
 from ..normalised import describe, norm_act, told_of
 from ..products import BatchNorm
-from ..routes import Inputs, needs_gradient, product_act
+from ..routes import Inputs, choose_save, needs_gradient, product_act
 from .fused import FusedAct
 
 
@@ -47,6 +47,11 @@ class _FusedBatchNormAct(FusedAct):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        if process_group is not None and not hasattr(process_group, "size"):
+            raise TypeError(
+                f"{type(self).__name__}: process_group must be a group of torch.distributed, "
+                f"got {type(process_group).__name__}: {process_group!r}"
+            )
         self.process_group = process_group
         self._set(activation, save)
 
@@ -127,6 +132,8 @@ def batch_norm_act(
 def _synchronised(norm: BatchNorm, inputs: Inputs, activation: Activation, save: str) -> Tensor:
     """With the statistics of a process group."""
     x, w, b, residual = inputs
+    if not activation.is_untraced:
+        choose_save(norm.function, activation, save, x.dtype)  # which may refuse
     if not needs_gradient(x, w, b):
         z, *_ = norm.with_statistics(x, w, b)
     elif residual is None and activation.is_fusible and save != "input":
@@ -144,9 +151,10 @@ class FusedBatchNormAct1d(_FusedBatchNormAct, nn.BatchNorm1d):
     It is an ``nn.BatchNorm1d`` with an activation: the same parameters, buffers, statistics and ``state_dict`` keys.
 
     Where different inputs of the activation have different outputs (branches of a folded one count), the output y tells
-    its input, and that tells the normalised x, which is all that backward asks for: x is not kept. It is of channels
-    where rounding y would show in the gradients, because the weight is near 0 or values lie far out; forward looks at
-    the weights and at the range of the values for that, which on a GPU means to wait for them.
+    its input, and that tells the normalised x, which is all that backward asks for: x is not kept. Gradients err by
+    float32's rounding then, and by as much as the derivative of a folded activation does. x is kept of channels where
+    it would be more, because the weight is near 0 or values lie far out; forward looks at the weights and at the range
+    of the values for that, which on a GPU means to wait for them. The bias is saved too, and must not be edited.
 
     Else batch norm keeps its input x. The activation's input is computed again from it, or is not needed: its output
     tells the derivative, and the next layer keeps that. So any activation costs what ReLU costs at most.
