@@ -332,24 +332,3 @@ def test_from_modules_refuses_what_it_would_lose() -> None:
     hooked.register_forward_hook(lambda *_: None)
     with pytest.raises(TypeError, match="hooks"):
         fl.FusedDenseAct.from_modules(hooked, "gelu")
-
-
-@pytest.mark.parametrize(
-    ("fused", "plain", "shape"),
-    [
-        (fl.FusedDenseAct(8, 8, "silu"), F.linear, (40, 8)),
-        (fl.FusedConvAct1d(8, 8, 3, "silu", padding=1, padding_mode="circular"), None, (2, 8, 30)),
-        (fl.FusedConvAct2d(8, 8, 3, "silu", padding=1), None, (2, 8, 6, 7)),
-    ],
-    ids=["dense", "conv1d", "conv2d"],
-)
-def test_a_residual_is_added_before_the_activation(fused: Any, plain: Any, shape: tuple[int, ...]) -> None:
-    x, residual = torch.randn(shape), torch.randn(shape, requires_grad=True)
-    z = plain(x, fused.weight, fused.bias) if plain else fused._conv_forward(x, fused.weight, fused.bias)
-    y, expected = fused(x, residual), F.silu(z + residual)
-    torch.testing.assert_close(y, expected)
-    wanted = [residual, fused.weight, fused.bias]
-    ours, theirs = (torch.autograd.grad(result.square().sum(), wanted) for result in (y, expected))
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match="expected residual"):
-        fused(x, residual[:1])

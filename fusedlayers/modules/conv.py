@@ -60,14 +60,14 @@ class _FusedConvAct(FusedAct):
     def _example_shape(self) -> tuple[int, ...]:
         return 2, self.out_channels, *(5 + 2 * i for i in range(len(self.stride)))
 
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         padding = self.padding
         if self.padding_mode != "zeros":
             input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
             padding = 0  # type: ignore[assignment]  # for every dimension
         return conv_bias_act(
             input, self.weight, self.bias, self.activation, self.stride, padding, self.dilation, self.groups,
-            residual=residual, save=self.save,
+            save=self.save,
         )  # fmt: skip
 
 
@@ -83,8 +83,7 @@ class FusedConvAct1d(_FusedConvAct, nn.Conv1d):
         activation: as for ``fusedlayers.conv_bias_act``. A module with parameters becomes a submodule.
         save: as for ``fusedlayers.conv_bias_act``.
 
-    Shapes: (batch, in_channels, length) -> (batch, out_channels, new length), or all without the batch. ``forward``
-    takes a second argument like the result, the residual, which is added before the activation.
+    Shapes: (batch, in_channels, length) -> (batch, out_channels, new length), or all without the batch.
     """
 
     torchs = nn.Conv1d

@@ -22,8 +22,7 @@ class FusedDenseAct(FusedAct, nn.Linear):
         activation: as for ``fusedlayers.dense_bias_act``. A module with parameters becomes a submodule.
         save: as for ``fusedlayers.dense_bias_act``.
 
-    Shapes: (..., in_features) -> (..., out_features). ``forward`` takes a second argument like the result, the
-    residual, which is added before the activation.
+    Shapes: (..., in_features) -> (..., out_features).
 
     >>> import fusedlayers as fl
     >>> fl.FusedDenseAct(3, 4, "silu")
@@ -53,5 +52,5 @@ class FusedDenseAct(FusedAct, nn.Linear):
     def _example_shape(self) -> tuple[int, ...]:
         return 2, self.out_features
 
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        return dense_bias_act(input, self.weight, self.bias, self.activation, residual=residual, save=self.save)
+    def forward(self, input: Tensor) -> Tensor:
+        return dense_bias_act(input, self.weight, self.bias, self.activation, save=self.save)
