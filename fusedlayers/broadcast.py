@@ -21,8 +21,13 @@ def operand_along(operand: Tensor, dim: int, dims: int) -> Tensor:
 
 def sum_along(tensor: Tensor, dim: int) -> Tensor:
     """``tensor`` summed over all dimensions but ``dim``."""
+    return tensor.sum(others(tensor, dim)) if tensor.dim() > 1 else tensor
+
+
+def others(tensor: Tensor, dim: int) -> list[int]:
+    """All dimensions but ``dim``."""
     dims = tensor.dim()
-    return tensor.sum([i for i in range(dims) if i != dim % dims]) if dims > 1 else tensor
+    return [i for i in range(dims) if i != dim % dims]
 
 
 class Layout(NamedTuple):

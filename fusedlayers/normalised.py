@@ -24,7 +24,7 @@ from . import backends
 from .activations import Activation, Told, told
 from .autograd import differentiable_gradients, is_batched
 from .backends import Wanted
-from .broadcast import along
+from .broadcast import along, others
 from .ownership import is_ours_alone, saved_under_hooks
 from .products import BatchNorm, NormalisedAgain
 
@@ -182,8 +182,7 @@ def _untold_channels(z: Tensor, known: Known, b: Tensor | None, told: Told) -> T
         good &= told.is_told(torch.zeros_like(w) if b is None else b, w)
     if bool(good.all() & inside):  # one wait
         return None
-    others = [dim for dim in range(z.dim()) if dim != 1]
-    inside = (z.amin(others) >= told.low) & (z.amax(others) <= told.high)
+    inside = (z.amin(others(z, 1)) >= told.low) & (z.amax(others(z, 1)) <= told.high)
     return (~(good & inside)).nonzero().squeeze(1)
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .broadcast import along
+from .broadcast import along, others
 
 
 class Statistics(NamedTuple):
@@ -28,7 +28,7 @@ def statistics(x: Tensor, group: Any) -> Statistics:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     count = x.numel() // max(1, x.shape[1])
     if count:
-        var, mean = torch.var_mean(wide, _others(x), correction=0)
+        var, mean = torch.var_mean(wide, others(x, 1), correction=0)
     else:
         var = mean = wide.new_zeros(x.shape[1])
     own = torch.cat([mean, var, mean.new_tensor([count])])
@@ -54,7 +54,3 @@ def gradients(
     constant = -scale * by_one / total - of_x * mean
     dx = torch.addcmul(along(constant, 1, dz.dim()), dz.to(sums.dtype), along(scale, 1, dz.dim()))
     return dx.addcmul_(x.to(sums.dtype), along(of_x, 1, dz.dim())).to(dz.dtype)
-
-
-def _others(x: Tensor) -> list[int]:
-    return [dim for dim in range(x.dim()) if dim != 1]
