@@ -76,7 +76,7 @@ def test_gelu_compiles_without_spills() -> None:
 
 
 def test_inverses_compile_without_spills() -> None:
-    cases = ["mish/float32", "tanh/float32", "softplus/float32"]
+    cases = ["mish/float32", "elu/float32", "softplus/float32"]
     reports = [r for r in compile_all(["sm_90", *cases], ["gfx942", *cases]) if r["kernel"] == "inverse"]
     assert [(r["activation"], r["dtype"]) for r in reports] == 2 * [tuple(case.split("/")) for case in cases]
     check(reports)
@@ -88,7 +88,7 @@ def test_every_inverse_compiles_without_spills(target: str) -> None:
     names = [row.name for row in rows() if row.name != "identity" and told(row.bind(), torch.float32) is not None]
     cases = [f"{name}/float32/none" for name in names]
     reports = [r for r in compile_all([target, *cases]) if r["kernel"] == "inverse"]
-    assert len(reports) == len(cases) >= 15
+    assert len(reports) == len(cases) >= 12
     check(reports)
 
 

@@ -103,27 +103,41 @@ def _doubled(eager: Eager) -> Eager:
     return copy.deepcopy(eager).double()
 
 
-def _accepted(eager: Eager, x: Tensor, dy: Tensor, found: Told) -> Gradients:
-    """What an input that is as far off as ``Told.error`` says makes of the gradients: the norm of that, by channel.
+class Exact:
+    """What a layer computes, channel by channel, in float64."""
 
-    With xhat wrong by e, of random sign, dx is by ``g (e mean(dz xhat) + xhat mean(dz e))``, dw by ``sum(dz e)``, and
-    dz by ``dy f'' e w``.
-    """
-    norm, activation = eager.norm.double(), eager.activation
-    x, dy = (t.double().transpose(0, 1).flatten(1) for t in (x, dy))
-    mean, var = (x.mean(1), x.var(1, correction=0)) if norm.training else (norm.running_mean, norm.running_var)
-    w, b = norm.weight.detach(), norm.bias.detach()
-    inverse_std = (var + norm.eps).rsqrt()
-    xhat = (x - mean[:, None]) * inverse_std[:, None]
-    z = xhat * w[:, None] + b[:, None]
-    dz = dy * reference.derivative(activation.function, z)
-    error, size = found.error(b, w).nan_to_num(0.0), dz.norm(dim=1)
-    bend = reference.second_derivative(activation.function, z).abs().amax(1)
-    of_dz = dy.norm(dim=1) * bend * error * w.abs()
-    correlated = (dz * xhat).mean(1).abs() * x.shape[1] ** 0.5
-    through_statistics = error * (correlated + size / x.shape[1] ** 0.5) if norm.training else 0.0
-    of_dx = (w * inverse_std).abs() * (of_dz + through_statistics)
-    return {"y": torch.zeros_like(w), "dx": of_dx, "dw": error * size + of_dz, "db": of_dz}
+    def __init__(self, eager: Eager, x: Tensor, dy: Tensor) -> None:
+        norm, activation = _doubled(eager).norm, eager.activation
+        x, dy = (t.double().transpose(0, 1).flatten(1) for t in (x, dy))
+        mean, var = (x.mean(1), x.var(1, correction=0)) if norm.training else (norm.running_mean, norm.running_var)
+        self.w, self.b = norm.weight.detach(), norm.bias.detach()
+        self.inverse_std = (var + norm.eps).rsqrt()
+        self.xhat = (x - mean[:, None]) * self.inverse_std[:, None]
+        self.z = self.xhat * self.w[:, None] + self.b[:, None]
+        self.dy, self.dz = dy, dy * reference.derivative(activation.function, self.z)
+        self.bend = reference.second_derivative(activation.function, self.z)
+        self.has_statistics = norm.training
+
+    def accepted(self, found: Told) -> Gradients:
+        """What an input that is as far off as ``Told.error`` says makes of the gradients: the norm of that.
+
+        With xhat wrong by e, of random sign, dx is by ``g (e mean(dz xhat) + xhat mean(dz e))``, dw by ``sum(dz e)``,
+        and dz by ``dy f'' e w``.
+        """
+        error, size, count = found.error(self.b, self.w).nan_to_num(0.0), self.dz.norm(dim=1), self.dz.shape[1]
+        of_dz = self.dy.norm(dim=1) * self.bend.abs().amax(1) * error * self.w.abs()
+        correlated = (self.dz * self.xhat).mean(1).abs() * count**0.5
+        through_statistics = error * (correlated + size / count**0.5) if self.has_statistics else 0.0
+        of_dx = (self.w * self.inverse_std).abs() * (of_dz + through_statistics)
+        return {"y": torch.zeros_like(error), "dx": of_dx, "dw": error * size + of_dz, "db": of_dz}
+
+    def luck(self) -> Gradients:
+        """What roundings of f', of dz and of xhat make of the gradients that are one number; where all of z is the same, all
+        terms are wrong in the same direction."""
+        is_flat = self.z.std(1) < 0.05
+        term = self.dy.abs() + self.dz.abs()
+        terms = {"dw": term * self.xhat.abs().clamp_min(1.0), "db": term}
+        return {name: torch.where(is_flat, t.abs().sum(1), t.norm(dim=1)) for name, t in terms.items()}
 
 
 def _assert_good(
@@ -132,13 +146,15 @@ def _assert_good(
     """As near to float64 as twice torch and twice what is accepted; with the channels that are ``kept``, of which no
     error is, in each channel."""
     ours, theirs = _run(layer, x, dy), _run(eager, x, dy)
-    exact = _run(_doubled(eager), x.double(), dy.double())
-    nothing = {name: torch.zeros(CHANNELS, dtype=torch.float64) for name in exact}
-    accepted = nothing if found is None else _accepted(_doubled(eager), x, dy, found)
-    # What torch computes in float64 is all there is to compare float64 with; a cube has ten roundings.
-    roundings = 16 if x.dtype is torch.float64 else 1
+    truths = _run(_doubled(eager), x.double(), dy.double())
+    exact = Exact(eager, x, dy)
+    nothing = {name: torch.zeros(CHANNELS, dtype=torch.float64) for name in truths}
+    accepted = nothing if found is None else exact.accepted(found)
+    # What torch computes in float64 is all there is to compare float64 with; a cube has ten roundings. The gain and the
+    # mean of a single channel are one number each, and torch's error in these is luck.
+    roundings = 16 if x.dtype is torch.float64 else 1 if kept is None else 4
     eps = torch.finfo(layer.weight.dtype).eps
-    for name, truth in exact.items():
+    for name, truth in truths.items():
         accepted[name][kept or []] = 0.0
         errors = [(t[name].double() - truth).norm(dim=1) for t in (ours, theirs)]
         limits = 2 * errors[1] + 2 * accepted[name] + roundings * eps * truth.norm(dim=1)
@@ -146,11 +162,7 @@ def _assert_good(
             assert float(errors[0].norm()) <= float(limits.norm()), name
             continue
         assert torch.equal(ours[name].isnan(), theirs[name].isnan()), name
-        if name in ("dw", "db"):
-            # One number, and torch's error in it luck: a few roundings of dz; all the same where all of z is.
-            is_flat = exact["y"].std(1) < 0.05
-            size = torch.where(is_flat, dy.numel() / CHANNELS, (dy.numel() / CHANNELS) ** 0.5)
-            limits += 4 * torch.finfo(x.dtype).eps * size
+        limits += 4 * torch.finfo(x.dtype).eps * exact.luck().get(name, 0.0)
         wrong = (errors[0] > limits) & errors[1].isfinite()
         assert not wrong.any(), (name, wrong.nonzero().flatten().tolist(), errors[0][wrong], limits[wrong])
 
@@ -177,7 +189,8 @@ def test_the_error_is_foretold(activation: Activation, dtype: torch.dtype) -> No
     fold = activation.fold.position if activation.fold is not None else -1.0
     for mean, std in ((0, 1), (0.3, 0.5), (-1, 0.7), (2, 0.7), (0, 0.05), (fold, 0.5), (fold, 0.1), (0.5, -1)):
         mean_, std_ = torch.tensor([float(mean)]), torch.tensor([float(std)])
-        z = mean + std * torch.randn(200_000, dtype=torch.float64)
+        xhat = torch.randn(200_000, dtype=torch.float64)
+        z = mean + std * xhat[xhat.abs() < 3.29]  # what one in a thousand does is not foretold
         z = z[(z >= found.low) & (z <= found.high)]
         y = activation.encoded(widened(z.to(dtype)), dtype).to(dtype)
         again = activation.input_given_output(widened(y), dtype)
@@ -198,11 +211,12 @@ def test_a_channel_is_told_only_where_the_error_is_small(activation: Activation,
     for mean in (40 * torch.rand(len(std)) - 20, std * (40 * torch.rand(len(std)) - 20)):
         mean = mean.double()
         says, error = found.is_told(mean, std), found.error(mean, std)
-        # By the corners of a cell of a quarter of an octave.
+        # By the corners of a cell of an eighth of an octave.
         assert float(error[says].max()) <= 1.25 * found.limit
         assert not says[(mean.abs() > 16 * std.abs()) | (std.abs() < 2**-12) | (std.abs() > 2**12)].any()
         # And not much less often.
-        common = (mean.abs() < 8 * std.abs()) & (std.abs() > 2**-7) & (std.abs() < 2**7) & (error < found.limit / 2)
+        common = (mean.abs() < 8 * std.abs()) & (std.abs() > max(2**-7, 1.1 * found.least_std)) & (std.abs() < 2**7)
+        common &= error < found.limit / 2
         assert float(says[common].double().mean()) > 0.85
     odd = torch.tensor([0.0, math.nan, math.inf, -math.inf, 1e-300])
     assert not found.is_told(torch.zeros(5), odd).any() and not found.is_told(odd[1:4], torch.ones(3)).any()
@@ -221,8 +235,8 @@ def test_no_input_between_low_and_high_is_far_off(activation: Activation, dtype:
 
 
 def test_what_is_told() -> None:
-    invertible = {"identity", "leaky_relu", "tanh", "sigmoid", "elu", "selu", "celu"}
-    invertible |= {"softplus", "logsigmoid", "softsign", "cbrt"}
+    # And not tanh, sigmoid and selu, which flatten too soon.
+    invertible = {"identity", "leaky_relu", "elu", "celu", "softplus", "logsigmoid", "softsign", "cbrt"}
     names = {dtype: {a.name for a, d in SERVED if d is dtype} for dtype in DTYPES}
     assert names[torch.float32] == invertible | {"silu", "gelu", "gelu_tanh", "quick_gelu", "mish"}
     assert names[torch.float64] == invertible
@@ -263,7 +277,27 @@ def test_gradients_are_as_good_as_torchs(activation: Activation, dtype: torch.dt
         dy = (torch.randn(PLANE) + weight * (x.float() - 0.5)).to(dtype)
         assert _node(layer(x.clone().requires_grad_())) is not None
         # Twice torch's error and no more, but for a fit.
-        _assert_good(layer, eager, x, dy, found=found if weight or activation.is_folded else None)
+        _assert_good(layer, eager, x, dy, found=found if activation.is_folded else None)
+
+
+# Next to 0 the derivative of the cube root, and with it every error, has no bound.
+@pytest.mark.parametrize(("activation", "dtype"), [(a, d) for a, d in SERVED if a.name != "cbrt"], ids=str)
+@training_or_not
+@pytest.mark.parametrize("bias", [-2.0, -0.75, 0.0, 0.5])
+def test_no_weight_and_bias_make_them_worse(
+    activation: Activation, dtype: torch.dtype, training: bool, bias: float
+) -> None:
+    layer, eager = _pair(activation, dtype=dtype)
+    x = _x((16, CHANNELS, 16, 16), dtype)
+    for norm in (layer, eager.norm):
+        norm.train(training)
+        with torch.no_grad():
+            norm.weight.copy_(torch.logspace(-2, 0.5, CHANNELS))
+            norm.bias.fill_(bias)
+    saved = _node(layer(x.clone().requires_grad_())).saved_tensors
+    kept = range(CHANNELS) if saved[0] is None else [] if saved[2] is None else saved[2].tolist()
+    dy = torch.randn(x.shape).to(dtype) + (x - 0.5)
+    _assert_good(layer, eager, x, dy, found=told(activation, dtype), kept=list(kept))
 
 
 @training_or_not
@@ -281,7 +315,7 @@ def test_gradients_from_a_fold_have_the_error_of_the_derivative(activation: Acti
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("channels_last", [False, True], ids=["", "channels_last"])
-@pytest.mark.parametrize("name", ["leaky_relu", "tanh", "elu", "gelu", "silu"])
+@pytest.mark.parametrize("name", ["leaky_relu", "softplus", "elu", "gelu", "silu"])
 def test_every_dimension_and_format(name: str, shape: tuple[int, ...], channels_last: bool) -> None:
     layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
     if channels_last and len(shape) not in layouts:
@@ -360,7 +394,7 @@ def _nets(names: tuple[str, ...]) -> tuple[nn.Sequential, nn.Sequential]:
 
 
 @training_or_not
-@pytest.mark.parametrize("names", [("elu",) * 3, ("silu",) * 3, ("gelu", "tanh", "leaky_relu")], ids=str)
+@pytest.mark.parametrize("names", [("elu",) * 3, ("silu",) * 3, ("gelu", "softplus", "leaky_relu")], ids=str)
 def test_a_deeper_network(names: tuple[str, ...], training: bool) -> None:
     fused, plain = (net.train(training) for net in _nets(names))
     images, dy = torch.randn(4, 3, 16, 16), torch.randn(4, 3, 10, 10)
@@ -391,16 +425,18 @@ def _odd(activation: Activation, dtype: torch.dtype, training: bool) -> tuple[An
     x -= x.mean((0, 2, 3), keepdim=True)
     for norm in (layer, eager.norm):
         with torch.no_grad():
-            norm.weight.copy_(norm.weight.sign() * torch.linspace(0.5, 1.0, CHANNELS))
-            values = {1: (0.0, 0.3), 2: (1e-6, 0.1), 3: (-1e-3, 20.0), 5: (2.0, 0.0)}
+            norm.weight.copy_(norm.weight.sign() * torch.linspace(0.6, 1.0, CHANNELS))
+            norm.bias.fill_(0.05)
+            values = {1: (0.0, 0.3), 2: (1e-6, 0.1), 3: (-1e-3, 20.0)}
             if activation.fold is not None:
                 values[4] = 0.02, activation.fold.position
+                norm.weight[5] = 2.0
             for channel, (w, b) in values.items():
                 norm.weight[channel], norm.bias[channel] = w, b
             norm.running_mean.zero_()
             norm.running_var.copy_(x.var((0, 2, 3)))
             norm.running_mean[7], norm.running_var[7] = 1e4, 1e-2
-    expected = {*values, 7, 8, 9} - {5}
+    expected = {*values, 7, 8, 9}
     x[1, 5, 3, 4] = -60.0 * 60  # of 60 standard deviations at once: with it the others have one of 56
     x[:, 6] = 0.0
     x[:, 7] = 1e4 + 0.1 * x[:, 7]
@@ -437,7 +473,7 @@ def test_what_is_kept_of_them_is_no_more(name: str, training: bool) -> None:
     hidden, statistics, edge = x.numel() * 4, 2 * CHANNELS * 4, 4
     for count in range(CHANNELS + 1):
         for norm in (layer, eager.norm):
-            nn.init.ones_(norm.weight)
+            nn.init.ones_(norm.weight), nn.init.zeros_(norm.bias)
             with torch.no_grad():
                 norm.weight[CHANNELS - count :] = 0.0
         kept = saved_bytes(lambda: layer.train(training)(x * 1), exclude=list(layer.buffers()))

@@ -137,7 +137,7 @@ def fit(function: Function, precision: Precision = PRECISIONS[torch.float32]) ->
 
 
 #: How closely inputs are fitted. Float32 knows the output, and with it z, no better.
-INVERSE_PRECISION = Precision(3e-7, 12)
+INVERSE_PRECISION = Precision(1e-7, 16)
 #: The smallest outputs that are told apart: what is divided by them, or scaled down, still is a normal number.
 SMALLEST = 2.0**-96
 

@@ -23,14 +23,17 @@ CELL, CELLS, TRIED = 1 / 32, 1280, 32
 TRIED_AT_FOLD = 4096
 #: The accepted errors in units of the dtype's rounding. ``SINGLE`` is that of any one input, in relation to its size
 #: where that is above 1; ``AVERAGE`` the root mean square over a channel, in relation to its standard deviation. That
-#: reaches the gradient of x times the correlation of dz and xhat, and is then as large as the error of dz: of folded
-#: activations this is ten units of float32.
-SINGLE, AVERAGE, AVERAGE_FOLDED = 8192, 16, 128
+#: reaches the gradient of x times the correlation of dz and xhat. At one unit the gradient of x errs twice as much as
+#: torch's where dz runs along xhat, and as much elsewhere. Of folded activations dz itself is off by ten units, which
+#: the error of x reaches at a correlation of one to six.
+SINGLE, AVERAGE, AVERAGE_FOLDED = 8192, 1, 64
+#: A fit errs to the same side all around, which no sum averages out: over this width it is below ``AVERAGE``.
+LEAST_FOLDED = 0.25
 #: What a function must at least serve: most normal numbers.
 COMMON = 5.5
 #: Channels are told apart by their standard deviation, from so many octaves below 1 to as many above, and by how many
 #: of these the mean is from 0; in fractions of so many.
-OCTAVES, OFFSET, FINE = 12, 16, 4
+OCTAVES, OFFSET, FINE = 12, 16, 8
 #: Parts of equal probability of normal numbers. The outer ones end where only one number in a thousand lies beyond.
 PARTS = 32
 
@@ -44,6 +47,7 @@ class Told:
         integral: of the mean square error of inputs from 0 to the end of each cell.
         rounding: of the input itself, the mean square in relation to its square.
         limit: the accepted root of the mean square error over a channel, in relation to its standard deviation.
+        least_std: channels whose standard deviation is smaller are not told.
     """
 
     low: float
@@ -51,6 +55,7 @@ class Told:
     integral: Tensor
     rounding: float
     limit: float
+    least_std: float
 
     def error(self, mean: Tensor, std: Tensor) -> Tensor:
         """The error to expect of channels: its root mean square, in relation to the standard deviation; of a normal
@@ -83,6 +88,7 @@ class Told:
         std = torch.exp2(torch.arange(2 * FINE * OCTAVES + 1, dtype=torch.float64) / FINE - OCTAVES)
         mean = torch.arange(2 * FINE * OFFSET + 1, dtype=torch.float64) / FINE - OFFSET
         good = self.error(std.unsqueeze(1) * mean, std.unsqueeze(1).expand(-1, len(mean))) <= self.limit
+        good &= (std >= self.least_std).unsqueeze(1)
         good = good[1:, 1:] & good[:-1, 1:] & good[1:, :-1] & good[:-1, :-1]
         return torch.nn.functional.pad(good[1:-1, 1:-1], (1, 1, 1, 1))  # what is further out is not told
 
@@ -122,7 +128,8 @@ def told(activation: Activation, dtype: torch.dtype) -> Told | None:
     low = -_reach(good[:CELLS].flip(0), _errors(activation, dtype, -far) <= bound, far)
     high = _reach(good[CELLS:], _errors(activation, dtype, far) <= bound, far)
     limit = AVERAGE_FOLDED if activation.is_folded else AVERAGE
-    found = Told(low, high, integral, eps**2 / 12, limit * eps)
+    least_std = LEAST_FOLDED if activation.is_folded else 0.0
+    found = Told(low, high, integral, eps**2 / 12, limit * eps, least_std)
     is_useful = min(-low, high) >= COMMON
     return found if is_useful and bool(found.is_told(torch.zeros(1), torch.ones(1))) else None
 

@@ -57,8 +57,8 @@ class _Table:
     that it does not meet the others. All numbers with the same sign, exponent and leading bits are an interval.
     """
 
-    #: Bits of w that only the place in the interval depends on: it has 2^-9 of the size of w.
-    REST = 14
+    #: Bits of w that only the place in the interval depends on: it has 2^-10 of the size of w.
+    REST = 13
     SCRATCH = (torch.float32, torch.float32, torch.int32, torch.complex64)
 
     def __init__(self, fitted: FoldedInverse) -> None:
