@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import backends
-from .activations import Activation, Told, told
+from .activations import Activation, Saved, Told, told
 from .autograd import differentiable_gradients, is_batched
 from .backends import Wanted
 from .broadcast import along, others
@@ -44,6 +44,13 @@ def told_of(activation: Activation, x: Tensor) -> Told | None:
     return told(activation, x.dtype)
 
 
+def kept_besides(activation: Activation, dtype: torch.dtype, *, has_residual: bool = False) -> Saved:
+    """What is kept by default besides the input, where outputs do not tell that: an output that the next layer keeps
+    anyway, or nothing; the activation's input is had again by a pass, exactly."""
+    refused = activation.output_refused_because(dtype)
+    return "recompute" if refused is not None or (activation.is_folded and not has_residual) else "output"
+
+
 def describe(activation: Activation, save: str, dtype: torch.dtype) -> str:
     """What a layer keeps for the backward pass, and why, in a few words."""
     if activation.unfused_because is not None:
@@ -56,17 +63,16 @@ def describe(activation: Activation, save: str, dtype: torch.dtype) -> str:
         return "saves the output, which tells the input"
     name = str(dtype).removeprefix("torch.")
     reason = "do not tell the input" if not activation.has_inverse else "tell the input too coarsely"
-    refused = activation.output_refused_because(dtype)
-    has_output = save == "output" or (refused is None and not activation.is_folded)
+    has_output = "output" in (save, kept_besides(activation, dtype))
     return f"saves its input{' and the output' if has_output else ''}: {name} outputs {reason}"
 
 
 def norm_act(
-    norm: BatchNorm, x: Tensor, w: Tensor | None, b: Tensor | None, activation: Activation, told: Told | None
+    norm: BatchNorm, x: Tensor, w: Tensor | None, b: Tensor | None, activation: Activation, outputs: Told | None
 ) -> Tensor:
     """``activation(norm(x, w, b))`` that keeps its output as far as that tells x, and else x."""
-    edge = None if told is None or not x.requires_grad else Edge.apply(x)
-    return NormAct.apply(x, w, b, edge, norm, activation, told)
+    edge = None if outputs is None or not x.requires_grad else Edge.apply(x)
+    return NormAct.apply(x, w, b, edge, norm, activation, outputs)
 
 
 class Edge(Function):
@@ -107,12 +113,12 @@ class NormAct(Function):
         edge: Tensor | None,
         norm: BatchNorm,
         activation: Activation,
-        told: Told | None,
+        outputs: Told | None,
     ) -> Tensor:
         backend = backends.choose(x, activation)
         z, mean, inverse_std = norm.with_statistics(x, w, b)
-        channels = None if told is None else _untold_channels(z, Known(mean, inverse_std, w), b, told)
-        keeps_output = told is not None and (channels is None or len(channels) <= FEW * x.shape[1])
+        channels = None if outputs is None else _untold_channels(z, Known(mean, inverse_std, w), b, outputs)
+        keeps_output = outputs is not None and (channels is None or len(channels) <= FEW * x.shape[1])
         y = backend.bias_act(z, None, activation, dim=norm.dim, encode=keeps_output, out=z)
         if not keeps_output:
             ctx.save_for_backward(None, x, None, mean, inverse_std, w, b)
@@ -172,17 +178,17 @@ class Known(NamedTuple):
     w: Tensor | None
 
 
-def _untold_channels(z: Tensor, known: Known, b: Tensor | None, told: Told) -> Tensor | None:
+def _untold_channels(z: Tensor, known: Known, b: Tensor | None, outputs: Told) -> Tensor | None:
     """The channels of which outputs do not tell the input, or None."""
     mean, inverse_std, w = known
     low, high = torch.aminmax(z)
-    inside = (low >= told.low) & (high <= told.high)  # not where a number is none
+    inside = (low >= outputs.low) & (high <= outputs.high)  # not where a number is none
     good = (mean * inverse_std).abs() <= CENTRED
     if w is not None:
-        good &= told.is_told(torch.zeros_like(w) if b is None else b, w)
+        good &= outputs.is_told(torch.zeros_like(w) if b is None else b, w)
     if bool(good.all() & inside):  # one wait
         return None
-    inside = (z.amin(others(z, 1)) >= told.low) & (z.amax(others(z, 1)) <= told.high)
+    inside = (z.amin(others(z, 1)) >= outputs.low) & (z.amax(others(z, 1)) <= outputs.high)
     return (~(good & inside)).nonzero().squeeze(1)
 
 

@@ -26,8 +26,6 @@ class Matmul:
     function = "dense_bias_act"
     #: Whether b may as well be added by whoever comes after.
     leaves_bias = True
-    #: Whether z is had again from what backward keeps anyway, at the cost of a pass.
-    is_cheap = False
     #: Whether autocast casts x, w and b.
     is_cast = True
     #: The dimension of z, from the end, along which the bias runs.
@@ -66,7 +64,6 @@ class Convolution(NamedTuple):
     dilation: Sizes
     groups: int
     leaves_bias: bool = True
-    is_cheap: bool = False
     is_cast: bool = True
 
     @property
@@ -137,7 +134,6 @@ class BatchNorm(NamedTuple):
     #: x's dimensions.
     dims: int = 0
     leaves_bias: bool = False
-    is_cheap: bool = True
     is_cast: bool = False
 
     @property

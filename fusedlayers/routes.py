@@ -22,7 +22,7 @@ from . import backends, operands
 from .activations import Activation, Saved, Specialised
 from .autograd import BiasAct, Conv, Dense, Origin
 from .backends import Backend
-from .normalised import norm_act, told_of
+from .normalised import kept_besides, norm_act, told_of
 from .ownership import saved_under_hooks
 from .products import Again, BatchNorm, Convolution, Matmul, Product, Weight
 
@@ -72,13 +72,13 @@ def product_act(
         activation, params, params_dim = specialised(activation, product.shape(x, w), dtype, x.device)
         dim = product.dim if params_dim is None else params_dim
     keep = choose_save(product.function, activation, save, dtype)
-    if isinstance(product, BatchNorm) and residual is None and not (is_plain or compiling or params):
-        told = told_of(activation, x) if save in ("auto", "output") and needs_gradient(x, w, b) else None
-        if told is not None:
-            return norm_act(product, x, w, b, activation, told)
-    if product.is_cheap and save == "auto" and not compiling:
-        # Exact, and of no more bytes than the output, which the next layer keeps.
-        keep = "recompute" if keep == "input" or (activation.is_folded and residual is None) else keep
+    if isinstance(product, BatchNorm) and not compiling:
+        if residual is None and not (is_plain or params) and save in ("auto", "output") and needs_gradient(x, w, b):
+            outputs = told_of(activation, x)
+            if outputs is not None:
+                return norm_act(product, x, w, b, activation, outputs)
+        if save == "auto" and keep != "nothing":
+            keep = kept_besides(activation, dtype, has_residual=residual is not None)
 
     if is_plain or keep == "nothing" or not activation.is_fusible:
         return composite(product, activation, inputs)

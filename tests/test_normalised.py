@@ -132,8 +132,8 @@ class Exact:
         return {"y": torch.zeros_like(error), "dx": of_dx, "dw": error * size + of_dz, "db": of_dz}
 
     def luck(self) -> Gradients:
-        """What roundings of f', of dz and of xhat make of the gradients that are one number; where all of z is the same, all
-        terms are wrong in the same direction."""
+        """What roundings of f', of dz and of xhat make of the gradients that are one number. Where all of z is the
+        same, all terms are wrong in the same direction."""
         is_flat = self.z.std(1) < 0.05
         term = self.dy.abs() + self.dz.abs()
         terms = {"dw": term * self.xhat.abs().clamp_min(1.0), "db": term}

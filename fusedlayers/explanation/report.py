@@ -22,6 +22,7 @@ from ..functional import bias_act
 from ..memory import saved_bytes
 from ..modules.fused import FusedAct
 from ..modules.norm import FusedBatchNormAct1d, FusedBatchNormAct2d
+from ..normalised import kept_besides
 from ..routes import specialised
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -199,8 +200,8 @@ def _measure(
     scale = float(exact[real].norm()) or 1.0
 
     save = "auto" if layer is None else layer.save
-    if save == "auto" and _is_norm(layer) and record.is_folded and told(record, dtype) is None:
-        save = "recompute"  # from the input, which it keeps
+    if save == "auto" and _is_norm(layer) and told(record, dtype) is None:
+        save = kept_besides(record, dtype)
     fused = functools.partial(_applied, activation, save)
 
     def errors(slope: Tensor) -> tuple[float, float]:

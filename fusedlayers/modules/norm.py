@@ -137,8 +137,8 @@ def _synchronised(norm: BatchNorm, inputs: Inputs, activation: Activation, save:
     if not needs_gradient(x, w, b):
         z, *_ = norm.with_statistics(x, w, b)
     elif residual is None and activation.is_fusible and save != "input":
-        told = None if save == "recompute" else told_of(activation, x)
-        return norm_act(norm, x, w, b, activation, told)
+        outputs = None if save == "recompute" else told_of(activation, x)
+        return norm_act(norm, x, w, b, activation, outputs)
     else:
         z = norm_act(norm, x, w, b, resolve(None), None)
     return bias_act(z if residual is None else z + residual, None, activation, dim=1, save=save)
