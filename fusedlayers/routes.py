@@ -22,7 +22,7 @@ from . import backends, operands
 from .activations import Activation, Saved, Specialised
 from .autograd import BiasAct, Conv, Dense, Origin
 from .backends import Backend
-from .normalised import kept_besides, norm_act, told_of
+from .normalised import norm_act, save_beside_input, told_of
 from .ownership import saved_under_hooks
 from .products import Again, BatchNorm, Convolution, Matmul, Product, Weight
 
@@ -74,11 +74,11 @@ def product_act(
     keep = choose_save(product.function, activation, save, dtype)
     if isinstance(product, BatchNorm) and not compiling:
         if residual is None and not (is_plain or params) and save in ("auto", "output") and needs_gradient(x, w, b):
-            outputs = told_of(activation, x)
-            if outputs is not None:
-                return norm_act(product, x, w, b, activation, outputs)
+            tells = told_of(activation, x)
+            if tells is not None:
+                return norm_act(product, x, w, b, activation, tells)
         if save == "auto" and keep != "nothing":
-            keep = kept_besides(activation, dtype, has_residual=residual is not None)
+            keep = save_beside_input(activation, dtype, has_residual=residual is not None)
 
     if is_plain or keep == "nothing" or not activation.is_fusible:
         return composite(product, activation, inputs)

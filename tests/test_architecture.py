@@ -26,7 +26,7 @@ LAYERS = [
     ["activations.folded"],
     ["activations.analysis"],
     ["activations.spec"],
-    ["activations.inverse", "activations.resolve"],
+    ["activations.told", "activations.resolve"],
     ["activations.builtin", "activations.register", "activations.decompositions"],
     ["activations.trace"],
     ["activations.splitting"],

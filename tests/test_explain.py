@@ -121,7 +121,19 @@ def test_layers_say_what_they_keep(layer: nn.Module, kept: tuple[int, int], said
     assert report.saves["float32"].startswith(f"saves {said}") and said in str(report)
     # Of a batch norm that may not tell its input it is said where.
     tells = isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d) and report.name in ("silu", "leaky_relu")
-    assert ("whose weight is near 0, or where the activation's is not within [-" in report.reason) == tells
+    assert ("; a batch norm in float32 keeps its input too, of channels where rounding" in report.reason) == tells
+
+
+@pytest.mark.parametrize(
+    ("small", "kept"), [(0, "the output, which"), (3, "the output, and the input of 3 of 8 ch"), (6, "its input: by")]
+)
+def test_a_batch_norm_is_described_with_its_weights(small: int, kept: str) -> None:
+    layer = fl.FusedBatchNormAct2d(8, "silu")
+    nn.init.constant_(layer.weight[:small], 0.01)
+    report = fl.explain(layer)
+    assert report.saves["float32"].startswith(f"saves {kept}") and f"saves {kept}" in repr(layer)
+    here = report.saved_bytes["float32"][1]
+    assert here == pytest.approx(8 if small == 6 else 4 * (1 + small / 8), rel=0.01)
 
 
 def test_a_module_with_a_hook_is_left_to_pytorch() -> None:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedlayers as fl
 from fusedlayers import normalised
 from fusedlayers.activations import Activation, Told, rows, told, widened
-from fusedlayers.activations.inverse import SINGLE
+from fusedlayers.activations.told import CELL
 from fusedlayers.backends import eager
 from fusedlayers.memory import saved_bytes
 
@@ -191,7 +191,6 @@ def test_the_error_is_foretold(activation: Activation, dtype: torch.dtype) -> No
         mean_, std_ = torch.tensor([float(mean)]), torch.tensor([float(std)])
         xhat = torch.randn(200_000, dtype=torch.float64)
         z = mean + std * xhat[xhat.abs() < 3.29]  # what one in a thousand does is not foretold
-        z = z[(z >= found.low) & (z <= found.high)]
         y = activation.encoded(widened(z.to(dtype)), dtype).to(dtype)
         again = activation.input_given_output(widened(y), dtype)
         measured = float((again.double() - z).square().mean().sqrt()) / abs(std)
@@ -223,15 +222,22 @@ def test_a_channel_is_told_only_where_the_error_is_small(activation: Activation,
 
 
 @every_served
-def test_no_input_between_low_and_high_is_far_off(activation: Activation, dtype: torch.dtype) -> None:
+def test_no_input_is_farther_off_than_the_worst(activation: Activation, dtype: torch.dtype) -> None:
     found = told(activation, dtype)
-    assert found is not None and found.low < -5 and found.high > 5
-    z = torch.linspace(max(found.low, -200.0), min(found.high, 200.0), 100_001, dtype=torch.float64).to(dtype)
+    assert found is not None
+    z = torch.cat([torch.linspace(-200, 200, 200_001), 10.0 ** torch.linspace(-3, 25, 101)]).to(dtype)
+    z = torch.cat([z, -z])
+    if activation.fold is not None:
+        z = z[(z - activation.fold.position).abs() > 2 * CELL]
     y = activation.encoded(widened(z), dtype).to(dtype)
-    error = (activation.input_given_output(widened(y), dtype).double() - z.double()).abs() / z.double().abs().clamp_min(
-        1
-    )
-    assert float(error.max()) <= 1.1 * SINGLE * torch.finfo(dtype).eps  # 1.1 for the end of a cell
+    error = (activation.input_given_output(widened(y), dtype).double() - z.double()).abs().nan_to_num(math.inf)
+    worst = found.worst(z)
+    # A cell has a few samples, and torch's functions jump by a unit here and there.
+    assert bool((error <= 4.0 * worst).all())
+    assert bool((worst[z > 0].sort().values == found.worst(z[z > 0].sort().values)).all())
+    # Of common values none is far off.
+    assert float(found.worst(torch.tensor([-4.0, 4.0])).max()) <= 256 * torch.finfo(dtype).eps
+    assert found.worst(torch.tensor([math.nan, math.inf, -math.inf])).isinf().all()
 
 
 def test_what_is_told() -> None:
@@ -444,8 +450,9 @@ def _odd(activation: Activation, dtype: torch.dtype, training: bool) -> tuple[An
     x = x.to(dtype)
     with torch.no_grad():
         z = _doubled(eager).norm(x.double())
-    low, high = z.amin((0, 2, 3)), z.amax((0, 2, 3))
-    expected |= set(((low < found.low) | (high > found.high)).nonzero().flatten().tolist())
+    allowed = found.limit * (4 * 32 * 32) ** 0.5 * eager.norm.weight.detach().double().abs()
+    for end in (z.amin((0, 2, 3)), z.amax((0, 2, 3))):
+        expected |= set((found.worst(end) > allowed).nonzero().flatten().tolist())
     return layer, eager, x, sorted(expected)
 
 
@@ -458,8 +465,6 @@ def test_channels_that_are_not_told_are_kept(activation: Activation, dtype: torc
     y = layer(x.clone().requires_grad_())
     saved_y, kept, channels, *_ = _node(y).saved_tensors
     kept_channels = channels.tolist()
-    if not training and 9 not in kept_channels:  # an infinity may be an input like any other
-        expected.remove(9)
     assert kept_channels == expected
     assert torch.equal(kept.nan_to_num(), x[:, channels].nan_to_num()) and saved_y.data_ptr() == y.data_ptr()
     _assert_good(layer, eager, x, torch.randn(x.shape).to(dtype), found=told(activation, dtype), kept=kept_channels)
@@ -469,7 +474,7 @@ def test_channels_that_are_not_told_are_kept(activation: Activation, dtype: torc
 @both_kinds
 def test_what_is_kept_of_them_is_no_more(name: str, training: bool) -> None:
     layer, eager = _pair(_named(name))
-    x = _x().requires_grad_()
+    x = _x((4, CHANNELS, 32, 32)).requires_grad_()
     hidden, statistics, edge = x.numel() * 4, 2 * CHANNELS * 4, 4
     for count in range(CHANNELS + 1):
         for norm in (layer, eager.norm):
@@ -485,7 +490,7 @@ def test_what_is_kept_of_them_is_no_more(name: str, training: bool) -> None:
             node = _node(layer(x))
             assert kept == hidden + statistics and node.saved_tensors[0] is None
             assert node.saved_tensors[1].data_ptr() == x.data_ptr()
-        _assert_good(layer, eager.train(training), x.detach(), torch.randn(PLANE), found=_served(name))
+        _assert_good(layer, eager.train(training), x.detach(), torch.randn(x.shape), found=_served(name))
 
 
 @both_kinds
@@ -503,6 +508,42 @@ def test_where_none_is_told(name: str) -> None:
         (dx,) = torch.autograd.grad(module(leaf).square().sum(), module.parameters(), create_graph=True)[:1]
         results.append(torch.autograd.grad(dx.square().sum(), [leaf, *module.parameters()], allow_unused=True))
     _assert_near(*results)
+
+
+@pytest.mark.parametrize("bias", [0.0, -0.5])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ["elu", "celu", "leaky_relu", "softplus"])
+def test_values_far_out_do_not_spoil_the_others(name: str, training: bool, bias: float) -> None:
+    layer, eager = _pair(_named(name))
+    x = torch.distributions.StudentT(3.0).sample((8, CHANNELS, 24, 24))
+    x[0, :, 0, 0] = -11.0
+    for norm in (layer, eager.norm):
+        norm.train(training)
+        nn.init.ones_(norm.weight), nn.init.constant_(norm.bias, bias)
+        norm.running_mean.zero_(), norm.running_var.fill_(3.0)
+    saved = _node(layer(x.clone().requires_grad_())).saved_tensors
+    kept = range(CHANNELS) if saved[0] is None else [] if saved[2] is None else saved[2].tolist()
+    _assert_good(layer, eager, x, x + torch.randn_like(x), found=_served(name), kept=list(kept))
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["", "channels_last"])
+@pytest.mark.parametrize("offset", [0.0, 3.0, 25.0])
+@training_or_not
+def test_what_torch_rounds_once_for_a_channel_does_not_add_up(
+    training: bool, offset: float, channels_last: bool
+) -> None:
+    layer, eager = _pair(_named("leaky_relu"))
+    x = torch.randn(8, CHANNELS, 32, 32) + offset
+    x = x.contiguous(memory_format=torch.channels_last) if channels_last else x
+    for norm in (layer, eager.norm):
+        norm.train(training)
+        nn.init.ones_(norm.weight), nn.init.constant_(norm.bias, 2.0)
+        norm.running_mean.copy_(x.mean((0, 2, 3))), norm.running_var.copy_(x.var((0, 2, 3)))
+    assert _node(layer(x.clone().requires_grad_())).saved_tensors[1] is None
+    dy = torch.randn_like(x) + 1.0  # whose mean the roundings meet
+    ours, theirs = _run(layer, x, dy)["dw"], _run(eager, x, dy)["dw"]
+    truth = _run(_doubled(eager), x.double(), dy.double())["dw"]
+    assert float((ours.double() - truth).norm()) <= 3 * float((theirs.double() - truth).norm())
 
 
 # --- bytes, and who holds them ----------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from . import builtin as _builtin  # fills the table
 from .capture import must_be_called_because
-from .inverse import Told, told
 from .register import activation
 from .resolve import record_of, resolve
 from .spec import (
@@ -17,6 +16,7 @@ from .spec import (
     rows,
     widened,
 )
+from .told import Told, told
 
 __all__ = [
     "DTYPES",

@@ -22,7 +22,7 @@ from ..functional import bias_act
 from ..memory import saved_bytes
 from ..modules.fused import FusedAct
 from ..modules.norm import FusedBatchNormAct1d, FusedBatchNormAct2d
-from ..normalised import kept_besides
+from ..normalised import WORTH_IT, save_beside_input
 from ..routes import specialised
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -114,10 +114,11 @@ def explain(activation: object) -> Explanation:
     shape = _shape(resolved)
     record = _specialised(resolved, shape)
     kind, reason = _kind(record)
-    if _is_norm(layer) and (known := told(record, torch.float32)) is not None:
+    if _is_norm(layer) and told(record, torch.float32) is not None:
         reason += (
-            "; a batch norm in float32 keeps its input only of channels whose weight is near 0, or where the "
-            f"activation's is not within [{known.low:.4g}, {known.high:.4g}]"
+            "; a batch norm in float32 keeps its input too, of channels where rounding of the output would show in "
+            "gradients: whose weight is small or much smaller than the bias, or with values far out where the "
+            f"activation is flat; and small inputs, of less than {WORTH_IT} numbers, as they are"
         )
     bytes_, accuracy = {}, {}
     for dtype in DTYPES:
@@ -201,7 +202,7 @@ def _measure(
 
     save = "auto" if layer is None else layer.save
     if save == "auto" and _is_norm(layer) and told(record, dtype) is None:
-        save = kept_besides(record, dtype)
+        save = save_beside_input(record, dtype)
     fused = functools.partial(_applied, activation, save)
 
     def errors(slope: Tensor) -> tuple[float, float]:
@@ -213,7 +214,13 @@ def _measure(
     if layer is not None and _is_norm(layer):
         kind = FusedBatchNormAct1d if len(shape) == 2 else FusedBatchNormAct2d
         norm = kind.torchs(shape[1], dtype=dtype)
-        layers = (lambda z: function(norm(z))), kind(shape[1], activation, save=layer.save, dtype=dtype)
+        if layer.weight is not None and not layer.weight.is_meta:
+            # Channels as the layer's own, again and again.
+            with torch.no_grad():
+                for own, parameter in ((norm.weight, layer.weight), (norm.bias, layer.bias)):
+                    own.copy_(parameter.repeat(-(-shape[1] // len(parameter)))[: shape[1]])
+        fused_norm = kind.from_modules(norm, activation, save=layer.save)
+        layers = (lambda z: function(norm(z))), fused_norm
     kept = tuple(_kept_bytes(f, z, dtype) / z.numel() for f in layers)
     return (kept[0], kept[1]), Accuracy(*here, *eager, floor[0])
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
-from ..activations import Activation, must_be_called_because, resolve
+from ..activations import DTYPES, Activation, must_be_called_because, resolve
 from ..routes import SAVES, specialised
 
 
@@ -31,6 +31,10 @@ class FusedAct(nn.Module):
             raise TypeError(
                 f"{cls.__name__}.from_modules: expected a plain {expected}, got {type(layer).__name__}, which may "
                 "compute something else; leave it as it is"
+            )
+        if layer.weight is not None and layer.weight.dtype not in DTYPES:
+            raise TypeError(
+                f"{cls.__name__}.from_modules: {layer.weight.dtype} is no floating dtype; leave it as it is"
             )
         reason = must_be_called_because(layer)
         if reason is not None:

@@ -68,7 +68,7 @@ class _FusedBatchNormAct(FusedAct):
         return 2, self.num_features, *(5 + 2 * i for i in range(self.dims[0] - 2))
 
     def keeps(self, activation: Activation, dtype: torch.dtype) -> str:
-        return describe(activation, self.save, dtype)
+        return describe(activation, self.save, dtype, self.weight, self.bias)
 
     def _dtype(self) -> torch.dtype:
         return torch.get_default_dtype() if self.weight is None else self.weight.dtype
@@ -137,8 +137,8 @@ def _synchronised(norm: BatchNorm, inputs: Inputs, activation: Activation, save:
     if not needs_gradient(x, w, b):
         z, *_ = norm.with_statistics(x, w, b)
     elif residual is None and activation.is_fusible and save != "input":
-        outputs = None if save == "recompute" else told_of(activation, x)
-        return norm_act(norm, x, w, b, activation, outputs)
+        tells = None if save == "recompute" else told_of(activation, x)
+        return norm_act(norm, x, w, b, activation, tells)
     else:
         z = norm_act(norm, x, w, b, resolve(None), None)
     return bias_act(z if residual is None else z + residual, None, activation, dim=1, save=save)
