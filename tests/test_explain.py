@@ -125,7 +125,12 @@ def test_layers_say_what_they_keep(layer: nn.Module, kept: tuple[int, int], said
 
 
 @pytest.mark.parametrize(
-    ("small", "kept"), [(0, "the output, which"), (3, "the output, and the input of 3 of 8 ch"), (6, "its input: by")]
+    ("small", "kept"),
+    [
+        (0, "the output, which"),
+        (3, "the output, and the input of 3 of 8 ch"),
+        (6, "its input: float32 outputs of 6 of 8 channels"),
+    ],
 )
 def test_a_batch_norm_is_described_with_its_weights(small: int, kept: str) -> None:
     layer = fl.FusedBatchNormAct2d(8, "silu")
