@@ -1,6 +1,7 @@
 """Bias and activation fused into the layer before them: one hidden-sized buffer where PyTorch keeps two."""
 
 from .activations import activation, activations
+from .blocks import gated_mlp, mlp
 from .explanation.report import explain
 from .functional import bias_act, conv_bias_act, dense_bias_act
 from .modules.activations import (
@@ -39,6 +40,7 @@ from .modules.activations import (
 )
 from .modules.conv import FusedConvAct1d, FusedConvAct2d, FusedConvAct3d
 from .modules.dense import FusedDenseAct
+from .modules.mlp import FusedGatedMLP, FusedMLP
 from .modules.norm import FusedBatchNormAct1d, FusedBatchNormAct2d, FusedBatchNormAct3d
 
 __version__ = "0.1.0"
@@ -55,6 +57,8 @@ __all__ = [
     "FusedConvAct2d",
     "FusedConvAct3d",
     "FusedDenseAct",
+    "FusedGatedMLP",
+    "FusedMLP",
     "Hardsigmoid",
     "Hardswish",
     "Hardtanh",
@@ -74,6 +78,7 @@ __all__ = [
     "dense_bias_act",
     "elu",
     "explain",
+    "gated_mlp",
     "gelu",
     "hardsigmoid",
     "hardswish",
@@ -81,6 +86,7 @@ __all__ = [
     "leaky_relu",
     "logsigmoid",
     "mish",
+    "mlp",
     "quick_gelu",
     "relu6",
     "selu",

@@ -62,7 +62,7 @@ def dense_bias_act(
     required = (input, weight) if residual is None else (input, weight, residual)
     ordinary = operands.are_ordinary(required, bias)
     if not ordinary:
-        operands.check_tensors("dense_bias_act", {"input": input, "weight": weight}, bias, residual)
+        operands.check_tensors("dense_bias_act", {"input": input, "weight": weight}, bias=bias, residual=residual)
         if has_torch_function((*required, bias)):
             if not resolved.is_fusible:
                 return composite(MATMUL, resolved, Inputs(input, weight, bias, residual))
@@ -72,8 +72,8 @@ def dense_bias_act(
             )
         if input.is_nested:  # which does not tell its sizes
             return composite(MATMUL, resolved, Inputs(input, weight, bias, residual))
-    operands.check_dense(input, weight, bias)
-    operands.check_one_dtype("dense_bias_act", input, weight, bias, residual, autocast_casts=True)
+    operands.check_dense("dense_bias_act", input, weight, bias)
+    operands.check_one_dtype("dense_bias_act", input, weight=weight, bias=bias, residual=residual, autocast_casts=True)
     if residual is not None:
         operands.check_residual("dense_bias_act", residual, MATMUL.shape(input, weight))
     rows = input.numel() // max(1, input.shape[-1])
@@ -130,7 +130,7 @@ def conv_bias_act(
     required = (input, weight) if residual is None else (input, weight, residual)
     ordinary = operands.are_ordinary(required, bias)
     if not ordinary:
-        operands.check_tensors("conv_bias_act", {"input": input, "weight": weight}, bias, residual)
+        operands.check_tensors("conv_bias_act", {"input": input, "weight": weight}, bias=bias, residual=residual)
         if has_torch_function((*required, bias)):  # of which a proxy does not tell its dimensions
             if not resolved.is_fusible:
                 z = conv_bias_act(input, weight, bias, None, stride, padding, dilation, groups, residual=residual)
@@ -147,7 +147,7 @@ def conv_bias_act(
         groups,
     )
     shape = operands.check_conv(input, weight, bias, product)
-    operands.check_one_dtype("conv_bias_act", input, weight, bias, residual, autocast_casts=True)
+    operands.check_one_dtype("conv_bias_act", input, weight=weight, bias=bias, residual=residual, autocast_casts=True)
     if residual is not None:
         operands.check_residual("conv_bias_act", residual, shape)
     return product_act(
@@ -195,13 +195,13 @@ def bias_act(
     resolved = resolve(activation, "bias_act")
     ordinary = operands.are_ordinary((input,), bias)
     if not ordinary:
-        operands.check_tensors("bias_act", {"input": input}, bias)
+        operands.check_tensors("bias_act", {"input": input}, bias=bias)
         if has_torch_function((input, bias)):
             if not resolved.is_fusible and bias is None and not inplace:
                 return resolved.plain(input)
             tensors = (input, bias)
             return handle_torch_function(bias_act, tensors, *tensors, resolved, dim=dim, inplace=inplace, save=save)
-    operands.check_one_dtype("bias_act", input, None, bias, None)
+    operands.check_one_dtype("bias_act", input, bias=bias)
     if bias is not None:
         operands.check_bias("bias_act", input, bias, dim)
     bias_dim = dim

@@ -37,13 +37,12 @@ def are_ordinary(required: tuple[Tensor, ...], bias: Tensor | None) -> bool:
     return not others and device.type in backends.DEVICES
 
 
-def check_tensors(function: str, required: dict[str, object], bias: object, residual: object = None) -> None:
+def check_tensors(function: str, required: dict[str, object], **optional: object) -> None:
     """Refuse what is not a floating tensor, or not on the device of the first."""
-    optional = {name: tensor for name, tensor in (("bias", bias), ("residual", residual)) if tensor is not None}
     device = None
     for name, tensor in {**required, **optional}.items():
-        if has_torch_function((tensor,)):
-            continue  # it says itself what it is
+        if has_torch_function((tensor,)) or (tensor is None and name in optional):
+            continue  # the former says itself what it is
         if not isinstance(tensor, Tensor):
             hint = f"; pass None for no {name}" if name in optional else ""
             raise TypeError(f"{function}: {name} must be a tensor, got {type(tensor).__name__}{hint}")
@@ -57,19 +56,40 @@ def check_tensors(function: str, required: dict[str, object], bias: object, resi
             raise ValueError(f"{function}: {name} is on {tensor.device} but input is on {device}; move one of them")
 
 
-def check_dense(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def check_dense(
+    function: str, input: Tensor, weight: Tensor, bias: Tensor | None, names: tuple[str, str] = ("weight", "bias")
+) -> None:
+    """``names``: those of the weight and of the bias."""
     if weight.dim() != 2 or input.dim() < 1 or input.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"dense_bias_act: expected input (..., in) and weight (out, in), got {_shape(input)} and {_shape(weight)}; "
+            f"{function}: expected input (..., in) and {names[0]} (out, in), got {_shape(input)} and {_shape(weight)}; "
             "the input's last dimension must be the weight's second"
         )
-    _check_bias_of_outputs("dense_bias_act", weight, bias)
+    _check_bias_of_outputs(function, weight, bias, names)
 
 
-def _check_bias_of_outputs(function: str, weight: Tensor, bias: Tensor | None) -> None:
+def check_last(
+    function: str, weights: dict[str, Tensor], last: Tensor, bias: Tensor | None, names: tuple[str, str]
+) -> None:
+    """The weights of a block's first products, and the last one, of these names."""
+    (first, w), *others = weights.items()
+    for name, other in others:
+        if other.shape != w.shape:
+            raise ValueError(f"{function}: {first} {_shape(w)} and {name} {_shape(other)} must have the same shape")
+    if last.dim() != 2 or last.shape[1] != w.shape[0]:
+        raise ValueError(
+            f"{function}: expected {names[0]} (out, hidden) for {first} (hidden, in), got {_shape(last)} and "
+            f"{_shape(w)}; its second dimension must be the first of {first}"
+        )
+    _check_bias_of_outputs(function, last, bias, names)
+
+
+def _check_bias_of_outputs(
+    function: str, weight: Tensor, bias: Tensor | None, names: tuple[str, str] = ("weight", "bias")
+) -> None:
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
         raise ValueError(
-            f"{function}: expected bias ({weight.shape[0]},) for weight {_shape(weight)}, got {_shape(bias)}"
+            f"{function}: expected {names[1]} ({weight.shape[0]},) for {names[0]} {_shape(weight)}, got {_shape(bias)}"
         )
 
 
@@ -184,24 +204,12 @@ def check_bias(function: str, input: Tensor, bias: Tensor, dim: int) -> None:
         )
 
 
-def check_one_dtype(
-    function: str,
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    *,
-    autocast_casts: bool = False,
-) -> None:
+def check_one_dtype(function: str, input: Tensor, *, autocast_casts: bool = False, **tensors: Tensor | None) -> None:
     """Refuse mixed dtypes, but for those that autocast, where it is on, makes one dtype of: all but float64."""
     dtype = input.dtype
-    if (
-        (weight is None or weight.dtype is dtype)
-        and (bias is None or bias.dtype is dtype)
-        and (residual is None or residual.dtype is dtype)
-    ):
+    if all(tensor is None or tensor.dtype is dtype for tensor in tensors.values()):
         return
-    named = {"input": input, "weight": weight, "bias": bias, "residual": residual}
+    named = {"input": input, **tensors}
     dtypes = {name: tensor.dtype for name, tensor in named.items() if tensor is not None}
     if autocast_casts and torch.float64 not in dtypes.values() and is_autocast(input.device.type):
         return

@@ -36,6 +36,11 @@ def is_ours_alone(saved: Tensor) -> bool:
     return saved.untyped_storage().resizable()
 
 
+def graph_is_given_up() -> bool:
+    """Whether what a node holds, and nobody else has ever held, may be overwritten in this backward: the last one."""
+    return _users_when_alone() is not None and not _graph_is_kept()
+
+
 def _graph_is_kept() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 

@@ -49,6 +49,20 @@ def mlp(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None,
     return F.linear(dense_bias_act(x, w1, b1, function), w2, b2)
 
 
+def gated_mlp(
+    x: Tensor,
+    w_gate: Tensor,
+    b_gate: Tensor | None,
+    w_up: Tensor,
+    b_up: Tensor | None,
+    w_down: Tensor,
+    b_down: Tensor | None,
+    function: Function,
+) -> Tensor:
+    """``(..., in) -> (..., hidden) -> (..., out)``, one of two dense layers being the other's gate."""
+    return F.linear(function(F.linear(x, w_gate, b_gate)) * F.linear(x, w_up, b_up), w_down, b_down)
+
+
 # --- measuring in numbers of a dtype ----------------------------------------------------------------------------------
 
 

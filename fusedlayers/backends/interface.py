@@ -72,6 +72,25 @@ class Backend(Protocol):
         """``dz = dy * f'``, the gradient of the bias, and those of the operands: None where not wanted."""
         ...
 
+    def gate(
+        self, gate: Tensor, up: Tensor, activation: Activation, operands: Sequence[Tensor], out: Tensor | None
+    ) -> Tensor:
+        """``activation(gate, *operands) * up``, contiguous all, in ``out`` (which may be gate) or in a new buffer."""
+        ...
+
+    def gate_gradient(
+        self,
+        dy: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        activation: Activation,
+        operands: Sequence[Tensor],
+        needs: tuple[bool, ...],
+    ) -> Sequence[Tensor | None]:
+        """Write the gradients of gate and up over these, contiguous all, and return those of the operands; dy is
+        written over too."""
+        ...
+
     def inverse(self, y: Tensor, activation: Activation, out: Tensor | None) -> Tensor:
         """z with ``activation(z) = y``, in ``out`` (which may be y) or in a new buffer; y carries the branch."""
         ...

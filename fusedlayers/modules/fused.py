@@ -11,7 +11,51 @@ from ..activations import DTYPES, Activation, must_be_called_because, resolve
 from ..routes import SAVES, specialised
 
 
-class FusedAct(nn.Module):
+class WithActivation(nn.Module):
+    """A module that has an activation, a choice of what is saved, and says so."""
+
+    activation: object
+    save: str
+
+    def _example_shape(self) -> tuple[int, ...]:
+        """A shape that the activation's results may have."""
+        raise NotImplementedError
+
+    def _dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        raise NotImplementedError
+
+    def keeps(self, activation: Activation, dtype: torch.dtype) -> str:
+        """What the layer would keep of the activation in ``dtype``, in a few words."""
+        return activation.describe(self.save, dtype)
+
+    def _set(self, activation: object, save: str) -> None:
+        name = type(self).__name__
+        if save not in SAVES:
+            raise ValueError(f"{name}: save must be one of {', '.join(SAVES)}, got {save!r}")
+        resolved = resolve(activation, name)
+        if save == "output":
+            resolved = self._specialised(resolved)
+        refused = resolved.output_refused_because(self._dtype()) if save == "output" else None
+        if refused is not None and not resolved.is_identity:
+            raise ValueError(
+                f"{name}: save='output' cannot be had for {resolved!r} in {self._dtype()}: {refused}; "
+                "use save='auto', 'input' or 'recompute'"
+            )
+        self.activation = activation
+        self.save = save
+
+    def _specialised(self, activation: Activation) -> Activation:
+        if not activation.is_untraced:
+            return activation
+        return specialised(activation, self._example_shape(), self._dtype()).activation
+
+    def extra_repr(self) -> str:
+        resolved = self._specialised(resolve(self.activation))
+        return f"{super().extra_repr()}, activation={resolved!r}, {self.keeps(resolved, self._dtype())}"
+
+
+class FusedAct(WithActivation):
     """A layer of torch's and its activation; the class after it among the bases is that layer's."""
 
     #: The class whose parameters, initialisation and ``state_dict`` keys it has.
@@ -50,38 +94,5 @@ class FusedAct(nn.Module):
         """A layer on the meta device with the hyperparameters of torch's."""
         raise NotImplementedError
 
-    def _example_shape(self) -> tuple[int, ...]:
-        """A shape that results may have."""
-        raise NotImplementedError
-
     def _dtype(self) -> torch.dtype:
         return self.weight.dtype
-
-    def keeps(self, activation: Activation, dtype: torch.dtype) -> str:
-        """What the layer would keep of the activation in ``dtype``, in a few words."""
-        return activation.describe(self.save, dtype)
-
-    def _set(self, activation: object, save: str) -> None:
-        name = type(self).__name__
-        if save not in SAVES:
-            raise ValueError(f"{name}: save must be one of {', '.join(SAVES)}, got {save!r}")
-        resolved = resolve(activation, name)
-        if save == "output":
-            resolved = self._specialised(resolved)
-        refused = resolved.output_refused_because(self._dtype()) if save == "output" else None
-        if refused is not None and not resolved.is_identity:
-            raise ValueError(
-                f"{name}: save='output' cannot be had for {resolved!r} in {self._dtype()}: {refused}; "
-                "use save='auto', 'input' or 'recompute'"
-            )
-        self.activation = activation
-        self.save = save
-
-    def _specialised(self, activation: Activation) -> Activation:
-        if not activation.is_untraced:
-            return activation
-        return specialised(activation, self._example_shape(), self._dtype()).activation
-
-    def extra_repr(self) -> str:
-        resolved = self._specialised(resolve(self.activation))
-        return f"{super().extra_repr()}, activation={resolved!r}, {self.keeps(resolved, self._dtype())}"

@@ -105,7 +105,7 @@ def batch_norm_act(
     required = tuple(tensor for tensor in (input, weight, residual) if tensor is not None)
     is_ordinary = input is not None and operands.are_ordinary(required, bias)
     if not is_ordinary:
-        operands.check_tensors(name, {"input": input}, None, residual)
+        operands.check_tensors(name, {"input": input}, residual=residual)
         if has_torch_function((*required, bias)):
             # What has no name in a graph comes after it.
             known = resolved if resolved.is_fusible else resolve(None)
@@ -113,7 +113,7 @@ def batch_norm_act(
             y = handle_torch_function(batch_norm_act, (*required, bias), *arguments)
             return y if known is resolved else resolved.plain(y)
     operands.check_norm(name, input, dims, norm, weight=weight, bias=bias)
-    operands.check_one_dtype(name, input, None, None, residual, autocast_casts=True)
+    operands.check_one_dtype(name, input, residual=residual, autocast_casts=True)
     if residual is not None:
         operands.check_residual(name, residual, tuple(input.shape))
     norm = norm._replace(dims=input.dim())

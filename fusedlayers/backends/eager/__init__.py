@@ -2,10 +2,22 @@
 
 from ...activations import Activation
 from .elementwise import bias_act, gradient
+from .gated import gate, gate_gradient
 from .inverse import inverse
 from .products import linear, multiplies, product_act
 
-__all__ = ["ADDS_BIAS", "bias_act", "computes", "gradient", "inverse", "linear", "multiplies", "product_act"]
+__all__ = [
+    "ADDS_BIAS",
+    "bias_act",
+    "computes",
+    "gate",
+    "gate_gradient",
+    "gradient",
+    "inverse",
+    "linear",
+    "multiplies",
+    "product_act",
+]
 
 #: torch's matmuls add it on the way.
 ADDS_BIAS = False

@@ -1,10 +1,21 @@
 """Triton kernels: the backend for GPUs."""
 
 from .codegen import computes
-from .elementwise import bias_act, gradient, inverse
+from .elementwise import bias_act, gate, gate_gradient, gradient, inverse
 from .products import linear, multiplies, product_act
 
-__all__ = ["ADDS_BIAS", "bias_act", "computes", "gradient", "inverse", "linear", "multiplies", "product_act"]
+__all__ = [
+    "ADDS_BIAS",
+    "bias_act",
+    "computes",
+    "gate",
+    "gate_gradient",
+    "gradient",
+    "inverse",
+    "linear",
+    "multiplies",
+    "product_act",
+]
 
 #: The activation's pass adds it for nothing, and sums its gradient.
 ADDS_BIAS = True

@@ -51,6 +51,7 @@ def bias_act_kernel(
     z_ptr,
     b_ptr,
     residual_ptr,
+    up_ptr,
     operand_ptr,
     y_ptr,
     rows,
@@ -60,11 +61,12 @@ def bias_act_kernel(
     AXIS: tl.constexpr,  # along which channels run: "none", "column" or "row"
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_UP: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INDEX: tl.constexpr,
 ):
-    """y = f(z + b + residual), tile by tile; y_ptr may be z_ptr."""
+    """y = f(z + b + residual) up, tile by tile; y_ptr may be z_ptr."""
     blocks = tl.cdiv(columns, COLUMNS)
     row = (tl.program_id(0) // blocks).to(INDEX) * ROWS + tl.arange(0, ROWS)[:, None]
     column = (tl.program_id(0) % blocks).to(INDEX) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -76,7 +78,10 @@ def bias_act_kernel(
         z += tl.load(b_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         z += tl.load(residual_ptr + offset, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y_ptr + offset, FORWARD(z, operand_ptr, channel, channels).to(y_ptr.dtype.element_ty), mask=inside)
+    y = FORWARD(z, operand_ptr, channel, channels)
+    if HAS_UP:
+        y *= tl.load(up_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.constexpr_function
@@ -91,6 +96,7 @@ def _group(sum_, axis):
 def gradient_kernel(
     dy_ptr,
     saved_ptr,
+    up_ptr,
     operand_ptr,
     dz_ptr,
     partial_ptr,
@@ -99,13 +105,15 @@ def gradient_kernel(
     channels,
     steps,
     GRADIENT: tl.constexpr,
+    FORWARD: tl.constexpr,  # with up, that is: its gradient is written over it
     AXIS: tl.constexpr,
+    HAS_UP: tl.constexpr,
     SUMS: tl.constexpr,  # for each sum: of which result of GRADIENT, and whether there is one for each channel
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INDEX: tl.constexpr,
 ):
-    """dz = dy f' and other products, and their sums along the axis without channels; dz_ptr may be saved_ptr.
+    """dz = dy up f' and other products, and their sums along the axis without channels; dz_ptr may be saved_ptr.
 
     A program walks ``steps`` tiles along that axis: down the rows for channels along the columns, along the columns
     else. A sum that is not by channel is written once for each program.
@@ -128,6 +136,11 @@ def gradient_kernel(
         channel = column if AXIS == "column" else row % channels
         dy = tl.load(dy_ptr + offset, mask=inside, other=0.0).to(tl.float32)
         saved = tl.load(saved_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+        if HAS_UP:
+            up = tl.load(up_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+            of_up = dy * FORWARD(saved, operand_ptr, channel, channels)
+            tl.store(up_ptr + offset, of_up.to(up_ptr.dtype.element_ty), mask=inside)
+            dy *= up
         products = GRADIENT(dy, saved, operand_ptr, channel, channels)
         tl.store(dz_ptr + offset, products[0].to(dz_ptr.dtype.element_ty), mask=inside)
         added = ()
@@ -179,6 +192,27 @@ def bias_act(
     return _launch_forward(forward, z, b, residual, operands, dim, out)
 
 
+def gate(gate: Tensor, up: Tensor, activation: Activation, operands: Sequence[Tensor], out: Tensor | None) -> Tensor:
+    """``activation(gate, *operands) * up``, contiguous all, in ``out`` (which may be gate) or in a new buffer."""
+    function = device_function(activation, "forward", given="input", dtype=gate.dtype)
+    return _launch_forward(function, gate, None, None, operands, -1, out, up=up)
+
+
+def gate_gradient(
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    activation: Activation,
+    operands: Sequence[Tensor],
+    needs: tuple[bool, ...],
+) -> list[Tensor | None]:
+    """Write the gradients of gate and up over these, contiguous all, and return those of the operands."""
+    wanted = Wanted("input", True, False, needs)
+    by_channel = [p.numel() > 1 for p, need in zip(operands, needs, strict=True) if need]
+    sums = iter(_launch_gradient(dy, gate, gate, activation, operands, wanted, -1, by_channel, up=up))
+    return [next(sums).to(p.dtype) if need else None for p, need in zip(operands, needs, strict=True)]
+
+
 def inverse(y: Tensor, activation: Activation, out: Tensor | None) -> Tensor:
     """z with ``activation(z) = y``, in ``out`` (which may be y) or in a new buffer; y carries the branch."""
     function = device_function(activation, "inverse", given="output", dtype=y.dtype)
@@ -193,6 +227,7 @@ def _launch_forward(
     operands: Sequence[Tensor],
     dim: int,
     out: Tensor | None,
+    up: Tensor | None = None,
 ) -> Tensor:
     y = out if out is not None and is_dense(out) else torch.empty_like(z)
     if y.numel() == 0:
@@ -203,8 +238,10 @@ def _launch_forward(
     with _on(y):
         bias_act_kernel[grid](
             _as_laid_out(z, y), y if b is None else b.contiguous(),
-            y if residual is None else _as_laid_out(residual, y), pack(operands, y), y, *matrix[:3],
-            FORWARD=function, AXIS=matrix.axis, HAS_BIAS=b is not None, HAS_RESIDUAL=residual is not None,
+            y if residual is None else _as_laid_out(residual, y), y if up is None else up, pack(operands, y), y,
+            *matrix[:3],
+            FORWARD=function, AXIS=matrix.axis,
+            HAS_BIAS=b is not None, HAS_RESIDUAL=residual is not None, HAS_UP=up is not None,
             ROWS=rows, COLUMNS=columns, INDEX=_index_type(y), **OPTIONS,
         )  # fmt: skip
     if out is None or y is out:
@@ -245,8 +282,9 @@ def _launch_gradient(
     wanted: Wanted,
     dim: int,
     by_channel: Sequence[bool],
+    up: Tensor | None = None,
 ) -> list[Tensor]:
-    """Write dz, and return the sums: of dz for a bias, then of the operands' shares."""
+    """Write dz, and the gradient of ``up`` over it; return the sums: of dz for a bias, then of the operands' shares."""
     # A saved input is the user's: it may have gaps.
     dy, saved = _as_laid_out(dy, dz), _as_laid_out(saved, dz)
     matrix = _as_matrix(dz, dim if wanted.bias or _run(operands) else None)
@@ -260,10 +298,12 @@ def _launch_gradient(
     partial = dz.new_empty((len(by_channel), programs, width), dtype=torch.float32)
     first = 0 if wanted.bias else 1
     function = device_function(activation, "gradient", given=wanted.given, dtype=saved.dtype, needs=wanted.operands)
+    forward = None if up is None else device_function(activation, "forward", given="input", dtype=saved.dtype)
     with _on(dz):
         gradient_kernel[across, programs](
-            dy, saved, pack(operands, dz), dz, partial, *matrix[:3], steps,
-            GRADIENT=function, AXIS=matrix.axis, SUMS=tuple((first + i, by) for i, by in enumerate(by_channel)),
+            dy, saved, dz if up is None else up, pack(operands, dz), dz, partial, *matrix[:3], steps,
+            GRADIENT=function, FORWARD=forward, AXIS=matrix.axis, HAS_UP=up is not None,
+            SUMS=tuple((first + i, by) for i, by in enumerate(by_channel)),
             ROWS=rows, COLUMNS=columns, INDEX=_index_type(dz), **OPTIONS,
         )  # fmt: skip
     count = {"none": 0, "column": matrix.columns, "row": matrix.rows}[matrix.axis]

@@ -1,0 +1,58 @@
+"""Gates, ``f(gate) * up``, and their gradients: chunk by chunk, so that f(gate) is never as large as the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...activations import Activation
+from ..interface import Wanted
+from .chunks import Chunkwise, for_each
+from .elementwise import activate_, bias_act, gradient
+
+
+def gate(gate: Tensor, up: Tensor, activation: Activation, operands: Sequence[Tensor], out: Tensor | None) -> Tensor:
+    """``activation(gate, *operands) * up``, contiguous all, in ``out`` (which may be gate) or in a new buffer."""
+    out = torch.empty_like(gate) if out is None else out
+    if operands:
+        activated = bias_act(gate, None, activation, operands, dim=-1, encode=False, out=None)
+        return torch.mul(activated, up, out=out)
+
+    def multiply(gate: Tensor, up: Tensor, out: Tensor, activated: Tensor) -> Tensor:
+        activate_(activated.copy_(gate), activation, encode=False)
+        return torch.mul(activated, up, out=out)
+
+    for_each(Chunkwise(multiply, (gate.dtype,)), gate, up, out)
+    return out
+
+
+def gate_gradient(
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    activation: Activation,
+    operands: Sequence[Tensor],
+    needs: tuple[bool, ...],
+) -> list[Tensor | None]:
+    """Write the gradients of gate and up over these, contiguous all, and return those of the operands; dy is written
+    over too."""
+    wanted = Wanted("input", True, False, needs)
+    if operands:
+        activated = bias_act(gate, None, activation, operands, dim=-1, encode=False, out=None).mul_(dy)
+        dy.mul_(up)
+        up.copy_(activated)
+        _, _, *shares = gradient(dy, gate, activation, operands, wanted, dim=-1)
+        return shares
+
+    def differentiate(dy: Tensor, gate: Tensor, up: Tensor, activated: Tensor) -> Tensor:
+        activate_(activated.copy_(gate), activation, encode=False)
+        activated.mul_(dy)
+        dy.mul_(up)
+        up.copy_(activated)
+        gradient(dy, gate, activation, (), wanted, dim=-1)
+        return gate
+
+    for_each(Chunkwise(differentiate, (gate.dtype,)), dy, gate, up)
+    return []

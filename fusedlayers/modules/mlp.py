@@ -1,0 +1,267 @@
+"""MLP blocks as modules whose layers are plain ``nn.Linear``s, which checkpoints and sharding plans find."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..activations import Activation, must_be_called_because, resolve
+from ..blocks import CHUNKS, Settings, gated_mlp, mlp
+from ..functional import bias_act
+from .fused import WithActivation
+
+
+class _FusedBlock(WithActivation):
+    """What the blocks share: the settings, and what they do where their layers must be called."""
+
+    dropout: float
+    chunks: int
+
+    def _set_block(self, layers: Mapping[str, Any], activation: object, dropout: float, save: str, chunks: int) -> None:
+        Settings(type(self).__name__, dropout, save, chunks, isinstance(self, FusedGatedMLP)).check()
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+        self._names = tuple(layers)
+        self.dropout = dropout
+        self.chunks = chunks
+        self._set(activation, save)
+
+    @classmethod
+    def _of(cls, layers: Mapping[str, Any], activation: object, dropout: float, save: str, chunks: int) -> Self:
+        """A block of layers that are there, which are shared."""
+        for name, layer in layers.items():
+            if type(layer) is not nn.Linear:
+                raise TypeError(
+                    f"{cls.__name__}.from_modules: {name} must be a plain nn.Linear, got {type(layer).__name__}, which "
+                    "may compute something else; leave it as it is"
+                )
+        block = cls.__new__(cls)
+        nn.Module.__init__(block)
+        block._set_block(layers, activation, dropout, save, chunks)
+        return block.train(next(iter(layers.values())).training)
+
+    def _layers(self) -> list[Any]:
+        return [getattr(self, name) for name in self._names]
+
+    def called_because(self) -> str | None:
+        """Why the layers are called one by one, and nothing is fused but the activation; or None."""
+        for name, layer in zip(self._names, self._layers(), strict=True):
+            if type(layer) is not nn.Linear:
+                return f"{name} is a {type(layer).__name__}"
+            reason = must_be_called_because(layer)
+            if reason is not None:
+                return f"{name} must be called: {reason}"
+        return None
+
+    def _parts(self, input: Tensor) -> list[Tensor]:
+        """What the first layers make of it, gate and up where there are two."""
+        raise NotImplementedError
+
+    def _by_calls(self, input: Tensor) -> Tensor:
+        first, *others = self._parts(input)
+        hidden = bias_act(first, None, self.activation, save="auto" if self.save == "recompute" else self.save)
+        for other in others:
+            hidden = hidden * other
+        return self._layers()[-1](F.dropout(hidden, self.dropout, self.training))
+
+    @property
+    def _drops(self) -> float:
+        return self.dropout if self.training else 0.0
+
+    def _dtype(self) -> torch.dtype:
+        return getattr(self._layers()[-1], "weight", torch.empty(())).dtype
+
+    def _example_shape(self) -> tuple[int, ...]:
+        return 2, self._layers()[-1].in_features
+
+    def extra_repr(self) -> str:
+        resolved = self._specialised(resolve(self.activation))
+        reason = self.called_because()
+        kept = self.keeps(resolved, self._dtype()) if reason is None else f"not fused: {reason}"
+        dropout = f", dropout={self.dropout}" if self.dropout else ""
+        return f"activation={resolved!r}{dropout}, {kept}"
+
+
+class FusedMLP(_FusedBlock):
+    """``fc2(dropout(activation(fc1(x))))`` that keeps one hidden buffer, or none (``fusedlayers.mlp``).
+
+    ``fc1`` and ``fc2`` are ``nn.Linear`` modules. Where one of them is replaced by something else, or gets hooks, the
+    layers are called one by one.
+
+    Args:
+        in_features, hidden_features: sizes.
+        out_features: ``in_features`` unless given.
+        activation: as for ``fusedlayers.dense_bias_act``. A module with parameters becomes a submodule.
+        bias: whether both layers have one.
+        dropout: the probability with which hidden numbers are zeroed in training.
+        save, chunks: as for ``fusedlayers.mlp``.
+        device, dtype: as for ``nn.Linear``.
+
+    Shapes: (..., in_features) -> (..., out_features).
+
+    >>> import fusedlayers as fl
+    >>> fl.FusedMLP(4, 16)
+    FusedMLP(
+      activation=gelu, saves the output (branch in its last bit)
+      (fc1): Linear(in_features=4, out_features=16, bias=True)
+      (fc2): Linear(in_features=16, out_features=4, bias=True)
+    )
+    """
+
+    fc1: Any
+    fc2: Any
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        activation: object = "gelu",
+        bias: bool = True,
+        *,
+        dropout: float = 0.0,
+        save: str = "auto",
+        chunks: int = CHUNKS,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        fc1 = nn.Linear(in_features, hidden_features, bias, device=device, dtype=dtype)
+        out_features = in_features if out_features is None else out_features
+        fc2 = nn.Linear(hidden_features, out_features, bias, device=device, dtype=dtype)
+        self._set_block({"fc1": fc1, "fc2": fc2}, activation, dropout, save, chunks)
+
+    @classmethod
+    def from_modules(
+        cls,
+        fc1: nn.Linear,
+        activation: object,
+        fc2: nn.Linear,
+        *,
+        dropout: float = 0.0,
+        save: str = "auto",
+        chunks: int = CHUNKS,
+    ) -> Self:
+        """A block of these two layers, which it shares.
+
+        Raises:
+            TypeError: one of them is not exactly an ``nn.Linear``.
+        """
+        return cls._of({"fc1": fc1, "fc2": fc2}, activation, dropout, save, chunks)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.called_because() is not None:
+            return self._by_calls(input)
+        first, last = self.fc1, self.fc2
+        return mlp(
+            input, first.weight, first.bias, last.weight, last.bias, self.activation,
+            dropout=self._drops, save=self.save, chunks=self.chunks,
+        )  # fmt: skip
+
+    def _parts(self, input: Tensor) -> list[Tensor]:
+        return [self.fc1(input)]
+
+
+class FusedGatedMLP(_FusedBlock):
+    """``down_proj(dropout(activation(gate_proj(x)) * up_proj(x)))`` that keeps two hidden buffers, or none
+    (``fusedlayers.gated_mlp``): SwiGLU as in LLaMA, GEGLU, ReGLU, GLU.
+
+    The layers are ``nn.Linear`` modules: ``gate_proj``, ``up_proj`` and ``down_proj``, or ``gate_up_proj``, the gate's
+    rows first, and ``down_proj``. Where one of them is replaced by something else, or gets hooks, they are called one
+    by one.
+
+    Args:
+        in_features, hidden_features, out_features, dropout, device, dtype: as for ``FusedMLP``.
+        activation: of the gate; as for ``fusedlayers.dense_bias_act``.
+        bias: whether all layers have one.
+        packed: whether one layer makes gate and up.
+        save, chunks: as for ``fusedlayers.gated_mlp``.
+
+    Shapes: (..., in_features) -> (..., out_features).
+
+    >>> import fusedlayers as fl
+    >>> fl.FusedGatedMLP(4, 16, packed=True)
+    FusedGatedMLP(
+      activation=silu, saves gate and up
+      (gate_up_proj): Linear(in_features=4, out_features=32, bias=False)
+      (down_proj): Linear(in_features=16, out_features=4, bias=False)
+    )
+    """
+
+    gate_proj: Any
+    up_proj: Any
+    gate_up_proj: Any
+    down_proj: Any
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        activation: object = "silu",
+        bias: bool = False,
+        *,
+        packed: bool = False,
+        dropout: float = 0.0,
+        save: str = "auto",
+        chunks: int = CHUNKS,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = {"gate_up_proj": 2 * hidden_features} if packed else dict.fromkeys(_SEPARATE, hidden_features)
+        layers = {name: nn.Linear(in_features, size, bias, device=device, dtype=dtype) for name, size in sizes.items()}
+        out_features = in_features if out_features is None else out_features
+        layers["down_proj"] = nn.Linear(hidden_features, out_features, bias, device=device, dtype=dtype)
+        self._set_block(layers, activation, dropout, save, chunks)
+
+    @classmethod
+    def from_modules(
+        cls,
+        gate: nn.Linear,
+        activation: object,
+        up: nn.Linear | None,
+        down: nn.Linear,
+        *,
+        dropout: float = 0.0,
+        save: str = "auto",
+        chunks: int = CHUNKS,
+    ) -> Self:
+        """A block of these layers, which it shares; without ``up``, ``gate`` makes both, the gate's rows first.
+
+        Raises:
+            TypeError: one of them is not exactly an ``nn.Linear``.
+        """
+        first = {"gate_up_proj": gate} if up is None else dict(zip(_SEPARATE, (gate, up), strict=True))
+        return cls._of({**first, "down_proj": down}, activation, dropout, save, chunks)
+
+    @property
+    def packed(self) -> bool:
+        return self._names[0] == "gate_up_proj"
+
+    def keeps(self, activation: Activation, dtype: torch.dtype) -> str:
+        if activation.unfused_because is not None or self.save == "recompute":
+            return activation.describe(self.save, dtype)
+        return "saves gate and up"
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.called_because() is not None:
+            return self._by_calls(input)
+        gate, down = self.gate_up_proj if self.packed else self.gate_proj, self.down_proj
+        up, up_bias = (None, None) if self.packed else (self.up_proj.weight, self.up_proj.bias)
+        return gated_mlp(
+            input, gate.weight, gate.bias, up, up_bias, down.weight, down.bias, self.activation,
+            dropout=self._drops, save=self.save, chunks=self.chunks,
+        )  # fmt: skip
+
+    def _parts(self, input: Tensor) -> list[Tensor]:
+        if self.packed:
+            return list(self.gate_up_proj(input).chunk(2, -1))
+        return [self.gate_proj(input), self.up_proj(input)]
+
+
+_SEPARATE = ("gate_proj", "up_proj")

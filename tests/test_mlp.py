@@ -1,0 +1,754 @@
+"""MLP blocks: what they keep, what they need at their worst moment, and that gradients are right in every context."""
+
+import copy
+import functools
+import itertools
+import math
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import gradcheck, gradgradcheck
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+import fusedlayers as fl
+from fusedlayers import hidden
+from fusedlayers.activations import Activation, resolve, rows
+from fusedlayers.memory import peak_bytes, saved_bytes
+
+TABLE = [row.bind() for row in rows()]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SAVES = ("auto", "output", "input", "recompute")
+#: One folded, one by its output, one without a kernel of ATen's, one that reads its input, none at all.
+KINDS = ["gelu", "tanh", "softplus", "leaky_relu(-0.5)", None]
+ROWS, IN, HIDDEN, OUT = 150, 12, 40, 7
+
+every_activation = pytest.mark.parametrize("activation", TABLE, ids=str)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_save = pytest.mark.parametrize("save", SAVES)
+
+# torch's compiler uses deprecated parts of torch itself, and instantiates autograd Functions that it traces.
+compiles = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
+
+
+class Kind:
+    """A block by function: which it is, and its tensors."""
+
+    def __init__(self, name: str, function: Callable[..., Tensor], eager: Callable[..., Tensor], first: int) -> None:
+        self.name, self.function, self.eager, self.first = name, function, eager, first
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def leaves(
+        self, dtype: torch.dtype = torch.float32, *, bias: bool = True, rows: int = ROWS, size: int = HIDDEN
+    ) -> list[Any]:
+        first = [(size, IN), (size,) if bias else None] * self.first
+        found = reference.leaves((rows, IN), *first, (OUT, size), (OUT,) if bias else None, dtype=dtype)
+        with torch.no_grad():
+            for w in found[1::2]:
+                w.mul_(w.shape[1] ** -0.5)
+        return found
+
+    def saves(self) -> Sequence[str]:
+        return SAVES if self.first == 1 else ("auto", "recompute")
+
+
+PLAIN, GATED = Kind("mlp", fl.mlp, reference.mlp, 1), Kind("gated_mlp", fl.gated_mlp, reference.gated_mlp, 2)
+both = pytest.mark.parametrize("kind", [PLAIN, GATED], ids=str)
+both_saved = pytest.mark.parametrize(
+    ("kind", "save"), [(kind, save) for kind in (PLAIN, GATED) for save in kind.saves()], ids=str
+)
+
+
+@pytest.fixture(autouse=True)
+def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small blocks are cut into chunks too."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(hidden, "LEAST_ROWS", 4)
+
+
+def _save_for(activation: object, save: str, dtype: torch.dtype = torch.float32) -> str:
+    return "input" if save == "output" and resolve(activation).output_refused_because(dtype) is not None else save
+
+
+def _activation(name: str | None) -> Any:
+    return nn.LeakyReLU(-0.5) if name == "leaky_relu(-0.5)" else name
+
+
+def _node(y: Tensor) -> str:
+    return type(y.grad_fn.next_functions[0][0] if y.grad_fn.name() == "ViewBackward0" else y.grad_fn).__name__
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+#: Hidden buffers that are kept, by activation: eager, and here by ``save``.
+KEPT = {
+    ("mlp", "gelu"): (2, {"auto": 1, "output": 1, "input": 1, "recompute": 0}),
+    ("mlp", "relu"): (1, {"auto": 1, "output": 1, "input": 1, "recompute": 0}),
+    ("mlp", "leaky_relu(-0.5)"): (2, {"auto": 1, "input": 1, "recompute": 0}),
+    ("gated_mlp", "silu"): (4, {"auto": 2, "input": 2, "recompute": 0}),
+    ("gated_mlp", "relu"): (3, {"auto": 2, "input": 2, "recompute": 0}),
+    ("gated_mlp", None): (3, {"auto": 2, "input": 2, "recompute": 0}),
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(k, n) for k in (PLAIN, GATED) for b, n in KEPT if b == k.name], ids=str)
+@every_dtype
+def test_what_is_kept(kind: Kind, name: str | None, dtype: torch.dtype) -> None:
+    x, *params = kind.leaves(dtype)
+    activation = _activation(name)
+    buffer = ROWS * HIDDEN * dtype.itemsize
+    eager, ours = KEPT[kind.name, name]
+    assert saved_bytes(lambda: kind.eager(x, *params, resolve(activation).plain), exclude=x) == eager * buffer
+    for save, buffers in ours.items():
+        assert saved_bytes(lambda save=save: kind.function(x, *params, activation, save=save), exclude=x) == (
+            buffers * buffer
+        )
+    # x is kept, as it is by eager PyTorch.
+    kept = saved_bytes(lambda: kind.function(x * 1, *params, activation, save="recompute"))
+    assert kept == x.nbytes
+    with torch.no_grad():
+        assert saved_bytes(lambda: kind.function(x, *params, activation)) == 0
+
+
+@pytest.mark.parametrize("save", ["auto", "recompute"])
+@both
+@pytest.mark.parametrize("frozen", ["first", "all", "input", "last"])
+def test_never_more_than_eager_is_kept(kind: Kind, save: str, frozen: str) -> None:
+    def build() -> list[Any]:
+        found = kind.leaves()
+        x, *params = found
+        first, last = params[: 2 * kind.first], params[2 * kind.first :]
+        for t in {"first": first, "all": params, "input": [x], "last": last}[frozen]:
+            t.requires_grad_(False)
+        return found
+
+    x, *params = tensors = build()
+    for activation in ("gelu", "relu"):
+        plain = resolve(activation).plain
+        # x as another layer's result.
+        here = saved_bytes(lambda a=activation: kind.function(x * 1, *params, a, save=save), exclude=tensors)
+        eager = saved_bytes(lambda f=plain: kind.eager(x * 1, *params, f), exclude=tensors)
+        assert here <= eager
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "name", "save", "most"),
+    [
+        (PLAIN, "gelu", "auto", 1.2),
+        (PLAIN, "gelu", "input", 1.2),
+        (PLAIN, "relu", "auto", 1.2),
+        (PLAIN, "gelu", "recompute", 0.3),
+        (PLAIN, "tanh", "recompute", 0.3),
+        (GATED, "silu", "auto", 2.3),
+        (GATED, "gelu", "auto", 2.3),
+        (GATED, "silu", "recompute", 0.3),
+    ],
+    ids=str,
+)
+def test_the_peak_through_forward_and_backward(kind: Kind, name: str, save: str, most: float) -> None:
+    """In hidden buffers; x and the weights are small beside these, and count."""
+    rows, width, size = 4096, 32, 4096
+    x = torch.randn(rows, width, requires_grad=True)
+    first = [torch.randn(size, width, requires_grad=True), torch.randn(size, requires_grad=True)] * kind.first
+    last = [torch.randn(width, size, requires_grad=True), torch.randn(width, requires_grad=True)]
+    tensors = [x, *first, *last]
+    sources = list(dict.fromkeys(tensors))
+
+    def step(function: Callable[..., Tensor], activation: object, **options: Any) -> None:
+        torch.autograd.grad(function(*tensors, activation, **options).sum(), sources)
+
+    ours = functools.partial(step, kind.function, name, save=save)
+    ours()
+    assert peak_bytes(ours, device="cpu") <= most * rows * size * 4
+    eager = functools.partial(step, kind.eager, resolve(name).plain)
+    assert peak_bytes(eager, device="cpu") >= (2.9 if kind is PLAIN else 4.9) * rows * size * 4
+
+
+def test_more_chunks_need_less() -> None:
+    x, w1, w2 = torch.randn(2048, 16), torch.randn(4096, 16), torch.randn(16, 4096)
+    tensors = [t.requires_grad_() for t in (x, w1, w2)]
+
+    def step(chunks: int) -> None:
+        y = fl.mlp(x, w1, None, w2, None, "relu", save="recompute", chunks=chunks)
+        torch.autograd.grad(y.sum(), tensors)
+
+    step(1)
+    peaks = [peak_bytes(functools.partial(step, chunks), device="cpu") for chunks in (1, 4, 32)]
+    assert peaks[0] > 2.5 * peaks[1] and peaks[1] > 2 * peaks[2]
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+@every_activation
+@every_dtype
+@both_saved
+def test_gradients_are_as_good_as_torchs(kind: Kind, save: str, activation: Activation, dtype: torch.dtype) -> None:
+    if save == "output" and activation.output_refused_because(dtype) is not None:
+        with pytest.raises(ValueError, match=f"{kind.name}: save='output' cannot be had"):
+            kind.function(*kind.leaves(dtype), activation, save=save)
+        return
+    call = functools.partial(kind.function, save=save)
+    keeps_output = kind is PLAIN and save in ("auto", "output")
+    reference.compare(call, kind.eager, activation, *kind.leaves(dtype), folded=keeps_output)
+
+
+@both_saved
+@pytest.mark.parametrize("name", KINDS, ids=str)
+@pytest.mark.parametrize("bias", [True, False], ids=["", "no bias"])
+def test_gradcheck_and_gradgradcheck(kind: Kind, save: str, name: str | None, bias: bool) -> None:
+    activation = _activation(name)
+    found = kind.leaves(torch.float64, bias=bias, rows=9, size=5)
+    given = [t for t in found if t is not None]
+
+    def call(*tensors: Tensor) -> Tensor:
+        rest = iter(tensors)
+        filled = [None if t is None else next(rest) for t in found]
+        return kind.function(*filled, activation, save=_save_for(activation, save, torch.float64), chunks=3)
+
+    assert gradcheck(call, given)
+    assert gradgradcheck(call, given)
+
+
+@both_saved
+def test_a_gradient_penalty_is_torchs(kind: Kind, save: str) -> None:
+    """Second derivatives in float32, where what is kept is rounded and carries the branch."""
+    x, *params = kind.leaves()
+    results = []
+    for function in (
+        functools.partial(kind.function, activation="gelu", save=save),
+        functools.partial(kind.eager, function=F.gelu),
+    ):
+        (dx,) = torch.autograd.grad(function(x, *params).square().sum(), x, create_graph=True)
+        results.append(torch.autograd.grad(dx.square().sum(), [x, *params], allow_unused=True))
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or reference.relative(ours, theirs) < 1e-4
+
+
+@both_saved
+def test_backward_twice_with_retain_graph(kind: Kind, save: str) -> None:
+    tensors = kind.leaves()
+    y = kind.function(*tensors, "gelu", save=save)
+    dy = torch.randn_like(y)
+    first = torch.autograd.grad(y, tensors, dy, retain_graph=True)
+    second = torch.autograd.grad(y, tensors, dy, retain_graph=True)
+    third = torch.autograd.grad(y, tensors, dy)
+    for a, b, c in zip(first, second, third, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(y, tensors, dy)
+
+
+@both
+def test_what_is_kept_is_overwritten_unless_the_graph_is_kept(kind: Kind) -> None:
+    for retain in (True, False):
+        tensors = kind.leaves()
+        y = kind.function(*tensors, "silu")
+        kept = y.grad_fn.saved_tensors[-1]
+        before = kept.clone()
+        torch.autograd.grad(y.sum(), tensors, retain_graph=retain)
+        assert torch.equal(kept, before) == retain
+
+
+@both_saved
+@pytest.mark.parametrize("name", ["gelu", "tanh"])
+def test_what_is_frozen_gets_no_gradient(kind: Kind, save: str, name: str) -> None:
+    count = len(kind.leaves())
+    masks = (
+        list(itertools.product((True, False), repeat=count))
+        if kind is PLAIN
+        else [tuple(i != j for j in range(count)) for i in range(count)]
+        + [tuple(i == j for j in range(count)) for i in range(count)]
+    )
+    for needs in masks:
+        tensors = kind.leaves()
+        for t, need in zip(tensors, needs, strict=True):
+            t.requires_grad_(need)
+        y = kind.function(*tensors, name, save=save)
+        assert y.requires_grad == any(needs)
+        if not any(needs):
+            continue
+        dy = torch.randn(y.shape)
+        ours = reference.gradients(y, dy, *tensors)
+        theirs = reference.gradients(kind.eager(*tensors, resolve(name).plain), dy, *tensors)
+        assert all(reference.relative(a, b) < 2e-5 for a, b in zip(ours, theirs, strict=True))
+
+
+def test_one_tensor_in_several_places() -> None:
+    x, w = torch.randn(40, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+    ours = torch.autograd.grad(fl.gated_mlp(x, w, None, w, None, w, None).sum(), [x, w])
+    theirs = torch.autograd.grad(reference.gated_mlp(x, w, None, w, None, w, None, F.silu).sum(), [x, w])
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@both_saved
+def test_an_activation_with_a_parameter(kind: Kind, save: str) -> None:
+    alpha, slopes = torch.tensor(1.3, requires_grad=True), torch.rand(HIDDEN, requires_grad=True)
+    save = "input" if save == "output" else save
+
+    def snake(z: Tensor) -> Tensor:
+        return z + slopes * torch.sin(alpha * z) ** 2
+
+    sources = [*kind.leaves(), alpha, slopes]
+    dy = torch.randn(ROWS, OUT)
+    y = kind.function(*sources[:-2], snake, save=save)
+    buffers = {"recompute": 0}.get(save, kind.first)
+    assert _node(y) == "MLPBackward"
+    kept = saved_bytes(lambda: kind.function(*sources[:-2], snake, save=save), exclude=[*sources])
+    assert kept <= buffers * ROWS * HIDDEN * 4 + slopes.nbytes + alpha.nbytes
+    ours = reference.gradients(y, dy, *sources)
+    theirs = reference.gradients(kind.eager(*sources[:-2], snake), dy, *sources)
+    for a, b in zip(ours, theirs, strict=True):
+        assert reference.relative(a, b) < 1e-5
+    # And the second derivative.
+    results = []
+    for y in (kind.function(*sources[:-2], snake, save=save), kind.eager(*sources[:-2], snake)):
+        (da,) = torch.autograd.grad(y.square().sum(), alpha, create_graph=True)
+        results.append(torch.autograd.grad(da, sources))
+    for a, b in zip(*results, strict=True):
+        assert reference.relative(a, b) < 1e-4
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+@both_saved
+@pytest.mark.parametrize("shape", [(IN,), (1, IN), (0, IN), (5, IN), (2, 3, 50, IN), (2, 0, IN)], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "expanded"])
+def test_shapes(kind: Kind, save: str, shape: tuple[int, ...], layout: str) -> None:
+    params = kind.leaves()[1:]
+    x = torch.randn(shape)
+    if layout == "transposed":
+        x = x.transpose(0, -1).contiguous().transpose(0, -1)
+    elif layout == "expanded":
+        x = x[..., :1].expand(shape)
+    x = x.requires_grad_()
+    y = kind.function(x, *params, "silu", save=save)
+    expected = kind.eager(x, *params, F.silu)
+    torch.testing.assert_close(y, expected)
+    for dy in (torch.randn(y.shape), torch.ones(()).expand(y.shape)):
+        ours, theirs = (
+            reference.gradients(t, dy, x, *params)
+            for t in (kind.function(x, *params, "silu", save=save), kind.eager(x, *params, F.silu))
+        )
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-4)
+
+
+@both_saved
+def test_odd_values(kind: Kind, save: str) -> None:
+    tensors = kind.leaves()
+    with torch.no_grad():
+        tensors[0][3, 2], tensors[0][40, 0], tensors[0][77, 1] = math.nan, math.inf, -math.inf
+    dy = torch.randn(ROWS, OUT)
+    y, expected = kind.function(*tensors, "relu", save=save), kind.eager(*tensors, F.relu)
+    torch.testing.assert_close(y, expected, equal_nan=True)
+    for a, b in zip(reference.gradients(y, dy, *tensors), reference.gradients(expected, dy, *tensors), strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True, rtol=1e-4, atol=1e-4)
+
+
+@both_saved
+def test_values_without_gradients_are_exact(kind: Kind, save: str) -> None:
+    tensors = kind.leaves()
+    with torch.no_grad():
+        torch.testing.assert_close(kind.function(*tensors, "gelu", save=save), kind.eager(*tensors, F.gelu))
+        torch.testing.assert_close(kind.function(*tensors, "gelu", save=save, chunks=1), kind.eager(*tensors, F.gelu))
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["", "no bias"])
+@pytest.mark.parametrize("save", ["auto", "recompute"])
+def test_packed_weights(save: str, bias: bool) -> None:
+    x, wg, bg, wu, bu, wd, bd = GATED.leaves(bias=bias)
+    packed = torch.cat([wg, wu]).detach().requires_grad_()
+    packed_bias = torch.cat([bg, bu]).detach().requires_grad_() if bias else None
+    separate = fl.gated_mlp(x, wg, bg, wu, bu, wd, bd, save=save)
+    y = fl.gated_mlp(x, packed, packed_bias, None, None, wd, bd, save=save)
+    assert torch.equal(y, separate)
+    dy = torch.randn_like(y)
+    dx, dw, *db = torch.autograd.grad(y, [x, packed, *([packed_bias] if bias else [])], dy)
+    found = reference.gradients(separate, dy, x, wg, wu, bg, bu)
+    assert torch.equal(dx, found[0]) and torch.equal(dw, torch.cat(found[1:3]))
+    assert not bias or torch.equal(db[0], torch.cat(found[3:]))
+
+
+# --- dropout ----------------------------------------------------------------------------------------------------------
+
+
+@both_saved
+def test_dropout_zeroes_and_scales(kind: Kind, save: str) -> None:
+    x, *params = kind.leaves()
+    eye = torch.eye(HIDDEN)
+    params[-2:] = eye, None
+    for p in (0.1, 0.5, 0.9):
+        kept = kind.function(x, *params, "sigmoid", dropout=p, save=_save_for("sigmoid", save))
+        whole = kind.function(x, *params, "sigmoid", save=_save_for("sigmoid", save))
+        is_zero = kept == 0
+        share = float(is_zero.double().mean())
+        assert abs(share - p) < 5 * (p * (1 - p) / is_zero.numel()) ** 0.5
+        torch.testing.assert_close(kept[~is_zero], whole[~is_zero] / (1 - p))
+        # Rows, chunks and columns have masks of their own.
+        assert not torch.equal(is_zero[:20], is_zero[20:40]) and not torch.equal(is_zero[:5], is_zero[100:105])
+    assert not kind.function(x, *params, "sigmoid", dropout=1.0).any()
+    state = torch.get_rng_state()
+    kind.function(x, *params, "sigmoid", dropout=0.0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@both_saved
+@pytest.mark.parametrize("name", ["gelu", "tanh"])
+def test_backward_makes_the_same_mask_again(kind: Kind, save: str, name: str) -> None:
+    tensors = kind.leaves(torch.float64)
+
+    def call(*tensors: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return kind.function(*tensors, name, dropout=0.4, save=_save_for(name, save, torch.float64))
+
+    y = call(*tensors)
+    assert torch.equal(y, call(*tensors)) and not torch.equal(y, kind.function(*tensors, name, dropout=0.4))
+    tensors = kind.leaves(torch.float64, rows=9, size=5)
+    assert gradcheck(call, tensors)
+    assert gradgradcheck(call, tensors)
+
+
+@both_saved
+def test_dropout_under_a_checkpoint(kind: Kind, save: str) -> None:
+    tensors = kind.leaves()
+    results = []
+    for reentrant in (None, True, False):
+        torch.manual_seed(5)
+        call = functools.partial(kind.function, activation="gelu", dropout=0.5, save=save)
+        y = call(*tensors) if reentrant is None else checkpoint(call, *tensors, use_reentrant=reentrant)
+        results.append(
+            torch.autograd.grad(y.square().sum(), tensors) if reentrant is not True else _backward(y, tensors)
+        )
+    for a, b, c in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(a, c)
+
+
+def _backward(y: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """By ``backward``, which reentrant checkpoints ask for."""
+    y.square().sum().backward()
+    found = [t.grad for t in tensors]
+    for t in tensors:
+        t.grad = None
+    return found
+
+
+@pytest.mark.parametrize("save", ["auto", "recompute"])
+def test_a_mask_is_not_kept(save: str) -> None:
+    x, *params = PLAIN.leaves()
+    kept = saved_bytes(lambda: fl.mlp(x, *params, "gelu", dropout=0.5, save=save), exclude=x)
+    assert kept == (ROWS * HIDDEN * 4 if save == "auto" else 0)
+
+
+# --- contexts ---------------------------------------------------------------------------------------------------------
+
+
+@both_saved
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(kind: Kind, save: str, dtype: torch.dtype) -> None:
+    tensors = kind.leaves()
+    dy = torch.randn(ROWS, OUT)
+    results = []
+    for function in (
+        functools.partial(kind.function, activation="gelu", save=save),
+        functools.partial(kind.eager, function=F.gelu),
+    ):
+        with torch.autocast("cpu", dtype=dtype):
+            y = function(*tensors)
+        assert y.dtype is dtype
+        results.append([y.detach(), *reference.gradients(y, dy.to(dtype), *tensors)])
+    assert all(t.dtype is torch.float32 for t in results[0][1:])
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    y = kind.eager(*exact, F.gelu)
+    truths = [y.detach(), *reference.gradients(y, dy.to(dtype).double(), *exact)]
+    for ours, theirs, truth in zip(*results, truths, strict=True):
+        assert (
+            reference.relative(ours, truth) <= 2 * reference.relative(theirs, truth) + reference.FOLDED_TOLERANCE[dtype]
+        )
+    with torch.autocast("cpu", dtype=dtype):
+        x, *params = tensors
+        here = saved_bytes(lambda: kind.function(x, *params, "gelu", save=save))
+        eager = saved_bytes(lambda: kind.eager(x, *params, F.gelu))
+    buffers = 0 if save == "recompute" else kind.first
+    biases = 2 * (kind.first * HIDDEN + OUT)  # as autocast has them, for second derivatives
+    assert here <= eager - (2 * kind.first - buffers) * ROWS * HIDDEN * 2 + biases
+
+
+@compiles
+@both_saved
+def test_compiled_whole(kind: Kind, save: str) -> None:
+    tensors = kind.leaves()
+    torch.compiler.reset()
+    call = functools.partial(kind.function, activation="gelu", save=save)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    y = compiled(*tensors)
+    torch.testing.assert_close(y, call(*tensors), rtol=1e-5, atol=1e-5)
+    dy = torch.randn_like(y)
+    for a, b in zip(
+        reference.gradients(y, dy, *tensors), reference.gradients(call(*tensors), dy, *tensors), strict=True
+    ):
+        assert reference.relative(a, b) < 1e-4
+    if save == "recompute":
+        compiled(*tensors)
+        assert saved_bytes(compiled, *tensors, exclude=tensors) < ROWS * HIDDEN * 4
+
+
+@both_saved
+@pytest.mark.parametrize("how", ["hooks", "save_on_cpu", "reentrant", "not reentrant"])
+def test_contexts_give_the_same_gradients(kind: Kind, save: str, how: str) -> None:
+    tensors = kind.leaves()
+    call = functools.partial(kind.function, activation="gelu", save=save)
+    expected = torch.autograd.grad(call(*tensors).square().sum(), tensors)
+    seen = []
+    if how == "hooks":
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+            y = call(*tensors)
+    elif how == "save_on_cpu":
+        with torch.autograd.graph.save_on_cpu():
+            y = call(*tensors)
+    else:
+        y = checkpoint(call, *tensors, use_reentrant=how == "reentrant")
+    before = [t.clone() for t in seen]
+    found = _backward(y, tensors) if how == "reentrant" else torch.autograd.grad(y.square().sum(), tensors)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    assert all(torch.equal(t, b) for t, b in zip(seen, before, strict=True))  # what hooks hold is theirs
+
+
+@compiles
+@both
+def test_functional_transforms(kind: Kind) -> None:
+    x, *params = (t.detach() for t in kind.leaves())
+    ours, theirs = (functools.partial(kind.function, activation="silu"), functools.partial(kind.eager, function=F.silu))
+    torch.testing.assert_close(
+        torch.func.grad(lambda x: ours(x, *params).sum())(x), torch.func.grad(lambda x: theirs(x, *params).sum())(x)
+    )
+    stacked = torch.stack([x, x + 1])
+    torch.testing.assert_close(torch.vmap(lambda x: ours(x, *params))(stacked), theirs(stacked, *params))
+    tangent = torch.randn_like(x)
+    for a, b in zip(
+        torch.func.jvp(lambda x: ours(x, *params), (x,), (tangent,)),
+        torch.func.jvp(lambda x: theirs(x, *params), (x,), (tangent,)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+    tensors = [x.requires_grad_(), *(p.requires_grad_() for p in params)]
+    batch = torch.randn(3, ROWS, OUT)
+    for a, b in zip(
+        torch.autograd.grad(ours(*tensors), tensors, batch, is_grads_batched=True),
+        torch.autograd.grad(theirs(*tensors), tensors, batch, is_grads_batched=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@both
+def test_a_symbolic_trace_calls_the_block(kind: Kind) -> None:
+    module = fl.FusedMLP(IN, HIDDEN) if kind is PLAIN else fl.FusedGatedMLP(IN, HIDDEN)
+    traced = torch.fx.symbolic_trace(module)
+    assert any(node.target is kind.function for node in traced.graph.nodes)
+    x = torch.randn(30, IN)
+    torch.testing.assert_close(traced(x), module(x))
+
+
+@both
+def test_an_edited_bias_is_refused_only_where_it_is_needed(kind: Kind) -> None:
+    tensors = kind.leaves()
+    y = kind.function(*tensors, "gelu")
+    with torch.no_grad():
+        tensors[2].add_(1)
+    torch.autograd.grad(y.sum(), tensors, retain_graph=True)
+    with pytest.raises(RuntimeError, match="a bias was edited in place between forward and backward"):
+        torch.autograd.grad(y.sum(), tensors, create_graph=True)
+
+
+@both
+def test_the_saved_weight_must_not_be_edited(kind: Kind) -> None:
+    tensors = kind.leaves()
+    y = kind.function(*tensors, "gelu")
+    with torch.no_grad():
+        tensors[-2].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y.sum(), tensors)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"input": torch.randn(3, 5)}, ValueError, r"mlp: expected input \(..., in\) and weight1 \(out, in\), got \(3"),
+        ({"weight1": torch.randn(8)}, ValueError, "mlp: expected input"),
+        ({"bias1": torch.randn(7)}, ValueError, r"mlp: expected bias1 \(8,\) for weight1 \(8, 4\), got \(7,\)"),
+        ({"weight2": torch.randn(4, 9)}, ValueError, r"mlp: expected weight2 \(out, hidden\) for weight1 \(hidden,"),
+        ({"weight2": torch.randn(4, 8, 1)}, ValueError, "mlp: expected weight2"),
+        ({"bias2": torch.randn(8)}, ValueError, r"mlp: expected bias2 \(4,\)"),
+        ({"bias2": torch.randn(4).double()}, ValueError, "mlp: all tensors must have one dtype, .*bias2 torch.float64"),
+        ({"weight1": [1.0]}, TypeError, "mlp: weight1 must be a tensor, got list"),
+        ({"weight2": None}, TypeError, "mlp: weight2 must be a tensor, got NoneType"),
+        ({"bias1": 0.0}, TypeError, "mlp: bias1 must be a tensor, got float; pass None for no bias1"),
+        ({"input": torch.ones(3, 4, dtype=torch.int64)}, TypeError, "mlp: input must have a floating dtype"),
+        ({"weight2": torch.randn(4, 8, device="meta")}, ValueError, "mlp: weight2 is on meta but input is on cpu"),
+        ({"activation": "gleu"}, ValueError, "mlp: .*gleu"),
+        ({"save": "nothing"}, ValueError, "mlp: save must be one of"),
+        ({"dropout": 1.5}, ValueError, r"mlp: dropout must lie in \[0, 1\], got 1.5"),
+        ({"dropout": "much"}, TypeError, "mlp: dropout must be a number"),
+        ({"chunks": 0}, ValueError, "mlp: chunks must be at least 1"),
+        ({"chunks": 2.0}, TypeError, "mlp: chunks must be an int"),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_bad_arguments(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    good = {
+        "input": torch.randn(3, 4), "weight1": torch.randn(8, 4), "bias1": torch.randn(8),
+        "weight2": torch.randn(4, 8), "bias2": torch.randn(4),
+    }  # fmt: skip
+    with pytest.raises(error, match=message):
+        fl.mlp(**{**good, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"weight_up": torch.randn(9, 4), "bias_up": None}, ValueError, r"weight_up \(9, 4\) must have the same shape"),
+        ({"weight_up": None, "bias_up": None, "weight_gate": torch.randn(9, 4)}, ValueError, "weight_gate holds both"),
+        ({"weight_up": None}, ValueError, "bias_up without weight_up"),
+        ({"weight_down": torch.randn(4, 9)}, ValueError, r"expected weight_down \(out, hidden\) for weight_gate"),
+        ({"save": "output"}, ValueError, "gated_mlp: save='output' cannot be had: a product does not tell its factors"),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_bad_arguments_of_a_gated_block(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    good = {
+        "input": torch.randn(3, 4), "weight_gate": torch.randn(8, 4), "bias_gate": torch.randn(8),
+        "weight_up": torch.randn(8, 4), "bias_up": torch.randn(8), "weight_down": torch.randn(4, 8), "bias_down": None,
+    }  # fmt: skip
+    with pytest.raises(error, match=message):
+        fl.gated_mlp(**{**good, **change})
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+MODULES = {
+    "mlp": lambda **options: fl.FusedMLP(IN, HIDDEN, OUT, **options),
+    "gated": lambda **options: fl.FusedGatedMLP(IN, HIDDEN, OUT, **options),
+    "packed": lambda **options: fl.FusedGatedMLP(IN, HIDDEN, OUT, packed=True, **options),
+}
+every_module = pytest.mark.parametrize("build", MODULES.values(), ids=MODULES)
+
+
+def _by_layers(module: Any, x: Tensor) -> Tensor:
+    first, *others = module._parts(x)
+    h = resolve(module.activation).plain(first)
+    for other in others:
+        h = h * other
+    return module._layers()[-1](h)
+
+
+@every_module
+@pytest.mark.parametrize("activation", ["gelu", nn.SiLU(), nn.PReLU(HIDDEN), torch.sin, None], ids=reference.label)
+@pytest.mark.parametrize("bias", [True, False], ids=["", "no bias"])
+def test_a_module_computes_its_layers(build: Any, activation: object, bias: bool) -> None:
+    module = build(activation=activation, bias=bias)
+    x = torch.randn(60, IN, requires_grad=True)
+    y, expected = module(x), _by_layers(module, x)
+    torch.testing.assert_close(y, expected)
+    for a, b in zip(
+        torch.autograd.grad(y.sum(), [x, *module.parameters()]),
+        torch.autograd.grad(expected.sum(), [x, *module.parameters()]),
+        strict=True,
+    ):
+        assert reference.relative(a, b) < 2e-5
+
+
+def test_names_of_the_parameters() -> None:
+    assert list(MODULES["mlp"]().state_dict()) == ["fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"]
+    assert list(MODULES["gated"]().state_dict()) == ["gate_proj.weight", "up_proj.weight", "down_proj.weight"]
+    assert list(MODULES["packed"](bias=True).state_dict()) == [
+        "gate_up_proj.weight", "gate_up_proj.bias", "down_proj.weight", "down_proj.bias",
+    ]  # fmt: skip
+
+
+def test_from_modules_shares_the_layers() -> None:
+    gate, up, down = nn.Linear(IN, HIDDEN), nn.Linear(IN, HIDDEN), nn.Linear(HIDDEN, OUT)
+    block = fl.FusedGatedMLP.from_modules(gate.eval(), "gelu", up, down, dropout=0.5)
+    assert block.gate_proj is gate and block.up_proj is up and block.down_proj is down and not block.training
+    mlp = fl.FusedMLP.from_modules(gate, nn.GELU(), down, save="recompute")
+    x = torch.randn(50, IN)
+    torch.testing.assert_close(mlp(x), down(F.gelu(gate(x))))
+    torch.testing.assert_close(block(x), down(F.gelu(gate(x)) * up(x)))
+    with pytest.raises(TypeError, match=r"FusedMLP.from_modules: fc2 must be a plain nn.Linear, got Conv1d"):
+        fl.FusedMLP.from_modules(gate, "gelu", nn.Conv1d(1, 1, 1))  # type: ignore[arg-type]
+
+
+@every_module
+def test_layers_that_must_be_called_are(build: Any) -> None:
+    module = build(activation="gelu")
+    x = torch.randn(50, IN)
+    expected = module(x)
+    assert "not fused" not in repr(module)
+    calls = []
+    name = module._names[0]
+    handle = getattr(module, name).register_forward_hook(lambda *_: calls.append(1))
+    torch.testing.assert_close(module(x), expected)
+    assert calls == [1] and f"not fused: {name} must be called: it has hooks" in repr(module)
+    handle.remove()
+    assert "not fused" not in repr(module)
+    nn.utils.parametrizations.weight_norm(getattr(module, module._names[-1]))
+    torch.testing.assert_close(module(x), expected)
+    assert f"not fused: {module._names[-1]} is a ParametrizedLinear" in repr(module)
+
+
+@every_module
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_copies_compute_the_same_and_share_nothing(build: Any, clone: Any) -> None:
+    module = build(activation=nn.ELU(0.5), save="recompute", chunks=3)
+    other = clone(module)
+    x = torch.randn(30, IN)
+    assert torch.equal(other(x), module(x)) and repr(other) == repr(module)
+    assert other.chunks == 3 and other.save == "recompute"
+    with torch.no_grad():
+        next(other.parameters()).zero_()
+    assert next(module.parameters()).any()
+
+
+@every_module
+def test_dropout_in_training_only(build: Any) -> None:
+    module = build(dropout=0.5)
+    x = torch.randn(50, IN)
+    assert not torch.equal(module(x), module(x))
+    module.eval()
+    assert torch.equal(module(x), module(x))
+    assert "dropout=0.5" in repr(module)
+    with pytest.raises(ValueError, match="dropout must lie in"):
+        build(dropout=2.0)
+
+
+@every_module
+def test_functional_call_and_training(build: Any) -> None:
+    module = build(activation="gelu", bias=True)
+    x = torch.randn(80, IN)
+    torch.testing.assert_close(functional_call(module, dict(module.named_parameters()), (x,)), module(x))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = (module(x) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.5 * losses[0]
