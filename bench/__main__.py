@@ -6,6 +6,7 @@ import sys
 
 COMMANDS = {
     "dense": ("dense", "eager, torch.compile and this library on dense layers: time, saved and peak bytes"),
+    "mlp": ("mlp", "the same on MLP blocks, with and without a gate, beside the bare matmuls"),
     "conv": ("conv", "the same on convolutions, in both memory formats"),
     "norm": ("norm", "the same on convolutions with a batch norm between them and the activation"),
     "pointwise": ("pointwise", "bandwidth of the forward and backward kernels against a copy"),

@@ -1,4 +1,4 @@
-"""A layer with an activation behind it, eager, by torch.compile and by this library: what ``dense`` and ``conv`` share.
+"""A layer with an activation behind it, eager, by torch.compile and by this library: what the grids of layers share.
 
 Times are of the layer alone, forward and forward+backward (all three gradients), in training mode. Bytes are of the
 layer with a second one behind it, because what must be kept depends on who reads the output: eager GELU keeps its
@@ -11,9 +11,9 @@ import json
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -67,17 +67,21 @@ class Work:
     ours: tuple[Function, Function]
     #: What the result file says of the shape.
     sizes: dict[str, Any]
-    #: Of the layer's output.
+    #: Of the layer's output, or of what is hidden in a block.
     hidden_bytes: int
+    #: More variants, by name; None for one that cannot be had here.
+    others: Mapping[str, tuple[Function, Function] | None] = field(default_factory=dict)
+    #: Of these, what computes something else, and is a yardstick.
+    yardsticks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What ``dense`` and ``conv`` differ in."""
+    """What the grids differ in."""
 
     name: str
-    #: The second layer, in words.
-    behind: str
+    #: The second layer, in words; of blocks, which are whole by themselves, None.
+    behind: str | None
     #: From the device's kind and the dtypes, if not all.
     cases: Callable[[str, tuple[str, ...]], Iterable[Case]]
     #: From a case, the device, and whether it has to be quick.
@@ -88,6 +92,7 @@ class Subject:
     case_seconds: float
     #: Whether the case is part of a quick run of everything.
     in_quick: Callable[[Any], bool] = lambda case: True
+    variants: tuple[str, ...] = VARIANTS
     #: Draws a result into a file.
     plot: Callable[[dict[str, Any], Path], Any] | None = None
 
@@ -98,11 +103,13 @@ class Subject:
             "time": "microseconds of the layer alone in training mode: median and quartiles over interleaved rounds; "
             "as in a network, nobody but the layer holds its output during the backward pass",
             "ratio": "median over rounds of time / eager's time in the same round, with quartiles",
-            "saved_bytes": f"kept for the backward pass by the layer and {self.behind} behind it, without input and "
-            "parameters",
-            "peak_bytes": "allocated at the worst moment of forward+backward of the same two layers, gradients "
-            "included",
+            "saved_bytes": f"kept for the backward pass by {self._kept_by}, without input and parameters",
+            "peak_bytes": f"allocated at the worst moment of forward+backward of {self._kept_by}, gradients included",
         }
+
+    @property
+    def _kept_by(self) -> str:
+        return "the block" if self.behind is None else f"the layer and {self.behind} behind it"
 
 
 def add_arguments(parser: argparse.ArgumentParser, subject: Subject) -> None:
@@ -112,8 +119,8 @@ def add_arguments(parser: argparse.ArgumentParser, subject: Subject) -> None:
     parser.add_argument("--only", metavar="REGEX", help="cases whose id matches, e.g. 'model/.*/gelu/float32'")
     parser.add_argument(
         "--variants",
-        help=f"comma-separated, of {','.join(VARIANTS)} (default: all, with --quick not {COMPILE}); eager is always "
-        "measured",
+        help=f"comma-separated, of {','.join(subject.variants)} (default: all, with --quick not {COMPILE}); eager is "
+        "always measured",
     )
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     parser.add_argument("--quick", action="store_true", help="small shapes and few rounds: to see that it works")
@@ -135,11 +142,13 @@ def main(subject: Subject, options: argparse.Namespace) -> int:
         return 2
     if options.quick and not options.only:
         todo = [case for case in todo if subject.in_quick(case)]
-    asked = VARIANTS if options.variants is None and not options.quick else (options.variants or OURS).split(",")
-    variants = [name for name in VARIANTS if name == BASELINE or name in asked]
+    asked = subject.variants if options.variants is None else options.variants.split(",")
+    if options.quick and options.variants is None:
+        asked = [name for name in asked if name != COMPILE]
+    variants = [name for name in subject.variants if name == BASELINE or name in asked]
     out = options.out
     # A part of the grid must not replace a committed result of all of it: it is written only where the user says.
-    if out is None and not (options.only or options.quick or options.dtype or len(variants) < len(VARIANTS)):
+    if out is None and not (options.only or options.quick or options.dtype or len(variants) < len(subject.variants)):
         out = RESULTS / machine.slug(device, torch.get_num_threads())
     result = run(subject, todo, device, variants=variants, quick=options.quick, budget_seconds=options.budget, out=out)
     print("\n".join(subject.acceptance(result)))
@@ -155,13 +164,13 @@ def run(
     todo: Iterable[Case],
     device: torch.device,
     *,
-    variants: Iterable[str] = VARIANTS,
+    variants: Iterable[str] | None = None,
     quick: bool = False,
     budget_seconds: float | None = None,
     out: Path | None = None,
 ) -> dict[str, Any]:
     """Measure the cases in order, within the budget, and write ``out/<subject>.json`` after each."""
-    todo, variants = list(todo), list(variants)
+    todo, variants = list(todo), list(subject.variants if variants is None else variants)
     start = time.monotonic()
     end = start + (subject.budget_seconds if budget_seconds is None else budget_seconds)
     result: dict[str, Any] = {
@@ -218,8 +227,13 @@ def measure_case(
     for name in variants:
         start = time.monotonic()
         try:
-            functions[name] = _functions(name, work)
-            _compare(functions[name], functions[BASELINE], work.operands, case.dtype)
+            found = _functions(name, work)
+            if found is None:
+                rows[name] = {"skipped": "not available here"}
+                continue
+            functions[name] = found
+            if name not in work.yardsticks:
+                _compare(functions[name], functions[BASELINE], work.operands, case.dtype)
             rows[name] = {}
         except Exception as error:
             if name == BASELINE:
@@ -271,7 +285,9 @@ def rows_of(result: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, 
             yield row, row["variants"][OURS]
 
 
-def _functions(variant: str, work: Work) -> tuple[Function, Function]:
+def _functions(variant: str, work: Work) -> tuple[Function, Function] | None:
+    if variant in work.others:
+        return work.others[variant]
     if variant == OURS:
         return work.ours
     if variant == COMPILE:

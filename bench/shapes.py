@@ -75,6 +75,54 @@ def cases(kind: str, dtypes: tuple[str, ...] = ()) -> Iterator[Case]:
                 yield Case("model", shape, activation, dtype)
 
 
+# --- MLP blocks -------------------------------------------------------------------------------------------------------
+
+MLP_SHAPES = (
+    Shape("BERT-base", 768, 3072, {"cpu": 8 * 512, "cuda": 16 * 512}),
+    Shape("GPT-2 large", 1280, 5120, {"cpu": 2 * 1024, "cuda": 8 * 1024}),
+    Shape("ViT-B", 768, 3072, {"cpu": 8 * 197, "cuda": 64 * 197}),
+)
+GATED_SHAPES = (
+    Shape("LLaMA-7B", 4096, 11008, {"cpu": 128, "cuda": 2 * 2048}),
+    Shape("Gemma-2B", 2048, 16384, {"cpu": 128, "cuda": 2 * 2048}),
+    Shape("T5-base 1.1", 768, 2048, {"cpu": 8 * 512, "cuda": 16 * 512}),
+)
+
+
+@dataclass(frozen=True)
+class BlockCase:
+    """A row of the grid of blocks: ``act(x w1^T) w2^T``, or with a gate."""
+
+    group: str
+    shape: Shape
+    is_gated: bool
+    activation: str
+    dtype: str
+    host_time: bool = False
+
+    @property
+    def id(self) -> str:
+        """Group, shape, activation and dtype: ``model/bert-base/gelu/float32``."""
+        gated = "gated-" if self.is_gated else ""
+        return "/".join(
+            (self.group, self.shape.name.lower().replace(" ", "-"), f"{gated}{self.activation}", self.dtype)
+        )
+
+
+def block_cases(kind: str, dtypes: tuple[str, ...] = ()) -> Iterator[BlockCase]:
+    """The models with their own activations, then every shape with others."""
+    dtypes = dtypes or DTYPES[kind]
+    for dtype in dtypes:
+        for shape in MLP_SHAPES:
+            yield BlockCase("model", shape, False, "gelu", dtype)
+        for shape, activation in zip(GATED_SHAPES, ("silu", "gelu", "gelu"), strict=True):
+            yield BlockCase("model", shape, True, activation, dtype)
+    for dtype in dtypes:
+        for activation in ("relu", "tanh"):
+            yield BlockCase("other", MLP_SHAPES[0], False, activation, dtype)
+        yield BlockCase("other", GATED_SHAPES[-1], True, "silu", dtype)
+
+
 # --- convolutions -----------------------------------------------------------------------------------------------------
 
 #: Each with every shape; and those that only the models have which they are from.

@@ -31,8 +31,8 @@ from .broadcast import operand_along
 from .ownership import graph_is_given_up, saved_under_hooks
 from .products import MATMUL
 
-#: Rows of a chunk, at least: with fewer a matmul takes as long.
-LEAST_ROWS = 32
+#: Rows of a chunk, at least: with fewer a product reads its weight, and writes the weight's gradient, for too little.
+LEAST_ROWS = 256
 
 
 class Dropout(NamedTuple):

@@ -60,6 +60,8 @@ KERNELS = {
     "derivative_given_output": ("output", 2),
     "derivative_given_input": ("input", 2),
     "inverse": ("output", 1),
+    "gate": ("input", 2),
+    "gate_gradient": ("input", 3),
 }
 _POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 
@@ -113,20 +115,22 @@ def compile_kernel(
     target: str, activation: Activation, kernel: str, dtype: torch.dtype, bias: str = "column", index: Any = tl.int32
 ) -> Report:
     given, operands = KERNELS[kernel]
-    if kernel == "inverse":
-        bias = "none"  # all that its input had is in the output
+    is_gate = kernel.startswith("gate")
+    if kernel == "inverse" or (is_gate and not activation.operand_dims):
+        bias = "none"  # all that its input had is in the output; a gate has none
     elif activation.output_refused_because(dtype) is not None:
         given = "input"
     matrix = MATRICES[bias]
     rows, columns = elementwise._tile(matrix)
-    role: Role = "forward" if kernel == "forward" else "inverse" if kernel == "inverse" else "gradient"
+    role: Role = "inverse" if kernel == "inverse" else "forward" if kernel in ("forward", "gate") else "gradient"
     function = elementwise.gradient_kernel if role == "gradient" else elementwise.bias_act_kernel
-    constants = {"AXIS": bias, "ROWS": rows, "COLUMNS": columns, "INDEX": index}
+    constants = {"AXIS": bias, "ROWS": rows, "COLUMNS": columns, "INDEX": index, "HAS_UP": is_gate}
     needs = (True,) * len(activation.operand_dims)
     if role != "gradient":
-        constants["HAS_BIAS"] = constants["HAS_RESIDUAL"] = bias != "none"
+        constants["HAS_BIAS"] = constants["HAS_RESIDUAL"] = bias != "none" and not is_gate
     else:
-        sums = [(0, True)] if bias != "none" else []
+        sums = [(0, True)] if bias != "none" and not is_gate else []
+        constants["FORWARD"] = device_function(activation, "forward", given="input", dtype=dtype) if is_gate else None
         constants["SUMS"] = (*sums, *((1 + i, dim is not None) for i, dim in enumerate(activation.operand_dims)))
     constants["GRADIENT" if role == "gradient" else "FORWARD"] = device_function(
         activation, role, given=given, dtype=dtype, needs=needs
@@ -159,7 +163,7 @@ def compile_kernel(
         str(index),
         **read,
         least_wide_loads=operands * wide,
-        least_wide_stores=wide,
+        least_wide_stores=wide * (2 if kernel == "gate_gradient" else 1),
         custom=activation.is_traced,
         operands=len(activation.operand_dims),
     )
@@ -210,12 +214,13 @@ def _widths(accesses: Iterable[tuple[bool, int]]) -> dict[str, int]:
     return counts
 
 
-def kernels_of(activation: Activation, dtype: torch.dtype) -> tuple[str, ...]:
+def kernels_of(activation: Activation, dtype: torch.dtype, bias: str) -> tuple[str, ...]:
     """The kernels that an activation can have; the identity gets none, because nothing is saved for it."""
     if activation.is_identity:
         return ()
     refused = ["derivative_given_output"] if activation.output_refused_because(dtype) is not None else []
     refused += ["inverse"] if told(activation, dtype) is None else []
+    refused += ["gate", "gate_gradient"] if bias != "none" else []
     return tuple(kernel for kernel in KERNELS if kernel not in refused)
 
 
@@ -228,7 +233,7 @@ def main() -> None:
     for case in options.case or activations():
         name, dtype, bias, index, *_ = [*case.split("/"), *("bfloat16", "column", "int32")[case.count("/") :]]
         activation = find(name, bias)
-        for kernel in kernels_of(activation, getattr(torch, dtype)):
+        for kernel in kernels_of(activation, getattr(torch, dtype), bias):
             reports.append(
                 compile_kernel(options.target, activation, kernel, getattr(torch, dtype), bias, getattr(tl, index))
             )
