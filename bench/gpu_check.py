@@ -1,8 +1,9 @@
 """``python -m bench gpu-check --out DIR``: everything that needs a GPU, in one go, for whoever has one for ten minutes.
 
-Runs the test suite and the dense, pointwise, custom, conv and norm grids, each in a process of its own with a time
+Runs the test suite and the dense, mlp, pointwise, custom, conv and norm grids, each in a process of its own with a time
 limit, so that a hanging kernel or a crash of one takes nothing from the others; what a part had written by then stays.
-DIR gets tests.log, bench.log, dense.json, dense.png, pointwise.json, custom.json, conv.json, norm.json and summary.md.
+DIR gets tests.log, bench.log, summary.md, dense.png, and dense.json, mlp.json, pointwise.json, custom.json, conv.json
+and norm.json.
 
 The process exits with 0 if all tests passed and the grids ran and met their targets, 1 if not, 2 without a GPU.
 """
@@ -22,12 +23,12 @@ from typing import Any
 
 import torch
 
-from . import ROOT, conv, custom, dense, layers, machine, norm, pointwise
+from . import ROOT, conv, custom, dense, layers, machine, mlp, norm, pointwise
 
 #: Seconds for each part; with starting up and the summary they stay below nine minutes.
 TEST_SECONDS = 180
-GRID_SECONDS = {"dense": 90, "pointwise": 35, "custom": 30, "conv": 40, "norm": 25}
-SUBJECTS = {"dense": dense, "pointwise": pointwise, "custom": custom, "conv": conv, "norm": norm}
+GRID_SECONDS = {"dense": 50, "mlp": 60, "pointwise": 30, "custom": 20, "conv": 25, "norm": 15}
+SUBJECTS = {"dense": dense, "mlp": mlp, "pointwise": pointwise, "custom": custom, "conv": conv, "norm": norm}
 _GRACE_SECONDS = 10  # from the polite signal to the one that cannot be refused
 
 
@@ -49,7 +50,7 @@ class Part:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the nine files")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the ten files")
     parser.add_argument("--minutes", type=float, default=9.0, help="time for everything (default: 9)")
     parser.add_argument("pytest_args", nargs="*", help="behind --: arguments for pytest, e.g. -- -k dense")
 
@@ -135,7 +136,7 @@ def summary(out: Path, parts: list[Part]) -> str:
         result = json.loads(path.read_text(encoding="utf-8"))
         lines.append(f"{len(result['cases'])} cases measured, {len(result['not_run'])} not reached in time")
         lines += [f"- {line}" for line in module.acceptance(result)]
-        if subject in ("dense", "conv", "norm"):
+        if subject in ("dense", "mlp", "conv", "norm"):
             lines += [line for line in _slower_than_eager(result) if line not in lines]
     log = (out / "tests.log").read_text(encoding="utf-8", errors="replace").splitlines()
     lines += ["", "## tests", "", "```", *log[-15:], "```", ""]

@@ -39,6 +39,14 @@ NORM_ROWS = (
     ("EfficientNet-B0 3x3 depthwise", "silu"),
     ("YOLOv5 3x3 stride 2", "silu"),
 )
+MLP_ROWS = (
+    ("BERT-base", "gelu"),
+    ("GPT-2 large", "gelu"),
+    ("ViT-B", "gelu"),
+    ("LLaMA-7B", "silu"),
+    ("Gemma-2B", "gelu"),
+    ("T5-base 1.1", "gelu"),
+)
 MAIN_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 OTHER_DTYPE = {"cpu": "bfloat16", "cuda": "float32"}
 
@@ -113,6 +121,35 @@ def _dense_sizes(row: dict[str, Any]) -> str:
     return f"{row['tokens']} x {row['in_features']} to {row['hidden_features']}"
 
 
+def mlp_table(run: dict[str, Any]) -> str:
+    """MLP blocks of known models, forward+backward: bytes kept, those at the worst moment, and time, the bare matmuls'
+    too."""
+    kind = run["device"]["kind"]
+    keys = [(*row, MAIN_DTYPE[kind]) for row in MLP_ROWS] + [(*row, OTHER_DTYPE[kind]) for row in MLP_ROWS[::5]]
+    lines = [
+        _measured_on(run),
+        "",
+        "| MLP block (rows) | saved MiB: eager | **here** | recomputed | peak MiB: eager | **here** | recomputed "
+        "| time: eager | bare matmuls | **here** | recomputed |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    rows = _models(run["cases"])
+    lines += [_mlp_row(rows[key]) for key in keys if key in rows]
+    return "\n".join(lines)
+
+
+def _mlp_row(row: dict[str, Any]) -> str:
+    eager, ours, recomputed, bare = (
+        row["variants"].get(name, {}) for name in ("eager", "fusedlayers", "recompute", "matmuls")
+    )
+    gated = "gated " if row["gated"] else ""
+    cells = [f"{row['shape']}, {gated}{row['activation']}, {row['dtype']} ({_dense_sizes(row)})"]
+    for what in ("saved_bytes", "peak_bytes"):
+        cells += [_mib(eager, what), f"**{_mib(ours, what)}**", _mib(recomputed, what)]
+    cells += [_milliseconds(eager), _ratio(bare), f"**{_ratio(ours)}**", _ratio(recomputed)]
+    return f"| {' | '.join(cells)} |"
+
+
 def conv_table(run: dict[str, Any]) -> str:
     """The same of convolutions, in the device's main memory format where there are two."""
     formats: dict[str, set[str]] = {}
@@ -168,8 +205,8 @@ def _layer_row(row: dict[str, Any], sizes: str) -> str:
     return f"| {layer} | {' | '.join(saved + times)} |"
 
 
-def _mib(variant: dict[str, Any]) -> str:
-    return f"{variant['saved_bytes'] / 2**20:.1f}" if "saved_bytes" in variant else "-"
+def _mib(variant: dict[str, Any], what: str = "saved_bytes") -> str:
+    return f"{variant[what] / 2**20:.1f}" if what in variant else "-"
 
 
 def _milliseconds(variant: dict[str, Any]) -> str:
@@ -236,5 +273,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "conv": partial(_tables, subject="conv", table=conv_table),
     "custom": partial(_tables, subject="custom", table=custom_table),
     "dense": partial(_tables, subject="dense", table=dense_table),
+    "mlp": partial(_tables, subject="mlp", table=mlp_table),
     "norm": partial(_tables, subject="norm", table=norm_table),
 }

@@ -228,17 +228,17 @@ def _gradients(
 ) -> list[Tensor | None]:
     """Of all tensors, in the order in which they are given. What is kept is overwritten."""
     backend = block.backend
-    of_w = _SumOfProducts()
-    of_weights = [_SumOfProducts() if need else None for need in needs.weights]
-    of_biases = [_SumOfRows() if need else None for need in needs.biases]
+    of_w = _Sum()
+    of_weights = [_Sum() if need else None for need in needs.weights]
+    of_biases = [_Sum() if need else None for need in needs.biases]
     of_operands = [torch.zeros_like(p, dtype=torch.float64) for p in operands]
     dx = torch.empty_like(x) if needs.x and not kept else None
     if needs.w and block.is_whole:
-        of_w.add(dy, kept[0])
+        of_w.add_product(dy, kept[0])
     for chunk, rows in block.rows(x):
         parts = [part[rows] for part in kept] or block.pre_activations(x[rows], products)
         if needs.w and not block.is_whole:
-            of_w.add(dy[rows], block.hidden(parts, operands, chunk, overwrite=False))
+            of_w.add_product(dy[rows], block.hidden(parts, operands, chunk, overwrite=False))
         of_hidden = backend.linear(dy[rows], w.t(), None)
         shares = block.gradients(of_hidden, parts, operands, needs.operands, chunk)
         del of_hidden
@@ -263,39 +263,25 @@ def _gradients(
     ]
 
 
-class _SumOfProducts:
-    """``a^T b``, summed over chunks of rows; what has 16 bits in float32."""
+class _Sum:
+    """Over chunks of rows. Where there are several, those of 16 bits are added in float32."""
 
     def __init__(self) -> None:
         self.dtype = torch.float32
         self.sum: Tensor | None = None
 
-    def add(self, a: Tensor, b: Tensor) -> None:
+    def add(self, share: Tensor) -> None:
         if self.sum is None:
-            self.dtype, self.sum = a.dtype, a.t() @ b
-        elif self.sum.dtype is b.dtype and b.dtype.itemsize > 2:
+            self.dtype, self.sum = share.dtype, share
+        else:
+            self.sum = self.sum.to(torch.promote_types(self.dtype, torch.float32)).add_(share)
+
+    def add_product(self, a: Tensor, b: Tensor) -> None:
+        """``a^T b``."""
+        if self.sum is None or b.dtype.itemsize == 2:
+            self.add(a.t() @ b)
+        else:
             self.sum.addmm_(a.t(), b)
-        else:
-            self.sum = self.sum.float().add_(a.t() @ b)
-
-    @property
-    def total(self) -> Tensor:
-        assert self.sum is not None
-        return self.sum.to(self.dtype)
-
-
-class _SumOfRows:
-    """Summed over chunks of rows; what has 16 bits in float32."""
-
-    def __init__(self) -> None:
-        self.dtype = torch.float32
-        self.sum: Tensor | None = None
-
-    def add(self, a: Tensor) -> None:
-        if self.sum is None:
-            self.dtype, self.sum = a.dtype, a.sum(0, dtype=torch.promote_types(a.dtype, torch.float32))
-        else:
-            self.sum += a.sum(0, dtype=self.sum.dtype)
 
     @property
     def total(self) -> Tensor:
@@ -304,16 +290,16 @@ class _SumOfRows:
 
 
 def _add(
-    of_weights: Sequence[_SumOfProducts | None],
-    of_biases: Sequence[_SumOfRows | None],
+    of_weights: Sequence[_Sum | None],
+    of_biases: Sequence[_Sum | None],
     of_parts: Sequence[Tensor],
     x: Tensor,
 ) -> None:
     for of_weight, of_bias, of_part in zip(of_weights, of_biases, of_parts, strict=True):
         if of_weight is not None:
-            of_weight.add(of_part, x)
+            of_weight.add_product(of_part, x)
         if of_bias is not None:
-            of_bias.add(of_part)
+            of_bias.add(of_part.sum(0))
 
 
 def _through(backend: Backend, of_parts: Sequence[Tensor], products: Sequence[Product]) -> Tensor:

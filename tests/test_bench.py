@@ -23,6 +23,7 @@ from bench import (
     layers,
     machine,
     measure,
+    mlp,
     norm,
     plot,
     pointwise,
@@ -339,6 +340,75 @@ def test_a_quick_run_is_of_the_models_own_layers_without_the_compiler(monkeypatc
         ({"model"}, ["eager", "fusedlayers"]),
         ({"model"}, ["eager", "compile"]),
         ({"model", "other"}, list(layers.VARIANTS)),
+    ]
+
+
+# --- mlp --------------------------------------------------------------------------------------------------------------
+
+#: Hidden buffers that eager PyTorch keeps of a block.
+EAGER_BUFFERS = {(False, "gelu"): 2, (False, "relu"): 1, (False, "tanh"): 1, (True, "silu"): 4, (True, "gelu"): 4}
+
+
+@pytest.mark.parametrize("dtype", shapes.DTYPES["cpu"])
+def test_blocks_keep_what_is_promised(dtype: str) -> None:
+    for case in shapes.block_cases("cpu", (dtype,)):
+        if case.shape.hidden_features > 8000:
+            continue
+        work = mlp.SUBJECT.build(case, CPU, True)
+        x, parameters, _ = work.operands[0]
+        functions = {"eager": work.eager, "fusedlayers": work.ours, **work.others}
+        kept = {
+            name: layers.saved_bytes(found[0], x, *parameters) / work.hidden_bytes
+            for name, found in functions.items()
+            if found is not None
+        }
+        assert math.floor(kept["eager"]) == EAGER_BUFFERS[case.is_gated, case.activation], case.id
+        assert (kept["fusedlayers"], kept["recompute"]) == (1 + case.is_gated, 0), case.id
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_yardstick_is_the_bare_matmuls(gated: bool) -> None:
+    case = next(case for case in shapes.block_cases("cpu") if case.is_gated == gated and "ase" in case.shape.name)
+    work = mlp.SUBJECT.build(case, CPU, True)
+    x, parameters, dy = work.operands[0]
+    matmuls = work.others[mlp.MATMULS]
+    assert matmuls is not None
+    with torch.profiler.profile() as profile:
+        torch.autograd.grad(matmuls[0](x, *parameters), [x, *parameters], dy, allow_unused=True)
+    called = [event.name for event in profile.events() if event.name in ("aten::mm", "aten::addmm", "aten::addmm_")]
+    assert len(called) == (9 if gated else 6)
+    # And they are those of the block: what it multiplies by, and what comes out.
+    w1, w2 = parameters[0], parameters[2]
+    torch.testing.assert_close(matmuls[0](x, *parameters), x @ w1.t() @ w2.t())
+    dx, dw1 = torch.autograd.grad(matmuls[0](x, *parameters), [x, w1], dy)
+    torch.testing.assert_close(dw1, (dy @ w2).t() @ x)
+    torch.testing.assert_close(dx, dy @ w2 @ w1 + (x @ parameters[1].t() @ parameters[1] if gated else 0.0))
+
+
+def test_mlp_results_have_everything_a_reader_needs(tmp_path: Path) -> None:
+    case = next(case for case in shapes.block_cases("cpu") if case.shape.name == "ViT-B")
+    result = mlp.run(
+        [case], CPU, variants=("eager", "fusedlayers", "recompute", "matmuls", "liger"), quick=True, out=tmp_path
+    )
+    assert json.loads((tmp_path / "mlp.json").read_text())["cases"] == result["cases"]
+    assert mlp.acceptance(result) == []
+    variants = result["cases"][0]["variants"]
+    assert variants["liger"] == {"skipped": "not available here"} and "ratio" in variants["matmuls"]["forward"]
+    assert "the block" in result["definitions"]["saved_bytes"]
+    table = report.mlp_table(result)
+    assert "ViT-B, gelu, float32 (49 x 768 to 3072) | 1.1 | **0.6** | 0.0 |" in table
+
+
+def test_mlp_targets_are_checked() -> None:
+    times = {"forward_backward": {"ratio": 1.2, "median_us": 120.0}, "saved_bytes": 200}
+    row = {
+        "id": "model/a", "shape": "BERT-base", "dtype": "bfloat16", "gated": False, "hidden_bytes": 100,
+        "variants": {"fusedlayers": times, "matmuls": {"forward_backward": {"median_us": 100.0}}},
+    }  # fmt: skip
+    assert mlp.acceptance({"device": {"kind": "cuda"}, "quick": False, "cases": [row]}) == [
+        "model/a: fusedlayers keeps 2.00 hidden buffers: MISSED",
+        "model/a: fusedlayers 1.20x eager, target 1.0: MISSED",
+        "model/a: 1.20x the bare matmuls, target 1.05: MISSED",
     ]
 
 
@@ -716,7 +786,7 @@ def test_readme_without_results(tmp_path: Path) -> None:
         ("<!-- /bench:dense --><!-- bench:dense -->", "needs its"),
         (
             README + "<!-- bench:other --><!-- /bench:other -->",
-            r"no table is called 'other'; there are \['accuracy', 'conv', 'custom', 'dense', 'norm'\]",
+            r"no table is called 'other'; there are \['accuracy', 'conv', 'custom', 'dense', 'mlp', 'norm'\]",
         ),
     ],
 )
@@ -788,8 +858,8 @@ def test_gpu_check_runs_every_part_and_sums_up(monkeypatch: pytest.MonkeyPatch, 
     (tmp_path / "pointwise.json").write_text("left behind by an earlier run")
     options = argparse.Namespace(out=tmp_path, minutes=9.0, pytest_args=[])
     assert gpu_check.main(options) == 1  # no result of the pointwise grid
-    assert [command[2] for command in commands] == ["pytest", *["bench"] * 5]
-    assert [command[3] for command in commands[1:]] == ["dense", "pointwise", "custom", "conv", "norm"]
+    assert [command[2] for command in commands] == ["pytest", *["bench"] * 6]
+    assert [command[3] for command in commands[1:]] == ["dense", "mlp", "pointwise", "custom", "conv", "norm"]
     text = (tmp_path / "summary.md").read_text()
     assert "# gpu-check on Some GPU" in text and "12 passed" in text and "1 cases measured" in text
     assert "no result; bench.log says why" in text

@@ -154,13 +154,17 @@ def test_never_more_than_eager_is_kept(kind: Kind, save: str, frozen: str) -> No
     ],
     ids=str,
 )
-def test_the_peak_through_forward_and_backward(kind: Kind, name: str, save: str, most: float) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_peak_through_forward_and_backward(
+    kind: Kind, name: str, save: str, most: float, dtype: torch.dtype
+) -> None:
     """In hidden buffers; x and the weights are small beside these, and count."""
-    rows, width, size = 4096, 32, 4096
-    x = torch.randn(rows, width, requires_grad=True)
-    first = [torch.randn(size, width, requires_grad=True), torch.randn(size, requires_grad=True)] * kind.first
-    last = [torch.randn(width, size, requires_grad=True), torch.randn(width, requires_grad=True)]
-    tensors = [x, *first, *last]
+    rows, width, size = 4096 * 4 // dtype.itemsize, 32, 4096
+    x, w, b, last, last_bias = (
+        torch.randn(shape).to(dtype).requires_grad_()
+        for shape in ((rows, width), (size, width), (size,), (width, size), (width,))
+    )
+    tensors = [x, *[w, b] * kind.first, last, last_bias]
     sources = list(dict.fromkeys(tensors))
 
     def step(function: Callable[..., Tensor], activation: object, **options: Any) -> None:
@@ -168,9 +172,9 @@ def test_the_peak_through_forward_and_backward(kind: Kind, name: str, save: str,
 
     ours = functools.partial(step, kind.function, name, save=save)
     ours()
-    assert peak_bytes(ours, device="cpu") <= most * rows * size * 4
+    assert peak_bytes(ours, device="cpu") <= most * rows * size * dtype.itemsize
     eager = functools.partial(step, kind.eager, resolve(name).plain)
-    assert peak_bytes(eager, device="cpu") >= (2.9 if kind is PLAIN else 4.9) * rows * size * 4
+    assert peak_bytes(eager, device="cpu") >= (2.9 if kind is PLAIN else 4.9) * rows * size * dtype.itemsize
 
 
 def test_more_chunks_need_less() -> None:
