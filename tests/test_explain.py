@@ -112,6 +112,10 @@ def test_kinds_and_reasons(activation: object, kind: str, reason: str) -> None:
         (fl.FusedDenseAct(4, 8, "silu"), (8, 4), "the output (branch in its last bit)"),
         (fl.FusedDenseAct(4, 8, "silu", save="input"), (8, 8), "the input"),
         (fl.FusedConvAct2d(4, 8, 3, "tanh"), (4, 4), "the output"),
+        (fl.FusedMLP(4, 16), (8, 4), "the output (branch in its last bit)"),
+        (fl.FusedMLP(4, 16, activation=nn.PReLU(), save="recompute"), (8, 0), "nothing and recomputes"),
+        (fl.FusedGatedMLP(4, 16), (16, 8), "gate and up"),
+        (fl.FusedGatedMLP(4, 16, save="recompute"), (16, 0), "nothing and recomputes"),
     ],
     ids=lambda value: value.extra_repr() if isinstance(value, nn.Module) else "",
 )

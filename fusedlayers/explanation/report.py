@@ -20,7 +20,8 @@ from ..activations.capture import capture
 from ..clean import in_clean_state
 from ..functional import bias_act
 from ..memory import saved_bytes
-from ..modules.fused import FusedAct
+from ..modules.fused import FusedAct, WithActivation
+from ..modules.mlp import FusedBlock, FusedGatedMLP
 from ..modules.norm import FusedBatchNormAct1d, FusedBatchNormAct2d
 from ..normalised import WORTH_IT, save_beside_input
 from ..routes import specialised
@@ -99,8 +100,8 @@ def explain(activation: object) -> Explanation:
     """Say what a layer keeps of an activation, and why; measure what that costs; show the generated code.
 
     Args:
-        activation: as for ``fusedlayers.dense_bias_act``: a name, a module, any callable. Or a fused layer, for its own
-            activation and ``save``; of a batch norm it is said what that keeps with the activation.
+        activation: as for ``fusedlayers.dense_bias_act``: a name, a module, any callable. Or a fused layer or block,
+            for its own activation and ``save``; of a batch norm it is said what that keeps with the activation.
 
     Raises:
         ValueError, TypeError: as ``fusedlayers.dense_bias_act``, for what is not an activation.
@@ -109,7 +110,7 @@ def explain(activation: object) -> Explanation:
     >>> fl.explain(torch.tanh).kind
     'monotone'
     """
-    layer = activation if isinstance(activation, FusedAct) else None
+    layer = activation if isinstance(activation, WithActivation) else None
     resolved = resolve(activation if layer is None else layer.activation, "explain")
     shape = _shape(resolved)
     record = _specialised(resolved, shape)
@@ -192,7 +193,7 @@ def _in_dtype(record: Activation, dtype: torch.dtype) -> tuple[Callable[..., Ten
 
 @in_clean_state
 def _measure(
-    record: Activation, shape: tuple[int, ...], dtype: torch.dtype, layer: FusedAct | None
+    record: Activation, shape: tuple[int, ...], dtype: torch.dtype, layer: WithActivation | None
 ) -> tuple[tuple[float, float], Accuracy]:
     z = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     function, activation = _in_dtype(record, dtype)
@@ -203,6 +204,8 @@ def _measure(
     save = "auto" if layer is None else layer.save
     if save == "auto" and _is_norm(layer) and told(record, dtype) is None:
         save = save_beside_input(record, dtype)
+    if save == "auto" and isinstance(layer, FusedGatedMLP):
+        save = "input"
     fused = functools.partial(_applied, activation, save)
 
     def errors(slope: Tensor) -> tuple[float, float]:
@@ -211,7 +214,7 @@ def _measure(
 
     here, eager, floor = (errors(s) for s in (_derivative(fused, z), _derivative(function, z), exact.to(dtype)))
     layers: tuple[Callable[[Tensor], Tensor], ...] = (function, fused)
-    if layer is not None and _is_norm(layer):
+    if isinstance(layer, FusedAct) and _is_norm(layer):
         kind = FusedBatchNormAct1d if len(shape) == 2 else FusedBatchNormAct2d
         norm = kind.torchs(shape[1], dtype=dtype)
         if layer.weight is not None and not layer.weight.is_meta:
@@ -221,11 +224,27 @@ def _measure(
                     own.copy_(parameter.repeat(-(-shape[1] // len(parameter)))[: shape[1]])
         fused_norm = kind.from_modules(norm, activation, save=layer.save)
         layers = (lambda z: function(norm(z))), fused_norm
-    kept = tuple(_kept_bytes(f, z, dtype) / z.numel() for f in layers)
+    if isinstance(layer, FusedBlock):
+        kept = _kept_by_block(layer, function, activation, z.flatten(0, -2), dtype)
+    else:
+        kept = tuple(_kept_bytes(f, z, dtype) / z.numel() for f in layers)
     return (kept[0], kept[1]), Accuracy(*here, *eager, floor[0])
 
 
-def _is_norm(layer: FusedAct | None) -> bool:
+def _kept_by_block(
+    layer: FusedBlock, function: Callable[[Tensor], Tensor], activation: object, hidden: Tensor, dtype: torch.dtype
+) -> tuple[float, ...]:
+    """For each hidden element, by eager PyTorch and by the block."""
+    rows, size = hidden.shape
+    block = type(layer)(8, size, 8, activation, save=layer.save, dtype=dtype)
+    x = torch.randn(rows, 8, dtype=dtype)
+    return tuple(
+        saved_bytes(f, x, exclude=[block, x]) / hidden.numel()
+        for f in (functools.partial(block.by_calls, function=function), block)
+    )
+
+
+def _is_norm(layer: WithActivation | None) -> bool:
     return isinstance(layer, nn.modules.batchnorm._BatchNorm)
 
 

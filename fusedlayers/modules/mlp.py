@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
@@ -15,7 +15,7 @@ from ..functional import bias_act
 from .fused import WithActivation
 
 
-class _FusedBlock(WithActivation):
+class FusedBlock(WithActivation):
     """What the blocks share: the settings, and what they do where their layers must be called."""
 
     dropout: float
@@ -61,9 +61,13 @@ class _FusedBlock(WithActivation):
         """What the first layers make of it, gate and up where there are two."""
         raise NotImplementedError
 
-    def _by_calls(self, input: Tensor) -> Tensor:
+    def by_calls(self, input: Tensor, function: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """What the layers compute one by one, with ``function`` for the activation if it is given."""
         first, *others = self._parts(input)
-        hidden = bias_act(first, None, self.activation, save="auto" if self.save == "recompute" else self.save)
+        if function is None:
+            hidden = bias_act(first, None, self.activation, save="auto" if self.save == "recompute" else self.save)
+        else:
+            hidden = function(first)
         for other in others:
             hidden = hidden * other
         return self._layers()[-1](F.dropout(hidden, self.dropout, self.training))
@@ -86,7 +90,7 @@ class _FusedBlock(WithActivation):
         return f"activation={resolved!r}{dropout}, {kept}"
 
 
-class FusedMLP(_FusedBlock):
+class FusedMLP(FusedBlock):
     """``fc2(dropout(activation(fc1(x))))`` that keeps one hidden buffer, or none (``fusedlayers.mlp``).
 
     ``fc1`` and ``fc2`` are ``nn.Linear`` modules. Where one of them is replaced by something else, or gets hooks, the
@@ -155,7 +159,7 @@ class FusedMLP(_FusedBlock):
 
     def forward(self, input: Tensor) -> Tensor:
         if self.called_because() is not None:
-            return self._by_calls(input)
+            return self.by_calls(input)
         first, last = self.fc1, self.fc2
         return mlp(
             input, first.weight, first.bias, last.weight, last.bias, self.activation,
@@ -166,7 +170,7 @@ class FusedMLP(_FusedBlock):
         return [self.fc1(input)]
 
 
-class FusedGatedMLP(_FusedBlock):
+class FusedGatedMLP(FusedBlock):
     """``down_proj(dropout(activation(gate_proj(x)) * up_proj(x)))`` that keeps two hidden buffers, or none
     (``fusedlayers.gated_mlp``): SwiGLU as in LLaMA, GEGLU, ReGLU, GLU.
 
@@ -250,7 +254,7 @@ class FusedGatedMLP(_FusedBlock):
 
     def forward(self, input: Tensor) -> Tensor:
         if self.called_because() is not None:
-            return self._by_calls(input)
+            return self.by_calls(input)
         gate, down = self.gate_up_proj if self.packed else self.gate_proj, self.down_proj
         up, up_bias = (None, None) if self.packed else (self.up_proj.weight, self.up_proj.bias)
         return gated_mlp(
