@@ -141,6 +141,12 @@ def _again(origin: Origin, b: Tensor | None, residual: Tensor | None, dim: int) 
     return z if residual is None else z + residual
 
 
+def apart(*tensors: Tensor | None) -> list[Any]:
+    """Aliases of tensors that a node reads, to take its gradients by. Of the tensors themselves autograd would return
+    what goes through another of them too, if that was made from it or is the same, and then add it up once more."""
+    return [t if t is None else t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors]
+
+
 def differentiable_gradients(
     dy: Tensor,
     saved: Tensor,
@@ -156,10 +162,9 @@ def differentiable_gradients(
         slope = activation.derivative_given_output(widened(saved), saved.dtype, differentiable=True)
         return [(widened(dy) * slope).to(dy.dtype)]
     with torch.enable_grad():
-        z = widened(saved)
-        z = z if z.requires_grad else z.detach().requires_grad_()
-        y = activation.function(z, *(operand_along(widened(p), dim, z.dim()) for p in operands))
-        sources = [z, *(p for p, need in zip(operands, needs, strict=True) if need)]
+        z, *own = apart(widened(saved), *operands)
+        y = activation.function(z, *(operand_along(widened(p), dim, z.dim()) for p in own if p is not None))
+        sources = [z, *(p for p, need in zip(own, needs, strict=True) if need)]
         dz, *found = torch.autograd.grad(y, sources, widened(dy), create_graph=True)
     return [dz.to(dy.dtype), *(found.pop(0) if need else None for need in needs)]
 

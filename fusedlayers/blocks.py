@@ -228,8 +228,9 @@ def _block(settings: Settings, input: Tensor, products: list[Product], last: Pro
     params: tuple[Tensor, ...] = ()
     record = activation
     if activation.is_untraced and not is_plain and not compiling:
-        record, params, dim = specialised(activation, (rows, hidden), dtype, input.device)
-        is_plain = dim not in (None, -1, 1)
+        shape = (*input.shape[:-1], hidden)
+        record, params, dim = specialised(activation, shape, dtype, input.device)
+        is_plain = dim is not None and dim % len(shape) != len(shape) - 1
     if settings.is_gated:
         keep: Saved = "recompute" if save == "recompute" else "input"
     else:
@@ -241,7 +242,8 @@ def _block(settings: Settings, input: Tensor, products: list[Product], last: Pro
     if compiling and needs and save == "recompute":
         by_layers = functools.partial(_by_layers, settings._replace(save="auto"), activation=activation)
         return checkpoint(by_layers, input, products, last, use_reentrant=False)
-    if is_plain or (needs and not keeps_x):
+    # A checkpoint computes once without gradients and once with them, by the same route: the masks must be the same.
+    if is_plain or ((needs or settings.dropout) and not keeps_x):
         return _by_layers(settings, input, products, last, activation)
 
     x = input if input.dim() == 2 else input.reshape(rows, -1)

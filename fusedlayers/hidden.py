@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .activations import Activation, Saved
-from .autograd import is_batched
+from .autograd import apart, is_batched
 from .backends import Backend, Wanted
 from .broadcast import operand_along
 from .ownership import graph_is_given_up, saved_under_hooks
@@ -193,10 +193,11 @@ class MLP(Function):
                 )
             found = _differentiable(block, dy, x, _products(weights, biases), Product(w, b), operands, needs)
         else:
-            dy = dy.contiguous()
             if ctx.hooked or not graph_is_given_up():
-                kept = [part.clone() for part in kept]
-            found = _gradients(block, dy, x, _products(weights, biases), w, operands, kept, needs)
+                # What hooks hand back may be laid out in any way.
+                kept = [part.clone(memory_format=torch.contiguous_format) for part in kept]
+            with torch.autocast(x.device.type, enabled=False):  # the forward pass has cast what was to be cast
+                found = _gradients(block, dy.contiguous(), x, _products(weights, biases), w, operands, kept, needs)
         return None, None, *found
 
 
@@ -335,12 +336,13 @@ def _differentiable(
     needs: Needs,
 ) -> list[Tensor | None]:
     """The gradients, in operations that autograd can differentiate again."""
-    weights, biases = [w for w, _ in products], [b for _, b in products]
-    tensors = [x, last.w, last.b, *weights, *biases, *operands]
     wanted = [needs.x, needs.w, needs.b, *needs.weights, *needs.biases, *needs.operands]
     with torch.enable_grad():
-        y = composite(block, x, products, last, operands)
-        sources = [t for t, need in zip(tensors, wanted, strict=True) if need and t is not None]
+        tensors: Any = apart(x, *last, *(w for w, _ in products), *(b for _, b in products), *operands)
+        own_x, w, b, *rest = tensors
+        weights, biases, own_operands = _split(rest, len(products))
+        y = composite(block, own_x, _products(weights, biases), Product(w, b), own_operands)
+        sources = [t for t, need in zip(tensors, wanted, strict=True) if need]
         found = iter(torch.autograd.grad(y, sources, dy, create_graph=True))
     return [next(found) if need else None for need in wanted]
 

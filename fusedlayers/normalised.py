@@ -27,7 +27,7 @@ from torch.autograd import Function
 
 from . import backends
 from .activations import Activation, Saved, Told, told
-from .autograd import differentiable_gradients, is_batched
+from .autograd import apart, differentiable_gradients, is_batched
 from .backends import Wanted
 from .broadcast import along, channels_last_format, others
 from .clean import in_clean_state
@@ -279,8 +279,8 @@ def _differentiable(
 ) -> list[Tensor | None]:
     """The gradients of x, w and b, in operations that autograd can differentiate again."""
     with torch.enable_grad():
-        sources = [t if t is None or t.requires_grad else t.detach().requires_grad_() for t in (x, w, b)]
-        z = again(*sources)  # type: ignore[arg-type]  # x is not None
+        sources = apart(x, w, b)
+        z = again(*sources)
         dz, *_ = differentiable_gradients(dy, z, activation, "input", (), (), dim)
         wanted = [t for t, need in zip(sources, needs, strict=True) if need and t is not None]
         assert dz is not None

@@ -288,12 +288,34 @@ def test_what_is_frozen_gets_no_gradient(kind: Kind, save: str, name: str) -> No
         assert all(reference.relative(a, b) < 2e-5 for a, b in zip(ours, theirs, strict=True))
 
 
-def test_one_tensor_in_several_places() -> None:
-    x, w = torch.randn(40, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
-    ours = torch.autograd.grad(fl.gated_mlp(x, w, None, w, None, w, None).sum(), [x, w])
-    theirs = torch.autograd.grad(reference.gated_mlp(x, w, None, w, None, w, None, F.silu).sum(), [x, w])
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b)
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("save", ["auto", "recompute"])
+def test_tensors_that_are_the_same_or_made_from_one_another(save: str, create_graph: bool) -> None:
+    h, w = torch.randn(40, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+    slope = torch.tensor(0.3, requires_grad=True)
+
+    def run(mlp: Any, gated: Any, act: Any) -> Tensor:
+        x = act(h * w.mean())
+        x = gated(x, w, None, w, None, w, None)
+        x = mlp(x, w * x.mean(), None, w.t(), None)
+        return x.square().sum()
+
+    prelu = lambda z: torch.where(z > 0, z, slope * z)  # noqa: E731
+    ours = run(
+        functools.partial(fl.mlp, activation=prelu, save="input" if save == "auto" else save),
+        functools.partial(fl.gated_mlp, activation=prelu, save=save),
+        lambda z: fl.bias_act(z, None, prelu),
+    )
+    theirs = run(
+        functools.partial(reference.mlp, function=prelu), functools.partial(reference.gated_mlp, function=prelu), prelu
+    )
+    sources = [h, w, slope]
+    for a, b in zip(
+        torch.autograd.grad(ours, sources, create_graph=create_graph),
+        torch.autograd.grad(theirs, sources, create_graph=create_graph),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @both_saved
@@ -441,6 +463,20 @@ def test_dropout_under_a_checkpoint(kind: Kind, save: str) -> None:
         torch.testing.assert_close(a, c)
 
 
+@pytest.mark.parametrize("frozen", ["first", "none"])
+@both_saved
+def test_one_seed_is_one_mask_with_gradients_and_without(kind: Kind, save: str, frozen: str) -> None:
+    tensors = kind.leaves()
+    for t in tensors[1 : 1 + 2 * kind.first] if frozen == "first" else []:
+        t.requires_grad_(False)
+    results = []
+    for mode in (torch.enable_grad, torch.no_grad):
+        torch.manual_seed(7)
+        with mode():
+            results.append(kind.function(*tensors, "relu", dropout=0.5, save=save).detach())
+    torch.testing.assert_close(*results)
+
+
 def _backward(y: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """By ``backward``, which reentrant checkpoints ask for."""
     y.square().sum().backward()
@@ -530,6 +566,35 @@ def test_contexts_give_the_same_gradients(kind: Kind, save: str, how: str) -> No
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
     assert all(torch.equal(t, b) for t, b in zip(seen, before, strict=True))  # what hooks hold is theirs
+
+
+@both_saved
+def test_hooks_may_hand_back_another_layout(kind: Kind, save: str) -> None:
+    tensors = kind.leaves()
+    expected = torch.autograd.grad(kind.function(*tensors, "gelu", save=save).sum(), tensors)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.t().contiguous().t() if t.dim() == 2 else t):
+        y = kind.function(*tensors, "gelu", save=save)
+    for a, b in zip(torch.autograd.grad(y.sum(), tensors), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@both_saved
+def test_backward_under_autocast_of_a_forward_pass_without(kind: Kind, save: str) -> None:
+    tensors = kind.leaves()
+    y = kind.function(*tensors, "gelu", save=save)
+    expected = torch.autograd.grad(y.sum(), tensors, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(y.sum(), tensors)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@both
+def test_a_prelu_runs_along_its_own_dimension(kind: Kind) -> None:
+    _, *params = kind.leaves()
+    x, prelu = torch.randn(3, 20, IN), nn.PReLU(20)
+    nn.init.uniform_(prelu.weight)
+    torch.testing.assert_close(kind.function(x, *params, prelu), kind.eager(x, *params, prelu))
 
 
 @compiles
@@ -715,6 +780,8 @@ def test_layers_that_must_be_called_are(build: Any) -> None:
     nn.utils.parametrizations.weight_norm(getattr(module, module._names[-1]))
     torch.testing.assert_close(module(x), expected)
     assert f"not fused: {module._names[-1]} is a ParametrizedLinear" in repr(module)
+    setattr(module, module._names[-1], nn.Sequential(nn.Linear(HIDDEN, OUT)))
+    assert f"not fused: {module._names[-1]} is a Sequential" in repr(module) and module(x).shape == (50, OUT)
 
 
 @every_module

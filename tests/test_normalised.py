@@ -743,6 +743,18 @@ def test_a_gradient_penalty_is_torchs(name: str, dtype: torch.dtype, training: b
         assert reference.relative(ours, theirs) <= 200 * eps
 
 
+@both_kinds
+@training_or_not
+def test_a_layer_that_is_used_twice_has_a_gradient_penalty_too(name: str, training: bool) -> None:
+    layer, eager = _pair(_named(name))
+    x = _x().requires_grad_()
+    results = []
+    for module in (layer.train(training), eager.train(training)):
+        y = module(module(x))
+        results.append(torch.autograd.grad(y.square().sum(), [x, *module.parameters()], create_graph=True))
+    _assert_near(*results, tolerance=1e-4)
+
+
 @training_or_not
 @both_kinds
 @pytest.mark.parametrize("odd", [0, 3])

@@ -83,9 +83,13 @@ class FusedBlock(WithActivation):
         return 2, self._layers()[-1].in_features
 
     def extra_repr(self) -> str:
-        resolved = self._specialised(resolve(self.activation))
+        resolved = resolve(self.activation)
         reason = self.called_because()
-        kept = self.keeps(resolved, self._dtype()) if reason is None else f"not fused: {reason}"
+        if reason is None:
+            resolved = self._specialised(resolved)
+            kept = self.keeps(resolved, self._dtype())
+        else:
+            kept = f"not fused: {reason}"
         dropout = f", dropout={self.dropout}" if self.dropout else ""
         return f"activation={resolved!r}{dropout}, {kept}"
 
