@@ -235,6 +235,8 @@ def _block(settings: Settings, input: Tensor, products: list[Product], last: Pro
         keep: Saved = "recompute" if save == "recompute" else "input"
     else:
         keep = choose_save(settings.function, record, save, dtype)
+        if keep == "nothing" and save == "recompute":  # without an activation the last product keeps what it multiplies
+            keep = "recompute"
     is_plain = is_plain or compiling or not record.is_fusible or keep == "nothing"
     needs = needs_gradient(input, *tensors, *params)
     # Without x there are no second derivatives, and x is not kept for these alone.

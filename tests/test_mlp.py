@@ -93,6 +93,7 @@ KEPT = {
     ("mlp", "gelu"): (2, {"auto": 1, "output": 1, "input": 1, "recompute": 0}),
     ("mlp", "relu"): (1, {"auto": 1, "output": 1, "input": 1, "recompute": 0}),
     ("mlp", "leaky_relu(-0.5)"): (2, {"auto": 1, "input": 1, "recompute": 0}),
+    ("mlp", None): (1, {"auto": 1, "recompute": 0}),
     ("gated_mlp", "silu"): (4, {"auto": 2, "input": 2, "recompute": 0}),
     ("gated_mlp", "relu"): (3, {"auto": 2, "input": 2, "recompute": 0}),
     ("gated_mlp", None): (3, {"auto": 2, "input": 2, "recompute": 0}),
@@ -795,6 +796,22 @@ def test_copies_compute_the_same_and_share_nothing(build: Any, clone: Any) -> No
     with torch.no_grad():
         next(other.parameters()).zero_()
     assert next(module.parameters()).any()
+
+
+def test_without_an_activation_the_repr_says_what_is_kept() -> None:
+    assert "saves the first layer's result" in repr(fl.FusedMLP(IN, HIDDEN, activation=None))
+
+
+@every_module
+def test_the_repr_says_that_frozen_layers_make_two_of_the_block(build: Any) -> None:
+    module = build(activation="gelu", bias=True)
+    x = torch.randn(50, IN, requires_grad=True)
+    assert _node(module(x)) == "MLPBackward" and "layer by layer" not in repr(module)
+    for layer in module._layers()[:-1]:
+        layer.requires_grad_(False)
+    assert _node(module(x)) != "MLPBackward" and "layer by layer, for " in repr(module)
+    module.save = "recompute"
+    assert _node(module(x)) == "MLPBackward" and "layer by layer" not in repr(module)
 
 
 @every_module

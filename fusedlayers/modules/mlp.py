@@ -88,6 +88,9 @@ class FusedBlock(WithActivation):
         if reason is None:
             resolved = self._specialised(resolved)
             kept = self.keeps(resolved, self._dtype())
+            first = self._layers()[:-1]
+            if self.save != "recompute" and not any(layer.weight.requires_grad for layer in first):
+                kept = f"layer by layer, for {' and '.join(self._names[:-1])} need no gradient"
         else:
             kept = f"not fused: {reason}"
         dropout = f", dropout={self.dropout}" if self.dropout else ""
@@ -169,6 +172,11 @@ class FusedMLP(FusedBlock):
             input, first.weight, first.bias, last.weight, last.bias, self.activation,
             dropout=self._drops, save=self.save, chunks=self.chunks,
         )  # fmt: skip
+
+    def keeps(self, activation: Activation, dtype: torch.dtype) -> str:
+        if activation.is_identity and self.save != "recompute":
+            return "saves the first layer's result"
+        return activation.describe(self.save, dtype)
 
     def _parts(self, input: Tensor) -> list[Tensor]:
         return [self.fc1(input)]
