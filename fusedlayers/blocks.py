@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from . import backends, operands
 from .activations import Activation, Saved, resolve
 from .functional import dense_bias_act
-from .hidden import MLP, Block, Dropout, Product, exact
+from .hidden import MLP, Block, Dropout, Product, without_gradients
 from .routes import SAVES, SMALL, choose_save, is_transformed, needs_gradient, specialised
 
 #: Into how many chunks the rows are cut. What is hidden and needed for a moment only is made for one of them at a time,
@@ -257,7 +257,7 @@ def _block(settings: Settings, input: Tensor, products: list[Product], last: Pro
             weights, biases = [w for w, _ in products], [b for _, b in products]
             y = MLP.apply(block, len(products), x, *last, *weights, *biases, *params)
         else:
-            y = exact(block, x, products, last, params)
+            y = without_gradients(block, x, products, last, params)
     return y if input.dim() == 2 else y.view(*input.shape[:-1], y.shape[-1])
 
 

@@ -126,13 +126,11 @@ def run(
     block: Block, x: Tensor, products: Sequence[Product], last: Product, operands: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
     """The output, (rows, out), and what is kept."""
-    if block.is_whole:
-        (z,) = block.pre_activations(x, products)
-        block.encode(z)
-        return block.backend.linear(z, *last), [z]
     kept = [] if block.keep == "recompute" else block.pre_activations(x, products)
     if block.keep == "output":
         block.encode(kept[0])
+    if block.is_whole:
+        return block.backend.linear(kept[0], *last), kept
     out = x.new_empty(x.shape[0], last.w.shape[0])
     for chunk, rows in block.rows(x):
         parts = [part[rows] for part in kept] or block.pre_activations(x[rows], products)
@@ -140,20 +138,19 @@ def run(
     return out, kept
 
 
-def exact(block: Block, x: Tensor, products: Sequence[Product], last: Product, operands: Sequence[Tensor]) -> Tensor:
-    """The output where nothing is kept: for calls without gradients."""
+def without_gradients(
+    block: Block, x: Tensor, products: Sequence[Product], last: Product, operands: Sequence[Tensor]
+) -> Tensor:
+    """The output where nothing is kept, without a branch in what is hidden."""
     # A checkpoint computes again with gradients, and must find the same masks: they are made for chunks.
-    is_chunked = block.keep == "recompute" or block.dropout is not None
-    block = block._replace(keep="recompute", chunks=block.chunks if is_chunked else 1)
-    outs = []
-    for chunk, rows in block.rows(x):
-        if block.is_gated or block.dropout is not None or operands:
-            parts = block.pre_activations(x[rows], products)
-            hidden = block.hidden(parts, operands, chunk, overwrite=True)
-        else:
-            hidden = block.backend.product_act(MATMUL, x[rows], *products[0], block.activation)
-        outs.append(block.backend.linear(hidden, *last))
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
+    if block.keep == "recompute" or block.dropout is not None:
+        return run(block._replace(keep="recompute"), x, products, last, operands)[0]
+    if block.is_gated or operands:
+        parts = block.pre_activations(x, products)
+        hidden = block._replace(keep="recompute").hidden(parts, operands, 0, overwrite=True)
+    else:
+        hidden = block.backend.product_act(MATMUL, x, *products[0], block.activation)
+    return block.backend.linear(hidden, *last)
 
 
 class MLP(Function):
@@ -193,9 +190,9 @@ class MLP(Function):
                 )
             found = _differentiable(block, dy, x, _products(weights, biases), Product(w, b), operands, needs)
         else:
-            if ctx.hooked or not graph_is_given_up():
-                # What hooks hand back may be laid out in any way.
-                kept = [part.clone(memory_format=torch.contiguous_format) for part in kept]
+            # What hooks hand back may be laid out in any way, and be theirs.
+            is_ours = not ctx.hooked and graph_is_given_up()
+            kept = [t.contiguous() if is_ours else t.clone(memory_format=torch.contiguous_format) for t in kept]
             with torch.autocast(x.device.type, enabled=False):  # the forward pass has cast what was to be cast
                 found = _gradients(block, dy.contiguous(), x, _products(weights, biases), w, operands, kept, needs)
         return None, None, *found

@@ -111,6 +111,24 @@ def assert_as_good_as_torch(ours: Tensor, torchs: Tensor, exact: Tensor) -> None
     assert float(error.norm()) <= 2 * float(torchs_error.norm()) + tiny * math.sqrt(exact.numel())
 
 
+def check_gates(backend: Any, activation: Activation, z: Tensor, up: Tensor, dy: Tensor) -> None:
+    """A backend's gate and its gradients against float64 and torch's own; written over their operands too."""
+    leaves = z.detach().requires_grad_(), up.detach().requires_grad_()
+    torchs = activation.plain(leaves[0]) * leaves[1]
+    torchs_gradients = torch.autograd.grad(torchs, leaves, dy)
+    exact, slope = activation.function(z.double()), derivative(activation.function, z)
+    y = backend.gate(z, up, activation, (), None)
+    assert_as_good_as_torch(y, torchs.detach(), exact * up.double())
+    buffer = z.clone()
+    version = buffer._version
+    assert backend.gate(buffer, up, activation, (), buffer) is buffer
+    assert torch.equal(buffer, y) and buffer._version > version
+    dz, of_up = z.clone(), up.clone()
+    assert list(backend.gate_gradient(dy.clone(), dz, of_up, activation, (), ())) == []
+    assert_as_good_as_torch(dz, torchs_gradients[0], dy.double() * up.double() * slope)
+    assert_as_good_as_torch(of_up, torchs_gradients[1], dy.double() * exact)
+
+
 def label(value: object) -> str:
     """A test's id for ``value``: the same in every process, where ``str`` of a function holds its address."""
     return str(getattr(value, "__name__", value))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import all_values, assert_as_good_as_torch, derivative, steps
+from reference import all_values, check_gates, derivative, steps
 from torch import Tensor
 
 import fusedlayers as fl
@@ -304,21 +304,7 @@ def test_outputs_below_the_minimum_have_a_small_derivative(activation: Activatio
 @pytest.mark.parametrize("activation", TABLE, ids=str)
 def test_gates(activation: Activation, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
-    z, up, dy = (3 * torch.randn(shape, generator=generator).to(dtype) for _ in range(3))
-    leaves = z.detach().requires_grad_(), up.detach().requires_grad_()
-    torchs = activation.plain(leaves[0]) * leaves[1]
-    torchs_gradients = torch.autograd.grad(torchs, leaves, dy)
-    exact = activation.function(z.double())
-    slope = derivative(activation.function, z)
-
-    y = eager.gate(z, up, activation, (), None)
-    assert_as_good_as_torch(y, torchs.detach(), exact * up.double())
-    buffer = z.clone()
-    assert eager.gate(buffer, up, activation, (), buffer) is buffer and torch.equal(buffer, y)
-    dz, of_up = z.clone(), up.clone()
-    eager.gate_gradient(dy.clone(), dz, of_up, activation, (), ())
-    assert_as_good_as_torch(dz, torchs_gradients[0], dy.double() * up.double() * slope)
-    assert_as_good_as_torch(of_up, torchs_gradients[1], dy.double() * exact)
+    check_gates(eager, activation, *(3 * torch.randn(shape, generator=generator).to(dtype) for _ in range(3)))
 
 
 # --- inverses ---------------------------------------------------------------------------------------------------------

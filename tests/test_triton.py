@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from conftest import Switch
 from gpu import ACTIVATIONS, DEVICE, DTYPES, FOLDED, INTERPRETED, INTERPRETER_WARNINGS
-from reference import all_values, assert_as_good_as_torch, derivative, steps, ulp
+from reference import all_values, assert_as_good_as_torch, check_gates, derivative, steps, ulp
 from torch import Tensor
 
 import fusedlayers as fl
@@ -307,22 +307,7 @@ INVERTIBLE = [(a, dtype) for a in ACTIVATIONS for dtype in DTYPES if told(a, dty
 @every_dtype
 @every_activation
 def test_gates(activation: Activation, dtype: torch.dtype) -> None:
-    z, up, dy = (normal(37, 53, dtype=dtype, seed=seed) for seed in range(3))
-    leaves = z.detach().requires_grad_(), up.detach().requires_grad_()
-    torchs = activation.plain(leaves[0]) * leaves[1]
-    torchs_gradients = torch.autograd.grad(torchs, leaves, dy)
-    exact = activation.function(z.double())
-    slope = derivative(activation.function, z)
-
-    y = backend.gate(z, up, activation, (), None)
-    assert_as_good_as_torch(y, torchs.detach(), exact * up.double())
-    buffer, version = z.clone(), z._version
-    assert backend.gate(buffer, up, activation, (), buffer) is buffer and torch.equal(buffer, y)
-    assert buffer._version > version
-    dz, of_up = z.clone(), up.clone()
-    assert list(backend.gate_gradient(dy, dz, of_up, activation, (), ())) == []
-    assert_as_good_as_torch(dz, torchs_gradients[0], dy.double() * up.double() * slope)
-    assert_as_good_as_torch(of_up, torchs_gradients[1], dy.double() * exact)
+    check_gates(backend, activation, *(normal(37, 53, dtype=dtype, seed=seed) for seed in range(3)))
 
 
 @pytest.mark.parametrize(("activation", "dtype"), INVERTIBLE, ids=str)

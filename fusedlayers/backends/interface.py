@@ -73,21 +73,21 @@ class Backend(Protocol):
         ...
 
     def gate(
-        self, gate: Tensor, up: Tensor, activation: Activation, operands: Sequence[Tensor], out: Tensor | None
+        self, z: Tensor, up: Tensor, activation: Activation, operands: Sequence[Tensor], out: Tensor | None
     ) -> Tensor:
-        """``activation(gate, *operands) * up``, contiguous all, in ``out`` (which may be gate) or in a new buffer."""
+        """``activation(z, *operands) * up``, contiguous all, in ``out`` (which may be z) or in a new buffer."""
         ...
 
     def gate_gradient(
         self,
         dy: Tensor,
-        gate: Tensor,
+        z: Tensor,
         up: Tensor,
         activation: Activation,
         operands: Sequence[Tensor],
         needs: tuple[bool, ...],
     ) -> Sequence[Tensor | None]:
-        """Write the gradients of gate and up over these, contiguous all, and return those of the operands; dy is
+        """Write the gradients of z and up over these, contiguous all, and return those of the operands; dy is
         written over too."""
         ...
 

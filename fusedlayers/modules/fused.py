@@ -1,4 +1,4 @@
-"""What the fused modules share: an activation beside the parameters of torch's own layer."""
+"""What the fused modules share: an activation and a choice of what is saved, and in ``FusedAct`` a layer of torch."""
 
 from __future__ import annotations
 

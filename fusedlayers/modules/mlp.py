@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -14,15 +14,18 @@ from ..blocks import CHUNKS, Settings, gated_mlp, mlp
 from ..functional import bias_act
 from .fused import WithActivation
 
+_SEPARATE = ("gate_proj", "up_proj")
+
 
 class FusedBlock(WithActivation):
     """What the blocks share: the settings, and what they do where their layers must be called."""
 
+    is_gated: ClassVar[bool]
     dropout: float
     chunks: int
 
     def _set_block(self, layers: Mapping[str, Any], activation: object, dropout: float, save: str, chunks: int) -> None:
-        Settings(type(self).__name__, dropout, save, chunks, isinstance(self, FusedGatedMLP)).check()
+        Settings(type(self).__name__, dropout, save, chunks, self.is_gated).check()
         for name, layer in layers.items():
             setattr(self, name, layer)
         self._names = tuple(layers)
@@ -77,7 +80,7 @@ class FusedBlock(WithActivation):
         return self.dropout if self.training else 0.0
 
     def _dtype(self) -> torch.dtype:
-        return getattr(self._layers()[-1], "weight", torch.empty(())).dtype
+        return self._layers()[-1].weight.dtype
 
     def _example_shape(self) -> tuple[int, ...]:
         return 2, self._layers()[-1].in_features
@@ -123,6 +126,7 @@ class FusedMLP(FusedBlock):
     )
     """
 
+    is_gated = False
     fc1: Any
     fc2: Any
 
@@ -208,9 +212,11 @@ class FusedGatedMLP(FusedBlock):
     )
     """
 
+    is_gated = True
+    #: ``gate_up_proj`` if packed, else the other two.
+    gate_up_proj: Any
     gate_proj: Any
     up_proj: Any
-    gate_up_proj: Any
     down_proj: Any
 
     def __init__(
@@ -278,6 +284,3 @@ class FusedGatedMLP(FusedBlock):
         if self.packed:
             return list(self.gate_up_proj(input).chunk(2, -1))
         return [self.gate_proj(input), self.up_proj(input)]
-
-
-_SEPARATE = ("gate_proj", "up_proj")

@@ -1,4 +1,4 @@
-"""Gates, ``f(gate) * up``, and their gradients: chunk by chunk, so that f(gate) is never as large as the whole."""
+"""Gates, ``f(z) * up``, and their gradients: chunk by chunk, so that f(z) is never as large as the whole."""
 
 from __future__ import annotations
 
@@ -13,47 +13,47 @@ from .chunks import Chunkwise, for_each
 from .elementwise import activate_, bias_act, gradient
 
 
-def gate(gate: Tensor, up: Tensor, activation: Activation, operands: Sequence[Tensor], out: Tensor | None) -> Tensor:
-    """``activation(gate, *operands) * up``, contiguous all, in ``out`` (which may be gate) or in a new buffer."""
-    out = torch.empty_like(gate) if out is None else out
+def gate(z: Tensor, up: Tensor, activation: Activation, operands: Sequence[Tensor], out: Tensor | None) -> Tensor:
+    """``activation(z, *operands) * up``, contiguous all, in ``out`` (which may be z) or in a new buffer."""
+    out = torch.empty_like(z) if out is None else out
     if operands:
-        activated = bias_act(gate, None, activation, operands, dim=-1, encode=False, out=None)
+        activated = bias_act(z, None, activation, operands, dim=-1, encode=False, out=None)
         return torch.mul(activated, up, out=out)
 
-    for_each(Chunkwise(lambda gate, up, out: torch.mul(_activated(gate, activation), up, out=out)), gate, up, out)
+    for_each(Chunkwise(lambda z, up, out: torch.mul(_activated(z, activation), up, out=out)), z, up, out)
     return out
 
 
 def gate_gradient(
     dy: Tensor,
-    gate: Tensor,
+    z: Tensor,
     up: Tensor,
     activation: Activation,
     operands: Sequence[Tensor],
     needs: tuple[bool, ...],
 ) -> list[Tensor | None]:
-    """Write the gradients of gate and up over these, contiguous all, and return those of the operands; dy is written
+    """Write the gradients of z and up over these, contiguous all, and return those of the operands; dy is written
     over too."""
     wanted = Wanted("input", True, False, needs)
     if operands:
-        activated = bias_act(gate, None, activation, operands, dim=-1, encode=False, out=None).mul_(dy)
+        activated = bias_act(z, None, activation, operands, dim=-1, encode=False, out=None).mul_(dy)
         dy.mul_(up)
         up.copy_(activated)
-        _, _, *shares = gradient(dy, gate, activation, operands, wanted, dim=-1)
+        _, _, *shares = gradient(dy, z, activation, operands, wanted, dim=-1)
         return shares
 
     native = activation.native.gradient_given_input
 
-    def differentiate(dy: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-        of_up = _activated(gate, activation).mul_(dy)
+    def differentiate(dy: Tensor, z: Tensor, up: Tensor) -> Tensor:
+        of_up = _activated(z, activation).mul_(dy)
         dy.mul_(up)
         up.copy_(of_up)
         if native is not None:
-            return gate.copy_(native(dy, gate, **activation.parameters))
-        gradient(dy, gate, activation, (), wanted, dim=-1)
-        return gate
+            return z.copy_(native(dy, z, **activation.parameters))
+        gradient(dy, z, activation, (), wanted, dim=-1)
+        return z
 
-    for_each(Chunkwise(differentiate), dy, gate, up)
+    for_each(Chunkwise(differentiate), dy, z, up)
     return []
 
 

@@ -192,24 +192,24 @@ def bias_act(
     return _launch_forward(forward, z, b, residual, operands, dim, out)
 
 
-def gate(gate: Tensor, up: Tensor, activation: Activation, operands: Sequence[Tensor], out: Tensor | None) -> Tensor:
-    """``activation(gate, *operands) * up``, contiguous all, in ``out`` (which may be gate) or in a new buffer."""
-    function = device_function(activation, "forward", given="input", dtype=gate.dtype)
-    return _launch_forward(function, gate, None, None, operands, -1, out, up=up)
+def gate(z: Tensor, up: Tensor, activation: Activation, operands: Sequence[Tensor], out: Tensor | None) -> Tensor:
+    """``activation(z, *operands) * up``, contiguous all, in ``out`` (which may be z) or in a new buffer."""
+    function = device_function(activation, "forward", given="input", dtype=z.dtype)
+    return _launch_forward(function, z, None, None, operands, -1, out, up=up)
 
 
 def gate_gradient(
     dy: Tensor,
-    gate: Tensor,
+    z: Tensor,
     up: Tensor,
     activation: Activation,
     operands: Sequence[Tensor],
     needs: tuple[bool, ...],
 ) -> list[Tensor | None]:
-    """Write the gradients of gate and up over these, contiguous all, and return those of the operands."""
+    """Write the gradients of z and up over these, contiguous all, and return those of the operands."""
     wanted = Wanted("input", True, False, needs)
     by_channel = [p.numel() > 1 for p, need in zip(operands, needs, strict=True) if need]
-    sums = iter(_launch_gradient(dy, gate, gate, activation, operands, wanted, -1, by_channel, up=up))
+    sums = iter(_launch_gradient(dy, z, z, activation, operands, wanted, -1, by_channel, up=up))
     return [next(sums).to(p.dtype) if need else None for p, need in zip(operands, needs, strict=True)]
 
 
