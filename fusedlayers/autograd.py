@@ -14,7 +14,7 @@ Two nodes and not one: by the time the product's gradients are made, dy is gone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from .activations import Activation, Saved, widened
 from .backends import Backend, Wanted
 from .broadcast import along, channels_last_format, operand_along, sum_along
 from .ownership import is_ours_alone, saved_under_hooks
-from .products import Again, Convolution
+from .products import MATMUL, Again, Convolution
 
 
 class Origin(NamedTuple):
@@ -48,8 +48,12 @@ class Settings(NamedTuple):
     again: Again | None
 
 
+Writes = Literal["a new buffer", "over z", "nothing"]
+"""Where y goes. Nothing is written where z is y already: the product had the activation as its epilogue."""
+
+
 class BiasAct(Function):
-    """``y = f(z + b + residual, *operands)``, b and operands along ``dim``; over z if ``inplace``.
+    """``y = f(z + b + residual, *operands)``, b and operands along ``dim``.
 
     With ``save="input"`` b and the residual are None: whoever calls adds them.
 
@@ -66,14 +70,17 @@ class BiasAct(Function):
         activation: Activation,
         save: Saved,
         dim: int,
-        inplace: bool,
+        writes: Writes,
         origin: Origin | None,
         *operands: Tensor,
     ) -> Tensor:
         backend = backends.choose(z, activation)
-        encode, out = save == "output", z if inplace else None
-        y = backend.bias_act(z, b, activation, operands, residual=residual, dim=dim, encode=encode, out=out)
-        if inplace:
+        if writes == "nothing":
+            y = z
+        else:
+            encode, out = save == "output", z if writes == "over z" else None
+            y = backend.bias_act(z, b, activation, operands, residual=residual, dim=dim, encode=encode, out=out)
+        if writes != "a new buffer":
             ctx.mark_dirty(z)
         x, w, product_b, again = origin or (None, None, None, None)
         biases = (None if origin is None else b, product_b)
@@ -169,27 +176,40 @@ def differentiable_gradients(
     return [dz.to(dy.dtype), *(found.pop(0) if need else None for need in needs)]
 
 
+class Epilogue(NamedTuple):
+    """What a matmul does before it writes its result: ``activation(z + b)``, as ``BiasAct`` would."""
+
+    b: Tensor | None
+    activation: Activation
+
+
 class Dense(Function):
-    """``x w^T + b`` through a backend's own matmuls: for where those beat torch's, which need no Function."""
+    """``x w^T + b`` through a backend's own matmuls: for where those beat torch's, which need no Function.
+
+    With an epilogue the result is what ``BiasAct`` makes of it. The gradient that comes back is that of ``x w^T + b``
+    anyway.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        needs_x, needs_w, _ = ctx.needs_input_grad
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, epilogue: Epilogue | None = None) -> Tensor:
+        needs_x, needs_w, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_w else None, w if needs_x else None)
         ctx.backend = backends.choose(x)
+        if epilogue is not None:
+            return ctx.backend.product_act(MATMUL, x, w, epilogue.b, epilogue.activation, encode=True)
         return ctx.backend.linear(x, w, b)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (dz,) = grads
         x, w = ctx.saved_tensors
-        needs_x, needs_w, needs_b = ctx.needs_input_grad
+        needs_x, needs_w, needs_b, *_ = ctx.needs_input_grad
         if torch.is_grad_enabled() or is_batched(dz):
             dx = torch.matmul(dz, w) if needs_x else None
         else:
             dx = ctx.backend.linear(dz, w.t(), None) if needs_x else None
         dw = torch.mm(dz.t(), x) if needs_w else None
-        return dx, dw, dz.sum(0) if needs_b else None
+        return dx, dw, dz.sum(0) if needs_b else None, None
 
 
 class Conv(Function):

@@ -243,6 +243,7 @@ def bias_act(
         out = input if inplace else None
         return backends.choose(input, resolved).bias_act(input, bias, resolved, params, dim=dim, encode=False, out=out)
     if keep == "input":
-        return BiasAct.apply(biased(input, bias), None, None, resolved, keep, dim, False, None, *params)
+        return BiasAct.apply(biased(input, bias), None, None, resolved, keep, dim, "a new buffer", None, *params)
     origin = Origin(input) if keep == "recompute" else None
-    return BiasAct.apply(input, bias, None, resolved, keep, dim, inplace, origin, *params)
+    writes = "over z" if inplace else "a new buffer"
+    return BiasAct.apply(input, bias, None, resolved, keep, dim, writes, origin, *params)

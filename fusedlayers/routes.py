@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from . import backends, operands
 from .activations import Activation, Saved, Specialised
-from .autograd import BiasAct, Conv, Dense, Origin
+from .autograd import BiasAct, Conv, Dense, Epilogue, Origin, Writes
 from .backends import Backend
 from .normalised import norm_act, save_beside_input, told_of
 from .ownership import saved_under_hooks
@@ -96,9 +96,10 @@ def product_act(
         return product.unfolded(_fused(product, folded, activation, params, keep, cast), x)
     z, again = product.begun(x, w, b)
     if keep == "recompute" and cast is None:
-        return BiasAct.apply(z, None, residual, activation, keep, dim, False, Origin(x, w, b, again), *params)
+        origin = Origin(x, w, b, again)
+        return BiasAct.apply(z, None, residual, activation, keep, dim, "a new buffer", origin, *params)
     z = z if residual is None else z + residual
-    return BiasAct.apply(z, None, None, activation, "input", dim, False, None, *params)
+    return BiasAct.apply(z, None, None, activation, "input", dim, "a new buffer", None, *params)
 
 
 def _exact(
@@ -131,7 +132,13 @@ def _fused(
         # Whatever torch can cast it does: a weight that is used many times is then cast, and kept, once.
         kernel_b = None if kernel_b is None else kernel_b.to(cast)
         x = x.to(cast) if keep == "recompute" else x
-    z, again = _begun(product, backend, x, w, product_b) if cast is None else product.begun(x, w, product_b)
+    writes: Writes = "a new buffer" if keep == "input" else "over z"
+    if cast is not None:
+        z, again = product.begun(x, w, product_b)
+    elif keep == "output" and residual is None and _has_epilogue(product, backend, x, w, kernel_b, activation):
+        z, again, writes = Dense.apply(x, w, product_b, Epilogue(kernel_b, activation)), product.__call__, "nothing"
+    else:
+        z, again = _begun(product, backend, x, w, product_b)
     if residual is not None and keep == "input":
         z, residual = z.add_(residual), None
     # z can be computed again if it must, or where that costs no memory: a product whose x and w both need gradients has
@@ -141,7 +148,13 @@ def _fused(
     free = free and not saved_under_hooks()
     known = keep == "recompute" or (keep == "output" and free and residual is None)
     origin = Origin(x, w, product_b, again) if known else None
-    return BiasAct.apply(z, kernel_b, residual, activation, keep, product.dim, keep != "input", origin, *params)
+    return BiasAct.apply(z, kernel_b, residual, activation, keep, product.dim, writes, origin, *params)
+
+
+def _has_epilogue(
+    product: Product, backend: Backend, x: Tensor, w: Weight, b: Tensor | None, activation: Activation
+) -> bool:
+    return isinstance(product, Matmul) and backend.has_epilogue(x, w, b, activation, encode=True)
 
 
 def _begun(product: Product, backend: Backend, x: Tensor, w: Weight, b: Tensor | None) -> tuple[Tensor, Again]:

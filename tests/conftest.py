@@ -84,6 +84,15 @@ def interpreter_converts(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("create_fp_trunc", "create_fp_ext"):
         monkeypatch.setattr(interpreter.InterpreterBuilder, name, cast)
 
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        if a.dtype.scalar.is_bf16():  # their bits would be multiplied
+            a, b = (cast(self, t, interpreter.tl.float32) for t in (a, b))
+        return dot(self, a, b, *rest)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
     splat = interpreter.InterpreterBuilder.create_splat
 
     def create_splat(self: Any, block: Any, number: Any) -> Any:

@@ -21,6 +21,15 @@ class Wanted(NamedTuple):
     operands: tuple[bool, ...] = ()
 
 
+class Through(NamedTuple):
+    """What going back through a matmul and the activation before it gives, besides the gradients of pre-activations."""
+
+    #: What the matmul has multiplied, if asked for.
+    hidden: Tensor | None
+    bias: Tensor | None
+    operands: Sequence[Tensor | None]
+
+
 class Backend(Protocol):
     """What autograd asks of a backend. No argument is changed but ``out``, and ``saved`` where that is said."""
 
@@ -36,8 +45,25 @@ class Backend(Protocol):
         """``x w^T + b`` in a new buffer: (..., in), (out, in), (out,) -> (..., out)."""
         ...
 
-    def product_act(self, product: Product, x: Tensor, w: Weight, b: Tensor | None, activation: Activation) -> Tensor:
-        """``activation(product(x, w, b))`` in one new buffer, exact: for calls without gradients."""
+    def product_act(
+        self,
+        product: Product,
+        x: Tensor,
+        w: Weight,
+        b: Tensor | None,
+        activation: Activation,
+        operands: Sequence[Tensor] = (),
+        *,
+        encode: bool = False,
+    ) -> Tensor:
+        """``activation(product(x, w, b), *operands)`` in one new buffer.
+
+        ``encode`` puts the branch of a folded activation in it.
+        """
+        ...
+
+    def has_epilogue(self, x: Tensor, w: Tensor, b: Tensor | None, activation: Activation, *, encode: bool) -> bool:
+        """Whether ``product_act`` computes a matmul's without a pass of its own for the activation."""
         ...
 
     def bias_act(
@@ -89,6 +115,23 @@ class Backend(Protocol):
     ) -> Sequence[Tensor | None]:
         """Write the gradients of z and up over these, contiguous all, and return those of the operands; dy is
         written over too."""
+        ...
+
+    def linear_gradient(
+        self,
+        dy: Tensor,
+        w: Tensor,
+        parts: Sequence[Tensor],
+        activation: Activation,
+        operands: Sequence[Tensor],
+        wanted: Wanted,
+        *,
+        hidden: bool,
+    ) -> Through | None:
+        """Back through ``linear(hidden, w)`` and the activation before it: write the gradients of the pre-activations
+        over ``parts``. These are z, or f(z) if that is what is given, and of a gated block the other factor; contiguous
+        all. None, and nothing written, where ``linear`` and ``gradient`` or ``gate_gradient`` are as fast.
+        """
         ...
 
     def inverse(self, y: Tensor, activation: Activation, out: Tensor | None) -> Tensor:

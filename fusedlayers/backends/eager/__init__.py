@@ -4,7 +4,7 @@ from ...activations import Activation
 from .elementwise import bias_act, gradient
 from .gated import gate, gate_gradient
 from .inverse import inverse
-from .products import linear, multiplies, product_act
+from .products import has_epilogue, linear, linear_gradient, multiplies, product_act
 
 __all__ = [
     "ADDS_BIAS",
@@ -13,8 +13,10 @@ __all__ = [
     "gate",
     "gate_gradient",
     "gradient",
+    "has_epilogue",
     "inverse",
     "linear",
+    "linear_gradient",
     "multiplies",
     "product_act",
 ]

@@ -8,6 +8,7 @@ internal to torch, so they are probed for, and ``F.linear`` remains the fallback
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from ...activations import Activation
 from ...products import Convolution, Matmul, Product, Weight
-from .elementwise import activate_
+from ..interface import Wanted
+from .elementwise import bias_act
 
 #: Multiply-adds from which oneDNN's longer call pays (a 4x4 layer takes it 10 us, F.linear 2).
 WORTH_IT = 1 << 20
@@ -33,17 +35,44 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     return F.linear(x, w, b)
 
 
-def product_act(product: Product, x: Tensor, w: Weight, b: Tensor | None, activation: Activation) -> Tensor:
-    """``activation(product(x, w, b))`` in one new buffer, exact: for calls without gradients."""
-    post_op = activation.native.post_op
+def product_act(
+    product: Product,
+    x: Tensor,
+    w: Weight,
+    b: Tensor | None,
+    activation: Activation,
+    operands: Sequence[Tensor] = (),
+    *,
+    encode: bool = False,
+) -> Tensor:
+    """``activation(product(x, w, b), *operands)`` in one new buffer; ``encode`` puts the branch in it."""
+    post_op = None if encode or operands else activation.native.post_op
     if post_op is not None and isinstance(product, Matmul) and _is_large(x, w) and _onednn_wins(x.dtype, True):
         return torch.ops.mkldnn._linear_pointwise(x, w, b, *post_op(**activation.parameters))
     if post_op is not None and isinstance(product, Convolution) and _convolves(product, x, w):
         p, s, d, g = product.padding, product.stride, product.dilation, product.groups
         return torch.ops.mkldnn._convolution_pointwise(x, w, b, p, s, d, g, *post_op(**activation.parameters))
     z = linear(x, w, b) if isinstance(product, Matmul) else product(x, w, b)
-    activate_(z, activation, encode=False)
-    return z
+    return bias_act(z, None, activation, operands, dim=product.dim, encode=encode, out=z)
+
+
+def has_epilogue(x: Tensor, w: Tensor, b: Tensor | None, activation: Activation, *, encode: bool) -> bool:
+    """Whether ``product_act`` computes a matmul's without a pass of its own for the activation. Those that oneDNN has
+    carry no branch, or make a number of NaN."""
+    return False
+
+
+def linear_gradient(
+    dy: Tensor,
+    w: Tensor,
+    parts: Sequence[Tensor],
+    activation: Activation,
+    operands: Sequence[Tensor],
+    wanted: Wanted,
+    *,
+    hidden: bool,
+) -> None:
+    """None: ``linear``, and ``gradient`` or ``gate_gradient`` after it, are as fast."""
 
 
 def _convolves(convolution: Convolution, x: Tensor, w: Tensor) -> bool:

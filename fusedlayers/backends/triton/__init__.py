@@ -2,7 +2,7 @@
 
 from .codegen import computes
 from .elementwise import bias_act, gate, gate_gradient, gradient, inverse
-from .products import linear, multiplies, product_act
+from .products import has_epilogue, linear, linear_gradient, multiplies, product_act
 
 __all__ = [
     "ADDS_BIAS",
@@ -11,8 +11,10 @@ __all__ = [
     "gate",
     "gate_gradient",
     "gradient",
+    "has_epilogue",
     "inverse",
     "linear",
+    "linear_gradient",
     "multiplies",
     "product_act",
 ]

@@ -235,7 +235,7 @@ def _launch_forward(
     matrix = _as_matrix(y, dim if b is not None or _run(operands) else None)
     rows, columns = _tile(matrix)
     grid = (triton.cdiv(matrix.rows, rows) * triton.cdiv(matrix.columns, columns),)
-    with _on(y):
+    with on(y):
         bias_act_kernel[grid](
             _as_laid_out(z, y), y if b is None else b.contiguous(),
             y if residual is None else _as_laid_out(residual, y), y if up is None else up, pack(operands, y), y,
@@ -299,7 +299,7 @@ def _launch_gradient(
     first = 0 if wanted.bias else 1
     function = device_function(activation, "gradient", given=wanted.given, dtype=saved.dtype, needs=wanted.operands)
     forward = None if up is None else device_function(activation, "forward", given="input", dtype=saved.dtype)
-    with _on(dz):
+    with on(dz):
         gradient_kernel[across, programs](
             dy, saved, dz if up is None else up, pack(operands, dz), dz, partial, *matrix[:3], steps,
             GRADIENT=function, FORWARD=forward, AXIS=matrix.axis, HAS_UP=up is not None,
@@ -346,6 +346,6 @@ def _index_type(tensor: Tensor) -> Any:
     return tl.int64 if tensor.numel() + TILE * PROGRAMS >= 2**31 else tl.int32
 
 
-def _on(tensor: Tensor) -> Any:
+def on(tensor: Tensor) -> Any:
     """Triton launches on the current device, which need not be the tensor's. (Interpreted tensors lie on none.)"""
     return torch.cuda.device_of(tensor)

@@ -1,13 +1,25 @@
-"""Matmuls and convolutions on a GPU: the vendor's, into a buffer that the elementwise kernels overwrite."""
+"""Matmuls and convolutions on a GPU, and the activation behind them, or before them on the way back.
+
+The vendor's product goes into a buffer that an elementwise kernel overwrites; or a matmul's epilogue is that kernel
+(``gemm.py``), where that is faster (``dispatch.py``).
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...activations import Activation
-from ...products import Product, Weight
-from .elementwise import bias_act
+from ...products import MATMUL, Matmul, Product, Weight
+from ..interface import Through, Wanted
+from . import dispatch, gemm
+from .dispatch import LIBRARY, Question
+from .elementwise import bias_act, gate, gate_gradient, gradient
 
 
 def multiplies(x: Tensor, w: Tensor) -> bool:
@@ -20,7 +32,176 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     return F.linear(x, w, b)
 
 
-def product_act(product: Product, x: Tensor, w: Weight, b: Tensor | None, activation: Activation) -> Tensor:
-    """``activation(product(x, w, b))`` in one new buffer, exact: for calls without gradients."""
+def product_act(
+    product: Product,
+    x: Tensor,
+    w: Weight,
+    b: Tensor | None,
+    activation: Activation,
+    operands: Sequence[Tensor] = (),
+    *,
+    encode: bool = False,
+) -> Tensor:
+    """``activation(product(x, w, b), *operands)`` in one new buffer; ``encode`` puts the branch in it."""
+    if isinstance(product, Matmul) and x.is_contiguous():
+        layer = Layer(product.folded(x), w, b, activation, operands, encode)
+        return product.unfolded(layer.run(layer.choose()), x)
+    return _in_two_steps(product, x, w, b, activation, operands, encode)
+
+
+def _in_two_steps(
+    product: Product,
+    x: Tensor,
+    w: Weight,
+    b: Tensor | None,
+    activation: Activation,
+    operands: Sequence[Tensor],
+    encode: bool,
+) -> Tensor:
     z, kernel_b = (product(x, w, None), b) if product.leaves_bias else (product(x, w, b), None)
-    return bias_act(z, kernel_b, activation, dim=product.dim, encode=False, out=z)
+    return bias_act(z, kernel_b, activation, operands, dim=product.dim, encode=encode, out=z)
+
+
+class Layer(NamedTuple):
+    """``activation(x w^T + b, *operands)``."""
+
+    x: Tensor
+    w: Tensor
+    b: Tensor | None
+    activation: Activation
+    operands: Sequence[Tensor] = ()
+    encode: bool = False
+
+    def choose(self) -> str:
+        """The fastest way to compute it."""
+        x, w, activation = self.x, self.w, self.activation
+        question = Question(
+            _role("layer", encoded=self.encode), activation.name, x.dtype, x.shape[0], w.shape[0], x.shape[1]
+        )
+        candidates = [LIBRARY, *_tilings(x, w)]
+        if activation.name == "relu" and self.b is not None and x.is_cuda and _keeps_nan(x.device):
+            candidates.insert(1, RELU_EPILOGUE)
+        return dispatch.choose(question, x.device, candidates, lambda rows: self._scratch(rows)._again)
+
+    def run(self, candidate: str) -> Tensor:
+        x, w, b, activation, operands, encode = self
+        if candidate == LIBRARY:
+            return _in_two_steps(MATMUL, x, w, b, activation, operands, encode)
+        if candidate == RELU_EPILOGUE:
+            assert b is not None
+            return torch._addmm_activation(b, x, w.t())
+        tiling = _tilings(x, w)[candidate]
+        return gemm.linear_act(x, w, b, activation, operands, encode=encode, tiling=tiling)
+
+    def _scratch(self, rows: int) -> Layer:
+        inner = self.x.shape[1]
+        x, w = _random(self.x, rows, inner=inner), _random(self.w, inner=inner)
+        return self._replace(x=x, w=w, b=None if self.b is None else _random(self.b))
+
+    def _again(self, candidate: str) -> list[Tensor]:
+        return [self.run(candidate)]
+
+
+def has_epilogue(x: Tensor, w: Tensor, b: Tensor | None, activation: Activation, *, encode: bool) -> bool:
+    """Whether ``product_act`` computes a matmul's without a pass of its own for the activation."""
+    return Layer(x, w, b, activation, (), encode).choose() != LIBRARY
+
+
+class Backwards(NamedTuple):
+    """The gradients of ``linear(hidden, w)`` by the pre-activations of what is hidden."""
+
+    dy: Tensor
+    w: Tensor
+    parts: Sequence[Tensor]
+    activation: Activation
+    operands: Sequence[Tensor]
+    wanted: Wanted
+    hidden: bool
+
+    def choose(self) -> str:
+        """The fastest way to compute it."""
+        dy, w, activation = self.dy, self.w, self.activation
+        role = _role(
+            "gradient", given_output=self.wanted.given == "output", gated=len(self.parts) > 1, hidden=self.hidden
+        )
+        question = Question(role, activation.name, dy.dtype, dy.shape[0], w.shape[1], w.shape[0])
+        candidates = [LIBRARY, *_tilings(dy, w)]
+        return dispatch.choose(question, dy.device, candidates, lambda rows: self._scratch(rows)._again)
+
+    def run(self, candidate: str) -> Through:
+        dy, w, parts, activation, operands, wanted, hidden = self
+        if candidate != LIBRARY:
+            tiling = _tilings(dy, w)[candidate]
+            return gemm.linear_gradient(dy, w, parts, activation, operands, wanted, hidden=hidden, tiling=tiling)
+        of_hidden, made = linear(dy, w.t(), None), None
+        if len(parts) > 1:
+            z, up = parts
+            made = gate(z, up, activation, operands, None) if hidden else None
+            shares = gate_gradient(of_hidden, z, up, activation, operands, wanted.operands)
+            return Through(made, None, shares)
+        if hidden:
+            made = bias_act(parts[0], None, activation, operands, dim=-1, encode=False, out=None)
+        _, db, *shares = gradient(of_hidden, parts[0], activation, operands, wanted, dim=-1)
+        return Through(made, db, shares)
+
+    def _scratch(self, rows: int) -> Backwards:
+        inner = self.w.shape[0]
+        dy, w = _random(self.dy, rows, inner=inner), _random(self.w, inner=inner)
+        return self._replace(dy=dy, w=w, parts=[_random(part, rows) for part in self.parts])
+
+    def _again(self, candidate: str) -> list[Tensor]:
+        # Over a copy, whose time all candidates have in common: gradients of gradients would soon be infinite.
+        parts = [part.clone() for part in self.parts]
+        made, db, shares = self._replace(parts=parts).run(candidate)
+        return [t for t in (*parts, made, db, *shares) if t is not None]
+
+
+def linear_gradient(
+    dy: Tensor,
+    w: Tensor,
+    parts: Sequence[Tensor],
+    activation: Activation,
+    operands: Sequence[Tensor],
+    wanted: Wanted,
+    *,
+    hidden: bool,
+) -> Through | None:
+    """Write the gradients of the pre-activations of ``linear(hidden, w)`` over ``parts``; None where that takes longer
+    in one step than in several."""
+    job = Backwards(dy, w, parts, activation, operands, wanted, hidden)
+    candidate = job.choose()
+    return None if candidate == LIBRARY else job.run(candidate)
+
+
+# --- what there is to choose from -------------------------------------------------------------------------------------
+
+#: cuBLASLt's own, which torch calls.
+RELU_EPILOGUE = "library with relu"
+
+
+def _role(name: str, **flags: bool) -> str:
+    return " ".join([name, *(flag for flag, is_set in flags.items() if is_set)])
+
+
+def _tilings(a: Tensor, b: Tensor) -> dict[str, gemm.Tiling]:
+    """Those that these matrices can have, by name."""
+    if not (a.is_contiguous() and b.is_contiguous() and a.dtype is b.dtype):
+        return {}
+    if a.dtype.itemsize == 4 and not dispatch.tf32_is_allowed():
+        return {}
+    return gemm.tilings(a.device, a.dtype.itemsize)
+
+
+@functools.cache
+def _keeps_nan(device: torch.device) -> bool:
+    """Whether the library's relu does. Some post-ops make a number of it."""
+    x = torch.full((16, 16), torch.nan, dtype=torch.bfloat16, device=device)
+    return bool(torch._addmm_activation(x[0], x, x).isnan().all())
+
+
+def _random(like: Tensor, rows: int | None = None, *, inner: int = 1) -> Tensor:
+    """Numbers from a generator of its own: the caller's is not to notice. Sums of ``inner`` products are of size 1."""
+    shape = like.shape if rows is None else (rows, *like.shape[1:])
+    generator = torch.Generator(like.device).manual_seed(0)
+    numbers = torch.empty(shape, dtype=like.dtype, device=like.device).normal_(generator=generator)
+    return numbers.mul_(inner**-0.25)

@@ -1,0 +1,249 @@
+"""Which kernels a matmul and its activation get: the vendor's matmul and a pass behind it, or one with an epilogue.
+
+Neither always wins: a pass costs more the shorter the products are, and a vendor's matmul is faster than ours by more
+or less. So on first use all candidates are timed, on numbers made for that; never on the caller's, which some of them
+overwrite. Results that differ from the vendor's rule a candidate out. Times are kept for the device, the dtype, the
+activation and the sizes (rows by powers of two), and on disk for the next process.
+
+Nothing is timed while a CUDA graph is captured or where torch is asked for deterministic algorithms, for two processes
+may time differently, and round differently then. There a rule decides: of what is known of such devices in general.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import math
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+_log = logging.getLogger(__name__)
+
+#: The vendor's matmul, and an elementwise kernel behind it: always a candidate, and the first.
+LIBRARY = "library"
+#: Multiplications below which a launch takes as long as all the rest.
+SMALL = 1 << 28
+#: Scratch rows, at most: a few waves of tiles, by which longer matrices run as fast.
+MOST_ROWS = 1 << 14
+ROUNDS = 7
+#: How far results may be from the vendor's, in units of rounding (of TF32 for float32), by their norms.
+UNITS = 4
+
+Run = Callable[[str], Sequence[Tensor]]
+"""Runs a candidate on scratch numbers, and returns its results."""
+
+
+class Question(NamedTuple):
+    """What is decided: kernels for ``f((rows, inner) @ (inner, columns))``, or for its gradient."""
+
+    role: str
+    activation: str
+    dtype: torch.dtype
+    rows: int
+    columns: int
+    inner: int
+
+    @property
+    def in_general(self) -> Question:
+        """The same for all rows that share its answer."""
+        rows = min(MOST_ROWS, 1 << max(0, self.rows - 1).bit_length())
+        return self._replace(rows=rows)
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.role} {self.activation} {dtype} {self.rows}x{self.columns}x{self.inner}"
+
+
+class Answer(NamedTuple):
+    candidate: str
+    because: str
+
+    def __str__(self) -> str:
+        return f"{self.candidate} ({self.because})"
+
+
+def choose(question: Question, device: torch.device, candidates: Sequence[str], prepare: Callable[[int], Run]) -> str:
+    """One of the candidates, the first of which is ``LIBRARY``. ``prepare`` makes scratch numbers of so many rows."""
+    if len(candidates) == 1 or question.rows * question.columns * question.inner < SMALL:
+        return LIBRARY
+    question = question.in_general
+    answers = _answers(device)
+    if (answer := answers.get(question)) is None:
+        if torch.are_deterministic_algorithms_enabled() or _is_capturing():
+            return by_rule(question, device, candidates)
+        answer = answers[question] = _measured(question, device, candidates, prepare)
+        _log.info("%s on %s: %s", question, _name(device), answer)
+    return answer.candidate if answer.candidate in candidates else LIBRARY
+
+
+def answers_for(activation: str, columns: int, inner: int, device: torch.device) -> list[str]:
+    """What has been decided in this process for an activation and sizes, for people."""
+    found = [
+        (q, a) for q, a in _answers(device).items() if q[1] == activation and {q.columns, q.inner} == {columns, inner}
+    ]
+    return [
+        f"{q.role}, up to {q.rows} rows of {str(q.dtype).removeprefix('torch.')}: {a}"
+        for q, a in sorted(found, key=str)
+    ]
+
+
+def by_rule(question: Question, device: torch.device, candidates: Sequence[str]) -> str:
+    """Without measurements. A pass over memory costs 467 / inner of a 16-bit matmul's time on an H100, and persistent
+    kernels that fetch by the copy engine are reported at 0.88 to 0.97 of the vendor's speed: up to 1024 that is a
+    gain at any rate. Other GPUs' kernels are not known well enough."""
+    is_known = device.type == "cuda" and torch.version.hip is None
+    is_known = is_known and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    if is_known and question.dtype.itemsize == 2 and question.inner <= 1024:
+        return candidates[-1]
+    return LIBRARY
+
+
+def tf32_is_allowed() -> bool:
+    """The kernels multiply float32 as TF32, or not at all."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def _measured(
+    question: Question, device: torch.device, candidates: Sequence[str], prepare: Callable[[int], Run]
+) -> Answer:
+    remembered = _Remembered.of(device)
+    times = remembered.get(str(question))
+    if times is None or not set(candidates) <= set(times):
+        try:
+            times = _time_all(prepare(question.rows), candidates, question.dtype)
+        except torch.OutOfMemoryError:
+            return Answer(by_rule(question, device, candidates), "by rule: no memory was left to measure")
+        remembered.put(str(question), times)
+    best = min(candidates, key=lambda candidate: _or_never(times[candidate]))
+    ratio = _or_never(times[best]) / _or_never(times[LIBRARY])
+    if best == LIBRARY:
+        others = [_or_never(times[c]) / _or_never(times[LIBRARY]) for c in candidates[1:]]
+        return Answer(LIBRARY, f"measured: the next takes {min(others):.2f}x its time")
+    return Answer(best, f"measured: {ratio:.2f}x the library's time")
+
+
+def _or_never(time_us: float | None) -> float:
+    return math.inf if time_us is None else time_us
+
+
+def _time_all(run: Run, candidates: Sequence[str], dtype: torch.dtype) -> dict[str, float | None]:
+    """Microseconds for each candidate; None for those that fail, or are wrong."""
+    expected = [result.clone() for result in run(LIBRARY)]
+    good = [LIBRARY]
+    for candidate in candidates[1:]:
+        try:
+            wrong = _differs(run(candidate), expected, dtype)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of the compiler or of the driver: there is another candidate
+            _log.warning("a fused matmul (%s) is not used: %s", candidate, error)
+            continue
+        if wrong is None:
+            good.append(candidate)
+        else:
+            _log.warning(
+                "a fused matmul (%s) is not used, for its results differ from the library's %s", candidate, wrong
+            )
+    times: dict[str, list[float]] = {candidate: [] for candidate in good}
+    for number in range(ROUNDS):
+        for candidate in good[number % len(good) :] + good[: number % len(good)]:
+            times[candidate].append(_time(lambda candidate=candidate: run(candidate)))  # type: ignore[misc]
+    return {c: statistics.median(times[c]) if c in times else None for c in candidates}
+
+
+def _differs(results: Sequence[Tensor], expected: Sequence[Tensor], dtype: torch.dtype) -> str | None:
+    unit = torch.finfo(dtype).eps if dtype.itemsize == 2 else 2.0**-10
+    for ours, theirs in zip(results, expected, strict=True):
+        error = float((ours.float() - theirs.float()).norm())
+        scale = float(theirs.float().norm())
+        if not error <= UNITS * unit * scale:
+            return f"by {error / max(scale, 1e-30):.1e} of their norm"
+    return None
+
+
+def _time(function: Callable[[], object]) -> float:
+    """Microseconds, on the stream that the caller computes on: what it runs there waits, and is not disturbed."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+# --- remembering ------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _answers(device: torch.device) -> dict[Question, Answer]:
+    return {}
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+def cache_folder() -> Path:
+    """Where times are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fusedlayers"
+
+
+class _Remembered:
+    """Times on disk, for one device and one set of versions."""
+
+    def __init__(self, device: torch.device) -> None:
+        from ... import __version__
+
+        self.about = {
+            "device": _name(device),
+            "fusedlayers": __version__,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "cuda": torch.version.cuda or torch.version.hip,
+        }
+        digest = hashlib.sha256(json.dumps(self.about).encode()).hexdigest()[:16]
+        self.path = cache_folder() / f"matmuls-{digest}.json"
+        self.times = self._read()
+
+    @staticmethod
+    @functools.cache
+    def of(device: torch.device) -> _Remembered:
+        return _Remembered(device)
+
+    def get(self, question: str) -> dict[str, float | None] | None:
+        return self.times.get(question)
+
+    def put(self, question: str, times: dict[str, float | None]) -> None:
+        # Other processes write too. What one of them adds between reading and writing is lost, and measured again.
+        self.times = {**self._read(), **self.times, question: times}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False, encoding="utf-8") as file:
+                json.dump({**self.about, "times_us": self.times}, file, indent=1)
+            os.replace(file.name, self.path)
+        except OSError as error:
+            _log.info("times of matmuls are not kept for the next process: %s", error)
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            found = json.loads(self.path.read_text(encoding="utf-8"))["times_us"]
+            return found if isinstance(found, dict) else {}
+        except (OSError, ValueError, KeyError, TypeError):  # none yet, or cut short
+            return {}

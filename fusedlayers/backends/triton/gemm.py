@@ -1,0 +1,365 @@
+"""Matmuls whose epilogue is the activation, or its derivative: what is hidden is written once and not read again.
+
+* ``linear_act``: ``f(x w^T + b)``, the way forward;
+* ``linear_gradient``: the gradient of the pre-activations, ``(dy w) f'``, written over what was kept of them.
+
+Accumulators are float32 and are not rounded before the activation. The grid is persistent: as many programs as the
+device has multiprocessors, each with every so manieth tile, in an order in which those that run at the same time share
+their operands in the L2 cache. The derivative's sums, the gradients of bias and operands, are added up for each tile,
+and torch adds these, always in the same order.
+
+Blocks of operands are fetched by the copy engine where the device has one (tensor descriptors: Hopper, Blackwell),
+else through pointers. Sizes that are no multiples of 16 bytes have only pointers, and are slow. Which of these kernels
+are worth it is decided elsewhere (``dispatch.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ...activations import Activation
+from ..interface import Through, Wanted
+from .codegen import device_function, pack
+from .elementwise import on
+
+
+@triton.jit
+def _corner(tile, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+    """Where a tile begins. Tiles are counted down the rows within a strip of GROUP of these, strip by strip."""
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    tiles_n = tl.cdiv(columns, BLOCK_N)
+    strip = tile // (GROUP * tiles_n)
+    height = tl.minimum(tiles_m - strip * GROUP, GROUP)
+    place = tile % (GROUP * tiles_n)
+    return (strip * GROUP + place % height) * BLOCK_M, (place // height) * BLOCK_N
+
+
+@triton.jit
+def _offsets(row, column, rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, INDEX: tl.constexpr):
+    r = row + tl.arange(0, HEIGHT)[:, None]
+    c = column + tl.arange(0, WIDTH)[None, :]
+    return r.to(INDEX) * columns + c, (r < rows) & (c < columns)
+
+
+@triton.jit
+def _load(
+    matrix, row, column, rows, columns,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DESCRIBED: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    """A block of a matrix, with zeros for what lies outside."""
+    if DESCRIBED:
+        return matrix.load([row, column])
+    else:
+        offset, inside = _offsets(row, column, rows, columns, HEIGHT, WIDTH, INDEX)
+        return tl.load(matrix + offset, mask=inside, other=0.0)
+
+
+@triton.jit
+def _store(
+    matrix, row, column, rows, columns, block,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DESCRIBED: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    if DESCRIBED:
+        matrix.store([row, column], block.to(matrix.dtype))
+    else:
+        offset, inside = _offsets(row, column, rows, columns, HEIGHT, WIDTH, INDEX)
+        tl.store(matrix + offset, block.to(matrix.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _multiply(
+    a, b, m, n, rows, columns, inner,
+    TRANSPOSED: tl.constexpr,  # whether b is (columns, inner), and not (inner, columns)
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    """The tile of ``a b`` that begins at row m and column n."""
+    sum_ = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, inner, BLOCK_K):
+        left = _load(a, m, k, rows, inner, BLOCK_M, BLOCK_K, DESCRIBED, INDEX)
+        if TRANSPOSED:
+            right = _load(b, n, k, columns, inner, BLOCK_N, BLOCK_K, DESCRIBED, INDEX).T
+        else:
+            right = _load(b, k, n, inner, columns, BLOCK_K, BLOCK_N, DESCRIBED, INDEX)
+        sum_ = tl.dot(left, right, sum_, input_precision=PRECISION)
+    return sum_
+
+
+@triton.jit
+def _halves(tile):
+    """The left and the right half of a tile, which are in registers of the same threads."""
+    pairs = tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2))
+    return tl.split(tl.permute(pairs, (0, 2, 1)))
+
+
+@triton.jit
+def _strips(tile, CUTS: tl.constexpr):
+    """A tile cut along its columns, as many times as is said: an epilogue of one strip at a time needs fewer registers,
+    and less shared memory."""
+    strips = (tile,)
+    for _ in tl.static_range(CUTS):
+        halves: Any = ()
+        for i in tl.static_range(len(strips)):
+            halves += _halves(strips[i])
+        strips = halves
+    return strips
+
+
+@triton.jit
+def linear_act_kernel(
+    x, w, b_ptr, operand_ptr, y,
+    rows, columns, inner,
+    FORWARD: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, CUTS: tl.constexpr,
+    PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, INDEX: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """y = f(x w^T + b): (rows, inner), (columns, inner), (columns,) -> (rows, columns)."""
+    WIDTH: tl.constexpr = BLOCK_N >> CUTS
+    tiles = tl.cdiv(rows, BLOCK_M) * tl.cdiv(columns, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
+        m, n = _corner(tile, rows, columns, BLOCK_M, BLOCK_N, GROUP)
+        sum_ = _multiply(x, w, m, n, rows, columns, inner, True, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, DESCRIBED, INDEX)
+        strips = _strips(sum_, CUTS)
+        for i in tl.static_range(len(strips)):
+            z = strips[i]
+            column = n + i * WIDTH
+            channel = (column + tl.arange(0, WIDTH))[None, :]
+            if HAS_BIAS:
+                z += tl.load(b_ptr + channel, mask=channel < columns, other=0.0).to(tl.float32)
+            f = FORWARD(z, operand_ptr, channel, columns)
+            _store(y, m, column, rows, columns, f, BLOCK_M, WIDTH, DESCRIBED, INDEX)
+
+
+@triton.jit
+def linear_gradient_kernel(
+    dy, w, saved, up, operand_ptr, hidden, partial_ptr,
+    rows, columns, inner,
+    GRADIENT: tl.constexpr, FORWARD: tl.constexpr,
+    HAS_UP: tl.constexpr, HAS_HIDDEN: tl.constexpr,
+    SUMS: tl.constexpr,  # of which results of GRADIENT
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, CUTS: tl.constexpr,
+    PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, INDEX: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """dz = (dy w) f', (rows, inner), (inner, columns) -> (rows, columns), written over what was saved: f(z), or z.
+
+    With a gate what is hidden is f(z) up. Then dz = (dy w) up f', and (dy w) f(z), the gradient of up, is written over
+    that. What is hidden is written too if asked for, and the products' sums down each tile's rows.
+    """
+    WIDTH: tl.constexpr = BLOCK_N >> CUTS
+    tiles = tl.cdiv(rows, BLOCK_M) * tl.cdiv(columns, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
+        m, n = _corner(tile, rows, columns, BLOCK_M, BLOCK_N, GROUP)
+        sum_ = _multiply(
+            dy, w, m, n, rows, columns, inner, False, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, DESCRIBED, INDEX
+        )
+        strips = _strips(sum_, CUTS)
+        for i in tl.static_range(len(strips)):
+            d = strips[i]
+            column = n + i * WIDTH
+            channel = (column + tl.arange(0, WIDTH))[None, :]
+            kept = _load(saved, m, column, rows, columns, BLOCK_M, WIDTH, DESCRIBED, INDEX).to(tl.float32)
+            if HAS_UP:
+                f = FORWARD(kept, operand_ptr, channel, columns)
+                other = _load(up, m, column, rows, columns, BLOCK_M, WIDTH, DESCRIBED, INDEX).to(tl.float32)
+                if HAS_HIDDEN:
+                    _store(hidden, m, column, rows, columns, f * other, BLOCK_M, WIDTH, DESCRIBED, INDEX)
+                _store(up, m, column, rows, columns, d * f, BLOCK_M, WIDTH, DESCRIBED, INDEX)
+                d *= other
+            elif HAS_HIDDEN:
+                f = FORWARD(kept, operand_ptr, channel, columns)
+                _store(hidden, m, column, rows, columns, f, BLOCK_M, WIDTH, DESCRIBED, INDEX)
+            products = GRADIENT(d, kept, operand_ptr, channel, columns)
+            _store(saved, m, column, rows, columns, products[0], BLOCK_M, WIDTH, DESCRIBED, INDEX)
+            # What lies outside may have an infinite derivative; its product with 0 would be NaN.
+            row = m + tl.arange(0, BLOCK_M)[:, None]
+            for j in tl.static_range(len(SUMS)):
+                share = tl.sum(tl.where(row < rows, products[SUMS[j]], 0.0), 0)
+                place = (j * tl.cdiv(rows, BLOCK_M) + m // BLOCK_M).to(INDEX) * columns
+                within = column + tl.arange(0, WIDTH)
+                tl.store(partial_ptr + place + within, share, mask=within < columns)
+
+
+class Tiling(NamedTuple):
+    """How a product is cut up, and compiled."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    #: How many times a tile is cut in two for the epilogue; once more where that writes several buffers.
+    cuts: int
+    warps: int
+    stages: int
+    #: Programs that fit on a multiprocessor: with two, one multiplies while the other is in its epilogue.
+    programs: int = 1
+    #: Whether operands are fetched by the copy engine.
+    described: bool = False
+    #: Whether the first blocks of a tile are fetched in the epilogue of the one before.
+    flatten: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.block_m}x{self.block_n}x{self.block_k}, {self.warps} warps"
+
+
+#: Tiles down the rows in a strip whose operands stay in the L2 cache.
+GROUP = 8
+#: By architecture (compute capability, or "cdna") and bytes of a number. None spills registers, which tests see to.
+#: Which is the fastest depends on the sizes, and is measured (``dispatch.py``).
+TILINGS: dict[str, dict[int, tuple[Tiling, ...]]] = {
+    "8": {
+        2: (Tiling(128, 128, 64, 2, 8, 3), Tiling(128, 128, 32, 2, 8, 4)),
+        4: (Tiling(128, 128, 32, 3, 8, 3),),
+    },
+    "9": {
+        2: (
+            Tiling(128, 256, 64, 2, 8, 3, described=True, flatten=True),
+            Tiling(128, 128, 64, 2, 4, 3, programs=2, described=True, flatten=True),
+        ),
+        4: (Tiling(128, 128, 32, 2, 8, 3, described=True, flatten=True),),
+    },
+    "10": {
+        2: (
+            Tiling(128, 256, 64, 2, 8, 3, described=True),
+            Tiling(128, 128, 64, 2, 4, 3, programs=2, described=True),
+        ),
+        4: (Tiling(128, 128, 32, 2, 4, 3, described=True),),
+    },
+    "cdna": {
+        2: (Tiling(128, 128, 64, 2, 8, 2), Tiling(256, 128, 32, 2, 8, 2)),
+        4: (Tiling(128, 128, 32, 2, 8, 2),),
+    },
+}
+#: Consumer Blackwells (12) have tensor cores like Ada's.
+_LIKE = {"12": "8"}
+
+
+@functools.cache
+def tilings(device: torch.device, itemsize: int) -> dict[str, Tiling]:
+    """What there is for a device, by name; nothing for GPUs without tensor cores for these types."""
+    if device.type != "cuda":
+        return {}
+    major = "cdna" if torch.version.hip else str(torch.cuda.get_device_capability(device)[0])
+    return {str(t): t for t in TILINGS.get(_LIKE.get(major, major), {}).get(itemsize, ())}
+
+
+def linear_act(
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    activation: Activation,
+    operands: Sequence[Tensor],
+    *,
+    encode: bool,
+    tiling: Tiling,
+) -> Tensor:
+    """``activation(x w^T + b, *operands)``: (rows, in), (out, in), (out,) -> (rows, out), contiguous all."""
+    rows, inner = x.shape
+    y = x.new_empty(rows, w.shape[0])
+    if y.numel() == 0:
+        return y
+    function = device_function(activation, "forward", given="output" if encode else "input", dtype=y.dtype)
+    launch = _Launch(tiling, y, inner, (x, w, y), cuts=tiling.cuts)
+    m, n, k, width = tiling.block_m, tiling.block_n, tiling.block_k, launch.width
+    with on(y):
+        linear_act_kernel[launch.grid](
+            launch.block(x, m, k), launch.block(w, n, k), y if b is None else b.contiguous(), pack(operands, y),
+            launch.block(y, m, width),
+            rows, w.shape[0], inner, FORWARD=function, HAS_BIAS=b is not None, **launch.options,
+        )  # fmt: skip
+    return y
+
+
+def linear_gradient(
+    dy: Tensor,
+    w: Tensor,
+    parts: Sequence[Tensor],
+    activation: Activation,
+    operands: Sequence[Tensor],
+    wanted: Wanted,
+    *,
+    hidden: bool,
+    tiling: Tiling,
+) -> Through:
+    """The gradients of the pre-activations, written over ``parts``: z, or f(z) if that is what is given, and of a gated
+    block the other factor; (rows, out), (out, hidden), (rows, hidden), contiguous all.
+    """
+    z, up = parts[0], parts[1] if len(parts) > 1 else None
+    rows, columns = z.shape
+    inner = w.shape[0]
+    several = up is not None or hidden
+    function = device_function(activation, "gradient", given=wanted.given, dtype=z.dtype, needs=wanted.operands)
+    forward = device_function(activation, "forward", given="input", dtype=z.dtype) if several else None
+    made = torch.empty_like(z) if hidden else None
+    used = [p for p, need in zip(operands, wanted.operands, strict=True) if need]
+    sums = tuple(range(0 if wanted.bias else 1, 1 + len(used)))
+    partial = z.new_empty((len(sums), triton.cdiv(rows, tiling.block_m), columns), dtype=torch.float32)
+    if z.numel():
+        launch = _Launch(tiling, z, inner, (dy, w, *parts), cuts=tiling.cuts + several)
+        m, n, k, width = tiling.block_m, tiling.block_n, tiling.block_k, launch.width
+        block = launch.block(z, m, width)
+        with on(z):
+            linear_gradient_kernel[launch.grid](
+                launch.block(dy, m, k), launch.block(w, k, n), block,
+                block if up is None else launch.block(up, m, width), pack(operands, z),
+                block if made is None else launch.block(made, m, width), partial,
+                rows, columns, inner, GRADIENT=function, FORWARD=forward,
+                HAS_UP=up is not None, HAS_HIDDEN=hidden, SUMS=sums, **launch.options,
+            )  # fmt: skip
+    for part in parts:
+        torch.autograd.graph.increment_version(part)
+    totals = iter(partial.sum(1))
+    db = next(totals).to(z.dtype) if wanted.bias else None
+    shares: list[Tensor | None] = []
+    for p, need in zip(operands, wanted.operands, strict=True):
+        total = next(totals) if need else None
+        shares.append(None if total is None else (total if p.numel() > 1 else total.sum()).to(p.dtype))
+    return Through(made, db, shares)
+
+
+class _Launch:
+    """What both kernels are launched with."""
+
+    def __init__(self, tiling: Tiling, out: Tensor, inner: int, matrices: Sequence[Tensor], cuts: int) -> None:
+        rows, columns = out.shape
+        tiles = triton.cdiv(rows, tiling.block_m) * triton.cdiv(columns, tiling.block_n)
+        self.grid = (min(tiles, tiling.programs * _processors(out.device)),)
+        self.width = tiling.block_n >> cuts
+        self.described = tiling.described and all(map(_can_be_described, matrices))
+        largest = max(matrix.numel() for matrix in matrices)
+        self.options: dict[str, Any] = {
+            "BLOCK_M": tiling.block_m,
+            "BLOCK_N": tiling.block_n,
+            "BLOCK_K": tiling.block_k,
+            "GROUP": GROUP,
+            "CUTS": cuts,
+            "PRECISION": "tf32",
+            "DESCRIBED": self.described,
+            # A block may reach past the end by its own rows before the mask says so.
+            "INDEX": tl.int64 if largest + 256 * max(columns, inner) >= 2**31 else tl.int32,
+            "FLATTEN": tiling.flatten,
+            "num_warps": tiling.warps,
+            "num_stages": tiling.stages,
+            # As for the elementwise kernels.
+            "enable_fp_fusion": True,
+        }
+
+    def block(self, matrix: Tensor, height: int, width: int) -> Any:
+        return TensorDescriptor.from_tensor(matrix, [height, width]) if self.described else matrix
+
+
+def _can_be_described(matrix: Tensor) -> bool:
+    """Whether the copy engine can fetch its rows, which must begin at multiples of 16 bytes."""
+    row_bytes = matrix.shape[1] * matrix.element_size()
+    return matrix.numel() > 0 and matrix.data_ptr() % 16 == 0 and row_bytes % 16 == 0
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -1,0 +1,440 @@
+"""Which matmul is chosen: by times that the tests make up, on a device that need not be there."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import Switch
+from gpu import DEVICE, INTERPRETER_WARNINGS
+from reference import assert_as_good_as_torch
+from torch import Tensor
+
+import fusedlayers as fl
+from fusedlayers.activations import resolve
+from fusedlayers.backends import Wanted
+from fusedlayers.memory import saved_bytes
+
+pytest.importorskip("triton")
+
+from fusedlayers.backends import triton as backend  # after the line that skips without it
+from fusedlayers.backends.triton import dispatch, gemm, products
+from fusedlayers.backends.triton.dispatch import LIBRARY, Question
+from fusedlayers.backends.triton.gemm import Tiling
+
+pytestmark = [pytest.mark.filterwarnings(*INTERPRETER_WARNINGS), pytest.mark.usefixtures("interpreter_converts")]
+
+CPU = torch.device("cpu")
+QUESTION = Question("layer", "gelu", torch.bfloat16, 5000, 3072, 768)
+CANDIDATES = [LIBRARY, "narrow", "wide"]
+TILING = Tiling(16, 32, 16, 1, 4, 2)
+
+
+@pytest.fixture(autouse=True)
+def forgets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[], None]]:
+    """A process that knows nothing, and an empty cache folder; call it for another process."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def forget() -> None:
+        dispatch._answers.cache_clear()
+        dispatch._Remembered.of.cache_clear()
+
+    forget()
+    yield forget
+    forget()
+
+
+class Bench:
+    """Candidates that take the time they are said to, and give the result they are said to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **times: float) -> None:
+        self.times = times
+        self.results: dict[str, Tensor | Exception] = {}
+        self.rows: list[int] = []
+        self.last = ""
+        monkeypatch.setattr(dispatch, "_time", self.time)
+
+    def prepare(self, rows: int) -> Callable[[str], list[Tensor]]:
+        self.rows.append(rows)
+        return self.run
+
+    def run(self, candidate: str) -> list[Tensor]:
+        self.last = candidate
+        result = self.results.get(candidate, torch.ones(4))
+        if isinstance(result, Exception):
+            raise result
+        return [result]
+
+    def time(self, function: Callable[[], object]) -> float:
+        function()
+        return self.times[self.last]
+
+    def choose(self, question: Question = QUESTION, candidates: list[str] = CANDIDATES) -> str:
+        return dispatch.choose(question, CPU, candidates, self.prepare)
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("best", CANDIDATES)
+def test_the_fastest_is_chosen(best: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, **{**dict.fromkeys(CANDIDATES, 100.0), best: 80.0})
+    assert bench.choose() == best
+    assert bench.choose() == best and len(bench.rows) == 1  # measured once
+    (answer,) = dispatch.answers_for("gelu", 3072, 768, CPU)
+    ratio = "the next takes 1.25x its time" if best == LIBRARY else "0.80x the library's time"
+    assert answer == f"layer, up to 8192 rows of bfloat16: {best} (measured: {ratio})"
+    assert dispatch.answers_for("gelu", 768, 3072, CPU) == [answer]
+    assert dispatch.answers_for("silu", 3072, 768, CPU) == dispatch.answers_for("gelu", 3072, 769, CPU) == []
+
+
+def test_rows_are_told_apart_by_powers_of_two_up_to_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0)
+    for rows in (4097, 8192, 8193, 16384, 16385, 1 << 30):
+        assert bench.choose(QUESTION._replace(rows=rows)) == "narrow"
+    assert bench.rows == [8192, 16384]
+
+
+def test_small_products_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0)
+    assert bench.choose(QUESTION._replace(rows=64, columns=64, inner=64)) == LIBRARY
+    assert bench.choose(QUESTION._replace(inner=0)) == LIBRARY
+    assert bench.choose(candidates=[LIBRARY]) == LIBRARY
+    assert bench.rows == []
+
+
+@pytest.mark.parametrize("result", [1.01, float("nan"), RuntimeError("no such instruction")], ids=str)
+def test_what_is_wrong_is_not_used(
+    result: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench(monkeypatch, library=2.0, narrow=1.0, wide=1.5)
+    bench.results["narrow"] = result if isinstance(result, Exception) else torch.full((4,), result)
+    question = QUESTION._replace(dtype=torch.float16)
+    with caplog.at_level(logging.WARNING):
+        assert bench.choose(question) == "wide"
+    said = "no such instruction" if isinstance(result, Exception) else "its results differ from the library's"
+    assert "a fused matmul (narrow) is not used" in caplog.text and said in caplog.text
+    bench.results["wide"] = RuntimeError()
+    assert bench.choose(question._replace(inner=1024)) == LIBRARY
+
+
+def test_rounding_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0)
+    bench.results["narrow"] = torch.full((4,), 1.01)
+    assert bench.choose() == "narrow"  # which is a unit in bfloat16
+
+
+def test_without_memory_a_rule_decides_and_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    bench = Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0)
+
+    def prepare(rows: int) -> Any:
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(bench, "prepare", prepare)
+    assert bench.choose() == LIBRARY
+    (answer,) = dispatch.answers_for("gelu", 3072, 768, CPU)
+    assert answer.endswith("library (by rule: no memory was left to measure)")
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- without measuring ------------------------------------------------------------------------------------------------
+
+
+def test_deterministic_algorithms_are_chosen_by_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    monkeypatch.setattr(dispatch, "by_rule", lambda *arguments: "wide")
+    assert bench.choose() == "wide" and bench.rows == []
+    monkeypatch.undo()
+    assert dispatch.answers_for("gelu", 3072, 768, CPU) == []
+
+
+def test_nothing_is_timed_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0)
+    monkeypatch.setattr(dispatch, "_is_capturing", lambda: True)
+    assert bench.choose() == LIBRARY and bench.rows == []
+    monkeypatch.setattr(dispatch, "_is_capturing", lambda: False)
+    assert bench.choose() == "narrow"
+    monkeypatch.setattr(dispatch, "_is_capturing", lambda: True)
+    assert bench.choose() == "narrow"  # which is known by now
+
+
+@pytest.mark.parametrize(
+    "capability, dtype, inner, expected",
+    [
+        ((9, 0), torch.bfloat16, 1024, "wide"),
+        ((9, 0), torch.bfloat16, 1025, LIBRARY),
+        ((9, 0), torch.float32, 768, LIBRARY),
+        ((10, 0), torch.float16, 768, "wide"),
+        ((8, 0), torch.bfloat16, 768, LIBRARY),
+    ],
+    ids=str,
+)
+def test_the_rule(
+    capability: tuple[int, int], dtype: torch.dtype, inner: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    question = QUESTION._replace(dtype=dtype, inner=inner)
+    assert dispatch.by_rule(question, torch.device("cuda"), CANDIDATES) == expected
+
+
+# --- remembering ------------------------------------------------------------------------------------------------------
+
+
+def test_the_next_process_does_not_measure(
+    forgets: Callable[[], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0).choose()
+    forgets()
+    later = Bench(monkeypatch, library=1.0, narrow=2.0, wide=3.0)
+    assert later.choose() == "narrow" and later.rows == []
+    assert later.choose(candidates=[LIBRARY, "wide"]) == LIBRARY  # of what there is for this call
+    assert later.choose(QUESTION._replace(inner=1024)) == LIBRARY and later.rows == [8192]
+    (path,) = (tmp_path / "fusedlayers").iterdir()
+    kept = json.loads(path.read_text())
+    assert kept["torch"] == torch.__version__ and kept["fusedlayers"] == fl.__version__ and kept["device"] == "cpu"
+    assert kept["times_us"]["layer gelu bfloat16 8192x3072x768"] == {"library": 2.0, "narrow": 1.0, "wide": 3.0}
+
+
+def test_other_versions_have_other_times(forgets: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0).choose()
+    forgets()
+    monkeypatch.setattr(fl, "__version__", "0.0.0")
+    later = Bench(monkeypatch, library=1.0, narrow=2.0, wide=3.0)
+    assert later.choose() == LIBRARY and later.rows == [8192]
+
+
+def test_new_candidates_are_measured(forgets: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    Bench(monkeypatch, library=2.0, narrow=1.0).choose(candidates=[LIBRARY, "narrow"])
+    forgets()
+    later = Bench(monkeypatch, library=2.0, narrow=1.0, wide=0.5)
+    assert later.choose() == "wide"
+
+
+def test_processes_add_to_one_file(forgets: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = dispatch._Remembered(CPU), dispatch._Remembered(CPU)
+    first.put("one", {"library": 1.0})
+    second.put("two", {"library": 2.0})
+    assert dispatch._Remembered(CPU).times == {"one": {"library": 1.0}, "two": {"library": 2.0}}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"times_us": 3}', "\x00"])
+def test_a_broken_file_is_none(
+    text: str, forgets: Callable[[], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0).choose()
+    (path,) = (tmp_path / "fusedlayers").iterdir()
+    path.write_text(text)
+    forgets()
+    later = Bench(monkeypatch, library=1.0, narrow=2.0, wide=3.0)
+    assert later.choose() == LIBRARY and later.rows == [8192]
+    assert json.loads(path.read_text())["times_us"]
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "fusedlayers").write_text("a file")
+    with caplog.at_level(logging.INFO):
+        assert Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0).choose() == "narrow"
+    assert "are not kept for the next process" in caplog.text
+
+
+def test_times_are_kept_in_the_home_folder_if_nothing_else_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert dispatch.cache_folder() == Path.home() / ".cache" / "fusedlayers"
+
+
+# --- what layers make of it -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiled(monkeypatch: pytest.MonkeyPatch) -> Tiling:
+    """Everything is multiplied by the fused kernels."""
+    monkeypatch.setattr(gemm, "tilings", lambda device, itemsize: {"tiled": TILING})
+    monkeypatch.setattr(dispatch, "tf32_is_allowed", lambda: True)
+    monkeypatch.setattr(dispatch, "choose", lambda question, device, candidates, prepare: candidates[-1])
+    return TILING
+
+
+def count(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
+    calls: list[str] = []
+    function = getattr(gemm, name)
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        calls.append(name)
+        return function(*arguments, **options)
+
+    monkeypatch.setattr(gemm, name, counted)
+    return calls
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu", "tanh", "silu"])
+@pytest.mark.parametrize("shape", [(37, 24), (3, 7, 24), (24,)], ids=str)
+def test_dense_layers(
+    activation: str, shape: tuple[int, ...], tiled: Tiling, on_triton: Switch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_triton(True)
+    calls = count(monkeypatch, "linear_act")
+    generator = torch.Generator().manual_seed(0)
+    x, w, b = (torch.randn(s, generator=generator).to(DEVICE).requires_grad_() for s in (shape, (40, 24), (40,)))
+    dy = torch.randn(*shape[:-1], 40, generator=generator).to(DEVICE)
+    y = fl.dense_bias_act(x, w, b, activation)
+    assert calls == ["linear_act"]
+    found = torch.autograd.grad(y, (x, w, b), dy)
+    function = resolve(activation).plain
+    torchs = function(F.linear(x, w, b))
+    expected = torch.autograd.grad(torchs, (x, w, b), dy)
+    leaves = [t.detach().double().requires_grad_() for t in (x, w, b)]
+    exact_y = function(F.linear(*leaves))
+    exact = torch.autograd.grad(exact_y, leaves, dy.double())
+    assert_as_good_as_torch(y.detach(), torchs.detach(), exact_y.detach())
+    for ours, theirs, true in zip(found, expected, exact, strict=True):
+        assert ours.shape == true.shape
+        if activation in ("relu", "tanh"):
+            assert_as_good_as_torch(ours, theirs, true)
+        else:
+            torch.testing.assert_close(ours.double(), true, atol=1e-4, rtol=1e-5)
+    with torch.no_grad():
+        fl.dense_bias_act(x, w, b, activation)
+    assert len(calls) == 2
+    with torch.no_grad():
+        fl.dense_bias_act(x, w, None, activation)
+    assert len(calls) == 3
+
+
+def test_a_layer_with_an_epilogue_keeps_what_the_others_keep(
+    tiled: Tiling, on_triton: Switch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_triton(True)
+    x, w, b = (torch.randn(s, device=DEVICE, requires_grad=True) for s in ((64, 24), (40, 24), (40,)))
+    calls = count(monkeypatch, "linear_act")
+    assert saved_bytes(lambda x: fl.dense_bias_act(x, w, b, "gelu"), x, exclude=[x, w, b]) == 64 * 40 * 4
+    assert calls
+
+
+@pytest.mark.parametrize("case", ["residual", "input", "operands", "transposed", "mixed"])
+def test_the_others_have_none(case: str, tiled: Tiling, on_triton: Switch, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_triton(True)
+    calls = count(monkeypatch, "linear_act")
+    x, w, b = (torch.randn(s, device=DEVICE, requires_grad=True) for s in ((64, 24), (40, 24), (40,)))
+    residual = torch.randn(64, 40, device=DEVICE) if case == "residual" else None
+    save = "input" if case == "input" else "auto"
+    activation: Any = torch.nn.PReLU().to(DEVICE) if case == "operands" else "gelu"
+    if case == "transposed":
+        x = torch.randn(24, 64, device=DEVICE).t().requires_grad_()
+    if case == "mixed":
+        monkeypatch.setattr(dispatch, "tf32_is_allowed", lambda: False)
+        monkeypatch.setattr(dispatch, "choose", lambda question, device, candidates, prepare: candidates[-1])
+    y = fl.dense_bias_act(x, w, b, activation, residual=residual, save=save)
+    assert calls == []
+    expected = F.linear(x, w, b) + (0 if residual is None else residual)
+    torch.testing.assert_close(y, activation(expected) if case == "operands" else F.gelu(expected))
+
+
+def test_second_derivatives(tiled: Tiling, on_triton: Switch) -> None:
+    on_triton(True)
+    x, w, b = (torch.randn(s, device=DEVICE, requires_grad=True) for s in ((17, 24), (40, 24), (40,)))
+
+    def penalty(layer: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        (dx,) = torch.autograd.grad(layer(x, w, b).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(dx.square().sum(), (x, w, b))
+
+    found = penalty(lambda *t: fl.dense_bias_act(*t, "tanh"))
+    for ours, theirs in zip(found, penalty(lambda *t: F.linear(*t).tanh()), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-4)
+
+
+# --- scratch numbers --------------------------------------------------------------------------------------------------
+
+
+def layer(rows: int = 37) -> products.Layer:
+    x, w, b = (torch.randn(s, device=DEVICE) for s in ((rows, 24), (40, 24), (40,)))
+    return products.Layer(x, w, b, resolve("gelu"), (), True)
+
+
+def backwards(gated: bool, hidden: bool) -> products.Backwards:
+    dy, w = torch.randn(37, 24, device=DEVICE), torch.randn(24, 40, device=DEVICE)
+    parts = [torch.randn(37, 40, device=DEVICE) for _ in range(1 + gated)]
+    return products.Backwards(dy, w, parts, resolve("gelu"), (), Wanted("input", True, not gated), hidden)
+
+
+@pytest.mark.parametrize("gated, hidden", [(None, None), (False, False), (False, True), (True, False), (True, True)])
+def test_candidates_are_run_on_numbers_of_their_own(gated: Any, hidden: Any, tiled: Tiling) -> None:
+    job: Any = layer() if gated is None else backwards(gated, hidden)
+    tensors = [t for field in job for t in (field if isinstance(field, list) else [field]) if isinstance(t, Tensor)]
+    before = [t.clone() for t in tensors]
+    state = torch.get_rng_state()
+    run = job._scratch(64)._again
+    library, again, fused = run(LIBRARY), run(LIBRARY), run("tiled")
+    assert len(library) == len(fused) >= 1
+    for a, b, c in zip(library, again, fused, strict=True):
+        assert torch.equal(a, b)  # from the same numbers each time
+        assert c.shape[0] in (64, 40)
+        torch.testing.assert_close(a, c, atol=2e-4, rtol=1e-4)
+        assert 0.01 < float(a.square().mean()) < 1e3
+    for tensor, kept in zip(tensors, before, strict=True):
+        assert torch.equal(tensor, kept)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def choose(question: Question, device: torch.device, candidates: list[str], prepare: Any) -> str:
+        asked.append(str(question))
+        return candidates[0]
+
+    monkeypatch.setattr(dispatch, "choose", choose)
+    assert layer().choose() == LIBRARY
+    layer()._replace(encode=False).choose()
+    for gated, hidden in ((False, False), (False, True), (True, True)):
+        assert backwards(gated, hidden).choose() == LIBRARY
+    job = backwards(False, False)
+    job._replace(wanted=Wanted("output", True, True)).choose()
+    assert asked == [
+        "layer encoded gelu float32 37x40x24",
+        "layer gelu float32 37x40x24",
+        "gradient gelu float32 37x40x24",
+        "gradient hidden gelu float32 37x40x24",
+        "gradient gated hidden gelu float32 37x40x24",
+        "gradient given_output gelu float32 37x40x24",
+    ]
+    dy, w, parts, activation, *rest = job
+    assert backend.linear_gradient(dy, w, parts, activation, (), rest[1], hidden=False) is None
+
+
+def test_float32_is_multiplied_as_tf32_or_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "tilings", lambda device, itemsize: {"tiled": TILING})
+    a = torch.randn(8, 16)
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        for precision, expected in (("tf32", {"tiled": TILING}), ("ieee", {})):
+            torch.backends.cuda.matmul.fp32_precision = precision
+            assert products._tilings(a, a) == expected
+            assert products._tilings(a.bfloat16(), a.bfloat16()) == {"tiled": TILING}
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert products._tilings(a.bfloat16(), a) == products._tilings(a.bfloat16().t(), a.bfloat16()) == {}
+
+
+def test_torchs_relu_epilogue_is_a_candidate_where_it_keeps_nan() -> None:
+    assert products._keeps_nan(CPU)  # torch computes it here in two steps
+    relu = layer()._replace(activation=resolve("relu"))
+    torch.testing.assert_close(relu.run(products.RELU_EPILOGUE), relu.run(LIBRARY))
+
+
+def test_devices_without_tensor_cores_have_no_tilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gemm.tilings(CPU, 2) == {}
+    monkeypatch.setattr(torch.version, "hip", None)
+    for major, expected in ((7, None), (8, "8"), (9, "9"), (10, "10"), (12, "8")):
+        gemm.tilings.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, major=major: (major, 0))
+        found = gemm.tilings(torch.device("cuda"), 2)
+        assert list(found.values()) == list(gemm.TILINGS[expected][2] if expected else ())
+        assert list(found) == [str(t) for t in found.values()]
+    gemm.tilings.cache_clear()
