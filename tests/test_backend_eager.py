@@ -14,7 +14,7 @@ from torch import Tensor
 import fusedlayers as fl
 from fusedlayers import backends
 from fusedlayers.activations import Activation, branch, resolve, rows, widened
-from fusedlayers.activations.folded import INVERSE_PRECISION
+from fusedlayers.activations.folded import INVERSE_TOLERANCE
 from fusedlayers.activations.polynomial import PRECISIONS
 from fusedlayers.backends import Wanted, eager
 from fusedlayers.backends.eager import chunks, elementwise, products
@@ -326,7 +326,7 @@ def test_the_inverse_is_the_polynomials(activation: Activation) -> None:
     slow = fitted(y.double(), branch.decode(y, torch.float32))
     # The line between two of the table's nodes may err as much as the fit, and float32's rounding comes on top.
     size = slow.abs().clamp_min(1.0)
-    assert float(((quick.double() - slow).abs() / size).max()) <= INVERSE_PRECISION.tolerance + 2 * 2.0**-24
+    assert float(((quick.double() - slow).abs() / size).max()) <= INVERSE_TOLERANCE + 2 * 2.0**-24
 
 
 @pytest.mark.parametrize("activation", [a for a in INVERTIBLE if a.is_folded], ids=str)

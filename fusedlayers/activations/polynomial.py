@@ -14,7 +14,8 @@ Function = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Precision:
-    """How closely a derivative is fitted: the largest absolute error, and the degree of the polynomials tried first."""
+    """How closely a derivative is fitted: the largest absolute error, and the degree of segments' polynomials that is
+    tried first (``segments.py``)."""
 
     tolerance: float
     degree: int
@@ -60,15 +61,23 @@ def interpolate(function: Function, start: float, stop: float, degree: int) -> P
     angle = (torch.arange(count, dtype=torch.float64) + 0.5) * (math.pi / count)
     t = torch.cos(angle)
     values = function((start + stop) / 2 + t * (stop - start) / 2)
-    chebyshev = [float((values * torch.cos(k * angle)).sum()) * (1 if k == 0 else 2) / count for k in range(count)]
-    return Piece(start, stop, powers_of(chebyshev))
+    weights = [float((values * torch.cos(k * angle)).sum()) * (1 if k == 0 else 2) / count for k in range(count)]
+    return Piece(start, stop, powers_of(weights))
 
 
-def powers_of(chebyshev: Sequence[float]) -> tuple[float, ...]:
+def chebyshev(t: Tensor, degree: int) -> Tensor:
+    """The Chebyshev polynomials up to a degree, side by side."""
+    columns = [torch.ones_like(t), t]
+    for _ in range(degree - 1):
+        columns.append(2 * t * columns[-1] - columns[-2])
+    return torch.stack(columns[: degree + 1], 1)
+
+
+def powers_of(weights: Sequence[float]) -> tuple[float, ...]:
     """The coefficients of a sum of Chebyshev polynomials in powers of its argument."""
-    powers = [0.0] * len(chebyshev)
+    powers = [0.0] * len(weights)
     previous, current = [1.0], [0.0, 1.0]
-    for k, weight in enumerate(chebyshev):
+    for k, weight in enumerate(weights):
         if k > 1:
             following = [0.0, *(2 * c for c in current)]
             for i, c in enumerate(previous):

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .kinks import NeedsInput
-from .polynomial import Piece, Precision, powers_of
+from .polynomial import Piece, Precision, chebyshev, powers_of
 from .shape import Shape, Stretch
 
 #: Segments of a derivative, all branches together. A device evaluates every one of them for every number.
@@ -331,7 +331,7 @@ def _attempt(
     index = torch.where((t[before] - nodes).abs() < (t[index] - nodes).abs(), before, index).unique_consecutive()
     if len(index) < degree + 3:
         return None
-    basis = _chebyshev(t[index], degree)
+    basis = chebyshev(t[index], degree)
     coefficients = torch.linalg.lstsq(basis, ratio[index][:, None], driver="gelsd").solution[:, 0]
     piece = Piece(start, stop, powers_of(coefficients.tolist()))
     check = torch.cat([torch.arange(0, len(t), max(1, len(t) // 400)), index, torch.tensor([len(t) - 1])])
@@ -349,13 +349,6 @@ def _with_end(y: Tensor, slope: Tensor, stretch: Stretch, first: int, last: int)
             zero = torch.zeros(1, dtype=torch.float64)
             y, slope = torch.cat([torch.full_like(zero, stretch.start), y]), torch.cat([zero, slope])
     return y, slope
-
-
-def _chebyshev(t: Tensor, degree: int) -> Tensor:
-    columns = [torch.ones_like(t), t]
-    for _ in range(degree - 1):
-        columns.append(2 * t * columns[-1] - columns[-2])
-    return torch.stack(columns[: degree + 1], 1)
 
 
 def _horner(coefficients: tuple[float, ...], t: Tensor) -> Tensor:
