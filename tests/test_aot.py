@@ -1,5 +1,9 @@
-"""The elementwise kernels compiled for GPUs that need not be there: no spills, and 16 bytes an access."""
+"""The elementwise kernels compiled for GPUs that need not be there: no spills, and 16 bytes an access.
 
+And ``python -m bench aot``, which shows what the compiler makes of them.
+"""
+
+import argparse
 import json
 import os
 import subprocess
@@ -11,10 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from fusedlayers.activations import activations, rows, told
+from fusedlayers.activations import activations, resolve, rows, told
 
 pytest.importorskip("triton")
 from aot import CUSTOM, FITTED  # after the line that skips without it
+
+from bench import aot, machine_code
+from bench.__main__ import main as bench_main
 
 SCRIPT = Path(__file__).with_name("aot.py")
 DTYPES = ("float32", "bfloat16")
@@ -32,22 +39,25 @@ Reports = list[dict[str, Any]]
 
 
 def compile_all(*runs: Iterable[str]) -> Reports:
-    """What ``aot.py`` reports for each list of arguments: a process each, at the same time, without interpreter."""
+    """What ``aot.py`` reports for each list of arguments: a process each, at the same time."""
+    processes = [start(str(SCRIPT), *run) for run in runs]
+    return [report for process in processes for report in json.loads(output_of(process))]
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """Python with these arguments and without the interpreter of kernels."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(SCRIPT.parent.parent), environment.get("PYTHONPATH", "")])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, *run],
-            env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for run in runs
-    ]  # fmt: skip
-    reports: Reports = []
-    for process in processes:
-        output, errors = process.communicate()
-        assert process.returncode == 0, errors
-        reports += json.loads(output)
-    return reports
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def output_of(process: subprocess.Popen[str]) -> str:
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    return output
 
 
 def check(reports: Reports) -> None:
@@ -133,3 +143,85 @@ def test_what_users_bring_compiles_without_spills(target: str) -> None:
     given_output = {r["activation"] for r in reports if r["kernel"] == "derivative_given_output"}
     assert given_output == set(FITTED)
     check(reports)
+
+
+# --- python -m bench aot ----------------------------------------------------------------------------------------------
+
+
+def test_the_command_shows_what_the_compiler_made(tmp_path: Path) -> None:
+    file = tmp_path / "folder" / "aot.json"
+    kernels, targets = ["forward", "gate_gradient"], ["sm_90", "gfx942"]
+    run = start("-m", "bench", "aot", "--kernel", *kernels, "--target", *targets, "--json", str(file))
+    lines = output_of(run).splitlines()
+    rows = json.loads(file.read_text())["kernels"]
+    assert [(row["kernel"], row["target"]) for row in rows] == [(k, t) for k in kernels for t in targets]
+    for row, line in zip(rows, lines[3:], strict=False):
+        assert row["activation"] == "gelu" and row["dtype"] == "bfloat16"
+        assert 0 < row["registers"] <= 255 and row["spill_bytes"] == row["kinds"]["local"] == 0
+        kinds = row["kinds"]
+        assert row["instructions"] == sum(kinds.values()) > 0
+        # Eight elements a thread, each with an exponential.
+        assert kinds["tensor"] == kinds["bulk_copies"] == 0 and kinds["fp32"] >= 8 and kinds["special"] >= 8
+        # The tensors are read and written 16 bytes at a time, a bias 2.
+        is_gate = row["kernel"] == "gate_gradient"
+        assert row["global_loads"] == ({"16": 3} if is_gate else {"16": 2, "2": 1})
+        assert row["global_stores"] == {"16": 2 if is_gate else 1}
+        assert (row["shared_bytes"] > 0) == (kinds["shared_loads"] > 0) == (not is_gate)
+        cells = line.replace("|", " ").split()
+        assert cells[:4] == [row["kernel"], "gelu", "bfloat16", row["target"]]
+        assert cells[4:8] == [str(row[k]) for k in ("registers", "shared_bytes", "spill_bytes", "instructions")]
+        assert [int(cell) for cell in cells[8:17]] == [n for k, n in kinds.items() if not k.startswith("global")]
+        assert cells[17:] == (["3x16", "2x16"] if is_gate else ["2x16", "1x2", "1x16"])
+
+
+def test_both_readings_of_accesses_agree() -> None:
+    program = (
+        "import torch\n"
+        "from bench import elementwise_recipe, machine_code\n"
+        "from fusedlayers.activations import resolve\n"
+        "for kernel in ('forward', 'derivative_given_output'):\n"
+        "    compiled = elementwise_recipe.recipe(kernel, resolve('gelu'), torch.float32, 'sm_80').compile('sm_80')\n"
+        "    print(machine_code.accesses(compiled))\n"
+        "    print(machine_code.instructions(compiled).accesses)\n"
+    )
+    # A tile of float32 is two accesses a thread; a residual is a tile, and a bias and its gradient a number each.
+    forward = str(machine_code.Accesses(loads={16: 4, 4: 1}, stores={16: 2}))
+    gradient = str(machine_code.Accesses(loads={16: 4}, stores={16: 2, 4: 1}))
+    assert output_of(start("-c", program)).splitlines() == [forward, forward, gradient, gradient]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "sm_9"], "no target is called 'sm_9'; there are ['sm_80', 'sm_89', 'sm_90', 'sm_100', 'gfx942']"),
+        (["--kernel", "foward"], "no kernel is called 'foward'; there are ['forward', 'derivative_given_output',"),
+        (["--activation", "gelo"], "--activation: unknown activation 'gelo'; the known ones are: identity, relu,"),
+        (["--kernel", "inverse"], "no kernel of ['inverse'] exists for ['gelu'] in ['bfloat16']"),
+    ],
+)
+def test_the_command_says_what_there_is(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert bench_main(["aot", *arguments]) == 2
+    assert f"bench aot: {message}" in capsys.readouterr().err
+
+
+def test_all_activations_are_those_of_the_table() -> None:
+    options = argparse.Namespace(activation=["all"], dtype=["float32", "bfloat16"], kernel=["inverse"], target=None)
+    found = {(kernel, repr(activation), dtype) for _, kernel, activation, dtype, _ in aot._todo(options)}
+    names = [row.name for row in rows() if row.name != "identity"]
+    told_by = [(name, d) for name in names for d in options.dtype if told(resolve(name), getattr(torch, d)) is not None]
+    assert found == {("inverse", *case) for case in told_by} and len(found) >= 12
+
+
+def test_the_command_refuses_to_interpret(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert bench_main(["aot"]) == 2
+    assert "TRITON_INTERPRET is set, and what is interpreted is not compiled; unset it" in capsys.readouterr().err
+
+
+def test_the_command_needs_triton(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert bench_main(["aot"]) == 2
+    assert "bench aot: Triton is missing" in capsys.readouterr().err

@@ -1,0 +1,76 @@
+"""Recipes of the elementwise kernels: as they are launched for large tensors whose sizes are divisible by 16."""
+
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from fusedlayers.activations import Activation, told
+from fusedlayers.backends.triton import elementwise
+from fusedlayers.backends.triton.codegen import Role, device_function
+from fusedlayers.backends.triton.elementwise import Matrix
+
+from .recipe import POINTERS, TARGETS, Family, Recipe
+
+#: A tensor for each direction that a bias can have.
+MATRICES = {
+    "none": Matrix(1, 1 << 24, 1, "none"),
+    "column": Matrix(8192, 3072, 3072, "column"),
+    "row": Matrix(64 * 256, 56 * 56, 256, "row"),
+}
+#: The kernels by what they compute: from which tensor, and how many tensors of full size they read.
+KERNELS = {
+    "forward": ("output", 1),
+    "derivative_given_output": ("output", 2),
+    "derivative_given_input": ("input", 2),
+    "inverse": ("output", 1),
+    "gate": ("input", 2),
+    "gate_gradient": ("input", 3),
+}
+
+
+def kernels_of(activation: Activation, dtype: torch.dtype) -> tuple[str, ...]:
+    """The kernels that an activation can have; the identity gets none, because nothing is saved for it."""
+    if activation.is_identity:
+        return ()
+    refused = ["derivative_given_output"] if activation.output_refused_because(dtype) is not None else []
+    refused += ["inverse"] if told(activation, dtype) is None else []
+    return tuple(kernel for kernel in KERNELS if kernel not in refused)
+
+
+def recipe(
+    kernel: str, activation: Activation, dtype: torch.dtype, target: str, bias: str = "column", index: Any = tl.int32
+) -> Recipe:
+    """The kernel with a bias (or without one: "none") that runs along the columns or the rows, where it takes one, and
+    with offsets of that type."""
+    given, _ = KERNELS[kernel]
+    is_gate = kernel.startswith("gate")
+    if kernel == "inverse" or (is_gate and not activation.operand_dims):
+        bias = "none"  # all that its input had is in the output; a gate has none
+    elif activation.output_refused_because(dtype) is not None:
+        given = "input"
+    rows, columns = elementwise._tile(MATRICES[bias])
+    role: Role = "inverse" if kernel == "inverse" else "forward" if kernel in ("forward", "gate") else "gradient"
+    function = elementwise.gradient_kernel if role == "gradient" else elementwise.bias_act_kernel
+    constants = {"AXIS": bias, "ROWS": rows, "COLUMNS": columns, "INDEX": index, "HAS_UP": is_gate}
+    needs = (True,) * len(activation.operand_dims)
+    if role != "gradient":
+        constants["HAS_BIAS"] = constants["HAS_RESIDUAL"] = bias != "none" and not is_gate
+    else:
+        sums = [(0, True)] if bias != "none" and not is_gate else []
+        constants["FORWARD"] = device_function(activation, "forward", given="input", dtype=dtype) if is_gate else None
+        constants["SUMS"] = (*sums, *((1 + i, dim is not None) for i, dim in enumerate(activation.operand_dims)))
+    constants["GRADIENT" if role == "gradient" else "FORWARD"] = device_function(
+        activation, role, given=given, dtype=dtype, needs=needs
+    )
+    # As Triton specialises at launch: an argument of 1 is a constant.
+    ones = ("rows", "channels", "steps") if bias == "none" else ()
+    constants |= {name: 1 for name in ones if name in function.arg_names}
+    arguments = [name for name in function.arg_names if name not in constants]
+    types = {name: POINTERS[dtype] if name.endswith("_ptr") else "i32" for name in arguments}
+    types |= {name: "*fp32" for name in ("operand_ptr", "partial_ptr") if name in arguments}
+    options = elementwise.options(TARGETS[target].warp_size)
+    return Recipe(function, types, constants, [name for name in arguments if name != "steps"], options)
+
+
+FAMILY = Family(KERNELS, kernels_of, recipe)

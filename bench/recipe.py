@@ -1,0 +1,68 @@
+"""What Triton is given to compile a kernel ahead of time, for a GPU that need not be there."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fusedlayers.activations import Activation
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+#: As a signature names pointers.
+POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A kernel as a launch would specialise it.
+
+    Attributes:
+        function: what ``triton.jit`` made; its arguments are each in ``types`` or in ``constants``.
+        types: Triton's names of the arguments' types, such as ``"*bf16"`` and ``"i32"``.
+        constants: the other arguments' values. An integer that is 1 is a constant at launch, too.
+        divisible_by_16: arguments that are, which lets accesses be wide.
+        options: the compiler's, such as ``num_warps``.
+    """
+
+    function: Any
+    types: Mapping[str, str]
+    constants: Mapping[str, Any]
+    divisible_by_16: Collection[str]
+    options: Mapping[str, Any]
+
+    def compile(self, target: str) -> Any:
+        """What Triton compiles it to for one of ``TARGETS``."""
+        names = self.function.arg_names
+        signature = {name: "constexpr" if name in self.constants else self.types[name] for name in names}
+        attributes = {
+            (position,): [["tt.divisibility", 16]]
+            for position, name in enumerate(names)
+            if name in self.divisible_by_16 and name not in self.constants
+        }
+        source = ASTSource(self.function, signature=signature, constexprs=dict(self.constants), attrs=attributes)
+        return triton.compile(source, target=TARGETS[target], options=dict(self.options))
+
+
+@dataclass(frozen=True)
+class Family:
+    """Kernels that are launched alike.
+
+    Attributes:
+        kernels: their names, which no other family has.
+        kernels_of: those that an activation has for tensors of a dtype.
+        recipe: of a kernel, for an activation, a dtype and one of ``TARGETS``.
+    """
+
+    kernels: Collection[str]
+    kernels_of: Callable[[Activation, torch.dtype], Sequence[str]]
+    recipe: Callable[[str, Activation, torch.dtype, str], Recipe]
