@@ -3,6 +3,8 @@
 import argparse
 import importlib
 import sys
+from functools import partial
+from types import ModuleType
 
 COMMANDS = {
     "dense": ("dense", "eager, torch.compile and this library on dense layers: time, saved and peak bytes"),
@@ -25,11 +27,21 @@ def main(argv: list[str] | None = None) -> int:
     for name, (module_name, help_text) in COMMANDS.items():
         command = commands.add_parser(name, help=help_text, description=help_text)
         if argv[:1] == [name]:  # only the one that runs is imported: `readme` must not wait for torch
-            module = importlib.import_module(f".{module_name}", __package__)
-            module.add_arguments(command)
-            command.set_defaults(main=module.main)
+            _prepare(command, importlib.import_module(f".{module_name}", __package__))
     options = parser.parse_args(argv)
     return int(options.main(options))
+
+
+def _prepare(command: argparse.ArgumentParser, module: ModuleType) -> None:
+    """Grids of layers have a ``SUBJECT``, from which all else follows; the other modules bring their own."""
+    if hasattr(module, "SUBJECT"):
+        from . import layers
+
+        layers.add_arguments(command, module.SUBJECT)
+        command.set_defaults(main=partial(layers.main, module.SUBJECT))
+    else:
+        module.add_arguments(command)
+        command.set_defaults(main=module.main)
 
 
 if __name__ == "__main__":

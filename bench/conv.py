@@ -4,7 +4,6 @@ How is said in ``layers``. The layer behind it, for the bytes, is a 1x1 convolut
 so, too, as ``module.to(memory_format=...)`` makes them.
 """
 
-import argparse
 from functools import partial
 from typing import Any
 
@@ -20,14 +19,6 @@ from . import layers, shapes
 TARGETS: dict[str, dict[str, float]] = {"cpu": {"float32": 1.05}, "cuda": {}}
 
 _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    layers.add_arguments(parser, SUBJECT)
-
-
-def main(options: argparse.Namespace) -> int:
-    return layers.main(SUBJECT, options)
 
 
 def acceptance(result: dict[str, Any]) -> list[str]:

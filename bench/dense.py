@@ -3,9 +3,7 @@
 How is said in ``layers``. The layer behind it, for the bytes, is a Linear.
 """
 
-import argparse
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor
 
 import fusedlayers as fl
 
-from . import layers, reference, shapes
+from . import layers, plot, reference, shapes
 from .layers import OURS as OURS
 from .layers import VARIANTS as VARIANTS
 
@@ -30,14 +28,6 @@ TARGETS = {
     "cuda": dict.fromkeys([(a, d) for a in ("gelu", "relu", "tanh") for d in shapes.DTYPES["cuda"]], 1.0),
 }
 OVERHEAD_TARGET_US = 15.0
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    layers.add_arguments(parser, SUBJECT)
-
-
-def main(options: argparse.Namespace) -> int:
-    return layers.main(SUBJECT, options)
 
 
 def acceptance(result: dict[str, Any]) -> list[str]:
@@ -60,8 +50,7 @@ def acceptance(result: dict[str, Any]) -> list[str]:
 
 
 def _build(case: shapes.Case, device: torch.device, quick: bool) -> layers.Work:
-    tokens = case.shape.tokens[device.type]
-    tokens = max(4, tokens // 32) if quick else tokens
+    tokens = case.shape.rows(device.type, quick)
     randn = partial(layers.randn, torch.Generator(device).manual_seed(0), case.dtype)
     width, hidden = case.shape.in_features, case.shape.hidden_features
     x = randn((tokens, width))
@@ -86,12 +75,6 @@ def _fused_mlp(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, activa
     return torch.nn.functional.linear(fl.dense_bias_act(x, w1, b1, activation), w2, b2)
 
 
-def _plot(result: dict[str, Any], path: Path) -> None:
-    from .plot import plot_dense
-
-    plot_dense(result, path)
-
-
 SUBJECT = layers.Subject(
     name="dense",
     behind="a Linear",
@@ -100,6 +83,6 @@ SUBJECT = layers.Subject(
     acceptance=acceptance,
     budget_seconds=540,
     case_seconds=3.0,
-    plot=_plot,
+    plot=plot.plot_dense,
 )
 run = partial(layers.run, SUBJECT)

@@ -4,7 +4,6 @@ How is said in ``layers``. The block is whole by itself: nothing comes behind it
 products of forward and backward, nine of a gated block, without bias or activation.
 """
 
-import argparse
 import importlib.util
 from functools import partial
 from typing import Any
@@ -28,14 +27,6 @@ TARGETS: dict[str, dict[tuple[str, str], float]] = {
 MATMUL_TARGETS = {"BERT-base": 1.05, "GPT-2 large": 1.05, "LLaMA-7B": 1.03}
 #: Hidden buffers that are kept.
 KEPT = {(layers.OURS, False): 1, (layers.OURS, True): 2, (RECOMPUTE, False): 0, (RECOMPUTE, True): 0}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    layers.add_arguments(parser, SUBJECT)
-
-
-def main(options: argparse.Namespace) -> int:
-    return layers.main(SUBJECT, options)
 
 
 def acceptance(result: dict[str, Any]) -> list[str]:
@@ -68,8 +59,7 @@ def acceptance(result: dict[str, Any]) -> list[str]:
 
 
 def _build(case: shapes.BlockCase, device: torch.device, quick: bool) -> layers.Work:
-    tokens = case.shape.tokens[device.type]
-    tokens = max(4, tokens // 32) if quick else tokens
+    tokens = case.shape.rows(device.type, quick)
     randn = partial(layers.randn, torch.Generator(device).manual_seed(0), case.dtype)
     width, hidden = case.shape.in_features, case.shape.hidden_features
     x, dy = randn((tokens, width)), randn((tokens, width), grad=False)

@@ -4,7 +4,6 @@ activation.
 How is said in ``layers``. The layer is all three, without a bias; the one behind it, for the bytes, a 1x1 convolution.
 """
 
-import argparse
 from functools import partial
 from typing import Any
 
@@ -15,15 +14,6 @@ from torch import Tensor, nn
 import fusedlayers as fl
 
 from . import conv, layers, shapes
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    layers.add_arguments(parser, SUBJECT)
-
-
-def main(options: argparse.Namespace) -> int:
-    return layers.main(SUBJECT, options)
-
 
 #: The two promises are those of convolutions.
 acceptance = conv.acceptance

@@ -27,6 +27,10 @@ class Shape:
     hidden_features: int
     tokens: dict[str, int]  # device kind -> rows
 
+    def rows(self, kind: str, quick: bool) -> int:
+        """How many rows a device is given, and of these a few where it has to be quick."""
+        return max(4, self.tokens[kind] // 32) if quick else self.tokens[kind]
+
 
 MODELS = (
     Shape("BERT-base", 768, 3072, {"cpu": 512, "cuda": 16 * 512}),
