@@ -2,8 +2,8 @@
 
 Runs the test suite and the dense, mlp, pointwise, custom, conv and norm grids, each in a process of its own with a time
 limit, so that a hanging kernel or a crash of one takes nothing from the others; what a part had written by then stays.
-DIR gets tests.log, bench.log, summary.md, dense.png, and dense.json, mlp.json, pointwise.json, custom.json, conv.json
-and norm.json.
+DIR gets tests.log, bench.log, summary.md, dense.png, mlp.png, and dense.json, mlp.json, pointwise.json, custom.json,
+conv.json and norm.json.
 
 The process exits with 0 if all tests passed and the grids ran and met their targets, 1 if not, 2 without a GPU.
 """
@@ -50,7 +50,7 @@ class Part:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the ten files")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the eleven files")
     parser.add_argument("--minutes", type=float, default=9.0, help="time for everything (default: 9)")
     parser.add_argument("pytest_args", nargs="*", help="behind --: arguments for pytest, e.g. -- -k dense")
 
@@ -65,7 +65,8 @@ def main(options: argparse.Namespace) -> int:
         return 2
     out: Path = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    for name in ("tests.log", "bench.log", "dense.png", "summary.md", *(f"{subject}.json" for subject in SUBJECTS)):
+    results = [f"{subject}.{kind}" for subject in SUBJECTS for kind in ("json", "png")]
+    for name in ("tests.log", "bench.log", "summary.md", *results):
         (out / name).unlink(missing_ok=True)  # an old file must not pass for a result of this run
     scale = options.minutes / 9.0
     bench = [sys.executable, "-m", "bench"]

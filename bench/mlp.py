@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 import fusedlayers as fl
 
-from . import layers, reference, shapes
+from . import layers, plot, reference, shapes
 
 MATMULS, RECOMPUTE, LIGER = "matmuls", "recompute", "liger"
 #: "At most this many times eager", forward+backward, per device kind, variant and dtype.
@@ -159,5 +159,6 @@ SUBJECT = layers.Subject(
     budget_seconds=480,
     case_seconds=12.0,
     variants=(*layers.VARIANTS, RECOMPUTE, MATMULS, LIGER),
+    plot=plot.plot_mlp,
 )
 run = partial(layers.run, SUBJECT)

@@ -216,6 +216,25 @@ def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert not plot.plot_dense({**result, "cases": []}, tmp_path / "empty.png")
 
 
+def test_yardsticks_have_times_and_no_bytes_in_a_plot_and_nothing_hides_another(tmp_path: Path) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    times = {"ratio": 0.9, "ratio_q1": 0.8, "ratio_q3": 5.0}
+    variant = {"forward": times, "saved_bytes": 50}
+    far = {"forward": {**times, "ratio": 4.0}, "saved_bytes": 50}
+    row = {
+        "activation": "gelu",
+        "variants": {"eager": {"saved_bytes": 100}, "matmuls": variant, "fusedlayers": variant},
+    }
+    for key, positions in (("forward", {0.0, -0.15}), ("saved_bytes", {-0.15})):
+        axis = figure.subplots()
+        styles = {name: plot.MLP.styles[name] for name in ("matmuls", "compile", "recompute", "fusedlayers")}
+        plot._panel(axis, [{**row, "variants": {**row["variants"], "compile": far, "recompute": {}}}], key, styles, 0.3)
+        marks = {line.get_marker(): float(line.get_ydata()[0]) for line in axis.lines if len(line.get_xdata()) == 1}
+        assert {marks["o"], *([marks["|"]] if "|" in marks else [])} == positions and "s" not in marks
+        assert axis.get_xlim()[1] <= 3
+        assert [text.get_text() for text in axis.texts] == (["4.0x "] if key == "forward" else [])
+
+
 # --- conv -------------------------------------------------------------------------------------------------------------
 
 
@@ -397,6 +416,15 @@ def test_mlp_results_have_everything_a_reader_needs(tmp_path: Path) -> None:
     assert "the block" in result["definitions"]["saved_bytes"]
     table = report.mlp_table(result)
     assert "ViT-B, gelu, float32 (49 x 768 to 3072) | 1.1 | **0.6** | 0.0 |" in table
+
+
+def test_mlp_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    arguments = ["--only", "model/vit-b/gelu/float32", "--variants", "recompute,matmuls", "--quick"]
+    assert bench_main(["mlp", "--device", "cpu", *arguments, "--out", str(tmp_path)]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mlp.json", "mlp.png"]
+    assert (tmp_path / "mlp.png").read_bytes().startswith(b"\x89PNG")
+    assert f"wrote {tmp_path / 'mlp.png'}" in capsys.readouterr().out
 
 
 def test_mlp_targets_are_checked() -> None:
@@ -855,7 +883,8 @@ def test_gpu_check_runs_every_part_and_sums_up(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(machine, "device_name", lambda device: "Some GPU")
     monkeypatch.setattr(gpu_check, "run_part", run_part)
-    (tmp_path / "pointwise.json").write_text("left behind by an earlier run")
+    for name in ("pointwise.json", "mlp.png"):
+        (tmp_path / name).write_text("left behind by an earlier run")
     options = argparse.Namespace(out=tmp_path, minutes=9.0, pytest_args=[])
     assert gpu_check.main(options) == 1  # no result of the pointwise grid
     assert [command[2] for command in commands] == ["pytest", *["bench"] * 6]
@@ -863,7 +892,8 @@ def test_gpu_check_runs_every_part_and_sums_up(monkeypatch: pytest.MonkeyPatch, 
     text = (tmp_path / "summary.md").read_text()
     assert "# gpu-check on Some GPU" in text and "12 passed" in text and "1 cases measured" in text
     assert "no result; bench.log says why" in text
-    assert len(list(tmp_path.iterdir())) <= 10
+    files = {"tests.log", "bench.log", "summary.md", "dense.json"}
+    assert {path.name for path in tmp_path.iterdir()} == files
 
 
 def test_gpu_check_says_where_the_library_is_slower() -> None:
