@@ -26,6 +26,11 @@ from fusedlayers.memory import peak_bytes, saved_bytes
 from . import RESULTS, machine, measure
 
 BASELINE, COMPILE, OURS = VARIANTS = ("eager", "compile", "fusedlayers")
+MAX_AUTOTUNE = "max-autotune"
+
+#: How torch.compile is asked. Without CUDA graphs: these spare launches only, which large layers hide anyway, and keep
+#: memory of their own, which no count of bytes would show.
+_MODES = {COMPILE: "default", MAX_AUTOTUNE: "max-autotune-no-cudagraphs"}
 
 # How far a variant may be from eager (norm of the difference over the norm) and still be worth timing. It is no test of
 # accuracy; rounding differs between variants by about the dtype's epsilon.
@@ -93,8 +98,17 @@ class Subject:
     #: Whether the case is part of a quick run of everything.
     in_quick: Callable[[Any], bool] = lambda case: True
     variants: tuple[str, ...] = VARIANTS
+    #: Of these, what compiles or tunes itself for each case, and a guess at the seconds that it takes for the first.
+    prepared: Mapping[str, float] = field(default_factory=lambda: {COMPILE: 5.0})
+    #: Of these, what is measured on other devices than GPUs only where it is asked for.
+    for_gpus: tuple[str, ...] = ()
     #: Draws a result into a file.
     plot: Callable[[dict[str, Any], Path], Any] | None = None
+
+    def default_variants(self, kind: str, quick: bool) -> list[str]:
+        """What is measured on a device of that kind unless something else is asked for."""
+        left_out = {*(self.prepared if quick else ()), *(self.for_gpus if kind != "cuda" else ())}
+        return [name for name in self.variants if name not in left_out]
 
     @property
     def definitions(self) -> dict[str, str]:
@@ -117,10 +131,12 @@ def add_arguments(parser: argparse.ArgumentParser, subject: Subject) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", action="append", choices=sorted(_SAME), help="may be given more than once")
     parser.add_argument("--only", metavar="REGEX", help="cases whose id matches, e.g. 'model/.*/gelu/float32'")
+    without = f"with --quick not {', '.join(subject.prepared)}"
+    if subject.for_gpus:
+        without += f", on CPUs not {', '.join(subject.for_gpus)}"
     parser.add_argument(
         "--variants",
-        help=f"comma-separated, of {','.join(subject.variants)} (default: all, with --quick not {COMPILE}); eager is "
-        "always measured",
+        help=f"comma-separated, of {','.join(subject.variants)} (default: all, {without}); eager is always measured",
     )
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     parser.add_argument("--quick", action="store_true", help="small shapes and few rounds: to see that it works")
@@ -142,13 +158,12 @@ def main(subject: Subject, options: argparse.Namespace) -> int:
         return 2
     if options.quick and not options.only:
         todo = [case for case in todo if subject.in_quick(case)]
-    asked = subject.variants if options.variants is None else options.variants.split(",")
-    if options.quick and options.variants is None:
-        asked = [name for name in asked if name != COMPILE]
+    default = subject.default_variants(device.type, options.quick)
+    asked = default if options.variants is None else options.variants.split(",")
     variants = [name for name in subject.variants if name == BASELINE or name in asked]
     out = options.out
     # A part of the grid must not replace a committed result of all of it: it is written only where the user says.
-    if out is None and not (options.only or options.quick or options.dtype or len(variants) < len(subject.variants)):
+    if out is None and not (options.only or options.quick or options.dtype or set(default) - set(variants)):
         out = RESULTS / machine.slug(device, torch.get_num_threads())
     result = run(subject, todo, device, variants=variants, quick=options.quick, budget_seconds=options.budget, out=out)
     print("\n".join(subject.acceptance(result)))
@@ -170,7 +185,8 @@ def run(
     out: Path | None = None,
 ) -> dict[str, Any]:
     """Measure the cases in order, within the budget, and write ``out/<subject>.json`` after each."""
-    todo, variants = list(todo), list(subject.variants if variants is None else variants)
+    todo = list(todo)
+    variants = subject.default_variants(device.type, quick) if variants is None else list(variants)
     start = time.monotonic()
     end = start + (subject.budget_seconds if budget_seconds is None else budget_seconds)
     result: dict[str, Any] = {
@@ -183,25 +199,27 @@ def run(
         "cases": [],
     }
     machine.warn_if_busy(result)
-    if COMPILE in variants:
+    if _compiles(variants):
         _load_compiler(device)
-    compiling, plain = [5.0], [1.0]  # seconds that cases have taken so far, the first entry a guess
+    # Seconds that cases have taken so far, the first entry a guess.
+    preparing, plain = {name: [guess] for name, guess in subject.prepared.items()}, [1.0]
     with _forgotten_by_the_collector():
         for number, case in enumerate(todo):
             began = time.monotonic()
             left = end - began
             if left <= 0:
                 break
-            # Where not all of the grid fits in the budget, the last cases go without torch.compile. What comes may take
-            # longer than what came.
-            rest = 1.25 * (len(todo) - number) * statistics.mean(plain)
-            chosen = [name for name in variants if name != COMPILE or left > rest + statistics.mean(compiling)]
-            share = 0.05 if quick else min(left / (len(todo) - number), subject.case_seconds)
+            # Where not all of the grid fits in the budget, the last cases go without what takes long to prepare. What
+            # comes may take longer than what came.
+            spare = left - 1.25 * (len(todo) - number) * statistics.mean(plain)
             work = subject.build(case, device, quick)
-            row, compile_seconds = measure_case(case, work, device, chosen, seconds=share, quick=quick)
-            plain.append(time.monotonic() - began - compile_seconds)
-            if COMPILE in chosen:
-                compiling.append(compile_seconds)
+            chosen = _affordable(variants, work, {n: statistics.mean(s) for n, s in preparing.items()}, spare)
+            share = 0.05 if quick else min(left / (len(todo) - number), subject.case_seconds)
+            row, seconds_of = measure_case(case, work, device, chosen, seconds=share, quick=quick)
+            taken = {name: seconds_of[name] for name in preparing if name in seconds_of}
+            plain.append(time.monotonic() - began - sum(taken.values()))
+            for name, seconds in taken.items():
+                preparing[name].append(seconds)
             for name in variants:
                 row["variants"].setdefault(name, {"skipped": "time budget"})
             result["cases"].append(row)
@@ -216,22 +234,40 @@ def run(
     return result
 
 
+def _compiles(variants: Iterable[str]) -> bool:
+    return not _MODES.keys().isdisjoint(variants)
+
+
+def _affordable(variants: Iterable[str], work: Work, seconds_of: Mapping[str, float], spare: float) -> list[str]:
+    """The variants without those that would take longer to prepare than is to spare; what cannot be had takes none."""
+    chosen = []
+    for name in variants:
+        seconds = 0.0 if name in work.others and work.others[name] is None else seconds_of.get(name, 0.0)
+        if seconds == 0.0 or seconds < spare:
+            chosen.append(name)
+            spare -= seconds
+    return chosen
+
+
 def measure_case(
     case: Case, work: Work, device: torch.device, variants: Iterable[str], *, seconds: float, quick: bool
-) -> tuple[dict[str, Any], float]:
-    """Return the JSON row of a case, and the seconds spent on compiling."""
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """Return the JSON row of a case, and the seconds that each variant took to be had and compared."""
     layer, block = work.operands
     rows: dict[str, dict[str, Any]] = {}
     functions: dict[str, tuple[Function, Function]] = {}
-    compile_seconds = 0.0
+    seconds_of: dict[str, float] = {}
+    if _compiles(variants):
+        # After eight compilations of one function dynamo would fall back to eager.
+        torch._dynamo.reset()
     for name in variants:
         start = time.monotonic()
+        found = _functions(name, work)
+        if found is None:
+            rows[name] = {"skipped": "not available here"}
+            continue
+        functions[name] = found
         try:
-            found = _functions(name, work)
-            if found is None:
-                rows[name] = {"skipped": "not available here"}
-                continue
-            functions[name] = found
             if name not in work.yardsticks:
                 _compare(functions[name], functions[BASELINE], work.operands, case.dtype)
             rows[name] = {}
@@ -241,8 +277,7 @@ def measure_case(
             # A variant that fails is a finding too, and no reason to lose the other two.
             functions.pop(name, None)
             rows[name] = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"}
-        if name == COMPILE:
-            compile_seconds = time.monotonic() - start
+        seconds_of[name] = time.monotonic() - start
 
     for mode, make in (("forward", _forward), ("forward_backward", _step)):
         times = measure.interleave(
@@ -267,7 +302,7 @@ def measure_case(
         "hidden_bytes": work.hidden_bytes,
         "variants": rows,
     }
-    return row, compile_seconds
+    return row, seconds_of
 
 
 def randn(
@@ -290,10 +325,9 @@ def _functions(variant: str, work: Work) -> tuple[Function, Function] | None:
         return work.others[variant]
     if variant == OURS:
         return work.ours
-    if variant == COMPILE:
-        # Reset, because after eight compilations of one function dynamo would fall back to eager.
-        torch._dynamo.reset()
-        layer, block = (torch.compile(function, fullgraph=True, dynamic=False) for function in work.eager)
+    if variant in _MODES:
+        compiled = partial(torch.compile, fullgraph=True, dynamic=False, mode=_MODES[variant])
+        layer, block = (compiled(function) for function in work.eager)
         return layer, block
     return work.eager
 

@@ -1,7 +1,8 @@
 """``python -m bench mlp``: MLP blocks, eager, by torch.compile and by this library, beside the bare matmuls.
 
 How is said in ``layers``. The block is whole by itself: nothing comes behind it. The yardstick is ``matmuls``: the six
-products of forward and backward, nine of a gated block, without bias or activation.
+products of forward and backward, nine of a gated block, without bias or activation. On GPUs torch.compile is also asked
+to tune its matmuls, which it then generates with what is around them in one kernel, where there is time for that.
 """
 
 import importlib.util
@@ -158,7 +159,9 @@ SUBJECT = layers.Subject(
     acceptance=acceptance,
     budget_seconds=480,
     case_seconds=12.0,
-    variants=(*layers.VARIANTS, RECOMPUTE, MATMULS, LIGER),
+    variants=(*layers.VARIANTS, RECOMPUTE, MATMULS, LIGER, layers.MAX_AUTOTUNE),
+    prepared={layers.COMPILE: 5.0, layers.MAX_AUTOTUNE: 60.0},
+    for_gpus=(LIGER, layers.MAX_AUTOTUNE),
     plot=plot.plot_mlp,
 )
 run = partial(layers.run, SUBJECT)

@@ -57,6 +57,7 @@ MLP = Picture(
     styles={
         "matmuls": Style("|", "0.15", "bare matmuls", is_yardstick=True),
         "compile": Style("D", "#e08214", "torch.compile"),
+        "max-autotune": Style("d", "#a6611a", "torch.compile, max-autotune"),
         "liger": Style("^", "#7b3294", "Liger Kernel"),
         "recompute": Style("s", "#92c5de", "fusedlayers, recomputed"),
         "fusedlayers": Style("o", "#2166ac", "fusedlayers"),

@@ -160,6 +160,63 @@ def test_compiling_goes_first_when_time_is_short(monkeypatch: pytest.MonkeyPatch
     assert "forward" in row["variants"]["fusedlayers"]
 
 
+def test_what_takes_long_to_prepare_is_left_out_first() -> None:
+    work = mlp.SUBJECT.build(next(shapes.block_cases("cpu")), CPU, True)
+    seconds, variants = (
+        {"compile": 5.0, "max-autotune": 60.0, "liger": 1e3},
+        ["eager", "compile", "liger", "max-autotune"],
+    )
+
+    def left_out(spare: float) -> set[str]:
+        return {*variants} - {*layers._affordable(variants, work, seconds, spare)}
+
+    assert work.others["liger"] is None  # what cannot be had takes no time, and is said to be missing
+    assert (
+        left_out(4.0) == {"compile", "max-autotune"} and left_out(64.0) == {"max-autotune"} and left_out(66.0) == set()
+    )
+
+
+def test_what_is_measured_by_default() -> None:
+    def left_out(subject: layers.Subject, kind: str, quick: bool) -> set[str]:
+        return {*subject.variants} - {*subject.default_variants(kind, quick)}
+
+    assert left_out(dense.SUBJECT, "cpu", False) == left_out(dense.SUBJECT, "cuda", False) == set()
+    assert left_out(dense.SUBJECT, "cpu", True) == {"compile"}
+    for_gpus = {"liger", "max-autotune"}
+    assert left_out(mlp.SUBJECT, "cpu", False) == for_gpus and left_out(mlp.SUBJECT, "cuda", False) == set()
+    assert left_out(mlp.SUBJECT, "cpu", True) == {"compile", *for_gpus}
+    assert left_out(mlp.SUBJECT, "cuda", True) == {"compile", "max-autotune"}
+
+
+def test_a_full_run_by_default_replaces_the_committed_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    written: list[Path | None] = []
+
+    def run(subject: Any, todo: Any, device: Any, *, out: Path | None, **options: Any) -> dict[str, Any]:
+        written.append(out)
+        return {"device": {"kind": "cpu"}, "quick": False, "cases": []}
+
+    monkeypatch.setattr(layers, "run", run)
+    monkeypatch.setattr(layers, "RESULTS", tmp_path)
+    for arguments in ([], ["--variants", "compile,fusedlayers,recompute"], ["--variants", "fusedlayers"]):
+        assert bench_main(["mlp", "--device", "cpu", *arguments]) == 0
+    assert [path is not None and path.parent == tmp_path for path in written] == [True, False, False]
+
+
+@pytest.mark.parametrize("variant", ["compile", "max-autotune"])
+def test_each_compiled_variant_has_its_mode(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str] = []
+
+    def compile(function: Any, *, mode: str, **options: Any) -> Any:
+        modes.append(mode)
+        return function
+
+    monkeypatch.setattr(layers, "_load_compiler", lambda device: None)
+    monkeypatch.setattr(torch, "compile", compile)
+    result = mlp.run([next(shapes.block_cases("cpu"))], CPU, variants=("eager", variant), quick=True)
+    assert modes == [{"compile": "default", "max-autotune": "max-autotune-no-cudagraphs"}[variant]] * 2
+    assert "ratio" in result["cases"][0]["variants"][variant]["forward"]
+
+
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_the_grid_covers_every_shape_activation_and_dtype(kind: str) -> None:
     cases = list(shapes.cases(kind))
