@@ -38,6 +38,7 @@ _SAME = {"float32": 1e-2, "bfloat16": 3e-2, "float16": 1e-2}
 
 Operands = tuple[Tensor, tuple[Tensor, ...], Tensor]  # x, parameters, the gradient that comes from above
 Function = Callable[..., Tensor]
+Layout = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 
 class Named(Protocol):
@@ -78,6 +79,18 @@ class Work:
     others: Mapping[str, tuple[Function, Function] | None] = field(default_factory=dict)
     #: Of these, what computes something else, and is a yardstick.
     yardsticks: tuple[str, ...] = ()
+    #: Of these, what takes its parameters in another layout: what makes them of the others'. It is not timed, since a
+    #: network would keep its parameters so; gradients are compared in that layout.
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+
+    def operands_of(self, variant: str) -> tuple[Operands, Operands]:
+        """The operands in the variant's own layout."""
+        layer, block = self.operands
+        layout = self.layouts.get(variant)
+        if layout is None:
+            return layer, block
+        laid_out = _laid_out(layout, layer)
+        return laid_out, laid_out if block is layer else _laid_out(layout, block)
 
 
 @dataclass(frozen=True)
@@ -253,8 +266,8 @@ def measure_case(
     case: Case, work: Work, device: torch.device, variants: Iterable[str], *, seconds: float, quick: bool
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """Return the JSON row of a case, and the seconds that each variant took to be had and compared."""
-    layer, block = work.operands
     rows: dict[str, dict[str, Any]] = {}
+    operands: dict[str, tuple[Operands, Operands]] = {}
     functions: dict[str, tuple[Function, Function]] = {}
     seconds_of: dict[str, float] = {}
     if _compiles(variants):
@@ -266,10 +279,10 @@ def measure_case(
         if found is None:
             rows[name] = {"skipped": "not available here"}
             continue
-        functions[name] = found
+        functions[name], operands[name] = found, work.operands_of(name)
         try:
             if name not in work.yardsticks:
-                _compare(functions[name], functions[BASELINE], work.operands, case.dtype)
+                _compare(work, name, found, operands[name], case.dtype)
             rows[name] = {}
         except Exception as error:
             if name == BASELINE:
@@ -281,7 +294,7 @@ def measure_case(
 
     for mode, make in (("forward", _forward), ("forward_backward", _step)):
         times = measure.interleave(
-            {name: make(function, *layer) for name, (function, _) in functions.items()},
+            {name: make(function, *operands[name][0]) for name, (function, _) in functions.items()},
             device,
             seconds=seconds / 2,
             host=case.host_time,
@@ -290,6 +303,7 @@ def measure_case(
         for name, values in times.items():
             rows[name][mode] = measure.summary(values, times[BASELINE])
     for name, (_, function) in functions.items():
+        block = operands[name][1]
         rows[name]["saved_bytes"] = saved_bytes(function, block[0], *block[1])
         rows[name]["peak_bytes"] = peak_bytes(_step(function, *block), device=device)
     row = {
@@ -345,19 +359,30 @@ def _step(function: Function, x: Tensor, parameters: tuple[Tensor, ...], dy: Ten
     return step
 
 
+def _laid_out(layout: Layout, operands: Operands) -> Operands:
+    x, parameters, dy = operands
+    return x, tuple(tensor.detach().requires_grad_() for tensor in layout(parameters)), dy
+
+
 def _compare(
-    variant: tuple[Function, ...], baseline: tuple[Function, ...], operands: tuple[Operands, ...], dtype: str
+    work: Work, variant: str, found: tuple[Function, Function], own: tuple[Operands, Operands], dtype: str
 ) -> None:
     """Refuse to time what does not compute the same; the first call of everything, so that it compiles here."""
-    for function, expected_from, (x, parameters, dy) in zip(variant, baseline, operands, strict=True):
-        results = []
-        for candidate in (function, expected_from):
-            y = candidate(x, *parameters)
-            results.append((y.detach(), *torch.autograd.grad(y, (x, *parameters), dy)))
-        for got, expected in zip(*results, strict=True):
-            error = float((got - expected).float().norm() / expected.float().norm().clamp_min(1e-30))
+    layout = work.layouts.get(variant, tuple)
+    for function, mine, eager, theirs in zip(found, own, work.eager, work.operands, strict=True):
+        y, dx, *gradients = _results(function, *mine)
+        expected_y, expected_dx, *expected_gradients = _results(eager, *theirs)
+        got, expected = (y, dx, *gradients), (expected_y, expected_dx, *layout(tuple(expected_gradients)))
+        for value, right in zip(got, expected, strict=True):
+            error = float((value - right).float().norm() / right.float().norm().clamp_min(1e-30))
             if not error <= _SAME[dtype]:
                 raise ArithmeticError(f"differs from eager by {error:.1e} of the norm, where {_SAME[dtype]} is allowed")
+
+
+def _results(function: Function, x: Tensor, parameters: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, ...]:
+    """The output and all gradients."""
+    y = function(x, *parameters)
+    return y.detach(), *torch.autograd.grad(y, (x, *parameters), dy)
 
 
 def _load_compiler(device: torch.device) -> None:

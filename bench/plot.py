@@ -59,6 +59,7 @@ MLP = Picture(
         "compile": Style("D", "#e08214", "torch.compile"),
         "max-autotune": Style("d", "#a6611a", "torch.compile, max-autotune"),
         "liger": Style("^", "#7b3294", "Liger Kernel"),
+        "quack": Style("v", "#1b7837", "quack"),
         "recompute": Style("s", "#92c5de", "fusedlayers, recomputed"),
         "fusedlayers": Style("o", "#2166ac", "fusedlayers"),
     },

@@ -1,6 +1,7 @@
 """The benchmarks' own machinery, on shapes too small to measure anything."""
 
 import argparse
+import importlib.metadata
 import json
 import math
 import os
@@ -8,10 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from bench import (
     MAIN_FORMAT,
@@ -182,10 +185,10 @@ def test_what_is_measured_by_default() -> None:
 
     assert left_out(dense.SUBJECT, "cpu", False) == left_out(dense.SUBJECT, "cuda", False) == set()
     assert left_out(dense.SUBJECT, "cpu", True) == {"compile"}
-    for_gpus = {"liger", "max-autotune"}
+    for_gpus = {"liger", "quack", "max-autotune"}
     assert left_out(mlp.SUBJECT, "cpu", False) == for_gpus and left_out(mlp.SUBJECT, "cuda", False) == set()
     assert left_out(mlp.SUBJECT, "cpu", True) == {"compile", *for_gpus}
-    assert left_out(mlp.SUBJECT, "cuda", True) == {"compile", "max-autotune"}
+    assert left_out(mlp.SUBJECT, "cuda", True) == {"compile", "quack", "max-autotune"}
 
 
 def test_a_full_run_by_default_replaces_the_committed_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -473,6 +476,64 @@ def test_mlp_results_have_everything_a_reader_needs(tmp_path: Path) -> None:
     assert "the block" in result["definitions"]["saved_bytes"]
     table = report.mlp_table(result)
     assert "ViT-B, gelu, float32 (49 x 768 to 3072) | 1.1 | **0.6** | 0.0 |" in table
+
+
+def a_quack(swapped: bool) -> dict[str, ModuleType]:
+    """What of quack-kernels 0.6 is used, in plain PyTorch; with gate and up swapped it is wrong."""
+    functions = {"gelu_erf": F.gelu, "relu": torch.relu, "swiglu": F.silu}
+
+    def mlp_func(x: Any, weight1: Any, weight2: Any, activation: str, bias1: Any = None, bias2: Any = None) -> Any:
+        z = F.linear(x, weight1, bias1)
+        if activation != "swiglu":
+            return F.linear(functions[activation](z), weight2, bias2)
+        gate, up = z[..., swapped::2], z[..., 1 - swapped :: 2]
+        return F.linear(functions[activation](gate) * up, weight2, bias2)
+
+    modules = {name: ModuleType(name) for name in ("quack", "quack.activation", "quack.mlp")}
+    vars(modules["quack.activation"]).update(act_fn_map=dict.fromkeys(("gelu_erf", "relu")), gate_fn_map={"swiglu": 1})
+    vars(modules["quack.mlp"])["mlp_func"] = mlp_func
+    return modules
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_quack_is_compared_in_its_own_layout(swapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in a_quack(swapped).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    as_on_gpus = mlp._quack
+    monkeypatch.setattr(mlp, "_quack", lambda case, device: as_on_gpus(case, torch.device("cuda")))
+    cases = [case for case in shapes.block_cases("cpu") if case.shape.hidden_features < 4000]
+    cases = [case for case in cases if case.dtype == "bfloat16" or case.shape.name == "ViT-B"]
+    result = mlp.run(cases, CPU, variants=("eager", "quack"), quick=True)
+    # Not float32, not tanh, which this quack lacks, and not a gelu that would be another one.
+    skipped = {"skipped": "not available here"}
+    for row in result["cases"]:
+        name, found = row["activation"], row["variants"]["quack"]
+        if row["dtype"] == "float32" or name not in (("silu",) if row["gated"] else ("gelu", "relu")):
+            assert found == skipped, row["id"]
+        elif swapped and row["gated"]:
+            assert found["error"].startswith("ArithmeticError: differs from eager by"), row["id"]
+        else:
+            assert found["forward_backward"]["ratio"] > 0 and found["saved_bytes"] >= row["hidden_bytes"], row["id"]
+
+
+def test_quack_is_for_gpus_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    (case,) = (c for c in shapes.block_cases("cuda", ("bfloat16",)) if c.id == "model/bert-base/gelu/bfloat16")
+    monkeypatch.setitem(sys.modules, "quack", None)
+    assert mlp._quack(case, torch.device("cuda")) is None
+    for name, module in a_quack(False).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    assert mlp._quack(case, torch.device("cuda")) is not None and mlp._quack(case, CPU) is None
+
+
+def test_other_libraries_have_their_versions_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == "quack-kernels":
+            return "1.2.3"
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    versions = machine.describe(CPU)["versions"]
+    assert versions["quack-kernels"] == "1.2.3" and "liger-kernel" not in versions
 
 
 def test_mlp_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
