@@ -452,7 +452,7 @@ def test_the_yardstick_is_the_bare_matmuls(gated: bool) -> None:
     x, parameters, dy = work.operands[0]
     matmuls = work.others[mlp.MATMULS]
     assert matmuls is not None
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:  # without it torch 2.11 warns
         torch.autograd.grad(matmuls[0](x, *parameters), [x, *parameters], dy, allow_unused=True)
     called = [event.name for event in profile.events() if event.name in ("aten::mm", "aten::addmm", "aten::addmm_")]
     assert len(called) == (9 if gated else 6)
