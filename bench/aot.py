@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # it needs Triton, which may be missing
     from .recipe import Family
 
 #: Modules with a ``FAMILY`` of kernels each, which need Triton.
-FAMILIES = ("elementwise_recipe",)
+FAMILIES = ("elementwise_recipe", "matmul_recipe")
 DTYPES = ("bfloat16", "float16", "float32")
 #: What is printed of the instructions, by their kinds; of accesses to global memory, the widths.
 _COLUMNS = {

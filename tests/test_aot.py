@@ -1,4 +1,5 @@
-"""The elementwise kernels compiled for GPUs that need not be there: no spills, and 16 bytes an access.
+"""The kernels compiled for GPUs that need not be there: no spills; of the elementwise ones 16 bytes an access, of the
+matmuls tensor cores.
 
 And ``python -m bench aot``, which shows what the compiler makes of them.
 """
@@ -20,8 +21,9 @@ from fusedlayers.activations import activations, resolve, rows, told
 pytest.importorskip("triton")
 from aot import CUSTOM, FITTED  # after the line that skips without it
 
-from bench import aot, machine_code
+from bench import aot, machine_code, matmul_recipe
 from bench.__main__ import main as bench_main
+from fusedlayers.backends.triton import gemm
 
 SCRIPT = Path(__file__).with_name("aot.py")
 DTYPES = ("float32", "bfloat16")
@@ -225,3 +227,49 @@ def test_the_command_needs_triton(capsys: pytest.CaptureFixture[str], monkeypatc
     monkeypatch.setitem(sys.modules, "triton", None)
     assert bench_main(["aot"]) == 2
     assert "bench aot: Triton is missing" in capsys.readouterr().err
+
+
+# --- matmuls ----------------------------------------------------------------------------------------------------------
+
+#: What a program may have of shared memory (NVIDIA's tuning guides; CDNA3's instruction set).
+SHARED_BYTES = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+GRADIENTS = ("mlp_gradient_given_output", "mlp_gradient_given_output_2")
+MATMULS = (*matmul_recipe.KERNELS, *(name + "_2" for name in matmul_recipe.KERNELS))
+
+
+def compile_matmuls(tmp_path: Path, target: str, kernels: Iterable[str], dtypes: Iterable[str]) -> Reports:
+    path = tmp_path / "aot.json"
+    arguments = ["--target", target, "--dtype", *dtypes, "--kernel", *kernels]
+    output_of(start("-m", "bench", "aot", *arguments, "--json", str(path)))
+    rows: Reports = json.loads(path.read_text())["kernels"]
+    for row in rows:
+        assert row["spill_bytes"] == 0, row
+        assert row["scalar_spills"] <= MOST_MATMUL_SCALAR_SPILLS, row
+        assert row["kinds"]["tensor"] > 0, row
+        assert 0 < row["shared_bytes"] <= SHARED_BYTES[target], row
+        if target in ("sm_90", "sm_100"):
+            # At least the operands by the copy engine, and the results.
+            assert row["kinds"]["bulk_copies"] >= 3, row
+    return rows
+
+
+#: Of AMD's scalar registers, which masks and sizes take.
+MOST_MATMUL_SCALAR_SPILLS = 64
+
+
+def test_matmuls_use_tensor_cores_and_do_not_spill(tmp_path: Path) -> None:
+    rows = compile_matmuls(tmp_path, "sm_90", ["dense", "dense_2", *GRADIENTS], ["bfloat16"])
+    assert len(rows) == 4
+    tiling = gemm.TILINGS["9"][2][1]
+    assert tiling.programs == 2
+    for row in rows:
+        if row["kernel"].endswith("_2"):  # two of these at a time
+            assert 2 * row["registers"] * 32 * tiling.warps <= 1 << 16
+            assert 2 * (row["shared_bytes"] + 1024) <= 228 << 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", SHARED_BYTES)
+def test_every_tiling_uses_tensor_cores_and_does_not_spill(target: str, tmp_path: Path) -> None:
+    # GELU has the longest epilogues.
+    assert len(compile_matmuls(tmp_path, target, MATMULS, ["bfloat16", "float32"])) == 8 + 4

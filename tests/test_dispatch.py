@@ -196,14 +196,14 @@ def test_the_next_process_does_not_measure(
     assert later.choose(QUESTION._replace(inner=1024)) == LIBRARY and later.rows == [8192]
     (path,) = (tmp_path / "fusedlayers").iterdir()
     kept = json.loads(path.read_text())
-    assert kept["torch"] == torch.__version__ and kept["fusedlayers"] == fl.__version__ and kept["device"] == "cpu"
+    assert kept["torch"] == torch.__version__ and len(kept["kernels"]) == 16 and kept["device"] == "cpu"
     assert kept["times_us"]["layer gelu bfloat16 8192x3072x768"] == {"library": 2.0, "narrow": 1.0, "wide": 3.0}
 
 
 def test_other_versions_have_other_times(forgets: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0).choose()
     forgets()
-    monkeypatch.setattr(fl, "__version__", "0.0.0")
+    monkeypatch.setattr(torch, "__version__", "0.0.0")
     later = Bench(monkeypatch, library=1.0, narrow=2.0, wide=3.0)
     assert later.choose() == LIBRARY and later.rows == [8192]
 

@@ -267,7 +267,9 @@ def test_offsets_of_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_large_matrices_have_offsets_of_64_bits() -> None:
     def index(rows: int, columns: int, inner: int) -> Any:
         x = torch.empty(rows, inner, dtype=torch.bfloat16, device="meta")
-        return gemm._Launch(TILINGS["pointers"], x.new_empty(rows, columns), inner, (x,), 1).options["INDEX"]
+        return gemm._Launch(TILINGS["pointers"], x.new_empty(rows, columns), inner, (x,), several=False).options[
+            "INDEX"
+        ]
 
     assert index(1024, 1024, 1024) is tl.int32
     assert index(1 << 21, 64, 1024) is tl.int64

@@ -66,6 +66,10 @@ class Backend(Protocol):
         """Whether ``product_act`` computes a matmul's without a pass of its own for the activation."""
         ...
 
+    def decided(self, w: Tensor, activation: Activation) -> Sequence[str]:
+        """How layers and blocks multiply by ``w``, as far as this process has decided that, for people."""
+        ...
+
     def bias_act(
         self,
         z: Tensor,

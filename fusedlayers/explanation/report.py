@@ -56,6 +56,7 @@ class Explanation:
         saved_bytes: kept for each element between two layers, by dtype: (eager, here).
         accuracy: of the derivative, by dtype.
         source: the generated Triton code; empty where there is none.
+        matmuls: of a layer on a GPU, how it is multiplied, as far as this process has measured that.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Explanation:
     saved_bytes: Mapping[str, tuple[float, float]]
     accuracy: Mapping[str, Accuracy]
     source: str
+    matmuls: tuple[str, ...] = ()
     curves: Mapping[str, Tensor] = field(repr=False, default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -80,6 +82,7 @@ class Explanation:
                 for dtype, errors in self.accuracy.items()
             },
             "source": self.source,
+            "matmuls": list(self.matmuls),
         }
 
     def plot(self, path: str | PathLike[str]) -> None:
@@ -133,6 +136,7 @@ def explain(activation: object) -> Explanation:
         {_name(dtype): saved for dtype, saved in bytes_.items()},
         {_name(dtype): errors for dtype, errors in accuracy.items()} if kind != "fallback" else {},
         "" if kind == "fallback" or record.is_identity else _source(record),
+        () if layer is None else tuple(layer.decided()),
         _curves(resolved, shape),
     )
 
@@ -337,6 +341,8 @@ def _lines(found: Explanation) -> Iterator[str]:
         if reason and reason not in found.reason and found.reason not in reason:
             dtypes = [dtype for dtype, saves in found.saves.items() if _reason(saves) == reason]
             yield f"  {', '.join(dtypes)}: {reason}"
+    for line in found.matmuls:
+        yield f"  matmul: {line}"
     if found.source:
         yield ""
         yield found.source.rstrip()

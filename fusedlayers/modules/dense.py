@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import backends
+from ..activations import resolve
 from ..functional import dense_bias_act
 from .fused import FusedAct
 
@@ -51,6 +53,10 @@ class FusedDenseAct(FusedAct, nn.Linear):
 
     def _example_shape(self) -> tuple[int, ...]:
         return 2, self.out_features
+
+    def decided(self) -> list[str]:
+        activation = self._specialised(resolve(self.activation))
+        return [*backends.choose(self.weight).decided(self.weight, activation)]
 
     def forward(self, input: Tensor) -> Tensor:
         return dense_bias_act(input, self.weight, self.bias, self.activation, save=self.save)

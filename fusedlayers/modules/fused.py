@@ -29,6 +29,10 @@ class WithActivation(nn.Module):
         """What the layer would keep of the activation in ``dtype``, in a few words."""
         return activation.describe(self.save, dtype)
 
+    def decided(self) -> list[str]:
+        """How the layer is multiplied, where this process has measured that, a line for each kind of product."""
+        return []
+
     def _set(self, activation: object, save: str) -> None:
         name = type(self).__name__
         if save not in SAVES:
@@ -52,7 +56,8 @@ class WithActivation(nn.Module):
 
     def extra_repr(self) -> str:
         resolved = self._specialised(resolve(self.activation))
-        return f"{super().extra_repr()}, activation={resolved!r}, {self.keeps(resolved, self._dtype())}"
+        said = [super().extra_repr(), f"activation={resolved!r}", self.keeps(resolved, self._dtype()), *self.decided()]
+        return ", ".join(part for part in said if part)
 
 
 class FusedAct(WithActivation):

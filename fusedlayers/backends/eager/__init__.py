@@ -4,12 +4,13 @@ from ...activations import Activation
 from .elementwise import bias_act, gradient
 from .gated import gate, gate_gradient
 from .inverse import inverse
-from .products import has_epilogue, linear, linear_gradient, multiplies, product_act
+from .products import decided, has_epilogue, linear, linear_gradient, multiplies, product_act
 
 __all__ = [
     "ADDS_BIAS",
     "bias_act",
     "computes",
+    "decided",
     "gate",
     "gate_gradient",
     "gradient",

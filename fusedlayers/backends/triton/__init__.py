@@ -2,12 +2,13 @@
 
 from .codegen import computes
 from .elementwise import bias_act, gate, gate_gradient, gradient, inverse
-from .products import has_epilogue, linear, linear_gradient, multiplies, product_act
+from .products import decided, has_epilogue, linear, linear_gradient, multiplies, product_act
 
 __all__ = [
     "ADDS_BIAS",
     "bias_act",
     "computes",
+    "decided",
     "gate",
     "gate_gradient",
     "gradient",

@@ -87,14 +87,13 @@ def choose(question: Question, device: torch.device, candidates: Sequence[str], 
 
 
 def answers_for(activation: str, columns: int, inner: int, device: torch.device) -> list[str]:
-    """What has been decided in this process for an activation and sizes, for people."""
-    found = [
-        (q, a) for q, a in _answers(device).items() if q[1] == activation and {q.columns, q.inner} == {columns, inner}
-    ]
-    return [
-        f"{q.role}, up to {q.rows} rows of {str(q.dtype).removeprefix('torch.')}: {a}"
-        for q, a in sorted(found, key=str)
-    ]
+    """What this process has decided for an activation and a weight of these sizes, for people."""
+    found = []
+    for question, answer in _answers(device).items():
+        if question.activation == activation and {question.columns, question.inner} == {columns, inner}:
+            dtype = str(question.dtype).removeprefix("torch.")
+            found.append(f"{question.role}, up to {question.rows} rows of {dtype}: {answer}")
+    return sorted(found)
 
 
 def by_rule(question: Question, device: torch.device, candidates: Sequence[str]) -> str:
@@ -205,21 +204,22 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fusedlayers"
 
 
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
 class _Remembered:
     """Times on disk, for one device and one set of versions."""
 
     def __init__(self, device: torch.device) -> None:
-        from ... import __version__
-
         self.about = {
             "device": _name(device),
-            "fusedlayers": __version__,
+            "kernels": _digest(Path(__file__).with_name("gemm.py").read_bytes()),
             "torch": torch.__version__,
             "triton": triton.__version__,
             "cuda": torch.version.cuda or torch.version.hip,
         }
-        digest = hashlib.sha256(json.dumps(self.about).encode()).hexdigest()[:16]
-        self.path = cache_folder() / f"matmuls-{digest}.json"
+        self.path = cache_folder() / f"matmuls-{_digest(json.dumps(self.about).encode())}.json"
         self.times = self._read()
 
     @staticmethod

@@ -106,10 +106,10 @@ def _strips(tile, CUTS: tl.constexpr):
     and less shared memory."""
     strips = (tile,)
     for _ in tl.static_range(CUTS):
-        halves: Any = ()
+        halves = ()
         for i in tl.static_range(len(strips)):
             halves += _halves(strips[i])
-        strips = halves
+        strips = halves  # type: ignore[assignment]
     return strips
 
 
@@ -187,6 +187,10 @@ def linear_gradient_kernel(
                 tl.store(partial_ptr + place + within, share, mask=within < columns)
 
 
+#: Tiles down the rows in a strip whose operands stay in the L2 cache.
+GROUP = 8
+
+
 class Tiling(NamedTuple):
     """How a product is cut up, and compiled."""
 
@@ -207,9 +211,26 @@ class Tiling(NamedTuple):
     def __str__(self) -> str:
         return f"{self.block_m}x{self.block_n}x{self.block_k}, {self.warps} warps"
 
+    def constants(self, described: bool, *, several: bool) -> dict[str, Any]:
+        """Of both kernels; ``several`` is whether the epilogue writes several buffers."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": self.block_k,
+            "GROUP": GROUP,
+            "CUTS": self.cuts + several,
+            "PRECISION": "tf32",
+            "DESCRIBED": described,
+            "INDEX": tl.int32,
+            "FLATTEN": self.flatten,
+        }
 
-#: Tiles down the rows in a strip whose operands stay in the L2 cache.
-GROUP = 8
+    @property
+    def options(self) -> dict[str, Any]:
+        """The compiler's; FMAs as in the elementwise kernels."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
+
+
 #: By architecture (compute capability, or "cdna") and bytes of a number. None spills registers, which tests see to.
 #: Which is the fastest depends on the sizes, and is measured (``dispatch.py``).
 TILINGS: dict[str, dict[int, tuple[Tiling, ...]]] = {
@@ -265,7 +286,7 @@ def linear_act(
     if y.numel() == 0:
         return y
     function = device_function(activation, "forward", given="output" if encode else "input", dtype=y.dtype)
-    launch = _Launch(tiling, y, inner, (x, w, y), cuts=tiling.cuts)
+    launch = _Launch(tiling, y, inner, (x, w, y), several=False)
     m, n, k, width = tiling.block_m, tiling.block_n, tiling.block_k, launch.width
     with on(y):
         linear_act_kernel[launch.grid](
@@ -301,7 +322,7 @@ def linear_gradient(
     sums = tuple(range(0 if wanted.bias else 1, 1 + len(used)))
     partial = z.new_empty((len(sums), triton.cdiv(rows, tiling.block_m), columns), dtype=torch.float32)
     if z.numel():
-        launch = _Launch(tiling, z, inner, (dy, w, *parts), cuts=tiling.cuts + several)
+        launch = _Launch(tiling, z, inner, (dy, w, *parts), several=several)
         m, n, k, width = tiling.block_m, tiling.block_n, tiling.block_k, launch.width
         block = launch.block(z, m, width)
         with on(z):
@@ -326,29 +347,16 @@ def linear_gradient(
 class _Launch:
     """What both kernels are launched with."""
 
-    def __init__(self, tiling: Tiling, out: Tensor, inner: int, matrices: Sequence[Tensor], cuts: int) -> None:
+    def __init__(self, tiling: Tiling, out: Tensor, inner: int, matrices: Sequence[Tensor], *, several: bool) -> None:
         rows, columns = out.shape
         tiles = triton.cdiv(rows, tiling.block_m) * triton.cdiv(columns, tiling.block_n)
         self.grid = (min(tiles, tiling.programs * _processors(out.device)),)
-        self.width = tiling.block_n >> cuts
         self.described = tiling.described and all(map(_can_be_described, matrices))
-        largest = max(matrix.numel() for matrix in matrices)
-        self.options: dict[str, Any] = {
-            "BLOCK_M": tiling.block_m,
-            "BLOCK_N": tiling.block_n,
-            "BLOCK_K": tiling.block_k,
-            "GROUP": GROUP,
-            "CUTS": cuts,
-            "PRECISION": "tf32",
-            "DESCRIBED": self.described,
-            # A block may reach past the end by its own rows before the mask says so.
-            "INDEX": tl.int64 if largest + 256 * max(columns, inner) >= 2**31 else tl.int32,
-            "FLATTEN": tiling.flatten,
-            "num_warps": tiling.warps,
-            "num_stages": tiling.stages,
-            # As for the elementwise kernels.
-            "enable_fp_fusion": True,
-        }
+        self.options = tiling.constants(self.described, several=several) | tiling.options
+        self.width = tiling.block_n >> self.options["CUTS"]
+        # A block may reach past the end by its own rows before the mask says so.
+        largest = max(matrix.numel() for matrix in matrices) + 256 * max(columns, inner)
+        self.options["INDEX"] = tl.int64 if largest >= 2**31 else tl.int32
 
     def block(self, matrix: Tensor, height: int, width: int) -> Any:
         return TensorDescriptor.from_tensor(matrix, [height, width]) if self.described else matrix

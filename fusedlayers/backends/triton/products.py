@@ -173,6 +173,12 @@ def linear_gradient(
     return None if candidate == LIBRARY else job.run(candidate)
 
 
+def decided(w: Tensor, activation: Activation) -> list[str]:
+    """How layers and blocks multiply by ``w``, as far as this process has decided that, for people."""
+    columns, inner = w.shape
+    return dispatch.answers_for(activation.name, columns, inner, w.device)
+
+
 # --- what there is to choose from -------------------------------------------------------------------------------------
 
 #: cuBLASLt's own, which torch calls.
@@ -184,8 +190,10 @@ def _role(name: str, **flags: bool) -> str:
 
 
 def _tilings(a: Tensor, b: Tensor) -> dict[str, gemm.Tiling]:
-    """Those that these matrices can have, by name."""
+    """Those that these matrices can have, by name: whose rows, and the result's, begin at multiples of 16 bytes."""
     if not (a.is_contiguous() and b.is_contiguous() and a.dtype is b.dtype):
+        return {}
+    if (a.data_ptr() | b.data_ptr()) % 16 or any(size * b.element_size() % 16 for size in b.shape):
         return {}
     if a.dtype.itemsize == 4 and not dispatch.tf32_is_allowed():
         return {}
