@@ -37,6 +37,26 @@ class Origin(NamedTuple):
     again: Again | None = None
 
 
+class Held(NamedTuple):
+    """Tensors that second derivatives alone read. Saved, they must not be edited before backward, and for these alone
+    that is too much to ask: so they are held, and whether they were edited is seen when they are read."""
+
+    tensors: tuple[Tensor | None, ...]
+    versions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, *tensors: Tensor | None) -> Held:
+        return cls(tensors, _versions(tensors))
+
+    @property
+    def are_edited(self) -> bool:
+        return _versions(self.tensors) != self.versions
+
+
+def _versions(tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
+    return tuple(tensor._version for tensor in tensors if tensor is not None)
+
+
 class Settings(NamedTuple):
     """What backward needs to know besides tensors."""
 
@@ -88,9 +108,8 @@ class BiasAct(Function):
         if save == "recompute":
             ctx.save_for_backward(kept, x, w, *biases, residual, *operands)
         else:
-            # Saved, a bias must not be edited before backward. For second derivatives alone that is too much to ask.
             ctx.save_for_backward(kept, x, w, None, None, None, *operands)
-            ctx.biases, ctx.versions = biases, _versions(biases)
+            ctx.held = Held.of(*biases)
         ctx.settings = Settings(activation, save, dim, backend, saved_under_hooks(), again)
         return y
 
@@ -104,8 +123,8 @@ class BiasAct(Function):
         differentiable = torch.is_grad_enabled()
         is_known = x is not None
         if is_known and save == "output":
-            b, product_b = ctx.biases
-            is_known = _versions(ctx.biases) == ctx.versions
+            b, product_b = ctx.held.tensors
+            is_known = not ctx.held.are_edited
 
         # Inputs that were computed for this call alone may be overwritten, and outputs that nobody else holds.
         overwrite = save == "output" and not hooked and is_ours_alone(saved)
@@ -123,10 +142,6 @@ class BiasAct(Function):
             dp = [None if d is None else d.view_as(p) for d, p in zip(dp, operands, strict=True)]
         dr = dz if needs_residual else None
         return dz if needs_z else None, db, dr, None, None, None, None, None, *dp
-
-
-def _versions(tensors: tuple[Tensor | None, ...]) -> list[int]:
-    return [tensor._version for tensor in tensors if tensor is not None]
 
 
 def is_batched(dy: Tensor) -> bool:

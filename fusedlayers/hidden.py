@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .activations import Activation, Saved
-from .autograd import apart, is_batched
+from .autograd import Held, apart, is_batched
 from .backends import Backend, Wanted
 from .broadcast import operand_along
 from .ownership import graph_is_given_up, saved_under_hooks
@@ -59,6 +59,12 @@ class Product(NamedTuple):
 
     w: Tensor
     b: Tensor | None
+
+    @classmethod
+    def of(cls, w: Tensor, b: Tensor | None) -> Product:
+        """Under autocast weights come as its casts, which torch keeps for all who use them. Biases come as they are:
+        parameters are alive anyway, casts would be held for second derivatives alone."""
+        return cls(w, None if b is None else b.to(w.dtype))
 
 
 class Block(NamedTuple):
@@ -131,33 +137,52 @@ def run(
         block.encode(kept[0])
     if block.is_whole:
         return block.backend.linear(kept[0], *last), kept
+    return _last(block, x, products, last, operands, kept), kept
+
+
+def _last(
+    block: Block,
+    x: Tensor,
+    products: Sequence[Product],
+    last: Product,
+    operands: Sequence[Tensor],
+    kept: Sequence[Tensor],
+) -> Tensor:
+    """The last product, chunk by chunk: of what is kept, or of what is made from x."""
     out = x.new_empty(x.shape[0], last.w.shape[0])
     for chunk, rows in block.rows(x):
         parts = [part[rows] for part in kept] or block.pre_activations(x[rows], products)
         out[rows] = block.backend.linear(block.hidden(parts, operands, chunk, overwrite=not kept), *last)
-    return out, kept
+    return out
 
 
 def without_gradients(
     block: Block, x: Tensor, products: Sequence[Product], last: Product, operands: Sequence[Tensor]
 ) -> Tensor:
     """The output where nothing is kept, without a branch in what is hidden."""
-    # A checkpoint computes again with gradients, and must find the same masks: they are made for chunks.
     if block.keep == "recompute" or block.dropout is not None:
         return run(block._replace(keep="recompute"), x, products, last, operands)[0]
+    return block.backend.linear(constant(block, x, products, operands), *last)
+
+
+def constant(block: Block, x: Tensor, products: Sequence[Product], operands: Sequence[Tensor]) -> Tensor:
+    """What the last product multiplies, where nothing before that needs a gradient."""
     if block.is_gated or operands:
-        parts = block.pre_activations(x, products)
-        hidden = block._replace(keep="recompute").hidden(parts, operands, 0, overwrite=True)
+        bare = block._replace(keep="recompute", dropout=None)
+        hidden = bare.hidden(block.pre_activations(x, products), operands, 0, overwrite=True)
     else:
         hidden = block.backend.product_act(MATMUL, x, *products[0], block.activation)
-    return block.backend.linear(hidden, *last)
+    if block.dropout is not None:  # by chunks, as everywhere: one seed is one mask
+        for chunk, rows in block.rows(hidden):
+            block.dropout.overwrite(hidden[rows], chunk)
+    return hidden
 
 
 class MLP(Function):
     """A block. ``tensors`` are the weights of its first products, their biases and the activation's operands.
 
-    x is saved, and the biases of the first products with "recompute". Else these are there for second derivatives, and
-    not saved: they may be edited before backward.
+    Saved is what backward will read. What second derivatives read besides is held: the caller sees to it that this
+    keeps nothing alive.
     """
 
     @staticmethod
@@ -165,12 +190,13 @@ class MLP(Function):
         ctx: Any, block: Block, count: int, x: Tensor, w: Tensor, b: Tensor | None, *tensors: Tensor | None
     ) -> Tensor:
         weights, biases, operands = _split(tensors, count)
-        out, kept = run(block, x, _products(weights, biases), Product(w, b), operands)
-        saved_biases = biases if block.keep == "recompute" else (None,) * count
-        ctx.save_for_backward(x, w, *weights, *saved_biases, *operands, *kept)
+        needs = Needs.of(ctx.needs_input_grad, count)
+        out, kept = run(block, x, _products(weights, biases), Product.of(w, b), operands)
+        is_made_again = block.keep == "recompute"
+        saved, held = _apart([needs.x or is_made_again] * count + [is_made_again] * count, [*weights, *biases])
+        ctx.save_for_backward(x, w if needs.hidden else None, *saved, *operands, *kept)
+        ctx.held = Held.of(*held)
         ctx.block, ctx.count, ctx.hooked = block, count, saved_under_hooks()
-        ctx.biases = biases, b
-        ctx.versions = _versions(biases)
         return out
 
     @staticmethod
@@ -181,21 +207,40 @@ class MLP(Function):
         needs = Needs.of(ctx.needs_input_grad, count)
         given = 2 * count + len(needs.operands)
         (weights, biases, operands), kept = _split(saved[:given], count), saved[given:]
-        if torch.is_grad_enabled() or is_batched(dy):
-            biases, b = ctx.biases
-            if _versions(biases) != ctx.versions:
-                raise RuntimeError(
-                    "mlp: a bias was edited in place between forward and backward, which a second derivative cannot "
-                    "be taken after; edit it after backward"
-                )
-            found = _differentiable(block, dy, x, _products(weights, biases), Product(w, b), operands, needs)
-        else:
-            # What hooks hand back may be laid out in any way, and be theirs.
-            is_ours = not ctx.hooked and graph_is_given_up()
-            kept = [t.contiguous() if is_ours else t.clone(memory_format=torch.contiguous_format) for t in kept]
-            with torch.autocast(x.device.type, enabled=False):  # the forward pass has cast what was to be cast
-                found = _gradients(block, dy.contiguous(), x, _products(weights, biases), w, operands, kept, needs)
+        with torch.autocast(x.device.type, enabled=False):  # the forward pass has cast what was to be cast
+            if torch.is_grad_enabled() or is_batched(dy):
+                if ctx.held.are_edited:
+                    raise RuntimeError(
+                        f"{'gated_mlp' if block.is_gated else 'mlp'}: a weight or bias was edited in place between "
+                        "forward and backward, which a second derivative cannot be taken after; edit it after backward"
+                    )
+                both = zip((*weights, *biases), ctx.held.tensors, strict=True)
+                linear = [held if t is None else t for t, held in both]
+                with torch.enable_grad():
+                    own: Any = apart(x, *linear, *operands)
+                    own_x, (weights, biases, operands) = own[0], _split(own[1:], count)
+                    parts = [F.linear(own_x, *product) for product in _products(weights, biases)]
+                wanted = [needs.x, *needs.weights, *needs.biases, *needs.operands]
+                dw, db, dx, *others = _differentiable(block, dy, parts, w, operands, needs, own, wanted)
+                found = [dx, dw, db, *others]
+            else:
+                products = _products(weights, biases)
+                kept = _ours(kept, ctx.hooked)
+                found = _gradients(block, dy.contiguous(), x, products, w, operands, kept, needs)
         return None, None, *found
+
+
+def _apart(is_in: Sequence[bool], items: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Those that are in, and the others, with None for what is not among them."""
+    pairs = list(zip(is_in, items, strict=True))
+    return [item if inside else None for inside, item in pairs], [None if inside else item for inside, item in pairs]
+
+
+def _ours(kept: Sequence[Tensor], hooked: bool) -> list[Tensor]:
+    """What is kept, to be overwritten. What hooks hand back may be laid out in any way, and be theirs."""
+    if not hooked and graph_is_given_up():
+        return [t.contiguous() for t in kept]
+    return [t.clone(memory_format=torch.contiguous_format) for t in kept]
 
 
 class Needs(NamedTuple):
@@ -213,13 +258,49 @@ class Needs(NamedTuple):
         _, _, x, w, b, *rest = needs
         return cls(x, w, b, *(tuple(part) for part in _split(rest, count)))
 
+    @property
+    def hidden(self) -> bool:
+        """Whether any goes through what is hidden."""
+        return self.x or any((*self.weights, *self.biases, *self.operands))
+
+
+class Rest(Function):
+    """The block after its first products, whose results, the first ``count`` of ``tensors``, nobody else holds; then
+    come the activation's operands. Second derivatives need no more than these: for where x and the weights would be
+    kept for them alone."""
+
+    @staticmethod
+    def forward(ctx: Any, block: Block, count: int, w: Tensor, b: Tensor | None, *tensors: Tensor) -> Tensor:
+        parts, operands = tensors[:count], tensors[count:]
+        ctx.save_for_backward(w, *tensors)
+        ctx.block, ctx.count, ctx.hooked = block, count, saved_under_hooks()
+        return _last(block, parts[0], (), Product.of(w, b), operands, parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (dy,) = grads
+        block, count = ctx.block, ctx.count
+        w, *tensors = ctx.saved_tensors
+        parts, operands = tensors[:count], tensors[count:]
+        _, _, needs_w, needs_b, *wanted = ctx.needs_input_grad
+        needs = Needs(False, needs_w, needs_b, (), (), tuple(wanted[count:]))
+        with torch.autocast(w.device.type, enabled=False):
+            if torch.is_grad_enabled() or is_batched(dy):
+                with torch.enable_grad():
+                    own: Any = apart(*tensors)
+                found = _differentiable(block, dy, own[:count], w, own[count:], needs, own, wanted)
+                return None, None, *found
+            kept = _ours([part.detach() for part in parts], ctx.hooked)
+            _, dw, db, *of_operands = _gradients(block, dy.contiguous(), kept[0], (), w, operands, kept, needs)
+        return None, None, dw, db, *_apart(wanted[:count], kept)[0], *of_operands
+
 
 def _gradients(
     block: Block,
     dy: Tensor,
     x: Tensor,
     products: Sequence[Product],
-    w: Tensor,
+    w: Tensor | None,
     operands: Sequence[Tensor],
     kept: Sequence[Tensor],
     needs: Needs,
@@ -237,6 +318,8 @@ def _gradients(
         parts = [part[rows] for part in kept] or block.pre_activations(x[rows], products)
         if needs.w and not block.is_whole:
             of_w.add_product(dy[rows], block.hidden(parts, operands, chunk, overwrite=False))
+        if w is None:
+            continue  # nothing that is hidden needs a gradient
         of_hidden = backend.linear(dy[rows], w.t(), None)
         shares = block.gradients(of_hidden, parts, operands, needs.operands, chunk)
         del of_hidden
@@ -247,7 +330,7 @@ def _gradients(
         _add(of_weights, of_biases, parts, x[rows])
         if dx is not None:
             dx[rows] = _through(backend, parts, products)
-    if kept:
+    if kept and products:
         _add(of_weights, of_biases, kept, x)
         dx = _through(backend, kept, products) if needs.x else None
     totals = zip(of_operands, operands, needs.operands, strict=True)
@@ -308,50 +391,43 @@ def _through(backend: Backend, of_parts: Sequence[Tensor], products: Sequence[Pr
     return dx
 
 
-def composite(
-    block: Block, x: Tensor, products: Sequence[Product], last: Product, operands: Sequence[Tensor]
-) -> Tensor:
-    """The block in operations that autograd can differentiate."""
-    first, *others = (F.linear(x, w, b) for w, b in products)
+def _composite(block: Block, parts: Sequence[Tensor], operands: Sequence[Tensor]) -> Tensor:
+    """What the last product multiplies, from the pre-activations, in operations that autograd can differentiate."""
+    first, *others = parts
     along = [operand_along(p, -1, 2) for p in operands]
     hidden = block.activation.plain(first) if not operands else block.activation.function(first, *along)
     for other in others:
         hidden = hidden * other
     if block.dropout is not None:
-        keeps = torch.cat([block.dropout.keeps(hidden[rows].detach(), chunk) for chunk, rows in block.rows(x)])
+        keeps = torch.cat([block.dropout.keeps(hidden[rows].detach(), chunk) for chunk, rows in block.rows(hidden)])
         hidden = hidden * keeps * block.dropout.scale
-    return F.linear(hidden, *last)
+    return hidden
 
 
 def _differentiable(
     block: Block,
     dy: Tensor,
-    x: Tensor,
-    products: Sequence[Product],
-    last: Product,
+    parts: Sequence[Tensor],
+    w: Tensor,
     operands: Sequence[Tensor],
     needs: Needs,
+    sources: Sequence[Tensor],
+    wanted: Sequence[bool],
 ) -> list[Tensor | None]:
-    """The gradients, in operations that autograd can differentiate again."""
-    wanted = [needs.x, needs.w, needs.b, *needs.weights, *needs.biases, *needs.operands]
+    """The gradients of the last weight and bias, and of all of which the pre-activations and operands were made, in
+    operations that autograd can differentiate again."""
     with torch.enable_grad():
-        tensors: Any = apart(x, *last, *(w for w, _ in products), *(b for _, b in products), *operands)
-        own_x, w, b, *rest = tensors
-        weights, biases, own_operands = _split(rest, len(products))
-        y = composite(block, own_x, _products(weights, biases), Product(w, b), own_operands)
-        sources = [t for t, need in zip(tensors, wanted, strict=True) if need]
-        found = iter(torch.autograd.grad(y, sources, dy, create_graph=True))
-    return [next(found) if need else None for need in wanted]
+        hidden = _composite(block, parts, operands)
+        asked = [t for t, need in zip(sources, wanted, strict=True) if need]
+        found = iter(torch.autograd.grad(hidden, asked, dy @ w, create_graph=True) if asked else ())
+        dw, db = dy.t() @ hidden if needs.w else None, dy.sum(0) if needs.b else None
+    return [dw, db, *(next(found) if need else None for need in wanted)]
 
 
 def _products(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Product]:
-    return [Product(w, b) for w, b in zip(weights, biases, strict=True)]
+    return [Product.of(w, b) for w, b in zip(weights, biases, strict=True)]
 
 
 def _split(items: Sequence[Any], count: int) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
     """What is of the weights, of the biases, and of the operands."""
     return items[:count], items[count : 2 * count], items[2 * count :]
-
-
-def _versions(tensors: Sequence[Tensor | None]) -> list[int]:
-    return [tensor._version for tensor in tensors if tensor is not None]

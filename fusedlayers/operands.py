@@ -69,17 +69,26 @@ def check_dense(
 
 
 def check_last(
-    function: str, weights: dict[str, Tensor], last: Tensor, bias: Tensor | None, names: tuple[str, str]
+    function: str,
+    weights: dict[str, Tensor],
+    last: Tensor,
+    bias: Tensor | None,
+    names: tuple[str, str],
+    packed: int = 1,
 ) -> None:
-    """The weights of a block's first products, and the last one, of these names."""
+    """The weights of a block's first products, and the last one, of these names; ``packed``: how many products the
+    first weight holds."""
     (first, w), *others = weights.items()
     for name, other in others:
         if other.shape != w.shape:
             raise ValueError(f"{function}: {first} {_shape(w)} and {name} {_shape(other)} must have the same shape")
-    if last.dim() != 2 or last.shape[1] != w.shape[0]:
+    if w.shape[0] % packed:
+        raise ValueError(f"{function}: without weight_up {first} holds both, (2 hidden, in), got {_shape(w)}")
+    if last.dim() != 2 or last.shape[1] * packed != w.shape[0]:
+        rows, part = ("hidden", "the first") if packed == 1 else (f"{packed} hidden", "half the first")
         raise ValueError(
-            f"{function}: expected {names[0]} (out, hidden) for {first} (hidden, in), got {_shape(last)} and "
-            f"{_shape(w)}; its second dimension must be the first of {first}"
+            f"{function}: expected {names[0]} (out, hidden) for {first} ({rows}, in), got {_shape(last)} and "
+            f"{_shape(w)}; its second dimension must be {part} of {first}"
         )
     _check_bias_of_outputs(function, last, bias, names)
 

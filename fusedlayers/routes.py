@@ -42,6 +42,36 @@ class Inputs(NamedTuple):
     residual: Tensor | None = None
 
 
+class Context(NamedTuple):
+    """What a call is made under."""
+
+    compiling: bool
+    #: Of z.
+    dtype: torch.dtype
+    #: What autocast, if it is on, casts to.
+    cast: torch.dtype | None
+
+    @classmethod
+    def of(cls, x: Tensor, *, is_cast: bool = True) -> Context:
+        """``is_cast``: whether autocast casts what the product multiplies."""
+        kind = x.device.type
+        autocast = is_cast and operands.is_autocast(kind)
+        dtype = torch.get_autocast_dtype(kind) if autocast and x.dtype is not torch.float64 else x.dtype
+        return cls(torch.compiler.is_compiling(), dtype, dtype if autocast else None)
+
+    def is_plain(self, save: str, count: int, is_ordinary: bool) -> bool:
+        """Whether ``count`` elements of z, of tensors that kernels can read or not, are left to plain PyTorch."""
+        if self.compiling:
+            return not is_ordinary
+        return (save == "auto" and count < SMALL) or not is_ordinary or is_transformed()
+
+    def specialised(self, activation: Activation, shape: Sequence[int], device: torch.device) -> Specialised:
+        """The activation of z of this shape, the tensors that it reads, and the dimension along which these run."""
+        if self.compiling or not activation.is_untraced:
+            return Specialised(activation)
+        return specialised(activation, shape, self.dtype, device)
+
+
 def composite(product: Product, activation: Activation, inputs: Inputs) -> Tensor:
     """What PyTorch computes."""
     return activation.plain(_sum(product, *inputs))
@@ -56,20 +86,15 @@ def product_act(
     product: Product, inputs: Inputs, activation: Activation, save: str, *, count: int, is_ordinary: bool
 ) -> Tensor:
     """``activation(product(x, w, b) + residual)``, which has ``count`` elements, of inputs that have been checked."""
-    compiling = torch.compiler.is_compiling()
-    if save == "auto" and count < SMALL and not compiling:
-        return composite(product, activation, inputs)
     x, w, b, residual = inputs
-    kind = x.device.type
-    autocast = product.is_cast and operands.is_autocast(kind)
-    dtype = torch.get_autocast_dtype(kind) if autocast and x.dtype is not torch.float64 else x.dtype
+    context = Context.of(x, is_cast=product.is_cast)
+    compiling, dtype, cast = context
     # A residual of another dtype than the product's, which autocast makes, decides on that of the sum.
-    is_plain = not is_ordinary or (is_transformed() and not compiling)
-    is_plain = is_plain or (residual is not None and residual.dtype is not dtype)
+    is_plain = context.is_plain(save, count, is_ordinary and (residual is None or residual.dtype is dtype))
     params: tuple[Tensor, ...] = ()
     dim = product.dim
-    if activation.is_untraced and not is_plain and not compiling:
-        activation, params, params_dim = specialised(activation, product.shape(x, w), dtype, x.device)
+    if not is_plain:
+        activation, params, params_dim = context.specialised(activation, product.shape(x, w), x.device)
         dim = product.dim if params_dim is None else params_dim
     keep = choose_save(product.function, activation, save, dtype)
     if isinstance(product, BatchNorm) and not compiling:
@@ -88,9 +113,8 @@ def product_act(
             # compiler's any more, but counts again in the backward pass.
             product = product.counted()
         return traced(functools.partial(_sum, product), activation, keep, *inputs)
-    cast = dtype if autocast else None
     if not needs_gradient(*inputs, *params):
-        return _exact(product, inputs, activation, params, dim, is_cast=autocast)
+        return _exact(product, inputs, activation, params, dim, is_cast=cast is not None)
     if dim == product.dim:
         folded = Inputs(product.folded(x), w, b, None if residual is None else product.folded(residual))
         return product.unfolded(_fused(product, folded, activation, params, keep, cast), x)
@@ -138,7 +162,7 @@ def _fused(
     elif keep == "output" and residual is None and _has_epilogue(product, backend, x, w, kernel_b, activation):
         z, again, writes = Dense.apply(x, w, product_b, Epilogue(kernel_b, activation)), product.__call__, "nothing"
     else:
-        z, again = _begun(product, backend, x, w, product_b)
+        z, again = begun(product, backend, x, w, product_b)
     if residual is not None and keep == "input":
         z, residual = z.add_(residual), None
     # z can be computed again if it must, or where that costs no memory: a product whose x and w both need gradients has
@@ -157,7 +181,7 @@ def _has_epilogue(
     return isinstance(product, Matmul) and backend.has_epilogue(x, w, b, activation, encode=True)
 
 
-def _begun(product: Product, backend: Backend, x: Tensor, w: Weight, b: Tensor | None) -> tuple[Tensor, Again]:
+def begun(product: Product, backend: Backend, x: Tensor, w: Weight, b: Tensor | None) -> tuple[Tensor, Again]:
     """``product.begun(x, w, b)``, by a Function where that is faster, or keeps less, than torch's own."""
     if isinstance(product, Matmul) and backend.multiplies(x, w):
         return Dense.apply(x, w, b), product

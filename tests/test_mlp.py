@@ -119,25 +119,54 @@ def test_what_is_kept(kind: Kind, name: str | None, dtype: torch.dtype) -> None:
         assert saved_bytes(lambda: kind.function(x, *params, activation)) == 0
 
 
+#: Rows, in: many and few rows, and more that comes in than is hidden.
+SIZES = [(150, 12), (10, 12), (10, 60)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize(("rows", "size"), SIZES)
 @pytest.mark.parametrize("save", ["auto", "recompute"])
 @both
-@pytest.mark.parametrize("frozen", ["first", "all", "input", "last"])
-def test_never_more_than_eager_is_kept(kind: Kind, save: str, frozen: str) -> None:
-    def build() -> list[Any]:
-        found = kind.leaves()
-        x, *params = found
-        first, last = params[: 2 * kind.first], params[2 * kind.first :]
-        for t in {"first": first, "all": params, "input": [x], "last": last}[frozen]:
-            t.requires_grad_(False)
-        return found
+def test_never_more_than_eager_is_kept(kind: Kind, save: str, rows: int, size: int, autocast: bool) -> None:
+    """Whatever is frozen. The caller holds what it gives, but x is another layer's result, and b1 may be."""
+    first = [(HIDDEN, size), (HIDDEN,)] * kind.first
+    tensors = reference.leaves((rows, size), *first, (OUT, HIDDEN), (OUT,))
 
-    x, *params = tensors = build()
-    for activation in ("gelu", "relu"):
-        plain = resolve(activation).plain
-        # x as another layer's result.
-        here = saved_bytes(lambda a=activation: kind.function(x * 1, *params, a, save=save), exclude=tensors)
-        eager = saved_bytes(lambda f=plain: kind.eager(x * 1, *params, f), exclude=tensors)
-        assert here <= eager
+    def kept(function: Callable[..., Tensor], bias_is_made: bool, *args: Any, **options: Any) -> int:
+        def call() -> Tensor:
+            x, w, b, *rest = tensors
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                return function(x * 1, w, b * 1 if bias_is_made else b, *rest, *args, **options)
+
+        return saved_bytes(call, exclude=tensors)
+
+    for needs in itertools.product((True, False), repeat=len(tensors)):
+        for t, need in zip(tensors, needs, strict=True):
+            t.requires_grad_(need)
+        for name, bias_is_made in (("gelu", False), ("relu", True), (None, False)) if any(needs) else ():
+            plain = resolve(name).plain
+            here = kept(kind.function, bias_is_made, name, save=save)
+            assert here <= kept(kind.eager, bias_is_made, plain), (needs, name)
+
+
+@both
+def test_autocast_casts_a_weight_once_for_all_calls(kind: Kind) -> None:
+    x, *params = kind.leaves()
+    buffer = ROWS * HIDDEN * 2
+    kept = {}
+    for calls in (1, 3):
+        for name, function in (("here", kind.function), ("eager", kind.eager)):
+            activation: Any = "gelu" if name == "here" else F.gelu
+
+            def call(function: Any = function, activation: Any = activation, calls: int = calls) -> list[Tensor]:
+                with torch.autocast("cpu", torch.bfloat16):
+                    return [function(x, *params, activation) for _ in range(calls)]
+
+            kept[name, calls] = saved_bytes(call)
+    # x, being a parameter here, is cast once too.
+    assert kept["here", 3] - kept["here", 1] == 2 * kind.first * buffer
+    assert all(kept["here", calls] <= kept["eager", calls] for calls in (1, 3))
 
 
 @pytest.mark.slow
@@ -222,6 +251,27 @@ def test_gradcheck_and_gradgradcheck(kind: Kind, save: str, name: str | None, bi
 
     assert gradcheck(call, given)
     assert gradgradcheck(call, given)
+
+
+@pytest.mark.parametrize("trained", ["x", "w1", "b1", "w2", "x b1 w2", "w1 b1 w2", "x b2"])
+@pytest.mark.parametrize("save", ["auto", "recompute"])
+@both
+def test_gradgradcheck_where_layers_are_frozen(kind: Kind, save: str, trained: str) -> None:
+    found = kind.leaves(torch.float64, rows=9, size=5)
+    names = ["x", "w1", "b1", *(["w3", "b3"] if kind is GATED else []), "w2", "b2"]
+    for name, t in zip(names, found, strict=True):
+        t.requires_grad_(name in trained.split())
+
+    def call(*tensors: Tensor) -> Tensor:
+        return kind.function(*tensors, "gelu", save="recompute" if save == "recompute" else "input", chunks=3)
+
+    assert gradcheck(call, found)
+    assert gradgradcheck(call, found)
+    expected = torch.autograd.grad(call(*found).sum(), [t for t in found if t.requires_grad])
+    ones = torch.ones(2, 9, OUT, dtype=torch.float64)
+    batched = torch.autograd.grad(call(*found), [t for t in found if t.requires_grad], ones, is_grads_batched=True)
+    for a, b in zip(batched, expected, strict=True):
+        torch.testing.assert_close(a, b.expand_as(a))
 
 
 @both_saved
@@ -524,8 +574,7 @@ def test_autocast(kind: Kind, save: str, dtype: torch.dtype) -> None:
         here = saved_bytes(lambda: kind.function(x, *params, "gelu", save=save))
         eager = saved_bytes(lambda: kind.eager(x, *params, F.gelu))
     buffers = 0 if save == "recompute" else kind.first
-    biases = 2 * (kind.first * HIDDEN + OUT)  # as autocast has them, for second derivatives
-    assert here <= eager - (2 * kind.first - buffers) * ROWS * HIDDEN * 2 + biases
+    assert here <= eager - (2 * kind.first - buffers) * ROWS * HIDDEN * 2
 
 
 @compiles
@@ -634,15 +683,20 @@ def test_a_symbolic_trace_calls_the_block(kind: Kind) -> None:
     torch.testing.assert_close(traced(x), module(x))
 
 
+@pytest.mark.parametrize("edited", [1, 2])
 @both
-def test_an_edited_bias_is_refused_only_where_it_is_needed(kind: Kind) -> None:
-    tensors = kind.leaves()
-    y = kind.function(*tensors, "gelu")
+def test_edited_parameters_are_refused_only_where_they_are_needed(kind: Kind, edited: int) -> None:
+    """What x, which needs no gradient, is multiplied by, and what is added."""
+    x, *params = kind.leaves()
+    x.requires_grad_(False)
+    y = kind.function(x, *params, "gelu")
+    expected = torch.autograd.grad(kind.eager(x, *params, F.gelu).sum(), params)
     with torch.no_grad():
-        tensors[2].add_(1)
-    torch.autograd.grad(y.sum(), tensors, retain_graph=True)
-    with pytest.raises(RuntimeError, match="a bias was edited in place between forward and backward"):
-        torch.autograd.grad(y.sum(), tensors, create_graph=True)
+        [x, *params][edited].add_(1)
+    for ours, theirs in zip(torch.autograd.grad(y.sum(), params, retain_graph=True), expected, strict=True):
+        assert reference.relative(ours, theirs) < 2e-5
+    with pytest.raises(RuntimeError, match=f"{kind}: a weight or bias was edited in place between forward and back"):
+        torch.autograd.grad(y.sum(), params, create_graph=True)
 
 
 @both
@@ -695,7 +749,13 @@ def test_bad_arguments(change: dict[str, Any], error: type[Exception], message: 
     ("change", "error", "message"),
     [
         ({"weight_up": torch.randn(9, 4), "bias_up": None}, ValueError, r"weight_up \(9, 4\) must have the same shape"),
-        ({"weight_up": None, "bias_up": None, "weight_gate": torch.randn(9, 4)}, ValueError, "weight_gate holds both"),
+        ({"weight_up": None, "bias_up": None, "weight_gate": torch.randn(9, 4), "bias_gate": None}, ValueError,
+         r"gated_mlp: without weight_up weight_gate holds both, \(2 hidden, in\), got \(9, 4\)"),
+        ({"weight_up": None, "bias_up": None}, ValueError,
+         r"expected weight_down \(out, hidden\) for weight_gate \(2 hidden, in\), got \(4, 8\) and \(8, 4\); its "
+         "second dimension must be half the first of weight_gate"),
+        ({"weight_up": None, "bias_up": None, "bias_gate": torch.randn(4)}, ValueError,
+         r"gated_mlp: expected bias_gate \(8,\) for weight_gate \(8, 4\), got \(4,\)"),
         ({"weight_up": None}, ValueError, "bias_up without weight_up"),
         ({"weight_down": torch.randn(4, 9)}, ValueError, r"expected weight_down \(out, hidden\) for weight_gate"),
         ({"save": "output"}, ValueError, "gated_mlp: save='output' cannot be had: a product does not tell its factors"),
@@ -802,16 +862,16 @@ def test_without_an_activation_the_repr_says_what_is_kept() -> None:
     assert "saves the first layer's result" in repr(fl.FusedMLP(IN, HIDDEN, activation=None))
 
 
-@every_module
-def test_the_repr_says_that_frozen_layers_make_two_of_the_block(build: Any) -> None:
-    module = build(activation="gelu", bias=True)
+def test_the_repr_says_what_is_kept_where_layers_are_frozen() -> None:
+    module = fl.FusedMLP(IN, HIDDEN, activation="gelu")
     x = torch.randn(50, IN, requires_grad=True)
-    assert _node(module(x)) == "MLPBackward" and "layer by layer" not in repr(module)
-    for layer in module._layers()[:-1]:
-        layer.requires_grad_(False)
-    assert _node(module(x)) != "MLPBackward" and "layer by layer, for " in repr(module)
+    assert _node(module(x)) == "MLPBackward" and "saves the output (branch" in repr(module)
+    module.fc1.requires_grad_(False)
+    kept = module(x).grad_fn
+    assert "saves the input, for fc1 is frozen" in repr(module)
+    torch.testing.assert_close(kept.saved_tensors[1], module.fc1(x))
     module.save = "recompute"
-    assert _node(module(x)) == "MLPBackward" and "layer by layer" not in repr(module)
+    assert _node(module(x)) == "MLPBackward" and "frozen" not in repr(module)
 
 
 @every_module

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..activations import Activation, must_be_called_because, resolve
-from ..blocks import CHUNKS, Settings, gated_mlp, mlp
+from ..block_routes import Settings
+from ..blocks import CHUNKS, gated_mlp, mlp
 from ..functional import bias_act
 from .fused import WithActivation
 
@@ -91,9 +92,6 @@ class FusedBlock(WithActivation):
         if reason is None:
             resolved = self._specialised(resolved)
             kept = self.keeps(resolved, self._dtype())
-            first = self._layers()[:-1]
-            if self.save != "recompute" and not any(layer.weight.requires_grad for layer in first):
-                kept = f"layer by layer, for {' and '.join(self._names[:-1])} need no gradient"
         else:
             kept = f"not fused: {reason}"
         dropout = f", dropout={self.dropout}" if self.dropout else ""
@@ -180,6 +178,8 @@ class FusedMLP(FusedBlock):
     def keeps(self, activation: Activation, dtype: torch.dtype) -> str:
         if activation.is_identity and self.save != "recompute":
             return "saves the first layer's result"
+        if self.save != "recompute" and activation.is_fusible and not self.fc1.weight.requires_grad:
+            return f"{activation.describe('input', dtype)}, for fc1 is frozen"
         return activation.describe(self.save, dtype)
 
     def _parts(self, input: Tensor) -> list[Tensor]:

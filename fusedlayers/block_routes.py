@@ -1,0 +1,216 @@
+"""An MLP block: which route a call takes. No arithmetic.
+
+What is fused is made of the nodes of ``hidden.py``, so that no more is kept than PyTorch keeps:
+
+* one node from the input to the output;
+* PyTorch's products, and a node for the rest: where the one node would keep the input, a weight or a bias for second
+  derivatives alone;
+* PyTorch's last product: where nothing before it needs a gradient.
+
+Layer by layer, by ``dense_bias_act`` and what follows, go a gate of which only one half needs a gradient, and that
+keeps less than both halves; calls under ``torch.compile``; and all that ``dense_bias_act`` leaves to plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence, Sized
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.checkpoint import checkpoint
+
+from . import backends, operands
+from .activations import Activation, Saved
+from .casts import shared_cast
+from .functional import dense_bias_act
+from .hidden import MLP, Block, Dropout, Product, Rest, constant, without_gradients
+from .products import MATMUL
+from .routes import SAVES, Context, begun, choose_save, needs_gradient
+
+
+class Settings(NamedTuple):
+    """What a block is asked for besides tensors."""
+
+    function: str
+    dropout: float
+    save: str
+    chunks: int
+    is_gated: bool
+
+    def is_packed(self, first: Sized) -> bool:
+        """Whether one product makes gate and up; ``first`` are the first products."""
+        return self.is_gated and len(first) == 1
+
+    def unpacked(self, products: list[Product]) -> list[Product]:
+        """The first products, gate and up apart."""
+        if not self.is_packed(products):
+            return products
+        ((w, b),) = products
+        gate, up = w.unflatten(0, (2, -1)).unbind()
+        bias_gate, bias_up = (None, None) if b is None else b.unflatten(0, (2, -1)).unbind()
+        return [Product(gate, bias_gate), Product(up, bias_up)]
+
+    def check(self) -> None:
+        function, dropout, save, chunks, is_gated = self
+        if save not in SAVES:
+            raise ValueError(f"{function}: save must be one of {', '.join(SAVES)}, got {save!r}")
+        if save == "output" and is_gated:
+            raise ValueError(
+                f"{function}: save='output' cannot be had: a product does not tell its factors; use save='auto', "
+                "'input' or 'recompute'"
+            )
+        if isinstance(dropout, bool) or not isinstance(dropout, (int, float)):
+            raise TypeError(f"{function}: dropout must be a number, got {type(dropout).__name__}: {dropout!r}")
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"{function}: dropout must lie in [0, 1], got {dropout}")
+        if isinstance(chunks, bool) or not isinstance(chunks, int):
+            raise TypeError(f"{function}: chunks must be an int, got {type(chunks).__name__}: {chunks!r}")
+        if chunks < 1:
+            raise ValueError(f"{function}: chunks must be at least 1, got {chunks}")
+
+
+def block(settings: Settings, input: Tensor, products: list[Product], last: Product, activation: Activation) -> Tensor:
+    """Of inputs that have been checked."""
+    context = Context.of(input)
+    tensors = [t for product in (*products, last) for t in product if t is not None]
+    hidden = products[0].w.shape[0] // (1 + settings.is_packed(products))
+    rows = input.numel() // max(1, input.shape[-1]) if not input.is_nested else 0
+    is_ordinary = rows * hidden > 0 and operands.are_ordinary((input, *tensors), None)
+    is_plain = context.is_plain(settings.save, rows * hidden, is_ordinary)
+    params: tuple[Tensor, ...] = ()
+    record = activation
+    if not is_plain:
+        shape = (*input.shape[:-1], hidden)
+        record, params, dim = context.specialised(activation, shape, input.device)
+        is_plain = not record.is_fusible or (dim is not None and dim % len(shape) != len(shape) - 1)
+    keep = _choose_save(settings, record, context.dtype)
+    by_layers = functools.partial(_by_layers, settings, activation)
+    if context.compiling and settings.save == "recompute" and needs_gradient(input, *tensors):
+        return checkpoint(by_layers, input, products, last, use_reentrant=False)
+    if is_plain or context.compiling:
+        return by_layers(input, products, last)
+
+    trains = Trains.of(settings, input, products, last, params)
+    # A checkpoint computes once without gradients and once with them, by the same route: the masks must be the same.
+    if settings.dropout or needs_gradient(input, *tensors, *params):
+        spared = rows * hidden * trains.hidden_buffers(record)
+        if keep == "recompute" and _kept_to_recompute(trains, context.dtype, input, products) > spared:
+            by_layers = functools.partial(_by_layers, settings._replace(save="auto"), activation)
+            keep = _choose_save(settings._replace(save="auto"), record, context.dtype)
+        if keep != "recompute" and trains.half_a_gate:
+            keep = "nothing"
+    if keep == "nothing":
+        return by_layers(input, products, last)
+
+    x = input if input.dim() == 2 else input.reshape(rows, -1)
+    if context.cast is not None:
+        x, *weights = (shared_cast(t, context.cast) for t in (x, *(w for w, _ in (*products, last))))
+        *products, last = (Product(w, b) for w, (_, b) in zip(weights, (*products, last), strict=True))
+    backend = backends.choose(x, record)
+    plan = Block(record, keep, settings.is_gated, _dropout(settings), settings.chunks, backend)
+    with torch.autocast(input.device.type, enabled=False):
+        y = _by_nodes(plan, x, settings.unpacked(products), last, params)
+    return y if input.dim() == 2 else y.view(*input.shape[:-1], y.shape[-1])
+
+
+class Trains(NamedTuple):
+    """What needs a gradient."""
+
+    x: bool
+    #: A weight of the first products.
+    weights: bool
+    #: Each half of a gate, or the one hidden layer.
+    parts: list[bool]
+    w: bool
+
+    @classmethod
+    def of(
+        cls, settings: Settings, x: Tensor, products: Sequence[Product], last: Product, operands: Sequence[Tensor]
+    ) -> Trains:
+        parts = [x.requires_grad or any(t is not None and t.requires_grad for t in product) for product in products]
+        parts = parts * 2 if settings.is_packed(products) else parts
+        parts[0] |= any(p.requires_grad for p in operands)
+        return cls(x.requires_grad, any(w.requires_grad for w, _ in products), parts, last.w.requires_grad)
+
+    @property
+    def half_a_gate(self) -> bool:
+        """Whether PyTorch keeps one half, for the other's gradient, and not the product."""
+        return not self.w and any(self.parts) and not all(self.parts)
+
+    def hidden_buffers(self, activation: Activation) -> int:
+        """How many are kept, at most, if nothing is computed again."""
+        if not self.w:
+            return 0 if activation.is_identity and len(self.parts) == 1 else sum(self.parts)
+        return len(self.parts) if any(self.parts) else 1
+
+
+def _choose_save(settings: Settings, activation: Activation, dtype: torch.dtype) -> Saved:
+    if settings.save == "recompute":
+        return "recompute"  # also without an activation: the last product keeps what it multiplies
+    return "input" if settings.is_gated else choose_save(settings.function, activation, settings.save, dtype)
+
+
+def _kept_to_recompute(trains: Trains, dtype: torch.dtype, x: Tensor, products: Sequence[Product]) -> int:
+    """The size of x, weights and biases that are kept for nothing else. PyTorch keeps x where a weight needs its
+    gradient, and weights where x does; casts of parameters are made for the call."""
+    alone = [] if trains.weights or _is_parameter(x) else [x]
+    alone += [w for w, _ in products if not trains.x and not (w.dtype is dtype and _is_parameter(w))]
+    alone += [b for _, b in products if b is not None and not _is_parameter(b)]
+    return sum(t.numel() for t in alone)
+
+
+def _by_nodes(
+    block: Block, x: Tensor, products: Sequence[Product], last: Product, operands: tuple[Tensor, ...]
+) -> Tensor:
+    weights, biases = [w for w, _ in products], [b for _, b in products]
+    is_constant = not needs_gradient(x, *weights, *biases, *operands)
+    needs = not is_constant or needs_gradient(*last)
+    if needs and (block.keep == "recompute" or (not is_constant and _are_kept_by_torch(x, weights, biases))):
+        return MLP.apply(block, len(products), x, *last, *weights, *biases, *operands)
+    products, last = [Product.of(*product) for product in products], Product.of(*last)
+    if not is_constant:
+        parts = [begun(MATMUL, block.backend, x, *product)[0] for product in products]
+        return Rest.apply(block._replace(keep="input"), len(parts), *last, *parts, *operands)
+    if needs:
+        return begun(MATMUL, block.backend, constant(block, x, products, operands), *last)[0]
+    return without_gradients(block, x, products, last, operands)
+
+
+def _are_kept_by_torch(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
+    """Whether all that second derivatives of the first products read is there for the first ones, or anyway."""
+    keeps_x = any(w.requires_grad for w in weights)
+    return (
+        keeps_x
+        and (x.requires_grad or all(_is_parameter(w) for w in weights))
+        and all(b is None or _is_parameter(b) for b in biases)
+    )
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    """Whether it is alive anyway, itself or what it is a view of."""
+    base = tensor if tensor._base is None else tensor._base
+    return isinstance(base, Parameter) or (base.is_leaf and base.requires_grad)
+
+
+def _by_layers(
+    settings: Settings, activation: Activation, input: Tensor, products: list[Product], last: Product
+) -> Tensor:
+    save = "auto" if torch.compiler.is_compiling() and settings.save == "recompute" else settings.save
+    (w, b), *others = settings.unpacked(products)
+    hidden = dense_bias_act(input, w, b, activation, save=save)
+    for other_w, other_b in others:
+        hidden = hidden * F.linear(input, other_w, other_b)
+    if settings.dropout:
+        hidden = F.dropout(hidden, settings.dropout)
+    return F.linear(hidden, *last)
+
+
+def _dropout(settings: Settings) -> Dropout | None:
+    if not settings.dropout:
+        return None
+    # From the generator that checkpoints put back before they compute again, whatever the device.
+    return Dropout(settings.dropout, int(torch.randint(2**62, (), device="cpu")))
