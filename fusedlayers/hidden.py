@@ -16,7 +16,7 @@ The mask of a dropout is made again from a seed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from .activations import Activation, Saved
 from .autograd import Held, apart, is_batched
 from .backends import Backend, Wanted
 from .broadcast import operand_along
+from .clean import in_clean_state
 from .ownership import graph_is_given_up, saved_under_hooks
 from .products import MATMUL
 
@@ -45,6 +46,18 @@ class Dropout(NamedTuple):
         generator = torch.Generator(hidden.device).manual_seed(self.seed + chunk)
         keeps = torch.empty_like(hidden, dtype=torch.bool, memory_format=torch.contiguous_format)
         return keeps.bernoulli_(1.0 - self.p, generator=generator)
+
+    def all_keeps(self, hidden: Tensor, chunks: Iterable[tuple[int, slice]]) -> Tensor:
+        """``keeps`` of all chunks, also under vmap, which refuses what is random: it does not reach other threads, but
+        a stream does not either."""
+        stream = torch.cuda.current_stream(hidden.device) if hidden.is_cuda else None
+
+        @in_clean_state
+        def make() -> Tensor:
+            with torch.cuda.stream(stream), torch.no_grad():
+                return torch.cat([self.keeps(hidden[rows], chunk) for chunk, rows in chunks])
+
+        return make()
 
     @property
     def scale(self) -> float:
@@ -399,8 +412,7 @@ def _composite(block: Block, parts: Sequence[Tensor], operands: Sequence[Tensor]
     for other in others:
         hidden = hidden * other
     if block.dropout is not None:
-        keeps = torch.cat([block.dropout.keeps(hidden[rows].detach(), chunk) for chunk, rows in block.rows(hidden)])
-        hidden = hidden * keeps * block.dropout.scale
+        hidden = hidden * block.dropout.all_keeps(hidden.detach(), block.rows(hidden)) * block.dropout.scale
     return hidden
 
 

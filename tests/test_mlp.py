@@ -499,6 +499,22 @@ def test_backward_makes_the_same_mask_again(kind: Kind, save: str, name: str) ->
 
 
 @both_saved
+@pytest.mark.parametrize("frozen", [None, "x", "w1"])
+def test_batched_gradients_with_dropout(kind: Kind, save: str, frozen: str | None) -> None:
+    tensors = kind.leaves()
+    if frozen is not None:
+        tensors[0 if frozen == "x" else 1].requires_grad_(False)
+    sources = [t for t in tensors if t.requires_grad]
+    y = kind.function(*tensors, "gelu", dropout=0.5, save=save)
+    dy = torch.randn(3, *y.shape)
+    batched = torch.autograd.grad(y, sources, dy, is_grads_batched=True, retain_graph=True)
+    for i in range(3):
+        one = torch.autograd.grad(y, sources, dy[i], retain_graph=True)
+        for a, b in zip(batched, one, strict=True):
+            assert reference.relative(a[i], b) < 2e-5
+
+
+@both_saved
 def test_dropout_under_a_checkpoint(kind: Kind, save: str) -> None:
     tensors = kind.leaves()
     results = []
