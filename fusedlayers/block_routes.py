@@ -95,12 +95,13 @@ def block(settings: Settings, input: Tensor, products: list[Product], last: Prod
         return by_layers(input, products, last)
 
     trains = Trains.of(settings, input, products, last, params)
+    alone = _kept_alone(trains, context.dtype, input, products)
     # A checkpoint computes once without gradients and once with them, by the same route: the masks must be the same.
     if settings.dropout or needs_gradient(input, *tensors, *params):
-        spared = rows * hidden * trains.hidden_buffers(record)
-        if keep == "recompute" and _kept_to_recompute(trains, context.dtype, input, products) > spared:
-            by_layers = functools.partial(_by_layers, settings._replace(save="auto"), activation)
-            keep = _choose_save(settings._replace(save="auto"), record, context.dtype)
+        if keep == "recompute" and sum(t.numel() for t in alone) > rows * hidden * trains.hidden_buffers(record):
+            settings = settings._replace(save="auto")
+            by_layers = functools.partial(_by_layers, settings, activation)
+            keep = _choose_save(settings, record, context.dtype)
         if keep != "recompute" and trains.half_a_gate:
             keep = "nothing"
     if keep == "nothing":
@@ -111,9 +112,12 @@ def block(settings: Settings, input: Tensor, products: list[Product], last: Prod
         x, *weights = (shared_cast(t, context.cast) for t in (x, *(w for w, _ in (*products, last))))
         *products, last = (Product(w, b) for w, (_, b) in zip(weights, (*products, last), strict=True))
     backend = backends.choose(x, record)
+    if alone and keep == "output":
+        keep = "input"
     plan = Block(record, keep, settings.is_gated, _dropout(settings), settings.chunks, backend)
+    plan = plan._replace(chunks=_chunks(plan, rows, products, last))
     with torch.autocast(input.device.type, enabled=False):
-        y = _by_nodes(plan, x, settings.unpacked(products), last, params)
+        y = _by_nodes(plan, x, settings.unpacked(products), last, params, is_one=not alone)
     return y if input.dim() == 2 else y.view(*input.shape[:-1], y.shape[-1])
 
 
@@ -154,40 +158,48 @@ def _choose_save(settings: Settings, activation: Activation, dtype: torch.dtype)
     return "input" if settings.is_gated else choose_save(settings.function, activation, settings.save, dtype)
 
 
-def _kept_to_recompute(trains: Trains, dtype: torch.dtype, x: Tensor, products: Sequence[Product]) -> int:
-    """The size of x, weights and biases that are kept for nothing else. PyTorch keeps x where a weight needs its
-    gradient, and weights where x does; casts of parameters are made for the call."""
+def _kept_alone(trains: Trains, dtype: torch.dtype, x: Tensor, products: Sequence[Product]) -> list[Tensor]:
+    """x, weights and biases that one node would keep, and PyTorch does not, unless they are parameters: it keeps x
+    where a weight needs its gradient, and weights where x does. Casts are made for the call."""
     alone = [] if trains.weights or _is_parameter(x) else [x]
     alone += [w for w, _ in products if not trains.x and not (w.dtype is dtype and _is_parameter(w))]
     alone += [b for _, b in products if b is not None and not _is_parameter(b)]
-    return sum(t.numel() for t in alone)
+    return alone
+
+
+def _chunks(block: Block, rows: int, products: Sequence[Product], last: Product) -> int:
+    """Into how many chunks rows are cut: one, where more is needed to sum gradients over several than is hidden.
+
+    Sums of 16-bit numbers are made in float32, of each weight's gradient twice the bytes that eager PyTorch needs, and
+    what a chunk adds to them has once that. One chunk needs one hidden buffer, and one for each that is not kept, where
+    eager PyTorch has as many.
+    """
+    if last.w.dtype.itemsize > 2:
+        return block.chunks
+    recomputes = block.keep == "recompute"
+    summed = [w for w, _ in products] if recomputes else []
+    summed += [] if block.is_whole else [last.w]
+    sizes = [w.numel() for w in summed if w.requires_grad]
+    hidden_buffers = 1 + (2 if block.is_gated else 1) * recomputes
+    spared = hidden_buffers * last.w.shape[1] * (rows - block.chunk_rows(rows))
+    return block.chunks if sum(sizes) + max(sizes, default=0) <= spared else 1
 
 
 def _by_nodes(
-    block: Block, x: Tensor, products: Sequence[Product], last: Product, operands: tuple[Tensor, ...]
+    block: Block, x: Tensor, products: Sequence[Product], last: Product, operands: tuple[Tensor, ...], *, is_one: bool
 ) -> Tensor:
     weights, biases = [w for w, _ in products], [b for _, b in products]
     is_constant = not needs_gradient(x, *weights, *biases, *operands)
     needs = not is_constant or needs_gradient(*last)
-    if needs and (block.keep == "recompute" or (not is_constant and _are_kept_by_torch(x, weights, biases))):
+    if needs and (block.keep == "recompute" or (is_one and not is_constant)):
         return MLP.apply(block, len(products), x, *last, *weights, *biases, *operands)
     products, last = [Product.of(*product) for product in products], Product.of(*last)
     if not is_constant:
         parts = [begun(MATMUL, block.backend, x, *product)[0] for product in products]
-        return Rest.apply(block._replace(keep="input"), len(parts), *last, *parts, *operands)
+        return Rest.apply(block, len(parts), *last, *parts, *operands)
     if needs:
         return begun(MATMUL, block.backend, constant(block, x, products, operands), *last)[0]
     return without_gradients(block, x, products, last, operands)
-
-
-def _are_kept_by_torch(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
-    """Whether all that second derivatives of the first products read is there for the first ones, or anyway."""
-    keeps_x = any(w.requires_grad for w in weights)
-    return (
-        keeps_x
-        and (x.requires_grad or all(_is_parameter(w) for w in weights))
-        and all(b is None or _is_parameter(b) for b in biases)
-    )
 
 
 def _is_parameter(tensor: Tensor) -> bool:

@@ -29,7 +29,7 @@ from .autograd import Held, apart, is_batched
 from .backends import Backend, Wanted
 from .broadcast import operand_along
 from .clean import in_clean_state
-from .ownership import graph_is_given_up, saved_under_hooks
+from .ownership import graph_is_given_up, is_held_once, saved_under_hooks
 from .products import MATMUL
 
 #: Rows of a chunk, at least: with fewer a product reads its weight, and writes the weight's gradient, for too little.
@@ -94,9 +94,13 @@ class Block(NamedTuple):
     def rows(self, x: Tensor) -> Iterator[tuple[int, slice]]:
         """The number of each chunk, and its rows."""
         count = x.shape[0]
-        size = max(LEAST_ROWS, -(-count // self.chunks))
+        size = self.chunk_rows(count)
         for chunk, start in enumerate(range(0, count, size)):
             yield chunk, slice(start, min(start + size, count))
+
+    def chunk_rows(self, count: int) -> int:
+        """How many rows a chunk has, of so many in all."""
+        return max(LEAST_ROWS, -(-count // self.chunks))
 
     @property
     def is_whole(self) -> bool:
@@ -238,7 +242,8 @@ class MLP(Function):
                 found = [dx, dw, db, *others]
             else:
                 products = _products(weights, biases)
-                kept = _ours(kept, ctx.hooked)
+                del saved
+                _ours(ctx, kept)
                 found = _gradients(block, dy.contiguous(), x, products, w, operands, kept, needs)
         return None, None, *found
 
@@ -249,11 +254,16 @@ def _apart(is_in: Sequence[bool], items: Sequence[Any]) -> tuple[list[Any], list
     return [item if inside else None for inside, item in pairs], [None if inside else item for inside, item in pairs]
 
 
-def _ours(kept: Sequence[Tensor], hooked: bool) -> list[Tensor]:
-    """What is kept, to be overwritten. What hooks hand back may be laid out in any way, and be theirs."""
-    if not hooked and graph_is_given_up():
-        return [t.contiguous() for t in kept]
-    return [t.clone(memory_format=torch.contiguous_format) for t in kept]
+def _ours(ctx: Any, kept: list[Tensor]) -> None:
+    """Make what is kept, in place of what is in the list and nowhere else, ours to overwrite and to free: the node lets
+    go of it. What hooks hand back may be laid out in any way, and be theirs."""
+    given_up = graph_is_given_up()
+    if given_up:
+        ctx.maybe_clear_saved_tensors()
+    for i in range(len(kept)):
+        kept[i] = kept[i].detach()  # whoever holds the tensor itself, be it in Python, is then a user of its storage
+        ours = given_up and (not ctx.hooked or is_held_once(kept[i]))
+        kept[i] = kept[i].contiguous() if ours else kept[i].clone(memory_format=torch.contiguous_format)
 
 
 class Needs(NamedTuple):
@@ -293,17 +303,17 @@ class Rest(Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (dy,) = grads
         block, count = ctx.block, ctx.count
-        w, *tensors = ctx.saved_tensors
-        parts, operands = tensors[:count], tensors[count:]
+        w, *kept = ctx.saved_tensors
+        operands = [kept.pop() for _ in range(len(kept) - count)][::-1]
         _, _, needs_w, needs_b, *wanted = ctx.needs_input_grad
         needs = Needs(False, needs_w, needs_b, (), (), tuple(wanted[count:]))
         with torch.autocast(w.device.type, enabled=False):
             if torch.is_grad_enabled() or is_batched(dy):
                 with torch.enable_grad():
-                    own: Any = apart(*tensors)
+                    own: Any = apart(*kept, *operands)
                 found = _differentiable(block, dy, own[:count], w, own[count:], needs, own, wanted)
                 return None, None, *found
-            kept = _ours([part.detach() for part in parts], ctx.hooked)
+            _ours(ctx, kept)
             _, dw, db, *of_operands = _gradients(block, dy.contiguous(), kept[0], (), w, operands, kept, needs)
         return None, None, dw, db, *_apart(wanted[:count], kept)[0], *of_operands
 
@@ -315,16 +325,18 @@ def _gradients(
     products: Sequence[Product],
     w: Tensor | None,
     operands: Sequence[Tensor],
-    kept: Sequence[Tensor],
+    kept: list[Tensor],
     needs: Needs,
 ) -> list[Tensor | None]:
-    """Of all tensors, in the order in which they are given. What is kept is overwritten."""
+    """Of all tensors, in the order in which they are given. What is kept is overwritten, and with products freed."""
     backend = block.backend
     of_w = _Sum()
     of_weights = [_Sum() if need else None for need in needs.weights]
     of_biases = [_Sum() if need else None for need in needs.biases]
     of_operands = [torch.zeros_like(p, dtype=torch.float64) for p in operands]
-    dx = torch.empty_like(x) if needs.x and not kept else None
+    is_kept = bool(kept)
+    dx = torch.empty_like(x) if needs.x and not is_kept else None
+    db = dy.sum(0) if needs.b else None
     if needs.w and block.is_whole:
         of_w.add_product(dy, kept[0])
     for chunk, rows in block.rows(x):
@@ -338,21 +350,22 @@ def _gradients(
         del of_hidden
         for total, share in zip(of_operands, shares, strict=True) if shares else ():
             total += 0.0 if share is None else share.view_as(total)
-        if kept:
-            continue
-        _add(of_weights, of_biases, parts, x[rows])
-        if dx is not None:
-            dx[rows] = _through(backend, parts, products)
-    if kept and products:
-        _add(of_weights, of_biases, kept, x)
-        dx = _through(backend, kept, products) if needs.x else None
+        if not is_kept:
+            of_rows = _first(backend, parts, x[rows], products, of_weights, of_biases, needs.x)
+            if dx is not None and of_rows is not None:
+                dx[rows] = of_rows
+            del of_rows
+        del parts
+    del dy  # which may be a copy
+    if is_kept and products:
+        dx = _first(backend, kept, x, products, of_weights, of_biases, needs.x)
     totals = zip(of_operands, operands, needs.operands, strict=True)
     return [
         dx,
-        of_w.total if needs.w else None,
-        dy.sum(0) if needs.b else None,
-        *(None if one is None else one.total for one in of_weights),
-        *(None if one is None else one.total for one in of_biases),
+        of_w.take() if needs.w else None,
+        db,
+        *(None if one is None else one.take() for one in of_weights),
+        *(None if one is None else one.take() for one in of_biases),
         *(total.to(p.dtype) if need else None for total, p, need in totals),
     ]
 
@@ -368,7 +381,11 @@ class _Sum:
         if self.sum is None:
             self.dtype, self.sum = share.dtype, share
         else:
-            self.sum = self.sum.to(torch.promote_types(self.dtype, torch.float32)).add_(share)
+            self.sum = self.sum.to(torch.promote_types(self.dtype, torch.float32))
+            # On a CPU torch makes a float32 copy of 16-bit numbers that it adds to others: of a part of them, then.
+            pieces = 16 if share.is_cpu else 1
+            for total, piece in zip(self.sum.chunk(pieces), share.chunk(pieces), strict=True):
+                total.add_(piece)
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """``a^T b``."""
@@ -377,30 +394,33 @@ class _Sum:
         else:
             self.sum.addmm_(a.t(), b)
 
-    @property
-    def total(self) -> Tensor:
+    def take(self) -> Tensor:
         assert self.sum is not None
-        return self.sum.to(self.dtype)
+        total, self.sum = self.sum.to(self.dtype), None
+        return total
 
 
-def _add(
+def _first(
+    backend: Backend,
+    of_parts: list[Tensor],
+    x: Tensor,
+    products: Sequence[Product],
     of_weights: Sequence[_Sum | None],
     of_biases: Sequence[_Sum | None],
-    of_parts: Sequence[Tensor],
-    x: Tensor,
-) -> None:
-    for of_weight, of_bias, of_part in zip(of_weights, of_biases, of_parts, strict=True):
+    needs_x: bool,
+) -> Tensor | None:
+    """From the gradients of the pre-activations, each of which is let go of when it has been read, to those of the
+    first products, and of x, which is returned."""
+    dx = None
+    for (w, _), of_weight, of_bias in zip(products, of_weights, of_biases, strict=True):
+        of_part = of_parts.pop(0)
         if of_weight is not None:
             of_weight.add_product(of_part, x)
         if of_bias is not None:
             of_bias.add(of_part.sum(0))
-
-
-def _through(backend: Backend, of_parts: Sequence[Tensor], products: Sequence[Product]) -> Tensor:
-    """The gradient of x."""
-    dx, *others = (backend.linear(part, w.t(), None) for part, (w, _) in zip(of_parts, products, strict=True))
-    for other in others:
-        dx += other
+        if needs_x:
+            share = backend.linear(of_part, w.t(), None)
+            dx = share if dx is None else dx.add_(share)
     return dx
 
 

@@ -41,6 +41,18 @@ def graph_is_given_up() -> bool:
     return _users_when_alone() is not None and not _graph_is_kept()
 
 
+def is_held_once(tensor: Tensor) -> bool:
+    """Whether nobody else can read what a hook handed back and the node has let go of. ``tensor`` is a new one on its
+    storage, and of the one that was handed back the caller has let go too."""
+    return _users(tensor) == _users_of_new() and tensor.untyped_storage().resizable()
+
+
+@functools.cache
+@in_clean_state
+def _users_of_new() -> int:
+    return _users(torch.zeros(2))
+
+
 def _graph_is_kept() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
