@@ -67,7 +67,7 @@ class Settings(NamedTuple):
             raise TypeError(f"{function}: dropout must be a number, got {type(dropout).__name__}: {dropout!r}")
         if not 0 <= dropout <= 1:
             raise ValueError(f"{function}: dropout must lie in [0, 1], got {dropout}")
-        if isinstance(chunks, bool) or not isinstance(chunks, int):
+        if not operands.is_whole(chunks):
             raise TypeError(f"{function}: chunks must be an int, got {type(chunks).__name__}: {chunks!r}")
         if chunks < 1:
             raise ValueError(f"{function}: chunks must be at least 1, got {chunks}")

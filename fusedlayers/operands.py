@@ -120,8 +120,8 @@ def sizes(function: str, name: str, value: object, dims: int, least: int = 1) ->
         return (value,) * dims
     if type(value) is tuple and len(value) == dims and {int} == {*map(type, value)} and min(value) >= least:
         return value
-    found = (value,) * dims if _is_whole(value) else value
-    if not isinstance(found, Sequence) or isinstance(found, str) or not all(_is_whole(size) for size in found):
+    found = (value,) * dims if is_whole(value) else value
+    if not isinstance(found, Sequence) or isinstance(found, str) or not all(is_whole(size) for size in found):
         raise TypeError(f"{function}: {name} must be an int or a sequence of them, got {value!r}")
     if len(found) == 1:
         found = (*found,) * dims
@@ -130,7 +130,7 @@ def sizes(function: str, name: str, value: object, dims: int, least: int = 1) ->
     return tuple(int(size) if isinstance(size, Integral) else size for size in found)
 
 
-def _is_whole(value: object) -> bool:
+def is_whole(value: object) -> bool:
     """Whether torch takes it for a whole number: NumPy's are, True is none."""
     is_plain = type(value) is int  # which needs no look at base classes
     return is_plain or (isinstance(value, (int, torch.SymInt, Integral)) and not isinstance(value, bool))
@@ -147,7 +147,7 @@ def check_conv(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: 
     if 0 in (weight.shape[0], *weight.shape[2:]):
         raise ValueError(f"conv_bias_act: weight {_shape(weight)} has no output channel, or a kernel of no size")
     channels, groups = input.shape[-dims - 1], convolution.groups
-    if not _is_whole(groups) or groups < 1 or weight.shape[0] % groups or channels != weight.shape[1] * groups:
+    if not is_whole(groups) or groups < 1 or weight.shape[0] % groups or channels != weight.shape[1] * groups:
         raise ValueError(
             f"conv_bias_act: input {_shape(input)}, weight {_shape(weight)} and groups={groups!r} do not fit together: "
             "the input's channels must be groups times the weight's second dimension, and groups must divide its first"

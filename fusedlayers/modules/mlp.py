@@ -43,10 +43,29 @@ class FusedBlock(WithActivation):
                     f"{cls.__name__}.from_modules: {name} must be a plain nn.Linear, got {type(layer).__name__}, which "
                     "may compute something else; leave it as it is"
                 )
+        cls._check_fit(layers)
         block = cls.__new__(cls)
         nn.Module.__init__(block)
         block._set_block(layers, activation, dropout, save, chunks)
         return block.train(next(iter(layers.values())).training)
+
+    @classmethod
+    def _check_fit(cls, layers: Mapping[str, Any]) -> None:
+        *first, (name, last) = layers.items()
+        hidden = last.in_features * (2 if cls.is_gated and len(first) == 1 else 1)
+        expected = first[0][1].in_features, hidden
+        for other, layer in first:
+            found = layer.in_features, layer.out_features
+            if found != expected:
+                raise ValueError(
+                    f"{cls.__name__}.from_modules: {other} makes {found[1]} features of {found[0]}, where {name} with "
+                    f"{last.in_features} input features needs {expected[1]} of {expected[0]}; pass layers of one block"
+                )
+            if layer.weight.device != last.weight.device:
+                raise ValueError(
+                    f"{cls.__name__}.from_modules: {other} is on {layer.weight.device} but {name} is on "
+                    f"{last.weight.device}; move one of them"
+                )
 
     def _layers(self) -> list[Any]:
         return [getattr(self, name) for name in self._names]
@@ -163,6 +182,7 @@ class FusedMLP(FusedBlock):
 
         Raises:
             TypeError: one of them is not exactly an ``nn.Linear``.
+            ValueError: they do not fit one another.
         """
         return cls._of({"fc1": fc1, "fc2": fc2}, activation, dropout, save, chunks)
 
@@ -257,6 +277,7 @@ class FusedGatedMLP(FusedBlock):
 
         Raises:
             TypeError: one of them is not exactly an ``nn.Linear``.
+            ValueError: they do not fit one another.
         """
         first = {"gate_up_proj": gate} if up is None else dict(zip(_SEPARATE, (gate, up), strict=True))
         return cls._of({**first, "down_proj": down}, activation, dropout, save, chunks)
