@@ -14,7 +14,7 @@ keeps less than both halves; calls under ``torch.compile``; and all that ``dense
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from typing import NamedTuple
 
 import torch
@@ -213,12 +213,16 @@ def _by_layers(
 ) -> Tensor:
     save = "auto" if torch.compiler.is_compiling() and settings.save == "recompute" else settings.save
     (w, b), *others = settings.unpacked(products)
-    hidden = dense_bias_act(input, w, b, activation, save=save)
-    for other_w, other_b in others:
-        hidden = hidden * F.linear(input, other_w, other_b)
-    if settings.dropout:
-        hidden = F.dropout(hidden, settings.dropout)
-    return F.linear(hidden, *last)
+    activated = dense_bias_act(input, w, b, activation, save=save)
+    return by_torch(
+        activated, [F.linear(input, *other) for other in others], settings.dropout, lambda t: F.linear(t, *last)
+    )
+
+
+def by_torch(activated: Tensor, others: Sequence[Tensor], dropout: float, last: Callable[[Tensor], Tensor]) -> Tensor:
+    """What comes after the activation."""
+    hidden = functools.reduce(torch.mul, others, activated)
+    return last(F.dropout(hidden, dropout) if dropout else hidden)
 
 
 def _dropout(settings: Settings) -> Dropout | None:

@@ -16,6 +16,7 @@ The mask of a dropout is made again from a seed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -428,9 +429,8 @@ def _composite(block: Block, parts: Sequence[Tensor], operands: Sequence[Tensor]
     """What the last product multiplies, from the pre-activations, in operations that autograd can differentiate."""
     first, *others = parts
     along = [operand_along(p, -1, 2) for p in operands]
-    hidden = block.activation.plain(first) if not operands else block.activation.function(first, *along)
-    for other in others:
-        hidden = hidden * other
+    activated = block.activation.plain(first) if not operands else block.activation.function(first, *along)
+    hidden = functools.reduce(torch.mul, others, activated)
     if block.dropout is not None:
         hidden = hidden * block.dropout.all_keeps(hidden.detach(), block.rows(hidden)) * block.dropout.scale
     return hidden

@@ -878,7 +878,7 @@ def _by_layers(module: Any, x: Tensor) -> Tensor:
     h = resolve(module.activation).plain(first)
     for other in others:
         h = h * other
-    return module._layers()[-1](h)
+    return module._last(h)
 
 
 @every_module
@@ -948,17 +948,17 @@ def test_layers_that_must_be_called_are(build: Any) -> None:
     expected = module(x)
     assert "not fused" not in repr(module)
     calls = []
-    name = module._names[0]
+    name = next(iter(module.layers()))
     handle = getattr(module, name).register_forward_hook(lambda *_: calls.append(1))
     torch.testing.assert_close(module(x), expected)
     assert calls == [1] and f"not fused: {name} must be called: it has hooks" in repr(module)
     handle.remove()
     assert "not fused" not in repr(module)
-    nn.utils.parametrizations.weight_norm(getattr(module, module._names[-1]))
+    nn.utils.parametrizations.weight_norm(getattr(module, list(module.layers())[-1]))
     torch.testing.assert_close(module(x), expected)
-    assert f"not fused: {module._names[-1]} is a ParametrizedLinear" in repr(module)
-    setattr(module, module._names[-1], nn.Sequential(nn.Linear(HIDDEN, OUT)))
-    assert f"not fused: {module._names[-1]} is a Sequential" in repr(module) and module(x).shape == (50, OUT)
+    assert f"not fused: {list(module.layers())[-1]} is a ParametrizedLinear" in repr(module)
+    setattr(module, list(module.layers())[-1], nn.Sequential(nn.Linear(HIDDEN, OUT)))
+    assert f"not fused: {list(module.layers())[-1]} is a Sequential" in repr(module) and module(x).shape == (50, OUT)
 
 
 @every_module

@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..activations import Activation, must_be_called_because, resolve
-from ..block_routes import Settings
+from ..block_routes import Settings, by_torch
 from ..blocks import CHUNKS, gated_mlp, mlp
 from ..functional import bias_act
 from .fused import WithActivation
@@ -28,8 +27,7 @@ class FusedBlock(WithActivation):
     def _set_block(self, layers: Mapping[str, Any], activation: object, dropout: float, save: str, chunks: int) -> None:
         Settings(type(self).__name__, dropout, save, chunks, self.is_gated).check()
         for name, layer in layers.items():
-            setattr(self, name, layer)
-        self._names = tuple(layers)
+            self.add_module(name, layer)
         self.dropout = dropout
         self.chunks = chunks
         self._set(activation, save)
@@ -67,12 +65,17 @@ class FusedBlock(WithActivation):
                     f"{last.weight.device}; move one of them"
                 )
 
-    def _layers(self) -> list[Any]:
-        return [getattr(self, name) for name in self._names]
+    def layers(self) -> dict[str, Any]:
+        """By name, as they are now; the last one makes the output."""
+        raise NotImplementedError
+
+    @property
+    def _last(self) -> Any:
+        return [*self.layers().values()][-1]
 
     def called_because(self) -> str | None:
         """Why the layers are called one by one, and nothing is fused but the activation; or None."""
-        for name, layer in zip(self._names, self._layers(), strict=True):
+        for name, layer in self.layers().items():
             if type(layer) is not nn.Linear:
                 return f"{name} is a {type(layer).__name__}"
             reason = must_be_called_because(layer)
@@ -88,22 +91,20 @@ class FusedBlock(WithActivation):
         """What the layers compute one by one, with ``function`` for the activation if it is given."""
         first, *others = self._parts(input)
         if function is None:
-            hidden = bias_act(first, None, self.activation, save="auto" if self.save == "recompute" else self.save)
+            activated = bias_act(first, None, self.activation, save="auto" if self.save == "recompute" else self.save)
         else:
-            hidden = function(first)
-        for other in others:
-            hidden = hidden * other
-        return self._layers()[-1](F.dropout(hidden, self.dropout, self.training))
+            activated = function(first)
+        return by_torch(activated, others, self._drops, self._last)
 
     @property
     def _drops(self) -> float:
         return self.dropout if self.training else 0.0
 
     def _dtype(self) -> torch.dtype:
-        return self._layers()[-1].weight.dtype
+        return self._last.weight.dtype
 
     def _example_shape(self) -> tuple[int, ...]:
-        return 2, self._layers()[-1].in_features
+        return 2, self._last.in_features
 
     def extra_repr(self) -> str:
         resolved = resolve(self.activation)
@@ -185,6 +186,9 @@ class FusedMLP(FusedBlock):
             ValueError: they do not fit one another.
         """
         return cls._of({"fc1": fc1, "fc2": fc2}, activation, dropout, save, chunks)
+
+    def layers(self) -> dict[str, Any]:
+        return {"fc1": self.fc1, "fc2": self.fc2}
 
     def forward(self, input: Tensor) -> Tensor:
         if self.called_because() is not None:
@@ -284,7 +288,12 @@ class FusedGatedMLP(FusedBlock):
 
     @property
     def packed(self) -> bool:
-        return self._names[0] == "gate_up_proj"
+        return hasattr(self, "gate_up_proj")
+
+    def layers(self) -> dict[str, Any]:
+        if self.packed:
+            return {"gate_up_proj": self.gate_up_proj, "down_proj": self.down_proj}
+        return {"gate_proj": self.gate_proj, "up_proj": self.up_proj, "down_proj": self.down_proj}
 
     def keeps(self, activation: Activation, dtype: torch.dtype) -> str:
         if activation.unfused_because is not None or self.save == "recompute":
