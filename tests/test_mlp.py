@@ -152,6 +152,16 @@ def test_never_more_than_eager_is_kept(kind: Kind, save: str, rows: int, size: i
 
 
 @both
+def test_a_last_weight_that_no_gradient_goes_through_is_not_kept(kind: Kind) -> None:
+    tensors = kind.leaves()
+    for t in tensors[:-2]:
+        t.requires_grad_(False)
+    *first, w, b = tensors
+    kept = saved_bytes(lambda: kind.function(*first, w * 1, b, "gelu", save="recompute"), exclude=first)
+    assert kept == 0
+
+
+@both
 def test_autocast_casts_a_weight_once_for_all_calls(kind: Kind) -> None:
     x, *params = kind.leaves()
     buffer = ROWS * HIDDEN * 2
@@ -232,7 +242,16 @@ def test_the_peak_where_few_rows_meet_large_weights(kind: Kind, save: str, rows:
         call()
         peaks.append(peak_bytes(call, device="cpu"))
     # Of what is computed again a chunk is there while all weights' gradients are.
-    assert peaks[0] <= (1.15 if save == "recompute" else 1.03) * peaks[1]
+    assert peaks[0] <= (1.15 if save == "recompute" else 1.01) * peaks[1]
+
+
+def test_sums_of_16_bits_are_added_to_without_a_float32_copy() -> None:
+    share = torch.randn(512, 512).bfloat16()
+    total = hidden._Sum()
+    for _ in range(2):
+        total.add(share.clone())
+    assert peak_bytes(lambda: total.add(share), device="cpu") <= share.numel() * 4 / 16
+    torch.testing.assert_close(total.take(), share * 3)
 
 
 def test_more_chunks_need_less() -> None:
