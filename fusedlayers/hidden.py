@@ -27,7 +27,7 @@ from torch.autograd import Function
 
 from .activations import Activation, Saved
 from .autograd import Held, apart, is_batched
-from .backends import Backend, Wanted
+from .backends import Backend, Through, Wanted
 from .broadcast import operand_along
 from .clean import in_clean_state
 from .ownership import graph_is_given_up, is_held_once, saved_under_hooks
@@ -111,9 +111,10 @@ class Block(NamedTuple):
     def pre_activations(self, x: Tensor, products: Sequence[Product]) -> list[Tensor]:
         return [self.backend.linear(x, w, b) for w, b in products]
 
-    def encode(self, z: Tensor) -> None:
-        """Overwrite the pre-activation with what the activation returns, and the branch."""
-        self.backend.bias_act(z, None, self.activation, dim=-1, encode=True, out=z)
+    def encoded(self, x: Tensor, products: Sequence[Product]) -> Tensor:
+        """What the activation returns, with the branch."""
+        ((w, b),) = products
+        return self.backend.product_act(MATMUL, x, w, b, self.activation, encode=True)
 
     def hidden(self, parts: Sequence[Tensor], operands: Sequence[Tensor], chunk: int, *, overwrite: bool) -> Tensor:
         """What the last product multiplies, from the pre-activations, or from their outputs if these are kept; over the
@@ -130,29 +131,45 @@ class Block(NamedTuple):
             self.dropout.overwrite(hidden, chunk)
         return hidden
 
+    def through(
+        self,
+        dy: Tensor,
+        w: Tensor,
+        parts: Sequence[Tensor],
+        operands: Sequence[Tensor],
+        wanted: Wanted,
+        *,
+        hidden: bool,
+    ) -> Through | None:
+        """From the gradient of the result to those of the pre-activations, written over these, or over their outputs,
+        in one step; None where that has no advantage, or leaves no place for a dropout."""
+        if self.dropout is not None:
+            return None
+        return self.backend.linear_gradient(dy, w, parts, self.activation, operands, wanted, hidden=hidden)
+
     def gradients(
-        self, dy: Tensor, parts: Sequence[Tensor], operands: Sequence[Tensor], needs: tuple[bool, ...], chunk: int
-    ) -> Sequence[Tensor | None]:
-        """Write the gradients of the pre-activations over these, or over their outputs; dy is written over too.
-        Returns those of the operands."""
+        self, dy: Tensor, parts: Sequence[Tensor], operands: Sequence[Tensor], wanted: Wanted, chunk: int
+    ) -> Through:
+        """The same from the gradient of what the last product multiplies, which is written over too."""
         if self.dropout is not None:
             self.dropout.overwrite(dy, chunk)
         z = parts[0]
         if self.is_gated:
-            return self.backend.gate_gradient(dy, z, parts[1], self.activation, operands, needs)
-        wanted = Wanted("output" if self.keep == "output" else "input", True, False, needs)
-        dz, _, *shares = self.backend.gradient(dy, z, self.activation, operands, wanted, dim=-1)
+            shares = self.backend.gate_gradient(dy, z, parts[1], self.activation, operands, wanted.operands)
+            return Through(None, None, shares)
+        dz, db, *shares = self.backend.gradient(dy, z, self.activation, operands, wanted, dim=-1)
         assert dz is z
-        return shares
+        return Through(None, db, shares)
 
 
 def run(
     block: Block, x: Tensor, products: Sequence[Product], last: Product, operands: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
     """The output, (rows, out), and what is kept."""
-    kept = [] if block.keep == "recompute" else block.pre_activations(x, products)
     if block.keep == "output":
-        block.encode(kept[0])
+        kept = [block.encoded(x, products)]
+    else:
+        kept = [] if block.keep == "recompute" else block.pre_activations(x, products)
     if block.is_whole:
         return block.backend.linear(kept[0], *last), kept
     return _last(block, x, products, last, operands, kept), kept
@@ -338,19 +355,39 @@ def _gradients(
     is_kept = bool(kept)
     dx = torch.empty_like(x) if needs.x and not is_kept else None
     db = dy.sum(0) if needs.b else None
-    if needs.w and block.is_whole:
-        of_w.add_product(dy, kept[0])
-    for chunk, rows in block.rows(x):
+    # The kernels add up a bias's gradient on the way, but for those of a gate.
+    summed = needs.biases if len(needs.biases) == 1 else (False,)
+    wanted = Wanted("output" if block.keep == "output" else "input", True, summed[0], needs.operands)
+
+    def add(through: Through) -> None:
+        if through.bias is not None and of_biases[0] is not None:
+            of_biases[0].add(through.bias)
+        for total, share in zip(of_operands, through.operands, strict=True) if through.operands else ():
+            total += 0.0 if share is None else share.view_as(total)
+
+    chunks: Iterable[tuple[int, slice]] = block.rows(x)
+    if block.is_whole:
+        if needs.w:
+            of_w.add_product(dy, kept[0])
+        # In one step nothing is needed for a moment only.
+        through = None if w is None else block.through(dy, w, kept, operands, wanted, hidden=False)
+        if through is not None:
+            add(through)
+            chunks = ()
+    for chunk, rows in chunks:
         parts = [part[rows] for part in kept] or block.pre_activations(x[rows], products)
-        if needs.w and not block.is_whole:
+        needs_hidden = needs.w and not block.is_whole
+        through = None if w is None else block.through(dy[rows], w, parts, operands, wanted, hidden=needs_hidden)
+        if through is None and needs_hidden:
             of_w.add_product(dy[rows], block.hidden(parts, operands, chunk, overwrite=False))
+        elif through is not None and through.hidden is not None:
+            of_w.add_product(dy[rows], through.hidden)
         if w is None:
             continue  # nothing that is hidden needs a gradient
-        of_hidden = backend.linear(dy[rows], w.t(), None)
-        shares = block.gradients(of_hidden, parts, operands, needs.operands, chunk)
-        del of_hidden
-        for total, share in zip(of_operands, shares, strict=True) if shares else ():
-            total += 0.0 if share is None else share.view_as(total)
+        if through is None:
+            through = block.gradients(backend.linear(dy[rows], w.t(), None), parts, operands, wanted, chunk)
+        add(through)
+        del through
         if not is_kept:
             of_rows = _first(backend, parts, x[rows], products, of_weights, of_biases, needs.x)
             if dx is not None and of_rows is not None:
@@ -417,7 +454,7 @@ def _first(
         of_part = of_parts.pop(0)
         if of_weight is not None:
             of_weight.add_product(of_part, x)
-        if of_bias is not None:
+        if of_bias is not None and len(products) > 1:  # else the activation's kernel has added it up
             of_bias.add(of_part.sum(0))
         if needs_x:
             share = backend.linear(of_part, w.t(), None)

@@ -45,6 +45,32 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> Switch:
     return switch
 
 
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every matmul with an activation, or its derivative, behind it has that as its epilogue, in small tiles; a list of
+    the launched kernels' names."""
+    from fusedlayers.backends.triton import dispatch, gemm
+
+    tiling = gemm.Tiling(16, 32, 16, 1, 4, 2)
+    monkeypatch.setattr(gemm, "tilings", lambda device, itemsize: {"tiled": tiling})
+    monkeypatch.setattr(dispatch, "tf32_is_allowed", lambda: True)
+    monkeypatch.setattr(dispatch, "choose", lambda question, device, candidates, prepare: candidates[-1])
+    launched: list[str] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        function = getattr(gemm, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            launched.append(name)
+            return function(*arguments, **options)
+
+        return call
+
+    for name in ("linear_act", "linear_gradient"):
+        monkeypatch.setattr(gemm, name, counted(name))
+    return launched
+
+
 #: How the kernels divide their work: as they do, in 64-bit arithmetic, and in tiny tiles by so few programs that each
 #: has several steps, and the last one fewer than the others.
 SPLITS: dict[str, dict[str, Any]] = {

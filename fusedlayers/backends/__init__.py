@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..activations import Activation
 from . import eager
-from .interface import Backend, Wanted
+from .interface import Backend, Through, Wanted
 
-__all__ = ["DEVICES", "Backend", "Wanted", "choose"]
+__all__ = ["DEVICES", "Backend", "Through", "Wanted", "choose"]
 
 
 #: Device types that have been tried. On others layers are left to plain PyTorch.
