@@ -325,6 +325,29 @@ def test_second_derivatives(fused: list[str], on_triton: Switch) -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-4)
 
 
+def test_layers_and_blocks_say_what_was_measured(on_triton: Switch) -> None:
+    on_triton(True)
+    answers = dispatch._answers(CPU)
+    answers[QUESTION.in_general] = dispatch.Answer("wide", "measured: 0.80x the library's time")
+    gradient = Question("gradient hidden", "gelu", torch.float16, 256, 3072, 768)
+    answers[gradient] = dispatch.Answer(LIBRARY, "measured: the next takes 1.25x its time")
+    layer, plain = fl.FusedDenseAct(768, 3072, "gelu"), fl.FusedDenseAct(768, 3072, "silu")
+    line = "layer, up to 8192 rows of bfloat16: wide (measured: 0.80x the library's time)"
+    assert line in repr(layer) and "measured" not in repr(plain)
+    explained = fl.explain(layer)
+    assert explained.matmuls == (
+        "gradient hidden, up to 256 rows of float16: library (measured: the next takes 1.25x its time)",
+        line,
+    )
+    assert f"  matmul: {line}" in str(explained) and explained.to_dict()["matmuls"] == list(explained.matmuls)
+    assert fl.explain(plain).matmuls == fl.explain("gelu").matmuls == ()
+
+    block, gated = fl.FusedMLP(768, 3072), fl.FusedGatedMLP(768, 3072, activation="gelu")
+    assert repr(block).count(line) == 2 and repr(gated).count(line) == 1
+    block.fc1.register_forward_hook(lambda *arguments: None)
+    assert "measured" not in repr(block)
+
+
 # --- scratch numbers --------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from .. import backends
 from ..activations import Activation, must_be_called_because, resolve
 from ..block_routes import Settings, by_torch
 from ..blocks import CHUNKS, gated_mlp, mlp
@@ -114,8 +115,17 @@ class FusedBlock(WithActivation):
             kept = self.keeps(resolved, self._dtype())
         else:
             kept = f"not fused: {reason}"
-        dropout = f", dropout={self.dropout}" if self.dropout else ""
-        return f"activation={resolved!r}{dropout}, {kept}"
+        dropout = [f"dropout={self.dropout}"] if self.dropout else []
+        return ", ".join([f"activation={resolved!r}", *dropout, kept, *self.decided()])
+
+    def decided(self) -> list[str]:
+        if self.called_because() is not None:
+            return []
+        activation = self._specialised(resolve(self.activation))
+        weights = [layer.weight for layer in self.layers().values()]
+        if self.is_gated:
+            weights = weights[-1:]  # the first ones' matmuls have no epilogue
+        return [line for w in weights for line in backends.choose(w).decided(w, activation)]
 
 
 class FusedMLP(FusedBlock):
