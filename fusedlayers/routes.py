@@ -22,6 +22,7 @@ from . import backends, operands
 from .activations import Activation, Saved, Specialised
 from .autograd import BiasAct, Conv, Dense, Epilogue, Origin, Writes
 from .backends import Backend
+from .casts import shared_cast
 from .normalised import norm_act, save_beside_input, told_of
 from .ownership import saved_under_hooks
 from .products import Again, BatchNorm, Convolution, Matmul, Product, Weight
@@ -114,7 +115,7 @@ def product_act(
             product = product.counted()
         return traced(functools.partial(_sum, product), activation, keep, *inputs)
     if not needs_gradient(*inputs, *params):
-        return _exact(product, inputs, activation, params, dim, is_cast=cast is not None)
+        return _exact(product, inputs, activation, params, dim, cast)
     if dim == product.dim:
         folded = Inputs(product.folded(x), w, b, None if residual is None else product.folded(residual))
         return product.unfolded(_fused(product, folded, activation, params, keep, cast), x)
@@ -127,12 +128,19 @@ def product_act(
 
 
 def _exact(
-    product: Product, inputs: Inputs, activation: Activation, params: tuple[Tensor, ...], dim: int, *, is_cast: bool
+    product: Product,
+    inputs: Inputs,
+    activation: Activation,
+    params: tuple[Tensor, ...],
+    dim: int,
+    cast: torch.dtype | None,
 ) -> Tensor:
-    """The layer without gradients."""
+    """The layer without gradients; ``cast`` is what autocast, if it is on, casts to."""
     x, w, b, residual = inputs
     backend = backends.choose(x, activation)
-    if not (is_cast or params or residual is not None):
+    if cast is not None and isinstance(product, Matmul):
+        x, w, b, cast = x.to(cast), w.to(cast), None if b is None else b.to(cast), None
+    if not (cast is not None or params or residual is not None):
         return backend.product_act(product, x, w, b, activation)
     z = product(x, w, b)
     return backend.bias_act(z, None, activation, params, residual=residual, dim=dim, encode=False, out=z)
@@ -156,11 +164,14 @@ def _fused(
         # Whatever torch can cast it does: a weight that is used many times is then cast, and kept, once.
         kernel_b = None if kernel_b is None else kernel_b.to(cast)
         x = x.to(cast) if keep == "recompute" else x
+        if keep == "output" and isinstance(product, Matmul):
+            x, w = shared_cast(x, cast), shared_cast(w, cast)
     writes: Writes = "a new buffer" if keep == "input" else "over z"
-    if cast is not None:
+    again: Again
+    if keep == "output" and residual is None and _has_epilogue(product, backend, x, w, kernel_b, activation):
+        z, again, writes = Dense.apply(x, w, product_b, Epilogue(kernel_b, activation)), product, "nothing"
+    elif cast is not None:
         z, again = product.begun(x, w, product_b)
-    elif keep == "output" and residual is None and _has_epilogue(product, backend, x, w, kernel_b, activation):
-        z, again, writes = Dense.apply(x, w, product_b, Epilogue(kernel_b, activation)), product.__call__, "nothing"
     else:
         z, again = begun(product, backend, x, w, product_b)
     if residual is not None and keep == "input":

@@ -294,6 +294,28 @@ def test_a_layer_with_an_epilogue_keeps_what_the_others_keep(
     assert fused
 
 
+def test_autocast(fused: list[str], on_triton: Switch) -> None:
+    on_triton(True)
+    x, w, b = (torch.randn(s, device=DEVICE, requires_grad=True) for s in ((64, 24), (40, 24), (40,)))
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        y = fl.dense_bias_act(x, w, b, "tanh")
+        assert fused == ["linear_act"] and y.dtype is torch.bfloat16
+        for _ in range(3):  # the weight's cast is shared
+            kept = saved_bytes(lambda: fl.dense_bias_act(x, w, b, "tanh"), exclude=[x, b])
+        assert kept == 2 * (64 * 40 + 64 * 24 + 40 * 24)
+        twice = saved_bytes(lambda: fl.dense_bias_act(x, w, b, "tanh") + fl.dense_bias_act(x, w, b, "tanh"))
+        assert twice <= 2 * kept - 2 * 40 * 24
+        with torch.no_grad():
+            exact = fl.dense_bias_act(x, w, b, "tanh")
+            assert torch.equal(exact, y) and len(fused) == 7
+        torchs = F.linear(x, w, b).tanh()
+    dy = torch.randn_like(y)
+    found, theirs = (torch.autograd.grad(result, (x, w, b), dy) for result in (y, torchs))
+    for ours, other in zip(found, theirs, strict=True):
+        assert ours.dtype is torch.float32
+        torch.testing.assert_close(ours, other, atol=0.05, rtol=0.05)
+
+
 @pytest.mark.parametrize("case", ["residual", "input", "operands", "transposed", "mixed"])
 def test_the_others_have_none(case: str, fused: list[str], on_triton: Switch, monkeypatch: pytest.MonkeyPatch) -> None:
     on_triton(True)
