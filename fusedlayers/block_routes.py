@@ -159,9 +159,10 @@ def _choose_save(settings: Settings, activation: Activation, dtype: torch.dtype)
 
 
 def _kept_alone(trains: Trains, dtype: torch.dtype, x: Tensor, products: Sequence[Product]) -> list[Tensor]:
-    """x, weights and biases that one node would keep, and PyTorch does not, unless they are parameters: it keeps x
-    where a weight needs its gradient, and weights where x does. Casts are made for the call."""
-    alone = [] if trains.weights or _is_parameter(x) else [x]
+    """x, and weights and biases that are no parameters, which one node would keep and PyTorch does not: it keeps x
+    where a weight needs its gradient, and weights where x does. Casts are made for the call. Whether x is a leaf does
+    not matter: in a reentrant checkpoint it is one the second time, and must take the same route."""
+    alone = [] if trains.weights else [x]
     alone += [w for w, _ in products if not trains.x and not (w.dtype is dtype and _is_parameter(w))]
     alone += [b for _, b in products if b is not None and not _is_parameter(b)]
     return alone

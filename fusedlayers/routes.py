@@ -169,7 +169,7 @@ def _fused(
     writes: Writes = "a new buffer" if keep == "input" else "over z"
     again: Again
     if keep == "output" and residual is None and _has_epilogue(product, backend, x, w, kernel_b, activation):
-        z, again, writes = Dense.apply(x, w, product_b, Epilogue(kernel_b, activation)), product, "nothing"
+        z, again, writes = Dense.apply(x, w, product_b, Epilogue(kernel_b, activation)), product.__call__, "nothing"
     elif cast is not None:
         z, again = product.begun(x, w, product_b)
     else:

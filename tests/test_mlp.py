@@ -577,6 +577,22 @@ def test_dropout_under_a_checkpoint(kind: Kind, save: str) -> None:
         torch.testing.assert_close(a, c)
 
 
+@both
+def test_dropout_of_frozen_layers_in_a_reentrant_checkpoint(kind: Kind) -> None:
+    """x is all that would be kept, and a leaf the second time."""
+    x, *weights = kind.leaves(bias=False)
+    params = [None if t is None else t.detach() for t in weights]
+    results = []
+    for how in (None, True, False):
+        torch.manual_seed(5)
+        call = functools.partial(kind.function, activation=None, dropout=0.5, save="recompute")
+        y = call(x * 1, *params) if how is None else checkpoint(call, x * 1, *params, use_reentrant=how)
+        results += [y.detach(), *_backward(y, [x])]
+    for y, dx in (results[2:4], results[4:]):
+        torch.testing.assert_close(y, results[0])
+        torch.testing.assert_close(dx, results[1])
+
+
 @pytest.mark.parametrize("frozen", ["first", "none"])
 @both_saved
 def test_one_seed_is_one_mask_with_gradients_and_without(kind: Kind, save: str, frozen: str) -> None:
