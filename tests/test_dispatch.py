@@ -390,7 +390,7 @@ def test_candidates_are_run_on_numbers_of_their_own(gated: Any, hidden: Any, fus
     tensors = [t for field in job for t in (field if isinstance(field, list) else [field]) if isinstance(t, Tensor)]
     before = [t.clone() for t in tensors]
     state = torch.get_rng_state()
-    run = job._scratch(64)._again
+    run = job.scratch(64)._again
     library, again, tiled = run(LIBRARY), run(LIBRARY), run("tiled")
     assert len(library) == len(tiled) >= 1
     for a, b, c in zip(library, again, tiled, strict=True):

@@ -78,10 +78,13 @@ class Layer(NamedTuple):
         question = Question(
             _role("layer", encoded=self.encode), activation.name, x.dtype, x.shape[0], w.shape[0], x.shape[1]
         )
-        candidates = [LIBRARY, *_tilings(x, w)]
-        if activation.name == "relu" and self.b is not None and x.is_cuda and _keeps_nan(x.device):
-            candidates.insert(1, RELU_EPILOGUE)
-        return dispatch.choose(question, x.device, candidates, lambda rows: self._scratch(rows)._again)
+        return dispatch.choose(question, x.device, self.candidates, lambda rows: self.scratch(rows)._again)
+
+    @property
+    def candidates(self) -> list[str]:
+        """The ways there are, first the library's."""
+        relu = self.activation.name == "relu" and self.b is not None and self.x.is_cuda and _keeps_nan(self.x.device)
+        return [LIBRARY, *[RELU_EPILOGUE] * relu, *_tilings(self.x, self.w)]
 
     def run(self, candidate: str) -> Tensor:
         x, w, b, activation, operands, encode = self
@@ -93,7 +96,8 @@ class Layer(NamedTuple):
         tiling = _tilings(x, w)[candidate]
         return gemm.linear_act(x, w, b, activation, operands, encode=encode, tiling=tiling)
 
-    def _scratch(self, rows: int) -> Layer:
+    def scratch(self, rows: int) -> Layer:
+        """The same on other numbers."""
         inner = self.x.shape[1]
         x, w = _random(self.x, rows, inner=inner), _random(self.w, inner=inner)
         return self._replace(x=x, w=w, b=None if self.b is None else _random(self.b))
@@ -125,8 +129,12 @@ class Backwards(NamedTuple):
             "gradient", given_output=self.wanted.given == "output", gated=len(self.parts) > 1, hidden=self.hidden
         )
         question = Question(role, activation.name, dy.dtype, dy.shape[0], w.shape[1], w.shape[0])
-        candidates = [LIBRARY, *_tilings(dy, w)]
-        return dispatch.choose(question, dy.device, candidates, lambda rows: self._scratch(rows)._again)
+        return dispatch.choose(question, dy.device, self.candidates, lambda rows: self.scratch(rows)._again)
+
+    @property
+    def candidates(self) -> list[str]:
+        """The ways there are, first the library's."""
+        return [LIBRARY, *_tilings(self.dy, self.w)]
 
     def run(self, candidate: str) -> Through:
         dy, w, parts, activation, operands, wanted, hidden = self
@@ -144,7 +152,8 @@ class Backwards(NamedTuple):
         _, db, *shares = gradient(of_hidden, parts[0], activation, operands, wanted, dim=-1)
         return Through(made, db, shares)
 
-    def _scratch(self, rows: int) -> Backwards:
+    def scratch(self, rows: int) -> Backwards:
+        """The same on other numbers."""
         inner = self.w.shape[0]
         dy, w = _random(self.dy, rows, inner=inner), _random(self.w, inner=inner)
         return self._replace(dy=dy, w=w, parts=[_random(part, rows) for part in self.parts])
