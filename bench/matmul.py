@@ -136,12 +136,12 @@ def _job(case: Case, device: torch.device, quick: bool) -> tuple[Any, tuple[int,
     empty = partial(torch.empty, dtype=getattr(torch, case.dtype), device=device)
     if case.role == "layer":
         layer = Layer(empty(rows, width), empty(hidden, width), empty(hidden), activation, (), True)
-        return layer.scratch(rows), (rows, hidden, width)
+        return layer.other(rows), (rows, hidden, width)
     is_gated, given = case.role == "gate", "output" if case.role == "gradient" else "input"
     wanted = Wanted(given, overwrite=True, bias=not is_gated)  # type: ignore[arg-type]  # a str that is one of both
     parts = [empty(rows, hidden) for _ in range(1 + is_gated)]
     back = Backwards(empty(rows, width), empty(width, hidden), parts, activation, (), wanted, given == "input")
-    return back.scratch(rows), (rows, hidden, width)
+    return back.other(rows), (rows, hidden, width)
 
 
 def acceptance(result: dict[str, Any]) -> list[str]:

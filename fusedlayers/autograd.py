@@ -211,6 +211,7 @@ class Dense(Function):
         ctx.save_for_backward(x if needs_w else None, w if needs_x else None)
         ctx.backend = backends.choose(x)
         if epilogue is not None:
+            assert b is None  # the epilogue adds it
             return ctx.backend.product_act(MATMUL, x, w, epilogue.b, epilogue.activation, encode=True)
         return ctx.backend.linear(x, w, b)
 

@@ -14,6 +14,7 @@ keeps less than both halves; calls under ``torch.compile``; and all that ``dense
 from __future__ import annotations
 
 import functools
+import numbers
 from collections.abc import Callable, Sequence, Sized
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ from . import backends, operands
 from .activations import Activation, Saved
 from .casts import shared_cast
 from .functional import dense_bias_act
-from .hidden import MLP, Block, Dropout, Product, Rest, constant, without_gradients
+from .hidden import MLP, Block, Dropout, Product, Rest, constant, unpacked, without_gradients
 from .products import MATMUL
 from .routes import SAVES, Context, begun, choose_save, needs_gradient
 
@@ -45,15 +46,6 @@ class Settings(NamedTuple):
         """Whether one product makes gate and up; ``first`` are the first products."""
         return self.is_gated and len(first) == 1
 
-    def unpacked(self, products: list[Product]) -> list[Product]:
-        """The first products, gate and up apart."""
-        if not self.is_packed(products):
-            return products
-        ((w, b),) = products
-        gate, up = w.unflatten(0, (2, -1)).unbind()
-        bias_gate, bias_up = (None, None) if b is None else b.unflatten(0, (2, -1)).unbind()
-        return [Product(gate, bias_gate), Product(up, bias_up)]
-
     def check(self) -> None:
         function, dropout, save, chunks, is_gated = self
         if save not in SAVES:
@@ -63,7 +55,7 @@ class Settings(NamedTuple):
                 f"{function}: save='output' cannot be had: a product does not tell its factors; use save='auto', "
                 "'input' or 'recompute'"
             )
-        if isinstance(dropout, bool) or not isinstance(dropout, (int, float)):
+        if isinstance(dropout, bool) or not isinstance(dropout, numbers.Real):
             raise TypeError(f"{function}: dropout must be a number, got {type(dropout).__name__}: {dropout!r}")
         if not 0 <= dropout <= 1:
             raise ValueError(f"{function}: dropout must lie in [0, 1], got {dropout}")
@@ -88,24 +80,25 @@ def block(settings: Settings, input: Tensor, products: list[Product], last: Prod
         record, params, dim = context.specialised(activation, shape, input.device)
         is_plain = not record.is_fusible or (dim is not None and dim % len(shape) != len(shape) - 1)
     keep = _choose_save(settings, record, context.dtype)
-    by_layers = functools.partial(_by_layers, settings, activation)
-    if context.compiling and settings.save == "recompute" and needs_gradient(input, *tensors):
-        return checkpoint(by_layers, input, products, last, use_reentrant=False)
     if is_plain or context.compiling:
+        by_layers = functools.partial(_by_layers, settings, activation, torchs_dropout(settings.dropout))
+        if context.compiling and settings.save == "recompute" and needs_gradient(input, *tensors):
+            return checkpoint(by_layers, input, products, last, use_reentrant=False)
         return by_layers(input, products, last)
 
     trains = Trains.of(settings, input, products, last, params)
     alone = _kept_alone(trains, context.dtype, input, products)
-    # A checkpoint computes once without gradients and once with them, by the same route: the masks must be the same.
+    # In what a checkpoint computes twice, once without gradients, the masks are the same by whichever route.
     if settings.dropout or needs_gradient(input, *tensors, *params):
         if keep == "recompute" and sum(t.numel() for t in alone) > rows * hidden * trains.hidden_buffers(record):
             settings = settings._replace(save="auto")
-            by_layers = functools.partial(_by_layers, settings, activation)
             keep = _choose_save(settings, record, context.dtype)
         if keep != "recompute" and trains.half_a_gate:
             keep = "nothing"
+    dropout = _dropout(settings)
     if keep == "nothing":
-        return by_layers(input, products, last)
+        drop = dropout.apply if dropout is not None else torchs_dropout(0.0)
+        return _by_layers(settings, activation, drop, input, products, last)
 
     x = input if input.dim() == 2 else input.reshape(rows, -1)
     if context.cast is not None:
@@ -114,10 +107,11 @@ def block(settings: Settings, input: Tensor, products: list[Product], last: Prod
     backend = backends.choose(x, record)
     if alone and keep == "output":
         keep = "input"
-    plan = Block(record, keep, settings.is_gated, _dropout(settings), settings.chunks, backend)
+    is_packed = settings.is_packed(products)
+    plan = Block(record, keep, settings.is_gated, is_packed, dropout, settings.chunks, backend)
     plan = plan._replace(chunks=_chunks(plan, rows, products, last))
     with torch.autocast(input.device.type, enabled=False):
-        y = _by_nodes(plan, x, settings.unpacked(products), last, params, is_one=not alone)
+        y = _by_nodes(plan, x, products, last, params, is_one=not alone)
     return y if input.dim() == 2 else y.view(*input.shape[:-1], y.shape[-1])
 
 
@@ -160,9 +154,8 @@ def _choose_save(settings: Settings, activation: Activation, dtype: torch.dtype)
 
 def _kept_alone(trains: Trains, dtype: torch.dtype, x: Tensor, products: Sequence[Product]) -> list[Tensor]:
     """x, and weights and biases that are no parameters, which one node would keep and PyTorch does not: it keeps x
-    where a weight needs its gradient, and weights where x does. Casts are made for the call. Whether x is a leaf does
-    not matter: in a reentrant checkpoint it is one the second time, and must take the same route."""
-    alone = [] if trains.weights else [x]
+    where a weight needs its gradient, and weights where x does. Casts are made for the call."""
+    alone = [] if trains.weights or _is_parameter(x) else [x]
     alone += [w for w, _ in products if not trains.x and not (w.dtype is dtype and _is_parameter(w))]
     alone += [b for _, b in products if b is not None and not _is_parameter(b)]
     return alone
@@ -194,7 +187,8 @@ def _by_nodes(
     needs = not is_constant or needs_gradient(*last)
     if needs and (block.keep == "recompute" or (is_one and not is_constant)):
         return MLP.apply(block, len(products), x, *last, *weights, *biases, *operands)
-    products, last = [Product.of(*product) for product in products], Product.of(*last)
+    products, last = block.unpacked([Product.of(*product) for product in products]), Product.of(*last)
+    block = block._replace(is_packed=False)
     if not is_constant:
         parts = [begun(MATMUL, block.backend, x, *product)[0] for product in products]
         return Rest.apply(block, len(parts), *last, *parts, *operands)
@@ -209,21 +203,26 @@ def _is_parameter(tensor: Tensor) -> bool:
     return isinstance(base, Parameter) or (base.is_leaf and base.requires_grad)
 
 
+Drop = Callable[[Tensor], Tensor]
+
+
 def _by_layers(
-    settings: Settings, activation: Activation, input: Tensor, products: list[Product], last: Product
+    settings: Settings, activation: Activation, drop: Drop, input: Tensor, products: list[Product], last: Product
 ) -> Tensor:
     save = "auto" if torch.compiler.is_compiling() and settings.save == "recompute" else settings.save
-    (w, b), *others = settings.unpacked(products)
+    (w, b), *others = unpacked(products) if settings.is_packed(products) else products
     activated = dense_bias_act(input, w, b, activation, save=save)
-    return by_torch(
-        activated, [F.linear(input, *other) for other in others], settings.dropout, lambda t: F.linear(t, *last)
-    )
+    return by_torch(activated, [F.linear(input, *other) for other in others], drop, lambda t: F.linear(t, *last))
 
 
-def by_torch(activated: Tensor, others: Sequence[Tensor], dropout: float, last: Callable[[Tensor], Tensor]) -> Tensor:
+def by_torch(activated: Tensor, others: Sequence[Tensor], drop: Drop, last: Callable[[Tensor], Tensor]) -> Tensor:
     """What comes after the activation."""
-    hidden = functools.reduce(torch.mul, others, activated)
-    return last(F.dropout(hidden, dropout) if dropout else hidden)
+    return last(drop(functools.reduce(torch.mul, others, activated)))
+
+
+def torchs_dropout(p: float) -> Drop:
+    """For whose mask torch is left to care."""
+    return functools.partial(F.dropout, p=p) if p else lambda hidden: hidden
 
 
 def _dropout(settings: Settings) -> Dropout | None:

@@ -38,34 +38,39 @@ LEAST_ROWS = 256
 
 
 class Dropout(NamedTuple):
-    """Zeroes hidden numbers with probability ``p``, and scales the others up; the same ones each time."""
+    """Zeroes hidden numbers with probability ``p``, and scales the others up; the same ones each time, however the rows
+    are cut into chunks: every ``LEAST_ROWS`` rows have a generator of their own."""
 
     p: float
     seed: int
 
-    def keeps(self, hidden: Tensor, chunk: int) -> Tensor:
-        generator = torch.Generator(hidden.device).manual_seed(self.seed + chunk)
-        keeps = torch.empty_like(hidden, dtype=torch.bool, memory_format=torch.contiguous_format)
-        return keeps.bernoulli_(1.0 - self.p, generator=generator)
+    def mask(self, hidden: Tensor, first: int = 0) -> Tensor:
+        """What is kept of rows that begin with the ``first``, a multiple of ``LEAST_ROWS``."""
+        mask = torch.empty_like(hidden, dtype=torch.bool, memory_format=torch.contiguous_format)
+        generator = torch.Generator(hidden.device)
+        for i, rows in enumerate(mask.split(LEAST_ROWS)):
+            rows.bernoulli_(1.0 - self.p, generator=generator.manual_seed(self.seed + first // LEAST_ROWS + i))
+        return mask
 
-    def all_keeps(self, hidden: Tensor, chunks: Iterable[tuple[int, slice]]) -> Tensor:
-        """``keeps`` of all chunks, also under vmap, which refuses what is random: it does not reach other threads, but
-        a stream does not either."""
+    def apply(self, hidden: Tensor) -> Tensor:
+        """(..., hidden), in operations that autograd can differentiate. Under vmap, which refuses what is random, the
+        mask is made where that does not reach: on another thread, but on this one's stream."""
         stream = torch.cuda.current_stream(hidden.device) if hidden.is_cuda else None
+        rows = hidden.detach().flatten(0, -2)
 
         @in_clean_state
         def make() -> Tensor:
             with torch.cuda.stream(stream), torch.no_grad():
-                return torch.cat([self.keeps(hidden[rows], chunk) for chunk, rows in chunks])
+                return self.mask(rows)
 
-        return make()
+        return hidden * make().view(hidden.shape) * self.scale
 
     @property
     def scale(self) -> float:
         return 0.0 if self.p == 1.0 else 1.0 / (1.0 - self.p)
 
-    def overwrite(self, hidden: Tensor, chunk: int) -> None:
-        hidden.mul_(self.keeps(hidden, chunk)).mul_(self.scale)
+    def overwrite(self, hidden: Tensor, first: int) -> None:
+        hidden.mul_(self.mask(hidden, first)).mul_(self.scale)
 
 
 class Product(NamedTuple):
@@ -87,26 +92,32 @@ class Block(NamedTuple):
     activation: Activation
     keep: Saved
     is_gated: bool
+    #: Whether one product makes gate and up.
+    is_packed: bool
     dropout: Dropout | None
     #: Into how many chunks the rows are cut, at most.
     chunks: int
     backend: Backend
 
-    def rows(self, x: Tensor) -> Iterator[tuple[int, slice]]:
-        """The number of each chunk, and its rows."""
+    def rows(self, x: Tensor) -> Iterator[slice]:
+        """Those of each chunk."""
         count = x.shape[0]
         size = self.chunk_rows(count)
-        for chunk, start in enumerate(range(0, count, size)):
-            yield chunk, slice(start, min(start + size, count))
+        for start in range(0, count, size):
+            yield slice(start, min(start + size, count))
 
     def chunk_rows(self, count: int) -> int:
-        """How many rows a chunk has, of so many in all."""
-        return max(LEAST_ROWS, -(-count // self.chunks))
+        """How many rows a chunk has, of so many in all: a multiple of ``LEAST_ROWS``."""
+        return LEAST_ROWS * max(1, -(-count // (self.chunks * LEAST_ROWS)))
 
     @property
     def is_whole(self) -> bool:
         """Whether what is kept is what the last product multiplies."""
         return self.keep == "output" and self.dropout is None
+
+    def unpacked(self, products: Sequence[Product]) -> Sequence[Product]:
+        """The first products, gate and up apart."""
+        return unpacked(products) if self.is_packed else products
 
     def pre_activations(self, x: Tensor, products: Sequence[Product]) -> list[Tensor]:
         return [self.backend.linear(x, w, b) for w, b in products]
@@ -116,7 +127,7 @@ class Block(NamedTuple):
         ((w, b),) = products
         return self.backend.product_act(MATMUL, x, w, b, self.activation, encode=True)
 
-    def hidden(self, parts: Sequence[Tensor], operands: Sequence[Tensor], chunk: int, *, overwrite: bool) -> Tensor:
+    def hidden(self, parts: Sequence[Tensor], operands: Sequence[Tensor], first: int, *, overwrite: bool) -> Tensor:
         """What the last product multiplies, from the pre-activations, or from their outputs if these are kept; over the
         first of them, or in a new buffer."""
         z = parts[0]
@@ -128,7 +139,7 @@ class Block(NamedTuple):
         else:
             hidden = self.backend.bias_act(z, None, self.activation, operands, dim=-1, encode=False, out=out)
         if self.dropout is not None:
-            self.dropout.overwrite(hidden, chunk)
+            self.dropout.overwrite(hidden, first)
         return hidden
 
     def through(
@@ -148,11 +159,11 @@ class Block(NamedTuple):
         return self.backend.linear_gradient(dy, w, parts, self.activation, operands, wanted, hidden=hidden)
 
     def gradients(
-        self, dy: Tensor, parts: Sequence[Tensor], operands: Sequence[Tensor], wanted: Wanted, chunk: int
+        self, dy: Tensor, parts: Sequence[Tensor], operands: Sequence[Tensor], wanted: Wanted, first: int
     ) -> Through:
         """The same from the gradient of what the last product multiplies, which is written over too."""
         if self.dropout is not None:
-            self.dropout.overwrite(dy, chunk)
+            self.dropout.overwrite(dy, first)
         z = parts[0]
         if self.is_gated:
             shares = self.backend.gate_gradient(dy, z, parts[1], self.activation, operands, wanted.operands)
@@ -160,6 +171,12 @@ class Block(NamedTuple):
         dz, db, *shares = self.backend.gradient(dy, z, self.activation, operands, wanted, dim=-1)
         assert dz is z
         return Through(None, db, shares)
+
+
+def unpacked(products: Sequence[Product]) -> list[Product]:
+    """Gate and up, of one product that makes both."""
+    weights, biases = ((None, None) if t is None else t.chunk(2) for t in products[0])
+    return [Product(w, b) for w, b in zip(weights, biases, strict=True)]  # type: ignore[arg-type]  # as in ``Product``
 
 
 def run(
@@ -185,9 +202,9 @@ def _last(
 ) -> Tensor:
     """The last product, chunk by chunk: of what is kept, or of what is made from x."""
     out = x.new_empty(x.shape[0], last.w.shape[0])
-    for chunk, rows in block.rows(x):
+    for rows in block.rows(x):
         parts = [part[rows] for part in kept] or block.pre_activations(x[rows], products)
-        out[rows] = block.backend.linear(block.hidden(parts, operands, chunk, overwrite=not kept), *last)
+        out[rows] = block.backend.linear(block.hidden(parts, operands, rows.start, overwrite=not kept), *last)
     return out
 
 
@@ -207,9 +224,8 @@ def constant(block: Block, x: Tensor, products: Sequence[Product], operands: Seq
         hidden = bare.hidden(block.pre_activations(x, products), operands, 0, overwrite=True)
     else:
         hidden = block.backend.product_act(MATMUL, x, *products[0], block.activation)
-    if block.dropout is not None:  # by chunks, as everywhere: one seed is one mask
-        for chunk, rows in block.rows(hidden):
-            block.dropout.overwrite(hidden[rows], chunk)
+    if block.dropout is not None:
+        block.dropout.overwrite(hidden, 0)
     return hidden
 
 
@@ -226,7 +242,7 @@ class MLP(Function):
     ) -> Tensor:
         weights, biases, operands = _split(tensors, count)
         needs = Needs.of(ctx.needs_input_grad, count)
-        out, kept = run(block, x, _products(weights, biases), Product.of(w, b), operands)
+        out, kept = run(block, x, block.unpacked(_products(weights, biases)), Product.of(w, b), operands)
         is_made_again = block.keep == "recompute"
         saved, held = _apart([needs.x or is_made_again] * count + [is_made_again] * count, [*weights, *biases])
         ctx.save_for_backward(x, w if needs.hidden else None, *saved, *operands, *kept)
@@ -254,12 +270,12 @@ class MLP(Function):
                 with torch.enable_grad():
                     own: Any = apart(x, *linear, *operands)
                     own_x, (weights, biases, operands) = own[0], _split(own[1:], count)
-                    parts = [F.linear(own_x, *product) for product in _products(weights, biases)]
+                    parts = [F.linear(own_x, *product) for product in block.unpacked(_products(weights, biases))]
                 wanted = [needs.x, *needs.weights, *needs.biases, *needs.operands]
                 dw, db, dx, *others = _differentiable(block, dy, parts, w, operands, needs, own, wanted)
                 found = [dx, dw, db, *others]
             else:
-                products = _products(weights, biases)
+                products = block.unpacked(_products(weights, biases))
                 del saved
                 _ours(ctx, kept)
                 found = _gradients(block, dy.contiguous(), x, products, w, operands, kept, needs)
@@ -280,7 +296,7 @@ def _ours(ctx: Any, kept: list[Tensor]) -> None:
         ctx.maybe_clear_saved_tensors()
     for i in range(len(kept)):
         kept[i] = kept[i].detach()  # whoever holds the tensor itself, be it in Python, is then a user of its storage
-        ours = given_up and (not ctx.hooked or is_held_once(kept[i]))
+        ours = given_up and is_held_once(kept[i])
         kept[i] = kept[i].contiguous() if ours else kept[i].clone(memory_format=torch.contiguous_format)
 
 
@@ -347,73 +363,125 @@ def _gradients(
     needs: Needs,
 ) -> list[Tensor | None]:
     """Of all tensors, in the order in which they are given. What is kept is overwritten, and with products freed."""
-    backend = block.backend
-    of_w = _Sum()
-    of_weights = [_Sum() if need else None for need in needs.weights]
-    of_biases = [_Sum() if need else None for need in needs.biases]
-    of_operands = [torch.zeros_like(p, dtype=torch.float64) for p in operands]
+    totals = _Totals(block, w, products, operands, needs)
     is_kept = bool(kept)
     dx = torch.empty_like(x) if needs.x and not is_kept else None
     db = dy.sum(0) if needs.b else None
-    # The kernels add up a bias's gradient on the way, but for those of a gate.
-    summed = needs.biases if len(needs.biases) == 1 else (False,)
-    wanted = Wanted("output" if block.keep == "output" else "input", True, summed[0], needs.operands)
-
-    def add(through: Through) -> None:
-        if through.bias is not None and of_biases[0] is not None:
-            of_biases[0].add(through.bias)
-        for total, share in zip(of_operands, through.operands, strict=True) if through.operands else ():
-            total += 0.0 if share is None else share.view_as(total)
-
-    chunks: Iterable[tuple[int, slice]] = block.rows(x)
+    chunks: Iterable[slice] = block.rows(x)
     if block.is_whole:
         if needs.w:
-            of_w.add_product(dy, kept[0])
-        # In one step nothing is needed for a moment only.
-        through = None if w is None else block.through(dy, w, kept, operands, wanted, hidden=False)
-        if through is not None:
-            add(through)
-            chunks = ()
-    for chunk, rows in chunks:
+            totals.of_w.add_product(dy, kept[0])
+        if totals.in_one_step(dy, kept, hidden=False):
+            chunks = ()  # nothing is needed for a moment only
+    for rows in chunks:
         parts = [part[rows] for part in kept] or block.pre_activations(x[rows], products)
-        needs_hidden = needs.w and not block.is_whole
-        through = None if w is None else block.through(dy[rows], w, parts, operands, wanted, hidden=needs_hidden)
-        if through is None and needs_hidden:
-            of_w.add_product(dy[rows], block.hidden(parts, operands, chunk, overwrite=False))
-        elif through is not None and through.hidden is not None:
-            of_w.add_product(dy[rows], through.hidden)
-        if w is None:
-            continue  # nothing that is hidden needs a gradient
-        if through is None:
-            through = block.gradients(backend.linear(dy[rows], w.t(), None), parts, operands, wanted, chunk)
-        add(through)
-        del through
-        if not is_kept:
-            of_rows = _first(backend, parts, x[rows], products, of_weights, of_biases, needs.x)
+        totals.through_last(dy[rows], parts, rows.start)
+        if not is_kept and needs.hidden:
+            of_rows = totals.through_first(parts, x[rows])
             if dx is not None and of_rows is not None:
                 dx[rows] = of_rows
             del of_rows
         del parts
     del dy  # which may be a copy
     if is_kept and products:
-        dx = _first(backend, kept, x, products, of_weights, of_biases, needs.x)
-    totals = zip(of_operands, operands, needs.operands, strict=True)
-    return [
-        dx,
-        of_w.take() if needs.w else None,
-        db,
-        *(None if one is None else one.take() for one in of_weights),
-        *(None if one is None else one.take() for one in of_biases),
-        *(total.to(p.dtype) if need else None for total, p, need in totals),
-    ]
+        dx = totals.through_first(kept, x)
+    return [dx, totals.of_w.take() if needs.w else None, db, *totals.take()]
+
+
+class _Totals:
+    """The gradients of weights, biases and operands, summed over chunks of rows."""
+
+    def __init__(
+        self,
+        block: Block,
+        w: Tensor | None,
+        products: Sequence[Product],
+        operands: Sequence[Tensor],
+        needs: Needs,
+    ) -> None:
+        self.block, self.w, self.products, self.operands, self.needs = block, w, products, operands, needs
+        self.of_w = _Sum()
+        self.of_operands = [torch.zeros_like(p, dtype=torch.float64) for p in operands]
+        halves = 2 if block.is_packed else 1
+        self.of_biases = [_Sum() if need else None for need in needs.biases * halves]
+        self.of_weights = [_Sum() if need else None for need in needs.weights]
+        #: Of packed weights, in whose halves the sums are: to join them afterwards would take their bytes twice.
+        self.of_packed: Tensor | None = None
+        if block.is_packed:
+            self.of_weights = [None, None]
+        #: The kernels add up a bias's gradient on the way, but for those of a gate.
+        self.adds_bias = len(self.of_biases) == 1
+        bias = self.adds_bias and needs.biases[0]
+        self.wanted = Wanted("output" if block.keep == "output" else "input", True, bias, needs.operands)
+
+    def in_one_step(self, dy: Tensor, parts: Sequence[Tensor], *, hidden: bool) -> bool:
+        """From the gradient of the result to those of the pre-activations, written over these, or over their outputs;
+        False where that takes several steps."""
+        if self.w is None:
+            return False
+        through = self.block.through(dy, self.w, parts, self.operands, self.wanted, hidden=hidden)
+        if through is None:
+            return False
+        if through.hidden is not None:
+            self.of_w.add_product(dy, through.hidden)
+        self._add(through)
+        return True
+
+    def through_last(self, dy: Tensor, parts: Sequence[Tensor], first: int) -> None:
+        """The same of rows that begin with the ``first``, in as many steps as it takes."""
+        block = self.block
+        needs_hidden = self.needs.w and not block.is_whole
+        if self.in_one_step(dy, parts, hidden=needs_hidden):
+            return
+        if needs_hidden:
+            self.of_w.add_product(dy, block.hidden(parts, self.operands, first, overwrite=False))
+        if self.w is not None:  # else nothing that is hidden needs a gradient
+            of_hidden = block.backend.linear(dy, self.w.t(), None)
+            self._add(block.gradients(of_hidden, parts, self.operands, self.wanted, first))
+
+    def _add(self, through: Through) -> None:
+        if through.bias is not None and self.of_biases[0] is not None:
+            self.of_biases[0].add(through.bias)
+        for total, share in zip(self.of_operands, through.operands, strict=True) if through.operands else ():
+            total += 0.0 if share is None else share.view_as(total)
+
+    def through_first(self, of_parts: list[Tensor], x: Tensor) -> Tensor | None:
+        """From the gradients of the pre-activations, each of which is let go of when it has been read, to those of the
+        first products, and of x, which is returned."""
+        dx = None
+        if self.block.is_packed and self.needs.weights[0] and self.of_packed is None:
+            self.of_packed = x.new_empty(2 * of_parts[0].shape[1], x.shape[1])
+            self.of_weights = [_Sum(half) for half in self.of_packed.chunk(2)]
+        for (w, _), of_weight, of_bias in zip(self.products, self.of_weights, self.of_biases, strict=True):
+            of_part = of_parts.pop(0)
+            if of_weight is not None:
+                of_weight.add_product(of_part, x)
+            if of_bias is not None and not self.adds_bias:
+                of_bias.add(of_part.sum(0))
+            if self.needs.x:
+                share = self.block.backend.linear(of_part, w.t(), None)
+                dx = share if dx is None else dx.add_(share)
+        return dx
+
+    def take(self) -> list[Tensor | None]:
+        """Of the first weights, of their biases, and of the operands."""
+        of_weights = [None if one is None else one.take() for one in self.of_weights]
+        of_biases = [None if one is None else one.take() for one in self.of_biases]
+        if self.block.is_packed:
+            of_weights = [self.of_packed]
+            of_biases = [torch.cat(of_biases) if self.needs.biases[0] else None]  # type: ignore[arg-type]
+        of_operands = zip(self.of_operands, self.operands, self.needs.operands, strict=True)
+        return [*of_weights, *of_biases, *(total.to(p.dtype) if need else None for total, p, need in of_operands)]
 
 
 class _Sum:
-    """Over chunks of rows. Where there are several, those of 16 bits are added in float32."""
+    """Over chunks of rows. Where there are several, those of 16 bits are added in float32. The result is in ``out`` if
+    that is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, out: Tensor | None = None) -> None:
         self.dtype = torch.float32
         self.sum: Tensor | None = None
+        self.out = out
 
     def add(self, share: Tensor) -> None:
         if self.sum is None:
@@ -427,7 +495,9 @@ class _Sum:
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """``a^T b``."""
-        if self.sum is None or b.dtype.itemsize == 2:
+        if self.sum is None and self.out is not None:
+            self.add(torch.mm(a.t(), b, out=self.out))
+        elif self.sum is None or b.dtype.itemsize == 2:
             self.add(a.t() @ b)
         else:
             self.sum.addmm_(a.t(), b)
@@ -435,31 +505,7 @@ class _Sum:
     def take(self) -> Tensor:
         assert self.sum is not None
         total, self.sum = self.sum.to(self.dtype), None
-        return total
-
-
-def _first(
-    backend: Backend,
-    of_parts: list[Tensor],
-    x: Tensor,
-    products: Sequence[Product],
-    of_weights: Sequence[_Sum | None],
-    of_biases: Sequence[_Sum | None],
-    needs_x: bool,
-) -> Tensor | None:
-    """From the gradients of the pre-activations, each of which is let go of when it has been read, to those of the
-    first products, and of x, which is returned."""
-    dx = None
-    for (w, _), of_weight, of_bias in zip(products, of_weights, of_biases, strict=True):
-        of_part = of_parts.pop(0)
-        if of_weight is not None:
-            of_weight.add_product(of_part, x)
-        if of_bias is not None and len(products) > 1:  # else the activation's kernel has added it up
-            of_bias.add(of_part.sum(0))
-        if needs_x:
-            share = backend.linear(of_part, w.t(), None)
-            dx = share if dx is None else dx.add_(share)
-    return dx
+        return total if self.out is None or total is self.out else self.out.copy_(total)
 
 
 def _composite(block: Block, parts: Sequence[Tensor], operands: Sequence[Tensor]) -> Tensor:
@@ -468,9 +514,7 @@ def _composite(block: Block, parts: Sequence[Tensor], operands: Sequence[Tensor]
     along = [operand_along(p, -1, 2) for p in operands]
     activated = block.activation.plain(first) if not operands else block.activation.function(first, *along)
     hidden = functools.reduce(torch.mul, others, activated)
-    if block.dropout is not None:
-        hidden = hidden * block.dropout.all_keeps(hidden.detach(), block.rows(hidden)) * block.dropout.scale
-    return hidden
+    return hidden if block.dropout is None else block.dropout.apply(hidden)
 
 
 def _differentiable(

@@ -54,7 +54,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     tiling = gemm.Tiling(16, 32, 16, 1, 4, 2)
     monkeypatch.setattr(gemm, "tilings", lambda device, itemsize: {"tiled": tiling})
     monkeypatch.setattr(dispatch, "tf32_is_allowed", lambda: True)
-    monkeypatch.setattr(dispatch, "choose", lambda question, device, candidates, prepare: candidates[-1])
+    monkeypatch.setattr(dispatch, "choose", lambda question, device, job: job.candidates[-1])
     launched: list[str] = []
 
     def counted(name: str) -> Callable[..., Any]:

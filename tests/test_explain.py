@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -413,3 +414,18 @@ def test_help_lists_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "explain" in capsys.readouterr().out
     assert main(["explain", "--help"]) == 0
     assert {"--plot", "--json"} <= set(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (fl.FusedGatedMLP(4, 8), "the layer keeps its input, which tells the derivative"),
+        (fl.FusedMLP(4, 8, save="input"), "the layer keeps its input, which tells the derivative"),
+        (fl.FusedMLP(4, 8, save="recompute"), "the layer computes its input again, which tells the derivative"),
+        (fl.FusedDenseAct(4, 8, "tanh", save="input"), "the layer keeps its input, which tells the derivative"),
+    ],
+    ids=str,
+)
+def test_layers_that_do_not_keep_their_output_say_so(layer: Any, reason: str) -> None:
+    found = fl.explain(layer)
+    assert found.reason == reason and "_gradient(dy, z, " in found.source and "branch" not in found.reason

@@ -239,6 +239,25 @@ def test_nothing(rows: int, columns: int, tiling: Tiling) -> None:
     assert db is not None and torch.equal(db, torch.zeros(columns, device=DEVICE))
 
 
+def _real() -> dict[str, tuple[int, Tiling]]:
+    """The tilings that layers choose from: on a GPU its own, without one all, interpreted."""
+    by_device = {"": {n: tuple(gemm.tilings(DEVICE, n).values()) for n in (2, 4)}}
+    found = by_device if DEVICE.type == "cuda" else gemm.TILINGS
+    return {f"{name}-{n}-{t}": (n, t) for name, by_size in found.items() for n, group in by_size.items() for t in group}
+
+
+@pytest.mark.slow
+# Interpreted, a tile takes a second.
+@pytest.mark.parametrize("rows", [1, 129, 1000] if DEVICE.type == "cuda" else [129])
+@pytest.mark.parametrize(("itemsize", "tiling"), _real().values(), ids=_real())
+def test_tilings_of_devices(itemsize: int, tiling: Tiling, rows: int) -> None:
+    dtype = torch.bfloat16 if itemsize == 2 else torch.float32
+    sizes = rows, 264, 72
+    check_forward(sizes, dtype, GELU, tiling)
+    check_gradient(sizes, dtype, GELU, "output", tiling)
+    check_gradient(sizes, dtype, SILU, "input", tiling)
+
+
 # --- launching --------------------------------------------------------------------------------------------------------
 
 

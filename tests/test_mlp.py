@@ -27,7 +27,7 @@ TABLE = [row.bind() for row in rows()]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SAVES = ("auto", "output", "input", "recompute")
 #: One folded, one by its output, one without a kernel of ATen's, one that reads its input, none at all.
-KINDS = ["gelu", "tanh", "softplus", "leaky_relu(-0.5)", None]
+NAMES = ["gelu", "tanh", "softplus", "leaky_relu(-0.5)", None]
 ROWS, IN, HIDDEN, OUT = 150, 12, 40, 7
 
 every_activation = pytest.mark.parametrize("activation", TABLE, ids=str)
@@ -41,30 +41,58 @@ compiles = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
 class Kind:
     """A block by function: which it is, and its tensors."""
 
-    def __init__(self, name: str, function: Callable[..., Tensor], eager: Callable[..., Tensor], first: int) -> None:
-        self.name, self.function, self.eager, self.first = name, function, eager, first
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Tensor],
+        eager: Callable[..., Tensor],
+        first: int,
+        saves: Sequence[str] = ("auto", "recompute"),
+        halves: int = 1,
+    ) -> None:
+        self.name, self.function, self.eager, self.first, self.saves, self.halves = (
+            name, function, eager, first, saves, halves,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         return self.name
 
+    @property
+    def parts(self) -> int:
+        """Pre-activations."""
+        return self.first * self.halves
+
+    def first_shapes(self, size: int, width: int) -> list[tuple[int, ...]]:
+        return [(self.halves * size, width), (self.halves * size,)] * self.first
+
     def leaves(
         self, dtype: torch.dtype = torch.float32, *, bias: bool = True, rows: int = ROWS, size: int = HIDDEN
     ) -> list[Any]:
-        first = [(size, IN), (size,) if bias else None] * self.first
+        first = [(self.halves * size, IN), (self.halves * size,) if bias else None] * self.first
         found = reference.leaves((rows, IN), *first, (OUT, size), (OUT,) if bias else None, dtype=dtype)
         with torch.no_grad():
             for w in found[1::2]:
                 w.mul_(w.shape[1] ** -0.5)
         return found
 
-    def saves(self) -> Sequence[str]:
-        return SAVES if self.first == 1 else ("auto", "recompute")
+
+def _packed(x: Tensor, w: Tensor, b: Tensor | None, *last_and_rest: Any, **options: Any) -> Tensor:
+    return fl.gated_mlp(x, w, b, None, None, *last_and_rest, **options)
 
 
-PLAIN, GATED = Kind("mlp", fl.mlp, reference.mlp, 1), Kind("gated_mlp", fl.gated_mlp, reference.gated_mlp, 2)
-both = pytest.mark.parametrize("kind", [PLAIN, GATED], ids=str)
-both_saved = pytest.mark.parametrize(
-    ("kind", "save"), [(kind, save) for kind in (PLAIN, GATED) for save in kind.saves()], ids=str
+def _packed_eager(x: Tensor, w: Tensor, b: Tensor | None, w2: Tensor, b2: Tensor | None, function: Any) -> Tensor:
+    gate, up = F.linear(x, w, b).chunk(2, -1)
+    return F.linear(function(gate) * up, w2, b2)
+
+
+PLAIN = Kind("mlp", fl.mlp, reference.mlp, 1, SAVES)
+GATED = Kind("gated_mlp", fl.gated_mlp, reference.gated_mlp, 2)
+#: Gate and up of one weight.
+PACKED = Kind("packed", _packed, _packed_eager, 1, halves=2)
+KINDS = [PLAIN, GATED, PACKED]
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
+every_kind_saved = pytest.mark.parametrize(
+    ("kind", "save"), [(kind, save) for kind in KINDS for save in kind.saves], ids=str
 )
 
 
@@ -97,11 +125,17 @@ KEPT = {
     ("mlp", None): (1, {"auto": 1, "recompute": 0}),
     ("gated_mlp", "silu"): (4, {"auto": 2, "input": 2, "recompute": 0}),
     ("gated_mlp", "relu"): (3, {"auto": 2, "input": 2, "recompute": 0}),
+    ("packed", "silu"): (4, {"auto": 2, "input": 2, "recompute": 0}),
+    ("packed", "relu"): (4, {"auto": 2, "input": 2, "recompute": 0}),
     ("gated_mlp", None): (3, {"auto": 2, "input": 2, "recompute": 0}),
 }
 
 
-@pytest.mark.parametrize(("kind", "name"), [(k, n) for k in (PLAIN, GATED) for b, n in KEPT if b == k.name], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(k, n) for k in KINDS for b, n in KEPT if b == k.name],
+    ids=str,
+)
 @every_dtype
 def test_what_is_kept(kind: Kind, name: str | None, dtype: torch.dtype) -> None:
     x, *params = kind.leaves(dtype)
@@ -128,10 +162,10 @@ SIZES = [(150, 12), (10, 12), (10, 60)]
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize(("rows", "size"), SIZES)
 @pytest.mark.parametrize("save", ["auto", "recompute"])
-@both
+@every_kind
 def test_never_more_than_eager_is_kept(kind: Kind, save: str, rows: int, size: int, autocast: bool) -> None:
     """Whatever is frozen. The caller holds what it gives, but x is another layer's result, and b1 may be."""
-    first = [(HIDDEN, size), (HIDDEN,)] * kind.first
+    first = kind.first_shapes(HIDDEN, size)
     tensors = reference.leaves((rows, size), *first, (OUT, HIDDEN), (OUT,))
 
     def kept(function: Callable[..., Tensor], bias_is_made: bool, *args: Any, **options: Any) -> int:
@@ -151,7 +185,7 @@ def test_never_more_than_eager_is_kept(kind: Kind, save: str, rows: int, size: i
             assert here <= kept(kind.eager, bias_is_made, plain), (needs, name)
 
 
-@both
+@every_kind
 def test_a_last_weight_that_no_gradient_goes_through_is_not_kept(kind: Kind) -> None:
     tensors = kind.leaves()
     for t in tensors[:-2]:
@@ -161,7 +195,7 @@ def test_a_last_weight_that_no_gradient_goes_through_is_not_kept(kind: Kind) -> 
     assert kept == 0
 
 
-@both
+@every_kind
 def test_autocast_casts_a_weight_once_for_all_calls(kind: Kind) -> None:
     x, *params = kind.leaves()
     buffer = ROWS * HIDDEN * 2
@@ -176,7 +210,7 @@ def test_autocast_casts_a_weight_once_for_all_calls(kind: Kind) -> None:
 
             kept[name, calls] = saved_bytes(call)
     # x, being a parameter here, is cast once too.
-    assert kept["here", 3] - kept["here", 1] == 2 * kind.first * buffer
+    assert kept["here", 3] - kept["here", 1] == 2 * kind.parts * buffer
     assert all(kept["here", calls] <= kept["eager", calls] for calls in (1, 3))
 
 
@@ -222,12 +256,13 @@ def test_the_peak_through_forward_and_backward(
 @pytest.mark.parametrize("save", ["auto", "input", "recompute"])
 @pytest.mark.parametrize("rows", [64, 256, 1024])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@both
+@every_kind
 def test_the_peak_where_few_rows_meet_large_weights(kind: Kind, save: str, rows: int, dtype: torch.dtype) -> None:
     """Gradients of weights are what memory is needed for there; in 16 bits they are summed in float32 only where that
     takes less than it spares."""
     width, size = 256, 1024
-    x, w, last = (torch.randn(s).to(dtype).requires_grad_() for s in ((rows, width), (size, width), (width, size)))
+    shapes = (rows, width), (kind.halves * size, width), (width, size)
+    x, w, last = (torch.randn(shape).to(dtype).requires_grad_() for shape in shapes)
     weights = [w, *[w.detach().clone().requires_grad_()] * (kind.first - 1), last]
     tensors = [x, *(t for w in weights for t in (w, None))]
 
@@ -272,10 +307,10 @@ def test_more_chunks_need_less() -> None:
 
 @every_activation
 @every_dtype
-@both_saved
+@every_kind_saved
 def test_gradients_are_as_good_as_torchs(kind: Kind, save: str, activation: Activation, dtype: torch.dtype) -> None:
     if save == "output" and activation.output_refused_because(dtype) is not None:
-        with pytest.raises(ValueError, match=f"{kind.name}: save='output' cannot be had"):
+        with pytest.raises(ValueError, match="mlp: save='output' cannot be had"):
             kind.function(*kind.leaves(dtype), activation, save=save)
         return
     call = functools.partial(kind.function, save=save)
@@ -283,8 +318,8 @@ def test_gradients_are_as_good_as_torchs(kind: Kind, save: str, activation: Acti
     reference.compare(call, kind.eager, activation, *kind.leaves(dtype), folded=keeps_output)
 
 
-@both_saved
-@pytest.mark.parametrize("name", KINDS, ids=str)
+@every_kind_saved
+@pytest.mark.parametrize("name", NAMES, ids=str)
 @pytest.mark.parametrize("bias", [True, False], ids=["", "no bias"])
 def test_gradcheck_and_gradgradcheck(kind: Kind, save: str, name: str | None, bias: bool) -> None:
     activation = _activation(name)
@@ -302,7 +337,7 @@ def test_gradcheck_and_gradgradcheck(kind: Kind, save: str, name: str | None, bi
 
 @pytest.mark.parametrize("trained", ["x", "w1", "b1", "w2", "x b1 w2", "w1 b1 w2", "x b2"])
 @pytest.mark.parametrize("save", ["auto", "recompute"])
-@both
+@every_kind
 def test_gradgradcheck_where_layers_are_frozen(kind: Kind, save: str, trained: str) -> None:
     found = kind.leaves(torch.float64, rows=9, size=5)
     names = ["x", "w1", "b1", *(["w3", "b3"] if kind is GATED else []), "w2", "b2"]
@@ -321,7 +356,7 @@ def test_gradgradcheck_where_layers_are_frozen(kind: Kind, save: str, trained: s
         torch.testing.assert_close(a, b.expand_as(a))
 
 
-@both_saved
+@every_kind_saved
 def test_a_gradient_penalty_is_torchs(kind: Kind, save: str) -> None:
     """Second derivatives in float32, where what is kept is rounded and carries the branch."""
     x, *params = kind.leaves()
@@ -337,7 +372,7 @@ def test_a_gradient_penalty_is_torchs(kind: Kind, save: str) -> None:
         assert ours is None or reference.relative(ours, theirs) < 1e-4
 
 
-@both_saved
+@every_kind_saved
 def test_backward_twice_with_retain_graph(kind: Kind, save: str) -> None:
     tensors = kind.leaves()
     y = kind.function(*tensors, "gelu", save=save)
@@ -351,18 +386,30 @@ def test_backward_twice_with_retain_graph(kind: Kind, save: str) -> None:
         torch.autograd.grad(y, tensors, dy)
 
 
-@both
-def test_what_is_kept_is_overwritten_unless_the_graph_is_kept(kind: Kind) -> None:
-    for retain in (True, False):
+@every_kind
+def test_what_is_kept_is_overwritten_unless_somebody_can_read_it(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses: list[int] = []
+    gradients = hidden.Block.gradients
+
+    def noted(self: Any, dy: Tensor, parts: Sequence[Tensor], *rest: Any) -> Any:
+        addresses.append(parts[0].data_ptr())
+        return gradients(self, dy, parts, *rest)
+
+    monkeypatch.setattr(hidden.Block, "gradients", noted)
+    for who in ("nobody", "the graph", "the user"):
         tensors = kind.leaves()
         y = kind.function(*tensors, "silu")
-        kept = y.grad_fn.saved_tensors[-1]
-        before = kept.clone()
-        torch.autograd.grad(y.sum(), tensors, retain_graph=retain)
-        assert torch.equal(kept, before) == retain
+        kept = y.grad_fn.saved_tensors[-kind.parts]
+        before, address = kept.clone(), kept.data_ptr()
+        if who == "nobody":
+            del kept
+        addresses.clear()
+        torch.autograd.grad(y.sum(), tensors, retain_graph=who == "the graph")
+        assert (addresses[0] == address) == (who == "nobody")
+        assert who == "nobody" or torch.equal(kept, before)
 
 
-@both_saved
+@every_kind_saved
 @pytest.mark.parametrize("name", ["gelu", "tanh"])
 def test_what_is_frozen_gets_no_gradient(kind: Kind, save: str, name: str) -> None:
     count = len(kind.leaves())
@@ -416,7 +463,7 @@ def test_tensors_that_are_the_same_or_made_from_one_another(save: str, create_gr
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@both_saved
+@every_kind_saved
 def test_an_activation_with_a_parameter(kind: Kind, save: str) -> None:
     alpha, slopes = torch.tensor(1.3, requires_grad=True), torch.rand(HIDDEN, requires_grad=True)
     save = "input" if save == "output" else save
@@ -427,7 +474,7 @@ def test_an_activation_with_a_parameter(kind: Kind, save: str) -> None:
     sources = [*kind.leaves(), alpha, slopes]
     dy = torch.randn(ROWS, OUT)
     y = kind.function(*sources[:-2], snake, save=save)
-    buffers = {"recompute": 0}.get(save, kind.first)
+    buffers = {"recompute": 0}.get(save, kind.parts)
     assert _node(y) == "MLPBackward"
     kept = saved_bytes(lambda: kind.function(*sources[:-2], snake, save=save), exclude=[*sources])
     assert kept <= buffers * ROWS * HIDDEN * 4 + slopes.nbytes + alpha.nbytes
@@ -447,7 +494,7 @@ def test_an_activation_with_a_parameter(kind: Kind, save: str) -> None:
 # --- shapes -----------------------------------------------------------------------------------------------------------
 
 
-@both_saved
+@every_kind_saved
 @pytest.mark.parametrize("shape", [(IN,), (1, IN), (0, IN), (5, IN), (2, 3, 50, IN), (2, 0, IN)], ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "expanded"])
 def test_shapes(kind: Kind, save: str, shape: tuple[int, ...], layout: str) -> None:
@@ -470,7 +517,7 @@ def test_shapes(kind: Kind, save: str, shape: tuple[int, ...], layout: str) -> N
             torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-4)
 
 
-@both_saved
+@every_kind_saved
 def test_odd_values(kind: Kind, save: str) -> None:
     tensors = kind.leaves()
     with torch.no_grad():
@@ -482,7 +529,7 @@ def test_odd_values(kind: Kind, save: str) -> None:
         torch.testing.assert_close(a, b, equal_nan=True, rtol=1e-4, atol=1e-4)
 
 
-@both_saved
+@every_kind_saved
 def test_values_without_gradients_are_exact(kind: Kind, save: str) -> None:
     tensors = kind.leaves()
     with torch.no_grad():
@@ -509,7 +556,7 @@ def test_packed_weights(save: str, bias: bool) -> None:
 # --- dropout ----------------------------------------------------------------------------------------------------------
 
 
-@both_saved
+@every_kind_saved
 def test_dropout_zeroes_and_scales(kind: Kind, save: str) -> None:
     x, *params = kind.leaves()
     eye = torch.eye(HIDDEN)
@@ -529,7 +576,7 @@ def test_dropout_zeroes_and_scales(kind: Kind, save: str) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@both_saved
+@every_kind_saved
 @pytest.mark.parametrize("name", ["gelu", "tanh"])
 def test_backward_makes_the_same_mask_again(kind: Kind, save: str, name: str) -> None:
     tensors = kind.leaves(torch.float64)
@@ -545,7 +592,7 @@ def test_backward_makes_the_same_mask_again(kind: Kind, save: str, name: str) ->
     assert gradgradcheck(call, tensors)
 
 
-@both_saved
+@every_kind_saved
 @pytest.mark.parametrize("frozen", [None, "x", "w1"])
 def test_batched_gradients_with_dropout(kind: Kind, save: str, frozen: str | None) -> None:
     tensors = kind.leaves()
@@ -561,7 +608,7 @@ def test_batched_gradients_with_dropout(kind: Kind, save: str, frozen: str | Non
             assert reference.relative(a[i], b) < 2e-5
 
 
-@both_saved
+@every_kind_saved
 def test_dropout_under_a_checkpoint(kind: Kind, save: str) -> None:
     tensors = kind.leaves()
     results = []
@@ -577,7 +624,7 @@ def test_dropout_under_a_checkpoint(kind: Kind, save: str) -> None:
         torch.testing.assert_close(a, c)
 
 
-@both
+@every_kind
 def test_dropout_of_frozen_layers_in_a_reentrant_checkpoint(kind: Kind) -> None:
     """x is all that would be kept, and a leaf the second time."""
     x, *weights = kind.leaves(bias=False)
@@ -594,7 +641,7 @@ def test_dropout_of_frozen_layers_in_a_reentrant_checkpoint(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("frozen", ["first", "none"])
-@both_saved
+@every_kind_saved
 def test_one_seed_is_one_mask_with_gradients_and_without(kind: Kind, save: str, frozen: str) -> None:
     tensors = kind.leaves()
     for t in tensors[1 : 1 + 2 * kind.first] if frozen == "first" else []:
@@ -626,7 +673,7 @@ def test_a_mask_is_not_kept(save: str) -> None:
 # --- contexts ---------------------------------------------------------------------------------------------------------
 
 
-@both_saved
+@every_kind_saved
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast(kind: Kind, save: str, dtype: torch.dtype) -> None:
     tensors = kind.leaves()
@@ -652,12 +699,12 @@ def test_autocast(kind: Kind, save: str, dtype: torch.dtype) -> None:
         x, *params = tensors
         here = saved_bytes(lambda: kind.function(x, *params, "gelu", save=save))
         eager = saved_bytes(lambda: kind.eager(x, *params, F.gelu))
-    buffers = 0 if save == "recompute" else kind.first
-    assert here <= eager - (2 * kind.first - buffers) * ROWS * HIDDEN * 2
+    buffers = 0 if save == "recompute" else kind.parts
+    assert here <= eager - (2 * kind.parts - buffers) * ROWS * HIDDEN * 2
 
 
 @compiles
-@both_saved
+@every_kind_saved
 def test_compiled_whole(kind: Kind, save: str) -> None:
     tensors = kind.leaves()
     torch.compiler.reset()
@@ -675,7 +722,7 @@ def test_compiled_whole(kind: Kind, save: str) -> None:
         assert saved_bytes(compiled, *tensors, exclude=tensors) < ROWS * HIDDEN * 4
 
 
-@both_saved
+@every_kind_saved
 @pytest.mark.parametrize("how", ["hooks", "save_on_cpu", "reentrant", "not reentrant"])
 def test_contexts_give_the_same_gradients(kind: Kind, save: str, how: str) -> None:
     tensors = kind.leaves()
@@ -699,7 +746,7 @@ def test_contexts_give_the_same_gradients(kind: Kind, save: str, how: str) -> No
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("how", ["checkpoint", "save_on_cpu", "held", "held storage", "kept graph"])
-@both
+@every_kind
 def test_what_hooks_hand_back_is_copied_only_if_somebody_holds_it(
     kind: Kind, how: str, frozen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -740,12 +787,12 @@ def test_what_hooks_hand_back_is_copied_only_if_somebody_holds_it(
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
     assert all(torch.equal(t, b) for t, b in zip(held, before, strict=True))
-    assert len(written) == kind.first
+    assert len(written) == kind.parts
     is_copied = torch.Size([ROWS, HIDDEN]) in copies
     assert is_copied == (how not in ("checkpoint", "save_on_cpu"))
 
 
-@both_saved
+@every_kind_saved
 def test_hooks_may_hand_back_another_layout(kind: Kind, save: str) -> None:
     tensors = kind.leaves()
     expected = torch.autograd.grad(kind.function(*tensors, "gelu", save=save).sum(), tensors)
@@ -755,7 +802,7 @@ def test_hooks_may_hand_back_another_layout(kind: Kind, save: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@both_saved
+@every_kind_saved
 def test_backward_under_autocast_of_a_forward_pass_without(kind: Kind, save: str) -> None:
     tensors = kind.leaves()
     y = kind.function(*tensors, "gelu", save=save)
@@ -766,7 +813,7 @@ def test_backward_under_autocast_of_a_forward_pass_without(kind: Kind, save: str
         torch.testing.assert_close(a, b)
 
 
-@both
+@every_kind
 def test_a_prelu_runs_along_its_own_dimension(kind: Kind) -> None:
     _, *params = kind.leaves()
     x, prelu = torch.randn(3, 20, IN), nn.PReLU(20)
@@ -775,7 +822,7 @@ def test_a_prelu_runs_along_its_own_dimension(kind: Kind) -> None:
 
 
 @compiles
-@both
+@every_kind
 def test_functional_transforms(kind: Kind) -> None:
     x, *params = (t.detach() for t in kind.leaves())
     ours, theirs = (functools.partial(kind.function, activation="silu"), functools.partial(kind.eager, function=F.silu))
@@ -801,7 +848,7 @@ def test_functional_transforms(kind: Kind) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-@both
+@pytest.mark.parametrize("kind", [PLAIN, GATED], ids=str)
 def test_a_symbolic_trace_calls_the_block(kind: Kind) -> None:
     module = fl.FusedMLP(IN, HIDDEN) if kind is PLAIN else fl.FusedGatedMLP(IN, HIDDEN)
     traced = torch.fx.symbolic_trace(module)
@@ -811,7 +858,7 @@ def test_a_symbolic_trace_calls_the_block(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("edited", [1, 2])
-@both
+@every_kind
 def test_edited_parameters_are_refused_only_where_they_are_needed(kind: Kind, edited: int) -> None:
     """What x, which needs no gradient, is multiplied by, and what is added."""
     x, *params = kind.leaves()
@@ -822,11 +869,11 @@ def test_edited_parameters_are_refused_only_where_they_are_needed(kind: Kind, ed
         [x, *params][edited].add_(1)
     for ours, theirs in zip(torch.autograd.grad(y.sum(), params, retain_graph=True), expected, strict=True):
         assert reference.relative(ours, theirs) < 2e-5
-    with pytest.raises(RuntimeError, match=f"{kind}: a weight or bias was edited in place between forward and back"):
+    with pytest.raises(RuntimeError, match="mlp: a weight or bias was edited in place between forward and back"):
         torch.autograd.grad(y.sum(), params, create_graph=True)
 
 
-@both
+@every_kind
 def test_the_saved_weight_must_not_be_edited(kind: Kind) -> None:
     tensors = kind.leaves()
     y = kind.function(*tensors, "gelu")
@@ -968,12 +1015,45 @@ def test_from_modules_refuses_layers_that_do_not_fit() -> None:
     gated(linear(4, 16), "silu", None, linear(8, 4))
 
 
+@pytest.mark.parametrize("build", [fl.FusedMLP, fl.FusedGatedMLP])
+def test_hooks_on_all_modules_see_the_layers(build: Any) -> None:
+    module, seen = build(IN, HIDDEN), []
+    handle = nn.modules.module.register_module_forward_hook(lambda m, *arguments: seen.append(m))
+    try:
+        y = module(torch.randn(30, IN))
+        assert "not fused: there are hooks on all modules" in repr(module)
+    finally:
+        handle.remove()
+    assert y.shape == (30, IN) and set(seen) >= set(module.children())
+
+
+class Scaled(Tensor):
+    """A weight whose linear layer is another, as those of quantised layers are."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            x, w, *rest = args
+            return 2 * F.linear(x, w.as_subclass(Tensor), *rest)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("build", [fl.FusedMLP, fl.FusedGatedMLP])
+def test_weights_of_a_type_of_their_own_are_multiplied_by_their_layer(build: Any) -> None:
+    module, x = build(IN, HIDDEN, activation="relu", bias=False), torch.randn(30, IN)
+    expected = module(x)
+    for layer in module.children():
+        layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Scaled))
+    assert "has a Scaled, which may compute something else" in repr(module)
+    torch.testing.assert_close(module(x), expected * 2 ** len(list(module.children())))
+
+
 def test_chunks_may_be_any_whole_number() -> None:
     x, *params = PLAIN.leaves()
     torch.testing.assert_close(
         fl.mlp(x, *params, save="recompute", chunks=np.int64(4)), fl.mlp(x, *params, save="recompute", chunks=4)
     )
-    assert fl.FusedMLP(IN, HIDDEN, chunks=np.int64(4))(x).shape == (ROWS, IN)
+    assert fl.FusedMLP(IN, HIDDEN, chunks=np.int64(4), dropout=np.float32(0.5))(x).shape == (ROWS, IN)
 
 
 @every_module
@@ -1051,3 +1131,34 @@ def test_functional_call_and_training(build: Any) -> None:
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("save", ["auto", "recompute"])
+@every_kind
+def test_masks_do_not_depend_on_what_needs_a_gradient(kind: Kind, save: str) -> None:
+    """What is computed without gradients and then with them, by whatever route, is the same."""
+    tensors = kind.leaves()
+    for needs in itertools.product((True, False), repeat=len(tensors)):
+        for t, need in zip(tensors, needs, strict=True):
+            t.requires_grad_(need)
+        for autocast, name in ((False, "gelu"), (True, "gelu"), (False, None)):
+            outs = []
+            for grad in (False, True):
+                torch.manual_seed(1)
+                with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    x, *params = tensors
+                    outs.append(kind.function(x * 1, *params, name, save=save, dropout=0.5).detach())
+            size = float(outs[0].abs().max())
+            torch.testing.assert_close(*outs, atol=(0.02 if autocast else 1e-5) * size, rtol=0.0)
+
+
+@every_kind
+def test_masks_do_not_depend_on_chunks(kind: Kind) -> None:
+    tensors = kind.leaves()
+    outs = []
+    for chunks in (1, 3, 100):
+        torch.manual_seed(1)
+        outs.append(kind.function(*tensors, "gelu", save="recompute", dropout=0.5, chunks=chunks))
+    torch.testing.assert_close(outs[0], outs[1])
+    torch.testing.assert_close(outs[0], outs[2])

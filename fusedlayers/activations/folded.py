@@ -7,7 +7,7 @@
   minimum, so one polynomial serves both sides of it. That of the input is of ``z - y``, which settles to 0;
 * on the falling branch's tail, where y returns to 0, in ``u = sqrt(log(y_min / y))``: ``f' = y P(u)``, so that the
   derivative vanishes with y, and ``z - y = P(u)``. To a coarse tolerance ``f' = y P(y)`` does as well, without
-  logarithm and root.
+  logarithm and root; the tolerance is an absolute one, of which far out in the tail little is left to compare with.
 
 Of the programs that meet the tolerance the shortest is taken: on GPUs 16-bit derivatives are else bound by arithmetic.
 

@@ -118,6 +118,10 @@ def explain(activation: object) -> Explanation:
     shape = _shape(resolved)
     record = _specialised(resolved, shape)
     kind, reason = _kind(record)
+    given = _given(record, layer)
+    if layer is not None and given == "input" and kind in ("monotone", "folded"):
+        again = layer.save == "recompute"
+        reason = f"the layer {'computes its input again' if again else 'keeps its input'}, which tells the derivative"
     if _is_norm(layer) and told(record, torch.float32) is not None:
         reason += (
             "; a batch norm in float32 keeps its input too, of channels where rounding of the output would show in "
@@ -135,7 +139,7 @@ def explain(activation: object) -> Explanation:
         {_name(d): record.describe("auto", d) if layer is None else layer.keeps(record, d) for d in DTYPES},
         {_name(dtype): saved for dtype, saved in bytes_.items()},
         {_name(dtype): errors for dtype, errors in accuracy.items()} if kind != "fallback" else {},
-        "" if kind == "fallback" or record.is_identity else _source(record),
+        "" if kind == "fallback" or record.is_identity else _source(record, given),
         () if layer is None else tuple(layer.decided()),
         _curves(resolved, shape),
     )
@@ -291,13 +295,19 @@ def _curves(resolved: Activation, shape: tuple[int, ...]) -> Mapping[str, Tensor
         return {}
 
 
-def _source(record: Activation) -> str:
+def _given(record: Activation, layer: WithActivation | None) -> str:
+    """What the derivative is had from: "output" or "input"."""
+    if record.output_refused_because(torch.float32) is not None or isinstance(layer, FusedGatedMLP):
+        return "input"
+    return "input" if layer is not None and layer.save in ("input", "recompute") else "output"
+
+
+def _source(record: Activation, given: str) -> str:
     if importlib.util.find_spec("triton") is None:
         return "# Triton is not installed; torch operations do the work."
     from ..activations.trace import NotPointwise
     from ..backends.triton.codegen import source
 
-    given = "input" if record.output_refused_because(torch.float32) is not None else "output"
     needs = (True,) * len(record.operand_dims)
     try:
         parts = [

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import backends
-from ..activations import Activation, must_be_called_because, resolve
-from ..block_routes import Settings, by_torch
+from ..activations import DTYPES, Activation, must_be_called_because, resolve
+from ..block_routes import Settings, by_torch, torchs_dropout
 from ..blocks import CHUNKS, gated_mlp, mlp
 from ..functional import bias_act
 from .fused import WithActivation
@@ -65,6 +65,12 @@ class FusedBlock(WithActivation):
                     f"{cls.__name__}.from_modules: {other} is on {layer.weight.device} but {name} is on "
                     f"{last.weight.device}; move one of them"
                 )
+        for other, layer in layers.items():
+            if layer.weight.dtype not in DTYPES:
+                raise TypeError(
+                    f"{cls.__name__}.from_modules: {other} is of {layer.weight.dtype}, which is no floating dtype; "
+                    "leave it as it is"
+                )
 
     def layers(self) -> dict[str, Any]:
         """By name, as they are now; the last one makes the output."""
@@ -76,12 +82,17 @@ class FusedBlock(WithActivation):
 
     def called_because(self) -> str | None:
         """Why the layers are called one by one, and nothing is fused but the activation; or None."""
+        if nn.modules.module._has_any_global_hook():
+            return "there are hooks on all modules"
         for name, layer in self.layers().items():
             if type(layer) is not nn.Linear:
                 return f"{name} is a {type(layer).__name__}"
             reason = must_be_called_because(layer)
             if reason is not None:
                 return f"{name} must be called: {reason}"
+            for of in (layer.weight, layer.bias):
+                if isinstance(of, Tensor) and type(of) not in (Tensor, nn.Parameter):
+                    return f"{name} has a {type(of).__name__}, which may compute something else"
         return None
 
     def _parts(self, input: Tensor) -> list[Tensor]:
@@ -95,7 +106,7 @@ class FusedBlock(WithActivation):
             activated = bias_act(first, None, self.activation, save="auto" if self.save == "recompute" else self.save)
         else:
             activated = function(first)
-        return by_torch(activated, others, self._drops, self._last)
+        return by_torch(activated, others, torchs_dropout(self._drops), self._last)
 
     @property
     def _drops(self) -> float:

@@ -18,10 +18,10 @@ import logging
 import math
 import os
 import statistics
-import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton
@@ -32,15 +32,30 @@ _log = logging.getLogger(__name__)
 #: The vendor's matmul, and an elementwise kernel behind it: always a candidate, and the first.
 LIBRARY = "library"
 #: Multiplications below which a launch takes as long as all the rest.
-SMALL = 1 << 28
+SMALL = 1 << 31
 #: Scratch rows, at most: a few waves of tiles, by which longer matrices run as fast.
 MOST_ROWS = 1 << 14
-ROUNDS = 7
-#: How far results may be from the vendor's, in units of rounding (of TF32 for float32), by their norms.
-UNITS = 4
+#: Of so many samples the median, of so many calls each.
+ROUNDS, CALLS = 7, 3
+#: How far results may be from the vendor's, in units of rounding (of TF32 for float32): all of them, and any row, by
+#: their norms.
+UNITS, ROW_UNITS = 4, 16
 
 Run = Callable[[str], Sequence[Tensor]]
 """Runs a candidate on scratch numbers, and returns its results."""
+
+
+class Job(Protocol):
+    """What there are several ways for."""
+
+    @property
+    def candidates(self) -> Sequence[str]:
+        """Their names, the first of which is ``LIBRARY``."""
+        ...
+
+    def scratch(self, rows: int) -> Run:
+        """The same on so many rows of other numbers."""
+        ...
 
 
 class Question(NamedTuple):
@@ -64,6 +79,10 @@ class Question(NamedTuple):
         return f"{self.role} {self.activation} {dtype} {self.rows}x{self.columns}x{self.inner}"
 
 
+Times = dict[str, float | None]
+"""Microseconds for each candidate; None for those that fail, or are wrong."""
+
+
 class Answer(NamedTuple):
     candidate: str
     because: str
@@ -72,16 +91,21 @@ class Answer(NamedTuple):
         return f"{self.candidate} ({self.because})"
 
 
-def choose(question: Question, device: torch.device, candidates: Sequence[str], prepare: Callable[[int], Run]) -> str:
-    """One of the candidates, the first of which is ``LIBRARY``. ``prepare`` makes scratch numbers of so many rows."""
-    if len(candidates) == 1 or question.rows * question.columns * question.inner < SMALL:
+def choose(question: Question, device: torch.device, job: Job) -> str:
+    """The candidate for a job."""
+    if question.rows * question.columns * question.inner < SMALL:
         return LIBRARY
+    candidates = job.candidates
+    if len(candidates) == 1:
+        return LIBRARY
+    if torch.are_deterministic_algorithms_enabled():
+        return by_rule(question, device, candidates)
     question = question.in_general
     answers = _answers(device)
     if (answer := answers.get(question)) is None:
-        if torch.are_deterministic_algorithms_enabled() or _is_capturing():
+        if _is_capturing(device):
             return by_rule(question, device, candidates)
-        answer = answers[question] = _measured(question, device, candidates, prepare)
+        answer = answers[question] = _measured(question, device, job)
         _log.info("%s on %s: %s", question, _name(device), answer)
     return answer.candidate if answer.candidate in candidates else LIBRARY
 
@@ -115,14 +139,14 @@ def tf32_is_allowed() -> bool:
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def _measured(
-    question: Question, device: torch.device, candidates: Sequence[str], prepare: Callable[[int], Run]
-) -> Answer:
+def _measured(question: Question, device: torch.device, job: Job) -> Answer:
+    candidates = job.candidates
     remembered = _Remembered.of(device)
     times = remembered.get(str(question))
     if times is None or not set(candidates) <= set(times):
         try:
-            times = _time_all(prepare(question.rows), candidates, question.dtype)
+            with _on(device):
+                times = _time_all(job.scratch(question.rows), candidates, question.dtype)
         except torch.OutOfMemoryError:
             return Answer(by_rule(question, device, candidates), "by rule: no memory was left to measure")
         remembered.put(str(question), times)
@@ -138,8 +162,7 @@ def _or_never(time_us: float | None) -> float:
     return math.inf if time_us is None else time_us
 
 
-def _time_all(run: Run, candidates: Sequence[str], dtype: torch.dtype) -> dict[str, float | None]:
-    """Microseconds for each candidate; None for those that fail, or are wrong."""
+def _time_all(run: Run, candidates: Sequence[str], dtype: torch.dtype) -> Times:
     expected = [result.clone() for result in run(LIBRARY)]
     good = [LIBRARY]
     for candidate in candidates[1:]:
@@ -166,25 +189,45 @@ def _time_all(run: Run, candidates: Sequence[str], dtype: torch.dtype) -> dict[s
 def _differs(results: Sequence[Tensor], expected: Sequence[Tensor], dtype: torch.dtype) -> str | None:
     unit = torch.finfo(dtype).eps if dtype.itemsize == 2 else 2.0**-10
     for ours, theirs in zip(results, expected, strict=True):
-        error = float((ours.float() - theirs.float()).norm())
-        scale = float(theirs.float().norm())
-        if not error <= UNITS * unit * scale:
-            return f"by {error / max(scale, 1e-30):.1e} of their norm"
+        errors, sizes = [], []
+        # A part at a time: nothing as large as the results is made.
+        for a, b in zip(
+            ours.view(-1, ours.shape[-1]).split(1024), theirs.view(-1, ours.shape[-1]).split(1024), strict=True
+        ):
+            if not torch.equal(a.isnan(), b.isnan()):
+                return "in what is no number"
+            a, b = a.float().nan_to_num(), b.float().nan_to_num()
+            errors.append((a - b).norm(dim=1))
+            sizes.append(b.norm(dim=1))
+        error, size = torch.cat(errors), torch.cat(sizes)
+        for limit, of_all, of_any in ((UNITS, error.norm(), size.norm()), (ROW_UNITS, error.max(), size.mean())):
+            if not float(of_all) <= limit * unit * float(of_any):
+                return f"by {float(of_all) / max(float(of_any), 1e-30):.1e} of their norm"
     return None
 
 
 def _time(function: Callable[[], object]) -> float:
-    """Microseconds, on the stream that the caller computes on: what it runs there waits, and is not disturbed."""
+    """Microseconds of a call, on the stream that the caller computes on: what it runs there waits, and is not
+    disturbed."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    # The device is kept busy while Python prepares the launches: they are not what is asked for.
+    torch.cuda._sleep(2_000_000)
     start.record()
-    function()
+    for _ in range(CALLS):
+        function()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) * 1e3
+    return start.elapsed_time(end) * 1e3 / CALLS
 
 
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+def _is_capturing(device: torch.device) -> bool:
+    with _on(device):
+        return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _on(device: torch.device) -> Any:
+    """Events and streams are the current device's, which need not be the tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 # --- remembering ------------------------------------------------------------------------------------------------------
@@ -200,7 +243,11 @@ def _name(device: torch.device) -> str:
 
 
 def cache_folder() -> Path:
-    """Where times are kept."""
+    """Where times are kept.
+
+    Raises:
+        RuntimeError: there is no home folder.
+    """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fusedlayers"
 
 
@@ -212,14 +259,21 @@ class _Remembered:
     """Times on disk, for one device and one set of versions."""
 
     def __init__(self, device: torch.device) -> None:
+        self.path: Path | None
         self.about = {
             "device": _name(device),
-            "kernels": _digest(Path(__file__).with_name("gemm.py").read_bytes()),
+            "kernels": _digest(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))),
             "torch": torch.__version__,
             "triton": triton.__version__,
             "cuda": torch.version.cuda or torch.version.hip,
         }
-        self.path = cache_folder() / f"matmuls-{_digest(json.dumps(self.about).encode())}.json"
+        try:
+            folder = cache_folder()
+        except RuntimeError as error:
+            _log.info("times of matmuls are not kept for the next process: %s", error)
+            self.path = None
+        else:
+            self.path = folder / f"matmuls-{_digest(json.dumps(self.about).encode())}.json"
         self.times = self._read()
 
     @staticmethod
@@ -227,23 +281,34 @@ class _Remembered:
     def of(device: torch.device) -> _Remembered:
         return _Remembered(device)
 
-    def get(self, question: str) -> dict[str, float | None] | None:
+    def get(self, question: str) -> Times | None:
         return self.times.get(question)
 
-    def put(self, question: str, times: dict[str, float | None]) -> None:
+    def put(self, question: str, times: Times) -> None:
         # Other processes write too. What one of them adds between reading and writing is lost, and measured again.
         self.times = {**self._read(), **self.times, question: times}
+        if self.path is None:
+            return
+        temporary = self.path.with_suffix(f".{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False, encoding="utf-8") as file:
-                json.dump({**self.about, "times_us": self.times}, file, indent=1)
-            os.replace(file.name, self.path)
+            temporary.write_text(json.dumps({**self.about, "times_us": self.times}, indent=1), encoding="utf-8")
+            os.replace(temporary, self.path)
         except OSError as error:
             _log.info("times of matmuls are not kept for the next process: %s", error)
+            with suppress(OSError):
+                temporary.unlink()
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self) -> dict[str, Times]:
         try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))["times_us"]
-            return found if isinstance(found, dict) else {}
-        except (OSError, ValueError, KeyError, TypeError):  # none yet, or cut short
+            found = json.loads(self.path.read_text(encoding="utf-8"))["times_us"] if self.path is not None else {}
+            return {question: times for question, times in found.items() if _are_times(times)}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):  # none yet, or broken
             return {}
+
+
+def _are_times(times: Any) -> bool:
+    """Whether somebody has measured that."""
+    if not isinstance(times, dict) or times.get(LIBRARY) is None:
+        return False
+    return all(t is None or (type(t) in (int, float) and 0 < t < math.inf) for t in times.values())

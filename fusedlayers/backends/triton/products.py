@@ -7,6 +7,7 @@ The vendor's product goes into a buffer that an elementwise kernel overwrites; o
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from ...activations import Activation
 from ...products import MATMUL, Matmul, Product, Weight
 from ..interface import Through, Wanted
 from . import dispatch, gemm
+from .codegen import source
 from .dispatch import LIBRARY, Question
 from .elementwise import bias_act, gate, gate_gradient, gradient
 
@@ -76,14 +78,19 @@ class Layer(NamedTuple):
         """The fastest way to compute it."""
         x, w, activation = self.x, self.w, self.activation
         question = Question(
-            _role("layer", encoded=self.encode), activation.name, x.dtype, x.shape[0], w.shape[0], x.shape[1]
+            _role("layer", x.dtype, bias=self.b is not None, encoded=self.encode, operands=len(self.operands)),
+            _identity(activation),
+            x.dtype,
+            x.shape[0],
+            w.shape[0],
+            x.shape[1],
         )
-        return dispatch.choose(question, x.device, self.candidates, lambda rows: self.scratch(rows)._again)
+        return dispatch.choose(question, x.device, self)
 
     @property
     def candidates(self) -> list[str]:
         """The ways there are, first the library's."""
-        relu = self.activation.name == "relu" and self.b is not None and self.x.is_cuda and _keeps_nan(self.x.device)
+        relu = self.activation.name == "relu" and self.b is not None
         return [LIBRARY, *[RELU_EPILOGUE] * relu, *_tilings(self.x, self.w)]
 
     def run(self, candidate: str) -> Tensor:
@@ -96,14 +103,18 @@ class Layer(NamedTuple):
         tiling = _tilings(x, w)[candidate]
         return gemm.linear_act(x, w, b, activation, operands, encode=encode, tiling=tiling)
 
-    def scratch(self, rows: int) -> Layer:
-        """The same on other numbers."""
+    def other(self, rows: int) -> Layer:
+        """The same on so many rows of other numbers."""
         inner = self.x.shape[1]
         x, w = _random(self.x, rows, inner=inner), _random(self.w, inner=inner)
-        return self._replace(x=x, w=w, b=None if self.b is None else _random(self.b))
+        b = None if self.b is None else _random(self.b)
+        if b is not None:
+            b[0] = torch.nan  # which the vendor's relu may make a number of
+        return self._replace(x=x, w=w, b=b)
 
-    def _again(self, candidate: str) -> list[Tensor]:
-        return [self.run(candidate)]
+    def scratch(self, rows: int) -> dispatch.Run:
+        layer = self.other(rows)
+        return lambda candidate: [layer.run(candidate)]
 
 
 def has_epilogue(x: Tensor, w: Tensor, b: Tensor | None, activation: Activation, *, encode: bool) -> bool:
@@ -125,11 +136,18 @@ class Backwards(NamedTuple):
     def choose(self) -> str:
         """The fastest way to compute it."""
         dy, w, activation = self.dy, self.w, self.activation
+        wanted = self.wanted
         role = _role(
-            "gradient", given_output=self.wanted.given == "output", gated=len(self.parts) > 1, hidden=self.hidden
+            "gradient",
+            dy.dtype,
+            given_output=wanted.given == "output",
+            gated=len(self.parts) > 1,
+            hidden=self.hidden,
+            bias=wanted.bias,
+            operands=sum(wanted.operands),
         )
-        question = Question(role, activation.name, dy.dtype, dy.shape[0], w.shape[1], w.shape[0])
-        return dispatch.choose(question, dy.device, self.candidates, lambda rows: self.scratch(rows)._again)
+        question = Question(role, _identity(activation), dy.dtype, dy.shape[0], w.shape[1], w.shape[0])
+        return dispatch.choose(question, dy.device, self)
 
     @property
     def candidates(self) -> list[str]:
@@ -152,17 +170,22 @@ class Backwards(NamedTuple):
         _, db, *shares = gradient(of_hidden, parts[0], activation, operands, wanted, dim=-1)
         return Through(made, db, shares)
 
-    def scratch(self, rows: int) -> Backwards:
-        """The same on other numbers."""
+    def other(self, rows: int) -> Backwards:
+        """The same on so many rows of other numbers."""
         inner = self.w.shape[0]
         dy, w = _random(self.dy, rows, inner=inner), _random(self.w, inner=inner)
         return self._replace(dy=dy, w=w, parts=[_random(part, rows) for part in self.parts])
 
-    def _again(self, candidate: str) -> list[Tensor]:
-        # Over a copy, whose time all candidates have in common: gradients of gradients would soon be infinite.
-        parts = [part.clone() for part in self.parts]
-        made, db, shares = self._replace(parts=parts).run(candidate)
-        return [t for t in (*parts, made, db, *shares) if t is not None]
+    def scratch(self, rows: int) -> dispatch.Run:
+        job = self.other(rows)
+
+        def run(candidate: str) -> list[Tensor]:
+            # Over a copy, whose time all candidates have in common: gradients of gradients would soon be infinite.
+            parts = [part.clone() for part in job.parts]
+            made, db, shares = job._replace(parts=parts).run(candidate)
+            return [t for t in (*parts, made, db, *shares) if t is not None]
+
+        return run
 
 
 def linear_gradient(
@@ -185,7 +208,7 @@ def linear_gradient(
 def decided(w: Tensor, activation: Activation) -> list[str]:
     """How layers and blocks multiply by ``w``, as far as this process has decided that, for people."""
     columns, inner = w.shape
-    return dispatch.answers_for(activation.name, columns, inner, w.device)
+    return dispatch.answers_for(_identity(activation), columns, inner, w.device)
 
 
 # --- what there is to choose from -------------------------------------------------------------------------------------
@@ -194,8 +217,19 @@ def decided(w: Tensor, activation: Activation) -> list[str]:
 RELU_EPILOGUE = "library with relu"
 
 
-def _role(name: str, **flags: bool) -> str:
-    return " ".join([name, *(flag for flag, is_set in flags.items() if is_set)])
+def _role(name: str, dtype: torch.dtype, **flags: int) -> str:
+    """What is asked for, in words: what the time depends on besides sizes."""
+    flags["tf32"] = dtype is torch.float32 and dispatch.tf32_is_allowed()
+    return " ".join([name, *(flag if flag != "operands" else f"operands={n}" for flag, n in flags.items() if n)])
+
+
+@functools.lru_cache(4096)
+def _identity(activation: Activation) -> str:
+    """A name that no two functions share."""
+    if activation.row is not None and not (activation.is_traced or activation.row.is_users):
+        return activation.name
+    text = source(activation, "forward", given="input", dtype=torch.float32)
+    return f"{activation.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def _tilings(a: Tensor, b: Tensor) -> dict[str, gemm.Tiling]:
@@ -207,13 +241,6 @@ def _tilings(a: Tensor, b: Tensor) -> dict[str, gemm.Tiling]:
     if a.dtype.itemsize == 4 and not dispatch.tf32_is_allowed():
         return {}
     return gemm.tilings(a.device, a.dtype.itemsize)
-
-
-@functools.cache
-def _keeps_nan(device: torch.device) -> bool:
-    """Whether the library's relu does. Some post-ops make a number of it."""
-    x = torch.full((16, 16), torch.nan, dtype=torch.bfloat16, device=device)
-    return bool(torch._addmm_activation(x[0], x, x).isnan().all())
 
 
 def _random(like: Tensor, rows: int | None = None, *, inner: int = 1) -> Tensor:
