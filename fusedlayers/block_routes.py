@@ -88,16 +88,13 @@ def block(settings: Settings, input: Tensor, products: list[Product], last: Prod
 
     trains = Trains.of(settings, input, products, last, params)
     alone = _kept_alone(trains, context.dtype, input, products)
-    # In what a checkpoint computes twice, once without gradients, the masks are the same by whichever route.
-    if settings.dropout or needs_gradient(input, *tensors, *params):
-        if keep == "recompute" and sum(t.numel() for t in alone) > rows * hidden * trains.hidden_buffers(record):
-            settings = settings._replace(save="auto")
-            keep = _choose_save(settings, record, context.dtype)
-        if keep != "recompute" and trains.half_a_gate:
-            keep = "nothing"
+    if needs_gradient(input, *tensors, *params):
+        keep = _least(keep, settings, record, context.dtype, trains, alone, rows * hidden)
     dropout = _dropout(settings)
     if keep == "nothing":
         drop = dropout.apply if dropout is not None else torchs_dropout(0.0)
+        if settings.save == "recompute":  # which would keep more
+            settings = settings._replace(save="auto")
         return _by_layers(settings, activation, drop, input, products, last)
 
     x = input if input.dim() == 2 else input.reshape(rows, -1)
@@ -105,8 +102,6 @@ def block(settings: Settings, input: Tensor, products: list[Product], last: Prod
         x, *weights = (shared_cast(t, context.cast) for t in (x, *(w for w, _ in (*products, last))))
         *products, last = (Product(w, b) for w, (_, b) in zip(weights, (*products, last), strict=True))
     backend = backends.choose(x, record)
-    if alone and keep == "output":
-        keep = "input"
     is_packed = settings.is_packed(products)
     plan = Block(record, keep, settings.is_gated, is_packed, dropout, settings.chunks, backend)
     plan = plan._replace(chunks=_chunks(plan, rows, products, last))
@@ -150,6 +145,25 @@ def _choose_save(settings: Settings, activation: Activation, dtype: torch.dtype)
     if settings.save == "recompute":
         return "recompute"  # also without an activation: the last product keeps what it multiplies
     return "input" if settings.is_gated else choose_save(settings.function, activation, settings.save, dtype)
+
+
+def _least(
+    keep: Saved,
+    settings: Settings,
+    activation: Activation,
+    dtype: torch.dtype,
+    trains: Trains,
+    alone: Sequence[Tensor],
+    hidden: int,
+) -> Saved:
+    """What is kept where gradients are needed, so that it is no more than PyTorch keeps: "nothing" is layer by layer.
+    ``alone`` is what one node would keep besides, and ``hidden`` the size of a hidden buffer."""
+    if keep == "recompute" and sum(t.numel() for t in alone) > hidden * trains.hidden_buffers(activation):
+        keep = _choose_save(settings._replace(save="auto"), activation, dtype)
+    if keep != "recompute" and trains.half_a_gate:
+        return "nothing"
+    # The node after PyTorch's products has their results.
+    return "input" if alone and keep == "output" else keep
 
 
 def _kept_alone(trains: Trains, dtype: torch.dtype, x: Tensor, products: Sequence[Product]) -> list[Tensor]:
