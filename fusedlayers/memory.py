@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from .graph import attributes_of, leaves_of, nodes_of
+
 __all__ = ["peak_bytes", "saved_bytes"]
 
 
@@ -46,9 +48,9 @@ def saved_bytes(function: Callable[..., Any], *args: Any, exclude: Any = ()) -> 
         128
     """
     # Held in a list until the end: an address may only be compared while the storage at it lives.
-    excluded = list(_tensors(list(exclude) if isinstance(exclude, Iterator | Set) else exclude))
+    excluded = list(tensors_in(list(exclude) if isinstance(exclude, Iterator | Set) else exclude))
     ledger = _Ledger()
-    for tensor in _tensors((function, args)):
+    for tensor in tensors_in((function, args)):
         ledger.limit(tensor)
     for tensor in excluded:
         ledger.leave_out(tensor)
@@ -70,7 +72,7 @@ def peak_bytes(function: Callable[..., Any], *args: Any, device: torch.device | 
         device: where to measure. By default the device of the first CUDA tensor among the arguments, the CPU if they
             hold tensors but none on CUDA, and without any tensor CUDA once it has been used in this process.
     """
-    where = _device((function, args)) if device is None else torch.device(device)
+    where = device_of((function, args)) if device is None else torch.device(device)
     if where.type == "cuda":
         torch.cuda.synchronize(where)
         torch.cuda.reset_peak_memory_stats(where)
@@ -97,20 +99,20 @@ class _Ledger:
         """Count the storage of this argument for no more than the arguments' own extent."""
         if _is_parameter(tensor):
             self.leave_out(tensor)
-        for part in _strided_parts(tensor):
+        for part in strided_parts(tensor):
             extent = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
             key = part.untyped_storage()._cdata
             self._limits[key] = self._limits.get(key, 0) + (extent * part.element_size() if part.numel() else 0)
 
     def leave_out(self, tensor: Tensor) -> None:
         """Do not count this tensor's storage, which the caller keeps alive."""
-        self._left_out.update(part.untyped_storage()._cdata for part in _strided_parts(tensor))
+        self._left_out.update(part.untyped_storage()._cdata for part in strided_parts(tensor))
 
     def pack(self, tensor: Tensor) -> "_Saved":
         # A weight is often saved as a view (`weight.t()`): its base is what tells a parameter.
         if _is_parameter(tensor) or (tensor._base is not None and _is_parameter(tensor._base)):
             return _Saved(tensor, (), self)
-        return _Saved(tensor, [self._hold(part) for part in _strided_parts(tensor)], self)
+        return _Saved(tensor, [self._hold(part) for part in strided_parts(tensor)], self)
 
     def release(self, keys: Iterable[int]) -> None:
         for key in keys:
@@ -121,15 +123,15 @@ class _Ledger:
 
     def total_bytes(self, result: Any) -> int:
         """Return the peak, corrected by what only the finished graph of ``result`` shows."""
-        leaves, kept_on_nodes = _graph_tensors(result)
+        nodes = nodes_of(tensors_in(result))
         # Compiled code saves detached views, which no longer tell that their base is a parameter.
-        leaf_keys = {part.untyped_storage()._cdata for leaf in leaves for part in _strided_parts(leaf)}
+        leaf_keys = {part.untyped_storage()._cdata for leaf in leaves_of(nodes) for part in strided_parts(leaf)}
         parameter_bytes = sum(self._bytes.get(key, 0) for key in leaf_keys)
         self._left_out |= leaf_keys
-        # Tensors set as attributes of a custom Function's context bypass the hooks; compiled code does so too.
-        for tensor in kept_on_nodes:
+        # Attributes of contexts bypass the hooks.
+        for tensor in (tensor for node in nodes for tensor in attributes_of(node)):
             if not _is_parameter(tensor):
-                for part in _strided_parts(tensor):
+                for part in strided_parts(tensor):
                     self._hold(part)
         return self._peak_bytes - parameter_bytes
 
@@ -172,37 +174,22 @@ def _unpack(saved: _Saved) -> Tensor:
     return saved.tensor
 
 
-def _graph_tensors(result: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the leaves that the graph of ``result`` leads to, and the tensors its nodes keep as Python attributes."""
-    pending = [tensor.grad_fn for tensor in _tensors(result) if tensor.grad_fn is not None]
-    seen, leaves, kept = set(pending), [], []
-    while pending:
-        node = pending.pop()
-        if hasattr(node, "variable"):  # AccumulateGrad
-            leaves.append(node.variable)
-        kept += [value for value in tree_leaves(getattr(node, "__dict__", {})) if isinstance(value, Tensor)]
-        following = {next_node for next_node, _ in node.next_functions if next_node is not None} - seen
-        seen |= following
-        pending += following
-    return leaves, kept
-
-
 def _is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
 
 
-def _strided_parts(tensor: Tensor) -> Iterator[Tensor]:
+def strided_parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the plain tensors that hold the memory of ``tensor``: itself, or what a subclass or sparse layout wraps."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _strided_parts(getattr(tensor, name))
+            yield from strided_parts(getattr(tensor, name))
     elif tensor.layout == torch.strided:
         yield tensor
     elif tensor.layout == torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
+def tensors_in(tree: Any) -> Iterator[Tensor]:
     """Yield the tensors in any nesting of containers and modules. Iterators are left alone: they are the function's."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor):
@@ -212,8 +199,8 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
             yield from leaf.buffers()
 
 
-def _device(tree: Any) -> torch.device:
-    devices = [tensor.device for tensor in _tensors(tree)]
+def device_of(tree: Any) -> torch.device:
+    devices = [tensor.device for tensor in tensors_in(tree)]
     for device in devices:
         if device.type == "cuda":
             return device
@@ -225,17 +212,26 @@ def _cpu_peak_bytes(function: Callable[..., Any], *args: Any) -> int:
     # peaks (a Linear-GELU-Linear step: 3.4375 hidden buffers). But under a dispatch mode torch.compile falls back to
     # eager without a word (3.4375, where the compiled step takes 2.4375), and what operators allocate inside themselves
     # is not seen; and MemTracker takes views of untracked tensors for new memory and refuses a second root call.
+    live = peak = 0
+    for event in cpu_events(function, *args):
+        if is_cpu_allocation(event):
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak
+
+
+def cpu_events(function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call ``function(*args)`` and return what the profiler saw, in order of time."""
     with _quiet_kineto(), torch.profiler.profile(profile_memory=True, acc_events=True, **_CPU_ONLY) as profiler:
         function(*args)
     results = profiler.profiler.kineto_results if profiler.profiler is not None else None
     assert results is not None
-    live = peak = 0
-    memory_events = (event for event in results.events() if event.name() == "[memory]")
-    for event in sorted(memory_events, key=lambda event: event.start_ns()):
-        if event.device_type() == torch.autograd.DeviceType.CPU:
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak
+    return sorted(results.events(), key=lambda event: event.start_ns())
+
+
+def is_cpu_allocation(event: Any) -> bool:
+    """Whether memory was allocated, or freed: ``event.nbytes()`` is negative then."""
+    return event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU
 
 
 _CPU_ONLY: dict[str, Any] = {"activities": [torch.profiler.ProfilerActivity.CPU]}

@@ -46,6 +46,7 @@ LAYERS = [
     ["blocks"],
     ["modules."],
     ["checkpoint."],
+    ["graph", "named"],
     ["memory"],
     ["explanation."],
     ["fuse"],

@@ -1,12 +1,12 @@
 """The options of `fusedlayers explain`."""
 
 import argparse
-import importlib
 import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .. import named
 from ..activations import activations
 from .report import explain
 
@@ -44,22 +44,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def find(name: str) -> object:
     """The activation of that name, or what `module:attribute` names; a class that needs no arguments is called."""
-    module_name, colon, attribute = name.partition(":")
-    if not colon:
+    if ":" not in name:
         if name not in activations():
             raise ValueError(
                 f"unknown activation {name!r}; the known ones are: {', '.join(activations())}; "
                 "others are written as module:attribute"
             )
         return name
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it
-    found: object = importlib.import_module(module_name)
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            known = [key for key in dir(found) if not key.startswith("_") and callable(getattr(found, key, None))]
-            raise ValueError(f"{module_name!r} has no {attribute!r}; it has: {', '.join(known)}")
-        found = getattr(found, part)
+    found = named.find(name)
     if not isinstance(found, type):
         return found
     try:
