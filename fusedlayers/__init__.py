@@ -1,5 +1,6 @@
 """Bias and activation fused into the layer before them: one hidden-sized buffer where PyTorch keeps two."""
 
+from .accounting.report import memory_report
 from .activations import activation, activations
 from .blocks import gated_mlp, mlp
 from .explanation.report import explain
@@ -85,6 +86,7 @@ __all__ = [
     "hardtanh",
     "leaky_relu",
     "logsigmoid",
+    "memory_report",
     "mish",
     "mlp",
     "quick_gelu",

@@ -8,10 +8,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from .accounting import command as report
 from .demo import command as demo
 from .explanation import command as explain
 
-COMMANDS = (demo, explain)
+COMMANDS = (demo, explain, report)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -49,6 +49,7 @@ LAYERS = [
     ["graph", "named"],
     ["memory"],
     ["explanation."],
+    ["accounting."],
     ["fuse"],
     ["compile"],
     [""],

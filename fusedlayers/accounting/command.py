@@ -1,0 +1,114 @@
+"""The options of `fusedlayers report`."""
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import named
+from .report import STAGES, MemoryReport, report_of
+from .step import Step
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def register(commands: "Commands") -> None:
+    """Add `report` to the commands."""
+    parser = commands.add_parser(
+        "report",
+        help="say what a model keeps for its backward pass, and what its peak of memory consists of",
+        description="Runs a model forward and backward, and prints what is saved for the backward pass, by module and "
+        "operation, and what is alive when most memory is allocated.",
+    )
+    parser.add_argument(
+        "factory",
+        metavar="MODULE:FACTORY",
+        help="a function that returns the model and example inputs: (model, inputs), where the inputs are a tensor, "
+        "a tuple of positional arguments or a dict of keywords; or (model, args, kwargs)",
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw what is saved")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the report, or why there is none. What the model or the factory raises comes with its traceback."""
+    try:
+        factory = factory_from(arguments.factory)
+    except (ValueError, ImportError) as error:
+        return _refused(error)
+    made = factory()
+    try:
+        step = step_from(made, arguments.factory)
+        with progress() as on_stage:
+            found = report_of(step, on_stage)
+    except (ValueError, TypeError) as error:
+        if not str(error).startswith("memory_report: "):
+            raise
+        return _refused(error)
+    print(found)
+    try:
+        write(found, arguments)
+    except (ValueError, ImportError, OSError) as error:
+        return _refused(error)
+    return 0
+
+
+def factory_from(name: str) -> Callable[[], Any]:
+    """What `module:factory` names."""
+    if ":" not in name:
+        raise ValueError(f"expected MODULE:FACTORY, got {name!r}; write package.module:function")
+    factory = named.find(name)
+    if not callable(factory):
+        raise ValueError(f"{name} is a {type(factory).__name__}, expected a function that returns a model and inputs")
+    return factory
+
+
+def step_from(made: Any, name: str) -> Step:
+    """The model and its arguments, as a factory returns them."""
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise ValueError(
+            f"memory_report: {name} returned {type(made).__name__}"
+            + (f" of {len(made)}" if isinstance(made, tuple) else "")
+            + ", expected (model, inputs) or (model, args, kwargs)"
+        )
+    model, inputs, *rest = made
+    if rest:
+        return Step(model, tuple(inputs), dict(rest[0]))
+    if isinstance(inputs, Mapping):
+        return Step(model, (), dict(inputs))
+    return Step(model, tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {})
+
+
+def write(found: MemoryReport, arguments: argparse.Namespace) -> None:
+    """The files that were asked for."""
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(found.to_dict(), indent=1))
+    if arguments.plot is not None:
+        found.plot(arguments.plot)
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """Yield what announces the next run: a bar on stderr where that is a terminal and rich is installed."""
+    if not sys.stderr.isatty() or find_spec("rich") is None:
+        yield lambda stage: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=len(STAGES))
+        yield lambda stage: bar.update(task, completed=STAGES.index(stage), description=stage)
+
+
+def _refused(error: Exception) -> int:
+    print(f"fusedlayers report: {str(error).removeprefix('memory_report: ')}", file=sys.stderr)
+    return 2
