@@ -628,6 +628,16 @@ def test_two_reports_side_by_side(x: Tensor) -> None:
     assert any(line.endswith("peak, measured") for line in lines)
 
 
+def test_modules_in_place_of_one_are_compared_with_it(x: Tensor) -> None:
+    before = fl.memory_report(model := Blocks(), x)
+    model.blocks = nn.ModuleList(fl.FusedMLP.from_modules(*block) for block in model.blocks)
+    after = fl.memory_report(model, x)
+    groups = before.compare(after).groups
+    assert list(groups) == ["blocks.0-2", "norm", "Blocks"]
+    assert groups["blocks.0-2"] == (6 * HIDDEN_BYTES + 3 * INPUT_BYTES, 3 * HIDDEN_BYTES + 3 * INPUT_BYTES)
+    assert after.compare(before).groups["blocks.0-2"] == groups["blocks.0-2"][::-1]
+
+
 def test_pictures(x: Tensor, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report = fl.memory_report(Blocks(), x)

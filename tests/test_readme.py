@@ -12,19 +12,26 @@ from fusedlayers.activations import spec
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+#: Code, and what it prints where that is shown below it.
+BLOCKS = re.findall(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", README, re.DOTALL | re.MULTILINE)
 COMMANDS = re.findall(r"^(pip install .*)$", README, re.MULTILINE)
+
+
+def words(text):
+    """Without decimals: how a layer is multiplied, and the peak with it, depends on the processor."""
+    return re.sub(r"[+-]?\d+\.\d+", "", text).split()
 
 
 def test_code_blocks_run_in_order(capsys, monkeypatch):
     monkeypatch.setattr(spec, "_rows", dict(spec._rows))  # what the README registers is for itself
     monkeypatch.setattr(spec, "stand_ins", {target: list(rows) for target, rows in spec.stand_ins.items()})
     namespace: dict[str, object] = {}
-    for number, block in enumerate(BLOCKS):
+    for number, (block, output) in enumerate(BLOCKS):
         exec(compile(block, f"README.md, block {number}", "exec"), namespace)
         shown = [line.removeprefix("# ") for line in block.splitlines() if line.startswith("# FusedDenseAct(")]
         printed = capsys.readouterr().out
         assert all(line in printed for line in shown)
+        assert not output or words(printed) == words(output)
     assert len(BLOCKS) >= 8
 
 

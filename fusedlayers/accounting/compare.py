@@ -22,12 +22,16 @@ class Comparison:
 
     @property
     def groups(self) -> dict[str, tuple[int, int]]:
-        """Saved bytes before and after, by module; repeated blocks are one. What changed most comes first."""
-        sums: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
-        for counter, report in zip(sums, (self.before, self.after), strict=True):
-            for group in groups_of(report):
-                counter[group.path] += group.bytes
-        pairs = {path: (sums[0][path], sums[1][path]) for path in sums[0] | sums[1]}
+        """Saved bytes before and after, by module; repeated blocks are one. What changed most comes first.
+
+        Where one report has a module and the other, in its place, modules inside it, these are summed up.
+        """
+        before, after = _sums(self.before), _sums(self.after)
+        for own, others in ((before, after), (after, before)):
+            for path in sorted(own.keys() - others.keys(), reverse=True):
+                for inner in [inner for inner in others.keys() - own.keys() if inner.startswith(f"{path}.")]:
+                    others[path] += others.pop(inner)
+        pairs = {path: (before[path], after[path]) for path in {**before, **after}}
         return dict(sorted(pairs.items(), key=lambda item: (-abs(item[1][1] - item[1][0]), -item[1][0])))
 
     @property
@@ -70,3 +74,10 @@ class Comparison:
         yield ""
         for name, pair in self.totals.items():
             yield line(name, *pair)
+
+
+def _sums(report: MemoryReport) -> Counter[str]:
+    sums: Counter[str] = Counter()
+    for group in groups_of(report):
+        sums[group.path] += group.bytes
+    return sums

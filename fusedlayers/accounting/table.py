@@ -89,7 +89,7 @@ def lines(report: MemoryReport) -> Iterator[str]:
     yield ""
     saved = report.saved_bytes
     entries = entries_of(report)
-    shown = entries if len(entries) <= LINES + 1 else entries[:LINES]
+    shown = _shown(entries, saved)
     paths, operations = (
         max((len(getattr(entry, name)) for entry in shown), default=0) for name in ("path", "operation")
     )
@@ -119,6 +119,12 @@ def lines(report: MemoryReport) -> Iterator[str]:
 
 def _rounded(number: float, digits: int) -> str:
     return f"{round(number, digits) + 0.0:.{digits}f}"  # no minus before a zero
+
+
+def _shown(entries: list[Entry], saved: int) -> list[Entry]:
+    """All but the small ones; a single small one takes no more room than its summary would."""
+    shown = [entry for entry in entries[:LINES] if 1000 * entry.bytes >= saved]
+    return entries if len(shown) + 1 >= len(entries) else shown
 
 
 @dataclass(frozen=True)
