@@ -1,11 +1,13 @@
 """The memory report: rows against arithmetic and ``saved_bytes``, the peak against two other witnesses; and that a
 model is left as it was."""
 
+import contextlib
 import functools
 import json
 import random
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers.accounting.rows import Row
+from fusedlayers.accounting.table import groups_of
 from fusedlayers.cli import main
 from fusedlayers.memory import saved_bytes
 
@@ -129,6 +132,36 @@ def test_functions_are_asked_for_the_modules_that_they_name(x: Tensor) -> None:
         ("Sequential.2", "AddmmBackward0"),
         ("", "ExpBackward0"),
     }
+
+
+class Fallible(nn.Module):
+    """Goes on when a module of its own has failed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrong, self.right = nn.Linear(IN + 1, IN), nn.Sigmoid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with contextlib.suppress(RuntimeError):
+            return self.wrong(x)
+        return torch.exp(self.right(x))
+
+
+def test_a_module_that_fails_is_over(x: Tensor) -> None:
+    report = fl.memory_report(Fallible(), x.requires_grad_())
+    assert places(report) == {("right", "SigmoidBackward0"), ("", "ExpBackward0")}
+
+
+def test_resized_storages_count_as_they_are(x: Tensor) -> None:
+    weight = nn.Parameter(torch.ones(()))
+
+    def resizes(x: Tensor) -> Tensor:
+        y = torch.empty(0)
+        torch.cat([x, x], out=y)
+        return weight * y
+
+    report = fl.memory_report(resizes, x)
+    assert report.saved_bytes == 2 * INPUT_BYTES and report.rest_bytes == 0
 
 
 @dataclass
@@ -267,6 +300,10 @@ def test_compiled_code_is_one_operation_and_its_backward_pass_is_followed(x: Ten
     assert report.saved_bytes == 4 * HIDDEN_BYTES + INPUT_BYTES
     assert report.estimated_peak_bytes == pytest.approx(report.peak_bytes, rel=0.02)
     assert "compiled code's temporaries" in str(report)
+    model = mlp()
+    report = fl.memory_report(torch.compile(lambda x: model(x).mean()), x)  # whose peak is within the compiled code
+    assert "CompiledFunctionBackward" in report.moment
+    assert report.estimated_peak_bytes == pytest.approx(report.peak_bytes, rel=0.02)
     fl.memory_report(torch.compile(mlp(), backend="eager"), x)
 
 
@@ -572,6 +609,15 @@ def test_numbered_modules_of_other_shapes_are_other_lines(x: Tensor) -> None:
     assert any("+n: n more operations save the same memory" in line for line in lines)
 
 
+def test_modules_of_other_classes_are_other_groups(x: Tensor) -> None:
+    layers = [
+        nn.Sequential(OrderedDict(act=act, linear=nn.Linear(IN, IN))) for act in (nn.ReLU(), nn.Tanh(), nn.ReLU())
+    ]
+    report = fl.memory_report(nn.Sequential(*layers), x.requires_grad_())
+    groups = {group.path: group.bytes for group in groups_of(report)}
+    assert groups == {"0,2.act": 2 * INPUT_BYTES, "1.act": INPUT_BYTES}
+
+
 def test_small_lines_are_summed_up() -> None:
     layers: list[nn.Module] = []
     for width in range(4, 24):
@@ -660,6 +706,17 @@ def test_boxes_of_a_picture_are_modules_in_modules(x: Tensor) -> None:
     assert (gelu.name, gelu.note, gelu.bytes) == ("GeluBackward0", "3 of 256 x 128 float32", 3 * HIDDEN_BYTES)
 
 
+def test_modules_with_one_module_in_them_are_one_box(x: Tensor) -> None:
+    from fusedlayers.accounting.plot import tree
+
+    inner = nn.Sequential(OrderedDict(core=mlp()))
+    model = nn.Sequential(OrderedDict(outer=nn.Sequential(OrderedDict(inner=inner))))
+    root = tree(fl.memory_report(model, x))
+    (box,) = root.children.values()
+    assert (root.name, box.name, root.depth) == ("Sequential", "outer.inner", 3)
+    assert set(box.children) == {"core.1", "core.2"}
+
+
 def test_a_picture_without_matplotlib(x: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = fl.memory_report(mlp(), x)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -696,6 +753,9 @@ def frozen():
 
 def wrong():
     return LAYER, torch.randn(32, 9)
+
+def misnamed():
+    return LAYER, {"inputs": torch.randn(32, 8)}
 
 def broken():
     raise KeyError("the factory's own")
@@ -762,6 +822,8 @@ def test_wrong_usage(
 def test_errors_of_the_model_and_the_factory_keep_their_traceback(user_module: str) -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         main(["report", f"{user_module}:wrong"])
+    with pytest.raises(TypeError, match="unexpected keyword argument 'inputs'"):
+        main(["report", f"{user_module}:misnamed"])
     with pytest.raises(KeyError, match="the factory's own"):
         main(["report", f"{user_module}:broken"])
 
