@@ -307,6 +307,24 @@ def test_compiled_code_is_one_operation_and_its_backward_pass_is_followed(x: Ten
     fl.memory_report(torch.compile(mlp(), backend="eager"), x)
 
 
+def test_sparse_inputs_and_gradients() -> None:
+    adjacency = torch.eye(64).to_sparse()
+    embedding, layer = nn.Embedding(64, IN, sparse=True), nn.Linear(IN, OUT)
+    report = fl.memory_report(lambda a, ids: torch.sparse.mm(a, layer(embedding(ids))), adjacency, torch.arange(64))
+    assert {row.bytes for row in report.rows if row.operation == "SparseAddmmBackward0"} == {64 * 2 * 8, 64 * 4}
+    assert {row.kind for row in report.rows if row.operation == "SparseAddmmBackward0"} == {"input"}
+    assert embedding.weight.grad is None and report.rest_bytes == 0
+
+
+def test_inputs_that_wrap_tensors_are_put_back() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    x, weight = (TwoTensor(torch.zeros(ROWS), torch.zeros(ROWS)) for _ in range(2))
+    report = fl.memory_report(lambda x, weight: x.add_(1) * weight, x, weight.requires_grad_())
+    assert not x.a.any() and not x.b.any()
+    assert [(row.kind, row.bytes) for row in report.rows] == [("input", ROWS * 4)] * 2
+
+
 # --- the peak ---------------------------------------------------------------------------------------------------------
 
 
@@ -542,6 +560,13 @@ def test_what_cannot_be_called_is_refused(x: Tensor) -> None:
         TypeError, match=r"memory_report: model must be a module or a function, got str; pass the model"
     ):
         fl.memory_report("model", x)  # type: ignore[arg-type]
+
+
+def test_devices_that_cannot_be_measured_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match="memory_report: got tensors on meta, but can measure only on cpu and cuda; move"
+    ):
+        fl.memory_report(mlp().to("meta"), torch.randn(ROWS, IN, device="meta"))
 
 
 def test_without_gradients_there_is_nothing_to_report(x: Tensor) -> None:

@@ -160,7 +160,7 @@ class Replay(TorchDispatchMode):
         return AGAIN if operator.is_again else TEMPORARIES
 
     def _storages(self, tensor: Tensor) -> Iterable[torch.UntypedStorage]:
-        return (part.untyped_storage() for part in strided_parts(tensor) if part.device.type == self.device.type)
+        return (part.untyped_storage() for part in strided_parts(tensor) if part.device == self.device)
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         """Note that an operator has returned this storage, or that its size may have changed."""

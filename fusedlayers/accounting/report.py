@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..graph import is_leaf, leaves_of, nodes_of
-from ..memory import device_of, peak_bytes
+from ..memory import device_of, peak_bytes, tensors_in
 from .places import Places
 from .replay import LEAVES, PARAMETERS, SAVED, Peak, Replay
 from .rows import Row, existing, operation_of, row_of, users_of
@@ -138,7 +138,7 @@ def report_of(step: Step, on_stage: Callable[[str], None]) -> MemoryReport:
         )
     places = Places(step.model)
     inputs = list(tensors_of((step.args, step.kwargs)))
-    device = device_of((places.modules, inputs))
+    device = _device([*tensors_in(places.modules), *inputs])
     with unchanged(places.modules, inputs, device) as random_again:
         on_stage(STAGES[0])
         loss = step.forward()
@@ -159,6 +159,18 @@ def report_of(step: Step, on_stage: Callable[[str], None]) -> MemoryReport:
         with own_gradients(leaves):
             measured = peak_bytes(step.run, device=device)
     return MemoryReport(places.class_names[""], str(device), rows, measured, peak.bytes, peak.parts, peak.moment)
+
+
+def _device(tensors: list[Tensor]) -> torch.device:
+    """Where to measure."""
+    device = device_of(tensors)
+    others = {tensor.device.type for tensor in tensors} - {"cpu", "cuda"}
+    if others and device.type == "cpu":
+        raise ValueError(
+            f"memory_report: got tensors on {' and '.join(sorted(others))}, but can measure only on cpu and cuda; move "
+            "the model and its inputs there"
+        )
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
 def _follow(

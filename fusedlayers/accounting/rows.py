@@ -63,7 +63,7 @@ def users_of(nodes: Sequence[Any], device: torch.device, places: Places) -> dict
         module = places.of_node(node._sequence_nr())
         for tensor in tensors:
             for part in strided_parts(tensor):
-                if part.device.type == device.type and part.untyped_storage().nbytes():
+                if part.device == device and part.untyped_storage().nbytes():
                     users.setdefault(part.untyped_storage()._cdata, []).append(User(module, operation, part))
     return users
 

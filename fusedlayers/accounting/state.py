@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..memory import strided_parts
+
 
 @contextmanager
 def unchanged(
@@ -24,7 +26,8 @@ def unchanged(
     buffers = [(module, dict(module._buffers)) for module in modules]
     kept = [buffer for _, own in buffers for buffer in own.values() if buffer is not None] + list(inputs)
     kept += [p for module in modules for p in module.parameters(recurse=False) if p._post_accumulate_grad_hooks]
-    copies = [(tensor, tensor.detach().clone()) for tensor in dict.fromkeys(kept)]
+    parts = (part.detach() for tensor in dict.fromkeys(kept) for part in strided_parts(tensor))
+    copies = [(part, part.clone()) for part in parts]
     random_again = _random_state(device)
     try:
         yield random_again
@@ -34,9 +37,9 @@ def unchanged(
             module._buffers.clear()
             module._buffers.update(own)
         with torch.no_grad():
-            for tensor, copy in copies:
-                if not torch.equal(tensor, copy):  # batch norms do not count a version up
-                    tensor.copy_(copy)
+            for part, copy in copies:
+                if not torch.equal(part, copy):  # batch norms do not count a version up
+                    part.copy_(copy)
 
 
 @contextmanager
