@@ -421,7 +421,8 @@ def test_estimate_and_trackers_agree_on_real_models(name: str) -> None:
         del tensors
         loss.backward()
     (peak,) = (row["Total"] for row in tracker.get_tracker_snapshot("peak").values())
-    assert report.estimated_peak_bytes == pytest.approx(peak - before, rel=0.05)
+    scratch = report.parts.get("scratch memory inside the operator", 0)  # of convolutions; it is not in any tensor
+    assert report.estimated_peak_bytes - scratch == pytest.approx(peak - before, rel=0.05)
 
 
 # --- the model is left as it was --------------------------------------------------------------------------------------
