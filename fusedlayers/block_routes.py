@@ -73,6 +73,7 @@ def block(settings: Settings, input: Tensor, products: list[Product], last: Prod
     rows = input.numel() // max(1, input.shape[-1]) if not input.is_nested else 0
     is_ordinary = rows * hidden > 0 and operands.are_ordinary((input, *tensors), None)
     is_plain = context.is_plain(settings.save, rows * hidden, is_ordinary)
+    is_plain = is_plain or bool(settings.dropout and _is_recorded(input))
     params: tuple[Tensor, ...] = ()
     record = activation
     if not is_plain:
@@ -237,6 +238,13 @@ def by_torch(activated: Tensor, others: Sequence[Tensor], drop: Drop, last: Call
 def torchs_dropout(p: float) -> Drop:
     """For whose mask torch is left to care."""
     return functools.partial(F.dropout, p=p) if p else lambda hidden: hidden
+
+
+def _is_recorded(input: Tensor) -> bool:
+    """Whether what is done is recorded, to be done again: a seed would be a constant then, and all masks the same."""
+    if input.is_cuda and torch.cuda.is_current_stream_capturing():
+        return True
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def _dropout(settings: Settings) -> Dropout | None:

@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
-from fusedlayers import hidden
+from fusedlayers import block_routes, hidden
 from fusedlayers.activations import Activation, resolve, rows
 from fusedlayers.memory import peak_bytes, saved_bytes
 
@@ -1164,3 +1164,18 @@ def test_masks_do_not_depend_on_chunks(kind: Kind) -> None:
         outs.append(kind.function(*tensors, "gelu", save="recompute", dropout=0.5, chunks=chunks))
     torch.testing.assert_close(outs[0], outs[1])
     torch.testing.assert_close(outs[0], outs[2])
+
+
+@every_kind
+def test_recorded_dropouts_are_torchs(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A seed would be recorded as it is, and the mask be the same at every replay."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x, *params = (t.detach() for t in kind.leaves())
+    traced = make_fx(lambda x: kind.function(x, *params, "gelu", dropout=0.5))(x)
+    assert not torch.equal(traced(x), traced(x))
+
+    masks: list[int] = []
+    monkeypatch.setattr(hidden.Dropout, "mask", lambda self, *arguments: masks.append(self.seed))
+    monkeypatch.setattr(block_routes, "_is_recorded", lambda input: True)
+    assert kind.function(x, *params, "gelu", dropout=0.5).shape == (ROWS, OUT) and masks == []
