@@ -82,8 +82,6 @@ class FusedBlock(WithActivation):
 
     def called_because(self) -> str | None:
         """Why the layers are called one by one, and nothing is fused but the activation; or None."""
-        if nn.modules.module._has_any_global_hook():
-            return "there are hooks on all modules"
         for name, layer in self.layers().items():
             if type(layer) is not nn.Linear:
                 return f"{name} is a {type(layer).__name__}"
