@@ -28,7 +28,8 @@ from . import backends, operands
 from .activations import Activation, Saved
 from .casts import shared_cast
 from .functional import dense_bias_act
-from .hidden import MLP, Block, Dropout, Product, Rest, constant, unpacked, without_gradients
+from .hidden import MLP, Rest
+from .mlp_block import Block, Dropout, Product, constant, unpacked, without_gradients
 from .products import MATMUL
 from .routes import SAVES, Context, begun, choose_save, needs_gradient
 

@@ -8,7 +8,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from . import operands
 from .activations import resolve
 from .block_routes import Settings, block
-from .hidden import Product
+from .mlp_block import Product
 
 #: Into how many chunks the rows are cut. What is hidden and needed for a moment only is made for one of them at a time,
 #: in two buffers, or three of a gated block.

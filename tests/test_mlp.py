@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
-from fusedlayers import block_routes, hidden
+from fusedlayers import block_routes, hidden, mlp_block
 from fusedlayers.activations import Activation, resolve, rows
 from fusedlayers.memory import peak_bytes, saved_bytes
 
@@ -100,7 +100,7 @@ every_kind_saved = pytest.mark.parametrize(
 def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small blocks are cut into chunks too."""
     torch.manual_seed(0)
-    monkeypatch.setattr(hidden, "LEAST_ROWS", 4)
+    monkeypatch.setattr(mlp_block, "LEAST_ROWS", 4)
 
 
 def _save_for(activation: object, save: str, dtype: torch.dtype = torch.float32) -> str:
@@ -391,13 +391,13 @@ def test_backward_twice_with_retain_graph(kind: Kind, save: str) -> None:
 @every_kind
 def test_what_is_kept_is_overwritten_unless_somebody_can_read_it(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     addresses: list[int] = []
-    gradients = hidden.Block.gradients
+    gradients = mlp_block.Block.gradients
 
     def noted(self: Any, dy: Tensor, parts: Sequence[Tensor], *rest: Any) -> Any:
         addresses.append(parts[0].data_ptr())
         return gradients(self, dy, parts, *rest)
 
-    monkeypatch.setattr(hidden.Block, "gradients", noted)
+    monkeypatch.setattr(mlp_block.Block, "gradients", noted)
     for who in ("nobody", "the graph", "the user"):
         tensors = kind.leaves()
         y = kind.function(*tensors, "silu")
@@ -1164,6 +1164,6 @@ def test_recorded_dropouts_are_torchs(kind: Kind, monkeypatch: pytest.MonkeyPatc
     assert not torch.equal(traced(x), traced(x))
 
     masks: list[int] = []
-    monkeypatch.setattr(hidden.Dropout, "mask", lambda self, *arguments: masks.append(self.seed))
+    monkeypatch.setattr(mlp_block.Dropout, "mask", lambda self, *arguments: masks.append(self.seed))
     monkeypatch.setattr(block_routes, "_is_recorded", lambda input: True)
     assert kind.function(x, *params, "gelu", dropout=0.5).shape == (ROWS, OUT) and masks == []
