@@ -5,6 +5,7 @@ from .activations import activation, activations
 from .blocks import gated_mlp, mlp
 from .explanation.report import explain
 from .functional import bias_act, conv_bias_act, dense_bias_act
+from .fusing.fuse import fuse, unfuse
 from .modules.activations import (
     CELU,
     ELU,
@@ -79,6 +80,7 @@ __all__ = [
     "dense_bias_act",
     "elu",
     "explain",
+    "fuse",
     "gated_mlp",
     "gelu",
     "hardsigmoid",
@@ -97,4 +99,5 @@ __all__ = [
     "softshrink",
     "softsign",
     "squared_relu",
+    "unfuse",
 ]

@@ -28,7 +28,7 @@ import fusedlayers as fl
 from bench.resnet import BatchNormAct, resnet18
 from examples.custom_activation import ACTIVATIONS
 from fusedlayers import routes
-from fusedlayers.activations import custom, resolve, splitting
+from fusedlayers.activations import custom, recognised, resolve, splitting
 from fusedlayers.activations.capture import capture
 from fusedlayers.activations.recent import LIMIT, Recent
 from fusedlayers.backends.eager import chunks
@@ -52,6 +52,8 @@ def seeded() -> None:
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one for each trace of a user's function."""
     made: list[int] = []
+    for dtype in (torch.float32, torch.float64):  # the table's own, which are traced once
+        recognised._programs(dtype)
     original = splitting.aten_graph
 
     def counting(*arguments: Any) -> Any:
@@ -123,6 +125,38 @@ def test_other_tensors_share_a_trace_and_other_numbers_do_not(traces: list[int])
     assert run(scalars[0], torch.randn(70, 30)) == run(vectors[0], torch.randn(70, 16)) == 0
     assert run(scalars[0], torch.randn(4, 7, 16)) == run(scalars[0], torch.randn(40, 16).double()) == 1
     assert run(scalars[0].detach()) == 1
+
+
+class Gelu(nn.Module):
+    """As other libraries have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = F.gelu
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.act(z)
+
+
+@pytest.mark.parametrize(
+    "function, name",
+    [
+        (Gelu(), "gelu"),
+        (lambda z: F.gelu(z, approximate="tanh"), "gelu_tanh"),
+        (lambda z: z * torch.sigmoid(1.702 * z), "quick_gelu"),
+        (lambda z: F.silu(z), "silu"),
+        (lambda z: F.leaky_relu(z), "leaky_relu"),
+        (lambda z: z * torch.sigmoid(1.703 * z), None),
+        (lambda z: F.leaky_relu(z, 0.02), None),
+        (lambda z: F.gelu(z) + 1, None),
+    ],
+)
+def test_what_the_table_has_is_recognised(function: Function, name: str | None) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        found = custom.specialise(resolve(function), (4, 8), dtype).activation
+        assert found.is_fusible and (found.row is not None and found.row.name == name) == (name is not None)
+        if name is not None:
+            assert found is resolve(name)
 
 
 class Loose:

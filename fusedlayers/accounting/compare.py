@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .table import LINES, groups_of, unit_for
+from ..text import unit_for
+from .table import LINES, groups_of
 
 if TYPE_CHECKING:
     from .report import MemoryReport

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from .table import entries_in, groups_of, size_text
+from ..text import size_text
+from .table import entries_in, groups_of
 
 if TYPE_CHECKING:
     from .report import MemoryReport

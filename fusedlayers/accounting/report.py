@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ..graph import is_leaf, leaves_of, nodes_of
 from ..memory import device_of, peak_bytes, tensors_in
+from ..state import own_gradients, unchanged
 from .places import Places
 from .replay import LEAVES, PARAMETERS, SAVED, Peak, Replay
 from .rows import Row, existing, operation_of, row_of, users_of
-from .state import own_gradients, unchanged
 from .step import Step, tensors_of
 
 if TYPE_CHECKING:

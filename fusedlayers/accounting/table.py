@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
+from ..text import pattern_of, size_text, together, unit_for
 from .report import MemoryReport
 from .rows import KINDS, Row
 
 #: How many lines a table has at most, before the rest is summed up.
 LINES = 16
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True)
@@ -40,42 +39,12 @@ def groups_of(report: MemoryReport) -> list[Group]:
     for module, rows in by_module.items():
         is_numbered = module.rpartition(".")[2].isdecimal()
         saves = tuple(sorted((row.operation, row.shape) for row in rows)) if is_numbered else ()
-        similar.setdefault((_pattern(module), rows[0].module_class, saves), []).append(module)
+        similar.setdefault((pattern_of(module), rows[0].module_class, saves), []).append(module)
     groups = [
-        Group(_together(modules) or report.name, tuple(row for module in modules for row in by_module[module]))
+        Group(together(modules) or report.name, tuple(row for module in modules for row in by_module[module]))
         for modules in similar.values()
     ]
     return sorted(groups, key=lambda group: -group.bytes)
-
-
-def _pattern(module: str) -> tuple[str, ...]:
-    return tuple("*" if part.isdecimal() else part for part in module.split("."))
-
-
-def _together(modules: Iterable[str]) -> str:
-    """One path for paths that differ in their numbers: ``layer.0`` and ``layer.1`` are ``layer.0-1``."""
-    columns = zip(*(module.split(".") for module in modules), strict=True)
-    return ".".join(_span(set(column)) for column in columns)
-
-
-def _span(parts: set[str]) -> str:
-    if len(parts) == 1:
-        return parts.pop()
-    numbers = sorted(map(int, parts))
-    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-
-
-def unit_for(size: int) -> tuple[str, int]:
-    """The unit that numbers up to this one read best in, and its bytes."""
-    power = min(max(size.bit_length() - 1, 0) // 10, len(UNITS) - 1)
-    return UNITS[power], 1024**power
-
-
-def size_text(size: int) -> str:
-    """Bytes in the unit that they read best in."""
-    unit, scale = unit_for(size)
-    return f"{size / scale:.{0 if size >= 100 * scale or scale == 1 else 1 if size >= 10 * scale else 2}f} {unit}"
 
 
 def lines(report: MemoryReport) -> Iterator[str]:
@@ -150,7 +119,7 @@ def entries_in(group: Group, name: str) -> Iterator[Entry]:
         operation = row.operation + (f" +{len(row.shared_with)}" if row.shared_with else "")
         similar.setdefault((operation, f"{_shape(row.shape)} {row.dtype}"), []).append(row)
     for (operation, tensor), rows in similar.items():
-        path = _together(dict.fromkeys(row.module for row in rows)) or name
+        path = together(dict.fromkeys(row.module for row in rows)) or name
         count = f"{len(rows)} of " if len(rows) > 1 else ""
         yield Entry(path, operation, count + tensor, sum(row.bytes for row in rows))
 

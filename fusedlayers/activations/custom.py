@@ -8,7 +8,9 @@ What does not pass stays with plain PyTorch, with a reason that people can read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ from .analysis import Analysis, analyse
 from .capture import Captured, capture
 from .comparing import asks_for_sizes, compare
 from .recent import Recent
+from .recognised import row_of
 from .register import mistake, out_of_reach
 from .spec import Activation, Row, Specialised
 from .splitting import Split, example_shape
@@ -89,6 +92,21 @@ def specialise(
     return Specialised(entry.activation, operands, next((d for d in entry.split.dims if d is not None), None))
 
 
+@contextmanager
+def unsaid() -> Iterator[None]:
+    """Let this thread find out about functions without a word in the log: nobody has asked for them to be fused."""
+    thread = threading.get_ident()
+
+    def passes(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    _log.addFilter(passes)
+    try:
+        yield
+    finally:
+        _log.removeFilter(passes)
+
+
 def _operands(split: Split, tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
     if split.direct is not None:
         return tuple(tensors[i] for i in split.direct)
@@ -132,6 +150,9 @@ def _make(activation: Activation, captured: Captured, question: _Question) -> _E
     if asks_for_sizes(captured, example, dtype, autocast) and not is_exact:
         return _Entry(asks_for_sizes=True)
     compare(captured, split, example, dtype)
+    known = row_of(split.body, dtype) if activation.row is None and not split.dims else None
+    if known is not None:
+        return _Entry(known)
     _check_derivatives(activation)
     reads = _what_backward_reads(split, dtype)
     if not reads:  # of what is straight in z a layer would keep the input or the output

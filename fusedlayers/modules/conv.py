@@ -20,12 +20,7 @@ class _FusedConvAct(FusedAct):
 
     #: What ``nn.ConvNd`` makes of its arguments.
     stride: tuple[int, ...]
-    padding: str | tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-    padding_mode: Any
     out_channels: int
-    _reversed_padding_repeated_twice: list[int]
 
     def __init__(
         self,
@@ -61,14 +56,18 @@ class _FusedConvAct(FusedAct):
         return 2, self.out_channels, *(5 + 2 * i for i in range(len(self.stride)))
 
     def forward(self, input: Tensor) -> Tensor:
-        padding = self.padding
-        if self.padding_mode != "zeros":
-            input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
-            padding = 0  # type: ignore[assignment]  # for every dimension
-        return conv_bias_act(
-            input, self.weight, self.bias, self.activation, self.stride, padding, self.dilation, self.groups,
-            save=self.save,
-        )  # fmt: skip
+        return conv_act(self, input, self.activation, self.save)
+
+
+def conv_act(layer: Any, input: Tensor, activation: object, save: str) -> Tensor:
+    """``activation(layer(input))`` for an ``nn.Conv1d``, ``nn.Conv2d`` or ``nn.Conv3d``."""
+    padding = layer.padding
+    if layer.padding_mode != "zeros":
+        input = F.pad(input, layer._reversed_padding_repeated_twice, mode=layer.padding_mode)
+        padding = 0  # for every dimension
+    return conv_bias_act(
+        input, layer.weight, layer.bias, activation, layer.stride, padding, layer.dilation, layer.groups, save=save
+    )
 
 
 class FusedConvAct1d(_FusedConvAct, nn.Conv1d):

@@ -76,6 +76,10 @@ class FusedBlock(WithActivation):
         """By name, as they are now; the last one makes the output."""
         raise NotImplementedError
 
+    def keeps(self, activation: Activation, dtype: torch.dtype) -> str:
+        first, *_ = self.layers().values()
+        return kept(activation, self.save, dtype, is_gated=self.is_gated, is_frozen=not first.weight.requires_grad)
+
     @property
     def _last(self) -> Any:
         return [*self.layers().values()][-1]
@@ -135,6 +139,19 @@ class FusedBlock(WithActivation):
         if self.is_gated:
             weights = weights[-1:]  # the first ones' matmuls have no epilogue
         return [line for w in weights for line in backends.choose(w).decided(w, activation)]
+
+
+def kept(activation: Activation, save: str, dtype: torch.dtype, *, is_gated: bool, is_frozen: bool) -> str:
+    """What a block keeps of its hidden layer in ``dtype``, in a few words; ``is_frozen`` is the first layer."""
+    if activation.unfused_because is not None or save == "recompute":
+        return activation.describe(save, dtype)
+    if is_gated:
+        return "saves gate and up"
+    if activation.is_identity:
+        return "saves the first layer's result"
+    return (
+        f"{activation.describe('input', dtype)}, for fc1 is frozen" if is_frozen else activation.describe(save, dtype)
+    )
 
 
 class FusedMLP(FusedBlock):
@@ -217,13 +234,6 @@ class FusedMLP(FusedBlock):
             input, first.weight, first.bias, last.weight, last.bias, self.activation,
             dropout=self._drops, save=self.save, chunks=self.chunks,
         )  # fmt: skip
-
-    def keeps(self, activation: Activation, dtype: torch.dtype) -> str:
-        if activation.is_identity and self.save != "recompute":
-            return "saves the first layer's result"
-        if self.save != "recompute" and activation.is_fusible and not self.fc1.weight.requires_grad:
-            return f"{activation.describe('input', dtype)}, for fc1 is frozen"
-        return activation.describe(self.save, dtype)
 
     def _parts(self, input: Tensor) -> list[Tensor]:
         return [self.fc1(input)]
@@ -313,11 +323,6 @@ class FusedGatedMLP(FusedBlock):
         if self.packed:
             return {"gate_up_proj": self.gate_up_proj, "down_proj": self.down_proj}
         return {"gate_proj": self.gate_proj, "up_proj": self.up_proj, "down_proj": self.down_proj}
-
-    def keeps(self, activation: Activation, dtype: torch.dtype) -> str:
-        if activation.unfused_because is not None or self.save == "recompute":
-            return activation.describe(self.save, dtype)
-        return "saves gate and up"
 
     def forward(self, input: Tensor) -> Tensor:
         if self.called_because() is not None:

@@ -22,13 +22,6 @@ class _FusedBatchNormAct(FusedAct):
 
     #: What ``nn.BatchNormNd`` makes of its arguments.
     num_features: int
-    eps: float
-    momentum: float | None
-    affine: bool
-    track_running_stats: bool
-    running_mean: Any
-    running_var: Any
-    num_batches_tracked: Any
     #: How many dimensions inputs may have, with the batch.
     dims: ClassVar[tuple[int, ...]]
 
@@ -74,19 +67,30 @@ class _FusedBatchNormAct(FusedAct):
         return torch.get_default_dtype() if self.weight is None else self.weight.dtype
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        uses_running = not self.training or self.track_running_stats
-        norm = BatchNorm(
-            self.running_mean if uses_running else None,
-            self.running_var if uses_running else None,
-            self.num_batches_tracked if self.training and self.track_running_stats else None,
-            self.training or (self.running_mean is None and self.running_var is None),
-            self.momentum,
-            self.eps,
-            self.process_group,
-        )
-        return batch_norm_act(
-            type(self).__name__, self.dims, norm, input, self.weight, self.bias, residual, self.activation, self.save
-        )
+        return norm_layer_act(type(self).__name__, self, self.dims, input, residual, self.activation, self.save)
+
+
+def norm_layer_act(
+    name: str,
+    layer: Any,
+    dims: tuple[int, ...],
+    input: Tensor,
+    residual: Tensor | None,
+    activation: object,
+    save: str,
+) -> Tensor:
+    """``activation(layer(input) + residual)`` for an ``nn.BatchNorm`` of inputs of so many dimensions."""
+    uses_running = not layer.training or layer.track_running_stats
+    norm = BatchNorm(
+        layer.running_mean if uses_running else None,
+        layer.running_var if uses_running else None,
+        layer.num_batches_tracked if layer.training and layer.track_running_stats else None,
+        layer.training or (layer.running_mean is None and layer.running_var is None),
+        layer.momentum,
+        layer.eps,
+        getattr(layer, "process_group", None),
+    )
+    return batch_norm_act(name, dims, norm, input, layer.weight, layer.bias, residual, activation, save)
 
 
 def batch_norm_act(

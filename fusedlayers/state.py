@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..memory import strided_parts
+from .memory import strided_parts
 
 
 @contextmanager

@@ -1,0 +1,145 @@
+"""A module that is an MLP, fused where it stands: it keeps its layers, and computes them as one block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ..activations import must_be_called_because
+from ..blocks import gated_mlp, mlp
+from .calls import Call, Value
+from .derived import Mixin
+from .pairs import is_transposed
+
+
+class Slot(NamedTuple):
+    """In the arguments of a step of a chain: the chain's input, which is number 0, or the result of a step."""
+
+    number: int
+
+
+class Chain:
+    """A function of one tensor that consists of calls of functions, one after the other."""
+
+    def __init__(self, calls: Sequence[Call], input: Value) -> None:
+        slots = {input: Slot(0)}
+        self.steps: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
+        for number, call in enumerate(calls, 1):
+            function: Any = call.target
+            self.steps.append((function, _replaced(call.args, slots), _replaced(call.kwargs, slots)))
+            slots[call.gives[0]] = Slot(number)
+        self.__name__ = ", ".join(call.name for call in calls)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Chain) and self.steps == other.steps
+
+    def __hash__(self) -> int:
+        return hash(self.__name__)
+
+    def __call__(self, z: Tensor) -> Tensor:
+        values = {Slot(0): z}
+        for number, (function, args, kwargs) in enumerate(self.steps, 1):
+            values[Slot(number)] = function(*_replaced(args, values), **_replaced(kwargs, values))
+        return values[Slot(len(self.steps))]
+
+
+def _replaced(tree: Any, values: Mapping[Any, Any]) -> Any:
+    """Arguments with what stands for tensors replaced."""
+    if isinstance(tree, Value | Slot):
+        return values[tree]
+    if isinstance(tree, tuple | list):
+        return type(tree)(_replaced(part, values) for part in tree)
+    return {key: _replaced(part, values) for key, part in tree.items()} if isinstance(tree, dict) else tree
+
+
+class Plan(NamedTuple):
+    """What a block consists of, by the names of its modules.
+
+    Attributes:
+        first: the layers that read the input: one; or gate and up; or one that makes both.
+        activation: a module's path, or a function.
+        dropout: of the hidden layer; None without.
+        last: the layer that makes the output.
+        after: modules that the output goes through.
+        is_gated: whether there is a gate.
+        save: what is kept of the hidden layer.
+    """
+
+    first: tuple[str, ...]
+    activation: str | Callable[[Tensor], Tensor]
+    dropout: str | None
+    last: str
+    after: tuple[str, ...]
+    is_gated: bool
+    save: str
+
+    @property
+    def inner(self) -> tuple[str, ...]:
+        """The modules that are not called where the block is one."""
+        named = (*self.first, self.activation, self.dropout, self.last)
+        return tuple(name for name in named if isinstance(name, str))
+
+
+class Block(Mixin):
+    """A module that is an MLP."""
+
+    OWN = ("fused_block",)
+    fused_block: Plan
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        itself: Any = self
+        is_usual = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+        if not is_usual or called_because(itself, self.fused_block) is not None:
+            return super().forward(*args, **kwargs)
+        y = compute(itself, self.fused_block, args[0])
+        for path in self.fused_block.after:
+            y = itself.get_submodule(path)(y)
+        return y
+
+
+def compute(module: Any, plan: Plan, x: Tensor) -> Tensor:
+    """The block without what comes after it."""
+    parts = {name: module.get_submodule(name) for name in plan.inner}
+    activation = parts[plan.activation] if isinstance(plan.activation, str) else plan.activation
+    drop: Any = parts[plan.dropout] if plan.dropout is not None else None
+    settings: dict[str, Any] = {
+        "dropout": float(drop.p) if drop is not None and drop.training else 0.0,
+        "save": plan.save,
+    }
+    tensors: list[Any] = [x, *(tensor for name in (*plan.first, plan.last) for tensor in _weight_and_bias(parts[name]))]
+    if not plan.is_gated:
+        return mlp(*tensors, activation=activation, **settings)
+    if len(plan.first) == 1:
+        tensors[3:3] = [None, None]
+    return gated_mlp(*tensors, activation=activation, **settings)
+
+
+def _weight_and_bias(layer: Any) -> tuple[Tensor, Tensor | None]:
+    return layer.weight.t() if is_transposed(layer) else layer.weight, layer.bias
+
+
+def called_because(module: nn.Module, plan: Plan) -> str | None:
+    """Why the block's modules are called one by one, or None."""
+    dtypes = set()
+    for path in plan.inner:
+        inner: Any = module
+        for name in path.split("."):
+            inner = inner._modules.get(name)
+            if inner is None:
+                return f"{path} is gone"
+            reason = must_be_called_because(inner)
+            if reason is not None:
+                return f"{path} must be called: {reason}"
+        if path in (*plan.first, plan.last):
+            if type(inner) is not nn.Linear and not is_transposed(inner):
+                return f"{path} is a {type(inner).__name__}"
+            for tensor in (inner.weight, inner.bias):
+                if isinstance(tensor, Tensor):
+                    if type(tensor) not in (Tensor, nn.Parameter):
+                        return f"{path} has a {type(tensor).__name__}, which may compute something else"
+                    dtypes.add(tensor.dtype)
+        elif path == plan.dropout and type(inner) is not nn.Dropout:
+            return f"{path} is a {type(inner).__name__}"
+    return None if len(dtypes) == 1 else "its layers have different dtypes"

@@ -1,0 +1,93 @@
+"""What a forward pass calls: modules and functions, which calls are made by which, and which values they pass on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+#: Of a tensor these tell what is known before it is computed: who calls them does not read it.
+METADATA = frozenset(
+    {
+        *(
+            "size",
+            "dim",
+            "ndimension",
+            "numel",
+            "nelement",
+            "stride",
+            "is_contiguous",
+            "is_floating_point",
+            "get_device",
+        ),
+        *("is_complex", "element_size", "storage_offset", "__len__", "data_ptr", "is_same_size", "type", "is_pinned"),
+        *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_cpu"),
+        *("is_meta", "is_sparse", "is_quantized", "is_nested", "is_mps", "is_xpu", "is_mkldnn", "names", "itemsize"),
+        *("nbytes", "has_names", "is_inference", "is_signed", "is_conj", "is_neg", "is_tensor", "_version"),
+    }
+)
+
+
+class Value:
+    """A tensor, as it was when it was passed on: what is written over is another value from then on.
+
+    ``is_kept``: whether somebody holds it after the call: the caller, who got it, or a module.
+    """
+
+    is_kept = False
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of a module or a function.
+
+    Attributes:
+        target: what was called.
+        name: of the function; of a module its path.
+        within: the call of the module that made it; None for the first.
+        args, kwargs: with a ``Value`` for each tensor.
+        reads: the values among these.
+        gives: the values in the result.
+        calls: what it called itself, modules and functions, in order.
+        is_closed: of a module, that what it calls is not known.
+        sample: of a module that may be a block, the begin of its only argument.
+    """
+
+    target: nn.Module | Callable[..., Any]
+    name: str
+    within: Call | None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    reads: tuple[Value, ...] = ()
+    gives: tuple[Value, ...] = ()
+    calls: list[Call] = field(default_factory=list)
+    is_closed: bool = False
+    sample: Any = None
+
+    @property
+    def module(self) -> nn.Module | None:
+        return self.target if isinstance(self.target, nn.Module) else None
+
+    @property
+    def is_metadata(self) -> bool:
+        return self.module is None and not self.gives and self.name in METADATA
+
+    @property
+    def may_read(self) -> bool:
+        """Whether it reads its values by itself: modules do through the functions that they call."""
+        return not self.is_metadata and (self.module is None or self.is_closed)
+
+    def __iter__(self) -> Iterator[Call]:
+        """The call and all that it led to, in order."""
+        yield self
+        for call in self.calls:
+            yield from call
+
+    def is_in(self, other: Call) -> bool:
+        """Whether ``other`` led to it."""
+        call: Call | None = self
+        while call is not None and call is not other:
+            call = call.within
+        return call is not None

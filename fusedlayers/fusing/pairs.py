@@ -1,0 +1,166 @@
+"""A layer and the activation after it, fused where they stand.
+
+Three modules change: the layer computes the activation too, the activation passes that on, and the module that calls
+both says when (``sites.py``).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..activations import Activation, must_be_called_because, resolve
+from ..activations.resolve import record_of
+from ..functional import bias_act, dense_bias_act
+from ..modules.conv import conv_act
+from ..modules.norm import FusedBatchNormAct1d, FusedBatchNormAct2d, FusedBatchNormAct3d, norm_layer_act
+from .derived import Mixin
+from .sites import opened, passes_on, site_of
+
+
+class Pair(NamedTuple):
+    """The paths of a layer and of its activation, from the module that calls them."""
+
+    layer: str
+    activation: str
+
+
+class Calls(Mixin):
+    """A module that calls layers and their activations."""
+
+    OWN = ("fused_pairs",)
+    fused_pairs: tuple[Pair, ...]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # the compiler fuses, and the activations save their outputs
+            return super().forward(*args, **kwargs)
+        pairs = [pair for pair in map(self._found, self.fused_pairs) if pair is not None]
+        if not pairs:
+            return super().forward(*args, **kwargs)
+        with opened(pairs):
+            return super().forward(*args, **kwargs)
+
+    def _found(self, pair: Pair) -> tuple[Any, Any] | None:
+        """The layer and the activation, if they are still there and nobody wants to see what passes between them."""
+        layer, activation = at(self, pair.layer), at(self, pair.activation)
+        if layer is None or activation is None:
+            return None
+        return (layer, activation) if isinstance(layer, Layer) and isinstance(activation, Applies) else None
+
+
+def at(module: Any, path: str) -> Any:
+    """The module at a path, or None if there is none, or if it or one on the way to it has hooks."""
+    for name in path.split("."):
+        module = module._modules.get(name)
+        if module is None or must_be_called_because(module) is not None:
+            return None
+    return module
+
+
+class Applies(Mixin):
+    """An activation that keeps its output, unless a layer has computed it already."""
+
+    OWN = ("known_activation",)
+    #: What it is, and the attributes that this was read off.
+    known_activation: tuple[Activation, dict[str, object]] | None
+
+    def forward(self, input: Any) -> Any:
+        itself: Any = self
+        if passes_on(itself, input):
+            return input
+        if must_be_called_because(itself) is not None or not isinstance(input, Tensor):
+            return super().forward(input)
+        activation = self.activation()
+        if activation.row is not None and activation.row.name in KEPT_BY_TORCH:
+            return super().forward(input)
+        return bias_act(input, None, activation, inplace=bool(getattr(self, "inplace", False)))
+
+    def activation(self) -> Activation:
+        """What it computes now."""
+        if self.known_activation is not None:
+            activation, read = self.known_activation
+            if all(vars(self).get(name) is value for name, value in read.items()):
+                return activation
+        return activation_of(self, self.original)
+
+
+#: Whose outputs torch keeps.
+KEPT_BY_TORCH = frozenset({"relu", "tanh", "sigmoid"})
+
+
+def activation_of(module: Any, kind: type[nn.Module]) -> Activation:
+    """What a module computes as one of class ``kind``."""
+    found = record_of(module, vars(kind).get("stands_in_for", kind))
+    if found is not None:
+        return found
+    twin: Any = object.__new__(kind)
+    twin.__dict__ = vars(module)
+    return resolve(twin)
+
+
+class Layer(Mixin):
+    """A layer that computes the activation after it, where it is called for both."""
+
+    def forward(self, input: Any, *args: Any) -> Any:
+        itself: Any = self
+        site = None if args else site_of(itself)
+        if site is None:
+            return super().forward(input, *args)
+        activation: Any = site.activation
+        site.given = self.fused(input, activation.activation())
+        return site.given
+
+    def fused(self, input: Tensor, activation: Activation) -> Tensor:
+        raise NotImplementedError
+
+
+class DenseLayer(Layer):
+    weight: Any
+    bias: Any
+
+    def fused(self, input: Tensor, activation: Activation) -> Tensor:
+        return dense_bias_act(input, self.weight, self.bias, activation)
+
+
+class TransposedDenseLayer(DenseLayer):
+    """Whose weight is (in, out)."""
+
+    def fused(self, input: Tensor, activation: Activation) -> Tensor:
+        return dense_bias_act(input, self.weight.t(), self.bias, activation)
+
+
+class ConvLayer(Layer):
+    def fused(self, input: Tensor, activation: Activation) -> Tensor:
+        return conv_act(self, input, activation, "auto")
+
+
+class NormLayer(Layer):
+    def fused(self, input: Tensor, activation: Activation) -> Tensor:
+        fused = _FUSED_NORMS[self.original]
+        return norm_layer_act(self.original.__name__, self, fused.dims, input, None, activation, "auto")
+
+
+_FUSED_NORMS: dict[type[nn.Module], Any] = {
+    fused.torchs: fused for fused in (FusedBatchNormAct1d, FusedBatchNormAct2d, FusedBatchNormAct3d)
+}
+
+
+def layer_mixin(layer: nn.Module) -> type[Layer] | None:
+    """What is to be given to a layer; None for what is not exactly one of the known classes."""
+    kind = type(layer)
+    if is_transposed(layer):
+        return TransposedDenseLayer
+    if kind is nn.Linear:
+        return DenseLayer
+    if kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+        return ConvLayer
+    return NormLayer if kind in _FUSED_NORMS else None
+
+
+def is_transposed(layer: nn.Module) -> bool:
+    """Whether it is transformers' ``Conv1D``: a dense layer whose weight is (in, out)."""
+    transformers: Any = sys.modules.get("transformers.pytorch_utils")
+    return transformers is not None and type(layer) is getattr(transformers, "Conv1D", None)

@@ -1,0 +1,280 @@
+"""Fuse what has been found in a model, place by place, and note what was done and what could not be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..activations import DTYPES, Activation, must_be_called_because, resolve
+from ..activations.custom import unsaid
+from ..activations.spec import stand_ins
+from ..modules.fused import WithActivation
+from ..modules.mlp import kept
+from ..normalised import describe
+from ..routes import specialised
+from .agreement import disagreement
+from .blocks import Block, called_because
+from .derived import Mixin, change, change_back, is_changed
+from .pairs import KEPT_BY_TORCH, Applies, Calls, NormLayer, Pair, activation_of, layer_mixin
+from .patterns import Flow, Found, followers, is_dense, parent_of, plan_of
+from .recording import is_compiled
+from .report import FuseReport, Replaced, Skipped
+
+#: Layers that often have an activation after them, and classes made from these.
+_LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase)
+_PATTERNS = {nn.Linear: "dense", nn.modules.conv._ConvNd: "conv", nn.modules.batchnorm._NormBase: "norm"}
+#: The names of functions that are activations.
+_FUNCTIONS = {target.__name__ for target in stand_ins if not isinstance(target, type) and hasattr(target, "__name__")}
+
+
+class Rewriting:
+    """Changes the modules of a model as ``fuse`` is to."""
+
+    def __init__(self, model: nn.Module, flow: Flow, save: str) -> None:
+        self._model, self._flow, self._save = model, flow, save
+        self._paths = {module: name for name, module in model.named_modules()}
+        self._replaced: list[Replaced] = []
+        self._skipped: list[Skipped] = []
+        self._changed: list[nn.Module] = []
+        #: What is left as it is: what has been fused before, and what is compiled.
+        self._taken: set[nn.Module] = set()
+        for module in self._paths:
+            if is_compiled(module):
+                if module not in self._taken:
+                    self._skip(module, "it is compiled; call fuse on the module itself, before torch.compile")
+                self._taken.update(module.modules())
+            elif isinstance(module, (Block, WithActivation)):  # mypy
+                self._taken.update(nn.Module.modules(module))
+
+    def report(self) -> FuseReport:
+        """Do it. Where anything fails, nothing is changed."""
+        try:
+            for look in (self._block, self._layer, self._activation):
+                for module in self._paths:
+                    if module not in self._taken and not is_changed(module):
+                        look(module)
+        except BaseException:
+            for module in self._changed:
+                change_back(module)
+            raise
+        return FuseReport(type(self._model).__name__, tuple(self._replaced), tuple(self._skipped))
+
+    def _change(self, module: nn.Module, mixin: type[Mixin], **own: Any) -> None:
+        change(module, mixin, **own)
+        self._changed.append(module)
+
+    def _skip(self, module: nn.Module, reason: str) -> None:
+        self._skipped.append(Skipped(self._paths[module], reason))
+
+    # --- MLPs ---
+
+    def _block(self, module: Any) -> None:
+        calls = [call for call in self._flow.calls.get(module, ()) if not call.is_closed]
+        plans = [plan_of(self._flow, call, self._save) for call in calls]
+        if not plans or plans[0] is None or any(plan != plans[0] for plan in plans):
+            return
+        plan = plans[0]
+        if isinstance(plan, str):
+            self._skip(module, f"no MLP block: {plan}")
+            return
+        layers = [module.get_submodule(name) for name in (*plan.first, plan.last)]
+        function = module.get_submodule(plan.activation) if isinstance(plan.activation, str) else plan.activation
+        activation = _known(function, (2, layers[-1].weight.shape[-1]), layers[-1].weight.dtype)
+        if activation is None:
+            return
+        reason = _refused(module) or called_because(module, plan) or activation.unfused_because
+        if reason is None:
+            samples = [call.sample for call in calls if call.sample is not None]
+            reason = disagreement(module, plan, samples[0] if samples else _sample(layers[0]))
+        if reason is not None:
+            self._skip(module, f"no MLP block: {reason}")
+            return
+        self._taken.update(inner for name in plan.inner for inner in module.get_submodule(name).modules())
+        self._change(module, Block, fused_block=plan)
+        dtype, is_frozen = layers[0].weight.dtype, not layers[0].weight.requires_grad
+        saves = kept(activation, plan.save, dtype, is_gated=plan.is_gated, is_frozen=is_frozen)
+        pattern = "gated mlp" if plan.is_gated else "mlp"
+        self._replaced.append(Replaced((self._paths[module],), pattern, repr(activation), saves))
+
+    # --- layers, and the activations after them ---
+
+    def _layer(self, layer: Any) -> None:
+        if not isinstance(layer, _LAYERS) and not is_dense(layer):
+            return
+        found = followers(self._flow, layer)
+        if not found:
+            self._explain(layer)
+            return
+        followed = {one.activation.module for one in found}
+        module: Any = found[0].activation.module
+        activation = (
+            _known(module, _example_shape(layer), _dtype(layer)) if not is_changed(module) else module.activation()
+        )
+        if activation is None:
+            return
+        reason = (
+            f"it is a {type(layer).__name__}, which may compute something else"
+            if layer_mixin(layer) is None
+            else "different activations read its output"
+            if len(followed) > 1
+            else f"its dtype is {_dtype(layer)}"
+            if _dtype(layer) not in DTYPES
+            else _refused(layer) or _refused(module, "the activation") or activation.unfused_because
+        )
+        parents = {} if reason is not None else self._parents(found)
+        if not reason and not parents:
+            reason = "the module that calls it and its activation does not have both among its modules"
+        if reason is not None:
+            self._skip(layer, reason)
+            return
+        mixin = layer_mixin(layer)
+        assert mixin is not None
+        self._change(layer, mixin)
+        self._apply(module, activation)
+        for parent, pair in parents.items():
+            if not is_changed(parent):
+                self._change(parent, Calls, fused_pairs=())
+            vars(parent)["fused_pairs"] += (pair,)
+        self._note_pair(layer, module, activation)
+
+    def _note_pair(self, layer: Any, module: nn.Module, activation: Activation) -> None:
+        weight, bias = layer.weight, layer.bias
+        if isinstance(layer, NormLayer):
+            pattern, saves = "norm", describe(activation, "auto", _dtype(layer), weight, bias)
+        else:
+            pattern = "conv" if isinstance(layer, nn.modules.conv._ConvNd) else "dense"
+            saves = activation.describe("auto", _dtype(layer))
+        modules = self._paths[layer], self._paths[module]
+        self._replaced.append(Replaced(modules, pattern, repr(activation), saves))
+
+    def _parents(self, found: list[Found]) -> dict[nn.Module, Pair]:
+        """The modules that call a layer and its activation, each with their paths from there."""
+        parents: dict[nn.Module, Pair] = {}
+        for one in found:
+            parent: Any = parent_of(one.layer, one.activation).module
+            paths = [_path(parent, call.module) for call in one]
+            if None not in paths and _refused(parent) is None and parent not in self._taken:
+                parents[parent] = Pair(*paths)  # type: ignore[arg-type]  # none of them is None
+        # Where passes through several modules found the same, the innermost one does.
+        return {
+            parent: pair
+            for parent, pair in parents.items()
+            if not any(other is not parent and other in set(parent.modules()) for other in parents)
+        }
+
+    def _explain(self, layer: nn.Module) -> None:
+        """Why a layer with an activation after it is left as it is."""
+        for call in self._flow.calls.get(layer, ()):
+            for value in call.gives:
+                for reader in self._flow.readers(value):
+                    inside: Any = reader.module or (reader.within.module if reader.within is not None else None)
+                    if type(inside) in stand_ins and not call.is_in(reader):
+                        self._skip(layer, "its output is not read by the activation alone")
+                        return
+                    if reader.module is None and reader.name in _FUNCTIONS:
+                        self._skip(
+                            layer,
+                            f"{reader.name} is called by the code of {type(inside).__name__}; "
+                            'torch.compile(model, backend="fusedlayers") fuses it',
+                        )
+                        return
+
+    # --- activations alone ---
+
+    def _activation(self, module: nn.Module) -> None:
+        calls = self._flow.calls.get(module, ())
+        for call in calls:
+            alone = len(call.reads) == 1 and len(call.gives) == 1 and self._flow.only_reader(call.reads[0])
+            if not alone or (not alone.is_in(call) and not call.is_in(alone)):
+                return
+        if not calls or _refused(module) is not None or any(True for _ in module.parameters()):
+            return
+        dtype = next((p.dtype for p in self._model.parameters() if p.dtype in DTYPES), torch.get_default_dtype())
+        activation = _known(module, (2, 6), dtype)
+        if activation is None or activation.unfused_because is not None:
+            return
+        if activation.row is not None and activation.row.name in KEPT_BY_TORCH:
+            return
+        self._apply(module, activation)
+        self._replaced.append(
+            Replaced((self._paths[module],), "activation", repr(activation), activation.describe("auto", dtype))
+        )
+
+    def _apply(self, module: nn.Module, activation: Activation) -> None:
+        if is_changed(module):
+            return
+        own = {name: value for name, value in vars(module).items() if name not in _OF_ANY_MODULE}
+        is_of_table = activation.row is not None and not activation.is_traced and not activation.parameters
+        self._change(module, Applies, known_activation=(activation, own) if is_of_table else None)
+
+
+#: What a module has whatever it computes.
+_OF_ANY_MODULE = frozenset(vars(nn.Module()))
+
+
+def _known(function: Callable[..., Any], shape: tuple[int, ...], dtype: torch.dtype) -> Activation | None:
+    """What a module or a chain of functions computes, if that is an activation."""
+    if isinstance(function, nn.Module):
+        if not _may_be_activation(function):
+            return None
+        activation = activation_of(function, type(function))
+    else:
+        activation = resolve(function)
+    if not activation.is_untraced:
+        return None if activation.is_identity else activation
+    with unsaid():
+        found, operands, dim = specialised(activation, shape, dtype if dtype in DTYPES else torch.float32)
+    # What is no activation is not worth a word.
+    return found if found.is_fusible and not _is_straight(found, operands, dim) else None
+
+
+def _is_straight(activation: Activation, operands: tuple[Tensor, ...], dim: int | None) -> bool:
+    """Whether it does no more than to scale and to shift, of which a layer would keep as much as PyTorch."""
+    size = max((p.numel() for p in operands), default=1)
+    z = torch.linspace(-4, 4, 9, dtype=torch.float64).unsqueeze(1).expand(9, size)
+    y = activation.function(z, *(p.detach().to("cpu", torch.float64).flatten() for p in operands))
+    bends = y[2:] - 2 * y[1:-1] + y[:-2]
+    return bool((bends.abs() <= 1e-9 * y.abs().max()).all())
+
+
+def _may_be_activation(module: nn.Module) -> bool:
+    if any(isinstance(inner, _LAYERS) for inner in module.modules()) or any(p.dim() > 1 for p in module.parameters()):
+        return False
+    defined = type(module).__module__
+    return defined == "torch.nn.modules.activation" or not defined.startswith("torch.nn.")
+
+
+def _refused(module: nn.Module, name: str = "it") -> str | None:
+    reason = must_be_called_because(module)
+    return None if reason is None else reason.replace("it ", f"{name} ", 1).replace("its ", f"{name}'s ", 1)
+
+
+def _example_shape(layer: Any) -> tuple[int, ...]:
+    """A shape that the layer's results may have."""
+    features = next(
+        getattr(layer, name) for name in ("out_features", "out_channels", "num_features", "nf") if hasattr(layer, name)
+    )
+    kind = type(layer).__name__
+    dims = next((int(kind[i]) for i in range(len(kind) - 1) if kind[i : i + 2] in ("1d", "2d", "3d")), 0)
+    return 2, features, *(5 + 2 * i for i in range(dims))
+
+
+def _dtype(layer: Any) -> torch.dtype:
+    weight = getattr(layer, "weight", None)
+    return weight.dtype if isinstance(weight, Tensor) else torch.get_default_dtype()
+
+
+def _path(parent: nn.Module, module: nn.Module | None) -> str | None:
+    for name, inner in parent.named_modules(remove_duplicate=False):
+        if inner is module:
+            return str(name)
+    return None
+
+
+def _sample(layer: Any) -> Tensor:
+    """An input for a layer that has been given none."""
+    features = layer.nx if hasattr(layer, "nx") else layer.in_features
+    return torch.randn(8, features, device=layer.weight.device, dtype=layer.weight.dtype)

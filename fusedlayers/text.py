@@ -1,0 +1,39 @@
+"""How reports write sizes, and the paths of modules that are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def unit_for(size: int) -> tuple[str, int]:
+    """The unit that numbers up to this one read best in, and its bytes."""
+    power = min(max(size.bit_length() - 1, 0) // 10, len(UNITS) - 1)
+    return UNITS[power], 1024**power
+
+
+def size_text(size: int) -> str:
+    """Bytes in the unit that they read best in."""
+    unit, scale = unit_for(size)
+    return f"{size / scale:.{0 if size >= 100 * scale or scale == 1 else 1 if size >= 10 * scale else 2}f} {unit}"
+
+
+def pattern_of(module: str) -> tuple[str, ...]:
+    """What the paths of repeated blocks have in common: all but numbers."""
+    return tuple("*" if part.isdecimal() else part for part in module.split("."))
+
+
+def together(modules: Iterable[str]) -> str:
+    """One path for paths that differ in their numbers: ``layer.0`` and ``layer.1`` are ``layer.0-1``."""
+    columns = zip(*(module.split(".") for module in modules), strict=True)
+    return ".".join(_span(set(column)) for column in columns)
+
+
+def _span(parts: set[str]) -> str:
+    if len(parts) == 1:
+        return parts.pop()
+    numbers = sorted(map(int, parts))
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
