@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
@@ -109,11 +109,10 @@ def compute(module: Any, plan: Plan, x: Tensor) -> Tensor:
         "save": plan.save,
     }
     tensors: list[Any] = [x, *(tensor for name in (*plan.first, plan.last) for tensor in _weight_and_bias(parts[name]))]
-    if not plan.is_gated:
-        return mlp(*tensors, activation=activation, **settings)
-    if len(plan.first) == 1:
+    if plan.is_gated and len(plan.first) == 1:
         tensors[3:3] = [None, None]
-    return gated_mlp(*tensors, activation=activation, **settings)
+    block: Any = gated_mlp if plan.is_gated else mlp
+    return cast(Tensor, block(*tensors, activation, **settings))
 
 
 def _weight_and_bias(layer: Any) -> tuple[Tensor, Tensor | None]:

@@ -26,6 +26,8 @@ from .report import FuseReport, Replaced, Skipped
 #: Layers that often have an activation after them, and classes made from these.
 _LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase)
 _PATTERNS = {nn.Linear: "dense", nn.modules.conv._ConvNd: "conv", nn.modules.batchnorm._NormBase: "norm"}
+#: Modules that are fused as a whole.
+_FUSED: tuple[type, ...] = (Block, WithActivation)
 #: The names of functions that are activations.
 _FUNCTIONS = {target.__name__ for target in stand_ins if not isinstance(target, type) and hasattr(target, "__name__")}
 
@@ -41,13 +43,14 @@ class Rewriting:
         self._changed: list[nn.Module] = []
         #: What is left as it is: what has been fused before, and what is compiled.
         self._taken: set[nn.Module] = set()
-        for module in self._paths:
+        modules: list[Any] = [*self._paths]
+        for module in modules:
             if is_compiled(module):
                 if module not in self._taken:
                     self._skip(module, "it is compiled; call fuse on the module itself, before torch.compile")
                 self._taken.update(module.modules())
-            elif isinstance(module, (Block, WithActivation)):  # mypy
-                self._taken.update(nn.Module.modules(module))
+            elif isinstance(module, _FUSED):
+                self._taken.update(module.modules())
 
     def report(self) -> FuseReport:
         """Do it. Where anything fails, nothing is changed."""
@@ -108,25 +111,16 @@ class Rewriting:
         if not found:
             self._explain(layer)
             return
-        followed = {one.activation.module for one in found}
         module: Any = found[0].activation.module
-        activation = (
-            _known(module, _example_shape(layer), _dtype(layer)) if not is_changed(module) else module.activation()
-        )
+        activation = _known(module, _example_shape(layer), _dtype(layer))
         if activation is None:
             return
-        reason = (
-            f"it is a {type(layer).__name__}, which may compute something else"
-            if layer_mixin(layer) is None
-            else "different activations read its output"
-            if len(followed) > 1
-            else f"its dtype is {_dtype(layer)}"
-            if _dtype(layer) not in DTYPES
-            else _refused(layer) or _refused(module, "the activation") or activation.unfused_because
-        )
-        parents = {} if reason is not None else self._parents(found)
-        if not reason and not parents:
-            reason = "the module that calls it and its activation does not have both among its modules"
+        parents = self._parents(found)
+        reason = _layer_refused(layer) or _refused(module, "the activation") or activation.unfused_because
+        if reason is None and any(one.activation.module is not module for one in found):
+            reason = "different activations read its output"
+        if reason is None and not parents:
+            reason = "the module that calls both it and its activation does not have them among its modules"
         if reason is not None:
             self._skip(layer, reason)
             return
@@ -220,7 +214,8 @@ def _known(function: Callable[..., Any], shape: tuple[int, ...], dtype: torch.dt
     if isinstance(function, nn.Module):
         if not _may_be_activation(function):
             return None
-        activation = activation_of(function, type(function))
+        kind: Any = function.original if isinstance(function, Applies) else type(function)
+        activation = activation_of(function, kind)
     else:
         activation = resolve(function)
     if not activation.is_untraced:
@@ -241,10 +236,21 @@ def _is_straight(activation: Activation, operands: tuple[Tensor, ...], dim: int 
 
 
 def _may_be_activation(module: nn.Module) -> bool:
+    if isinstance(module, Mixin) and not isinstance(module, Applies):
+        return False
     if any(isinstance(inner, _LAYERS) for inner in module.modules()) or any(p.dim() > 1 for p in module.parameters()):
         return False
-    defined = type(module).__module__
+    defined = type(module).__module__  # of a changed one, its own class's
     return defined == "torch.nn.modules.activation" or not defined.startswith("torch.nn.")
+
+
+def _layer_refused(layer: nn.Module) -> str | None:
+    """Why a layer must stay as it is, or None."""
+    if layer_mixin(layer) is None:
+        return f"it is a {type(layer).__name__}, which may compute something else"
+    if _dtype(layer) not in DTYPES:
+        return f"its dtype is {_dtype(layer)}"
+    return _refused(layer)
 
 
 def _refused(module: nn.Module, name: str = "it") -> str | None:

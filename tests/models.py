@@ -1,0 +1,151 @@
+"""Models of the transformers package with random weights, and what ``fuse`` is to find in each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import nn
+from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+#: Widths that are large enough for the fused layers not to leave the work to PyTorch.
+WIDTH, HIDDEN, LAYERS, TOKENS = 64, 128, 2, 24
+_SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": WIDTH,
+    "intermediate_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+}
+_SPECIAL: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_VISION: dict[str, Any] = {key: value for key, value in _SIZES.items() if key != "vocab_size"}
+_IMAGES: dict[str, Any] = {"image_size": 32, "patch_size": 8}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model without dropout, what it is called with, and the places that ``fuse`` finds by pattern.
+
+    ``without``: the number of places that are found without example inputs.
+    """
+
+    name: str
+    make: Callable[[], nn.Module]
+    inputs: Callable[[], dict[str, Any]]
+    patterns: dict[str, int]
+    without: int
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def tokens() -> dict[str, Any]:
+    return {"input_ids": torch.randint(3, 96, (2, TOKENS))}
+
+
+def with_labels() -> dict[str, Any]:
+    found = tokens()
+    return {**found, "labels": found["input_ids"], "use_cache": False}
+
+
+def images() -> dict[str, Any]:
+    return {"pixel_values": torch.randn(2, 3, 32, 32)}
+
+
+def _t5(kind: str) -> nn.Module:
+    return hf.T5ForConditionalGeneration(
+        hf.T5Config(
+            vocab_size=96, d_model=WIDTH, d_ff=HIDDEN, num_layers=LAYERS, num_heads=4, d_kv=16, dropout_rate=0.0,
+            feed_forward_proj=kind, decoder_start_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def _decoder(kind: str, **more: Any) -> nn.Module:
+    config = getattr(hf, f"{kind}Config")(**_SIZES, **_SPECIAL, **more)
+    return getattr(hf, f"{kind}ForCausalLM")(config)  # type: ignore[no-any-return]
+
+
+def _gpt2() -> nn.Module:
+    rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    sizes = {"vocab_size": 96, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4}
+    return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **_SPECIAL, **rates))
+
+
+def _whisper() -> nn.Module:
+    config = hf.WhisperConfig(
+        d_model=WIDTH, encoder_layers=LAYERS, encoder_attention_heads=4, encoder_ffn_dim=HIDDEN, num_mel_bins=16,
+        max_source_positions=TOKENS, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0,
+    )  # fmt: skip
+    return WhisperEncoder(config)
+
+
+def _dinov2(**more: Any) -> nn.Module:
+    sizes = {key: value for key, value in _VISION.items() if key != "intermediate_size"}
+    return hf.Dinov2Model(hf.Dinov2Config(**sizes, mlp_ratio=2, **_IMAGES, **_NO_DROPOUT, **more))
+
+
+def _efficientnet() -> nn.Module:
+    # As trained networks have them: with the initial ones, which are near 0, outputs tell inputs too coarsely.
+    model = hf.EfficientNetModel(
+        hf.EfficientNetConfig(
+            width_coefficient=0.25, depth_coefficient=0.25, hidden_dim=320, image_size=32, dropout_rate=0.0,
+            drop_connect_rate=0.0,
+        )
+    )  # fmt: skip
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.ones_(module.weight)
+    return model
+
+
+CASES = [
+    Case("bert", lambda: hf.BertModel(hf.BertConfig(**_SIZES, **_NO_DROPOUT)), tokens, {"dense": 3}, 3),
+    Case("roberta", lambda: hf.RobertaModel(hf.RobertaConfig(**_SIZES, **_NO_DROPOUT)), tokens, {"dense": 3}, 3),
+    Case("gpt-2", _gpt2, with_labels, {"mlp": 2}, 2),
+    Case("vit", lambda: hf.ViTModel(hf.ViTConfig(**_VISION, **_IMAGES)), images, {"mlp": 2, "dense": 1}, 3),
+    Case("dinov2", _dinov2, images, {"mlp": 2}, 2),
+    Case("dinov2-swiglu", lambda: _dinov2(use_swiglu_ffn=True), images, {"gated mlp": 2}, 2),
+    Case("whisper-encoder", _whisper, lambda: {"input_features": torch.randn(2, 16, 2 * TOKENS)}, {"dense": 2}, 0),
+    Case("t5-relu", lambda: _t5("relu"), with_labels, {"mlp": 4}, 4),
+    Case("t5-gated-gelu", lambda: _t5("gated-gelu"), with_labels, {"gated mlp": 4}, 4),
+    Case("llama", lambda: _decoder("Llama"), with_labels, {"gated mlp": 2}, 2),
+    Case("mistral", lambda: _decoder("Mistral", num_key_value_heads=2), with_labels, {"gated mlp": 2}, 2),
+    Case("gemma", lambda: _decoder("Gemma", num_key_value_heads=2, head_dim=16), with_labels, {"gated mlp": 2}, 2),
+    Case("phi-3", lambda: _decoder("Phi3"), with_labels, {"gated mlp": 2}, 2),
+    Case(
+        "convnext",
+        lambda: hf.ConvNextModel(hf.ConvNextConfig(hidden_sizes=[16, 32], depths=[1, 1], num_stages=2)),
+        images,
+        {"dense": 2},
+        2,
+    ),
+    Case(
+        "resnet",
+        lambda: hf.ResNetModel(hf.ResNetConfig(embedding_size=16, hidden_sizes=[32, 64], depths=[2, 2])),
+        images,
+        {"norm": 9},
+        9,
+    ),
+    Case(
+        "regnet",
+        lambda: hf.RegNetModel(
+            hf.RegNetConfig(embedding_size=16, hidden_sizes=[32, 64], depths=[1, 1], groups_width=16)
+        ),
+        images,
+        {"norm": 5, "conv": 4},
+        9,
+    ),
+    Case("efficientnet", _efficientnet, images, {"norm": 15, "conv": 14}, 28),
+    Case(
+        "mobilenet-v2",
+        lambda: hf.MobileNetV2Model(hf.MobileNetV2Config(depth_multiplier=0.35, image_size=32)),
+        images,
+        {"norm": 35},
+        0,
+    ),
+]
