@@ -27,7 +27,7 @@ from .report import FuseReport, Replaced, Skipped
 _LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase)
 _PATTERNS = {nn.Linear: "dense", nn.modules.conv._ConvNd: "conv", nn.modules.batchnorm._NormBase: "norm"}
 #: Modules that are fused as a whole.
-_FUSED: tuple[type, ...] = (Block, WithActivation)
+_FUSED: tuple[Any, ...] = (Block, WithActivation)
 #: The names of functions that are activations.
 _FUNCTIONS = {target.__name__ for target in stand_ins if not isinstance(target, type) and hasattr(target, "__name__")}
 
