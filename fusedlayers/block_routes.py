@@ -227,6 +227,11 @@ def _by_layers(
 ) -> Tensor:
     save = "auto" if torch.compiler.is_compiling() and settings.save == "recompute" else settings.save
     (w, b), *others = unpacked(products) if settings.is_packed(products) else products
+    if torch.compiler.is_compiling() and others and not settings.dropout and needs_gradient(input, w, b, *others[0]):
+        # Else the compiler keeps the gate's product with the other half, beside both.
+        parts = [F.linear(input, *product) for product in ((w, b), *others)]
+        hidden = checkpoint(lambda gate, up: activation.plain(gate) * up, *parts, use_reentrant=False)
+        return F.linear(hidden, *last)
     activated = dense_bias_act(input, w, b, activation, save=save)
     return by_torch(activated, [F.linear(input, *other) for other in others], drop, lambda t: F.linear(t, *last))
 

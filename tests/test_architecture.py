@@ -52,6 +52,7 @@ LAYERS = [
     ["explanation."],
     ["state", "text"],
     ["fusing."],
+    ["compiling"],
     ["accounting."],
     [""],
     ["demo."],

@@ -149,6 +149,12 @@ class Gelu(nn.Module):
         (lambda z: z * torch.sigmoid(1.703 * z), None),
         (lambda z: F.leaky_relu(z, 0.02), None),
         (lambda z: F.gelu(z) + 1, None),
+        (lambda z: 0.5 * z * (1 + torch.erf(z / math.sqrt(2))), "gelu"),
+        (lambda z: 0.5 * z * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))), "gelu_tanh"),
+        (lambda z: 0.5 * z * (1 + torch.tanh(0.79788 * (z + 0.044715 * z**3))), None),
+        (lambda z: z / (1 + torch.exp(-z)), "silu"),
+        (lambda z: z * torch.tanh(F.softplus(z)), "mish"),
+        (lambda z: (z.abs() + z) / 2, None),  # whose slope at 0 is not torch.relu's
     ],
 )
 def test_what_the_table_has_is_recognised(function: Function, name: str | None) -> None:

@@ -11,6 +11,7 @@ from ..activations import must_be_called_because
 from ..blocks import gated_mlp, mlp
 from .calls import Call, Value
 from .derived import Mixin
+from .known import Known, known_of
 from .pairs import is_transposed
 
 
@@ -85,24 +86,26 @@ class Plan(NamedTuple):
 class Block(Mixin):
     """A module that is an MLP."""
 
-    OWN = ("fused_block",)
+    OWN = ("fused_block", "known_activation")
     fused_block: Plan
+    known_activation: Known | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         itself: Any = self
         is_usual = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
         if not is_usual or called_because(itself, self.fused_block) is not None:
             return super().forward(*args, **kwargs)
-        y = compute(itself, self.fused_block, args[0])
+        y = compute(itself, self.fused_block, args[0], self.known_activation)
         for path in self.fused_block.after:
             y = itself.get_submodule(path)(y)
         return y
 
 
-def compute(module: Any, plan: Plan, x: Tensor) -> Tensor:
+def compute(module: Any, plan: Plan, x: Tensor, known: Known | None = None) -> Tensor:
     """The block without what comes after it."""
     parts = {name: module.get_submodule(name) for name in plan.inner}
-    activation = parts[plan.activation] if isinstance(plan.activation, str) else plan.activation
+    activation: Any = parts[plan.activation] if isinstance(plan.activation, str) else plan.activation
+    activation = known_of(activation, known) or activation
     drop: Any = parts[plan.dropout] if plan.dropout is not None else None
     settings: dict[str, Any] = {
         "dropout": float(drop.p) if drop is not None and drop.training else 0.0,

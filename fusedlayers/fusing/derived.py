@@ -19,6 +19,7 @@ class Mixin:
 
     #: The entries of the module's ``__dict__`` that are the mixin's.
     OWN: ClassVar[tuple[str, ...]] = ()
+    is_activation = False
 
     #: The module's own class, and what it was given; set where they are put together.
     original: ClassVar[type[nn.Module]]

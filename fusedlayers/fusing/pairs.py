@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..activations import Activation, must_be_called_because, resolve
-from ..activations.resolve import record_of
+from ..activations import Activation, must_be_called_because
 from ..functional import bias_act, dense_bias_act
 from ..modules.conv import conv_act
 from ..modules.norm import FusedBatchNormAct1d, FusedBatchNormAct2d, FusedBatchNormAct3d, norm_layer_act
 from .derived import Mixin
+from .known import KEPT_BY_TORCH, Known, activation_of, known_of
 from .sites import opened, passes_on, site_of
 
 
@@ -64,8 +64,8 @@ class Applies(Mixin):
     """An activation that keeps its output, unless a layer has computed it already."""
 
     OWN = ("known_activation",)
-    #: What it is, and the attributes that this was read off.
-    known_activation: tuple[Activation, dict[str, object]] | None
+    is_activation = True
+    known_activation: Known | None
 
     def forward(self, input: Any) -> Any:
         itself: Any = self
@@ -80,25 +80,8 @@ class Applies(Mixin):
 
     def activation(self) -> Activation:
         """What it computes now."""
-        if self.known_activation is not None:
-            activation, read = self.known_activation
-            if all(vars(self).get(name) is value for name, value in read.items()):
-                return activation
-        return activation_of(self, self.original)
-
-
-#: Whose outputs torch keeps.
-KEPT_BY_TORCH = frozenset({"relu", "tanh", "sigmoid"})
-
-
-def activation_of(module: Any, kind: type[nn.Module]) -> Activation:
-    """What a module computes as one of class ``kind``."""
-    found = record_of(module, vars(kind).get("stands_in_for", kind))
-    if found is not None:
-        return found
-    twin: Any = object.__new__(kind)
-    twin.__dict__ = vars(module)
-    return resolve(twin)
+        itself: Any = self
+        return known_of(itself, self.known_activation) or activation_of(itself, self.original)
 
 
 class Layer(Mixin):

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..activations import DTYPES, Activation, must_be_called_because, resolve
-from ..activations.custom import unsaid
+from ..activations import DTYPES, Activation, must_be_called_because
 from ..activations.spec import stand_ins
 from ..modules.fused import WithActivation
 from ..modules.mlp import kept
 from ..normalised import describe
-from ..routes import specialised
 from .agreement import disagreement
 from .blocks import Block, called_because
 from .derived import Mixin, change, change_back, is_changed
-from .pairs import KEPT_BY_TORCH, Applies, Calls, NormLayer, Pair, activation_of, layer_mixin
+from .known import KEPT_BY_TORCH, LAYERS, Known, found_in
+from .pairs import Applies, Calls, NormLayer, Pair, layer_mixin
 from .patterns import Flow, Found, followers, is_dense, parent_of, plan_of
 from .recording import is_compiled
 from .report import FuseReport, Replaced, Skipped
 
-#: Layers that often have an activation after them, and classes made from these.
-_LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase)
-_PATTERNS = {nn.Linear: "dense", nn.modules.conv._ConvNd: "conv", nn.modules.batchnorm._NormBase: "norm"}
 #: Modules that are fused as a whole.
 _FUSED: tuple[Any, ...] = (Block, WithActivation)
 #: The names of functions that are activations.
@@ -85,7 +80,7 @@ class Rewriting:
             return
         layers = [module.get_submodule(name) for name in (*plan.first, plan.last)]
         function = module.get_submodule(plan.activation) if isinstance(plan.activation, str) else plan.activation
-        activation = _known(function, (2, layers[-1].weight.shape[-1]), layers[-1].weight.dtype)
+        activation = found_in(function, (2, layers[-1].weight.shape[-1]), layers[-1].weight.dtype)
         if activation is None:
             return
         reason = _refused(module) or called_because(module, plan) or activation.unfused_because
@@ -96,7 +91,7 @@ class Rewriting:
             self._skip(module, f"no MLP block: {reason}")
             return
         self._taken.update(inner for name in plan.inner for inner in module.get_submodule(name).modules())
-        self._change(module, Block, fused_block=plan)
+        self._change(module, Block, fused_block=plan, known_activation=Known.of(function, activation))
         dtype, is_frozen = layers[0].weight.dtype, not layers[0].weight.requires_grad
         saves = kept(activation, plan.save, dtype, is_gated=plan.is_gated, is_frozen=is_frozen)
         pattern = "gated mlp" if plan.is_gated else "mlp"
@@ -105,14 +100,14 @@ class Rewriting:
     # --- layers, and the activations after them ---
 
     def _layer(self, layer: Any) -> None:
-        if not isinstance(layer, _LAYERS) and not is_dense(layer):
+        if not isinstance(layer, LAYERS) and not is_dense(layer):
             return
         found = followers(self._flow, layer)
         if not found:
             self._explain(layer)
             return
         module: Any = found[0].activation.module
-        activation = _known(module, _example_shape(layer), _dtype(layer))
+        activation = found_in(module, _example_shape(layer), _dtype(layer))
         if activation is None:
             return
         parents = self._parents(found)
@@ -187,7 +182,7 @@ class Rewriting:
         if not calls or _refused(module) is not None or any(True for _ in module.parameters()):
             return
         dtype = next((p.dtype for p in self._model.parameters() if p.dtype in DTYPES), torch.get_default_dtype())
-        activation = _known(module, (2, 6), dtype)
+        activation = found_in(module, (2, 6), dtype)
         if activation is None or activation.unfused_because is not None:
             return
         if activation.row is not None and activation.row.name in KEPT_BY_TORCH:
@@ -200,48 +195,7 @@ class Rewriting:
     def _apply(self, module: nn.Module, activation: Activation) -> None:
         if is_changed(module):
             return
-        own = {name: value for name, value in vars(module).items() if name not in _OF_ANY_MODULE}
-        is_of_table = activation.row is not None and not activation.is_traced and not activation.parameters
-        self._change(module, Applies, known_activation=(activation, own) if is_of_table else None)
-
-
-#: What a module has whatever it computes.
-_OF_ANY_MODULE = frozenset(vars(nn.Module()))
-
-
-def _known(function: Callable[..., Any], shape: tuple[int, ...], dtype: torch.dtype) -> Activation | None:
-    """What a module or a chain of functions computes, if that is an activation."""
-    if isinstance(function, nn.Module):
-        if not _may_be_activation(function):
-            return None
-        kind: Any = function.original if isinstance(function, Applies) else type(function)
-        activation = activation_of(function, kind)
-    else:
-        activation = resolve(function)
-    if not activation.is_untraced:
-        return None if activation.is_identity else activation
-    with unsaid():
-        found, operands, dim = specialised(activation, shape, dtype if dtype in DTYPES else torch.float32)
-    # What is no activation is not worth a word.
-    return found if found.is_fusible and not _is_straight(found, operands, dim) else None
-
-
-def _is_straight(activation: Activation, operands: tuple[Tensor, ...], dim: int | None) -> bool:
-    """Whether it does no more than to scale and to shift, of which a layer would keep as much as PyTorch."""
-    size = max((p.numel() for p in operands), default=1)
-    z = torch.linspace(-4, 4, 9, dtype=torch.float64).unsqueeze(1).expand(9, size)
-    y = activation.function(z, *(p.detach().to("cpu", torch.float64).flatten() for p in operands))
-    bends = y[2:] - 2 * y[1:-1] + y[:-2]
-    return bool((bends.abs() <= 1e-9 * y.abs().max()).all())
-
-
-def _may_be_activation(module: nn.Module) -> bool:
-    if isinstance(module, Mixin) and not isinstance(module, Applies):
-        return False
-    if any(isinstance(inner, _LAYERS) for inner in module.modules()) or any(p.dim() > 1 for p in module.parameters()):
-        return False
-    defined = type(module).__module__  # of a changed one, its own class's
-    return defined == "torch.nn.modules.activation" or not defined.startswith("torch.nn.")
+        self._change(module, Applies, known_activation=Known.of(module, activation))
 
 
 def _layer_refused(layer: nn.Module) -> str | None:

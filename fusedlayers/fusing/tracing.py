@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,7 +43,7 @@ def _graph(module: nn.Module) -> fx.Graph | None:
 
 
 def _read(graph: fx.Graph, module: nn.Module, path: str) -> Call:
-    values = {node: Value() for node in graph.nodes}
+    values: defaultdict[fx.Node, Value] = defaultdict(Value)
     outer = Call(module, path, None)
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -54,24 +55,28 @@ def _read(graph: fx.Graph, module: nn.Module, path: str) -> Call:
             for value in outer.gives:
                 value.is_kept = True
         elif node.op.startswith("call_"):
-            outer.calls.append(_call(node, module, outer, values))
+            call = call_of(node, values)
+            if node.op == "call_module":
+                call.target = module.get_submodule(call.name)
+                call.name = f"{path}.{call.name}".lstrip(".")
+            call.within = outer
+            outer.calls.append(call)
     _join_parts(outer)
     return outer
 
 
-def _call(node: fx.Node, module: nn.Module, outer: Call, values: dict[fx.Node, Value]) -> Call:
+def call_of(node: fx.Node, values: defaultdict[fx.Node, Value]) -> Call:
+    """The call that a node is; of a module by its name."""
     target: Any = node.target
-    name = name_of(target)
-    if node.op == "call_module":
-        target, name = module.get_submodule(str(node.target)), ".".join(filter(None, (outer.name, str(node.target))))
-    elif node.op == "call_method":
-        target, name = getattr(Tensor, str(node.target)), str(node.target)
+    name = name_of(target) if node.op == "call_function" else str(target)
+    if node.op == "call_method":
+        target = getattr(Tensor, name)
     found: Any = values
     args: Any = fx.node.map_arg(node.args, found.__getitem__)
     kwargs: Any = fx.node.map_arg(node.kwargs, found.__getitem__)
     reads = tuple(values[read] for read in node.all_input_nodes)
     name = str(node.args[1]) if target is getattr else name
-    call = Call(target, name, outer, args, dict(kwargs), reads, is_closed=True)
+    call = Call(target, name, None, args, dict(kwargs), reads, is_closed=True)
     call.gives = () if name in METADATA else (values[node],)
     return call
 
