@@ -18,6 +18,8 @@ _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, to
 
 def disagreement(module: nn.Module, plan: Plan, sample: Tensor) -> str | None:
     """Where the block differs from the module on the sample, or None. Dropouts are left out: chance cannot agree."""
+    if sample.is_meta:
+        return "its parameters are on the meta device, where nothing can be tried"
     for training in (True, False):
         with _mode(module, training):
             try:

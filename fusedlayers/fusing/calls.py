@@ -85,6 +85,13 @@ class Call:
         for call in self.calls:
             yield from call
 
+    def is_called_by(self, module: nn.Module) -> bool:
+        """Whether a call of ``module`` led to it."""
+        call = self.within
+        while call is not None and call.target is not module:
+            call = call.within
+        return call is not None
+
     def is_in(self, other: Call) -> bool:
         """Whether ``other`` led to it."""
         call: Call | None = self

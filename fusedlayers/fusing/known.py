@@ -89,4 +89,4 @@ def _may_be_activation(module: nn.Module) -> bool:
     if any(isinstance(inner, LAYERS) for inner in module.modules()) or any(p.dim() > 1 for p in module.parameters()):
         return False
     defined = type(module).__module__  # of a changed one, its own class's
-    return defined == "torch.nn.modules.activation" or not defined.startswith("torch.nn.")
+    return defined == "torch.nn.modules.activation" or not defined.startswith("torch.")

@@ -49,22 +49,10 @@ class Flow:
 
 
 class Found(NamedTuple):
-    """What a layer's output is for: the call of an activation, or why there is none that could be fused."""
+    """A call of a layer, and that of the one module that reads its output."""
 
     layer: Call
     activation: Call
-
-
-def followers(flow: Flow, layer: nn.Module) -> list[Found] | None:
-    """The calls of a layer, each with the call of the one module that reads its output; None if one has others."""
-    found = []
-    for call in flow.calls.get(layer, ()):
-        reader = flow.only_reader(call.gives[0]) if len(call.gives) == 1 else None
-        if reader is not None and not call.is_in(reader):
-            found.append(Found(call, reader))
-        elif any(flow.readers(value) for value in call.gives):
-            return None
-    return found
 
 
 def parent_of(one: Call, other: Call) -> Call:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from ..modules.mlp import kept
 from ..normalised import describe
 from .agreement import disagreement
 from .blocks import Block, called_because
+from .calls import Call
 from .derived import Mixin, change, change_back, is_changed
 from .known import KEPT_BY_TORCH, LAYERS, Known, found_in
-from .pairs import Applies, Calls, NormLayer, Pair, layer_mixin
-from .patterns import Flow, Found, followers, is_dense, parent_of, plan_of
+from .pairs import Applies, Calls, Layer, NormLayer, Pair, layer_mixin
+from .patterns import Flow, Found, is_dense, parent_of, plan_of
 from .recording import is_compiled
 from .report import FuseReport, Replaced, Skipped
 
@@ -72,7 +74,7 @@ class Rewriting:
     def _block(self, module: Any) -> None:
         calls = [call for call in self._flow.calls.get(module, ()) if not call.is_closed]
         plans = [plan_of(self._flow, call, self._save) for call in calls]
-        if not plans or plans[0] is None or any(plan != plans[0] for plan in plans):
+        if not plans or plans[0] is None or any(plan != plans[0] for plan in plans) or "forward" in vars(module):
             return
         plan = plans[0]
         if isinstance(plan, str):
@@ -83,7 +85,7 @@ class Rewriting:
         activation = found_in(function, (2, layers[-1].weight.shape[-1]), layers[-1].weight.dtype)
         if activation is None:
             return
-        reason = _refused(module) or called_because(module, plan) or activation.unfused_because
+        reason = called_because(module, plan) or activation.unfused_because
         if reason is None:
             samples = [call.sample for call in calls if call.sample is not None]
             reason = disagreement(module, plan, samples[0] if samples else _sample(layers[0]))
@@ -102,32 +104,60 @@ class Rewriting:
     def _layer(self, layer: Any) -> None:
         if not isinstance(layer, LAYERS) and not is_dense(layer):
             return
-        found = followers(self._flow, layer)
+        calls = self._flow.calls.get(layer, [])
+        readers = {call: self._flow.only_reader(call.gives[0]) if len(call.gives) == 1 else None for call in calls}
+        found = [Found(call, reader) for call, reader in readers.items() if reader is not None]
+        activations = {one.activation.module: self._activation_after(layer, one.activation.module) for one in found}
+        found = [one for one in found if activations[one.activation.module] is not None]
         if not found:
             self._explain(layer)
             return
-        module: Any = found[0].activation.module
-        activation = found_in(module, _example_shape(layer), _dtype(layer))
-        if activation is None:
-            return
-        parents = self._parents(found)
-        reason = _layer_refused(layer) or _refused(module, "the activation") or activation.unfused_because
-        if reason is None and any(one.activation.module is not module for one in found):
-            reason = "different activations read its output"
-        if reason is None and not parents:
-            reason = "the module that calls both it and its activation does not have them among its modules"
+        pairs = self._pairs(found, readers)
+        reason = _layermust_be_called_because(layer)
+        if reason is None and not pairs:
+            reason = "where it is called, others read its output as well, or it is not among the modules of its caller"
         if reason is not None:
             self._skip(layer, reason)
             return
-        mixin = layer_mixin(layer)
-        assert mixin is not None
-        self._change(layer, mixin)
-        self._apply(module, activation)
-        for parent, pair in parents.items():
+        for parent, (pair, module) in pairs.items():
+            activation = activations[module]
+            assert activation is not None
+            if not isinstance(layer, Layer):
+                mixin = layer_mixin(layer)
+                assert mixin is not None
+                self._change(layer, mixin)
+            self._apply(module, activation)
             if not is_changed(parent):
                 self._change(parent, Calls, fused_pairs=())
             vars(parent)["fused_pairs"] += (pair,)
-        self._note_pair(layer, module, activation)
+            self._note_pair(layer, module, activation)
+
+    def _activation_after(self, layer: nn.Module, module: Any) -> Activation | None:
+        """What a module behind a layer computes, if that can be fused with it."""
+        activation = found_in(module, _example_shape(layer), _dtype(layer))
+        is_refused = (
+            activation is None or activation.unfused_because is not None or must_be_called_because(module) is not None
+        )
+        return None if is_refused or module in self._taken else activation
+
+    def _pairs(self, found: Sequence[Found], readers: Mapping[Call, Call | None]) -> dict[Any, tuple[Pair, nn.Module]]:
+        """By the modules that call a layer and its activation: their paths from there, and the activation."""
+        parents: dict[Any, tuple[Pair, nn.Module]] = {}
+        for call, reader in found:
+            outer = parent_of(call, reader)
+            parent: Any = outer.module
+            inside = [other for other in readers if other.is_called_by(parent)]
+            followed = {None if follower is None else follower.module for follower in map(readers.get, inside)}
+            paths = _path(parent, call.module), _path(parent, reader.module)
+            is_free = "forward" not in vars(parent) and parent not in self._taken
+            if followed == {reader.module} and None not in paths and is_free:
+                parents[parent] = Pair(*paths), reader.target  # type: ignore[arg-type, assignment]
+        # Where passes through several modules found the same, the innermost one does.
+        return {
+            parent: pair
+            for parent, pair in parents.items()
+            if not any(other is not parent and other in set(parent.modules()) for other in parents)
+        }
 
     def _note_pair(self, layer: Any, module: nn.Module, activation: Activation) -> None:
         weight, bias = layer.weight, layer.bias
@@ -145,7 +175,7 @@ class Rewriting:
         for one in found:
             parent: Any = parent_of(one.layer, one.activation).module
             paths = [_path(parent, call.module) for call in one]
-            if None not in paths and _refused(parent) is None and parent not in self._taken:
+            if None not in paths and must_be_called_because(parent) is None and parent not in self._taken:
                 parents[parent] = Pair(*paths)  # type: ignore[arg-type]  # none of them is None
         # Where passes through several modules found the same, the innermost one does.
         return {
@@ -156,20 +186,29 @@ class Rewriting:
 
     def _explain(self, layer: nn.Module) -> None:
         """Why a layer with an activation after it is left as it is."""
-        for call in self._flow.calls.get(layer, ()):
-            for value in call.gives:
-                for reader in self._flow.readers(value):
-                    inside: Any = reader.module or (reader.within.module if reader.within is not None else None)
-                    if type(inside) in stand_ins and not call.is_in(reader):
-                        self._skip(layer, "its output is not read by the activation alone")
-                        return
-                    if reader.module is None and reader.name in _FUNCTIONS:
-                        self._skip(
-                            layer,
-                            f"{reader.name} is called by the code of {type(inside).__name__}; "
-                            'torch.compile(model, backend="fusedlayers") fuses it',
-                        )
-                        return
+        for value in (value for call in self._flow.calls.get(layer, ()) for value in call.gives):
+            readers = self._flow.readers(value)
+            called = [(reader, reader.module or (reader.within and reader.within.module)) for reader in readers]
+            for reader, module in called:
+                if reader.module is None and reader.name in _FUNCTIONS and type(module) not in stand_ins:
+                    self._skip(
+                        layer,
+                        f"{reader.name} is called by the code of {type(module).__name__}; "
+                        'torch.compile(model, backend="fusedlayers") fuses it',
+                    )
+                    return
+            activations = {module for _, module in called if type(module) in stand_ins}
+            others = [reader.name for reader, module in called if module not in activations]
+            if activations and (others or value.is_kept):
+                who = f"{others[0]} as well" if others else "somebody who keeps it"
+                reason = must_be_called_because(layer)
+                self._skip(layer, reason or f"its output is read by the activation and by {who}")
+                return
+            for module in activations:
+                reason = must_be_called_because(module) if isinstance(module, nn.Module) else None
+                if reason is not None:
+                    self._skip(layer, f"of its activation, {reason}")
+                    return
 
     # --- activations alone ---
 
@@ -179,7 +218,7 @@ class Rewriting:
             alone = len(call.reads) == 1 and len(call.gives) == 1 and self._flow.only_reader(call.reads[0])
             if not alone or (not alone.is_in(call) and not call.is_in(alone)):
                 return
-        if not calls or _refused(module) is not None or any(True for _ in module.parameters()):
+        if not calls or must_be_called_because(module) is not None or any(True for _ in module.parameters()):
             return
         dtype = next((p.dtype for p in self._model.parameters() if p.dtype in DTYPES), torch.get_default_dtype())
         activation = found_in(module, (2, 6), dtype)
@@ -198,18 +237,13 @@ class Rewriting:
         self._change(module, Applies, known_activation=Known.of(module, activation))
 
 
-def _layer_refused(layer: nn.Module) -> str | None:
+def _layermust_be_called_because(layer: nn.Module) -> str | None:
     """Why a layer must stay as it is, or None."""
     if layer_mixin(layer) is None:
         return f"it is a {type(layer).__name__}, which may compute something else"
     if _dtype(layer) not in DTYPES:
         return f"its dtype is {_dtype(layer)}"
-    return _refused(layer)
-
-
-def _refused(module: nn.Module, name: str = "it") -> str | None:
-    reason = must_be_called_because(module)
-    return None if reason is None else reason.replace("it ", f"{name} ", 1).replace("its ", f"{name}'s ", 1)
+    return must_be_called_because(layer)
 
 
 def _example_shape(layer: Any) -> tuple[int, ...]:

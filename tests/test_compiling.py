@@ -1,0 +1,216 @@
+"""``torch.compile(backend="fusedlayers")``: what the graph becomes, the bytes that it saves, and that it computes the
+same."""
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import CASES
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from fusedlayers import compiling
+from fusedlayers.memory import saved_bytes
+from fusedlayers.traced import output_saved
+
+ROWS, IN, HIDDEN = 96, 16, 64
+
+# torch's compiler uses deprecated parts of torch itself, and instantiates autograd Functions that it traces.
+pytestmark = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
+
+
+def gelu_by_hand(z: Tensor) -> Tensor:
+    return 0.5 * z * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (z + 0.044715 * torch.pow(z, 3.0))))
+
+
+def odd(z: Tensor) -> Tensor:
+    return z * torch.atan(z)
+
+
+class MLP(nn.Module):
+    """One hidden layer, with a gate or without; ``middle`` is what comes between the activation and the last layer."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor], gated: bool = False) -> None:
+        super().__init__()
+        self.gate = nn.Linear(IN, HIDDEN)
+        self.up = nn.Linear(IN, HIDDEN) if gated else None
+        self.down = nn.Linear(HIDDEN, IN)
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.act(self.gate(x))
+        return self.down(hidden if self.up is None else hidden * self.up(x))
+
+
+def rewritten(function: Callable[..., Any], *args: Any) -> GraphModule:
+    """The graph that Inductor is handed over."""
+    graphs: list[GraphModule] = []
+
+    def keep(module: GraphModule, inputs: Any) -> Any:
+        compiling.rewrite(module.graph)
+        module.graph.lint()
+        module.recompile()
+        graphs.append(module)
+        return module.forward
+
+    torch.compiler.reset()
+    torch.compile(function, backend=keep, fullgraph=True)(*args)
+    (graph,) = graphs
+    return graph
+
+
+def replaced(graph: GraphModule) -> list[str]:
+    return [str(node.args[1]) for node in graph.graph.nodes if node.target is output_saved]
+
+
+def computed_again(graph: GraphModule) -> list[str]:
+    return [node.name for node in graph.graph.nodes if "recompute" in node.meta]
+
+
+@pytest.fixture
+def x() -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(ROWS, IN)
+
+
+# --- graphs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "act, name",
+    [(F.gelu, "gelu"), (F.silu, "silu"), (nn.Mish(), "mish"), (gelu_by_hand, "gelu_tanh"), (nn.ELU(), "elu")],
+)
+def test_activations_of_the_table_are_replaced(x: Tensor, act: Any, name: str) -> None:
+    graph = rewritten(MLP(act), x)
+    assert replaced(graph) == [name] and computed_again(graph) == []
+
+
+def test_parameters_come_along(x: Tensor) -> None:
+    graph = rewritten(MLP(nn.LeakyReLU(0.3)), x)
+    assert replaced(graph) == [] and computed_again(graph)  # a slope that no row has by default
+    graph = rewritten(MLP(nn.LeakyReLU()), x)
+    assert replaced(graph) == ["leaky_relu"]
+
+
+@pytest.mark.parametrize("act", [F.relu, torch.tanh, torch.sigmoid])
+def test_what_torch_keeps_the_output_of_is_left(x: Tensor, act: Any) -> None:
+    graph = rewritten(MLP(act), x)
+    assert replaced(graph) == [] and computed_again(graph) == []
+
+
+def test_other_functions_are_computed_again(x: Tensor) -> None:
+    graph = rewritten(MLP(odd), x)
+    assert replaced(graph) == [] and computed_again(graph) == ["atan", "hidden"]
+
+
+def test_float64_outputs_do_not_tell(x: Tensor) -> None:
+    graph = rewritten(MLP(F.gelu).double(), x.double())
+    assert replaced(graph) == [] and len(computed_again(graph)) == 1
+
+
+@pytest.mark.parametrize("act", [F.silu, gelu_by_hand, odd])
+def test_gates_are_computed_again(x: Tensor, act: Any) -> None:
+    graph = rewritten(MLP(act, gated=True), x)
+    again = computed_again(graph)
+    assert replaced(graph) == [] and any(node.startswith("mul") for node in again)
+    ids = {node.meta["ac_graph_id"] for node in graph.graph.nodes if node.name in again}
+    assert len(ids) == 1
+
+
+def test_what_others_read_is_left(x: Tensor) -> None:
+    model = MLP(F.gelu)
+
+    def both(x: Tensor) -> Tensor:
+        z = model.gate(x)
+        return model.down(F.gelu(z) + z)
+
+    def view(x: Tensor) -> Tensor:
+        return model.down(F.gelu(model.gate(x))).sum() + F.gelu(model.gate(x)).sum()
+
+    assert replaced(rewritten(both, x)) == []
+    assert replaced(rewritten(view, x)) == ["gelu"]  # the other one's output is nobody's operand
+
+
+@pytest.mark.parametrize(
+    "middle", [lambda y: F.dropout(y, 0.5), lambda y: F.layer_norm(y, (HIDDEN,)), lambda y: y.sin()]
+)
+def test_something_between_activation_and_matmul(x: Tensor, middle: Any) -> None:
+    model = MLP(lambda z: middle(F.gelu(z)))
+    graph = rewritten(model, x)
+    assert replaced(graph) == []
+
+
+def test_without_gradients_nothing_changes(x: Tensor) -> None:
+    with torch.no_grad():
+        graph = rewritten(MLP(F.gelu), x)
+    assert replaced(graph) == [] and computed_again(graph) == []
+
+
+# --- compiled code ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "act, gated, buffers",
+    [(F.gelu, False, 1), (gelu_by_hand, False, 1), (odd, False, 1), (F.silu, True, 2), (gelu_by_hand, True, 2)],
+)
+def test_compiled(x: Tensor, act: Any, gated: bool, buffers: int) -> None:
+    torch.compiler.reset()
+    model = MLP(act, gated)
+    compiled = torch.compile(model, backend="fusedlayers", fullgraph=True)
+    wanted, found = model(x), compiled(x)
+    assert saved_bytes(compiled, x, exclude=x) == buffers * ROWS * HIDDEN * 4
+    assert saved_bytes(model, x, exclude=x) > buffers * ROWS * HIDDEN * 4
+    parameters = list(model.parameters())
+    exact = MLP(act, gated).double()
+    exact.load_state_dict(model.state_dict())
+    references = torch.autograd.grad(exact(x.double()).square().sum(), list(exact.parameters()))
+    for ours, theirs, reference in zip(
+        torch.autograd.grad(found.square().sum(), parameters),
+        torch.autograd.grad(wanted.square().sum(), parameters),
+        references,
+        strict=True,
+    ):
+        error, torchs = ((g - reference).norm() / reference.norm() for g in (ours, theirs))
+        assert error <= 2 * torchs + 2e-6  # the floor of outputs that tell gelu's derivative, and once as much
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.name in ("bert", "gpt-2", "phi-3", "convnext")], ids=str
+)
+def test_models(case: Any) -> None:
+    torch.manual_seed(0)
+    model, inputs = case.make().train(), case.inputs()
+    inputs.pop("labels", None)
+
+    def run(model: Any) -> Tensor:
+        return model(**inputs)[0]
+
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="fusedlayers", fullgraph=True)
+    run(compiled)
+    ours = saved_bytes(run, compiled)
+    torch.compiler.reset()
+    other = torch.compile(model, fullgraph=True)
+    run(other)
+    inductors, eager = saved_bytes(run, other), saved_bytes(run, model)
+    assert ours <= inductors and ours < eager
+    torch.testing.assert_close(run(compiled), run(model), rtol=1e-4, atol=1e-5)
+
+
+def test_options_are_inductors(x: Tensor) -> None:
+    torch.compiler.reset()
+    with pytest.raises(RuntimeError, match="no_such_option"):
+        torch.compile(MLP(F.gelu), backend="fusedlayers", options={"no_such_option": 1})(x)
+    compiled = torch.compile(MLP(F.gelu), backend="fusedlayers", options={"max_fusion_size": 8})
+    assert compiled(x).shape == (ROWS, IN)
+
+
+def test_the_name_is_known_without_an_import() -> None:
+    code = "import torch; assert 'fusedlayers' in torch.compiler.list_backends()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,829 @@
+"""``fuse`` and ``unfuse``: what is found and what is left, that modules stay what they were, and that whoever uses them
+in another way than ``fuse`` has seen gets what the model would have computed."""
+
+import copy
+import io
+import logging
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+from transformers.activations import ACT2FN
+from transformers.pytorch_utils import Conv1D
+
+import fusedlayers as fl
+from fusedlayers.fusing.report import FuseReport
+from fusedlayers.memory import saved_bytes
+
+ROWS, IN, HIDDEN = 64, 16, 48
+BUFFER = ROWS * HIDDEN * 4
+
+compiles = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch")
+
+
+class Net(nn.Module):
+    """A layer, an activation, and a norm, which keeps its input, in front of another layer."""
+
+    def __init__(self, act: nn.Module | None = None, first: nn.Module | None = None) -> None:
+        super().__init__()
+        self.first = first or nn.Linear(IN, HIDDEN)
+        self.act = act or nn.GELU()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.last = nn.Linear(HIDDEN, IN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.act(self.first(x))))
+
+
+class Images(nn.Module):
+    """A convolution, a batch norm and an activation."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 8, 3, padding=1, padding_mode="reflect")
+        self.act1 = nn.SiLU()
+        self.conv2 = nn.Conv2d(8, 12, 3)
+        self.norm = nn.BatchNorm2d(12)
+        self.act2 = act
+        self.conv3 = nn.Conv2d(12, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv3(self.act2(self.norm(self.conv2(self.act1(self.conv1(x))))))
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(ROWS, IN)
+
+
+def gradients(model: nn.Module, *args: Tensor) -> list[Tensor]:
+    """The output, and the gradients of the arguments and of the parameters."""
+    args = tuple(arg.detach().clone().requires_grad_() for arg in args)
+    model.zero_grad()
+    y = model(*args)
+    y.square().sum().backward()
+    found = [y.detach(), *(arg.grad for arg in args), *(p.grad for p in model.parameters() if p.requires_grad)]
+    assert all(g is not None for g in found)
+    return [g.clone() for g in found if g is not None]
+
+
+def check(fused: nn.Module, eager: nn.Module, *args: Tensor, activations: int = 1) -> None:
+    """Against float64: no more than twice eager's error, and the floor of what outputs tell of a derivative, as often as
+    there are activations in a row."""
+    exact = copy.deepcopy(eager).double()
+    ours, theirs, wanted = (
+        gradients(fused, *args),
+        gradients(eager, *args),
+        gradients(exact, *(a.double() for a in args)),
+    )
+    for one, other, reference in zip(ours, theirs, wanted, strict=True):
+        error, torchs = ((g.double() - reference).norm() for g in (one, other))
+        assert error <= 2 * torchs + 2e-6 * activations * reference.norm()
+
+
+def places(report: FuseReport) -> list[tuple[str, tuple[str, ...]]]:
+    return [(place.pattern, place.modules) for place in report.replaced]
+
+
+def reasons(report: FuseReport) -> dict[str, str]:
+    return {place.module: place.reason for place in report.skipped}
+
+
+# --- layers, and the activations after them ---------------------------------------------------------------------------
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "gelu": nn.GELU,
+    "gelu-tanh": lambda: nn.GELU("tanh"),
+    "relu": nn.ReLU,
+    "relu-in-place": lambda: nn.ReLU(inplace=True),
+    "silu-in-place": lambda: nn.SiLU(inplace=True),
+    "leaky-relu": lambda: nn.LeakyReLU(0.2),
+    "tanh": nn.Tanh,
+    "elu": nn.ELU,
+    "prelu": nn.PReLU,
+    "transformers-gelu": lambda: ACT2FN["gelu"],
+    "transformers-gelu-new": lambda: ACT2FN["gelu_new"],
+    "transformers-relu2": lambda: ACT2FN["relu2"],
+}
+
+
+@pytest.mark.parametrize("make", ACTIVATIONS.values(), ids=ACTIVATIONS.keys())
+@pytest.mark.parametrize("with_inputs", [True, False])
+def test_dense(x: Tensor, make: Callable[[], nn.Module], with_inputs: bool) -> None:
+    model = Net(make())
+    eager = copy.deepcopy(model)
+    report = fl.fuse(model, x if with_inputs else None)
+    assert places(report) == [("dense", ("first", "act"))] and not report.skipped
+    check(model, eager, x)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
+def test_saved_bytes(x: Tensor, kind: Any) -> None:
+    model = Net(first=Conv1D(HIDDEN, IN) if kind is Conv1D else nn.Linear(IN, HIDDEN))
+    eager = copy.deepcopy(model)
+    before = saved_bytes(eager, x, exclude=x)
+    report = fl.fuse(model, x)
+    assert saved_bytes(model, x, exclude=x) == before - BUFFER
+    assert report.saved_bytes == (before, before - BUFFER)
+    check(model, eager, x)
+
+
+@pytest.mark.parametrize("act", [nn.ReLU(), nn.SiLU(), nn.LeakyReLU(0.1, inplace=True), nn.Hardswish()])
+@pytest.mark.parametrize("training", [True, False])
+def test_convolutions_and_batch_norms(act: nn.Module, training: bool) -> None:
+    model = Images(act).train(training)
+    images = torch.randn(4, 3, 18, 18)
+    eager = copy.deepcopy(model)
+    report = fl.fuse(model, images)
+    assert places(report) == [("conv", ("conv1", "act1")), ("norm", ("norm", "act2"))]
+    assert report.saved_bytes is not None and report.saved_bytes[1] < report.saved_bytes[0]
+    for name, buffer in model.named_buffers():  # as if it had not been run
+        assert torch.equal(buffer, eager.get_buffer(name))
+    check(model, eager, images)
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer, eager.get_buffer(name))
+    assert int(model.norm.num_batches_tracked) == int(training)
+
+
+def test_modules_stay_what_they_were(x: Tensor) -> None:
+    model = Net()
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    state, printed = model.state_dict(), repr(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    fl.fuse(model, x)
+    assert dict(model.named_modules()) == modules
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    assert list(model.state_dict()) == list(state)
+    assert isinstance(model, Net) and isinstance(model.first, nn.Linear) and isinstance(model.act, nn.GELU)
+    assert repr(model) == printed and type(model).__name__ == "Net"
+    before = [p.clone() for p in parameters.values()]
+    model(x).square().sum().backward()
+    optimizer.step()
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_signatures_stay(x: Tensor) -> None:
+    import inspect
+
+    class Named(Net):
+        def forward(self, input_ids: Tensor, scale: float = 1.0) -> Tensor:
+            return super().forward(input_ids) * scale
+
+    model = Named()
+    before = inspect.signature(model.forward)
+    fl.fuse(model, x)
+    assert inspect.signature(model.forward) == before
+    model(input_ids=x, scale=2.0)
+
+
+def test_unfuse(x: Tensor) -> None:
+    model = Net()
+    classes, before = [type(module) for module in model.modules()], model(x)
+    contents = [set(vars(module)) for module in model.modules()]
+    fl.fuse(model, x)
+    assert [type(module) for module in model.modules()] != classes
+    fl.unfuse(model)
+    assert [type(module) for module in model.modules()] == classes
+    assert [set(vars(module)) for module in model.modules()] == contents
+    assert torch.equal(model(x), before)
+    fl.unfuse(model)  # nothing is left to do
+
+
+def test_fusing_twice(x: Tensor) -> None:
+    model = nn.Sequential(Net(), nn.Tanh())
+    fl.fuse(model[0], x)
+    eager = copy.deepcopy(model)
+    fl.unfuse(eager)
+    report = fl.fuse(model, x)
+    assert places(report) == [("dense", ("0.last", "1"))]
+    assert not fl.fuse(model, x).replaced and not fl.fuse(model).replaced
+    check(model, eager, x)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
+def test_copies(x: Tensor, how: str) -> None:
+    model = Net(ACT2FN["gelu"])
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x)
+    if how == "deepcopy":
+        copied = copy.deepcopy(model)
+    elif how == "pickle":
+        copied = pickle.loads(pickle.dumps(model))
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        copied = torch.load(file, weights_only=False)
+    assert saved_bytes(copied, x, exclude=x) == saved_bytes(model, x, exclude=x) < saved_bytes(eager, x, exclude=x)
+    check(copied, eager, x)
+    fl.unfuse(copied)
+    assert {type(module) for module in copied.modules()} == {type(module) for module in eager.modules()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes(x: Tensor, dtype: torch.dtype) -> None:
+    model = Net()
+    fl.fuse(model, x)
+    model.to(dtype)
+    eager = copy.deepcopy(model)
+    fl.unfuse(eager)
+    eps = torch.finfo(dtype).eps
+    for ours, theirs in zip(gradients(model, x.to(dtype)), gradients(eager, x.to(dtype)), strict=True):
+        assert (ours - theirs).norm() <= 8 * eps * theirs.norm()
+    before, after = (saved_bytes(m, x.to(dtype), exclude=x) for m in (eager, model))
+    assert after <= before - (BUFFER * dtype.itemsize // 4 if dtype is not torch.float64 else 0)
+
+
+def test_frozen_parts(x: Tensor) -> None:
+    model = Net()
+    for parameter in (model.first.weight, model.first.bias, model.last.weight):
+        parameter.requires_grad_(False)
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x)
+    check(model, eager, x)
+    assert saved_bytes(model, x, exclude=x) <= saved_bytes(eager, x, exclude=x)
+
+
+def test_tied_weights(x: Tensor) -> None:
+    class Tied(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.again = nn.Linear(IN, HIDDEN)
+            self.again.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.again(x)[:, :IN]
+
+    model = Tied()
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x)
+    assert model.again.weight is model.first.weight
+    check(model, eager, x)
+
+
+def test_a_layer_that_is_called_twice(x: Tensor) -> None:
+    class Twice(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(super().forward(x))
+
+    model = Twice()
+    eager = copy.deepcopy(model)
+    assert places(fl.fuse(model, x)) == [("dense", ("first", "act"))]
+    check(model, eager, x, activations=2)
+
+
+def test_an_activation_of_several_layers(x: Tensor) -> None:
+    class Shared(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(self.last(self.norm(self.act(self.first(x)))) + x)
+
+    model = Shared(nn.SiLU())
+    eager = copy.deepcopy(model)
+    assert places(fl.fuse(model, x)) == [("dense", ("first", "act"))]
+    check(model, eager, x)  # after the sum it computes, and keeps its output
+
+
+def test_a_layer_with_two_parents(x: Tensor) -> None:
+    layer = nn.Linear(IN, IN)
+    one, two = nn.Sequential(layer, nn.GELU(), nn.LayerNorm(IN)), nn.Sequential(layer, nn.LayerNorm(IN))
+    model = nn.Sequential(one, two)
+    eager = copy.deepcopy(model)
+    report = fl.fuse(model, x)
+    assert places(report) == [("dense", ("0.0", "0.1"))] and not report.skipped
+    check(model, eager, x)
+
+
+def test_parents_that_are_nested(x: Tensor) -> None:
+    model = nn.Sequential(
+        nn.Sequential(nn.LayerNorm(IN), nn.Linear(IN, HIDDEN)), nn.Sequential(nn.Identity(), nn.GELU())
+    )
+    eager = copy.deepcopy(model)
+    for inputs in (None, x):
+        assert places(fl.fuse(model, inputs)) == [("dense", ("0.1", "1.1"))]
+        check(model, eager, x)
+        assert saved_bytes(model, x, exclude=x) == saved_bytes(eager, x, exclude=x) - 0
+        fl.unfuse(model)
+
+
+# --- used in another way ----------------------------------------------------------------------------------------------
+
+
+def test_a_layer_alone_is_a_plain_layer(x: Tensor) -> None:
+    model = Net()
+    fl.fuse(model, x)
+    assert torch.equal(model.first(x), F.linear(x, model.first.weight, model.first.bias))
+    torch.testing.assert_close(model.act(x), F.gelu(x))
+
+
+def test_hooks_see_what_they_saw(x: Tensor) -> None:
+    model = Net()
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x)
+    seen: list[Tensor] = []
+    handle = model.first.register_forward_hook(lambda module, args, output: seen.append(output.detach().clone()))
+    check(model, eager, x)
+    torch.testing.assert_close(seen[0], eager.first(x))
+    handle.remove()
+    model.act.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach().clone()))
+    check(model, eager, x)
+    torch.testing.assert_close(seen[1], eager.first(x))
+
+
+def test_layers_with_hooks_are_left(x: Tensor) -> None:
+    model = Net()
+    seen: list[Tensor] = []
+    model.first.register_forward_hook(lambda module, args, output: seen.append(output))
+    eager = copy.deepcopy(model)
+    report = fl.fuse(model, x)
+    assert reasons(report) == {"first": "it has hooks"}
+    assert places(report) == [("activation", ("act",))]
+    check(model, eager, x)
+
+
+class Adapter(nn.Module):
+    """A low-rank adapter around a layer."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(IN, 2, bias=False), nn.Linear(2, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_adapters(x: Tensor, before: bool) -> None:
+    model = Net()
+    if before:
+        model.first = Adapter(model.first)
+        assert places(fl.fuse(model, x)) == [("activation", ("act",))]
+    else:
+        fl.fuse(model, x)
+        model.first = Adapter(model.first)
+    eager = copy.deepcopy(model)
+    fl.unfuse(eager)
+    check(model, eager, x)
+    assert saved_bytes(model, x, exclude=x) == saved_bytes(eager, x, exclude=x) - BUFFER
+
+
+def test_an_activation_that_is_exchanged(x: Tensor) -> None:
+    model = Net()
+    fl.fuse(model, x)
+    model.act = nn.Tanh()
+    eager = copy.deepcopy(model)
+    fl.unfuse(eager)
+    check(model, eager, x)
+
+
+def test_attributes_of_an_activation_that_change(x: Tensor) -> None:
+    model = Net(ACT2FN["gelu"])
+    fl.fuse(model, x)
+    model.act.act = torch.sin
+    eager = copy.deepcopy(model)
+    fl.unfuse(eager)
+    check(model, eager, x)
+    model = Net(nn.LeakyReLU(0.1))
+    fl.fuse(model, x)
+    model.act.negative_slope = 0.5
+    eager = copy.deepcopy(model)
+    fl.unfuse(eager)
+    check(model, eager, x)
+
+
+def test_another_path_is_an_error(x: Tensor) -> None:
+    class Other(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            z = self.first(x)
+            return self.last(self.norm(self.act(z if self.training else 2 * z)))
+
+    model = Other()
+    fl.fuse(model, x)
+    model.eval()
+    with pytest.raises(RuntimeError, match=r"a Linear computed the GELU after it.*takes another path"):
+        model(x)
+    model.train()
+    model(x)
+    fl.unfuse(model)
+    model.eval()
+    assert not fl.fuse(model, x).replaced or model(x) is not None
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("which", ["layer", "both", "model"])
+def test_checkpoints(x: Tensor, use_reentrant: bool, which: str) -> None:
+    def again(function: Callable[..., Any], *args: Tensor) -> Any:
+        return checkpoint(function, *args, use_reentrant=use_reentrant)
+
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            if which == "layer":
+                return self.last(self.norm(self.act(again(self.first, x))))
+            if which == "both":
+                return self.last(self.norm(again(lambda x: self.act(self.first(x)), x)))
+            return again(super().forward, x)
+
+    model = Checkpointed()
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x)
+    check(model, eager, x)
+
+
+@compiles
+def test_compiled(x: Tensor) -> None:
+    model = Net(ACT2FN["gelu"])
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), eager(x))
+    check(model, eager, x)  # and not compiled again
+
+
+@compiles
+def test_compiled_modules_are_left(x: Tensor) -> None:
+    inner = Net()
+    model = nn.Sequential(torch.compile(inner, backend="eager"), nn.Linear(IN, HIDDEN), nn.SiLU(), nn.LayerNorm(HIDDEN))
+    report = fl.fuse(model, x)
+    assert places(report) == [("dense", ("1", "2"))]
+    assert "compiled" in reasons(report)["0"] and type(inner.first) is nn.Linear
+    inner.compile(backend="eager")
+    assert "compiled" in reasons(fl.fuse(inner, x))[""]
+
+
+def test_transforms(x: Tensor) -> None:
+    model = Net()
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x)
+
+    def loss(parameters: dict[str, Tensor], model: nn.Module) -> Tensor:
+        return torch.func.functional_call(model, parameters, (x,)).square().sum()
+
+    found, wanted = (torch.func.grad(loss)(dict(m.named_parameters()), m) for m in (model, eager))
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, wanted[name])
+    torch.testing.assert_close(torch.vmap(model)(x), eager(x))
+    torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), eager(x))
+
+
+def test_threads_do_not_meet(x: Tensor) -> None:
+    model = Net()
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x)
+    inputs = [torch.randn(ROWS, IN) for _ in range(8)]
+    found: dict[int, Tensor] = {}
+
+    def run(number: int) -> None:
+        for _ in range(20):
+            found[number] = model(inputs[number]).detach()
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, result in found.items():
+        torch.testing.assert_close(result, eager(inputs[number]))
+
+
+def test_an_exception_leaves_nothing_behind(x: Tensor) -> None:
+    class Fails(Net):
+        fails = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = self.first(x)
+            if self.fails:
+                raise KeyError("on purpose")
+            return self.last(self.norm(self.act(z)))
+
+    model = Fails()
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x)
+    model.fails = True
+    with pytest.raises(KeyError, match="on purpose"):
+        model(x)
+    model.fails = False
+    check(model, eager, x)
+
+
+# --- what is left as it is --------------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def test_classes_that_are_not_torchs(x: Tensor) -> None:
+    model = Net(first=Scaled(IN, HIDDEN))
+    eager = copy.deepcopy(model)
+    report = fl.fuse(model, x)
+    assert reasons(report) == {"first": "it is a Scaled, which may compute something else"}
+    assert places(report) == [("activation", ("act",))]
+    check(model, eager, x)
+
+
+def test_parametrized_layers(x: Tensor) -> None:
+    model = Net(first=parametrizations.weight_norm(nn.Linear(IN, HIDDEN)))
+    report = fl.fuse(model, x)
+    assert "ParametrizedLinear" in reasons(report)["first"]
+    model = Net()
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x)
+    parametrizations.weight_norm(model.first)
+    parametrizations.weight_norm(eager.first)
+    check(model, eager, x)
+    with pytest.raises(ValueError, match="unfuse: first: the class has been changed once more"):
+        fl.unfuse(model)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_quantized_layers(x: Tensor) -> None:
+    model = torch.ao.quantization.quantize_dynamic(Net(), {nn.Linear})
+    with torch.no_grad():
+        before = model(x)
+        report = fl.fuse(model, x)
+        assert not [place for place in report.replaced if place.pattern == "dense"]
+        torch.testing.assert_close(model(x), before)
+
+
+@pytest.mark.parametrize("read", ["residual", "returned", "kept"])
+def test_pre_activations_that_others_read(x: Tensor, read: str) -> None:
+    class Reads(Net):
+        def forward(self, x: Tensor) -> Any:
+            z = self.first(x)
+            y = self.act(z)
+            if read == "residual":
+                y = y + z
+            if read == "kept":
+                self.pre_activation = z.detach()
+            y = self.last(self.norm(y))
+            return (y, z) if read == "returned" else y
+
+    model = Reads()
+    report = fl.fuse(model, x)
+    who = {"residual": "add as well", "returned": "somebody who keeps it", "kept": "detach as well"}[read]
+    assert not report.replaced
+    assert reasons(report) == {"first": f"its output is read by the activation and by {who}"}
+
+
+def test_functions_in_code(x: Tensor) -> None:
+    class Functional(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.norm(F.gelu(self.first(x))))
+
+    for inputs in (x, None):
+        report = fl.fuse(Functional(), inputs)
+        assert not report.replaced
+        assert "gelu is called by the code of Functional" in reasons(report)["first"]
+        assert 'backend="fusedlayers"' in reasons(report)["first"]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_dropouts_in_between(x: Tensor, training: bool) -> None:
+    class Drops(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.norm(self.act(F.dropout(self.first(x), 0.5, self.training))))
+
+    assert ("dense", ("first", "act")) not in places(fl.fuse(Drops().train(training), x))
+
+
+def test_scales_are_no_activations(x: Tensor) -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(HIDDEN))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    report = fl.fuse(Net(Scale()), x)
+    assert not report.replaced and not report.skipped
+
+
+def test_no_words_in_the_log(x: Tensor, caplog: pytest.LogCaptureFixture) -> None:
+    class Random(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.rand_like(x)
+
+    with caplog.at_level(logging.WARNING):
+        assert not fl.fuse(Net(Random()), x).replaced
+    assert not caplog.records
+
+
+def test_a_model_that_fails_is_left(x: Tensor) -> None:
+    model = Net()
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        fl.fuse(model, torch.randn(3, IN + 1))
+    assert type(model.first) is nn.Linear and not model.first._forward_hooks
+
+
+# --- MLPs -------------------------------------------------------------------------------------------------------------
+
+
+class MLP(nn.Module):
+    """In the words of many models."""
+
+    def __init__(self, act: Any, kind: str = "plain", dropout: float = 0.0) -> None:
+        super().__init__()
+        self.kind = kind
+        self.gate = nn.Linear(IN, 2 * HIDDEN if kind.startswith("packed") else HIDDEN, bias=False)
+        self.up = nn.Linear(IN, HIDDEN) if kind.startswith("gated") else None
+        self.act = act
+        self.drop = nn.Dropout(dropout)
+        self.down = nn.Linear(HIDDEN, IN)
+        self.after = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind.startswith("packed"):
+            gate, up = self.gate(x).chunk(2, dim=-1)
+            hidden = self.act(up) * gate if self.kind == "packed-up-first" else self.act(gate) * up
+        elif self.kind.startswith("gated"):
+            assert self.up is not None
+            up = self.up(x)
+            hidden = up * self.act(self.gate(x)) if self.kind == "gated-up-first" else self.act(self.gate(x)) * up
+        else:
+            hidden = self.act(self.gate(x))
+        return self.after(self.down(self.drop(hidden)))
+
+
+KINDS = {"plain": "mlp", "gated": "gated mlp", "gated-up-first": "gated mlp", "packed": "gated mlp"}
+
+
+def by_hand(z: Tensor) -> Tensor:
+    return z * torch.sigmoid(1.702 * z)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "act", [nn.SiLU(), F.gelu, by_hand, ACT2FN["relu2"]], ids=["module", "function", "code", "relu2"]
+)
+@pytest.mark.parametrize("with_inputs", [True, False])
+def test_blocks(x: Tensor, kind: str, act: Any, with_inputs: bool) -> None:
+    model = nn.Sequential(MLP(act, kind), nn.LayerNorm(IN))
+    eager = copy.deepcopy(model)
+    report = fl.fuse(model, x if with_inputs else None)
+    assert places(report) == [(KINDS[kind], ("0",))] and not report.skipped
+    check(model, eager, x)
+    check(pickle.loads(pickle.dumps(model)) if act is not by_hand else copy.deepcopy(model), eager, x)
+    assert saved_bytes(model, x, exclude=x) < saved_bytes(eager, x, exclude=x)
+    fl.unfuse(model)
+    assert type(model[0]) is MLP
+
+
+def test_blocks_recomputed(x: Tensor) -> None:
+    model = MLP(nn.SiLU(), "gated")
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x, save="recompute")
+    assert saved_bytes(model, x, exclude=x) == 0
+    check(model, eager, x)
+
+
+def test_a_gate_that_comes_second(x: Tensor) -> None:
+    report = fl.fuse(MLP(nn.SiLU(), "packed-up-first"), x)
+    assert reasons(report) == {"": "no MLP block: one layer makes both, and the gate's rows come second"}
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_dropouts_of_blocks(x: Tensor, training: bool) -> None:
+    model = MLP(nn.GELU(), dropout=0.4).train(training)
+    eager = copy.deepcopy(model)
+    assert places(fl.fuse(model, x)) == [("mlp", ("",))]
+    assert model.drop.p == model.after.p == 0.4 and model.training is training
+    check(model.eval(), eager.eval(), x)
+    model.train()
+    torch.manual_seed(0)
+    zeros = torch.stack([model(x) == 0 for _ in range(50)]).double().mean()
+    assert abs(float(zeros) - 0.4) < 0.01  # of the output; the hidden layer's cannot be seen
+    model.after.p = 0.0
+    mean = torch.stack([model(x) for _ in range(300)]).mean(0)
+    assert (mean - eager(x)).norm() < 0.15 * eager(x).norm()
+    assert not torch.equal(model(x), model(x))
+
+
+def test_functional_dropout_is_no_block(x: Tensor) -> None:
+    class Functional(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(F.dropout(self.act(self.gate(x)), 0.5, self.training))
+
+    for training in (True, False):
+        assert places(fl.fuse(Functional(nn.GELU()).train(training), x)) == [("dense", ("gate", "act"))]
+
+
+def test_a_block_in_another_mode(x: Tensor) -> None:
+    class Moody(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.down(self.act(self.gate(x)))
+            if self.training:
+                y.mul_(2)  # in place: the same in the record
+            return y
+
+    model = Moody(nn.GELU()).eval()
+    eager = copy.deepcopy(model)
+    report = fl.fuse(model, x)
+    assert "in training the block's results are not the module's" in reasons(report)[""]
+    check(model.train(), eager.train(), x)
+
+
+def test_inner_layers_that_must_be_called(x: Tensor) -> None:
+    model = MLP(nn.GELU())
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x)
+    seen: list[Tensor] = []
+    model.down.register_forward_hook(lambda module, args, output: seen.append(output))
+    check(model, eager, x)
+    assert seen
+    model.down._forward_hooks.clear()
+    model.gate, eager.gate = Scaled(IN, HIDDEN), Scaled(IN, HIDDEN)
+    eager.gate.load_state_dict(model.gate.state_dict())
+    check(model, eager, x)
+
+
+def test_hooks_of_blocks(x: Tensor) -> None:
+    model = nn.Sequential(MLP(nn.GELU()))
+    model[0].register_forward_hook(lambda module, args, output: 2 * output)
+    eager = copy.deepcopy(model)
+    assert places(fl.fuse(model, x)) == [("mlp", ("0",))]
+    check(model, eager, x)
+
+
+@compiles
+@pytest.mark.parametrize("kind", ["plain", "gated"])
+def test_blocks_compiled(x: Tensor, kind: str) -> None:
+    model = MLP(ACT2FN["silu"], kind)
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    torch.testing.assert_close(compiled(x), eager(x))
+    assert saved_bytes(compiled, x, exclude=x) == (1 if kind == "plain" else 2) * BUFFER
+
+
+def test_meta_tensors(x: Tensor) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(MLP(nn.GELU()), Net())
+    report = fl.fuse(model)
+    assert ("dense", ("1.first", "1.act")) in places(report)
+    assert "meta device" in reasons(report)["0"]
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_as_a_table(x: Tensor) -> None:
+    model = nn.Sequential(*(Net() for _ in range(3)), Net(first=Scaled(IN, HIDDEN)), MLP(nn.SiLU(), "gated"))
+    text = str(fl.fuse(model, x))
+    assert text.splitlines()[0] == "Sequential: 5 places fused"
+    assert "3  dense + gelu     0-2.first + 0-2.act  saves the output (branch in its last bit)" in text
+    assert "1  gated mlp, silu  4                    saves gate and up" in text
+    assert "1  gelu             3.act                saves the output (branch in its last bit)" in text
+    assert "not fused:\n  3.first: it is a Scaled, which may compute something else" in text
+    assert "saved for backward: " in text and text.splitlines()[-1].endswith(" %)")
+
+
+def test_the_report_as_a_dict(x: Tensor) -> None:
+    report = fl.fuse(Net(), x).to_dict()
+    assert report["name"] == "Net" and report["skipped"] == []
+    (place,) = report["replaced"]
+    assert place["modules"] == ["first", "act"] and place["pattern"] == "dense" and place["activation"] == "gelu"
+    assert report["saved_bytes"]["after"] == report["saved_bytes"]["before"] - BUFFER
+    assert fl.fuse(Net()).to_dict()["saved_bytes"] == {"before": None, "after": None}
+
+
+def test_nothing_to_do(x: Tensor) -> None:
+    assert str(fl.fuse(nn.Sequential(nn.Linear(IN, IN)))) == "Sequential: 0 places fused"
+
+
+@pytest.mark.parametrize("inputs", [lambda x: x, lambda x: (x,), lambda x: [x], lambda x: {"x": x}])
+def test_example_inputs(x: Tensor, inputs: Callable[[Tensor], Any]) -> None:
+    assert fl.fuse(Net(), inputs(x)).saved_bytes is not None
+
+
+def test_what_is_refused(x: Tensor) -> None:
+    with pytest.raises(TypeError, match=r"fuse: model must be an nn\.Module, got function"):
+        fl.fuse(lambda x: x, x)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"unfuse: model must be an nn\.Module, got int"):
+        fl.unfuse(1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="fuse: save must be 'auto', 'input' or 'recompute', got 'output'"):
+        fl.fuse(Net(), x, save="output")
+
+
+def test_random_numbers_and_gradients_stay(x: Tensor) -> None:
+    model = nn.Sequential(Net(), nn.Dropout(0.5), MLP(nn.GELU(), dropout=0.5))
+    model[0].first.weight.grad = torch.ones(HIDDEN, IN)
+    before = torch.get_rng_state()
+    fl.fuse(model, x)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(model[0].first.weight.grad, torch.ones(HIDDEN, IN)) and model[0].first.bias.grad is None
