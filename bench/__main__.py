@@ -14,6 +14,7 @@ COMMANDS = {
     "matmul": ("matmul", "matmuls with an activation as their epilogue, beside the vendor's bare ones"),
     "pointwise": ("pointwise", "bandwidth of the forward and backward kernels against a copy"),
     "custom": ("custom", "activations with trainable parameters, in ResNet-18: bytes, time, exactness of gradients"),
+    "models": ("models", "whole models, eager and after fuse: bytes, time"),
     "accuracy": ("accuracy", "errors of output and derivative against float64, beside eager's"),
     "aot": ("aot", "what the compiler makes of the Triton kernels, for GPUs that need not be there"),
     "readme": ("report", "write the README's tables from bench/results, or check them"),

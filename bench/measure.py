@@ -27,14 +27,15 @@ def interleave(
     seconds: float,
     min_rounds: int = 5,
     max_rounds: int = 200,
+    warm_up: int = 3,
     host: bool = False,
 ) -> Times:
-    """Time ``functions`` in turns for about ``seconds``.
+    """Time ``functions`` in turns for about ``seconds``, after at least ``warm_up`` calls of each.
 
     On CUDA the time is the device's, between two events, with a cold L2 cache. With ``host`` it is the wall clock's on
     either device, over many calls in a row: what a call costs whoever makes it.
     """
-    estimates = {name: _warm_up(function, device) for name, function in functions.items()}
+    estimates = {name: _warm_up(function, device, warm_up) for name, function in functions.items()}
     use_events = device.type == "cuda" and not host
     calls = 1 if use_events else max(1, round(_SAMPLE_SECONDS * (10 if host else 1) / min(estimates.values())))
     rounds = int(seconds / (calls * sum(estimates.values())))
@@ -98,11 +99,11 @@ class Above(torch.autograd.Function):
         return ctx.dy, None
 
 
-def _warm_up(function: Callable[[], Any], device: torch.device) -> float:
+def _warm_up(function: Callable[[], Any], device: torch.device, calls: int) -> float:
     """Run until caches, allocator and clocks have settled, and return the seconds of one call."""
     seconds: list[float] = []
     start = time.perf_counter()
-    while len(seconds) < 3 or (time.perf_counter() - start < 0.02 and len(seconds) < 1000):
+    while len(seconds) < calls or (time.perf_counter() - start < 0.02 and len(seconds) < 1000):
         seconds.append(_clock_sample(function, 1, device) * 1e-6)
     return max(statistics.median(seconds), 1e-7)
 

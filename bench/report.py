@@ -244,6 +244,41 @@ def _times_saved(variant: dict[str, Any], relu: dict[str, Any]) -> str:
     return f"{variant['saved_bytes'] / relu['saved_bytes']:.2f}x" if "saved_bytes" in variant and relu else "-"
 
 
+def models_table(run: dict[str, Any]) -> str:
+    """Whole models: bytes kept, those at the worst moment, and time, with output-saving activations and after fuse."""
+    lines = [
+        _measured_on(run),
+        "",
+        "| Model (input) | saved MiB: eager | activations alone | **fuse** | recomputed "
+        "| peak MiB: eager | activations alone | **fuse** | recomputed "
+        "| time: eager | activations alone | **fuse** | recomputed |",
+        "|---|" + "--:|" * 12,
+    ]
+    for row in run["cases"]:
+        eager, activations, ours, recomputed = (
+            row["variants"].get(name, {}) for name in ("eager", "activations", "fusedlayers", "recompute")
+        )
+        cells = [f"{_model_name(row)}, {row['dtype']} ({' x '.join(map(str, row['input']))})"]
+        for what in ("saved_bytes", "peak_bytes"):
+            cells += [_mib(eager, what), _change(activations, eager, what)]
+            cells += [f"**{_change(ours, eager, what)}**", _change(recomputed, eager, what)]
+        cells += [_seconds(eager), _ratio(activations), f"**{_ratio(ours)}**", _ratio(recomputed)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _model_name(row: dict[str, Any]) -> str:
+    return row["model"] if row["layers"] is None else f"{row['model']}, {row['layers']} layers"
+
+
+def _change(variant: dict[str, Any], eager: dict[str, Any], what: str) -> str:
+    return f"{100 * (variant[what] - eager[what]) / eager[what]:+.1f} %" if what in variant else "-"
+
+
+def _seconds(variant: dict[str, Any]) -> str:
+    return f"{variant['forward_backward']['median_us'] / 1e6:.3g} s" if "forward_backward" in variant else "-"
+
+
 def accuracy_table(results: Path) -> str:
     """Derivatives of two folded activations, from one run: every device computes the same within rounding."""
     paths = sorted(results.glob("*/accuracy.json"))
@@ -274,5 +309,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "custom": partial(_tables, subject="custom", table=custom_table),
     "dense": partial(_tables, subject="dense", table=dense_table),
     "mlp": partial(_tables, subject="mlp", table=mlp_table),
+    "models": partial(_tables, subject="models", table=models_table),
     "norm": partial(_tables, subject="norm", table=norm_table),
 }

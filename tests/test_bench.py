@@ -1,6 +1,7 @@
 """The benchmarks' own machinery, on shapes too small to measure anything."""
 
 import argparse
+import dataclasses
 import functools
 import importlib.metadata
 import json
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import fusedlayers as fl
 from bench import (
     MAIN_FORMAT,
     ROOT,
@@ -29,6 +31,7 @@ from bench import (
     matmul,
     measure,
     mlp,
+    models,
     norm,
     plot,
     pointwise,
@@ -822,6 +825,165 @@ def test_fractional_gradients(name: str, order: float) -> None:
     assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(function(x, p).sum(), (x, p)))
 
 
+# --- models -----------------------------------------------------------------------------------------------------------
+
+of_transformers = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:transformers")
+
+
+@of_transformers
+def test_whole_models(tmp_path: Path) -> None:
+    result = models.run(models.cases("cpu"), CPU, quick=True, timed=False, out=tmp_path)
+    assert json.loads((tmp_path / "models.json").read_text())["cases"] == result["cases"]
+    assert result["not_run"] == [] and result["versions"]["transformers"]
+    places = {row["id"]: {name: v.get("places") for name, v in row["variants"].items()} for row in result["cases"]}
+    one, none = {"GELU": 2}, None
+    mlps, gated = {"mlp": 2, "dense": 1}, {"gated mlp": 2}
+    bert = {"eager": none, "activations": one, "fusedlayers": {"dense": 3}, "recompute": none}
+    mistral = {"eager": none, "activations": {"SiLU": 2}, "fusedlayers": gated, "recompute": gated}
+    vit = {"eager": none, "activations": one, "fusedlayers": mlps, "recompute": mlps}
+    assert places == {
+        "bert-base/float32/4": bert,
+        "mistral-1024-wide/float32/1": mistral,
+        "mistral-1024-wide/bfloat16/1": mistral,
+        "vit-b/float32/4": vit,
+        "convnext-t/float32/4": {**bert, "fusedlayers": {"dense": 2}},
+        "resnet-50/float32/4": {**bert, "activations": none, "fusedlayers": {"norm": 5}},
+        "bert-base/float32/16": bert,
+    }
+    for row in result["cases"]:
+        eager, ours = row["variants"]["eager"], row["variants"]["fusedlayers"]
+        assert ours["saved_bytes"] <= eager["saved_bytes"] < eager["peak_bytes"] and row["parameters"] > 0
+        assert "forward_backward" not in eager and row["layers"] is None and row["target"] == {}
+        if row["variants"]["recompute"].get("places"):
+            assert row["variants"]["recompute"]["saved_bytes"] < ours["saved_bytes"]
+    assert result["cases"][5]["variants"]["activations"] == {"skipped": "there is nothing to change"}
+    assert result["cases"][5]["variants"]["recompute"] == {"skipped": "there is no MLP"}
+
+
+@of_transformers
+def test_whole_models_are_timed_where_time_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = models.cases("cpu")[0]
+    (row,) = models.run([case], CPU, quick=True)["cases"]
+    assert row["variants"]["fusedlayers"]["forward_backward"]["rounds"] == 5
+    assert row["variants"]["eager"]["forward_backward"]["ratio"] == 1
+    row = models.measure_case(case, CPU, ["eager"], end=None, quick=True)
+    assert "forward_backward" not in row["variants"]["eager"]
+    # A step takes longer than no time.
+    tiny = dataclasses.replace(case, sizes=case.small, tokens=16)
+    row = models.measure_case(tiny, CPU, ["eager"], end=time.monotonic(), quick=False)
+    assert "forward_backward" not in row["variants"]["eager"] and row["target"] == {"fusedlayers": 0.2}
+    result = models.run([case], CPU, quick=True, budget_seconds=0)
+    assert result["cases"] == [] and result["not_run"] == [case.id]
+
+
+@of_transformers
+def test_variants_of_a_model_share_their_parameters() -> None:
+    eager = models._build(models.cases("cpu")[4], CPU, quick=True)
+    subject, _ = eager.variant("fusedlayers")
+    assert subject is not None
+    pairs = zip(eager.model.parameters(), subject.model.parameters(), strict=True)
+    assert all(a is b for a, b in pairs) and subject.model is not eager.model
+    assert not any(isinstance(module, fl.GELU) for module in eager.model.modules())
+    eager.forward_backward()
+    assert all(parameter.grad is None for parameter in subject.model.parameters())
+
+
+@of_transformers
+def test_a_variant_that_errs_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "DROP_INS", dict.fromkeys(models.DROP_INS, torch.nn.ReLU))
+    (row,) = models.run(models.cases("cpu")[:1], CPU, variants=["eager", "activations"], quick=True)["cases"]
+    assert row["variants"]["activations"]["error"].startswith("ArithmeticError: differs from eager by ")
+    assert "MISSED: ArithmeticError" in models.acceptance({"cases": [row]})[0]
+
+
+@of_transformers
+def test_as_many_layers_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(case for case in models.cases("cuda") if case.model == "Mistral-7B")
+    case = dataclasses.replace(case, sizes=case.small, tokens=16)
+    step = models.Subject.forward_backward
+
+    def with_little_memory(subject: models.Subject) -> None:
+        if subject.model.config.num_hidden_layers > 4:
+            raise torch.OutOfMemoryError
+        step(subject)
+
+    monkeypatch.setattr(models.Subject, "forward_backward", with_little_memory)
+    subject, layers = models.build(case, CPU, quick=False)
+    assert layers == 4 and len(subject.model.layers) == 4
+    with pytest.raises(torch.OutOfMemoryError):
+        models.build(dataclasses.replace(case, layers=(8,)), CPU, quick=False)
+
+
+def test_models_acceptance() -> None:
+    def row(target: float, **saved: int) -> dict[str, Any]:
+        variants = {name: {"saved_bytes": value} for name, value in saved.items()}
+        return {"id": "a", "target": {"fusedlayers": target}, "variants": {"recompute": {"skipped": "no"}, **variants}}
+
+    rows = [row(0.2, eager=100, fusedlayers=80), row(0.2, eager=100, activations=101, fusedlayers=81)]
+    assert models.acceptance({"cases": rows}) == [
+        "a: saved less than by eager: fusedlayers 20.0% of 20.0%: met",
+        "a: saved less than by eager: activations -1.0%: MISSED, fusedlayers 19.0% of 20.0%: MISSED",
+    ]
+
+
+def test_models_command_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    written: list[tuple[Path | None, bool, list[str]]] = []
+
+    def run(todo: Any, device: Any, *, out: Path | None, timed: bool, variants: list[str], **options: Any) -> Any:
+        written.append((out, timed, variants))
+        return {"cases": []}
+
+    monkeypatch.setattr(models, "run", run)
+    monkeypatch.setattr(models, "RESULTS", tmp_path)
+    assert bench_main(["models", "--device", "cpu", "--only", "no such case"]) == 2
+    assert "bench models: no case matches --only 'no such case'; there are ['bert-base/" in capsys.readouterr().out
+    for arguments in ([], ["--bytes-only"], ["--only", "vit"], ["--quick"], ["--variants", "compile"]):
+        assert bench_main(["models", "--device", "cpu", *arguments]) == 0
+    # A part, and a result without times, replace no committed one.
+    assert [path is not None and path.parent == tmp_path for path, _, _ in written] == [True, *[False] * 4]
+    assert [timed for _, timed, _ in written] == [True, False, True, True, True]
+    assert written[0][2] == ["eager", "activations", "fusedlayers", "recompute"] and written[4][2] == [
+        "eager",
+        "compile",
+    ]
+    assert "compile" in models.default_variants("cuda", False) and "compile" not in models.default_variants(
+        "cuda", True
+    )
+
+
+def test_the_models_table(tmp_path: Path) -> None:
+    def row(layers: int | None, **variants: Any) -> dict[str, Any]:
+        eager = {"saved_bytes": 200 * 2**20, "peak_bytes": 400 * 2**20}
+        return {
+            "model": "BERT-base",
+            "layers": layers,
+            "dtype": "float32",
+            "input": [4, 512],
+            "variants": {"eager": eager, **variants},
+        }
+
+    time_of = {"forward_backward": {"median_us": 5432100.0, "ratio": 0.987}}
+    ours = {"saved_bytes": 150 * 2**20, "peak_bytes": 300 * 2**20}
+    run = {**ON_SOME_CPU, "cases": [row(None, fusedlayers=ours), row(4, recompute={"skipped": "no"})]}
+    run["cases"][1]["variants"]["eager"] |= time_of
+    run["cases"][1]["variants"]["activations"] = {**ours, **time_of}
+    text = README + "<!-- bench:models -->\n<!-- /bench:models -->\n"
+    assert "`python -m bench models` makes one" in report.fill(text, tmp_path)
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "models.json").write_text(json.dumps(run))
+    lines = report.fill(text, tmp_path).split("<!-- bench:models -->")[1].strip().splitlines()
+    assert lines[0] == "Some cpu, 4 threads, torch 2.13.0, 2030-01-02:"
+    assert lines[2].count("|") == lines[3].count("|") == lines[4].count("|")
+    assert lines[4:-1] == [
+        "| BERT-base, float32 (4 x 512) | 200.0 | - | **-25.0 %** | - | 400.0 | - | **-25.0 %** | - "
+        "| - | - | **-** | - |",
+        "| BERT-base, 4 layers, float32 (4 x 512) | 200.0 | -25.0 % | **-** | - | 400.0 | -25.0 % | **-** | - "
+        "| 5.43 s | 0.99x | **-** | - |",
+    ]
+
+
 # --- readme -----------------------------------------------------------------------------------------------------------
 
 
@@ -969,7 +1131,7 @@ def test_readme_without_results(tmp_path: Path) -> None:
         ("<!-- /bench:dense --><!-- bench:dense -->", "needs its"),
         (
             README + "<!-- bench:other --><!-- /bench:other -->",
-            r"no table is called 'other'; there are \['accuracy', 'conv', 'custom', 'dense', 'mlp', 'norm'\]",
+            r"no table is called 'other'; there are \['accuracy', 'conv', 'custom', 'dense', 'mlp', 'models', 'norm'\]",
         ),
     ],
 )
