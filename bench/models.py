@@ -230,7 +230,11 @@ def run(
             break
         share = left / (len(todo) - number)
         chosen = [name for name in variants if name != COMPILE or quick or share > _COMPILE_SECONDS]
-        row = measure_case(case, device, chosen, end=end if timed else None, quick=quick)
+        try:
+            row = measure_case(case, device, chosen, end=end if timed else None, quick=quick)
+        except torch.OutOfMemoryError as error:
+            print(f"{case.id}: {error}", flush=True)
+            continue
         for name in variants:
             row["variants"].setdefault(name, {"skipped": "time budget"})
         result["cases"].append(row)
@@ -281,7 +285,9 @@ class Subject:
         if name == ACTIVATIONS:
             places = exchange_activations(model)
         elif name in (OURS, RECOMPUTE):
-            report = fl.fuse(model, self.inputs, save="recompute" if name == RECOMPUTE else "auto")
+            # Two examples show what a batch does.
+            examples = {key: tensor[:2] for key, tensor in self.inputs.items()}
+            report = fl.fuse(model, examples, save="recompute" if name == RECOMPUTE else "auto")
             places = dict(Counter(place.pattern for place in report.replaced))
         if name == COMPILE:
             model.compile(dynamic=False)
@@ -305,9 +311,11 @@ def measure_case(
 ) -> dict[str, Any]:
     """Return the JSON row of a case. ``end``: when timing has to be over; None for no times."""
     eager, layers = build(case, device, quick)
+    start = time.monotonic()
     subjects: dict[str, Subject] = {BASELINE: eager}
     rows: dict[str, dict[str, Any]] = {BASELINE: {}}
     expected = eager.results()
+    step_seconds = time.monotonic() - start
     for name in variants:
         if name == BASELINE:
             continue
@@ -328,11 +336,8 @@ def measure_case(
     del expected
 
     if end is not None:
-        start = time.monotonic()
-        eager.forward_backward()
         left = end - time.monotonic()
-        fewest = (_FEWEST_ROUNDS + 1) * len(subjects) * (time.monotonic() - start)
-        if fewest <= left or quick:
+        if quick or (_FEWEST_ROUNDS + 1) * len(subjects) * step_seconds <= left:
             times = measure.interleave(
                 {name: subject.forward_backward for name, subject in subjects.items()},
                 device,
@@ -360,20 +365,25 @@ def measure_case(
 
 
 def build(case: Case, device: torch.device, quick: bool) -> tuple[Subject, int | None]:
-    """The eager model, which has done one step, and the number of its layers where the case says one."""
+    """The eager model, and the number of its layers where the case says one."""
     if quick or not case.layers:
         return _build(case, device, quick), None
     for layers in case.layers:
-        try:
-            subject = _build(case, device, quick, num_hidden_layers=layers)
-            subject.forward_backward()
+        subject = _build_if_it_fits(case, device, layers)
+        if subject is not None:
             return subject, layers
-        except torch.OutOfMemoryError:
-            if layers == case.layers[-1]:
-                raise
         gc.collect()
         torch.cuda.empty_cache()
-    raise AssertionError
+    raise torch.OutOfMemoryError(f"{case.id} does not fit, not even {layers} layers of it")
+
+
+def _build_if_it_fits(case: Case, device: torch.device, layers: int) -> Subject | None:
+    try:
+        subject = _build(case, device, quick=False, num_hidden_layers=layers)
+        subject.forward_backward()
+        return subject
+    except torch.OutOfMemoryError:
+        return None
 
 
 def _build(case: Case, device: torch.device, quick: bool, **sizes: int) -> Subject:
