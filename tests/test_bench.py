@@ -949,9 +949,14 @@ def test_models_command_line(
         "eager",
         "compile",
     ]
-    assert "compile" in models.default_variants("cuda", False) and "compile" not in models.default_variants(
-        "cuda", True
-    )
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_models_that_are_measured_by_default(kind: str) -> None:
+    ids = [case.id for case in models.cases(kind)]
+    assert len({*ids}) == len(ids) and {"bert-base/float32/4", "resnet-50/float32/4"} < {*ids}
+    assert ("mistral-7b/bfloat16/1" in ids) == ("compile" in models.default_variants(kind, False)) == (kind == "cuda")
+    assert "compile" not in models.default_variants(kind, True)
 
 
 def test_the_models_table(tmp_path: Path) -> None:
