@@ -421,15 +421,12 @@ def acceptance(result: dict[str, Any]) -> list[str]:
             if "error" in variant:
                 verdicts.append(f"{name}: MISSED: {variant['error']}")
             elif "saved_bytes" in variant:
-                less = _less(variant, row["variants"][BASELINE])
+                kept = row["variants"][BASELINE]["saved_bytes"]
+                less = (kept - variant["saved_bytes"]) / kept
                 asked = f" of {target:.1%}" if target else ""
                 verdicts.append(f"{name} {less:.1%}{asked}: {'met' if less >= target else 'MISSED'}")
         lines.append(f"{row['id']}: saved less than by eager: {', '.join(verdicts)}")
     return lines
-
-
-def _less(variant: dict[str, Any], eager: dict[str, Any], what: str = "saved_bytes") -> float:
-    return (eager[what] - variant[what]) / eager[what]
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -440,7 +437,9 @@ def _line(row: dict[str, Any]) -> str:
             cells.append(f"{name}: {variant.get('error') or variant.get('skipped')}")
             continue
         saved, peak = (
-            f"{variant[what] / 2**20:.1f} MiB" if name == BASELINE else f"{-_less(variant, eager, what):+.1%}"
+            f"{variant[what] / 2**20:.1f} MiB"
+            if name == BASELINE
+            else f"{(variant[what] - eager[what]) / eager[what]:+.1%}"
             for what in ("saved_bytes", "peak_bytes")
         )
         time_of = variant.get("forward_backward")
