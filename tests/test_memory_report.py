@@ -814,6 +814,21 @@ def test_the_command_writes_files(user_module: str, tmp_path: Path) -> None:
     assert json.loads(plain.read_text())["saved_bytes"] == 2 * 32 * 16 * 4
 
 
+def test_the_command_fuses(user_module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = tmp_path / "report.json"
+    assert main(["report", f"{user_module}:tensor", "--fuse", "--json", str(plain)]) == 0
+    out = capsys.readouterr().out
+    assert "1 place fused" in out and "saved for backward: " in out
+    before, after = (json.loads(plain.read_text())[name] for name in ("before", "after"))
+    assert f"{100 * (after['saved_bytes'] - before['saved_bytes']) / before['saved_bytes']:+.1f} %" in out
+    assert after["saved_bytes"] < before["saved_bytes"]
+
+
+def test_functions_are_not_fused(user_module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", f"{user_module}:both", "--fuse"]) == 2
+    assert "model must be an nn.Module" in capsys.readouterr().err
+
+
 def test_the_command_as_users_call_it(user_module: str) -> None:
     command = [sys.executable, "-W", "error", "-m", "fusedlayers", "report", f"{user_module}:tensor"]
     environment = {"PYTHONPATH": str(Path(__file__).parent.parent)}

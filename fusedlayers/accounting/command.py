@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import named
+from ..fusing.fuse import fuse_on
 from .report import STAGES, MemoryReport, report_of
 from .step import Step
 
@@ -23,7 +24,8 @@ def register(commands: "Commands") -> None:
         "report",
         help="say what a model keeps for its backward pass, and what its peak of memory consists of",
         description="Runs a model forward and backward, and prints what is saved for the backward pass, by module and "
-        "operation, and what is alive when most memory is allocated.",
+        "operation, and what is alive when most memory is allocated. With --fuse, the same once more after "
+        "fusedlayers.fuse, beside what it was before.",
     )
     parser.add_argument(
         "factory",
@@ -31,6 +33,7 @@ def register(commands: "Commands") -> None:
         help="a function that returns the model and example inputs: (model, inputs), where the inputs are a tensor, "
         "a tuple of positional arguments or a dict of keywords; or (model, args, kwargs)",
     )
+    parser.add_argument("--fuse", action="store_true", help="fuse the model too, and compare what it keeps then")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw what is saved")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     parser.set_defaults(run=run)
@@ -47,13 +50,20 @@ def run(arguments: argparse.Namespace) -> int:
         step = step_from(made, arguments.factory)
         with progress() as on_stage:
             found = report_of(step, on_stage)
+        print(found)
+        values = found.to_dict()
+        if arguments.fuse:
+            before, fused = found, fuse_on(step.model, step.args, step.kwargs)  # type: ignore[arg-type]  # it asks
+            with progress() as on_stage:
+                found = report_of(step, on_stage)
+            print("", fused, "", before.compare(found), sep="\n")
+            values = {"before": values, "fuse": fused.to_dict(), "after": found.to_dict()}
     except (ValueError, TypeError) as error:
-        if not str(error).startswith("memory_report: "):
+        if not str(error).startswith(("memory_report: ", "fuse: ")):
             raise
         return _refused(error)
-    print(found)
     try:
-        write(found, arguments)
+        write(found, values, arguments)
     except (ValueError, ImportError, OSError) as error:
         return _refused(error)
     return 0
@@ -85,10 +95,10 @@ def step_from(made: Any, name: str) -> Step:
     return Step(model, tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {})
 
 
-def write(found: MemoryReport, arguments: argparse.Namespace) -> None:
+def write(found: MemoryReport, values: dict[str, Any], arguments: argparse.Namespace) -> None:
     """The files that were asked for."""
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found.to_dict(), indent=1))
+        arguments.json.write_text(json.dumps(values, indent=1))
     if arguments.plot is not None:
         found.plot(arguments.plot)
 
@@ -110,5 +120,5 @@ def progress() -> Iterator[Callable[[str], None]]:
 
 
 def _refused(error: Exception) -> int:
-    print(f"fusedlayers report: {str(error).removeprefix('memory_report: ')}", file=sys.stderr)
+    print(f"fusedlayers report: {str(error).removeprefix('memory_report: ').removeprefix('fuse: ')}", file=sys.stderr)
     return 2

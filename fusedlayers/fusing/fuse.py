@@ -53,14 +53,18 @@ def fuse(model: nn.Module, example_inputs: Any = None, *, save: str = "auto") ->
     <BLANKLINE>
     saved for backward: 16.5 KiB before, 8.50 KiB now (-48.5 %)
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"fuse: model must be an nn.Module, got {type(model).__name__}: {model!r}")
+    _check_module("fuse", model)
     if save not in ("auto", "input", "recompute"):
         raise ValueError(f"fuse: save must be 'auto', 'input' or 'recompute', got {save!r}")
     if example_inputs is None:
         with unchanged([*model.modules()], (), device_of(model)):
             return Rewriting(model, Flow(trace(model)), save).report()
-    args, kwargs = _arguments(example_inputs)
+    return fuse_on(model, *_arguments(example_inputs), save)
+
+
+def fuse_on(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], save: str = "auto") -> FuseReport:
+    """``fuse`` with ``model(*args, **kwargs)`` for the example."""
+    _check_module("fuse", model)
     inputs = [*tensors_in((args, kwargs))]
     with unchanged([*model.modules()], inputs, device_of((model, inputs))) as random_again:
         flow = Flow([record(model, args, kwargs)])
@@ -81,8 +85,7 @@ def unfuse(model: nn.Module) -> None:
         ValueError: modules have been given other classes since (by ``fully_shard``, a parametrization); nothing is
             changed then.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"unfuse: model must be an nn.Module, got {type(model).__name__}: {model!r}")
+    _check_module("unfuse", model)
     modules: Any = model.named_modules()
     changed = {name: module for name, module in modules if isinstance(module, Mixin)}
     others = [name or "the model" for name, module in changed.items() if not is_changed(module)]
@@ -93,6 +96,11 @@ def unfuse(model: nn.Module) -> None:
         )
     for module in changed.values():
         change_back(module)  # type: ignore[arg-type]  # a module with a mixin
+
+
+def _check_module(function: str, model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{function}: model must be an nn.Module, got {type(model).__name__}: {model!r}")
 
 
 def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
