@@ -24,8 +24,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .activations import DTYPES, Activation
-from .fusing.blocks import Chain
 from .fusing.calls import Value
+from .fusing.chain import Chain
 from .fusing.known import KEPT_BY_TORCH, found_in
 from .fusing.tracing import call_of
 from .traced import output_saved

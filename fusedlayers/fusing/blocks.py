@@ -2,57 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
 from ..activations import must_be_called_because
 from ..blocks import gated_mlp, mlp
-from .calls import Call, Value
 from .derived import Mixin
 from .known import Known, known_of
 from .pairs import is_transposed
-
-
-class Slot(NamedTuple):
-    """In the arguments of a step of a chain: the chain's input, which is number 0, or the result of a step."""
-
-    number: int
-
-
-class Chain:
-    """A function of one tensor that consists of calls of functions, one after the other."""
-
-    def __init__(self, calls: Sequence[Call], input: Value) -> None:
-        slots = {input: Slot(0)}
-        self.steps: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
-        for number, call in enumerate(calls, 1):
-            function: Any = call.target
-            self.steps.append((function, _replaced(call.args, slots), _replaced(call.kwargs, slots)))
-            slots[call.gives[0]] = Slot(number)
-        self.__name__ = ", ".join(call.name for call in calls)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Chain) and self.steps == other.steps
-
-    def __hash__(self) -> int:
-        return hash(self.__name__)
-
-    def __call__(self, z: Tensor) -> Tensor:
-        values = {Slot(0): z}
-        for number, (function, args, kwargs) in enumerate(self.steps, 1):
-            values[Slot(number)] = function(*_replaced(args, values), **_replaced(kwargs, values))
-        return values[Slot(len(self.steps))]
-
-
-def _replaced(tree: Any, values: Mapping[Any, Any]) -> Any:
-    """Arguments with what stands for tensors replaced."""
-    if isinstance(tree, Value | Slot):
-        return values[tree]
-    if isinstance(tree, tuple | list):
-        return type(tree)(_replaced(part, values) for part in tree)
-    return {key: _replaced(part, values) for key, part in tree.items()} if isinstance(tree, dict) else tree
 
 
 class Plan(NamedTuple):

@@ -12,20 +12,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..activations import Activation, must_be_called_because
+from ..activations import Activation, must_be_called_because, resolve
 from ..functional import bias_act, dense_bias_act
 from ..modules.conv import conv_act
 from ..modules.norm import FusedBatchNormAct1d, FusedBatchNormAct2d, FusedBatchNormAct3d, norm_layer_act
+from .chain import Chain
 from .derived import Mixin
 from .known import KEPT_BY_TORCH, Known, activation_of, known_of
-from .sites import opened, passes_on, site_of
+from .sites import Site, opened, site_before, site_of
 
 
 class Pair(NamedTuple):
-    """The paths of a layer and of its activation, from the module that calls them."""
+    """A layer and its activation, as the module that calls both finds them.
+
+    Attributes:
+        layer: its path.
+        activation: a module's path, or the function that the code calls.
+        known: what that function computes, if that is in the table.
+    """
 
     layer: str
-    activation: str
+    activation: str | Chain
+    known: Known | None = None
 
 
 class Calls(Mixin):
@@ -37,27 +45,31 @@ class Calls(Mixin):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # the compiler fuses, and the activations save their outputs
             return super().forward(*args, **kwargs)
-        pairs = [pair for pair in map(self._found, self.fused_pairs) if pair is not None]
-        if not pairs:
+        sites = [site for site in map(self._site, self.fused_pairs) if site is not None]
+        if not sites:
             return super().forward(*args, **kwargs)
-        with opened(pairs):
+        with opened(sites):
             return super().forward(*args, **kwargs)
 
-    def _found(self, pair: Pair) -> tuple[Any, Any] | None:
-        """The layer and the activation, if they are still there and nobody wants to see what passes between them."""
-        layer, activation = at(self, pair.layer), at(self, pair.activation)
-        if layer is None or activation is None:
+    def _site(self, pair: Pair) -> Site | None:
+        """Where the two meet, if they are still there and nobody wants to see what passes between them."""
+        layer = at(self, pair.layer, Layer)
+        if layer is None:
             return None
-        return (layer, activation) if isinstance(layer, Layer) and isinstance(activation, Applies) else None
+        if isinstance(pair.activation, Chain):
+            function = pair.activation
+            return Site(layer, function, known_of(function, pair.known) or resolve(function))
+        activation = at(self, pair.activation, Applies)
+        return None if activation is None else Site(layer, activation, activation.activation())
 
 
-def at(module: Any, path: str) -> Any:
-    """The module at a path, or None if there is none, or if it or one on the way to it has hooks."""
+def at(module: Any, path: str, mixin: type[Mixin]) -> Any:
+    """The module at a path that has a mixin; None if there is none, or if it or one on the way to it has hooks."""
     for name in path.split("."):
         module = module._modules.get(name)
         if module is None or must_be_called_because(module) is not None:
             return None
-    return module
+    return module if isinstance(module, mixin) else None
 
 
 class Applies(Mixin):
@@ -69,8 +81,9 @@ class Applies(Mixin):
 
     def forward(self, input: Any) -> Any:
         itself: Any = self
-        if passes_on(itself, input):
-            return input
+        site = site_before(itself, input)
+        if site is not None:
+            return site.take()
         if must_be_called_because(itself) is not None or not isinstance(input, Tensor):
             return super().forward(input)
         activation = self.activation()
@@ -92,9 +105,7 @@ class Layer(Mixin):
         site = None if args else site_of(itself)
         if site is None:
             return super().forward(input, *args)
-        activation: Any = site.activation
-        site.given = self.fused(input, activation.activation())
-        return site.given
+        return site.give(self.fused(input, site.computes))
 
     def fused(self, input: Tensor, activation: Activation) -> Tensor:
         raise NotImplementedError

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
-from .blocks import Chain, Plan
+from .blocks import Plan
 from .calls import Call, Value
+from .chain import Chain
 from .pairs import is_transposed
 
 _PRODUCTS = frozenset({"mul", "__mul__", "__rmul__", "multiply"})
@@ -48,11 +49,20 @@ class Flow:
         return None
 
 
-class Found(NamedTuple):
-    """A call of a layer, and that of the one module that reads its output."""
-
-    layer: Call
-    activation: Call
+def followers(flow: Flow, layer: Call) -> list[Call]:
+    """What alone reads a layer's output: a module, a function, or a function that a module calls."""
+    if len(layer.gives) != 1:
+        return []
+    (z,) = layer.gives
+    module, readers = flow.only_reader(z), flow.readers(z)
+    calls = [module] if module is not None and not layer.is_in(module) else []
+    if len(readers) == 1 and not z.is_kept:
+        (reader,) = readers
+        # By the code of the module that calls the layer, or has it called.
+        is_direct = reader.within is not None and layer.is_in(reader.within)
+        if reader.module is None and reader.reads == (z,) and len(reader.gives) == 1 and is_direct:
+            calls.append(reader)
+    return calls
 
 
 def parent_of(one: Call, other: Call) -> Call:

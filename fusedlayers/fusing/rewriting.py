@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,11 @@ from ..normalised import describe
 from .agreement import disagreement
 from .blocks import Block, called_because
 from .calls import Call
+from .chain import Chain
 from .derived import Mixin, change, change_back, is_changed
 from .known import KEPT_BY_TORCH, LAYERS, Known, found_in
-from .pairs import Applies, Calls, Layer, NormLayer, Pair, layer_mixin
-from .patterns import Flow, Found, is_dense, parent_of, plan_of
+from .pairs import Applies, Calls, NormLayer, Pair, layer_mixin
+from .patterns import Flow, followers, is_dense, parent_of, plan_of
 from .recording import is_compiled
 from .report import FuseReport, Replaced, Skipped
 
@@ -27,6 +28,14 @@ from .report import FuseReport, Replaced, Skipped
 _FUSED: tuple[Any, ...] = (Block, WithActivation)
 #: The names of functions that are activations.
 _FUNCTIONS = {target.__name__ for target in stand_ins if not isinstance(target, type) and hasattr(target, "__name__")}
+
+
+class _After(NamedTuple):
+    """What comes after a layer: the call, the module or the function that is called, and what it computes."""
+
+    call: Call
+    function: Any
+    activation: Activation
 
 
 class Rewriting:
@@ -104,85 +113,76 @@ class Rewriting:
     def _layer(self, layer: Any) -> None:
         if not isinstance(layer, LAYERS) and not is_dense(layer):
             return
-        calls = self._flow.calls.get(layer, [])
-        readers = {call: self._flow.only_reader(call.gives[0]) if len(call.gives) == 1 else None for call in calls}
-        found = [Found(call, reader) for call, reader in readers.items() if reader is not None]
-        activations = {one.activation.module: self._activation_after(layer, one.activation.module) for one in found}
-        found = [one for one in found if activations[one.activation.module] is not None]
-        if not found:
+        found = {call: self._activation_after(call) for call in self._flow.calls.get(layer, ())}
+        if not any(found.values()):
             self._explain(layer)
             return
-        pairs = self._pairs(found, readers)
-        reason = _layermust_be_called_because(layer)
-        if reason is None and not pairs:
+        places = self._places(found)
+        reason = _kept_because(layer)
+        if reason is None and not places:
             reason = "where it is called, others read its output as well, or it is not among the modules of its caller"
         if reason is not None:
             self._skip(layer, reason)
             return
-        for parent, (pair, module) in pairs.items():
-            activation = activations[module]
-            assert activation is not None
-            if not isinstance(layer, Layer):
-                mixin = layer_mixin(layer)
-                assert mixin is not None
-                self._change(layer, mixin)
-            self._apply(module, activation)
+        mixin = layer_mixin(layer)
+        assert mixin is not None
+        self._change(layer, mixin)
+        for parent, (pair, after) in places.items():
+            if after.call.module is not None:
+                self._apply(after.call.module, after.activation)
             if not is_changed(parent):
                 self._change(parent, Calls, fused_pairs=())
             vars(parent)["fused_pairs"] += (pair,)
-            self._note_pair(layer, module, activation)
+            self._note_pair(layer, after)
 
-    def _activation_after(self, layer: nn.Module, module: Any) -> Activation | None:
-        """What a module behind a layer computes, if that can be fused with it."""
-        activation = found_in(module, _example_shape(layer), _dtype(layer))
-        is_refused = (
-            activation is None or activation.unfused_because is not None or must_be_called_because(module) is not None
-        )
-        return None if is_refused or module in self._taken else activation
+    def _activation_after(self, layer: Call) -> _After | None:
+        """The call of a layer's activation, if the two can be fused."""
+        module: Any = layer.module
+        for call in followers(self._flow, layer):
+            function: Any = call.module or Chain([call], layer.gives[0])
+            if function in self._taken or (call.module is not None and must_be_called_because(call.module) is not None):
+                continue
+            activation = found_in(function, _example_shape(module), _dtype(module))
+            if activation is not None and activation.unfused_because is None:
+                return _After(call, function, activation)
+        return None
 
-    def _pairs(self, found: Sequence[Found], readers: Mapping[Call, Call | None]) -> dict[Any, tuple[Pair, nn.Module]]:
-        """By the modules that call a layer and its activation: their paths from there, and the activation."""
-        parents: dict[Any, tuple[Pair, nn.Module]] = {}
-        for call, reader in found:
-            outer = parent_of(call, reader)
-            parent: Any = outer.module
-            inside = [other for other in readers if other.is_called_by(parent)]
-            followed = {None if follower is None else follower.module for follower in map(readers.get, inside)}
-            paths = _path(parent, call.module), _path(parent, reader.module)
+    def _places(self, found: Mapping[Call, _After | None]) -> dict[Any, tuple[Pair, _After]]:
+        """By the modules that call a layer and its activation, how these find them."""
+        places: dict[Any, tuple[Pair, _After]] = {}
+        for call, after in found.items():
+            if after is None:
+                continue
+            parent: Any = parent_of(call, after.call).module
+            inside = [other for called, other in found.items() if called.is_called_by(parent)]
+            is_always = all(other is not None and other.function == after.function for other in inside)
+            path, known = _path(parent, call.module), None
+            function = after.function
+            if isinstance(function, nn.Module):
+                function = _path(parent, function)
+            else:
+                known = Known.of(function, after.activation)
             is_free = "forward" not in vars(parent) and parent not in self._taken
-            if followed == {reader.module} and None not in paths and is_free:
-                parents[parent] = Pair(*paths), reader.target  # type: ignore[arg-type, assignment]
+            if is_always and is_free and path is not None and function is not None:
+                places[parent] = Pair(path, function, known), after
         # Where passes through several modules found the same, the innermost one does.
         return {
-            parent: pair
-            for parent, pair in parents.items()
-            if not any(other is not parent and other in set(parent.modules()) for other in parents)
+            parent: place
+            for parent, place in places.items()
+            if not any(other is not parent and other in set(parent.modules()) for other in places)
         }
 
-    def _note_pair(self, layer: Any, module: nn.Module, activation: Activation) -> None:
+    def _note_pair(self, layer: Any, after: _After) -> None:
         weight, bias = layer.weight, layer.bias
         if isinstance(layer, NormLayer):
-            pattern, saves = "norm", describe(activation, "auto", _dtype(layer), weight, bias)
+            pattern, saves = "norm", describe(after.activation, "auto", _dtype(layer), weight, bias)
         else:
             pattern = "conv" if isinstance(layer, nn.modules.conv._ConvNd) else "dense"
-            saves = activation.describe("auto", _dtype(layer))
-        modules = self._paths[layer], self._paths[module]
-        self._replaced.append(Replaced(modules, pattern, repr(activation), saves))
-
-    def _parents(self, found: list[Found]) -> dict[nn.Module, Pair]:
-        """The modules that call a layer and its activation, each with their paths from there."""
-        parents: dict[nn.Module, Pair] = {}
-        for one in found:
-            parent: Any = parent_of(one.layer, one.activation).module
-            paths = [_path(parent, call.module) for call in one]
-            if None not in paths and must_be_called_because(parent) is None and parent not in self._taken:
-                parents[parent] = Pair(*paths)  # type: ignore[arg-type]  # none of them is None
-        # Where passes through several modules found the same, the innermost one does.
-        return {
-            parent: pair
-            for parent, pair in parents.items()
-            if not any(other is not parent and other in set(parent.modules()) for other in parents)
-        }
+            saves = after.activation.describe("auto", _dtype(layer))
+        modules = [layer] if after.call.module is None else [layer, after.call.module]
+        self._replaced.append(
+            Replaced(tuple(map(self._paths.__getitem__, modules)), pattern, repr(after.activation), saves)
+        )
 
     def _explain(self, layer: nn.Module) -> None:
         """Why a layer with an activation after it is left as it is."""
@@ -237,7 +237,7 @@ class Rewriting:
         self._change(module, Applies, known_activation=Known.of(module, activation))
 
 
-def _layermust_be_called_because(layer: nn.Module) -> str | None:
+def _kept_because(layer: nn.Module) -> str | None:
     """Why a layer must stay as it is, or None."""
     if layer_mixin(layer) is None:
         return f"it is a {type(layer).__name__}, which may compute something else"

@@ -1,0 +1,61 @@
+"""Functions that a model's code calls, made into one function of a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .calls import Call, Value
+
+
+class Slot(NamedTuple):
+    """In the arguments of a step of a chain: the chain's input, which is number 0, or the result of a step."""
+
+    number: int
+
+
+class Chain:
+    """A function of one tensor that consists of calls of functions, one after the other."""
+
+    def __init__(self, calls: Sequence[Call], input: Value) -> None:
+        slots = {input: Slot(0)}
+        self.steps: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
+        for number, call in enumerate(calls, 1):
+            function: Any = call.target
+            self.steps.append((function, _replaced(call.args, slots), _replaced(call.kwargs, slots)))
+            slots[call.gives[0]] = Slot(number)
+        self.__name__ = ", ".join(call.name for call in calls)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Chain) and self.steps == other.steps
+
+    def __hash__(self) -> int:
+        return hash(self.__name__)
+
+    def __call__(self, z: Tensor) -> Tensor:
+        values = {Slot(0): z}
+        for number, (function, args, kwargs) in enumerate(self.steps, 1):
+            options = {
+                name: value for name, value in kwargs.items() if name != "inplace"
+            }  # that is for others to decide
+            values[Slot(number)] = function(*_replaced(args, values), **_replaced(options, values))
+        return values[Slot(len(self.steps))]
+
+    def begins_with(self, function: Any, args: Any, kwargs: Any, input: object) -> bool:
+        """Whether it begins with this call, of ``input``."""
+        wanted, wanted_args, wanted_kwargs = self.steps[0]
+        if function != wanted or len(args) != len(wanted_args) or kwargs.keys() != wanted_kwargs.keys():
+            return False
+        pairs = [*zip(args, wanted_args, strict=True), *((kwargs[name], wanted_kwargs[name]) for name in kwargs)]
+        return all(found is input if isinstance(stated, Slot) else found == stated for found, stated in pairs)
+
+
+def _replaced(tree: Any, values: Mapping[Any, Any]) -> Any:
+    """Arguments with what stands for tensors replaced."""
+    if isinstance(tree, Value | Slot):
+        return values[tree]
+    if isinstance(tree, tuple | list):
+        return type(tree)(_replaced(part, values) for part in tree)
+    return {key: _replaced(part, values) for key, part in tree.items()} if isinstance(tree, dict) else tree
