@@ -182,7 +182,9 @@ def strided_parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the plain tensors that hold the memory of ``tensor``: itself, or what a subclass or sparse layout wraps."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from strided_parts(getattr(tensor, name))
+            part = getattr(tensor, name)
+            if isinstance(part, Tensor):  # a DTensor names its mesh as well
+                yield from strided_parts(part)
     elif tensor.layout == torch.strided:
         yield tensor
     elif tensor.layout == torch.sparse_coo:

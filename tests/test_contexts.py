@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedlayers as fl
 from fusedlayers import routes
 from fusedlayers.activations import Activation, branch, resolve, rows
+from fusedlayers.memory import saved_bytes
 
 TABLE = [row.bind() for row in rows()]
 SAVES = ("output", "input", "recompute")
@@ -536,6 +537,16 @@ def test_dtensors(mesh: Any, layer: tuple[Tensor, ...]) -> None:
         got = torch.autograd.grad(y.sum(), (x, w, b))
         torch.testing.assert_close([g.full_tensor() for g in got], list(torch.autograd.grad(expected.sum(), layer)))
         assert isinstance(fl.bias_act(x, None, activation), DTensor)
+
+
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning:torch.*", "ignore::DeprecationWarning:torch.*", "ignore::FutureWarning"
+)
+def test_saved_bytes_of_dtensors(mesh: Any) -> None:
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    x = distribute_tensor(torch.randn(30, 12), mesh, [Replicate()]).requires_grad_()
+    assert saved_bytes(lambda: (2 * x).tanh()) == 30 * 12 * 4
 
 
 @pytest.mark.filterwarnings(
