@@ -11,7 +11,7 @@ from ..activations import must_be_called_because
 from ..blocks import gated_mlp, mlp
 from .derived import Mixin
 from .known import Known, known_of
-from .pairs import is_transposed
+from .pairs import Applies, is_transposed
 
 
 class Plan(NamedTuple):
@@ -64,7 +64,10 @@ def compute(module: Any, plan: Plan, x: Tensor, known: Known | None = None) -> T
     """The block without what comes after it."""
     parts = {name: module.get_submodule(name) for name in plan.inner}
     activation: Any = parts[plan.activation] if isinstance(plan.activation, str) else plan.activation
-    activation = known_of(activation, known) or activation
+    if isinstance(activation, Applies):
+        activation = activation.activation()
+    else:
+        activation = known_of(activation, known) or activation
     drop: Any = parts[plan.dropout] if plan.dropout is not None else None
     settings: dict[str, Any] = {
         "dropout": float(drop.p) if drop is not None and drop.training else 0.0,

@@ -103,6 +103,8 @@ class Rewriting:
             return
         self._taken.update(inner for name in plan.inner for inner in module.get_submodule(name).modules())
         self._change(module, Block, fused_block=plan, known_activation=Known.of(function, activation))
+        if isinstance(function, nn.Module):  # for where the layers must be called
+            self._apply(function, activation)
         dtype, is_frozen = layers[0].weight.dtype, not layers[0].weight.requires_grad
         saves = kept(activation, plan.save, dtype, is_gated=plan.is_gated, is_frozen=is_frozen)
         pattern = "gated mlp" if plan.is_gated else "mlp"

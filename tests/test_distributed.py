@@ -1,0 +1,276 @@
+"""PyTorch's own engines for several processes, around fused layers: losses and gradients are those of one process with
+the whole batch, and no process keeps more for its backward pass than without fused layers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import processes
+import pytest
+import torch
+import torch.distributed as dist
+from residuals import batch, images, of_fused_modules, of_layers, of_norms
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import fusedlayers as fl
+from fusedlayers.memory import saved_bytes
+
+COUNTS = (2, 4)
+
+
+# --- the engines ------------------------------------------------------------------------------------------------------
+
+
+class Engine(NamedTuple):
+    """How a model is spread over the processes of a mesh of data parallel and of tensor parallel dimensions.
+
+    Attributes:
+        wrap: gives the spread model.
+        tensor: how many processes share a layer: 1, or "all", or 2.
+        keeps_hidden: whether hidden layers are kept for the backward pass; checkpoints compute them again.
+        autocast: whether it runs under autocast to bfloat16.
+    """
+
+    wrap: Callable[[Any, DeviceMesh], nn.Module]
+    tensor: Any = 1
+    keeps_hidden: bool = True
+    autocast: bool = False
+
+    def mesh(self, count: int) -> DeviceMesh:
+        tensor = count if self.tensor == "all" else self.tensor
+        return init_device_mesh("cpu", (count // tensor, tensor), mesh_dim_names=("data", "tensor"))
+
+
+def ddp(model: Any, mesh: DeviceMesh) -> nn.Module:
+    return DDP(model)
+
+
+def ddp_copied(model: Any, mesh: DeviceMesh) -> nn.Module:
+    return copy.deepcopy(DDP(model))
+
+
+def ddp_accumulating(model: Any, mesh: DeviceMesh) -> nn.Module:
+    return DDP(model, gradient_as_bucket_view=True, static_graph=True)
+
+
+def sharded(model: Any, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    for part in model:
+        fully_shard(part, mesh=mesh["data"], **options)
+    return fully_shard(model, mesh=mesh["data"], **options)
+
+
+def sharded_by_layer(model: Any, mesh: DeviceMesh) -> nn.Module:
+    for layer in [module for module in model.modules() if isinstance(module, nn.Linear)]:
+        fully_shard(layer, mesh=mesh["data"])
+    return fully_shard(model, mesh=mesh["data"])
+
+
+def sharded_in_bfloat16(model: Any, mesh: DeviceMesh) -> nn.Module:
+    return sharded(model, mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+
+
+def by_tensor(model: Any, mesh: DeviceMesh) -> nn.Module:
+    columns, rows = ColwiseParallel(), RowwiseParallel()
+    plan = {
+        "0.inner.0": ColwiseParallel(output_layouts=Replicate()),
+        **{"1.inner.fc1": columns, "1.inner.fc2": rows},
+        **{"2.inner.gate_proj": columns, "2.inner.up_proj": columns, "2.inner.down_proj": rows},
+        "3.inner.0": RowwiseParallel(input_layouts=Replicate()),
+    }
+    return parallelize_module(model, mesh["tensor"], plan)
+
+
+def sharded_by_tensor(model: Any, mesh: DeviceMesh) -> nn.Module:
+    return sharded(by_tensor(model, mesh), mesh)
+
+
+def checkpointed(wrap: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    return lambda model, mesh: wrap(nn.Sequential(*map(checkpoint_wrapper, model)), mesh)
+
+
+ENGINES = {
+    "ddp": Engine(ddp),
+    "ddp, deepcopied": Engine(ddp_copied),
+    "ddp, static graph": Engine(ddp_accumulating),
+    "ddp, autocast": Engine(ddp, autocast=True),
+    "ddp, checkpointed": Engine(checkpointed(ddp), keeps_hidden=False),
+    "fsdp": Engine(sharded),
+    "fsdp, by layer": Engine(sharded_by_layer),
+    "fsdp, bfloat16": Engine(sharded_in_bfloat16),
+    "fsdp, checkpointed": Engine(checkpointed(sharded), keeps_hidden=False),
+    "tensor parallel": Engine(by_tensor, tensor="all"),
+    "fsdp, tensor parallel": Engine(sharded_by_tensor, tensor=2),
+}
+
+
+def _fuse_then_wrap(engine: Engine, mesh: DeviceMesh, x: Tensor) -> nn.Module:
+    model = of_layers()
+    assert len(fl.fuse(model, x).replaced) == 4
+    return engine.wrap(model, mesh)
+
+
+def _wrap_then_fuse(engine: Engine, mesh: DeviceMesh, x: Tensor) -> nn.Module:
+    model = engine.wrap(of_layers(), mesh)
+    assert fl.fuse(model, x).replaced
+    return model
+
+
+#: Without fused layers, and the ways to have them.
+PLAIN = "plain"
+MODELS: dict[str, Callable[[Engine, DeviceMesh, Tensor], nn.Module]] = {
+    PLAIN: lambda engine, mesh, x: engine.wrap(of_layers(), mesh),
+    "fused modules": lambda engine, mesh, x: engine.wrap(of_fused_modules(), mesh),
+    "fuse, then wrap": _fuse_then_wrap,
+    "wrap, then fuse": _wrap_then_fuse,
+}
+FUSED = [name for name in MODELS if name != PLAIN]
+
+
+# --- batch norms ------------------------------------------------------------------------------------------------------
+
+
+def _fused_norms(x: Tensor) -> nn.Module:
+    model = of_norms()
+    assert [place.pattern for place in fl.fuse(model, x).replaced] == ["norm", "norm"]
+    return DDP(model)
+
+
+def _norms_fused_in_ddp(x: Tensor) -> nn.Module:
+    model = DDP(of_norms())
+    assert len(fl.fuse(model, x).replaced) == 2
+    return model
+
+
+def _synchronised_norms(x: Tensor) -> nn.Module:
+    """Statistics are those of the whole batch."""
+    model = of_norms()
+    for at, activation in ((1, "silu"), (4, "relu")):
+        norm: Any = model[at]
+        model[at], model[at + 1] = fl.FusedBatchNormAct2d.from_modules(norm, activation), nn.Identity()
+        model[at].process_group = dist.group.WORLD  # type: ignore[assignment]
+    return DDP(model)
+
+
+NORMS: dict[str, Callable[[Tensor], nn.Module]] = {
+    PLAIN: lambda x: DDP(of_norms()),
+    "fuse, then wrap": _fused_norms,
+    "wrap, then fuse": _norms_fused_in_ddp,
+    "synchronised": _synchronised_norms,
+}
+
+
+# --- in the processes -------------------------------------------------------------------------------------------------
+
+
+class Found(NamedTuple):
+    """Of a step: the loss over all processes, the gradients, and what this process keeps for its backward pass."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    saved_bytes: int
+
+
+def _second_step(model: nn.Module, loss_of: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and the gradients after a step of an optimizer, which has changed what the processes have a part of."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    loss = loss_of()
+    loss.backward()
+    return loss.detach().double(), {_own_name(name): _whole(p.grad) for name, p in model.named_parameters()}
+
+
+def _own_name(name: str) -> str:
+    return name.replace("_checkpoint_wrapped_module.", "").removeprefix("module.")
+
+
+def _whole(gradient: Any) -> Tensor:
+    return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).double()
+
+
+def _loss(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def _in_processes(model: nn.Module, x: Tensor, autocast: bool = False) -> Found:
+    def loss_of() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return _loss(model, x)
+
+    kept = saved_bytes(loss_of, exclude=[x, *model.buffers()])
+    loss, gradients = _second_step(model, loss_of)
+    dist.all_reduce(loss)
+    return Found(loss / dist.get_world_size(), gradients, kept)
+
+
+def _everything(rank: int, count: int) -> dict[tuple[str, str], Found]:
+    found = {}
+    for name, engine in ENGINES.items():
+        mesh = engine.mesh(count)
+        x = batch().chunk(mesh["data"].size())[mesh.get_local_rank("data")]
+        for kind, make in MODELS.items():
+            found[name, kind] = _in_processes(make(engine, mesh, x), x, engine.autocast)
+    x = images().chunk(count)[rank]
+    for kind, spread in NORMS.items():
+        found["norms", kind] = _in_processes(spread(x), x)
+    return found
+
+
+# --- in this process --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=COUNTS, ids="{} processes".format)
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Found]]:
+    """By process."""
+    return processes.results(_everything, request.param, tmp_path_factory.mktemp("distributed"))
+
+
+def _errors(found: Found, model: nn.Module, *shares: Tensor) -> tuple[Tensor, ...]:
+    """Of the loss and of the gradients, in relation to those of the model in this process, in float64: of the average
+    over the shares."""
+    loss, gradients = _second_step(
+        model.double(), lambda: torch.stack([_loss(model, share.double()) for share in shares]).mean()
+    )
+    assert found.gradients.keys() == gradients.keys()
+    ours, exact = (torch.cat([g.flatten() for g in of.values()]) for of in (found.gradients, gradients))
+    return (found.loss - loss).abs() / loss, (ours - exact).norm() / exact.norm()
+
+
+def _are_no_larger(errors: tuple[Tensor, ...], torchs: tuple[Tensor, ...]) -> bool:
+    rounding = torch.finfo(torch.float32).eps
+    return all(ours <= 2 * theirs + 4 * rounding for ours, theirs in zip(errors, torchs, strict=True))
+
+
+@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("name", ENGINES)
+def test_gradients_are_those_of_one_process(found: list[dict[Any, Found]], name: str, kind: str) -> None:
+    for process in found:
+        errors, torchs = (_errors(process[name, which], of_layers(), batch()) for which in (kind, PLAIN))
+        assert _are_no_larger(errors, torchs)
+
+
+@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("name", ENGINES)
+def test_no_process_keeps_more(found: list[dict[Any, Found]], name: str, kind: str) -> None:
+    for process in found:
+        ours, torchs = process[name, kind].saved_bytes, process[name, PLAIN].saved_bytes
+        assert ours < torchs if ENGINES[name].keeps_hidden else ours == torchs
+
+
+@pytest.mark.parametrize("kind", [kind for kind in NORMS if kind != PLAIN])
+def test_batch_norms(found: list[dict[Any, Found]], kind: str) -> None:
+    shares = images().chunk(len(found))
+    for process in found:
+        ours, torchs = process["norms", kind], process["norms", PLAIN]
+        errors = _errors(ours, of_norms(), *([images()] if kind == "synchronised" else shares))
+        assert _are_no_larger(errors, _errors(torchs, of_norms(), *shares))
+        assert ours.saved_bytes < torchs.saved_bytes
