@@ -4,8 +4,8 @@
 * exact: the same kernels without gradients: nothing is kept and the output carries no branch bit;
 * traced: under ``torch.compile``, functional operations that keep the same tensors and that Inductor fuses;
 * plain: PyTorch's own composite, for everything unusual: activations outside the table, functorch transforms,
-  forward-mode differentiation, TorchScript traces, tensor subclasses (DTensor, fake), nested and meta tensors, devices
-  without a backend; and for outputs so small that there is nothing to gain.
+  forward-mode differentiation, TorchScript traces, selective checkpoints, tensor subclasses (DTensor, fake), nested
+  and meta tensors, devices without a backend; and for outputs so small that there is nothing to gain.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode, checkpoint
 
 from . import backends, operands
 from .activations import Activation, Saved, Specialised
@@ -213,12 +213,25 @@ def specialised(
 
 
 def is_transformed() -> bool:
-    """Whether functorch, forward-mode differentiation or TorchScript's tracer wants to see plain operations."""
+    """Whether functorch, forward-mode differentiation, TorchScript's tracer or a selective checkpoint wants to see
+    plain operations."""
     return (
         torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
+        or (torch._C._len_torch_dispatch_stack() > 0 and _is_selectively_checkpointed())
     )
+
+
+def _is_selectively_checkpointed() -> bool:
+    """Whether results of the operations that a policy names are kept, a matmul's say, for the time when the others are
+    computed again. None of them may be written over."""
+    modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
+    return any(isinstance(mode, _SELECTIVE) for mode in modes)
+
+
+#: In place while a selective checkpoint keeps, and while it computes again.
+_SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 
 def choose_save(function: str, activation: Activation, save: str, dtype: torch.dtype) -> Saved:
