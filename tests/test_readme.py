@@ -66,8 +66,17 @@ def digits_are_told_apart_and_half_is_saved(out):
     assert 2 * fused_kib == eager_kib
 
 
+def fused_bert_learns_under_the_trainer(out):
+    assert "3 places fused" in out
+    before, now = map(float, re.search(r"([\d.]+) MiB before, ([\d.]+) MiB now", out).groups())
+    assert now < 0.9 * before
+    before, after = map(float, re.search(r"accuracy: ([\d.]+)% before, ([\d.]+)% after", out).groups())
+    assert before < 60 and after > 95
+
+
 EXAMPLES = {
     "custom_activation": custom_example_trains_alike_and_keeps_no_more,
+    "finetune_bert": fused_bert_learns_under_the_trainer,
     "mlp_block": block_example_halves_what_is_saved,
     "train_digits": digits_are_told_apart_and_half_is_saved,
 }
