@@ -4,7 +4,9 @@ the whole batch, and no process keeps more for its backward pass than without fu
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import processes
@@ -23,9 +25,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import fusedlayers as fl
 from fusedlayers.memory import saved_bytes
 
-COUNTS = (2, 4)
-
-
 # --- the engines ------------------------------------------------------------------------------------------------------
 
 
@@ -35,13 +34,14 @@ class Engine(NamedTuple):
     Attributes:
         wrap: gives the spread model.
         tensor: how many processes share a layer: 1, or "all", or 2.
-        keeps_hidden: whether hidden layers are kept for the backward pass; checkpoints compute them again.
+        spares: whether a fused model keeps less than a plain one: checkpoints keep as little of either, and activations
+            of DTensors are torch's.
         autocast: whether it runs under autocast to bfloat16.
     """
 
     wrap: Callable[[Any, DeviceMesh], nn.Module]
     tensor: Any = 1
-    keeps_hidden: bool = True
+    spares: bool = True
     autocast: bool = False
 
     def mesh(self, count: int) -> DeviceMesh:
@@ -57,7 +57,7 @@ def ddp_copied(model: Any, mesh: DeviceMesh) -> nn.Module:
     return copy.deepcopy(DDP(model))
 
 
-def ddp_accumulating(model: Any, mesh: DeviceMesh) -> nn.Module:
+def ddp_of_static_graph(model: Any, mesh: DeviceMesh) -> nn.Module:
     return DDP(model, gradient_as_bucket_view=True, static_graph=True)
 
 
@@ -77,8 +77,9 @@ def sharded_in_bfloat16(model: Any, mesh: DeviceMesh) -> nn.Module:
     return sharded(model, mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
 
 
-def by_tensor(model: Any, mesh: DeviceMesh) -> nn.Module:
-    columns, rows = ColwiseParallel(), RowwiseParallel()
+def by_tensor(model: Any, mesh: DeviceMesh, use_local_output: bool = True) -> nn.Module:
+    """``use_local_output``: whether activations get this process's part of the hidden layer, or a DTensor."""
+    columns, rows = ColwiseParallel(use_local_output=use_local_output), RowwiseParallel()
     plan = {
         "0.inner.0": ColwiseParallel(output_layouts=Replicate()),
         **{"1.inner.fc1": columns, "1.inner.fc2": rows},
@@ -86,6 +87,10 @@ def by_tensor(model: Any, mesh: DeviceMesh) -> nn.Module:
         "3.inner.0": RowwiseParallel(input_layouts=Replicate()),
     }
     return parallelize_module(model, mesh["tensor"], plan)
+
+
+def by_dtensor(model: Any, mesh: DeviceMesh) -> nn.Module:
+    return by_tensor(model, mesh, use_local_output=False)
 
 
 def sharded_by_tensor(model: Any, mesh: DeviceMesh) -> nn.Module:
@@ -99,14 +104,15 @@ def checkpointed(wrap: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
 ENGINES = {
     "ddp": Engine(ddp),
     "ddp, deepcopied": Engine(ddp_copied),
-    "ddp, static graph": Engine(ddp_accumulating),
+    "ddp, static graph": Engine(ddp_of_static_graph),
     "ddp, autocast": Engine(ddp, autocast=True),
-    "ddp, checkpointed": Engine(checkpointed(ddp), keeps_hidden=False),
+    "ddp, checkpointed": Engine(checkpointed(ddp), spares=False),
     "fsdp": Engine(sharded),
     "fsdp, by layer": Engine(sharded_by_layer),
     "fsdp, bfloat16": Engine(sharded_in_bfloat16),
-    "fsdp, checkpointed": Engine(checkpointed(sharded), keeps_hidden=False),
+    "fsdp, checkpointed": Engine(checkpointed(sharded), spares=False),
     "tensor parallel": Engine(by_tensor, tensor="all"),
+    "tensor parallel, DTensors": Engine(by_dtensor, tensor="all", spares=False),
     "fsdp, tensor parallel": Engine(sharded_by_tensor, tensor=2),
 }
 
@@ -228,49 +234,53 @@ def _everything(rank: int, count: int) -> dict[tuple[str, str], Found]:
 # --- in this process --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=COUNTS, ids="{} processes".format)
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Found]]:
-    """By process."""
-    return processes.results(_everything, request.param, tmp_path_factory.mktemp("distributed"))
+# One test, for the processes take long to start, and each of pytest's would start them for a share of several tests.
+@pytest.mark.parametrize("count", [2, 4])
+def test_losses_gradients_and_saved_bytes_of_each_process(count: int, tmp_path: Path) -> None:
+    found = processes.results(_everything, count, tmp_path)
+    wrong = [f"process {rank}: {what}" for rank, of_process in enumerate(found) for what in _wrong(of_process, count)]
+    assert not wrong, "\n".join(wrong)
 
 
-def _errors(found: Found, model: nn.Module, *shares: Tensor) -> tuple[Tensor, ...]:
-    """Of the loss and of the gradients, in relation to those of the model in this process, in float64: of the average
-    over the shares."""
-    loss, gradients = _second_step(
-        model.double(), lambda: torch.stack([_loss(model, share.double()) for share in shares]).mean()
-    )
+def _wrong(found: dict[tuple[str, str], Found], count: int) -> Iterator[str]:
+    exact = _second_step_in_one_process(of_layers(), [batch()])
+    for name, kind in product(ENGINES, FUSED):
+        ours, torchs = found[name, kind], found[name, PLAIN]
+        if not _are_as_exact(_errors(ours, exact), _errors(torchs, exact)):
+            yield f"{name}, {kind}: errors {_errors(ours, exact)}, torch's {_errors(torchs, exact)}"
+        is_less, is_as_much = ours.saved_bytes < torchs.saved_bytes, ours.saved_bytes == torchs.saved_bytes
+        if not is_less and (ENGINES[name].spares or not is_as_much):
+            yield f"{name}, {kind}: {ours.saved_bytes} bytes saved, by torch {torchs.saved_bytes}"
+
+    torchs = found["norms", PLAIN]
+    exact = _second_step_in_one_process(of_norms(), images().chunk(count))
+    of_whole_batch = _second_step_in_one_process(of_norms(), [images()])
+    for kind in NORMS.keys() - {PLAIN}:
+        ours = found["norms", kind]
+        errors = _errors(ours, of_whole_batch if kind == "synchronised" else exact)
+        if not _are_as_exact(errors, _errors(torchs, exact)):
+            yield f"norms, {kind}: errors {errors}, torch's {_errors(torchs, exact)}"
+        if ours.saved_bytes >= torchs.saved_bytes:
+            yield f"norms, {kind}: {ours.saved_bytes} bytes saved, by torch {torchs.saved_bytes}"
+
+
+Step = tuple[Tensor, dict[str, Tensor]]
+
+
+def _second_step_in_one_process(model: nn.Module, shares: Sequence[Tensor]) -> Step:
+    """Of the average over the shares, in float64."""
+    x = [share.double() for share in shares]
+    return _second_step(model.double(), lambda: torch.stack([_loss(model, share) for share in x]).mean())
+
+
+def _errors(found: Found, exact: Step) -> tuple[float, float]:
+    """Of the loss and of the gradients, relative."""
+    loss, gradients = exact
     assert found.gradients.keys() == gradients.keys()
-    ours, exact = (torch.cat([g.flatten() for g in of.values()]) for of in (found.gradients, gradients))
-    return (found.loss - loss).abs() / loss, (ours - exact).norm() / exact.norm()
+    ours, wanted = (torch.cat([g.flatten() for g in of.values()]) for of in (found.gradients, gradients))
+    return float((found.loss - loss).abs() / loss), float((ours - wanted).norm() / wanted.norm())
 
 
-def _are_no_larger(errors: tuple[Tensor, ...], torchs: tuple[Tensor, ...]) -> bool:
+def _are_as_exact(errors: tuple[float, float], torchs: tuple[float, float]) -> bool:
     rounding = torch.finfo(torch.float32).eps
     return all(ours <= 2 * theirs + 4 * rounding for ours, theirs in zip(errors, torchs, strict=True))
-
-
-@pytest.mark.parametrize("kind", FUSED)
-@pytest.mark.parametrize("name", ENGINES)
-def test_gradients_are_those_of_one_process(found: list[dict[Any, Found]], name: str, kind: str) -> None:
-    for process in found:
-        errors, torchs = (_errors(process[name, which], of_layers(), batch()) for which in (kind, PLAIN))
-        assert _are_no_larger(errors, torchs)
-
-
-@pytest.mark.parametrize("kind", FUSED)
-@pytest.mark.parametrize("name", ENGINES)
-def test_no_process_keeps_more(found: list[dict[Any, Found]], name: str, kind: str) -> None:
-    for process in found:
-        ours, torchs = process[name, kind].saved_bytes, process[name, PLAIN].saved_bytes
-        assert ours < torchs if ENGINES[name].keeps_hidden else ours == torchs
-
-
-@pytest.mark.parametrize("kind", [kind for kind in NORMS if kind != PLAIN])
-def test_batch_norms(found: list[dict[Any, Found]], kind: str) -> None:
-    shares = images().chunk(len(found))
-    for process in found:
-        ours, torchs = process["norms", kind], process["norms", PLAIN]
-        errors = _errors(ours, of_norms(), *([images()] if kind == "synchronised" else shares))
-        assert _are_no_larger(errors, _errors(torchs, of_norms(), *shares))
-        assert ours.saved_bytes < torchs.saved_bytes

@@ -1,15 +1,12 @@
 """Batch norm over a process group: in several processes it computes what it computes in one with all of the data."""
 
 import copy
-import os
-import socket
-from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -56,11 +53,8 @@ def _run(layer: Any, x: Tensor, residual: Tensor | None, dy: Tensor) -> list[Ten
     return [*found, *(buffer.clone() for buffer in layer.buffers())]
 
 
-def _in_process(rank: int, port: int, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
+def _in_process(rank: int, count: int) -> dict[Any, Any]:
     normalised.WORTH_IT = 1
-    dist.init_process_group("gloo", rank=rank, world_size=len(SHARES))
     found: dict[Any, Any] = {}
     x, residual, dy = (t.split(SHARES)[rank] for t in _data())
     for name, with_residual, save in CASES:
@@ -108,18 +102,12 @@ def _in_process(rank: int, port: int, folder: str) -> None:
         found["one value in all"] = [str(error)]
     single(torch.ones(0, CHANNELS, 3, 3))
     found["alone"] = [single.running_mean, single.running_var]
-    torch.save(found, Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    folder = tmp_path_factory.mktemp("synchronised")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(_in_process, (port, str(folder)), len(SHARES))
-    return [torch.load(folder / f"{rank}.pt") for rank in range(len(SHARES))]
+    return processes.results(_in_process, len(SHARES), tmp_path_factory.mktemp("synchronised"))
 
 
 def _assert_like_one_process(found: list[list[Tensor]], layer: Any, with_residual: bool) -> None:
