@@ -16,6 +16,7 @@ import torch.distributed as dist
 from residuals import batch, images, of_fused_modules, of_layers, of_norms
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -225,10 +226,21 @@ def _everything(rank: int, count: int) -> dict[tuple[str, str], Found]:
         x = batch().chunk(mesh["data"].size())[mesh.get_local_rank("data")]
         for kind, make in MODELS.items():
             found[name, kind] = _in_processes(make(engine, mesh, x), x, engine.autocast)
+    _check_that_whole_state_dicts_are_plain(ENGINES["fsdp"])
     x = images().chunk(count)[rank]
     for kind, spread in NORMS.items():
         found["norms", kind] = _in_processes(spread(x), x)
     return found
+
+
+def _check_that_whole_state_dicts_are_plain(engine: Engine) -> None:
+    whole = StateDictOptions(full_state_dict=True)
+    mesh = engine.mesh(dist.get_world_size())
+    before, model = of_layers().state_dict(), MODELS["fuse, then wrap"](engine, mesh, batch())
+    state = get_model_state_dict(model, options=whole)
+    assert list(state) == list(before) and all(torch.equal(state[name], before[name]) for name in before)
+    set_model_state_dict(model, {name: 2 * tensor for name, tensor in before.items()}, options=whole)
+    assert all(torch.equal(p.full_tensor(), 2 * before[name]) for name, p in model.named_parameters())  # type: ignore[attr-defined]
 
 
 # --- in this process --------------------------------------------------------------------------------------------------

@@ -251,7 +251,8 @@ class FusedGatedMLP(FusedBlock):
         in_features, hidden_features, out_features, dropout, device, dtype: as for ``FusedMLP``.
         activation: of the gate; as for ``fusedlayers.dense_bias_act``.
         bias: whether all layers have one.
-        packed: whether one layer makes gate and up.
+        packed: whether one layer makes gate and up. Tensor parallel plans need two layers: ``ColwiseParallel`` gives
+            some processes rows of the gate, and others rows of up.
         save, chunks: as for ``fusedlayers.gated_mlp``.
 
     Shapes: (..., in_features) -> (..., out_features).
