@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fusedlayers as fl
 from fusedlayers import routes
@@ -341,6 +341,37 @@ def test_activation_checkpointing(
     torch.testing.assert_close(y, expected)
     y.sum().backward()
     torch.testing.assert_close([t.grad for t in tensors], list(torch.autograd.grad(expected.sum(), tensors)), **CLOSE)
+
+
+@pytest.mark.parametrize("save", ["auto", "recompute"])
+@pytest.mark.parametrize("function", ["dense", "conv", "bias", "mlp", "gated mlp"])
+def test_selective_checkpoints(function: str, save: str) -> None:
+    """What a policy has kept, here all, nobody may have written over by the time that it is read."""
+    x, w, w2 = (torch.randn(s, requires_grad=True) for s in ((30, 12), (40, 12), (12, 40)))
+    functions: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+        "dense": (lambda x: fl.dense_bias_act(x, w, None, "gelu", save=save), lambda x: F.gelu(F.linear(x, w))),
+        "conv": (
+            lambda x: fl.conv_bias_act(x.view(5, 12, 6), w.view(40, 12, 1), None, "gelu", save=save),
+            lambda x: F.gelu(F.conv1d(x.view(5, 12, 6), w.view(40, 12, 1))),
+        ),
+        "bias": (lambda x: fl.bias_act(F.linear(x, w), None, "gelu", save=save), lambda x: F.gelu(F.linear(x, w))),
+        "mlp": (
+            lambda x: fl.mlp(x, w, None, w2, None, "gelu", save=save),
+            lambda x: F.linear(F.gelu(F.linear(x, w)), w2),
+        ),
+        "gated mlp": (
+            lambda x: fl.gated_mlp(x, w, None, w + 1, None, w2, None, "gelu", save=save),
+            lambda x: F.linear(F.gelu(F.linear(x, w)) * F.linear(x, w + 1), w2),
+        ),
+    }
+    ours, torchs = functions[function]
+    contexts = functools.partial(
+        create_selective_checkpoint_contexts, lambda *args, **kwargs: CheckpointPolicy.MUST_SAVE
+    )
+    y, expected = checkpoint(ours, x, use_reentrant=False, context_fn=contexts), torchs(x)
+    torch.testing.assert_close(y, expected)
+    got, wanted = (torch.autograd.grad(t.square().sum(), (x, w)) for t in (y, expected))
+    torch.testing.assert_close(got, wanted)  # which the plain operations compute, without a branch bit
 
 
 # --- hooks ------------------------------------------------------------------------------------------------------------
