@@ -105,7 +105,8 @@ def _between(z: Node, order: dict[Node, int]) -> list[Node]:
     while pending:
         node = min(pending, key=order.__getitem__)
         pending.remove(node)
-        if node.op.startswith("call_") and inside.issuperset(node.all_input_nodes) and _is_like(node, z):
+        is_new = node.op.startswith("call_") and node.target is not output_saved
+        if is_new and inside.issuperset(node.all_input_nodes) and _is_like(node, z):
             inside.add(node)
             pending.update(user for user in node.users if user not in inside)
     nodes = sorted(inside - {z}, key=order.__getitem__)

@@ -14,6 +14,7 @@ from models import CASES
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+import fusedlayers as fl
 from fusedlayers import compiling
 from fusedlayers.memory import saved_bytes
 from fusedlayers.traced import output_saved
@@ -149,6 +150,13 @@ def test_without_gradients_nothing_changes(x: Tensor) -> None:
     with torch.no_grad():
         graph = rewritten(MLP(F.gelu), x)
     assert replaced(graph) == [] and computed_again(graph) == []
+
+
+def test_what_is_fused_already_is_left(x: Tensor) -> None:
+    model = MLP(F.gelu)
+    fl.fuse(model, x)
+    graph = rewritten(model, x)
+    assert replaced(graph) == ["gelu"] and computed_again(graph) == []
 
 
 # --- compiled code ----------------------------------------------------------------------------------------------------

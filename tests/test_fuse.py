@@ -655,6 +655,40 @@ def test_an_exception_leaves_nothing_behind(x: Tensor) -> None:
     check(model, eager, x)
 
 
+def test_keywords(x: Tensor) -> None:
+    class Options(nn.GELU):
+        def forward(self, input: Tensor, scale: float = 1.0) -> Tensor:
+            return super().forward(input) * scale
+
+    class Keywords(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.norm(self.act(input=self.first(input=x))))
+
+    for act in (nn.GELU(), Options()):
+        model = Keywords(act)
+        eager = copy.deepcopy(model)
+        fl.fuse(model, x)
+        check(model, eager, x)
+        torch.testing.assert_close(
+            model.act(x, scale=2.0) if isinstance(act, Options) else model.act(x) * 2, 2 * F.gelu(x)
+        )
+
+
+def test_registries_of_classes_stay(x: Tensor) -> None:
+    registry: dict[str, type] = {}
+
+    class Registered(Net):
+        def __init_subclass__(cls) -> None:
+            registry[cls.__name__] = cls
+
+    class Mine(Registered):
+        pass
+
+    model = Mine()
+    fl.fuse(model, x)
+    assert registry == {"Mine": Mine} and type(model) is not Mine
+
+
 # --- what is left as it is --------------------------------------------------------------------------------------------
 
 

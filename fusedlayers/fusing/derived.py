@@ -26,6 +26,9 @@ class Mixin:
     mixin: ClassVar[type[Mixin]]
     forward: Any
 
+    def __init_subclass__(cls) -> None:
+        """A class that notes its subclasses hears nothing of these: they are no other models."""
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(max(2, int(protocol)))
         is_usual = isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__  # type: ignore[attr-defined]

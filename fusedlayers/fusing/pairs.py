@@ -79,13 +79,15 @@ class Applies(Mixin):
     is_activation = True
     known_activation: Known | None
 
-    def forward(self, input: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         itself: Any = self
+        is_usual = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+        if not is_usual or must_be_called_because(itself) is not None:
+            return super().forward(*args, **kwargs)
+        (input,) = args
         site = site_before(itself, input)
         if site is not None:
             return site.take()
-        if must_be_called_because(itself) is not None or not isinstance(input, Tensor):
-            return super().forward(input)
         activation = self.activation()
         if activation.row is not None and activation.row.name in KEPT_BY_TORCH:
             return super().forward(input)
@@ -100,12 +102,12 @@ class Applies(Mixin):
 class Layer(Mixin):
     """A layer that computes the activation after it, where it is called for both."""
 
-    def forward(self, input: Any, *args: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         itself: Any = self
-        site = None if args else site_of(itself)
+        site = site_of(itself) if len(args) == 1 and not kwargs else None
         if site is None:
-            return super().forward(input, *args)
-        return site.give(self.fused(input, site.computes))
+            return super().forward(*args, **kwargs)
+        return site.give(self.fused(args[0], site.computes))
 
     def fused(self, input: Tensor, activation: Activation) -> Tensor:
         raise NotImplementedError
