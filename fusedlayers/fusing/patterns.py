@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from torch import nn
 
@@ -104,6 +103,8 @@ class _Match:
         try:
             if any(call.reads != (self.x,) for call in self.first) or len(self.last.reads) != 1:
                 return None
+            if any(value.is_kept for call in self.first for value in call.gives):
+                return None
             after = self._after()
             hidden, dropout = self._dropout(self.last.reads[0])
             activation = self._activation(hidden)
@@ -162,7 +163,7 @@ class _Match:
         self.used += calls
         return calls[0].reads[0], self._name(calls[0])
 
-    def _activation(self, hidden: Value) -> Any:
+    def _activation(self, hidden: Value) -> str | Chain:
         (z,) = self.first[0].gives
         if not self.is_gated:
             return self._function(z, hidden)
@@ -182,43 +183,26 @@ class _Match:
         return self._function(gate, activated)
 
     def _parts(self, z: Value) -> list[Value]:
-        """The two halves of the features."""
+        """The two halves of the features; whether they are that shows when the block is tried."""
         calls = [call for call in self.flow.readers(z) if call.within is self.block]
         if len(calls) != 1 or len(calls[0].gives) != 2:
             raise _No
-        call = calls[0]
-        width = self.first[0].module.weight.shape[0 if type(self.first[0].module) is nn.Linear else 1]  # type: ignore[union-attr, index]
-        size, dim, *_ = *call.args[1:], *call.kwargs.values(), None, None
-        dim = call.kwargs.get("dim", dim)
-        into = (2,) if call.name in ("chunk", "tensor_split") else (width // 2, [width // 2] * 2, (width // 2,) * 2)
-        if size not in into or dim != -1:
-            raise _No
-        self.used.append(call)
-        return [*call.gives]
+        self.used += calls
+        return [*calls[0].gives]
 
-    def _function(self, z: Value, y: Value) -> Any:
+    def _function(self, z: Value, y: Value) -> str | Chain:
         """What makes y of z: a module's name, or a chain of functions."""
-        calls: list[Call] = []
+        calls: set[Call] = set()
         pending = [y]
         while pending:
             value = pending.pop()
-            if value is z:
-                continue
-            call = self.makers.get(value)
-            if call is None or call in calls:
-                if call is None:
-                    raise _No
-                continue
-            calls.append(self._use(value))
-            pending += call.reads
+            if value is not z:
+                call = self._use(value)
+                pending += () if call in calls else call.reads
+                calls.add(call)
         ordered = [call for call in self.block.calls if call in calls]
-        (one, *others) = ordered or (None,)
-        if one is None:
-            raise _No
-        if one.module is not None:
-            if others or one.reads != (z,):
-                raise _No
-            return self._name(one)
-        if any(call.module is not None or len(call.gives) != 1 for call in ordered):
+        if len(ordered) == 1 and ordered[0].module is not None and ordered[0].reads == (z,):
+            return self._name(ordered[0])
+        if not ordered or any(call.module is not None or len(call.gives) != 1 for call in ordered):
             raise _No
         return Chain(ordered, z)
