@@ -557,6 +557,237 @@ def test_another_path_is_an_error(x: Tensor) -> None:
     assert not fl.fuse(model, x).replaced or model(x) is not None
 
 
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        return z * 2
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy * 2
+
+
+def _put_beside(act: nn.Module, z: Tensor) -> Tensor:
+    torch.stack([z, z])
+    return act(z)
+
+
+def _returned(act: nn.Module, z: Tensor) -> Tensor:
+    act(z)
+    return z
+
+
+PATHS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "added": lambda act, z: act(z) + z,
+    "before": lambda act, z: act(z * 2),
+    "in a list": _put_beside,
+    "called twice": lambda act, z: act(z) + act(z),
+    "not called": lambda act, z: z,
+    "returned": _returned,
+    "Function": lambda act, z: Double.apply(z),
+    "operation": lambda act, z: torch.ops.aten.neg(z),
+    "data": lambda act, z: act(z.data),
+    "item": lambda act, z: act(z) * (2.0 if z[0, 0] > 0 else 1.0),
+    "keyword": lambda act, z: F.layer_norm(input=z, normalized_shape=(HIDDEN,)),
+}
+
+
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+@pytest.mark.parametrize("is_module", [True, False], ids=["module", "function"])
+def test_results_on_other_paths_are_an_error(x: Tensor, path: Callable[..., Tensor], is_module: bool) -> None:
+    """Whoever read them would get what is activated already."""
+
+    class Paths(Net):
+        goes_there = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            act, z = self.act if is_module else F.gelu, self.first(x)
+            return self.last(self.norm(path(act, z) if self.goes_there else act(z)))
+
+    model = Paths()
+    eager = copy.deepcopy(model)
+    assert places(fl.fuse(model, x)) == [("dense", ("first", "act") if is_module else ("first",))]
+    model.goes_there = True
+    with pytest.raises(RuntimeError, match=r"a Linear computed the (GELU|gelu) after it.*takes another path"):
+        model(x)
+    model.goes_there = False
+    check(model, eager, x)
+
+
+@pytest.mark.parametrize("is_module", [True, False], ids=["module", "function"])
+def test_what_is_known_before_the_layer_computes(x: Tensor, is_module: bool) -> None:
+    class Asks(Net):
+        wastes = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            z, again = self.first(x), self.first(x + 1)
+            facts = z.shape, z.dtype, z.stride(), z.requires_grad, len(z), z.is_contiguous()
+            act = self.act if is_module else F.gelu
+            y = act(again) + act(z)  # two at once, in another order
+            assert facts == (y.shape, y.dtype, y.stride(), y.requires_grad, len(y), y.is_contiguous())
+            assert z.size(0) == again.shape[0] == x.shape[0]  # afterwards too
+            if self.wastes:
+                self.first(x)
+            return self.last(self.norm(y))
+
+    model = Asks()
+    eager = copy.deepcopy(model)
+    assert places(fl.fuse(model, x)) == [("dense", ("first", "act") if is_module else ("first",))]
+    for model.wastes in (False, True):
+        check(model, eager, x, activations=2)
+
+
+STATEMENTS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "module": lambda act, z: (act(z), z)[1],
+    "function": lambda act, z: (F.silu(z, inplace=True), z)[1],
+    "method": lambda act, z: (z.relu_(), z)[1],
+    "view": lambda act, z: (z.view(-1).relu_(), z)[1],
+}
+
+
+@pytest.mark.parametrize("statement", STATEMENTS.values(), ids=STATEMENTS)
+@pytest.mark.parametrize("with_inputs", [True, False])
+def test_statements_in_place(x: Tensor, statement: Callable[..., Tensor], with_inputs: bool) -> None:
+    """The code goes on with what it had, not with what the activation returns."""
+
+    class InPlace(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.norm(statement(self.act, self.first(x))))
+
+    model = InPlace(nn.SiLU(inplace=True))
+    eager = copy.deepcopy(model)
+    assert not fl.fuse(model, x if with_inputs else None).replaced
+    check(model, eager, x)
+
+
+class Doubles(nn.Module):
+    inplace = True
+
+    def forward(self, y: Tensor) -> Tensor:
+        return y.mul_(2)
+
+
+def _added_to(y: Tensor) -> Tensor:
+    y += 1
+    return y
+
+
+def _viewed(y: Tensor) -> Tensor:
+    y.view(-1)[:3].mul_(2)
+    return y
+
+
+WRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "statement": _added_to,
+    "method": lambda y: y.mul_(2),
+    "view": _viewed,
+    "module": Doubles(),
+}
+
+
+@pytest.mark.parametrize("written", WRITTEN.values(), ids=WRITTEN)
+@pytest.mark.parametrize("with_inputs", [True, False])
+@pytest.mark.parametrize("alone", [True, False])
+def test_outputs_that_are_written_over(
+    x: Tensor, written: Callable[[Tensor], Tensor], with_inputs: bool, alone: bool
+) -> None:
+    """They would be kept."""
+
+    class Writes(Net):
+        def __init__(self) -> None:
+            super().__init__(nn.SiLU())
+            self.written = written
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = self.first(x)
+            return self.last(self.norm(self.written(self.act(z + 1 if alone else z))))
+
+    model = Writes()
+    eager = copy.deepcopy(model)
+    report = fl.fuse(model, x if with_inputs else None)
+    if written is _viewed and not with_inputs:
+        fl.unfuse(model)  # no pass, no views: autograd says it then
+    else:
+        assert not report.replaced
+        check(model, eager, x)
+    if not alone and written is not _viewed:
+        assert reasons(report) == {"first": "the output of its activation, which would be kept, is written over"}
+
+
+def test_hooks_for_all_modules_see_what_they_saw(x: Tensor) -> None:
+    model = Net()
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x)
+    fl.fuse(block := MLP(nn.GELU()), x)
+    seen: list[tuple[str, Tensor]] = []
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        seen.append((type(module).__name__, output.detach().clone()))
+
+    handle = nn.modules.module.register_module_forward_hook(hook)
+    try:
+        model(x)
+        wanted, seen[:] = [*seen], []
+        eager(x)
+        assert [name for name, _ in seen] == [name for name, _ in wanted]
+        for (_, one), (_, other) in zip(seen, wanted, strict=True):
+            torch.testing.assert_close(one, other)
+        seen.clear()
+        block(x)
+        assert [name for name, _ in seen] == ["Linear", "GELU", "Dropout", "Linear", "Dropout", "MLP"]
+    finally:
+        handle.remove()
+
+
+def test_memory_reports_are_of_the_fused_model(x: Tensor) -> None:
+    model = Net()
+    fl.fuse(model, x)
+    assert fl.memory_report(model, x).saved_bytes == saved_bytes(model, x, exclude=x)
+
+
+@pytest.mark.parametrize("where", ["attribute", "list", "dict", "another module"])
+@pytest.mark.parametrize("with_inputs", [True, False])
+def test_models_that_store_what_passes(x: Tensor, where: str, with_inputs: bool) -> None:
+    class Stores(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: Any = {"list": [], "dict": {}}.get(where)
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = self.first(x)
+            if where == "list":
+                self.seen.append(z)
+            elif where == "dict":
+                self.seen["z"] = z
+            else:
+                (self if where == "attribute" else self.norm).seen = z
+            return self.last(self.norm(self.act(z)))
+
+    model = Stores()
+    contents = copy.deepcopy(vars(model)), [*vars(model.norm)]
+    report = fl.fuse(model, x if with_inputs else None)
+    assert reasons(report) == {"first": "its output is read by the activation and by somebody who keeps it"}
+    if not with_inputs:  # nothing has been run
+        assert vars(model).keys() == contents[0].keys() and [*vars(model.norm)] == contents[1]
+        assert model.seen == contents[0]["seen"]
+
+
+def test_options_are_what_they_are_by_default(x: Tensor) -> None:
+    class Options(Net):
+        def forward(self, x: Tensor, mask: Tensor | None = None, *, twice: bool = False) -> Tensor:
+            z = self.first(x)
+            if mask is not None:
+                z = z * mask
+            return self.last(self.norm(self.act(2 * z if twice else z)))
+
+    model = Options()
+    eager = copy.deepcopy(model)
+    assert places(fl.fuse(model)) == [("dense", ("first", "act"))]
+    check(model, eager, x)
+    with pytest.raises(RuntimeError, match="takes another path"):
+        model(x, twice=True)
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("which", ["layer", "both", "model"])

@@ -12,6 +12,7 @@ from ..blocks import gated_mlp, mlp
 from .derived import Mixin
 from .known import Known, known_of
 from .pairs import Applies, is_transposed
+from .sites import is_watched
 
 
 class Plan(NamedTuple):
@@ -52,7 +53,7 @@ class Block(Mixin):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         itself: Any = self
         is_usual = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-        if not is_usual or called_because(itself, self.fused_block) is not None:
+        if not is_usual or is_watched() or called_because(itself, self.fused_block) is not None:
             return super().forward(*args, **kwargs)
         y = compute(itself, self.fused_block, args[0], self.known_activation)
         for path in self.fused_block.after:

@@ -22,7 +22,7 @@ METADATA = frozenset(
             "is_floating_point",
             "get_device",
         ),
-        *("is_complex", "element_size", "storage_offset", "__len__", "data_ptr", "is_same_size", "type", "is_pinned"),
+        *("is_complex", "element_size", "storage_offset", "__len__", "is_same_size", "type", "is_pinned"),
         *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_cpu"),
         *("is_meta", "is_sparse", "is_quantized", "is_nested", "is_mps", "is_xpu", "is_mkldnn", "names", "itemsize"),
         *("nbytes", "has_names", "is_inference", "is_signed", "is_conj", "is_neg", "is_tensor", "_version"),
@@ -33,10 +33,13 @@ METADATA = frozenset(
 class Value:
     """A tensor, as it was when it was passed on: what is written over is another value from then on.
 
-    ``is_kept``: whether somebody holds it after the call: the caller, who got it, or a module.
+    ``is_kept``: whether somebody holds it after the call that reads it: the caller, who got it; a module; or the code,
+    if it goes on with the tensor after that call has written over it.
+    ``is_written``: whether its memory is written over.
     """
 
     is_kept = False
+    is_written = False
 
 
 @dataclass(eq=False)

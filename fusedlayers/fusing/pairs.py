@@ -19,7 +19,7 @@ from ..modules.norm import FusedBatchNormAct1d, FusedBatchNormAct2d, FusedBatchN
 from .chain import Chain
 from .derived import Mixin
 from .known import KEPT_BY_TORCH, Known, activation_of, known_of
-from .sites import Site, opened, site_before, site_of
+from .sites import Given, Site, is_watched, opened, site_of
 
 
 class Pair(NamedTuple):
@@ -43,7 +43,8 @@ class Calls(Mixin):
     fused_pairs: tuple[Pair, ...]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # the compiler fuses, and the activations save their outputs
+        # The compiler fuses, and the activations save their outputs.
+        if torch.compiler.is_compiling() or is_watched():
             return super().forward(*args, **kwargs)
         sites = [site for site in map(self._site, self.fused_pairs) if site is not None]
         if not sites:
@@ -58,9 +59,9 @@ class Calls(Mixin):
             return None
         if isinstance(pair.activation, Chain):
             function = pair.activation
-            return Site(layer, function, known_of(function, pair.known) or resolve(function))
+            return Site.of(layer, function, known_of(function, pair.known) or resolve(function))
         activation = at(self, pair.activation, Applies)
-        return None if activation is None else Site(layer, activation, activation.activation())
+        return None if activation is None else Site.of(layer, activation, activation.activation())
 
 
 def at(module: Any, path: str, mixin: type[Mixin]) -> Any:
@@ -85,9 +86,8 @@ class Applies(Mixin):
         if not is_usual or must_be_called_because(itself) is not None:
             return super().forward(*args, **kwargs)
         (input,) = args
-        site = site_before(itself, input)
-        if site is not None:
-            return site.take()
+        if isinstance(input, Given) and input.site.activation is itself:
+            return input.claim()
         activation = self.activation()
         if activation.row is not None and activation.row.name in KEPT_BY_TORCH:
             return super().forward(input)
@@ -107,7 +107,7 @@ class Layer(Mixin):
         site = site_of(itself) if len(args) == 1 and not kwargs else None
         if site is None:
             return super().forward(*args, **kwargs)
-        return site.give(self.fused(args[0], site.computes))
+        return Given.of(site, self.fused(args[0], site.computes))
 
     def fused(self, input: Tensor, activation: Activation) -> Tensor:
         raise NotImplementedError

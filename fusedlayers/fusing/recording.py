@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..memory import strided_parts, tensors_in
 from .calls import Call, Value
 
 #: Of the argument of what may be a block this much is kept, of the first two dimensions.
@@ -42,25 +44,37 @@ def _uncompiled() -> AbstractContextManager[Any]:
 
 
 class _Values:
-    """Numbers for tensors. An object that has been written to since is another value."""
+    """The values that tensors are."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self._values: dict[tuple[int, int], Value] = {}
-        self._objects = 0
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, Value]] = {}
+        self._in_storage: dict[StorageWeakRef, list[Value]] = {}
 
     def of(self, tensor: Tensor) -> Value:
-        ref, number = self._known.get(id(tensor), (None, 0))
-        if ref is None or ref() is not tensor:
-            self._objects += 1
-            number = self._objects
-            self._known[id(tensor)] = weakref.ref(tensor), number
-        version = 0 if tensor.is_inference() else tensor._version
-        return self._values.setdefault((number, version), Value())
+        ref, version, value = self._known.get(id(tensor), (None, 0, None))
+        if value is not None and ref is not None and ref() is tensor:
+            if not self.is_outdated(tensor):
+                return value
+            value.is_kept = True
+        value, version = Value(), 0 if tensor.is_inference() else tensor._version
+        self._known[id(tensor)] = weakref.ref(tensor), version, value
+        for part in strided_parts(tensor):
+            self._in_storage.setdefault(StorageWeakRef(part.untyped_storage()), []).append(value)
+        return value
+
+    def is_outdated(self, tensor: Tensor) -> bool:
+        """Whether it has been written to since it was passed on the last time."""
+        ref, version, _ = self._known.get(id(tensor), (None, 0, None))
+        return ref is not None and ref() is tensor and not tensor.is_inference() and tensor._version != version
+
+    def mark_written(self, tree: Any) -> None:
+        for part in (part for tensor in tensors_in(tree) for part in strided_parts(tensor)):
+            for value in self._in_storage.get(StorageWeakRef(part.untyped_storage()), ()):
+                value.is_written = True
 
     def mark_kept(self) -> None:
         """Those that are still there."""
-        for ref, _ in list(self._known.values()):
+        for ref, *_ in list(self._known.values()):
             tensor = ref()
             if tensor is not None:
                 self.of(tensor).is_kept = True
@@ -105,16 +119,24 @@ class _Recorder(TorchFunctionMode):
             result = func(*args, **kwargs)
         finally:
             self._is_in_function = False
+        if type(result) is Tensor and self.values.is_outdated(result):
+            # The function has written over what it returns. By another object it shows whether the code goes on with
+            # what it gets, as in ``z = z.relu_()``, or with what it had, as after a statement ``z.relu_()``.
+            result = _alias(result)
         call.gives = self.values.in_(result)
         return result
 
     def unseen(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operation of ATen's: one that no function of torch's led to is noted itself."""
-        if self._is_in_function:
-            return func(*args, **kwargs)
-        call = self._begun(func, str(func), args, kwargs)
+        call = None if self._is_in_function else self._begun(func, str(func), args, kwargs)
+        stated = func._schema.arguments
+        given = {**dict(zip((argument.name for argument in stated), args, strict=False)), **kwargs}
+        for argument in stated:
+            if argument.is_write:
+                self.values.mark_written(given.get(argument.name))
         result = func(*args, **kwargs)
-        call.gives = self.values.in_(result)
+        if call is not None:
+            call.gives = self.values.in_(result)
         return result
 
     def _begun(self, target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -170,6 +192,11 @@ def name_of(function: Any) -> str:
 
 def _may_be_block(module: nn.Module) -> bool:
     return sum(1 for _ in module.children()) >= 2
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        return torch.ops.aten.alias.default(tensor)
 
 
 def _begin_of(tensor: Tensor) -> Tensor:

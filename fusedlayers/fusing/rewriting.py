@@ -121,6 +121,8 @@ class Rewriting:
             return
         places = self._places(found)
         reason = _kept_because(layer)
+        if reason is None and any(after is not None and after.call.gives[0].is_written for after in found.values()):
+            reason = "the output of its activation, which would be kept, is written over"
         if reason is None and not places:
             reason = "where it is called, others read its output as well, or it is not among the modules of its caller"
         if reason is not None:
@@ -218,7 +220,7 @@ class Rewriting:
         calls = self._flow.calls.get(module, ())
         for call in calls:
             alone = len(call.reads) == 1 and len(call.gives) == 1 and self._flow.only_reader(call.reads[0])
-            if not alone or (not alone.is_in(call) and not call.is_in(alone)):
+            if not alone or (not alone.is_in(call) and not call.is_in(alone)) or call.gives[0].is_written:
                 return
         if not calls or must_be_called_because(module) is not None or any(True for _ in module.parameters()):
             return

@@ -1,26 +1,55 @@
 """The calls of modules whose forward pass is the same for any input: ``torch.fx`` follows it without one.
 
-Each module is followed by itself, its parts (but for ``nn.Sequential``, which is known) as they are called. What asks
-for the values or sizes of a tensor cannot be followed.
+Each module is followed by itself, its parts (but for ``nn.Sequential``, which is known) as they are called, with its
+options as they are by default. What asks for the values or sizes of a tensor cannot be followed.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import operator
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from .calls import METADATA, Call, Value
 from .recording import name_of
 
 
+class _Proxy(fx.Proxy):
+    """Stands for a tensor. Torch's own knows nothing of ``x += 1``, and Python makes ``x = x + 1`` of it then."""
+
+    def _written(self, operation: Callable[..., Any], other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", operation, (self, other), {})
+
+
+#: Python's operators that write over their first operand.
+_WRITING = frozenset({"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"})
+for _name in _WRITING:
+    setattr(_Proxy, f"__{_name}__", functools.partialmethod(_Proxy._written, getattr(operator, _name)))
+
+
 class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return type(m) not in (nn.Sequential, nn.Identity)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def create_args_for_root(self, *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
+        function, given = super().create_args_for_root(*args, **kwargs)
+        return function, [_default_or_itself(argument) for argument in given]
+
+
+def _default_or_itself(argument: Any) -> Any:
+    has_default = isinstance(argument, fx.Proxy) and argument.node.args
+    return argument.node.args[0] if has_default else argument
 
 
 def trace(model: nn.Module) -> Iterator[Call]:
@@ -28,9 +57,33 @@ def trace(model: nn.Module) -> Iterator[Call]:
     for path, module in model.named_modules():
         if not any(True for _ in module.children()):
             continue
-        graph = _graph(module)
+        with _attributes_kept(module) as stored:
+            graph = _graph(module)
         if graph is not None:
-            yield _read(graph, module, path)
+            yield _read(graph, stored, module, path)
+
+
+@contextmanager
+def _attributes_kept(module: nn.Module) -> Iterator[list[fx.Node]]:
+    """Put back what the code stores in modules, in their attributes or in lists, dicts and sets there; yield where the
+    nodes that it has stored are listed then."""
+    spaces: list[Any] = [vars(inner) for inner in module.modules()]
+    spaces += [value for space in spaces for value in space.values() if type(value) in (list, dict, set)]
+    before = [(space, copy.copy(space)) for space in spaces]
+    stored: list[fx.Node] = []
+    try:
+        yield stored
+    finally:
+        for space, content in before:
+            known = {id(value) for value in _values(content)}
+            new = [value for value in _values(space) if id(value) not in known]
+            stored += [leaf.node for leaf in tree_leaves(new) if isinstance(leaf, fx.Proxy)]
+            space.clear()
+            (space.extend if isinstance(space, list) else space.update)(content)
+
+
+def _values(space: Any) -> Iterable[object]:
+    return space.values() if isinstance(space, dict) else space
 
 
 def _graph(module: nn.Module) -> fx.Graph | None:
@@ -42,14 +95,16 @@ def _graph(module: nn.Module) -> fx.Graph | None:
         return None
 
 
-def _read(graph: fx.Graph, module: nn.Module, path: str) -> Call:
+def _read(graph: fx.Graph, stored: Sequence[fx.Node], module: nn.Module, path: str) -> Call:
     values: defaultdict[fx.Node, Value] = defaultdict(Value)
+    for node in stored:
+        values[node].is_kept = True
     outer = Call(module, path, None)
     for node in graph.nodes:
         if node.op == "placeholder":
-            outer.args += (values[node],)
-            # With a default it is an option, which is left out.
-            outer.reads += () if node.args else (values[node],)
+            if not node.args:  # with a default it is an option
+                outer.args += (values[node],)
+                outer.reads += (values[node],)
         elif node.op == "output":
             outer.gives = tuple(values[result] for result in node.all_input_nodes)
             for value in outer.gives:
@@ -61,6 +116,8 @@ def _read(graph: fx.Graph, module: nn.Module, path: str) -> Call:
                 call.name = f"{path}.{call.name}".lstrip(".")
             call.within = outer
             outer.calls.append(call)
+            if call.reads and _writes(call):
+                call.reads[0].is_written = True
     _join_parts(outer)
     return outer
 
@@ -79,6 +136,15 @@ def call_of(node: fx.Node, values: defaultdict[fx.Node, Value]) -> Call:
     call = Call(target, name, None, args, dict(kwargs), reads, is_closed=True)
     call.gives = () if name in METADATA else (values[node],)
     return call
+
+
+def _writes(call: Call) -> bool:
+    """Whether it writes over what it reads first, which torch says by its name or an option."""
+    if call.module is not None:
+        return bool(getattr(call.module, "inplace", False))
+    is_named_so = call.name.endswith("_") and not call.name.endswith("__")
+    is_asked_to = bool(call.kwargs.get("inplace")) or "out" in call.kwargs
+    return is_named_so or is_asked_to or call.name in {*_WRITING, "setitem"}
 
 
 def _join_parts(outer: Call) -> None:
