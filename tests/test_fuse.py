@@ -1030,6 +1030,47 @@ def test_a_model_that_fails_is_left(x: Tensor) -> None:
     assert type(model.first) is nn.Linear and not model.first._forward_hooks
 
 
+def test_what_does_not_run_when_fused_is_put_back(x: Tensor) -> None:
+    class Careful(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            z = self.first(x)
+            if type(z) is not Tensor:
+                raise TypeError("what is this?\nReally")
+            return self.last(self.norm(self.act(z)))
+
+    model = nn.Sequential(Net(), Careful())
+    eager = copy.deepcopy(model)
+    report = fl.fuse(model, x)
+    assert reasons(report) == {"": "fused, it raised TypeError: what is this?"}
+    assert places(report) == [("activation", ("0.act",)), ("activation", ("1.act",))]
+    check(model, eager, x, activations=2)
+
+    class Other(Net):
+        """That hands out what the layer gives in another way only with gradients, which a record is made without."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = self.first(x)
+            return self.last(self.norm(self.act(2 * z if torch.is_grad_enabled() else z)))
+
+    model = nn.Sequential(Net(), Other())
+    eager = copy.deepcopy(model)
+    report = fl.fuse(model, x)
+    assert places(report) == [("dense", ("0.first", "0.act")), ("activation", ("1.act",))]
+    assert reasons(report) == {"1.first": "what it computes reaches its activation in a way that torch does not show"}
+    check(model, eager, x, activations=2)
+
+
+def test_what_would_keep_more_is_left(x: Tensor) -> None:
+    class Kept(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.norm(self.act(torch.sigmoid(self.first(x)))))  # which keeps its result
+
+    model = Kept()
+    report = fl.fuse(model, x)
+    assert places(report) == [("dense", ("first",))] and type(model.act) is nn.GELU
+    assert reasons(report) == {"act": "its input is kept anyway, or its output would not be"}
+
+
 # --- MLPs -------------------------------------------------------------------------------------------------------------
 
 
@@ -1093,7 +1134,10 @@ def test_blocks_recomputed(x: Tensor) -> None:
 
 def test_a_gate_that_comes_second(x: Tensor) -> None:
     report = fl.fuse(MLP(nn.SiLU(), "packed-up-first"), x)
-    assert reasons(report) == {"": "no MLP block: one layer makes both, and the gate's rows come second"}
+    assert reasons(report) == {
+        "": "no MLP block: one layer makes both, and the gate's rows come second",
+        "act": "its input is kept anyway, or its output would not be",  # half of what the layer makes, and all is kept
+    }
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -1149,6 +1193,89 @@ def test_inner_layers_that_must_be_called(x: Tensor) -> None:
     model.gate, eager.gate = Scaled(IN, HIDDEN), Scaled(IN, HIDDEN)
     eager.gate.load_state_dict(model.gate.state_dict())
     check(model, eager, x)
+
+
+def _exchange(model: Any) -> None:
+    model.drop = nn.Tanh()
+
+
+def _add(model: Any) -> None:
+    model.gate = nn.Sequential(model.gate, nn.LayerNorm(HIDDEN))
+
+
+def _choose(model: Any) -> None:
+    model.kind = "gated"
+
+
+def _shadow(model: Any) -> None:
+    model.factor = 3.0  # a class's attribute
+
+
+class Configured(MLP):
+    """Whose code does what its attributes say."""
+
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if self.factor == 1.0 else y * self.factor
+
+
+@pytest.mark.parametrize("change", [_exchange, _add, _choose, _shadow], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("copied", [False, True])
+def test_blocks_that_change(x: Tensor, change: Callable[[Any], None], copied: bool) -> None:
+    model = Configured(nn.GELU())
+    model.up = nn.Linear(IN, HIDDEN)
+    fl.fuse(model, x)
+    model.note = "nothing that its code reads"
+    if copied:
+        model = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    plain = copy.deepcopy(model)
+    fl.unfuse(plain)
+    assert saved_bytes(model, x, exclude=x) < saved_bytes(plain, x, exclude=x)
+    for changed in (model, plain):
+        change(changed)
+    torch.testing.assert_close(model(x), plain(x))
+
+
+def test_code_that_asks_for_sizes_is_no_block(x: Tensor) -> None:
+    class Sized(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (2 if len(x) > ROWS else 1)
+
+    model = nn.Sequential(Sized(nn.GELU()))
+    report = fl.fuse(model, x)
+    assert places(report) == [("dense", ("0.gate", "0.act"))]
+
+    class AsksFirst(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) > ROWS:
+                x = x.flip(-1)
+            return super().forward(x)
+
+    model = nn.Sequential(AsksFirst(nn.GELU()))
+    report = fl.fuse(model, x)
+    assert reasons(report) == {"0": "no MLP block: its code asks for sizes, and may do something else for others"}
+    assert places(report) == [("dense", ("0.gate", "0.act"))]
+
+
+@pytest.mark.parametrize("sample", [torch.zeros(ROWS, IN), torch.ones(2, IN), torch.zeros(1, 1, IN)])
+def test_samples_that_tell_nothing(x: Tensor, sample: Tensor) -> None:
+    """Twice nothing is nothing, and what is small is not computed by the block."""
+
+    class Doubled(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.down(self.act(self.gate(x)))
+            if self.training:
+                y.mul_(2)
+            return y
+
+    model = Doubled(nn.GELU()).eval()
+    model.down.bias.data.zero_()
+    assert "in training the block's results are not the module's" in reasons(fl.fuse(model, sample))[""]
+    eager = copy.deepcopy(model)
+    fl.unfuse(eager)
+    check(model.train(), eager.train(), x)
 
 
 def test_hooks_of_blocks(x: Tensor) -> None:

@@ -9,17 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..routes import SMALL
 from .blocks import Plan, compute
 
 #: Of results that differ in the order of sums, and in where they are rounded; relative, by the norm. What another
 #: structure computes differs by a hundred times as much.
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+#: Of noise, at least.
+_ROWS = 8
 
 
 def disagreement(module: nn.Module, plan: Plan, sample: Tensor) -> str | None:
     """Where the block differs from the module on the sample, or None. Dropouts are left out: chance cannot agree."""
     if sample.is_meta:
         return "its parameters are on the meta device, where nothing can be tried"
+    sample = _with_noise(module, plan, sample)
     for training in (True, False):
         with _mode(module, training):
             try:
@@ -33,6 +37,20 @@ def disagreement(module: nn.Module, plan: Plan, sample: Tensor) -> str | None:
         if _differ(wanted, found, sample.dtype):
             return f"in {mode} the block's results are not the module's"
     return None
+
+
+def _with_noise(module: nn.Module, plan: Plan, sample: Tensor) -> Tensor:
+    """The sample, and rows of noise of its size: any structure makes the same of zeros, and of a few rows the block is
+    computed as the module is."""
+    if sample.dim() < 2 or not sample.numel():
+        return sample
+    weight: Any = module.get_submodule(plan.first[0]).weight
+    hidden = weight.numel() // sample.shape[-1] // (2 if plan.is_gated else 1)
+    rows = max(_ROWS, -(-SMALL // hidden))
+    count = -(-rows // sample[0, ..., 0].numel())
+    scale = sample.double().square().mean().sqrt().nan_to_num(posinf=0.0).item() or 1.0
+    noise = scale * torch.randn(count, *sample.shape[1:], dtype=torch.float64, device=sample.device)
+    return torch.cat([sample, noise.to(sample.dtype)])
 
 
 def _whole(module: nn.Module, plan: Plan, x: Tensor) -> Tensor:

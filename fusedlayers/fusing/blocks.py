@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..activations import must_be_called_because
 from ..blocks import gated_mlp, mlp
+from .attributes import Attributes
 from .derived import Mixin
 from .known import Known, known_of
 from .pairs import Applies, is_transposed
@@ -44,16 +45,18 @@ class Plan(NamedTuple):
 
 
 class Block(Mixin):
-    """A module that is an MLP."""
+    """A module that is an MLP, as long as it and the modules in it with children have what they had."""
 
-    OWN = ("fused_block", "known_activation")
+    OWN = ("fused_block", "fused_as", "known_activation")
     fused_block: Plan
+    fused_as: tuple[Attributes, ...]
     known_activation: Known | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         itself: Any = self
-        is_usual = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-        if not is_usual or is_watched() or called_because(itself, self.fused_block) is not None:
+        is_usual = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and not is_watched()
+        is_same = is_usual and all(attributes.are_still() for attributes in self.fused_as)
+        if not is_same or called_because(itself, self.fused_block) is not None:
             return super().forward(*args, **kwargs)
         y = compute(itself, self.fused_block, args[0], self.known_activation)
         for path in self.fused_block.after:

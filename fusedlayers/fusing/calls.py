@@ -8,25 +8,24 @@ from typing import Any
 
 from torch import nn
 
+
+def _set_of(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+#: Of a tensor these tell its sizes, and how it lies in memory.
+SIZES = _set_of(
+    """
+    shape size dim ndim ndimension numel nelement nbytes __len__ is_same_size stride storage_offset is_contiguous
+    """
+)
 #: Of a tensor these tell what is known before it is computed: who calls them does not read it.
-METADATA = frozenset(
-    {
-        *(
-            "size",
-            "dim",
-            "ndimension",
-            "numel",
-            "nelement",
-            "stride",
-            "is_contiguous",
-            "is_floating_point",
-            "get_device",
-        ),
-        *("is_complex", "element_size", "storage_offset", "__len__", "is_same_size", "type", "is_pinned"),
-        *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_cpu"),
-        *("is_meta", "is_sparse", "is_quantized", "is_nested", "is_mps", "is_xpu", "is_mkldnn", "names", "itemsize"),
-        *("nbytes", "has_names", "is_inference", "is_signed", "is_conj", "is_neg", "is_tensor", "_version"),
-    }
+METADATA = SIZES | _set_of(
+    """
+    dtype device layout names itemsize element_size requires_grad grad_fn is_leaf get_device type has_names _version
+    is_floating_point is_complex is_signed is_conj is_neg is_tensor is_inference is_pinned
+    is_cuda is_cpu is_meta is_mps is_xpu is_mkldnn is_sparse is_quantized is_nested
+    """
 )
 
 

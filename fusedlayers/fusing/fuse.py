@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +12,13 @@ from torch import nn
 
 from ..memory import device_of, saved_bytes, tensors_in
 from ..state import unchanged
+from ..text import size_text
 from .derived import Mixin, change_back, is_changed
 from .patterns import Flow
 from .recording import record
 from .report import FuseReport
 from .rewriting import Rewriting
+from .sites import Lost
 from .tracing import trace
 
 
@@ -58,7 +61,11 @@ def fuse(model: nn.Module, example_inputs: Any = None, *, save: str = "auto") ->
         raise ValueError(f"fuse: save must be 'auto', 'input' or 'recompute', got {save!r}")
     if example_inputs is None:
         with unchanged([*model.modules()], (), device_of(model)):
-            return Rewriting(model, Flow(trace(model)), save).report()
+            rewriting = Rewriting(model, Flow(trace(model)), save)
+            with _undone_if_raised(rewriting):
+                rewriting.layers()
+                rewriting.activations()
+            return rewriting.report()
     return fuse_on(model, *_arguments(example_inputs), save)
 
 
@@ -67,14 +74,58 @@ def fuse_on(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], sav
     _check_module("fuse", model)
     inputs = [*tensors_in((args, kwargs))]
     with unchanged([*model.modules()], inputs, device_of((model, inputs))) as random_again:
-        flow = Flow([record(model, args, kwargs)])
-        random_again()
-        before = _saved_bytes(model, args, kwargs)
-        report = Rewriting(model, flow, save).report()
-        random_again()
-        after = _saved_bytes(model, args, kwargs)
+        rewriting = Rewriting(model, Flow([record(model, args, kwargs)]), save)
+
+        def measured() -> int | None:
+            random_again()
+            return _saved_bytes(model, args, kwargs)
+
+        before = measured()
+        with _undone_if_raised(rewriting):
+            after = _tried(rewriting, measured)
+            if before is not None and after is not None and after > before:
+                rewriting.leave_all(f"fused, it would keep {size_text(after - before)} more for the backward pass")
+                after = before
     is_known = before is not None and after is not None and (before or after)
-    return replace(report, saved_bytes=(before, after) if is_known else None)  # type: ignore[arg-type]
+    return replace(rewriting.report(), saved_bytes=(before, after) if is_known else None)  # type: ignore[arg-type]
+
+
+def _tried(rewriting: Rewriting, measured: Callable[[], int | None]) -> int | None:
+    """Fuse what then works; return what a pass keeps."""
+    rewriting.layers()
+    after = _trial(rewriting, measured)
+    alone = rewriting.activations()
+    if not alone:
+        return after
+    with_them = _trial(rewriting, measured)
+    if not (after and with_them and with_them >= after):
+        return with_them
+    for activation in alone:
+        rewriting.leave(activation, "its input is kept anyway, or its output would not be")
+    return after
+
+
+def _trial(rewriting: Rewriting, measured: Callable[[], int | None]) -> int | None:
+    """Run the fused model; what does not run is put back."""
+    while True:
+        try:
+            return measured()
+        except Lost as lost:
+            rewriting.leave(lost.layer, "what it computes reaches its activation in a way that torch does not show")
+        except Exception as error:  # whatever a model's code does with what it is not used to
+            if not rewriting.report().replaced:
+                raise
+            text = next(iter(str(error).splitlines()), "")
+            rewriting.leave_all(f"fused, it raised {type(error).__name__}: {text}")
+
+
+@contextmanager
+def _undone_if_raised(rewriting: Rewriting) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        rewriting.undo()
+        raise
 
 
 def unfuse(model: nn.Module) -> None:

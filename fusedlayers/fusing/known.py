@@ -40,11 +40,11 @@ class Known(NamedTuple):
         """None for what depends on more than attributes, or is read off a module quickly."""
         if activation.row is None or activation.row.is_users or activation.is_traced or activation.parameters:
             return None
-        return cls(activation, {name: value for name, value in vars(function).items() if name not in _OF_ANY_MODULE})
+        return cls(activation, {name: value for name, value in vars(function).items() if name not in OF_ANY_MODULE})
 
 
 #: What a module has whatever it computes.
-_OF_ANY_MODULE = frozenset(vars(nn.Module()))
+OF_ANY_MODULE = frozenset(vars(nn.Module()))
 
 
 def known_of(function: object, known: Known | None) -> Activation | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from .blocks import Plan
-from .calls import Call, Value
+from .calls import SIZES, Call, Value
 from .chain import Chain
 from .pairs import is_transposed
 
@@ -113,6 +113,8 @@ class _Match:
         others = [call for call in self.block.calls if not call.is_metadata and call not in self.used]
         if set(others) != {*self.first, self.last}:
             return None
+        if any(call.is_metadata and call.name in SIZES for call in self.block.calls):
+            return "its code asks for sizes, and may do something else for others"
         first = tuple(map(self._name, self.first))
         return Plan(first, activation, dropout, self._name(self.last), after, self.is_gated, save)
 

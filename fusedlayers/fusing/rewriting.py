@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from ..modules.fused import WithActivation
 from ..modules.mlp import kept
 from ..normalised import describe
 from .agreement import disagreement
+from .attributes import Attributes
 from .blocks import Block, called_because
 from .calls import Call
 from .chain import Chain
@@ -58,18 +59,49 @@ class Rewriting:
             elif isinstance(module, _FUSED):
                 self._taken.update(module.modules())
 
+    def layers(self) -> None:
+        """Fuse MLPs, and layers with the activations after them."""
+        self._look(self._block)
+        self._look(self._layer)
+
+    def activations(self) -> list[nn.Module]:
+        """Fuse activations that have no such layer; say which."""
+        before = len(self._changed)
+        self._look(self._activation)
+        return self._changed[before:]
+
     def report(self) -> FuseReport:
-        """Do it. Where anything fails, nothing is changed."""
-        try:
-            for look in (self._block, self._layer, self._activation):
-                for module in self._paths:
-                    if module not in self._taken and not is_changed(module):
-                        look(module)
-        except BaseException:
-            for module in self._changed:
-                change_back(module)
-            raise
         return FuseReport(type(self._model).__name__, tuple(self._replaced), tuple(self._skipped))
+
+    def leave(self, module: nn.Module, reason: str) -> None:
+        """Put back a layer, with the activation after it, or an activation alone."""
+        for parent in self._changed:
+            if isinstance(parent, Calls):
+                pairs = (pair for pair in parent.fused_pairs if parent.get_submodule(pair.layer) is not module)
+                parent.fused_pairs = tuple(pairs)
+        gone = [place for place in self._replaced if place.modules[0] == self._paths[module]]
+        self._replaced = [place for place in self._replaced if place not in gone]
+        needed = {name for place in self._replaced for name in place.modules}
+        for name in {name for place in gone for name in place.modules} - needed:
+            put_back = self._model.get_submodule(name)
+            change_back(put_back)
+            self._changed.remove(put_back)
+        self._skip(module, reason)
+
+    def leave_all(self, reason: str) -> None:
+        self.undo()
+        self._skipped = [Skipped("", reason)]
+
+    def undo(self) -> None:
+        """Put back everything."""
+        for module in self._changed:
+            change_back(module)
+        self._changed, self._replaced = [], []
+
+    def _look(self, fuse: Callable[[Any], None]) -> None:
+        for module in self._paths:
+            if module not in self._taken and not is_changed(module):
+                fuse(module)
 
     def _change(self, module: nn.Module, mixin: type[Mixin], **own: Any) -> None:
         change(module, mixin, **own)
@@ -102,7 +134,8 @@ class Rewriting:
             self._skip(module, f"no MLP block: {reason}")
             return
         self._taken.update(inner for name in plan.inner for inner in module.get_submodule(name).modules())
-        self._change(module, Block, fused_block=plan, known_activation=Known.of(function, activation))
+        state = tuple(Attributes.of(inner) for inner in module.modules() if inner is module or inner._modules)
+        self._change(module, Block, fused_block=plan, fused_as=state, known_activation=Known.of(function, activation))
         if isinstance(function, nn.Module):  # for where the layers must be called
             self._apply(function, activation)
         dtype, is_frozen = layers[0].weight.dtype, not layers[0].weight.requires_grad
