@@ -6,7 +6,6 @@ there the output, being rounded, says least about its input.
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,15 @@ from torch import Tensor
 import fusedlayers as fl
 from fusedlayers.activations import Activation, resolve, rows
 
-from . import RESULTS, machine
+from . import RESULTS, grid, machine
 
 COUNT = 1_000_000
 DTYPES = ("float32", "float16", "bfloat16")
+DEFINITIONS = {
+    "output_rms": "root mean square error of the output",
+    "derivative_rms": "the same of the derivative, over the derivative's own root mean square",
+    "derivative_max": "largest absolute error of the derivative",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,25 +35,13 @@ def main(options: argparse.Namespace) -> int:
     device = torch.device(options.device)
     out = options.out or RESULTS / machine.slug(device, torch.get_num_threads())
     result = run(device)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "accuracy.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    grid.write(result, out)
     print(f"wrote {out / 'accuracy.json'}")
     return 0
 
 
 def run(device: torch.device, count: int = COUNT) -> dict[str, Any]:
-    result: dict[str, Any] = {
-        "schema": 1,
-        "subject": "accuracy",
-        **machine.describe(device),
-        "definitions": {
-            "output_rms": "root mean square error of the output",
-            "derivative_rms": "the same of the derivative, over the derivative's own root mean square",
-            "derivative_max": "largest absolute error of the derivative",
-        },
-        "count": count,
-        "cases": [],
-    }
+    result = grid.begin("accuracy", device, DEFINITIONS, count=count)
     for row in rows():
         for dtype in DTYPES if row.name != "identity" else ():
             case = measure_case(resolve(row.name), getattr(torch, dtype), device, count)

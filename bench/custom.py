@@ -6,7 +6,6 @@ activation should cost.
 """
 
 import argparse
-import json
 import math
 import re
 import time
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 import fusedlayers as fl
 from fusedlayers.memory import peak_bytes, saved_bytes
 
-from . import RESULTS, machine, measure
+from . import RESULTS, grid, machine, measure
 from .reference import CUSTOM_ACTIVATIONS
 from .resnet import BatchNormAct, resnet18
 
@@ -117,32 +116,15 @@ def run(
 ) -> dict[str, Any]:
     """Measure the cases in order, within the budget, and write ``out/custom.json`` after each."""
     todo = list(todo)
-    start = time.monotonic()
-    result: dict[str, Any] = {
-        "schema": 1,
-        "subject": "custom",
-        **machine.describe(device),
-        "definitions": DEFINITIONS,
-        "quick": quick,
-        "not_run": [case.id for case in todo],
-        "cases": [],
-    }
+    end = time.monotonic() + budget_seconds
+    result = grid.begin("custom", device, DEFINITIONS, quick=quick, not_run=[case.id for case in todo])
     machine.warn_if_busy(result)
-    for number, case in enumerate(todo):
-        left = start + budget_seconds - time.monotonic()
-        if left <= 0:
-            break
+    for case, left, sharing in grid.until(end, todo):
         # Half of a case's share: building, comparing with float64 and counting bytes take time too.
-        seconds = 0.0 if quick else min(left / (len(todo) - number) / 2, _SECONDS[case.group])
+        seconds = 0.0 if quick else min(left / sharing / 2, _SECONDS[case.group])
         row = measure_case(case, device, seconds=seconds, quick=quick)
-        result["cases"].append(row)
-        result["not_run"].remove(case.id)
+        grid.add(result, row, out)
         print(_line(row), flush=True)
-        if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
-            partial_file = out / "custom.json.tmp"
-            partial_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-            partial_file.replace(out / "custom.json")
     return result
 
 

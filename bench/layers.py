@@ -7,7 +7,6 @@ input, and the next layer keeps GELU's output too.
 
 import argparse
 import gc
-import json
 import re
 import statistics
 import time
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from fusedlayers.memory import peak_bytes, saved_bytes
 
-from . import RESULTS, machine, measure
+from . import RESULTS, grid, machine, measure
 
 BASELINE, COMPILE, OURS = VARIANTS = ("eager", "compile", "fusedlayers")
 MAX_AUTOTUNE = "max-autotune"
@@ -164,10 +163,10 @@ def main(subject: Subject, options: argparse.Namespace) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     device = torch.device(options.device)
-    grid = list(subject.cases(device.type, tuple(options.dtype or ())))
-    todo = [case for case in grid if re.search(options.only or "", case.id)]
+    known = list(subject.cases(device.type, tuple(options.dtype or ())))
+    todo = [case for case in known if re.search(options.only or "", case.id)]
     if not todo:
-        print(f"bench {subject.name}: no case matches --only {options.only!r}; ids look like {grid[-1].id!r}")
+        print(f"bench {subject.name}: no case matches --only {options.only!r}; ids look like {known[-1].id!r}")
         return 2
     if options.quick and not options.only:
         todo = [case for case in todo if subject.in_quick(case)]
@@ -200,34 +199,22 @@ def run(
     """Measure the cases in order, within the budget, and write ``out/<subject>.json`` after each."""
     todo = list(todo)
     variants = subject.default_variants(device.type, quick) if variants is None else list(variants)
-    start = time.monotonic()
-    end = start + (subject.budget_seconds if budget_seconds is None else budget_seconds)
-    result: dict[str, Any] = {
-        "schema": 1,
-        "subject": subject.name,
-        **machine.describe(device),
-        "definitions": subject.definitions,
-        "quick": quick,
-        "not_run": [case.id for case in todo],
-        "cases": [],
-    }
+    end = time.monotonic() + (subject.budget_seconds if budget_seconds is None else budget_seconds)
+    result = grid.begin(subject.name, device, subject.definitions, quick=quick, not_run=[case.id for case in todo])
     machine.warn_if_busy(result)
     if _compiles(variants):
         _load_compiler(device)
     # Seconds that cases have taken so far, the first entry a guess.
     preparing, plain = {name: [guess] for name, guess in subject.prepared.items()}, [1.0]
     with _forgotten_by_the_collector():
-        for number, case in enumerate(todo):
+        for case, left, sharing in grid.until(end, todo):
             began = time.monotonic()
-            left = end - began
-            if left <= 0:
-                break
             # Where not all of the grid fits in the budget, the last cases go without what takes long to prepare. What
             # comes may take longer than what came.
-            spare = left - 1.25 * (len(todo) - number) * statistics.mean(plain)
+            spare = left - 1.25 * sharing * statistics.mean(plain)
             work = subject.build(case, device, quick)
             chosen = _affordable(variants, work, {n: statistics.mean(s) for n, s in preparing.items()}, spare)
-            share = 0.05 if quick else min(left / (len(todo) - number), subject.case_seconds)
+            share = 0.05 if quick else min(left / sharing, subject.case_seconds)
             row, seconds_of = measure_case(case, work, device, chosen, seconds=share, quick=quick)
             taken = {name: seconds_of[name] for name in preparing if name in seconds_of}
             plain.append(time.monotonic() - began - sum(taken.values()))
@@ -235,15 +222,8 @@ def run(
                 preparing[name].append(seconds)
             for name in variants:
                 row["variants"].setdefault(name, {"skipped": "time budget"})
-            result["cases"].append(row)
-            result["not_run"].remove(case.id)
+            grid.add(result, row, out)
             print(_line(row), flush=True)
-            if out is not None:
-                out.mkdir(parents=True, exist_ok=True)
-                partial_file = out / f"{subject.name}.json.tmp"
-                partial_file.write_text(json.dumps(result, indent=1) + "\n")
-                partial_file.replace(out / f"{subject.name}.json")
-    result["seconds"] = round(time.monotonic() - start)
     return result
 
 

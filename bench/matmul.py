@@ -6,7 +6,6 @@ interleaved, on the same numbers; on a GPU, for on a CPU there is nothing to cho
 """
 
 import argparse
-import json
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -18,7 +17,7 @@ import torch
 from fusedlayers.activations import resolve
 from fusedlayers.backends import Wanted
 
-from . import RESULTS, machine, measure, shapes
+from . import RESULTS, grid, machine, measure, shapes
 
 #: "At least this part of the bare matmul's speed, where it is chosen."
 TARGET = 0.9
@@ -27,6 +26,10 @@ ROLES = {
     "gradient": "(dy w) f', written over f(x w^T + b)",
     "gradient-hidden": "(dy w) f', written over x w^T + b, of which f is computed again",
     "gate": "the same of f(gate) up",
+}
+DEFINITIONS = {
+    **ROLES,
+    "of_matmul": "the bare matmul's time over this one's: median and quartiles over interleaved rounds",
 }
 
 
@@ -70,33 +73,15 @@ def cases(dtypes: tuple[str, ...]) -> Iterator[Case]:
 def run(
     device: torch.device, dtypes: tuple[str, ...], *, budget_seconds: float, quick: bool, out: Path | None = None
 ) -> dict[str, Any]:
-    start = time.monotonic()
+    end = time.monotonic() + budget_seconds
     todo = list(cases(dtypes))
-    result: dict[str, Any] = {
-        "schema": 1,
-        "subject": "matmul",
-        **machine.describe(device),
-        "definitions": {
-            **ROLES,
-            "of_matmul": "the bare matmul's time over this one's: median and quartiles over interleaved rounds",
-        },
-        "quick": quick,
-        "not_run": [case.id for case in todo],
-        "cases": [],
-    }
+    result = grid.begin("matmul", device, DEFINITIONS, quick=quick, not_run=[case.id for case in todo])
     machine.warn_if_busy(result)
-    for number, case in enumerate(todo):
-        left = budget_seconds - (time.monotonic() - start)
-        if left <= 0:
-            break
-        row = measure_case(case, device, quick, min(left / (len(todo) - number), 2.0))
-        result["cases"].append(row)
-        result["not_run"].remove(case.id)
+    for case, left, sharing in grid.until(end, todo):
+        row = measure_case(case, device, quick, min(left / sharing, 2.0))
+        grid.add(result, row, out)
         ways = ", ".join(f"{name} {way['of_matmul']:.2f}" for name, way in row["ways"].items())
         print(f"{case.id:<44} {row['tflop_per_s']:.0f} TFLOP/s alone | {ways} of it", flush=True)
-        if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
-            (out / "matmul.json").write_text(json.dumps(result, indent=1) + "\n")
     return result
 
 

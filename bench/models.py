@@ -14,7 +14,6 @@ import argparse
 import copy
 import gc
 import importlib.metadata
-import json
 import re
 import time
 from collections import Counter
@@ -31,7 +30,7 @@ from torch import Tensor, nn
 import fusedlayers as fl
 from fusedlayers.memory import peak_bytes, saved_bytes
 
-from . import RESULTS, machine, measure
+from . import RESULTS, grid, machine, measure
 
 BASELINE, ACTIVATIONS, OURS, RECOMPUTE, COMPILE = VARIANTS = (
     "eager",
@@ -211,24 +210,12 @@ def run(
     todo = list(todo)
     variants = default_variants(device.type, quick) if variants is None else list(variants)
     end = time.monotonic() + (BUDGET_SECONDS[device.type] if budget_seconds is None else budget_seconds)
-    result: dict[str, Any] = {
-        "schema": 1,
-        "subject": "models",
-        **machine.describe(device),
-        "definitions": DEFINITIONS,
-        "quick": quick,
-        "not_run": [case.id for case in todo],
-        "cases": [],
-    }
+    result = grid.begin("models", device, DEFINITIONS, quick=quick, not_run=[case.id for case in todo])
     result["versions"]["transformers"] = importlib.metadata.version("transformers")
     if timed:
         machine.warn_if_busy(result)
-    for number, case in enumerate(todo):
-        left = end - time.monotonic()
-        if left <= 0:
-            break
-        share = left / (len(todo) - number)
-        chosen = [name for name in variants if name != COMPILE or quick or share > _COMPILE_SECONDS]
+    for case, left, sharing in grid.until(end, todo):
+        chosen = [name for name in variants if name != COMPILE or quick or left / sharing > _COMPILE_SECONDS]
         try:
             row = measure_case(case, device, chosen, end=end if timed else None, quick=quick)
         except torch.OutOfMemoryError as error:
@@ -236,14 +223,8 @@ def run(
             continue
         for name in variants:
             row["variants"].setdefault(name, {"skipped": "time budget"})
-        result["cases"].append(row)
-        result["not_run"].remove(case.id)
+        grid.add(result, row, out)
         print(_line(row), flush=True)
-        if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
-            partial_file = out / "models.json.tmp"
-            partial_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-            partial_file.replace(out / "models.json")
     return result
 
 

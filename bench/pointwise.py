@@ -6,7 +6,6 @@ copy of the same tensor reads and writes it once. Their bandwidths are bytes mov
 """
 
 import argparse
-import json
 import time
 from functools import partial
 from pathlib import Path
@@ -16,13 +15,19 @@ import torch
 
 import fusedlayers as fl
 
-from . import RESULTS, machine, measure, shapes
+from . import RESULTS, grid, machine, measure, shapes
 
 #: The promise for large inputs on a GPU, where the arithmetic hides behind the memory traffic; none is made for a CPU.
 TARGET = 0.9
 
 #: rows, columns: a BERT-base hidden layer, and one too large for any cache. On a CPU the latter would only take longer.
 SIZES = {"cpu": ((4096, 3072),), "cuda": ((8192, 3072), (32768, 4096), (32768, 11008))}
+
+DEFINITIONS = {
+    "forward": "z -> y: two tensors moved",
+    "backward": "dy, y -> dz and the bias gradient: three tensors moved",
+    "of_copy": "bandwidth over that of a copy of the same tensor: median and quartiles over interleaved rounds",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,41 +56,23 @@ def run(
     budget_seconds: float = 120,
     out: Path | None = None,
 ) -> dict[str, Any]:
-    start = time.monotonic()
+    end = time.monotonic() + budget_seconds
     todo = [
         (size, dtype, activation)
         for dtype in dtypes
         for size in reversed(sizes or SIZES[device.type])
         for activation in shapes.ACTIVATIONS
     ]
-    result: dict[str, Any] = {
-        "schema": 1,
-        "subject": "pointwise",
-        **machine.describe(device),
-        "definitions": {
-            "forward": "z -> y: two tensors moved",
-            "backward": "dy, y -> dz and the bias gradient: three tensors moved",
-            "of_copy": "bandwidth over that of a copy of the same tensor: median and quartiles over interleaved rounds",
-        },
-        "not_run": [_id(*case) for case in todo],
-        "cases": [],
-    }
+    result = grid.begin("pointwise", device, DEFINITIONS, not_run=[_id(*case) for case in todo])
     machine.warn_if_busy(result)
-    for number, case in enumerate(todo):
-        left = budget_seconds - (time.monotonic() - start)
-        if left <= 0:
-            break
-        row = measure_case(*case, device=device, seconds=min(left / (len(todo) - number), 2.0))
-        result["cases"].append(row)
-        result["not_run"].remove(row["id"])
+    for case, left, sharing in grid.until(end, todo):
+        row = measure_case(*case, device=device, seconds=min(left / sharing, 2.0))
+        grid.add(result, row, out)
         print(
             f"{row['id']:<36} copy {row['copy']['gb_per_s']:.0f} GB/s | forward {row['forward']['of_copy']:.2f} "
             f"| backward {row['backward']['of_copy']:.2f} of it",
             flush=True,
         )
-        if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
-            (out / "pointwise.json").write_text(json.dumps(result, indent=1) + "\n")
     return result
 
 

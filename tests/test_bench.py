@@ -26,6 +26,7 @@ from bench import (
     custom,
     dense,
     gpu_check,
+    grid,
     layers,
     machine,
     matmul,
@@ -103,6 +104,46 @@ def test_a_drift_of_the_machine_leaves_the_ratio_alone() -> None:
 def test_slugs_name_the_device(name: str, slug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "device_name", lambda device: name)
     assert machine.slug(torch.device("cuda" if "NVIDIA" in name else "cpu"), 4) == slug
+
+
+# --- grid -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_result_grows_by_a_case_at_a_time(tmp_path: Path) -> None:
+    result = grid.begin("letters", CPU, {}, not_run=["a", "b", "c"])
+    seen = []
+    for case, left, sharing in grid.until(time.monotonic() + 60, "abc"):
+        assert 59 < left <= 60
+        seen.append((case, sharing))
+        grid.add(result, {"id": case}, tmp_path)
+        written = json.loads((tmp_path / "letters.json").read_text())
+        assert written == result and [row["id"] for row in written["cases"]] + written["not_run"] == ["a", "b", "c"]
+    assert seen == [("a", 3), ("b", 2), ("c", 1)] and result["not_run"] == []
+    assert [path.name for path in tmp_path.iterdir()] == ["letters.json"]
+
+
+def test_no_case_starts_after_the_end() -> None:
+    assert list(grid.until(time.monotonic(), "abc")) == []
+    end = time.monotonic() + 0.05
+    for case, _, _ in grid.until(end, "abc"):
+        time.sleep(0.06)
+        assert case == "a"
+
+
+def test_what_was_written_survives_an_end_in_the_middle_of_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(path: Path, text: str, **options: Any) -> None:
+        with path.open("w") as file:
+            file.write(text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    result = grid.begin("letters", CPU, {}, not_run=["a", "b"])
+    grid.add(result, {"id": "a"}, tmp_path)
+    monkeypatch.setattr(Path, "write_text", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        grid.add(result, {"id": "b"}, tmp_path)
+    assert json.loads((tmp_path / "letters.json").read_text())["not_run"] == ["b"]
 
 
 # --- dense ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,51 @@
+"""Cases that are measured one after the other until the time is up, and the file of what is known by then."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from . import machine
+
+Case = TypeVar("Case")
+
+
+def begin(subject: str, device: torch.device, definitions: Mapping[str, str], **more: Any) -> dict[str, Any]:
+    """A result without cases yet: what it is of, where and when it was measured, and what its numbers are."""
+    return {
+        "schema": 1,
+        "subject": subject,
+        **machine.describe(device),
+        "definitions": definitions,
+        **more,
+        "cases": [],
+    }
+
+
+def until(end: float, todo: Sequence[Case]) -> Iterator[tuple[Case, float, int]]:
+    """Each case that can start before ``end``, with the seconds that are left and the cases that share them."""
+    for number, case in enumerate(todo):
+        left = end - time.monotonic()
+        if left <= 0:
+            return
+        yield case, left, len(todo) - number
+
+
+def add(result: dict[str, Any], row: dict[str, Any], out: Path | None) -> None:
+    """A case is done: it moves from what was not run to the cases, in the file too."""
+    result["cases"].append(row)
+    result["not_run"].remove(row["id"])
+    if out is not None:
+        write(result, out)
+
+
+def write(result: dict[str, Any], out: Path) -> None:
+    """Write ``out/<subject>.json``. It is replaced as a whole, for the process may be stopped at any time."""
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{result['subject']}.json"
+    partial = path.with_suffix(".json.tmp")
+    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
