@@ -148,9 +148,8 @@ def measure_case(case: Case, device: torch.device, *, seconds: float, quick: boo
         except Exception as error:
             if name == BASELINE:
                 raise
-            # That this one fails is a finding too, and no reason to lose the other.
             subjects.pop(name)
-            rows[name] = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"}
+            rows[name] = grid.failed(error)
     del exact
 
     relu = subjects[BASELINE]

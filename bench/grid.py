@@ -42,6 +42,12 @@ def add(result: dict[str, Any], row: dict[str, Any], out: Path | None) -> None:
         write(result, out)
 
 
+def failed(error: Exception) -> dict[str, str]:
+    """The row of a variant that raised an error, which is a finding too, and no reason to lose the others."""
+    first_line, *_ = str(error).strip().splitlines() or ["no message"]
+    return {"error": f"{type(error).__name__}: {first_line[:300]}"}
+
+
 def write(result: dict[str, Any], out: Path) -> None:
     """Write ``out/<subject>.json``. It is replaced as a whole, for the process may be stopped at any time."""
     out.mkdir(parents=True, exist_ok=True)

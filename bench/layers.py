@@ -267,9 +267,8 @@ def measure_case(
         except Exception as error:
             if name == BASELINE:
                 raise
-            # A variant that fails is a finding too, and no reason to lose the other two.
             functions.pop(name, None)
-            rows[name] = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"}
+            rows[name] = grid.failed(error)
         seconds_of[name] = time.monotonic() - start
 
     for mode, make in (("forward", _forward), ("forward_backward", _step)):

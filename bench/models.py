@@ -310,8 +310,7 @@ def measure_case(
                 subject.forward_backward()
             subjects[name], rows[name] = subject, {"places": places} if places else {}
         except Exception as error:
-            # That one fails is a finding too, and no reason to lose the others.
-            rows[name] = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"}
+            rows[name] = grid.failed(error)
     del expected
 
     if end is not None:

@@ -146,6 +146,12 @@ def test_what_was_written_survives_an_end_in_the_middle_of_writing(
     assert json.loads((tmp_path / "letters.json").read_text())["not_run"] == ["b"]
 
 
+def test_the_row_of_a_variant_that_fails() -> None:
+    assert grid.failed(ValueError("\nfirst\nsecond")) == {"error": "ValueError: first"}
+    assert grid.failed(AssertionError()) == {"error": "AssertionError: no message"}
+    assert len(grid.failed(ValueError("x" * 1000))["error"]) == len("ValueError: ") + 300
+
+
 # --- dense ------------------------------------------------------------------------------------------------------------
 
 
