@@ -8,7 +8,7 @@ round), which a drift slower than a round leaves alone.
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -84,6 +84,14 @@ def summary(values: list[float], baseline: list[float]) -> dict[str, Any]:
         "over_eager_us": round(over["median"], 3),
         "rounds": len(values),
     }
+
+
+def expect_same(got: Iterable[Tensor], expected: Iterable[Tensor], allowed: float) -> None:
+    """Refuse to time what does not compute the same as eager: no test of accuracy."""
+    for value, right in zip(got, expected, strict=True):
+        error = float((value - right).float().norm() / right.float().norm().clamp_min(1e-30))
+        if not error <= allowed:
+            raise ArithmeticError(f"differs from eager by {error:.1e} of the norm, where {allowed} is allowed")
 
 
 class Above(torch.autograd.Function):

@@ -305,7 +305,7 @@ def measure_case(
                 continue
             # The compiler draws other random numbers.
             if name != COMPILE:
-                _compare(subject.results(), expected, case.dtype)
+                measure.expect_same(subject.results(), expected, _SAME[case.dtype])
             else:
                 subject.forward_backward()
             subjects[name], rows[name] = subject, {"places": places} if places else {}
@@ -382,13 +382,6 @@ def _build(case: Case, device: torch.device, quick: bool, **sizes: int) -> Subje
         with torch.no_grad():
             y = model(**inputs)[0]
         return Subject(model, inputs, torch.randn_like(y))
-
-
-def _compare(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], dtype: str) -> None:
-    for value, right in zip(got, expected, strict=True):
-        error = float((value - right).float().norm() / right.float().norm())
-        if not error <= _SAME[dtype]:
-            raise ArithmeticError(f"differs from eager by {error:.1e} of the norm, where {_SAME[dtype]} is allowed")
 
 
 def acceptance(result: dict[str, Any]) -> list[str]:
