@@ -1006,44 +1006,31 @@ def test_models_that_are_measured_by_default(kind: str) -> None:
     assert "compile" not in models.default_variants(kind, True)
 
 
-def test_the_models_table(tmp_path: Path) -> None:
-    def row(layers: int | None, **variants: Any) -> dict[str, Any]:
-        eager = {"saved_bytes": 200 * 2**20, "peak_bytes": 400 * 2**20}
-        return {
-            "model": "BERT-base",
-            "layers": layers,
-            "dtype": "float32",
-            "input": [4, 512],
-            "variants": {"eager": eager, **variants},
-        }
-
-    time_of = {"forward_backward": {"median_us": 5432100.0, "ratio": 0.987}}
-    ours = {"saved_bytes": 150 * 2**20, "peak_bytes": 300 * 2**20}
-    run = {**ON_SOME_CPU, "cases": [row(None, fusedlayers=ours), row(4, recompute={"skipped": "no"})]}
-    run["cases"][1]["variants"]["eager"] |= time_of
-    run["cases"][1]["variants"]["activations"] = {**ours, **time_of}
-    text = README + "<!-- bench:models -->\n<!-- /bench:models -->\n"
-    assert "`python -m bench models` makes one" in report.fill(text, tmp_path)
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "models.json").write_text(json.dumps(run))
-    lines = report.fill(text, tmp_path).split("<!-- bench:models -->")[1].strip().splitlines()
-    assert lines[0] == "Some cpu, 4 threads, torch 2.13.0, 2030-01-02:"
-    assert lines[2].count("|") == lines[3].count("|") == lines[4].count("|")
-    assert lines[4:-1] == [
-        "| BERT-base, float32 (4 x 512) | 200.0 | - | **-25.0 %** | - | 400.0 | - | **-25.0 %** | - "
-        "| - | - | **-** | - |",
-        "| BERT-base, 4 layers, float32 (4 x 512) | 200.0 | -25.0 % | **-** | - | 400.0 | -25.0 % | **-** | - "
-        "| 5.43 s | 0.99x | **-** | - |",
-    ]
-
-
 # --- readme -----------------------------------------------------------------------------------------------------------
 
 
-def a_committed_run(results: Path, kind: str = "cpu") -> None:
-    def variant(microseconds: float, ratio: float, saved_mib: float) -> dict[str, Any]:
-        return {"forward_backward": {"median_us": microseconds, "ratio": ratio}, "saved_bytes": int(saved_mib * 2**20)}
+def measured(microseconds: float, ratio: float, saved_mib: float) -> dict[str, Any]:
+    return {"forward_backward": {"median_us": microseconds, "ratio": ratio}, "saved_bytes": int(saved_mib * 2**20)}
 
+
+def a_run(cases: list[dict[str, Any]], kind: str = "cpu") -> dict[str, Any]:
+    return {
+        "device": {"kind": kind, "name": f"Some {kind}", "slug": kind},
+        "threads": 4,
+        "versions": {"torch": "2.13.0+cpu"},
+        "date": "2030-01-02",
+        "quick": False,
+        "cases": cases,
+    }
+
+
+def commit(run: dict[str, Any], name: str, results: Path) -> None:
+    folder = results / run["device"]["slug"]
+    folder.mkdir(parents=True)
+    (folder / f"{name}.json").write_text(json.dumps(run))
+
+
+def a_committed_run(results: Path, kind: str = "cpu") -> None:
     row = {
         "group": "model",
         "shape": "BERT-base",
@@ -1053,21 +1040,13 @@ def a_committed_run(results: Path, kind: str = "cpu") -> None:
         "in_features": 768,
         "hidden_features": 3072,
         "variants": {
-            "eager": variant(12345.6, 1.0, 12),
+            "eager": measured(12345.6, 1.0, 12),
             "compile": {"error": "no compiler"},
-            "fusedlayers": variant(9000.0, 0.7289, 6),
+            "fusedlayers": measured(9000.0, 0.7289, 6),
         },
     }
-    run = {
-        "device": {"kind": kind, "name": f"Some {kind}", "slug": kind},
-        "threads": 4,
-        "versions": {"torch": "2.13.0+cpu"},
-        "date": "2030-01-02",
-        "quick": False,
-        "cases": [row, {**row, "activation": "tanh"}, {**row, "group": "acceptance"}],
-    }
-    (results / kind).mkdir(parents=True)
-    (results / kind / "dense.json").write_text(json.dumps(run))
+    cases = [row, {**row, "activation": "tanh"}, {**row, "group": "acceptance"}]
+    commit(a_run(cases, kind), "dense", results)
 
 
 README = "# Title\n\n<!-- bench:dense -->\nold\n<!-- /bench:dense -->\n\nend\n"
@@ -1098,68 +1077,79 @@ def test_readme_round_trip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert path.read_text().index("Some cuda, torch") < path.read_text().index("Some cpu")
 
 
-ON_SOME_CPU: dict[str, Any] = {
-    "device": {"kind": "cpu", "name": "Some cpu", "slug": "cpu"},
-    "threads": 4,
-    "versions": {"torch": "2.13.0+cpu"},
-    "date": "2030-01-02",
-    "quick": False,
-}
+def table_of(name: str, run: dict[str, Any], results: Path) -> list[str]:
+    """The lines of the README's table when the folder of results, which was empty before, has this run on a CPU."""
+    text = f"{README}<!-- bench:{name} -->\n<!-- /bench:{name} -->\n"
+    assert f"`python -m bench {name}` makes one" in report.fill(text, results)
+    commit(run, name, results)
+    lines = report.fill(text, results).split(f"<!-- bench:{name} -->")[1].strip().splitlines()
+    assert lines[0] == "Some cpu, 4 threads, torch 2.13.0, 2030-01-02:"
+    return lines
+
+
+def test_the_models_table(tmp_path: Path) -> None:
+    def row(layers: int | None, **variants: Any) -> dict[str, Any]:
+        eager = {"saved_bytes": 200 * 2**20, "peak_bytes": 400 * 2**20}
+        return {
+            "model": "BERT-base",
+            "layers": layers,
+            "dtype": "float32",
+            "input": [4, 512],
+            "variants": {"eager": eager, **variants},
+        }
+
+    time_of = {"forward_backward": {"median_us": 5432100.0, "ratio": 0.987}}
+    ours = {"saved_bytes": 150 * 2**20, "peak_bytes": 300 * 2**20}
+    run = a_run([row(None, fusedlayers=ours), row(4, recompute={"skipped": "no"})])
+    run["cases"][1]["variants"]["eager"] |= time_of
+    run["cases"][1]["variants"]["activations"] = {**ours, **time_of}
+    lines = table_of("models", run, tmp_path)
+    assert lines[2].count("|") == lines[3].count("|") == lines[4].count("|")
+    assert lines[4:-1] == [
+        "| BERT-base, float32 (4 x 512) | 200.0 | - | **-25.0 %** | - | 400.0 | - | **-25.0 %** | - "
+        "| - | - | **-** | - |",
+        "| BERT-base, 4 layers, float32 (4 x 512) | 200.0 | -25.0 % | **-** | - | 400.0 | -25.0 % | **-** | - "
+        "| 5.43 s | 0.99x | **-** | - |",
+    ]
 
 
 def test_the_conv_table(tmp_path: Path) -> None:
-    def variant(microseconds: float, ratio: float, saved_mib: float) -> dict[str, Any]:
-        return {"forward_backward": {"median_us": microseconds, "ratio": ratio}, "saved_bytes": int(saved_mib * 2**20)}
-
     def row(shape: str, activation: str, format: str, sizes: list[int], **more: Any) -> dict[str, Any]:
-        variants = {"eager": variant(12345.6, 1, 12), "compile": variant(1, 1.1, 12), "fusedlayers": variant(1, 0.9, 6)}
+        variants = {
+            "eager": measured(12345.6, 1, 12),
+            "compile": measured(1, 1.1, 12),
+            "fusedlayers": measured(1, 0.9, 6),
+        }
         row = {"group": "model", "shape": shape, "activation": activation, "format": format, "dtype": "float32"}
         return {**row, "input": sizes, "output": [sizes[0], 7, *sizes[2:]], "variants": variants, **more}
 
-    run = {
-        **ON_SOME_CPU,
-        "cases": [
-            row("WaveNet", "tanh", "contiguous", [2, 3, 99]),
-            row("ResNet-50 3x3", "relu", "channels_last", [1, 1, 1, 1]),
-            row("ResNet-50 3x3", "relu", "contiguous", [4, 64, 56, 56]),
-            row("ResNet-50 3x3", "relu", "contiguous", [1, 1, 1, 1], group="other"),
-        ],
-    }
-    text = README + "<!-- bench:conv -->\n<!-- /bench:conv -->\n"
-    assert "`python -m bench conv` makes one" in report.fill(text, tmp_path)
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "conv.json").write_text(json.dumps(run))
-    lines = report.fill(text, tmp_path).split("<!-- bench:conv -->")[1].strip().splitlines()
-    assert lines[0] == "Some cpu, 4 threads, torch 2.13.0, 2030-01-02:" and "(contiguous)" in lines[2]
+    cases = [
+        row("WaveNet", "tanh", "contiguous", [2, 3, 99]),
+        row("ResNet-50 3x3", "relu", "channels_last", [1, 1, 1, 1]),
+        row("ResNet-50 3x3", "relu", "contiguous", [4, 64, 56, 56]),
+        row("ResNet-50 3x3", "relu", "contiguous", [1, 1, 1, 1], group="other"),
+    ]
+    lines = table_of("conv", a_run(cases), tmp_path)
+    assert "(contiguous)" in lines[2]
     cells = "12.0 | 12.0 | **6.0** | 12.3 ms | 1.10x | **0.90x** |"
     assert lines[4:-1] == [
         f"| ResNet-50 3x3, relu, float32 (4 x 64 x 56 x 56 to 7) | {cells}",
         f"| WaveNet, tanh, float32 (2 x 3 x 99 to 7) | {cells}",
     ]
     # On GPUs the other format is the main one; a sequence has none.
-    on_gpu = [{**row, "dtype": "bfloat16"} for row in run["cases"]]
-    table = report.conv_table({**run, "device": {**run["device"], "kind": "cuda"}, "cases": on_gpu})
+    table = report.conv_table(a_run([{**row, "dtype": "bfloat16"} for row in cases], "cuda"))
     assert "(1 x 1 x 1 x 1 to 7)" in table and "64 x 56" not in table and "WaveNet" in table
 
 
 def test_the_custom_table(tmp_path: Path) -> None:
     def row(activation: str, eager: float, ours: dict[str, Any], group: str = "resnet18") -> dict[str, Any]:
-        variant = {"forward_backward": {"median_us": 123456.7, "ratio": 1.0}, "saved_bytes": int(eager * 2**20)}
-        variants = {"eager": variant, "fusedlayers": ours}
+        variants = {"eager": measured(123456.7, 1.0, eager), "fusedlayers": ours}
         return {"group": group, "activation": activation, "input": [16, 3, 32, 32], "variants": variants}
 
-    fused = {"forward_backward": {"median_us": 1.0, "ratio": 0.789}, "saved_bytes": 50 * 2**20}
-    run = {
-        **ON_SOME_CPU,
-        "cases": [row("relu", 40, fused), row("snake", 120, fused), row("prelu", 60, {"error": "no"})],
-    }
-    run["cases"].append(row("alone", 1, fused, group="alone"))
-    text = README + "<!-- bench:custom -->\n<!-- /bench:custom -->\n"
-    assert "`python -m bench custom` makes one" in report.fill(text, tmp_path)
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "custom.json").write_text(json.dumps(run))
-    lines = report.fill(text, tmp_path).split("<!-- bench:custom -->")[1].strip().splitlines()
-    assert lines[0] == "Some cpu, 4 threads, torch 2.13.0, 2030-01-02:"
+    fused = measured(1.0, 0.789, 50)
+    cases = [row("relu", 40, fused), row("snake", 120, fused), row("prelu", 60, {"error": "no"})]
+    cases.append(row("alone", 1, fused, group="alone"))
+    lines = table_of("custom", a_run(cases), tmp_path)
     assert "ResNet-18, float32, 16 images of 32 x 32" in lines[2]
     assert lines[4:-1] == [
         "| relu | 40.0 | **50.0** | 1.00x | **1.25x** | 123 ms | **0.79x** |",
@@ -1167,9 +1157,8 @@ def test_the_custom_table(tmp_path: Path) -> None:
         "| prelu | 60.0 | **-** | 1.50x | **-** | 123 ms | **-** |",
     ]
     # Without ReLU there is nothing to compare with.
-    assert "| snake | 120.0 | **50.0** | - | **-** | 123 ms | **0.79x** |" in report.custom_table(
-        {**run, "cases": run["cases"][1:]}
-    )
+    table = report.custom_table(a_run(cases[1:]))
+    assert "| snake | 120.0 | **50.0** | - | **-** | 123 ms | **0.79x** |" in table
 
 
 def test_readme_without_results(tmp_path: Path) -> None:
