@@ -47,7 +47,7 @@ LAYERS = [
     ["blocks"],
     ["modules."],
     ["checkpoint."],
-    ["graph", "named"],
+    ["graph", "named", "drawing", "usage"],
     ["memory"],
     ["explanation."],
     ["state", "text"],

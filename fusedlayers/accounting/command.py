@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import named
+from .. import named, usage
 from ..fusing.fuse import fuse_on
 from .report import STAGES, MemoryReport, report_of
 from .step import Step
@@ -41,12 +41,10 @@ def register(commands: "Commands") -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report, or why there is none. What the model or the factory raises comes with its traceback."""
-    try:
+    with usage.refusals("report", ValueError, ImportError, OSError):
         factory = factory_from(arguments.factory)
-    except (ValueError, ImportError) as error:
-        return _refused(error)
     made = factory()
-    try:
+    with usage.refusals("report", ValueError, TypeError, only_ours=True):
         step = step_from(made, arguments.factory)
         with progress() as on_stage:
             found = report_of(step, on_stage)
@@ -58,14 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
                 found = report_of(step, on_stage)
             print("", fused, "", before.compare(found), sep="\n")
             values = {"before": values, "fuse": fused.to_dict(), "after": found.to_dict()}
-    except (ValueError, TypeError) as error:
-        if not str(error).startswith(("memory_report: ", "fuse: ")):
-            raise
-        return _refused(error)
-    try:
+    with usage.refusals("report", ValueError, ImportError, OSError):
         write(found, values, arguments)
-    except (ValueError, ImportError, OSError) as error:
-        return _refused(error)
     return 0
 
 
@@ -117,8 +109,3 @@ def progress() -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=len(STAGES))
         yield lambda stage: bar.update(task, completed=STAGES.index(stage), description=stage)
-
-
-def _refused(error: Exception) -> int:
-    print(f"fusedlayers report: {str(error).removeprefix('memory_report: ').removeprefix('fuse: ')}", file=sys.stderr)
-    return 2

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from ..drawing import new_figure
 from ..text import size_text
 from .table import entries_in, groups_of
 
@@ -51,18 +52,12 @@ class Box:
 
 def draw(found: MemoryReport, path: str | PathLike[str]) -> None:
     """Draw into a file, whose suffix says the format."""
-    try:
-        from matplotlib.figure import Figure  # not pyplot, which would choose a window system
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            "memory_report: a plot needs matplotlib, which is not installed: pip install 'fusedlayers[demo]'"
-        ) from error
+    figure = new_figure("memory_report", (WIDTH, HEIGHT))
     if not found.saved_bytes:
         raise ValueError(f"memory_report: {found.name} saves nothing for backward, so that there is nothing to draw")
 
     root = tree(found)
     colors = _colors(root)
-    figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
     axes = figure.subplots()
     axes.set(xlim=(0, root.depth + OPERATION), ylim=(1, 0))
     axes.set_axis_off()

@@ -2,11 +2,10 @@
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import named
+from .. import named, usage
 from ..activations import activations
 from .report import explain
 
@@ -31,13 +30,10 @@ def register(commands: "Commands") -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
+    with usage.refusals("explain", ValueError, TypeError, ImportError, OSError):
         found = explain(find(arguments.activation))
         if arguments.plot is not None:
             found.plot(arguments.plot)
-    except (ValueError, TypeError, ImportError, OSError) as error:
-        print(f"fusedlayers {'' if str(error).startswith('explain: ') else 'explain: '}{error}", file=sys.stderr)
-        return 2
     print(json.dumps(found.to_dict(), indent=1) if arguments.json else found)
     return 0
 

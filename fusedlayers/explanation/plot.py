@@ -5,23 +5,18 @@ from __future__ import annotations
 from os import PathLike
 from typing import TYPE_CHECKING
 
+from ..drawing import new_figure
+
 if TYPE_CHECKING:
     from .report import Explanation
 
 
 def draw(found: Explanation, path: str | PathLike[str]) -> None:
     """Draw into a file, whose suffix says the format."""
-    try:
-        from matplotlib.figure import Figure  # not pyplot, which would choose a window system
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            "explain: a plot needs matplotlib, which is not installed: pip install 'fusedlayers[demo]'"
-        ) from error
-
+    figure = new_figure("explain", (8, 6))
     curves = {name: curve.numpy() for name, curve in found.curves.items()}
     if not curves:
         raise ValueError(f"explain: {found.name} or its derivative raises an error, so that there is nothing to draw")
-    figure = Figure(figsize=(8, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     above.plot(curves["z"], curves["y"], label="f")
     above.plot(curves["z"], curves["derivative"], label="f'")
