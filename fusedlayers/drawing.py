@@ -1,7 +1,9 @@
-"""What the pictures of reports share: matplotlib, which need not be installed."""
+"""What the pictures of reports share: matplotlib, which need not be installed, and what it refuses."""
 
 from __future__ import annotations
 
+import io
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,3 +23,9 @@ def new_figure(function: str, size: tuple[float, float]) -> Figure:
             f"{function}: a plot needs matplotlib, which is not installed: pip install 'fusedlayers[demo]'"
         ) from error
     return Figure(figsize=size, layout="constrained")
+
+
+def check_format(function: str, path: str | os.PathLike[str]) -> None:
+    """Raise what drawing into a file of that name would, by drawing nothing into memory."""
+    suffix = os.path.splitext(path)[1]
+    new_figure(function, (1, 1)).savefig(io.BytesIO(), format=suffix[1:] or None)

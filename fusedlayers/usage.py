@@ -1,9 +1,13 @@
-"""Wrong usage of a command that prints a report: a line on stderr, and exit code 2."""
+"""Wrong usage of a command that prints a report: a line on stderr, and before anything takes long."""
 
 import contextlib
+import os
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+
+from . import drawing
 
 #: How the messages of the functions behind the commands begin.
 _FUNCTION = re.compile(r"\A(explain|memory_report|fuse): ")
@@ -23,3 +27,20 @@ def refusals(command: str, *errors: type[Exception], only_ours: bool = False) ->
             raise
         print(f"fusedlayers {command}: {_FUNCTION.sub('', str(error))}", file=sys.stderr)
         raise SystemExit(2) from error
+
+
+def check_files(function: str, plot: Path | None, *others: Path | None) -> None:
+    """Raise now what ``function``'s ``plot``, and writing the others, would raise in the end."""
+    if plot is not None:
+        drawing.check_format(function, plot)
+    for path in (plot, *others):
+        if path is not None:
+            _check_place(path)
+
+
+def _check_place(path: Path) -> None:
+    """Ask the system, in whose words the refusal is. What is there stays, and nothing new does."""
+    is_new = not os.path.lexists(path)
+    path.open("ab").close()
+    if is_new:
+        path.unlink()

@@ -22,6 +22,7 @@ import fusedlayers as fl
 from examples.custom_activation import ACTIVATIONS as MODULES
 from fusedlayers.activations import resolve
 from fusedlayers.cli import main
+from fusedlayers.explanation import command
 from fusedlayers.explanation.report import COUNT, DTYPES, Explanation
 
 Function = Callable[[Tensor], Tensor]
@@ -395,8 +396,6 @@ def test_json_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["MODULE:Namespace.outer"], ["has no 'Namespace.outer'; it has: inner"]),
         (["MODULE:Scaled"], ["Scaled needs arguments", "name an instance"]),
         (["MODULE:SCALE"], ["explain: activation must be a name", "Parameter"]),
-        (["gelu", "--plot", "no/such/directory/gelu.png"], ["no/such/directory"]),
-        (["gelu", "--plot", "gelu.picture"], ["picture"]),
     ],
 )
 def test_wrong_usage(
@@ -407,6 +406,19 @@ def test_wrong_usage(
     output = capsys.readouterr()
     assert output.out == "" and output.err.startswith("fusedlayers explain: ")
     assert all(part in output.err for part in expected), output.err
+
+
+@pytest.mark.parametrize("path", ["no/such/directory/gelu.png", "gelu.picture"])
+def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_measured(
+    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ValueError, OSError)) as raised:
+        fl.explain("gelu").plot(path)
+    monkeypatch.setattr(command, "explain", lambda activation: pytest.fail("it was measured"))
+    assert main(["explain", "gelu", "--plot", path]) == 2
+    assert capsys.readouterr().err == f"fusedlayers explain: {raised.value}\n" and not list(tmp_path.iterdir())
 
 
 def test_help_lists_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -846,9 +846,6 @@ def test_the_command_as_users_call_it(user_module: str) -> None:
         (["MODULE:NUMBER"], ["NUMBER is a int, expected a function that returns a model and inputs"]),
         (["MODULE:alone"], ["alone returned Linear, expected (model, inputs) or (model, args, kwargs)"]),
         (["MODULE:frozen"], ["report: the model returned", "all of its 2 parameters are frozen"]),
-        (["MODULE:tensor", "--json", "no/such/directory/a.json"], ["no/such/directory"]),
-        (["MODULE:tensor", "--plot", "no/such/directory/a.png"], ["no/such/directory"]),
-        (["MODULE:tensor", "--plot", "a.picture"], ["picture"]),
     ],
 )
 def test_wrong_usage(
@@ -858,6 +855,51 @@ def test_wrong_usage(
     assert main(["report", *(a.replace("MODULE", user_module) for a in arguments)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("fusedlayers report: ") and all(part in error for part in expected), error
+
+
+@pytest.mark.parametrize("path", ["a.picture", "no/such/directory/a.png", "directory.png"])
+def test_a_plot_that_cannot_be_written_is_refused_before_the_model_is_made(
+    path: str, x: Tensor, user_module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "directory.png").mkdir()
+    report = fl.memory_report(mlp(), x)
+    with pytest.raises((ValueError, OSError)) as raised:
+        report.plot(path)
+    before = sorted(tmp_path.iterdir())
+    assert main(["report", f"{user_module}:broken", "--plot", path]) == 2
+    assert capsys.readouterr().err == f"fusedlayers report: {raised.value}\n"
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("path", ["no/such/directory/a.json", "directory"])
+def test_json_that_cannot_be_written_is_refused_before_the_model_is_made(
+    path: str, user_module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(OSError) as raised:
+        Path(path).write_text("")
+    assert main(["report", f"{user_module}:broken", "--json", path]) == 2
+    assert capsys.readouterr().err == f"fusedlayers report: {raised.value}\n"
+
+
+def test_a_plot_without_matplotlib_is_refused_before_the_model_is_made(
+    user_module: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["report", f"{user_module}:broken", "--plot", "a.png"]) == 2
+    assert capsys.readouterr().err.startswith("fusedlayers report: a plot needs matplotlib")
+
+
+def test_files_stay_as_they_are_when_there_is_no_report(user_module: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "old.json").write_text("of an earlier run")
+    (tmp_path / "link.png").symlink_to("old.json")
+    before = sorted(tmp_path.iterdir())
+    for plot in ("new.png", "link.png"):
+        with pytest.raises(KeyError, match="the factory's own"):
+            main(["report", f"{user_module}:broken", "--json", "old.json", "--plot", plot])
+    assert sorted(tmp_path.iterdir()) == before and (tmp_path / "link.png").read_text() == "of an earlier run"
 
 
 def test_errors_of_the_model_and_the_factory_keep_their_traceback(user_module: str) -> None:

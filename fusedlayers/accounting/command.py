@@ -42,6 +42,7 @@ def register(commands: "Commands") -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the report, or why there is none. What the model or the factory raises comes with its traceback."""
     with usage.refusals("report", ValueError, ImportError, OSError):
+        usage.check_files("memory_report", arguments.plot, arguments.json)
         factory = factory_from(arguments.factory)
     made = factory()
     with usage.refusals("report", ValueError, TypeError, only_ours=True):

@@ -31,6 +31,7 @@ def register(commands: "Commands") -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     with usage.refusals("explain", ValueError, TypeError, ImportError, OSError):
+        usage.check_files("explain", arguments.plot)
         found = explain(find(arguments.activation))
         if arguments.plot is not None:
             found.plot(arguments.plot)
