@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
+from fusedlayers.accounting.command import FORMS
 from fusedlayers.accounting.rows import Row
 from fusedlayers.accounting.table import groups_of
 from fusedlayers.cli import main
@@ -771,6 +772,21 @@ def keywords():
 def both():
     return (lambda x, scale: scale * tensor()[0](x)), (torch.randn(32, 8),), {"scale": 2}
 
+def several():
+    return LAYER, torch.randn(32, 8), torch.randn(32, 8)
+
+def with_options():
+    return LAYER, torch.randn(32, 8), {}
+
+def swapped():
+    return LAYER, {}, (torch.randn(32, 8),)
+
+def single():
+    return (LAYER,)
+
+def empty():
+    return ()
+
 def alone():
     return LAYER
 
@@ -844,7 +860,12 @@ def test_the_command_as_users_call_it(user_module: str) -> None:
         (["no_such_module:f"], ["No module named 'no_such_module'"]),
         (["MODULE:missing"], ["has no 'missing'; it has: ", "tensor"]),
         (["MODULE:NUMBER"], ["NUMBER is a int, expected a function that returns a model and inputs"]),
-        (["MODULE:alone"], ["alone returned Linear, expected (model, inputs) or (model, args, kwargs)"]),
+        (["MODULE:alone"], ["alone returned Linear, expected (model, inputs), ", " or (model, args, kwargs), "]),
+        (["MODULE:single"], ["single returned (Linear), expected (model, inputs), "]),
+        (["MODULE:empty"], ["empty returned tuple, expected (model, inputs), "]),
+        (["MODULE:several"], ["several returned (Linear, Tensor, Tensor), expected ", FORMS]),
+        (["MODULE:with_options"], ["with_options returned (Linear, Tensor, dict), expected ", FORMS]),
+        (["MODULE:swapped"], ["swapped returned (Linear, dict, tuple), expected ", FORMS]),
         (["MODULE:frozen"], ["report: the model returned", "all of its 2 parameters are frozen"]),
     ],
 )
@@ -855,6 +876,7 @@ def test_wrong_usage(
     assert main(["report", *(a.replace("MODULE", user_module) for a in arguments)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("fusedlayers report: ") and all(part in error for part in expected), error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("path", ["a.picture", "no/such/directory/a.png", "directory.png"])

@@ -17,6 +17,12 @@ from .step import Step
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
+#: What a factory may return.
+FORMS = (
+    "(model, inputs), where the inputs are a tensor, a tuple of positional arguments or a dict of keywords; "
+    "or (model, args, kwargs), a tuple and a dict"
+)
+
 
 def register(commands: "Commands") -> None:
     """Add `report` to the commands."""
@@ -30,8 +36,7 @@ def register(commands: "Commands") -> None:
     parser.add_argument(
         "factory",
         metavar="MODULE:FACTORY",
-        help="a function that returns the model and example inputs: (model, inputs), where the inputs are a tensor, "
-        "a tuple of positional arguments or a dict of keywords; or (model, args, kwargs)",
+        help=f"a function that returns the model and example inputs: {FORMS}",
     )
     parser.add_argument("--fuse", action="store_true", help="fuse the model too, and compare what it keeps then")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw what is saved")
@@ -74,18 +79,20 @@ def factory_from(name: str) -> Callable[[], Any]:
 
 def step_from(made: Any, name: str) -> Step:
     """The model and its arguments, as a factory returns them."""
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise ValueError(
-            f"memory_report: {name} returned {type(made).__name__}"
-            + (f" of {len(made)}" if isinstance(made, tuple) else "")
-            + ", expected (model, inputs) or (model, args, kwargs)"
-        )
-    model, inputs, *rest = made
-    if rest:
-        return Step(model, tuple(inputs), dict(rest[0]))
-    if isinstance(inputs, Mapping):
-        return Step(model, (), dict(inputs))
-    return Step(model, tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {})
+    parts = made if isinstance(made, tuple) else ()
+    match parts:
+        case model, (tuple() | list()) as args, Mapping() as kwargs:
+            return Step(model, tuple(args), dict(kwargs))
+        case model, Mapping() as kwargs:
+            return Step(model, (), dict(kwargs))
+        case model, (tuple() | list()) as args:
+            return Step(model, tuple(args), {})
+        case model, inputs:
+            return Step(model, (inputs,), {})
+    kinds = ", ".join(type(part).__name__ for part in parts)
+    raise ValueError(
+        f"memory_report: {name} returned {f'({kinds})' if kinds else type(made).__name__}, expected {FORMS}"
+    )
 
 
 def write(found: MemoryReport, values: dict[str, Any], arguments: argparse.Namespace) -> None:
