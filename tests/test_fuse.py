@@ -397,15 +397,16 @@ def test_transformer_layers_of_torchs() -> None:
         torch.testing.assert_close(model(tokens), eager(tokens))
 
 
-def test_functions_on_another_path_are_an_error(x: Tensor) -> None:
+def test_other_functions(x: Tensor) -> None:
     model = Functional()
     fl.fuse(model, x)
-    for function in (F.silu, lambda z: F.gelu(z, approximate="tanh"), lambda z: F.gelu(z + 1), lambda z: x @ z.t()):
-        model.function = function
-        with pytest.raises(RuntimeError, match="a Linear computed the gelu after it"):
-            model(x)
-    model.function = F.gelu
-    model(x)
+    functions: list[Callable[[Tensor], Tensor]] = [
+        *(F.silu, lambda z: F.gelu(z, approximate="tanh"), lambda z: F.gelu(z + 1), lambda z: z.t().exp().t(), F.gelu)
+    ]
+    for model.function in functions:
+        eager = copy.deepcopy(model)
+        fl.unfuse(eager)
+        check(model, eager, x)
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -539,24 +540,6 @@ def test_attributes_of_an_activation_that_change(x: Tensor) -> None:
     check(model, eager, x)
 
 
-def test_another_path_is_an_error(x: Tensor) -> None:
-    class Other(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            z = self.first(x)
-            return self.last(self.norm(self.act(z if self.training else 2 * z)))
-
-    model = Other()
-    fl.fuse(model, x)
-    model.eval()
-    with pytest.raises(RuntimeError, match=r"a Linear computed the GELU after it.*takes another path"):
-        model(x)
-    model.train()
-    model(x)
-    fl.unfuse(model)
-    model.eval()
-    assert not fl.fuse(model, x).replaced or model(x) is not None
-
-
 class Double(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor) -> Tensor:
@@ -568,50 +551,141 @@ class Double(torch.autograd.Function):
 
 
 def _put_beside(act: nn.Module, z: Tensor) -> Tensor:
-    torch.stack([z, z])
+    return act(torch.stack([z, z])).sum(0)
+
+
+def _written_first(act: nn.Module, z: Tensor) -> Tensor:
+    z *= 2
     return act(z)
 
 
-def _returned(act: nn.Module, z: Tensor) -> Tensor:
-    act(z)
-    return z
-
-
+#: Of the activation and the layer's result.
 PATHS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "added": lambda act, z: act(z) + z,
-    "before": lambda act, z: act(z * 2),
+    "added before": lambda act, z: z + act(z),
+    "scaled": lambda act, z: act(z * 2),
     "in a list": _put_beside,
     "called twice": lambda act, z: act(z) + act(z),
     "not called": lambda act, z: z,
-    "returned": _returned,
-    "Function": lambda act, z: Double.apply(z),
-    "operation": lambda act, z: torch.ops.aten.neg(z),
-    "data": lambda act, z: act(z.data),
+    "indexed": lambda act, z: act(z[..., :1]) + z,
+    "written first": _written_first,
+    "data": lambda act, z: act(z) + z.data,
     "item": lambda act, z: act(z) * (2.0 if z[0, 0] > 0 else 1.0),
     "keyword": lambda act, z: F.layer_norm(input=z, normalized_shape=(HIDDEN,)),
+    "operation": lambda act, z: torch.ops.aten.neg(z),
+    "another module": lambda act, z: nn.Tanh()(z),
 }
 
 
+class Paths(Net):
+    """Whose code does something else after it has been fused."""
+
+    path: Any = None
+
+    def __init__(self, act: Any, first: nn.Module | None = None) -> None:
+        super().__init__(act if isinstance(act, nn.Module) else nn.Identity(), first)
+        self.function = None if isinstance(act, nn.Module) else act
+
+    def forward(self, x: Tensor) -> Tensor:
+        act, z = self.function or self.act, self.first(x)
+        return self.last(self.norm(act(z) if self.path is None else self.path(act, z)))
+
+
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
-@pytest.mark.parametrize("is_module", [True, False], ids=["module", "function"])
-def test_results_on_other_paths_are_an_error(x: Tensor, path: Callable[..., Tensor], is_module: bool) -> None:
-    """Whoever read them would get what is activated already."""
-
-    class Paths(Net):
-        goes_there = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            act, z = self.act if is_module else F.gelu, self.first(x)
-            return self.last(self.norm(path(act, z) if self.goes_there else act(z)))
-
-    model = Paths()
+@pytest.mark.parametrize("make", [nn.GELU, lambda: F.gelu], ids=["module", "function"])
+def test_other_paths(x: Tensor, path: Callable[..., Tensor], make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever is not the activation does not get what is activated already, but what the layer computes."""
+    model = Paths(make())
     eager = copy.deepcopy(model)
-    assert places(fl.fuse(model, x)) == [("dense", ("first", "act") if is_module else ("first",))]
-    model.goes_there = True
-    with pytest.raises(RuntimeError, match=r"a Linear computed the (GELU|gelu) after it.*takes another path"):
-        model(x)
-    model.goes_there = False
+    assert [place.pattern for place in fl.fuse(model, x).replaced] == ["dense"]
+    eager.path = model.path = path
+    for _ in range(2):
+        check(model, eager, x, activations=2)
+    (said,) = [record.message for record in caplog.records if record.name == "fusedlayers"]
+    assert "a Linear computed the" in said and "it is computed twice: this call takes another path" in said
+    model.path = eager.path = None
     check(model, eager, x)
+    assert saved_bytes(model, x, exclude=x) < saved_bytes(eager, x, exclude=x)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_other_paths_after_batch_norms(training: bool) -> None:
+    """Whose statistics count every input once."""
+    x = torch.randn(ROWS, IN)
+    model = Paths(nn.SiLU(), nn.BatchNorm1d(IN))
+    model.norm, model.last = nn.LayerNorm(IN), nn.Linear(IN, IN)  # type: ignore[assignment]
+    eager = copy.deepcopy(model)
+    assert places(fl.fuse(model, x)) == [("norm", ("first", "act"))]
+    for one in (model, eager):
+        one.train(training).path = lambda act, z: act(z) + z
+    check(model, eager, x, activations=2)
+    for found, wanted in zip(model.buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("use_autocast", [True, False])
+def test_other_paths_under_autocast(x: Tensor, use_autocast: bool) -> None:
+    model = Paths(nn.GELU())
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x)
+    model.path = eager.path = lambda act, z: act(z) + z
+    with torch.autocast("cpu", torch.bfloat16, enabled=use_autocast):
+        torch.testing.assert_close(model(x), eager(x), atol=0.05 if use_autocast else 1e-5, rtol=0)
+        assert model(x).dtype is eager(x).dtype
+
+
+def _returned(act: nn.Module, z: Tensor) -> Any:
+    act(z.clone())
+    return z
+
+
+def _after_in_place(act: nn.Module, z: Tensor) -> Tensor:
+    act(z)
+    return z * 2
+
+
+def _without_gradients(act: nn.Module, z: Tensor) -> Tensor:
+    with torch.no_grad():
+        return act(z)
+
+
+ERRORS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "autograd Function": lambda act, z: Double.apply(z),  # which takes it for a tensor
+    "in place": _after_in_place,
+    "without gradients": _without_gradients,
+    "other autocast": lambda act, z: torch.autocast("cpu", torch.bfloat16)(lambda: z * 2)(),
+}
+
+
+@pytest.mark.parametrize("path", ERRORS.values(), ids=ERRORS)
+@pytest.mark.parametrize("make", [lambda: nn.SiLU(inplace=True), lambda: F.silu], ids=["module", "function"])
+def test_paths_that_are_an_error(x: Tensor, path: Callable[..., Tensor], make: Any) -> None:
+    """Where the layer cannot be computed once more as it was."""
+    model = Paths(nn.SiLU(inplace=True) if path is _after_in_place else make())
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x)
+    model.path = path
+    with pytest.raises(RuntimeError, match=r"a Linear computed the (SiLU|silu) after it.*takes another path"):
+        model(x)
+    model.path = None
+    check(model, eager, x)
+
+
+def test_results_that_are_kept_are_an_error(x: Tensor) -> None:
+    class Keeps(Net):
+        keeps = False
+
+        def forward(self, x: Tensor) -> Any:
+            z = self.first(x)
+            return z if self.keeps else self.last(self.norm(self.act(z)))
+
+    model = Keeps()
+    fl.fuse(model, x)
+    model.keeps = True
+    with pytest.raises(RuntimeError, match=r"a Linear computed the GELU after it.*went somewhere else"):
+        model(x)
+    fl.unfuse(model)
+    assert model(x) is not None
 
 
 @pytest.mark.parametrize("is_module", [True, False], ids=["module", "function"])
@@ -784,8 +858,8 @@ def test_options_are_what_they_are_by_default(x: Tensor) -> None:
     eager = copy.deepcopy(model)
     assert places(fl.fuse(model)) == [("dense", ("first", "act"))]
     check(model, eager, x)
-    with pytest.raises(RuntimeError, match="takes another path"):
-        model(x, twice=True)
+    for options in ({"twice": True}, {"mask": torch.rand(HIDDEN)}):
+        torch.testing.assert_close(model(x, **options), eager(x, **options))
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")

@@ -43,6 +43,12 @@ class Chain:
             values[Slot(number)] = function(*_replaced(args, values), **_replaced(options, values))
         return values[Slot(len(self.steps))]
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether it may write over its input."""
+        _, _, options = self.steps[0]
+        return self.__name__.partition(",")[0].endswith("_") or bool(options.get("inplace"))
+
     def begins_with(self, function: Any, args: Any, kwargs: Any, input: object) -> bool:
         """Whether it begins with this call, of ``input``."""
         wanted, wanted_args, wanted_kwargs = self.steps[0]

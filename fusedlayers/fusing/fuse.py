@@ -18,7 +18,7 @@ from .patterns import Flow
 from .recording import record
 from .report import FuseReport
 from .rewriting import Rewriting
-from .sites import Lost
+from .sites import Lost, strict
 from .tracing import trace
 
 
@@ -109,7 +109,8 @@ def _trial(rewriting: Rewriting, measured: Callable[[], int | None]) -> int | No
     """Run the fused model; what does not run is put back."""
     while True:
         try:
-            return measured()
+            with strict():
+                return measured()
         except Lost as lost:
             rewriting.leave(lost.layer, "what it computes reaches its activation in a way that torch does not show")
         except Exception as error:  # whatever a model's code does with what it is not used to

@@ -10,6 +10,7 @@ import sys
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..activations import Activation, must_be_called_because, resolve
@@ -86,8 +87,10 @@ class Applies(Mixin):
         if not is_usual or must_be_called_because(itself) is not None:
             return super().forward(*args, **kwargs)
         (input,) = args
-        if isinstance(input, Given) and input.site.activation is itself:
-            return input.claim()
+        if isinstance(input, Given):
+            if input.is_for(itself):
+                return input.claim()
+            input = input.value()
         activation = self.activation()
         if activation.row is not None and activation.row.name in KEPT_BY_TORCH:
             return super().forward(input)
@@ -107,10 +110,15 @@ class Layer(Mixin):
         site = site_of(itself) if len(args) == 1 and not kwargs else None
         if site is None:
             return super().forward(*args, **kwargs)
-        return Given.of(site, self.fused(args[0], site.computes))
+        return Given.of(site, args[0], self.fused(args[0], site.computes))
 
     def fused(self, input: Tensor, activation: Activation) -> Tensor:
+        """The layer and the activation."""
         raise NotImplementedError
+
+    def plain(self, input: Tensor) -> Tensor:
+        """The layer alone, where ``fused`` has been called before."""
+        return super().forward(input)
 
 
 class DenseLayer(Layer):
@@ -137,6 +145,13 @@ class NormLayer(Layer):
     def fused(self, input: Tensor, activation: Activation) -> Tensor:
         fused = _FUSED_NORMS[self.original]
         return norm_layer_act(self.original.__name__, self, fused.dims, input, None, activation, "auto")
+
+    def plain(self, input: Tensor) -> Tensor:
+        layer: Any = self
+        if not layer.training:
+            return super().plain(input)
+        # Its statistics count the input already.
+        return F.batch_norm(input, None, None, layer.weight, layer.bias, True, 0.0, layer.eps)
 
 
 _FUSED_NORMS: dict[type[nn.Module], Any] = {

@@ -8,6 +8,7 @@ hooks it, or puts something else in its place, gets what it would get from the m
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.modules.module as _hooks_of_modules
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..activations import Activation
 from .calls import METADATA
@@ -62,78 +63,123 @@ class Site(NamedTuple):
             if given is not None and not given.is_claimed:
                 raise self.lost()
 
+    @property
+    def is_in_place(self) -> bool:
+        activation = self.activation
+        return activation.is_in_place if isinstance(activation, Chain) else bool(getattr(activation, "inplace", False))
+
+    @property
+    def name(self) -> str:
+        activation = getattr(self.activation, "__name__", type(self.activation).__name__)
+        return f"a {type(self.layer).__name__} computed the {activation} after it"
+
     def lost(self) -> Lost:
-        return Lost(self.layer, getattr(self.activation, "__name__", type(self.activation).__name__))
+        return Lost(self.layer, f"fusedlayers.fuse: {self.name}, but its result went somewhere else: {_AGAIN}")
+
+
+_AGAIN = (
+    "this call takes another path through the model than the one it was fused for. Call fusedlayers.unfuse(model), and "
+    "fusedlayers.fuse(model, example_inputs) with inputs, and in the mode (train or eval), of such a call"
+)
 
 
 class Lost(RuntimeError):
     """What a layer has computed for an activation went somewhere else."""
 
-    def __init__(self, layer: nn.Module, activation: str) -> None:
-        super().__init__(
-            f"fusedlayers.fuse: a {type(layer).__name__} computed the {activation} after it, but its result went "
-            "somewhere else: this call takes another path through the model than the one it was fused for. Call "
-            "fusedlayers.unfuse(model), and fusedlayers.fuse(model, example_inputs) with inputs, and in the mode "
-            "(train or eval), of such a call"
-        )
+    def __init__(self, layer: nn.Module, message: str) -> None:
+        super().__init__(message)
         self.layer = layer
 
 
 class Given(Tensor):
     """Stands for a layer's result on its way to the activation, which then returns what the layer has computed.
 
-    Whoever asks for more than its shape or dtype is told that this is not what the model was fused for: by no means may
-    what is activated already be taken for what is not.
+    By no means may what is activated already be taken for what is not. Whoever else calls a function of torch's with it
+    gets what the layer alone computes, which it does then. What is no such function gets an error: an autograd Function
+    or C++ code does not see that this is no tensor.
     """
 
-    #: Where it is to go, what the layer has computed, and whether the activation has got that.
     site: Site
+    input: Tensor
+    moment: tuple[object, ...]
     y: Tensor
     is_claimed: bool
+    z: Tensor | None
 
     @staticmethod
-    def of(site: Site, y: Tensor) -> Given:
+    def of(site: Site, input: Tensor, y: Tensor) -> Given:
         given = Tensor._make_subclass(Given, torch.empty(0))
-        given.site, given.y, given.is_claimed = site, y, False
+        given.site, given.input, given.moment, given.y = site, input, _moment(input), y
+        given.is_claimed, given.z = False, None
         site.given.append(weakref.ref(given))
         return given
 
+    def is_for(self, activation: nn.Module) -> bool:
+        return self.site.activation is activation and self._may_be_claimed()
+
+    def _may_be_claimed(self) -> bool:
+        return not self.is_claimed and self.z is None and self.site.is_open()
+
     def claim(self) -> Tensor:
         """What the layer has computed, for the activation to return."""
-        if self.is_claimed or not self.site.is_open():
-            raise self.site.lost()
         self.is_claimed = True
         return self.y
+
+    def value(self) -> Tensor:
+        """What the layer alone computes."""
+        site = self.site
+        if self.z is None:
+            is_as_it_was = site.is_open() and _moment(self.input) == self.moment
+            if _scope.is_strict or not is_as_it_was or (self.is_claimed and site.is_in_place):
+                raise site.lost()
+            if site.layer not in _told:
+                _told.add(site.layer)
+                _log.warning("%s, but others read its result; it is computed twice: %s", site.name, _AGAIN)
+            layer: Any = site.layer
+            self.z = layer.plain(self.input)
+        return self.z
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, Given)), None)
-        if given is None:  # it is somewhere in a list
-            given = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Given))
-            raise given.site.lost()
-        activation = given.site.activation
-        if isinstance(activation, Chain) and activation.begins_with(func, args, kwargs, given):
+        given = next(arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, Given))
+        chain = given.site.activation
+        is_chain = isinstance(chain, Chain) and chain.begins_with(func, args, kwargs, given)
+        if is_chain and given._may_be_claimed():
             return given.claim()
         if name_of(func) in METADATA and args[0] is given:
             return func(given.y, *args[1:], **kwargs)
-        raise given.site.lost()
+        values: Any = tree_map(lambda leaf: leaf.value() if isinstance(leaf, Given) else leaf, (args, kwargs))
+        return func(*values[0], **values[1])
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares what it disables
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Of what calls no function of torch's, C++ code and the forward passes of autograd Functions, say."""
         given = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Given))
         raise given.site.lost()
 
 
+def _moment(input: Tensor) -> tuple[object, ...]:
+    """What else than the layer decides what it computes of the input."""
+    device = input.device.type
+    is_autocast = torch.is_autocast_enabled(device)
+    version = 0 if input.is_inference() else input._version
+    return version, is_autocast, torch.get_autocast_dtype(device) if is_autocast else None
+
+
+_log = logging.getLogger("fusedlayers")
+#: The layers of which it has been said that they are computed twice.
+_told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
 class _Scope(threading.local):
-    """The sites of the modules that are running, by the layers."""
+    """The sites of the modules that are running, by the layers; and whether what is read by others is an error."""
 
     sites: dict[int, Site] = {}  # noqa: RUF012  # replaced, never written to
+    is_strict = False
 
 
 _scope = _Scope()
@@ -154,6 +200,20 @@ def opened(sites: Sequence[Site]) -> Iterator[None]:
         _scope.sites = before
     for site in sites:
         site.check_claimed()
+
+
+@contextmanager
+def strict() -> Iterator[None]:
+    """Let no layer be computed twice.
+
+    Raises:
+        Lost: a layer's result goes elsewhere than to the activation.
+    """
+    _scope.is_strict = True
+    try:
+        yield
+    finally:
+        _scope.is_strict = False
 
 
 def site_of(layer: nn.Module) -> Site | None:
