@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -189,6 +190,11 @@ def strided_parts(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
     elif tensor.layout == torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
+
+
+def has_data(tensor: Tensor) -> bool:
+    """Whether there is memory behind it: meta and fake tensors are shapes."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:

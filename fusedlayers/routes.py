@@ -4,8 +4,8 @@
 * exact: the same kernels without gradients: nothing is kept and the output carries no branch bit;
 * traced: under ``torch.compile``, functional operations that keep the same tensors and that Inductor fuses;
 * plain: PyTorch's own composite, for everything unusual: activations outside the table, functorch transforms,
-  forward-mode differentiation, TorchScript traces, selective checkpoints, tensor subclasses (DTensor, fake), nested
-  and meta tensors, devices without a backend; and for outputs so small that there is nothing to gain.
+  forward-mode differentiation, ``make_fx``, TorchScript traces, selective checkpoints, tensor subclasses (DTensor,
+  fake), nested and meta tensors, devices without a backend; and for outputs so small that there is nothing to gain.
 """
 
 from __future__ import annotations
@@ -213,12 +213,13 @@ def specialised(
 
 
 def is_transformed() -> bool:
-    """Whether functorch, forward-mode differentiation, TorchScript's tracer or a selective checkpoint wants to see
-    plain operations."""
+    """Whether functorch, forward-mode differentiation, ``make_fx``, TorchScript's tracer or a selective checkpoint
+    wants to see plain operations."""
     return (
         torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
         or (torch._C._len_torch_dispatch_stack() > 0 and _is_selectively_checkpointed())
     )
 

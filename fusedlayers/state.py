@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .memory import strided_parts
+from .memory import has_data, strided_parts
 
 
 @contextmanager
@@ -23,11 +23,13 @@ def unchanged(
     That is buffers (of batch norms, say), inputs edited in place, and, where a hook that runs after a gradient is
     accumulated may step an optimizer, parameters. What modules keep besides, as Python objects, is their own affair.
     """
-    buffers = [(module, dict(module._buffers)) for module in modules]
-    kept = [buffer for _, own in buffers for buffer in own.values() if buffer is not None] + list(inputs)
+    # TorchScript's module has no dict of buffers that could be changed.
+    pythons = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
+    buffers = [(module, dict(module._buffers)) for module in pythons]
+    kept = [buffer for module in modules for buffer in module.buffers(recurse=False)] + list(inputs)
     kept += [p for module in modules for p in module.parameters(recurse=False) if p._post_accumulate_grad_hooks]
     parts = (part.detach() for tensor in dict.fromkeys(kept) for part in strided_parts(tensor))
-    copies = [(part, part.clone()) for part in parts]
+    copies = [(part, part.clone()) for part in parts if has_data(part)]
     random_again = _random_state(device)
     try:
         yield random_again

@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
@@ -1374,10 +1376,67 @@ def test_blocks_compiled(x: Tensor, kind: str) -> None:
 
 def test_meta_tensors(x: Tensor) -> None:
     with torch.device("meta"):
-        model = nn.Sequential(MLP(nn.GELU()), Net())
-    report = fl.fuse(model)
-    assert ("dense", ("1.first", "1.act")) in places(report)
-    assert "meta device" in reasons(report)["0"]
+        model = nn.Sequential(MLP(nn.GELU()), Net(), nn.BatchNorm1d(IN), nn.ReLU())
+    for inputs in (None, x.to("meta")):
+        report = fl.fuse(model, inputs)
+        assert ("dense", ("1.first", "1.act")) in places(report) and ("norm", ("2", "3")) in places(report)
+        assert "meta device" in reasons(report)["0"] and report.saved_bytes is None
+        fl.unfuse(model)
+
+
+def test_fake_tensors() -> None:
+    with FakeTensorMode():
+        model = Net()
+        report = fl.fuse(model, torch.randn(ROWS, IN))
+        assert places(report) == [("dense", ("first", "act"))] and report.saved_bytes is None
+        assert model(torch.randn(ROWS, IN)).shape == (ROWS, IN)
+
+
+# --- modules of other kinds -------------------------------------------------------------------------------------------
+
+
+def test_lazy_modules(x: Tensor) -> None:
+    model = nn.Sequential(nn.LazyLinear(HIDDEN), nn.GELU(), nn.LazyBatchNorm1d())
+    for inputs in (None, x):
+        with pytest.raises(ValueError, match=r"fuse: 0\.weight has no shape yet; call the model once"):
+            fl.fuse(model, inputs)
+    model(x)
+    assert places(fl.fuse(model, x)) == [("dense", ("0", "1"))]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("with_inputs", [True, False])
+def test_script_modules_are_left(x: Tensor, with_inputs: bool) -> None:
+    inner = nn.Sequential(nn.Linear(IN, IN), nn.GELU(), nn.BatchNorm1d(IN))
+    for script in (
+        torch.jit.script(inner),
+        torch.jit.trace(inner, x),
+        torch.jit.freeze(torch.jit.script(inner.eval())),
+    ):
+        model = nn.Sequential(script, Net())
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        report = fl.fuse(model, x if with_inputs else None)
+        assert places(report) == [("dense", ("1.first", "1.act"))]
+        assert "it is compiled" in reasons(report)["0"]
+        assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+def test_graph_modules_are_left(x: Tensor) -> None:
+    graph = torch.fx.symbolic_trace(nn.Sequential(Net(), MLP(nn.GELU())))
+    report = fl.fuse(graph, x)
+    assert "fuse before you trace" in reasons(report)["0.first"]
+    for changed in (graph, copy.deepcopy(graph)):
+        changed.recompile()
+        torch.testing.assert_close(changed(x), graph(x))
+
+
+def test_operations_that_make_fx_sees(x: Tensor) -> None:
+    model = nn.Sequential(Net(), MLP(nn.GELU()))
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x)
+    found, wanted = ([node.target for node in make_fx(m)(x).graph.nodes] for m in (model, eager))
+    assert found == wanted
+    torch.testing.assert_close(make_fx(model)(x)(x), eager(x))
 
 
 # --- the report -------------------------------------------------------------------------------------------------------

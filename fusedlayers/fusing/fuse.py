@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from ..memory import device_of, saved_bytes, tensors_in
+from ..memory import device_of, has_data, saved_bytes, tensors_in
 from ..state import unchanged
 from ..text import size_text
 from .derived import Mixin, change_back, is_changed
@@ -44,7 +45,7 @@ def fuse(model: nn.Module, example_inputs: Any = None, *, save: str = "auto") ->
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: an unknown ``save``.
+        ValueError: an unknown ``save``; a lazy module that has not been called.
 
     >>> import torch, fusedlayers as fl
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.LayerNorm(32))
@@ -56,7 +57,7 @@ def fuse(model: nn.Module, example_inputs: Any = None, *, save: str = "auto") ->
     <BLANKLINE>
     saved for backward: 16.5 KiB before, 8.50 KiB now (-48.5 %)
     """
-    _check_module("fuse", model)
+    _check_model(model)
     if save not in ("auto", "input", "recompute"):
         raise ValueError(f"fuse: save must be 'auto', 'input' or 'recompute', got {save!r}")
     if example_inputs is None:
@@ -71,7 +72,7 @@ def fuse(model: nn.Module, example_inputs: Any = None, *, save: str = "auto") ->
 
 def fuse_on(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], save: str = "auto") -> FuseReport:
     """``fuse`` with ``model(*args, **kwargs)`` for the example."""
-    _check_module("fuse", model)
+    _check_model(model)
     inputs = [*tensors_in((args, kwargs))]
     with unchanged([*model.modules()], inputs, device_of((model, inputs))) as random_again:
         rewriting = Rewriting(model, Flow([record(model, args, kwargs)]), save)
@@ -150,6 +151,13 @@ def unfuse(model: nn.Module) -> None:
         change_back(module)  # type: ignore[arg-type]  # a module with a mixin
 
 
+def _check_model(model: nn.Module) -> None:
+    _check_module("fuse", model)
+    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        raise ValueError(f"fuse: {lazy[0]} has no shape yet; call the model once, and then fuse")
+
+
 def _check_module(function: str, model: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{function}: model must be an nn.Module, got {type(model).__name__}: {model!r}")
@@ -162,8 +170,10 @@ def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _saved_bytes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """None where there is not enough memory: who fuses a model may have too little."""
+    """None where there is not enough memory, for who fuses a model may have too little; and of shapes without data,
+    with which fused layers compute what plain ones do."""
     try:
-        return saved_bytes(lambda: model(*args, **kwargs), exclude=[*model.buffers(), args, kwargs])
+        kept = saved_bytes(lambda: model(*args, **kwargs), exclude=[*model.buffers(), args, kwargs])
     except torch.OutOfMemoryError:
         return None
+    return kept if all(map(has_data, tensors_in((model, args, kwargs)))) else None

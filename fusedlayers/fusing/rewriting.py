@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from ..activations import DTYPES, Activation, must_be_called_because
 from ..activations.spec import stand_ins
@@ -115,7 +116,7 @@ class Rewriting:
     def _block(self, module: Any) -> None:
         calls = [call for call in self._flow.calls.get(module, ()) if not call.is_closed]
         plans = [plan_of(self._flow, call, self._save) for call in calls]
-        if not plans or plans[0] is None or any(plan != plans[0] for plan in plans) or "forward" in vars(module):
+        if not plans or plans[0] is None or any(plan != plans[0] for plan in plans) or not _may_change(module):
             return
         plan = plans[0]
         if isinstance(plan, str):
@@ -157,7 +158,10 @@ class Rewriting:
         if reason is None and any(after is not None and after.call.gives[0].is_written for after in found.values()):
             reason = "the output of its activation, which would be kept, is written over"
         if reason is None and not places:
-            reason = "where it is called, others read its output as well, or it is not among the modules of its caller"
+            reason = (
+                "where it is called, others read its output as well, or it is not among the modules of its caller, or "
+                "that is a GraphModule (fuse before you trace)"
+            )
         if reason is not None:
             self._skip(layer, reason)
             return
@@ -199,7 +203,7 @@ class Rewriting:
                 function = _path(parent, function)
             else:
                 known = Known.of(function, after.activation)
-            is_free = "forward" not in vars(parent) and parent not in self._taken
+            is_free = _may_change(parent) and parent not in self._taken
             if is_always and is_free and path is not None and function is not None:
                 places[parent] = Pair(path, function, known), after
         # Where passes through several modules found the same, the innermost one does.
@@ -272,6 +276,12 @@ class Rewriting:
         if is_changed(module):
             return
         self._change(module, Applies, known_activation=Known.of(module, activation))
+
+
+def _may_change(caller: nn.Module) -> bool:
+    """Whether a module can be told to call what it consists of in another way. One whose forward has been replaced does
+    not ask its class; and the class of a GraphModule is its own, and changes when the graph is compiled or copied."""
+    return "forward" not in vars(caller) and not isinstance(caller, GraphModule)
 
 
 def _kept_because(layer: nn.Module) -> str | None:

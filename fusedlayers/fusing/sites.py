@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..activations import Activation
+from ..operands import is_autocast
 from .calls import METADATA
 from .chain import Chain
 from .recording import name_of
@@ -108,7 +109,7 @@ class Given(Tensor):
 
     @staticmethod
     def of(site: Site, input: Tensor, y: Tensor) -> Given:
-        given = Tensor._make_subclass(Given, torch.empty(0))
+        given = Tensor._make_subclass(Given, _NOTHING)
         given.site, given.input, given.moment, given.y = site, input, _moment(input), y
         given.is_claimed, given.z = False, None
         site.given.append(weakref.ref(given))
@@ -165,11 +166,12 @@ class Given(Tensor):
 def _moment(input: Tensor) -> tuple[object, ...]:
     """What else than the layer decides what it computes of the input."""
     device = input.device.type
-    is_autocast = torch.is_autocast_enabled(device)
     version = 0 if input.is_inference() else input._version
-    return version, is_autocast, torch.get_autocast_dtype(device) if is_autocast else None
+    return version, torch.get_autocast_dtype(device) if is_autocast(device) else None
 
 
+#: Made now: what is made while a model runs may be something else, under a ``FakeTensorMode`` for one.
+_NOTHING = torch.empty(0, device="cpu")
 _log = logging.getLogger("fusedlayers")
 #: The layers of which it has been said that they are computed twice.
 _told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
