@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from ..activations import DTYPES, Activation, must_be_called_because
-from ..activations.spec import stand_ins
 from ..modules.fused import WithActivation
 from ..modules.mlp import kept
 from ..normalised import describe
@@ -21,6 +20,7 @@ from .calls import Call
 from .chain import Chain
 from .derived import Mixin, change, change_back, is_changed
 from .known import KEPT_BY_TORCH, LAYERS, Known, found_in
+from .left import left_because
 from .pairs import Applies, Calls, NormLayer, Pair, layer_mixin
 from .patterns import Flow, followers, is_dense, parent_of, plan_of
 from .recording import is_compiled
@@ -28,8 +28,6 @@ from .report import FuseReport, Replaced, Skipped
 
 #: Modules that are fused as a whole.
 _FUSED: tuple[Any, ...] = (Block, WithActivation)
-#: The names of functions that are activations.
-_FUNCTIONS = {target.__name__ for target in stand_ins if not isinstance(target, type) and hasattr(target, "__name__")}
 
 
 class _After(NamedTuple):
@@ -151,7 +149,9 @@ class Rewriting:
             return
         found = {call: self._activation_after(call) for call in self._flow.calls.get(layer, ())}
         if not any(found.values()):
-            self._explain(layer)
+            reason = left_because(self._flow, layer)
+            if reason is not None:
+                self._skip(layer, reason)
             return
         places = self._places(found)
         reason = _kept_because(layer)
@@ -225,32 +225,6 @@ class Rewriting:
             Replaced(tuple(map(self._paths.__getitem__, modules)), pattern, repr(after.activation), saves)
         )
 
-    def _explain(self, layer: nn.Module) -> None:
-        """Why a layer with an activation after it is left as it is."""
-        for value in (value for call in self._flow.calls.get(layer, ()) for value in call.gives):
-            readers = self._flow.readers(value)
-            called = [(reader, reader.module or (reader.within and reader.within.module)) for reader in readers]
-            for reader, module in called:
-                if reader.module is None and reader.name in _FUNCTIONS and type(module) not in stand_ins:
-                    self._skip(
-                        layer,
-                        f"{reader.name} is called by the code of {type(module).__name__}; "
-                        'torch.compile(model, backend="fusedlayers") fuses it',
-                    )
-                    return
-            activations = {module for _, module in called if type(module) in stand_ins}
-            others = [reader.name for reader, module in called if module not in activations]
-            if activations and (others or value.is_kept):
-                who = f"{others[0]} as well" if others else "somebody who keeps it"
-                reason = must_be_called_because(layer)
-                self._skip(layer, reason or f"its output is read by the activation and by {who}")
-                return
-            for module in activations:
-                reason = must_be_called_because(module) if isinstance(module, nn.Module) else None
-                if reason is not None:
-                    self._skip(layer, f"of its activation, {reason}")
-                    return
-
     # --- activations alone ---
 
     def _activation(self, module: nn.Module) -> None:
@@ -298,9 +272,13 @@ def _example_shape(layer: Any) -> tuple[int, ...]:
     features = next(
         getattr(layer, name) for name in ("out_features", "out_channels", "num_features", "nf") if hasattr(layer, name)
     )
-    kind = type(layer).__name__
-    dims = next((int(kind[i]) for i in range(len(kind) - 1) if kind[i : i + 2] in ("1d", "2d", "3d")), 0)
+    norms = (dims for kind, dims in _DIMS.items() if isinstance(layer, kind))
+    dims = len(layer.kernel_size) if hasattr(layer, "kernel_size") else next(norms, 0)
     return 2, features, *(5 + 2 * i for i in range(dims))
+
+
+#: Of what batch norms have, besides the batch and the features.
+_DIMS = {nn.BatchNorm1d: 1, nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}
 
 
 def _dtype(layer: Any) -> torch.dtype:
