@@ -210,7 +210,9 @@ def test_fusing_twice(x: Tensor) -> None:
     fl.unfuse(eager)
     report = fl.fuse(model, x)
     assert places(report) == [("dense", ("0.last", "1"))]
-    assert not fl.fuse(model, x).replaced and not fl.fuse(model).replaced
+    assert reasons(report) == {"0.first": "it is fused already"}
+    for again in (fl.fuse(model, x), fl.fuse(model)):
+        assert not again.replaced and reasons(again).keys() == {"0.first", "0.last"}
     check(model, eager, x)
 
 

@@ -21,7 +21,7 @@ from .chain import Chain
 from .derived import Mixin, change, change_back, is_changed
 from .known import KEPT_BY_TORCH, LAYERS, Known, found_in
 from .left import left_because
-from .pairs import Applies, Calls, NormLayer, Pair, layer_mixin
+from .pairs import Applies, Calls, Layer, NormLayer, Pair, layer_mixin
 from .patterns import Flow, followers, is_dense, parent_of, plan_of
 from .recording import is_compiled
 from .report import FuseReport, Replaced, Skipped
@@ -57,6 +57,8 @@ class Rewriting:
                 self._taken.update(module.modules())
             elif isinstance(module, _FUSED):
                 self._taken.update(module.modules())
+            if is_changed(module) and issubclass(type(module), Block | Layer):
+                self._skip(module, "it is fused already")
 
     def layers(self) -> None:
         """Fuse MLPs, and layers with the activations after them."""
