@@ -165,6 +165,44 @@ def test_what_the_table_has_is_recognised(function: Function, name: str | None) 
             assert found is resolve(name)
 
 
+#: Functions with the values of silu or gelu, whose slopes are others.
+NOT_THEIRS: dict[str, Function] = {
+    "of-the-gate": lambda z: z.detach() * torch.sigmoid(z),
+    "of-the-gated": lambda z: z * torch.sigmoid(z).detach(),
+    "of-the-identity": lambda z: z + (F.gelu(z) - z).detach(),
+    "of-tanh": lambda z: torch.tanh(z) + (F.silu(z) - torch.tanh(z)).detach(),
+    "none": lambda z: F.silu(z.detach()),
+}
+
+
+@every_float
+@pytest.mark.parametrize("name", NOT_THEIRS)
+def test_equal_values_are_not_enough_to_be_recognised(name: str, dtype: torch.dtype) -> None:
+    function = NOT_THEIRS[name]
+    found = custom.specialise(resolve(function), (4, 8), dtype).activation
+    assert found not in (resolve("silu"), resolve("gelu"))
+    x, w, b = (torch.randn(shape, dtype=dtype) for shape in ((64, 16), (48, 16), (48,)))
+    dy = torch.linspace(0.5, 1.5, 64 * 48).to(dtype).view(64, 48)
+
+    def results(layer: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        leaves = [t.detach().to(dtype).requires_grad_() for t in (w, b)]
+        y = layer(x.to(dtype), *leaves)
+        gradients = _gradients(y, dy.to(dtype), leaves) if y.requires_grad else []
+        return [t.detach().double() for t in (y, *gradients)]
+
+    def eager(*tensors: Tensor) -> Tensor:
+        return function(F.linear(*tensors))
+
+    ours, theirs, exact = (
+        results(lambda *tensors: fl.dense_bias_act(*tensors, function), dtype),
+        results(eager, dtype),
+        results(eager, torch.float64),
+    )
+    assert len(exact) == (1 if name == "none" else 3)
+    for one, other, wanted in zip(ours, theirs, exact, strict=True):
+        assert (one - wanted).norm() <= 2 * (other - wanted).norm() + 2e-6 * wanted.norm()
+
+
 class Loose:
     """Its methods hold the number."""
 

@@ -2,8 +2,9 @@
 with the kernels, the derivatives and the name that it has there.
 
 Either it computes what the row computes operation by operation, or it is written differently (``z * sigmoid(z)``) and
-has the same values in float64, to more digits than the layer's dtype shows. The latter goes for smooth rows only:
-functions that agree everywhere may still have different slopes at a kink.
+has the same values and slopes in float64, to more digits than the layer's dtype shows. Values alone do not do:
+straight-through estimators (``z.detach() * sigmoid(z)``) share theirs with another function. The comparison goes for
+smooth rows only: no number of the sweep need be the one where a function has its kink.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .spec import Activation, named, rows
 from .splitting import example_shape, split
 from .trace import NotPointwise
 
-#: How far values in float64 may be apart, in relation to z where that is above 1; by the dtype computed in. Constants
+#: How far these may be apart in float64, in relation to z where that is above 1; by the dtype computed in. Constants
 #: are often written with ten digits.
 _APART = {torch.float32: 2e-9, torch.float64: 4e-15}
 
@@ -49,16 +50,22 @@ def _programs(dtype: torch.dtype) -> dict[str, Activation]:
 
 @in_clean_state
 def _equal(body: GraphModule, dtype: torch.dtype) -> Activation | None:
-    z, table = _values()
+    z, table = _sweeps()
     y = body(z)
-    if y.dtype is not z.dtype or y.shape != z.shape:
+    if y.dtype is not z.dtype or y.shape != z.shape or not y.requires_grad:
         return None
-    apart = _APART[dtype] * z.abs().clamp(min=1)
-    return next((activation for activation, values in table if bool(((y - values).abs() <= apart).all())), None)
+    found = _and_slopes(y, z)
+    apart = _APART[dtype] * z.detach().abs().clamp(min=1)
+    return next((activation for activation, known in table if bool(((found - known).abs() <= apart).all())), None)
 
 
 @functools.cache
-def _values() -> tuple[Tensor, list[tuple[Activation, Tensor]]]:
+def _sweeps() -> tuple[Tensor, list[tuple[Activation, Tensor]]]:
     z = torch.cat([torch.linspace(-40, 40, 4001, dtype=torch.float64), torch.logspace(-9, 0, 50, dtype=torch.float64)])
+    z.requires_grad_()
     smooth = [named[row.name] for row in rows() if row.given_output == "fold" and not row.is_users]
-    return z, [(activation, activation.function(z)) for activation in smooth]
+    return z, [(activation, _and_slopes(activation.function(z), z)) for activation in smooth]
+
+
+def _and_slopes(y: Tensor, z: Tensor) -> Tensor:
+    return torch.stack([y.detach(), *torch.autograd.grad(y.sum(), z)])
