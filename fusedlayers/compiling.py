@@ -1,10 +1,11 @@
 """``torch.compile(model, backend="fusedlayers")``: Inductor, on a graph in which activations keep their outputs.
 
 Dynamo hands over what a model calls, functions and modules alike. An activation is found as what lies between one value
-and another: operations that read that value and numbers only, and that nobody else reads, which together compute a
-pointwise function. If that is a function of the table, in whatever words, it is replaced by the one that keeps its
-output; else its operations are marked to be computed again in the backward pass, for which its input is kept. Where an
-activation gates another value, as in SwiGLU, both are kept, and their product is computed again.
+and another: operations that read that value and numbers only, and that nobody else reads, through all of which
+gradients flow, and which together compute a pointwise function. If that is a function of the table, in whatever words,
+it is replaced by the one that keeps its output; else its operations are marked to be computed again in the backward
+pass, for which its input is kept. Where an activation gates another value, as in SwiGLU, both are kept, and their
+product is computed again.
 
 Without the mark, or the replacement, the compiler's partition keeps both sides of an activation, because the next
 matmul needs its output in memory.
@@ -100,13 +101,14 @@ def _regions(graph: Graph) -> Iterator[Region]:
 
 def _between(z: Node, order: dict[Node, int]) -> list[Node]:
     """The nodes that read z and numbers only, up to the last one through which all of that goes; none if z, or what
-    comes before that one, is read by others."""
+    comes before that one, is read by others. What has no gradient is another: it may be ``no_grad`` that stops it,
+    which is none of the nodes."""
     inside, pending = {z}, {*z.users}
     while pending:
         node = min(pending, key=order.__getitem__)
         pending.remove(node)
         is_new = node.op.startswith("call_") and node.target is not output_saved
-        if is_new and inside.issuperset(node.all_input_nodes) and _is_like(node, z):
+        if is_new and inside.issuperset(node.all_input_nodes) and _is_like(node, z) and _needs_gradient(node):
             inside.add(node)
             pending.update(user for user in node.users if user not in inside)
     nodes = sorted(inside - {z}, key=order.__getitem__)

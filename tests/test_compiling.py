@@ -152,6 +152,29 @@ def test_without_gradients_nothing_changes(x: Tensor) -> None:
     assert replaced(graph) == [] and computed_again(graph) == []
 
 
+def without_gradients_within(z: Tensor) -> Tensor:
+    with torch.no_grad():
+        gate = torch.sigmoid(z)
+    return z * gate
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        without_gradients_within,
+        lambda z: z.detach() * torch.sigmoid(z),
+        lambda z: z * torch.sigmoid(z).detach(),
+        lambda z: z * torch.sigmoid(z).detach_(),
+        lambda z: z + (F.gelu(z) - z).detach(),
+        lambda z: z + torch.atan(z).detach(),
+    ],
+    ids=["no-grad", "detached-z", "detached-gate", "detached-in-place", "straight-through", "not-of-the-table"],
+)
+def test_where_a_gradient_stops_nothing_changes(x: Tensor, act: Any) -> None:
+    graph = rewritten(MLP(act), x)
+    assert replaced(graph) == [] and computed_again(graph) == []
+
+
 def test_what_is_fused_already_is_left(x: Tensor) -> None:
     model = MLP(F.gelu)
     fl.fuse(model, x)
