@@ -21,6 +21,8 @@ from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
 import fusedlayers as fl
+from fusedlayers.activations import resolve
+from fusedlayers.fusing.known import known_of
 from fusedlayers.fusing.report import FuseReport
 from fusedlayers.memory import saved_bytes
 
@@ -1489,3 +1491,139 @@ def test_random_numbers_and_gradients_stay(x: Tensor) -> None:
     fl.fuse(model, x)
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(model[0].first.weight.grad, torch.ones(HIDDEN, IN)) and model[0].first.bias.grad is None
+
+
+# --- what an activation's code reads ----------------------------------------------------------------------------------
+
+GLOBAL = {"beta": 1.0}
+
+
+def _held(number: float) -> Callable[[], float]:
+    return lambda: number
+
+
+class Reads(nn.Module):
+    """silu, as long as all that it reads is 1."""
+
+    beta: float = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items, self.options, self.inner, self.held = [1.0], {"beta": 1.0}, nn.Softplus(), _held(1.0)
+
+    def forward(self, z: Tensor) -> Tensor:
+        beta = self.beta * self.items[0] * self.options["beta"] * self.inner.beta * self.held() * GLOBAL["beta"]
+        return z * torch.sigmoid(beta * z)
+
+
+CHANGES: dict[str, Callable[[Any, pytest.MonkeyPatch], object]] = {
+    "attribute": lambda act, patch: setattr(act, "beta", 2.0),
+    "class": lambda act, patch: patch.setattr(Reads, "beta", 2.0),
+    "list": lambda act, patch: act.items.__setitem__(0, 2.0),
+    "dict": lambda act, patch: act.options.update(beta=2.0),
+    "inner": lambda act, patch: setattr(act.inner, "beta", 2.0),
+    "closure": lambda act, patch: setattr(act.held.__closure__[0], "cell_contents", 2.0),
+    "global": lambda act, patch: patch.setitem(GLOBAL, "beta", 2.0),
+    "forward": lambda act, patch: patch.setattr(Reads, "forward", lambda self, z: 2 * torch.atan(z)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("kind", ["dense", "mlp", "activation"])
+def test_what_an_activation_reads_may_change(x: Tensor, name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    act = Reads()
+    alone = nn.Sequential(nn.LayerNorm(IN), act, nn.Linear(IN, IN))
+    model = {"dense": Net(act), "mlp": MLP(act), "activation": alone}[kind]
+    eager = copy.deepcopy(model)
+    report = fl.fuse(model, x)
+    assert [(place.pattern, place.activation) for place in report.replaced] == [(kind, "silu")]
+    check(model, eager, x)
+    for changed in (model, eager):
+        (act,) = (module for module in changed.modules() if isinstance(module, Reads))
+        CHANGES[name](act, monkeypatch)
+    check(model, eager, x)
+
+
+@compiles
+def test_what_a_compiled_activation_reads_may_have_changed(x: Tensor) -> None:
+    model = MLP(Reads())
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x)
+    for module in (model.act, eager.act):
+        module.options["beta"] = 2.0
+    torch.compiler.reset()
+    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(x), eager(x))
+
+
+def test_attributes_that_a_class_had_before(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    act = ACT2FN["gelu_new"]
+    monkeypatch.setattr(type(act), "scale", 1.0, raising=False)
+    model = MLP(act)
+    fl.fuse(model, x)
+    known = model.act.known_activation
+    assert known_of(model.act, known) is resolve("gelu_tanh")
+    model.act.scale = 2.0
+    assert known_of(model.act, known) is None
+
+
+def test_a_block_whose_activation_is_exchanged(x: Tensor) -> None:
+    class Other(nn.Module):
+        def forward(self, z: Tensor) -> Tensor:
+            return 2 * torch.atan(z)
+
+    for act in (ACT2FN["gelu_new"], ACT2FN["silu"]):
+        model = MLP(act)
+        fl.fuse(model, x)
+        model.act = Other()  # which has the same attributes: none
+        eager = copy.deepcopy(model)
+        fl.unfuse(eager)
+        check(model, eager, x)
+
+
+def test_a_model_in_another_dtype_later(x: Tensor) -> None:
+    model = Net(ACT2FN["gelu_fast"])  # whose constants have ten digits, which are enough for float32
+    fl.fuse(model, x)
+    eager = copy.deepcopy(model)
+    fl.unfuse(eager)
+    torch.testing.assert_close(model.double()(x.double()), eager.double()(x.double()), rtol=1e-13, atol=1e-13)
+
+
+class Moody(nn.Module):
+    def __init__(self, training: Callable[[Tensor], Tensor], evaluation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.of = training, evaluation
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.of[not self.training](z)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "act",
+    [
+        Moody(F.silu, F.gelu),
+        Moody(F.gelu, torch.sigmoid),
+        Moody(F.silu, by_hand),
+        Moody(by_hand, lambda z: z * torch.sigmoid(1.9 * z)),
+        nn.Sequential(nn.SiLU(), nn.Dropout(0.5)),
+    ],
+    ids=["both-of-the-table", "kept-by-torch", "by-hand", "neither-of-the-table", "dropout"],
+)
+def test_activations_that_differ_between_modes_are_left(x: Tensor, act: nn.Module, training: bool) -> None:
+    for model in (Net(act), MLP(act), Net(act, Scaled(IN, HIDDEN))):
+        model.train(training)
+        eager = copy.deepcopy(model)
+        report = fl.fuse(model, x)
+        assert not [place for place in report.replaced if "act" in place.modules or place.pattern == "mlp"]
+        assert all(module.training is training for module in model.modules())
+        check(model.eval(), eager.eval(), x)
+        if not isinstance(act, nn.Sequential):
+            check(model.train(), eager.train(), x)
+
+
+def test_activations_that_only_name_the_mode_are_fused(x: Tensor) -> None:
+    model = Net(Moody(F.silu, lambda z: z * torch.sigmoid(z)))
+    eager = copy.deepcopy(model)
+    assert places(fl.fuse(model, x)) == [("dense", ("first", "act"))]
+    check(model.eval(), eager.eval(), x)
+    check(model.train(), eager.train(), x)

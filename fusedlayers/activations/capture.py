@@ -49,7 +49,8 @@ class Captured(NamedTuple):
 
     ``key`` is equal for functions that compute the same from equally shaped tensors; ``root``, the code that is called
     or what stands for it, is also equal for those that read other numbers. ``on(tensors)`` is the function with its
-    ``tensors`` replaced by others. ``refusal`` is why that cannot be said of it, or None.
+    ``tensors`` replaced by others. ``refusal`` is why that cannot be said of it, or None. ``objects`` are what was
+    looked into, the function itself first: what else it reads are values, or what programs define once.
     """
 
     root: Hashable
@@ -57,6 +58,7 @@ class Captured(NamedTuple):
     tensors: tuple[Tensor, ...]
     on: Callable[[Sequence[Tensor]], Callable[..., Any]]
     refusal: str | None
+    objects: tuple[object, ...]
 
 
 def capture(function: Callable[..., Any]) -> Captured:
@@ -69,7 +71,7 @@ def capture(function: Callable[..., Any]) -> Captured:
         if len(_known_names) >= _ROOTS:
             _known_names.clear()
         _known_names[root] = frozenset(visitor.names)
-    return Captured(root, key, tuple(visitor.tensors), make, visitor.refusal)
+    return Captured(root, key, tuple(visitor.tensors), make, visitor.refusal, tuple(visitor.alive))
 
 
 def _root(function: Any) -> Hashable:
@@ -133,6 +135,8 @@ class _Visitor:
     def __init__(self, names: Iterable[str]) -> None:
         self.tensors: list[Tensor] = []
         self.refusal: str | None = None
+        #: What has been looked into, and so stays alive: no address is that of two objects.
+        self.alive: list[object] = []
         #: The globals and attributes that the code names, as far as it has been met, and how many were known when
         #: something was chosen by them.
         self.names = set(names)
@@ -140,7 +144,6 @@ class _Visitor:
         self._seen: dict[int, tuple[int, Make]] = {}
         self._numbers: dict[int, int] = {}
         self._bypassed: set[int] = set()
-        self._alive: list[object] = []  # so that no address is that of two objects
 
     def visit(self, value: Any) -> tuple[Hashable, Make]:
         kind = type(value)
@@ -156,14 +159,14 @@ class _Visitor:
             return _Same(value), lambda tensors: value
         number = len(self._seen)
         self._seen[id(value)] = number, lambda tensors: value  # in a cycle it stays what it is
-        self._alive.append(value)
+        self.alive.append(value)
         key, make = visit(value)
         self._seen[id(value)] = number, make
         return key, make
 
     def _how(self, value: Any) -> Callable[[Any], tuple[Hashable, Make]] | None:
         if isinstance(value, types.FunctionType):
-            return None if self._alive and is_librarys(value) else self._function
+            return None if self.alive and is_librarys(value) else self._function
         if isinstance(value, types.BuiltinFunctionType):
             return self._bound_builtin if isinstance(value.__self__, (Tensor, random.Random)) else None
         for kind, visit in (
@@ -208,7 +211,7 @@ class _Visitor:
     def _function(self, function: types.FunctionType) -> tuple[Hashable, Make]:
         code = function.__code__
         # Of a package's function what it closes over counts: of a decorator's the function that it decorates.
-        names = names_in(code) if len(self._alive) == 1 or not is_packaged(function) else frozenset()
+        names = names_in(code) if len(self.alive) == 1 or not is_packaged(function) else frozenset()
         self.names |= names
         scope = function.__globals__
         cells = function.__closure__ or ()

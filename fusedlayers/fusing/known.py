@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..activations import DTYPES, Activation, resolve
+from ..activations.capture import capture
+from ..activations.python import users_bases
 from ..activations.resolve import record_of
+from ..activations.spec import Specialised
 from ..routes import specialised
+from .chain import Chain
 from .derived import Mixin
 
 #: Layers that often have an activation after them, and classes made from these.
@@ -30,32 +35,61 @@ def activation_of(module: Any, kind: type[nn.Module]) -> Activation:
 
 
 class Known(NamedTuple):
-    """What a module, or another callable, was found to compute, and its attributes then."""
+    """What a module, or a chain, was found to compute, if its class and its attributes tell that: looking at all that
+    code may read (``capture``) takes 25 us, and the compiler cannot do it while it follows a model. What others compute
+    is found out at every call."""
 
     activation: Activation
-    read: dict[str, object]
+    kind: type
+    attributes: dict[str, object]
 
     @classmethod
-    def of(cls, function: object, activation: Activation) -> Known | None:
-        """None for what depends on more than attributes, or is read off a module quickly."""
-        if activation.row is None or activation.row.is_users or activation.is_traced or activation.parameters:
+    def of(cls, function: Any, activation: Activation) -> Known | None:
+        row = activation.row
+        if row is None or row.is_users or activation.is_traced or activation.parameters or not _is_told(function):
             return None
-        return cls(activation, {name: value for name, value in vars(function).items() if name not in OF_ANY_MODULE})
-
-
-#: What a module has whatever it computes.
-OF_ANY_MODULE = frozenset(vars(nn.Module()))
+        if found_in(function, (2, 6), torch.float64) is not activation:  # which the model may be changed to
+            return None
+        return cls(activation, type(function), _attributes(function))
 
 
 def known_of(function: object, known: Known | None) -> Activation | None:
     """What a callable was found to compute, if nothing about it has changed."""
-    if known is None or any(vars(function).get(name) is not value for name, value in known.read.items()):
+    if known is None or (function.original if isinstance(function, Mixin) else type(function)) is not known.kind:
         return None
-    return known.activation
+    attributes = _attributes(function)
+    if attributes.keys() != known.attributes.keys():
+        return None
+    is_same = all(attributes[name] is value for name, value in known.attributes.items())
+    return known.activation if is_same else None
+
+
+def _is_told(function: Any) -> bool:
+    """Whether its class and its attributes tell what it computes: it is of a library's class, and holds nothing that
+    could change and still be the same object."""
+    if isinstance(function, Chain):
+        return True
+    kind: Any = type(function)
+    captured = capture(function)
+    return not (len(captured.objects) > 1 or captured.tensors or captured.refusal or users_bases(kind))
+
+
+def _attributes(function: Any) -> dict[str, object]:
+    """All that a callable has, but for what any module has whatever it computes."""
+    own = {name: value for name, value in vars(function).items() if name not in OF_ANY_MODULE}
+    if isinstance(function, nn.Module):
+        for parts in (function._parameters, function._buffers, function._modules):
+            own.update(parts)
+    return own
+
+
+#: The mode among these, because an activation is the same in both; and where a changed one keeps what it is known as.
+OF_ANY_MODULE = frozenset(vars(nn.Module())) | {"known_activation"}
 
 
 def found_in(function: Callable[..., Any], shape: tuple[int, ...], dtype: torch.dtype) -> Activation | None:
-    """What a module or a chain of functions computes, if that is an activation."""
+    """What a module or a chain of functions computes, if that is an activation, and the same in training and
+    evaluation."""
     if isinstance(function, nn.Module):
         if not _may_be_activation(function):
             return None
@@ -68,10 +102,39 @@ def found_in(function: Callable[..., Any], shape: tuple[int, ...], dtype: torch.
     # Here, because tracing takes parts of torch whose import takes a second.
     from ..activations.custom import unsaid
 
+    def found_now() -> Specialised:
+        return specialised(activation, shape, dtype if dtype in DTYPES else torch.float32)
+
     with unsaid():
-        found, operands, _ = specialised(activation, shape, dtype if dtype in DTYPES else torch.float32)
-    # What is no activation is not worth a word.
-    return found if found.is_fusible and not _is_straight(found, operands) else None
+        found, operands, _ = found_now()
+        if not found.is_fusible or _is_straight(found, operands):
+            return None  # what is no activation is not worth a word
+        if isinstance(function, nn.Module):
+            for training in (True, False):
+                with _in_mode(function, training):
+                    if not _are_same(found, found_now().activation):
+                        return None
+    return found
+
+
+@contextmanager
+def _in_mode(module: nn.Module, training: bool) -> Iterator[None]:
+    before = [(inner, inner.training) for inner in module.modules()]
+    try:
+        for inner, _ in before:
+            inner.training = training
+        yield
+    finally:
+        for inner, mode in before:
+            inner.training = mode
+
+
+def _are_same(one: Activation, other: Activation) -> bool:
+    """Whether they are one activation of the table, or traces with the same operations."""
+    if one.is_traced and other.is_traced:
+        codes: list[Any] = [one.function, other.function]
+        return bool(codes[0].code == codes[1].code)
+    return one is other
 
 
 def _is_straight(activation: Activation, operands: tuple[Tensor, ...]) -> bool:
