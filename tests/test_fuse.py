@@ -21,7 +21,8 @@ from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
 import fusedlayers as fl
-from fusedlayers.activations import resolve
+from fusedlayers.activations import custom, resolve
+from fusedlayers.activations.recent import Recent
 from fusedlayers.fusing.known import known_of
 from fusedlayers.fusing.report import FuseReport
 from fusedlayers.memory import saved_bytes
@@ -363,6 +364,20 @@ def test_functions(x: Tensor, function: Callable[[Tensor], Tensor]) -> None:
     copied = copy.deepcopy(model)
     check(copied, eager, x)
     assert saved_bytes(copied, x, exclude=x) == saved_bytes(model, x, exclude=x)
+
+
+@pytest.mark.parametrize("function", [F.gelu, F.softplus])
+def test_many_calls_of_a_function_are_looked_into_once(
+    x: Tensor, function: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(custom, "_variants", Recent())
+    monkeypatch.setattr(custom, "_VARIANTS", 2)
+    monkeypatch.setattr(custom, "_ANALYSED", 1)
+    model = nn.Sequential(*(Functional(function) for _ in range(4)))
+    report = fl.fuse(model, x)
+    assert len(report.replaced) == 4 and len({place.saves for place in report.replaced}) == 1
+    copied = pickle.loads(pickle.dumps(model[0])) if function is F.gelu else copy.deepcopy(model[0])
+    assert copied.fused_pairs[0].activation is model[0].fused_pairs[0].activation
 
 
 class ResidualBlock(nn.Module):

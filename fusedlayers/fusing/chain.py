@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..activations.recent import Recent
 from .calls import Call, Value
 
 
@@ -16,17 +17,30 @@ class Slot(NamedTuple):
     number: int
 
 
-class Chain:
-    """A function of one tensor that consists of calls of functions, one after the other."""
+Steps = list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
 
-    def __init__(self, calls: Sequence[Call], input: Value) -> None:
+
+class Chain:
+    """A function of one tensor that consists of calls of functions, one after the other.
+
+    Equal ones are one object, as long as they are remembered: what is found out about it is found out once, however
+    many places of a model, or graphs of the compiler, call the same functions.
+    """
+
+    steps: Steps
+    __name__: str
+
+    def __new__(cls, calls: Sequence[Call], input: Value) -> Chain:
         slots = {input: Slot(0)}
-        self.steps: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
+        steps: Steps = []
         for number, call in enumerate(calls, 1):
             function: Any = call.target
-            self.steps.append((function, _replaced(call.args, slots), _replaced(call.kwargs, slots)))
+            steps.append((function, _replaced(call.args, slots), _replaced(call.kwargs, slots)))
             slots[call.gives[0]] = Slot(number)
-        self.__name__ = ", ".join(call.name for call in calls)
+        return _chain(steps, ", ".join(call.name for call in calls))
+
+    def __reduce__(self) -> Any:
+        return _chain, (self.steps, self.__name__)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Chain) and self.steps == other.steps
@@ -56,6 +70,15 @@ class Chain:
             return False
         pairs = [*zip(args, wanted_args, strict=True), *((kwargs[name], wanted_kwargs[name]) for name in kwargs)]
         return all(found is input if isinstance(stated, Slot) else found == stated for found, stated in pairs)
+
+
+_chains: Recent[Chain] = Recent()
+
+
+def _chain(steps: Steps, name: str) -> Chain:
+    chain = object.__new__(Chain)
+    chain.steps, chain.__name__ = steps, name
+    return _chains.get(chain) or _chains.put(chain, chain)
 
 
 def _replaced(tree: Any, values: Mapping[Any, Any]) -> Any:
