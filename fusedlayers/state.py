@@ -45,6 +45,19 @@ def unchanged(
 
 
 @contextmanager
+def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
+    """The module, and all in it, in training or in evaluation."""
+    before = [(inner, inner.training) for inner in module.modules()]
+    try:
+        for inner, _ in before:
+            inner.training = training
+        yield
+    finally:
+        for inner, mode in before:
+            inner.training = mode
+
+
+@contextmanager
 def own_gradients(leaves: Sequence[Tensor]) -> Iterator[None]:
     """Let gradients be accumulated into copies, or from nothing where there are none, and put the old ones back."""
     before = [leaf.grad for leaf in leaves]

@@ -78,6 +78,8 @@ def _root(function: Any) -> Hashable:
     """The code that is called, or its class, and the name where a class has many, as that of built-in functions has."""
     while isinstance(function, functools.partial):
         function = function.func
+    if isinstance(function, nn.Module):  # which takes long to say that it has no such attributes
+        return type(function), None
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     return code if isinstance(code, types.CodeType) else (type(function), getattr(function, "__name__", None))
 

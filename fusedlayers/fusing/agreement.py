@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..routes import SMALL
+from ..state import in_mode
 from .blocks import Plan, compute
 
 #: Of results that differ in the order of sums, and in where they are rounded; relative, by the norm. What another
@@ -25,7 +26,7 @@ def disagreement(module: nn.Module, plan: Plan, sample: Tensor) -> str | None:
         return "its parameters are on the meta device, where nothing can be tried"
     sample = _with_noise(module, plan, sample)
     for training in (True, False):
-        with _mode(module, training):
+        with in_mode(module, training), _without_dropouts(module):
             try:
                 wanted, again = (_results(module, module.forward, sample) for _ in range(2))
                 found = _results(module, lambda x: _whole(module, plan, x), sample)
@@ -80,19 +81,13 @@ def _differ(one: Sequence[Tensor], other: Sequence[Tensor], dtype: torch.dtype) 
 
 
 @contextmanager
-def _mode(module: nn.Module, training: bool) -> Iterator[None]:
-    """The module in training or in evaluation, with dropouts that drop nothing."""
-    modes = [(inner, inner.training) for inner in module.modules()]
+def _without_dropouts(module: nn.Module) -> Iterator[None]:
     dropouts: list[Any] = [inner for inner in module.modules() if isinstance(inner, nn.modules.dropout._DropoutNd)]
     rates = [dropout.p for dropout in dropouts]
     try:
-        for inner, _ in modes:
-            inner.training = training
         for dropout in dropouts:
             dropout.p = 0.0
         yield
     finally:
-        for inner, mode in modes:
-            inner.training = mode
         for dropout, p in zip(dropouts, rates, strict=True):
             dropout.p = p

@@ -49,19 +49,22 @@ class Block(Mixin):
 
     OWN = ("fused_block", "fused_as", "known_activation")
     fused_block: Plan
-    fused_as: tuple[Attributes, ...]
+    fused_as: dict[str, Attributes]
     known_activation: Known | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         itself: Any = self
         is_usual = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and not is_watched()
-        is_same = is_usual and all(attributes.are_still() for attributes in self.fused_as)
-        if not is_same or called_because(itself, self.fused_block) is not None:
+        if not is_usual or not self._is_what_it_was() or called_because(itself, self.fused_block) is not None:
             return super().forward(*args, **kwargs)
         y = compute(itself, self.fused_block, args[0], self.known_activation)
         for path in self.fused_block.after:
             y = itself.get_submodule(path)(y)
         return y
+
+    def _is_what_it_was(self) -> bool:
+        itself: Any = self
+        return all(known.are_still_of(itself.get_submodule(path)) for path, known in self.fused_as.items())
 
 
 def compute(module: Any, plan: Plan, x: Tensor, known: Known | None = None) -> Tensor:

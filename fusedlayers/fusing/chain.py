@@ -51,9 +51,8 @@ class Chain:
     def __call__(self, z: Tensor) -> Tensor:
         values = {Slot(0): z}
         for number, (function, args, kwargs) in enumerate(self.steps, 1):
-            options = {
-                name: value for name, value in kwargs.items() if name != "inplace"
-            }  # that is for others to decide
+            # Whether it writes over its argument is for others to decide.
+            options = {name: value for name, value in kwargs.items() if name != "inplace"}
             values[Slot(number)] = function(*_replaced(args, values), **_replaced(options, values))
         return values[Slot(len(self.steps))]
 

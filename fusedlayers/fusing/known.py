@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +14,8 @@ from ..activations.python import users_bases
 from ..activations.resolve import record_of
 from ..activations.spec import Specialised
 from ..routes import specialised
+from ..state import in_mode
+from .attributes import Attributes
 from .chain import Chain
 from .derived import Mixin
 
@@ -37,11 +38,14 @@ def activation_of(module: Any, kind: type[nn.Module]) -> Activation:
 class Known(NamedTuple):
     """What a module, or a chain, was found to compute, if its class and its attributes tell that: looking at all that
     code may read (``capture``) takes 25 us, and the compiler cannot do it while it follows a model. What others compute
-    is found out at every call."""
+    is found out at every call.
+
+    ``attributes``: None of a chain, which does not change.
+    """
 
     activation: Activation
     kind: type
-    attributes: dict[str, object]
+    attributes: Attributes | None
 
     @classmethod
     def of(cls, function: Any, activation: Activation) -> Known | None:
@@ -50,17 +54,14 @@ class Known(NamedTuple):
             return None
         if found_in(function, (2, 6), torch.float64) is not activation:  # which the model may be changed to
             return None
-        return cls(activation, type(function), _attributes(function))
+        return cls(activation, type(function), None if isinstance(function, Chain) else Attributes.of(function))
 
 
-def known_of(function: object, known: Known | None) -> Activation | None:
+def known_of(function: Any, known: Known | None) -> Activation | None:
     """What a callable was found to compute, if nothing about it has changed."""
     if known is None or (function.original if isinstance(function, Mixin) else type(function)) is not known.kind:
         return None
-    attributes = _attributes(function)
-    if attributes.keys() != known.attributes.keys():
-        return None
-    is_same = all(attributes[name] is value for name, value in known.attributes.items())
+    is_same = known.attributes is None or known.attributes.are_still_of(function)
     return known.activation if is_same else None
 
 
@@ -72,19 +73,6 @@ def _is_told(function: Any) -> bool:
     kind: Any = type(function)
     captured = capture(function)
     return not (len(captured.objects) > 1 or captured.tensors or captured.refusal or users_bases(kind))
-
-
-def _attributes(function: Any) -> dict[str, object]:
-    """All that a callable has, but for what any module has whatever it computes."""
-    own = {name: value for name, value in vars(function).items() if name not in OF_ANY_MODULE}
-    if isinstance(function, nn.Module):
-        for parts in (function._parameters, function._buffers, function._modules):
-            own.update(parts)
-    return own
-
-
-#: The mode among these, because an activation is the same in both; and where a changed one keeps what it is known as.
-OF_ANY_MODULE = frozenset(vars(nn.Module())) | {"known_activation"}
 
 
 def found_in(function: Callable[..., Any], shape: tuple[int, ...], dtype: torch.dtype) -> Activation | None:
@@ -111,22 +99,10 @@ def found_in(function: Callable[..., Any], shape: tuple[int, ...], dtype: torch.
             return None  # what is no activation is not worth a word
         if isinstance(function, nn.Module):
             for training in (True, False):
-                with _in_mode(function, training):
+                with in_mode(function, training):
                     if not _are_same(found, found_now().activation):
                         return None
     return found
-
-
-@contextmanager
-def _in_mode(module: nn.Module, training: bool) -> Iterator[None]:
-    before = [(inner, inner.training) for inner in module.modules()]
-    try:
-        for inner, _ in before:
-            inner.training = training
-        yield
-    finally:
-        for inner, mode in before:
-            inner.training = mode
 
 
 def _are_same(one: Activation, other: Activation) -> bool:

@@ -135,7 +135,8 @@ class Rewriting:
             self._skip(module, f"no MLP block: {reason}")
             return
         self._taken.update(inner for name in plan.inner for inner in module.get_submodule(name).modules())
-        state = tuple(Attributes.of(inner) for inner in module.modules() if inner is module or inner._modules)
+        owners = {path: inner for path, inner in module.named_modules() if inner is module or inner._modules}
+        state = {path: Attributes.of(inner) for path, inner in owners.items()}
         self._change(module, Block, fused_block=plan, fused_as=state, known_activation=Known.of(function, activation))
         if isinstance(function, nn.Module):  # for where the layers must be called
             self._apply(function, activation)
