@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers as hf
 from torch import Tensor, nn
 
 import fusedlayers as fl
@@ -52,8 +51,8 @@ DEFINITIONS = {
     "target": "by how much less a variant shall save than eager does, as a share",
 }
 
-#: What transformers has for activations that keep their input, and the drop-ins that keep their output.
-DROP_INS = {hf.activations.GELUActivation: fl.GELU, hf.activations.SiLUActivation: fl.SiLU}
+#: What transformers calls activations that keep their input, and the drop-ins that keep their output.
+DROP_INS = {"GELUActivation": fl.GELU, "SiLUActivation": fl.SiLU}
 
 # Seconds that a case is timed at most, unless fewest rounds take longer: a step of the largest takes a CPU seconds.
 _CASE_SECONDS = 30.0
@@ -278,11 +277,11 @@ class Subject:
 def exchange_activations(model: nn.Module) -> dict[str, int]:
     """Put a drop-in that saves its output in the place of each activation module, and count them by name."""
     # A module may stand in several places.
-    found = [(path, type(module)) for path, module in model.named_modules(remove_duplicate=False)]
-    found = [(path, kind) for path, kind in found if kind in DROP_INS]
-    for path, kind in found:
-        model.set_submodule(path, DROP_INS[kind]())
-    return dict(Counter(DROP_INS[kind].__name__ for _, kind in found))
+    found = [(path, type(module).__name__) for path, module in model.named_modules(remove_duplicate=False)]
+    found = [(path, name) for path, name in found if name in DROP_INS]
+    for path, name in found:
+        model.set_submodule(path, DROP_INS[name]())
+    return dict(Counter(DROP_INS[name].__name__ for _, name in found))
 
 
 def measure_case(
@@ -365,6 +364,8 @@ def _build_if_it_fits(case: Case, device: torch.device, layers: int) -> Subject 
 
 
 def _build(case: Case, device: torch.device, quick: bool, **sizes: int) -> Subject:
+    import transformers as hf  # here, because the other benchmarks run without it
+
     options = {**case.sizes, **(case.small if quick else {}), **sizes}
     config = getattr(hf, case.config)(**options, **({} if case.tokens is None else {"use_cache": False}))
     with torch.random.fork_rng():

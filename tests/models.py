@@ -1,4 +1,7 @@
-"""Models of the transformers package with random weights, and what ``fuse`` is to find in each."""
+"""Models of the transformers package with random weights, and what ``fuse`` is to find in each.
+
+Without that package, as on machines that measure on GPUs, there are none, and what imports this is skipped.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
-import transformers as hf
 from torch import nn
-from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+hf = pytest.importorskip("transformers")
+WhisperEncoder = pytest.importorskip("transformers.models.whisper.modeling_whisper").WhisperEncoder
 
 #: Widths that are large enough for the fused layers not to leave the work to PyTorch.
 WIDTH, HIDDEN, LAYERS, TOKENS = 64, 128, 2, 24

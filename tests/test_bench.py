@@ -4,12 +4,14 @@ import argparse
 import dataclasses
 import functools
 import importlib.metadata
+import importlib.util
 import json
 import math
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -874,7 +876,11 @@ def test_fractional_gradients(name: str, order: float) -> None:
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
-of_transformers = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:transformers")
+
+def of_transformers(test: Callable[..., None]) -> Callable[..., None]:
+    quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:transformers")
+    is_missing = importlib.util.find_spec("transformers") is None
+    return pytest.mark.skipif(is_missing, reason="transformers is not installed")(quiet(test))
 
 
 @of_transformers

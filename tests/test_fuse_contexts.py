@@ -11,7 +11,7 @@ from typing import Any
 import models
 import pytest
 import torch
-import transformers as hf
+from models import hf
 from residuals import batch, images, of_fused_modules, of_layers, of_norms
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
-from models import CASES, Case
+from models import CASES, Case, hf
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import fusedlayers as fl
+from fusedlayers.memory import saved_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:transformers")
 
@@ -117,6 +117,31 @@ def test_unfuse_restores_the_model(case: Case) -> None:
 
 
 # --- saved bytes, by full-size layers ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.name in ("bert", "gpt-2", "phi-3", "convnext")], ids=str
+)
+def test_compiled_by_the_backend(case: Case) -> None:
+    torch.manual_seed(0)
+    model, inputs = case.make().train(), case.inputs()
+    inputs.pop("labels", None)
+
+    def run(model: Any) -> Tensor:
+        return model(**inputs)[0]
+
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="fusedlayers", fullgraph=True)
+    run(compiled)
+    ours = saved_bytes(run, compiled)
+    torch.compiler.reset()
+    other = torch.compile(model, fullgraph=True)
+    run(other)
+    inductors, eager = saved_bytes(run, other), saved_bytes(run, model)
+    assert ours <= inductors and ours < eager
+    torch.testing.assert_close(run(compiled), run(model), rtol=1e-4, atol=1e-5)
 
 
 def saved(model: nn.Module, inputs: dict[str, Any], **options: Any) -> float:
