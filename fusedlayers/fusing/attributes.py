@@ -19,25 +19,25 @@ _OF_ANY_MODULE = frozenset(vars(nn.Module()))
 
 
 class Attributes(NamedTuple):
-    """What a module has, and which of the names in its code it has not: those may get a value that is of its class now.
-    Other attributes may be added, for programs attach notes of all sorts to modules.
+    """What a module has, and what it has not, but could get in the place of what its class has. Other attributes may be
+    added, for programs attach notes of all sorts to modules.
 
     The module is not among these: it is to hold them, and would hold itself.
     """
 
     children: dict[str, nn.Module | None]
     had: dict[str, object]
-    had_not: frozenset[str]
+    had_not: tuple[str, ...]
 
     @classmethod
     def of(cls, module: nn.Module) -> Attributes:
         kind: Any = type(module)
         had = {name: value for name, value in vars(module).items() if name not in _OF_ANY_MODULE}
-        return cls(dict(module._modules), had, _names(kind) - had.keys() - _OF_ANY_MODULE)
+        return cls(dict(module._modules), had, tuple(_of_class(kind) - had.keys()))
 
     def are_still_of(self, module: nn.Module) -> bool:
         own = vars(module)
-        is_same = module._modules == self.children and self.had_not.isdisjoint(own)
+        is_same = module._modules == self.children and not any(name in own for name in self.had_not)
         return is_same and all(name in own and _is(own[name], value) for name, value in self.had.items())
 
 
@@ -46,12 +46,14 @@ def _is(value: object, other: object) -> bool:
 
 
 @lru_cache(1024)
-def _names(kind: Any) -> frozenset[str]:
-    """What the methods of a class name, and what they may ask for by a string."""
+def _of_class(kind: Any) -> frozenset[str]:
+    """The names of a class's members, and those that ``getattr`` may ask for with a default."""
     bases = [base for base in kind.__mro__ if base not in nn.Module.__mro__ and not issubclass(base, Mixin)]
-    functions = [unwrapped(member) for base in bases for name, member in vars(base).items() if name != "__init__"]
-    codes = [function.__code__ for function in functions if isinstance(function, types.FunctionType)]
-    return frozenset().union(*map(names_in, codes), *map(_strings_in, codes))
+    members = [(name, unwrapped(member)) for base in bases for name, member in vars(base).items()]
+    codes = [member.__code__ for _, member in members if isinstance(member, types.FunctionType)]
+    names = [name for name, _ in members]
+    names += [name for code in codes if "getattr" in names_in(code) for name in _strings_in(code)]
+    return frozenset(name for name in names if name.isidentifier() and not name.startswith("__"))
 
 
 def _strings_in(code: types.CodeType) -> Iterator[str]:

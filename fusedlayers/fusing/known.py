@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,6 +31,8 @@ def activation_of(module: Any, kind: type[nn.Module]) -> Activation:
     found = record_of(module, vars(kind).get("stands_in_for", kind))
     if found is not None:
         return found
+    if torch.compiler.is_compiling():  # which sees what it computes, but not how a twin is made
+        return Activation(kind.__name__, functools.partial(kind.forward, module), is_untraced=True)
     twin: Any = object.__new__(kind)
     twin.__dict__ = vars(module)
     return resolve(twin)
