@@ -696,16 +696,23 @@ def test_paths_that_are_an_error(x: Tensor, path: Callable[..., Tensor], make: A
     check(model, eager, x)
 
 
-def test_results_that_are_kept_are_an_error(x: Tensor) -> None:
+@pytest.mark.parametrize("how", ["returned", "with the output", "stored"])
+def test_results_that_are_kept_are_an_error(x: Tensor, how: str) -> None:
     class Keeps(Net):
         keeps = False
 
         def forward(self, x: Tensor) -> Any:
             z = self.first(x)
-            return z if self.keeps else self.last(self.norm(self.act(z)))
+            if self.keeps and how == "returned":
+                return z
+            y = self.last(self.norm(self.act(z)))
+            if self.keeps and how == "stored":
+                self.seen = z
+            return (y, z) if self.keeps and how == "with the output" else y
 
     model = Keeps()
     fl.fuse(model, x)
+    model(x)
     model.keeps = True
     with pytest.raises(RuntimeError, match=r"a Linear computed the GELU after it.*went somewhere else"):
         model(x)

@@ -13,7 +13,7 @@ from .attributes import Attributes
 from .derived import Mixin
 from .known import Known, known_of
 from .pairs import Applies, is_transposed
-from .sites import is_watched
+from .watched import is_watched
 
 
 class Plan(NamedTuple):

@@ -20,7 +20,8 @@ from ..modules.norm import FusedBatchNormAct1d, FusedBatchNormAct2d, FusedBatchN
 from .chain import Chain
 from .derived import Mixin
 from .known import KEPT_BY_TORCH, Known, activation_of, known_of
-from .sites import Given, Site, is_watched, opened, site_of
+from .sites import Given, Site, opened, site_of
+from .watched import is_watched
 
 
 class Pair(NamedTuple):

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.modules.module as _hooks_of_modules
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -57,12 +56,10 @@ class Site(NamedTuple):
         """
         return _state() == self.state
 
-    def check_claimed(self) -> None:
-        """Raise if somebody holds a result for which the activation has not been called."""
-        for ref in self.given:
-            given = ref()
-            if given is not None and not given.is_claimed:
-                raise self.lost()
+    def check_ended(self) -> None:
+        """Raise if somebody still holds a result: outside of the call nobody knows what it stands for."""
+        if any(ref() is not None for ref in self.given):
+            raise self.lost()
 
     @property
     def is_in_place(self) -> bool:
@@ -192,7 +189,7 @@ def opened(sites: Sequence[Site]) -> Iterator[None]:
     """For the time of a call, let layers compute activations.
 
     Raises:
-        Lost: a layer's result has not come to the activation.
+        Lost: somebody holds what stands for a layer's result.
     """
     before = _scope.sites
     _scope.sites = {**before, **{id(site.layer): site for site in sites}}
@@ -201,7 +198,7 @@ def opened(sites: Sequence[Site]) -> Iterator[None]:
     finally:
         _scope.sites = before
     for site in sites:
-        site.check_claimed()
+        site.check_ended()
 
 
 @contextmanager
@@ -222,24 +219,6 @@ def site_of(layer: nn.Module) -> Site | None:
     """Where this call of a layer is one for its activation as well."""
     site = _scope.sites.get(id(layer))
     return site if site is not None and site.is_open() else None
-
-
-def is_watched() -> bool:
-    """Whether somebody has hooks for all modules, and so sees what passes between them.
-
-    This library's own (``memory_report`` has some) only note which module runs.
-    """
-    return any(
-        not hook.__module__.startswith(__package__.partition(".")[0] + ".")
-        for hooks in _GLOBAL_HOOKS
-        for hook in hooks.values()
-    )
-
-
-_GLOBAL_HOOKS: tuple[Mapping[int, Any], ...] = (
-    *(_hooks_of_modules._global_forward_hooks, _hooks_of_modules._global_forward_pre_hooks),
-    *(_hooks_of_modules._global_backward_hooks, _hooks_of_modules._global_backward_pre_hooks),
-)
 
 
 def _state() -> tuple[bool, object]:
