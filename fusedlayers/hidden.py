@@ -79,7 +79,7 @@ class MLP(Function):
                 products = block.unpacked(_products(weights, biases))
                 del saved
                 _ours(ctx, kept)
-                found = _gradients(block, dy.contiguous(), x, products, w, operands, kept, needs)
+                found = _gradients(block, dy, x, products, w, operands, kept, needs)
         return None, None, *found
 
 
@@ -149,7 +149,7 @@ class Rest(Function):
                 found = _differentiable(block, dy, own[:count], w, own[count:], needs, own, wanted)
                 return None, None, *found
             _ours(ctx, kept)
-            _, dw, db, *of_operands = _gradients(block, dy.contiguous(), kept[0], (), w, operands, kept, needs)
+            _, dw, db, *of_operands = _gradients(block, dy, kept[0], (), w, operands, kept, needs)
         return None, None, dw, db, *_apart(wanted[:count], kept)[0], *of_operands
 
 
@@ -164,6 +164,9 @@ def _gradients(
     needs: Needs,
 ) -> list[Tensor | None]:
     """Of all tensors, in the order in which they are given. What is kept is overwritten, and with products freed."""
+    # Made here, to be let go of here: a caller's frame may hold what it has passed on, as it does once torch's compiler
+    # has hooked itself into how Python evaluates frames.
+    dy = dy.contiguous()
     totals = _Totals(block, w, products, operands, needs)
     is_kept = bool(kept)
     dx = torch.empty_like(x) if needs.x and not is_kept else None

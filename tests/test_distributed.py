@@ -126,7 +126,8 @@ def _fuse_then_wrap(engine: Engine, mesh: DeviceMesh, x: Tensor) -> nn.Module:
 
 def _wrap_then_fuse(engine: Engine, mesh: DeviceMesh, x: Tensor) -> nn.Module:
     model = engine.wrap(of_layers(), mesh)
-    assert fl.fuse(model, x).replaced
+    report = fl.fuse(model, x)
+    assert report.replaced, report
     return model
 
 
