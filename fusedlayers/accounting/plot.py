@@ -52,10 +52,10 @@ class Box:
 
 def draw(found: MemoryReport, path: str | PathLike[str]) -> None:
     """Draw into a file, whose suffix says the format."""
-    figure = new_figure("memory_report", (WIDTH, HEIGHT))
     if not found.saved_bytes:
         raise ValueError(f"memory_report: {found.name} saves nothing for backward, so that there is nothing to draw")
 
+    figure = new_figure("memory_report", (WIDTH, HEIGHT))
     root = tree(found)
     colors = _colors(root)
     axes = figure.subplots()
