@@ -10,6 +10,7 @@ smooth rows only: no number of the sweep need be the one where a function has it
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ from .trace import NotPointwise
 #: How far these may be apart in float64, in relation to z where that is above 1; by the dtype computed in. Constants
 #: are often written with ten digits.
 _APART = {torch.float32: 2e-9, torch.float64: 4e-15}
+
+#: Up to here the sweep is dense; it goes as far as float32, because functions may be clamped.
+NEAR = 40.0
 
 
 def row_of(body: GraphModule, dtype: torch.dtype) -> Activation | None:
@@ -56,12 +60,17 @@ def _equal(body: GraphModule, dtype: torch.dtype) -> Activation | None:
         return None
     found = _and_slopes(y, z)
     apart = _APART[dtype] * z.detach().abs().clamp(min=1)
-    return next((activation for activation, known in table if bool(((found - known).abs() <= apart).all())), None)
+    # Far from zero some formulas overflow, as ``z / (1 + exp(-z))`` does: the row does not.
+    is_nothing = found.isnan() & (z.detach().abs() > NEAR)
+    is_row = (bool((((found - known).abs() <= apart) | is_nothing).all()) for _, known in table)
+    return next((activation for (activation, _), is_it in zip(table, is_row, strict=True) if is_it), None)
 
 
 @functools.cache
 def _sweeps() -> tuple[Tensor, list[tuple[Activation, Tensor]]]:
-    z = torch.cat([torch.linspace(-40, 40, 4001, dtype=torch.float64), torch.logspace(-9, 0, 50, dtype=torch.float64)])
+    far = torch.logspace(math.log10(NEAR), 30, 120, dtype=torch.float64)
+    near = torch.linspace(-NEAR, NEAR, 4001, dtype=torch.float64), torch.logspace(-9, 0, 50, dtype=torch.float64)
+    z = torch.cat([*near, far, -far])
     z.requires_grad_()
     smooth = [named[row.name] for row in rows() if row.given_output == "fold" and not row.is_users]
     return z, [(activation, _and_slopes(activation.function(z), z)) for activation in smooth]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..routes import SMALL
 from ..state import in_mode
-from .blocks import Plan, compute
+from .blocks import Plan, whole
 
 #: Of results that differ in the order of sums, and in where they are rounded; relative, by the norm. What another
 #: structure computes differs by a hundred times as much.
@@ -29,7 +29,7 @@ def disagreement(module: nn.Module, plan: Plan, sample: Tensor) -> str | None:
         with in_mode(module, training), _without_dropouts(module):
             try:
                 wanted, again = (_results(module, module.forward, sample) for _ in range(2))
-                found = _results(module, lambda x: _whole(module, plan, x), sample)
+                found = _results(module, lambda x: whole(module, plan, x), sample)
             except Exception as error:  # whatever a forward pass does with an input that is not its own
                 return f"it could not be tried: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
         mode = "training" if training else "evaluation"
@@ -52,13 +52,6 @@ def _with_noise(module: nn.Module, plan: Plan, sample: Tensor) -> Tensor:
     scale = sample.double().square().mean().sqrt().nan_to_num(posinf=0.0).item() or 1.0
     noise = scale * torch.randn(count, *sample.shape[1:], dtype=torch.float64, device=sample.device)
     return torch.cat([sample, noise.to(sample.dtype)])
-
-
-def _whole(module: nn.Module, plan: Plan, x: Tensor) -> Tensor:
-    y = compute(module, plan, x)
-    for name in plan.after:
-        y = module.get_submodule(name)(y)
-    return y
 
 
 def _results(module: nn.Module, function: Callable[[Tensor], Tensor], sample: Tensor) -> list[Tensor]:

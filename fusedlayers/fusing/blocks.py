@@ -48,23 +48,28 @@ class Block(Mixin):
     """A module that is an MLP, as long as it and the modules in it with children have what they had."""
 
     OWN = ("fused_block", "fused_as", "known_activation")
-    fused_block: Plan
+    fused_block: Plan | None = None
     fused_as: dict[str, Attributes]
     known_activation: Known | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         itself: Any = self
         is_usual = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and not is_watched()
-        if not is_usual or not self._is_what_it_was() or called_because(itself, self.fused_block) is not None:
+        plan = self.fused_block  # None of another instance that the class has made
+        if plan is None or not is_usual or not self._is_what_it_was() or called_because(itself, plan) is not None:
             return super().forward(*args, **kwargs)
-        y = compute(itself, self.fused_block, args[0], self.known_activation)
-        for path in self.fused_block.after:
-            y = itself.get_submodule(path)(y)
-        return y
+        return whole(itself, plan, args[0], self.known_activation)
 
     def _is_what_it_was(self) -> bool:
         itself: Any = self
         return all(known.are_still_of(itself.get_submodule(path)) for path, known in self.fused_as.items())
+
+
+def whole(module: Any, plan: Plan, x: Tensor, known: Known | None = None) -> Tensor:
+    y = compute(module, plan, x, known)
+    for path in plan.after:
+        y = module.get_submodule(path)(y)
+    return y
 
 
 def compute(module: Any, plan: Plan, x: Tensor, known: Known | None = None) -> Tensor:

@@ -22,11 +22,16 @@ SIZES = _set_of(
 #: Of a tensor these tell what is known before it is computed: who calls them does not read it.
 METADATA = SIZES | _set_of(
     """
-    dtype device layout names itemsize element_size requires_grad grad_fn is_leaf get_device type has_names _version
+    dtype device layout names itemsize element_size requires_grad grad_fn is_leaf get_device has_names _version
     is_floating_point is_complex is_signed is_conj is_neg is_tensor is_inference is_pinned
     is_cuda is_cpu is_meta is_mps is_xpu is_mkldnn is_sparse is_quantized is_nested
     """
 )
+
+
+#: Python's statements that write over their first operand.
+OPERATORS = _set_of("iadd isub imul itruediv ifloordiv imod ipow iand ior ixor")
+_WRITING = OPERATORS | {"setitem"}
 
 
 class Value:
@@ -80,6 +85,15 @@ class Call:
     def may_read(self) -> bool:
         """Whether it reads its values by itself: modules do through the functions that they call."""
         return not self.is_metadata and (self.module is None or self.is_closed)
+
+    @property
+    def writes(self) -> bool:
+        """Whether it may write over what it reads first, which torch says by its name or an option."""
+        if self.module is not None:
+            return bool(getattr(self.module, "inplace", False))
+        is_named_so = self.name.endswith("_") and not self.name.endswith("__")
+        is_asked_to = bool(self.kwargs.get("inplace")) or "out" in self.kwargs
+        return is_named_so or is_asked_to or self.name.strip("_") in _WRITING
 
     def __iter__(self) -> Iterator[Call]:
         """The call and all that it led to, in order."""

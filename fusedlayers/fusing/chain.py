@@ -68,7 +68,12 @@ class Chain:
         if function != wanted or len(args) != len(wanted_args) or kwargs.keys() != wanted_kwargs.keys():
             return False
         pairs = [*zip(args, wanted_args, strict=True), *((kwargs[name], wanted_kwargs[name]) for name in kwargs)]
-        return all(found is input if isinstance(stated, Slot) else found == stated for found, stated in pairs)
+        return all(found is input if isinstance(stated, Slot) else _are_equal(found, stated) for found, stated in pairs)
+
+
+def _are_equal(found: object, stated: object) -> bool:
+    """A tensor of one number equals that number, but may be a parameter."""
+    return found is stated or (type(found) is type(stated) and not isinstance(found, Tensor) and found == stated)
 
 
 _chains: Recent[Chain] = Recent()

@@ -71,7 +71,9 @@ def _class(mixin: type[Mixin], original: type[nn.Module]) -> type[nn.Module]:
 def _made(mixin: type[Mixin], original: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return mixin.forward(self, *args, **kwargs)
+        # Somebody may have held this method since before unfuse.
+        kind: Any = mixin if isinstance(self, mixin) else original
+        return kind.forward(self, *args, **kwargs)
 
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
     metaclass: Any = type(original)

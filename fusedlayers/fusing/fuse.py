@@ -114,6 +114,8 @@ def _trial(rewriting: Rewriting, measured: Callable[[], int | None]) -> int | No
             with strict():
                 return measured()
         except Lost as lost:
+            if not rewriting.has_changed(lost.layer):
+                return measured()  # one that was fused before
             rewriting.leave(lost.layer, "what it computes reaches its activation in a way that torch does not show")
         except Exception as error:  # whatever a model's code does with what it is not used to
             if not rewriting.report().replaced:

@@ -42,7 +42,7 @@ class Calls(Mixin):
     """A module that calls layers and their activations."""
 
     OWN = ("fused_pairs",)
-    fused_pairs: tuple[Pair, ...]
+    fused_pairs: tuple[Pair, ...] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # The compiler fuses, and the activations save their outputs.
@@ -80,11 +80,11 @@ class Applies(Mixin):
 
     OWN = ("known_activation",)
     is_activation = True
-    known_activation: Known | None
+    known_activation: Known | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         itself: Any = self
-        is_usual = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+        is_usual = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].is_floating_point()
         if not is_usual or must_be_called_because(itself) is not None:
             return super().forward(*args, **kwargs)
         (input,) = args

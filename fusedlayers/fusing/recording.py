@@ -150,6 +150,8 @@ class _Recorder(TorchFunctionMode):
             call.reads = self.values.in_((args, kwargs))
         if within is not None:
             within.calls.append(call)
+        if call.reads and call.writes:  # be it only in another mode
+            call.reads[0].is_written = True
         return call
 
     def _enter_as(self, path: str) -> Any:
@@ -185,7 +187,7 @@ class _Unseen(TorchDispatchMode):
 def name_of(function: Any) -> str:
     """What people call a function: ``gelu``; of a property what it is of: ``shape``."""
     name = getattr(function, "__name__", None) or type(function).__name__
-    if name in ("__get__", "__set__"):
+    if name == "__get__":
         return str(getattr(getattr(function, "__self__", None), "__name__", name))
     return str(name)
 

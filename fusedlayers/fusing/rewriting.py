@@ -74,6 +74,9 @@ class Rewriting:
     def report(self) -> FuseReport:
         return FuseReport(type(self._model).__name__, tuple(self._replaced), tuple(self._skipped))
 
+    def has_changed(self, module: nn.Module) -> bool:
+        return module in self._changed
+
     def leave(self, module: nn.Module, reason: str) -> None:
         """Put back a layer, with the activation after it, or an activation alone."""
         for parent in self._changed:

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from .calls import METADATA, Call, Value
+from .calls import METADATA, OPERATORS, Call, Value
 from .recording import name_of
 
 
@@ -29,9 +29,7 @@ class _Proxy(fx.Proxy):
         return self.tracer.create_proxy("call_function", operation, (self, other), {})
 
 
-#: Python's operators that write over their first operand.
-_WRITING = frozenset({"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"})
-for _name in _WRITING:
+for _name in OPERATORS:
     setattr(_Proxy, f"__{_name}__", functools.partialmethod(_Proxy._written, getattr(operator, _name)))
 
 
@@ -116,7 +114,7 @@ def _read(graph: fx.Graph, stored: Sequence[fx.Node], module: nn.Module, path: s
                 call.name = f"{path}.{call.name}".lstrip(".")
             call.within = outer
             outer.calls.append(call)
-            if call.reads and _writes(call):
+            if call.reads and call.writes:
                 call.reads[0].is_written = True
     _join_parts(outer)
     return outer
@@ -136,15 +134,6 @@ def call_of(node: fx.Node, values: defaultdict[fx.Node, Value]) -> Call:
     call = Call(target, name, None, args, dict(kwargs), reads, is_closed=True)
     call.gives = () if name in METADATA else (values[node],)
     return call
-
-
-def _writes(call: Call) -> bool:
-    """Whether it writes over what it reads first, which torch says by its name or an option."""
-    if call.module is not None:
-        return bool(getattr(call.module, "inplace", False))
-    is_named_so = call.name.endswith("_") and not call.name.endswith("__")
-    is_asked_to = bool(call.kwargs.get("inplace")) or "out" in call.kwargs
-    return is_named_so or is_asked_to or call.name in {*_WRITING, "setitem"}
 
 
 def _join_parts(outer: Call) -> None:

@@ -14,4 +14,6 @@ _OURS = __package__.partition(".")[0] + "."
 
 def is_watched() -> bool:
     """Whether there are hooks for all modules. This library's own (``memory_report`` has some) only note which runs."""
-    return any(not hook.__module__.startswith(_OURS) for hooks in _HOOKS for hook in hooks.values())
+    return any(
+        not str(getattr(hook, "__module__", None)).startswith(_OURS) for hooks in _HOOKS for hook in hooks.values()
+    )
