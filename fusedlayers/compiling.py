@@ -54,6 +54,8 @@ def rewrite(graph: Graph) -> None:
     for region in [*_regions(graph)]:
         y = region.nodes[-1]
         product = _product(y)
+        if any(_writes(user) for node in _views(y) for user in node.users):
+            continue  # what is kept must stay
         if product is not None:
             _compute_again([*region.nodes, *_views(product)])
         elif not _is_kept(y):
@@ -111,6 +113,8 @@ def _between(z: Node, order: dict[Node, int]) -> list[Node]:
         if is_new and inside.issuperset(node.all_input_nodes) and _is_like(node, z) and _needs_gradient(node):
             inside.add(node)
             pending.update(user for user in node.users if user not in inside)
+    if any(_writes(node) for node in inside - {z}) and not _is_alone_in_memory(z):
+        return []
     nodes = sorted(inside - {z}, key=order.__getitem__)
     while nodes:
         *before, _ = nodes
@@ -120,10 +124,23 @@ def _between(z: Node, order: dict[Node, int]) -> list[Node]:
     return []
 
 
+def _writes(node: Node) -> bool:
+    return node.op.startswith("call_") and call_of(node, defaultdict(Value)).writes
+
+
+def _is_alone_in_memory(z: Node) -> bool:
+    """Whether it is no view, by which what is written would show elsewhere."""
+    tensors = [_tensor(node) for node in (z, *z.all_input_nodes)]
+    storages = [t.untyped_storage()._cdata for t in tensors if isinstance(t, Tensor)]
+    return storages.count(storages[0]) == 1
+
+
 def _product(y: Node) -> Node | None:
     """The product of an activation with another value, if matmuls alone read that; or None."""
-    (product, *others) = y.users
-    if others or product.target not in _PRODUCTS or len(product.all_input_nodes) != 2 or not _is_like(product, y):
+    if len(y.users) != 1:
+        return None
+    (product,) = y.users
+    if product.target not in _PRODUCTS or len(product.all_input_nodes) != 2 or not _is_like(product, y):
         return None
     if not all(_is_like(node, y) and _needs_gradient(node) for node in product.all_input_nodes):
         return None

@@ -209,6 +209,44 @@ def test_compiled(x: Tensor, act: Any, gated: bool, buffers: int) -> None:
         assert error <= 2 * torchs + 2e-6  # the floor of outputs that tell gelu's derivative, and once as much
 
 
+def _written_through_a_view(z: Tensor, v: Tensor) -> Tensor:
+    half = F.silu(z[:, : HIDDEN // 2], inplace=True)
+    return half @ v[: HIDDEN // 2] + z.mean()
+
+
+def _written_as_a_whole(z: Tensor, v: Tensor) -> Tensor:
+    F.silu(z.view(-1), inplace=True)
+    return z @ v
+
+
+def _written_later(z: Tensor, v: Tensor) -> Tensor:
+    y = z * torch.sigmoid(z)
+    y.mul_(2)
+    return y @ v
+
+
+def _as_a_statement(z: Tensor, v: Tensor) -> Tensor:
+    F.silu(z, inplace=True)
+    return z @ v
+
+
+def _converted(z: Tensor, v: Tensor) -> Tensor:
+    return F.silu(z.type(torch.float32)) @ v
+
+
+@pytest.mark.parametrize(
+    "function", [_written_through_a_view, _written_as_a_whole, _written_later, _as_a_statement, _converted]
+)
+def test_what_is_written_over(x: Tensor, function: Callable[..., Tensor]) -> None:
+    w, v = (torch.randn(shape, requires_grad=True) for shape in ((IN, HIDDEN), (HIDDEN, IN)))
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x, w, v: function(x @ w, v), backend="fusedlayers", fullgraph=True)
+    found, wanted = compiled(x, w, v), function(x @ w, v)
+    torch.testing.assert_close(found, wanted)
+    for ours, theirs in zip(*(torch.autograd.grad(y.square().mean(), (w, v)) for y in (found, wanted)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_options_are_inductors(x: Tensor) -> None:
     torch.compiler.reset()
     with pytest.raises(RuntimeError, match="no_such_option"):

@@ -1,12 +1,15 @@
 """``fuse`` and ``unfuse``: what is found and what is left, that modules stay what they were, and that whoever uses them
 in another way than ``fuse`` has seen gets what the model would have computed."""
 
+import collections
 import copy
 import gc
 import io
 import logging
 import pickle
+import random
 import threading
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -696,28 +699,39 @@ def test_paths_that_are_an_error(x: Tensor, path: Callable[..., Tensor], make: A
     check(model, eager, x)
 
 
-@pytest.mark.parametrize("how", ["returned", "with the output", "stored"])
-def test_results_that_are_kept_are_an_error(x: Tensor, how: str) -> None:
-    class Keeps(Net):
-        keeps = False
+def test_results_that_are_returned_are_an_error(x: Tensor) -> None:
+    class Returns(Net):
+        returns = False
 
         def forward(self, x: Tensor) -> Any:
             z = self.first(x)
-            if self.keeps and how == "returned":
-                return z
-            y = self.last(self.norm(self.act(z)))
-            if self.keeps and how == "stored":
-                self.seen = z
-            return (y, z) if self.keeps and how == "with the output" else y
+            return z if self.returns else self.last(self.norm(self.act(z)))
 
-    model = Keeps()
+    model = Returns()
     fl.fuse(model, x)
-    model(x)
-    model.keeps = True
+    model.returns = True
     with pytest.raises(RuntimeError, match=r"a Linear computed the GELU after it.*went somewhere else"):
         model(x)
     fl.unfuse(model)
     assert model(x) is not None
+
+
+def test_results_that_are_returned_too(x: Tensor) -> None:
+    class Returns(Net):
+        def forward(self, x: Tensor) -> Any:
+            z = self.first(x)
+            y = self.last(self.norm(self.act(z)))
+            return (y, z) if self.training else y
+
+    model = Returns().eval()
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x)
+    for one in (model, eager):
+        one.train()
+        y, z = one(x)
+        (y.sum() + (2 * z).sum()).backward()
+    for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("is_module", [True, False], ids=["module", "function"])
@@ -1438,6 +1452,298 @@ def test_fake_tensors() -> None:
         report = fl.fuse(model, torch.randn(ROWS, IN))
         assert places(report) == [("dense", ("first", "act"))] and report.saved_bytes is None
         assert model(torch.randn(ROWS, IN)).shape == (ROWS, IN)
+
+
+# --- what a block's code may do another time --------------------------------------------------------------------------
+
+FLAGS = {"is_on": False}
+
+
+class Decides(MLP):
+    """An MLP, whose code could do something else."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.GELU())
+        self.options = {"is_on": False}
+        self.register_parameter("scale", None)
+        self.register_buffer("mask", None)
+
+
+def _by_chance(self: Any, x: Tensor) -> Tensor:
+    return x if self.training and random.random() < 1e-9 else MLP.forward(self, x)
+
+
+def _counts(self: Any, x: Tensor) -> Tensor:
+    self.calls = 1
+    return MLP.forward(self, x)
+
+
+def _casts(self: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return MLP.forward(self, x)
+
+
+CODE: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "chance": (_by_chance, "asks for random"),
+    "state": (_counts, "changes calls"),
+    "autocast": (_casts, "asks for autocast"),
+    "dict": (lambda self, x: x if self.options["is_on"] else MLP.forward(self, x), "reads options, a dict"),
+    "global": (lambda self, x: x if FLAGS["is_on"] else MLP.forward(self, x), "reads FLAGS"),
+}
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_code_that_may_do_something_else_is_no_block(x: Tensor, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, reason = CODE[name]
+    monkeypatch.setattr(Decides, "forward", forward, raising=False)
+    report = fl.fuse(nn.Sequential(Decides()), x)
+    assert reason in reasons(report)["0"] and places(report) == [("dense", ("0.gate", "0.act"))]
+
+
+def _scaled(self: Any, x: Tensor) -> Tensor:
+    y = MLP.forward(self, x)
+    return y if self.scale is None else y * self.scale
+
+
+def _masked(self: Any, x: Tensor) -> Tensor:
+    y = MLP.forward(self, x)
+    return y * self.mask if hasattr(self, "mask") and self.mask is not None else y
+
+
+def _gamma(self: Any, x: Tensor) -> Tensor:
+    try:
+        return self.gamma * MLP.forward(self, x)
+    except AttributeError:
+        return MLP.forward(self, x)
+
+
+@pytest.mark.parametrize("name, forward", [("scale", _scaled), ("mask", _masked), ("gamma", _gamma)])
+def test_tensors_that_a_block_gets_later(
+    x: Tensor, name: str, forward: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Decides, "forward", forward, raising=False)
+    model = Decides()
+    assert places(fl.fuse(model, x)) == [("mlp", ("",))]
+    eager = copy.deepcopy(model)
+    fl.unfuse(eager)
+    for one in (model, eager):
+        if name == "mask":
+            one.mask = torch.full((IN,), 2.0)
+        else:
+            one.register_parameter(name, nn.Parameter(torch.full((IN,), 2.0)))
+    check(model, eager, x)
+
+
+# --- what a reviewer found --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("z", [nn.LeakyReLU(0.1), nn.ELU(0.5)], ids=["leaky-relu", "elu"])
+@pytest.mark.parametrize("when", ["before the layer", "between"])
+def test_activations_that_the_code_sets(x: Tensor, z: nn.Module, when: str) -> None:
+    name = "negative_slope" if isinstance(z, nn.LeakyReLU) else "alpha"
+
+    class Anneals(Net):
+        value = getattr(z, name)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if when == "between":
+                x = self.first(x)
+            setattr(self.act, name, self.value)
+            return self.last(self.norm(self.act(x if when == "between" else self.first(x))))
+
+    model = Anneals(copy.deepcopy(z))
+    eager = copy.deepcopy(model)
+    assert places(fl.fuse(model, x)) == [("dense", ("first", "act"))]
+    model.value = eager.value = 0.7
+    check(model, eager, x)
+    check(model, eager, x)
+
+
+def test_parts_that_were_fused_for_another_path(x: Tensor) -> None:
+    class Flagged(Net):
+        flag = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = self.first(x)
+            y = self.act(z)
+            return self.last(self.norm(y + z if self.flag else y))
+
+    model = Flagged()
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x)
+    model.flag = eager.flag = True
+    assert not fl.fuse(model, x).replaced
+    check(model, eager, x)
+
+
+def test_other_instances_of_a_changed_class(x: Tensor) -> None:
+    model = nn.Sequential(nn.Linear(IN, HIDDEN), nn.GELU(), nn.LayerNorm(HIDDEN))
+    fl.fuse(model, x)
+    torch.testing.assert_close(model[:2](x), F.gelu(model[0](x)))
+    block = MLP(nn.GELU())
+    fl.fuse(block, x)
+    fresh = type(block)(nn.GELU())
+    assert fresh(x).shape == (ROWS, IN)
+    torch.testing.assert_close(type(model[1])()(x), F.gelu(x))
+
+
+def test_a_method_that_somebody_holds(x: Tensor) -> None:
+    model = Net()
+    fl.fuse(model, x)
+    held = model.forward
+    fl.unfuse(model)
+    torch.testing.assert_close(held(x), model(x))
+
+
+def test_writes_in_another_mode(x: Tensor) -> None:
+    model = nn.Sequential(nn.Linear(IN, HIDDEN), nn.SiLU(), nn.Dropout(0.2, inplace=True), nn.LayerNorm(HIDDEN)).eval()
+    report = fl.fuse(model, x)
+    assert reasons(report) == {"0": "the output of its activation, which would be kept, is written over"}
+    model.train()(x).sum().backward()
+
+
+def test_conversions_read(x: Tensor) -> None:
+    class Converts(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            z = self.first(x)
+            return self.last(self.norm(self.act(z) + z.type(torch.float32)))
+
+    for inputs in (None, x):
+        assert not fl.fuse(Converts(), inputs).replaced
+
+
+def test_hooks_on_a_result_that_is_passed_on(x: Tensor) -> None:
+    model = Paths(nn.GELU())
+    fl.fuse(model, x)
+
+    def path(act: nn.Module, z: Tensor) -> Tensor:
+        y = act(z)
+        z.register_hook(lambda g: g / 2)
+        return y
+
+    model.path = path
+    with pytest.raises(RuntimeError, match="takes another path"):
+        model(x)
+
+
+def test_weights_that_are_written_between(x: Tensor) -> None:
+    model = Paths(nn.GELU())
+    fl.fuse(model, x)
+
+    def path(act: nn.Module, z: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.first.weight.mul_(2)
+        return z + 1
+
+    model.path = path
+    with pytest.raises(RuntimeError, match="takes another path"):
+        model(x)
+
+
+def test_parameters_in_the_place_of_numbers(x: Tensor) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.slope, self.norm = nn.Linear(IN, HIDDEN), torch.tensor(0.1), nn.LayerNorm(HIDDEN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(F.leaky_relu(self.first(x), 0.1 if self.slope is None else self.slope.item()))
+
+    model = Scaled()
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x)
+    model.slope = eager.slope = torch.tensor(0.3)
+    check(model, eager, x)
+
+
+FAR: dict[str, Callable[[Tensor], Tensor]] = {
+    "clamped": lambda z: F.gelu(z).clamp(max=50.0),
+    "clamped before": lambda z: F.silu(z.clamp(max=60)),
+    "far": lambda z: F.mish(z).clamp(max=5e5),
+    "zero": lambda z: torch.where(z > 45, 0.0, F.gelu(z)),
+}
+
+
+@pytest.mark.parametrize("function", FAR.values(), ids=FAR)
+def test_functions_that_differ_far_from_zero(x: Tensor, function: Callable[[Tensor], Tensor]) -> None:
+    z = (torch.randn(ROWS, HIDDEN) * 60).index_fill(0, torch.tensor([0]), 1e6).requires_grad_()
+    found, wanted = fl.bias_act(z, None, function), function(z)
+    torch.testing.assert_close(found, wanted)
+    for ours, theirs in zip(torch.autograd.grad(found.sum(), z), torch.autograd.grad(wanted.sum(), z), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    model = MLP(function)
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x)
+    torch.testing.assert_close(model(100 * x), eager(100 * x))
+
+
+def test_functions_of_which_torch_keeps_the_output(x: Tensor) -> None:
+    class Exponent(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(torch.exp(self.first(x)))
+
+    for inputs in (None, x):
+        assert not fl.fuse(Exponent(), inputs).replaced
+
+
+def test_models_that_need_gradients_in_their_forward_pass(x: Tensor) -> None:
+    class Hooked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.inner(x)
+            y.register_hook(lambda dy: dy / 2)
+            return y
+
+    model = Hooked()
+    eager = copy.deepcopy(model)
+    report = fl.fuse(model, x)
+    assert places(report) == [("dense", ("inner.first", "inner.act"))]
+    assert reasons(report)[""].startswith("it could not be followed with these inputs, as it is without any: Runtime")
+    check(model, eager, x)
+
+
+def test_second_derivatives_in_a_forward_pass_keep_more(x: Tensor) -> None:
+    class Forces(nn.Module):
+        """Whose output is the gradient of an energy."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.energy = nn.Sequential(nn.Linear(IN, HIDDEN), nn.SiLU(), nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
+            return force
+
+    model = Forces()
+    report = fl.fuse(model, x)
+    assert not report.replaced and "more for the backward pass" in reasons(report)[""]
+    assert type(model.energy[0]) is nn.Linear
+
+
+def test_proxies_do_not_stay_in_the_model(x: Tensor) -> None:
+    class Remembers(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queue: Any = collections.deque(maxlen=3)
+            self.nested: Any = {"inner": [[]]}
+            self.notes = types.SimpleNamespace()
+            self.of: Any = collections.defaultdict(list)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.act(self.first(x))
+            self.queue.append(y)
+            self.nested["inner"][0].append(y)
+            self.notes.y = y
+            self.of["y"].append(y)
+            return self.last(self.norm(y))
+
+    model = Remembers()
+    fl.fuse(model)
+    assert not model.queue and model.nested == {"inner": [[]]} and not vars(model.notes) and not model.of
 
 
 # --- modules of other kinds -------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..activations.python import names_in, unwrapped
+from ..activations.python import names_in
+from .code import codes_of
 from .derived import Mixin
 
 #: What is compared by value. Other objects are themselves, or copied together with the module.
@@ -19,13 +20,14 @@ _OF_ANY_MODULE = frozenset(vars(nn.Module()))
 
 
 class Attributes(NamedTuple):
-    """What a module has, and what it has not, but could get in the place of what its class has. Other attributes may be
-    added, for programs attach notes of all sorts to modules.
+    """What a module has: children, which parameters and buffers, and other attributes. Of those that are added none may
+    be one that its code names; others may, for programs attach notes of all sorts.
 
     The module is not among these: it is to hold them, and would hold itself.
     """
 
     children: dict[str, nn.Module | None]
+    tensors: tuple[tuple[str, bool], ...]
     had: dict[str, object]
     had_not: tuple[str, ...]
 
@@ -33,12 +35,20 @@ class Attributes(NamedTuple):
     def of(cls, module: nn.Module) -> Attributes:
         kind: Any = type(module)
         had = {name: value for name, value in vars(module).items() if name not in _OF_ANY_MODULE}
-        return cls(dict(module._modules), had, tuple(_of_class(kind) - had.keys()))
+        return cls(dict(module._modules), _tensors_of(module), had, tuple(_named_by(kind) - had.keys()))
 
     def are_still_of(self, module: nn.Module) -> bool:
         own = vars(module)
-        is_same = module._modules == self.children and not any(name in own for name in self.had_not)
-        return is_same and all(name in own and _is(own[name], value) for name, value in self.had.items())
+        if module._modules != self.children or _tensors_of(module) != self.tensors:
+            return False
+        is_same = all(name in own and _is(own[name], value) for name, value in self.had.items())
+        return is_same and not any(name in own for name in self.had_not)
+
+
+def _tensors_of(module: nn.Module) -> tuple[tuple[str, bool], ...]:
+    """Which there are: what they are is read at every call."""
+    registered = (*module._parameters.items(), *module._buffers.items())
+    return tuple([(name, tensor is None) for name, tensor in registered])
 
 
 def _is(value: object, other: object) -> bool:
@@ -46,14 +56,13 @@ def _is(value: object, other: object) -> bool:
 
 
 @lru_cache(1024)
-def _of_class(kind: Any) -> frozenset[str]:
-    """The names of a class's members, and those that ``getattr`` may ask for with a default."""
-    bases = [base for base in kind.__mro__ if base not in nn.Module.__mro__ and not issubclass(base, Mixin)]
-    members = [(name, unwrapped(member)) for base in bases for name, member in vars(base).items()]
-    codes = [member.__code__ for _, member in members if isinstance(member, types.FunctionType)]
-    names = [name for name, _ in members]
-    names += [name for code in codes if "getattr" in names_in(code) for name in _strings_in(code)]
-    return frozenset(name for name in names if name.isidentifier() and not name.startswith("__"))
+def _named_by(kind: Any) -> frozenset[str]:
+    """The members of a class, and what its code names or may ask for by a string."""
+    kind = kind.original if issubclass(kind, Mixin) else kind
+    names = {name for base in kind.__mro__ if base not in nn.Module.__mro__ for name in vars(base)}
+    for code in codes_of(kind):
+        names.update(names_in(code), _strings_in(code))
+    return frozenset(name for name in names - _OF_ANY_MODULE if name.isidentifier() and not name.startswith("__"))
 
 
 def _strings_in(code: types.CodeType) -> Iterator[str]:

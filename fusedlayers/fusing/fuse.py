@@ -75,13 +75,20 @@ def fuse_on(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], sav
     _check_model(model)
     inputs = [*tensors_in((args, kwargs))]
     with unchanged([*model.modules()], inputs, device_of((model, inputs))) as random_again:
-        rewriting = Rewriting(model, Flow([record(model, args, kwargs)]), save)
 
         def measured() -> int | None:
             random_again()
             return _saved_bytes(model, args, kwargs)
 
         before = measured()
+        random_again()
+        try:
+            passes, unseen = [record(model, args, kwargs)], None
+        except Exception as error:  # without gradients not all that runs with them does
+            passes, unseen = [*trace(model)], f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        rewriting = Rewriting(model, Flow(passes), save)
+        if unseen is not None:
+            rewriting.note(f"it could not be followed with these inputs, as it is without any: {unseen}")
         with _undone_if_raised(rewriting):
             after = _tried(rewriting, measured)
             if before is not None and after is not None and after > before:

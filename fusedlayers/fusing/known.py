@@ -24,6 +24,8 @@ from .derived import Mixin
 LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase)
 #: Whose outputs torch keeps.
 KEPT_BY_TORCH = frozenset({"relu", "tanh", "sigmoid"})
+#: Functions outside the table of which torch keeps the outputs too, where a layer would keep its input.
+_OF_THEIR_RESULT = frozenset({"exp", "exp_", "expm1", "exp2", "sqrt", "sqrt_", "rsqrt", "reciprocal", "tan"})
 
 
 def activation_of(module: Any, kind: type[nn.Module]) -> Activation:
@@ -81,6 +83,8 @@ def _is_told(function: Any) -> bool:
 def found_in(function: Callable[..., Any], shape: tuple[int, ...], dtype: torch.dtype) -> Activation | None:
     """What a module or a chain of functions computes, if that is an activation, and the same in training and
     evaluation."""
+    if isinstance(function, Chain) and function.__name__ in _OF_THEIR_RESULT:
+        return None
     if isinstance(function, nn.Module):
         if not _may_be_activation(function):
             return None

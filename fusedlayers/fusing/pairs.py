@@ -61,9 +61,9 @@ class Calls(Mixin):
             return None
         if isinstance(pair.activation, Chain):
             function = pair.activation
-            return Site.of(layer, function, known_of(function, pair.known) or resolve(function))
+            return Site.of(layer, function, lambda: known_of(function, pair.known) or resolve(function))
         activation = at(self, pair.activation, Applies)
-        return None if activation is None else Site.of(layer, activation, activation.activation())
+        return None if activation is None else Site.of(layer, activation, activation.activation)
 
 
 def at(module: Any, path: str, mixin: type[Mixin]) -> Any:
@@ -111,7 +111,8 @@ class Layer(Mixin):
         site = site_of(itself) if len(args) == 1 and not kwargs else None
         if site is None:
             return super().forward(*args, **kwargs)
-        return Given.of(site, args[0], self.fused(args[0], site.computes))
+        activation = site.computes()
+        return Given.of(site, args[0], activation, self.fused(args[0], activation))
 
     def fused(self, input: Tensor, activation: Activation) -> Tensor:
         """The layer and the activation."""

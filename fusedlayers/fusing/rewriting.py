@@ -18,6 +18,7 @@ from .attributes import Attributes
 from .blocks import Block, called_because
 from .calls import Call
 from .chain import Chain
+from .code import depends_because
 from .derived import Mixin, change, change_back, is_changed
 from .known import KEPT_BY_TORCH, LAYERS, Known, found_in
 from .left import left_because
@@ -74,6 +75,10 @@ class Rewriting:
     def report(self) -> FuseReport:
         return FuseReport(type(self._model).__name__, tuple(self._replaced), tuple(self._skipped))
 
+    def note(self, reason: str) -> None:
+        """Something about the whole model."""
+        self._skip(self._model, reason)
+
     def has_changed(self, module: nn.Module) -> bool:
         return module in self._changed
 
@@ -94,7 +99,7 @@ class Rewriting:
 
     def leave_all(self, reason: str) -> None:
         self.undo()
-        self._skipped = [Skipped("", reason)]
+        self.note(reason)
 
     def undo(self) -> None:
         """Put back everything."""
@@ -130,7 +135,7 @@ class Rewriting:
         activation = found_in(function, (2, layers[-1].weight.shape[-1]), layers[-1].weight.dtype)
         if activation is None:
             return
-        reason = called_because(module, plan) or activation.unfused_because
+        reason = called_because(module, plan) or activation.unfused_because or depends_because(module)
         if reason is None:
             samples = [call.sample for call in calls if call.sample is not None]
             reason = disagreement(module, plan, samples[0] if samples else _sample(layers[0]))
@@ -140,9 +145,10 @@ class Rewriting:
         self._taken.update(inner for name in plan.inner for inner in module.get_submodule(name).modules())
         owners = {path: inner for path, inner in module.named_modules() if inner is module or inner._modules}
         state = {path: Attributes.of(inner) for path, inner in owners.items()}
-        self._change(module, Block, fused_block=plan, fused_as=state, known_activation=Known.of(function, activation))
-        if isinstance(function, nn.Module):  # for where the layers must be called
-            self._apply(function, activation)
+        known = Known.of(function, activation)
+        self._change(module, Block, fused_block=plan, fused_as=state, known_activation=known)
+        if isinstance(function, nn.Module) and not is_changed(function):  # for where the layers must be called
+            self._change(function, Applies, known_activation=known)
         dtype, is_frozen = layers[0].weight.dtype, not layers[0].weight.requires_grad
         saves = kept(activation, plan.save, dtype, is_gated=plan.is_gated, is_frozen=is_frozen)
         pattern = "gated mlp" if plan.is_gated else "mlp"

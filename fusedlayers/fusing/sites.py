@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -32,19 +32,19 @@ class Site(NamedTuple):
     Attributes:
         layer: the layer.
         activation: a module, or the function that their caller's code calls.
-        computes: what that is now.
+        computes: tells what that is now.
         state: of autograd, when their caller was called.
         given: what stands for the layer's results.
     """
 
     layer: nn.Module
     activation: nn.Module | Chain
-    computes: Activation
+    computes: Callable[[], Activation]
     state: tuple[bool, object]
     given: list[weakref.ref[Given]]
 
     @classmethod
-    def of(cls, layer: nn.Module, activation: nn.Module | Chain, computes: Activation) -> Site:
+    def of(cls, layer: nn.Module, activation: nn.Module | Chain, computes: Callable[[], Activation]) -> Site:
         return cls(layer, activation, computes, _state(), [])
 
     def is_open(self) -> bool:
@@ -57,9 +57,10 @@ class Site(NamedTuple):
         return _state() == self.state
 
     def check_ended(self) -> None:
-        """Raise if somebody still holds a result: outside of the call nobody knows what it stands for."""
-        if any(ref() is not None for ref in self.given):
-            raise self.lost()
+        """Raise if somebody still holds a result for which neither the activation nor another function was called."""
+        for given in (ref() for ref in self.given):
+            if given is not None and not given.is_claimed and given.z is None:
+                raise self.lost()
 
     @property
     def is_in_place(self) -> bool:
@@ -75,6 +76,8 @@ class Site(NamedTuple):
         return Lost(self.layer, f"fusedlayers.fuse: {self.name}, but its result went somewhere else: {_AGAIN}")
 
 
+#: These are about a tensor's place in the graph of what has been computed with it.
+_OF_THE_GRAPH = frozenset({"register_hook", "retain_grad", "__set__", "requires_grad_", "detach_", "backward"})
 _AGAIN = (
     "this call takes another path through the model than the one it was fused for. Call fusedlayers.unfuse(model), and "
     "fusedlayers.fuse(model, example_inputs) with inputs, and in the mode (train or eval), of such a call"
@@ -100,20 +103,25 @@ class Given(Tensor):
     site: Site
     input: Tensor
     moment: tuple[object, ...]
+    computed: Activation
     y: Tensor
     is_claimed: bool
     z: Tensor | None
 
     @staticmethod
-    def of(site: Site, input: Tensor, y: Tensor) -> Given:
+    def of(site: Site, input: Tensor, computed: Activation, y: Tensor) -> Given:
         given = Tensor._make_subclass(Given, _NOTHING)
-        given.site, given.input, given.moment, given.y = site, input, _moment(input), y
+        given.site, given.input, given.moment = site, input, _moment(site.layer, input)
+        given.computed, given.y = computed, y
         given.is_claimed, given.z = False, None
         site.given.append(weakref.ref(given))
         return given
 
     def is_for(self, activation: nn.Module) -> bool:
-        return self.site.activation is activation and self._may_be_claimed()
+        if self.site.activation is not activation or not self._may_be_claimed():
+            return False
+        # A function of the table may have got other numbers between the two.
+        return self.computed.is_untraced or self.site.computes() == self.computed
 
     def _may_be_claimed(self) -> bool:
         return not self.is_claimed and self.z is None and self.site.is_open()
@@ -127,8 +135,9 @@ class Given(Tensor):
         """What the layer alone computes."""
         site = self.site
         if self.z is None:
-            is_as_it_was = site.is_open() and _moment(self.input) == self.moment
-            if _scope.is_strict or not is_as_it_was or (self.is_claimed and site.is_in_place):
+            is_known = not self.input.is_inference() and _moment(site.layer, self.input) == self.moment
+            is_written = self.is_claimed and site.is_in_place
+            if _scope.is_strict or is_written or not (is_known and site.is_open()):
                 raise site.lost()
             if site.layer not in _told:
                 _told.add(site.layer)
@@ -147,8 +156,11 @@ class Given(Tensor):
         is_chain = isinstance(chain, Chain) and chain.begins_with(func, args, kwargs, given)
         if is_chain and given._may_be_claimed():
             return given.claim()
-        if name_of(func) in METADATA and args[0] is given:
+        name = name_of(func)
+        if name in METADATA and args[0] is given:
             return func(given.y, *args[1:], **kwargs)
+        if given.is_claimed and name in _OF_THE_GRAPH:
+            raise given.site.lost()
         values: Any = tree_map(lambda leaf: leaf.value() if isinstance(leaf, Given) else leaf, (args, kwargs))
         return func(*values[0], **values[1])
 
@@ -160,11 +172,12 @@ class Given(Tensor):
         raise given.site.lost()
 
 
-def _moment(input: Tensor) -> tuple[object, ...]:
-    """What else than the layer decides what it computes of the input."""
+def _moment(layer: nn.Module, input: Tensor) -> tuple[object, ...]:
+    """What decides what a layer computes of the input; what happens to tensors of inference mode does not show."""
     device = input.device.type
-    version = 0 if input.is_inference() else input._version
-    return version, torch.get_autocast_dtype(device) if is_autocast(device) else None
+    read = (input, *layer._parameters.values())
+    versions = [None if tensor is None or tensor.is_inference() else tensor._version for tensor in read]
+    return *versions, torch.get_autocast_dtype(device) if is_autocast(device) else None
 
 
 #: Made now: what is made while a model runs may be something else, under a ``FakeTensorMode`` for one.

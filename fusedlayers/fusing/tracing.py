@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import functools
 import operator
+import types
 import warnings
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -63,21 +64,41 @@ def trace(model: nn.Module) -> Iterator[Call]:
 
 @contextmanager
 def _attributes_kept(module: nn.Module) -> Iterator[list[fx.Node]]:
-    """Put back what the code stores in modules, in their attributes or in lists, dicts and sets there; yield where the
-    nodes that it has stored are listed then."""
-    spaces: list[Any] = [vars(inner) for inner in module.modules()]
-    spaces += [value for space in spaces for value in space.values() if type(value) in (list, dict, set)]
-    before = [(space, copy.copy(space)) for space in spaces]
+    """Put back what the code stores in modules: in their attributes, or in what these hold. Yield where the nodes that
+    it has stored are listed then."""
+    before = [(space, copy.copy(space)) for space in _spaces(module)]
     stored: list[fx.Node] = []
     try:
         yield stored
     finally:
         for space, content in before:
-            known = {id(value) for value in _values(content)}
+            known = [id(value) for value in _values(content)]
+            if known == [id(value) for value in _values(space)]:
+                continue
             new = [value for value in _values(space) if id(value) not in known]
             stored += [leaf.node for leaf in tree_leaves(new) if isinstance(leaf, fx.Proxy)]
             space.clear()
-            (space.extend if isinstance(space, list) else space.update)(content)
+            (space.update if isinstance(space, dict | set) else space.extend)(content)
+
+
+def _spaces(module: nn.Module) -> list[Any]:
+    """The containers that code may write to: attributes, and what these hold, as deep as it goes."""
+    spaces: list[Any] = [vars(inner) for inner in module.modules()]
+    known = {id(space) for space in spaces}
+    for space in spaces:
+        for value in _values(space) if len(space) <= _LARGE else ():
+            if isinstance(value, nn.Module | Tensor | type | types.ModuleType | types.FunctionType):
+                continue
+            inner = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", None)
+            if isinstance(inner, _CONTAINERS) and id(inner) not in known:
+                known.add(id(inner))
+                spaces.append(inner)
+    return spaces
+
+
+_CONTAINERS = (list, dict, set, deque)
+#: What has more elements holds data, and no containers.
+_LARGE = 4096
 
 
 def _values(space: Any) -> Iterable[object]:
