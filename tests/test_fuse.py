@@ -1376,6 +1376,22 @@ def test_models_are_freed_at_once(x: Tensor) -> None:
         gc.enable()
 
 
+def test_code_that_asks_for_dtypes(x: Tensor) -> None:
+    class Clamped(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.dtype is torch.bfloat16:
+                x = x.clamp(min=0)
+            return super().forward(x)
+
+    model = Clamped(nn.GELU())
+    assert places(fl.fuse(model, x)) == [("mlp", ("",))]
+    eager = copy.deepcopy(model)
+    fl.unfuse(eager)
+    check(model, eager, x)
+    found, wanted = (one.bfloat16()(x.bfloat16()).double() for one in (model, eager))
+    assert (found - wanted).norm() <= 0.01 * wanted.norm()
+
+
 def test_code_that_asks_for_sizes_is_no_block(x: Tensor) -> None:
     class Sized(MLP):
         def forward(self, x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 
 from ..activations import must_be_called_because
@@ -27,6 +28,7 @@ class Plan(NamedTuple):
         after: modules that the output goes through.
         is_gated: whether there is a gate.
         save: what is kept of the hidden layer.
+        dtype: of the layers, where the code asks for dtypes, and may do something else for others; else None.
     """
 
     first: tuple[str, ...]
@@ -36,6 +38,7 @@ class Plan(NamedTuple):
     after: tuple[str, ...]
     is_gated: bool
     save: str
+    dtype: torch.dtype | None
 
     @property
     def inner(self) -> tuple[str, ...]:
@@ -118,4 +121,6 @@ def called_because(module: nn.Module, plan: Plan) -> str | None:
                     dtypes.add(tensor.dtype)
         elif path == plan.dropout and type(inner) is not nn.Dropout:
             return f"{path} is a {type(inner).__name__}"
-    return None if len(dtypes) == 1 else "its layers have different dtypes"
+    if len(dtypes) != 1:
+        return "its layers have different dtypes"
+    return "its code asks for dtypes, and this is another one" if plan.dtype not in (None, *dtypes) else None

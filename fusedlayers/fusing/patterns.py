@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -116,7 +117,10 @@ class _Match:
         if any(call.is_metadata and call.name in SIZES for call in self.block.calls):
             return "its code asks for sizes, and may do something else for others"
         first = tuple(map(self._name, self.first))
-        return Plan(first, activation, dropout, self._name(self.last), after, self.is_gated, save)
+        asks = any(call.is_metadata and call.name == "dtype" for call in self.block.calls)
+        layer: Any = self.last.module
+        dtype = layer.weight.dtype if asks else None
+        return Plan(first, activation, dropout, self._name(self.last), after, self.is_gated, save, dtype)
 
     @property
     def is_gated(self) -> bool:
