@@ -27,10 +27,10 @@ def fuse(model: nn.Module, example_inputs: Any = None, *, save: str = "auto") ->
     """Fuse, in place, the layers of a model with the activations after them, and its MLPs; say what was done.
 
     What is found: a dense layer (``nn.Linear``, transformers' ``Conv1D``), a convolution or a batch norm whose output
-    an activation module reads, and nobody else; modules that are MLPs of two layers, or gated ones; and activations
-    alone, which then keep their output instead of their input. The modules stay where they are, with their parameters,
-    hooks, names and ``state_dict`` keys; ``unfuse`` puts their classes back. Whoever calls a fused layer from somewhere
-    else, wraps it, hooks it or exchanges the activation gets the plain layer.
+    one activation (a module or a function) reads, and nobody else; modules that are MLPs of two layers, or gated ones;
+    and activations alone, which then keep their output instead of their input. The modules stay where they are, with
+    their parameters, hooks, names and ``state_dict`` keys; ``unfuse`` puts their classes back. Whoever calls a fused
+    layer from somewhere else, wraps it, hooks it or exchanges the activation gets the plain layer.
 
     Args:
         model: any module; it is run, or followed by ``torch.fx``, but its buffers and the random generators are put

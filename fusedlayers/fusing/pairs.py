@@ -84,7 +84,7 @@ class Applies(Mixin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         itself: Any = self
-        is_usual = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].is_floating_point()
+        is_usual = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
         if not is_usual or must_be_called_because(itself) is not None:
             return super().forward(*args, **kwargs)
         (input,) = args
@@ -93,7 +93,8 @@ class Applies(Mixin):
                 return input.claim()
             input = input.value()
         activation = self.activation()
-        if activation.row is not None and activation.row.name in KEPT_BY_TORCH:
+        is_kept = activation.row is not None and activation.row.name in KEPT_BY_TORCH
+        if is_kept or not input.is_floating_point():
             return super().forward(input)
         return bias_act(input, None, activation, inplace=bool(getattr(self, "inplace", False)))
 
