@@ -27,7 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from .activations import DTYPES, Activation
 from .fusing.calls import Value
 from .fusing.chain import Chain
-from .fusing.known import KEPT_BY_TORCH, found_in
+from .fusing.known import found_in, is_kept_by_torch
 from .fusing.tracing import call_of
 from .traced import output_saved
 
@@ -96,7 +96,7 @@ def _regions(graph: Graph) -> Iterator[Region]:
         if chain not in known:
             known[chain] = found_in(chain, (2, 6), _tensor(z).dtype)
         activation = known[chain]
-        if activation is not None and not (activation.row is not None and activation.row.name in KEPT_BY_TORCH):
+        if activation is not None and not is_kept_by_torch(activation):
             inside.update(nodes)
             yield Region(z, nodes, activation)
 

@@ -25,6 +25,11 @@ def pattern_of(module: str) -> tuple[str, ...]:
     return tuple("*" if part.isdecimal() else part for part in module.split("."))
 
 
+def first_line(error: BaseException) -> str:
+    """Of an error's message; its class where it has none."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def together(modules: Iterable[str]) -> str:
     """One path for paths that differ in their numbers: ``layer.0`` and ``layer.1`` are ``layer.0-1``."""
     columns = zip(*(module.split(".") for module in modules), strict=True)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..routes import SMALL
 from ..state import in_mode
+from ..text import first_line
 from .blocks import Plan, whole
 
 #: Of results that differ in the order of sums, and in where they are rounded; relative, by the norm. What another
@@ -31,7 +32,7 @@ def disagreement(module: nn.Module, plan: Plan, sample: Tensor) -> str | None:
                 wanted, again = (_results(module, module.forward, sample) for _ in range(2))
                 found = _results(module, lambda x: whole(module, plan, x), sample)
             except Exception as error:  # whatever a forward pass does with an input that is not its own
-                return f"it could not be tried: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+                return f"it could not be tried: {first_line(error)}"
         mode = "training" if training else "evaluation"
         if _differ(wanted, again, sample.dtype):
             return f"in {mode} it computes something else each time"

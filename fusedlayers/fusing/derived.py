@@ -48,15 +48,14 @@ def change(module: nn.Module, mixin: type[Mixin], **own: Any) -> None:
     vars(module).update(own)
 
 
-def change_back(module: nn.Module) -> bool:
-    """Take the mixin away; False if the class has been changed once more since, and cannot be."""
+def change_back(module: nn.Module) -> None:
+    """Take the mixin away, unless the class has been changed once more since."""
     if not is_changed(module):
-        return False
+        return
     changed: Any = module
     for name in changed.OWN:
         vars(module).pop(name, None)
     module.__class__ = changed.original
-    return True
 
 
 _classes: dict[tuple[type[Mixin], type[nn.Module]], type[nn.Module]] = {}

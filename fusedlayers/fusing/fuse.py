@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from ..memory import device_of, has_data, saved_bytes, tensors_in
 from ..state import unchanged
-from ..text import size_text
+from ..text import first_line, size_text
 from .derived import Mixin, change_back, is_changed
 from .patterns import Flow
 from .recording import record
@@ -85,7 +85,7 @@ def fuse_on(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], sav
         try:
             passes, unseen = [record(model, args, kwargs)], None
         except Exception as error:  # without gradients not all that runs with them does
-            passes, unseen = [*trace(model)], f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            passes, unseen = [*trace(model)], f"{type(error).__name__}: {first_line(error)}"
         rewriting = Rewriting(model, Flow(passes), save)
         if unseen is not None:
             rewriting.note(f"it could not be followed with these inputs, as it is without any: {unseen}")
@@ -125,10 +125,9 @@ def _trial(rewriting: Rewriting, measured: Callable[[], int | None]) -> int | No
                 return measured()  # one that was fused before
             rewriting.leave(lost.layer, "what it computes reaches its activation in a way that torch does not show")
         except Exception as error:  # whatever a model's code does with what it is not used to
-            if not rewriting.report().replaced:
+            if not rewriting.is_done:
                 raise
-            text = next(iter(str(error).splitlines()), "")
-            rewriting.leave_all(f"fused, it raised {type(error).__name__}: {text}")
+            rewriting.leave_all(f"fused, it raised {type(error).__name__}: {first_line(error)}")
 
 
 @contextmanager

@@ -23,9 +23,14 @@ from .derived import Mixin
 #: Layers that often have an activation after them, and classes made from these.
 LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase)
 #: Whose outputs torch keeps.
-KEPT_BY_TORCH = frozenset({"relu", "tanh", "sigmoid"})
+_KEPT_BY_TORCH = frozenset({"relu", "tanh", "sigmoid"})
 #: Functions outside the table of which torch keeps the outputs too, where a layer would keep its input.
 _OF_THEIR_RESULT = frozenset({"exp", "exp_", "expm1", "exp2", "sqrt", "sqrt_", "rsqrt", "reciprocal", "tan"})
+
+
+def is_kept_by_torch(activation: Activation) -> bool:
+    """Whether torch keeps its output anyway, so that alone there is nothing to spare."""
+    return activation.row is not None and activation.row.name in _KEPT_BY_TORCH
 
 
 def activation_of(module: Any, kind: type[nn.Module]) -> Activation:

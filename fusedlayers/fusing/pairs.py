@@ -19,7 +19,7 @@ from ..modules.conv import conv_act
 from ..modules.norm import FusedBatchNormAct1d, FusedBatchNormAct2d, FusedBatchNormAct3d, norm_layer_act
 from .chain import Chain
 from .derived import Mixin
-from .known import KEPT_BY_TORCH, Known, activation_of, known_of
+from .known import Known, activation_of, is_kept_by_torch, known_of
 from .sites import Given, Site, opened, site_of
 from .watched import is_watched
 
@@ -93,8 +93,7 @@ class Applies(Mixin):
                 return input.claim()
             input = input.value()
         activation = self.activation()
-        is_kept = activation.row is not None and activation.row.name in KEPT_BY_TORCH
-        if is_kept or not input.is_floating_point():
+        if is_kept_by_torch(activation) or not input.is_floating_point():
             return super().forward(input)
         return bias_act(input, None, activation, inplace=bool(getattr(self, "inplace", False)))
 

@@ -20,7 +20,7 @@ from .calls import Call
 from .chain import Chain
 from .code import depends_because
 from .derived import Mixin, change, change_back, is_changed
-from .known import KEPT_BY_TORCH, LAYERS, Known, found_in
+from .known import LAYERS, Known, found_in, is_kept_by_torch
 from .left import left_because
 from .pairs import Applies, Calls, Layer, NormLayer, Pair, layer_mixin
 from .patterns import Flow, followers, is_dense, parent_of, plan_of
@@ -78,6 +78,11 @@ class Rewriting:
     def note(self, reason: str) -> None:
         """Something about the whole model."""
         self._skip(self._model, reason)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether anything is fused now."""
+        return bool(self._replaced)
 
     def has_changed(self, module: nn.Module) -> bool:
         return module in self._changed
@@ -251,7 +256,7 @@ class Rewriting:
         activation = found_in(module, (2, 6), dtype)
         if activation is None or activation.unfused_because is not None:
             return
-        if activation.row is not None and activation.row.name in KEPT_BY_TORCH:
+        if is_kept_by_torch(activation):
             return
         self._apply(module, activation)
         self._replaced.append(
