@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -62,7 +63,17 @@ def checkpoints_of(nodes: Iterable[Any]) -> Iterator[tuple[Any, list[Tensor]]]:
                     raw: list[Any] = [
                         held for held in getattr(frame, "saved_args", ()) if isinstance(held, SavedTensor)
                     ]
-                    yield node, inputs + [tensor for held in raw for tensor in _tensors(held.data)]
+                    inputs += [tensor for held in raw for tensor in _tensors(held.data)]
+                    yield node, inputs + list(_tensors(_kept_by(frame)))
+
+
+def _kept_by(frame: Any) -> list[Any]:
+    """What the function that a checkpoint will run again says that it keeps for that (``checkpoint/sublinear.py``)."""
+    found = []
+    for cell in getattr(frame.recompute_fn, "__closure__", None) or ():
+        with suppress(ValueError):  # a name that has no value
+            found.append(getattr(cell.cell_contents, "kept_for_second_run", None))
+    return found
 
 
 def attributes_of(node: Any) -> Iterator[Tensor]:

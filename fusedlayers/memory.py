@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from .graph import attributes_of, leaves_of, nodes_of
+from .graph import attributes_of, checkpoints_of, leaves_of, nodes_of
 
 __all__ = ["peak_bytes", "saved_bytes"]
 
@@ -129,8 +129,10 @@ class _Ledger:
         leaf_keys = {part.untyped_storage()._cdata for leaf in leaves_of(nodes) for part in strided_parts(leaf)}
         parameter_bytes = sum(self._bytes.get(key, 0) for key in leaf_keys)
         self._left_out |= leaf_keys
-        # Attributes of contexts bypass the hooks.
-        for tensor in (tensor for node in nodes for tensor in attributes_of(node)):
+        # Attributes of contexts bypass the hooks, and so does what a checkpoint keeps of its first run.
+        past_hooks = [tensor for node in nodes for tensor in attributes_of(node)]
+        past_hooks += [tensor for _, tensors in checkpoints_of(nodes) for tensor in tensors]
+        for tensor in past_hooks:
             if not _is_parameter(tensor):
                 for part in strided_parts(tensor):
                     self._hold(part)

@@ -228,10 +228,11 @@ def _is_selectively_checkpointed() -> bool:
     """Whether results of the operations that a policy names are kept, a matmul's say, for the time when the others are
     computed again. None of them may be written over."""
     modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
-    return any(isinstance(mode, _SELECTIVE) for mode in modes)
+    return any(isinstance(mode, _SELECTIVE) or getattr(mode, "keeps_results", False) for mode in modes)
 
 
-#: In place while a selective checkpoint keeps, and while it computes again.
+#: In place while a selective checkpoint of torch's keeps, and while it computes again (``checkpoint/keeping.py`` has its
+#: own).
 _SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 

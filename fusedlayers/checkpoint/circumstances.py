@@ -1,0 +1,204 @@
+"""What a function finds when it runs, so that it finds the same when it runs again for the backward pass.
+
+* Random numbers: the generators of PyTorch (of the CPU and of every device that tensors are on), of Python and of NumPy.
+  A state is kept only of those that the function drew from.
+* Autocast, for each kind of device.
+* The buffers of the modules in it. The first run updates them, as the statistics of a batch norm, or the vectors of a
+  spectral norm: a second one starts from what the first one found, and what it writes is thrown away.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_leaves
+
+
+class Circumstances:
+    """Those of one call. ``noting`` is what the first run is under, ``again`` is for all that follow."""
+
+    def __init__(self, modules: Iterable[nn.Module], tensors: Iterable[Tensor], *, seed: bool = True) -> None:
+        self._modules = tuple(modules)
+        # Nobody asks hundreds of parameters where they are for the sake of a machine without accelerators.
+        devices = {tensor.device for tensor in tensors}
+        if torch.accelerator.is_available():
+            devices |= {p.device for module in self._modules for p in module._parameters.values() if p is not None}
+        devices = {device for device in devices if device.type not in ("cpu", "meta")}
+        self._autocast = [_Autocast.now(kind) for kind in sorted({"cpu", *(device.type for device in devices)})]
+        self._generators = [*_GENERATORS, *(_of_device(device) for device in devices)] if seed else []
+        self._states: list[tuple[_Generator, Any]] = []
+        self._buffers: list[_Buffer] = []
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        states = [(generator, generator.get()) for generator in self._generators]
+        found = list(_buffers_of(self._modules))
+        try:
+            yield
+        finally:
+            self._states = [(generator, state) for generator, state in states if generator.has_moved(state)]
+            self._buffers = [buffer for buffer in found if buffer.is_written()]
+            self._generators, self._modules = [], ()
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for generator, state in self._states:
+                stack.callback(generator.set, generator.get())
+                generator.set(state)
+            for buffer in self._buffers:
+                stack.callback(buffer.module._buffers.__setitem__, buffer.name, buffer.module._buffers[buffer.name])
+                buffer.module._buffers[buffer.name] = buffer.before()
+            for autocast in self._autocast:
+                stack.enter_context(autocast.context())
+            yield
+
+
+# --- random numbers ---------------------------------------------------------------------------------------------------
+
+
+class _Generator(NamedTuple):
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+
+    def has_moved(self, state: Any) -> bool:
+        now = self.get()
+        return not (torch.equal(now, state) if isinstance(now, Tensor) else _same(now, state))
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Of NumPy's state, a tuple with an array in it, too."""
+    return all(x is y or bool(x == y if not hasattr(x, "tobytes") else x.tobytes() == y.tobytes()) for x, y in zip(a, b, strict=True))
+
+
+def _numpys(name: str) -> Callable[..., Any]:
+    def call(*state: Any) -> Any:
+        numpy: Any = sys.modules.get("numpy")  # who has not imported it draws nothing from it
+        return () if numpy is None or state == ((),) else getattr(numpy.random, name)(*state)
+
+    return call
+
+
+_GENERATORS = (
+    _Generator(torch.get_rng_state, torch.set_rng_state),
+    _Generator(random.getstate, random.setstate),
+    _Generator(_numpys("get_state"), _numpys("set_state")),
+)
+
+
+def _of_device(device: torch.device) -> _Generator:
+    module = torch.get_device_module(device)
+    return _Generator(functools.partial(module.get_rng_state, device), lambda state: module.set_rng_state(state, device))
+
+
+# --- autocast ---------------------------------------------------------------------------------------------------------
+
+
+class _Autocast(NamedTuple):
+    kind: str
+    enabled: bool
+    dtype: torch.dtype | None
+    cache: bool
+
+    @classmethod
+    def now(cls, kind: str) -> _Autocast:
+        if not torch.amp.is_autocast_available(kind):
+            return cls(kind, False, None, False)
+        return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
+
+    def context(self) -> Any:
+        if self.dtype is None:
+            return ExitStack()
+        return torch.autocast(self.kind, self.dtype, self.enabled, self.cache)
+
+
+# --- buffers ----------------------------------------------------------------------------------------------------------
+
+
+class _Buffer(NamedTuple):
+    """A buffer as a run finds it. ``values`` are a copy; None where a second run may find any."""
+
+    module: nn.Module
+    name: str
+    tensor: Tensor
+    version: int
+    values: Tensor | None
+
+    def is_written(self) -> bool:
+        if self.values is None:
+            return True
+        return self.module._buffers.get(self.name) is not self.tensor or self.tensor._version != self.version
+
+    def before(self) -> Tensor:
+        found = self.module._buffers[self.name] if self.values is None else self.values
+        assert found is not None
+        return found.detach().clone()
+
+
+def _buffers_of(modules: Iterable[nn.Module]) -> Iterator[_Buffer]:
+    for module in modules:
+        # Torch's batch norms count no version up, and do not read in training what they write.
+        is_norm = isinstance(module, _NormBase) and module.training
+        for name, tensor in module._buffers.items():
+            if tensor is not None and not tensor.is_inference():
+                values = None if is_norm else tensor.detach().clone()
+                yield _Buffer(module, name, tensor, tensor._version, values)
+
+
+# --- what is in a function --------------------------------------------------------------------------------------------
+
+
+def modules_in(function: object, *arguments: object) -> list[nn.Module]:
+    """All modules that a call can reach: the function itself, what it is bound to, what a ``partial`` holds, what it
+    closes over, what its code names among its globals, and the arguments; functions among these in the same way."""
+    found: dict[nn.Module, None] = {}
+    seen: set[int] = set()
+    pending: list[object] = [function, *arguments]
+    while pending:
+        thing = pending.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, nn.Module):
+            found.update(dict.fromkeys(thing.modules()))
+        elif isinstance(thing, functools.partial):
+            pending += [thing.func, *thing.args, *thing.keywords.values()]
+        elif isinstance(thing, types.MethodType):
+            pending += [thing.__self__, thing.__func__]
+        elif isinstance(thing, types.FunctionType):
+            if not thing.__module__.startswith("torch."):
+                pending += _named_in(thing)
+        elif isinstance(thing, list | tuple | dict | set):
+            pending += [leaf for leaf in tree_leaves(list(thing) if isinstance(thing, set) else thing)]
+        elif hasattr(thing, "__dict__") and not isinstance(thing, Tensor):
+            # Of other objects what they hold themselves, and not what those hold: that may be a whole program.
+            pending += [held for held in vars(thing).values() if isinstance(held, nn.Module | list | tuple | dict)]
+    return list(found)
+
+
+def _named_in(function: types.FunctionType) -> list[object]:
+    found: list[object] = []
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # a name that has no value yet
+            continue
+    names = {name for code in _codes_in(function.__code__) for name in code.co_names}
+    named = (function.__globals__[name] for name in names if name in function.__globals__)
+    return found + [thing for thing in named if not isinstance(thing, types.ModuleType | type)]
+
+
+def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes_in(constant)

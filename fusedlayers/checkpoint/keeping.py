@@ -1,0 +1,113 @@
+"""Keep what is expensive to compute again: the results of products (convolutions, matmuls, attention).
+
+Between two products most networks have norms, activations, residual sums and padding. These cost little, and keep as
+much: of a convolution, a batch norm and a ReLU eager PyTorch keeps the convolution's result and ReLU's. Here the first
+alone is kept, and the rest is computed again.
+
+A dispatch mode in the first run puts the results by; one in the second hands them out instead of computing them. Unlike
+``torch.utils.checkpoint``'s selective ones they allow a second backward pass, and a result that is written over (by a
+ReLU in place, say) is copied before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+
+@functools.cache
+def products() -> frozenset[Any]:
+    """The operators whose results are worth keeping: those that torch counts the arithmetic of, and oneDNN's."""
+    from torch.utils.flop_counter import flop_registry  # here, because it takes a while to import
+
+    forward = {packet for packet in flop_registry if "backward" not in str(packet)}
+    ours = ("_linear_pointwise", "_convolution_pointwise")
+    return frozenset(forward | {getattr(torch.ops.mkldnn, name) for name in ours if hasattr(torch.ops.mkldnn, name)})
+
+
+class Kept:
+    """The results of the products of one call, in order."""
+
+    def __init__(self) -> None:
+        self.results: list[Any] = []
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        with _Keeping(self):
+            yield
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        with _HandingOut(self):
+            yield
+
+    def spare(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Copy what ``func`` is about to write over."""
+        written = {
+            tensor.untyped_storage()._cdata
+            for argument, value in _arguments(func, args, kwargs)
+            if argument.is_write
+            for tensor in tree_leaves(value)
+            if isinstance(tensor, Tensor)
+        }
+        for i, result in enumerate(self.results):
+            if any(t.untyped_storage()._cdata in written for t in tree_leaves(result) if isinstance(t, Tensor)):
+                self.results[i] = tree_map_only(Tensor, torch.clone, result)
+
+
+class _Selective(TorchDispatchMode):
+    #: What ``routes.py`` asks: results are not to be written over.
+    keeps_results = True
+    supports_higher_order_operators = True
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__()
+        self._kept = kept
+        self._given = 0
+
+
+class _Keeping(_Selective):
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _writes(func) and self._kept.results:
+            self._kept.spare(func, args, kwargs)
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "_overloadpacket", None) in products():
+            self._kept.results.append(tree_map_only(Tensor, _alias, result))
+        return result
+
+
+class _HandingOut(_Selective):
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "_overloadpacket", None) in products():
+            result = self._kept.results[self._given]
+            self._given += 1
+            return tree_map_only(Tensor, _alias, result)
+        if _writes(func) and self._kept.results:
+            self._kept.spare(func, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+def _writes(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)  # operators of higher order have none
+    return schema is not None and schema.is_mutable
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    return tensor.detach()
+
+
+def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+    for i, argument in enumerate(func._schema.arguments):
+        if i < len(args):
+            yield argument, args[i]
+        elif kwargs and argument.name in kwargs:
+            yield argument, kwargs[argument.name]

@@ -1,0 +1,113 @@
+"""Run a function, keep its inputs, and run it again for its backward pass (Chen et al. 2016, "Training Deep Nets with
+Sublinear Memory Cost").
+
+It is ``torch.utils.checkpoint``, not reentrant, with what that leaves to its users: buffers that the second run must not
+update once more, generators of random numbers that it does not know of, and evaluation, where nothing is spared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from .circumstances import Circumstances, modules_in
+from .keeping import Kept, products
+
+Recompute = Literal["all", "cheap", "nothing"]
+RECOMPUTE = ("all", "cheap", "nothing")
+
+
+def sublinear(function: Callable[..., Any], *args: Any, recompute: Recompute = "all", **kwargs: Any) -> Any:
+    """``function(*args, **kwargs)``, of which the inputs are kept, and which runs again for its backward pass.
+
+    The second run finds what the first one found: random numbers, autocast, and the buffers of the modules that the
+    function reaches. Its own writing on buffers is thrown away, so that the statistics of batch norms advance once.
+    Modules are looked for in the function itself, in what it is bound to, closes over, or names among its globals, and
+    in the arguments. Second derivatives, second backward passes, hooks and gradients of what a function closes over are
+    as without. Where gradients are off, or the function is a module in evaluation, it runs plainly.
+
+    Args:
+        function: any callable of tensors, modules included.
+        args, kwargs: its arguments, which need not be tensors; tensors may stand in lists, tuples and dicts.
+        recompute: "all", or "cheap": the results of convolutions, matmuls and attention are kept too, and what lies
+            between them runs again; or "nothing".
+
+    Raises:
+        ValueError: an unknown ``recompute``.
+
+    Saved for the backward pass: the input tensors (and, for "cheap", those results).
+
+    >>> import torch, fusedlayers as fl
+    >>> layer = torch.nn.Linear(8, 8)
+    >>> fl.sublinear(lambda x: layer(x).relu(), torch.randn(4, 8, requires_grad=True)).shape
+    torch.Size([4, 8])
+    """
+    check_recompute("sublinear", recompute)
+    is_evaluated = isinstance(function, nn.Module) and not function.training
+    if recompute == "nothing" or is_evaluated or not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    if torch.compiler.is_compiling():
+        return compiled(function, args, kwargs, recompute)
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    circumstances = Circumstances(modules_in(function, args, kwargs), tensors)
+    return again(function, args, kwargs, circumstances, recompute)
+
+
+def again(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    circumstances: Circumstances,
+    recompute: Recompute = "all",
+    *,
+    early_stop: bool = True,
+) -> Any:
+    """Run a function now, and once more under the same circumstances when its backward pass needs it."""
+    run = _Run(function, circumstances, Kept() if recompute == "cheap" else None)
+    return checkpoint(
+        run, *args, use_reentrant=False, preserve_rng_state=False, early_stop=early_stop, debug=False, **kwargs
+    )
+
+
+def compiled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], recompute: Recompute) -> Any:
+    """The same for the compiler, which sees to buffers, random numbers and autocast itself."""
+    if recompute == "cheap":
+        return checkpoint(function, *args, use_reentrant=False, context_fn=_kept_by_the_compiler, **kwargs)
+    return checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def check_recompute(name: str, recompute: str) -> None:
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"{name}: recompute must be one of {', '.join(map(repr, RECOMPUTE))}, got {recompute!r}")
+
+
+class _Run:
+    """The first call, and all later ones."""
+
+    def __init__(self, function: Callable[..., Any], circumstances: Circumstances, results: Kept | None) -> None:
+        self._function, self._circumstances, self._results = function, circumstances, results
+        self._is_first = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        is_first, self._is_first = self._is_first, False
+        with ExitStack() as stack:
+            stack.enter_context(self._circumstances.noting() if is_first else self._circumstances.again())
+            if self._results is not None:
+                stack.enter_context(self._results.keeping() if is_first else self._results.kept())
+            return self._function(*args, **kwargs)
+
+    @property
+    def kept_for_second_run(self) -> list[Any]:
+        """For who counts what is kept (``graph.py``)."""
+        return [] if self._results is None else self._results.results
+
+
+def _kept_by_the_compiler() -> Any:
+    operators = [getattr(packet, name) for packet in products() if hasattr(packet, "overloads") for name in packet.overloads()]
+    return create_selective_checkpoint_contexts(operators)
