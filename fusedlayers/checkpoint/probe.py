@@ -1,0 +1,142 @@
+"""What each child of a sequence keeps for its backward pass, and what it costs to run it again.
+
+The children run once, one after the other, and each one's graph is dropped before the next runs, so that no more memory
+is taken than the largest one needs. Costs are counted and not timed: processes that share a model must come to the same
+plan, for in the second runs they meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..memory import strided_parts
+from ..state import unchanged
+from .keeping import products
+
+#: How many operations a device does in a product while it moves a byte, about: 200 GFLOP/s and 13 GB/s of four cores,
+#: 400 TFLOP/s (TF32) and 3 TB/s of an H100.
+OPERATIONS_PER_BYTE = {"cpu": 16.0}
+OPERATIONS_PER_BYTE_ELSEWHERE = 128.0
+
+
+class Child(NamedTuple):
+    """Bytes are of storages, each counted once."""
+
+    #: Of its input.
+    input_bytes: int
+    #: What it keeps besides its input and its output.
+    saved_bytes: int
+    saves_input: bool
+    saves_output: bool
+    #: Results of its products, but for one that is its output.
+    product_bytes: int
+    #: Of these, what it keeps anyway.
+    saved_product_bytes: int
+    output_is_product: bool
+    #: Of running it, in bytes moved; and of what is no product.
+    cost: float
+    cost_between: float
+
+
+def probe(children: Sequence[nn.Module], inputs: tuple[Any, ...]) -> list[Child]:
+    """Run the children once; modules, inputs and random numbers are left as they were."""
+    modules = [module for child in children for module in child.modules()]
+    tensors = list(_tensors(inputs))
+    device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+    found = []
+    with unchanged(modules, tensors, device), torch.enable_grad():
+        for child in children:
+            measured, output = _measured(child, inputs)
+            found.append(measured)
+            inputs = (output,)
+    return found
+
+
+def _measured(child: nn.Module, inputs: tuple[Any, ...]) -> tuple[Child, Any]:
+    inputs = tree_map_only(Tensor, _apart, inputs)
+    costs = _Costs()
+    saved: list[Tensor] = []  # held, for the address of a storage tells it from others only while it lives
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.detach())
+        return saved[-1]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), costs:
+        output = child(*inputs)
+    owned = _sizes([*child.parameters(), *child.buffers()])
+    of_inputs, of_output = _sizes(_tensors(inputs)), _sizes(_tensors(output))
+    kept = {key: size for key, size in _sizes(saved).items() if key not in owned}
+    results = _sizes(costs.results)
+    inside = kept.keys() - of_inputs.keys() - of_output.keys()
+    between = results.keys() - of_inputs.keys() - of_output.keys()
+    return Child(
+        input_bytes=sum(of_inputs.values()),
+        saved_bytes=sum(kept[key] for key in inside),
+        saves_input=not kept.keys().isdisjoint(of_inputs),
+        saves_output=not kept.keys().isdisjoint(of_output.keys() - of_inputs.keys()),
+        product_bytes=sum(results[key] for key in between),
+        saved_product_bytes=sum(results[key] for key in between & inside),
+        output_is_product=not results.keys().isdisjoint(of_output),
+        cost=costs.products + costs.between,
+        cost_between=costs.between,
+    ), output
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """The tensor without its graph."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+class _Costs(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: list[Tensor] = []
+        self.products = self.between = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        packet = getattr(func, "_overloadpacket", None)
+        if packet in products():
+            found = list(_tensors(result))
+            self.results += found
+            self.products += _moved(args, result) + _operations(packet, args, kwargs or {}, result) / _per_byte(found)
+        elif not getattr(func, "is_view", False):
+            self.between += _moved(args, result)
+        return result
+
+
+def _operations(packet: Any, args: Any, kwargs: Any, result: Any) -> float:
+    from torch.utils.flop_counter import flop_registry  # here, because it takes a while to import
+
+    count = flop_registry.get(packet)
+    if count is not None:
+        return float(count(*args, **kwargs, out_val=result))
+    # oneDNN's: twice the weight's elements for each element of a channel of the result.
+    weight, output = args[1], next(_tensors(result))
+    return 2.0 * weight.numel() * output.numel() / weight.shape[0]
+
+
+def _per_byte(tensors: Iterable[Tensor]) -> float:
+    kind = next((tensor.device.type for tensor in tensors), "cpu")
+    return OPERATIONS_PER_BYTE.get(kind, OPERATIONS_PER_BYTE_ELSEWHERE)
+
+
+def _moved(*trees: Any) -> float:
+    return float(sum(tensor.nbytes for tensor in _tensors(trees) if tensor.layout == torch.strided))
+
+
+def _sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
+    storages = (part.untyped_storage() for tensor in tensors for part in strided_parts(tensor))
+    return {storage._cdata: storage.nbytes() for storage in storages}
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))

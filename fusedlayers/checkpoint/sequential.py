@@ -1,0 +1,202 @@
+"""``nn.Sequential`` whose children run in segments, each of which may run again for its backward pass."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from .circumstances import Circumstances
+from .plan import Plan, Segment, balanced, of_lengths, segments_of, within
+from .probe import Child, probe
+from .sublinear import Recompute, again, check_recompute, compiled
+
+
+class SublinearSequential(nn.Sequential):
+    """``nn.Sequential`` that keeps the inputs of segments, and runs these again for their backward pass (Chen et al.
+    2016, "Training Deep Nets with Sublinear Memory Cost").
+
+    It is built, indexed, sliced, extended and nested as ``nn.Sequential``, and has its ``state_dict`` keys. The first
+    forward pass in training runs the children once more, one by one, to see what each keeps and costs; ``plan`` says
+    what came of it, and is made anew when children change or a larger input comes.
+
+    Batch norms, and whatever else writes on buffers, do so once for each forward pass, with a backward pass or without.
+    Random numbers and autocast are those of the first run. Second derivatives, a second backward pass, inputs and
+    outputs of any kind are as in ``nn.Sequential``; several inputs go to the first child. In evaluation and where
+    gradients are off nothing runs again.
+
+    Args:
+        *modules: as for ``nn.Sequential``: modules, or one ``OrderedDict``.
+        segments: how many there are, or how many children each has; the last one runs once. By default as many as keep
+            least: about the square root of the number of children, if these are alike.
+        memory_budget_bytes: of all plans that keep no more than this at any moment, the one that recomputes least.
+        recompute: "all", "cheap" (results of convolutions, matmuls and attention are kept, and only what lies between
+            them runs again) or "nothing". By default "all"; with a budget whichever is best for each segment. The
+            attribute may be changed at any time.
+
+    Raises:
+        TypeError, ValueError: what cannot be; both ``segments`` and a budget; in the first forward pass, a budget that
+            no plan fits in.
+
+    Saved for the backward pass: the segments' inputs, and, of segments that run once, what their children save.
+
+    >>> import torch, fusedlayers as fl
+    >>> net = fl.SublinearSequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(16)))
+    >>> y = net(torch.randn(32, 64))
+    >>> print(net.plan)
+    12 of 16 children run again, in 4 segments: 96.0 KiB kept ...
+    """
+
+    def __init__(
+        self,
+        *modules: Any,
+        segments: int | Sequence[int] | None = None,
+        memory_budget_bytes: int | None = None,
+        recompute: Recompute | None = None,
+    ) -> None:
+        super().__init__(*modules)
+        name = type(self).__name__
+        if recompute is not None:
+            check_recompute(name, recompute)
+        if segments is not None and memory_budget_bytes is not None:
+            raise ValueError(f"{name}: segments and memory_budget_bytes exclude each other; leave one of them out")
+        if memory_budget_bytes is not None and not (_is_count(memory_budget_bytes) and memory_budget_bytes >= 0):
+            raise ValueError(f"{name}: memory_budget_bytes must be a number of bytes, got {memory_budget_bytes!r}")
+        lengths = segments if isinstance(segments, Sequence) and not isinstance(segments, str) else [segments or 1]
+        if segments == 0 or not all(_is_count(length) and length > 0 for length in lengths):
+            raise ValueError(f"{name}: segments must be a positive number, or a list of such, got {segments!r}")
+        self.segments = segments
+        self.memory_budget_bytes = memory_budget_bytes
+        self.recompute = recompute
+        self._planned: _Planned | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """What runs again, and what is kept; None before the first forward pass in training."""
+        return None if self._planned is None else self._planned.plan
+
+    def forward(self, *inputs: Any) -> Any:
+        children = list(self)
+        if not (children and self.training and torch.is_grad_enabled()) or self.recompute == "nothing":
+            return _run(children, *inputs)
+        if torch.compiler.is_compiling():
+            for start, stop, mode in self._unmeasured():
+                run = functools.partial(_run, children[start:stop])
+                inputs = (run(*inputs) if mode == "nothing" else compiled(run, inputs, {}, mode),)
+            return inputs[0]
+        for start, stop, mode in self._segments(children, inputs):
+            if mode == "nothing":
+                inputs = (_run(children[start:stop], *inputs),)
+            else:
+                inputs = (_again(children[start:stop], inputs, mode),)
+        return inputs[0]
+
+    def _segments(self, children: list[nn.Module], inputs: tuple[Any, ...]) -> Sequence[Segment]:
+        planned = self._planned
+        asked = (self.segments, self.memory_budget_bytes, self.recompute)
+        if planned is None or not planned.holds(children, inputs, asked):
+            measured = probe(children, inputs)
+            self._planned = planned = _Planned.of(self._plan(measured), children, inputs, asked)
+        return planned.plan.segments
+
+    def _plan(self, measured: list[Child]) -> Plan:
+        mode = self.recompute or "all"
+        if isinstance(self.segments, int):
+            return balanced(measured, self.segments, mode)
+        if self.segments is not None:
+            return of_lengths(measured, self._lengths(), mode)
+        modes: tuple[Recompute, ...] = ("nothing", mode)
+        if self.recompute is None and self.memory_budget_bytes is not None:
+            modes = ("nothing", "cheap", "all")
+        return within(measured, self.memory_budget_bytes, modes)
+
+    def _lengths(self) -> list[int]:
+        lengths = list(cast("Sequence[int]", self.segments))
+        if sum(lengths) != len(self):
+            raise ValueError(
+                f"{type(self).__name__}: segments={lengths} are {sum(lengths)} children, but there are {len(self)}"
+            )
+        return lengths
+
+    def _unmeasured(self) -> Sequence[Segment]:
+        """For the compiler, which cannot measure: what was planned before, or segments of as many children each."""
+        if self._planned is not None and self._planned.plan.segments[-1].stop == len(self):
+            return self._planned.plan.segments
+        if self.memory_budget_bytes is not None:
+            raise RuntimeError(
+                f"{type(self).__name__}: memory_budget_bytes needs to be measured, which torch.compile cannot do: call "
+                "the container once in training before it is compiled, or say segments="
+            )
+        if self.segments is not None and not isinstance(self.segments, int):
+            return segments_of(self._lengths(), self.recompute or "all")
+        count = min(len(self), self.segments or math.ceil(math.sqrt(len(self))))
+        ends = [k * len(self) // count for k in range(count + 1)]
+        return segments_of([b - a for a, b in zip(ends, ends[1:], strict=False)], self.recompute or "all")
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        if isinstance(index, slice):
+            # Lengths of segments are those of all children.
+            found.segments = self.segments if isinstance(self.segments, int) else None
+            found.memory_budget_bytes, found.recompute = self.memory_budget_bytes, self.recompute
+        return found
+
+    def __add__(self, other: Any) -> Self:
+        return cast("Self", self[:].extend(other)) if isinstance(other, nn.Sequential) else super().__add__(other)
+
+    def __mul__(self, count: int) -> Self:
+        product = super().__mul__(count)  # which refuses what is no count
+        return cast("Self", self[:0].extend(product))
+
+    def extra_repr(self) -> str:
+        shown = {
+            "segments": self.segments, "memory_budget_bytes": self.memory_budget_bytes, "recompute": self.recompute
+        }  # fmt: skip
+        parts = [f"{name}={value!r}" for name, value in shown.items() if value is not None]
+        return ", ".join([*parts, *([] if self.plan is None else [str(self.plan)])])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_planned": None}  # of other children, and perhaps other inputs
+
+
+class _Planned:
+    """A plan, and what it was made for."""
+
+    def __init__(self, plan: Plan, children: tuple[int, ...], size: int, kinds: Any, asked: Any) -> None:
+        self.plan, self._children, self._size, self._kinds, self._asked = plan, children, size, kinds, asked
+
+    @classmethod
+    def of(cls, plan: Plan, children: list[nn.Module], inputs: tuple[Any, ...], asked: Any) -> _Planned:
+        return cls(plan, tuple(map(id, children)), *_kind(inputs), asked)
+
+    def holds(self, children: list[nn.Module], inputs: tuple[Any, ...], asked: Any) -> bool:
+        size, kinds = _kind(inputs)
+        same = self._children == tuple(map(id, children)) and self._kinds == kinds and self._asked == asked
+        return same and size <= self._size
+
+
+def _kind(inputs: tuple[Any, ...]) -> tuple[int, Any]:
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    kinds = {(t.dtype, t.device.type, torch.is_autocast_enabled(t.device.type)) for t in tensors}
+    return sum(tensor.numel() for tensor in tensors), kinds
+
+
+def _run(children: list[nn.Module], *inputs: Any) -> Any:
+    for child in children:
+        inputs = (child(*inputs),)
+    return inputs[0] if len(inputs) == 1 else inputs
+
+
+def _again(children: list[nn.Module], inputs: tuple[Any, ...], mode: Recompute) -> Any:
+    modules = [module for child in children for module in child.modules()]
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    return again(functools.partial(_run, children), inputs, {}, Circumstances(modules, tensors), mode)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
