@@ -3,6 +3,22 @@
 from .accounting.report import memory_report
 from .activations import activation, activations
 from .blocks import gated_mlp, mlp
+from .checkpoint.activation import InvertibleActivation
+from .checkpoint.chain import InvertibleSequential
+from .checkpoint.coupling import AdditiveCoupling, AffineCoupling
+from .checkpoint.linear import InvertibleConv1d, InvertibleConv2d, InvertibleConv3d, InvertibleLinear
+from .checkpoint.module import InvertibleModule, invertible_checkpoint
+from .checkpoint.norm import InvertibleBatchNorm1d, InvertibleBatchNorm2d, InvertibleBatchNorm3d
+from .checkpoint.parametrizations import NonZero, orthogonal
+from .checkpoint.sequential import SublinearSequential
+from .checkpoint.shapes import (
+    InvertibleFlatten,
+    InvertibleIdentity,
+    InvertiblePad,
+    InvertiblePixelShuffle,
+    InvertibleSplit,
+)
+from .checkpoint.sublinear import sublinear
 from .explanation.report import explain
 from .functional import bias_act, conv_bias_act, dense_bias_act
 from .fusing.fuse import fuse, unfuse
@@ -52,6 +68,8 @@ __all__ = [
     "ELU",
     "GELU",
     "SELU",
+    "AdditiveCoupling",
+    "AffineCoupling",
     "FusedBatchNormAct1d",
     "FusedBatchNormAct2d",
     "FusedBatchNormAct3d",
@@ -64,14 +82,31 @@ __all__ = [
     "Hardsigmoid",
     "Hardswish",
     "Hardtanh",
+    "InvertibleActivation",
+    "InvertibleBatchNorm1d",
+    "InvertibleBatchNorm2d",
+    "InvertibleBatchNorm3d",
+    "InvertibleConv1d",
+    "InvertibleConv2d",
+    "InvertibleConv3d",
+    "InvertibleFlatten",
+    "InvertibleIdentity",
+    "InvertibleLinear",
+    "InvertibleModule",
+    "InvertiblePad",
+    "InvertiblePixelShuffle",
+    "InvertibleSequential",
+    "InvertibleSplit",
     "LeakyReLU",
     "LogSigmoid",
     "Mish",
+    "NonZero",
     "ReLU6",
     "SiLU",
     "Softplus",
     "Softshrink",
     "Softsign",
+    "SublinearSequential",
     "activation",
     "activations",
     "bias_act",
@@ -86,11 +121,13 @@ __all__ = [
     "hardsigmoid",
     "hardswish",
     "hardtanh",
+    "invertible_checkpoint",
     "leaky_relu",
     "logsigmoid",
     "memory_report",
     "mish",
     "mlp",
+    "orthogonal",
     "quick_gelu",
     "relu6",
     "selu",
@@ -99,5 +136,6 @@ __all__ = [
     "softshrink",
     "softsign",
     "squared_relu",
+    "sublinear",
     "unfuse",
 ]

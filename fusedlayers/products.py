@@ -136,6 +136,20 @@ class BatchNorm(NamedTuple):
     leaves_bias: bool = False
     is_cast: bool = False
 
+    @classmethod
+    def of(cls, layer: Any) -> BatchNorm:
+        """That of an ``nn.BatchNorm``, as it is now."""
+        uses_running = not layer.training or layer.track_running_stats
+        return cls(
+            layer.running_mean if uses_running else None,
+            layer.running_var if uses_running else None,
+            layer.num_batches_tracked if layer.training and layer.track_running_stats else None,
+            layer.training or (layer.running_mean is None and layer.running_var is None),
+            layer.momentum,
+            layer.eps,
+            getattr(layer, "process_group", None),
+        )
+
     @property
     def function(self) -> str:
         return f"FusedBatchNormAct{max(1, self.dims - 2)}d"

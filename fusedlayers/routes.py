@@ -231,8 +231,8 @@ def _is_selectively_checkpointed() -> bool:
     return any(isinstance(mode, _SELECTIVE) or getattr(mode, "keeps_results", False) for mode in modes)
 
 
-#: In place while a selective checkpoint of torch's keeps, and while it computes again (``checkpoint/keeping.py`` has its
-#: own).
+#: In place while a selective checkpoint of torch's keeps, and while it computes again. (``checkpoint/keeping.py`` has
+#: its own.)
 _SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 

@@ -46,7 +46,6 @@ LAYERS = [
     ["block_routes"],
     ["blocks"],
     ["modules."],
-
     ["graph", "named", "drawing"],
     ["usage"],
     ["memory"],

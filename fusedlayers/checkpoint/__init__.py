@@ -1,1 +1,1 @@
-"""Deeper nets in the same memory: what is needed for the backward pass is computed again, or had from what comes after."""
+"""Deeper nets in the same memory: what the backward pass needs is computed again, or had from what comes after it."""

@@ -1,7 +1,7 @@
 """What a function finds when it runs, so that it finds the same when it runs again for the backward pass.
 
-* Random numbers: the generators of PyTorch (of the CPU and of every device that tensors are on), of Python and of NumPy.
-  A state is kept only of those that the function drew from.
+* Random numbers: the generators of PyTorch (of the CPU and of every device that tensors are on), of Python and of
+  NumPy. A state is kept only of those that the function drew from.
 * Autocast, for each kind of device.
 * The buffers of the modules in it. The first run updates them, as the statistics of a batch norm, or the vectors of a
   spectral norm: a second one starts from what the first one found, and what it writes is thrown away.
@@ -77,7 +77,10 @@ class _Generator(NamedTuple):
 
 def _same(a: Any, b: Any) -> bool:
     """Of NumPy's state, a tuple with an array in it, too."""
-    return all(x is y or bool(x == y if not hasattr(x, "tobytes") else x.tobytes() == y.tobytes()) for x, y in zip(a, b, strict=True))
+    return all(
+        x is y or bool(x == y if not hasattr(x, "tobytes") else x.tobytes() == y.tobytes())
+        for x, y in zip(a, b, strict=True)
+    )
 
 
 def _numpys(name: str) -> Callable[..., Any]:
@@ -97,7 +100,9 @@ _GENERATORS = (
 
 def _of_device(device: torch.device) -> _Generator:
     module = torch.get_device_module(device)
-    return _Generator(functools.partial(module.get_rng_state, device), lambda state: module.set_rng_state(state, device))
+    return _Generator(
+        functools.partial(module.get_rng_state, device), lambda state: module.set_rng_state(state, device)
+    )
 
 
 # --- autocast ---------------------------------------------------------------------------------------------------------
@@ -113,7 +118,9 @@ class _Autocast(NamedTuple):
     def now(cls, kind: str) -> _Autocast:
         if not torch.amp.is_autocast_available(kind):
             return cls(kind, False, None, False)
-        return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
+        return cls(
+            kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+        )
 
     def context(self) -> Any:
         if self.dtype is None:

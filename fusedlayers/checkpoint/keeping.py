@@ -74,7 +74,6 @@ class _Selective(TorchDispatchMode):
 
 
 class _Keeping(_Selective):
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _writes(func) and self._kept.results:
             self._kept.spare(func, args, kwargs)
@@ -85,7 +84,6 @@ class _Keeping(_Selective):
 
 
 class _HandingOut(_Selective):
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "_overloadpacket", None) in products():
             result = self._kept.results[self._given]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, Self, cast
@@ -46,7 +47,8 @@ class SublinearSequential(nn.Sequential):
     Saved for the backward pass: the segments' inputs, and, of segments that run once, what their children save.
 
     >>> import torch, fusedlayers as fl
-    >>> net = fl.SublinearSequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(16)))
+    >>> blocks = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(16)]
+    >>> net = fl.SublinearSequential(*blocks)
     >>> y = net(torch.randn(32, 64))
     >>> print(net.plan)
     12 of 16 children run again, in 4 segments: 96.0 KiB kept ...
@@ -136,10 +138,10 @@ class SublinearSequential(nn.Sequential):
             return segments_of(self._lengths(), self.recompute or "all")
         count = min(len(self), self.segments or math.ceil(math.sqrt(len(self))))
         ends = [k * len(self) // count for k in range(count + 1)]
-        return segments_of([b - a for a, b in zip(ends, ends[1:], strict=False)], self.recompute or "all")
+        return segments_of([b - a for a, b in itertools.pairwise(ends)], self.recompute or "all")
 
     def __getitem__(self, index: Any) -> Any:
-        found = super().__getitem__(index)
+        found: Any = super().__getitem__(index)
         if isinstance(index, slice):
             # Lengths of segments are those of all children.
             found.segments = self.segments if isinstance(self.segments, int) else None
@@ -147,7 +149,9 @@ class SublinearSequential(nn.Sequential):
         return found
 
     def __add__(self, other: Any) -> Self:
-        return cast("Self", self[:].extend(other)) if isinstance(other, nn.Sequential) else super().__add__(other)
+        if not isinstance(other, nn.Sequential):
+            return cast("Self", super().__add__(other))  # which refuses
+        return cast("Self", self[:].extend(other))
 
     def __mul__(self, count: int) -> Self:
         product = super().__mul__(count)  # which refuses what is no count

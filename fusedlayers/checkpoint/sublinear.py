@@ -1,8 +1,8 @@
 """Run a function, keep its inputs, and run it again for its backward pass (Chen et al. 2016, "Training Deep Nets with
 Sublinear Memory Cost").
 
-It is ``torch.utils.checkpoint``, not reentrant, with what that leaves to its users: buffers that the second run must not
-update once more, generators of random numbers that it does not know of, and evaluation, where nothing is spared.
+It is ``torch.utils.checkpoint``, not reentrant, with what that leaves to its users: buffers that the second run must
+not update once more, generators of random numbers that it does not know of, and evaluation, where nothing is spared.
 """
 
 from __future__ import annotations
@@ -109,5 +109,7 @@ class _Run:
 
 
 def _kept_by_the_compiler() -> Any:
-    operators = [getattr(packet, name) for packet in products() if hasattr(packet, "overloads") for name in packet.overloads()]
+    operators = [
+        getattr(packet, name) for packet in products() if hasattr(packet, "overloads") for name in packet.overloads()
+    ]
     return create_selective_checkpoint_contexts(operators)

@@ -80,17 +80,7 @@ def norm_layer_act(
     save: str,
 ) -> Tensor:
     """``activation(layer(input) + residual)`` for an ``nn.BatchNorm`` of inputs of so many dimensions."""
-    uses_running = not layer.training or layer.track_running_stats
-    norm = BatchNorm(
-        layer.running_mean if uses_running else None,
-        layer.running_var if uses_running else None,
-        layer.num_batches_tracked if layer.training and layer.track_running_stats else None,
-        layer.training or (layer.running_mean is None and layer.running_var is None),
-        layer.momentum,
-        layer.eps,
-        getattr(layer, "process_group", None),
-    )
-    return batch_norm_act(name, dims, norm, input, layer.weight, layer.bias, residual, activation, save)
+    return batch_norm_act(name, dims, BatchNorm.of(layer), input, layer.weight, layer.bias, residual, activation, save)
 
 
 def batch_norm_act(

@@ -1,0 +1,78 @@
+"""Weights that stay invertible while they are trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+
+def at_least(weight: Tensor, least: float) -> Tensor:
+    """Values nearer to zero than ``least``, moved that far away from it, on the side where they are. Their gradient is
+    that of the moved value, so that they may find out."""
+    moved = torch.where(weight.abs() < least, torch.copysign(torch.full_like(weight, least), weight), weight)
+    return weight + (moved - weight).detach()
+
+
+class NonZero(nn.Module):
+    """Keeps values away from zero, for ``torch.nn.utils.parametrize``."""
+
+    def __init__(self, least: float = 1e-3) -> None:
+        super().__init__()
+        if not least > 0:
+            raise ValueError(f"NonZero: least must be positive, got {least!r}")
+        self.least = least
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return at_least(weight, self.least)
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def extra_repr(self) -> str:
+        return f"least={self.least:g}"
+
+
+def orthogonal(module: nn.Module, name: str = "weight") -> nn.Module:
+    """Hold a weight orthogonal while it is trained, and return the module.
+
+    A layer with such a weight keeps the size of what passes through it, and so the errors of inputs that are computed
+    from its outputs: a deep stack of them drifts no more than with rounding. Weights of more than two dimensions, as
+    those of convolutions, are taken as matrices of their first dimension and the rest.
+
+    It is ``torch.nn.utils.parametrizations.orthogonal`` (Lezcano-Casado 2019).
+
+    Raises:
+        ValueError: the weight has fewer than two dimensions.
+
+    >>> import fusedlayers as fl
+    >>> layer = fl.orthogonal(fl.InvertibleLinear(8, 8))
+    """
+    weight = getattr(module, name)
+    if weight.dim() < 2:
+        raise ValueError(f"orthogonal: {name} is no matrix, but has shape {tuple(weight.shape)}")
+    if weight.dim() == 2:
+        return parametrizations.orthogonal(module, name)
+    matrix = nn.Module()
+    matrix.weight = nn.Parameter(weight.detach().flatten(1))
+    inner = parametrizations.orthogonal(matrix)
+    of_matrix: Any = inner.parametrizations.weight[0]  # type: ignore[union-attr, index]
+    parametrize.register_parametrization(module, name, _OfMatrix(of_matrix, tuple(weight.shape)))
+    return module
+
+
+class _OfMatrix(nn.Module):
+    """A parametrization of matrices for weights of a shape."""
+
+    def __init__(self, of_matrix: nn.Module, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.of_matrix, self.shape = of_matrix, shape
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return self.of_matrix(weight.flatten(1)).view(self.shape)
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        found = self.of_matrix.right_inverse(weight.flatten(1))  # type: ignore[operator]
+        return found.view(self.shape)

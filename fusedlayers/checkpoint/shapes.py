@@ -1,0 +1,134 @@
+"""Invertible modules that compute nothing: they pass on, reshape, pad, split and join."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .module import InvertibleModule
+
+
+class InvertibleIdentity(InvertibleModule):
+    """Its inputs, one or several, as they are."""
+
+    reversible = True
+
+    def function(self, *inputs: Any) -> Any:
+        return inputs[0] if len(inputs) == 1 else inputs
+
+    def inverse(self, *outputs: Any) -> Any:
+        return self.function(*outputs)
+
+
+class InvertibleFlatten(InvertibleModule):
+    """``nn.Flatten``: dimensions from ``start_dim`` to ``end_dim`` become one.
+
+    Args:
+        start_dim, end_dim: as for ``nn.Flatten``.
+        unflattened: the sizes of these dimensions; with them the module is reversible.
+    """
+
+    num_outputs = 1
+
+    def __init__(self, start_dim: int = 1, end_dim: int = -1, *, unflattened: Sequence[int] | None = None) -> None:
+        super().__init__()
+        self.start_dim, self.end_dim = start_dim, end_dim
+        self.unflattened = None if unflattened is None else tuple(unflattened)
+
+    @property
+    def reversible(self) -> bool:  # type: ignore[override]  # of others it is what the class says
+        return self.unflattened is not None
+
+    def function(self, x: Tensor) -> tuple[Tensor, torch.Size]:
+        return x.flatten(self.start_dim, self.end_dim), x.shape
+
+    def inverse(self, y: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+        if shape is not None:
+            return y.reshape(shape)
+        assert self.unflattened is not None
+        # Counted from the end, the flattened dimension stands where the last of those that it was made of stood.
+        dim = self.start_dim if self.start_dim >= 0 else self.end_dim
+        return y.unflatten(dim, self.unflattened)
+
+    def described(self) -> str:
+        return f"start_dim={self.start_dim}, end_dim={self.end_dim}"
+
+
+class InvertiblePixelShuffle(InvertibleModule):
+    """``nn.PixelShuffle``: (..., C r^2, H, W) -> (..., C, H r, W r). Reversed it is ``nn.PixelUnshuffle``, which puts
+    pixels into channels and so goes before blocks of a lower resolution."""
+
+    reversible = True
+
+    def __init__(self, upscale_factor: int) -> None:
+        super().__init__()
+        self.upscale_factor = upscale_factor
+
+    def function(self, x: Tensor) -> Tensor:
+        return F.pixel_shuffle(x, self.upscale_factor)
+
+    def inverse(self, y: Tensor) -> Tensor:
+        return F.pixel_unshuffle(y, self.upscale_factor)
+
+    def described(self) -> str:
+        return f"upscale_factor={self.upscale_factor}"
+
+
+class InvertiblePad(InvertibleModule):
+    """``F.pad``; what it has added is cut off again.
+
+    Args:
+        pad: sizes for the last dimensions, from the last one on, as for ``F.pad``; none negative.
+        mode, value: as for ``F.pad``.
+
+    Raises:
+        ValueError: a negative size, which would cut values off for good.
+    """
+
+    def __init__(self, pad: Sequence[int], mode: str = "constant", value: float = 0.0) -> None:
+        super().__init__()
+        if len(pad) % 2 or any(size < 0 for size in pad):
+            raise ValueError(f"InvertiblePad: pad must be pairs of sizes, none of them negative, got {tuple(pad)}")
+        self.pad, self.mode, self.value = tuple(pad), mode, value
+
+    def function(self, x: Tensor) -> Tensor:
+        return F.pad(x, self.pad, self.mode, self.value if self.mode == "constant" else None)
+
+    def inverse(self, y: Tensor) -> Tensor:
+        for k in range(0, len(self.pad), 2):
+            dim = -1 - k // 2
+            y = y.narrow(dim, self.pad[k], y.shape[dim] - self.pad[k] - self.pad[k + 1])
+        return y
+
+    def described(self) -> str:
+        return f"pad={self.pad}" + (f", mode={self.mode!r}" if self.mode != "constant" else "")
+
+
+class InvertibleSplit(InvertibleModule):
+    """One tensor as two, along ``dim``: the first with the larger half. Reversed it joins them.
+
+    Shapes: (..., C, ...) -> (..., ceil(C / 2), ...), (..., floor(C / 2), ...).
+    """
+
+    reversible = True
+
+    def __init__(self, dim: int = 1) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def function(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        size = x.shape[self.dim]
+        if size < 2:
+            raise ValueError(f"InvertibleSplit: got {tuple(x.shape)}, of which dimension {self.dim} cannot be halved")
+        first, second = x.split([size - size // 2, size // 2], self.dim)
+        return first, second
+
+    def inverse(self, first: Tensor, second: Tensor) -> Tensor:
+        return torch.cat([first, second], self.dim)
+
+    def described(self) -> str:
+        return f"dim={self.dim}"
