@@ -15,6 +15,7 @@ COMMANDS = {
     "pointwise": ("pointwise", "bandwidth of the forward and backward kernels against a copy"),
     "custom": ("custom", "activations with trainable parameters, in ResNet-18: bytes, time, exactness of gradients"),
     "models": ("models", "whole models, eager and after fuse: bytes, time"),
+    "containers": ("containers", "ResNet-152 and reversible networks that run partly twice: memory against speed"),
     "accuracy": ("accuracy", "errors of output and derivative against float64, beside eager's"),
     "aot": ("aot", "what the compiler makes of the Triton kernels, for GPUs that need not be there"),
     "readme": ("report", "write the README's tables from bench/results, or check them"),

@@ -22,8 +22,7 @@ import fusedlayers as fl
 from fusedlayers.memory import peak_bytes, saved_bytes
 
 from . import RESULTS, grid, machine, measure
-from .reference import CUSTOM_ACTIVATIONS
-from .resnet import BatchNormAct, resnet18
+from .reference import CUSTOM_ACTIVATIONS, BatchNormAct, resnet
 
 BASELINE, OURS = VARIANTS = ("eager", "fusedlayers")
 REFERENCE = "relu"
@@ -274,7 +273,8 @@ def _subject(case: Case, variant: str, device: torch.device, quick: bool) -> Sub
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         if case.group == RESNET:
-            module: nn.Module = resnet18(make_norm_act, widths=QUICK_WIDTHS if quick else WIDTHS, classes=CLASSES)
+            widths = QUICK_WIDTHS if quick else WIDTHS
+            module: nn.Module = nn.Sequential(*resnet(18, make_norm_act, widths=widths, classes=CLASSES, is_small=True))
             x = torch.randn(QUICK_IMAGES if quick else IMAGES[device.type])
             dy = torch.randn(len(x), CLASSES) / len(x)
             return Subject(module.to(device), activations, x.to(device), dy.to(device))

@@ -1,4 +1,4 @@
-"""What is measured is what others define: the eager layers of the tests, and the activations of an example.
+"""What is measured is what others define: the eager layers of the tests, and examples' activations and networks.
 
 Loaded by path, because ``tests`` is a name that other installed packages also use, and ``examples`` is no package.
 """
@@ -25,3 +25,6 @@ mlp, gated_mlp = _reference.mlp, _reference.gated_mlp
 
 #: Activations with trainable parameters, and ReLU: name -> what makes one for a number of channels.
 CUSTOM_ACTIVATIONS = _load("examples", "custom_activation").ACTIVATIONS
+
+_deep_resnet = _load("examples", "deep_resnet")
+BatchNormAct, resnet = _deep_resnet.BatchNormAct, _deep_resnet.resnet

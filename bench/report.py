@@ -267,6 +267,58 @@ def models_table(run: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+#: How the README says what a variant of ``bench containers`` does.
+CONTAINERS = {
+    "eager": "`nn.Sequential`",
+    "checkpoint_sequential-4": "`checkpoint_sequential`, 4 segments",
+    "same-memory-4": "**here**, in that memory",
+    "checkpoint_sequential-8": "`checkpoint_sequential`, 8 segments",
+    "same-memory-8": "**here**, in that memory",
+    "checkpoint_sequential-16": "`checkpoint_sequential`, 16 segments",
+    "same-memory-16": "**here**, in that memory",
+    "sublinear": "**here**, as little as can be",
+    "cheap": '**here**, `recompute="cheap"`',
+    "fused": "**here**, with `FusedBatchNormAct2d`",
+}
+
+
+def containers_table(run: dict[str, Any]) -> str:
+    """ResNet-152 that runs partly twice: its memory and its speed; and networks that are inverted, by depth."""
+    by_id = {row["id"]: row for row in run["cases"]}
+    lines = [_measured_on(run)]
+    resnet = by_id.get("resnet152")
+    if resnet is not None:
+        images = " x ".join(map(str, resnet["input"]))
+        lines += [
+            "",
+            f"| ResNet-152, float32 ({images}) | saved MiB | peak MiB | of eager's | speed |",
+            "|---|--:|--:|--:|--:|",
+        ]
+        eager = resnet["variants"]["eager"]
+        for name, title in CONTAINERS.items():
+            variant = resnet["variants"].get(name, {})
+            if "peak_bytes" in variant:
+                of_eager = f"{variant['peak_bytes'] / eager['peak_bytes']:.2f}x"
+                cells = [title, _mib(variant), _mib(variant, "peak_bytes"), of_eager, _speed(variant)]
+                lines.append(f"| {' | '.join(cells)} |")
+    revnets = [row for key, row in by_id.items() if key.startswith("revnet/")]
+    if revnets:
+        others = [name for name in ("memcnn", "invtorch") if any(name in row["variants"] for row in revnets)]
+        titles = ["eager", "**here**", *others]
+        heads = [f"saved MiB: {' | '.join(titles)}", f"speed: {' | '.join(titles[1:])}"]
+        lines += ["", f"| RevNet, float32 | {' | '.join(heads)} |", "|---|" + "--:|" * (2 * len(titles) - 1)]
+        for row in revnets:
+            variants = [row["variants"].get(name, {}) for name in ("eager", "invertible", *others)]
+            cells = [f"{row['layers']} blocks ({' x '.join(map(str, row['input']))})"]
+            cells += [*map(_mib, variants), *map(_speed, variants[1:])]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _speed(variant: dict[str, Any]) -> str:
+    return f"{1 / variant['forward_backward']['ratio']:.2f}x" if "forward_backward" in variant else "-"
+
+
 def _model_name(row: dict[str, Any]) -> str:
     return row["model"] if row["layers"] is None else f"{row['model']}, {row['layers']} layers"
 
@@ -306,6 +358,7 @@ def accuracy_table(results: Path) -> str:
 TABLES: dict[str, Callable[[Path], str]] = {
     "accuracy": accuracy_table,
     "conv": partial(_tables, subject="conv", table=conv_table),
+    "containers": partial(_tables, subject="containers", table=containers_table),
     "custom": partial(_tables, subject="custom", table=custom_table),
     "dense": partial(_tables, subject="dense", table=dense_table),
     "mlp": partial(_tables, subject="mlp", table=mlp_table),

@@ -39,11 +39,10 @@ from bench import (
     plot,
     pointwise,
     report,
-    resnet,
     shapes,
 )
 from bench.__main__ import main as bench_main
-from bench.reference import CUSTOM_ACTIVATIONS
+from bench.reference import CUSTOM_ACTIVATIONS, BatchNormAct, resnet
 
 CPU = torch.device("cpu")
 TINY = shapes.Shape("Tiny", 8, 64, {"cpu": 12})  # 4 rows of it, when quick: not below routes.SMALL
@@ -813,11 +812,20 @@ def test_resnet18_is_the_usual_one() -> None:
         return torch.nn.ReLU()
 
     with torch.device("meta"):
-        network = resnet.resnet18(lambda channels: resnet.BatchNormAct(channels, make(channels)))
+        parts = resnet(18, lambda channels: BatchNormAct(channels, make(channels)), classes=10, is_small=True)
+        network = torch.nn.Sequential(*parts)
         assert network(torch.empty(2, 3, 32, 32)).shape == (2, 10)
-        assert network.blocks(torch.empty(2, 64, 32, 32)).shape == (2, 512, 4, 4)
+        assert network[:-1](torch.empty(2, 3, 32, 32)).shape == (2, 512, 4, 4)
     assert made == [64] * 5 + [128] * 4 + [256] * 4 + [512] * 4
     assert sum(parameter.numel() for parameter in network.parameters()) == 11_173_962
+
+
+@pytest.mark.parametrize(("depth", "count"), [(18, 11_689_512), (34, 21_797_672), (50, 25_557_032), (152, 60_192_808)])
+def test_deep_resnets_have_as_many_parameters_as_published_ones(depth: int, count: int) -> None:
+    with torch.device("meta"):
+        network = torch.nn.Sequential(*resnet(depth))
+        assert network(torch.empty(2, 3, 64, 64)).shape == (2, 1000)
+    assert sum(parameter.numel() for parameter in network.parameters()) == count
 
 
 def test_both_variants_of_the_network_begin_alike() -> None:
