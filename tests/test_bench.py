@@ -1187,7 +1187,8 @@ def test_readme_without_results(tmp_path: Path) -> None:
         ("<!-- /bench:dense --><!-- bench:dense -->", "needs its"),
         (
             README + "<!-- bench:other --><!-- /bench:other -->",
-            r"no table is called 'other'; there are \['accuracy', 'conv', 'custom', 'dense', 'mlp', 'models', 'norm'\]",
+            r"no table is called 'other'; there are "
+            r"\['accuracy', 'containers', 'conv', 'custom', 'dense', 'mlp', 'models', 'norm'\]",
         ),
     ],
 )

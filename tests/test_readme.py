@@ -74,7 +74,30 @@ def fused_bert_learns_under_the_trainer(out):
     assert before < 60 and after > 95
 
 
+def resnets_learn_alike_in_less_memory(out):
+    rows = re.findall(r"^(\S.*?)\s{2,}(\d+)\s+[\d.]+\s+([\d.]+) to ([\d.]+)$", out, re.MULTILINE)
+    peaks = {name: int(peak) for name, peak, _, _ in rows}
+    assert list(peaks) == ["nn.Sequential", "sublinear", "sublinear, cheap", "sublinear, fused"]
+    assert peaks["sublinear"] < peaks["sublinear, cheap"] < peaks["nn.Sequential"]
+    (_, _, first, last), *others = rows
+    assert all(row[2:] == (first, last) for row in others[:2])  # to the last digit
+    assert float(others[2][2]) == pytest.approx(float(first), abs=1e-3)
+
+
+def an_invertible_net_learns_what_a_plain_one_learns(out):
+    kept = [tuple(map(float, pair)) for pair in re.findall(r"invertible (\d+)\s+plain (\d+)", out)]
+    assert len(kept) == 3 and len({invertible for invertible, _ in kept}) == 1
+    assert kept[-1][1] > 10 * kept[0][1]
+    (plain, plain_loss), (invertible, loss) = re.findall(r"([\d.]+)%\s+([\d.]+)", out)
+    assert float(invertible) == pytest.approx(float(plain), abs=2) and float(plain) > 70
+    assert float(loss) == pytest.approx(float(plain_loss), abs=0.05)
+
+
+#: Where the defaults take longer than it takes to see that it works.
+ARGUMENTS = {"deep_resnet": ("--depth", "50", "--images", "4", "--steps", "1"), "revnet": ("--epochs", "2")}
 EXAMPLES = {
+    "deep_resnet": resnets_learn_alike_in_less_memory,
+    "revnet": an_invertible_net_learns_what_a_plain_one_learns,
     "custom_activation": custom_example_trains_alike_and_keeps_no_more,
     "finetune_bert": fused_bert_learns_under_the_trainer,
     "mlp_block": block_example_halves_what_is_saved,
@@ -86,7 +109,7 @@ EXAMPLES = {
 def test_examples_run(path):
     # One thread, as conftest.py has it: on busy cores two that wait for each other took 168 s where one takes 6.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error", path]
+    command = [sys.executable, "-W", "error", path, *ARGUMENTS.get(path.stem, ())]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     EXAMPLES[path.stem](done.stdout)

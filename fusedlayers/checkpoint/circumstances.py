@@ -1,7 +1,8 @@
 """What a function finds when it runs, so that it finds the same when it runs again for the backward pass.
 
-* Random numbers: the generators of PyTorch (of the CPU and of every device that tensors are on), of Python and of
-  NumPy. A state is kept only of those that the function drew from.
+* Random numbers: the generators of PyTorch (of the CPU and of every device that tensors are on) and of Python. A state
+  is kept only of those that the function drew from. NumPy's is not looked at: that takes longer than all else that a
+  call costs, 56 microseconds each time.
 * Autocast, for each kind of device.
 * The buffers of the modules in it. The first run updates them, as the statistics of a batch norm, or the vectors of a
   spectral norm: a second one starts from what the first one found, and what it writes is thrown away.
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import random
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -72,29 +72,12 @@ class _Generator(NamedTuple):
 
     def has_moved(self, state: Any) -> bool:
         now = self.get()
-        return not (torch.equal(now, state) if isinstance(now, Tensor) else _same(now, state))
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Of NumPy's state, a tuple with an array in it, too."""
-    return all(
-        x is y or bool(x == y if not hasattr(x, "tobytes") else x.tobytes() == y.tobytes())
-        for x, y in zip(a, b, strict=True)
-    )
-
-
-def _numpys(name: str) -> Callable[..., Any]:
-    def call(*state: Any) -> Any:
-        numpy: Any = sys.modules.get("numpy")  # who has not imported it draws nothing from it
-        return () if numpy is None or state == ((),) else getattr(numpy.random, name)(*state)
-
-    return call
+        return not torch.equal(now, state) if isinstance(now, Tensor) else now != state
 
 
 _GENERATORS = (
     _Generator(torch.get_rng_state, torch.set_rng_state),
     _Generator(random.getstate, random.setstate),
-    _Generator(_numpys("get_state"), _numpys("set_state")),
 )
 
 
