@@ -51,7 +51,7 @@ class SublinearSequential(nn.Sequential):
     >>> net = fl.SublinearSequential(*blocks)
     >>> y = net(torch.randn(32, 64))
     >>> print(net.plan)
-    12 of 16 children run again, in 4 segments: 96.0 KiB kept ...
+    15 of 16 children run again, in 6 segments: 56.0 KiB kept from the forward pass, at most 56.0 KiB ...
     """
 
     def __init__(

@@ -177,7 +177,7 @@ class FusedBatchNormAct2d(_FusedBatchNormAct, nn.BatchNorm2d):
     """As ``FusedBatchNormAct1d``, for an ``nn.BatchNorm2d``: (batch, channels, height, width) -> the same.
 
     >>> import fusedlayers as fl
-    >>> fl.FusedBatchNormAct2d(8, "silu").extra_repr()[-57:]
+    >>> fl.FusedBatchNormAct2d(8, "silu").extra_repr()[-56:]
     'activation=silu, saves the output, which tells the input'
     """
 
