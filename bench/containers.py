@@ -199,14 +199,15 @@ def measure_case(case: Case, device: torch.device, *, seconds: float, quick: boo
 
 
 def _results(variant: Variant, x: Tensor, dy: Tensor) -> list[Tensor]:
-    """The output, and the gradients of all vectors among the parameters in one; gradients are zero afterwards."""
+    """The output, and the gradients of all vectors among the parameters in one; gradients are zero afterwards. They are
+    sorted, for memcnn has the two networks of a coupling in the other order."""
     y = variant.call(x)
     measure.Above.apply(y, dy).backward()
     vectors = [p.grad.flatten().clone() for p in variant.module.parameters() if p.dim() == 1 and p.grad is not None]
     for parameter in variant.module.parameters():
         assert parameter.grad is not None
         parameter.grad.zero_()
-    return [y.detach(), torch.cat(vectors)]
+    return [y.detach(), torch.cat(vectors).sort().values]
 
 
 # --- ResNet-152 -------------------------------------------------------------------------------------------------------
