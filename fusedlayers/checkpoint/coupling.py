@@ -60,6 +60,7 @@ class _Coupling(InvertibleModule):
         return self._joined(outputs, values)
 
     def links(self, count: int) -> Iterator[tuple[str, Inverted]]:
+        self._check(count)
         name, modules = type(self).__name__, tuple(self.modules())
         if count == 1:
             yield "split", Inverted(name, self._split_one, self._join_two)
@@ -71,6 +72,10 @@ class _Coupling(InvertibleModule):
         if count == 1:
             yield "join", Inverted(name, self._join_two, self._split_one)
 
+    def _check(self, count: int) -> None:
+        if count not in (1, 2):
+            raise TypeError(f"{type(self).__name__}: takes two tensors, or one that is split, got {count} inputs")
+
     def _halves(self, inverse: bool) -> list[_Half]:
         halves = [_Half(self, self.f, False, inverse)]
         if self.g is not None:
@@ -78,10 +83,9 @@ class _Coupling(InvertibleModule):
         return halves[::-1] if inverse else halves
 
     def _split(self, values: Values) -> Values:
+        self._check(len(values))
         if len(values) == 2:
             return values
-        if len(values) != 1:
-            raise TypeError(f"{type(self).__name__}: takes two tensors, or one that is split, got {len(values)} inputs")
         return self._split_one(*values)
 
     def _split_one(self, x: Tensor) -> Values:

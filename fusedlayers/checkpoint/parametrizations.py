@@ -35,6 +35,11 @@ class NonZero(nn.Module):
         return f"least={self.least:g}"
 
 
+#: Torch's other choice for matrices that are not square, "householder", keeps signs on a diagonal and cuts them off to
+#: integers: after a single step of weight decay, which makes 0.9999 of a 1, the weight is zero.
+_MAP = "matrix_exp"
+
+
 def orthogonal(module: nn.Module, name: str = "weight") -> nn.Module:
     """Hold a weight orthogonal while it is trained, and return the module.
 
@@ -54,10 +59,10 @@ def orthogonal(module: nn.Module, name: str = "weight") -> nn.Module:
     if weight.dim() < 2:
         raise ValueError(f"orthogonal: {name} is no matrix, but has shape {tuple(weight.shape)}")
     if weight.dim() == 2:
-        return parametrizations.orthogonal(module, name)
+        return parametrizations.orthogonal(module, name, _MAP)
     matrix = nn.Module()
     matrix.weight = nn.Parameter(weight.detach().flatten(1))
-    inner = parametrizations.orthogonal(matrix)
+    inner = parametrizations.orthogonal(matrix, orthogonal_map=_MAP)
     of_matrix: Any = inner.parametrizations.weight[0]  # type: ignore[union-attr, index]
     parametrize.register_parametrization(module, name, _OfMatrix(of_matrix, tuple(weight.shape)))
     return module

@@ -50,9 +50,8 @@ class InvertibleFlatten(InvertibleModule):
         if shape is not None:
             return y.reshape(shape)
         assert self.unflattened is not None
-        # Counted from the end, the flattened dimension stands where the last of those that it was made of stood.
-        dim = self.start_dim if self.start_dim >= 0 else self.end_dim
-        return y.unflatten(dim, self.unflattened)
+        dims = y.dim() + len(self.unflattened) - 1  # of the input, from whose end start_dim may be counted
+        return y.unflatten(self.start_dim % dims, self.unflattened)
 
     def described(self) -> str:
         return f"start_dim={self.start_dim}, end_dim={self.end_dim}"

@@ -1,0 +1,819 @@
+"""What invtorch offers, item by item, and its faults: each of these a naive implementation has, and this one has not."""
+
+from __future__ import annotations
+
+import io
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from inverting import EXACT, Scale, assert_exact, error, linears, loss_of, naive, net, plain, randn, step, worst
+from torch import Tensor, nn
+
+import fusedlayers as fl
+from fusedlayers.checkpoint.calls import dry_mode, in_backward_mode, in_dry_mode
+from fusedlayers.memory import saved_bytes
+
+
+class Rotate(fl.InvertibleModule):
+    """Two tensors, and a number that is none."""
+
+    reversible = True
+
+    def function(self, a: Tensor, b: Tensor, angle: float = 0.5) -> tuple[Tensor, Tensor]:
+        c, s = torch.tensor(angle).cos(), torch.tensor(angle).sin()
+        return a * c - b * s, a * s + b * c
+
+    def inverse(self, a: Tensor, b: Tensor, angle: float = 0.5) -> tuple[Tensor, Tensor]:
+        return self.function(a, b, -angle)
+
+
+class Noisy(fl.InvertibleModule):
+    """The inverse draws what the function drew."""
+
+    def function(self, x: Tensor) -> Tensor:
+        return x * (1 + torch.rand_like(x)) + torch.rand_like(x).sin()
+
+    def inverse(self, y: Tensor) -> Tensor:
+        scale = 1 + torch.rand_like(y)
+        return (y - torch.rand_like(y).sin()) / scale
+
+
+class Powers(fl.InvertibleModule):
+    """One output is for the inverse only."""
+
+    num_outputs = 1
+
+    def function(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.square(), x.sign().to(torch.int8)
+
+    def inverse(self, y: Tensor, sign: Tensor | None = None) -> Tensor:
+        return y.sqrt() if sign is None else y.sqrt() * sign
+
+
+# --- the 34 items -----------------------------------------------------------------------------------------------------
+
+
+def test_item_01_function_and_inverse_instead_of_forward() -> None:
+    x = randn(3).requires_grad_()
+    scale = Scale()
+    y = scale(x)
+    assert torch.equal(y, x * scale.log_scale.exp()) and scale.runs == ["function"]
+    y.sum().backward()
+    assert scale.runs == ["function", "inverse", "function"]
+    assert_exact(Scale(), randn(3))
+    for method in ("function", "inverse"):
+        with pytest.raises(NotImplementedError, match=f"InvertibleModule must define {method}"):
+            getattr(fl.InvertibleModule(), method)(x)
+
+
+def test_item_02_tuples_or_single_tensors() -> None:
+    a, b = randn(3), randn(3, seed=2)
+    assert isinstance(Scale()(a), Tensor)
+    assert isinstance(Rotate()(a, b), tuple)
+    assert_exact(Rotate(), a, b)
+    assert_exact(fl.InvertibleSequential(Rotate(), Rotate(), Rotate()), a, b)
+
+
+def test_item_03_keep() -> None:
+    for keep in ("first", "both", "none"):
+        x, z = randn(3).requires_grad_(), randn(3, seed=2).requires_grad_()
+        a, b = 1 * x, 1 * z
+        kept = {"first": [a], "both": (a, b), "none": ()}[keep]
+        module = Rotate()
+        found = torch.autograd.grad(loss_of(module(a, b, keep=kept)), [x, z])
+        wanted = torch.autograd.grad(loss_of(module.function(x, z)), [x, z])
+        assert worst(found, wanted) <= EXACT
+    x = randn(64)
+    assert saved_bytes(lambda x: Scale()(1 * x), x.requires_grad_()) == x.nbytes  # the output
+
+    def kept_too(x: Tensor) -> Tensor:
+        z = 1 * x
+        return Scale()(z, keep=z)
+
+    assert saved_bytes(kept_too, x) == 2 * x.nbytes
+
+
+def test_item_04_unknown_keywords_are_refused() -> None:
+    for module in (Scale(), net()):
+        with pytest.raises(TypeError, match="got the keyword '_seed'; inputs are positional.*keep"):
+            module(randn(2, 8), _seed=True)
+
+
+def test_item_05_checkpoint_flag() -> None:
+    scale = Scale()
+    scale.checkpoint = False
+    assert not scale.invertible
+    scale(randn(3)).sum().backward()
+    assert scale.runs == ["function"]
+    scale.checkpoint = True
+    assert not scale.invertible  # it is said once more where it is wanted
+    scale(randn(3)).sum().backward()
+    assert scale.runs == ["function"] * 3
+
+
+def test_item_06_invertible_flag() -> None:
+    scale = Scale()
+    scale.checkpoint = False
+    scale.invertible = True
+    assert scale.checkpoint
+    scale.invertible = False
+    assert scale.checkpoint
+    for invertible in (False, True):
+        module = net()
+        module.invertible = invertible
+        assert_exact(module.double(), randn(2, 8))
+
+
+def test_item_07_seed_flag() -> None:
+    x = randn(5).requires_grad_()
+    module = Noisy()
+    assert error(step(module, (x,)), step(plain(module), (x,))) < EXACT
+    module.seed = False
+    assert error(step(module, (x,)), step(plain(module), (x,))) > EXACT
+
+
+def test_item_08_reversing() -> None:
+    scale, x = Scale(), randn(3)
+    y = scale(x)
+    assert scale.call_function == scale.function and scale.call_inverse == scale.inverse
+    assert scale.reverse() is scale and scale.reversed
+    assert scale.call_function == scale.inverse and scale.call_inverse == scale.function
+    torch.testing.assert_close(scale(y), x)
+    assert_exact(scale, x)
+    assert not scale.reverse(False).reversed and not scale.reverse(mode=False).reversed
+    scale.reversed = True
+    assert scale.reversed and not scale.reverse().reversed
+    with pytest.raises(RuntimeError, match="Noisy is not reversible: its inverse cannot stand for its function"):
+        Noisy().reverse()
+    assert not Noisy().reverse(False).reversed
+
+
+def test_item_08_reversing_a_container() -> None:
+    x = randn(2, 8)
+    module = fl.InvertibleSequential(*net(), fl.InvertibleActivation("tanh")).double()
+    y = module(x)
+    module.reverse()
+    torch.testing.assert_close(module(y), x)
+    assert all(inner.reversed for inner in module)
+    assert_exact(module, y.detach())
+    assert module.check(y.detach()).is_within
+    torch.testing.assert_close(module.reverse()(x), y)
+    with pytest.raises(RuntimeError, match="InvertibleSequential is not reversible"):
+        fl.InvertibleSequential(Scale(), Noisy()).reverse()
+
+
+def test_item_09_num_outputs_and_process() -> None:
+    class All(Powers):
+        num_outputs = None
+
+    class AllButOne(Powers):
+        num_outputs = -1
+
+    x = randn(6)
+    assert isinstance(Powers()(x), Tensor) and isinstance(AllButOne()(x), Tensor)
+    assert len(All()(x)) == 2
+    for module in (Powers(), All(), AllButOne()):
+        assert_exact(module, x)
+    assert Powers().process((1, 2, 3), 1) == (1,) and Powers().process((1, 2, 3), -1) == (1, 2)
+
+    class Both(Powers):
+        reversible = True
+        num_inputs = 1
+
+        def inverse(self, y: Tensor, sign: Tensor | None = None) -> Any:
+            return super().inverse(y, sign), torch.ones(2)
+
+    assert isinstance(Both().reverse()(x.abs()), Tensor)
+
+
+def test_item_10_check() -> None:
+    assert (report := Scale().check(randn(3))) and report.drift < 1e-15 and report.dtype == "float64"
+
+    class Wrong(Scale):
+        def inverse(self, y: Tensor) -> Tensor:
+            return y * self.log_scale.exp()
+
+    with pytest.warns(UserWarning, match=r"Wrong.check: in float64, over 1 modules.*Most is lost in Wrong"):
+        assert not Wrong().check(randn(3))
+
+    class Changing(Scale):
+        def function(self, x: Tensor) -> Tensor:
+            return super().function(x) + len(self.runs)
+
+    with pytest.warns(UserWarning, match=r"Changing.check"):
+        assert Changing().check(randn(3)).rows[0].second_error > 0.1
+    assert not Scale().check(randn(3, dtype=torch.float32), rtol=0, atol=0) or True
+    report = net().double().check(randn(2, 8))
+    assert [row.name for row in report.rows if row.name.endswith("f")] == ["0.f", "1.f", "2.f"]
+    assert report.to_dict()["rows"][0]["name"] == report.rows[0].name
+
+
+def test_item_11_flags_persist_in_the_state_dict() -> None:
+    module = fl.InvertibleSequential(Scale(), Scale())
+    keys = list(module.state_dict())
+    module[0].invertible = False
+    module[1].seed = False
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    assert list(module.state_dict()) == keys == ["0.log_scale", "1.log_scale"]
+    file.seek(0)
+    other = fl.InvertibleSequential(Scale(), Scale())
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert not other[0].invertible and other[0].checkpoint and not other[1].seed and other[1].invertible
+    other.load_state_dict(dict(module.state_dict()))  # without metadata, flags are as they were
+    assert not other[0].invertible
+
+
+def test_item_12_temp_mode() -> None:
+    scale = Scale()
+    with scale.temp_mode(seed=False, checkpoint=False) as same:
+        assert same is scale and not scale.seed and not scale.checkpoint and not scale.invertible
+    assert scale.seed and scale.checkpoint and scale.invertible
+    with pytest.raises(KeyError), scale.temp_mode(reversed=True):
+        assert scale.reversed
+        raise KeyError
+    assert not scale.reversed
+    module = fl.InvertibleSequential(Scale(), Scale())
+    with module.temp_mode(reversed=True):
+        assert module[0].reversed
+    assert not module[0].reversed
+    with pytest.raises(TypeError, match="unknown flag 'sed'; the flags are seed, checkpoint, invertible"):
+        scale.temp_mode(sed=True).__enter__()
+    with pytest.raises(ValueError, match="invertible=True needs checkpoint=True"):
+        scale.temp_mode(invertible=True, checkpoint=False).__enter__()
+
+
+def test_item_13_repr_with_flags() -> None:
+    linear = fl.InvertibleLinear(2, 2)
+    assert repr(linear) == "InvertibleLinear(in_features=2, out_features=2, bias=True)"
+    linear.seed = linear.checkpoint = False
+    assert repr(linear.reverse()) == (
+        "InvertibleLinear(in_features=2, out_features=2, bias=True, seed=False, checkpoint=False, invertible=False, "
+        "reversed=True)"
+    )
+
+
+def test_item_14_a_plain_call_when_disabled_or_without_gradients() -> None:
+    scale, x = Scale(), randn(3).requires_grad_()
+    with torch.no_grad():
+        assert scale(x).grad_fn is None
+    with torch.inference_mode():
+        assert scale(x).is_inference()
+    assert scale(x).grad_fn.name() == "OutputBackward"
+    scale.checkpoint = False
+    assert scale(x).grad_fn.name() == "MulBackward0"
+    assert torch.func.grad(lambda x: scale(x).sum())(x).equal(scale.log_scale.exp().expand(3).to(x.dtype))
+
+
+def test_item_15_no_input_requires_gradients() -> None:
+    scale = Scale()
+    scale(randn(3)).sum().backward()
+    assert scale.log_scale.grad is not None
+    torch.testing.assert_close(scale.log_scale.grad, (randn(3).sum() * scale.log_scale.exp()).float())
+    scale.requires_grad_(False)
+    assert not scale(randn(3)).requires_grad
+
+
+def test_item_16_each_output_requires_gradients_as_it_would() -> None:
+    class Apart(fl.InvertibleModule):
+        def function(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+            return 2 * a, 3 * b
+
+        def inverse(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+            return a / 2, b / 3
+
+    a, b = Apart()(randn(3).requires_grad_(), randn(3))
+    assert a.requires_grad and not b.requires_grad
+    a, b = Apart()(randn(3), randn(3).requires_grad_())
+    assert b.requires_grad and not a.requires_grad
+    (grad,) = torch.autograd.grad(b.sum(), [x := b.grad_fn and b])
+    assert grad is not None and x is b
+
+
+def test_item_17_nothing_is_dropped_when_no_output_requires_gradients() -> None:
+    scale = Scale().requires_grad_(False)
+    x = randn(3)
+    y = scale(x)
+    assert y.grad_fn is None and torch.equal(x, randn(3))
+
+
+def test_item_18_aliased_and_kept_inputs_can_be_read() -> None:
+    x = randn(2, 6).requires_grad_()
+    base = 1 * x
+    view = base[:, :3]
+    y = fl.invertible_checkpoint(torch.exp, view, inverse=torch.log)
+    found = torch.autograd.grad((y + base[:, 3:] * view).sum(), x)
+    wanted = torch.autograd.grad((x[:, :3].exp() + x[:, 3:] * x[:, :3]).sum(), x)
+    assert worst(found, wanted) <= EXACT
+    # One tensor twice, and the output is the input.
+    assert_exact(fl.InvertibleSequential(fl.InvertibleIdentity(), fl.InvertibleIdentity()), randn(3))
+    found, wanted = (step(lambda x, f=f: f(2 * x, 2 * x), (randn(3),)) for f in (Rotate(), Rotate().function))
+    assert worst(found, wanted) <= EXACT
+
+    def twice(module: Any) -> Any:
+        def function(x: Tensor) -> Any:
+            y = module[0](x)
+            return module[1](y, y)
+
+        return function
+
+    modules = nn.ModuleList([Scale(), Rotate()])
+    assert worst(step(twice(modules), (randn(3),)), step(twice(plain(modules)), (randn(3),))) <= EXACT
+
+
+def test_item_19_inputs_are_let_go_and_computed_again() -> None:
+    scales = fl.InvertibleSequential(*(Scale() for _ in range(8)))
+    x = randn(1000).requires_grad_()
+    assert saved_bytes(scales, x) == x.nbytes
+    assert saved_bytes(plain(scales), x) >= 7 * x.nbytes
+    for scale in scales:
+        scale.runs.clear()
+    scales(x).sum().backward()
+    assert all(scale.runs == ["function", "inverse", "function"] for scale in scales)
+
+
+def test_item_20_arguments_that_are_no_tensors() -> None:
+    a, b = randn(3), randn(3, seed=2)
+    assert_exact(Rotate(), a, b, 0.25)
+
+    class Gather(fl.InvertibleModule):
+        """The order is an integer tensor, and the mode a string."""
+
+        def function(self, x: Tensor, order: Tensor, mode: str) -> Tensor:
+            assert mode == "rows"
+            return 3 * x[order]
+
+        def inverse(self, y: Tensor) -> Any:
+            return (y[self.back] / 3,)
+
+        back = torch.tensor([2, 0, 1])
+
+    order = torch.tensor([1, 2, 0])
+    assert_exact(Gather(), randn(3, 2), order, "rows")
+    x = randn(3, 2).requires_grad_()
+    y = Gather()(x, order, "rows")
+    order.zero_()
+    with pytest.raises(RuntimeError, match="Gather: input 1, which was to be kept, was modified by an in-place"):
+        y.sum().backward()
+
+
+def test_item_21_gradients_of_some_inputs_work() -> None:
+    """Where invtorch refuses ``grad`` and ``backward(inputs=)``."""
+    module = net().double()
+    x = randn(2, 8).requires_grad_()
+    weight = module[1].f[0].weight
+    other = plain(module)
+    for wanted in ([x], [weight], [x, weight]):
+        found = torch.autograd.grad(loss_of(module(x)), wanted)
+        others = [other[1].f[0].weight if t is weight else t for t in wanted]
+        assert worst(found, torch.autograd.grad(loss_of(other(x)), others)) <= EXACT
+    loss_of(module(x)).backward(inputs=[x])
+    assert x.grad is not None and weight.grad is None
+    assert worst([x.grad], torch.autograd.grad(loss_of(other(x)), x)) <= EXACT
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_item_22_autocast_replay(enabled: bool) -> None:
+    """Also where the backward pass is itself under autocast, and the forward pass was not."""
+    module, x = net(), randn(2, 8, dtype=torch.float32).requires_grad_()
+    found = []
+    for inner in (module, plain(module)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = loss_of(inner(x))
+        with torch.autocast("cpu", torch.bfloat16, enabled=not enabled):
+            found.append(torch.autograd.grad(loss, [x, *inner.parameters()]))
+    # What is computed in bfloat16 is the same from inputs that err by float32's rounding, but where rounding turns.
+    assert error(*found) <= (2**-8 if enabled else 1e-6)
+
+
+def test_item_23_rng_replay() -> None:
+    """Dropout in couplings; and afterwards the generator is where it would be."""
+    module = fl.InvertibleSequential(
+        *(fl.AdditiveCoupling(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), nn.Dropout(0.3)) for _ in range(3))
+    ).double()
+    assert_exact(module, randn(8, 8))
+    states = []
+    for inner in (module, plain(module)):
+        torch.manual_seed(5)
+        y = inner(randn(8, 8))
+        torch.rand(3)  # drawn between the passes
+        y.sum().backward()
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+def test_item_24_dry_mode() -> None:
+    seen = []
+
+    class Asking(Scale):
+        def function(self, x: Tensor) -> Tensor:
+            seen.append((in_dry_mode(), in_backward_mode()))
+            return super().function(x)
+
+    asking, x = Asking(), randn(3)
+    asking(x).sum().backward()
+    assert seen == [(True, False), (False, True)]
+    asking.checkpoint = False
+    asking(x)
+    assert seen[2:] == [(False, False)]
+    with torch.no_grad(), dry_mode():
+        assert in_dry_mode()
+        y = (asking.log_scale * x).exp()
+        assert y.requires_grad
+    assert not in_dry_mode()
+    with pytest.raises(RuntimeError, match="dry_mode: nothing was kept for the backward pass"):
+        y.sum().backward()
+
+
+def test_item_25_backward_mode() -> None:
+    modes = []
+
+    class Asking(Scale):
+        def inverse(self, y: Tensor) -> Tensor:
+            modes.append((in_dry_mode(), in_backward_mode()))
+            return super().inverse(y)
+
+    fl.InvertibleSequential(Asking(), Asking())(randn(3)).sum().backward()
+    assert modes == [(False, True)] * 2
+    assert not in_backward_mode()
+
+
+def test_item_26_identity() -> None:
+    identity, x = fl.InvertibleIdentity(), randn(3)
+    assert torch.equal(identity(x), x) and identity(x, 2)[1] == 2
+    assert_exact(identity, x)
+    assert_exact(identity, x, randn(2))
+    assert_exact(identity.reverse(), x)
+
+
+@pytest.mark.parametrize("out", [4, 7])
+def test_item_27_linear(out: int) -> None:
+    linear = fl.InvertibleLinear(4, out)
+    product = linear.weight.T @ linear.weight
+    torch.testing.assert_close(product, torch.eye(4))
+    x = randn(5, 4)
+    linear.double()
+    torch.testing.assert_close(linear.inverse(linear(x)), x)
+    assert_exact(linear, x)
+    assert linear.reversible == (out == 4)
+    assert saved_bytes(linear, (2 * x).requires_grad_()) == 5 * out * 8
+    with torch.no_grad():
+        linear.weight.add_(randn(out, 4))
+    assert_exact(linear, x)
+
+
+def test_item_28_convolutions() -> None:
+    for dims, layer in enumerate((fl.InvertibleConv1d, fl.InvertibleConv2d, fl.InvertibleConv3d), 1):
+        for kernel, out in ((1, 3), (2, 3 * 2**dims)):
+            conv = layer(3, out, kernel).double()
+            x = randn(2, 3, *(4,) * dims)
+            torch.testing.assert_close(conv.inverse(conv(x)), x)
+            torch.testing.assert_close(conv(x).norm(), x.norm())  # the initial weight is orthogonal
+            assert_exact(conv, x)
+            assert conv.reversible
+            y = conv(x).detach()
+            assert_exact(conv.reverse(), y)
+
+
+def test_item_29_batch_norm() -> None:
+    """Statistics advance once, and are differentiated through."""
+    layers = (fl.InvertibleBatchNorm1d, fl.InvertibleBatchNorm2d, fl.InvertibleBatchNorm3d)
+    for dims, layer in enumerate(layers, 1):
+        norm, torchs = layer(3).double(), getattr(nn, f"BatchNorm{dims}d")(3).double()
+        with torch.no_grad():
+            norm.weight.copy_(torch.tensor([0.5, -2.0, 1.5]))
+        torchs.load_state_dict(norm.state_dict())
+        x = 3 + 2 * randn(8, 3, *(4,) * dims)
+        found, wanted = (step(m, (x,), list(m.parameters())) for m in (norm, torchs))
+        assert worst(found, wanted) <= EXACT
+        assert norm.num_batches_tracked == 1
+        for a, b in zip(norm.buffers(), torchs.buffers(), strict=True):
+            torch.testing.assert_close(a, b)
+        norm.eval(), torchs.eval()
+        assert worst(*(step(m, (x,), list(m.parameters())) for m in (norm, torchs))) <= EXACT
+        torch.testing.assert_close(norm.reverse()(torchs(x)), x)
+        assert_exact(norm, x)
+
+
+def test_item_30_flatten() -> None:
+    x = randn(2, 3, 4, 5)
+    for start, end in ((1, -1), (0, -1), (-3, -2), (1, 2), (-2, 3)):
+        flatten = fl.InvertibleFlatten(start, end)
+        assert torch.equal(flatten(x), x.flatten(start, end))
+        assert_exact(flatten, x)
+        sizes = x.shape[start : 4 if end == -1 else (end % 4) + 1]
+        back = fl.InvertibleFlatten(start, end, unflattened=sizes)
+        assert torch.equal(back.reverse()(x.flatten(start, end)), x)
+        assert_exact(back, x.flatten(start, end))
+    with pytest.raises(RuntimeError, match="InvertibleFlatten is not reversible"):
+        fl.InvertibleFlatten().reverse()
+
+
+def test_item_31_pixel_shuffle() -> None:
+    shuffle, x = fl.InvertiblePixelShuffle(2), randn(2, 8, 3, 3)
+    assert torch.equal(shuffle(x), nn.PixelShuffle(2)(x))
+    assert_exact(shuffle, x)
+    y = shuffle(x)
+    assert torch.equal(shuffle.reverse()(y), nn.PixelUnshuffle(2)(y))
+    assert_exact(shuffle, y)
+
+
+def test_item_32_pad() -> None:
+    x = randn(2, 3, 4, 5)
+    for mode in ("constant", "reflect", "replicate", "circular"):
+        pad = fl.InvertiblePad((1, 2, 3, 0), mode, 1.5)
+        assert torch.equal(pad.inverse(pad(x)), x)
+        assert_exact(pad, x)
+
+
+def test_item_33_sequential() -> None:
+    module = net(4)
+    assert list(module.state_dict()) == list(nn.Sequential(*module).state_dict())
+    assert len(module) == 4 and module[1] is list(module)[1] and module[-1] is module[3]
+    assert isinstance(module[1:3], fl.InvertibleSequential) and list(module[1:3].state_dict())[0].startswith("1.")
+    module.append(Scale()).extend([Scale()])
+    assert len(module) == 6
+    assert_exact(module.double(), randn(2, 8))
+    nested = fl.InvertibleSequential(module, fl.InvertibleSequential(Scale(), module[0]))
+    assert_exact(nested, randn(2, 8))
+    x = randn(2, 8)
+    assert torch.equal(fl.InvertibleSequential()(x), x)
+    for invertible in (True, False):
+        nested.invertible = invertible
+        assert nested.check(x).is_within
+        assert_exact(nested, x)
+
+
+def test_item_34_orthogonal_and_nonzero() -> None:
+    torch.manual_seed(0)
+    layers: list[Any] = [fl.InvertibleLinear(4, 4), fl.InvertibleLinear(4, 6), fl.InvertibleConv2d(4, 4, 1)]
+    for layer in layers:
+        with torch.no_grad():
+            layer.weight.mul_(3).add_(torch.rand_like(layer.weight))
+        fl.orthogonal(layer.double())
+        for p in layer.parameters():
+            p.data.add_(torch.rand_like(p))
+        weight = layer.weight.flatten(1)
+        torch.testing.assert_close(weight.T @ weight, torch.eye(4, dtype=torch.float64))
+        assert_exact(layer, randn(2, 4, 4, 4))
+
+    norm = fl.InvertibleBatchNorm1d(3).double()
+    torch.nn.utils.parametrize.register_parametrization(norm, "weight", fl.NonZero(0.1))
+    with torch.no_grad():
+        norm.parametrizations.weight.original.copy_(torch.tensor([0.0, -1e-9, 2.0]))  # type: ignore[union-attr, index]
+    torch.testing.assert_close(norm.weight, torch.tensor([0.1, -0.1, 2.0], dtype=torch.float64))
+    assert_exact(norm, randn(8, 3))
+    assert repr(fl.NonZero(0.1)) == "NonZero(least=0.1)"
+
+
+# --- the faults -------------------------------------------------------------------------------------------------------
+
+scale_of = lambda x: 2 * x + 1  # noqa: E731
+back = lambda y: (y - 1) / 2  # noqa: E731
+
+
+def ours(function: Any, inverse: Any, x: Tensor) -> Any:
+    return fl.invertible_checkpoint(function, x, inverse=inverse)
+
+
+def is_right(call: Any, use: Any, *, x: Tensor | None = None) -> bool:
+    """Whether ``use(f, x)`` has the value and the gradient that it has with plain functions in f's place."""
+    x = randn(4) if x is None else x
+    wanted = step(lambda x: use(lambda function, inverse, z: function(z), 1 * x), (x,))
+    try:
+        found = step(lambda x: use(call, 1 * x), (x,))
+    except RuntimeError:
+        return False
+    return worst(found, wanted) <= EXACT
+
+
+USES: dict[str, Any] = {
+    "x + f(x)": lambda f, x: f(scale_of, back, x) + x,
+    "f(x) * x": lambda f, x: f(scale_of, back, x) * x,
+    "x + f(x) and x between f and f": lambda f, x: x * f(scale_of, back, (y := f(scale_of, back, x))) + y.sin() * x,
+    "relu before": lambda f, x: f(scale_of, back, x.relu()),
+    "tanh before": lambda f, x: f(scale_of, back, x.tanh()),
+    "exp before": lambda f, x: f(scale_of, back, x.exp()),
+    "square before": lambda f, x: f(scale_of, back, (1 * x).square()) * x,
+    "seed": lambda f, x: f(
+        lambda x: x * torch.rand_like(x).sin().add(1), lambda y: y / torch.rand_like(y).sin().add(1), x
+    ),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_faults_of_reading_inputs_and_of_seeds(name: str) -> None:
+    assert is_right(ours, USES[name])
+    if name != "square before":  # whose input the naive one leaves alone
+        assert not is_right(naive, USES[name])
+
+
+def test_fault_reading_an_input_after_the_call() -> None:
+    for call, is_whole in ((ours, True), (naive, False)):
+        x = 1 * randn(4).requires_grad_()
+        call(scale_of, back, x)
+        assert torch.equal(x, randn(4)) == is_whole
+    x = randn(4).requires_grad_()
+    chain = fl.InvertibleSequential(Scale(), Scale())
+    y = chain(z := 1 * x)
+    loss_of(y + z).backward()
+    assert x.grad is not None and worst([x.grad], torch.autograd.grad(loss_of(plain(chain)(x) + x), x)) <= EXACT
+
+
+def test_fault_gradient_of_a_batch_norm_s_input() -> None:
+    """Naive is to take the statistics, which the inverse needs, for constants."""
+    x = 3 + 2 * randn(8, 3)
+    mean, std = x.mean(0), x.std(0, correction=0)
+    norm = lambda x: (x - x.mean(0)) / x.std(0, correction=0)  # noqa: E731
+    constant = lambda x: (x - mean) / std  # noqa: E731
+    wanted = step(norm, (x,))
+    assert worst(step(lambda x: naive(constant, lambda y: y * std + mean, 1 * x), (x,)), wanted) > 0.1
+    module = fl.InvertibleBatchNorm1d(3, eps=0, affine=False).double()
+    assert worst(step(module, (x,)), wanted) <= EXACT
+
+
+def test_fault_editing_an_output_in_place() -> None:
+    """It raises, of the last output and of one that has been let go, also where it is edited without gradients."""
+
+    def edited(call: Any, place: int, no_grad: bool) -> list[Tensor | None]:
+        def function(x: Tensor) -> Tensor:
+            y = call(scale_of, back, 1 * x)
+            if place == 0:
+                z = call(torch.exp, torch.log, y)
+                out = y
+            else:
+                out = z = call(torch.exp, torch.log, y)
+            with torch.set_grad_enabled(not no_grad):
+                out.mul_(3)
+            return z
+
+        return step(function, (randn(4),))
+
+    for no_grad in (False, True):
+        with pytest.raises(RuntimeError, match="modified inplace"):  # what torch says of what a Function returned
+            edited(ours, 1, no_grad)
+        with pytest.raises(RuntimeError, match="modified inplace") if not no_grad else nullcontext():
+            # Of an output that another call tells, edits do not matter.
+            wanted = edited(lambda function, inverse, x: function(1 * x), 0, True)
+            assert worst(edited(ours, 0, no_grad), wanted) <= EXACT
+    wanted = edited(lambda function, inverse, x: 1 * function(x), 1, True)
+    assert worst(edited(naive, 1, True), wanted) > EXACT
+
+    module = net()
+    y = module(randn(2, 8, dtype=torch.float32))
+    with torch.no_grad():
+        y.add_(1)
+    with pytest.raises(RuntimeError, match="AdditiveCoupling: output 0 was modified by an in-place operation.*clone"):
+        y.sum().backward()
+
+
+def test_fault_a_second_backward_pass() -> None:
+    for call, works in ((ours, True), (naive, False)):
+        x = randn(4).requires_grad_()
+        y = call(scale_of, back, 1 * x)
+        (first,) = torch.autograd.grad(loss_of(y), x, retain_graph=True)
+        if not works:
+            with pytest.raises(AttributeError):
+                torch.autograd.grad(loss_of(y), x)
+        else:
+            assert torch.equal(first, torch.autograd.grad(loss_of(y), x)[0])
+    module = net().double()
+    x = randn(2, 8).requires_grad_()
+    loss = loss_of(module(x))
+    found = [torch.autograd.grad(loss, [x, *module.parameters()], retain_graph=again) for again in (True, True, False)]
+    assert all(error(found[0], other) == 0 for other in found[1:])
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(loss, x)
+
+
+def test_fault_autocast_is_replayed() -> None:
+    weight = randn(4, 4, dtype=torch.float32)
+
+    def gradient(call: Any) -> Tensor:
+        x = randn(2, 4, dtype=torch.float32).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = call(lambda x: (x @ weight).float().exp(), lambda y: y.log() @ weight.inverse(), 1 * x)
+        return torch.autograd.grad(y.sum(), x)[0]
+
+    wanted = gradient(lambda function, inverse, x: function(x))
+    inputs = 2**-9 * float(torch.linalg.cond(weight))  # log gives what was rounded to bfloat16
+    assert error([gradient(ours)], [wanted]) <= 8 * inputs
+    kinds: dict[Any, list[bool]] = {ours: [], naive: []}
+    for call, kind in kinds.items():
+
+        def noting(x: Tensor, kind: Any = kind) -> Tensor:
+            kind.append(torch.is_autocast_enabled("cpu"))
+            return x.exp()
+
+        with torch.autocast("cpu", torch.bfloat16):
+            y = call(noting, torch.log, 1 * randn(4).requires_grad_())
+        y.sum().backward()
+    assert kinds == {ours: [True, True], naive: [True, False]}
+
+
+DRIFTS = {torch.float32: 1e-3, torch.float64: 1e-11}
+
+
+@pytest.mark.parametrize("dtype", DRIFTS, ids=str)
+def test_fault_drift_of_50_linears(dtype: torch.dtype) -> None:
+    """Weights as nn.Linear begins with amplify what is lost by 1e5 and more; orthogonal ones, which stay so while
+    they are trained, by less than their number."""
+    eps = torch.finfo(dtype).eps
+    x = randn(32, 16, dtype=dtype)
+    assert linears(50).to(dtype).check(x).drift < 50 * eps
+
+    usual = linears(50).to(dtype)
+    for layer in usual:
+        nn.init.kaiming_uniform_(layer.weight, a=5**0.5)
+        nn.init.uniform_(layer.bias, -0.25, 0.25)
+    with pytest.warns(UserWarning, match=r"over 50 modules, computed inputs drift by .*Orthogonal weights"):
+        report = usual.check(x, rtol=0, atol=0)
+    assert report.drift > 1e5 * eps
+
+    trained = linears(50).to(dtype)
+    for layer in trained:
+        fl.orthogonal(layer)
+    before = [layer.weight.detach().clone() for layer in trained]
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.05)
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = (trained(x) - x.flip(0)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert max(float((a - b.weight.detach()).norm()) for a, b in zip(before, trained, strict=True)) > 1e-3
+    assert trained.check(x).drift < 50 * eps * 4
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "keep": (lambda: Scale()(randn(2), keep=[randn(2)]), ValueError, "Scale: keep must be some of the inputs"),
+    "keep of a chain": (lambda: net()(randn(2, 8), keep=[randn(2)]), ValueError, "keep must be some of the inputs"),
+    "linear": (lambda: fl.InvertibleLinear(3, 2), ValueError, "2 outputs do not tell 3 inputs; out_features must be"),
+    "conv": (lambda: fl.InvertibleConv2d(3, 3, 2), ValueError, "3 output channels.* 12 numbers.* at least 12"),
+    "conv groups": (lambda: fl.InvertibleConv1d(3, 4, 1, groups=2), ValueError, "divisible by groups=2"),
+    "conv size": (lambda: fl.InvertibleConv1d(1, 2, 2)(randn(1, 1, 5)), ValueError, "of 5 values.*pad it by 1"),
+    "conv dilation": (
+        lambda: fl.InvertibleConv1d(1, 2, 2, stride=2, dilation=2)(randn(1, 1, 7)),
+        ValueError,
+        "some are in no patch.*use a smaller stride",
+    ),
+    "chain": (lambda: fl.InvertibleSequential(nn.ReLU()), TypeError, "0 is a ReLU, which is not invertible"),
+    "chain, later": (lambda: net().append(nn.ReLU()), TypeError, "3 is a ReLU.*put it into a coupling"),  # type: ignore[arg-type]
+    "coupling": (lambda: fl.AdditiveCoupling(torch.tanh), TypeError, "f must be an nn.Module, got"),  # type: ignore[arg-type]
+    "coupling, g": (lambda: fl.AffineCoupling(nn.Tanh(), 3), TypeError, "g must be an nn.Module, got 3"),  # type: ignore[arg-type]
+    "coupling, inputs": (
+        lambda: fl.AdditiveCoupling(nn.Tanh())(randn(2), randn(2), randn(2)),
+        TypeError,
+        "takes two tensors, or one that is split, got 3 inputs",
+    ),
+    "coupling, width": (
+        lambda: fl.AdditiveCoupling(nn.Tanh())(randn(2, 1)),
+        ValueError,
+        "dimension 1 of .2, 1. cannot",
+    ),
+    "coupling, shape": (
+        lambda: fl.AdditiveCoupling(nn.Linear(2, 3).double())(randn(2, 2), randn(2, 2)),
+        ValueError,
+        r"to move a stream of shape \(2, 2\), Linear must return a tensor of shape \(2, 2\), but returned \(2, 3\)",
+    ),
+    "coupling, affine": (
+        lambda: fl.AffineCoupling(nn.Tanh())(randn(2, 2), randn(2, 2)),
+        ValueError,
+        r"must return a tensor of shape \(2, 4\), but returned \(2, 2\)",
+    ),
+    "coupling, tuple": (
+        lambda: fl.AdditiveCoupling(nn.RNN(2, 2).double())(randn(2, 2), randn(2, 2)),
+        ValueError,
+        r"RNN must return a tensor of shape \(2, 2\), but returned tuple",
+    ),
+    "split": (lambda: fl.InvertibleSplit()(randn(2, 1)), ValueError, "dimension 1 cannot be halved"),
+    "pad": (lambda: fl.InvertiblePad((1, -1)), ValueError, r"none of them negative, got \(1, -1\)"),
+    "pad, odd": (lambda: fl.InvertiblePad((1,)), ValueError, "pad must be pairs of sizes"),
+    "activation": (lambda: fl.InvertibleActivation("relu"), ValueError, "relu.*leaky_relu.*can be inverted"),
+    "activation, two turns": (lambda: fl.InvertibleActivation("hardswish"), ValueError, "InvertibleActivation: "),
+    "orthogonal": (lambda: fl.orthogonal(nn.BatchNorm1d(2)), ValueError, r"weight is no matrix, but has shape \(2,\)"),
+    "nonzero": (lambda: fl.NonZero(0.0), ValueError, "least must be positive, got 0.0"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_inputs(name: str) -> None:
+    call, kind, message = WRONG[name]
+    with pytest.raises(kind, match=message):
+        call()
+
+
+def test_an_inverse_that_returns_too_few() -> None:
+    class Short(Rotate):
+        def inverse(self, *outputs: Any) -> Any:
+            return super().inverse(*outputs)[0]
+
+    a, b = Short()(randn(2).requires_grad_(), randn(2))
+    with pytest.raises(RuntimeError, match="Short: inverse returned 1 values for 2 inputs; it must return all"):
+        (a + b).sum().backward()
