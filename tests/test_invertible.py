@@ -1,4 +1,4 @@
-"""What invtorch offers, item by item, and its faults: each of these a naive implementation has, and this one has not."""
+"""What invtorch offers, item by item, and its faults, each of which a naive implementation has and this one has not."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_item_03_keep() -> None:
 
 def test_item_04_unknown_keywords_are_refused() -> None:
     for module in (Scale(), net()):
-        with pytest.raises(TypeError, match="got the keyword '_seed'; inputs are positional.*keep"):
+        with pytest.raises(TypeError, match=r"got the keyword '_seed'; inputs are positional.*keep"):
             module(randn(2, 8), _seed=True)
 
 
@@ -532,7 +532,7 @@ def test_item_33_sequential() -> None:
     module = net(4)
     assert list(module.state_dict()) == list(nn.Sequential(*module).state_dict())
     assert len(module) == 4 and module[1] is list(module)[1] and module[-1] is module[3]
-    assert isinstance(module[1:3], fl.InvertibleSequential) and list(module[1:3].state_dict())[0].startswith("1.")
+    assert isinstance(module[1:3], fl.InvertibleSequential) and next(iter(module[1:3].state_dict())).startswith("1.")
     module.append(Scale()).extend([Scale()])
     assert len(module) == 6
     assert_exact(module.double(), randn(2, 8))
@@ -663,10 +663,11 @@ def test_fault_editing_an_output_in_place() -> None:
 
     module = net()
     y = module(randn(2, 8, dtype=torch.float32))
+    loss = y.sum()
     with torch.no_grad():
         y.add_(1)
-    with pytest.raises(RuntimeError, match="AdditiveCoupling: output 0 was modified by an in-place operation.*clone"):
-        y.sum().backward()
+    with pytest.raises(RuntimeError, match=r"AdditiveCoupling: output 0 was modified by an in-place operation.*clone"):
+        loss.backward()
 
 
 def test_fault_a_second_backward_pass() -> None:
