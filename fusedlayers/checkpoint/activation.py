@@ -59,7 +59,12 @@ class InvertibleActivation(InvertibleModule):
         return bias_act(x, None, self.activation, save="input" if refused else "output")
 
     def inverse(self, y: Tensor) -> Tensor:
-        return self.activation.input_given_output(widened(y), y.dtype).to(y.dtype)
+        wide, limits = widened(y), torch.finfo(y.dtype)
+        x = self.activation.input_given_output(wide, y.dtype)
+        # An output that was rounded to what the function tends to is that of all inputs from some number on, which the
+        # next output tells: an infinite one would make upstream gradients NaN, as a product with a derivative of zero.
+        inside = wide - x.sign() * wide.abs().clamp(min=limits.tiny) * limits.eps
+        return torch.where(x.isinf(), self.activation.input_given_output(inside, y.dtype), x).to(y.dtype)
 
     def described(self) -> str:
         return repr(self.activation)
