@@ -148,12 +148,18 @@ def _run(module: InvertibleModule, inputs: Values) -> Iterator[_Ran]:
             tensors = [value for value in inputs if isinstance(value, Tensor)]
             circumstances = Circumstances(link.modules, tensors, seed=link.seed)
             with circumstances.noting():
-                found = link.function(*inputs)
-            # Copies, for a later one may write over its inputs.
-            outputs = tuple(value.clone() if isinstance(value, Tensor) else value for value in found)
+                outputs = _with_gradients(link.function, inputs)
             ran = _Ran(".".join(filter(None, (name, inner))), link, inputs, outputs, circumstances)
             yield ran
             inputs = outputs[: ran.shown]
+
+
+def _with_gradients(function: Callable[..., Values], values: Values) -> Values:
+    """What a function returns when a backward pass is to follow: without, activations leave their branch out."""
+    with torch.enable_grad():
+        # Copies, for it may write over its inputs, and a later one over its outputs.
+        found = function(*(value.detach().requires_grad_().clone() if _is_float(value) else value for value in values))
+    return tuple(value.detach().clone() if isinstance(value, Tensor) else value for value in found)
 
 
 def _compared(chain: Sequence[_Ran], rtol: float, atol: float) -> tuple[tuple[CheckRow, ...], bool]:
@@ -169,7 +175,8 @@ def _compared(chain: Sequence[_Ran], rtol: float, atol: float) -> tuple[tuple[Ch
             dy_computed = list(dy)
         own = ran.again(ran.link.inverse, ran.outputs)
         computed = ran.again(ran.link.inverse, (*computed, *ran.outputs[ran.shown :]))
-        second = ran.again(ran.link.function, ran.inputs)
+        with ran.circumstances.again():
+            second = _with_gradients(ran.link.function, ran.inputs)
         (dy, of_parameters), (dy_computed, of_computed) = (
             ran.gradients(ran.inputs, dy),
             ran.gradients(computed, dy_computed),
