@@ -559,6 +559,13 @@ def test_item_34_orthogonal_and_nonzero() -> None:
         torch.testing.assert_close(weight.T @ weight, torch.eye(4, dtype=torch.float64))
         assert_exact(layer, randn(2, 4, 4, 4))
 
+    for out in (4, 6):  # weight decay has left torch's own choice for those that are not square with a weight of zero
+        layer = fl.orthogonal(fl.InvertibleLinear(4, out))
+        optimizer = torch.optim.AdamW(layer.parameters(), weight_decay=0.1)
+        layer(randn(8, 4, dtype=torch.float32)).square().sum().backward()
+        optimizer.step()
+        torch.testing.assert_close(layer.weight.T @ layer.weight, torch.eye(4))
+
     norm = fl.InvertibleBatchNorm1d(3).double()
     torch.nn.utils.parametrize.register_parametrization(norm, "weight", fl.NonZero(0.1))
     with torch.no_grad():

@@ -1,0 +1,307 @@
+"""Gradients from computed inputs against plain autograd's, for every layer, and what is kept meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from inverting import EXACT, Scale, assert_exact, error, linears, net, plain, randn, steps, worst
+from torch import Tensor, nn
+
+import fusedlayers as fl
+from fusedlayers.checkpoint.calls import Call
+from fusedlayers.graph import nodes_of
+from fusedlayers.memory import peak_bytes, saved_bytes
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+def _conv(in_channels: int, out_channels: int) -> nn.Module:
+    return nn.Conv2d(in_channels, out_channels, 3, padding=1)
+
+
+#: Networks of a coupling, from 4 channels to as many as are asked for, and whether they take images.
+NETWORKS: dict[str, tuple[Callable[[int], nn.Module], bool]] = {
+    "dense": (lambda out: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, out)), False),
+    "batch norm": (lambda out: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, out)), False),
+    "dropout": (lambda out: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.4), nn.Linear(8, out), nn.Dropout(0.2)), False),
+    "in-place": (lambda out: nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, out)), False),
+    "spectral norm": (lambda out: nn.utils.parametrizations.spectral_norm(nn.Linear(4, out)), False),
+    "FusedDenseAct": (
+        lambda out: nn.Sequential(fl.FusedDenseAct(4, 8, "gelu"), fl.FusedDenseAct(8, out, "tanh")),
+        False,
+    ),
+    "FusedMLP": (lambda out: nn.Sequential(fl.FusedMLP(4, 8), nn.Linear(4, out)), False),
+    "conv": (lambda out: nn.Sequential(_conv(4, 6), nn.BatchNorm2d(6), nn.ReLU(), _conv(6, out)), True),
+    "FusedBatchNormAct2d": (
+        lambda out: nn.Sequential(_conv(4, 6), fl.FusedBatchNormAct2d(6, "silu"), _conv(6, out)),
+        True,
+    ),
+    "FusedConvAct2d": (
+        lambda out: nn.Sequential(fl.FusedConvAct2d(4, 6, 3, activation="mish"), nn.ZeroPad2d(1), _conv(6, out)),
+        True,
+    ),
+}
+
+
+def coupling(kind: str, network: str, with_g: bool) -> tuple[Any, bool]:
+    torch.manual_seed(0)
+    make, is_image = NETWORKS[network]
+    cls, out = (fl.AdditiveCoupling, 4) if kind == "additive" else (fl.AffineCoupling, 8)
+    return cls(make(out), make(out) if with_g else None), is_image
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_couplings(network: str) -> None:
+    """In float64 as plain autograd; two of them in a chain, so that one is told by the other."""
+    for kind, with_g, is_split, is_reversed in product(
+        ("additive", "affine"), (True, False), (True, False), (False, True)
+    ):
+        first, is_image = coupling(kind, network, with_g)
+        second, _ = coupling(kind, network, with_g)
+        module = fl.InvertibleSequential(first, second).double()
+        size = (4, 8, 5, 5) if is_image else (6, 8)
+        x = randn(*size)
+        inputs = (x,) if is_split else x.chunk(2, 1)
+        assert_exact(module.reverse(is_reversed), *inputs)
+
+
+def _layers() -> dict[str, tuple[Any, tuple[Tensor, ...]]]:
+    torch.manual_seed(0)
+    rows, images = randn(6, 4), randn(4, 4, 6, 6)
+    found: dict[str, tuple[Any, tuple[Tensor, ...]]] = {
+        "linear": (fl.InvertibleLinear(4, 4), (rows,)),
+        "linear, wide, no bias": (fl.InvertibleLinear(4, 9, bias=False), (rows,)),
+        "linear, one row": (fl.InvertibleLinear(4, 4), (randn(4),)),
+        "linear, orthogonal": (fl.orthogonal(fl.InvertibleLinear(4, 4)), (rows,)),
+        "conv1d": (fl.InvertibleConv1d(4, 4, 1), (randn(3, 4, 5),)),
+        "conv2d": (fl.InvertibleConv2d(4, 4, 1), (images,)),
+        "conv2d, patches": (fl.InvertibleConv2d(4, 16, 2, bias=False), (images,)),
+        "conv2d, overlapping": (fl.InvertibleConv2d(4, 40, 3, 1, padding=1), (images,)),
+        "conv2d, overlapping by half": (fl.InvertibleConv2d(4, 64, (4, 2), (2, 1)), (images,)),
+        "conv2d, dilated": (fl.InvertibleConv2d(4, 16, 2, 1, dilation=2), (images,)),
+        "conv2d, groups": (fl.InvertibleConv2d(4, 16, 2, groups=2), (images,)),
+        "conv2d, one image": (fl.InvertibleConv2d(4, 4, 1), (images[0],)),
+        "conv2d, orthogonal": (fl.orthogonal(fl.InvertibleConv2d(4, 16, 2)), (images,)),
+        "conv3d": (fl.InvertibleConv3d(2, 16, 2), (randn(2, 2, 4, 4, 4),)),
+        "batch norm": (fl.InvertibleBatchNorm2d(4), (images,)),
+        "batch norm, eval": (fl.InvertibleBatchNorm2d(4).eval(), (images,)),
+        "batch norm, no statistics": (fl.InvertibleBatchNorm2d(4, track_running_stats=False), (images,)),
+        "batch norm, no weight": (fl.InvertibleBatchNorm1d(4, affine=False, momentum=None), (rows,)),
+        "identity": (fl.InvertibleIdentity(), (rows,)),
+        "flatten": (fl.InvertibleFlatten(), (images,)),
+        "shuffle": (fl.InvertiblePixelShuffle(2), (images,)),
+        "unshuffle": (fl.InvertiblePixelShuffle(2).reverse(), (images,)),
+        "pad": (fl.InvertiblePad((1, 2)), (images,)),
+        "split": (fl.InvertibleSplit(), (rows,)),
+        "join": (fl.InvertibleSplit().reverse(), (rows, rows + 1)),
+        "split, odd": (fl.InvertibleSplit(-1), (randn(2, 5),)),
+        "additive": (net(4), (randn(3, 8),)),
+        "affine": (_affine(), (randn(3, 8),)),
+        "revnet": (_revnet(), (randn(2, 3, 8, 8),)),
+    }
+    return found
+
+
+def _affine() -> fl.InvertibleSequential:
+    return fl.InvertibleSequential(*(coupling("affine", "dense", True)[0] for _ in range(3)))
+
+
+def _revnet() -> fl.InvertibleSequential:
+    """One that is as a user would build it: pixels into channels, couplings, and lower resolutions."""
+    blocks = [coupling("additive", "conv", True)[0] for _ in range(2)]
+    wide = [
+        fl.AdditiveCoupling(
+            nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True)),
+            nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.GELU()),
+        )
+        for _ in range(2)
+    ]
+    return fl.InvertibleSequential(
+        fl.InvertibleConv2d(3, 8, 1),
+        fl.InvertibleBatchNorm2d(8),
+        *blocks,
+        fl.InvertibleActivation("leaky_relu"),
+        fl.InvertiblePixelShuffle(2).reverse(),
+        fl.InvertibleConv2d(32, 32, 1),
+        fl.InvertibleSequential(*wide),
+        fl.InvertibleFlatten(),
+    )
+
+
+LAYERS = list(_layers())
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_in_float64(name: str) -> None:
+    module, inputs = _layers()[name]
+    assert_exact(module.double(), *inputs)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_in_float32_err_as_check_predicts(name: str) -> None:
+    module, inputs = _layers()[name]
+    inputs = tuple(x.float() for x in inputs)
+    report = module.check(*inputs, atol=1e-3)
+    assert report.is_within
+    # The loss here is another one than check's, and plain autograd rounds as well.
+    assert error(*steps(module, *inputs)) <= 4 * report.gradient_error + 8 * torch.finfo(torch.float32).eps
+
+
+# --- activations ------------------------------------------------------------------------------------------------------
+
+
+def _can_be_inverted(name: str) -> bool:
+    try:
+        fl.InvertibleActivation(name)
+    except ValueError:
+        return False
+    return True
+
+
+ACTIVATIONS = [name for name in fl.activations() if _can_be_inverted(name)]
+
+
+def test_which_activations_can_be_inverted() -> None:
+    flat = {"relu", "relu6", "hardtanh", "trelu", "softshrink", "hardsigmoid", "squared_relu", "hardswish"}
+    assert set(fl.activations()) - set(ACTIVATIONS) == flat
+
+
+def activation(name: str) -> Any:
+    return fl.InvertibleSequential(Scale(), fl.InvertibleActivation(name))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_in_float64(name: str) -> None:
+    """Folded ones keep their input."""
+    x = randn(500)
+    x = x[x.abs() > 1e-2]  # the derivative of cbrt has a pole at zero
+    module = activation(name).double()
+    found, wanted = steps(module, x)
+    assert worst(found, wanted) <= EXACT
+    is_folded = fl.InvertibleActivation(name).activation.is_folded
+    assert saved_bytes(module, (1 * x).requires_grad_()) == x.nbytes
+    y = module(x)
+    assert (y.grad_fn.name() == "OutputBackward") != is_folded
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_err_as_check_predicts(name: str, dtype: torch.dtype) -> None:
+    module = activation(name).to(dtype)
+    x = randn(500, dtype=dtype)
+    report = module.check(x, rtol=1, atol=1)
+    found, wanted = steps(module, x)
+    eps = torch.finfo(dtype).eps
+    assert error(found[:1], wanted[:1]) <= eps
+    assert error(found[1:], wanted[1:]) <= 4 * report.gradient_error + 8 * eps
+    assert saved_bytes(module, (1 * x).requires_grad_()) == x.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_outputs_that_are_rounded_to_a_limit(name: str, dtype: torch.dtype) -> None:
+    """A formula has an infinite input for them, of which gradients would be NaN."""
+    module = activation(name).to(dtype)
+    x = torch.cat([sign * torch.logspace(0, 2, 9) for sign in (1, -1)]).to(dtype)
+    found, wanted = steps(module, x)
+    assert all(t is not None and t.isfinite().all() for t in (*found, *wanted))
+
+
+def test_check_predicts_less_than_all_is_lost() -> None:
+    """For a prediction that is as large as what it predicts proves nothing."""
+    for name in ACTIVATIONS:
+        report = activation(name).check(randn(500, dtype=torch.float32), rtol=1, atol=1)
+        assert report.gradient_error < 1e-2, (name, report.gradient_error)
+
+
+# --- what is kept -----------------------------------------------------------------------------------------------------
+
+CHAINS: dict[str, Callable[[int], Any]] = {
+    "additive": lambda depth: net(depth, 64),
+    "affine": lambda depth: fl.InvertibleSequential(
+        *(fl.AffineCoupling(nn.Sequential(nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 128))) for _ in range(depth))
+    ),
+    "linear": lambda depth: linears(depth, 128),
+    "mixed": lambda depth: fl.InvertibleSequential(
+        *(
+            [
+                Scale(),
+                fl.InvertibleActivation("leaky_relu"),
+                fl.InvertibleIdentity(),
+                fl.InvertibleSplit(),
+                fl.InvertibleSplit().reverse(),
+            ][i % 5]
+            for i in range(depth // 5 * 5)
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_saved_bytes_do_not_grow_with_depth(name: str) -> None:
+    def kept(chain: Any) -> int:
+        x = randn(512, 128, dtype=torch.float32).requires_grad_()
+        return saved_bytes(lambda: chain(1 * x), exclude=list(chain.parameters()))
+
+    shallow, deep = (CHAINS[name](depth) for depth in (8, 128))
+    assert kept(shallow) >= 512 * 128 * 4
+    assert kept(deep) <= 1.02 * kept(shallow)
+    assert kept(plain(deep)) > 2 * kept(plain(shallow))
+
+
+def test_peak_memory_does_not_grow_with_depth() -> None:
+    """But for the gradients of parameters."""
+
+    def peak(chain: Any) -> int:
+        x = randn(2048, 128, dtype=torch.float32).requires_grad_()
+
+        def both() -> None:
+            chain(1 * x).sum().backward()
+
+        both()  # gradients are there afterwards
+        return peak_bytes(both)
+
+    shallow, deep = (CHAINS["additive"](depth) for depth in (8, 128))
+    assert peak(deep) <= 1.02 * peak(shallow)
+
+
+def test_buffers_advance_once() -> None:
+    module, inputs = _layers()["revnet"]
+    other = plain(module)
+    for _ in range(2):
+        for inner in (module, other):
+            inner(*(x.float() for x in inputs)).sum().backward()
+    assert all(norm.num_batches_tracked == 2 for norm in module.modules() if isinstance(norm, nn.BatchNorm2d))
+    for (name, a), b in zip(module.named_buffers(), other.buffers(), strict=True):
+        assert torch.equal(a, b), name
+    for inner in (module, other):  # also without a backward pass
+        inner(*(x.float() for x in inputs))
+    assert all(torch.equal(a, b) for a, b in zip(module.buffers(), other.buffers(), strict=True))
+
+
+@pytest.mark.parametrize("with_backward", [True, False])
+def test_graphs_go_when_nobody_holds_them(with_backward: bool) -> None:
+    """Without the garbage collector, that is without circles."""
+    module, inputs = _layers()["revnet"]
+    gc.collect()
+    gc.disable()
+    try:
+        y = module(*(x.float() for x in inputs))
+        calls = [weakref.ref(y.grad_fn.call)]
+        for node in nodes_of([y]):
+            if isinstance(call := getattr(node, "call", None), Call):
+                calls.append(weakref.ref(call))
+        del node, call
+        assert len(set(calls)) > 8
+        if with_backward:
+            y.sum().backward()
+        del y
+        assert not [call() for call in calls if call() is not None]
+    finally:
+        gc.enable()
