@@ -9,7 +9,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from .calls import Values
-from .module import InvertibleModule, can_be_spared, packed
+from .module import InvertibleModule, can_be_spared, packed, sparing_nothing, unpacked
 
 
 class InvertibleSequential(InvertibleModule):
@@ -79,16 +79,24 @@ class InvertibleSequential(InvertibleModule):
         return list(self)[::-1] if self.reversed else list(self)
 
     def forward(self, *inputs: Any, keep: Iterable[Tensor] = (), **unknown: Any) -> Any:
-        if unknown or not self.invertible or not can_be_spared() or not len(self):
+        if unknown or not self.invertible or not can_be_spared():
             return super().forward(*inputs, keep=keep, **unknown)
+        self.checked_keep(inputs, keep)
+        return self._called(inputs, keep)
+
+    def plainly(self, *inputs: Any) -> Any:
+        with sparing_nothing():
+            return self._called(inputs)
+
+    def _called(self, inputs: Values, keep: Iterable[Tensor] = ()) -> Any:
+        # The modules, and not their functions, for there may be hooks on them: a user's, or an engine's that shards.
         values: Any = inputs
         for module in self._in_order():
             values = module(*packed(values), keep=keep)
             keep = ()
-        return values
+        return unpacked(packed(values))
 
-    # What is hidden from the caller by single modules stays between them: these are called one after the other where
-    # they are to be differentiated, and as one only where nothing has to be inverted.
+    # What is hidden from the caller by single modules stays between them.
 
     def function(self, *inputs: Any) -> Any:
         return self._through(list(self), inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, Self
@@ -85,15 +86,16 @@ class InvertibleModule(nn.Module):
             )
         kept = self.checked_keep(inputs, keep)
         if not self.checkpoint or not can_be_spared():
-            return _unpacked(self.process(packed(self.call_function(*inputs)), self._count))
+            return self.plainly(*inputs)
         if not self.invertible:
             tensors = [value for value in inputs if isinstance(value, Tensor)]
             circumstances = Circumstances(self.modules(), tensors, seed=self.seed)
-            return _unpacked(self.process(packed(again(self.call_function, inputs, {}, circumstances)), self._count))
-        values: Values = inputs
-        for _, link in self.links(len(inputs)):
-            values = spared(link, values, kept)
-        return _unpacked(values)
+            return again(self.plainly, inputs, {}, circumstances)
+        return spared((link for _, link in self.links(len(inputs))), inputs, kept)
+
+    def plainly(self, *inputs: Any) -> Any:
+        """What the caller sees, and all is left to autograd."""
+        return unpacked(self.process(packed(self.call_function(*inputs)), self._count))
 
     def links(self, count: int) -> Iterator[tuple[str, Inverted]]:
         """What a call with so many inputs consists of, in order, with names: the module, or its parts."""
@@ -266,7 +268,7 @@ def invertible_checkpoint(
     """
     shown = lambda values: values[:num_outputs]  # noqa: E731  # two lines for one expression
     if not can_be_spared():
-        return _unpacked(shown(packed(function(*args))))
+        return unpacked(shown(packed(function(*args))))
     name = getattr(function, "__qualname__", type(function).__name__)
     inverted = Inverted(
         f"invertible_checkpoint of {name}",
@@ -276,23 +278,44 @@ def invertible_checkpoint(
         modules_in(function, inverse, args),
         seed,
     )
-    return _unpacked(spared(inverted, args, tuple(keep)))
+    return spared([inverted], args, tuple(keep))
 
 
 def packed(values: Any) -> Values:
     return values if isinstance(values, tuple) else (values,)
 
 
-def _unpacked(values: Values) -> Any:
+def unpacked(values: Values) -> Any:
     return values[0] if len(values) == 1 else values
 
 
 @torch._disable_dynamo  # which cannot follow a backward pass that computes inputs
-def spared(inverted: Inverted, args: Values, keep: tuple[Tensor, ...]) -> Values:
-    return Call(inverted, args, keep).run()
+def spared(links: Iterable[Inverted], values: Values, keep: tuple[Tensor, ...]) -> Any:
+    for link in links:
+        values = Call(link, values, keep).run()
+    return unpacked(values)
+
+
+class _State(threading.local):
+    spares_nothing: bool = False
+
+
+_state = _State()
+
+
+@contextmanager
+def sparing_nothing() -> Iterator[None]:
+    """Modules that are called in it leave all to autograd, whatever their flags."""
+    before, _state.spares_nothing = _state.spares_nothing, True
+    try:
+        yield
+    finally:
+        _state.spares_nothing = before
 
 
 def can_be_spared() -> bool:
-    """Whether there will be a backward pass, and no transform that wants to see plain operations."""
+    """Whether there will be a backward pass, and nobody wants to see plain operations, as transforms do."""
+    if _state.spares_nothing:
+        return False
     is_transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
     return torch.is_grad_enabled() and not is_transformed
