@@ -6,6 +6,8 @@
 * Autocast, for each kind of device.
 * The buffers of the modules in it. The first run updates them, as the statistics of a batch norm, or the vectors of a
   spectral norm: a second one starts from what the first one found, and what it writes is thrown away.
+* The parameters of these modules: ``torch.func.functional_call`` lends them others for the first run alone. Where one
+  was edited since, by the step of an optimizer say, a second run raises, as plain autograd does.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 
@@ -37,6 +40,7 @@ class Circumstances:
         self._generators = [*_GENERATORS, *(_of_device(device) for device in devices)] if seed else []
         self._states: list[tuple[_Generator, Any]] = []
         self._buffers: list[_Buffer] = []
+        self._parameters: list[_Parameter] = []
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -47,6 +51,7 @@ class Circumstances:
         finally:
             self._states = [(generator, state) for generator, state in states if generator.has_moved(state)]
             self._buffers = [buffer for buffer in found if buffer.is_written()]
+            self._parameters = list(_parameters_of(self._modules))
             self._generators, self._modules = [], ()
 
     @contextmanager
@@ -58,6 +63,12 @@ class Circumstances:
             for buffer in self._buffers:
                 stack.callback(buffer.module._buffers.__setitem__, buffer.name, buffer.module._buffers[buffer.name])
                 buffer.module._buffers[buffer.name] = buffer.before()
+            for parameter in self._parameters:
+                parameter.check()
+                if parameter.is_another():
+                    own = parameter.module._parameters
+                    stack.callback(own.__setitem__, parameter.name, own[parameter.name])
+                    own[parameter.name] = parameter.tensor
             for autocast in self._autocast:
                 stack.enter_context(autocast.context())
             yield
@@ -142,6 +153,43 @@ def _buffers_of(modules: Iterable[nn.Module]) -> Iterator[_Buffer]:
             if tensor is not None and not tensor.is_inference():
                 values = None if is_norm else tensor.detach().clone()
                 yield _Buffer(module, name, tensor, tensor._version, values)
+
+
+# --- parameters -------------------------------------------------------------------------------------------------------
+
+
+class _Parameter(NamedTuple):
+    """A parameter as the first run has left it."""
+
+    module: nn.Module
+    name: str
+    tensor: Any  # an nn.Parameter, but for functional_call's
+    version: int
+
+    def check(self) -> None:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                f"{type(self.module).__name__}: the parameter {self.name} was modified by an in-place operation after "
+                "the forward pass, and the backward pass runs the module again; take the optimizer's step afterwards"
+            )
+
+    def is_another(self) -> bool:
+        """Whether the module has another one now, and not by an engine that shards parameters, and whose hooks in the
+        second run see to it."""
+        now = self.module._parameters.get(self.name)
+        return (
+            now is not None
+            and now is not self.tensor
+            and not is_traceable_wrapper_subclass(now)
+            and not is_traceable_wrapper_subclass(self.tensor)
+        )
+
+
+def _parameters_of(modules: Iterable[nn.Module]) -> Iterator[_Parameter]:
+    for module in modules:
+        for name, tensor in module._parameters.items():
+            if tensor is not None and not tensor.is_inference():
+                yield _Parameter(module, name, tensor, tensor._version)
 
 
 # --- what is in a function --------------------------------------------------------------------------------------------
