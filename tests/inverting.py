@@ -53,7 +53,7 @@ def linears(depth: int, width: int = 16) -> fl.InvertibleSequential:
 
 
 def randn(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def is_float(value: Any) -> bool:
