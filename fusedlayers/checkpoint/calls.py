@@ -130,15 +130,11 @@ class Call:
 
     def values(self) -> Values:
         """The outputs, also those that the caller does not see; what others tell is not held afterwards either."""
+        for teller in self._to_be_asked():
+            teller.lend(teller.inputs())
         values = list(self.outputs)
         lent, self._lent = self._lent, {}
         for place, value in enumerate(values):
-            if value is LET_GO and place not in lent:
-                teller = self._tellers[place]
-                assert teller is not None
-                for source, told in teller.by_source(teller.inputs()):
-                    if source.call() is self:
-                        lent[source.place] = told.detach()
             if value is LET_GO:
                 values[place] = lent[place]
             elif isinstance(value, Tensor) and value._version != self._versions[place]:
@@ -147,6 +143,22 @@ class Call:
                     "to be computed from it. Modify a clone instead, or set invertible=False, which keeps the inputs"
                 )
         return (*values, *self.hidden)
+
+    def _to_be_asked(self) -> list[Call]:
+        """Who tells the outputs that nobody has lent, and who tells theirs: each before those that ask it. (A list, for
+        calls that ask each other would be as deep as the chain, deeper than Python's stack.)"""
+        found: dict[Call, None] = {}
+        pending: list[tuple[Call, bool]] = [(self, False)]
+        while pending:
+            call, is_told = pending.pop()
+            if is_told:
+                found[call] = None
+            elif call not in found:
+                pending.append((call, True))
+                tellers = (teller for place, teller in enumerate(call._tellers) if place not in call._lent)
+                pending += [(teller, False) for teller in tellers if teller is not None]
+        del found[self]
+        return list(found)
 
     # --- inputs -------------------------------------------------------------------------------------------------------
 

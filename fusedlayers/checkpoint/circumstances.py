@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -83,7 +84,8 @@ class _Generator(NamedTuple):
 
     def has_moved(self, state: Any) -> bool:
         now = self.get()
-        return not torch.equal(now, state) if isinstance(now, Tensor) else now != state
+        with no_dispatch():  # states are real tensors, also for who works with fake ones
+            return not torch.equal(now, state) if isinstance(now, Tensor) else now != state
 
 
 _GENERATORS = (
