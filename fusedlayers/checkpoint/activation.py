@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..activations import Activation, resolve, widened
+from ..clean import in_clean_state
 from ..functional import bias_act
 from .module import InvertibleModule
 
@@ -16,8 +19,9 @@ class InvertibleActivation(InvertibleModule):
     """An activation whose output tells its input.
 
     Monotone ones (leaky_relu, elu, selu, celu, softplus, softsign, tanh, sigmoid, ...) are inverted by a formula.
-    Folded ones (gelu, silu, mish, ...) fall and rise, and their outputs carry in the last bit which of the two it was;
-    their inverse is fitted, for float32 and half precision, and with gradients only. Where a function is flat, an
+    Folded ones (gelu, silu, mish, ...) fall and rise, and which of the two it was is kept, a bit for each number: what
+    the next module tells of the output is not exact to the last bit, which carries it elsewhere. Their inverse is
+    fitted, for float32 and half precision. Where a function is flat, an
     output tells little of its input: tanh and sigmoid far from zero, folded ones next to their minimum and in their
     tail. ``check`` says how little; leaky_relu loses nothing. In float64 folded activations keep their input.
 
@@ -29,10 +33,15 @@ class InvertibleActivation(InvertibleModule):
 
     Shapes: any.
 
+    Saved for the backward pass: the output, until another invertible module takes it; of folded ones the bits, a 32nd
+    of a float32 output.
+
     >>> import fusedlayers as fl
     >>> fl.InvertibleActivation("leaky_relu")
     InvertibleActivation(leaky_relu)
     """
+
+    num_outputs = 1
 
     def __init__(self, activation: object = "leaky_relu") -> None:
         super().__init__()
@@ -43,10 +52,12 @@ class InvertibleActivation(InvertibleModule):
             )
             raise ValueError(f"InvertibleActivation: {reason}; {', '.join(_invertible())} can be inverted")
         self.activation: Activation = found
+        #: What its outputs lie between.
+        self.between = _range(found)
 
     @property
     def reversible(self) -> bool:  # type: ignore[override]  # of others it is what the class says
-        return not self.activation.is_folded  # the branch is in outputs of the function only
+        return not self.activation.is_folded  # the function alone knows the branch
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         if self.invertible and self.activation.is_folded and any(x.dtype is torch.float64 for x in inputs):
@@ -54,20 +65,52 @@ class InvertibleActivation(InvertibleModule):
                 return super().forward(*inputs, **options)
         return super().forward(*inputs, **options)
 
-    def function(self, x: Tensor) -> Tensor:
+    def function(self, x: Tensor) -> Any:
         refused = self.activation.output_refused_because(x.dtype)
-        return bias_act(x, None, self.activation, save="input" if refused else "output")
+        y = bias_act(x, None, self.activation, save="input" if refused else "output")
+        fold = self.activation.fold
+        return y if fold is None else (y, _packed(fold.marks(widened(x.detach()))))
 
-    def inverse(self, y: Tensor) -> Tensor:
+    def inverse(self, y: Tensor, branch: Tensor | None = None) -> Tensor:
         wide, limits = widened(y), torch.finfo(y.dtype)
-        x = self.activation.input_given_output(wide, y.dtype)
-        # An output that was rounded to what the function tends to is that of all inputs from some number on, which the
-        # next output tells: an infinite one would make upstream gradients NaN, as a product with a derivative of zero.
-        inside = wide - x.sign() * wide.abs().clamp(min=limits.tiny) * limits.eps
-        return torch.where(x.isinf(), self.activation.input_given_output(inside, y.dtype), x).to(y.dtype)
+        fitted, fold = self.activation.fitted_inverse(), self.activation.fold
+        if branch is not None and fitted is not None and fold is not None:
+            marked = _unpacked(branch, y.shape)
+            if fold.ambiguous == "negative":  # all of the marked branch, but for rounding
+                wide = torch.where(marked, wide.clamp(max=-limits.tiny), wide)
+            return fitted(wide, marked).to(y.dtype)
+        # An output that was rounded to what the function tends to, or that the next module tells beyond it, is taken
+        # for the one before: the formula's infinities and NaNs would become NaNs in all gradients upstream.
+        low, high = self.between
+        wide = wide.clamp(_before(low, 1, limits), _before(high, -1, limits))
+        return self.activation.input_given_output(wide, y.dtype).to(y.dtype)
 
     def described(self) -> str:
         return repr(self.activation)
+
+
+@in_clean_state
+def _range(activation: Activation) -> tuple[float, float]:
+    x = torch.tensor([-1e300, -1e200, 1e200, 1e300], dtype=torch.float64)
+    low, lower, higher, high = activation.function(x).tolist()
+    return low if low == lower else -math.inf, high if high == higher else math.inf
+
+
+def _before(limit: float, sign: int, dtype: torch.finfo) -> float:
+    """The next number of a dtype, above a limit or below."""
+    step = abs(limit) * dtype.eps / 2 or dtype.tiny * dtype.eps
+    return limit if math.isinf(limit) else limit + sign * step
+
+
+def _packed(bits: Tensor) -> Tensor:
+    """Eight in a byte."""
+    flat = F.pad(bits.flatten().to(torch.uint8), (0, -bits.numel() % 8)).view(-1, 8)
+    return (flat << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(-1, dtype=torch.uint8)
+
+
+def _unpacked(packed: Tensor, shape: torch.Size) -> Tensor:
+    bits = (packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1
+    return bits.flatten()[: shape.numel()].view(shape).bool()
 
 
 def _invertible() -> list[str]:
