@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
@@ -190,7 +191,7 @@ class _Parameter(NamedTuple):
 def _parameters_of(modules: Iterable[nn.Module]) -> Iterator[_Parameter]:
     for module in modules:
         for name, tensor in module._parameters.items():
-            if tensor is not None and not tensor.is_inference():
+            if tensor is not None and not is_lazy(tensor) and not tensor.is_inference():
                 yield _Parameter(module, name, tensor, tensor._version)
 
 

@@ -61,10 +61,11 @@ class _Coupling(InvertibleModule):
 
     def links(self, count: int) -> Iterator[tuple[str, Inverted]]:
         self._check(count)
-        name, modules = type(self).__name__, tuple(self.modules())
+        name = type(self).__name__
         if count == 1:
             yield "split", Inverted(name, self._split_one, self._join_two)
         for half in self._halves(self.reversed):
+            modules = (self, *half.network.modules())
             yield (
                 half.name,
                 Inverted(name, half.function, half.inverse, modules=modules, seed=self.seed, rerun=half.rerun),
