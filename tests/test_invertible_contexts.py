@@ -17,6 +17,7 @@ import pytest
 import torch
 from inverting import EXACT, Scale, assert_exact, dense, error, linears, loss_of, net, plain, randn, step, steps, worst
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -451,6 +452,59 @@ def test_shared_parameters_and_modules() -> None:
     assert_exact(fl.InvertibleSequential(linear, other.double(), linear), randn(2, 8))
 
 
+def test_long_chains() -> None:
+    """Longer than Python's stack is deep, also where the first output alone has a loss."""
+    module, x = fl.InvertibleSequential(*(Scale(0.0) for _ in range(1200))).double(), randn(3).requires_grad_()
+    y = first = module[0](x)
+    for inner in module[1:]:
+        y = inner(y)
+    (dx,) = torch.autograd.grad(first.square().sum(), x, retain_graph=True)
+    torch.testing.assert_close(dx, 2 * x)
+    (dx,) = torch.autograd.grad(y.square().sum(), x)
+    torch.testing.assert_close(dx, 2 * x)
+
+
+class Energy(nn.Module):
+    """A network that differentiates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            return torch.autograd.grad(self.linear(x).sin().sum(), x, create_graph=True)[0]
+
+
+def test_networks_that_differentiate() -> None:
+    blocks = [fl.AdditiveCoupling(Energy(), Energy()) for _ in range(2)]
+    assert_exact(fl.InvertibleSequential(*blocks).double(), randn(2, 8))
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_anomaly_detection_and_lazy_networks() -> None:
+    def lazy() -> nn.Module:
+        return nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(4))
+
+    module = fl.InvertibleSequential(fl.AdditiveCoupling(lazy(), lazy()), fl.AdditiveCoupling(lazy())).double()
+    module(randn(2, 8)).sum().backward()
+    with torch.autograd.set_detect_anomaly(True):
+        assert_exact(module, randn(2, 8))
+
+
+def test_tensors_without_data_and_of_other_kinds() -> None:
+    net().to("meta")(torch.randn(2, 8, device="meta")).sum().backward()
+    with FakeTensorMode():
+        module = net()
+        module(torch.randn(2, 8)).sum().backward()
+        assert module[0].f[0].weight.grad is not None
+    z = torch.complex(randn(3), randn(3, seed=2)).requires_grad_()
+    module = fl.InvertibleSequential(Scale(), Scale())
+    found, wanted = (torch.autograd.grad(m(z).abs().sum(), z)[0] for m in (module, plain(module)))
+    torch.testing.assert_close(found, wanted)
+
+
 # --- going on after errors, threads -----------------------------------------------------------------------------------
 
 
@@ -585,8 +639,7 @@ def test_copies() -> None:
     assert worst(step(fresh, (x,), list(fresh.parameters())), wanted) <= EXACT
 
 
-def test_pickles_of_before_a_flag_was_set() -> None:
-    """A state_dict of plain modules, without flags, loads."""
+def test_a_state_dict_of_plain_modules_loads() -> None:
     module = net()
     state = nn.Sequential(*(nn.ModuleDict({"f": m.f, "g": m.g}) for m in module)).state_dict()  # type: ignore[attr-defined]
     module.load_state_dict(state)
@@ -603,6 +656,8 @@ def _batch() -> Tensor:
 def _trained(model: nn.Module, shares: list[Tensor]) -> dict[str, Tensor]:
     """Gradients of the second step, which sees parameters of which others have changed a part."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with torch.no_grad():  # in which modules run as well, and an engine's hooks on them
+        assert all(model(x).isfinite().all() for x in shares)
     for _ in range(2):
         optimizer.zero_grad()
         torch.stack([model(x).sin().square().mean() for x in shares]).mean().backward()
