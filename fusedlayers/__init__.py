@@ -4,6 +4,7 @@ from .accounting.report import memory_report
 from .activations import activation, activations
 from .blocks import gated_mlp, mlp
 from .checkpoint.activation import InvertibleActivation
+from .checkpoint.calls import dry_mode, in_backward_mode, in_dry_mode
 from .checkpoint.chain import InvertibleSequential
 from .checkpoint.coupling import AdditiveCoupling, AffineCoupling
 from .checkpoint.linear import InvertibleConv1d, InvertibleConv2d, InvertibleConv3d, InvertibleLinear
@@ -113,6 +114,7 @@ __all__ = [
     "celu",
     "conv_bias_act",
     "dense_bias_act",
+    "dry_mode",
     "elu",
     "explain",
     "fuse",
@@ -121,6 +123,8 @@ __all__ = [
     "hardsigmoid",
     "hardswish",
     "hardtanh",
+    "in_backward_mode",
+    "in_dry_mode",
     "invertible_checkpoint",
     "leaky_relu",
     "logsigmoid",

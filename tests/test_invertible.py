@@ -11,7 +11,6 @@ from inverting import EXACT, Scale, assert_exact, error, loss_of, net, plain, ra
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from fusedlayers.checkpoint.calls import dry_mode, in_backward_mode, in_dry_mode
 from fusedlayers.memory import saved_bytes
 
 
@@ -405,7 +404,7 @@ def test_item_24_dry_mode() -> None:
 
     class Asking(Scale):
         def function(self, x: Tensor) -> Tensor:
-            seen.append((in_dry_mode(), in_backward_mode()))
+            seen.append((fl.in_dry_mode(), fl.in_backward_mode()))
             return super().function(x)
 
     asking, x = Asking(), randn(3)
@@ -414,11 +413,11 @@ def test_item_24_dry_mode() -> None:
     asking.checkpoint = False
     asking(x)
     assert seen[2:] == [(False, False)]
-    with torch.no_grad(), dry_mode():
-        assert in_dry_mode()
+    with torch.no_grad(), fl.dry_mode():
+        assert fl.in_dry_mode()
         y = (asking.log_scale * x).exp()
         assert y.requires_grad
-    assert not in_dry_mode()
+    assert not fl.in_dry_mode()
     with pytest.raises(RuntimeError, match="dry_mode: nothing was kept for the backward pass"):
         y.sum().backward()
 
@@ -428,12 +427,12 @@ def test_item_25_backward_mode() -> None:
 
     class Asking(Scale):
         def inverse(self, y: Tensor) -> Tensor:
-            modes.append((in_dry_mode(), in_backward_mode()))
+            modes.append((fl.in_dry_mode(), fl.in_backward_mode()))
             return super().inverse(y)
 
     fl.InvertibleSequential(Asking(), Asking())(randn(3)).sum().backward()
     assert modes == [(False, True)] * 2
-    assert not in_backward_mode()
+    assert not fl.in_backward_mode()
 
 
 def test_item_26_identity() -> None:
@@ -639,3 +638,44 @@ def test_an_inverse_that_returns_too_few() -> None:
     a, b = Short()(randn(2).requires_grad_(), randn(2))
     with pytest.raises(RuntimeError, match="Short: inverse returned 1 values for 2 inputs; it must return all"):
         (a + b).sum().backward()
+
+
+def test_a_chain_is_a_sequential_and_looks_at_what_is_set() -> None:
+    chain = fl.InvertibleSequential(*(fl.InvertibleLinear(4, 4) for _ in range(3)))
+    assert isinstance(chain, nn.Sequential)
+    chain.seed = False
+    part = chain[1:]
+    assert isinstance(part, fl.InvertibleSequential) and part.seed is False and part[0] is chain[1]
+    both = part + chain
+    assert type(both) is fl.InvertibleSequential and len(both) == 5
+    both.insert(0, fl.InvertibleIdentity())
+    del both[1]
+    both[0] = fl.InvertibleActivation("elu")
+    x = torch.randn(2, 4)
+    assert torch.equal(both(x), chain(chain[2](both[0](x))))
+    both[0] = nn.ReLU()
+    with pytest.raises(TypeError, match="0 is a ReLU, which is not invertible"):
+        both(x)
+
+
+def test_a_deep_healthy_chain_is_within_the_tolerance_in_float32() -> None:
+    torch.manual_seed(0)
+    chain = fl.InvertibleSequential(*(fl.AdditiveCoupling(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(16)))
+    report = chain.check(torch.randn(64, 16))
+    assert report and report.drift < 1e-3
+
+
+def test_batch_norm_and_activation_of_a_chain_survive_fuse() -> None:
+    torch.manual_seed(0)
+    chain = fl.InvertibleSequential(
+        fl.InvertibleConv2d(8, 8, 1), fl.InvertibleBatchNorm2d(8), fl.InvertibleActivation("leaky_relu")
+    )
+    model = nn.Sequential(chain, fl.InvertibleBatchNorm2d(8), nn.SiLU(), nn.Conv2d(8, 4, 3))
+    x = torch.randn(16, 8, 16, 16)
+    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    saved = saved_bytes(model, x, exclude=[model, x])
+    fl.fuse(model, x)
+    assert saved_bytes(model, x, exclude=[model, x]) <= saved
+    torch.testing.assert_close(
+        torch.autograd.grad(model(x).sum(), list(model.parameters())), expected, rtol=1e-4, atol=1e-4
+    )

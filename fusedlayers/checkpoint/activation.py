@@ -12,6 +12,7 @@ from torch import Tensor
 from ..activations import Activation, resolve, widened
 from ..clean import in_clean_state
 from ..functional import bias_act
+from .calls import Values, is_float
 from .module import InvertibleModule
 
 
@@ -21,9 +22,9 @@ class InvertibleActivation(InvertibleModule):
     Monotone ones (leaky_relu, elu, selu, celu, softplus, softsign, tanh, sigmoid, ...) are inverted by a formula.
     Folded ones (gelu, silu, mish, ...) fall and rise, and which of the two it was is kept, a bit for each number: what
     the next module tells of the output is not exact to the last bit, which carries it elsewhere. Their inverse is
-    fitted, for float32 and half precision. Where a function is flat, an
-    output tells little of its input: tanh and sigmoid far from zero, folded ones next to their minimum and in their
-    tail. ``check`` says how little; leaky_relu loses nothing. In float64 folded activations keep their input.
+    fitted, for float32 and half precision; in float64 they keep their input. Where a function is flat, an output tells
+    little of its input: tanh and sigmoid far from zero, folded ones next to their minimum and in their tail. ``check``
+    says how little; leaky_relu loses nothing.
 
     Args:
         activation: a name, ``nn.Module`` or function, as for ``fusedlayers.bias_act``.
@@ -59,11 +60,11 @@ class InvertibleActivation(InvertibleModule):
     def reversible(self) -> bool:  # type: ignore[override]  # of others it is what the class says
         return not self.activation.is_folded  # the function alone knows the branch
 
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        if self.invertible and self.activation.is_folded and any(x.dtype is torch.float64 for x in inputs):
-            with self.temp_mode(invertible=False):
-                return super().forward(*inputs, **options)
-        return super().forward(*inputs, **options)
+    def inverts(self, inputs: Values) -> bool:
+        # The inverse of folded ones is fitted, to float32.
+        return super().inverts(inputs) and not (
+            self.activation.is_folded and any(is_float(x) and x.dtype is torch.float64 for x in inputs)
+        )
 
     def function(self, x: Tensor) -> Any:
         refused = self.activation.output_refused_because(x.dtype)

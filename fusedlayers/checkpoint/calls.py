@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,7 @@ class Call:
         self.circumstances = Circumstances(inverted.modules, tensors, seed=inverted.seed)
         kept = {id(tensor) for tensor in keep}
         #: Inputs that are held, by their place: those that were asked for, and what is no tensor of numbers.
-        self.held = {i: _Held.of(arg) for i, arg in enumerate(args) if not _is_float(arg) or id(arg) in kept}
+        self.held = {i: _Held.of(arg) for i, arg in enumerate(args) if not is_float(arg) or id(arg) in kept}
         self.wanted = [isinstance(arg, Tensor) and arg.requires_grad for arg in args]
         self.dtypes = [arg.dtype if isinstance(arg, Tensor) else None for arg in args]
         #: Of inputs that are outputs of other calls: which ones.
@@ -108,9 +108,9 @@ class Call:
 
     def _first_or_again(self) -> Values | None:
         if self._args is not None:
-            with _mode("dry"):
+            with in_mode("dry"):
                 return self.inverted.function(*self._args)
-        with _mode("backward"):
+        with in_mode("backward"):
             if self.inverted.rerun is not None:
                 self.inverted.rerun(self)
                 return None
@@ -247,7 +247,7 @@ def _source(arg: Tensor) -> _Source | None:
     return _Source(weakref.ref(call), place) if call.can_let_go(place, arg) else None
 
 
-def _is_float(arg: Any) -> bool:
+def is_float(arg: Any) -> bool:
     return isinstance(arg, Tensor) and (arg.is_floating_point() or arg.is_complex())
 
 
@@ -263,14 +263,14 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 class _State(threading.local):
-    mode: str | None = None
+    mode: Literal["dry", "backward", "plain"] | None = None
 
 
 _state = _State()
 
 
 @contextmanager
-def _mode(mode: str) -> Iterator[None]:
+def in_mode(mode: Literal["dry", "backward", "plain"]) -> Iterator[None]:
     before, _state.mode = _state.mode, mode
     try:
         yield
@@ -289,6 +289,11 @@ def in_backward_mode() -> bool:
     return _state.mode == "backward"
 
 
+def in_plain_mode() -> bool:
+    """Whether modules leave all to autograd, whatever their flags."""
+    return _state.mode == "plain"
+
+
 @contextmanager
 def dry_mode() -> Iterator[None]:
     """Run functions for their outputs: gradients are on, so that outputs say whether they require some, but nothing is
@@ -297,5 +302,5 @@ def dry_mode() -> Iterator[None]:
     def refuse(_: None) -> Tensor:
         raise RuntimeError("dry_mode: nothing was kept for the backward pass of what ran in it; run it again outside")
 
-    with saved_tensors_hooks(lambda tensor: None, refuse), torch.enable_grad(), _mode("dry"):
+    with saved_tensors_hooks(lambda tensor: None, refuse), torch.enable_grad(), in_mode("dry"):
         yield

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from torch import Tensor, nn
 
-from .calls import Values
-from .module import InvertibleModule, can_be_spared, packed, sparing_nothing, unpacked
+from .calls import Values, in_mode
+from .module import InvertibleModule, can_be_spared, packed, unpacked
 
 
-class InvertibleSequential(InvertibleModule):
+class InvertibleSequential(InvertibleModule, nn.Sequential):
     """Invertible modules one after the other, of which only the last one's output is held for the backward pass.
 
     So what is kept does not grow with depth, but by what single modules keep besides (two numbers for each channel of a
     batch norm in training). The outputs of a module, one or several, are the next one's inputs.
 
-    Keys of the ``state_dict`` are as in ``nn.Sequential``; it is indexed, sliced and extended like that. With
+    It is an ``nn.Sequential``, with its keys in the ``state_dict``, indexing, slicing and extending. With
     ``checkpoint=False`` the modules run plainly, whatever their own flags; with ``invertible=False`` the inputs of the
     whole are kept. Reversing it reverses each module and their order.
 
@@ -37,46 +36,29 @@ class InvertibleSequential(InvertibleModule):
     >>> net(torch.randn(2, 8)).sum().backward()
     """
 
-    _modules: dict[str, InvertibleModule]  # type: ignore[assignment]  # of torch's modules, only these
-
-    def __init__(self, *modules: InvertibleModule | OrderedDict[str, InvertibleModule]) -> None:
-        super().__init__()
-        named: Iterable[tuple[str, Any]] = ((str(i), module) for i, module in enumerate(modules))
-        if len(modules) == 1 and isinstance(modules[0], OrderedDict):
-            named = modules[0].items()
-        for name, module in named:
-            self.add_module(name, module)
+    def __init__(self, *modules: Any) -> None:
+        super().__init__(*modules)  # InvertibleModule passes them on to nn.Sequential
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        if not isinstance(module, InvertibleModule):
-            raise TypeError(
-                f"{type(self).__name__}: {name} is a {type(module).__name__}, which is not invertible; use an "
-                "InvertibleModule, or put it into a coupling"
-            )
-        super().add_module(name, module)
+        super().add_module(name, _invertible(self, name, module))
 
-    def append(self, module: InvertibleModule) -> Self:
-        self.add_module(str(len(self)), module)
-        return self
-
-    def extend(self, modules: Iterable[InvertibleModule]) -> Self:
-        for module in modules:
-            self.append(module)
-        return self
-
-    def __len__(self) -> int:
-        return len(self._modules)
-
-    def __iter__(self) -> Iterator[InvertibleModule]:
-        return iter(self._modules.values())
-
-    def __getitem__(self, index: int | slice) -> InvertibleModule:
+    def __getitem__(self, index: Any) -> Any:
+        found: Any = nn.Sequential.__getitem__(self, index)
         if isinstance(index, slice):
-            return type(self)(OrderedDict(list(self._modules.items())[index]))
-        return list(self)[index]
+            found._set_flags(self._flags())
+        return found
+
+    def __add__(self, other: Any) -> Self:
+        if not isinstance(other, nn.Sequential):
+            return cast("Self", super().__add__(other))  # which refuses
+        return cast("Self", self[:0].extend([*self, *other]))
+
+    def _chain(self) -> list[InvertibleModule]:
+        # Looked at again, for what sets items and attributes does not ask.
+        return [_invertible(self, name, module) for name, module in self._modules.items()]
 
     def _in_order(self) -> list[InvertibleModule]:
-        return list(self)[::-1] if self.reversed else list(self)
+        return self._chain()[::-1] if self.reversed else self._chain()
 
     def forward(self, *inputs: Any, keep: Iterable[Tensor] = (), **unknown: Any) -> Any:
         if unknown or not self.invertible or not can_be_spared():
@@ -85,7 +67,7 @@ class InvertibleSequential(InvertibleModule):
         return self._called(inputs, keep)
 
     def plainly(self, *inputs: Any) -> Any:
-        with sparing_nothing():
+        with in_mode("plain"):
             return self._called(inputs)
 
     def _called(self, inputs: Values, keep: Iterable[Tensor] = ()) -> Any:
@@ -99,10 +81,10 @@ class InvertibleSequential(InvertibleModule):
     # What is hidden from the caller by single modules stays between them.
 
     def function(self, *inputs: Any) -> Any:
-        return self._through(list(self), inputs)
+        return self._through(self._chain(), inputs)
 
     def inverse(self, *outputs: Any) -> Any:
-        return self._through(list(self)[::-1], outputs, inverted=True)
+        return self._through(self._chain()[::-1], outputs, inverted=True)
 
     def _through(self, modules: list[InvertibleModule], values: Values, inverted: bool = False) -> Any:
         for module in modules:
@@ -114,13 +96,13 @@ class InvertibleSequential(InvertibleModule):
 
     @property
     def reversible(self) -> bool:  # type: ignore[override]  # of others it is what the class says
-        return all(module.reversible for module in self)
+        return all(module.reversible for module in self._chain())
 
     def reverse(self, mode: bool | None = None) -> Self:
         before = self.reversed
         super().reverse(mode)
         if self.reversed != before:
-            for module in self:
+            for module in self._chain():
                 module.reverse()
         return self
 
@@ -130,3 +112,12 @@ class InvertibleSequential(InvertibleModule):
             own = names[id(module)]
             for name, part in module.parts():
                 yield (f"{own}.{name}" if name else own), part
+
+
+def _invertible(container: nn.Module, name: str, module: nn.Module | None) -> InvertibleModule:
+    if not isinstance(module, InvertibleModule):
+        raise TypeError(
+            f"{type(container).__name__}: {name} is a {type(module).__name__}, which is not invertible; use an "
+            "InvertibleModule, or put it into a coupling"
+        )
+    return module

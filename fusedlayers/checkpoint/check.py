@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..state import unchanged
-from .calls import Inverted, Values
+from .calls import Inverted, Values, is_float
 from .circumstances import Circumstances
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class _Ran:
 
     def gradients(self, inputs: Values, dy: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[Tensor]]:
         """Of the inputs, and of the parameters that have one."""
-        inputs = tuple(v.detach().requires_grad_() if _is_float(v) else v for v in inputs)
+        inputs = tuple(v.detach().requires_grad_() if is_float(v) else v for v in inputs)
         with torch.enable_grad():
             outputs = self.again(self.link.function, inputs)[: self.shown]
         owned = (p for module in self.link.modules for p in module.parameters(recurse=False))
@@ -113,13 +113,13 @@ class _Ran:
         given = [(y, d) for y, d in zip(outputs, dy, strict=True) if d is not None and y.requires_grad]
         if not given:
             return [None for _ in inputs], []
-        wanted = [v for v in inputs if _is_float(v)]
+        wanted = [v for v in inputs if is_float(v)]
         found = torch.autograd.grad(
             [y for y, _ in given], [*wanted, *parameters], [d for _, d in given], allow_unused=True
         )
         of_inputs = iter(found[: len(wanted)])
         return (
-            [next(of_inputs) if _is_float(v) else None for v in inputs],
+            [next(of_inputs) if is_float(v) else None for v in inputs],
             [g for g in found[len(wanted) :] if g is not None],
         )
 
@@ -158,7 +158,7 @@ def _with_gradients(function: Callable[..., Values], values: Values) -> Values:
     """What a function returns when a backward pass is to follow: without, activations leave their branch out."""
     with torch.enable_grad():
         # Copies, for it may write over its inputs, and a later one over its outputs.
-        found = function(*(value.detach().requires_grad_().clone() if _is_float(value) else value for value in values))
+        found = function(*(value.detach().requires_grad_().clone() if is_float(value) else value for value in values))
     return tuple(value.detach().clone() if isinstance(value, Tensor) else value for value in found)
 
 
@@ -171,7 +171,7 @@ def _compared(chain: Sequence[_Ran], rtol: float, atol: float) -> tuple[tuple[Ch
     for ran in reversed(chain):
         if computed is None:  # the last one
             computed = ran.outputs[: ran.shown]
-            dy = [torch.randn_like(v) if _is_float(v) else None for v in computed]
+            dy = [torch.randn_like(v) if is_float(v) else None for v in computed]
             dy_computed = list(dy)
         own = ran.again(ran.link.inverse, ran.outputs)
         computed = ran.again(ran.link.inverse, (*computed, *ran.outputs[ran.shown :]))
@@ -209,7 +209,7 @@ def _together(found: Sequence[Tensor | None], expected: Sequence[Tensor | None])
 def _error(found: Sequence[Any], expected: Sequence[Any]) -> float:
     errors = [0.0]
     for a, b in zip(found, expected, strict=False):
-        if _is_float(a) and _is_float(b) and b.numel():
+        if is_float(a) and is_float(b) and b.numel():
             difference, size = (a.double() - b.double()).norm(), b.double().norm()
             error = float(difference / size) if size else float(difference)
             errors.append(error if error == error else float("inf"))
@@ -218,13 +218,14 @@ def _error(found: Sequence[Any], expected: Sequence[Any]) -> float:
 
 def _is_close(a: Any, b: Any, rtol: float, atol: float) -> bool:
     if not isinstance(b, Tensor):
-        return isinstance(a, Tensor) == isinstance(b, Tensor)
-    return isinstance(a, Tensor) and a.shape == b.shape and torch.allclose(a.to(b.dtype), b, rtol, atol)
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+        return not isinstance(a, Tensor)
+    if not isinstance(a, Tensor) or a.shape != b.shape:
+        return False
+    if not is_float(b):
+        return torch.equal(a, b)
+    allowed = rtol * b.double().norm() + atol * b.numel() ** 0.5
+    return bool((a.double() - b.double()).norm() <= allowed)  # of NaN it is not
 
 
 def _dtype_of(tensors: Sequence[Tensor]) -> str:
-    return str(next((t.dtype for t in tensors if _is_float(t)), "no dtype")).removeprefix("torch.")
+    return str(next((t.dtype for t in tensors if is_float(t)), "no dtype")).removeprefix("torch.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, Self
@@ -10,7 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from .calls import Call, Inverted, Values
+from .calls import Call, Inverted, Values, in_plain_mode
 from .check import CheckReport, checked
 from .circumstances import Circumstances, modules_in
 from .sublinear import again
@@ -87,11 +86,15 @@ class InvertibleModule(nn.Module):
         kept = self.checked_keep(inputs, keep)
         if not self.checkpoint or not can_be_spared():
             return self.plainly(*inputs)
-        if not self.invertible:
+        if not self.inverts(inputs):
             tensors = [value for value in inputs if isinstance(value, Tensor)]
             circumstances = Circumstances(self.modules(), tensors, seed=self.seed)
             return again(self.plainly, inputs, {}, circumstances)
         return spared((link for _, link in self.links(len(inputs))), inputs, kept)
+
+    def inverts(self, inputs: Values) -> bool:
+        """Whether these inputs are had from their outputs, or kept."""
+        return self.invertible
 
     def plainly(self, *inputs: Any) -> Any:
         """What the caller sees, and all is left to autograd."""
@@ -233,8 +236,9 @@ class InvertibleModule(nn.Module):
     def check(self, *inputs: Any, rtol: float = 1e-3, atol: float = 1e-5) -> CheckReport:
         """Run forward, inverse, and forward again, and say how far the inputs and outputs are from what they were.
 
-        Warns where they are farther than ``atol + rtol * |value|``. Of a container each module has a row, and errors
-        add up over all that come behind. Everything is kept meanwhile: a few examples will do.
+        Warns where the root mean square of a tensor's difference is more than ``atol + rtol`` times its own. Of a
+        container each module has a row, and errors add up over all that come behind. Everything is kept meanwhile: a
+        few examples will do.
         """
         return checked(self, inputs, rtol, atol)
 
@@ -296,26 +300,7 @@ def spared(links: Iterable[Inverted], values: Values, keep: tuple[Tensor, ...]) 
     return unpacked(values)
 
 
-class _State(threading.local):
-    spares_nothing: bool = False
-
-
-_state = _State()
-
-
-@contextmanager
-def sparing_nothing() -> Iterator[None]:
-    """Modules that are called in it leave all to autograd, whatever their flags."""
-    before, _state.spares_nothing = _state.spares_nothing, True
-    try:
-        yield
-    finally:
-        _state.spares_nothing = before
-
-
 def can_be_spared() -> bool:
     """Whether there will be a backward pass, and nobody wants to see plain operations, as transforms do."""
-    if _state.spares_nothing:
-        return False
     is_transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-    return torch.is_grad_enabled() and not is_transformed
+    return torch.is_grad_enabled() and not is_transformed and not in_plain_mode()
