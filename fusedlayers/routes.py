@@ -213,14 +213,17 @@ def specialised(
 
 
 def is_transformed() -> bool:
-    """Whether functorch, forward-mode differentiation, ``make_fx``, TorchScript's tracer or a selective checkpoint
-    wants to see plain operations."""
+    """Whether a transform or a tracer, or a selective checkpoint, wants to see plain operations."""
+    return is_followed() or (torch._C._len_torch_dispatch_stack() > 0 and _is_selectively_checkpointed())
+
+
+def is_followed() -> bool:
+    """Whether functorch, forward-mode differentiation, ``make_fx`` or TorchScript's tracer follows what is computed."""
     return (
         torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
         or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
-        or (torch._C._len_torch_dispatch_stack() > 0 and _is_selectively_checkpointed())
     )
 
 

@@ -41,18 +41,19 @@ class Circumstances:
         self._autocast = [_Autocast.now(kind) for kind in sorted({"cpu", *(device.type for device in devices)})]
         self._generators = [*_GENERATORS, *(_of_device(device) for device in devices)] if seed else []
         self._states: list[tuple[_Generator, Any]] = []
-        self._buffers: list[_Buffer] = []
+        self._held: list[_Held] = []
         self._parameters: list[_Parameter] = []
 
     @contextmanager
     def noting(self) -> Iterator[None]:
         states = [(generator, generator.get()) for generator in self._generators]
-        found = list(_buffers_of(self._modules))
+        self._held = list(_held_by(self._modules))
         try:
             yield
         finally:
             self._states = [(generator, state) for generator, state in states if generator.has_moved(state)]
-            self._buffers = [buffer for buffer in found if buffer.is_written()]
+            for held in self._held:
+                held.see_whether_written()
             self._parameters = list(_parameters_of(self._modules))
             self._generators, self._modules = [], ()
 
@@ -62,9 +63,8 @@ class Circumstances:
             for generator, state in self._states:
                 stack.callback(generator.set, generator.get())
                 generator.set(state)
-            for buffer in self._buffers:
-                stack.callback(buffer.module._buffers.__setitem__, buffer.name, buffer.module._buffers[buffer.name])
-                buffer.module._buffers[buffer.name] = buffer.before()
+            for held in self._held:
+                held.put_in_place(stack)
             for parameter in self._parameters:
                 parameter.check()
                 if parameter.is_another():
@@ -128,34 +128,59 @@ class _Autocast(NamedTuple):
 # --- buffers ----------------------------------------------------------------------------------------------------------
 
 
-class _Buffer(NamedTuple):
-    """A buffer as a run finds it. ``values`` are a copy; None where a second run may find any."""
+class _Held:
+    """A buffer as a run finds it, and all modules that have it."""
 
-    module: nn.Module
-    name: str
-    tensor: Tensor
-    version: int
-    values: Tensor | None
+    def __init__(self, tensor: Tensor, values: Tensor | None, is_surely_written: bool) -> None:
+        self._tensor, self._version = tensor, tensor._version
+        #: A copy; None where nothing is written, or where a second run may find any.
+        self._values = values
+        self._is_written = is_surely_written
+        self._places: list[tuple[dict[str, Any], str]] = []
 
-    def is_written(self) -> bool:
-        if self.values is None:
-            return True
-        return self.module._buffers.get(self.name) is not self.tensor or self.tensor._version != self.version
+    def add(self, holders: dict[str, Any], name: str) -> None:
+        self._places.append((holders, name))
 
-    def before(self) -> Tensor:
-        found = self.module._buffers[self.name] if self.values is None else self.values
-        assert found is not None
-        return found.detach().clone()
+    def see_whether_written(self) -> None:
+        replaced = any(holders.get(name) is not self._tensor for holders, name in self._places)
+        self._is_written = self._is_written or replaced or self._tensor._version != self._version
+        if not self._is_written:
+            self._values = None
+
+    def put_in_place(self, stack: ExitStack) -> None:
+        holders, name = self._places[0]
+        now = holders[name]
+        if not self._is_written and now is self._tensor:
+            return
+        before = (now if self._values is None else self._values).detach().clone() if self._is_written else self._tensor
+        for holders, name in self._places:
+            stack.callback(holders.__setitem__, name, holders[name])
+            holders[name] = before
 
 
-def _buffers_of(modules: Iterable[nn.Module]) -> Iterator[_Buffer]:
+def _held_by(modules: Iterable[nn.Module]) -> Iterable[_Held]:
+    found: dict[int, _Held] = {}
     for module in modules:
-        # Torch's batch norms count no version up, and do not read in training what they write.
-        is_norm = isinstance(module, _NormBase) and module.training
+        writes_unread = _writes_unread(module)
         for name, tensor in module._buffers.items():
-            if tensor is not None and not tensor.is_inference():
-                values = None if is_norm else tensor.detach().clone()
-                yield _Buffer(module, name, tensor, tensor._version, values)
+            if tensor is not None and not is_lazy(tensor) and not tensor.is_inference():
+                held = found.get(id(tensor))
+                if held is None:
+                    # ``F.batch_norm`` counts no version up, whoever calls it.
+                    is_statistic = tensor.dim() == 1 and tensor.is_floating_point()
+                    values = None if writes_unread else tensor.detach().clone()
+                    held = found[id(tensor)] = _Held(tensor, values, writes_unread or is_statistic)
+                held.add(module._buffers, name)
+    return found.values()
+
+
+def _writes_unread(module: nn.Module) -> bool:
+    """Torch's batch norms, and ours, do not read in training what they write; one that is derived from them may."""
+    return (
+        isinstance(module, _NormBase)
+        and module.training
+        and type(module).forward.__module__.startswith(("torch.nn.", "fusedlayers."))
+    )
 
 
 # --- parameters -------------------------------------------------------------------------------------------------------
@@ -200,7 +225,8 @@ def _parameters_of(modules: Iterable[nn.Module]) -> Iterator[_Parameter]:
 
 def modules_in(function: object, *arguments: object) -> list[nn.Module]:
     """All modules that a call can reach: the function itself, what it is bound to, what a ``partial`` holds, what it
-    closes over, what its code names among its globals, and the arguments; functions among these in the same way."""
+    closes over or has as defaults, what its code names among its globals, and the arguments; functions among these in
+    the same way."""
     found: dict[nn.Module, None] = {}
     seen: set[int] = set()
     pending: list[object] = [function, *arguments]
@@ -216,7 +242,7 @@ def modules_in(function: object, *arguments: object) -> list[nn.Module]:
         elif isinstance(thing, types.MethodType):
             pending += [thing.__self__, thing.__func__]
         elif isinstance(thing, types.FunctionType):
-            if not thing.__module__.startswith("torch."):
+            if not (thing.__module__ or "").startswith("torch."):
                 pending += _named_in(thing)
         elif isinstance(thing, list | tuple | dict | set):
             pending += [leaf for leaf in tree_leaves(list(thing) if isinstance(thing, set) else thing)]
@@ -227,7 +253,7 @@ def modules_in(function: object, *arguments: object) -> list[nn.Module]:
 
 
 def _named_in(function: types.FunctionType) -> list[object]:
-    found: list[object] = []
+    found: list[object] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     for cell in function.__closure__ or ():
         try:
             found.append(cell.cell_contents)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any, Self, cast
 
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from .circumstances import Circumstances
 from .plan import Plan, Segment, balanced, of_lengths, segments_of, within
 from .probe import Child, probe
-from .sublinear import Recompute, again, check_recompute, compiled
+from .sublinear import Recompute, again, can_run_again, check_recompute, compiled
 
 
 class SublinearSequential(nn.Sequential):
@@ -28,8 +29,8 @@ class SublinearSequential(nn.Sequential):
 
     Batch norms, and whatever else writes on buffers, do so once for each forward pass, with a backward pass or without.
     Random numbers and autocast are those of the first run. Second derivatives, a second backward pass, inputs and
-    outputs of any kind are as in ``nn.Sequential``; several inputs go to the first child. In evaluation and where
-    gradients are off nothing runs again.
+    outputs of any kind are as in ``nn.Sequential``; several inputs go to the first child. In evaluation nothing runs
+    again, nor where ``fl.sublinear`` would run plainly.
 
     Args:
         *modules: as for ``nn.Sequential``: modules, or one ``OrderedDict``.
@@ -91,6 +92,8 @@ class SublinearSequential(nn.Sequential):
                 run = functools.partial(_run, children[start:stop])
                 inputs = (run(*inputs) if mode == "nothing" else compiled(run, inputs, {}, mode),)
             return inputs[0]
+        if not can_run_again(self.modules(), tree_leaves(inputs)):
+            return _run(children, *inputs)
         for start, stop, mode in self._segments(children, inputs):
             if mode == "nothing":
                 inputs = (_run(children[start:stop], *inputs),)
@@ -100,11 +103,14 @@ class SublinearSequential(nn.Sequential):
 
     def _segments(self, children: list[nn.Module], inputs: tuple[Any, ...]) -> Sequence[Segment]:
         planned = self._planned
-        asked = (self.segments, self.memory_budget_bytes, self.recompute)
-        if planned is None or not planned.holds(children, inputs, asked):
+        if planned is None or not planned.holds(children, inputs, self._asked()):
             measured = probe(children, inputs)
-            self._planned = planned = _Planned.of(self._plan(measured), children, inputs, asked)
+            self._planned = planned = _Planned.of(self._plan(measured), children, inputs, self._asked())
         return planned.plan.segments
+
+    def _asked(self) -> Any:
+        segments = tuple(self.segments) if isinstance(self.segments, Sequence) else self.segments
+        return segments, self.memory_budget_bytes, self.recompute
 
     def _plan(self, measured: list[Child]) -> Plan:
         mode = self.recompute or "all"
@@ -127,8 +133,9 @@ class SublinearSequential(nn.Sequential):
 
     def _unmeasured(self) -> Sequence[Segment]:
         """For the compiler, which cannot measure: what was planned before, or segments of as many children each."""
-        if self._planned is not None and self._planned.plan.segments[-1].stop == len(self):
-            return self._planned.plan.segments
+        planned = self._planned
+        if planned is not None and planned.plan.segments[-1].stop == len(self) and planned.asked == self._asked():
+            return planned.plan.segments
         if self.memory_budget_bytes is not None:
             raise RuntimeError(
                 f"{type(self).__name__}: memory_budget_bytes needs to be measured, which torch.compile cannot do: call "
@@ -151,7 +158,7 @@ class SublinearSequential(nn.Sequential):
     def __add__(self, other: Any) -> Self:
         if not isinstance(other, nn.Sequential):
             return cast("Self", super().__add__(other))  # which refuses
-        return cast("Self", self[:].extend(other))
+        return cast("Self", self[:0].extend([*self, *other]))
 
     def __mul__(self, count: int) -> Self:
         product = super().__mul__(count)  # which refuses what is no count
@@ -171,16 +178,18 @@ class SublinearSequential(nn.Sequential):
 class _Planned:
     """A plan, and what it was made for."""
 
-    def __init__(self, plan: Plan, children: tuple[int, ...], size: int, kinds: Any, asked: Any) -> None:
-        self.plan, self._children, self._size, self._kinds, self._asked = plan, children, size, kinds, asked
+    def __init__(self, plan: Plan, children: list[nn.Module], size: int, kinds: Any, asked: Any) -> None:
+        self.plan, self._size, self._kinds, self.asked = plan, size, kinds, asked
+        # Not by id, which another one may have once a child is gone.
+        self._children = [weakref.ref(child) for child in children]
 
     @classmethod
     def of(cls, plan: Plan, children: list[nn.Module], inputs: tuple[Any, ...], asked: Any) -> _Planned:
-        return cls(plan, tuple(map(id, children)), *_kind(inputs), asked)
+        return cls(plan, children, *_kind(inputs), asked)
 
     def holds(self, children: list[nn.Module], inputs: tuple[Any, ...], asked: Any) -> bool:
         size, kinds = _kind(inputs)
-        same = self._children == tuple(map(id, children)) and self._kinds == kinds and self._asked == asked
+        same = [ref() for ref in self._children] == children and self._kinds == kinds and self.asked == asked
         return same and size <= self._size
 
 

@@ -7,15 +7,18 @@ not update once more, generators of random numbers that it does not know of, and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.fx import Proxy
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from ..routes import is_followed
 from .circumstances import Circumstances, modules_in
 from .keeping import Kept, products
 
@@ -28,9 +31,13 @@ def sublinear(function: Callable[..., Any], *args: Any, recompute: Recompute = "
 
     The second run finds what the first one found: random numbers, autocast, and the buffers of the modules that the
     function reaches. Its own writing on buffers is thrown away, so that the statistics of batch norms advance once.
-    Modules are looked for in the function itself, in what it is bound to, closes over, or names among its globals, and
-    in the arguments. Second derivatives, second backward passes, hooks and gradients of what a function closes over are
-    as without. Where gradients are off, or the function is a module in evaluation, it runs plainly.
+    Modules are looked for in the function itself, in what it is bound to, closes over, has as defaults, or names among
+    its globals, and in the arguments. Second derivatives, second backward passes, hooks and gradients of what a
+    function closes over are as without.
+
+    It runs plainly, and nothing is spared, where gradients are off, the function is a module in evaluation, a module
+    has lazy parameters that are not there yet, or ``torch.func``, forward-mode differentiation or a tracer
+    (``torch.jit.trace``, ``make_fx``, ``torch.fx``) follows: these do without what a checkpoint is made of.
 
     Args:
         function: any callable of tensors, modules included.
@@ -54,9 +61,21 @@ def sublinear(function: Callable[..., Any], *args: Any, recompute: Recompute = "
         return function(*args, **kwargs)
     if torch.compiler.is_compiling():
         return compiled(function, args, kwargs, recompute)
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    circumstances = Circumstances(modules_in(function, args, kwargs), tensors)
+    leaves = tree_leaves((args, kwargs))
+    modules = modules_in(function, *leaves)
+    if not can_run_again(modules, leaves):
+        return function(*args, **kwargs)
+    circumstances = Circumstances(modules, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
     return again(function, args, kwargs, circumstances, recompute)
+
+
+def can_run_again(modules: Iterable[nn.Module], leaves: Iterable[object]) -> bool:
+    """Whether nothing follows that a checkpoint is no part of, and all parameters are there."""
+    return not (
+        is_followed()
+        or any(isinstance(leaf, Proxy) for leaf in leaves)
+        or any(isinstance(module, LazyModuleMixin) and module.has_uninitialized_params() for module in modules)
+    )
 
 
 def again(
@@ -69,10 +88,10 @@ def again(
     early_stop: bool = True,
 ) -> Any:
     """Run a function now, and once more under the same circumstances when its backward pass needs it."""
-    run = _Run(function, circumstances, Kept() if recompute == "cheap" else None)
-    return checkpoint(
-        run, *args, use_reentrant=False, preserve_rng_state=False, early_stop=early_stop, debug=False, **kwargs
-    )
+    # One by one, for of tensors within lists, or given by name, torch would see neither the end nor an edit in place.
+    leaves, structure = tree_flatten((args, kwargs))
+    run = _Run(function, (args, kwargs), structure, circumstances, Kept() if recompute == "cheap" else None)
+    return checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=False, early_stop=early_stop, debug=False)
 
 
 def compiled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], recompute: Recompute) -> Any:
@@ -88,14 +107,24 @@ def check_recompute(name: str, recompute: str) -> None:
 
 
 class _Run:
-    """The first call, and all later ones."""
+    """The first call, with the very arguments that were given, and all later ones."""
 
-    def __init__(self, function: Callable[..., Any], circumstances: Circumstances, results: Kept | None) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        given: tuple[tuple[Any, ...], dict[str, Any]],
+        structure: TreeSpec,
+        circumstances: Circumstances,
+        results: Kept | None,
+    ) -> None:
         self._function, self._circumstances, self._results = function, circumstances, results
-        self._is_first = True
+        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = given
+        self._structure = structure
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        is_first, self._is_first = self._is_first, False
+    def __call__(self, *leaves: Any) -> Any:
+        is_first = self._given is not None
+        args, kwargs = self._given or tree_unflatten(leaves, self._structure)
+        self._given = None
         with ExitStack() as stack:
             stack.enter_context(self._circumstances.noting() if is_first else self._circumstances.again())
             if self._results is not None:
