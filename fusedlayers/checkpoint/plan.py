@@ -10,9 +10,10 @@ Not counted are gradients, and what an operator takes for itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 from ..text import size_text
@@ -21,8 +22,8 @@ from .sublinear import Recompute
 
 #: How finely the smallest plan is looked for: in such parts of what is kept if nothing runs again.
 STEPS = 1024
-#: How many states are gone on with from each child.
-MOST = 64
+#: How many states are gone on with, together; of few children each has as many as there are.
+STATES = 4096
 
 
 class Segment(NamedTuple):
@@ -85,21 +86,21 @@ def balanced(children: Sequence[Child], count: int, mode: Recompute) -> Plan:
     """So many segments that keep about the same while they run again. The last one runs once: its backward pass
     comes at once."""
     sums = _Sums(children)
-    count = min(count, len(children))
-    # ends[k][j]: of the best split of the first j children into k segments the largest, and where the last begins
-    best: list[tuple[int, int]] = [(sums.inside(0, j), 0) for j in range(len(children) + 1)]
-    starts = [[0] * (len(children) + 1)]
-    for _ in range(1, count):
-        best = [
-            min((max(best[i][0], sums.inside(i, j)), i) for i in range(j)) if j else (0, 0)
-            for j in range(len(children) + 1)
-        ]
-        starts.append([start for _, start in best])
-    ends, stop = [], len(children)
-    for row in reversed(starts):
-        ends.append(stop)
-        stop = row[stop]
-    return of_lengths(children, [b - a for a, b in zip([0, *reversed(ends)], reversed(ends), strict=False)], mode)
+    # Of the best split of the first j children: its largest segment, its squares (of splits with an equal largest one
+    # the evenest is the best), and its segments' ends.
+    best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}
+    for _ in range(min(count, len(children))):
+        best = {
+            j: min(_longer(best[i], sums.inside(i, j), j) for i in best if i < j)
+            for j in range(min(best) + 1, len(children) + 1)
+        }
+    ends = best[len(children)][2]
+    return of_lengths(children, [b - a for a, b in pairwise([0, *ends])], mode)
+
+
+def _longer(split: tuple[int, int, list[int]], size: int, end: int) -> tuple[int, int, list[int]]:
+    largest, squares, ends = split
+    return max(largest, size), squares + size**2, [*ends, end]
 
 
 def of_lengths(children: Sequence[Child], lengths: Sequence[int], mode: Recompute) -> Plan:
@@ -168,7 +169,10 @@ class _Sums:
             return 0, inside, self._cost[j] - self._cost[i], False
         kept = self._kept[j] - self._kept[i] + self._product_edges[j] - self._product_edges[i + 1]
         shared = self._shared[j] - self._shared[i] + self._shared_edges[j] - self._shared_edges[i + 1]
-        return kept, inside - shared, self._between[j] - self._between[i], self.children[j - 1].output_is_product
+        last = self.children[j - 1]
+        if last.output_is_product and not last.saves_output:
+            inside += self.edge(j)
+        return kept, inside - shared, self._between[j] - self._between[i], last.output_is_product
 
     def takes_input(self, i: int, mode: Recompute) -> bool:
         return mode != "nothing" or self.children[i].saves_input
@@ -178,45 +182,76 @@ class _Sums:
         return self._cost[-1]
 
 
+class _Option(NamedTuple):
+    """What can be done with the children from some one on to before ``stop``: see ``_Sums.step``."""
+
+    stop: int
+    kept: int
+    more: int
+    cost: float
+    keeps_output: bool
+
+
+def _options(sums: _Sums, modes: Sequence[Recompute]) -> list[list[tuple[Recompute, int, list[_Option]]]]:
+    """For each child that a segment may begin with, for each mode: the bytes of the segment's input, if it alone keeps
+    it, and the options, of which each takes more than those before it."""
+    return [
+        [
+            (
+                mode,
+                sums.edge(i) if sums.takes_input(i, mode) else 0,
+                [
+                    _Option(j, *sums.step(i, j, mode))
+                    for j in range(i + 1, i + 2 if mode == "nothing" else len(sums) + 1)
+                ],
+            )
+            for mode in modes
+        ]
+        for i in range(len(sums))
+    ]
+
+
 class _State(NamedTuple):
     """The first children are planned: bytes kept, cost, whether the last output is among what must be kept, the worst
-    moment, and the segments."""
+    moment, the last segment, and the state before it."""
 
     kept: int
     cost: float
     keeps_output: bool
     peak: int
-    segments: tuple[Segment, ...]
+    segment: Segment | None = None
+    before: _State | None = None
+
+    def segments(self) -> tuple[Segment, ...]:
+        found = []
+        state: _State | None = self
+        while state is not None and state.segment is not None:
+            found.append(state.segment)
+            state = state.before
+        return tuple(reversed(found))
 
 
-_START = _State(0, 0.0, False, 0, ())
-
-
-def _steps(sums: _Sums, state: _State, i: int, budget: int, modes: Sequence[Recompute]) -> Iterator[_State]:
-    for mode in modes:
-        for j in range(i + 1, i + 2 if mode == "nothing" else len(sums) + 1):
-            kept, more, cost, keeps_output = sums.step(i, j, mode)
-            at = state.kept + (sums.edge(i) if state.keeps_output or sums.takes_input(i, mode) else 0) + kept
-            if at + more > budget:
-                break  # as are all longer ones
-            segments = (*state.segments, Segment(i, j, mode))
-            yield _State(at, state.cost + cost, keeps_output, max(state.peak, at + more), segments)
+_START = _State(0, 0.0, False, 0)
 
 
 def _smallest(sums: _Sums, modes: Sequence[Recompute]) -> int:
     """The least budget that a plan fits in. To fit in it, keeping less is all that counts."""
+    options = _options(sums, modes)
+    never = sums.eager() + 1
 
     def fits(budget: int) -> bool:
-        states: list[dict[bool, _State]] = [{} for _ in range(len(sums) + 1)]
-        states[0][False] = _START
+        # The least that can be kept, by whether that includes the last output.
+        least = [{False: never, True: never} for _ in range(len(sums) + 1)]
+        least[0][False] = 0
         for i in range(len(sums)):
-            for state in states[i].values():
-                for step in _steps(sums, state._replace(segments=()), i, budget, modes):
-                    there = states[step.segments[0].stop]
-                    known = there.get(step.keeps_output)
-                    if known is None or step.kept < known.kept:
-                        there[step.keeps_output] = step
-        return bool(states[-1])
+            for keeps_input, before in least[i].items():
+                for _, input_bytes, found in options[i]:
+                    at = before + (sums.edge(i) if keeps_input else input_bytes)
+                    for stop, kept, more, _, keeps_output in found:
+                        if at + kept + more > budget:
+                            break
+                        least[stop][keeps_output] = min(least[stop][keeps_output], at + kept)
+        return min(least[-1].values()) < never
 
     # To a thousandth of what all keep: nobody needs it closer.
     step = max(1, sums.eager() // STEPS)
@@ -233,24 +268,33 @@ def _smallest(sums: _Sums, modes: Sequence[Recompute]) -> int:
 def _cheapest(sums: _Sums, budget: int, modes: Sequence[Recompute]) -> tuple[Segment, ...]:
     states: list[list[_State]] = [[] for _ in range(len(sums) + 1)]
     states[0].append(_START)
-    for i in range(len(sums)):
-        for state in _best(states[i]):
-            for step in _steps(sums, state, i, budget, modes):
-                states[step.segments[-1].stop].append(step)
-    return min(states[-1], key=lambda state: (state.cost, state.peak)).segments
+    for i, options in enumerate(_options(sums, modes)):
+        for state in _best(states[i], max(8, STATES // len(sums))):
+            for mode, input_bytes, found in options:
+                before = state.kept + (sums.edge(i) if state.keeps_output else input_bytes)
+                for stop, kept, more, cost, keeps_output in found:
+                    at = before + kept
+                    peak = at + more
+                    if peak > budget:
+                        break
+                    peak = max(peak, state.peak)
+                    states[stop].append(
+                        _State(at, state.cost + cost, keeps_output, peak, Segment(i, stop, mode), state)
+                    )
+    return min(states[-1], key=lambda state: (state.cost, state.peak)).segments()
 
 
-def _best(states: list[_State]) -> list[_State]:
+def _best(states: list[_State], most: int) -> list[_State]:
     """Those that no other one is better than in both bytes kept and cost, the output being among what is kept or not;
     of many, some, with the one that keeps least among them: if any plan fits, its does."""
     found: list[_State] = []
     for keeps_output in (False, True):
         front: list[_State] = []
-        for state in sorted((s for s in states if s.keeps_output == keeps_output), key=lambda s: (s.kept, s.cost)):
+        for state in sorted((s for s in states if s.keeps_output == keeps_output), key=itemgetter(0, 1)):
             if not front or state.cost < front[-1].cost:
                 front.append(state)
         last = len(front) - 1
-        found += front if last < MOST else [front[k * last // (MOST - 1)] for k in range(MOST)]
+        found += front if last < most else [front[k * last // (most - 1)] for k in range(most)]
     return found
 
 
@@ -261,6 +305,6 @@ def _plan(sums: _Sums, segments: tuple[Segment, ...]) -> Plan:
         for i, j in [(k, k + 1) for k in range(start, stop)] if mode == "nothing" else [(start, stop)]:
             kept, more, cost, keeps_output = sums.step(i, j, mode)
             at = state.kept + (sums.edge(i) if state.keeps_output or sums.takes_input(i, mode) else 0) + kept
-            state = _State(at, state.cost + cost, keeps_output, max(state.peak, at + more), ())
+            state = _State(at, state.cost + cost, keeps_output, max(state.peak, at + more))
     recomputed = state.cost / sums.cost if sums.cost else 0.0
     return Plan(segments, state.kept, max(state.peak, state.kept), sums.eager(), recomputed)

@@ -1,0 +1,200 @@
+"""Plans against all there are: what each keeps is counted here by going through it, storage by storage."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from fusedlayers.checkpoint.plan import STEPS, Plan, Segment, balanced, of_lengths, within
+from fusedlayers.checkpoint.probe import Child
+from fusedlayers.checkpoint.sublinear import RECOMPUTE, Recompute
+
+ALL_MODES: tuple[Recompute, ...] = RECOMPUTE  # type: ignore[assignment]
+MODES: list[tuple[Recompute, ...]] = [("nothing", "all"), ("nothing", "cheap"), ALL_MODES]
+#: Of sizes: a few, so that plans tie, and many.
+LARGEST = (3, 1000)
+
+Storages = dict[tuple[str, int], int]
+
+
+def children(seed: int) -> list[Child]:
+    draw = random.Random(seed)
+    largest = LARGEST[seed % len(LARGEST)]
+
+    def size() -> int:
+        return draw.choice((0, draw.randint(1, largest)))
+
+    found = []
+    for _ in range(draw.randint(1, 5)):
+        saved, products = size(), size()
+        between = draw.uniform(0, 10)
+        found.append(
+            Child(
+                input_bytes=draw.randint(1, largest),
+                saved_bytes=saved,
+                saves_input=draw.random() < 0.5,
+                saves_output=draw.random() < 0.5,
+                product_bytes=products,
+                saved_product_bytes=min(saved, products) if draw.random() < 0.5 else 0,
+                output_is_product=draw.random() < 0.5,
+                cost=between + draw.uniform(0, 100),
+                cost_between=between,
+            )
+        )
+    return found
+
+
+def saved_by(sequence: Sequence[Child], k: int) -> Storages:
+    child = sequence[k]
+    found = {("product", k): child.saved_product_bytes, ("inside", k): child.saved_bytes - child.saved_product_bytes}
+    if child.saves_input:
+        found |= edge(sequence, k)
+    return found | (edge(sequence, k + 1) if child.saves_output else {})
+
+
+def products_of(sequence: Sequence[Child], k: int) -> Storages:
+    child = sequence[k]
+    found = {("product", k): child.saved_product_bytes, ("other product", k): child.product_bytes}
+    found["other product", k] -= child.saved_product_bytes
+    return found | (edge(sequence, k + 1) if child.output_is_product else {})
+
+
+def edge(sequence: Sequence[Child], k: int) -> Storages:
+    """Between two children; the sequence's own input and output are their owner's."""
+    return {("edge", k): sequence[k].input_bytes} if 0 < k < len(sequence) else {}
+
+
+def followed(sequence: Sequence[Child], segments: Sequence[Segment]) -> tuple[int, int, float]:
+    """What a plan keeps, its worst moment, and its cost."""
+    kept: Storages = {}
+    peak, cost = 0, 0.0
+    for start, stop, mode in segments:
+        inside: Storages = {}
+        for k in range(start, stop):
+            inside |= saved_by(sequence, k)
+            cost += {"all": sequence[k].cost, "cheap": sequence[k].cost_between, "nothing": 0.0}[mode]
+            if mode == "cheap":
+                kept |= products_of(sequence, k)
+        kept |= inside if mode == "nothing" else edge(sequence, start)
+        peak = max(peak, sum((kept | inside).values()))
+    return sum(kept.values()), peak, cost
+
+
+def all_plans(start: int, stop: int, modes: Sequence[Recompute]) -> Iterator[tuple[Segment, ...]]:
+    if start == stop:
+        yield ()
+        return
+    for mode in modes:
+        for end in [start + 1] if mode == "nothing" else range(start + 1, stop + 1):
+            for others in all_plans(end, stop, modes):
+                yield (Segment(start, end, mode), *others)
+
+
+def compositions(count: int) -> Iterator[tuple[int, ...]]:
+    if count == 0:
+        yield ()
+    for first in range(1, count + 1):
+        for others in compositions(count - first):
+            yield (first, *others)
+
+
+def agrees(plan: Plan, sequence: Sequence[Child]) -> None:
+    kept, peak, cost = followed(sequence, plan.segments)
+    assert (plan.saved_bytes, plan.peak_bytes) == (kept, peak)
+    total = sum(child.cost for child in sequence)
+    assert plan.recomputed == pytest.approx(cost / total)
+    once = [Segment(k, k + 1, "nothing") for k in range(len(sequence))]
+    assert plan.eager_bytes == followed(sequence, once)[0]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_plan_keeps_and_costs_what_it_says(seed: int) -> None:
+    sequence = children(seed)
+    for lengths in compositions(len(sequence)):
+        for mode in ALL_MODES:
+            agrees(of_lengths(sequence, lengths, mode), sequence)
+
+
+@pytest.mark.parametrize("modes", MODES, ids=str)
+@pytest.mark.parametrize("seed", range(12))
+def test_no_plan_within_a_budget_costs_less_and_no_smaller_budget_has_one(
+    seed: int, modes: tuple[Recompute, ...]
+) -> None:
+    sequence = children(seed)
+    plans = [followed(sequence, plan)[1:] for plan in all_plans(0, len(sequence), modes)]
+    smallest = min(peak for peak, _ in plans)
+    found = within(sequence, None, modes)
+    agrees(found, sequence)
+    resolution = max(1, found.eager_bytes // STEPS)
+    assert smallest <= found.peak_bytes < smallest + resolution
+    peaks = sorted({peak for peak, _ in plans if peak >= smallest + resolution})
+    for budget in [*peaks[:: max(1, len(peaks) // 8)], found.eager_bytes + resolution]:
+        plan = within(sequence, budget, modes)
+        agrees(plan, sequence)
+        assert plan.peak_bytes <= budget
+        assert followed(sequence, plan.segments)[2] == pytest.approx(min(c for p, c in plans if p <= budget))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_budget_that_no_plan_fits_in_is_refused_with_one_that_does(seed: int) -> None:
+    sequence = children(seed)
+    smallest = min(followed(sequence, plan)[1] for plan in all_plans(0, len(sequence), ALL_MODES))
+    if smallest == 0:
+        return
+    with pytest.raises(ValueError, match=r"is less than any plan needs: these \d+ children keep") as raised:
+        within(sequence, smallest - 1, ALL_MODES)
+    named = int(str(raised.value).split("and ")[1].split()[0])
+    assert within(sequence, named, ALL_MODES).peak_bytes <= named
+
+
+def split_at(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return itertools.pairwise([0, *itertools.accumulate(lengths)])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_balanced_segments_are_the_best_split(seed: int) -> None:
+    sequence = children(seed)
+
+    def largest(lengths: Sequence[int]) -> int:
+        """Inside one segment, what comes in being kept anyway."""
+        return max(
+            sum(
+                size
+                for key, size in {key: s for k in range(a, b) for key, s in saved_by(sequence, k).items()}.items()
+                if key != ("edge", a)
+            )
+            for a, b in split_at(lengths)
+        )
+
+    for count in range(1, len(sequence) + 3):
+        plan = balanced(sequence, count, "all")
+        lengths = [segment.stop - segment.start for segment in plan.segments]
+        of_count = [found for found in compositions(len(sequence)) if len(found) == min(count, len(sequence))]
+        assert len(lengths) == min(count, len(sequence))
+        assert largest(lengths) == min(map(largest, of_count))
+
+
+def test_the_last_of_segments_given_by_length_runs_once() -> None:
+    sequence = [child for seed in range(20) for child in children(seed)][:7]
+    segments = of_lengths(sequence, [3, 2, 2], "cheap").segments
+    assert segments == ((0, 3, "cheap"), (3, 5, "cheap"), (5, 7, "nothing"))
+
+
+def test_without_a_budget_alike_children_keep_about_twice_the_root_of_their_number() -> None:
+    alike = Child(100, 300, True, False, 0, 0, False, 1.0, 1.0)
+    for count in (16, 64):
+        plan = within([alike] * count, None, ("nothing", "all"))
+        # k segments keep 100 k, and 400 n / k more while one runs again: 400 sqrt(n) at best.
+        assert plan.peak_bytes <= 400 * (count**0.5 + 1)
+        assert plan.eager_bytes >= 400 * (count - 1)
+
+
+def test_many_children_are_planned_at_once() -> None:
+    """Not all states are gone on with then; a budget is kept all the same."""
+    sequence = [child for seed in range(60) for child in children(seed)][:100]
+    for part in (0.3, 0.6):
+        budget = int(part * within(sequence, 10**9, ALL_MODES).eager_bytes)
+        assert within(sequence, budget, ALL_MODES).peak_bytes <= budget
