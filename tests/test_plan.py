@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from fusedlayers.checkpoint import plan
 from fusedlayers.checkpoint.plan import STEPS, Plan, Segment, balanced, of_lengths, within
 from fusedlayers.checkpoint.probe import Child
 from fusedlayers.checkpoint.sublinear import RECOMPUTE, Recompute
@@ -101,13 +102,13 @@ def compositions(count: int) -> Iterator[tuple[int, ...]]:
             yield (first, *others)
 
 
-def agrees(plan: Plan, sequence: Sequence[Child]) -> None:
-    kept, peak, cost = followed(sequence, plan.segments)
-    assert (plan.saved_bytes, plan.peak_bytes) == (kept, peak)
+def agrees(found: Plan, sequence: Sequence[Child]) -> None:
+    kept, peak, cost = followed(sequence, found.segments)
+    assert (found.saved_bytes, found.peak_bytes) == (kept, peak)
     total = sum(child.cost for child in sequence)
-    assert plan.recomputed == pytest.approx(cost / total)
+    assert found.recomputed == pytest.approx(cost / total)
     once = [Segment(k, k + 1, "nothing") for k in range(len(sequence))]
-    assert plan.eager_bytes == followed(sequence, once)[0]
+    assert found.eager_bytes == followed(sequence, once)[0]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -124,7 +125,7 @@ def test_no_plan_within_a_budget_costs_less_and_no_smaller_budget_has_one(
     seed: int, modes: tuple[Recompute, ...]
 ) -> None:
     sequence = children(seed)
-    plans = [followed(sequence, plan)[1:] for plan in all_plans(0, len(sequence), modes)]
+    plans = [followed(sequence, segments)[1:] for segments in all_plans(0, len(sequence), modes)]
     smallest = min(peak for peak, _ in plans)
     found = within(sequence, None, modes)
     agrees(found, sequence)
@@ -132,16 +133,16 @@ def test_no_plan_within_a_budget_costs_less_and_no_smaller_budget_has_one(
     assert smallest <= found.peak_bytes < smallest + resolution
     peaks = sorted({peak for peak, _ in plans if peak >= smallest + resolution})
     for budget in [*peaks[:: max(1, len(peaks) // 8)], found.eager_bytes + resolution]:
-        plan = within(sequence, budget, modes)
-        agrees(plan, sequence)
-        assert plan.peak_bytes <= budget
-        assert followed(sequence, plan.segments)[2] == pytest.approx(min(c for p, c in plans if p <= budget))
+        cheapest = within(sequence, budget, modes)
+        agrees(cheapest, sequence)
+        assert cheapest.peak_bytes <= budget
+        assert followed(sequence, cheapest.segments)[2] == pytest.approx(min(c for p, c in plans if p <= budget))
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_budget_that_no_plan_fits_in_is_refused_with_one_that_does(seed: int) -> None:
     sequence = children(seed)
-    smallest = min(followed(sequence, plan)[1] for plan in all_plans(0, len(sequence), ALL_MODES))
+    smallest = min(followed(sequence, segments)[1] for segments in all_plans(0, len(sequence), ALL_MODES))
     if smallest == 0:
         return
     with pytest.raises(ValueError, match=r"is less than any plan needs: these \d+ children keep") as raised:
@@ -170,8 +171,8 @@ def test_balanced_segments_are_the_best_split(seed: int) -> None:
         )
 
     for count in range(1, len(sequence) + 3):
-        plan = balanced(sequence, count, "all")
-        lengths = [segment.stop - segment.start for segment in plan.segments]
+        segments = balanced(sequence, count, "all").segments
+        lengths = [segment.stop - segment.start for segment in segments]
         of_count = [found for found in compositions(len(sequence)) if len(found) == min(count, len(sequence))]
         assert len(lengths) == min(count, len(sequence))
         assert largest(lengths) == min(map(largest, of_count))
@@ -186,15 +187,20 @@ def test_the_last_of_segments_given_by_length_runs_once() -> None:
 def test_without_a_budget_alike_children_keep_about_twice_the_root_of_their_number() -> None:
     alike = Child(100, 300, True, False, 0, 0, False, 1.0, 1.0)
     for count in (16, 64):
-        plan = within([alike] * count, None, ("nothing", "all"))
+        found = within([alike] * count, None, ("nothing", "all"))
         # k segments keep 100 k, and 400 n / k more while one runs again: 400 sqrt(n) at best.
-        assert plan.peak_bytes <= 400 * (count**0.5 + 1)
-        assert plan.eager_bytes >= 400 * (count - 1)
+        assert found.peak_bytes <= 400 * (count**0.5 + 1)
+        assert found.eager_bytes >= 400 * (count - 1)
 
 
-def test_many_children_are_planned_at_once() -> None:
-    """Not all states are gone on with then; a budget is kept all the same."""
-    sequence = [child for seed in range(60) for child in children(seed)][:100]
-    for part in (0.3, 0.6):
-        budget = int(part * within(sequence, 10**9, ALL_MODES).eager_bytes)
-        assert within(sequence, budget, ALL_MODES).peak_bytes <= budget
+def test_many_children_are_planned_within_their_budget_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not all states are gone on with then."""
+    sequence = [child for seed in range(20) for child in children(seed)][:40]
+    eager = within(sequence, 10**9, ALL_MODES).eager_bytes
+    plans = []
+    for states in (1, plan.STATES):
+        monkeypatch.setattr(plan, "STATES", states)
+        plans.append(within(sequence, eager // 2, ALL_MODES))
+        agrees(plans[-1], sequence)
+        assert plans[-1].peak_bytes <= eager // 2
+    assert plans[1].recomputed <= plans[0].recomputed < 1
