@@ -21,14 +21,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+#: Torch does not count its arithmetic.
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
 
 @functools.cache
 def products() -> frozenset[Any]:
-    """The operators whose results are worth keeping: those that torch counts the arithmetic of, and oneDNN's."""
+    """The operators whose results are worth keeping: those that torch counts the arithmetic of, the CPU's attention,
+    and oneDNN's."""
     from torch.utils.flop_counter import flop_registry  # here, because it takes a while to import
 
     forward = {packet for packet in flop_registry if "backward" not in str(packet)}
     ours = ("_linear_pointwise", "_convolution_pointwise")
+    forward.add(CPU_ATTENTION)
     return frozenset(forward | {getattr(torch.ops.mkldnn, name) for name in ours if hasattr(torch.ops.mkldnn, name)})
 
 

@@ -87,20 +87,21 @@ def balanced(children: Sequence[Child], count: int, mode: Recompute) -> Plan:
     comes at once."""
     sums = _Sums(children)
     # Of the best split of the first j children: its largest segment, its squares (of splits with an equal largest one
-    # the evenest is the best), and its segments' ends.
+    # the evenest is the best), and its segments' ends, negative: then that of which the last one, which runs once, is
+    # the shortest.
     best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}
     for _ in range(min(count, len(children))):
         best = {
             j: min(_longer(best[i], sums.inside(i, j), j) for i in best if i < j)
             for j in range(min(best) + 1, len(children) + 1)
         }
-    ends = best[len(children)][2]
+    ends = [-end for end in best[len(children)][2]]
     return of_lengths(children, [b - a for a, b in pairwise([0, *ends])], mode)
 
 
 def _longer(split: tuple[int, int, list[int]], size: int, end: int) -> tuple[int, int, list[int]]:
     largest, squares, ends = split
-    return max(largest, size), squares + size**2, [*ends, end]
+    return max(largest, size), squares + size**2, [*ends, -end]
 
 
 def of_lengths(children: Sequence[Child], lengths: Sequence[int], mode: Recompute) -> Plan:

@@ -8,7 +8,7 @@ plan, for in the second runs they meet.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..memory import strided_parts
 from ..state import unchanged
-from .keeping import products
+from .keeping import CPU_ATTENTION, products
 
 #: How many operations a device does in a product while it moves a byte, about: 200 GFLOP/s and 13 GB/s of four cores,
 #: 400 TFLOP/s (TF32) and 3 TB/s of an H100.
@@ -42,6 +42,8 @@ class Child(NamedTuple):
     #: Of running it, in bytes moved; and of what is no product.
     cost: float
     cost_between: float
+    #: Whether it writes over its input.
+    writes_input: bool = False
 
 
 def probe(children: Sequence[nn.Module], inputs: tuple[Any, ...]) -> list[Child]:
@@ -60,6 +62,7 @@ def probe(children: Sequence[nn.Module], inputs: tuple[Any, ...]) -> list[Child]
 
 def _measured(child: nn.Module, inputs: tuple[Any, ...]) -> tuple[Child, Any]:
     inputs = tree_map_only(Tensor, _apart, inputs)
+    versions = [tensor._version for tensor in _tensors(inputs)]
     costs = _Costs()
     saved: list[Tensor] = []  # held, for the address of a storage tells it from others only while it lives
 
@@ -85,12 +88,21 @@ def _measured(child: nn.Module, inputs: tuple[Any, ...]) -> tuple[Child, Any]:
         output_is_product=not results.keys().isdisjoint(of_output),
         cost=costs.products + costs.between,
         cost_between=costs.between,
+        writes_input=versions != [tensor._version for tensor in _tensors(inputs)],
     ), output
 
 
 def _apart(tensor: Tensor) -> Tensor:
-    """The tensor without its graph."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+    """The tensor without its graph, but as if it had one: a leaf could not be written to by a ReLU in place."""
+    if not tensor.requires_grad:
+        return tensor.detach()
+    return cast("Tensor", _Computed.apply(torch.empty(0, requires_grad=True), [tensor.detach()]))
+
+
+class _Computed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, held: list[Tensor]) -> Tensor:
+        return held[0]
 
 
 class _Costs(TorchDispatchMode):
@@ -116,7 +128,8 @@ class _Costs(TorchDispatchMode):
 def _operations(packet: Any, args: Any, kwargs: Any, result: Any) -> float:
     from torch.utils.flop_counter import flop_registry  # here, because it takes a while to import
 
-    count = flop_registry.get(packet)
+    counted = torch.ops.aten._scaled_dot_product_flash_attention if packet is CPU_ATTENTION else packet
+    count = flop_registry.get(counted)
     if count is not None:
         return float(count(*args, **kwargs, out_val=result))
     # oneDNN's: twice the weight's elements for each element of a channel of the result.

@@ -11,7 +11,7 @@ from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .circumstances import Circumstances
 from .plan import Plan, Segment, balanced, of_lengths, segments_of, within
@@ -71,7 +71,7 @@ class SublinearSequential(nn.Sequential):
         if memory_budget_bytes is not None and not (_is_count(memory_budget_bytes) and memory_budget_bytes >= 0):
             raise ValueError(f"{name}: memory_budget_bytes must be a number of bytes, got {memory_budget_bytes!r}")
         lengths = segments if isinstance(segments, Sequence) and not isinstance(segments, str) else [segments or 1]
-        if segments == 0 or not all(_is_count(length) and length > 0 for length in lengths):
+        if segments == 0 or not lengths or not all(_is_count(length) and length > 0 for length in lengths):
             raise ValueError(f"{name}: segments must be a positive number, or a list of such, got {segments!r}")
         self.segments = segments
         self.memory_budget_bytes = memory_budget_bytes
@@ -83,7 +83,8 @@ class SublinearSequential(nn.Sequential):
         """What runs again, and what is kept; None before the first forward pass in training."""
         return None if self._planned is None else self._planned.plan
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, input: Any, *others: Any) -> Any:
+        inputs = (input, *others)
         children = list(self)
         if not (children and self.training and torch.is_grad_enabled()) or self.recompute == "nothing":
             return _run(children, *inputs)
@@ -98,7 +99,8 @@ class SublinearSequential(nn.Sequential):
             if mode == "nothing":
                 inputs = (_run(children[start:stop], *inputs),)
             else:
-                inputs = (_again(children[start:stop], inputs, mode),)
+                copies = self._planned is not None and start in self._planned.copied
+                inputs = (_again(children[start:stop], inputs, mode, copies),)
         return inputs[0]
 
     def _segments(self, children: list[nn.Module], inputs: tuple[Any, ...]) -> Sequence[Segment]:
@@ -106,6 +108,7 @@ class SublinearSequential(nn.Sequential):
         if planned is None or not planned.holds(children, inputs, self._asked()):
             measured = probe(children, inputs)
             self._planned = planned = _Planned.of(self._plan(measured), children, inputs, self._asked())
+            planned.copied = {k for k, child in enumerate(measured) if child.writes_input}
         return planned.plan.segments
 
     def _asked(self) -> Any:
@@ -180,6 +183,8 @@ class _Planned:
 
     def __init__(self, plan: Plan, children: list[nn.Module], size: int, kinds: Any, asked: Any) -> None:
         self.plan, self._size, self._kinds, self.asked = plan, size, kinds, asked
+        #: The children that write over their input, which a segment that begins with them must leave as it is.
+        self.copied: set[int] = set()
         # Not by id, which another one may have once a child is gone.
         self._children = [weakref.ref(child) for child in children]
 
@@ -205,10 +210,15 @@ def _run(children: list[nn.Module], *inputs: Any) -> Any:
     return inputs[0] if len(inputs) == 1 else inputs
 
 
-def _again(children: list[nn.Module], inputs: tuple[Any, ...], mode: Recompute) -> Any:
+def _run_on_copies(children: list[nn.Module], *inputs: Any) -> Any:
+    return _run(children, *tree_map_only(Tensor, torch.clone, inputs))
+
+
+def _again(children: list[nn.Module], inputs: tuple[Any, ...], mode: Recompute, copies: bool) -> Any:
     modules = [module for child in children for module in child.modules()]
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    return again(functools.partial(_run, children), inputs, {}, Circumstances(modules, tensors), mode)
+    run = functools.partial(_run_on_copies if copies else _run, children)
+    return again(run, inputs, {}, Circumstances(modules, tensors), mode)
 
 
 def _is_count(value: object) -> bool:
