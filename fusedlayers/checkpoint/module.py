@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from ..routes import is_followed
 from .calls import Call, Inverted, Values, in_plain_mode
 from .check import CheckReport, checked
 from .circumstances import Circumstances, modules_in
@@ -302,5 +303,4 @@ def spared(links: Iterable[Inverted], values: Values, keep: tuple[Tensor, ...]) 
 
 def can_be_spared() -> bool:
     """Whether there will be a backward pass, and nobody wants to see plain operations, as transforms do."""
-    is_transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-    return torch.is_grad_enabled() and not is_transformed and not in_plain_mode()
+    return torch.is_grad_enabled() and not is_followed() and not in_plain_mode()

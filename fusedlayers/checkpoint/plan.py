@@ -121,6 +121,9 @@ class _Sums:
 
     def __init__(self, children: Sequence[Child]) -> None:
         self.children = children
+        selective = [child.selective or child for child in children]
+        #: Where the results of products are kept.
+        self._selective = self if selective == list(children) else _Sums(selective)
         n = len(children)
         # What is kept between children, if they run once; the sequence's input is not its own.
         edges = [0] * (n + 1)
@@ -161,6 +164,8 @@ class _Sums:
     def step(self, i: int, j: int, mode: Recompute) -> tuple[int, int, float, bool]:
         """Of a segment: what it keeps besides its input, what it keeps more while it runs again, what that costs, and
         whether its output is kept."""
+        if mode == "cheap" and self._selective is not self:
+            return self._selective.step(i, j, mode)
         inside = self.inside(i, j)
         if mode == "nothing":
             assert j == i + 1

@@ -44,26 +44,31 @@ class Child(NamedTuple):
     cost_between: float
     #: Whether it writes over its input.
     writes_input: bool = False
+    #: The same where the results of products are kept, if that was asked for: fused layers run plainly then.
+    selective: Child | None = None
 
 
-def probe(children: Sequence[nn.Module], inputs: tuple[Any, ...]) -> list[Child]:
-    """Run the children once; modules, inputs and random numbers are left as they were."""
+def probe(children: Sequence[nn.Module], inputs: tuple[Any, ...], *, is_selective: bool = False) -> list[Child]:
+    """Run the children once, or once in each way; modules, inputs and random numbers are left as they were."""
     modules = [module for child in children for module in child.modules()]
     tensors = list(_tensors(inputs))
     device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
     found = []
     with unchanged(modules, tensors, device), torch.enable_grad():
         for child in children:
-            measured, output = _measured(child, inputs)
+            measured, output = _measured(child, inputs, is_selective=False)
+            if is_selective:
+                measured = measured._replace(selective=_measured(child, inputs, is_selective=True)[0])
             found.append(measured)
             inputs = (output,)
     return found
 
 
-def _measured(child: nn.Module, inputs: tuple[Any, ...]) -> tuple[Child, Any]:
+def _measured(child: nn.Module, inputs: tuple[Any, ...], *, is_selective: bool) -> tuple[Child, Any]:
+    # Copies, for it may write over them, and be measured again.
     inputs = tree_map_only(Tensor, _apart, inputs)
     versions = [tensor._version for tensor in _tensors(inputs)]
-    costs = _Costs()
+    costs = _Costs(is_selective)
     saved: list[Tensor] = []  # held, for the address of a storage tells it from others only while it lives
 
     def pack(tensor: Tensor) -> Tensor:
@@ -93,10 +98,9 @@ def _measured(child: nn.Module, inputs: tuple[Any, ...]) -> tuple[Child, Any]:
 
 
 def _apart(tensor: Tensor) -> Tensor:
-    """The tensor without its graph, but as if it had one: a leaf could not be written to by a ReLU in place."""
-    if not tensor.requires_grad:
-        return tensor.detach()
-    return cast("Tensor", _Computed.apply(torch.empty(0, requires_grad=True), [tensor.detach()]))
+    """A copy without its graph, but as if it had one: a leaf could not be written to by a ReLU in place."""
+    copy = tensor.detach().clone()
+    return cast("Tensor", _Computed.apply(torch.empty(0, requires_grad=True), [copy])) if tensor.requires_grad else copy
 
 
 class _Computed(torch.autograd.Function):
@@ -108,8 +112,9 @@ class _Computed(torch.autograd.Function):
 class _Costs(TorchDispatchMode):
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, keeps_results: bool) -> None:
         super().__init__()
+        self.keeps_results = keeps_results  # which ``routes.py`` asks
         self.results: list[Tensor] = []
         self.products = self.between = 0.0
 

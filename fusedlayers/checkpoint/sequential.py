@@ -7,6 +7,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Self, cast
 
 import torch
@@ -106,9 +107,8 @@ class SublinearSequential(nn.Sequential):
     def _segments(self, children: list[nn.Module], inputs: tuple[Any, ...]) -> Sequence[Segment]:
         planned = self._planned
         if planned is None or not planned.holds(children, inputs, self._asked()):
-            measured = probe(children, inputs)
-            self._planned = planned = _Planned.of(self._plan(measured), children, inputs, self._asked())
-            planned.copied = {k for k, child in enumerate(measured) if child.writes_input}
+            measured = probe(children, inputs, is_selective="cheap" in self._modes())
+            self._planned = planned = _Planned.of(self._plan(measured), measured, children, inputs, self._asked())
         return planned.plan.segments
 
     def _asked(self) -> Any:
@@ -116,15 +116,16 @@ class SublinearSequential(nn.Sequential):
         return segments, self.memory_budget_bytes, self.recompute
 
     def _plan(self, measured: list[Child]) -> Plan:
-        mode = self.recompute or "all"
         if isinstance(self.segments, int):
-            return balanced(measured, self.segments, mode)
+            return balanced(measured, self.segments, self.recompute or "all")
         if self.segments is not None:
-            return of_lengths(measured, self._lengths(), mode)
-        modes: tuple[Recompute, ...] = ("nothing", mode)
+            return of_lengths(measured, self._lengths(), self.recompute or "all")
+        return within(measured, self.memory_budget_bytes, self._modes())
+
+    def _modes(self) -> tuple[Recompute, ...]:
         if self.recompute is None and self.memory_budget_bytes is not None:
-            modes = ("nothing", "cheap", "all")
-        return within(measured, self.memory_budget_bytes, modes)
+            return ("nothing", "cheap", "all")
+        return ("nothing", self.recompute or "all")
 
     def _lengths(self) -> list[int]:
         lengths = list(cast("Sequence[int]", self.segments))
@@ -178,24 +179,33 @@ class SublinearSequential(nn.Sequential):
         return {**self.__dict__, "_planned": None}  # of other children, and perhaps other inputs
 
 
+@dataclass(frozen=True)
 class _Planned:
-    """A plan, and what it was made for."""
+    """A plan, and what it was made for.
 
-    def __init__(self, plan: Plan, children: list[nn.Module], size: int, kinds: Any, asked: Any) -> None:
-        self.plan, self._size, self._kinds, self.asked = plan, size, kinds, asked
-        #: The children that write over their input, which a segment that begins with them must leave as it is.
-        self.copied: set[int] = set()
-        # Not by id, which another one may have once a child is gone.
-        self._children = [weakref.ref(child) for child in children]
+    Attributes:
+        copied: the children that write over their input, which a segment that begins with them must leave as it is.
+        children: not by their ids, which others may have once they are gone.
+    """
+
+    plan: Plan
+    copied: frozenset[int]
+    children: list[weakref.ref[nn.Module]]
+    size: int
+    kinds: Any
+    asked: Any
 
     @classmethod
-    def of(cls, plan: Plan, children: list[nn.Module], inputs: tuple[Any, ...], asked: Any) -> _Planned:
-        return cls(plan, children, *_kind(inputs), asked)
+    def of(
+        cls, plan: Plan, measured: list[Child], children: list[nn.Module], inputs: tuple[Any, ...], asked: Any
+    ) -> _Planned:
+        copied = frozenset(k for k, child in enumerate(measured) if child.writes_input)
+        return cls(plan, copied, [weakref.ref(child) for child in children], *_kind(inputs), asked)
 
     def holds(self, children: list[nn.Module], inputs: tuple[Any, ...], asked: Any) -> bool:
         size, kinds = _kind(inputs)
-        same = [ref() for ref in self._children] == children and self._kinds == kinds and self.asked == asked
-        return same and size <= self._size
+        same = [ref() for ref in self.children] == children and self.kinds == kinds and self.asked == asked
+        return same and size <= self.size
 
 
 def _kind(inputs: tuple[Any, ...]) -> tuple[int, Any]:
