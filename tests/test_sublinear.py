@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
-from bench.reference import resnet
+from bench.reference import RESNETS, resnet
 from fusedlayers.checkpoint.probe import probe
 from fusedlayers.memory import peak_bytes, saved_bytes
 
@@ -210,11 +210,11 @@ def test_item_4_dropout_drops_the_same_again(container: Make) -> None:
     same(outcome(container(*parts), x), outcome(nn.Sequential(*parts), x))
 
 
-@pytest.mark.parametrize("depth", deep_resnet.DEPTHS)
+@pytest.mark.parametrize("depth", RESNETS)
 def test_item_5_resnets(depth: int) -> None:
     with torch.device("meta"):
         parts = resnet(depth, widths=(2, 2, 2, 2), classes=4, is_small=True)
-    assert len(parts) == sum(deep_resnet.DEPTHS[depth][2]) + 2
+    assert len(parts) == sum(RESNETS[depth][2]) + 2
     if depth > 34:
         return
     parts = resnet(depth, widths=(2, 2, 2, 2), classes=4, is_small=True)
