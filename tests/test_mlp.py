@@ -29,6 +29,8 @@ SAVES = ("auto", "output", "input", "recompute")
 #: One folded, one by its output, one without a kernel of ATen's, one that reads its input, none at all.
 NAMES = ["gelu", "tanh", "softplus", "leaky_relu(-0.5)", None]
 ROWS, IN, HIDDEN, OUT = 150, 12, 40, 7
+#: Where each element is moved by itself, and for second derivatives again each.
+FEW: dict[str, Any] = {"rows": 9, "width": 3, "size": 5, "out": 2}
 
 every_activation = pytest.mark.parametrize("activation", TABLE, ids=str)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -66,10 +68,17 @@ class Kind:
         return [(self.halves * size, width), (self.halves * size,)] * self.first
 
     def leaves(
-        self, dtype: torch.dtype = torch.float32, *, bias: bool = True, rows: int = ROWS, size: int = HIDDEN
+        self,
+        dtype: torch.dtype = torch.float32,
+        *,
+        bias: bool = True,
+        rows: int = ROWS,
+        width: int = IN,
+        size: int = HIDDEN,
+        out: int = OUT,
     ) -> list[Any]:
-        first = [(self.halves * size, IN), (self.halves * size,) if bias else None] * self.first
-        found = reference.leaves((rows, IN), *first, (OUT, size), (OUT,) if bias else None, dtype=dtype)
+        first = [(self.halves * size, width), (self.halves * size,) if bias else None] * self.first
+        found = reference.leaves((rows, width), *first, (out, size), (out,) if bias else None, dtype=dtype)
         with torch.no_grad():
             for w in found[1::2]:
                 w.mul_(w.shape[1] ** -0.5)
@@ -235,7 +244,7 @@ def test_the_peak_through_forward_and_backward(
     kind: Kind, name: str, save: str, most: float, dtype: torch.dtype, device: str
 ) -> None:
     """In hidden buffers; x and the weights are small beside these, and count."""
-    rows, width, size = 4096 * 4 // dtype.itemsize, 32, 4096
+    rows, width, size = 2048 * 4 // dtype.itemsize, 16, 2048
     x, w, b, last, last_bias = (
         torch.randn(shape).to(device, dtype).requires_grad_()
         for shape in ((rows, width), (size, width), (size,), (width, size), (width,))
@@ -341,7 +350,7 @@ def test_gradients_are_as_good_as_torchs(kind: Kind, save: str, activation: Acti
 @pytest.mark.parametrize("bias", [True, False], ids=["", "no bias"])
 def test_gradcheck_and_gradgradcheck(kind: Kind, save: str, name: str | None, bias: bool) -> None:
     activation = _activation(name)
-    found = kind.leaves(torch.float64, bias=bias, rows=9, size=5)
+    found = kind.leaves(torch.float64, bias=bias, **FEW)
     given = [t for t in found if t is not None]
 
     def call(*tensors: Tensor) -> Tensor:
@@ -605,7 +614,7 @@ def test_backward_makes_the_same_mask_again(kind: Kind, save: str, name: str) ->
 
     y = call(*tensors)
     assert torch.equal(y, call(*tensors)) and not torch.equal(y, kind.function(*tensors, name, dropout=0.4))
-    tensors = kind.leaves(torch.float64, rows=9, size=5)
+    tensors = kind.leaves(torch.float64, **FEW)
     assert gradcheck(call, tensors)
     assert gradgradcheck(call, tensors)
 
