@@ -93,8 +93,6 @@ def an_invertible_net_learns_what_a_plain_one_learns(out):
     assert float(loss) == pytest.approx(float(plain_loss), abs=0.05)
 
 
-#: Where the defaults take longer than it takes to see that it works.
-ARGUMENTS = {"deep_resnet": ("--depth", "50", "--images", "4", "--steps", "1"), "revnet": ("--epochs", "2")}
 EXAMPLES = {
     "deep_resnet": resnets_learn_alike_in_less_memory,
     "revnet": an_invertible_net_learns_what_a_plain_one_learns,
@@ -104,12 +102,20 @@ EXAMPLES = {
     "train_digits": digits_are_told_apart_and_half_is_saved,
 }
 
+#: What needs fewer steps, or smaller images, to show enough.
+SHORTER = {
+    "deep_resnet": ["--depth", "50", "--images", "4", "--steps", "1"],
+    "finetune_bert": ["--steps", "100"],
+    "revnet": ["--epochs", "2"],
+    "train_digits": ["--epochs", "8"],
+}
+
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
 def test_examples_run(path):
     # One thread, as conftest.py has it: on busy cores two that wait for each other took 168 s where one takes 6.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error", path, *ARGUMENTS.get(path.stem, ())]
+    command = [sys.executable, "-W", "error", path, *SHORTER.get(path.stem, [])]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     EXAMPLES[path.stem](done.stdout)
