@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from gpu import ACTIVATIONS, DEVICE, DTYPES, INTERPRETER_WARNINGS
+from pairs import covering
 from reference import assert_as_good_as_torch, derivative
 from torch import Tensor
 
@@ -33,8 +34,13 @@ TILINGS = {
 SIZES = [(37, 53, 29), (1, 48, 32), (1, 1, 1), (19, 40, 0), (48, 64, 32), (150, 72, 40)]
 GELU, SILU, RELU = resolve("gelu"), resolve("silu"), resolve("relu")
 
+#: On a GPU all; interpreted, where a tile takes 20 ms, every pair of two.
+COMBINATIONS = list((itertools.product if DEVICE.type == "cuda" else covering)(SIZES, DTYPES, TILINGS))
+
+every_combination = pytest.mark.parametrize(
+    ("sizes", "dtype", "tiling"), [(s, d, TILINGS[t]) for s, d, t in COMBINATIONS], ids=[str(c) for c in COMBINATIONS]
+)
 every_tiling = pytest.mark.parametrize("tiling", TILINGS.values(), ids=TILINGS)
-every_size = pytest.mark.parametrize("sizes", SIZES, ids=str)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
@@ -71,9 +77,7 @@ def check_forward(
 # --- forward ----------------------------------------------------------------------------------------------------------
 
 
-@every_tiling
-@every_size
-@every_dtype
+@every_combination
 def test_forward(sizes: tuple[int, int, int], dtype: torch.dtype, tiling: Tiling) -> None:
     check_forward(sizes, dtype, GELU, tiling)
     check_forward(sizes, dtype, RELU, tiling, bias=False)
@@ -143,9 +147,7 @@ def check_gradient(
         assert hidden is None
 
 
-@every_tiling
-@every_size
-@every_dtype
+@every_combination
 def test_gradient(sizes: tuple[int, int, int], dtype: torch.dtype, tiling: Tiling) -> None:
     check_gradient(sizes, dtype, GELU, "output", tiling)
     check_gradient(sizes, dtype, SILU, "input", tiling)
@@ -153,14 +155,12 @@ def test_gradient(sizes: tuple[int, int, int], dtype: torch.dtype, tiling: Tilin
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=repr)
 def test_every_activations_gradient(activation: Activation) -> None:
-    check_gradient((37, 56, 24), torch.float32, activation, "input", TILINGS["descriptors"])
+    check_gradient((17, 40, 16), torch.float32, activation, "input", TILINGS["descriptors"])
     if activation.output_refused_because(torch.float32) is None and not activation.is_identity:
-        check_gradient((37, 56, 24), torch.float32, activation, "output", TILINGS["descriptors"])
+        check_gradient((17, 40, 16), torch.float32, activation, "output", TILINGS["descriptors"])
 
 
-@every_tiling
-@every_size
-@every_dtype
+@every_combination
 def test_gradient_of_a_gate(sizes: tuple[int, int, int], dtype: torch.dtype, tiling: Tiling) -> None:
     rows, columns, inner = sizes
     dy = normal(rows, inner, dtype=dtype, seed=4)
