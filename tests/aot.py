@@ -1,15 +1,28 @@
 """What the compiler makes of the elementwise kernels, and what it should at least, for ``test_aot.py``.
 
-    python tests/aot.py sm_90 gelu tanh/float32 snake/bfloat16/row
+    python tests/aot.py sm_90 gelu tanh/float32 snake/bfloat16/row 'silu/bfloat16/none/int32/gate*'
 
-prints a JSON list with an object per kernel. The recipes and the reading are those of ``python -m bench aot``.
+prints a JSON list with an object per kernel, by default of all that an activation has. The recipes and
+the reading are those of ``python -m bench aot``, whose arguments may follow the word ``bench`` instead: then the list
+is what the command writes.
+
+    python tests/aot.py --serve
+
+does so for each line of input, a JSON list of such arguments, and answers with a line each: most of what a process with
+a case or two does is to start (5 s).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fnmatch
+import io
 import json
 import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +38,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from literature import PUBLISHED
 
 from bench import elementwise_recipe, machine_code
+from bench.__main__ import main as bench_main
 from bench.recipe import TARGETS
 from bench.reference import CUSTOM_ACTIVATIONS
 
@@ -79,6 +93,7 @@ def compile_kernel(
         "bias": recipe.constants["AXIS"],
         "index": str(index),
         **asdict(machine_code.resources(compiled)),
+        **{f"global_{name}": widths for name, widths in asdict(accesses).items()},
         **_by_width("loads", accesses.loads),
         **_by_width("stores", accesses.stores),
         "least_wide_loads": tensors_read * wide,
@@ -93,20 +108,51 @@ def _by_width(what: str, counts: dict[int, int]) -> dict[str, int]:
     return {f"wide_{what}": wide, f"narrow_{what}": sum(counts.values()) - wide}
 
 
-def main() -> None:
+def reports_of(arguments: Sequence[str]) -> list[dict[str, Any]]:
+    """An object per kernel."""
+    if arguments[:1] == ["bench"]:
+        return _reports_of_bench(arguments[1:])
     parser = argparse.ArgumentParser(description="Compile the elementwise kernels ahead of time.")
     parser.add_argument("target", choices=TARGETS)
-    parser.add_argument("case", nargs="*", help="activation/dtype/bias/index (default: */bfloat16/column/int32)")
-    options = parser.parse_args()
+    parser.add_argument("case", nargs="*", help="name/dtype/bias/index/kernels (default: */bfloat16/column/int32/*)")
+    options = parser.parse_args(arguments)
     reports = []
     for case in options.case or activations():
-        name, dtype, bias, index, *_ = [*case.split("/"), *("bfloat16", "column", "int32")[case.count("/") :]]
+        name, dtype, bias, index, kernels = [
+            *case.split("/"), *("bfloat16", "column", "int32", "*")[case.count("/") :]
+        ]  # fmt: skip
         activation = find(name, bias)
-        for kernel in kernels_of(activation, getattr(torch, dtype), bias):
+        for kernel in fnmatch.filter(kernels_of(activation, getattr(torch, dtype), bias), kernels):
             reports.append(
                 compile_kernel(options.target, activation, kernel, getattr(torch, dtype), bias, getattr(tl, index))
             )
-    print(json.dumps(reports, indent=1))
+    return reports
+
+
+def _reports_of_bench(arguments: Sequence[str]) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        path = Path(folder) / "aot.json"
+        if bench_main(["aot", *arguments, "--json", str(path)]):
+            raise ValueError(f"bench aot refuses {arguments}")
+        return json.loads(path.read_text())["kernels"]
+
+
+def serve() -> None:
+    """Answers each line of input with ``{"reports": ...}`` or ``{"error": ...}``."""
+    for line in sys.stdin:
+        try:
+            with contextlib.redirect_stdout(sys.stderr):  # answers alone go there
+                answer: dict[str, Any] = {"reports": reports_of(json.loads(line))}
+        except (Exception, SystemExit):
+            answer = {"error": traceback.format_exc()}
+        print(json.dumps(answer), flush=True)
+
+
+def main() -> None:
+    if sys.argv[1:] == ["--serve"]:
+        serve()
+    else:
+        print(json.dumps(reports_of(sys.argv[1:]), indent=1))
 
 
 if __name__ == "__main__":

@@ -5,11 +5,13 @@ And ``python -m bench aot``, which shows what the compiler makes of them.
 """
 
 import argparse
+import functools
+import itertools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,9 @@ from fusedlayers.activations import activations, resolve, rows, told
 
 pytest.importorskip("triton")
 from aot import CUSTOM, FITTED  # after the line that skips without it
+from pairs import covering
 
-from bench import aot, machine_code, matmul_recipe
+from bench import aot, matmul_recipe
 from bench.__main__ import main as bench_main
 from fusedlayers.backends.triton import gemm
 
@@ -37,23 +40,59 @@ MOST_SPILL_BYTES = {"int32": 0, "int64": 16}
 #: Where libdevice's sine of Triton 3.6 takes large arguments apart, it uses an array.
 SINE_BYTES = 40
 
+#: Each activation for each target, in dtypes and directions that make every pair of two of these.
+GATES = covering(("silu", "gelu", "gelu_tanh", "relu", "sigmoid"), TARGETS, DTYPES)
+BROUGHT = covering(
+    CUSTOM, TARGETS, DTYPES, ("column", "row"), where=lambda *case: case[3] == "column" or case[0] not in FITTED
+)
+
 Reports = list[dict[str, Any]]
 
 
 def compile_all(*runs: Iterable[str]) -> Reports:
-    """What ``aot.py`` reports for each list of arguments: a process each, at the same time."""
-    processes = [start(str(SCRIPT), *run) for run in runs]
-    return [report for process in processes for report in json.loads(output_of(process))]
+    """What ``aot.py`` reports for each list of arguments."""
+    return [report for run in runs for report in compiled(*run)]
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
+def compiled(*arguments: str) -> Reports:
+    """What ``aot.py`` reports, in the one process that serves all tests of this one: starting takes longer than most
+    of what they ask for. Another takes its place when it dies."""
+    server = _server()
+    if server.poll() is not None:
+        _server.cache_clear()
+        server = _server()
+    assert server.stdin is not None and server.stdout is not None
+    server.stdin.write(json.dumps(arguments) + "\n")
+    server.stdin.flush()
+    line = server.stdout.readline()
+    assert line, f"the compiling process ended: {server.wait()}"
+    answer = json.loads(line)
+    assert "error" not in answer, answer["error"]
+    reports: Reports = answer["reports"]
+    return reports
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    return start(str(SCRIPT), "--serve", stdin=subprocess.PIPE, stderr=None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ends_the_server() -> Iterator[None]:
+    yield
+    if _server.cache_info().currsize:
+        server = _server()
+        _server.cache_clear()
+        with server:  # at the end of its input it ends
+            pass
+
+
+def start(*arguments: str, **pipes: Any) -> subprocess.Popen[str]:
     """Python with these arguments and without the interpreter of kernels."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(SCRIPT.parent.parent), environment.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **pipes}
+    return subprocess.Popen([sys.executable, *arguments], env=environment, text=True, **pipes)
 
 
 def output_of(process: subprocess.Popen[str]) -> str:
@@ -88,17 +127,18 @@ def test_gelu_compiles_without_spills() -> None:
 
 
 def test_inverses_compile_without_spills() -> None:
-    cases = ["mish/float32", "elu/float32", "softplus/float32"]
-    reports = [r for r in compile_all(["sm_90", *cases], ["gfx942", *cases]) if r["kernel"] == "inverse"]
-    assert [(r["activation"], r["dtype"]) for r in reports] == 2 * [tuple(case.split("/")) for case in cases]
+    names = ["mish", "elu", "softplus"]
+    cases = [f"{name}/float32/column/int32/inverse" for name in names]
+    reports = compile_all(["sm_90", *cases], ["gfx942", *cases])
+    assert [(r["activation"], r["kernel"]) for r in reports] == 2 * [(name, "inverse") for name in names]
     check(reports)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_gates_compile_without_spills(target: str) -> None:
-    cases = [f"{name}/{dtype}/none" for name in ("silu", "gelu", "gelu_tanh", "relu", "sigmoid") for dtype in DTYPES]
-    reports = [r for r in compile_all([target, *cases]) if r["kernel"].startswith("gate")]
-    assert len(reports) == 2 * len(cases)
+    cases = [f"{name}/{dtype}/none/int32/gate*" for name, of, dtype in GATES if of == target]
+    reports = compile_all([target, *cases])
+    assert [r["kernel"] for r in reports] == len(cases) * ["gate", "gate_gradient"] and len(cases) >= 5
     check(reports)
 
 
@@ -106,9 +146,8 @@ def test_gates_compile_without_spills(target: str) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_inverse_compiles_without_spills(target: str) -> None:
     names = [row.name for row in rows() if row.name != "identity" and told(row.bind(), torch.float32) is not None]
-    cases = [f"{name}/float32/none" for name in names]
-    reports = [r for r in compile_all([target, *cases]) if r["kernel"] == "inverse"]
-    assert len(reports) == len(cases) >= 12
+    reports = compile_all([target, *(f"{name}/float32/none/int32/inverse" for name in names)])
+    assert [r["kernel"] for r in reports] == len(names) * ["inverse"] and len(names) >= 12
     check(reports)
 
 
@@ -118,9 +157,7 @@ def test_everything_compiles_without_spills(target: str) -> None:
     cases = [*activations(), "gelu/float32", "gelu/float16", "tanh/float32", "hardswish/float16"]
     cases += [f"gelu/bfloat16/{bias}/{index}" for bias in ("none", "column", "row") for index in ("int32", "int64")]
     cases += ["relu/bfloat16/row/int64"]
-    runs = [target, *cases[::2]], [target, *cases[1::2]]
-    one_by_one = "PYTEST_XDIST_WORKER" in os.environ  # the workers are processes enough
-    reports = compile_all(runs[0]) + compile_all(runs[1]) if one_by_one else compile_all(*runs)
+    reports = compile_all([target, *cases])
     assert {report["activation"] for report in reports} == set(activations()) - {"identity"}
     of_gelu = [r for r in reports if r["activation"] == "gelu" and r["kernel"] != "inverse"]
     assert len({(r["dtype"], r["bias"], r["index"]) for r in of_gelu}) == 8
@@ -138,9 +175,7 @@ def test_many_sums_compile_without_spills() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_users_bring_compiles_without_spills(target: str) -> None:
-    cases = [f"{name}/{dtype}/column" for name in CUSTOM for dtype in DTYPES]
-    cases += [f"{name}/{dtype}/row" for name in CUSTOM if name not in FITTED for dtype in DTYPES]
-    reports = compile_all([target, *cases])
+    reports = compile_all([target, *(f"{name}/{dtype}/{bias}" for name, of, dtype, bias in BROUGHT if of == target)])
     assert {report["activation"] for report in reports} == {name.replace("-", "_") for name in CUSTOM}
     given_output = {r["activation"] for r in reports if r["kernel"] == "derivative_given_output"}
     assert given_output == set(FITTED)
@@ -177,19 +212,13 @@ def test_the_command_shows_what_the_compiler_made(tmp_path: Path) -> None:
 
 
 def test_both_readings_of_accesses_agree() -> None:
-    program = (
-        "import torch\n"
-        "from bench import elementwise_recipe, machine_code\n"
-        "from fusedlayers.activations import resolve\n"
-        "for kernel in ('forward', 'derivative_given_output'):\n"
-        "    compiled = elementwise_recipe.recipe(kernel, resolve('gelu'), torch.float32, 'sm_80').compile('sm_80')\n"
-        "    print(machine_code.accesses(compiled))\n"
-        "    print(machine_code.instructions(compiled).accesses)\n"
-    )
+    kernels = ("forward", "derivative_given_output")
+    assembled = [r for r in compiled("sm_80", "gelu/float32") if r["kernel"] in kernels]
+    disassembled = compiled("bench", "--target", "sm_80", "--dtype", "float32", "--kernel", *kernels)
     # A tile of float32 is two accesses a thread; a residual is a tile, and a bias and its gradient a number each.
-    forward = str(machine_code.Accesses(loads={16: 4, 4: 1}, stores={16: 2}))
-    gradient = str(machine_code.Accesses(loads={16: 4}, stores={16: 2, 4: 1}))
-    assert output_of(start("-c", program)).splitlines() == [forward, forward, gradient, gradient]
+    expected = [("forward", {"16": 4, "4": 1}, {"16": 2}), ("derivative_given_output", {"16": 4}, {"16": 2, "4": 1})]
+    for reports in (assembled, disassembled):
+        assert [(r["kernel"], r["global_loads"], r["global_stores"]) for r in reports] == expected
 
 
 @pytest.mark.parametrize(
@@ -234,14 +263,17 @@ def test_the_command_needs_triton(capsys: pytest.CaptureFixture[str], monkeypatc
 #: What a program may have of shared memory (NVIDIA's tuning guides; CDNA3's instruction set).
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 GRADIENTS = ("mlp_gradient_given_output", "mlp_gradient_given_output_2")
-MATMULS = (*matmul_recipe.KERNELS, *(name + "_2" for name in matmul_recipe.KERNELS))
+#: A kernel's dtype, and what its name ends in: the tilings of a GPU.
+TILINGS = (("bfloat16", ""), ("bfloat16", "_2"), ("float32", ""))
+#: Of matmuls for a target with a tiling every pair of two, and all that there are of the one with the most to hold.
+MATMULS = {
+    *covering(matmul_recipe.KERNELS, SHARED_BYTES, TILINGS),
+    *itertools.product(["gated_mlp_gradient"], SHARED_BYTES, TILINGS),
+}
 
 
-def compile_matmuls(tmp_path: Path, target: str, kernels: Iterable[str], dtypes: Iterable[str]) -> Reports:
-    path = tmp_path / "aot.json"
-    arguments = ["--target", target, "--dtype", *dtypes, "--kernel", *kernels]
-    output_of(start("-m", "bench", "aot", *arguments, "--json", str(path)))
-    rows: Reports = json.loads(path.read_text())["kernels"]
+def compile_matmuls(target: str, kernels: Iterable[str], dtypes: Iterable[str]) -> Reports:
+    rows = compiled("bench", "--target", target, "--dtype", *dtypes, "--kernel", *kernels)
     for row in rows:
         assert row["spill_bytes"] == 0, row
         assert row["scalar_spills"] <= MOST_MATMUL_SCALAR_SPILLS, row
@@ -257,8 +289,8 @@ def compile_matmuls(tmp_path: Path, target: str, kernels: Iterable[str], dtypes:
 MOST_MATMUL_SCALAR_SPILLS = 64
 
 
-def test_matmuls_use_tensor_cores_and_do_not_spill(tmp_path: Path) -> None:
-    rows = compile_matmuls(tmp_path, "sm_90", ["dense", "dense_2", *GRADIENTS], ["bfloat16"])
+def test_matmuls_use_tensor_cores_and_do_not_spill() -> None:
+    rows = compile_matmuls("sm_90", ["dense", "dense_2", *GRADIENTS], ["bfloat16"])
     assert len(rows) == 4
     tiling = gemm.TILINGS["9"][2][1]
     assert tiling.programs == 2
@@ -270,6 +302,9 @@ def test_matmuls_use_tensor_cores_and_do_not_spill(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", SHARED_BYTES)
-def test_every_tiling_uses_tensor_cores_and_does_not_spill(target: str, tmp_path: Path) -> None:
+def test_every_tiling_uses_tensor_cores_and_does_not_spill(target: str) -> None:
     # GELU has the longest epilogues.
-    assert len(compile_matmuls(tmp_path, target, MATMULS, ["bfloat16", "float32"])) == 8 + 4
+    for dtype in DTYPES:
+        kernels = sorted(name + end for name, of, (its, end) in MATMULS if of == target and its == dtype)
+        rows = compile_matmuls(target, kernels, [dtype])
+        assert sorted(row["kernel"] for row in rows) == kernels != []
