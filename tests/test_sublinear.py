@@ -1387,3 +1387,28 @@ def test_fused_layers_are_planned_as_they_run(recompute: Any) -> None:
         assert net.plan is not None and kept <= net.memory_budget_bytes
     assert net.plan is not None
     assert kept == pytest.approx(net.plan.saved_bytes, rel=0.02)
+
+
+def test_a_module_that_a_function_can_reach_may_be_trained_meanwhile() -> None:
+    torch.manual_seed(0)
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def run(self, x: Tensor) -> Tensor:
+            return self.one(x).tanh()
+
+    pair, x = Pair(), torch.randn(3, 4)
+    for function in (pair.run, lambda x: pair.one(x).tanh()):
+        y = fl.sublinear(function, x)
+        with torch.no_grad():
+            pair.other.weight.add_(1.0)
+        found = torch.autograd.grad(y.sum(), pair.one.weight)
+        assert torch.equal(*found, *torch.autograd.grad(pair.run(x).sum(), pair.one.weight))
+    y = fl.sublinear(pair.one, x)
+    with torch.no_grad():
+        pair.one.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="Linear: the parameter weight was modified by an in-place operation"):
+        y.sum().backward()

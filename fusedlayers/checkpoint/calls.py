@@ -48,7 +48,7 @@ class Inverted:
         function: from inputs to outputs, as a tuple, which may be more than the caller sees.
         inverse: from these to the inputs.
         shown: of the outputs those that the caller sees; they come first.
-        modules: those that it reaches.
+        modules: those that it runs, or, unless it ``runs_all``, those that it can reach.
         seed: whether later runs find the random numbers of the first.
         rerun: runs the function again, which saves what it did at first and in that order, and lends the inputs that it
             has found on the way: for those that can share work between the two.
@@ -60,6 +60,7 @@ class Inverted:
     shown: Callable[[Values], Values] = everything
     modules: Sequence[nn.Module] = ()
     seed: bool = True
+    runs_all: bool = True
     rerun: Callable[[Call], None] | None = None
 
 
@@ -69,7 +70,7 @@ class Call:
     def __init__(self, inverted: Inverted, args: Values, keep: Iterable[Tensor] = ()) -> None:
         self.inverted = inverted
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-        self.circumstances = Circumstances(inverted.modules, tensors, seed=inverted.seed)
+        self.circumstances = Circumstances(inverted.modules, tensors, seed=inverted.seed, runs_all=inverted.runs_all)
         kept = {id(tensor) for tensor in keep}
         #: Inputs that are held, by their place: those that were asked for, and what is no tensor of numbers.
         self.held = {i: _Held.of(arg) for i, arg in enumerate(args) if not is_float(arg) or id(arg) in kept}

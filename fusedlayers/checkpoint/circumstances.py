@@ -7,7 +7,8 @@
 * The buffers of the modules in it. The first run updates them, as the statistics of a batch norm, or the vectors of a
   spectral norm: a second one starts from what the first one found, and what it writes is thrown away.
 * The parameters of these modules: ``torch.func.functional_call`` lends them others for the first run alone. Where one
-  was edited since, by the step of an optimizer say, a second run raises, as plain autograd does.
+  was edited since, by the step of an optimizer say, a second run raises, as plain autograd does; but not where it is
+  only known that the function can reach the module, which may be as large as a program.
 """
 
 from __future__ import annotations
@@ -29,10 +30,19 @@ from torch.utils._pytree import tree_leaves
 
 
 class Circumstances:
-    """Those of one call. ``noting`` is what the first run is under, ``again`` is for all that follow."""
+    """Those of one call. ``noting`` is what the first run is under, ``again`` is for all that follow.
 
-    def __init__(self, modules: Iterable[nn.Module], tensors: Iterable[Tensor], *, seed: bool = True) -> None:
-        self._modules = tuple(modules)
+    Args:
+        modules: those that the function runs, or may run.
+        tensors: what it is given.
+        seed: whether later runs find the random numbers of the first.
+        runs_all: whether it runs all of the modules.
+    """
+
+    def __init__(
+        self, modules: Iterable[nn.Module], tensors: Iterable[Tensor], *, seed: bool = True, runs_all: bool = True
+    ) -> None:
+        self._modules, self._runs_all = tuple(modules), runs_all
         # Nobody asks hundreds of parameters where they are for the sake of a machine without accelerators.
         devices = {tensor.device for tensor in tensors}
         if torch.accelerator.is_available():
@@ -66,7 +76,8 @@ class Circumstances:
             for held in self._held:
                 held.put_in_place(stack)
             for parameter in self._parameters:
-                parameter.check()
+                if self._runs_all:
+                    parameter.check()
                 if parameter.is_another():
                     own = parameter.module._parameters
                     stack.callback(own.__setitem__, parameter.name, own[parameter.name])

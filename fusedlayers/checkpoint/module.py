@@ -282,6 +282,7 @@ def invertible_checkpoint(
         shown,
         modules_in(function, inverse, args),
         seed,
+        runs_all=False,
     )
     return spared([inverted], args, tuple(keep))
 

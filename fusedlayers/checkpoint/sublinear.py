@@ -65,7 +65,8 @@ def sublinear(function: Callable[..., Any], *args: Any, recompute: Recompute = "
     modules = modules_in(function, *leaves)
     if not can_run_again(modules, leaves):
         return function(*args, **kwargs)
-    circumstances = Circumstances(modules, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    circumstances = Circumstances(modules, tensors, runs_all=isinstance(function, nn.Module))
     return again(function, args, kwargs, circumstances, recompute)
 
 
