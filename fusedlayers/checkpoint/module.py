@@ -304,4 +304,6 @@ def spared(links: Iterable[Inverted], values: Values, keep: tuple[Tensor, ...]) 
 
 def can_be_spared() -> bool:
     """Whether there will be a backward pass, and nobody wants to see plain operations, as transforms do."""
-    return torch.is_grad_enabled() and not is_followed() and not in_plain_mode()
+    if in_plain_mode() or not torch.is_grad_enabled():
+        return False
+    return torch.compiler.is_compiling() or not is_followed()  # which the compiler could not ask
