@@ -64,7 +64,9 @@ def digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 def train(net: nn.Module, images: Tensor, labels: Tensor, epochs: int) -> tuple[float, float]:
     """Return the last loss, and the seconds that an epoch took."""
     generator = torch.Generator().manual_seed(1)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(net.parameters())
+    steps = epochs * -(-len(labels) // BATCH)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=steps)
     start = time.perf_counter()
     for _ in range(epochs):
         for batch in torch.randperm(len(labels), generator=generator).split(BATCH):
@@ -72,6 +74,7 @@ def train(net: nn.Module, images: Tensor, labels: Tensor, epochs: int) -> tuple[
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            schedule.step()
     return loss.item(), (time.perf_counter() - start) / max(epochs, 1)
 
 
