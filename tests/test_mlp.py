@@ -13,6 +13,7 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
+from pairs import covering
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import functional_call
@@ -100,9 +101,8 @@ GATED = Kind("gated_mlp", fl.gated_mlp, reference.gated_mlp, 2)
 PACKED = Kind("packed", _packed, _packed_eager, 1, halves=2)
 KINDS = [PLAIN, GATED, PACKED]
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
-every_kind_saved = pytest.mark.parametrize(
-    ("kind", "save"), [(kind, save) for kind in KINDS for save in kind.saves], ids=str
-)
+KINDS_SAVED = [(kind, save) for kind in KINDS for save in kind.saves]
+every_kind_saved = pytest.mark.parametrize(("kind", "save"), KINDS_SAVED, ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -282,10 +282,16 @@ def peaks(kind: Kind, save: str, rows: int, dtype: torch.dtype) -> tuple[int, in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("save", ["auto", "input", "recompute"])
-@pytest.mark.parametrize("rows", [64, 256, 1024])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@every_kind
+@pytest.mark.parametrize(
+    ("dtype", "rows", "save", "kind"),
+    [  # every three of the first, and every pair with a kind
+        (dtype, rows, save, KINDS[(i + j + k) % len(KINDS)])
+        for i, dtype in enumerate((torch.float32, torch.bfloat16))
+        for j, rows in enumerate((64, 256, 1024))
+        for k, save in enumerate(("auto", "input", "recompute"))
+    ],
+    ids=str,
+)
 def test_the_peak_where_few_rows_meet_large_weights(kind: Kind, save: str, rows: int, dtype: torch.dtype) -> None:
     """Gradients of weights are what memory is needed for there; in 16 bits they are summed in float32 only where that
     takes less than it spares."""
@@ -345,9 +351,11 @@ def test_gradients_are_as_good_as_torchs(kind: Kind, save: str, activation: Acti
     reference.compare(call, kind.eager, activation, *kind.leaves(dtype), folded=keeps_output)
 
 
-@every_kind_saved
-@pytest.mark.parametrize("name", NAMES, ids=str)
-@pytest.mark.parametrize("bias", [True, False], ids=["", "no bias"])
+@pytest.mark.parametrize(
+    ("kind", "save", "name", "bias"),
+    [(*saved, name, bias) for saved, name, bias in covering(KINDS_SAVED, NAMES, (True, False))],
+    ids=str,
+)
 def test_gradcheck_and_gradgradcheck(kind: Kind, save: str, name: str | None, bias: bool) -> None:
     activation = _activation(name)
     found = kind.leaves(torch.float64, bias=bias, **FEW)
