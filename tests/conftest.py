@@ -82,11 +82,13 @@ SPLITS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(params=SPLITS)
-def split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     from fusedlayers.backends.triton import elementwise
 
     for name, value in SPLITS[request.param].items():
         monkeypatch.setattr(elementwise, name, value)
+    name: str = request.param
+    return name
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from fusedlayers.backends import Wanted, eager
 from fusedlayers.routes import specialised
 
 pytest.importorskip("triton")
-from test_triton import LAYOUTS, compare, integers, normal, sum_along  # after the line that skips without it
+from test_triton import LAYOUTS, compare, integers, normal, sum_along, way  # after the line that skips without it
 
 from fusedlayers.backends import triton as backend
 from fusedlayers.backends.triton import codegen
@@ -82,8 +82,7 @@ def two_lines(z: Tensor, slope: Tensor, offset: Tensor, below: Tensor, shift: Te
 
 
 @every_layout
-@pytest.mark.usefixtures("split")
-def test_layouts(layout: str) -> None:
+def test_layouts(layout: str, split: str) -> None:
     shape, dim, make = LAYOUTS[layout]
     z, dy = make(integers(*shape, seed=0)), make(integers(*shape, seed=2))
     b, below, shift = (integers(shape[dim], seed=seed) for seed in (1, 3, 4))
@@ -99,15 +98,15 @@ def test_layouts(layout: str) -> None:
     dz = dy * torch.where(z > 0, 3.0, spread[2].expand_as(z))
     shares = (dy * above * z, dy * above, dy * (1 - above) * z, dy * (1 - above))
     sums = [s.sum() if p.dim() == 0 else sum_along(s, dim) for s, p in zip(shares, operands, strict=True)]
-    for overwrite, bias in itertools.product((False, True), repeat=2):
-        saved = z.clone(memory_format=torch.preserve_format)
-        wanted = Wanted("input", overwrite, bias, (True,) * 4)
-        new_dz, db, *dp = gradient(dy, saved, activation, operands, dim, wanted=wanted)
-        assert new_dz is not None and torch.equal(new_dz, dz) and new_dz.stride() == z.stride()
-        assert (new_dz is saved) == overwrite
-        assert (db is not None and torch.equal(db, sum_along(dz, dim))) if bias else db is None
-        for ours, expected in zip(dp, sums, strict=True):
-            assert ours is not None and torch.equal(ours.view_as(expected), expected)
+    overwrite, bias = way(layout, split)
+    saved = z.clone(memory_format=torch.preserve_format)
+    wanted = Wanted("input", overwrite, bias, (True,) * 4)
+    new_dz, db, *dp = gradient(dy, saved, activation, operands, dim, wanted=wanted)
+    assert new_dz is not None and torch.equal(new_dz, dz) and new_dz.stride() == z.stride()
+    assert (new_dz is saved) == overwrite
+    assert (db is not None and torch.equal(db, sum_along(dz, dim))) if bias else db is None
+    for ours, expected in zip(dp, sums, strict=True):
+        assert ours is not None and torch.equal(ours.view_as(expected), expected)
 
 
 @pytest.mark.parametrize("view", [lambda t: t[:, ::2], lambda t: t[::2], lambda t: t.t()], ids=["columns", "rows", "t"])
