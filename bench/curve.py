@@ -6,7 +6,7 @@ from typing import Any
 #: By the beginning of a variant's name.
 _STYLES = {
     "budget": ("o-", "#2166ac", "fusedlayers, memory_budget_bytes"),
-    "same-memory": ("o", "#2166ac", None),
+    "same-memory": ("x", "#2166ac", "fusedlayers, in checkpoint_sequential's memory"),
     "sublinear": ("s", "#2166ac", "fusedlayers"),
     "cheap": ("^", "#1b7837", "fusedlayers, cheap"),
     "fused": ("P", "#7b3294", "fusedlayers, fused batch norm"),

@@ -277,7 +277,7 @@ CONTAINERS = {
     "checkpoint_sequential-16": "`checkpoint_sequential`, 16 segments",
     "same-memory-16": "**here**, in that memory",
     "sublinear": "**here**, as little as can be",
-    "cheap": '**here**, `recompute="cheap"`',
+    "cheap": '**here**, `recompute="cheap"` and a budget of 0.6',
     "fused": "**here**, with `FusedBatchNormAct2d`",
 }
 

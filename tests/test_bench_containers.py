@@ -26,8 +26,8 @@ def test_a_run_measures_every_variant_and_draws_them(
 ) -> None:
     assert bench_main(["containers", "--quick", "--out", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "containers.json").read_text())
-    assert [row["id"] for row in result["cases"]] == ["resnet152", "revnet/2", "revnet/4"] and result["not_run"] == []
-    resnet, *revnets = (row["variants"] for row in result["cases"])
+    assert [row["id"] for row in result["cases"]] == ["revnet/2", "revnet/4", "resnet152"] and result["not_run"] == []
+    *revnets, resnet = (row["variants"] for row in result["cases"])
     names = [
         "eager",
         "checkpoint_sequential-4",
@@ -35,7 +35,6 @@ def test_a_run_measures_every_variant_and_draws_them(
         "sublinear",
         "cheap",
         "fused",
-        "fused-cheap",
         "budget-0.5",
     ]
     assert list(resnet) == names
@@ -54,7 +53,7 @@ def test_a_run_measures_every_variant_and_draws_them(
 
 def test_what_is_not_there_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert bench_main(["containers", "--only", "no such case"]) == 2
-    assert "there are ['resnet152', 'revnet/8'" in capsys.readouterr().out
+    assert "there are ['revnet/8', 'revnet/32'" in capsys.readouterr().out
     assert curve.draw({"cases": []}, tmp_path / "c.png") is False
     assert "no case to draw" in capsys.readouterr().out
 
@@ -63,14 +62,14 @@ def test_a_variant_that_fails_is_a_finding() -> None:
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("out of luck")
 
-    subject = containers.cases(quick=True)[1].build(CPU, True)
+    subject = containers.cases(quick=True)[0].build(CPU, True)
     subject.variants["invertible"] = broken
     row = containers.measure_case(containers.Case("revnet/2", 1.0, lambda *_: subject), CPU, seconds=0.0, quick=True)
     assert row["variants"]["invertible"] == {"error": "RuntimeError: out of luck"}
 
 
 def test_a_variant_that_computes_something_else_is_not_timed() -> None:
-    subject = containers.cases(quick=True)[1].build(CPU, True)
+    subject = containers.cases(quick=True)[0].build(CPU, True)
     make = subject.variants["invertible"]
 
     def other() -> containers.Variant:

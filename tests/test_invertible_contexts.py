@@ -15,7 +15,22 @@ from typing import Any
 import processes
 import pytest
 import torch
-from inverting import EXACT, Scale, assert_exact, dense, error, linears, loss_of, net, plain, randn, step, steps, worst
+from inverting import (
+    EXACT,
+    Log,
+    Scale,
+    assert_exact,
+    dense,
+    error,
+    linears,
+    loss_of,
+    net,
+    plain,
+    randn,
+    step,
+    steps,
+    worst,
+)
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -514,11 +529,11 @@ class Sometimes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.runs_until_error = -1
+        self.runs_until_error = Log([-1])
 
     def forward(self, x: Tensor) -> Tensor:
-        self.runs_until_error -= 1
-        if self.runs_until_error == -1:
+        self.runs_until_error[0] -= 1
+        if self.runs_until_error[0] == -1:
             raise KeyError("sometimes")
         return self.linear(x).sin() * (1 + torch.rand_like(x))
 
@@ -530,19 +545,19 @@ def test_going_on_after_an_error(run: int) -> None:
     module = fl.InvertibleSequential(*(fl.AdditiveCoupling(network) for _ in range(2))).double()
     assert_exact(module, randn(2, 8))
     state = torch.get_rng_state()
-    network.runs_until_error = run
+    network.runs_until_error[0] = run
     with pytest.raises(KeyError):
         module(randn(2, 8)).sum().backward()
     if run in (2, 3):
         torch.set_rng_state(state)
-        network.runs_until_error = -1
+        network.runs_until_error[0] = -1
         y = module(randn(2, 8))
         after = torch.get_rng_state()
-        network.runs_until_error = run - 2
+        network.runs_until_error[0] = run - 2
         with pytest.raises(KeyError):
             y.sum().backward(retain_graph=True)
         assert torch.equal(after, torch.get_rng_state())
-        network.runs_until_error = -1
+        network.runs_until_error[0] = -1
         module.zero_grad()
         y.sum().backward()
         found = [p.grad for p in module.parameters()]

@@ -52,6 +52,8 @@ class InvertibleActivation(InvertibleModule):
                 found.needs_input_because or f"the output of {found!r} does not tell its input, or it is not known how"
             )
             raise ValueError(f"InvertibleActivation: {reason}; {', '.join(_invertible())} can be inverted")
+        if not _tells(found):
+            raise ValueError(f"InvertibleActivation: {found!r} is flat where inputs are negative")
         self.activation: Activation = found
         #: What its outputs lie between.
         self.between = _range(found)
@@ -88,6 +90,13 @@ class InvertibleActivation(InvertibleModule):
 
     def described(self) -> str:
         return repr(self.activation)
+
+
+@in_clean_state
+def _tells(activation: Activation) -> bool:
+    """Whether outputs of the inputs around zero tell these: a slope may be zero."""
+    x = torch.tensor([-1.0, 1.0])
+    return activation.is_folded or bool(activation.input_given_output(activation.function(x), x.dtype).isfinite().all())
 
 
 @in_clean_state

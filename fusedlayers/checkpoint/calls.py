@@ -15,18 +15,18 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from .circumstances import Circumstances
+from .circumstances import NOTHING, Circumstances, Reached
 from .sublinear import again
 
 #: Where there was an output.
@@ -48,7 +48,7 @@ class Inverted:
         function: from inputs to outputs, as a tuple, which may be more than the caller sees.
         inverse: from these to the inputs.
         shown: of the outputs those that the caller sees; they come first.
-        modules: those that it runs, or, unless it ``runs_all``, those that it can reach.
+        reached: what it runs, or can reach.
         seed: whether later runs find the random numbers of the first.
         rerun: runs the function again, which saves what it did at first and in that order, and lends the inputs that it
             has found on the way: for those that can share work between the two.
@@ -58,9 +58,8 @@ class Inverted:
     function: Callable[..., Values]
     inverse: Callable[..., Values]
     shown: Callable[[Values], Values] = everything
-    modules: Sequence[nn.Module] = ()
+    reached: Reached = NOTHING
     seed: bool = True
-    runs_all: bool = True
     rerun: Callable[[Call], None] | None = None
 
 
@@ -70,10 +69,10 @@ class Call:
     def __init__(self, inverted: Inverted, args: Values, keep: Iterable[Tensor] = ()) -> None:
         self.inverted = inverted
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-        self.circumstances = Circumstances(inverted.modules, tensors, seed=inverted.seed, runs_all=inverted.runs_all)
+        self.circumstances = Circumstances(inverted.reached, tensors, seed=inverted.seed)
         kept = {id(tensor) for tensor in keep}
         #: Inputs that are held, by their place: those that were asked for, and what is no tensor of numbers.
-        self.held = {i: _Held.of(arg) for i, arg in enumerate(args) if not is_float(arg) or id(arg) in kept}
+        self.held = {i: _KeptInput.of(arg) for i, arg in enumerate(args) if not is_float(arg) or id(arg) in kept}
         self.wanted = [isinstance(arg, Tensor) and arg.requires_grad for arg in args]
         self.dtypes = [arg.dtype if isinstance(arg, Tensor) else None for arg in args]
         #: Of inputs that are outputs of other calls: which ones.
@@ -100,7 +99,7 @@ class Call:
         self._tellers = [None] * len(shown)
         self.hidden = tuple(h.detach() if isinstance(h, Tensor) else h for h in results[len(shown) :])
         places = [i for i, result in enumerate(shown) if isinstance(result, Tensor) and result.requires_grad]
-        marked = Output.apply(self, places, *(shown[i] for i in places))
+        marked = InvertibleOutput.apply(self, places, *(shown[i] for i in places))
         for source in self.sources:
             if source is not None and (call := source.call()) is not None:
                 call.let_go(source.place, self)
@@ -198,14 +197,14 @@ class Call:
                 yield source, value
 
 
-class _Held(NamedTuple):
+class _KeptInput(NamedTuple):
     """An input that is held, at the version it had."""
 
     arg: Any
     version: int | None
 
     @classmethod
-    def of(cls, arg: Any) -> _Held:
+    def of(cls, arg: Any) -> _KeptInput:
         return cls(arg, arg._version if isinstance(arg, Tensor) else None)
 
     def value(self, name: str, place: int) -> Any:
@@ -223,7 +222,7 @@ class _Source(NamedTuple):
     place: int
 
 
-class Output(Function):
+class InvertibleOutput(Function):
     """Outputs as they are; the node holds them, until another call tells them."""
 
     @staticmethod

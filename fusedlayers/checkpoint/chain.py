@@ -8,6 +8,7 @@ from typing import Any, Self, cast
 from torch import Tensor, nn
 
 from .calls import Values, in_mode
+from .circumstances import as_if_outside
 from .module import InvertibleModule, can_be_spared, packed, unpacked
 
 
@@ -61,10 +62,11 @@ class InvertibleSequential(InvertibleModule, nn.Sequential):
         return self._chain()[::-1] if self.reversed else self._chain()
 
     def forward(self, *inputs: Any, keep: Iterable[Tensor] = (), **unknown: Any) -> Any:
-        if unknown or not self.invertible or not can_be_spared():
+        if unknown or not self.invertible or not can_be_spared(is_chain=True):
             return super().forward(*inputs, keep=keep, **unknown)
         self.checked_keep(inputs, keep)
-        return self._called(inputs, keep)
+        with as_if_outside():
+            return self._called(inputs, keep)
 
     def plainly(self, *inputs: Any) -> Any:
         with in_mode("plain"):

@@ -108,7 +108,7 @@ class _Ran:
         inputs = tuple(v.detach().requires_grad_() if is_float(v) else v for v in inputs)
         with torch.enable_grad():
             outputs = self.again(self.link.function, inputs)[: self.shown]
-        owned = (p for module in self.link.modules for p in module.parameters(recurse=False))
+        owned = (p for module in self.link.reached.modules for p in module.parameters(recurse=False))
         parameters = [p for p in dict.fromkeys(owned) if p.requires_grad]
         given = [(y, d) for y, d in zip(outputs, dy, strict=True) if d is not None and y.requires_grad]
         if not given:
@@ -146,7 +146,7 @@ def _run(module: InvertibleModule, inputs: Values) -> Iterator[_Ran]:
     for name, part in module.parts():
         for inner, link in part.links(len(inputs)):
             tensors = [value for value in inputs if isinstance(value, Tensor)]
-            circumstances = Circumstances(link.modules, tensors, seed=link.seed)
+            circumstances = Circumstances(link.reached, tensors, seed=link.seed)
             with circumstances.noting():
                 outputs = _with_gradients(link.function, inputs)
             ran = _Ran(".".join(filter(None, (name, inner))), link, inputs, outputs, circumstances)
@@ -201,7 +201,7 @@ def _compared(chain: Sequence[_Ran], rtol: float, atol: float) -> tuple[tuple[Ch
 def _together(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:
     """Of all in one vector: some are zero, as that of a bias before a batch norm, but for rounding."""
     joined = [
-        torch.cat([t.double().flatten() for t in ts if t is not None] or [torch.zeros(0)]) for ts in (found, expected)
+        torch.cat([_wide(t).flatten() for t in ts if t is not None] or [torch.zeros(0)]) for ts in (found, expected)
     ]
     return _error(joined[:1], joined[1:])
 
@@ -210,7 +210,7 @@ def _error(found: Sequence[Any], expected: Sequence[Any]) -> float:
     errors = [0.0]
     for a, b in zip(found, expected, strict=False):
         if is_float(a) and is_float(b) and b.numel():
-            difference, size = (a.double() - b.double()).norm(), b.double().norm()
+            difference, size = (_wide(a) - _wide(b)).norm(), _wide(b).norm()
             error = float(difference / size) if size else float(difference)
             errors.append(error if error == error else float("inf"))
     return max(errors)
@@ -223,8 +223,12 @@ def _is_close(a: Any, b: Any, rtol: float, atol: float) -> bool:
         return False
     if not is_float(b):
         return torch.equal(a, b)
-    allowed = rtol * b.double().norm() + atol * b.numel() ** 0.5
-    return bool((a.double() - b.double()).norm() <= allowed)  # of NaN it is not
+    allowed = rtol * _wide(b).norm() + atol * b.numel() ** 0.5
+    return bool((_wide(a) - _wide(b)).norm() <= allowed)  # of NaN it is not
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float64))
 
 
 def _dtype_of(tensors: Sequence[Tensor]) -> str:

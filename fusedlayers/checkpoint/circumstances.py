@@ -6,17 +6,21 @@
 * Autocast, for each kind of device.
 * The buffers of the modules in it. The first run updates them, as the statistics of a batch norm, or the vectors of a
   spectral norm: a second one starts from what the first one found, and what it writes is thrown away.
-* The parameters of these modules: ``torch.func.functional_call`` lends them others for the first run alone. Where one
-  was edited since, by the step of an optimizer say, a second run raises, as plain autograd does; but not where it is
-  only known that the function can reach the module, which may be as large as a program.
+* The attributes of these modules: whether they are in training, a cache, a hidden state, a list that is appended to. A
+  second run finds what the first one found, and leaves what there is.
+* The parameters of these modules: ``torch.func.functional_call`` lends them others for the first run alone, and what
+  requires a gradient may have changed. Where a parameter was edited since, by the step of an optimizer say, a second
+  run raises, as plain autograd does; but not where it is only known that the function can reach the module, which may
+  be as large as a program. So it does where a tensor was edited that the function closes over.
 """
 
 from __future__ import annotations
 
 import functools
 import random
+import threading
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -33,33 +37,36 @@ class Circumstances:
     """Those of one call. ``noting`` is what the first run is under, ``again`` is for all that follow.
 
     Args:
-        modules: those that the function runs, or may run.
+        reached: what the function runs, or may run.
         tensors: what it is given.
         seed: whether later runs find the random numbers of the first.
-        runs_all: whether it runs all of the modules.
     """
 
-    def __init__(
-        self, modules: Iterable[nn.Module], tensors: Iterable[Tensor], *, seed: bool = True, runs_all: bool = True
-    ) -> None:
-        self._modules, self._runs_all = tuple(modules), runs_all
+    def __init__(self, reached: Reached, tensors: Iterable[Tensor], *, seed: bool = True) -> None:
+        self._modules, self._runs_all = tuple(reached.modules), reached.runs_all
+        self._closed_over = [(tensor, tensor._version) for tensor in reached.tensors if not tensor.is_inference()]
         # Nobody asks hundreds of parameters where they are for the sake of a machine without accelerators.
         devices = {tensor.device for tensor in tensors}
         if torch.accelerator.is_available():
             devices |= {p.device for module in self._modules for p in module._parameters.values() if p is not None}
         devices = {device for device in devices if device.type not in ("cpu", "meta")}
         self._autocast = [_Autocast.now(kind) for kind in sorted({"cpu", *(device.type for device in devices)})]
-        self._generators = [*_GENERATORS, *(_of_device(device) for device in devices)] if seed else []
+        held = [g for module in self._modules for g in vars(module).values() if isinstance(g, torch.Generator)]
+        own = [_Generator(g.get_state, g.set_state) for g in dict.fromkeys([*reached.generators, *held])]
+        self._generators = [*_GENERATORS, *map(_of_device, devices), *own] if seed else []
         self._states: list[tuple[_Generator, Any]] = []
-        self._held: list[_Held] = []
+        self._held: list[_Buffer] = []
         self._parameters: list[_Parameter] = []
+        self._attributes: list[_Attributes] = []
 
     @contextmanager
     def noting(self) -> Iterator[None]:
         states = [(generator, generator.get()) for generator in self._generators]
         self._held = list(_held_by(self._modules))
+        self._attributes = [_Attributes.of(module) for module in self._modules]
         try:
-            yield
+            with inside_a_run():
+                yield
         finally:
             self._states = [(generator, state) for generator, state in states if generator.has_moved(state)]
             for held in self._held:
@@ -78,13 +85,50 @@ class Circumstances:
             for parameter in self._parameters:
                 if self._runs_all:
                     parameter.check()
-                if parameter.is_another():
-                    own = parameter.module._parameters
-                    stack.callback(own.__setitem__, parameter.name, own[parameter.name])
-                    own[parameter.name] = parameter.tensor
+                parameter.put_in_place(stack)
+            for tensor, version in self._closed_over:
+                if tensor._version != version:
+                    raise RuntimeError(
+                        f"a tensor of shape {tuple(tensor.shape)}, which a function that runs again closes over, was "
+                        "modified by an in-place operation after the forward pass"
+                    )
+            for attributes in self._attributes:
+                attributes.put_in_place(stack)
             for autocast in self._autocast:
                 stack.enter_context(autocast.context())
+            stack.enter_context(inside_a_run())
             yield
+
+
+class _Depth(threading.local):
+    runs: int = 0
+
+
+_depth = _Depth()
+
+
+@contextmanager
+def inside_a_run() -> Iterator[None]:
+    _depth.runs += 1
+    try:
+        yield
+    finally:
+        _depth.runs -= 1
+
+
+@contextmanager
+def as_if_outside() -> Iterator[None]:
+    before, _depth.runs = _depth.runs, 0
+    try:
+        yield
+    finally:
+        _depth.runs = before
+
+
+def is_inside_a_run() -> bool:
+    """Whether a function runs that will run again, or does so: a module in it need spare nothing, for nothing of it is
+    kept, and what it held for itself would be."""
+    return _depth.runs > 0
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------
@@ -139,7 +183,7 @@ class _Autocast(NamedTuple):
 # --- buffers ----------------------------------------------------------------------------------------------------------
 
 
-class _Held:
+class _Buffer:
     """A buffer as a run finds it, and all modules that have it."""
 
     def __init__(self, tensor: Tensor, values: Tensor | None, is_surely_written: bool) -> None:
@@ -169,8 +213,8 @@ class _Held:
             holders[name] = before
 
 
-def _held_by(modules: Iterable[nn.Module]) -> Iterable[_Held]:
-    found: dict[int, _Held] = {}
+def _held_by(modules: Iterable[nn.Module]) -> Iterable[_Buffer]:
+    found: dict[int, _Buffer] = {}
     for module in modules:
         writes_unread = _writes_unread(module)
         for name, tensor in module._buffers.items():
@@ -180,7 +224,7 @@ def _held_by(modules: Iterable[nn.Module]) -> Iterable[_Held]:
                     # ``F.batch_norm`` counts no version up, whoever calls it.
                     is_statistic = tensor.dim() == 1 and tensor.is_floating_point()
                     values = None if writes_unread else tensor.detach().clone()
-                    held = found[id(tensor)] = _Held(tensor, values, writes_unread or is_statistic)
+                    held = found[id(tensor)] = _Buffer(tensor, values, writes_unread or is_statistic)
                 held.add(module._buffers, name)
     return found.values()
 
@@ -204,6 +248,7 @@ class _Parameter(NamedTuple):
     name: str
     tensor: Any  # an nn.Parameter, but for functional_call's
     version: int
+    requires_grad: bool
 
     def check(self) -> None:
         if self.tensor._version != self.version:
@@ -212,55 +257,134 @@ class _Parameter(NamedTuple):
                 "the forward pass, and the backward pass runs the module again; take the optimizer's step afterwards"
             )
 
-    def is_another(self) -> bool:
-        """Whether the module has another one now, and not by an engine that shards parameters, and whose hooks in the
-        second run see to it."""
-        now = self.module._parameters.get(self.name)
-        return (
-            now is not None
-            and now is not self.tensor
-            and not is_traceable_wrapper_subclass(now)
-            and not is_traceable_wrapper_subclass(self.tensor)
-        )
+    def put_in_place(self, stack: ExitStack) -> None:
+        own = self.module._parameters
+        now = own.get(self.name)
+        # Not what an engine shards, and its hooks in the second run see to.
+        if now is None or is_traceable_wrapper_subclass(now) or is_traceable_wrapper_subclass(self.tensor):
+            return
+        if now is not self.tensor:
+            stack.callback(own.__setitem__, self.name, now)
+            own[self.name] = self.tensor
+        elif self.tensor.is_leaf and self.tensor.requires_grad != self.requires_grad:
+            stack.callback(self.tensor.requires_grad_, self.tensor.requires_grad)
+            self.tensor.requires_grad_(self.requires_grad)
 
 
 def _parameters_of(modules: Iterable[nn.Module]) -> Iterator[_Parameter]:
     for module in modules:
         for name, tensor in module._parameters.items():
             if tensor is not None and not is_lazy(tensor) and not tensor.is_inference():
-                yield _Parameter(module, name, tensor, tensor._version)
+                yield _Parameter(module, name, tensor, tensor._version, tensor.requires_grad)
+
+
+# --- attributes -------------------------------------------------------------------------------------------------------
+
+#: What each module has: its parameters, buffers, hooks. The first is looked at like what users set.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+
+
+class _Attributes(NamedTuple):
+    """What a module's attributes are, and, of lists, dicts and sets, what is in them."""
+
+    module: nn.Module
+    values: dict[str, Any]
+    contents: dict[str, Any]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Attributes:
+        values = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+        contents = {name: value.copy() for name, value in values.items() if type(value) in (list, dict, set)}
+        return cls(module, values, contents)
+
+    def put_in_place(self, stack: ExitStack) -> None:
+        """Set them to what they were, until the stack is left; lists and the like to copies."""
+        now = _Attributes.of(self.module).values
+        stack.callback(self._set, now)
+        self._set({**self.values, **{name: contents.copy() for name, contents in self.contents.items()}})
+
+    def restore(self) -> None:
+        """Set them to what they were, and fill lists and the like with what was in them."""
+        self._set(self.values)
+        for name, contents in self.contents.items():
+            held = self.values[name]
+            held.clear()
+            held.extend(contents) if isinstance(held, list) else held.update(contents)
+
+    def _set(self, values: dict[str, Any]) -> None:
+        own = vars(self.module)
+        for name in [name for name in own if name not in values and name not in _OF_EVERY_MODULE]:
+            del own[name]
+        own.update(values)
+
+
+@contextmanager
+def attributes_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put back what a run sets."""
+    before = [_Attributes.of(module) for module in modules]
+    try:
+        yield
+    finally:
+        for attributes in before:
+            attributes.restore()
 
 
 # --- what is in a function --------------------------------------------------------------------------------------------
 
 
-def modules_in(function: object, *arguments: object) -> list[nn.Module]:
-    """All modules that a call can reach: the function itself, what it is bound to, what a ``partial`` holds, what it
-    closes over or has as defaults, what its code names among its globals, and the arguments; functions among these in
-    the same way."""
-    found: dict[nn.Module, None] = {}
-    seen: set[int] = set()
-    pending: list[object] = [function, *arguments]
-    while pending:
-        thing = pending.pop()
-        if id(thing) in seen:
-            continue
-        seen.add(id(thing))
-        if isinstance(thing, nn.Module):
-            found.update(dict.fromkeys(thing.modules()))
-        elif isinstance(thing, functools.partial):
-            pending += [thing.func, *thing.args, *thing.keywords.values()]
-        elif isinstance(thing, types.MethodType):
-            pending += [thing.__self__, thing.__func__]
-        elif isinstance(thing, types.FunctionType):
-            if not (thing.__module__ or "").startswith("torch."):
-                pending += _named_in(thing)
-        elif isinstance(thing, list | tuple | dict | set):
-            pending += [leaf for leaf in tree_leaves(list(thing) if isinstance(thing, set) else thing)]
-        elif hasattr(thing, "__dict__") and not isinstance(thing, Tensor):
-            # Of other objects what they hold themselves, and not what those hold: that may be a whole program.
-            pending += [held for held in vars(thing).values() if isinstance(held, nn.Module | list | tuple | dict)]
-    return list(found)
+class Reached(NamedTuple):
+    """What a function runs, or, unless it ``runs_all``, can reach; of generators and tensors those that it closes over
+    or is given by name."""
+
+    modules: Sequence[nn.Module]
+    generators: Sequence[torch.Generator] = ()
+    tensors: Sequence[Tensor] = ()
+    runs_all: bool = True
+
+    @classmethod
+    def by(cls, function: object, *arguments: object) -> Reached:
+        """By the function itself, what it is bound to, what a ``partial`` holds, what it closes over or has as
+        defaults, what its code names among its globals, and the arguments; functions among these in the same way."""
+        if isinstance(function, nn.Module):
+            modules = dict.fromkeys(function.modules())
+            return cls([*modules, *(m for m in cls._found(arguments).modules if m not in modules)])
+        return cls._found((function, *arguments), of_arguments=arguments)
+
+    @classmethod
+    def _found(cls, things: Iterable[object], of_arguments: Iterable[object] = ()) -> Reached:
+        modules: dict[nn.Module, None] = {}
+        others: list[Any] = []
+        given = set(map(id, tree_leaves(list(of_arguments))))
+        seen: set[int] = set()
+        pending: list[object] = [*things]
+        while pending:
+            thing = pending.pop()
+            if id(thing) in seen:
+                continue
+            seen.add(id(thing))
+            if isinstance(thing, nn.Module):
+                modules.update(dict.fromkeys(thing.modules()))
+            elif isinstance(thing, Tensor | torch.Generator):
+                if id(thing) not in given:  # what torch's checkpoint sees to
+                    others.append(thing)
+            elif isinstance(thing, functools.partial):
+                pending += [thing.func, *thing.args, *thing.keywords.values()]
+            elif isinstance(thing, types.MethodType):
+                pending += [thing.__self__, thing.__func__]
+            elif isinstance(thing, types.FunctionType):
+                if not (thing.__module__ or "").startswith("torch."):
+                    pending += _named_in(thing)
+            elif isinstance(thing, list | tuple | dict | set):
+                pending += [leaf for leaf in tree_leaves(list(thing) if isinstance(thing, set) else thing)]
+            elif hasattr(thing, "__dict__"):
+                # Of other objects what they hold themselves, and not what those hold: that may be a whole program.
+                pending += [held for held in vars(thing).values() if isinstance(held, nn.Module | list | tuple | dict)]
+        generators = [other for other in others if isinstance(other, torch.Generator)]
+        tensors = [other for other in others if isinstance(other, Tensor)]
+        return cls(list(modules), generators, tensors, runs_all=False)
+
+
+NOTHING = Reached(())
 
 
 def _named_in(function: types.FunctionType) -> list[object]:

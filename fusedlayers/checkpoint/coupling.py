@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .calls import Call, Inverted, Values
+from .circumstances import Reached
 from .module import InvertibleModule
 
 
@@ -65,10 +66,10 @@ class _Coupling(InvertibleModule):
         if count == 1:
             yield "split", Inverted(name, self._split_one, self._join_two)
         for half in self._halves(self.reversed):
-            modules = (self, *half.network.modules())
+            reached = Reached((self, *half.network.modules()))
             yield (
                 half.name,
-                Inverted(name, half.function, half.inverse, modules=modules, seed=self.seed, rerun=half.rerun),
+                Inverted(name, half.function, half.inverse, reached=reached, seed=self.seed, rerun=half.rerun),
             )
         if count == 1:
             yield "join", Inverted(name, self._join_two, self._split_one)

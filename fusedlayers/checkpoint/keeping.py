@@ -38,10 +38,23 @@ def products() -> frozenset[Any]:
 
 
 class Kept:
-    """The results of the products of one call, in order."""
+    """The results of the products of one call, in order, and of what they are the results."""
 
     def __init__(self) -> None:
         self.results: list[Any] = []
+        self._of: list[Any] = []
+
+    def put_by(self, func: Any, args: Any, result: Any) -> None:
+        self.results.append(tree_map_only(Tensor, _alias, result))
+        self._of.append(_signature(func, args))
+
+    def handed_out(self, place: int, func: Any, args: Any) -> Any:
+        if place >= len(self.results) or self._of[place] != _signature(func, args):
+            raise RuntimeError(
+                f"a function that runs again computes {func}, where it computed something else at first: it depends on "
+                "what has changed since. Use recompute='all', or keep what changes in an attribute of a module"
+            )
+        return tree_map_only(Tensor, _alias, self.results[place])
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
@@ -84,16 +97,16 @@ class _Keeping(_Selective):
             self._kept.spare(func, args, kwargs)
         result = func(*args, **(kwargs or {}))
         if getattr(func, "_overloadpacket", None) in products():
-            self._kept.results.append(tree_map_only(Tensor, _alias, result))
+            self._kept.put_by(func, args, result)
         return result
 
 
 class _HandingOut(_Selective):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "_overloadpacket", None) in products():
-            result = self._kept.results[self._given]
+            result = self._kept.handed_out(self._given, func, args)
             self._given += 1
-            return tree_map_only(Tensor, _alias, result)
+            return result
         if _writes(func) and self._kept.results:
             self._kept.spare(func, args, kwargs)
         return func(*args, **(kwargs or {}))
@@ -102,6 +115,10 @@ class _HandingOut(_Selective):
 def _writes(func: Any) -> bool:
     schema = getattr(func, "_schema", None)  # operators of higher order have none
     return schema is not None and schema.is_mutable
+
+
+def _signature(func: Any, args: Any) -> Any:
+    return func, [(tensor.shape, tensor.dtype) for tensor in tree_leaves(args) if isinstance(tensor, Tensor)]
 
 
 def _alias(tensor: Tensor) -> Tensor:

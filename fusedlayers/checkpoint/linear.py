@@ -26,6 +26,8 @@ class _Weighted(InvertibleModule):
     bias: nn.Parameter | None
 
     def _set_parameters(self, shape: Sequence[int], bias: bool, device: Any, dtype: torch.dtype | None) -> None:
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"{type(self).__name__}: dtype must be a real floating-point one, got {dtype}")
         self.weight = nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
         self.register_parameter(
             "bias", nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
@@ -223,7 +225,7 @@ class InvertibleConv3d(_InvertibleConv):
 
 def left_inverse(weight: Tensor) -> Tensor:
     """The matrix that gives x from ``weight @ x``. It is computed in float64, where there is one: it is small."""
-    wide = weight if weight.device.type == "mps" else weight.double()
+    wide = weight if weight.device.type == "mps" else weight.to(torch.promote_types(weight.dtype, torch.float64))
     found = torch.linalg.inv(wide) if wide.shape[0] == wide.shape[1] else torch.linalg.pinv(wide)
     return found.to(torch.promote_types(weight.dtype, torch.float32))
 

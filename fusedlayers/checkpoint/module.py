@@ -8,11 +8,12 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from ..routes import is_followed
 from .calls import Call, Inverted, Values, in_plain_mode
 from .check import CheckReport, checked
-from .circumstances import Circumstances, modules_in
+from .circumstances import Circumstances, Reached, is_inside_a_run
 from .sublinear import again
 
 FLAGS = ("seed", "checkpoint", "invertible", "reversed")
@@ -89,7 +90,7 @@ class InvertibleModule(nn.Module):
             return self.plainly(*inputs)
         if not self.inverts(inputs):
             tensors = [value for value in inputs if isinstance(value, Tensor)]
-            circumstances = Circumstances(self.modules(), tensors, seed=self.seed)
+            circumstances = Circumstances(Reached(tuple(self.modules())), tensors, seed=self.seed)
             return again(self.plainly, inputs, {}, circumstances)
         return spared((link for _, link in self.links(len(inputs))), inputs, kept)
 
@@ -111,7 +112,7 @@ class InvertibleModule(nn.Module):
                 lambda *values: packed(function(*values)),
                 lambda *values: packed(inverse(*values)),
                 lambda values: self.process(values, shown),
-                tuple(self.modules()),
+                Reached(tuple(self.modules())),
                 self.seed,
             ),
         )
@@ -280,9 +281,8 @@ def invertible_checkpoint(
         lambda *values: packed(function(*values)),
         lambda *values: packed(inverse(*values)),
         shown,
-        modules_in(function, inverse, args),
+        Reached.by([function, inverse], *args),
         seed,
-        runs_all=False,
     )
     return spared([inverted], args, tuple(keep))
 
@@ -302,8 +302,15 @@ def spared(links: Iterable[Inverted], values: Values, keep: tuple[Tensor, ...]) 
     return unpacked(values)
 
 
-def can_be_spared() -> bool:
-    """Whether there will be a backward pass, and nobody wants to see plain operations, as transforms do."""
-    if in_plain_mode() or not torch.is_grad_enabled():
+def can_be_spared(*, is_chain: bool = False) -> bool:
+    """Whether there will be a backward pass, and nobody wants to see plain operations, as transforms do.
+
+    In a function that runs again a module is left to autograd: nothing of it is kept, and its output would be; a chain
+    has one output, and much to spare while the function runs again. Nor are weights that ``parametrize.cached()`` keeps
+    from one module to the next computed in a second run.
+    """
+    if in_plain_mode() or parametrize._cache_enabled or not torch.is_grad_enabled():
+        return False
+    if is_inside_a_run() and not is_chain:
         return False
     return torch.compiler.is_compiling() or not is_followed()  # which the compiler could not ask

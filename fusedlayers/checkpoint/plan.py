@@ -54,10 +54,11 @@ class Plan:
 
     def __str__(self) -> str:
         again = sum(segment.recompute != "nothing" for segment in self.segments)
+        segments = "1 segment" if again == 1 else f"{again} segments"
         count = sum(segment.stop - segment.start for segment in self.segments if segment.recompute != "nothing")
         total = self.segments[-1].stop if self.segments else 0
         return (
-            f"{count} of {total} children run again, in {again} segments: {size_text(self.saved_bytes)} kept from the "
+            f"{count} of {total} children run again, in {segments}: {size_text(self.saved_bytes)} kept from the "
             f"forward pass, at most {size_text(self.peak_bytes)} in the backward pass, "
             f"{size_text(self.eager_bytes)} if nothing ran again"
         )

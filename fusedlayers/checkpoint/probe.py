@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..graph import attributes_of, nodes_of
 from ..memory import strided_parts
 from ..state import unchanged
+from .circumstances import attributes_restored, inside_a_run
 from .keeping import CPU_ATTENTION, products
 
 #: How many operations a device does in a product while it moves a byte, about: 200 GFLOP/s and 13 GB/s of four cores,
@@ -42,8 +44,9 @@ class Child(NamedTuple):
     #: Of running it, in bytes moved; and of what is no product.
     cost: float
     cost_between: float
-    #: Whether it writes over its input.
+    #: Whether it writes over its input, and whether its output is its input, or a view of it.
     writes_input: bool = False
+    returns_input: bool = False
     #: The same where the results of products are kept, if that was asked for: fused layers run plainly then.
     selective: Child | None = None
 
@@ -54,7 +57,8 @@ def probe(children: Sequence[nn.Module], inputs: tuple[Any, ...], *, is_selectiv
     tensors = list(_tensors(inputs))
     device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
     found = []
-    with unchanged(modules, tensors, device), torch.enable_grad():
+    # A run like those that run again: invertible modules hold nothing in it, and chains of them their output.
+    with unchanged(modules, tensors, device), attributes_restored(modules), inside_a_run(), torch.enable_grad():
         for child in children:
             measured, output = _measured(child, inputs, is_selective=False)
             if is_selective:
@@ -77,6 +81,8 @@ def _measured(child: nn.Module, inputs: tuple[Any, ...], *, is_selective: bool) 
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), costs:
         output = child(*inputs)
+    # Attributes of contexts bypass the hooks: an invertible chain holds its output so.
+    saved += [tensor for node in nodes_of(_tensors(output)) for tensor in attributes_of(node)]
     owned = _sizes([*child.parameters(), *child.buffers()])
     of_inputs, of_output = _sizes(_tensors(inputs)), _sizes(_tensors(output))
     kept = {key: size for key, size in _sizes(saved).items() if key not in owned}
@@ -94,6 +100,7 @@ def _measured(child: nn.Module, inputs: tuple[Any, ...], *, is_selective: bool) 
         cost=costs.products + costs.between,
         cost_between=costs.between,
         writes_input=versions != [tensor._version for tensor in _tensors(inputs)],
+        returns_input=not of_inputs.keys().isdisjoint(of_output),
     ), output
 
 
@@ -107,6 +114,13 @@ class _Computed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source: Tensor, held: list[Tensor]) -> Tensor:
         return held[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            "a tensor of the run in which SublinearSequential measures its children was kept by one of them; call the "
+            "container once before the first step"
+        )
 
 
 class _Costs(TorchDispatchMode):

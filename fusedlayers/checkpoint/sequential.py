@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .circumstances import Circumstances
+from .circumstances import Circumstances, Reached, inside_a_run
 from .plan import Plan, Segment, balanced, of_lengths, segments_of, within
 from .probe import Child, probe
 from .sublinear import Recompute, again, can_run_again, check_recompute, compiled
@@ -77,12 +77,12 @@ class SublinearSequential(nn.Sequential):
         self.segments = segments
         self.memory_budget_bytes = memory_budget_bytes
         self.recompute = recompute
-        self._planned: _Planned | None = None
+        self._memo = _Memo()
 
     @property
     def plan(self) -> Plan | None:
         """What runs again, and what is kept; None before the first forward pass in training."""
-        return None if self._planned is None else self._planned.plan
+        return None if self._memo.planned is None else self._memo.planned.plan
 
     def forward(self, input: Any, *others: Any) -> Any:
         inputs = (input, *others)
@@ -98,17 +98,19 @@ class SublinearSequential(nn.Sequential):
             return _run(children, *inputs)
         for start, stop, mode in self._segments(children, inputs):
             if mode == "nothing":
-                inputs = (_run(children[start:stop], *inputs),)
+                with inside_a_run():  # as it was measured
+                    inputs = (_run(children[start:stop], *inputs),)
             else:
-                copies = self._planned is not None and start in self._planned.copied
+                planned = self._memo.planned
+                copies = planned is not None and start in planned.copied
                 inputs = (_again(children[start:stop], inputs, mode, copies),)
         return inputs[0]
 
     def _segments(self, children: list[nn.Module], inputs: tuple[Any, ...]) -> Sequence[Segment]:
-        planned = self._planned
+        planned = self._memo.planned
         if planned is None or not planned.holds(children, inputs, self._asked()):
             measured = probe(children, inputs, is_selective="cheap" in self._modes())
-            self._planned = planned = _Planned.of(self._plan(measured), measured, children, inputs, self._asked())
+            self._memo.planned = planned = _Planned.of(self._plan(measured), measured, children, inputs, self._asked())
         return planned.plan.segments
 
     def _asked(self) -> Any:
@@ -137,7 +139,7 @@ class SublinearSequential(nn.Sequential):
 
     def _unmeasured(self) -> Sequence[Segment]:
         """For the compiler, which cannot measure: what was planned before, or segments of as many children each."""
-        planned = self._planned
+        planned = self._memo.planned
         if planned is not None and planned.plan.segments[-1].stop == len(self) and planned.asked == self._asked():
             return planned.plan.segments
         if self.memory_budget_bytes is not None:
@@ -175,8 +177,15 @@ class SublinearSequential(nn.Sequential):
         parts = [f"{name}={value!r}" for name, value in shown.items() if value is not None]
         return ", ".join([*parts, *([] if self.plan is None else [str(self.plan)])])
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_planned": None}  # of other children, and perhaps other inputs
+
+class _Memo:
+    """What a container has planned. Not among its attributes: a second run would not find it, and copies have other
+    children."""
+
+    planned: _Planned | None = None
+
+    def __reduce__(self) -> Any:
+        return _Memo, ()
 
 
 @dataclass(frozen=True)
@@ -184,7 +193,7 @@ class _Planned:
     """A plan, and what it was made for.
 
     Attributes:
-        copied: the children that write over their input, which a segment that begins with them must leave as it is.
+        copied: the children with which segments begin that write over their input, and must leave it as it is.
         children: not by their ids, which others may have once they are gone.
     """
 
@@ -199,13 +208,21 @@ class _Planned:
     def of(
         cls, plan: Plan, measured: list[Child], children: list[nn.Module], inputs: tuple[Any, ...], asked: Any
     ) -> _Planned:
-        copied = frozenset(k for k, child in enumerate(measured) if child.writes_input)
+        copied = frozenset(start for start, stop, _ in plan.segments if _writes_input(measured[start:stop]))
         return cls(plan, copied, [weakref.ref(child) for child in children], *_kind(inputs), asked)
 
     def holds(self, children: list[nn.Module], inputs: tuple[Any, ...], asked: Any) -> bool:
         size, kinds = _kind(inputs)
         same = [ref() for ref in self.children] == children and self.kinds == kinds and self.asked == asked
         return same and size <= self.size
+
+
+def _writes_input(children: list[Child]) -> bool:
+    """Whether one of them does, that gets the first one's input from those before it."""
+    for child in children:
+        if child.writes_input or not child.returns_input:
+            return child.writes_input
+    return False
 
 
 def _kind(inputs: tuple[Any, ...]) -> tuple[int, Any]:
@@ -228,7 +245,7 @@ def _again(children: list[nn.Module], inputs: tuple[Any, ...], mode: Recompute, 
     modules = [module for child in children for module in child.modules()]
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
     run = functools.partial(_run_on_copies if copies else _run, children)
-    return again(run, inputs, {}, Circumstances(modules, tensors), mode)
+    return again(run, inputs, {}, Circumstances(Reached(modules), tensors), mode)
 
 
 def _is_count(value: object) -> bool:

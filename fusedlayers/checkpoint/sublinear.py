@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ..routes import is_followed
-from .circumstances import Circumstances, modules_in
+from .circumstances import Circumstances, Reached
 from .keeping import Kept, products
 
 Recompute = Literal["all", "cheap", "nothing"]
@@ -29,15 +30,20 @@ RECOMPUTE = ("all", "cheap", "nothing")
 def sublinear(function: Callable[..., Any], *args: Any, recompute: Recompute = "all", **kwargs: Any) -> Any:
     """``function(*args, **kwargs)``, of which the inputs are kept, and which runs again for its backward pass.
 
-    The second run finds what the first one found: random numbers, autocast, and the buffers of the modules that the
-    function reaches. Its own writing on buffers is thrown away, so that the statistics of batch norms advance once.
+    The second run finds what the first one found: random numbers, autocast, and the buffers and attributes of the
+    modules that the function reaches. What it writes there is thrown away, so that the statistics of batch norms
+    advance once.
     Modules are looked for in the function itself, in what it is bound to, closes over, has as defaults, or names among
     its globals, and in the arguments. Second derivatives, second backward passes, hooks and gradients of what a
     function closes over are as without.
 
+    Not found again are NumPy's random numbers, what Python modules and objects within objects hold, and parameters
+    whose ``data`` was exchanged.
+
     It runs plainly, and nothing is spared, where gradients are off, the function is a module in evaluation, a module
-    has lazy parameters that are not there yet, or ``torch.func``, forward-mode differentiation or a tracer
-    (``torch.jit.trace``, ``make_fx``, ``torch.fx``) follows: these do without what a checkpoint is made of.
+    has lazy parameters that are not there yet, ``parametrize.cached()`` is on, or ``torch.func``, forward-mode
+    differentiation or a tracer (``torch.jit.trace``, ``make_fx``, ``torch.fx``) follows: these do without what a
+    checkpoint is made of.
 
     Args:
         function: any callable of tensors, modules included.
@@ -62,11 +68,10 @@ def sublinear(function: Callable[..., Any], *args: Any, recompute: Recompute = "
     if torch.compiler.is_compiling():
         return compiled(function, args, kwargs, recompute)
     leaves = tree_leaves((args, kwargs))
-    modules = modules_in(function, *leaves)
-    if not can_run_again(modules, leaves):
+    reached = Reached.by(function, *leaves)
+    if not can_run_again(reached.modules, leaves):
         return function(*args, **kwargs)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    circumstances = Circumstances(modules, tensors, runs_all=isinstance(function, nn.Module))
+    circumstances = Circumstances(reached, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
     return again(function, args, kwargs, circumstances, recompute)
 
 
@@ -74,6 +79,7 @@ def can_run_again(modules: Iterable[nn.Module], leaves: Iterable[object]) -> boo
     """Whether nothing follows that a checkpoint is no part of, and all parameters are there."""
     return not (
         is_followed()
+        or parametrize._cache_enabled  # of weights that were computed in the first run, and will not be in the second
         or any(isinstance(leaf, Proxy) for leaf in leaves)
         or any(isinstance(module, LazyModuleMixin) and module.has_uninitialized_params() for module in modules)
     )

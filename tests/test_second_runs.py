@@ -1,0 +1,267 @@
+"""A second run finds what the first one found, and leaves what there is: attributes, modes, frozen parameters, caches,
+generators; and where it cannot, it says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+import fusedlayers as fl
+from fusedlayers.memory import saved_bytes
+
+Container = Callable[..., nn.Module]
+CONTAINERS: dict[str, Container] = {
+    "all": lambda *modules: fl.SublinearSequential(*modules, segments=[len(modules) - 1, 1]),
+    "cheap": lambda *modules: fl.SublinearSequential(*modules, segments=[len(modules) - 1, 1], recompute="cheap"),
+}
+
+
+@pytest.fixture(params=CONTAINERS)
+def container(request: pytest.FixtureRequest) -> Container:
+    return CONTAINERS[request.param]
+
+
+def grads(loss: Tensor, *wanted: Any) -> list[Tensor]:
+    return list(
+        torch.autograd.grad(loss, [t for w in wanted for t in (w.parameters() if hasattr(w, "parameters") else [w])])
+    )
+
+
+def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def twice(make: Callable[[Container], list[Tensor]], container: Container) -> None:
+    """The container does what ``nn.Sequential`` does."""
+    results = []
+    for kind in (nn.Sequential, container):
+        torch.manual_seed(0)
+        results.append(make(kind))
+    assert_equal(results[1], results[0])
+
+
+def test_parameters_that_are_frozen_or_thawed_meanwhile(container: Container) -> None:
+    # A discriminator is frozen while a generator is trained; the shapes are such that torch would not notice.
+    def step(kind: Container, before: bool) -> list[Tensor]:
+        judge = kind(nn.Linear(16, 16), nn.LeakyReLU(0.2), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+        made, z = nn.Linear(16, 16), torch.randn(16, 16)
+        judge(made(z))
+        judge.requires_grad_(before)
+        loss = judge(made(z)).square().mean()
+        judge.requires_grad_(not before)
+        found = grads(loss, made)
+        assert all(p.requires_grad is not before for p in judge.parameters())
+        return found
+
+    for before in (False, True):
+        twice(lambda kind, before=before: step(kind, before), container)
+
+
+def test_modes_that_change_meanwhile(container: Container) -> None:
+    def step(kind: Container) -> list[Tensor]:
+        net = kind(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 8))
+        x = torch.randn(4, 8)
+        y = net(x)
+        net.eval()
+        found = grads(y.square().sum(), net)
+        assert not any(module.training for module in net.modules())
+        return found
+
+    twice(step, container)
+
+
+class Hidden(nn.Module):
+    """Keeps what it has computed in attributes that are no buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.h: Tensor | None = None
+        self.table: Tensor | None = None
+        self.losses: list[Tensor] = []
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.ones(8, 1) @ torch.ones(1, 8)
+        self.h = self.linear(x if self.h is None else x * self.h.detach()).tanh()
+        self.losses.append(self.h.square().mean())
+        self.calls += 1
+        return self.h * self.table[: len(x)]
+
+
+def test_attributes_that_a_run_sets(container: Container) -> None:
+    def step(kind: Container) -> list[Tensor]:
+        hidden = Hidden()
+        net, x, found = kind(hidden, nn.Tanh(), nn.Linear(8, 8)), torch.randn(8, 8), []
+        for number in range(3):
+            y = net(x)
+            assert hidden.calls == number + 1 and len(hidden.losses) == number + 1
+            found += [y.detach(), *grads(y.square().sum() + hidden.losses[-1], net)]
+            assert hidden.calls == number + 1 and len(hidden.losses) == number + 1
+        return found
+
+    twice(step, container)
+
+
+def test_generators_of_ones_own() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = torch.Generator().manual_seed(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (x * torch.rand(64, generator=self.generator))
+
+    generator = torch.Generator()
+    functions = (Noisy(), lambda x: x * (x * torch.rand(64, generator=generator)))
+    for function in functions:
+        x = torch.randn(64, requires_grad=True)
+        own = getattr(function, "generator", generator)
+        results = []
+        for call in (function, lambda x, function=function: fl.sublinear(function, x)):
+            own.manual_seed(3)
+            results.append([*grads(call(x).sum(), x), torch.rand(1, generator=own)])
+        assert_equal(results[1], results[0])
+
+
+def test_cheap_notices_other_products() -> None:
+    table: list[Tensor] = []
+    linear = nn.Linear(8, 8, bias=False)
+
+    def function(x: Tensor) -> Tensor:
+        if not table:
+            table.append(torch.randn(8, 1) @ torch.ones(1, 8))
+        return linear((x * table[0].cos()).sin()).tanh()
+
+    y = fl.sublinear(function, torch.randn(8, 8, requires_grad=True), recompute="cheap")
+    with pytest.raises(RuntimeError, match="where it computed something else at first"):
+        y.square().sum().backward()
+
+
+def test_tensors_that_a_function_closes_over_must_not_be_edited() -> None:
+    w, x = nn.Parameter(torch.rand(4)), torch.randn(4, requires_grad=True)
+    for y in (
+        fl.sublinear(lambda x: (x * w).tanh() * w, x),
+        fl.invertible_checkpoint(lambda x: x * w.exp(), x, inverse=lambda y: y / w.exp()),
+    ):
+        with torch.no_grad():
+            w.mul_(2)
+        with pytest.raises(RuntimeError, match="closes over, was modified by an in-place operation"):
+            y.sum().backward()
+
+
+class Low(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(8, 2)), nn.Parameter(torch.randn(2, 8))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.a @ self.b
+
+
+def test_cached_parametrizations_run_plainly(container: Container) -> None:
+    def step(kind: Container) -> list[Tensor]:
+        linear = nn.Linear(8, 8)
+        parametrize.register_parametrization(linear, "weight", Low())
+        net, x = kind(linear, nn.Tanh(), linear, nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8)
+        with parametrize.cached():
+            y = net(x)
+        return grads(y.square().sum(), net)
+
+    twice(step, container)
+
+
+def test_cached_parametrizations_of_invertible_modules() -> None:
+    linear = fl.orthogonal(fl.InvertibleLinear(4, 4))
+    net, x = fl.InvertibleSequential(linear, fl.InvertibleActivation("elu"), linear), torch.randn(3, 4)
+    with parametrize.cached():
+        y = net(x)
+    found = grads(y.square().sum(), net)
+    net.checkpoint = False
+    torch.testing.assert_close(found, grads(net(x).square().sum(), net))
+
+
+def test_weights_that_a_hook_computes() -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.utils.spectral_norm(fl.InvertibleLinear(4, 4).double())
+    xs = [torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    state = {name: value.clone() for name, value in layer.state_dict().items()}
+    results = []
+    for invertible in (False, True):
+        layer.load_state_dict(state)
+        layer.checkpoint = layer.invertible = invertible
+        first, _ = layer(xs[0]), layer(xs[1])
+        results.append(grads(first.square().sum(), xs[0], layer))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_invertible_children_of_what_runs_again_hold_nothing(count: int) -> None:
+    parts = [module for _ in range(count) for module in (fl.InvertibleLinear(64, 64), nn.Tanh())]
+    net, x = fl.SublinearSequential(*parts, nn.Identity(), segments=[2 * count, 1]), torch.randn(32, 64)
+    found = grads(net(x).square().sum(), net)
+    assert saved_bytes(net, x, exclude=[net, x]) == 0
+    assert saved_bytes(lambda x: fl.sublinear(nn.Sequential(*parts), x), x, exclude=[net, x]) == 0
+    torch.testing.assert_close(found, grads(nn.Sequential(*parts)(x).square().sum(), net), rtol=1e-4, atol=1e-5)
+    budget = fl.SublinearSequential(*parts, memory_budget_bytes=4 * x.nbytes)
+    budget(x)
+    assert saved_bytes(budget, x, exclude=[budget, x]) <= 4 * x.nbytes + x.nbytes  # the output, which is not its own
+
+
+def test_a_chain_in_what_runs_again_holds_its_output_alone() -> None:
+    for depth in (2, 8):
+        chain = fl.InvertibleSequential(
+            *(fl.AdditiveCoupling(nn.Linear(32, 32), nn.Linear(32, 32)) for _ in range(depth))
+        )
+        x = torch.randn(16, 64)
+        net = fl.SublinearSequential(nn.Linear(64, 64), nn.Tanh(), chain, nn.Tanh(), nn.Linear(64, 64), segments=[4, 1])
+        expected = grads(nn.Sequential(*net)(x).square().sum(), net)
+        torch.testing.assert_close(grads(net(x).square().sum(), net), expected)
+        # The segment's output, and the chain's.
+        assert saved_bytes(net, x, exclude=[net, x]) == 2 * x.nbytes
+        net(x)
+        assert net.plan is not None and net.plan.peak_bytes <= 5 * x.nbytes
+
+
+@pytest.mark.parametrize("segments", [None, 4, [1, 3, 8, 3, 1]])
+def test_children_that_write_over_a_view_of_the_segments_input(segments: Any) -> None:
+    def make(kind: Container) -> list[Tensor]:
+        parts = [
+            [nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Identity(), nn.ReLU(inplace=True)] for _ in range(4)
+        ]
+        net = kind(*(module for part in parts for module in part))
+        return grads(net(torch.randn(2, 4, 8, 8)).square().sum(), net)
+
+    twice(make, lambda *modules: fl.SublinearSequential(*modules, segments=segments))
+
+
+def test_one_segment_is_called_one() -> None:
+    net = fl.SublinearSequential(*(nn.Linear(16, 16) for _ in range(4)), segments=2)
+    net(torch.randn(8, 16))
+    assert "in 1 segment:" in str(net.plan)
+
+
+def test_what_cannot_be_inverted_is_refused() -> None:
+    with pytest.raises(ValueError, match="flat where inputs are negative"):
+        fl.InvertibleActivation(nn.LeakyReLU(0.0))
+    with pytest.raises(ValueError, match="must be a real floating-point one"):
+        fl.InvertibleLinear(4, 4, dtype=torch.complex64)
+
+
+def test_check_looks_at_imaginary_parts() -> None:
+    class Turned(fl.InvertibleModule):
+        def function(self, x: Tensor) -> Tensor:
+            return x * 1j
+
+        def inverse(self, y: Tensor) -> Tensor:
+            return (y / 1j).real + 0j
+
+    with pytest.warns(UserWarning, match="computed inputs drift"):
+        assert not Turned().check(torch.randn(3, 4, dtype=torch.complex128))
