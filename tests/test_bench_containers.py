@@ -24,6 +24,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_measures_every_variant_and_draws_them(
     few: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("matplotlib")
     assert bench_main(["containers", "--quick", "--out", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "containers.json").read_text())
     assert [row["id"] for row in result["cases"]] == ["revnet/2", "revnet/4", "resnet152"] and result["not_run"] == []
@@ -53,6 +54,7 @@ def test_a_run_measures_every_variant_and_draws_them(
 
 
 def test_what_is_not_there_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     assert bench_main(["containers", "--only", "no such case"]) == 2
     assert "there are ['revnet/8', 'revnet/32'" in capsys.readouterr().out
     assert curve.draw({"cases": []}, tmp_path / "c.png") is False

@@ -1,4 +1,8 @@
-"""Batch norms that can be inverted: the mean and the deviation of the batch are kept, two numbers for each channel."""
+"""Batch norms that can be inverted: the mean and the deviation of the batch are kept, two numbers for each channel.
+
+With an activation that can be inverted behind it this is the pair of Rota Bulo et al. 2018, "In-Place Activated
+BatchNorm for Memory-Optimized Training of DNNs", as two links of a chain; ``normalised.py`` has it as one layer.
+"""
 
 from __future__ import annotations
 
