@@ -221,14 +221,16 @@ def test_importing_loads_no_more_than_torch_does() -> None:
 
 
 def test_importing_is_fast() -> None:
-    out = _python(
+    code = (
         "import time, torch\n"
         "import torch.utils.checkpoint\n"
         "start = time.perf_counter()\n"
         "import fusedlayers\n"
         "print(time.perf_counter() - start)"
     )
-    assert float(out) < 0.5  # 0.02 s on an idle machine; torch's compiler alone would take a second
+    # 0.15 s on an idle machine, 0.1 of it a collection of torch's garbage; its compiler alone would take a second. On a
+    # busy one the first try may meet others.
+    assert any(float(_python(code)) < 0.5 for _ in range(3))
 
 
 STATE = """
