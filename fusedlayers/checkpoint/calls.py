@@ -26,7 +26,8 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from .circumstances import NOTHING, Circumstances, Reached
+from .circumstances import Circumstances
+from .reached import NOTHING, Reached
 from .sublinear import again
 
 #: Where there was an output.

@@ -19,8 +19,7 @@ from __future__ import annotations
 import functools
 import random
 import threading
-import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -30,7 +29,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+
+from .reached import Reached
 
 
 class Circumstances:
@@ -293,14 +293,17 @@ class _Attributes(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module) -> _Attributes:
-        values = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+        values = cls._now(module)
         contents = {name: value.copy() for name, value in values.items() if type(value) in (list, dict, set)}
         return cls(module, values, contents)
 
+    @staticmethod
+    def _now(module: nn.Module) -> dict[str, Any]:
+        return {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+
     def put_in_place(self, stack: ExitStack) -> None:
         """Set them to what they were, until the stack is left; lists and the like to copies."""
-        now = _Attributes.of(self.module).values
-        stack.callback(self._set, now)
+        stack.callback(self._set, self._now(self.module))
         self._set({**self.values, **{name: contents.copy() for name, contents in self.contents.items()}})
 
     def restore(self) -> None:
@@ -327,80 +330,3 @@ def attributes_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for attributes in before:
             attributes.restore()
-
-
-# --- what is in a function --------------------------------------------------------------------------------------------
-
-
-class Reached(NamedTuple):
-    """What a function runs, or, unless it ``runs_all``, can reach; of generators and tensors those that it closes over
-    or is given by name."""
-
-    modules: Sequence[nn.Module]
-    generators: Sequence[torch.Generator] = ()
-    tensors: Sequence[Tensor] = ()
-    runs_all: bool = True
-
-    @classmethod
-    def by(cls, function: object, *arguments: object) -> Reached:
-        """By the function itself, what it is bound to, what a ``partial`` holds, what it closes over or has as
-        defaults, what its code names among its globals, and the arguments; functions among these in the same way."""
-        if isinstance(function, nn.Module):
-            modules = dict.fromkeys(function.modules())
-            return cls([*modules, *(m for m in cls._found(arguments).modules if m not in modules)])
-        return cls._found((function, *arguments), of_arguments=arguments)
-
-    @classmethod
-    def _found(cls, things: Iterable[object], of_arguments: Iterable[object] = ()) -> Reached:
-        modules: dict[nn.Module, None] = {}
-        others: list[Any] = []
-        given = set(map(id, tree_leaves(list(of_arguments))))
-        seen: set[int] = set()
-        pending: list[object] = [*things]
-        while pending:
-            thing = pending.pop()
-            if id(thing) in seen:
-                continue
-            seen.add(id(thing))
-            if isinstance(thing, nn.Module):
-                modules.update(dict.fromkeys(thing.modules()))
-            elif isinstance(thing, Tensor | torch.Generator):
-                if id(thing) not in given:  # what torch's checkpoint sees to
-                    others.append(thing)
-            elif isinstance(thing, functools.partial):
-                pending += [thing.func, *thing.args, *thing.keywords.values()]
-            elif isinstance(thing, types.MethodType):
-                pending += [thing.__self__, thing.__func__]
-            elif isinstance(thing, types.FunctionType):
-                if not (thing.__module__ or "").startswith("torch."):
-                    pending += _named_in(thing)
-            elif isinstance(thing, list | tuple | dict | set):
-                pending += [leaf for leaf in tree_leaves(list(thing) if isinstance(thing, set) else thing)]
-            elif hasattr(thing, "__dict__"):
-                # Of other objects what they hold themselves, and not what those hold: that may be a whole program.
-                pending += [held for held in vars(thing).values() if isinstance(held, nn.Module | list | tuple | dict)]
-        generators = [other for other in others if isinstance(other, torch.Generator)]
-        tensors = [other for other in others if isinstance(other, Tensor)]
-        return cls(list(modules), generators, tensors, runs_all=False)
-
-
-NOTHING = Reached(())
-
-
-def _named_in(function: types.FunctionType) -> list[object]:
-    found: list[object] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    for cell in function.__closure__ or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:  # a name that has no value yet
-            continue
-    names = {name for code in _codes_in(function.__code__) for name in code.co_names}
-    named = (function.__globals__[name] for name in names if name in function.__globals__)
-    return found + [thing for thing in named if not isinstance(thing, types.ModuleType | type)]
-
-
-def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes_in(constant)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from .calls import Call, Inverted, Values
-from .circumstances import Reached
 from .module import InvertibleModule
+from .reached import Reached
 
 
 class _Coupling(InvertibleModule):

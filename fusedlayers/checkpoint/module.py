@@ -13,7 +13,8 @@ from torch.nn.utils import parametrize
 from ..routes import is_followed
 from .calls import Call, Inverted, Values, in_plain_mode
 from .check import CheckReport, checked
-from .circumstances import Circumstances, Reached, is_inside_a_run
+from .circumstances import Circumstances, is_inside_a_run
+from .reached import Reached
 from .sublinear import again
 
 FLAGS = ("seed", "checkpoint", "invertible", "reversed")

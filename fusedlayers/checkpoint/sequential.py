@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .circumstances import Circumstances, Reached, inside_a_run
+from .circumstances import Circumstances, inside_a_run
 from .plan import Plan, Segment, balanced, of_lengths, segments_of, within
 from .probe import Child, probe
+from .reached import Reached
 from .sublinear import Recompute, again, can_run_again, check_recompute, compiled
 
 

@@ -20,8 +20,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ..routes import is_followed
-from .circumstances import Circumstances, Reached
+from .circumstances import Circumstances
 from .keeping import Kept, products
+from .reached import Reached
 
 Recompute = Literal["all", "cheap", "nothing"]
 RECOMPUTE = ("all", "cheap", "nothing")
