@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 import fusedlayers as fl
-from fusedlayers.checkpoint import plan
+from fusedlayers.checkpoint import planner
 from fusedlayers.checkpoint.probe import probe
 from fusedlayers.memory import peak_bytes, saved_bytes
 
@@ -243,12 +243,12 @@ def _resnet152(device: torch.device, quick: bool) -> Subject:
     x = torch.randn(QUICK_IMAGES if quick else IMAGES[device.type]).to(device)
     dy = torch.randn(len(x), 1000).to(device) / len(x)
     children = probe(parts(), (x,))
-    kept = plan.of_lengths(children, [1] * len(children), "all").eager_bytes
+    kept = planner.of_lengths(children, [1] * len(children), "all").eager_bytes
     variants: dict[str, Callable[[], Variant]] = {BASELINE: eager}
     for segments in TORCH_SEGMENTS:
         size = len(children) // segments
         lengths = [size] * (segments - 1)
-        at_once = plan.of_lengths(children, [*lengths, len(children) - sum(lengths)], "all").peak_bytes
+        at_once = planner.of_lengths(children, [*lengths, len(children) - sum(lengths)], "all").peak_bytes
         variants[f"checkpoint_sequential-{segments}"] = partial(by_torch, segments)
         variants[f"same-memory-{segments}"] = partial(ours, memory_budget_bytes=at_once)
     variants["sublinear"] = ours

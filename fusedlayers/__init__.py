@@ -1,29 +1,27 @@
 """Bias and activation fused into the layer before them: one hidden-sized buffer where PyTorch keeps two."""
 
-from .accounting.report import memory_report
 from .activations import activation, activations
 from .blocks import gated_mlp, mlp
-from .checkpoint.activation import InvertibleActivation
-from .checkpoint.calls import dry_mode, in_backward_mode, in_dry_mode
-from .checkpoint.chain import InvertibleSequential
-from .checkpoint.coupling import AdditiveCoupling, AffineCoupling
-from .checkpoint.linear import InvertibleConv1d, InvertibleConv2d, InvertibleConv3d, InvertibleLinear
-from .checkpoint.module import InvertibleModule, invertible_checkpoint
-from .checkpoint.norm import InvertibleBatchNorm1d, InvertibleBatchNorm2d, InvertibleBatchNorm3d
-from .checkpoint.parametrizations import NonZero, orthogonal
+from .checkpoint.recompute import sublinear
 from .checkpoint.sequential import SublinearSequential
-from .checkpoint.shapes import (
+from .functional import bias_act, conv_bias_act, dense_bias_act
+from .fusion.fuse import fuse, unfuse
+from .invertible.activation import InvertibleActivation
+from .invertible.batchnorm import InvertibleBatchNorm1d, InvertibleBatchNorm2d, InvertibleBatchNorm3d
+from .invertible.call import dry_mode, in_backward_mode, in_dry_mode
+from .invertible.coupling import AdditiveCoupling, AffineCoupling
+from .invertible.linear import InvertibleConv1d, InvertibleConv2d, InvertibleConv3d, InvertibleLinear
+from .invertible.module import InvertibleModule, invertible_checkpoint
+from .invertible.orthogonal import NonZero, orthogonal
+from .invertible.reshape import (
     InvertibleFlatten,
     InvertibleIdentity,
     InvertiblePad,
     InvertiblePixelShuffle,
     InvertibleSplit,
 )
-from .checkpoint.sublinear import sublinear
-from .explanation.report import explain
-from .functional import bias_act, conv_bias_act, dense_bias_act
-from .fusing.fuse import fuse, unfuse
-from .modules.activations import (
+from .invertible.sequential import InvertibleSequential
+from .nn.activations import (
     CELU,
     ELU,
     GELU,
@@ -57,10 +55,12 @@ from .modules.activations import (
     softsign,
     squared_relu,
 )
-from .modules.conv import FusedConvAct1d, FusedConvAct2d, FusedConvAct3d
-from .modules.dense import FusedDenseAct
-from .modules.mlp import FusedGatedMLP, FusedMLP
-from .modules.norm import FusedBatchNormAct1d, FusedBatchNormAct2d, FusedBatchNormAct3d
+from .nn.conv import FusedConvAct1d, FusedConvAct2d, FusedConvAct3d
+from .nn.dense import FusedDenseAct
+from .nn.mlp import FusedGatedMLP, FusedMLP
+from .nn.norm import FusedBatchNormAct1d, FusedBatchNormAct2d, FusedBatchNormAct3d
+from .profiling.explanation import explain
+from .profiling.memory_use import memory_report
 
 __version__ = "0.1.0"
 

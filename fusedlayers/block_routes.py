@@ -1,6 +1,6 @@
 """An MLP block: which route a call takes. No arithmetic.
 
-What is fused is made of the nodes of ``hidden.py``, so that no more is kept than PyTorch keeps:
+What is fused is made of the nodes of ``ops/mlp.py``, so that no more is kept than PyTorch keeps:
 
 * one node from the input to the output;
 * PyTorch's products, and a node for the rest: where the one node would keep the input, a weight or a bias for second
@@ -24,13 +24,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
-from . import backends, operands
+from . import backends, validation
 from .activations import Activation, Saved
-from .casts import shared_cast
+from .backends.operations import MATMUL
 from .functional import dense_bias_act
-from .hidden import MLP, Rest
-from .mlp_block import Block, Dropout, Product, constant, unpacked, without_gradients
-from .products import MATMUL
+from .ops.autocast import shared_cast
+from .ops.mlp import MLP, Rest
+from .ops.mlp_forward import Block, Dropout, Product, constant, unpacked, without_gradients
 from .routes import SAVES, Context, begun, choose_save, needs_gradient
 
 
@@ -60,7 +60,7 @@ class Settings(NamedTuple):
             raise TypeError(f"{function}: dropout must be a number, got {type(dropout).__name__}: {dropout!r}")
         if not 0 <= dropout <= 1:
             raise ValueError(f"{function}: dropout must lie in [0, 1], got {dropout}")
-        if not operands.is_whole(chunks):
+        if not validation.is_whole(chunks):
             raise TypeError(f"{function}: chunks must be an int, got {type(chunks).__name__}: {chunks!r}")
         if chunks < 1:
             raise ValueError(f"{function}: chunks must be at least 1, got {chunks}")
@@ -72,7 +72,7 @@ def block(settings: Settings, input: Tensor, products: list[Product], last: Prod
     tensors = [t for product in (*products, last) for t in product if t is not None]
     hidden = products[0].w.shape[0] // (1 + settings.is_packed(products))
     rows = input.numel() // max(1, input.shape[-1]) if not input.is_nested else 0
-    is_ordinary = rows * hidden > 0 and operands.are_ordinary((input, *tensors), None)
+    is_ordinary = rows * hidden > 0 and validation.are_ordinary((input, *tensors), None)
     is_plain = context.is_plain(settings.save, rows * hidden, is_ordinary)
     is_plain = is_plain or bool(settings.dropout and _is_recorded(input))
     params: tuple[Tensor, ...] = ()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from . import operands
+from . import validation
 from .activations import resolve
 from .block_routes import Settings, block
-from .mlp_block import Product
+from .ops.mlp_forward import Product
 
 #: Into how many chunks the rows are cut. What is hidden and needed for a moment only is made for one of them at a time,
 #: in two buffers, or three of a gated block.
@@ -144,12 +144,12 @@ def _check(
     """Before anything is computed. Each tensor comes with its name."""
     settings.check()
     function = settings.function
-    operands.check_tensors(function, {"input": input, **weights, **last}, **biases, **last_bias)
+    validation.check_tensors(function, {"input": input, **weights, **last}, **biases, **last_bias)
     if input.is_nested:
         return  # which does not tell its sizes
     for name, bias_name in zip(weights, biases, strict=True):
-        operands.check_dense(function, input, weights[name], biases[bias_name], (name, bias_name))
+        validation.check_dense(function, input, weights[name], biases[bias_name], (name, bias_name))
     ((name, w),), ((bias_name, b),) = last.items(), last_bias.items()
     packed = 1 + settings.is_packed(weights)
-    operands.check_last(function, weights, w, b, (name, bias_name), packed)
-    operands.check_one_dtype(function, input, autocast_casts=True, **weights, **biases, **last, **last_bias)
+    validation.check_last(function, weights, w, b, (name, bias_name), packed)
+    validation.check_one_dtype(function, input, autocast_casts=True, **weights, **biases, **last, **last_bias)

@@ -8,9 +8,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .accounting import command as report
 from .demo import command as demo
-from .explanation import command as explain
+from .profiling import explanation_command as explain
+from .profiling import memory_command as report
 
 COMMANDS = (demo, explain, report)
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from . import backends, operands, routes
+from . import backends, routes, validation
 from .activations import resolve
-from .autograd import BiasAct, Origin
-from .broadcast import along
-from .products import MATMUL, Convolution, elements
+from .backends.operations import MATMUL, Convolution, elements
+from .ops.pointwise import BiasAct, Origin
 from .routes import Inputs, choose_save, composite, is_transformed, needs_gradient, product_act, specialised, traced
+from .utils.layout import along
 
 
 def dense_bias_act(
@@ -60,9 +60,9 @@ def dense_bias_act(
     """
     resolved = resolve(activation, "dense_bias_act")
     required = (input, weight) if residual is None else (input, weight, residual)
-    ordinary = operands.are_ordinary(required, bias)
+    ordinary = validation.are_ordinary(required, bias)
     if not ordinary:
-        operands.check_tensors("dense_bias_act", {"input": input, "weight": weight}, bias=bias, residual=residual)
+        validation.check_tensors("dense_bias_act", {"input": input, "weight": weight}, bias=bias, residual=residual)
         if has_torch_function((*required, bias)):
             if not resolved.is_fusible:
                 return composite(MATMUL, resolved, Inputs(input, weight, bias, residual))
@@ -72,10 +72,12 @@ def dense_bias_act(
             )
         if input.is_nested:  # which does not tell its sizes
             return composite(MATMUL, resolved, Inputs(input, weight, bias, residual))
-    operands.check_dense("dense_bias_act", input, weight, bias)
-    operands.check_one_dtype("dense_bias_act", input, weight=weight, bias=bias, residual=residual, autocast_casts=True)
+    validation.check_dense("dense_bias_act", input, weight, bias)
+    validation.check_one_dtype(
+        "dense_bias_act", input, weight=weight, bias=bias, residual=residual, autocast_casts=True
+    )
     if residual is not None:
-        operands.check_residual("dense_bias_act", residual, MATMUL.shape(input, weight))
+        validation.check_residual("dense_bias_act", residual, MATMUL.shape(input, weight))
     rows = input.numel() // max(1, input.shape[-1])
     return product_act(
         MATMUL,
@@ -128,9 +130,9 @@ def conv_bias_act(
     """
     resolved = resolve(activation, "conv_bias_act")
     required = (input, weight) if residual is None else (input, weight, residual)
-    ordinary = operands.are_ordinary(required, bias)
+    ordinary = validation.are_ordinary(required, bias)
     if not ordinary:
-        operands.check_tensors("conv_bias_act", {"input": input, "weight": weight}, bias=bias, residual=residual)
+        validation.check_tensors("conv_bias_act", {"input": input, "weight": weight}, bias=bias, residual=residual)
         if has_torch_function((*required, bias)):  # of which a proxy does not tell its dimensions
             if not resolved.is_fusible:
                 z = conv_bias_act(input, weight, bias, None, stride, padding, dilation, groups, residual=residual)
@@ -139,17 +141,17 @@ def conv_bias_act(
                 conv_bias_act, (*required, bias), input, weight, bias, resolved, stride, padding, dilation, groups,
                 residual=residual, save=save,
             )  # fmt: skip
-    dims = operands.spatial_dims(weight)
+    dims = validation.spatial_dims(weight)
     product = Convolution(
-        operands.sizes("conv_bias_act", "stride", stride, dims),
-        padding if isinstance(padding, str) else operands.sizes("conv_bias_act", "padding", padding, dims, least=0),
-        operands.sizes("conv_bias_act", "dilation", dilation, dims),
+        validation.sizes("conv_bias_act", "stride", stride, dims),
+        padding if isinstance(padding, str) else validation.sizes("conv_bias_act", "padding", padding, dims, least=0),
+        validation.sizes("conv_bias_act", "dilation", dilation, dims),
         groups,
     )
-    shape = operands.check_conv(input, weight, bias, product)
-    operands.check_one_dtype("conv_bias_act", input, weight=weight, bias=bias, residual=residual, autocast_casts=True)
+    shape = validation.check_conv(input, weight, bias, product)
+    validation.check_one_dtype("conv_bias_act", input, weight=weight, bias=bias, residual=residual, autocast_casts=True)
     if residual is not None:
-        operands.check_residual("conv_bias_act", residual, shape)
+        validation.check_residual("conv_bias_act", residual, shape)
     return product_act(
         product,
         Inputs(input, weight, bias, residual),
@@ -193,17 +195,17 @@ def bias_act(
     tensor([1., 1., 1.])
     """
     resolved = resolve(activation, "bias_act")
-    ordinary = operands.are_ordinary((input,), bias)
+    ordinary = validation.are_ordinary((input,), bias)
     if not ordinary:
-        operands.check_tensors("bias_act", {"input": input}, bias=bias)
+        validation.check_tensors("bias_act", {"input": input}, bias=bias)
         if has_torch_function((input, bias)):
             if not resolved.is_fusible and bias is None and not inplace:
                 return resolved.plain(input)
             tensors = (input, bias)
             return handle_torch_function(bias_act, tensors, *tensors, resolved, dim=dim, inplace=inplace, save=save)
-    operands.check_one_dtype("bias_act", input, bias=bias)
+    validation.check_one_dtype("bias_act", input, bias=bias)
     if bias is not None:
-        operands.check_bias("bias_act", input, bias, dim)
+        validation.check_bias("bias_act", input, bias, dim)
     bias_dim = dim
 
     def biased(x: Tensor, b: Tensor | None) -> Tensor:
@@ -230,7 +232,7 @@ def bias_act(
             raise ValueError(
                 "bias_act: save='recompute' needs the input, which inplace=True overwrites; drop one of them"
             )
-        operands.check_writable("bias_act", input)
+        validation.check_writable("bias_act", input)
         # Autograd refuses some views, but only after a Function has written; copy_ asks first.
         if not fused or keep != "output" or (input._is_view() and needs_gradient(input, bias)):
             return input.copy_(bias_act(input.clone(), bias, activation, dim=bias_dim, save=save))

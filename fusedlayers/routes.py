@@ -1,4 +1,4 @@
-"""A product (``products.py``) and the activation after it: which route a call takes. No arithmetic.
+"""A product (``backends/operations.py``) and the activation after it: which route a call takes. No arithmetic.
 
 * fused: a backend's kernels under an autograd Function, for ordinary tensors on a device that a backend knows;
 * exact: the same kernels without gradients: nothing is kept and the output carries no branch bit;
@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode, checkpoint
 
-from . import backends, operands
+from . import backends, validation
 from .activations import Activation, Saved, Specialised
-from .autograd import BiasAct, Conv, Dense, Epilogue, Origin, Writes
 from .backends import Backend
-from .casts import shared_cast
-from .normalised import norm_act, save_beside_input, told_of
-from .ownership import saved_under_hooks
-from .products import Again, BatchNorm, Convolution, Matmul, Product, Weight
+from .backends.operations import Again, BatchNorm, Convolution, Matmul, Product, Weight
+from .ops.autocast import shared_cast
+from .ops.batch_norm import norm_act, save_beside_input, told_of
+from .ops.buffer_reuse import saved_under_hooks
+from .ops.pointwise import BiasAct, Conv, Dense, Epilogue, Origin, Writes
 
 SAVES = ("auto", "output", "input", "recompute")
 
@@ -56,7 +56,7 @@ class Context(NamedTuple):
     def of(cls, x: Tensor, *, is_cast: bool = True) -> Context:
         """``is_cast``: whether autocast casts what the product multiplies."""
         kind = x.device.type
-        autocast = is_cast and operands.is_autocast(kind)
+        autocast = is_cast and validation.is_autocast(kind)
         dtype = torch.get_autocast_dtype(kind) if autocast and x.dtype is not torch.float64 else x.dtype
         return cls(torch.compiler.is_compiling(), dtype, dtype if autocast else None)
 
@@ -234,7 +234,7 @@ def _is_selectively_checkpointed() -> bool:
     return any(isinstance(mode, _SELECTIVE) or getattr(mode, "keeps_results", False) for mode in modes)
 
 
-#: In place while a selective checkpoint of torch's keeps, and while it computes again. (``checkpoint/keeping.py`` has
+#: In place while a selective checkpoint of torch's keeps, and while it computes again. (``checkpoint/selective.py`` has
 #: its own.)
 _SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
@@ -270,7 +270,7 @@ def traced(
     if save == "output":
         # Here, because it registers itself with the compiler, whose import takes a second and sets an environment
         # variable. A trace runs imports as it meets them.
-        from .traced import output_saved
+        from .ops.compiled import output_saved
 
         return output_saved(pre_activation(*tensors), activation.name, tuple(activation.parameters.items()))
     if save == "input":

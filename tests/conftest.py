@@ -32,13 +32,14 @@ Switch = Callable[[bool], None]
 def on_triton(monkeypatch: pytest.MonkeyPatch) -> Switch:
     """What switches between Triton and torch's operations, on whatever device the tests run."""
     from fusedlayers import backends, routes
-    from fusedlayers.backends import eager, triton
+    from fusedlayers.backends import torch as torch_backend
+    from fusedlayers.backends import triton
 
     monkeypatch.setattr(routes, "SMALL", 0)
 
     def switch(on: bool) -> None:
         def choose(tensor: torch.Tensor, activation: Any = None) -> Any:
-            return triton if on and (activation is None or triton.computes(activation)) else eager
+            return triton if on and (activation is None or triton.computes(activation)) else torch_backend
 
         monkeypatch.setattr(backends, "choose", choose)
 

@@ -13,10 +13,11 @@ from reference import all_values, derivative, second_derivative, steps, ulp
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from fusedlayers.activations import DTYPES, Activation, Row, activations, branch, register, resolve, rows, spec
-from fusedlayers.activations.folded import find_fold, fit
-from fusedlayers.activations.polynomial import PRECISIONS
-from fusedlayers.activations.shape import Fold
+from fusedlayers.activations import DTYPES, Activation, Row, activations, record, register, resolve, rows
+from fusedlayers.derivative import branch_bit
+from fusedlayers.derivative.features import Fold
+from fusedlayers.derivative.folded import find_fold, fit
+from fusedlayers.derivative.polynomial import PRECISIONS
 
 HALVES = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *HALVES)
@@ -244,7 +245,7 @@ def test_old_parameter_values_are_forgotten() -> None:
     row = next(row for row in rows() if row.name == "leaky_relu")
     for i in range(3000):
         row.bind(negative_slope=1.0 + i)
-    assert spec._bound.cache_info().currsize <= 1024
+    assert record._bound.cache_info().currsize <= 1024
 
 
 def test_positional_arguments_in_a_partial_are_not_parameters() -> None:
@@ -285,10 +286,10 @@ def _float32_magnitudes() -> Tensor:
 def test_negative_outputs_carry_the_branch_and_move_by_one_unit_at_most(dtype: torch.dtype, left: bool) -> None:
     y = -_float32_magnitudes()[1:]
     y = y[y < 0]
-    encoded = branch.encode(y, torch.full_like(y, left, dtype=torch.bool), dtype)
+    encoded = branch_bit.encode(y, torch.full_like(y, left, dtype=torch.bool), dtype)
     assert encoded.dtype is torch.float32
     assert torch.equal(encoded.to(dtype).float(), encoded)  # the dtype holds it exactly
-    on_left = branch.decode(encoded, dtype)
+    on_left = branch_bit.decode(encoded, dtype)
     assert bool((on_left == left).all())
     assert bool(((encoded.double() - y.double()).abs() <= ulp(y, dtype)).all())
 
@@ -297,33 +298,33 @@ def test_negative_outputs_carry_the_branch_and_move_by_one_unit_at_most(dtype: t
 def test_what_is_not_negative_stays_exactly_as_it_is(dtype: torch.dtype) -> None:
     y = torch.cat([_float32_magnitudes().to(dtype).float(), torch.tensor([0.0, -0.0, math.inf, 3e38])])
     right = torch.zeros_like(y, dtype=torch.bool)
-    assert torch.equal(branch.encode(y, right, dtype).view(torch.int32), y.view(torch.int32))
-    assert not bool(branch.decode(y, dtype).any())
+    assert torch.equal(branch_bit.encode(y, right, dtype).view(torch.int32), y.view(torch.int32))
+    assert not bool(branch_bit.decode(y, dtype).any())
 
 
 @every_half
 def test_all_negative_numbers_survive_their_own_encoding(dtype: torch.dtype) -> None:
     y = all_values(dtype).float()
     y = y[y < 0]
-    left = branch.decode(y, dtype)
+    left = branch_bit.decode(y, dtype)
     assert 0.49 < float(left.float().mean()) < 0.51
-    assert torch.equal(branch.encode(y, left, dtype), y)
+    assert torch.equal(branch_bit.encode(y, left, dtype), y)
 
 
 @every_float
 def test_an_output_that_underflows_on_the_left_becomes_the_smallest_negative_number(dtype: torch.dtype) -> None:
     y = torch.tensor([-0.0, 0.0, -1e-45])
-    encoded = branch.encode(y, torch.ones(3, dtype=torch.bool), dtype)
+    encoded = branch_bit.encode(y, torch.ones(3, dtype=torch.bool), dtype)
     smallest = -torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     assert encoded.tolist() == [smallest] * 3
-    assert bool(branch.decode(encoded, dtype).all())
+    assert bool(branch_bit.decode(encoded, dtype).all())
 
 
 @every_float
 def test_nan_stays_nan(dtype: torch.dtype) -> None:
     y = torch.tensor([math.nan, -math.nan])
     for left in (True, False):
-        assert bool(branch.encode(y, torch.full((2,), left), dtype).to(dtype).isnan().all())
+        assert bool(branch_bit.encode(y, torch.full((2,), left), dtype).to(dtype).isnan().all())
 
 
 # --- folds and fits ---------------------------------------------------------------------------------------------------
@@ -443,7 +444,7 @@ def test_every_16_bit_number_forward(activation: Activation, dtype: torch.dtype)
     left = z.double() < _fold(activation).position
     assert int(steps(saved, rounded)[real].max()) <= 1
     assert torch.equal(saved[real & (truth >= 0) & ~left], rounded[real & (truth >= 0) & ~left])
-    assert torch.equal(branch.decode(saved.float(), dtype)[real], left[real])
+    assert torch.equal(branch_bit.decode(saved.float(), dtype)[real], left[real])
 
 
 @every_activation
@@ -474,7 +475,7 @@ def test_float32_forward(activation: Activation) -> None:
     real = ~truth.isnan()
     assert int(steps(saved, exact)[real].max()) <= 1
     assert torch.equal(saved[real & ~left & (truth >= 0)], exact[real & ~left & (truth >= 0)])
-    assert torch.equal(branch.decode(saved, torch.float32)[real], left[real])
+    assert torch.equal(branch_bit.decode(saved, torch.float32)[real], left[real])
 
 
 def _invert(activation: Activation, y: Tensor, left: Tensor) -> Tensor:
@@ -553,7 +554,7 @@ def _floor(activation: Activation, z: Tensor, truth: Tensor) -> tuple[float, flo
 
 def _derivative_told(activation: Activation, z: Tensor) -> Tensor:
     left = z.double() < _fold(activation).position
-    saved = branch.encode(activation.function(z.double()).float(), left, z.dtype).double()
+    saved = branch_bit.encode(activation.function(z.double()).float(), left, z.dtype).double()
     told, where = torch.stack([saved, left.double()]).unique(dim=1, return_inverse=True)
     return derivative(activation.function, _invert(activation, told[0], told[1] > 0))[where]
 

@@ -14,8 +14,13 @@ from reference import all_values, derivative, second_derivative, ulp
 from torch import Tensor
 
 import fusedlayers as fl
-from fusedlayers.activations import Activation, Row, branch
-from fusedlayers.activations.analysis import (
+from fusedlayers.activations import Activation, Row
+from fusedlayers.activations.tracing import trace
+from fusedlayers.backends import Wanted
+from fusedlayers.backends import torch as torch_backend
+from fusedlayers.backends.torch import table
+from fusedlayers.derivative import branch_bit
+from fusedlayers.derivative.analysis import (
     ALLOWANCE,
     ALLOWANCE_EVALUATED,
     GELU_ERRORS,
@@ -23,13 +28,10 @@ from fusedlayers.activations.analysis import (
     MonotoneDerivative,
     analyse,
 )
-from fusedlayers.activations.folded import FoldedDerivative, Polynomials
-from fusedlayers.activations.polynomial import PRECISIONS
-from fusedlayers.activations.segments import Segments
-from fusedlayers.activations.shape import look
-from fusedlayers.activations.trace import trace
-from fusedlayers.backends import Wanted, eager
-from fusedlayers.backends.eager import table
+from fusedlayers.derivative.features import look
+from fusedlayers.derivative.folded import FoldedDerivative, Polynomials
+from fusedlayers.derivative.piecewise import Segments
+from fusedlayers.derivative.polynomial import PRECISIONS
 
 Function = Callable[[Tensor], Tensor]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -346,24 +348,26 @@ def _magnitudes() -> Tensor:
 @every_float
 @pytest.mark.parametrize("ambiguous", ["negative", "positive", "both"])
 @pytest.mark.parametrize("marked", [True, False])
-def test_ambiguous_outputs_carry_the_branch(dtype: torch.dtype, ambiguous: branch.Ambiguous, marked: bool) -> None:
+def test_ambiguous_outputs_carry_the_branch(dtype: torch.dtype, ambiguous: branch_bit.Ambiguous, marked: bool) -> None:
     magnitudes = _magnitudes()[1:]
     magnitudes = magnitudes[(magnitudes > 0) & (magnitudes <= torch.finfo(dtype).max)]
     for sign in {"negative": (-1,), "positive": (1,), "both": (-1, 1)}[ambiguous]:
         y = sign * magnitudes
-        encoded = branch.encode(y, torch.full_like(y, marked, dtype=torch.bool), dtype, ambiguous, bounded=False)
+        encoded = branch_bit.encode(y, torch.full_like(y, marked, dtype=torch.bool), dtype, ambiguous, bounded=False)
         assert encoded.dtype is torch.float32
         assert torch.equal(encoded.to(dtype).float(), encoded) and bool(encoded.isfinite().all())
-        assert bool((branch.decode(encoded, dtype, ambiguous) == marked).all())
+        assert bool((branch_bit.decode(encoded, dtype, ambiguous) == marked).all())
         assert bool(((encoded.double() - y.double()).abs() <= ulp(y, dtype)).all())
 
 
 @every_float
 @pytest.mark.parametrize("ambiguous", ["negative", "positive", "both"])
-def test_overflow_zero_and_nan(dtype: torch.dtype, ambiguous: branch.Ambiguous) -> None:
+def test_overflow_zero_and_nan(dtype: torch.dtype, ambiguous: branch_bit.Ambiguous) -> None:
     def encode(*values: float, marked: bool) -> Tensor:
         y = torch.tensor(values)
-        return branch.encode(y, torch.full_like(y, marked, dtype=torch.bool), dtype, ambiguous, bounded=False).to(dtype)
+        return branch_bit.encode(y, torch.full_like(y, marked, dtype=torch.bool), dtype, ambiguous, bounded=False).to(
+            dtype
+        )
 
     sign = -1.0 if ambiguous == "negative" else 1.0
     for marked in (True, False):
@@ -372,7 +376,7 @@ def test_overflow_zero_and_nan(dtype: torch.dtype, ambiguous: branch.Ambiguous) 
     assert encode(0.0, marked=False).tolist() == [0.0]
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     assert encode(sign * 0.0, marked=True).tolist() == [sign * smallest]
-    assert not bool(branch.decode(torch.tensor([0.0, sign * math.inf]), dtype, ambiguous).any())
+    assert not bool(branch_bit.decode(torch.tensor([0.0, sign * math.inf]), dtype, ambiguous).any())
 
 
 @every_float
@@ -381,9 +385,9 @@ def test_certain_outputs_stay_exactly_as_they_are(dtype: torch.dtype) -> None:
     y = y[y.isfinite()]
     right = torch.zeros_like(y, dtype=torch.bool)
     for bounded in (True, False):
-        encoded = branch.encode(y, right, dtype, "positive", bounded=bounded)
+        encoded = branch_bit.encode(y, right, dtype, "positive", bounded=bounded)
         assert torch.equal(encoded.view(torch.int32), y.view(torch.int32))
-    assert not bool(branch.decode(y, dtype, "positive").any())
+    assert not bool(branch_bit.decode(y, dtype, "positive").any())
 
 
 @every_half
@@ -399,7 +403,7 @@ def test_every_16_bit_number_knows_its_branch(published: Published, dtype: torch
     truth = published.function(z.double())
     real = truth.isfinite() & y.isfinite()
     marked = fold.marks(z.double())
-    assert torch.equal(branch.decode(y.float(), dtype, fold.ambiguous)[real], marked[real])
+    assert torch.equal(branch_bit.decode(y.float(), dtype, fold.ambiguous)[real], marked[real])
     unit = ulp(torch.maximum(truth.abs(), y.double().abs()), dtype)
     assert bool(((y.double() - truth).abs()[real] <= 1.01 * unit[real]).all())
     certain = real & ~marked & {"negative": truth >= 0, "positive": truth <= 0}.get(fold.ambiguous, truth != truth)
@@ -427,9 +431,9 @@ def test_cpu_tables_hold_the_derivative(published: Published) -> None:
     z = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
     y = activation.encoded(torch.cat([z, torch.linspace(-12, 12, 100_001) + 1e-4]), torch.float32)
     assert bool(y.isfinite().all())
-    quick, _ = eager.gradient(torch.ones_like(y), y, activation, (), Wanted("output", False, False), dim=-1)
+    quick, _ = torch_backend.gradient(torch.ones_like(y), y, activation, (), Wanted("output", False, False), dim=-1)
     if isinstance(fitted, FoldedDerivative):
-        slow = fitted(y.double(), branch.decode(y, torch.float32, fitted.fold.ambiguous))
+        slow = fitted(y.double(), branch_bit.decode(y, torch.float32, fitted.fold.ambiguous))
     else:
         assert isinstance(fitted, MonotoneDerivative)
         slow = fitted(y.double())
@@ -456,7 +460,7 @@ def test_tables_leave_their_argument_alone_and_keep_nan(name: str) -> None:
     (activation,) = (_activation(p) for p in FIXED if p.name == name)
     y = torch.tensor([0.25, 0.5, math.nan, -0.0, 0.0])
     before = y.clone()
-    slope, _ = eager.gradient(torch.ones_like(y), y, activation, (), Wanted("output", False, False), dim=-1)
+    slope, _ = torch_backend.gradient(torch.ones_like(y), y, activation, (), Wanted("output", False, False), dim=-1)
     assert torch.equal(y.view(torch.int32), before.view(torch.int32))
     assert slope.isnan().tolist() == [False, False, True, False, False]
 
@@ -496,5 +500,5 @@ def test_on_a_device(name: str, dtype: torch.dtype, triton_backend: object) -> N
     expected = activation.derivative_given_output(y.float(), dtype)
     torch.testing.assert_close(slope.float(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
     if activation.fold is not None:
-        marked = branch.decode(y.float(), dtype, activation.fold.ambiguous)
+        marked = branch_bit.decode(y.float(), dtype, activation.fold.ambiguous)
         assert torch.equal(marked, activation.fold.marks(z.float()))

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedlayers.activations import capture as module
-from fusedlayers.activations import python
-from fusedlayers.activations.capture import capture
+from fusedlayers.activations import free_variables as module
+from fusedlayers.activations import python_values
+from fusedlayers.activations.free_variables import capture
 
 Function = Callable[[Tensor], Tensor]
 
@@ -497,6 +497,10 @@ def test_it_is_quick() -> None:
 
 def test_functions_of_packages_are_fixed() -> None:
     assert capture(lambda z: F.gelu(z)).tensors == () and capture(F.gelu).refusal is None
-    assert python.is_librarys(F.softplus) or python.is_fixed(F.softplus)
-    assert python.is_librarys(torch) and python.is_librarys(nn.Module) and not python.is_librarys(swish)
-    assert not python.is_librarys(Swish) and not python.is_librarys(SETTINGS)
+    assert python_values.is_librarys(F.softplus) or python_values.is_fixed(F.softplus)
+    assert (
+        python_values.is_librarys(torch)
+        and python_values.is_librarys(nn.Module)
+        and not python_values.is_librarys(swish)
+    )
+    assert not python_values.is_librarys(Swish) and not python_values.is_librarys(SETTINGS)

@@ -13,8 +13,8 @@ from gpu import ACTIVATIONS, DEVICE, DTYPES, INTERPRETER_WARNINGS
 from torch import Tensor
 
 from fusedlayers.activations import Activation, resolve
-from fusedlayers.activations.polynomial import interpolate
-from fusedlayers.activations.trace import NotPointwise, trace
+from fusedlayers.activations.tracing import NotPointwise, trace
+from fusedlayers.derivative.polynomial import interpolate
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402  # after the line that skips without it

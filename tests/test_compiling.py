@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import fusedlayers as fl
-from fusedlayers import compiling
+from fusedlayers.fusion import dynamo_backend
 from fusedlayers.memory import saved_bytes
-from fusedlayers.traced import output_saved
+from fusedlayers.ops.compiled import output_saved
 
 ROWS, IN, HIDDEN = 96, 16, 64
 
@@ -52,7 +52,7 @@ def rewritten(function: Callable[..., Any], *args: Any) -> GraphModule:
     graphs: list[GraphModule] = []
 
     def keep(module: GraphModule, inputs: Any) -> Any:
-        compiling.rewrite(module.graph)
+        dynamo_backend.rewrite(module.graph)
         module.graph.lint()
         module.recompile()
         graphs.append(module)

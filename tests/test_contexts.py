@@ -20,7 +20,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import fusedlayers as fl
 from fusedlayers import routes
-from fusedlayers.activations import Activation, branch, resolve, rows
+from fusedlayers.activations import Activation, resolve, rows
+from fusedlayers.derivative import branch_bit
 from fusedlayers.memory import saved_bytes
 
 TABLE = [row.bind() for row in rows()]
@@ -236,7 +237,7 @@ def test_compiled_outputs_carry_the_branch_only_for_a_backward_pass(name: str) -
     if name == "gelu":
         fold = resolve(name).folded()
         assert fold is not None
-        assert torch.equal(branch.decode(y, torch.float32), z < fold.fold.position)
+        assert torch.equal(branch_bit.decode(y, torch.float32), z < fold.fold.position)
 
 
 @compiles
@@ -709,8 +710,8 @@ def test_a_subclass_that_overrides_torch_functions_is_asked() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of the fake mode
 @pytest.mark.parametrize("context", ["no_grad", "inference_mode", "default_device", "autocast", "vmap", "fake"])
 def test_constants_made_inside_a_context_serve_outside(context: str) -> None:
-    from fusedlayers.activations.spec import _fitted
-    from fusedlayers.backends.eager import elementwise, fold
+    from fusedlayers.activations.record import _fitted
+    from fusedlayers.backends.torch import elementwise, fold
 
     caches = (_fitted, elementwise._forward_table, elementwise._derivative_table, fold._interpolated)
     for cache in caches:

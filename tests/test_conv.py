@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers import routes
-from fusedlayers.activations import Activation, branch, resolve, rows
+from fusedlayers.activations import Activation, resolve, rows
+from fusedlayers.derivative import branch_bit
 from fusedlayers.memory import peak_bytes, saved_bytes
 
 TABLE = [row.bind() for row in rows()]
@@ -1077,7 +1078,7 @@ def test_negative_outputs_carry_their_branch(triton: bool, last: bool, on_triton
     fold = resolve("gelu").folded()
     assert fold is not None
     negative = z < -1e-3
-    told = branch.decode(y.detach(), torch.float32)
+    told = branch_bit.decode(y.detach(), torch.float32)
     assert torch.equal(told[negative], (z < fold.fold.position)[negative])
 
 

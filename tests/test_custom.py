@@ -28,11 +28,11 @@ import fusedlayers as fl
 from bench.reference import BatchNormAct, resnet
 from examples.custom_activation import ACTIVATIONS
 from fusedlayers import routes
-from fusedlayers.activations import custom, recognised, resolve, splitting
-from fusedlayers.activations.capture import capture
-from fusedlayers.activations.recent import LIMIT, Recent
-from fusedlayers.backends.eager import chunks
+from fusedlayers.activations import custom, partition, recognition, resolve
+from fusedlayers.activations.free_variables import capture
+from fusedlayers.backends.torch import chunks
 from fusedlayers.memory import saved_bytes
+from fusedlayers.utils.bounded_cache import LIMIT, Recent
 
 Function = Callable[[Tensor], Tensor]
 
@@ -53,14 +53,14 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one for each trace of a user's function."""
     made: list[int] = []
     for dtype in (torch.float32, torch.float64):  # the table's own, which are traced once
-        recognised._programs(dtype)
-    original = splitting.aten_graph
+        recognition._programs(dtype)
+    original = partition.aten_graph
 
     def counting(*arguments: Any) -> Any:
         made.append(1)
         return original(*arguments)
 
-    monkeypatch.setattr(splitting, "aten_graph", counting)
+    monkeypatch.setattr(partition, "aten_graph", counting)
     monkeypatch.setattr(custom, "_entries", Recent())
     monkeypatch.setattr(custom, "_variants", Recent())
     return made
@@ -1289,7 +1289,7 @@ def test_what_parameters_are_made_into_is_computed_once() -> None:
         return torch.sin(z * torch.exp(p) * 1.0) + torch.exp(p) * z / (torch.exp(p) + 0.0 * p - (-0.0) * p)
 
     captured = capture(function)
-    parts = splitting.split(captured, (6, 10), torch.float32)
+    parts = partition.split(captured, (6, 10), torch.float32)
     assert [node.target for node in parts.prologue.graph.nodes].count(torch.exp) == 1
     assert len([node for node in parts.prologue.graph.nodes if node.target is torch.mul]) == 2  # by 0.0 and by -0.0
     z = torch.randn(40, 16, requires_grad=True)

@@ -22,8 +22,8 @@ import fusedlayers as fl
 from examples.custom_activation import ACTIVATIONS as MODULES
 from fusedlayers.activations import resolve
 from fusedlayers.cli import main
-from fusedlayers.explanation import command
-from fusedlayers.explanation.report import COUNT, DTYPES, Explanation
+from fusedlayers.profiling import explanation_command
+from fusedlayers.profiling.explanation import COUNT, DTYPES, Explanation
 
 Function = Callable[[Tensor], Tensor]
 
@@ -416,7 +416,7 @@ def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_measured(
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ValueError, OSError)) as raised:
         fl.explain("gelu").plot(path)
-    monkeypatch.setattr(command, "explain", lambda activation: pytest.fail("it was measured"))
+    monkeypatch.setattr(explanation_command, "explain", lambda activation: pytest.fail("it was measured"))
     assert main(["explain", "gelu", "--plot", path]) == 2
     assert capsys.readouterr().err == f"fusedlayers explain: {raised.value}\n" and not list(tmp_path.iterdir())
 

@@ -25,10 +25,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers.activations import custom, resolve
-from fusedlayers.activations.recent import Recent
-from fusedlayers.fusing.known import known_of
-from fusedlayers.fusing.report import FuseReport
+from fusedlayers.fusion.known import known_of
+from fusedlayers.fusion.report import FuseReport
 from fusedlayers.memory import saved_bytes
+from fusedlayers.utils.bounded_cache import Recent
 
 # Machines that measure on GPUs need not have it.
 ACT2FN = pytest.importorskip("transformers.activations").ACT2FN

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusedlayers.activations import Activation, resolve, widened
 from fusedlayers.backends import Wanted
-from fusedlayers.products import MATMUL
+from fusedlayers.backends.operations import MATMUL
 
 pytest.importorskip("triton")
 import triton.language as tl  # after the line that skips without it

@@ -14,9 +14,9 @@ from inverting import EXACT, Scale, assert_exact, error, linears, net, plain, ra
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from fusedlayers.checkpoint.calls import Call
-from fusedlayers.graph import nodes_of
+from fusedlayers.invertible.call import Call
 from fusedlayers.memory import peak_bytes, saved_bytes
+from fusedlayers.utils.autograd_graph import nodes_of
 
 # --- layers -----------------------------------------------------------------------------------------------------------
 

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
-from fusedlayers.accounting.command import FORMS
-from fusedlayers.accounting.rows import Row
-from fusedlayers.accounting.table import groups_of
 from fusedlayers.cli import main
 from fusedlayers.memory import saved_bytes
+from fusedlayers.profiling.memory_command import FORMS
+from fusedlayers.profiling.rows import Row
+from fusedlayers.profiling.table import groups_of
 
 ROWS, IN, OUT = 256, 32, 128
 INPUT_BYTES, HIDDEN_BYTES, WEIGHT_BYTES = ROWS * IN * 4, ROWS * OUT * 4, IN * OUT * 4
@@ -720,7 +720,7 @@ def test_pictures(x: Tensor, tmp_path: Path) -> None:
 
 
 def test_boxes_of_a_picture_are_modules_in_modules(x: Tensor) -> None:
-    from fusedlayers.accounting.plot import tree
+    from fusedlayers.profiling.memory_plot import tree
 
     report = fl.memory_report(nn.ModuleDict({"deep": nn.Sequential(Blocks())})["deep"], x)
     root = tree(report)
@@ -734,7 +734,7 @@ def test_boxes_of_a_picture_are_modules_in_modules(x: Tensor) -> None:
 
 
 def test_modules_with_one_module_in_them_are_one_box(x: Tensor) -> None:
-    from fusedlayers.accounting.plot import tree
+    from fusedlayers.profiling.memory_plot import tree
 
     inner = nn.Sequential(OrderedDict(core=mlp()))
     model = nn.Sequential(OrderedDict(outer=nn.Sequential(OrderedDict(inner=inner))))

@@ -20,9 +20,10 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
-from fusedlayers import block_routes, hidden, mlp_block
+from fusedlayers import block_routes
 from fusedlayers.activations import Activation, resolve, rows
 from fusedlayers.memory import peak_bytes, saved_bytes
+from fusedlayers.ops import mlp, mlp_forward
 
 TABLE = [row.bind() for row in rows()]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -109,7 +110,7 @@ every_kind_saved = pytest.mark.parametrize(("kind", "save"), KINDS_SAVED, ids=st
 def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small blocks are cut into chunks too."""
     torch.manual_seed(0)
-    monkeypatch.setattr(mlp_block, "LEAST_ROWS", 4)
+    monkeypatch.setattr(mlp_forward, "LEAST_ROWS", 4)
 
 
 def _save_for(activation: object, save: str, dtype: torch.dtype = torch.float32) -> str:
@@ -315,7 +316,7 @@ def test_the_peak_after_an_error_of_the_compiler() -> None:
 
 def test_sums_of_16_bits_are_added_to_without_a_float32_copy() -> None:
     share = torch.randn(512, 512).bfloat16()
-    total = hidden._Sum()
+    total = mlp._Sum()
     for _ in range(2):
         total.add(share.clone())
     assert peak_bytes(lambda: total.add(share), device="cpu") <= share.numel() * 4 / 16
@@ -424,13 +425,13 @@ def test_backward_twice_with_retain_graph(kind: Kind, save: str) -> None:
 @every_kind
 def test_what_is_kept_is_overwritten_unless_somebody_can_read_it(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     addresses: list[int] = []
-    gradients = mlp_block.Block.gradients
+    gradients = mlp_forward.Block.gradients
 
     def noted(self: Any, dy: Tensor, parts: Sequence[Tensor], *rest: Any) -> Any:
         addresses.append(parts[0].data_ptr())
         return gradients(self, dy, parts, *rest)
 
-    monkeypatch.setattr(mlp_block.Block, "gradients", noted)
+    monkeypatch.setattr(mlp_forward.Block, "gradients", noted)
     for who in ("nobody", "the graph", "the user"):
         tensors = kind.leaves()
         y = kind.function(*tensors, "silu")
@@ -805,7 +806,7 @@ def test_what_hooks_hand_back_is_copied_only_if_somebody_holds_it(
         held.clear()
     before = [t.clone() for t in held]
     written = []
-    real = hidden._gradients
+    real = mlp._gradients
 
     def watched(*args: Any) -> Any:
         kept = list(args[6])
@@ -815,7 +816,7 @@ def test_what_hooks_hand_back_is_copied_only_if_somebody_holds_it(
 
     copies = []
     clone = Tensor.clone
-    monkeypatch.setattr(hidden, "_gradients", watched)
+    monkeypatch.setattr(mlp, "_gradients", watched)
     monkeypatch.setattr(Tensor, "clone", lambda t, **options: copies.append(t.shape) or clone(t, **options))
     found = torch.autograd.grad(y.sum(), sources, retain_graph=how == "kept graph")
     monkeypatch.undo()
@@ -1197,6 +1198,6 @@ def test_recorded_dropouts_are_torchs(kind: Kind, monkeypatch: pytest.MonkeyPatc
     assert not torch.equal(traced(x), traced(x))
 
     masks: list[int] = []
-    monkeypatch.setattr(mlp_block.Dropout, "mask", lambda self, *arguments: masks.append(self.seed))
+    monkeypatch.setattr(mlp_forward.Dropout, "mask", lambda self, *arguments: masks.append(self.seed))
     monkeypatch.setattr(block_routes, "_is_recorded", lambda input: True)
     assert kind.function(x, *params, "gelu", dropout=0.5).shape == (ROWS, OUT) and masks == []

@@ -12,9 +12,9 @@ from gpu import DEVICE, INTERPRETER_WARNINGS
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from fusedlayers import mlp_block
 from fusedlayers.activations import resolve
 from fusedlayers.memory import saved_bytes
+from fusedlayers.ops import mlp_forward
 
 pytest.importorskip("triton")
 
@@ -41,7 +41,7 @@ def on_triton_alone(on_triton: Switch) -> None:
 def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small blocks are cut into chunks too."""
     torch.manual_seed(0)
-    monkeypatch.setattr(mlp_block, "LEAST_ROWS", 16)
+    monkeypatch.setattr(mlp_forward, "LEAST_ROWS", 16)
 
 
 @pytest.fixture

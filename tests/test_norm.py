@@ -20,9 +20,9 @@ from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
-from fusedlayers import normalised
 from fusedlayers.activations import resolve, rows
 from fusedlayers.memory import saved_bytes
+from fusedlayers.ops import batch_norm
 
 Function = Callable[[Tensor], Tensor]
 
@@ -99,7 +99,7 @@ def seeded() -> None:
 @pytest.fixture(autouse=True)
 def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs of every size are had from the output where that tells them, as large ones are."""
-    monkeypatch.setattr(normalised, "WORTH_IT", 1)
+    monkeypatch.setattr(batch_norm, "WORTH_IT", 1)
 
 
 class Eager(nn.Module):

@@ -18,11 +18,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
-from fusedlayers import normalised
 from fusedlayers.activations import Activation, Told, rows, told, widened
-from fusedlayers.activations.told import CELL
-from fusedlayers.backends import eager
+from fusedlayers.activations.inverse_error import CELL
+from fusedlayers.backends import torch as torch_backend
 from fusedlayers.memory import saved_bytes
+from fusedlayers.ops import batch_norm
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 TABLE = [row.bind() for row in rows()]
@@ -45,7 +45,7 @@ both_kinds = pytest.mark.parametrize("name", ["elu", "silu"])
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small inputs are served too."""
     torch.manual_seed(0)
-    monkeypatch.setattr(normalised, "WORTH_IT", 1)
+    monkeypatch.setattr(batch_norm, "WORTH_IT", 1)
 
 
 def _named(name: str) -> Activation:
@@ -592,7 +592,7 @@ def test_save_says_what_is_kept(save: str, buffers: int) -> None:
 
 def test_small_inputs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert normalised.WORTH_IT == 16384
+    assert batch_norm.WORTH_IT == 16384
     layer = fl.FusedBatchNormAct2d(CHANNELS, "silu")
     assert _node(layer(torch.randn(1, CHANNELS, 32, 31, requires_grad=True))) is None
     assert _node(layer(torch.randn(1, CHANNELS, 32, 32, requires_grad=True))) is not None
@@ -620,14 +620,14 @@ def test_the_input_is_gone_after_forward(name: str, training: bool) -> None:
 def overwritten(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each input that was had from an output, whether it was over that."""
     notes: list[bool] = []
-    inverse = eager.inverse
+    inverse = torch_backend.inverse
 
     def noting(y: Tensor, activation: Activation, out: Tensor | None) -> Tensor:
         assert out is None or out is y
         notes.append(out is not None)
         return inverse(y, activation, out)
 
-    monkeypatch.setattr(eager, "inverse", noting)
+    monkeypatch.setattr(torch_backend, "inverse", noting)
     return notes
 
 

@@ -15,8 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
-from fusedlayers import ownership
 from fusedlayers.activations import resolve
+from fusedlayers.ops import buffer_reuse
 
 #: Folded, ATen's kernels, plain operations: three ways to write dz.
 NAMES = ["gelu", "tanh", "softsign"]
@@ -102,12 +102,12 @@ def test_an_input_is_never_overwritten(save: str) -> None:
 
 
 def test_this_torch_can_be_asked() -> None:
-    assert ownership._users_when_alone() is not None
+    assert buffer_reuse._users_when_alone() is not None
 
 
 @every_name
 def test_where_torch_cannot_be_asked_nothing_is_overwritten(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ownership, "_users_when_alone", lambda: None)
+    monkeypatch.setattr(buffer_reuse, "_users_when_alone", lambda: None)
     assert not _overwritten(lambda z: fl.bias_act(z, None, name), lambda loss: loss.backward())
     case = Case(name)
     case.loss(case.hidden()).backward()
@@ -125,7 +125,7 @@ def test_a_torch_without_the_questions_is_recognised(missing: str, monkeypatch: 
         raise AttributeError(attribute)
 
     monkeypatch.setattr(owner, attribute, gone)
-    assert ownership._users_when_alone.__wrapped__() is None
+    assert buffer_reuse._users_when_alone.__wrapped__() is None
 
 
 # --- where it must not be: y is unchanged, and the gradients are right ------------------------------------------------
@@ -381,12 +381,12 @@ def test_threads_backward_at_once(name: str) -> None:
 
 def test_the_first_question_may_come_in_any_mode() -> None:
     for mode in (torch.no_grad(), torch.inference_mode(), torch.device("meta"), saved_tensors_hooks(id, id)):
-        ownership._users_when_alone.cache_clear()
+        buffer_reuse._users_when_alone.cache_clear()
         with mode:
-            alone = ownership._users_when_alone()
+            alone = buffer_reuse._users_when_alone()
         assert alone is not None
-        ownership._users_when_alone.cache_clear()
-        assert ownership._users_when_alone() == alone
+        buffer_reuse._users_when_alone.cache_clear()
+        assert buffer_reuse._users_when_alone() == alone
 
 
 @every_name

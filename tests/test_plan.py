@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from fusedlayers.checkpoint import plan
-from fusedlayers.checkpoint.plan import STEPS, Plan, Segment, balanced, of_lengths, within
+from fusedlayers.checkpoint import planner
+from fusedlayers.checkpoint.planner import STEPS, Plan, Segment, balanced, of_lengths, within
 from fusedlayers.checkpoint.probe import Child
-from fusedlayers.checkpoint.sublinear import RECOMPUTE, Recompute
+from fusedlayers.checkpoint.recompute import RECOMPUTE, Recompute
 
 ALL_MODES: tuple[Recompute, ...] = RECOMPUTE  # type: ignore[assignment]
 MODES: list[tuple[Recompute, ...]] = [("nothing", "all"), ("nothing", "cheap"), ALL_MODES]
@@ -198,8 +198,8 @@ def test_many_children_are_planned_within_their_budget_too(monkeypatch: pytest.M
     sequence = [child for seed in range(20) for child in children(seed)][:40]
     eager = within(sequence, 10**9, ALL_MODES).eager_bytes
     plans = []
-    for states in (1, plan.STATES):
-        monkeypatch.setattr(plan, "STATES", states)
+    for states in (1, planner.STATES):
+        monkeypatch.setattr(planner, "STATES", states)
         plans.append(within(sequence, eager // 2, ALL_MODES))
         agrees(plans[-1], sequence)
         assert plans[-1].peak_bytes <= eager // 2

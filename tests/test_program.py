@@ -13,10 +13,10 @@ from torch import Tensor
 from fusedlayers import backends
 from fusedlayers.activations import Activation
 from fusedlayers.activations.decompositions import slow_kernels
-from fusedlayers.activations.trace import aten_graph, simplified
+from fusedlayers.activations.tracing import aten_graph, simplified
 from fusedlayers.backends import Wanted
-from fusedlayers.backends.eager import chunks, program, traced
-from fusedlayers.backends.eager.program import Program
+from fusedlayers.backends.torch import chunks, program, traced
+from fusedlayers.backends.torch.program import Program
 
 Function = Callable[..., Any]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fusedlayers.activations import spec
+from fusedlayers.activations import record
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -23,8 +23,8 @@ def words(text):
 
 
 def test_code_blocks_run_in_order(capsys, monkeypatch):
-    monkeypatch.setattr(spec, "_rows", dict(spec._rows))  # what the README registers is for itself
-    monkeypatch.setattr(spec, "stand_ins", {target: list(rows) for target, rows in spec.stand_ins.items()})
+    monkeypatch.setattr(record, "_rows", dict(record._rows))  # what the README registers is for itself
+    monkeypatch.setattr(record, "stand_ins", {target: list(rows) for target, rows in record.stand_ins.items()})
     namespace: dict[str, object] = {}
     for number, (block, output) in enumerate(BLOCKS):
         exec(compile(block, f"README.md, block {number}", "exec"), namespace)

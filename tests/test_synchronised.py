@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from fusedlayers import normalised
 from fusedlayers.memory import saved_bytes
+from fusedlayers.ops import batch_norm
 
 CHANNELS = 5
 #: How many images each process has.
@@ -54,7 +54,7 @@ def _run(layer: Any, x: Tensor, residual: Tensor | None, dy: Tensor) -> list[Ten
 
 
 def _in_process(rank: int, count: int) -> dict[Any, Any]:
-    normalised.WORTH_IT = 1
+    batch_norm.WORTH_IT = 1
     found: dict[Any, Any] = {}
     x, residual, dy = (t.split(SHARES)[rank] for t in _data())
     for name, with_residual, save in CASES:

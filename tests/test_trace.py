@@ -14,7 +14,7 @@ from reference import derivative
 from torch import Tensor
 
 from fusedlayers.activations import Activation, resolve
-from fusedlayers.activations.trace import NotPointwise, Pointwise, _read, aten_graph, trace
+from fusedlayers.activations.tracing import NotPointwise, Pointwise, _read, aten_graph, trace
 
 ROOT = Path(__file__).parents[1]
 

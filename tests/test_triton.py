@@ -17,8 +17,9 @@ from reference import all_values, assert_as_good_as_torch, check_gates, derivati
 from torch import Tensor
 
 import fusedlayers as fl
-from fusedlayers.activations import Activation, branch, resolve, told
-from fusedlayers.activations.polynomial import PRECISIONS
+from fusedlayers.activations import Activation, resolve, told
+from fusedlayers.derivative import branch_bit
+from fusedlayers.derivative.polynomial import PRECISIONS
 
 pytest.importorskip("triton")
 import triton.language as tl  # after the line that skips without it
@@ -191,8 +192,8 @@ def test_every_16_bit_number_forward(activation: Activation, dtype: torch.dtype)
         assert torch.equal(saved[real], exact[real])
         return
     left = z.double() < position(activation)
-    assert torch.equal(branch.decode(saved.float(), dtype)[real], left[real])
-    nominal = branch.encode(truth.float(), left, dtype).to(dtype)
+    assert torch.equal(branch_bit.decode(saved.float(), dtype)[real], left[real])
+    nominal = branch_bit.encode(truth.float(), left, dtype).to(dtype)
     assert int(steps(saved, nominal)[real & ~nothing & (truth < 0)].max()) <= 2  # the next number of that branch
     assert torch.equal(saved[real & (truth >= 0) & ~left], exact[real & (truth >= 0) & ~left])
 
@@ -288,7 +289,7 @@ def test_special_float32_numbers(activation: Activation) -> None:
         assert torch.equal(y.isnan(), truth.isnan())
     if activation.is_folded:
         real = ~y.isnan()
-        assert torch.equal(branch.decode(y, torch.float32)[real], (z < position(activation))[real])
+        assert torch.equal(branch_bit.decode(y, torch.float32)[real], (z < position(activation))[real])
 
     dz, _ = gradient(torch.ones_like(z).to(DEVICE), z.to(DEVICE), activation, "input")
     torch.testing.assert_close(dz.cpu()[~z.isnan()], slope[~z.isnan()], **tolerance)

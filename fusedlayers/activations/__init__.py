@@ -1,22 +1,11 @@
 """Activations: the record, the table, the branch bit, inverses and traces."""
 
 from . import builtin as _builtin  # fills the table
-from .capture import must_be_called_because
+from .free_variables import must_be_called_because
+from .inverse_error import Told, told
+from .lookup import record_of, resolve
+from .record import DTYPES, Activation, Row, Saved, Specialised, activations, register, register_stand_in, rows, widened
 from .register import activation
-from .resolve import record_of, resolve
-from .spec import (
-    DTYPES,
-    Activation,
-    Row,
-    Saved,
-    Specialised,
-    activations,
-    register,
-    register_stand_in,
-    rows,
-    widened,
-)
-from .told import Told, told
 
 __all__ = [
     "DTYPES",

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .folded import FoldedDerivative
-from .shape import Fold
-from .spec import Native, Row, register
+from ..derivative.features import Fold
+from ..derivative.folded import FoldedDerivative
+from .record import Native, Row, register
 
 aten = torch.ops.aten
 

@@ -1,7 +1,8 @@
 """A user's own function, made into an activation.
 
-``specialise`` takes the function apart (``capture.py``), traces it once, splits the trace in two (``splitting.py``) and
-compares the result with the original (``comparing.py``). What comes out serves all functions of the same code.
+``specialise`` takes the function apart (``free_variables.py``), traces it once, splits the trace in two
+(``partition.py``) and compares the result with the original (``verification.py``). What comes out serves all functions
+of the same code.
 What does not pass stays with plain PyTorch, with a reason that people can read.
 """
 
@@ -17,16 +18,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .analysis import Analysis, analyse
-from .capture import Captured, capture
-from .comparing import asks_for_sizes, compare
-from .recent import Recent
-from .recognised import row_of
+from ..derivative.analysis import Analysis, analyse
+from ..utils.bounded_cache import Recent
+from .free_variables import Captured, capture
+from .partition import Split, example_shape
+from .partition import split as split_trace
+from .recognition import row_of
+from .record import Activation, Row, Specialised
 from .register import mistake, out_of_reach
-from .spec import Activation, Row, Specialised
-from .splitting import Split, example_shape
-from .splitting import split as split_trace
-from .trace import NotPointwise, aten_graph, simplified
+from .tracing import NotPointwise, aten_graph, simplified
+from .verification import asks_for_sizes, compare
 
 _log = logging.getLogger("fusedlayers")
 

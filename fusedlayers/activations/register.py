@@ -13,9 +13,9 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from ..clean import in_clean_state
-from .folded import FoldedDerivative
-from .spec import Function, Row, register
+from ..derivative.folded import FoldedDerivative
+from ..utils.isolation import in_clean_state
+from .record import Function, Row, register
 
 F = TypeVar("F", bound=Callable[..., Tensor])
 

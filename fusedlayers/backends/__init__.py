@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import importlib.util
 
-import torch
-from torch import Tensor
+from torch import Tensor, float64
 
 from ..activations import Activation
-from . import eager
-from .interface import Backend, Through, Wanted
+from . import torch as torch_backend
+from .base import Backend, Through, Wanted
 
 __all__ = ["DEVICES", "Backend", "Through", "Wanted", "choose"]
 
@@ -25,17 +24,17 @@ def choose(tensor: Tensor, activation: Activation | None = None) -> Backend:
     float64 stays with torch operations on GPUs too (the kernels compute in float32), and so does what cannot be printed
     as device code.
     """
-    if tensor.is_cuda and tensor.dtype is not torch.float64:
+    if tensor.is_cuda and tensor.dtype is not float64:
         backend = _for_gpus()
-        return backend if activation is None or backend.computes(activation) else eager
-    return eager
+        return backend if activation is None or backend.computes(activation) else torch_backend
+    return torch_backend
 
 
 @functools.cache
 def _for_gpus() -> Backend:
     # Triton is imported on the first use of a GPU, not with the package: it takes long, and need not be there.
     if importlib.util.find_spec("triton") is None:
-        return eager
+        return torch_backend
     from . import triton
 
     return triton

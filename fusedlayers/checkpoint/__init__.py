@@ -1,1 +1,1 @@
-"""Deeper nets in the same memory: what the backward pass needs is computed again, or had from what comes after it."""
+"""Recomputation: sequential networks that recompute segments in backward, and what a second run must find as it was."""

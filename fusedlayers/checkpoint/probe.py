@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..graph import attributes_of, nodes_of
-from ..memory import strided_parts
-from ..state import unchanged
-from .circumstances import attributes_restored, inside_a_run
-from .keeping import CPU_ATTENTION, products
+from ..utils.autograd_graph import attributes_of, nodes_of
+from ..utils.module_state import unchanged
+from ..utils.storages import strided_parts
+from .selective import CPU_ATTENTION, products
+from .state_snapshot import attributes_restored, inside_a_run
 
 #: How many operations a device does in a product while it moves a byte, about: 200 GFLOP/s and 13 GB/s of four cores,
 #: 400 TFLOP/s (TF32) and 3 TB/s of an H100.

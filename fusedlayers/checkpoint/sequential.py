@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .circumstances import Circumstances, inside_a_run
-from .plan import Plan, Segment, balanced, of_lengths, segments_of, within
+from .free_state import Reached
+from .planner import Plan, Segment, balanced, of_lengths, segments_of, within
 from .probe import Child, probe
-from .reached import Reached
-from .sublinear import Recompute, again, can_run_again, check_recompute, compiled
+from .recompute import Recompute, again, can_run_again, check_recompute, compiled
+from .state_snapshot import Circumstances, inside_a_run
 
 
 class SublinearSequential(nn.Sequential):

@@ -2,8 +2,8 @@
 
 The kernels know no activation: they take ``FORWARD`` and ``GRADIENT``, jitted functions of float32 blocks, as
 compile-time arguments. Those are printed here from the same torch function that everything else uses: traced to
-pointwise operations (``activations/trace.py``), one line each. What else the function reads, its operands, lies in one
-buffer (``pack``); the printed functions load it themselves, so that kernels take the same arguments for all.
+pointwise operations (``activations/tracing.py``), one line each. What else the function reads, its operands, lies in
+one buffer (``pack``); the printed functions load it themselves, so that kernels take the same arguments for all.
 
 What Triton has no operation for is written in its own operations in ``device.py`` (elementary functions) and
 ``special.py`` (error, gamma, Bessel), from polynomials that ``fitted.py`` makes when they are first needed.
@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...activations import Activation
-from ...activations.trace import NotPointwise, Operation, Pointwise, trace
+from ...activations.tracing import NotPointwise, Operation, Pointwise, trace
 from . import device, fitted, special
 
 #: How each operation is written; {0}, {1}, ... are its arguments.

@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...activations import Activation
-from ...broadcast import is_dense, layout_along
-from ..interface import Wanted
+from ...utils.layout import is_dense, layout_along
+from ..base import Wanted
 from .codegen import device_function, pack
 
 #: Elements per tile, and threads that share them: 8 each, which is one or two 16-byte loads of each operand. (With 16,

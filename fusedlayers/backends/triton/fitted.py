@@ -15,8 +15,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from ...activations.polynomial import Piece, interpolate
-from ...clean import in_clean_state
+from ...derivative.polynomial import Piece, interpolate
+from ...utils.isolation import in_clean_state
 from . import special
 
 Function = Callable[[Tensor], Tensor]

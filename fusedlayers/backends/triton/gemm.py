@@ -26,7 +26,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...activations import Activation
-from ..interface import Through, Wanted
+from ..base import Through, Wanted
 from .codegen import device_function, pack
 from .elementwise import on
 

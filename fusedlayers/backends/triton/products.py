@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...activations import Activation
-from ...products import MATMUL, Matmul, Product, Weight
-from ..interface import Through, Wanted
+from ..base import Through, Wanted
+from ..operations import MATMUL, Matmul, Product, Weight
 from . import dispatch, gemm
 from .codegen import source
 from .dispatch import LIBRARY, Question

@@ -1,0 +1,410 @@
+"""What a function reads besides its argument: the tensors, and everything else.
+
+A user's activation may be a lambda over a parameter, a partial, a bound method, a module. Two such functions that were
+made by the same lines of code and read the same numbers compute the same from their tensors: a trace of one serves the
+other. ``capture`` finds both, by looking where Python looks: in closures, defaults, the globals and attributes that the
+code names, a module's parameters and buffers.
+
+The code is that of the function and of whatever it may call: methods and properties whose names occur, functions from
+the same program. Installed packages are taken to compute tomorrow what they compute today.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import has_torch_function
+
+from .python_values import (
+    BY_CHANCE,
+    OUTSIDE,
+    draws,
+    held_by,
+    is_buffer,
+    is_constant,
+    is_filled,
+    is_fixed,
+    is_librarys,
+    is_packaged,
+    names_in,
+    unwrapped,
+    users_bases,
+)
+
+Make = Callable[[Sequence[Tensor]], Any]
+
+
+class Captured(NamedTuple):
+    """A function, taken apart.
+
+    ``key`` is equal for functions that compute the same from equally shaped tensors; ``root``, the code that is called
+    or what stands for it, is also equal for those that read other numbers. ``on(tensors)`` is the function with its
+    ``tensors`` replaced by others. ``refusal`` is why that cannot be said of it, or None. ``objects`` are what was
+    looked into, the function itself first: what else it reads are values, or what programs define once.
+    """
+
+    root: Hashable
+    key: Hashable
+    tensors: tuple[Tensor, ...]
+    on: Callable[[Sequence[Tensor]], Callable[..., Any]]
+    refusal: str | None
+    objects: tuple[object, ...]
+
+
+def capture(function: Callable[..., Any]) -> Captured:
+    root = _root(function)
+    visitor = _Visitor(_known_names.get(root, _CALLED))
+    key, make = visitor.visit(function)
+    while visitor.fewest < len(visitor.names):  # something was looked into before all of the code was known
+        visitor = _Visitor(visitor.names)
+        key, make = visitor.visit(function)
+        if len(_known_names) >= _ROOTS:
+            _known_names.clear()
+        _known_names[root] = frozenset(visitor.names)
+    return Captured(root, key, tuple(visitor.tensors), make, visitor.refusal, tuple(visitor.alive))
+
+
+def _root(function: Any) -> Hashable:
+    """The code that is called, or its class, and the name where a class has many, as that of built-in functions has."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, nn.Module):  # which takes long to say that it has no such attributes
+        return type(function), None
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return code if isinstance(code, types.CodeType) else (type(function), getattr(function, "__name__", None))
+
+
+#: What the code named the last time, which spares a second walk.
+_known_names: dict[Hashable, frozenset[str]] = {}
+_ROOTS = 512
+
+
+def must_be_called_because(module: nn.Module) -> str | None:
+    """Why a module does more than its class says, or None."""
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return "it has hooks"
+    return "its forward has been replaced" if "forward" in vars(module) else None
+
+
+_TENSORS = (Tensor, nn.Parameter)
+_VALUES = (
+    *(type(None), bool, int, float, complex, str, bytes, range, slice),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.finfo, torch.iinfo),
+)
+_CONTAINERS = (tuple, list, dict, set, frozenset, deque)
+#: A container with more is not looked through at every call; of a module with more parameters, a whole network say,
+#: what the code names counts.
+_LARGE = 64
+#: An array's bytes, likewise.
+_LARGE_BYTES = 4096
+#: What ``nn.Module`` keeps for itself and does not change what a module computes.
+_MODULE_PARTS = ("_parameters", "_buffers", "_modules")
+_MODULE_OWN = frozenset(vars(nn.Module())) - {"training"}
+#: What is called without its name in the code, besides operators and other methods with underscores. Of these not all:
+#: an ``__init__`` names what an object has, whether it is used or not.
+_CALLED = frozenset({"forward", "backward"})
+_NOT_CALLED = frozenset({"__init__", "__new__", "__del__", "__repr__", "__reduce__", "__getstate__", "__setstate__"})
+#: Code with one of these names may read attributes that it does not name.
+_ANY_NAME = frozenset({"getattr", "vars", "__dict__"})
+
+
+class _Same:
+    """An object that equals nothing but itself; holding it keeps its address its own."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+
+class _Visitor:
+    """Walks over what a function reads. A visit gives the value's part of the key, and how to make the value anew."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.tensors: list[Tensor] = []
+        self.refusal: str | None = None
+        #: What has been looked into, and so stays alive: no address is that of two objects.
+        self.alive: list[object] = []
+        #: The globals and attributes that the code names, as far as it has been met, and how many were known when
+        #: something was chosen by them.
+        self.names = set(names)
+        self.fewest = sys.maxsize
+        self._seen: dict[int, tuple[int, Make]] = {}
+        self._numbers: dict[int, int] = {}
+        self._bypassed: set[int] = set()
+
+    def visit(self, value: Any) -> tuple[Hashable, Make]:
+        kind = type(value)
+        if kind in _VALUES:
+            return (kind, repr(value)), lambda tensors: value
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if id(value) in self._seen:
+            number, make = self._seen[id(value)]
+            return ("again", number), make
+        visit = self._how(value)
+        if visit is None:
+            return _Same(value), lambda tensors: value
+        number = len(self._seen)
+        self._seen[id(value)] = number, lambda tensors: value  # in a cycle it stays what it is
+        self.alive.append(value)
+        key, make = visit(value)
+        self._seen[id(value)] = number, make
+        return key, make
+
+    def _how(self, value: Any) -> Callable[[Any], tuple[Hashable, Make]] | None:
+        if isinstance(value, types.FunctionType):
+            return None if self.alive and is_librarys(value) else self._function
+        if isinstance(value, types.BuiltinFunctionType):
+            return self._bound_builtin if isinstance(value.__self__, (Tensor, random.Random)) else None
+        for kind, visit in (
+            (functools.partial, self._partial),
+            (types.MethodType, self._method),
+            (nn.Module, self._module),
+            (_CONTAINERS, self._container),
+        ):
+            if isinstance(value, kind):
+                return visit
+        if isinstance(value, (type, types.ModuleType)):
+            return None if is_librarys(value) else self._namespace
+        if is_buffer(value):
+            return self._buffer
+        if isinstance(value, functools._lru_cache_wrapper):
+            return self._cached
+        return self._object
+
+    def _tensor(self, tensor: Tensor) -> tuple[Hashable, Make]:
+        index = self._numbers.setdefault(id(tensor), len(self.tensors))
+        if index == len(self.tensors):
+            if type(tensor) not in _TENSORS and not _is_ordinary(tensor):
+                self.refusal = f"it reads a {type(tensor).__name__}"
+                return _Same(tensor), lambda tensors: tensor
+            self.tensors.append(tensor)
+        key = (index, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        return key, lambda tensors: tensors[index]
+
+    def _parts(self, parts: Mapping[Any, Any]) -> tuple[Hashable, Callable[..., dict[Any, Any]]]:
+        """Visit the values of a dict, which is made anew as a dict."""
+        key: list[Hashable] = []
+        makes: dict[Any, Make] = {}
+        for name, value in parts.items():
+            kind = type(value)
+            if kind in _VALUES:  # most are, and this is walked at every call
+                key.append((name, kind, repr(value)))
+            else:
+                of_value, makes[name] = self.visit(value)
+                key.append((name, of_value))
+        return tuple(key), lambda tensors: {**parts, **{name: make(tensors) for name, make in makes.items()}}
+
+    def _function(self, function: types.FunctionType) -> tuple[Hashable, Make]:
+        code = function.__code__
+        # Of a package's function what it closes over counts: of a decorator's the function that it decorates.
+        names = names_in(code) if len(self.alive) == 1 or not is_packaged(function) else frozenset()
+        self.names |= names
+        scope = function.__globals__
+        cells = function.__closure__ or ()
+        closure = {i: c.cell_contents for i, c in enumerate(cells) if is_filled(c)}
+        named = {name: scope[name] for name in sorted(names & scope.keys())}
+        read = {name: value for name, value in named.items() if not is_fixed(value)}
+        if any(draws(value, names) for value in named.values()):
+            self.refusal = self.refusal or BY_CHANCE
+        for name in sorted(names & OUTSIDE):
+            self.refusal = self.refusal or f"it asks for {name}, which a trace does not follow"
+        defaults = dict(enumerate(function.__defaults__ or ()))
+        keywords = function.__kwdefaults__ or {}
+        attributes = vars(function)
+        if not (closure or read or defaults or keywords or attributes):
+            return code, lambda tensors: function
+        parts = [self._parts(part) for part in (closure, read, defaults, keywords, attributes)]
+
+        def on(tensors: Sequence[Tensor]) -> Any:
+            cells_of, globals_of, defaults_of, keywords_of, attributes_of = (make(tensors) for _, make in parts)
+            made = types.FunctionType(
+                code,
+                {**scope, **globals_of} if globals_of else scope,
+                function.__name__,
+                tuple(defaults_of.values()) or None,
+                tuple(types.CellType(cells_of[i]) if i in cells_of else cell for i, cell in enumerate(cells)),
+            )
+            made.__kwdefaults__ = keywords_of or None
+            vars(made).update(attributes_of)
+            return made
+
+        return (code, *(key for key, _ in parts)), on
+
+    def _bound_builtin(self, method: types.BuiltinFunctionType) -> tuple[Hashable, Make]:
+        key, make = self.visit(method.__self__)
+        return ("builtin", method.__name__, key), lambda tensors: getattr(make(tensors), method.__name__)
+
+    def _partial(self, partial: functools.partial[Any]) -> tuple[Hashable, Make]:
+        key, make = self._parts({0: partial.func, 1: partial.args, 2: partial.keywords})
+
+        def on(tensors: Sequence[Tensor]) -> Any:
+            function, arguments, keywords = make(tensors).values()
+            return functools.partial(function, *arguments, **keywords)
+
+        return ("partial", key), on
+
+    def _method(self, method: types.MethodType) -> tuple[Hashable, Make]:
+        function: Any = method.__func__
+        self._bypassed.add(id(method.__self__))  # a module whose method is called is not called itself
+        key, make = self._parts({0: function, 1: method.__self__})
+        return ("method", key), lambda tensors: types.MethodType(*make(tensors).values())
+
+    def _module(self, module: nn.Module) -> tuple[Hashable, Make]:
+        """All that a module has; of a large one what the code names."""
+        if id(module) not in self._bypassed:
+            self.refusal = self.refusal or must_be_called_because(module)
+        members = self._members(type(module))
+        has = [vars(module)[part] for part in _MODULE_PARTS]
+        own: Mapping[str, Any] = {name: value for name, value in vars(module).items() if name not in _MODULE_OWN}
+        if module._modules and sum(1 for _ in module.parameters()) > _LARGE:
+            has = [self._named(values) for values in has]
+            own = self._named(own)
+        parts = [self._parts(part) for part in (own, *has, members)]
+
+        def on(tensors: Sequence[Tensor]) -> Any:
+            made = object.__new__(type(module))
+            own_of, *has_of, _ = (make(tensors) for _, make in parts)
+            registered = {n: {**vars(module)[n], **of} for n, of in zip(_MODULE_PARTS, has_of, strict=True)}
+            vars(made).update({**vars(module), **own_of, **registered})
+            return made
+
+        return (type(module), *(key for key, _ in parts)), on
+
+    def _container(self, container: Any) -> tuple[Hashable, Make]:
+        kind = type(container)
+        if len(container) > _LARGE:
+            self.refusal = f"it reads a {kind.__name__} of {len(container)} values; let it read a tensor"
+            return _Same(container), lambda tensors: container
+        if isinstance(container, (set, frozenset)):
+            return (kind, frozenset(self.visit(value)[0] for value in container)), lambda tensors: copy.copy(container)
+        is_dict = isinstance(container, dict)
+        key, make = self._parts(container if is_dict else dict(enumerate(container)))
+
+        def on(tensors: Sequence[Tensor]) -> Any:
+            made = make(tensors)
+            if isinstance(container, tuple):
+                return tuple.__new__(kind, made.values())
+            copied = copy.copy(container)
+            if is_dict:
+                copied.update(made)
+            else:
+                copied.clear()
+                copied.extend(made.values())
+            return copied
+
+        return (kind, key), on
+
+    def _buffer(self, array: Any) -> tuple[Hashable, Make]:
+        view = memoryview(array)
+        if view.nbytes > _LARGE_BYTES:
+            self.refusal = f"it reads a {type(array).__name__} of {view.nbytes} bytes; let it read a tensor"
+            return _Same(array), lambda tensors: array
+        return (type(array), view.format, view.shape, view.tobytes()), lambda tensors: copy.copy(array)
+
+    def _cached(self, function: Any) -> tuple[Hashable, Make]:
+        """Calls that are remembered: what they read now need not be what they read then, so that the object counts."""
+        return ("cached", _Same(function), self.visit(function.__wrapped__)[0]), lambda tensors: function
+
+    def _namespace(self, space: Any) -> tuple[Hashable, Make]:
+        """What the code names of a class or a Python module."""
+        if isinstance(space, type):
+            found = self._members(space, also=("__init__", "__new__"))
+        else:
+            found = {name: value for name, value in self._named(vars(space)).items() if not is_fixed(value)}
+        return (_Same(space), self._parts(found)[0]), lambda tensors: space
+
+    def _object(self, value: Any) -> tuple[Hashable, Make]:
+        """What the code names of an instance; all that it has, if methods from a package may read it."""
+        kind: Any = type(value)
+        if isinstance(value, random.Random):
+            self.refusal = self.refusal or BY_CHANCE
+        members = self._members(kind)
+        found = dict(held_by(value))
+        if len(users_bases(kind)) == len(kind.__mro__) - 1:  # all but object
+            found, identity = self._named(found), None
+        else:
+            identity = _Same(value)
+            if not (found or callable(value) or is_constant(value)):
+                self.refusal = f"it reads a {kind.__name__}, which may change unseen; let it read a tensor or a number"
+            if kind.__module__.partition(".")[0] == "torch":
+                found = {}
+            if len(found) > _LARGE:
+                self.refusal = f"it reads a {kind.__name__} of {len(found)} attributes; let it read a tensor"
+                found = {}
+        if not found:
+            return (kind, self._parts(members)[0], identity), lambda tensors: value
+        key, make = self._parts(found)
+
+        def on(tensors: Sequence[Tensor]) -> Any:
+            made = copy.copy(value)
+            for name, part in make(tensors).items():
+                object.__setattr__(made, name, part)
+            return made
+
+        return (kind, key, self._parts(members)[0], identity), on
+
+    # --- names --------------------------------------------------------------------------------------------------------
+
+    def _named(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        self.fewest = min(self.fewest, len(self.names))
+        names = self.names if self.names.isdisjoint(_ANY_NAME) else values.keys()
+        return {name: value for name, value in values.items() if name in names}
+
+    def _members(self, kind: Any, also: Iterable[str] = ()) -> dict[Any, Any]:
+        """What may be called or read of the classes that an object is made after. What methods name is named by the
+        code."""
+        bases = users_bases(kind)
+        if not bases:
+            return {}
+        found, names = _found_members(bases, frozenset(self.names), frozenset(also))
+        self.names |= names
+        self.fewest = min(self.fewest, len(self.names))
+        # Looked up anew at every call: a class's attributes are set as an object's are.
+        members = {at: unwrapped(vars(bases[at[0]])[at[1]]) for at in found}
+        return {at: member for at, member in members.items() if not is_fixed(member)}
+
+
+@functools.lru_cache(1024)
+def _found_members(
+    bases: tuple[type, ...], names: frozenset[str], also: frozenset[str]
+) -> tuple[tuple[tuple[int, str], ...], frozenset[str]]:
+    """Which members of which of the classes ``names`` lead to, and all names that these lead to."""
+    known: frozenset[str] = frozenset()
+    found: dict[tuple[int, str], None] = {}
+    while known != names:
+        known = names
+        for i, base in enumerate(bases):
+            for name, member in vars(base).items():
+                is_implicit = name.startswith("__") and name not in _NOT_CALLED
+                if not (is_implicit or name in names or name in also):
+                    continue
+                value = unwrapped(member)
+                if isinstance(value, types.FunctionType):
+                    names = names | names_in(value.__code__)
+                elif is_implicit:
+                    continue
+                found[i, name] = None
+    return tuple(found), names
+
+
+def _is_ordinary(tensor: Tensor) -> bool:
+    """Whether a subclass of Tensor does what Tensor does, with numbers of its own: not one of the fakes, nor of those
+    that are yet to be made."""
+    same = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and not has_torch_function((tensor,))
+    return same and not is_lazy(tensor)

@@ -1,0 +1,94 @@
+"""What a user passes for an activation, made into its record."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+from torch import nn
+
+from . import record
+from .free_variables import must_be_called_because
+from .record import Activation, activations
+
+
+def resolve(activation: object, function: str = "resolve") -> Activation:
+    """The record for a name, an ``nn.Module``, a torch function, a ``functools.partial``, any callable, or None.
+
+    ``function`` is whom errors are to name.
+
+    Raises:
+        ValueError: an unknown name; the message lists the known ones.
+        TypeError: something that cannot be called, or a module's class.
+    """
+    if isinstance(activation, str):
+        found = record.named.get(activation)
+        if found is None:
+            raise ValueError(
+                f"{function}: unknown activation {activation!r}; the known ones are: {', '.join(activations())}"
+            )
+        return found
+    if activation is None:
+        return record.named["identity"]
+    if isinstance(activation, Activation):
+        return activation
+    if isinstance(activation, nn.Module):
+        return _resolve_module(activation)
+    if isinstance(activation, type) and issubclass(activation, nn.Module):
+        name = activation.__name__
+        raise TypeError(f"{function}: activation must be an instance, {name}(...), and not the class {name}")
+    if not callable(activation):
+        raise TypeError(
+            f"{function}: activation must be a name, a module, a function or None, "
+            f"got {type(activation).__name__}: {activation!r}"
+        )
+    return _resolve_function(activation)
+
+
+def _resolve_module(module: nn.Module) -> Activation:
+    # A subclass may compute something else, and a hook wants to see the module called: both stay as they are.
+    reason = must_be_called_because(module)
+    if reason is not None:
+        return _unfused(module, reason)
+    found = record_of(module, vars(type(module)).get("stands_in_for", type(module)))
+    return found if found is not None else Activation(_name(module), module, is_untraced=True)
+
+
+def record_of(module: nn.Module, kind: type[nn.Module]) -> Activation | None:
+    """The record for a module that computes what torch's ``kind`` does, or None if that is not in the table."""
+    for row, arguments, _ in record.stand_ins.get(kind, ()):
+        parameters = {key: getattr(module, key) for key in row.parameters}
+        selected = all(getattr(module, key) == value for key, value in arguments.items())
+        if selected and _are_numbers(parameters):
+            return row.bind(**parameters)
+    return None
+
+
+def _are_numbers(parameters: Mapping[str, object]) -> bool:
+    return all(isinstance(value, (int, float)) for value in parameters.values())
+
+
+def _resolve_function(function: Callable[..., Any]) -> Activation:
+    keywords: dict[str, Any] = {}
+    target = function
+    if isinstance(function, functools.partial) and not function.args:
+        target, keywords = function.func, dict(function.keywords)
+        keywords.pop("inplace", None)  # the layer decides what is overwritten
+    for row, arguments, required in record.stand_ins.get(target, ()) if isinstance(target, Hashable) else ():
+        parameters = {key: value for key, value in keywords.items() if key not in arguments}
+        selected = all(keywords.get(key) == value for key, value in arguments.items())
+        if selected and required <= set(parameters) <= set(row.parameters) and _are_numbers(parameters):
+            return row.bind(**parameters)
+    return Activation(_name(function), function, is_untraced=True)
+
+
+def _unfused(function: Callable[..., Any], reason: str) -> Activation:
+    name = _name(function)
+    return Activation(name, function, unfused_because=f"{name} is left to PyTorch because {reason}")
+
+
+def _name(function: object) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)

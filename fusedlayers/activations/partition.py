@@ -1,0 +1,239 @@
+"""A user's traced function in two parts: what depends on z, and what depends on the function's own tensors only.
+
+The second, the prologue (a sigmoid of a trainable order, gamma functions of it), is run beforehand by torch and under
+autograd, on tensors of one number or one per channel. The first, the body, is a pointwise function of z and of what the
+prologue gives, its operands.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from .decompositions import to_single_results
+from .free_variables import Captured
+from .tracing import FILLED, QUICK, NotPointwise, aten_graph, remove_repetitions
+
+aten = torch.ops.aten
+
+Dims = tuple[int | None, ...]
+
+
+class Split(NamedTuple):
+    """A traced function in two parts: ``body(z, *prologue(*tensors))``."""
+
+    body: GraphModule
+    prologue: GraphModule
+    #: For each operand the dimension of z, from the end, along which it runs; None for one number.
+    dims: Dims
+    #: Where the operands are tensors of the function as they are, their numbers.
+    direct: tuple[int, ...] | None
+
+
+#: Sizes that take the place of those that no tensor of the function shares, one for each dimension: even, because half
+#: of an odd number is an error where half of an even one tells that the function is not pointwise.
+_SIZES = range(6, 10_000, 4)
+
+
+def example_shape(shape: tuple[int, ...], tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """A shape that stands for all shapes like this one: sizes matter only where a tensor has the same."""
+    taken = {size for tensor in tensors for size in tensor.shape if size > 1}
+    free = (size for size in _SIZES if size not in taken)
+    return tuple(size if size in taken else next(free) for size in shape)
+
+
+#: Pointwise, though torch does not say so.
+_ALSO_POINTWISE = {
+    aten._prelu_kernel.default,
+    aten._to_copy.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten.detach_copy.default,
+    aten.expand.default,
+    aten.expand_copy.default,
+    aten.hardswish.default,
+    aten.leaky_relu.default,  # of torch 2.11
+    aten.rsub.Tensor,
+    aten.view.default,
+    aten.view_copy.default,
+}
+_CASTS = {aten._to_copy.default, aten.alias.default, aten.clone.default, aten.detach_copy.default, aten.detach.default}
+_EXPANDING = {aten.expand.default, aten.expand_copy.default}
+
+
+def split(captured: Captured, example: tuple[int, ...], dtype: torch.dtype) -> Split:
+    wide = torch.promote_types(dtype, torch.float32)
+    module = _traced(captured, example, wide)
+    if wide is not dtype and _numbers(module) != _numbers(_traced(captured, example, dtype)):
+        raise NotPointwise(f"it does with {dtype} something else than with {wide}, in which layers compute")
+    remove_repetitions(module.graph)
+    return _Splitter(module, example).split([_like(tensor, wide) for tensor in captured.tensors])
+
+
+def _traced(captured: Captured, example: tuple[int, ...], dtype: torch.dtype) -> GraphModule:
+    return aten_graph(
+        lambda z, *tensors: captured.on(tensors)(z),
+        [torch.empty(example, dtype=dtype, device="cpu"), *(_like(tensor, dtype) for tensor in captured.tensors)],
+        to_single_results(),
+    )
+
+
+def _numbers(module: GraphModule) -> list[tuple[str, tuple[float, ...]]]:
+    """The operations of a trace, casts left out, each with the numbers among its arguments."""
+    return [
+        (_name(node), tuple(a for a in node.args if isinstance(a, (bool, int, float))))
+        for node in module.graph.nodes
+        if node.op == "call_function" and node.target not in _CASTS
+    ]
+
+
+def _like(tensor: Tensor, wide: torch.dtype) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=wide if tensor.is_floating_point() else tensor.dtype, device="cpu")
+
+
+class _Splitter:
+    """Copies the nodes of a trace into the graph that they belong to."""
+
+    def __init__(self, module: GraphModule, example: tuple[int, ...]) -> None:
+        self.module, self.example = module, example
+        self.z, *self.tensors = (node for node in module.graph.nodes if node.op == "placeholder")
+        #: What depends on z, what depends on the function's tensors only, and numbers.
+        self.varying: dict[Node, Node] = {}
+        self.uniform: dict[Node, Node] = {}
+        self.numbers: dict[Node, float | int | bool] = {}
+        self.body, self.prologue = Graph(), Graph()
+        self.operands: dict[Node, Node] = {}
+        #: What is expanded, by what it is expanded to: an operand is not.
+        self.narrow: dict[Node, Node] = {}
+
+    def split(self, tensors: Sequence[Tensor]) -> Split:
+        for node in self.module.graph.nodes:
+            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+                raise NotPointwise(f"it is random ({_name(node)})")
+        self.varying[self.z] = self.body.placeholder("z")
+        for tensor in self.tensors:
+            self.uniform[tensor] = self.prologue.placeholder(tensor.name)
+        for node in self.module.graph.nodes:
+            if node.op == "call_function":
+                self._place(node)
+            elif node.op == "get_attr":
+                self.numbers[node] = self._number(node)
+            elif node.op == "output":
+                (result,) = node.args
+                if not isinstance(result, Node) or result.meta["val"].shape != self.example:
+                    raise NotPointwise("it does not return one tensor of its argument's shape")
+                if result not in self.varying:
+                    raise NotPointwise("its result does not depend on its argument")
+                self.body.output(self._in_body(result))
+        self.prologue.output(tuple(self.uniform[node] for node in self.operands))
+        for node in self.prologue.nodes:  # it is called for every layer
+            target: Any = node.target
+            node.target = QUICK.get(getattr(target, "overloadpacket", None), target)
+        prologue = _finished(self.prologue)
+        # What is expanded is narrower than in the trace, and so is what is computed from it.
+        dims = tuple(_dim(operand.shape) for operand in prologue(*tensors))
+        if len({dim for dim in dims if dim is not None}) > 1:
+            raise NotPointwise("its tensors run along several dimensions")
+        whole = all(node in self.tensors for node in self.operands)
+        direct = tuple(self.tensors.index(node) for node in self.operands) if whole else None
+        return Split(_finished(self.body), prologue, dims, direct)
+
+    def _place(self, node: Node) -> None:
+        target: Any = node.target
+        op = _name(node)
+        inputs = node.all_input_nodes
+        if target is aten.copy_.default:
+            if node.args[0] is not self.z:  # the layer decides whether z is overwritten
+                raise NotPointwise("it changes a tensor that it holds")
+            return
+        if op == "_local_scalar_dense":
+            raise NotPointwise("it turns a tensor into a number (item())")
+        if target in FILLED and isinstance(fill := FILLED[target](node), (bool, int, float)):
+            self.numbers[node] = fill
+        elif any(i in self.varying for i in inputs):
+            pointwise = torch.Tag.pointwise in target.tags or target in _ALSO_POINTWISE
+            if not pointwise or getattr(node.meta["val"], "shape", None) != self.example:  # several results have none
+                raise NotPointwise(f"{op} is not pointwise")
+            self.varying[node] = _copied(self.body, node, self._in_body)
+        elif any(i in self.uniform for i in inputs):
+            if target in _EXPANDING:
+                (narrow,) = inputs
+                self.narrow[node] = self.narrow.get(narrow, narrow)
+                self.uniform[node] = self.uniform[narrow]
+            else:
+                self.uniform[node] = _copied(self.prologue, node, self._in_prologue)
+        else:
+            self.numbers[node] = self._number(node)
+
+    def _in_body(self, node: Node) -> Node:
+        if node in self.varying:
+            return self.varying[node]
+        if node in self.numbers:
+            return self._constant(self.body, node)
+        return self._operand(node)
+
+    def _in_prologue(self, node: Node) -> Node:
+        return self._constant(self.prologue, node) if node in self.numbers else self.uniform[node]
+
+    def _constant(self, graph: Graph, node: Node) -> Node:
+        dtype = node.meta["val"].dtype
+        return graph.call_function(aten.scalar_tensor.default, (self.numbers[node],), {"dtype": dtype})
+
+    def _operand(self, node: Node) -> Node:
+        node = self.narrow.get(node, node)
+        if node not in self.operands:
+            if not node.meta["val"].is_floating_point():
+                raise NotPointwise("it combines its argument with a tensor that is not floating")
+            with self.body.inserting_after(list(self.operands.values())[-1] if self.operands else self.varying[self.z]):
+                self.operands[node] = self.body.placeholder(f"p{len(self.operands)}")
+        return self.operands[node]
+
+    def _number(self, node: Node) -> float | int | bool:
+        """What a node that depends on nothing computes."""
+        value = self._evaluated(node)
+        if value.numel() != 1:
+            raise NotPointwise("it makes a tensor of several numbers; let it read one, such as a module's buffer")
+        return value.item()
+
+    def _evaluated(self, node: Node) -> Tensor:
+        if node in self.numbers:
+            return torch.tensor(self.numbers[node], dtype=node.meta["val"].dtype)
+        if node.op == "get_attr":
+            value: Any = getattr(self.module, str(node.target))
+            real = getattr(value, "constant", None)  # of a fake tensor made from numbers
+            return value if real is None else real
+        target: Any = node.target
+        arguments = [self._evaluated(a) if isinstance(a, Node) else a for a in node.args]
+        return target(*arguments, **node.kwargs)
+
+
+def _dim(shape: Sequence[int]) -> int | None:
+    """The dimension of z, from the end, along which a tensor of this shape runs that is combined with it."""
+    running = [i - len(shape) for i, size in enumerate(shape) if size != 1]
+    if len(running) > 1 or math.prod(shape) == 0:
+        raise NotPointwise("a tensor that it reads has more than one dimension")
+    return running[0] if running else None
+
+
+def _name(node: Node) -> str:
+    _, _, operation = str(node.target).partition(".")
+    return operation.split(".")[0] or getattr(node.target, "__name__", "")  # of a tuple's item
+
+
+def _copied(graph: Graph, node: Node, argument: Callable[[Node], Node]) -> Node:
+    copied = graph.node_copy(node, argument)
+    if copied.target is aten.detach_copy.default:  # which has no derivative, not even 0
+        copied.target = aten.detach.default
+    return copied
+
+
+def _finished(graph: Graph) -> GraphModule:
+    graph.eliminate_dead_code()
+    graph.lint()
+    return GraphModule(nn.Module(), graph)

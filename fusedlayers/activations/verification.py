@@ -1,0 +1,129 @@
+"""A user's function against its trace: in values and gradients, on a sweep of numbers, before the trace is used.
+
+Whatever tracing does not see (state that changes, a backward pass of its own, a dependence on the shape) shows here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ..utils.isolation import in_clean_state
+from .free_variables import Captured, capture
+from .partition import Split
+from .tracing import NotPointwise
+
+#: Values where functions differ, and about how many values are compared in all.
+_EDGES = (0.0, -0.0, 1e-30, -1e-30, 1.0, -1.0, 30.0, -30.0, 1e4, -1e4, math.inf, -math.inf, math.nan)
+_SWEEP = 4096
+#: The same operations on the same numbers: what differs is the order of a few sums.
+_UNITS = 64
+
+
+@in_clean_state
+def asks_for_sizes(captured: Captured, example: tuple[int, ...], dtype: torch.dtype, autocast: bool) -> bool:
+    """Call it: whether it asks for sizes, of other tensors than its own.
+
+    Raises:
+        NotPointwise: it has a memory, depends on chance, or returns another dtype than its argument's, which the layers
+            return. (Under autocast any may.)
+    """
+    tensors = [torch.zeros_like(tensor, device="cpu") for tensor in captured.tensors]
+    function = captured.on(tensors)
+    before = capture(function).key
+    try:
+        with _SizesRead(tensors) as sizes:
+            shape = _sweep_shape(example, tensors)
+            z = torch.linspace(-4, 4, math.prod(shape)).reshape(shape).to(dtype)
+            result = function(z.clone())
+            with torch.no_grad():
+                without_gradients = function(z.clone())
+    except NotPointwise:
+        raise
+    except Exception as error:  # whatever a user's function may raise
+        raise _raised(error) from error
+    if capture(function).key != before:
+        raise NotPointwise("it changes what it reads from call to call")
+    if not torch.equal(result.detach().nan_to_num(), without_gradients.nan_to_num()):
+        raise NotPointwise("what it computes depends on whether gradients are wanted, or on chance")
+    if result.dtype is not dtype and not autocast:
+        raise NotPointwise(f"it returns {result.dtype} for {dtype}; its tensors may have another dtype than the layer")
+    return sizes.are_read
+
+
+class _SizesRead(TorchFunctionMode):
+    """Notes whether sizes of other tensors than the ``known`` are asked for."""
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.known, self.are_read = known, False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.__self__.__name__ if function.__name__ == "__get__" else function.__name__
+        if name == "is_contiguous" and not any(args[0] is tensor for tensor in self.known):
+            raise NotPointwise("it asks how its argument lies in memory")
+        if name in ("shape", "size", "numel", "nelement", "__len__", "stride", "nbytes"):
+            self.are_read |= not any(args[0] is tensor for tensor in self.known)
+        return function(*args, **kwargs or {})
+
+
+@in_clean_state
+def compare(captured: Captured, split: Split, example: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Refuse a function that its trace does not reproduce, in values or gradients."""
+    wide = torch.promote_types(dtype, torch.float32)
+    tensors = [values(t).to("cpu", wide if t.is_floating_point() else t.dtype) for t in captured.tensors]
+    shape = _sweep_shape(example, tensors)
+    count = math.prod(shape)
+    steps = torch.linspace(-8, 8, max(1, count), dtype=wide)
+    moderate = steps.reshape(shape)
+    extreme = torch.tensor(_EDGES, dtype=wide).repeat(count // len(_EDGES) + 1)[:count].reshape(shape)
+    trained = [t.clone().requires_grad_() if t.is_floating_point() else t for t in tensors]
+    # A sum over extreme values tells nothing.
+    for leaves in ([moderate.requires_grad_(), *trained], [extreme.requires_grad_(), *tensors]):
+        theirs = _values_and_gradients(lambda z, *t: captured.on(t)(z), leaves)
+        ours = _values_and_gradients(lambda z, *t: split.body(z, *split.prologue(*t)), leaves)
+        for what, a, b in zip(("value", *(len(theirs) - 1) * ("gradient",)), theirs, ours, strict=True):
+            scale = a[a.isfinite()].abs().max() if bool(a.isfinite().any()) else torch.zeros(())
+            tolerance = _UNITS * torch.finfo(wide).eps
+            if a.shape != b.shape or not torch.allclose(
+                a, b, rtol=tolerance, atol=float(scale) * tolerance, equal_nan=True
+            ):
+                raise NotPointwise(
+                    f"its {what} is not that of the operations in it: it depends on something else "
+                    "(a shape, changing state, a backward pass of its own)"
+                )
+
+
+def values(tensor: Tensor) -> Tensor:
+    """Its values; any for a tensor that is still to get its own."""
+    return torch.full(tensor.shape, 0.5).to(tensor.dtype) if tensor.is_meta else tensor.detach()
+
+
+def _raised(error: Exception) -> NotPointwise:
+    return NotPointwise(f"it raised {type(error).__name__} when it was tried: {[*str(error).splitlines(), ''][0]}")
+
+
+def _sweep_shape(example: tuple[int, ...], tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Another shape of the same kind as the example, with about ``_SWEEP`` elements."""
+    taken = {size for tensor in tensors for size in tensor.shape if size > 1}
+    free = [i for i, size in enumerate(example) if size not in taken]
+    shape = [size if size in taken else 2 for size in example]
+    if free:
+        shape[free[0]] = max(2, _SWEEP * 2 // max(1, math.prod(shape)))
+    return tuple(shape)
+
+
+def _values_and_gradients(function: Callable[..., Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    try:
+        y = function(leaves[0] * 1, *leaves[1:])  # an operation before it, so that it may work in place
+        weight = torch.linspace(0.5, 1.5, max(1, y.numel()), dtype=y.dtype).reshape(y.shape)
+        grads = torch.autograd.grad(y, wanted, weight, allow_unused=True) if y.requires_grad else [None] * len(wanted)
+    except Exception as error:  # whatever a user's function may raise
+        raise _raised(error) from error
+    return [y.detach(), *(torch.zeros_like(t) if g is None else g for g, t in zip(grads, wanted, strict=True))]

@@ -1,0 +1,146 @@
+"""What autograd asks of a backend, which is a module with the functions of ``Backend``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol
+
+from torch import Tensor
+
+from ..activations import Activation
+from .operations import Product, Weight
+
+
+class Wanted(NamedTuple):
+    """What backward is given and asked for."""
+
+    given: Literal["output", "input"]
+    #: Whether dz is to be written over what was saved.
+    overwrite: bool
+    bias: bool
+    operands: tuple[bool, ...] = ()
+
+
+class Through(NamedTuple):
+    """What going back through a matmul and the activation before it gives, besides the gradients of pre-activations."""
+
+    #: What the matmul has multiplied, if asked for.
+    hidden: Tensor | None
+    bias: Tensor | None
+    operands: Sequence[Tensor | None]
+
+
+class Backend(Protocol):
+    """What autograd asks of a backend. No argument is changed but ``out``, and ``saved`` where that is said."""
+
+    def computes(self, activation: Activation) -> bool:
+        """Whether this backend has, or can make, code for the activation."""
+        ...
+
+    def multiplies(self, x: Tensor, w: Tensor) -> bool:
+        """Whether ``linear`` is faster than ``F.linear`` for these."""
+        ...
+
+    def linear(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        """``x w^T + b`` in a new buffer: (..., in), (out, in), (out,) -> (..., out)."""
+        ...
+
+    def product_act(
+        self,
+        product: Product,
+        x: Tensor,
+        w: Weight,
+        b: Tensor | None,
+        activation: Activation,
+        operands: Sequence[Tensor] = (),
+        *,
+        encode: bool = False,
+    ) -> Tensor:
+        """``activation(product(x, w, b), *operands)`` in one new buffer.
+
+        ``encode`` puts the branch of a folded activation in it.
+        """
+        ...
+
+    def has_epilogue(self, x: Tensor, w: Tensor, b: Tensor | None, activation: Activation, *, encode: bool) -> bool:
+        """Whether ``product_act`` computes a matmul's without a pass of its own for the activation."""
+        ...
+
+    def decided(self, w: Tensor, activation: Activation) -> Sequence[str]:
+        """How layers and blocks multiply by ``w``, as far as this process has decided that, for people."""
+        ...
+
+    def bias_act(
+        self,
+        z: Tensor,
+        b: Tensor | None,
+        activation: Activation,
+        operands: Sequence[Tensor] = (),
+        *,
+        residual: Tensor | None = None,
+        dim: int,
+        encode: bool,
+        out: Tensor | None,
+    ) -> Tensor:
+        """``activation(z + b + residual, *operands)``, in ``out`` (which may be z) or in a new buffer of z's memory
+        format; b, and operands of more than one element, run along ``dim``.
+
+        ``encode`` puts the branch of a folded activation in it.
+        """
+        ...
+
+    def gradient(
+        self,
+        dy: Tensor,
+        saved: Tensor,
+        activation: Activation,
+        operands: Sequence[Tensor],
+        wanted: Wanted,
+        *,
+        dim: int,
+    ) -> tuple[Tensor | None, ...]:
+        """``dz = dy * f'``, the gradient of the bias, and those of the operands: None where not wanted."""
+        ...
+
+    def gate(
+        self, z: Tensor, up: Tensor, activation: Activation, operands: Sequence[Tensor], out: Tensor | None
+    ) -> Tensor:
+        """``activation(z, *operands) * up``, contiguous all, in ``out`` (which may be z) or in a new buffer."""
+        ...
+
+    def gate_gradient(
+        self,
+        dy: Tensor,
+        z: Tensor,
+        up: Tensor,
+        activation: Activation,
+        operands: Sequence[Tensor],
+        needs: tuple[bool, ...],
+    ) -> Sequence[Tensor | None]:
+        """Write the gradients of z and up over these, contiguous all, and return those of the operands; dy is
+        written over too."""
+        ...
+
+    def linear_gradient(
+        self,
+        dy: Tensor,
+        w: Tensor,
+        parts: Sequence[Tensor],
+        activation: Activation,
+        operands: Sequence[Tensor],
+        wanted: Wanted,
+        *,
+        hidden: bool,
+    ) -> Through | None:
+        """Back through ``linear(hidden, w)`` and the activation before it: write the gradients of the pre-activations
+        over ``parts``. These are z, or f(z) if that is what is given, and of a gated block the other factor; contiguous
+        all. None, and nothing written, where ``linear`` and ``gradient`` or ``gate_gradient`` are as fast.
+        """
+        ...
+
+    def inverse(self, y: Tensor, activation: Activation, out: Tensor | None) -> Tensor:
+        """z with ``activation(z) = y``, in ``out`` (which may be y) or in a new buffer; y carries the branch."""
+        ...
+
+    #: Whether the bias is best added by ``bias_act`` instead of by the matmul.
+    ADDS_BIAS: bool

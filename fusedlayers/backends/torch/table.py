@@ -1,0 +1,358 @@
+"""Any fitted derivative on float32 outputs, from a table that is linear between its nodes.
+
+A fit of five polynomials is a hundred passes over a chunk; a table takes about a dozen. Its nodes are uniform in a
+variable that is cheap to compute and in which the derivative bends little: the output or, with a fold, the root of the
+distance to it (negative on the marked branch); or a root of that, counted from one end of the range; or that divided by
+its size plus a constant, for derivatives that settle slowly. Which one is found by trying them.
+
+The derivative may jump, at kinks. There a node is, and intervals hold a value and a step each, so that none mixes the
+two sides. One jump is told by the sign of an exact difference; where two are too close for float32 to tell them apart
+in the variable, what is flat is filled in by comparison. What no table serves (``interpolated`` returns None) is left
+to the polynomials.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ...activations import Activation
+from ...derivative import branch_bit
+from ...derivative.analysis import MonotoneDerivative
+from ...derivative.features import Fold
+from ...derivative.folded import FoldedDerivative
+from ...derivative.piecewise import TINY, Flat, Segments
+from ...derivative.polynomial import PRECISIONS
+from ...utils.isolation import in_clean_state
+from .lookup import lookup
+
+INTERVALS = 8192
+#: A table may add this much to the error of the fit (rms over N(0, 1), and the largest), in units of
+#: the steepest slope.
+ADDED_RMS = PRECISIONS[torch.float32].tolerance
+ADDED = 1e-5
+
+
+Kind = Literal["straight", "root from below", "root from above", "arcsine", "ratio"]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """``c = g(s)`` with g(s) = s, a root of the distance to one end, the arcsine, which is a root at both, or
+    s / (|s| + half); then ``(c - zero) scale``.
+
+    The interval of s is the integer below that. A negative scale makes ``zero`` belong to the interval below it in s.
+    """
+
+    kind: Kind
+    low: float
+    high: float
+    zero: float
+    scale: float
+    half: float = 1.0
+
+    def bend(self, s: Tensor) -> Tensor:
+        """g, in float64."""
+        if self.kind == "straight":
+            return s
+        if self.kind == "ratio":
+            return s / (s.abs() + self.half)
+        if self.kind == "arcsine":
+            return ((s - self.middle) / self.radius).clamp(-1, 1).asin()
+        return (s - self.low).sqrt() if self.kind == "root from below" else (self.high - s).sqrt()
+
+    @property
+    def middle(self) -> float:
+        return _float32((self.low + self.high) / 2)
+
+    @property
+    def radius(self) -> float:
+        return _float32((self.high - self.low) / 2)
+
+    def unbend(self, c: Tensor) -> Tensor:
+        if self.kind == "straight":
+            return c
+        if self.kind == "ratio":
+            return self.half * c / (1 - c.abs()).clamp_min(1e-9)
+        if self.kind == "arcsine":
+            return self.middle + self.radius * c.clamp(-math.pi / 2, math.pi / 2).sin()
+        return self.low + c * c if self.kind == "root from below" else self.high - c * c
+
+    def bend_(self, s: Tensor, free: Tensor) -> Tensor:
+        """g over s."""
+        if self.kind == "ratio":
+            return s.div_(torch.abs(s, out=free).add_(self.half))
+        if self.kind == "arcsine":
+            return s.sub_(self.middle).mul_(1 / self.radius).clamp_(-1, 1).asin_()
+        if self.kind == "root from below":
+            return s.sub_(self.low).sqrt_()
+        return s.neg_().add_(self.high).sqrt_() if self.kind == "root from above" else s
+
+
+class Interpolated:
+    """The derivative from (encoded) float32 outputs."""
+
+    SCRATCH = (torch.float32, torch.float32, torch.int32, torch.complex64)
+
+    def __init__(self, fitted: FoldedDerivative | MonotoneDerivative, scale: Scale, flats: tuple[Flat, ...]) -> None:
+        self.fold: Fold | None = None
+        if isinstance(fitted, FoldedDerivative):
+            self.fold = fitted.fold
+            self.high, self.low = fitted.origin_parts
+            self.nearest = fitted.margin
+            self.farthest = max(scale.low * scale.low, scale.high * scale.high)
+        self.scale = scale
+        # As float32, so that what is tried is what is computed.
+        ends = scale.bend(torch.tensor([scale.low, scale.high], dtype=torch.float64))
+        ends = ((ends - scale.zero) * scale.scale).floor()
+        self.first = int(ends.min())
+        self.count = int(ends.max()) - self.first + 1
+        #: Outputs that the table would take for their neighbours.
+        self.flats = flats
+        self.nodes = self._evaluate(fitted)
+
+    def _evaluate(self, fitted: FoldedDerivative | MonotoneDerivative) -> Tensor:
+        # Within an interval, not at its ends: the derivative may jump there.
+        inside = 2e-3
+        start = torch.arange(self.first, self.first + self.count, dtype=torch.float64)
+        ends = []
+        for c in (start + inside, start + 1 - inside):
+            s = self.scale.unbend(c / self.scale.scale + self.scale.zero)
+            if isinstance(fitted, FoldedDerivative):
+                sign = -1.0 if fitted.fold.is_maximum else 1.0
+                distance = (s * s).clamp_min(TINY)
+                ends.append(fitted.of_distance(distance, fitted.fold.extremum + sign * distance, s < 0))
+            else:
+                ends.append(fitted(s))
+        step = (ends[1] - ends[0]) / (1 - 2 * inside)
+        value = ends[0] - inside * step
+        return torch.complex(value.float(), step.float())  # a pair is one look-up
+
+    def __call__(self, y: Tensor, s: Tensor, c: Tensor, index: Tensor, pairs: Tensor, *for_lookup: Tensor) -> Tensor:
+        scale = self.scale
+        if self.fold is None:
+            torch.clamp(y, scale.low, scale.high, out=s)
+        else:
+            self._signed_root(y, self.fold, out=s, free=c).clamp_(scale.low, scale.high)
+        scale.bend_(s, c)
+        if scale.zero:
+            s.sub_(scale.zero)
+        s.mul_(scale.scale)
+        torch.floor(s, out=c)
+        # NaN has no index; its fraction is NaN, and so is the result.
+        index.copy_(c).sub_(self.first).clamp_(0, self.count - 1)
+        value, step = torch.view_as_real(lookup(self.nodes, index, *for_lookup, out=pairs)).unbind(-1)
+        slope = torch.addcmul(value, s.sub_(c), step, out=c)
+        for flat in self.flats:
+            slope.masked_fill_(flat.holds(y), flat.slope)
+        return slope
+
+    def _signed_root(self, y: Tensor, fold: Fold, *, out: Tensor, free: Tensor) -> Tensor:
+        y_bits, v_bits, free_bits = (x.view(torch.int32) for x in (y, out, free))
+        torch.sub(y, self.high, out=out).sub_(self.low)
+        if fold.is_maximum:
+            out.neg_()
+        out.clamp_(self.nearest, self.farthest).sqrt_()
+        # The last bit, moved to the sign's place where the output is ambiguous: or-ing it into the root negates it.
+        torch.bitwise_left_shift(y_bits, 31, out=free_bits)
+        if fold.ambiguous == "negative":
+            free_bits.bitwise_and_(y_bits)
+        elif fold.ambiguous == "positive":
+            free_bits.bitwise_or_(y_bits).bitwise_xor_(y_bits)  # and not
+        v_bits.bitwise_or_(free_bits)
+        return out
+
+
+@functools.lru_cache(64)
+@in_clean_state
+def interpolated(activation: Activation) -> Interpolated | None:
+    """The table for an activation whose derivative is fitted in segments, or None if none is good enough."""
+    fitted = activation.fitted()
+    if fitted is None:
+        return None
+    segments = fitted.of_distance if isinstance(fitted, FoldedDerivative) else fitted.segments
+    if not isinstance(segments, Segments):
+        return None
+    y, normal = _outputs(activation, segments)
+    told = _told(fitted, y)
+    steepest = float(told.abs().max())
+    s = _coordinate(fitted, y)
+    jumps = _jumps(fitted, segments, steepest)
+    hard = [jump for jump in jumps if not jump.is_corner]
+    tried = [*_scales(s, told, jumps, steepest), *(_scales(s, told, hard, steepest) if len(hard) < len(jumps) else ())]
+    for scale in tried:
+        for flats in ((), _as_stored(segments)):
+            table = Interpolated(fitted, scale, flats)
+            error = (_looked_up(table, y) - told).abs() / steepest
+            good = float(error.max()) <= ADDED and float(error[:normal].square().mean().sqrt()) <= ADDED_RMS
+            if good:
+                # Comparisons, each as slow as three passes: constants alone are sooner compared than looked up.
+                constant = all(isinstance(segment.polynomial, float) for segment in segments.segments)
+                return None if flats and constant else table
+            if not segments.flats or isinstance(fitted, FoldedDerivative):
+                break  # a comparison of outputs cannot tell the branches apart
+    return None
+
+
+def _outputs(activation: Activation, segments: Segments) -> tuple[Tensor, int]:
+    """Outputs to try a table on, the first so many of them those of N(0, 1), without what kinks leave undecided."""
+    count = 1 << 14
+    normal = torch.special.ndtri((torch.arange(count, dtype=torch.float64) + 0.5) / count)
+    sizes = torch.logspace(-44, 38, 4001, dtype=torch.float64)
+    z = torch.cat([normal, torch.linspace(-32, 32, 65_537, dtype=torch.float64) + 1e-4, sizes, -sizes]).float()
+    y = activation.encoded(z, torch.float32)
+    starts = [segment.start for segment in segments.segments if abs(segment.start) < 3e38]
+    ends = [end for flat in segments.flats for end in (flat.low, flat.high) if math.isfinite(end)]
+    sign = -1.0 if segments.is_falling else 1.0
+    if activation.fold is None:
+        edges = sign * torch.tensor(starts + ends, dtype=torch.float32)
+        y = torch.cat([y, edges])
+        for direction in (-math.inf, math.inf):
+            step = edges
+            for _ in range(3):
+                step = torch.nextafter(step, torch.full_like(step, direction))
+                y = torch.cat([y, step])
+    # Next to a kink that is not at 0 either side is right, unless a side is flat.
+    undecided = torch.zeros_like(y, dtype=torch.bool)
+    for start in starts:
+        if start != 0:
+            unit = 2.0 ** (math.frexp(start)[1] - 1) * torch.finfo(torch.float32).eps
+            undecided |= (sign * y.double() - start).abs() <= unit * (1 if activation.fold is None else 2)
+    for flat in segments.flats:
+        undecided &= ~flat.holds(sign * y)
+    keep = y.isfinite() & ~undecided
+    return y[keep], int(keep[:count].sum())
+
+
+def _told(fitted: FoldedDerivative | MonotoneDerivative, y: Tensor) -> Tensor:
+    if isinstance(fitted, FoldedDerivative):
+        return fitted(y.double(), branch_bit.decode(y, torch.float32, fitted.fold.ambiguous))
+    return fitted(y.double())
+
+
+def _coordinate(fitted: FoldedDerivative | MonotoneDerivative, y: Tensor) -> Tensor:
+    if not isinstance(fitted, FoldedDerivative):
+        return y.double()
+    root = fitted._distance(y.double()).clamp_min(fitted.margin).sqrt()
+    return torch.where(branch_bit.decode(y, torch.float32, fitted.fold.ambiguous), -root, root)
+
+
+def _looked_up(table: Interpolated, y: Tensor) -> Tensor:
+    from .lookup import scratch
+
+    buffers = [torch.empty(len(y), dtype=dtype) for dtype in (*table.SCRATCH, *scratch())]
+    return table(y, *buffers).double()
+
+
+def _as_stored(segments: Segments) -> tuple[Flat, ...]:
+    """The flats in true outputs: the segments know canonical ones."""
+    if not segments.is_falling:
+        return segments.flats
+    return tuple(Flat(-flat.high, -flat.low, flat.slope, flat.marked) for flat in segments.flats)
+
+
+@dataclass(frozen=True)
+class Jump:
+    """Where the derivative jumps, or has a corner, in the table's coordinate.
+
+    ``is_above``: whether what it is at ``s`` itself belongs to what is above.
+    """
+
+    s: float
+    is_above: bool
+    is_corner: bool
+
+
+def _jumps(fitted: FoldedDerivative | MonotoneDerivative, segments: Segments, steepest: float) -> list[Jump]:
+    """Those ends of segments and flats where a line across would err by more than a table may."""
+    places = {(segment.start, segment.marked) for segment in segments.segments}
+    places |= {(end, flat.marked) for flat in segments.flats for end in (flat.low, flat.high)}
+    jumps: dict[float, Jump] = {}
+    for y, marked in sorted(places):
+        if abs(y) > 1e30:
+            continue
+        true = -y if segments.is_falling else y
+        s = true
+        if isinstance(fitted, FoldedDerivative):
+            s = math.sqrt(abs(true - fitted.fold.extremum)) * (-1 if marked else 1)
+        step = 1e-5 * max(1.0, abs(s))
+        at = s + step * torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0], dtype=torch.float64)
+        if isinstance(fitted, FoldedDerivative):
+            distance = at.square()
+            sign = -1.0 if fitted.fold.is_maximum else 1.0
+            values = fitted.of_distance(distance.clamp_min(TINY), fitted.fold.extremum + sign * distance, at < 0)
+        else:
+            values = fitted(at)
+        farther, below, here, above, beyond = values.tolist()
+        left, right = 2 * below - farther, 2 * above - beyond
+        bend = abs((beyond - above) - (below - farther)) / step
+        jumped = abs(right - left) > 10 * ADDED * steepest
+        if jumped or bend > 1e-2 * steepest:
+            jumps.setdefault(round(s, 6), Jump(s, abs(here - right) < abs(here - left), not jumped))
+    return list(jumps.values())
+
+
+def _scales(s: Tensor, told: Tensor, jumps: list[Jump], steepest: float) -> Iterator[Scale]:
+    """What to try, the cheapest first."""
+    order = s.argsort()
+    s, told = s[order], told[order]
+    moving = ((told - told[0]).abs() > 1e-7 * steepest).nonzero().view(-1)
+    low = float(s[max(0, int(moving[0]) - 1)]) if len(moving) else float(s[0])
+    moving = ((told - told[-1]).abs() > 1e-7 * steepest).nonzero().view(-1)
+    high = float(s[min(len(s) - 1, int(moving[-1]) + 1)]) if len(moving) else float(s[-1])
+    at = [jump.s for jump in jumps]
+    low, high = min(low, high - 1e-3), max(high, low + 1e-3)
+    margin = 0.01 * max(1e-3, min(max([high, *at]) - min([low, *at]), 100.0))
+    low, high = min([low, *(a - margin for a in at)]), max([high, *(a + margin for a in at)])
+    low, high = _float32(low), _float32(high)
+    if high - low < 1e30:
+        yield from _placed("straight", low, high, jumps)
+        if len(jumps) <= 1:
+            yield from _placed("root from below", low, high, jumps)
+            yield from _placed("root from above", low, high, jumps)
+            yield from _placed("arcsine", low, high, jumps)
+    for half in (1.0, 4.0, 0.25):
+        yield from _placed("ratio", low, high, jumps, half)
+
+
+def _placed(
+    kind: Kind,
+    low: float,
+    high: float,
+    jumps: list[Jump],
+    half: float = 1.0,
+) -> Iterator[Scale]:
+    """With the jumps on integers, as far as that can be."""
+    bare = Scale(kind, low, high, 0.0, 1.0, half)
+    bend: Callable[[float], float] = lambda x: float(bare.bend(torch.tensor(x, dtype=torch.float64)))  # noqa: E731
+    ends = sorted((bend(low), bend(high)))
+    if not ends[1] > ends[0]:  # in float64 as far apart as nothing
+        return
+    scale = (INTERVALS - 4) / (ends[1] - ends[0])
+    first = min(jumps, key=lambda jump: abs(jump.s), default=None)
+    upwards = (first is None or first.is_above) != (kind == "root from above")
+    if kind not in ("straight", "ratio"):
+        zero = _float32(bend(first.s)) if first is not None else ends[0]
+    else:
+        # From 0, so that nothing is lost next to a jump: its sign is exact at 0, and elsewhere a unit remains a unit.
+        zero = 0.0
+        at = sorted((abs(bend(jump.s)) for jump in jumps if jump.s != 0), reverse=True)
+        for steps in range(round(at[0] * scale), 0, -1) if at else ():
+            tried = steps / at[0]
+            if all(abs(a * tried - round(a * tried)) < 1e-6 + 3e-7 * a * tried for a in at):
+                scale = tried
+                break
+        else:
+            if at:
+                return
+    yield Scale(kind, low, high, zero, _float32(scale if upwards else -scale), half)
+
+
+def _float32(value: float) -> float:
+    return float(torch.tensor(value, dtype=torch.float32))

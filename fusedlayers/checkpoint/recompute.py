@@ -1,0 +1,152 @@
+"""Run a function, keep its inputs, and run it again for its backward pass (Chen et al. 2016, "Training Deep Nets with
+Sublinear Memory Cost").
+
+It is ``torch.utils.checkpoint``, not reentrant, with what that leaves to its users: buffers that the second run must
+not update once more, generators of random numbers that it does not know of, and evaluation, where nothing is spared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Proxy
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from ..routes import is_followed
+from .free_state import Reached
+from .selective import Kept, products
+from .state_snapshot import Circumstances
+
+Recompute = Literal["all", "cheap", "nothing"]
+RECOMPUTE = ("all", "cheap", "nothing")
+
+
+def sublinear(function: Callable[..., Any], *args: Any, recompute: Recompute = "all", **kwargs: Any) -> Any:
+    """``function(*args, **kwargs)``, of which the inputs are kept, and which runs again for its backward pass.
+
+    The second run finds what the first one found: random numbers, autocast, and the buffers and attributes of the
+    modules that the function reaches. What it writes there is thrown away, so that the statistics of batch norms
+    advance once.
+    Modules are looked for in the function itself, in what it is bound to, closes over, has as defaults, or names among
+    its globals, and in the arguments. Second derivatives, second backward passes, hooks and gradients of what a
+    function closes over are as without.
+
+    Not found again are NumPy's random numbers, what Python modules and objects within objects hold, and parameters
+    whose ``data`` was exchanged.
+
+    It runs plainly, and nothing is spared, where gradients are off, the function is a module in evaluation, a module
+    has lazy parameters that are not there yet, ``parametrize.cached()`` is on, or ``torch.func``, forward-mode
+    differentiation or a tracer (``torch.jit.trace``, ``make_fx``, ``torch.fx``) follows: these do without what a
+    checkpoint is made of.
+
+    Args:
+        function: any callable of tensors, modules included.
+        args, kwargs: its arguments, which need not be tensors; tensors may stand in lists, tuples and dicts.
+        recompute: "all", or "cheap": the results of convolutions, matmuls and attention are kept too, and what lies
+            between them runs again; or "nothing".
+
+    Raises:
+        ValueError: an unknown ``recompute``.
+
+    Saved for the backward pass: the input tensors (and, for "cheap", those results).
+
+    >>> import torch, fusedlayers as fl
+    >>> layer = torch.nn.Linear(8, 8)
+    >>> fl.sublinear(lambda x: layer(x).relu(), torch.randn(4, 8, requires_grad=True)).shape
+    torch.Size([4, 8])
+    """
+    check_recompute("sublinear", recompute)
+    is_evaluated = isinstance(function, nn.Module) and not function.training
+    if recompute == "nothing" or is_evaluated or not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    if torch.compiler.is_compiling():
+        return compiled(function, args, kwargs, recompute)
+    leaves = tree_leaves((args, kwargs))
+    reached = Reached.by(function, *leaves)
+    if not can_run_again(reached.modules, leaves):
+        return function(*args, **kwargs)
+    circumstances = Circumstances(reached, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+    return again(function, args, kwargs, circumstances, recompute)
+
+
+def can_run_again(modules: Iterable[nn.Module], leaves: Iterable[object]) -> bool:
+    """Whether nothing follows that a checkpoint is no part of, and all parameters are there."""
+    return not (
+        is_followed()
+        or parametrize._cache_enabled  # of weights that were computed in the first run, and will not be in the second
+        or any(isinstance(leaf, Proxy) for leaf in leaves)
+        or any(isinstance(module, LazyModuleMixin) and module.has_uninitialized_params() for module in modules)
+    )
+
+
+def again(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    circumstances: Circumstances,
+    recompute: Recompute = "all",
+    *,
+    early_stop: bool = True,
+) -> Any:
+    """Run a function now, and once more under the same circumstances when its backward pass needs it."""
+    # One by one, for of tensors within lists, or given by name, torch would see neither the end nor an edit in place.
+    leaves, structure = tree_flatten((args, kwargs))
+    run = _Run(function, (args, kwargs), structure, circumstances, Kept() if recompute == "cheap" else None)
+    return checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=False, early_stop=early_stop, debug=False)
+
+
+def compiled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], recompute: Recompute) -> Any:
+    """The same for the compiler, which sees to buffers, random numbers and autocast itself."""
+    if recompute == "cheap":
+        return checkpoint(function, *args, use_reentrant=False, context_fn=_kept_by_the_compiler, **kwargs)
+    return checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def check_recompute(name: str, recompute: str) -> None:
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"{name}: recompute must be one of {', '.join(map(repr, RECOMPUTE))}, got {recompute!r}")
+
+
+class _Run:
+    """The first call, with the very arguments that were given, and all later ones."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        given: tuple[tuple[Any, ...], dict[str, Any]],
+        structure: TreeSpec,
+        circumstances: Circumstances,
+        results: Kept | None,
+    ) -> None:
+        self._function, self._circumstances, self._results = function, circumstances, results
+        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = given
+        self._structure = structure
+
+    def __call__(self, *leaves: Any) -> Any:
+        is_first = self._given is not None
+        args, kwargs = self._given or tree_unflatten(leaves, self._structure)
+        self._given = None
+        with ExitStack() as stack:
+            stack.enter_context(self._circumstances.noting() if is_first else self._circumstances.again())
+            if self._results is not None:
+                stack.enter_context(self._results.keeping() if is_first else self._results.kept())
+            return self._function(*args, **kwargs)
+
+    @property
+    def kept_for_second_run(self) -> list[Any]:
+        """For who counts what is kept (``utils/autograd_graph.py``)."""
+        return [] if self._results is None else self._results.results
+
+
+def _kept_by_the_compiler() -> Any:
+    operators = [
+        getattr(packet, name) for packet in products() if hasattr(packet, "overloads") for name in packet.overloads()
+    ]
+    return create_selective_checkpoint_contexts(operators)

@@ -1,0 +1,273 @@
+"""The derivative of an activation as a function of its output, found from the activation itself.
+
+``analyse`` decides whether there is one: it looks at the function (``features.py``), fits its derivative as a function
+of the output and, where the function turns, of the branch (``branch_bit.py``), and measures what comes out against
+float64.
+Derivatives are fitted in segments (``piecewise.py``), those of functions like GELU in a shorter form (``folded.py``).
+
+What it does not do: functions with more than one fold (a bit tells two branches apart), and what no short program
+follows. ``analyse`` says so, and never raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..utils.isolation import in_clean_state
+from . import branch_bit
+from .features import Fold, Shape, look, sweep
+from .folded import FoldedDerivative, fit
+from .kinks import NeedsInput
+from .piecewise import Flat, Segments, fit_segments
+from .polynomial import PRECISIONS, Precision
+
+Function = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class MonotoneDerivative:
+    """``f'`` from the output alone: ``derivative(y)`` for floating y."""
+
+    segments: Segments
+
+    def __call__(self, y: Tensor) -> Tensor:
+        return self.segments(None, y, None)
+
+    def differentiable(self, y: Tensor) -> Tensor:
+        """The same: nothing in it stops a gradient."""
+        return self(y)
+
+
+class Errors(NamedTuple):
+    """Errors of a derivative: relative rms over N(0, 1), and the largest anywhere, absolute."""
+
+    rms: float
+    largest: float
+
+
+#: What GELU's derivative loses by being told by the output and a branch bit in it; no derivative may lose more.
+GELU_ERRORS = {
+    torch.float32: Errors(1.1e-6, 9.1e-5),
+    torch.float16: Errors(8.3e-4, 6.6e-3),
+    torch.bfloat16: Errors(4.2e-3, 2.4e-2),
+}
+#: ... than this much more, and times the steepest slope where that is above 1.
+ALLOWANCE = 1.5
+#: The same where the function is computed in float32, whose rounding errors its formula may have amplified: GELU's
+#: tanh form errs by four units where correct rounding errs by one, which is twice the error next to the minimum.
+ALLOWANCE_EVALUATED = 3.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured for outputs of one dtype.
+
+    Attributes:
+        told: errors of the derivative told by f(z) rounded to the dtype, with the branch in it.
+        evaluated: the same, with f computed in float32 first, as layers do.
+        rounded: errors of f' itself when it is rounded to the dtype, which is what eager PyTorch has.
+    """
+
+    told: Errors
+    evaluated: Errors
+    rounded: Errors
+
+
+@dataclass(frozen=True, eq=False)
+class Analysis:
+    """What is known about a function.
+
+    Attributes:
+        kind: "monotone", the output tells the derivative; "folded", with a branch bit it does; "input", it does not.
+        reason: why, in one sentence.
+        fold: where the function turns, if it is folded.
+        measured: by dtype of the output, where the derivative could be fitted.
+        refusals: by dtype, why the output of this dtype does not do although that of another does.
+    """
+
+    kind: Literal["monotone", "folded", "input"]
+    reason: str
+    fold: Fold | None = None
+    measured: Mapping[torch.dtype, Measured] = field(default_factory=dict)
+    refusals: Mapping[torch.dtype, str] = field(default_factory=dict)
+    derivatives: Mapping[tuple[torch.dtype, torch.dtype], MonotoneDerivative | FoldedDerivative] = field(
+        default_factory=dict, repr=False
+    )
+
+    def refused_because(self, dtype: torch.dtype) -> str | None:
+        """Why outputs of ``dtype`` do not tell the derivative, or None if they do."""
+        if self.kind == "input":
+            return self.reason
+        if dtype not in PRECISIONS:
+            return "a fitted derivative is accurate to float32, not to float64"
+        return self.refusals.get(dtype)
+
+    def derivative(
+        self, dtype: torch.dtype = torch.float32, *, closest: bool = False
+    ) -> MonotoneDerivative | FoldedDerivative:
+        """The derivative from outputs of ``dtype``, as closely as they tell it, or as closely as can be."""
+        found = self.derivatives.get((dtype, torch.float32 if closest else dtype)) or self.derivatives[dtype, dtype]
+        return found
+
+
+@in_clean_state
+def analyse(function: Function) -> Analysis:
+    """Decide what a layer has to keep of ``function``, an ordinary torch function of one tensor; fit its derivative."""
+    try:
+        shape = look(function)
+        return _analysed(function, shape)
+    except NeedsInput as reason:
+        return Analysis("input", f"the function {reason}")
+    except Exception as error:  # a function may do anything at all with what it is given
+        line = str(error).strip().split("\n")[0]
+        return Analysis("input", f"the function cannot be analysed in float64: {type(error).__name__}: {line}")
+
+
+def _analysed(function: Function, shape: Shape) -> Analysis:
+    derivatives: dict[tuple[torch.dtype, torch.dtype], MonotoneDerivative | FoldedDerivative] = {}
+    measured, refusals = {}, {}
+    fits: dict[torch.dtype, Callable[[torch.dtype], MonotoneDerivative | FoldedDerivative]] = {}
+    for dtype, precision in PRECISIONS.items():
+        try:
+            fits[dtype] = _fitted(function, shape, precision)
+            derivatives[dtype, dtype] = fits[dtype](dtype)
+            if torch.float32 in fits:
+                derivatives[dtype, torch.float32] = fits[torch.float32](dtype)
+            measured[dtype] = measure(function, shape, derivatives[dtype, dtype], dtype)
+            _refuse_what_is_inaccurate(measured[dtype], shape.steepest, dtype)
+        except NeedsInput as reason:
+            refusals[dtype] = f"the function {reason}"
+    if len(refusals) == len(PRECISIONS):
+        return Analysis("input", refusals[torch.float32], None, measured)
+    if shape.fold is None:
+        way = "falls" if shape.is_falling else "rises"
+        return Analysis("monotone", f"the function {way} all the way", None, measured, refusals, derivatives)
+    reason_ = f"the function turns once, at z = {shape.fold.position:.4g}"
+    return Analysis("folded", reason_, shape.fold, measured, refusals, derivatives)
+
+
+def _fitted(
+    function: Function, shape: Shape, precision: Precision
+) -> Callable[[torch.dtype], MonotoneDerivative | FoldedDerivative]:
+    """The derivative to this precision, for outputs of a dtype yet to be named."""
+    fold = shape.fold
+    if fold is not None and _is_like_gelu(shape):
+        with contextlib.suppress(ValueError):  # where the short form does not fit, segments may
+            folded = fit.__wrapped__(function, precision)  # type: ignore[attr-defined]
+            return lambda _: FoldedDerivative(fold, folded.of_distance)
+    segments = fit_segments(shape, precision)
+
+    def for_outputs(dtype: torch.dtype) -> MonotoneDerivative | FoldedDerivative:
+        flats = tuple(_flats(function, shape, dtype))
+        whole = Segments(segments.segments, flats, segments.fold, segments.is_falling)
+        return MonotoneDerivative(whole) if fold is None else FoldedDerivative(fold, whole)
+
+    return for_outputs
+
+
+def _is_like_gelu(shape: Shape) -> bool:
+    fold = shape.fold
+    assert fold is not None
+    if fold.ambiguous != "negative" or fold.is_maximum or fold.marked != "left" or len(shape.stretches) != 2:
+        return False
+    falling, rising = sorted(shape.stretches, key=lambda stretch: not stretch.marked)
+    return falling.upper == "limit" and abs(falling.stop) < 1e-9 and rising.upper == "infinity" and not shape.kinks
+
+
+def _flats(function: Function, shape: Shape, dtype: torch.dtype) -> list[Flat]:
+    """The levels as outputs of ``dtype`` show them: rounded, marked, and a float32 unit off in both directions, because
+    that is how well a formula keeps a level that is not 0."""
+    flats: list[Flat] = []
+    for level in shape.levels:
+        true = -level.y if shape.is_falling else level.y
+        exact = torch.tensor([true], dtype=torch.float32)
+        shown = [exact, *(torch.nextafter(exact, exact * f) for f in (0.0, 2.0) if true != 0)]
+        evaluated = function(torch.tensor([level.position], dtype=torch.float32)).detach().float()
+        if float((evaluated - exact).abs()) <= 1e-5 * max(1.0, abs(true)):
+            shown.append(evaluated)
+        values = torch.cat(shown)
+        if shape.fold is not None:
+            values = _encoded(values, torch.full((len(values),), level.marked), dtype, shape.fold)
+        stored = values.to(dtype).double()
+        stored = -stored if shape.is_falling else stored
+        low = -math.inf if level.place == "bottom" else float(stored.min())
+        high = math.inf if level.place == "top" else float(stored.max())
+        if level.place == "kink" and any(f.marked == level.marked and low <= f.high and f.low <= high for f in flats):
+            continue
+        flats.append(Flat(low, high, level.slope, level.marked))
+    return flats
+
+
+def _encoded(y: Tensor, marked: Tensor, dtype: torch.dtype, fold: Fold) -> Tensor:
+    return branch_bit.encode(y, marked, dtype, fold.ambiguous, bounded=fold.bounded)
+
+
+def measure(
+    function: Function, shape: Shape, derivative: MonotoneDerivative | FoldedDerivative, dtype: torch.dtype
+) -> Measured:
+    """The errors of a derivative: in float32, from stored outputs, as devices compute it."""
+    normal, anywhere = sweep(function, shape)
+    count = len(normal.z)
+    z, y, slope = (torch.cat([a, b]) for a, b in zip(normal, anywhere, strict=True))
+    exact = torch.where(y.isfinite(), y, 0.0)
+    own = function(z.float()).detach().double()
+    # Where float32 is at a loss about the function itself its derivative has no meaning.
+    sane = y.isfinite() & ((own - exact).abs() <= 0.01 * (exact.abs() + 0.01))
+
+    def errors(told: Tensor, known: Tensor, stored: Tensor) -> Errors:
+        error = (told.double() - slope).abs()
+        for kink in shape.kinks:
+            # Within a unit of a kink's output the slopes of both its sides are right, and what autograd has between
+            # them. A unit of 0 is what underflows.
+            info = torch.finfo(dtype)
+            unit = 2.0 ** (math.frexp(kink.output)[1] - 1) * info.eps
+            if kink.output == 0:
+                unit = 0.0 if shape.fold is None else info.smallest_normal * info.eps
+            close = (stored - float(torch.tensor(kink.output, dtype=dtype))).abs() <= unit
+            # Inputs are rounded, too. That is all that excuses: many further ones may have the kink's output, where a
+            # side is flat, or rounds to it.
+            close &= (z - kink.position).abs() <= 2 * info.eps * max(1.0, abs(kink.position))
+            for side in (kink.before, kink.slope, kink.after):
+                error = torch.where(close, torch.minimum(error, (told.double() - side).abs()), error)
+        error = torch.where(known & slope.isfinite(), error, 0.0)
+        square = torch.where(slope.isfinite(), slope, 0.0)[:count].square().mean()
+        return Errors(float((error[:count].square().mean() / square).sqrt()), float(error.max()))
+
+    def told_by(outputs: Tensor, known: Tensor) -> Errors:
+        stored = outputs.float()
+        if shape.fold is None:
+            stored = stored.to(dtype).float()
+            assert isinstance(derivative, MonotoneDerivative)
+            told = derivative(stored)
+        else:
+            marked = shape.fold.marks(z)
+            stored = _encoded(stored, marked, dtype, shape.fold).to(dtype).float()
+            assert isinstance(derivative, FoldedDerivative)
+            told = derivative(stored, branch_bit.decode(stored, dtype, shape.fold.ambiguous))
+            known = known & ~(marked & stored.isinf())  # which has no last bit
+        return errors(told, known & ~stored.isnan(), stored.double())
+
+    everywhere = torch.ones_like(sane)
+    return Measured(told_by(y, y.isfinite()), told_by(own, sane), errors(slope.to(dtype), everywhere, y))
+
+
+def _refuse_what_is_inaccurate(measured: Measured, steepest: float, dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    scale = max(1.0, steepest)
+    limit = GELU_ERRORS[dtype]
+    for errors, allowance, whose in (
+        (measured.told, ALLOWANCE, f"a {name} output tells the derivative to within {{}}"),
+        (measured.evaluated, ALLOWANCE_EVALUATED, f"computed in float32, a {name} output tells the derivative to {{}}"),
+    ):
+        rms, largest = (allowance * bound * scale for bound in limit)
+        if not errors.rms <= rms:
+            raise NeedsInput(f"is out of reach: {whose.format(f'{errors.rms:.1e} (rms), GELU to {limit.rms:.1e}')}")
+        if not errors.largest <= largest:
+            raise NeedsInput(f"is out of reach: {whose.format(f'{errors.largest:.1e}, GELU to {limit.largest:.1e}')}")

@@ -1,0 +1,377 @@
+"""What a function looks like: where it turns, bends, jumps, is flat, and what it tends to.
+
+Everything is found by looking: the function and its derivative (what autograd returns) at some ten thousand float64
+numbers from -3e38 to 3e38, and bisection where two neighbours differ more than theirs do. So a feature is found if it
+shows at a distance of 1/512 (1/64 beyond 8, 5 % beyond 32); what is missed shows when the fit that is built on it is
+measured, and leads to a refusal there.
+
+A shape is told in *canonical* orientation: reflected so that the function rises, or has a minimum whose marked branch
+(``branch_bit.py``) is the left one. Slopes are the true ones nevertheless.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .branch_bit import Ambiguous
+from .kinks import Function, Kink, NeedsInput, find_corners, find_kinks, rounded, value_and_slope
+
+#: Slopes below this part of the steepest are taken for 0 where their sign is asked, and far out.
+NOISE = 1e-12
+#: Samples lie close around 0. A fit of a function that is stretched far beyond would be measured at too few of them.
+FARTHEST_TURN = 8.0
+#: Where a function has to be finite; further out PyTorch's own derivative may overflow.
+FINITE_WITHIN = 30.0
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Where a function turns: ``f(position) = extremum``, a minimum unless said.
+
+    Attributes:
+        ambiguous: the signs of the outputs that both branches take.
+        marked: the branch that the bit stands for. All its outputs are ambiguous.
+        bounded: whether ambiguous outputs stay far from overflow.
+    """
+
+    position: float
+    extremum: float
+    is_maximum: bool = False
+    ambiguous: Ambiguous = "negative"
+    marked: Literal["left", "right"] = "left"
+    bounded: bool = True
+
+    def marks(self, z: Tensor) -> Tensor:
+        """Whether inputs lie on the marked branch."""
+        return z < self.position if self.marked == "left" else z > self.position
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Outputs, rising, and slopes on a part of a branch without kinks: what a curve is to be drawn through.
+
+    ``lower`` and ``upper`` say what ends it: a "kink", the "fold", a "limit" that is approached with slope 0, or
+    "infinity", where the last slope goes on.
+    """
+
+    y: Tensor
+    slope: Tensor
+    marked: bool
+    lower: str
+    upper: str
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class Level:
+    """Outputs ``<= y`` ("bottom"), ``>= y`` ("top") or ``== y`` ("point", "kink") that have exactly this slope.
+
+    ``position`` is an input that has such an output: the only one at a "kink", else one of many.
+    """
+
+    place: Literal["bottom", "top", "point", "kink"]
+    y: float
+    slope: float
+    marked: bool
+    position: float
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A function that is monotone or turns once.
+
+    ``is_falling``: canonical outputs are the negatives of true ones. ``reach``: between these inputs the formula holds.
+    """
+
+    fold: Fold | None
+    is_falling: bool
+    stretches: tuple[Stretch, ...]
+    levels: tuple[Level, ...]
+    kinks: tuple[Kink, ...]
+    steepest: float
+    reach: tuple[float, float]
+
+
+def look(function: Function) -> Shape:
+    """The shape of ``function``.
+
+    Raises:
+        NeedsInput: it has none from which the derivative could be had.
+    """
+    z, y, slope, astray = _sample(function)
+    inner = z.abs() < FINITE_WITHIN
+    steepest = float(slope[z.abs() > 5e-4].abs().max())
+    if steepest == 0:
+        raise NeedsInput("has the derivative 0 everywhere")
+    _refuse_what_does_not_settle(z, slope, float(slope[inner].abs().max()))
+    turn = _the_turn(function, z, slope, steepest)
+    kinks = find_kinks(function, z, y, slope, steepest)
+    corners = find_corners(function, z, slope, steepest)
+    if astray is not None:  # it may have broken down there, or jump: which of them cannot be told
+        raise NeedsInput(f"does not follow its derivative beyond z = {astray:.3g}")
+    if turn is not None and abs(turn[0]) > FARTHEST_TURN:
+        raise NeedsInput(f"turns at z = {turn[0]:.4g}, too far from 0 to be followed closely")
+    return _assemble(function, z, y, slope, steepest, turn, kinks, corners)
+
+
+# --- looking ----------------------------------------------------------------------------------------------------------
+
+
+def _grid() -> Tensor:
+    # The shift keeps samples off the round numbers where kinks usually are.
+    fine = (torch.arange(-4096, 4096, dtype=torch.float64) + 0.3819) / 512
+    coarse = torch.arange(8 * 64, 32 * 64, dtype=torch.float64).add(0.3819) / 64
+    far = 32 * torch.logspace(0, 37, 1750, dtype=torch.float64)
+    tiny = torch.logspace(-12, -3, 91, dtype=torch.float64)
+    return torch.cat([fine, coarse, -coarse, far, -far, tiny, -tiny]).sort().values
+
+
+def _sample(function: Function) -> tuple[Tensor, Tensor, Tensor, float | None]:
+    z = _grid()
+    y, slope = value_and_slope(function, z)
+    some = torch.arange(0, len(z), 37)
+    again, _ = value_and_slope(function, z[some].flip(0).view(1, -1, 1))
+    again = again.view(-1).flip(0)
+    same = (again - y[some]).abs() <= 1e-9 * (1 + y[some].abs())
+    if not bool((same | ~y[some].isfinite() | ~again.isfinite()).all()):
+        raise NeedsInput("is random, or does not map each element by itself")
+    bad = ~(y.isfinite() & slope.isfinite())
+    # Far out a formula may break down in differences of large numbers.
+    off = (y.diff() - z.diff() * (slope[1:] + slope[:-1]) / 2).abs()
+    lost = ~(off <= 0.02 * (1 + torch.maximum(y[1:].abs(), y[:-1].abs()))) & (z[1:] * z[:-1] > FINITE_WITHIN**2)
+    lost &= ~(bad[1:] | bad[:-1])
+    astray = z[1:][lost]
+    bad[1:] |= lost & (z[1:] > 0)
+    bad[:-1] |= lost & (z[1:] < 0)
+    if bool((bad & (z.abs() < FINITE_WITHIN)).any()):
+        raise NeedsInput(f"is not finite at z = {float(z[bad & (z.abs() < FINITE_WITHIN)][0]):.3g}")
+    middle = len(z) // 2
+    outside = bad.nonzero().view(-1)
+    first = int(outside[outside < middle].max()) + 1 if bool((outside < middle).any()) else 0
+    last = int(outside[outside > middle].min()) if bool((outside > middle).any()) else len(z)
+    where = float(astray[astray.abs().argmin()]) if len(astray) else None
+    return z[first:last], y[first:last], slope[first:last], where
+
+
+def _refuse_what_does_not_settle(z: Tensor, slope: Tensor, steepest: float) -> None:
+    for side, end in (("-inf", z[0]), ("+inf", z[-1])):
+        outer = slope[(z * end > 0) & (z.abs() > end.abs() / 4)]
+        largest = float(outer.abs().max())
+        if float(outer.max() - outer.min()) > 1e-7 * max(steepest, largest):
+            grows = largest > 4 * steepest
+            how = "grows without bound" if grows else "does not settle to a constant"
+            raise NeedsInput(f"has a derivative that {how} as z goes to {side}")
+
+
+def _the_turn(function: Function, z: Tensor, slope: Tensor, steepest: float) -> tuple[float, float] | None:
+    """The two sides of the one place where the slope changes its sign: equal, or the ends of a flat part."""
+    moving = (slope.abs() > NOISE * steepest).nonzero().view(-1)
+    sign = slope[moving] > 0
+    changes = (sign[1:] != sign[:-1]).nonzero().view(-1)
+    if len(changes) == 0:
+        return None
+    if len(changes) > 1:
+        places = ((z[moving[changes]] + z[moving[changes + 1]]) / 2).tolist()
+        places = sorted(sorted(places, key=abs)[:3])
+        listed = ", ".join(f"{place:.3g}" for place in places)
+        often = f"{len(changes)} times" if len(changes) < 4 else f"at least {len(changes)} times"
+        raise NeedsInput(f"turns {often} (z = {listed}{', ...' if len(changes) > 3 else ''})")
+    at = int(changes[0])
+    before, after = z[moving[at]], z[moving[at + 1]]
+    falls_first = not bool(sign[at])
+
+    def edge(stays: Function) -> float:
+        low, high = before.clone(), after.clone()
+        for _ in range(80):
+            middle = (low + high) / 2
+            _, s = value_and_slope(function, middle.view(1))
+            low, high = (middle, high) if bool(stays(s)) else (low, middle)
+        return float(high)
+
+    start = edge(lambda s: s < 0 if falls_first else s > 0)
+    stop = edge(lambda s: s <= 0 if falls_first else s >= 0)
+    return start, max(start, stop)
+
+
+class Looked(NamedTuple):
+    z: Tensor
+    y: Tensor
+    slope: Tensor
+
+
+def sweep(function: Function, shape: Shape) -> tuple[Looked, Looked]:
+    """What to measure at, all of it numbers of float32: N(0, 1), and all sizes with what is near folds and kinks."""
+    count = 1 << 15
+    quantiles = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    near = torch.logspace(-9, -1, 161, dtype=torch.float64)
+    places = [kink.position for kink in shape.kinks] + ([] if shape.fold is None else [shape.fold.position])
+    around = [place + side * near for place in places for side in (-1, 1)]
+    sizes = torch.logspace(-44, -4, 160, dtype=torch.float64)
+    between = (_grid()[1:] + _grid()[:-1]) / 2
+    # Closer than the samples that fits are made from: a fault between two of those shows.
+    wide = torch.logspace(1, 6, 10_000, dtype=torch.float64)
+    at = [torch.special.ndtri(quantiles), torch.cat([between, *around, sizes, -sizes, wide, -wide])]
+    normal, anywhere = (z.float().double() for z in at)
+    anywhere = anywhere[(anywhere >= shape.reach[0]) & (anywhere <= shape.reach[1])]
+    return Looked(normal, *value_and_slope(function, normal)), Looked(anywhere, *value_and_slope(function, anywhere))
+
+
+# --- putting together -------------------------------------------------------------------------------------------------
+
+
+def _assemble(
+    function: Function,
+    z: Tensor,
+    y: Tensor,
+    slope: Tensor,
+    steepest: float,
+    turn: tuple[float, float] | None,
+    kinks: list[Kink],
+    corners: list[float],
+) -> Shape:
+    marks = {kink.position for kink in kinks} | _edges_of_flats(function, z, slope)
+    marks |= {corner for corner in corners if all(abs(corner - mark) > 1e-5 for mark in marks)}
+    if turn is not None:
+        turn = _snapped(turn[0], marks), _snapped(turn[1], marks)
+        marks |= set(turn)
+    cuts = sorted(marks)
+    cuts = [cut for i, cut in enumerate(cuts) if i == 0 or cut - cuts[i - 1] > 1e-9 * max(1.0, abs(cut))]
+    if turn is not None:
+        turn = _snapped(turn[0], set(cuts)), _snapped(turn[1], set(cuts))
+    rises = float(slope[slope.abs() > NOISE * steepest][0]) > 0
+    is_falling = rises if turn is not None else not rises
+    sign = -1.0 if is_falling else 1.0
+    at_cuts, _ = value_and_slope(function, torch.tensor(cuts, dtype=torch.float64))
+    outputs = dict(zip(cuts, (sign * at_cuts).tolist(), strict=True))
+
+    fold = None
+    if turn is not None:
+        moving = (slope.abs() > NOISE * steepest).nonzero().view(-1)
+        arrives = [_has_arrived(y, slope, int(moving[i]), i, steepest) for i in (0, -1)]
+        far = [float(sign * y[i]) if arrives[i] else math.inf for i in (0, -1)]
+        fold = _fold(turn, outputs[turn[0]], far[0], far[1], is_falling, steepest)
+
+    stretches, levels = [], []
+    bounds = [-math.inf, *cuts, math.inf]
+    for a, b in itertools.pairwise(bounds):
+        inside = (z > a) & (z < b)
+        parts = [z[inside], *(c for e, s in ((a, 1.0), (b, -1.0)) if math.isfinite(e) for c in [_close_to(e, s, a, b)])]
+        at = torch.cat(parts).sort().values
+        if len(at) == 0:
+            continue
+        value, s = value_and_slope(function, at)
+        value = sign * value
+        marked = fold is not None and (b <= turn[0] if fold.marked == "left" else a >= turn[1])  # type: ignore[index]
+        goes_left = turn is not None and b <= turn[0]
+        if not goes_left and turn is not None and a < turn[1]:  # the flat part of the fold itself
+            levels += [Level("bottom", outputs[turn[0]], 0.0, m, (a + b) / 2) for m in (False, True)]
+            continue
+        ends = [_end(e, outputs, turn) for e in (a, b)]
+        if goes_left:
+            at, value, s = at.flip(0), value.flip(0), s.flip(0)
+            ends.reverse()
+            a, b = b, a
+        if bool((s == 0).all()):
+            place: Literal["bottom", "top", "point"]
+            place = "bottom" if ends[0][0] == "infinity" else "top" if ends[1][0] == "infinity" else "point"
+            levels.append(Level(place, float(value[-1]), 0.0, marked, float(at[len(at) // 2])))
+            continue
+        first, last = 0, len(at)
+        for end, at_end in enumerate((s[0], s[-1])):
+            if ends[end][0] == "kink" and float(at_end.abs()) <= 1e-5 * steepest:
+                ends[end] = "limit", ends[end][1]
+        moving = (s.abs() > NOISE * steepest).nonzero().view(-1)
+        if len(moving) == 0:
+            continue
+        if ends[1][0] == "infinity" and _has_arrived(value, s, int(moving[-1]), -1, steepest):
+            last = int(moving[-1]) + 1
+            ends[1] = "limit", float(value[-1])
+            levels.append(Level("top", float(value[-1]), 0.0, marked, float(at[-1])))
+        if ends[0][0] == "infinity" and _has_arrived(value, s, int(moving[0]), 0, steepest):
+            first = int(moving[0])
+            ends[0] = "limit", float(value[0])
+            levels.append(Level("bottom", float(value[0]), 0.0, marked, float(at[0])))
+        kept_y, kept_s = value[first:last].cummax(0).values, s[first:last]
+        (lower, start), (upper, stop) = ends
+        stretches.append(Stretch(kept_y, kept_s, marked, lower, upper, start, stop))
+    levels += _points(kinks, stretches, sign, fold)
+    return Shape(fold, is_falling, tuple(stretches), tuple(levels), tuple(kinks), steepest, (float(z[0]), float(z[-1])))
+
+
+def _has_arrived(y: Tensor, slope: Tensor, moving: int, end: int, steepest: float) -> bool:
+    """Whether outputs tend to a limit: they hardly change from where the slope has vanished. (Roots go on and on.)"""
+    change = float((y[end] - y[moving]).abs())
+    return float(slope[end].abs()) <= NOISE * steepest and change <= 1e-3 * max(1.0, float(y[moving].abs()))
+
+
+def _end(position: float, outputs: dict[float, float], turn: tuple[float, float] | None) -> tuple[str, float]:
+    if not math.isfinite(position):
+        return "infinity", math.copysign(math.inf, position)
+    return ("fold" if turn is not None and position in turn else "kink"), outputs[position]
+
+
+def _snapped(position: float, marks: set[float]) -> float:
+    return next((mark for mark in marks if abs(mark - position) <= 1e-9 * max(1.0, abs(mark))), position)
+
+
+def _close_to(end: float, side: float, a: float, b: float) -> Tensor:
+    """Inputs that come close to the end of a stretch: a root of the distance wants to be known there."""
+    reach = min(0.5, (b - a) / 2)
+    return end + side * torch.logspace(-5, 0, 120, dtype=torch.float64) * reach
+
+
+def _edges_of_flats(function: Function, z: Tensor, slope: Tensor) -> set[float]:
+    """Where the derivative begins or ceases to be exactly 0 over some length; far out that is underflow."""
+    flat = slope == 0
+    edges = set()
+    for i in (flat[1:] != flat[:-1]).nonzero().view(-1).tolist():
+        a, b = z[i], z[i + 1]
+        run = flat[max(0, i - 8) : i + 1] if bool(flat[i]) else flat[i + 1 : i + 10]
+        if float(a.abs()) > 16 or float(b - a) < 1e-4 or not bool(run.all()):
+            continue
+        for _ in range(60):
+            middle = (a + b) / 2
+            _, s = value_and_slope(function, middle.view(1))
+            a, b = (middle, b) if bool(s == 0) == bool(flat[i]) else (a, middle)
+        edges.add(rounded(float(b)))
+    return edges
+
+
+def _fold(
+    turn: tuple[float, float], extremum: float, far_left: float, far_right: float, is_maximum: bool, steepest: float
+) -> Fold:
+    if abs(extremum) < NOISE * steepest:
+        extremum = 0.0
+    # The branch that returns less far is the marked one: none of its outputs is certain.
+    marked: Literal["left", "right"] = "left" if far_left <= far_right else "right"
+    ceiling = min(far_left, far_right)
+    ambiguous: Ambiguous = "negative" if ceiling <= 1e-9 * steepest else "positive" if extremum >= 0 else "both"
+    true_sign = ambiguous
+    if is_maximum and ambiguous != "both":
+        true_sign = "positive" if ambiguous == "negative" else "negative"
+    position = turn[0] if marked == "left" else turn[1]
+    largest = abs(extremum) if ambiguous == "negative" else max(abs(far_left), abs(far_right), abs(extremum))
+    return Fold(position, -extremum if is_maximum else extremum, is_maximum, true_sign, marked, largest < 1e4)
+
+
+def _points(kinks: list[Kink], stretches: list[Stretch], sign: float, fold: Fold | None) -> list[Level]:
+    """Kinks at which autograd returns neither side's slope, in outputs that carry no branch bit or are 0.
+
+    Where one side is flat its many inputs have the kink's output too, and their slope counts.
+    """
+    levels = []
+    for kink in kinks:
+        apart = 1e-9 * max(1.0, abs(kink.before), abs(kink.after))
+        neither = min(abs(kink.slope - kink.before), abs(kink.slope - kink.after)) > apart
+        if neither and (fold is None or kink.output == 0):
+            on_left = fold is not None and kink.position < fold.position
+            marked = fold is not None and on_left == (fold.marked == "left") and kink.position != fold.position
+            levels.append(Level("kink", sign * kink.output, kink.slope, marked, kink.position))
+    return levels

@@ -1,0 +1,129 @@
+"""Activations that can be inverted, of the table: monotone ones by a formula, folded ones by their branch bit."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..activations import Activation, resolve, widened
+from ..functional import bias_act
+from ..utils.isolation import in_clean_state
+from .call import Values, is_float
+from .module import InvertibleModule
+
+
+class InvertibleActivation(InvertibleModule):
+    """An activation whose output tells its input.
+
+    Monotone ones (leaky_relu, elu, selu, celu, softplus, softsign, tanh, sigmoid, ...) are inverted by a formula.
+    Folded ones (gelu, silu, mish, ...) fall and rise, and which of the two it was is kept, a bit for each number: what
+    the next module tells of the output is not exact to the last bit, which carries it elsewhere. Their inverse is
+    fitted, for float32 and half precision; in float64 they keep their input. Where a function is flat, an output tells
+    little of its input: tanh and sigmoid far from zero, folded ones next to their minimum and in their tail. ``check``
+    says how little; leaky_relu loses nothing.
+
+    Args:
+        activation: a name, ``nn.Module`` or function, as for ``fusedlayers.bias_act``.
+
+    Raises:
+        ValueError: an activation whose output does not tell its input (relu, hardswish), or whose inverse is not known.
+
+    Shapes: any.
+
+    Saved for the backward pass: the output, until another invertible module takes it; of folded ones the bits, a 32nd
+    of a float32 output.
+
+    >>> import fusedlayers as fl
+    >>> fl.InvertibleActivation("leaky_relu")
+    InvertibleActivation(leaky_relu)
+    """
+
+    num_outputs = 1
+
+    def __init__(self, activation: object = "leaky_relu") -> None:
+        super().__init__()
+        found = resolve(activation, "InvertibleActivation")
+        if not found.has_inverse or found.needs_input_because is not None:
+            reason = (
+                found.needs_input_because or f"the output of {found!r} does not tell its input, or it is not known how"
+            )
+            raise ValueError(f"InvertibleActivation: {reason}; {', '.join(_invertible())} can be inverted")
+        if not _tells(found):
+            raise ValueError(f"InvertibleActivation: {found!r} is flat where inputs are negative")
+        self.activation: Activation = found
+        #: What its outputs lie between.
+        self.between = _range(found)
+
+    @property
+    def reversible(self) -> bool:  # type: ignore[override]  # of others it is what the class says
+        return not self.activation.is_folded  # the function alone knows the branch
+
+    def inverts(self, inputs: Values) -> bool:
+        # The inverse of folded ones is fitted, to float32.
+        return super().inverts(inputs) and not (
+            self.activation.is_folded and any(is_float(x) and x.dtype is torch.float64 for x in inputs)
+        )
+
+    def function(self, x: Tensor) -> Any:
+        refused = self.activation.output_refused_because(x.dtype)
+        y = bias_act(x, None, self.activation, save="input" if refused else "output")
+        fold = self.activation.fold
+        return y if fold is None else (y, _packed(fold.marks(widened(x.detach()))))
+
+    def inverse(self, y: Tensor, branch: Tensor | None = None) -> Tensor:
+        wide, limits = widened(y), torch.finfo(y.dtype)
+        fitted, fold = self.activation.fitted_inverse(), self.activation.fold
+        if branch is not None and fitted is not None and fold is not None:
+            marked = _unpacked(branch, y.shape)
+            if fold.ambiguous == "negative":  # all of the marked branch, but for rounding
+                wide = torch.where(marked, wide.clamp(max=-limits.tiny), wide)
+            return fitted(wide, marked).to(y.dtype)
+        # An output that was rounded to what the function tends to, or that the next module tells beyond it, is taken
+        # for the one before: the formula's infinities and NaNs would become NaNs in all gradients upstream.
+        low, high = self.between
+        wide = wide.clamp(_before(low, 1, limits), _before(high, -1, limits))
+        return self.activation.input_given_output(wide, y.dtype).to(y.dtype)
+
+    def described(self) -> str:
+        return repr(self.activation)
+
+
+@in_clean_state
+def _tells(activation: Activation) -> bool:
+    """Whether outputs of the inputs around zero tell these: a slope may be zero."""
+    x = torch.tensor([-1.0, 1.0])
+    return activation.is_folded or bool(activation.input_given_output(activation.function(x), x.dtype).isfinite().all())
+
+
+@in_clean_state
+def _range(activation: Activation) -> tuple[float, float]:
+    x = torch.tensor([-1e300, -1e200, 1e200, 1e300], dtype=torch.float64)
+    low, lower, higher, high = activation.function(x).tolist()
+    return low if low == lower else -math.inf, high if high == higher else math.inf
+
+
+def _before(limit: float, sign: int, dtype: torch.finfo) -> float:
+    """The next number of a dtype, above a limit or below."""
+    step = abs(limit) * dtype.eps / 2 or dtype.tiny * dtype.eps
+    return limit if math.isinf(limit) else limit + sign * step
+
+
+def _packed(bits: Tensor) -> Tensor:
+    """Eight in a byte."""
+    flat = F.pad(bits.flatten().to(torch.uint8), (0, -bits.numel() % 8)).view(-1, 8)
+    return (flat << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(-1, dtype=torch.uint8)
+
+
+def _unpacked(packed: Tensor, shape: torch.Size) -> Tensor:
+    bits = (packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1
+    return bits.flatten()[: shape.numel()].view(shape).bool()
+
+
+def _invertible() -> list[str]:
+    from ..activations.record import named  # all that are registered by now
+
+    return sorted(name for name, row in named.items() if row.has_inverse and not row.is_identity)

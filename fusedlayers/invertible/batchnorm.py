@@ -1,0 +1,65 @@
+"""Batch norms that can be inverted: the mean and the deviation of the batch are kept, two numbers for each channel.
+
+With an activation that can be inverted behind it this is the pair of Rota Bulo et al. 2018, "In-Place Activated
+BatchNorm for Memory-Optimized Training of DNNs", as two links of a chain; ``ops/batch_norm.py`` has it as one layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..backends.operations import BatchNorm
+from ..utils.layout import along
+from .module import InvertibleModule
+from .orthogonal import at_least
+
+
+class _InvertibleBatchNorm(InvertibleModule):
+    """What the batch norms of one to three dimensions share; the next base is torch's."""
+
+    num_outputs = 1
+
+    #: The smallest size of a weight, which the inverse divides by: below it, the rounding of an output would be
+    #: thousands of times that of the input.
+    least_weight = 1e-3
+
+    def function(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        self._check_input_dim(x)
+        w = None if self.weight is None else at_least(self.weight, self.least_weight)
+        norm = BatchNorm.of(self)
+        return norm._replace(dims=x.dim()).with_statistics(x, w, self.bias)
+
+    def inverse(self: Any, y: Tensor, mean: Tensor | None = None, inverse_std: Tensor | None = None) -> Tensor:
+        if mean is None or inverse_std is None:  # the module is reversed
+            mean, inverse_std = self.running_mean, (self.running_var + self.eps).rsqrt()
+        scale = inverse_std.reciprocal()
+        if self.weight is not None:
+            scale = scale / at_least(self.weight, self.least_weight)
+        z = y if self.bias is None else y - along(self.bias, 1, y.dim())
+        return z * along(scale, 1, y.dim()) + along(mean, 1, y.dim())
+
+    @property
+    def reversible(self: Any) -> bool:  # type: ignore[override]  # of others it is what the class says
+        return not self.training and self.running_mean is not None
+
+
+class InvertibleBatchNorm1d(_InvertibleBatchNorm, nn.BatchNorm1d):
+    """``nn.BatchNorm1d`` that can be inverted: with its parameters, statistics and ``state_dict`` keys.
+
+    In training the statistics of the batch are kept, so that the backward pass goes through them as eager PyTorch's
+    does; the running ones advance once for each forward pass. Weights nearer to zero than ``least_weight`` count as if
+    they were that far from it: the inverse divides by them. In evaluation the module is reversible.
+
+    Args:
+        num_features, eps, momentum, affine, track_running_stats, device, dtype: as for ``nn.BatchNorm1d``.
+    """
+
+
+class InvertibleBatchNorm2d(_InvertibleBatchNorm, nn.BatchNorm2d):
+    """As ``InvertibleBatchNorm1d``, for images."""
+
+
+class InvertibleBatchNorm3d(_InvertibleBatchNorm, nn.BatchNorm3d):
+    """As ``InvertibleBatchNorm1d``, for volumes."""

@@ -1,0 +1,235 @@
+"""How far computed inputs are from the inputs, and what that does to gradients.
+
+Each module of a chain runs forward; then the chain is inverted from its last output, as the backward pass would, and so
+each module's input errs by what the modules behind it have added up. Gradients are computed twice as well, at the
+inputs and at the computed ones, from the same random gradient of the output.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.state_snapshot import Circumstances
+from ..utils.module_state import unchanged
+from .call import Inverted, Values, is_float
+
+if TYPE_CHECKING:
+    from .module import InvertibleModule
+
+
+@dataclass(frozen=True)
+class CheckRow:
+    """A part of the chain. Errors are norms of differences over norms, the largest of all tensors.
+
+    Attributes:
+        name: its place: a module's, and in a coupling its network's.
+        kind: the module's class.
+        inverse_error: of inputs that are computed from the module's own outputs.
+        drift: of inputs that are computed from the chain's last output.
+        second_error: of the outputs of a second run.
+        gradient_error: of the gradients of its inputs and parameters, had from the computed inputs.
+    """
+
+    name: str
+    kind: str
+    inverse_error: float
+    drift: float
+    second_error: float
+    gradient_error: float
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What ``InvertibleModule.check`` has found; true if all is within the tolerance.
+
+    Attributes:
+        rows: the modules, in order.
+        is_within: whether all computed inputs, and the outputs of all second runs, are within the tolerance.
+        dtype: of the inputs.
+    """
+
+    rows: tuple[CheckRow, ...]
+    is_within: bool
+    dtype: str
+
+    @property
+    def drift(self) -> float:
+        """The largest of the rows': usually the first one's."""
+        return max((row.drift for row in self.rows), default=0.0)
+
+    @property
+    def gradient_error(self) -> float:
+        return max((row.gradient_error for row in self.rows), default=0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"dtype": self.dtype, "is_within": self.is_within, "rows": [asdict(row) for row in self.rows]}
+
+    def __bool__(self) -> bool:
+        return self.is_within
+
+    def __str__(self) -> str:
+        names = [f"{row.name} ({row.kind})" if row.name else row.kind for row in self.rows]
+        width = max(map(len, names), default=0)
+        lines = [f"{'':<{width}}  inverse    drift  second run  gradients"]
+        lines += [
+            f"{name:<{width}}  {row.inverse_error:7.1e}  {row.drift:7.1e}  {row.second_error:10.1e}  "
+            f"{row.gradient_error:9.1e}"
+            for name, row in zip(names, self.rows, strict=True)
+        ]
+        return "\n".join([*lines, f"in {self.dtype}, {'' if self.is_within else 'not '}within the tolerance"])
+
+
+@dataclass
+class _Ran:
+    """A module after its first run."""
+
+    name: str
+    link: Inverted
+    inputs: Values
+    outputs: Values
+    circumstances: Circumstances
+
+    def again(self, function: Callable[..., Values], values: Values) -> Values:
+        with self.circumstances.again():
+            return function(*values)
+
+    @property
+    def shown(self) -> int:
+        return len(self.link.shown(self.outputs))
+
+    def gradients(self, inputs: Values, dy: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[Tensor]]:
+        """Of the inputs, and of the parameters that have one."""
+        inputs = tuple(v.detach().requires_grad_() if is_float(v) else v for v in inputs)
+        with torch.enable_grad():
+            outputs = self.again(self.link.function, inputs)[: self.shown]
+        owned = (p for module in self.link.reached.modules for p in module.parameters(recurse=False))
+        parameters = [p for p in dict.fromkeys(owned) if p.requires_grad]
+        given = [(y, d) for y, d in zip(outputs, dy, strict=True) if d is not None and y.requires_grad]
+        if not given:
+            return [None for _ in inputs], []
+        wanted = [v for v in inputs if is_float(v)]
+        found = torch.autograd.grad(
+            [y for y, _ in given], [*wanted, *parameters], [d for _, d in given], allow_unused=True
+        )
+        of_inputs = iter(found[: len(wanted)])
+        return (
+            [next(of_inputs) if is_float(v) else None for v in inputs],
+            [g for g in found[len(wanted) :] if g is not None],
+        )
+
+
+def checked(module: InvertibleModule, inputs: Values, rtol: float, atol: float) -> CheckReport:
+    tensors = [value for value in inputs if isinstance(value, Tensor)]
+    device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+    with unchanged(list(module.modules()), tensors, device), torch.no_grad():
+        chain = list(_run(module, inputs))
+        report = CheckReport(*_compared(chain, rtol, atol), _dtype_of(tensors))
+    if not report.is_within:
+        worst = max(report.rows, key=lambda row: row.inverse_error)
+        place = f"{worst.name} ({worst.kind})" if worst.name else worst.kind
+        warnings.warn(
+            f"{type(module).__name__}.check: in {report.dtype}, over {len(chain)} modules, computed inputs drift by "
+            f"{report.drift:.1e} of their norm, and gradients by {report.gradient_error:.1e}. Most is lost in {place}. "
+            "Orthogonal weights, fewer modules between inputs that are kept (keep=), or float64 lessen it",
+            stacklevel=3,
+        )
+    return report
+
+
+def _run(module: InvertibleModule, inputs: Values) -> Iterator[_Ran]:
+    for name, part in module.parts():
+        for inner, link in part.links(len(inputs)):
+            tensors = [value for value in inputs if isinstance(value, Tensor)]
+            circumstances = Circumstances(link.reached, tensors, seed=link.seed)
+            with circumstances.noting():
+                outputs = _with_gradients(link.function, inputs)
+            ran = _Ran(".".join(filter(None, (name, inner))), link, inputs, outputs, circumstances)
+            yield ran
+            inputs = outputs[: ran.shown]
+
+
+def _with_gradients(function: Callable[..., Values], values: Values) -> Values:
+    """What a function returns when a backward pass is to follow: without, activations leave their branch out."""
+    with torch.enable_grad():
+        # Copies, for it may write over its inputs, and a later one over its outputs.
+        found = function(*(value.detach().requires_grad_().clone() if is_float(value) else value for value in values))
+    return tuple(value.detach().clone() if isinstance(value, Tensor) else value for value in found)
+
+
+def _compared(chain: Sequence[_Ran], rtol: float, atol: float) -> tuple[tuple[CheckRow, ...], bool]:
+    rows: list[CheckRow] = []
+    is_within = True
+    computed: Values | None = None
+    dy: list[Tensor | None] = []
+    dy_computed: list[Tensor | None] = []
+    for ran in reversed(chain):
+        if computed is None:  # the last one
+            computed = ran.outputs[: ran.shown]
+            dy = [torch.randn_like(v) if is_float(v) else None for v in computed]
+            dy_computed = list(dy)
+        own = ran.again(ran.link.inverse, ran.outputs)
+        computed = ran.again(ran.link.inverse, (*computed, *ran.outputs[ran.shown :]))
+        with ran.circumstances.again():
+            second = _with_gradients(ran.link.function, ran.inputs)
+        (dy, of_parameters), (dy_computed, of_computed) = (
+            ran.gradients(ran.inputs, dy),
+            ran.gradients(computed, dy_computed),
+        )
+        # Computed values may be fewer than the inputs: what is no floating-point tensor is held.
+        pairs = [*zip(computed, ran.inputs, strict=False), *zip(second, ran.outputs, strict=True)]
+        is_within = is_within and all(_is_close(a, b, rtol, atol) for a, b in pairs)
+        rows.append(
+            CheckRow(
+                ran.name,
+                ran.link.name,
+                inverse_error=_error(own, ran.inputs),
+                drift=_error(computed, ran.inputs),
+                second_error=_error(second, ran.outputs),
+                gradient_error=max(_together(dy_computed, dy), _together(of_computed, of_parameters)),
+            )
+        )
+        computed = (*computed, *ran.inputs[len(computed) :])
+    return tuple(reversed(rows)), is_within
+
+
+def _together(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:
+    """Of all in one vector: some are zero, as that of a bias before a batch norm, but for rounding."""
+    joined = [
+        torch.cat([_wide(t).flatten() for t in ts if t is not None] or [torch.zeros(0)]) for ts in (found, expected)
+    ]
+    return _error(joined[:1], joined[1:])
+
+
+def _error(found: Sequence[Any], expected: Sequence[Any]) -> float:
+    errors = [0.0]
+    for a, b in zip(found, expected, strict=False):
+        if is_float(a) and is_float(b) and b.numel():
+            difference, size = (_wide(a) - _wide(b)).norm(), _wide(b).norm()
+            error = float(difference / size) if size else float(difference)
+            errors.append(error if error == error else float("inf"))
+    return max(errors)
+
+
+def _is_close(a: Any, b: Any, rtol: float, atol: float) -> bool:
+    if not isinstance(b, Tensor):
+        return not isinstance(a, Tensor)
+    if not isinstance(a, Tensor) or a.shape != b.shape:
+        return False
+    if not is_float(b):
+        return torch.equal(a, b)
+    allowed = rtol * _wide(b).norm() + atol * b.numel() ** 0.5
+    return bool((_wide(a) - _wide(b)).norm() <= allowed)  # of NaN it is not
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float64))
+
+
+def _dtype_of(tensors: Sequence[Tensor]) -> str:
+    return str(next((t.dtype for t in tensors if is_float(t)), "no dtype")).removeprefix("torch.")

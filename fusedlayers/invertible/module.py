@@ -1,0 +1,317 @@
+"""Modules that state their inverse, and need not keep their inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ..checkpoint.free_state import Reached
+from ..checkpoint.recompute import again
+from ..checkpoint.state_snapshot import Circumstances, is_inside_a_run
+from ..routes import is_followed
+from .call import Call, Inverted, Values, in_plain_mode
+from .check import CheckReport, checked
+
+FLAGS = ("seed", "checkpoint", "invertible", "reversed")
+
+
+class InvertibleModule(nn.Module):
+    """A module of which the backward pass computes the inputs from the outputs, instead of keeping them (Gomez et al.
+    2017, "The Reversible Residual Network").
+
+    A subclass defines ``function`` and ``inverse`` instead of ``forward``. Both take positional arguments and return a
+    tensor or a tuple; ``inverse`` takes what ``function`` returns, and returns what it takes. Where modules follow one
+    another, only the last one's output is held until the backward pass.
+
+    Inputs are not destroyed: whoever holds one can read it, and one that something else holds stays. ``module(x,
+    keep=[x])`` holds inputs for the backward pass, which then does without computing them. What is no floating-point
+    tensor is held anyway. An output must not be edited in place: the backward pass would have the inputs from it, and
+    raises instead.
+
+    Outputs that ``inverse`` needs, and the caller does not, come last: ``num_outputs`` says how many of them the caller
+    sees (None: all; a negative number: all but so many), and ``num_inputs`` the same of what ``inverse`` returns, for
+    when it is called in place of ``function``.
+
+    Attributes:
+        checkpoint: whether inputs are computed again, or ``function`` runs as any PyTorch code. Setting it to False
+            sets ``invertible`` to False.
+        invertible: whether inputs come from the outputs; else they are kept, and the rest is computed again. Setting it
+            to True sets ``checkpoint`` to True.
+        seed: whether the second run finds the random numbers of the first.
+        reversed: whether ``forward`` calls ``inverse``; only modules that are ``reversible`` can be.
+
+    The flags are part of the ``state_dict``'s metadata. Without gradients, and where nothing that requires some goes in
+    or is among the parameters, ``forward`` is ``function``. ``torch.compile`` leaves these modules to PyTorch.
+
+    >>> import torch, fusedlayers as fl
+    >>> class Scale(fl.InvertibleModule):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.log_scale = torch.nn.Parameter(torch.zeros(()))
+    ...     def function(self, x):
+    ...         return x * self.log_scale.exp()
+    ...     def inverse(self, y):
+    ...         return y / self.log_scale.exp()
+    >>> Scale().check(torch.randn(4)).is_within
+    True
+    """
+
+    num_outputs: ClassVar[int | None] = None
+    num_inputs: ClassVar[int | None] = None
+    #: Whether ``inverse`` can stand for ``function``.
+    reversible: bool = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)  # of another base, where there is one
+        self.seed = True
+        self._checkpoint = self._invertible = True
+        self._reversed = False
+
+    def function(self, *inputs: Any) -> Any:
+        """The outputs, from the inputs."""
+        raise NotImplementedError(f"{type(self).__name__} must define function")
+
+    def inverse(self, *outputs: Any) -> Any:
+        """The inputs, from the outputs."""
+        raise NotImplementedError(f"{type(self).__name__} must define inverse")
+
+    def forward(self, *inputs: Any, keep: Iterable[Tensor] = (), **unknown: Any) -> Any:
+        if unknown:
+            raise TypeError(
+                f"{type(self).__name__}: got the keyword {next(iter(unknown))!r}; inputs are positional, and the only "
+                "keyword is keep, the inputs to be held for the backward pass"
+            )
+        kept = self.checked_keep(inputs, keep)
+        if not self.checkpoint or not can_be_spared():
+            return self.plainly(*inputs)
+        if not self.inverts(inputs):
+            tensors = [value for value in inputs if isinstance(value, Tensor)]
+            circumstances = Circumstances(Reached(tuple(self.modules())), tensors, seed=self.seed)
+            return again(self.plainly, inputs, {}, circumstances)
+        return spared((link for _, link in self.links(len(inputs))), inputs, kept)
+
+    def inverts(self, inputs: Values) -> bool:
+        """Whether these inputs are had from their outputs, or kept."""
+        return self.invertible
+
+    def plainly(self, *inputs: Any) -> Any:
+        """What the caller sees, and all is left to autograd."""
+        return unpacked(self.process(packed(self.call_function(*inputs)), self._count))
+
+    def links(self, count: int) -> Iterator[tuple[str, Inverted]]:
+        """What a call with so many inputs consists of, in order, with names: the module, or its parts."""
+        function, inverse, shown = self.call_function, self.call_inverse, self._count
+        yield (
+            "",
+            Inverted(
+                type(self).__name__,
+                lambda *values: packed(function(*values)),
+                lambda *values: packed(inverse(*values)),
+                lambda values: self.process(values, shown),
+                Reached(tuple(self.modules())),
+                self.seed,
+            ),
+        )
+
+    def parts(self) -> Iterator[tuple[str, InvertibleModule]]:
+        """The modules that run one after the other, with their names: the module, or, of a container, those in it."""
+        yield "", self
+
+    def checked_keep(self, inputs: Values, keep: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        kept = (keep,) if isinstance(keep, Tensor) else tuple(keep)
+        if not all(any(tensor is value for value in inputs) for tensor in kept):
+            raise ValueError(f"{type(self).__name__}: keep must be some of the inputs")
+        return kept
+
+    @property
+    def _count(self) -> int | None:
+        return self.num_inputs if self.reversed else self.num_outputs
+
+    def process(self, values: Values, count: int | None) -> Values:
+        """Of all that ``function`` returns, what the caller sees."""
+        return values[:count]
+
+    @property
+    def call_function(self) -> Callable[..., Any]:
+        """What ``forward`` calls: ``function``, or ``inverse`` where the module is reversed."""
+        return self.inverse if self.reversed else self.function
+
+    @property
+    def call_inverse(self) -> Callable[..., Any]:
+        return self.function if self.reversed else self.inverse
+
+    # --- flags --------------------------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint(self) -> bool:
+        return self._checkpoint
+
+    @checkpoint.setter
+    def checkpoint(self, value: bool) -> None:
+        self._checkpoint = bool(value)
+        self._invertible = self._invertible and self._checkpoint
+
+    @property
+    def invertible(self) -> bool:
+        return self._invertible
+
+    @invertible.setter
+    def invertible(self, value: bool) -> None:
+        self._invertible = bool(value)
+        self._checkpoint = self._checkpoint or self._invertible
+
+    @property
+    def reversed(self) -> bool:
+        return self._reversed
+
+    @reversed.setter
+    def reversed(self, value: bool) -> None:
+        self.reverse(value)
+
+    def reverse(self, mode: bool | None = None) -> Self:
+        """Let ``forward`` call ``inverse``, or ``function`` again; by default the other one than now.
+
+        Raises:
+            RuntimeError: the module is not ``reversible``.
+        """
+        mode = not self.reversed if mode is None else bool(mode)
+        if mode and not self.reversible:
+            raise RuntimeError(f"{type(self).__name__} is not reversible: its inverse cannot stand for its function")
+        self._reversed = mode
+        return self
+
+    @contextmanager
+    def temp_mode(self, **flags: bool) -> Iterator[Self]:
+        """Set flags for as long as the context lasts: ``seed``, ``checkpoint``, ``invertible``, ``reversed``.
+
+        Raises:
+            TypeError: an unknown flag.
+            ValueError: ``invertible=True`` with ``checkpoint=False``.
+        """
+        unknown = flags.keys() - set(FLAGS)
+        if unknown:
+            raise TypeError(f"temp_mode: unknown flag {min(unknown)!r}; the flags are {', '.join(FLAGS)}")
+        if flags.get("invertible") and not flags.get("checkpoint", True):
+            raise ValueError("temp_mode: invertible=True needs checkpoint=True")
+        before = self._flags()
+        try:
+            for name, value in flags.items():
+                setattr(self, name, value)
+            yield self
+        finally:
+            if self.reversed != before["reversed"]:
+                self.reverse(before["reversed"])
+            self._set_flags(before)
+
+    def _flags(self) -> dict[str, bool]:
+        return {name: getattr(self, name) for name in FLAGS}
+
+    def _set_flags(self, flags: dict[str, bool]) -> None:
+        self.seed = flags["seed"]
+        self._checkpoint, self._invertible, self._reversed = (flags[name] for name in FLAGS[1:])
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if hasattr(destination, "_metadata"):  # beside the version, so that there are no more keys than without flags
+            destination._metadata[prefix[:-1]]["flags"] = self._flags()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+        if "flags" in local_metadata:
+            self._set_flags(local_metadata["flags"])
+
+    def extra_repr(self) -> str:
+        usual = {"seed": True, "checkpoint": True, "invertible": True, "reversed": False}
+        flags = (f"{name}={value}" for name, value in self._flags().items() if value != usual[name])
+        return ", ".join(part for part in (self.described(), *flags) if part)
+
+    def described(self) -> str:
+        """What ``extra_repr`` says besides the flags that are not as usual."""
+        return super().extra_repr()
+
+    # --- looking at it ------------------------------------------------------------------------------------------------
+
+    def check(self, *inputs: Any, rtol: float = 1e-3, atol: float = 1e-5) -> CheckReport:
+        """Run forward, inverse, and forward again, and say how far the inputs and outputs are from what they were.
+
+        Warns where the root mean square of a tensor's difference is more than ``atol + rtol`` times its own. Of a
+        container each module has a row, and errors add up over all that come behind. Everything is kept meanwhile: a
+        few examples will do.
+        """
+        return checked(self, inputs, rtol, atol)
+
+
+def invertible_checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    inverse: Callable[..., Any],
+    num_outputs: int | None = None,
+    keep: Iterable[Tensor] = (),
+    seed: bool = True,
+) -> Any:
+    """``function(*args)``, whose backward pass computes the arguments by ``inverse`` from what it returned.
+
+    Args:
+        function: from positional arguments to a tensor or a tuple.
+        args: its arguments; those that are no floating-point tensors are held.
+        inverse: from what ``function`` returns to ``args``.
+        num_outputs: how many of what it returns the caller sees; the rest is for ``inverse``. None: all.
+        keep: of the arguments, those to be held for the backward pass.
+        seed: whether the second run finds the random numbers of the first.
+
+    Saved for the backward pass: the outputs, unless they go into another call like this one, which then tells them;
+    what ``keep`` names; of parameters nothing.
+
+    Source: Gomez et al. 2017, "The Reversible Residual Network".
+
+    >>> import torch, fusedlayers as fl
+    >>> x = torch.randn(4, requires_grad=True)
+    >>> y = fl.invertible_checkpoint(torch.exp, x, inverse=torch.log)
+    """
+    shown = lambda values: values[:num_outputs]  # noqa: E731  # two lines for one expression
+    if not can_be_spared():
+        return unpacked(shown(packed(function(*args))))
+    name = getattr(function, "__qualname__", type(function).__name__)
+    inverted = Inverted(
+        f"invertible_checkpoint of {name}",
+        lambda *values: packed(function(*values)),
+        lambda *values: packed(inverse(*values)),
+        shown,
+        Reached.by([function, inverse], *args),
+        seed,
+    )
+    return spared([inverted], args, tuple(keep))
+
+
+def packed(values: Any) -> Values:
+    return values if isinstance(values, tuple) else (values,)
+
+
+def unpacked(values: Values) -> Any:
+    return values[0] if len(values) == 1 else values
+
+
+@torch._disable_dynamo  # which cannot follow a backward pass that computes inputs
+def spared(links: Iterable[Inverted], values: Values, keep: tuple[Tensor, ...]) -> Any:
+    for link in links:
+        values = Call(link, values, keep).run()
+    return unpacked(values)
+
+
+def can_be_spared(*, is_chain: bool = False) -> bool:
+    """Whether there will be a backward pass, and nobody wants to see plain operations, as transforms do.
+
+    In a function that runs again a module is left to autograd: nothing of it is kept, and its output would be; a chain
+    has one output, and much to spare while the function runs again. Nor are weights that ``parametrize.cached()`` keeps
+    from one module to the next computed in a second run.
+    """
+    if in_plain_mode() or parametrize._cache_enabled or not torch.is_grad_enabled():
+        return False
+    if is_inside_a_run() and not is_chain:
+        return False
+    return torch.compiler.is_compiling() or not is_followed()  # which the compiler could not ask

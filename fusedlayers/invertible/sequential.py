@@ -1,0 +1,125 @@
+"""Invertible modules one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Self, cast
+
+from torch import Tensor, nn
+
+from ..checkpoint.state_snapshot import as_if_outside
+from .call import Values, in_mode
+from .module import InvertibleModule, can_be_spared, packed, unpacked
+
+
+class InvertibleSequential(InvertibleModule, nn.Sequential):
+    """Invertible modules one after the other, of which only the last one's output is held for the backward pass.
+
+    So what is kept does not grow with depth, but by what single modules keep besides (two numbers for each channel of a
+    batch norm in training). The outputs of a module, one or several, are the next one's inputs.
+
+    It is an ``nn.Sequential``, with its keys in the ``state_dict``, indexing, slicing and extending. With
+    ``checkpoint=False`` the modules run plainly, whatever their own flags; with ``invertible=False`` the inputs of the
+    whole are kept. Reversing it reverses each module and their order.
+
+    Args:
+        *modules: ``InvertibleModule``s, or one ``OrderedDict`` of them.
+
+    Raises:
+        TypeError: a module that is not invertible.
+
+    Saved for the backward pass: the last output.
+
+    Source: Gomez et al. 2017, "The Reversible Residual Network".
+
+    >>> import torch, fusedlayers as fl
+    >>> net = fl.InvertibleSequential(*(fl.InvertibleLinear(8, 8) for _ in range(4)))
+    >>> net(torch.randn(2, 8)).sum().backward()
+    """
+
+    def __init__(self, *modules: Any) -> None:
+        super().__init__(*modules)  # InvertibleModule passes them on to nn.Sequential
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        super().add_module(name, _invertible(self, name, module))
+
+    def __getitem__(self, index: Any) -> Any:
+        found: Any = nn.Sequential.__getitem__(self, index)
+        if isinstance(index, slice):
+            found._set_flags(self._flags())
+        return found
+
+    def __add__(self, other: Any) -> Self:
+        if not isinstance(other, nn.Sequential):
+            return cast("Self", super().__add__(other))  # which refuses
+        return cast("Self", self[:0].extend([*self, *other]))
+
+    def _chain(self) -> list[InvertibleModule]:
+        # Looked at again, for what sets items and attributes does not ask.
+        return [_invertible(self, name, module) for name, module in self._modules.items()]
+
+    def _in_order(self) -> list[InvertibleModule]:
+        return self._chain()[::-1] if self.reversed else self._chain()
+
+    def forward(self, *inputs: Any, keep: Iterable[Tensor] = (), **unknown: Any) -> Any:
+        if unknown or not self.invertible or not can_be_spared(is_chain=True):
+            return super().forward(*inputs, keep=keep, **unknown)
+        self.checked_keep(inputs, keep)
+        with as_if_outside():
+            return self._called(inputs, keep)
+
+    def plainly(self, *inputs: Any) -> Any:
+        with in_mode("plain"):
+            return self._called(inputs)
+
+    def _called(self, inputs: Values, keep: Iterable[Tensor] = ()) -> Any:
+        # The modules, and not their functions, for there may be hooks on them: a user's, or an engine's that shards.
+        values: Any = inputs
+        for module in self._in_order():
+            values = module(*packed(values), keep=keep)
+            keep = ()
+        return unpacked(packed(values))
+
+    # What is hidden from the caller by single modules stays between them.
+
+    def function(self, *inputs: Any) -> Any:
+        return self._through(self._chain(), inputs)
+
+    def inverse(self, *outputs: Any) -> Any:
+        return self._through(self._chain()[::-1], outputs, inverted=True)
+
+    def _through(self, modules: list[InvertibleModule], values: Values, inverted: bool = False) -> Any:
+        for module in modules:
+            # A reversed container's modules are reversed too, and its function is to be what it is otherwise.
+            step = module.inverse if inverted != (module.reversed != self.reversed) else module.function
+            count = module.num_inputs if step == module.inverse else module.num_outputs
+            values = module.process(packed(step(*values)), count)
+        return values[0] if len(values) == 1 else values
+
+    @property
+    def reversible(self) -> bool:  # type: ignore[override]  # of others it is what the class says
+        return all(module.reversible for module in self._chain())
+
+    def reverse(self, mode: bool | None = None) -> Self:
+        before = self.reversed
+        super().reverse(mode)
+        if self.reversed != before:
+            for module in self._chain():
+                module.reverse()
+        return self
+
+    def parts(self) -> Iterator[tuple[str, InvertibleModule]]:
+        names = {id(module): name for name, module in self._modules.items()}
+        for module in self._in_order():
+            own = names[id(module)]
+            for name, part in module.parts():
+                yield (f"{own}.{name}" if name else own), part
+
+
+def _invertible(container: nn.Module, name: str, module: nn.Module | None) -> InvertibleModule:
+    if not isinstance(module, InvertibleModule):
+        raise TypeError(
+            f"{type(container).__name__}: {name} is a {type(module).__name__}, which is not invertible; use an "
+            "InvertibleModule, or put it into a coupling"
+        )
+    return module

@@ -1,1 +1,0 @@
-"""Modules: dense layers, and activations that save their output."""

@@ -1,0 +1,112 @@
+"""A convolution and its activation in one module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..functional import conv_bias_act
+from .base import FusedAct
+
+_Sizes = int | Sequence[int]
+
+
+class _FusedConvAct(FusedAct):
+    """What the convolutions of one to three dimensions share; the next base is torch's."""
+
+    #: What ``nn.ConvNd`` makes of its arguments.
+    stride: tuple[int, ...]
+    out_channels: int
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: _Sizes,
+        activation: object = "relu",
+        stride: _Sizes = 1,
+        padding: _Sizes | str = 0,
+        dilation: _Sizes = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        *,
+        save: str = "auto",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode,
+            device=device, dtype=dtype,
+        )  # fmt: skip
+        self._set(activation, save)
+
+    @classmethod
+    def _without_values(cls, layer: Any) -> Self:
+        return cls(
+            layer.in_channels, layer.out_channels, layer.kernel_size, None, layer.stride, layer.padding, layer.dilation,
+            layer.groups, layer.bias is not None, layer.padding_mode, device="meta",
+        )  # fmt: skip
+
+    def _example_shape(self) -> tuple[int, ...]:
+        return 2, self.out_channels, *(5 + 2 * i for i in range(len(self.stride)))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return conv_act(self, input, self.activation, self.save)
+
+
+def conv_act(layer: Any, input: Tensor, activation: object, save: str) -> Tensor:
+    """``activation(layer(input))`` for an ``nn.Conv1d``, ``nn.Conv2d`` or ``nn.Conv3d``."""
+    padding = layer.padding
+    if layer.padding_mode != "zeros":
+        input = F.pad(input, layer._reversed_padding_repeated_twice, mode=layer.padding_mode)
+        padding = 0  # for every dimension
+    return conv_bias_act(
+        input, layer.weight, layer.bias, activation, layer.stride, padding, layer.dilation, layer.groups, save=save
+    )
+
+
+class FusedConvAct1d(_FusedConvAct, nn.Conv1d):
+    """``activation(conv1d(x))`` that keeps one buffer, for an ``nn.Conv1d`` and the activation after it.
+
+    It is an ``nn.Conv1d`` with an activation: the same parameters, initialisation and ``state_dict`` keys, so
+    checkpoints load either way.
+
+    Args:
+        in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype: as
+            for ``nn.Conv1d``.
+        activation: as for ``fusedlayers.conv_bias_act``. A module with parameters becomes a submodule.
+        save: as for ``fusedlayers.conv_bias_act``.
+
+    Shapes: (batch, in_channels, length) -> (batch, out_channels, new length), or all without the batch.
+    """
+
+    torchs = nn.Conv1d
+
+
+class FusedConvAct2d(_FusedConvAct, nn.Conv2d):
+    """``activation(conv2d(x))`` that keeps one buffer, for an ``nn.Conv2d`` and the activation after it; as
+    ``FusedConvAct1d``.
+
+    Shapes: (batch, in_channels, height, width) -> (batch, out_channels, new height, new width), or without the batch.
+
+    >>> import fusedlayers as fl
+    >>> fl.FusedConvAct2d(3, 8, kernel_size=3, activation="relu", padding=1)
+    FusedConvAct2d(3, 8, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1), activation=relu, saves the output)
+    """
+
+    torchs = nn.Conv2d
+
+
+class FusedConvAct3d(_FusedConvAct, nn.Conv3d):
+    """``activation(conv3d(x))`` that keeps one buffer, for an ``nn.Conv3d`` and the activation after it; as
+    ``FusedConvAct1d``.
+
+    Shapes: (batch, in_channels, depth, height, width) -> (batch, out_channels, ...), or without the batch.
+    """
+
+    torchs = nn.Conv3d

@@ -1,0 +1,62 @@
+"""A dense layer and its activation in one module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import backends
+from ..activations import resolve
+from ..functional import dense_bias_act
+from .base import FusedAct
+
+
+class FusedDenseAct(FusedAct, nn.Linear):
+    """``activation(x W^T + b)`` that keeps one hidden-sized buffer, for an ``nn.Linear`` and the activation after it.
+
+    It is an ``nn.Linear`` with an activation: the same parameters, initialisation and ``state_dict`` keys, so
+    checkpoints load either way.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as for ``nn.Linear``.
+        activation: as for ``fusedlayers.dense_bias_act``. A module with parameters becomes a submodule.
+        save: as for ``fusedlayers.dense_bias_act``.
+
+    Shapes: (..., in_features) -> (..., out_features).
+
+    >>> import fusedlayers as fl
+    >>> fl.FusedDenseAct(3, 4, "silu")
+    FusedDenseAct(in_features=3, out_features=4, bias=True, activation=silu, saves the output (branch in its last bit))
+    """
+
+    torchs = nn.Linear
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        activation: object = "gelu",
+        bias: bool = True,
+        *,
+        save: str = "auto",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self._set(activation, save)
+
+    @classmethod
+    def _without_values(cls, layer: nn.Linear) -> FusedDenseAct:
+        return cls(layer.in_features, layer.out_features, None, layer.bias is not None, device="meta")
+
+    def _example_shape(self) -> tuple[int, ...]:
+        return 2, self.out_features
+
+    def decided(self) -> list[str]:
+        activation = self._specialised(resolve(self.activation))
+        return [*backends.choose(self.weight).decided(self.weight, activation)]
+
+    def forward(self, input: Tensor) -> Tensor:
+        return dense_bias_act(input, self.weight, self.bias, self.activation, save=self.save)

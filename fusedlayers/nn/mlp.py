@@ -1,0 +1,341 @@
+"""MLP blocks as modules whose layers are plain ``nn.Linear``s, which checkpoints and sharding plans find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from .. import backends
+from ..activations import DTYPES, Activation, must_be_called_because, resolve
+from ..block_routes import Settings, by_torch, torchs_dropout
+from ..blocks import CHUNKS, gated_mlp, mlp
+from ..functional import bias_act
+from .base import WithActivation
+
+_SEPARATE = ("gate_proj", "up_proj")
+
+
+class FusedBlock(WithActivation):
+    """What the blocks share: the settings, and what they do where their layers must be called."""
+
+    is_gated: ClassVar[bool]
+    dropout: float
+    chunks: int
+
+    def _set_block(self, layers: Mapping[str, Any], activation: object, dropout: float, save: str, chunks: int) -> None:
+        Settings(type(self).__name__, dropout, save, chunks, self.is_gated).check()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+        self.dropout = dropout
+        self.chunks = chunks
+        self._set(activation, save)
+
+    @classmethod
+    def _of(cls, layers: Mapping[str, Any], activation: object, dropout: float, save: str, chunks: int) -> Self:
+        """A block of layers that are there, which are shared."""
+        for name, layer in layers.items():
+            if type(layer) is not nn.Linear:
+                raise TypeError(
+                    f"{cls.__name__}.from_modules: {name} must be a plain nn.Linear, got {type(layer).__name__}, which "
+                    "may compute something else; leave it as it is"
+                )
+        cls._check_fit(layers)
+        block = cls.__new__(cls)
+        nn.Module.__init__(block)
+        block._set_block(layers, activation, dropout, save, chunks)
+        return block.train(next(iter(layers.values())).training)
+
+    @classmethod
+    def _check_fit(cls, layers: Mapping[str, Any]) -> None:
+        *first, (name, last) = layers.items()
+        hidden = last.in_features * (2 if cls.is_gated and len(first) == 1 else 1)
+        expected = first[0][1].in_features, hidden
+        for other, layer in first:
+            found = layer.in_features, layer.out_features
+            if found != expected:
+                raise ValueError(
+                    f"{cls.__name__}.from_modules: {other} makes {found[1]} features of {found[0]}, where {name} with "
+                    f"{last.in_features} input features needs {expected[1]} of {expected[0]}; pass layers of one block"
+                )
+            if layer.weight.device != last.weight.device:
+                raise ValueError(
+                    f"{cls.__name__}.from_modules: {other} is on {layer.weight.device} but {name} is on "
+                    f"{last.weight.device}; move one of them"
+                )
+        for other, layer in layers.items():
+            if layer.weight.dtype not in DTYPES:
+                raise TypeError(
+                    f"{cls.__name__}.from_modules: {other} is of {layer.weight.dtype}, which is no floating dtype; "
+                    "leave it as it is"
+                )
+
+    def layers(self) -> dict[str, Any]:
+        """By name, as they are now; the last one makes the output."""
+        raise NotImplementedError
+
+    def keeps(self, activation: Activation, dtype: torch.dtype) -> str:
+        first, *_ = self.layers().values()
+        return kept(activation, self.save, dtype, is_gated=self.is_gated, is_frozen=not first.weight.requires_grad)
+
+    @property
+    def _last(self) -> Any:
+        return [*self.layers().values()][-1]
+
+    def called_because(self) -> str | None:
+        """Why the layers are called one by one, and nothing is fused but the activation; or None."""
+        for name, layer in self.layers().items():
+            if type(layer) is not nn.Linear:
+                return f"{name} is a {type(layer).__name__}"
+            reason = must_be_called_because(layer)
+            if reason is not None:
+                return f"{name} must be called: {reason}"
+            for of in (layer.weight, layer.bias):
+                if isinstance(of, Tensor) and type(of) not in (Tensor, nn.Parameter):
+                    return f"{name} has a {type(of).__name__}, which may compute something else"
+        return None
+
+    def _parts(self, input: Tensor) -> list[Tensor]:
+        """What the first layers make of it, gate and up where there are two."""
+        raise NotImplementedError
+
+    def by_calls(self, input: Tensor, function: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """What the layers compute one by one, with ``function`` for the activation if it is given."""
+        first, *others = self._parts(input)
+        if function is None:
+            activated = bias_act(first, None, self.activation, save="auto" if self.save == "recompute" else self.save)
+        else:
+            activated = function(first)
+        return by_torch(activated, others, torchs_dropout(self._drops), self._last)
+
+    @property
+    def _drops(self) -> float:
+        return self.dropout if self.training else 0.0
+
+    def _dtype(self) -> torch.dtype:
+        return self._last.weight.dtype
+
+    def _example_shape(self) -> tuple[int, ...]:
+        return 2, self._last.in_features
+
+    def extra_repr(self) -> str:
+        resolved = resolve(self.activation)
+        reason = self.called_because()
+        if reason is None:
+            resolved = self._specialised(resolved)
+            kept = self.keeps(resolved, self._dtype())
+        else:
+            kept = f"not fused: {reason}"
+        dropout = [f"dropout={self.dropout}"] if self.dropout else []
+        return ", ".join([f"activation={resolved!r}", *dropout, kept, *self.decided()])
+
+    def decided(self) -> list[str]:
+        if self.called_because() is not None:
+            return []
+        activation = self._specialised(resolve(self.activation))
+        weights = [layer.weight for layer in self.layers().values()]
+        if self.is_gated:
+            weights = weights[-1:]  # the first ones' matmuls have no epilogue
+        return [line for w in weights for line in backends.choose(w).decided(w, activation)]
+
+
+def kept(activation: Activation, save: str, dtype: torch.dtype, *, is_gated: bool, is_frozen: bool) -> str:
+    """What a block keeps of its hidden layer in ``dtype``, in a few words; ``is_frozen`` is the first layer."""
+    if activation.unfused_because is not None or save == "recompute":
+        return activation.describe(save, dtype)
+    if is_gated:
+        return "saves gate and up"
+    if activation.is_identity:
+        return "saves the first layer's result"
+    return (
+        f"{activation.describe('input', dtype)}, for fc1 is frozen" if is_frozen else activation.describe(save, dtype)
+    )
+
+
+class FusedMLP(FusedBlock):
+    """``fc2(dropout(activation(fc1(x))))`` that keeps one hidden buffer, or none (``fusedlayers.mlp``).
+
+    ``fc1`` and ``fc2`` are ``nn.Linear`` modules. Where one of them is replaced by something else, or gets hooks, the
+    layers are called one by one.
+
+    Args:
+        in_features, hidden_features: sizes.
+        out_features: ``in_features`` unless given.
+        activation: as for ``fusedlayers.dense_bias_act``. A module with parameters becomes a submodule.
+        bias: whether both layers have one.
+        dropout: the probability with which hidden numbers are zeroed in training.
+        save, chunks: as for ``fusedlayers.mlp``.
+        device, dtype: as for ``nn.Linear``.
+
+    Shapes: (..., in_features) -> (..., out_features).
+
+    >>> import fusedlayers as fl
+    >>> fl.FusedMLP(4, 16)
+    FusedMLP(
+      activation=gelu, saves the output (branch in its last bit)
+      (fc1): Linear(in_features=4, out_features=16, bias=True)
+      (fc2): Linear(in_features=16, out_features=4, bias=True)
+    )
+    """
+
+    is_gated = False
+    fc1: Any
+    fc2: Any
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        activation: object = "gelu",
+        bias: bool = True,
+        *,
+        dropout: float = 0.0,
+        save: str = "auto",
+        chunks: int = CHUNKS,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        fc1 = nn.Linear(in_features, hidden_features, bias, device=device, dtype=dtype)
+        out_features = in_features if out_features is None else out_features
+        fc2 = nn.Linear(hidden_features, out_features, bias, device=device, dtype=dtype)
+        self._set_block({"fc1": fc1, "fc2": fc2}, activation, dropout, save, chunks)
+
+    @classmethod
+    def from_modules(
+        cls,
+        fc1: nn.Linear,
+        activation: object,
+        fc2: nn.Linear,
+        *,
+        dropout: float = 0.0,
+        save: str = "auto",
+        chunks: int = CHUNKS,
+    ) -> Self:
+        """A block of these two layers, which it shares.
+
+        Raises:
+            TypeError: one of them is not exactly an ``nn.Linear``.
+            ValueError: they do not fit one another.
+        """
+        return cls._of({"fc1": fc1, "fc2": fc2}, activation, dropout, save, chunks)
+
+    def layers(self) -> dict[str, Any]:
+        return {"fc1": self.fc1, "fc2": self.fc2}
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.called_because() is not None:
+            return self.by_calls(input)
+        first, last = self.fc1, self.fc2
+        return mlp(
+            input, first.weight, first.bias, last.weight, last.bias, self.activation,
+            dropout=self._drops, save=self.save, chunks=self.chunks,
+        )  # fmt: skip
+
+    def _parts(self, input: Tensor) -> list[Tensor]:
+        return [self.fc1(input)]
+
+
+class FusedGatedMLP(FusedBlock):
+    """``down_proj(dropout(activation(gate_proj(x)) * up_proj(x)))`` that keeps two hidden buffers, or none
+    (``fusedlayers.gated_mlp``): SwiGLU as in LLaMA, GEGLU, ReGLU, GLU.
+
+    The layers are ``nn.Linear`` modules: ``gate_proj``, ``up_proj`` and ``down_proj``, or ``gate_up_proj``, the gate's
+    rows first, and ``down_proj``. Where one of them is replaced by something else, or gets hooks, they are called one
+    by one.
+
+    Args:
+        in_features, hidden_features, out_features, dropout, device, dtype: as for ``FusedMLP``.
+        activation: of the gate; as for ``fusedlayers.dense_bias_act``.
+        bias: whether all layers have one.
+        packed: whether one layer makes gate and up. Tensor parallel plans need two layers: ``ColwiseParallel`` gives
+            some processes rows of the gate, and others rows of up.
+        save, chunks: as for ``fusedlayers.gated_mlp``.
+
+    Shapes: (..., in_features) -> (..., out_features).
+
+    >>> import fusedlayers as fl
+    >>> fl.FusedGatedMLP(4, 16, packed=True)
+    FusedGatedMLP(
+      activation=silu, saves gate and up
+      (gate_up_proj): Linear(in_features=4, out_features=32, bias=False)
+      (down_proj): Linear(in_features=16, out_features=4, bias=False)
+    )
+    """
+
+    is_gated = True
+    #: ``gate_up_proj`` if packed, else the other two.
+    gate_up_proj: Any
+    gate_proj: Any
+    up_proj: Any
+    down_proj: Any
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        activation: object = "silu",
+        bias: bool = False,
+        *,
+        packed: bool = False,
+        dropout: float = 0.0,
+        save: str = "auto",
+        chunks: int = CHUNKS,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = {"gate_up_proj": 2 * hidden_features} if packed else dict.fromkeys(_SEPARATE, hidden_features)
+        layers = {name: nn.Linear(in_features, size, bias, device=device, dtype=dtype) for name, size in sizes.items()}
+        out_features = in_features if out_features is None else out_features
+        layers["down_proj"] = nn.Linear(hidden_features, out_features, bias, device=device, dtype=dtype)
+        self._set_block(layers, activation, dropout, save, chunks)
+
+    @classmethod
+    def from_modules(
+        cls,
+        gate: nn.Linear,
+        activation: object,
+        up: nn.Linear | None,
+        down: nn.Linear,
+        *,
+        dropout: float = 0.0,
+        save: str = "auto",
+        chunks: int = CHUNKS,
+    ) -> Self:
+        """A block of these layers, which it shares; without ``up``, ``gate`` makes both, the gate's rows first.
+
+        Raises:
+            TypeError: one of them is not exactly an ``nn.Linear``.
+            ValueError: they do not fit one another.
+        """
+        first = {"gate_up_proj": gate} if up is None else dict(zip(_SEPARATE, (gate, up), strict=True))
+        return cls._of({**first, "down_proj": down}, activation, dropout, save, chunks)
+
+    @property
+    def packed(self) -> bool:
+        return hasattr(self, "gate_up_proj")
+
+    def layers(self) -> dict[str, Any]:
+        if self.packed:
+            return {"gate_up_proj": self.gate_up_proj, "down_proj": self.down_proj}
+        return {"gate_proj": self.gate_proj, "up_proj": self.up_proj, "down_proj": self.down_proj}
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.called_because() is not None:
+            return self.by_calls(input)
+        gate, down = self.gate_up_proj if self.packed else self.gate_proj, self.down_proj
+        up, up_bias = (None, None) if self.packed else (self.up_proj.weight, self.up_proj.bias)
+        return gated_mlp(
+            input, gate.weight, gate.bias, up, up_bias, down.weight, down.bias, self.activation,
+            dropout=self._drops, save=self.save, chunks=self.chunks,
+        )  # fmt: skip
+
+    def _parts(self, input: Tensor) -> list[Tensor]:
+        if self.packed:
+            return list(self.gate_up_proj(input).chunk(2, -1))
+        return [self.gate_proj(input), self.up_proj(input)]

@@ -1,0 +1,292 @@
+"""Batch norm and activation in one node that keeps its output alone (Rota Bulo et al. 2018, "In-Place ABN").
+
+The output tells the activation's input z, that tells the normalised ``xhat = (z - b) / w``, and this is all that batch
+norm's backward asks for. x, the convolution's result, is gone by then.
+
+Outputs are rounded, and z is no better known than they tell it (``activations/inverse_error.py``). Its error reaches
+the gradient of x only by ``xhat mean(dz xhat)``, and that of w by ``sum(dz xhat)``. Where it would show, x is kept: of
+channels whose w is too small to be divided by or whose z gather where the function is flat, and of channels with values
+that lie too far out. That takes a look at w, b and the range of z; on a GPU the forward pass waits for it. Values are
+taken to be spread about their mean as normal ones are: that of a channel which has one value nearly everywhere, just
+where the function turns, is no better known than by chance.
+
+An error that all z of a channel share adds up in the gradient of w, however small it is. There is one: torch's kernel
+for CPUs computes ``z = x scale + shift``, and ``shift`` is rounded. It is known, and taken off.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from .. import backends
+from ..activations import Activation, Saved, Told, told
+from ..backends import Wanted
+from ..backends.operations import BatchNorm, NormalisedAgain
+from ..utils.isolation import in_clean_state
+from ..utils.layout import along, channels_last_format, others
+from .buffer_reuse import is_ours_alone, saved_under_hooks
+from .pointwise import apart, differentiable_gradients, is_batched
+
+#: Inputs of fewer elements are kept: it would take longer to see whether they must be than to read them.
+WORTH_IT = 1 << 14
+#: Where more channels than this part of them would be kept, all are: as they are, without a copy.
+MOST = 0.5
+#: How many standard deviations the mean of a channel may be from 0. torch computes z by ``x scale + shift``, which
+#: cancel.
+CENTRED = 32.0
+
+
+def told_of(activation: Activation, x: Tensor) -> Told | None:
+    """What outputs of the layer tell of its input; None where that is too little, or not worth a look."""
+    if x.numel() < WORTH_IT or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    return told(activation, x.dtype)
+
+
+def save_beside_input(activation: Activation, dtype: torch.dtype, *, has_residual: bool = False) -> Saved:
+    """What is kept by default besides the input, where outputs do not tell that: an output that the next layer keeps
+    anyway, or nothing; the activation's input is had again by a pass, exactly."""
+    refused = activation.output_refused_because(dtype)
+    return "recompute" if refused is not None or (activation.is_folded and not has_residual) else "output"
+
+
+def describe(
+    activation: Activation, save: str, dtype: torch.dtype, w: Tensor | None = None, b: Tensor | None = None
+) -> str:
+    """What a layer keeps for the backward pass, and why, in a few words; for large inputs, whose values are spread as
+    normal ones are."""
+    if activation.unfused_because is not None:
+        return activation.describe(save, dtype)
+    if save == "input":
+        return "saves its input and the activation's"
+    if save == "recompute":
+        return "saves its input"
+    name = str(dtype).removeprefix("torch.")
+    tells = told(activation, dtype)
+    if tells is not None:
+        if w is None or w.is_meta:
+            return "saves the output, which tells the input"
+        told_channels = tells.is_told(torch.zeros_like(w) if b is None else b, w)
+        untold = len(w) - int(told_channels.sum())
+        if not untold:
+            return "saves the output, which tells the input"
+        some = f"{untold} of {len(w)} channels"
+        if untold <= MOST * len(w):
+            return f"saves the output, and the input of {some}"
+        return f"saves its input: {name} outputs of {some} tell it too coarsely, by their weights and biases"
+    reason = "do not tell the input" if not activation.has_inverse else "tell the input too coarsely"
+    has_output = "output" in (save, save_beside_input(activation, dtype))
+    return f"saves its input{' and the output' if has_output else ''}: {name} outputs {reason}"
+
+
+def norm_act(
+    norm: BatchNorm, x: Tensor, w: Tensor | None, b: Tensor | None, activation: Activation, tells: Told | None
+) -> Tensor:
+    """``activation(norm(x, w, b))`` that keeps its output as far as that tells x, and else x."""
+    edge = None if tells is None or not x.requires_grad else Edge.apply(x)
+    return NormAct.apply(x, w, b, edge, norm, activation, tells)
+
+
+class Edge(Function):
+    """x's place in the graph, without its values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return x.new_empty(1).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+class Joined(Function):
+    """Values, at the place of x in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, edge: Tensor, values: Tensor) -> Tensor:
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+class NormAct(Function):
+    """``activation(norm(x, w, b))``. Saved are y, the statistics, and the channels of x that y does not tell; where
+    these are many, x and not y."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor | None,
+        b: Tensor | None,
+        edge: Tensor | None,
+        norm: BatchNorm,
+        activation: Activation,
+        tells: Told | None,
+    ) -> Tensor:
+        backend = backends.choose(x, activation)
+        z, mean, inverse_std = norm.with_statistics(x, w, b)
+        channels = None if tells is None else _untold_channels(z, Known(mean, inverse_std, w), b, tells)
+        keeps_output = tells is not None and (channels is None or len(channels) <= MOST * x.shape[1])
+        y = backend.bias_act(z, None, activation, dim=norm.dim, encode=keeps_output, out=z)
+        if not keeps_output:
+            ctx.save_for_backward(None, x, None, mean, inverse_std, w, b)
+        elif channels is None:
+            ctx.save_for_backward(y, None, None, mean, inverse_std, w, b)
+        else:
+            ctx.save_for_backward(y, x.index_select(1, channels), channels, mean, inverse_std, w, b)
+        # Not among what is saved: hooks would copy it, at the size that it says it has.
+        ctx.edge = edge if keeps_output else None
+        ctx.settings = norm, activation, backend, saved_under_hooks()
+        ctx.is_scaled = x.is_cpu and (x.is_contiguous() or channels_last_format(x) is not None)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (dy,) = grads
+        y, x, channels, mean, inverse_std, w, b = ctx.saved_tensors
+        norm, activation, backend, hooked = ctx.settings
+        needs = ctx.needs_input_grad[:3]
+        overwrite = y is not None and not hooked and is_ours_alone(y)
+        known = Known(mean, inverse_std, w)
+        again = NormalisedAgain(mean, inverse_std, norm.eps, norm.training)
+        if torch.is_grad_enabled() or is_batched(dy):
+            if norm.is_synchronised:
+                raise RuntimeError(
+                    f"{norm.function}: statistics of a process group have no second derivatives, and no gradients in "
+                    "batches; leave process_group out, or create_graph and is_grads_batched"
+                )
+            if y is not None:
+                with torch.no_grad():
+                    x = _values(backend.inverse(y, activation, None), known, b, x, channels)
+            x = x if ctx.edge is None else Joined.apply(ctx.edge, x)
+            dx, dw, db = _differentiable(dy, x, w, b, again, activation, norm.dim, needs)
+            return dx, dw, db, None, None, None, None
+
+        wanted = Wanted("input", False, False)
+        if y is None:
+            dz, *_ = backend.gradient(dy, again(x, w, b), activation, (), wanted._replace(overwrite=True), dim=norm.dim)
+        else:
+            by_output = not activation.is_folded
+            if by_output:
+                dz, *_ = backend.gradient(dy, y, activation, (), wanted._replace(given="output"), dim=norm.dim)
+            z = backend.inverse(y, activation, y if overwrite else None)
+            if not by_output:
+                if channels is not None:
+                    z.index_copy_(1, channels, again.of(channels)(x, _of(w, channels), _of(b, channels)))
+                dz, *_ = backend.gradient(dy, z, activation, (), wanted, dim=norm.dim)
+            x, known = _as_input(z, known, b, x, channels)
+        offset = None
+        if y is not None and needs[1] and ctx.is_scaled:
+            offset = _offset(Known(mean, inverse_std, w), b, channels)
+        asked = (needs[0], needs[1], needs[2] or offset is not None)
+        dx, dw, db = norm.gradients(dz, x, known.w, known.mean, known.inverse_std, asked)
+        if offset is not None and dw is not None and db is not None:
+            dw = (dw.double() - offset * db.double()).to(dw.dtype)
+        return dx, dw, db if needs[2] else None, None, None, None, None
+
+
+class Known(NamedTuple):
+    """``z = (x - mean) inverse_std w + b``."""
+
+    mean: Tensor
+    inverse_std: Tensor
+    w: Tensor | None
+
+
+def _untold_channels(z: Tensor, known: Known, b: Tensor | None, tells: Told) -> Tensor | None:
+    """The channels of which outputs do not tell the input, or None."""
+    mean, inverse_std, w = known
+    size = torch.ones_like(mean) if w is None else w.abs()
+    good = (mean * inverse_std).abs() <= CENTRED
+    if w is not None:
+        good &= tells.is_told(torch.zeros_like(w) if b is None else b, w)
+    # No value alone may err by more than all of them may together.
+    allowed = tells.limit * math.sqrt(z.numel() / z.shape[1]) * size.double()
+    if bool(good.all() & (tells.worst(torch.stack(torch.aminmax(z))) <= allowed.min()).all()):  # one wait
+        return None
+    for end in (z.amin(others(z, 1)), z.amax(others(z, 1))):
+        good &= tells.worst(end) <= allowed
+    return (~good).nonzero().squeeze(1)
+
+
+def _as_input(
+    z: Tensor, known: Known, b: Tensor | None, x: Tensor | None, channels: Tensor | None
+) -> tuple[Tensor, Known]:
+    """z as the input of a batch norm that has the same gradients: its mean is b, its standard deviation w. The channels
+    that were kept are put in its place."""
+    mean, inverse_std, w = known
+    gain = torch.ones_like(mean) if w is None else w.to(mean.dtype, copy=True)
+    center = torch.zeros_like(mean) if b is None else b.to(mean.dtype, copy=True)
+    found = center, gain.reciprocal(), gain.square() * inverse_std
+    if x is not None and channels is not None:
+        z.index_copy_(1, channels, x)
+        for theirs, own in zip(found, (mean, inverse_std, gain), strict=True):
+            theirs.index_copy_(0, channels, own[channels])
+    return z, Known(*found)
+
+
+def _offset(known: Known, b: Tensor | None, channels: Tensor | None) -> Tensor | None:
+    """By how much torch's kernel for CPUs shifts the xhat of each channel, in float64; not those of ``channels``."""
+    mean, inverse_std, w = known
+    if w is None or not _rounds_shift_once():
+        return None
+    scale = (inverse_std * w).double()
+    exact = (0.0 if b is None else b.double()) - mean.double() * scale
+    offset = (exact.to(inverse_std.dtype).double() - exact) / w.double()
+    return offset if channels is None else offset.index_fill_(0, channels, 0.0)
+
+
+@functools.cache
+@in_clean_state
+def _rounds_shift_once() -> bool:
+    """Whether this build of torch computes ``x scale + shift`` as ``_offset`` says: with fused multiply-adds."""
+    x = torch.linspace(29.0, 31.0, 4096).view(2, 8, 256)
+    mean, var, w, b = x.mean((0, 2)), x.var((0, 2)), torch.linspace(0.5, 2.0, 8), torch.linspace(-1.0, 1.0, 8)
+    scale = ((var + 1e-5).rsqrt() * w).double().view(-1, 1)
+    shift = (b.double().view(-1, 1) - mean.double().view(-1, 1) * scale).float().double()
+    return torch.equal(torch.nn.functional.batch_norm(x, mean, var, w, b), (x.double() * scale + shift).float())
+
+
+def _values(z: Tensor, known: Known, b: Tensor | None, x: Tensor | None, channels: Tensor | None) -> Tensor:
+    """x from z."""
+    mean, inverse_std, w = known
+    scale = inverse_std.reciprocal() if w is None else (inverse_std * w).reciprocal()
+    shift = mean if b is None else mean - b * scale
+    found = torch.addcmul(along(shift, 1, z.dim()), z, along(scale, 1, z.dim())).to(z.dtype)
+    return found if x is None or channels is None else found.index_copy_(1, channels, x)
+
+
+def _differentiable(
+    dy: Tensor,
+    x: Tensor,
+    w: Tensor | None,
+    b: Tensor | None,
+    again: NormalisedAgain,
+    activation: Activation,
+    dim: int,
+    needs: Sequence[bool],
+) -> list[Tensor | None]:
+    """The gradients of x, w and b, in operations that autograd can differentiate again."""
+    with torch.enable_grad():
+        sources = apart(x, w, b)
+        z = again(*sources)
+        dz, *_ = differentiable_gradients(dy, z, activation, "input", (), (), dim)
+        wanted = [t for t, need in zip(sources, needs, strict=True) if need and t is not None]
+        assert dz is not None
+        found = iter(torch.autograd.grad(z, wanted, dz, create_graph=True))
+    return [next(found) if need else None for need in needs]
+
+
+def _of(parameter: Tensor | None, channels: Tensor) -> Tensor | None:
+    return None if parameter is None else parameter[channels]

@@ -1,0 +1,98 @@
+"""Whether a saved buffer may be overwritten during backward: only where nobody can read it again by way of torch.
+
+Four conditions, each necessary: the graph is not kept for a second backward; nobody but the graph holds the buffer (the
+user may still have the output, another operation may have saved it); no saved-tensor hook handed the buffer out when it
+was saved; and torch allocated the memory, for itself alone (NumPy's arrays and shared memory have owners that torch
+does not count). torch counts the users of a storage; how many are torch's own is found once, by asking in a tiny
+backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..utils.isolation import in_clean_state
+
+
+def saved_under_hooks() -> bool:
+    """Whether what is being saved now passes through saved-tensor hooks. To be asked in the forward pass."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def is_ours_alone(saved: Tensor) -> bool:
+    """Whether ``saved``, an output unpacked in this backward and held by one variable, can be read by nobody else.
+
+    The caller must hold it as the calibration below does: one local variable, passed once.
+    """
+    expected = _users_when_alone()
+    if expected is None or _graph_is_kept() or _users(saved) != expected:
+        return False
+    # What torch has from elsewhere it cannot resize.
+    return saved.untyped_storage().resizable()
+
+
+def graph_is_given_up() -> bool:
+    """Whether what a node holds, and nobody else has ever held, may be overwritten in this backward: the last one."""
+    return _users_when_alone() is not None and not _graph_is_kept()
+
+
+def is_held_once(tensor: Tensor) -> bool:
+    """Whether nobody else can read what a hook handed back and the node has let go of. ``tensor`` is a new one on its
+    storage, and of the one that was handed back the caller has let go too."""
+    return _users(tensor) == _users_of_new() and tensor.untyped_storage().resizable()
+
+
+@functools.cache
+@in_clean_state
+def _users_of_new() -> int:
+    return _users(torch.zeros(2))
+
+
+def _graph_is_kept() -> bool:
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def _users(tensor: Tensor) -> int:
+    # However many hold the storage's Python object, torch counts them as one.
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
+
+
+class _Probe(torch.autograd.Function):
+    """Saves its output, and notes in backward how many users that has and whether the graph is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, notes: list[tuple[int, bool]]) -> Tensor:
+        y = x + 1
+        ctx.save_for_backward(x, y)
+        ctx.notes = notes
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _x, saved = ctx.saved_tensors
+        ctx.notes.append((_users(saved), _graph_is_kept()))
+        return grads[0], None
+
+
+@functools.cache
+@in_clean_state
+def _users_when_alone() -> int | None:
+    """How many users torch itself makes of a saved output, or None where this torch does not tell."""
+    notes: list[tuple[int, bool]] = []
+    try:
+        x = torch.zeros(2, requires_grad=True)
+        held = _Probe.apply(x, notes)
+        held.sum().backward()
+        _Probe.apply(x, notes).sum().backward()
+        _Probe.apply(x, notes).sum().backward()
+        _Probe.apply(x, notes).sum().backward(retain_graph=True)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return None
+    (shared, _), (alone, kept), (again, _), (_, retained) = notes
+    return alone if shared > alone == again and retained and not kept else None

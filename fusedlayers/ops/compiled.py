@@ -1,0 +1,45 @@
+"""What a compiler sees: an activation that keeps its output, in functional operations that Inductor fuses.
+
+``torch.compile`` puts the call into its graph as it stands (``allow_in_graph``) and AOTAutograd then looks inside: it
+finds that backward needs the output only, which the next layer saves anyway. Nothing is written in place, because
+in-place results and saved outputs that are mutated later have been miscompiled (pytorch#184113, #174124).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ..activations import Activation, resolve, widened
+
+
+class OutputSaved(Function):
+    """``f(z)`` that saves only its output, with the branch bit in it where f is folded."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, activation: Activation) -> Tensor:
+        y = activation.encoded(widened(z), z.dtype).to(z.dtype)
+        ctx.save_for_backward(y)
+        ctx.activation = activation
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (dy,) = grads
+        (y,) = ctx.saved_tensors
+        slope = ctx.activation.derivative_given_output(widened(y), y.dtype, differentiable=torch.is_grad_enabled())
+        return (widened(dy) * slope).to(y.dtype), None
+
+
+@torch.compiler.allow_in_graph
+def output_saved(z: Tensor, name: str, parameters: tuple[tuple[str, float], ...]) -> Tensor:
+    """``f(z)``, saving its output; the activation by name, because a graph holds tensors and constants only."""
+    activation = resolve(name)
+    assert activation.row is not None
+    activation = activation.row.bind(**dict(parameters))
+    if torch._C._are_functorch_transforms_active():
+        return activation.plain(z)
+    return OutputSaved.apply(z, activation)

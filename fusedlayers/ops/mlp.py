@@ -1,0 +1,350 @@
+"""The calculus of MLP blocks: one node from the block's input to its output, which owns the hidden buffers.
+
+A block is ``linear(dropout(f(z)), w, b)`` with ``z = linear(x, w1, b1)``, or with ``f(gate) * up`` of two of these.
+Nobody outside of the node ever holds what is hidden. So it is written over as soon as it has been read, and all that is
+needed for a moment only, f(z) or its gradient, is made for a chunk of rows at a time. Kept for backward is one of
+
+* "output": f(z), written over z;
+* "input": the pre-activations, from which f(z) is computed again, chunk by chunk;
+* "recompute": nothing; forward and backward run over chunks of rows, from the first product to the last.
+
+Backward first makes the gradient of the last weight, which reads f(z), and then writes the gradients of the
+pre-activations over what was kept. Where the graph is kept for another backward pass it writes them over a copy.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from ..backends import Through, Wanted
+from ..utils.layout import operand_along
+from .buffer_reuse import graph_is_given_up, is_held_once, saved_under_hooks
+from .mlp_forward import Block, Product, run, run_last
+from .pointwise import Held, apart, is_batched
+
+
+class MLP(Function):
+    """A block. ``tensors`` are the weights of its first products, their biases and the activation's operands.
+
+    Saved is what backward will read. What second derivatives read besides is held: the caller sees to it that this
+    keeps nothing alive.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, block: Block, count: int, x: Tensor, w: Tensor, b: Tensor | None, *tensors: Tensor | None
+    ) -> Tensor:
+        weights, biases, operands = _split(tensors, count)
+        needs = Needs.of(ctx.needs_input_grad, count)
+        out, kept = run(block, x, block.unpacked(_products(weights, biases)), Product.of(w, b), operands)
+        is_made_again = block.keep == "recompute"
+        saved, held = _apart([needs.x or is_made_again] * count + [is_made_again] * count, [*weights, *biases])
+        ctx.save_for_backward(x, w if needs.hidden else None, *saved, *operands, *kept)
+        ctx.held = Held.of(*held)
+        ctx.block, ctx.count, ctx.hooked = block, count, saved_under_hooks()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (dy,) = grads
+        block, count = ctx.block, ctx.count
+        x, w, *saved = ctx.saved_tensors
+        needs = Needs.of(ctx.needs_input_grad, count)
+        given = 2 * count + len(needs.operands)
+        (weights, biases, operands), kept = _split(saved[:given], count), saved[given:]
+        with torch.autocast(x.device.type, enabled=False):  # the forward pass has cast what was to be cast
+            if torch.is_grad_enabled() or is_batched(dy):
+                if ctx.held.are_edited:
+                    raise RuntimeError(
+                        f"{'gated_mlp' if block.is_gated else 'mlp'}: a weight or bias was edited in place between "
+                        "forward and backward, which a second derivative cannot be taken after; edit it after backward"
+                    )
+                both = zip((*weights, *biases), ctx.held.tensors, strict=True)
+                linear = [held if t is None else t for t, held in both]
+                with torch.enable_grad():
+                    own: Any = apart(x, *linear, *operands)
+                    own_x, (weights, biases, operands) = own[0], _split(own[1:], count)
+                    parts = [F.linear(own_x, *product) for product in block.unpacked(_products(weights, biases))]
+                wanted = [needs.x, *needs.weights, *needs.biases, *needs.operands]
+                dw, db, dx, *others = _differentiable(block, dy, parts, w, operands, needs, own, wanted)
+                found = [dx, dw, db, *others]
+            else:
+                products = block.unpacked(_products(weights, biases))
+                del saved
+                _ours(ctx, kept)
+                found = _gradients(block, dy, x, products, w, operands, kept, needs)
+        return None, None, *found
+
+
+def _apart(is_in: Sequence[bool], items: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Those that are in, and the others, with None for what is not among them."""
+    pairs = list(zip(is_in, items, strict=True))
+    return [item if inside else None for inside, item in pairs], [None if inside else item for inside, item in pairs]
+
+
+def _ours(ctx: Any, kept: list[Tensor]) -> None:
+    """Make what is kept, in place of what is in the list and nowhere else, ours to overwrite and to free: the node lets
+    go of it. What hooks hand back may be laid out in any way, and be theirs."""
+    given_up = graph_is_given_up()
+    if given_up:
+        ctx.maybe_clear_saved_tensors()
+    for i in range(len(kept)):
+        kept[i] = kept[i].detach()  # whoever holds the tensor itself, be it in Python, is then a user of its storage
+        ours = given_up and is_held_once(kept[i])
+        kept[i] = kept[i].contiguous() if ours else kept[i].clone(memory_format=torch.contiguous_format)
+
+
+class Needs(NamedTuple):
+    """Which gradients are asked for."""
+
+    x: bool
+    w: bool
+    b: bool
+    weights: tuple[bool, ...]
+    biases: tuple[bool, ...]
+    operands: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, needs: Sequence[bool], count: int) -> Needs:
+        _, _, x, w, b, *rest = needs
+        return cls(x, w, b, *(tuple(part) for part in _split(rest, count)))
+
+    @property
+    def hidden(self) -> bool:
+        """Whether any goes through what is hidden."""
+        return self.x or any((*self.weights, *self.biases, *self.operands))
+
+
+class Rest(Function):
+    """The block after its first products, whose results, the first ``count`` of ``tensors``, nobody else holds; then
+    come the activation's operands. Second derivatives need no more than these: for where x and the weights would be
+    kept for them alone."""
+
+    @staticmethod
+    def forward(ctx: Any, block: Block, count: int, w: Tensor, b: Tensor | None, *tensors: Tensor) -> Tensor:
+        parts, operands = tensors[:count], tensors[count:]
+        ctx.save_for_backward(w, *tensors)
+        ctx.block, ctx.count, ctx.hooked = block, count, saved_under_hooks()
+        return run_last(block, parts[0], (), Product.of(w, b), operands, parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (dy,) = grads
+        block, count = ctx.block, ctx.count
+        w, *kept = ctx.saved_tensors
+        operands = [kept.pop() for _ in range(len(kept) - count)][::-1]
+        _, _, needs_w, needs_b, *wanted = ctx.needs_input_grad
+        needs = Needs(False, needs_w, needs_b, (), (), tuple(wanted[count:]))
+        with torch.autocast(w.device.type, enabled=False):
+            if torch.is_grad_enabled() or is_batched(dy):
+                with torch.enable_grad():
+                    own: Any = apart(*kept, *operands)
+                found = _differentiable(block, dy, own[:count], w, own[count:], needs, own, wanted)
+                return None, None, *found
+            _ours(ctx, kept)
+            _, dw, db, *of_operands = _gradients(block, dy, kept[0], (), w, operands, kept, needs)
+        return None, None, dw, db, *_apart(wanted[:count], kept)[0], *of_operands
+
+
+def _gradients(
+    block: Block,
+    dy: Tensor,
+    x: Tensor,
+    products: Sequence[Product],
+    w: Tensor | None,
+    operands: Sequence[Tensor],
+    kept: list[Tensor],
+    needs: Needs,
+) -> list[Tensor | None]:
+    """Of all tensors, in the order in which they are given. What is kept is overwritten, and with products freed."""
+    # Made here, to be let go of here: a caller's frame may hold what it has passed on, as it does once torch's compiler
+    # has hooked itself into how Python evaluates frames.
+    dy = dy.contiguous()
+    totals = _Totals(block, w, products, operands, needs)
+    is_kept = bool(kept)
+    dx = torch.empty_like(x) if needs.x and not is_kept else None
+    db = dy.sum(0) if needs.b else None
+    chunks: Iterable[slice] = block.rows(x)
+    if block.is_whole:
+        if needs.w:
+            totals.of_w.add_product(dy, kept[0])
+        if totals.in_one_step(dy, kept, hidden=False):
+            chunks = ()  # nothing is needed for a moment only
+    for rows in chunks:
+        parts = [part[rows] for part in kept] or block.pre_activations(x[rows], products)
+        totals.through_last(dy[rows], parts, rows.start)
+        if not is_kept and needs.hidden:
+            of_rows = totals.through_first(parts, x[rows])
+            if dx is not None and of_rows is not None:
+                dx[rows] = of_rows
+            del of_rows
+        del parts
+    del dy  # which may be a copy
+    if is_kept and products:
+        dx = totals.through_first(kept, x)
+    return [dx, totals.of_w.take() if needs.w else None, db, *totals.take()]
+
+
+class _Totals:
+    """The gradients of weights, biases and operands, summed over chunks of rows."""
+
+    def __init__(
+        self,
+        block: Block,
+        w: Tensor | None,
+        products: Sequence[Product],
+        operands: Sequence[Tensor],
+        needs: Needs,
+    ) -> None:
+        self.block, self.w, self.products, self.operands, self.needs = block, w, products, operands, needs
+        self.of_w = _Sum()
+        self.of_operands = [torch.zeros_like(p, dtype=torch.float64) for p in operands]
+        halves = 2 if block.is_packed else 1
+        self.of_biases = [_Sum() if need else None for need in needs.biases * halves]
+        self.of_weights = [_Sum() if need else None for need in needs.weights]
+        #: Of packed weights, in whose halves the sums are: to join them afterwards would take their bytes twice.
+        self.of_packed: Tensor | None = None
+        if block.is_packed:
+            self.of_weights = [None, None]
+        #: The kernels add up a bias's gradient on the way, but for those of a gate.
+        self.adds_bias = len(self.of_biases) == 1
+        bias = self.adds_bias and needs.biases[0]
+        self.wanted = Wanted("output" if block.keep == "output" else "input", True, bias, needs.operands)
+
+    def in_one_step(self, dy: Tensor, parts: Sequence[Tensor], *, hidden: bool) -> bool:
+        """From the gradient of the result to those of the pre-activations, written over these, or over their outputs;
+        False where that takes several steps."""
+        if self.w is None:
+            return False
+        through = self.block.through(dy, self.w, parts, self.operands, self.wanted, hidden=hidden)
+        if through is None:
+            return False
+        if through.hidden is not None:
+            self.of_w.add_product(dy, through.hidden)
+        self._add(through)
+        return True
+
+    def through_last(self, dy: Tensor, parts: Sequence[Tensor], first: int) -> None:
+        """The same of rows that begin with the ``first``, in as many steps as it takes."""
+        block = self.block
+        needs_hidden = self.needs.w and not block.is_whole
+        if self.in_one_step(dy, parts, hidden=needs_hidden):
+            return
+        if needs_hidden:
+            self.of_w.add_product(dy, block.hidden(parts, self.operands, first, overwrite=False))
+        if self.w is not None:  # else nothing that is hidden needs a gradient
+            of_hidden = block.backend.linear(dy, self.w.t(), None)
+            self._add(block.gradients(of_hidden, parts, self.operands, self.wanted, first))
+
+    def _add(self, through: Through) -> None:
+        if through.bias is not None and self.of_biases[0] is not None:
+            self.of_biases[0].add(through.bias)
+        for total, share in zip(self.of_operands, through.operands, strict=True) if through.operands else ():
+            total += 0.0 if share is None else share.view_as(total)
+
+    def through_first(self, of_parts: list[Tensor], x: Tensor) -> Tensor | None:
+        """From the gradients of the pre-activations, each of which is let go of when it has been read, to those of the
+        first products, and of x, which is returned."""
+        dx = None
+        if self.block.is_packed and self.needs.weights[0] and self.of_packed is None:
+            self.of_packed = x.new_empty(2 * of_parts[0].shape[1], x.shape[1])
+            self.of_weights = [_Sum(half) for half in self.of_packed.chunk(2)]
+        for (w, _), of_weight, of_bias in zip(self.products, self.of_weights, self.of_biases, strict=True):
+            of_part = of_parts.pop(0)
+            if of_weight is not None:
+                of_weight.add_product(of_part, x)
+            if of_bias is not None and not self.adds_bias:
+                of_bias.add(of_part.sum(0))
+            if self.needs.x:
+                share = self.block.backend.linear(of_part, w.t(), None)
+                dx = share if dx is None else dx.add_(share)
+        return dx
+
+    def take(self) -> list[Tensor | None]:
+        """Of the first weights, of their biases, and of the operands."""
+        of_weights = [None if one is None else one.take() for one in self.of_weights]
+        of_biases = [None if one is None else one.take() for one in self.of_biases]
+        if self.block.is_packed:
+            of_weights = [self.of_packed]
+            of_biases = [torch.cat(of_biases) if self.needs.biases[0] else None]  # type: ignore[arg-type]
+        of_operands = zip(self.of_operands, self.operands, self.needs.operands, strict=True)
+        return [*of_weights, *of_biases, *(total.to(p.dtype) if need else None for total, p, need in of_operands)]
+
+
+class _Sum:
+    """Over chunks of rows. Where there are several, those of 16 bits are added in float32. The result is in ``out`` if
+    that is given."""
+
+    def __init__(self, out: Tensor | None = None) -> None:
+        self.dtype = torch.float32
+        self.sum: Tensor | None = None
+        self.out = out
+
+    def add(self, share: Tensor) -> None:
+        if self.sum is None:
+            self.dtype, self.sum = share.dtype, share
+        else:
+            self.sum = self.sum.to(torch.promote_types(self.dtype, torch.float32))
+            # On a CPU torch makes a float32 copy of 16-bit numbers that it adds to others: of a part of them, then.
+            pieces = 16 if share.is_cpu else 1
+            for total, piece in zip(self.sum.chunk(pieces), share.chunk(pieces), strict=True):
+                total.add_(piece)
+
+    def add_product(self, a: Tensor, b: Tensor) -> None:
+        """``a^T b``."""
+        if self.sum is None and self.out is not None:
+            self.add(torch.mm(a.t(), b, out=self.out))
+        elif self.sum is None or b.dtype.itemsize == 2:
+            self.add(a.t() @ b)
+        else:
+            self.sum.addmm_(a.t(), b)
+
+    def take(self) -> Tensor:
+        assert self.sum is not None
+        total, self.sum = self.sum.to(self.dtype), None
+        return total if self.out is None or total is self.out else self.out.copy_(total)
+
+
+def _composite(block: Block, parts: Sequence[Tensor], operands: Sequence[Tensor]) -> Tensor:
+    """What the last product multiplies, from the pre-activations, in operations that autograd can differentiate."""
+    first, *others = parts
+    along = [operand_along(p, -1, 2) for p in operands]
+    activated = block.activation.plain(first) if not operands else block.activation.function(first, *along)
+    hidden = functools.reduce(torch.mul, others, activated)
+    return hidden if block.dropout is None else block.dropout.apply(hidden)
+
+
+def _differentiable(
+    block: Block,
+    dy: Tensor,
+    parts: Sequence[Tensor],
+    w: Tensor,
+    operands: Sequence[Tensor],
+    needs: Needs,
+    sources: Sequence[Tensor],
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    """The gradients of the last weight and bias, and of all of which the pre-activations and operands were made, in
+    operations that autograd can differentiate again."""
+    with torch.enable_grad():
+        hidden = _composite(block, parts, operands)
+        asked = [t for t, need in zip(sources, wanted, strict=True) if need]
+        found = iter(torch.autograd.grad(hidden, asked, dy @ w, create_graph=True) if asked else ())
+        dw, db = dy.t() @ hidden if needs.w else None, dy.sum(0) if needs.b else None
+    return [dw, db, *(next(found) if need else None for need in wanted)]
+
+
+def _products(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Product]:
+    return [Product.of(w, b) for w, b in zip(weights, biases, strict=True)]
+
+
+def _split(items: Sequence[Any], count: int) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    """What is of the weights, of the biases, and of the operands."""
+    return items[:count], items[count : 2 * count], items[2 * count :]

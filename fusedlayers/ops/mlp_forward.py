@@ -1,0 +1,212 @@
+"""What an MLP block is, but for its tensors, and what it computes: whole, or for a chunk of rows at a time.
+
+The mask of a dropout is made again from a seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..activations import Activation, Saved
+from ..backends import Backend, Through, Wanted
+from ..backends.operations import MATMUL
+from ..utils.isolation import in_clean_state
+
+#: Rows of a chunk, at least: with fewer a product reads its weight, and writes the weight's gradient, for too little.
+LEAST_ROWS = 256
+
+
+class Dropout(NamedTuple):
+    """Zeroes hidden numbers with probability ``p``, and scales the others up; the same ones each time, however the rows
+    are cut into chunks: every ``LEAST_ROWS`` rows have a generator of their own."""
+
+    p: float
+    seed: int
+
+    def mask(self, hidden: Tensor, first: int = 0) -> Tensor:
+        """What is kept of rows that begin with the ``first``, a multiple of ``LEAST_ROWS``."""
+        mask = torch.empty_like(hidden, dtype=torch.bool, memory_format=torch.contiguous_format)
+        generator = torch.Generator(hidden.device)
+        for i, rows in enumerate(mask.split(LEAST_ROWS)):
+            rows.bernoulli_(1.0 - self.p, generator=generator.manual_seed(self.seed + first // LEAST_ROWS + i))
+        return mask
+
+    def apply(self, hidden: Tensor) -> Tensor:
+        """(..., hidden), in operations that autograd can differentiate. Under vmap, which refuses what is random, the
+        mask is made where that does not reach: on another thread, but on this one's stream."""
+        stream = torch.cuda.current_stream(hidden.device) if hidden.is_cuda else None
+        rows = hidden.detach().flatten(0, -2)
+
+        @in_clean_state
+        def make() -> Tensor:
+            with torch.cuda.stream(stream), torch.no_grad():
+                return self.mask(rows)
+
+        return hidden * make().view(hidden.shape) * self.scale
+
+    @property
+    def scale(self) -> float:
+        return 0.0 if self.p == 1.0 else 1.0 / (1.0 - self.p)
+
+    def overwrite(self, hidden: Tensor, first: int) -> None:
+        hidden.mul_(self.mask(hidden, first)).mul_(self.scale)
+
+
+class Product(NamedTuple):
+    """``linear(x, w, b)``."""
+
+    w: Tensor
+    b: Tensor | None
+
+    @classmethod
+    def of(cls, w: Tensor, b: Tensor | None) -> Product:
+        """Under autocast weights come as its casts, which torch keeps for all who use them. Biases come as they are:
+        parameters are alive anyway, casts would be held for second derivatives alone."""
+        return cls(w, None if b is None else b.to(w.dtype))
+
+
+class Block(NamedTuple):
+    """What a block is, but for its tensors."""
+
+    activation: Activation
+    keep: Saved
+    is_gated: bool
+    #: Whether one product makes gate and up.
+    is_packed: bool
+    dropout: Dropout | None
+    #: Into how many chunks the rows are cut, at most.
+    chunks: int
+    backend: Backend
+
+    def rows(self, x: Tensor) -> Iterator[slice]:
+        """Those of each chunk."""
+        count = x.shape[0]
+        size = self.chunk_rows(count)
+        for start in range(0, count, size):
+            yield slice(start, min(start + size, count))
+
+    def chunk_rows(self, count: int) -> int:
+        """How many rows a chunk has, of so many in all: a multiple of ``LEAST_ROWS``."""
+        return LEAST_ROWS * max(1, -(-count // (self.chunks * LEAST_ROWS)))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether what is kept is what the last product multiplies."""
+        return self.keep == "output" and self.dropout is None
+
+    def unpacked(self, products: Sequence[Product]) -> Sequence[Product]:
+        """The first products, gate and up apart."""
+        return unpacked(products) if self.is_packed else products
+
+    def pre_activations(self, x: Tensor, products: Sequence[Product]) -> list[Tensor]:
+        return [self.backend.linear(x, w, b) for w, b in products]
+
+    def encoded(self, x: Tensor, products: Sequence[Product]) -> Tensor:
+        """What the activation returns, with the branch."""
+        ((w, b),) = products
+        return self.backend.product_act(MATMUL, x, w, b, self.activation, encode=True)
+
+    def hidden(self, parts: Sequence[Tensor], operands: Sequence[Tensor], first: int, *, overwrite: bool) -> Tensor:
+        """What the last product multiplies, from the pre-activations, or from their outputs if these are kept; over the
+        first of them, or in a new buffer."""
+        z = parts[0]
+        out = z if overwrite else None
+        if self.is_gated:
+            hidden = self.backend.gate(z, parts[1], self.activation, operands, out)
+        elif self.keep == "output":
+            hidden = z if overwrite or self.dropout is None else z.clone()
+        else:
+            hidden = self.backend.bias_act(z, None, self.activation, operands, dim=-1, encode=False, out=out)
+        if self.dropout is not None:
+            self.dropout.overwrite(hidden, first)
+        return hidden
+
+    def through(
+        self,
+        dy: Tensor,
+        w: Tensor,
+        parts: Sequence[Tensor],
+        operands: Sequence[Tensor],
+        wanted: Wanted,
+        *,
+        hidden: bool,
+    ) -> Through | None:
+        """From the gradient of the result to those of the pre-activations, written over these, or over their outputs,
+        in one step; None where that has no advantage, or leaves no place for a dropout."""
+        if self.dropout is not None:
+            return None
+        return self.backend.linear_gradient(dy, w, parts, self.activation, operands, wanted, hidden=hidden)
+
+    def gradients(
+        self, dy: Tensor, parts: Sequence[Tensor], operands: Sequence[Tensor], wanted: Wanted, first: int
+    ) -> Through:
+        """The same from the gradient of what the last product multiplies, which is written over too."""
+        if self.dropout is not None:
+            self.dropout.overwrite(dy, first)
+        z = parts[0]
+        if self.is_gated:
+            shares = self.backend.gate_gradient(dy, z, parts[1], self.activation, operands, wanted.operands)
+            return Through(None, None, shares)
+        dz, db, *shares = self.backend.gradient(dy, z, self.activation, operands, wanted, dim=-1)
+        assert dz is z
+        return Through(None, db, shares)
+
+
+def unpacked(products: Sequence[Product]) -> list[Product]:
+    """Gate and up, of one product that makes both."""
+    weights, biases = ((None, None) if t is None else t.chunk(2) for t in products[0])
+    return [Product(w, b) for w, b in zip(weights, biases, strict=True)]  # type: ignore[arg-type]  # as in ``Product``
+
+
+def run(
+    block: Block, x: Tensor, products: Sequence[Product], last: Product, operands: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """The output, (rows, out), and what is kept."""
+    if block.keep == "output":
+        kept = [block.encoded(x, products)]
+    else:
+        kept = [] if block.keep == "recompute" else block.pre_activations(x, products)
+    if block.is_whole:
+        return block.backend.linear(kept[0], *last), kept
+    return run_last(block, x, products, last, operands, kept), kept
+
+
+def run_last(
+    block: Block,
+    x: Tensor,
+    products: Sequence[Product],
+    last: Product,
+    operands: Sequence[Tensor],
+    kept: Sequence[Tensor],
+) -> Tensor:
+    """The last product, chunk by chunk: of what is kept, or of what is made from x."""
+    out = x.new_empty(x.shape[0], last.w.shape[0])
+    for rows in block.rows(x):
+        parts = [part[rows] for part in kept] or block.pre_activations(x[rows], products)
+        out[rows] = block.backend.linear(block.hidden(parts, operands, rows.start, overwrite=not kept), *last)
+    return out
+
+
+def without_gradients(
+    block: Block, x: Tensor, products: Sequence[Product], last: Product, operands: Sequence[Tensor]
+) -> Tensor:
+    """The output where nothing is kept, without a branch in what is hidden."""
+    if block.keep == "recompute" or block.dropout is not None:
+        return run(block._replace(keep="recompute"), x, products, last, operands)[0]
+    return block.backend.linear(constant(block, x, products, operands), *last)
+
+
+def constant(block: Block, x: Tensor, products: Sequence[Product], operands: Sequence[Tensor]) -> Tensor:
+    """What the last product multiplies, where nothing before that needs a gradient."""
+    if block.is_gated or operands:
+        bare = block._replace(keep="recompute", dropout=None)
+        hidden = bare.hidden(block.pre_activations(x, products), operands, 0, overwrite=True)
+    else:
+        hidden = block.backend.product_act(MATMUL, x, *products[0], block.activation)
+    if block.dropout is not None:
+        block.dropout.overwrite(hidden, 0)
+    return hidden

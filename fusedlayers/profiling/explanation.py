@@ -1,0 +1,372 @@
+"""``explain``: everything the library knows of an activation, measured where it can be measured."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..activations import Activation, resolve, told
+from ..activations.free_variables import capture
+from ..functional import bias_act
+from ..memory import saved_bytes
+from ..nn.base import FusedAct, WithActivation
+from ..nn.mlp import FusedBlock, FusedGatedMLP
+from ..nn.norm import FusedBatchNormAct1d, FusedBatchNormAct2d
+from ..ops.batch_norm import WORTH_IT, save_beside_input
+from ..routes import specialised
+from ..utils.isolation import in_clean_state
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+#: Inputs that derivatives are compared on.
+COUNT = 1 << 16
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Errors of the derivative for z ~ N(0, 1), against float64: the norm of the error over that of the derivative, and
+    the largest. ``eager`` is PyTorch's own in the same dtype; ``floor`` is what rounding the exact one to it costs."""
+
+    rms: float
+    largest: float
+    eager_rms: float
+    eager_largest: float
+    floor_rms: float
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What ``explain`` found. ``str()`` is a report, ``plot(path)`` draws it.
+
+    Attributes:
+        name: of the activation.
+        kind: "monotone", the output tells the derivative; "folded", it does with a branch bit; "needs input", the
+            pre-activation is kept; "fallback", plain PyTorch computes it.
+        reason: why.
+        saves: what a layer keeps, by dtype.
+        saved_bytes: kept for each element between two layers, by dtype: (eager, here).
+        accuracy: of the derivative, by dtype.
+        source: the generated Triton code; empty where there is none.
+        matmuls: of a layer on a GPU, how it is multiplied, as far as this process has measured that.
+    """
+
+    name: str
+    kind: str
+    reason: str
+    saves: Mapping[str, str]
+    saved_bytes: Mapping[str, tuple[float, float]]
+    accuracy: Mapping[str, Accuracy]
+    source: str
+    matmuls: tuple[str, ...] = ()
+    curves: Mapping[str, Tensor] = field(repr=False, default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values, for JSON."""
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "reason": self.reason,
+            "saves": dict(self.saves),
+            "saved_bytes": {dtype: {"eager": a, "here": b} for dtype, (a, b) in self.saved_bytes.items()},
+            "accuracy": {
+                dtype: {name: value if math.isfinite(value) else None for name, value in vars(errors).items()}
+                for dtype, errors in self.accuracy.items()
+            },
+            "source": self.source,
+            "matmuls": list(self.matmuls),
+        }
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw the function, its derivative, the derivative as a layer has it, and the error, into a file.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        from .explanation_plot import draw
+
+        draw(self, path)
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def explain(activation: object) -> Explanation:
+    """Say what a layer keeps of an activation, and why; measure what that costs; show the generated code.
+
+    Args:
+        activation: as for ``fusedlayers.dense_bias_act``: a name, a module, any callable. Or a fused layer or block,
+            for its own activation and ``save``; of a batch norm it is said what that keeps with the activation.
+
+    Raises:
+        ValueError, TypeError: as ``fusedlayers.dense_bias_act``, for what is not an activation.
+
+    >>> import torch, fusedlayers as fl
+    >>> fl.explain(torch.tanh).kind
+    'monotone'
+    """
+    layer = activation if isinstance(activation, WithActivation) else None
+    resolved = resolve(activation if layer is None else layer.activation, "explain")
+    shape = _shape(resolved)
+    record = _specialised(resolved, shape)
+    kind, reason = _kind(record)
+    given = _given(record, layer)
+    if layer is not None and given == "input" and kind in ("monotone", "folded"):
+        again = layer.save == "recompute"
+        reason = f"the layer {'computes its input again' if again else 'keeps its input'}, which tells the derivative"
+    if _is_norm(layer) and told(record, torch.float32) is not None:
+        reason += (
+            "; a batch norm in float32 keeps its input too, of channels where rounding of the output would show in "
+            "gradients: whose weight is small or much smaller than the bias, or with values far out where the "
+            f"activation is flat; and small inputs, of less than {WORTH_IT} numbers, as they are"
+        )
+    bytes_, accuracy = {}, {}
+    for dtype in DTYPES:
+        with contextlib.suppress(Exception):  # a user's function need not work in every dtype
+            bytes_[dtype], accuracy[dtype] = _measure(resolved, shape, dtype, layer)
+    return Explanation(
+        repr(record),
+        kind,
+        reason,
+        {_name(d): record.describe("auto", d) if layer is None else layer.keeps(record, d) for d in DTYPES},
+        {_name(dtype): saved for dtype, saved in bytes_.items()},
+        {_name(dtype): errors for dtype, errors in accuracy.items()} if kind != "fallback" else {},
+        "" if kind == "fallback" or record.is_identity else _source(record, given),
+        () if layer is None else tuple(layer.decided()),
+        _curves(resolved, shape),
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _kind(record: Activation) -> tuple[str, str]:
+    if record.unfused_because is not None:
+        return "fallback", record.unfused_because.partition(" because ")[2]
+    if record.is_identity:
+        return "monotone", "the derivative is 1"
+    refused = record.output_refused_because(torch.float32)
+    if refused is not None:
+        return "needs input", refused
+    if record.fold is None:
+        return "monotone", "the output tells the derivative"
+    where = {"negative": "negative outputs", "positive": "positive outputs", "both": "all outputs"}
+    turn = f"it turns once, at z = {record.fold.position:.6g}"
+    return "folded", f"{turn}; {where[record.fold.ambiguous]} carry the branch in their last bit"
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def _specialised(record: Activation, shape: tuple[int, ...]) -> Activation:
+    """As a layer in float32 has it, whatever the function's own tensors are."""
+    if not record.is_untraced:
+        return record
+    return specialised(resolve(_in_dtype(record, torch.float32)[1]), shape, torch.float32).activation
+
+
+def _shape(record: Activation) -> tuple[int, ...]:
+    """A shape that the function takes. Channels are tried as the last dimension, and as the second of four; that first
+    if a tensor has dimensions behind them."""
+    tensors = capture(record.function).tensors
+    sizes = {size for tensor in tensors for size in tensor.shape if size > 1}
+    as_second = any(tensor.numel() > 1 and tensor.shape[-1] == 1 for tensor in tensors)
+    for channels in sorted(sizes, reverse=True):
+        shapes = [(-(-COUNT // channels), channels), (8, channels, 8, -(-COUNT // (64 * channels)))]
+        for shape in shapes[::-1] if as_second else shapes:
+            if _specialised(record, shape).is_fusible:
+                return shape
+    return (COUNT // 64, 64)
+
+
+def _in_dtype(record: Activation, dtype: torch.dtype) -> tuple[Callable[..., Tensor], object]:
+    """The function as PyTorch computes it, and what to hand to a layer; what it reads, in this dtype."""
+    if not record.is_untraced or record.row is not None:
+        return record.plain, record
+    from ..activations.verification import values  # with it come parts of torch whose import takes a second
+
+    captured = capture(record.function)
+    function = captured.on([values(t).to("cpu", dtype if t.is_floating_point() else t.dtype) for t in captured.tensors])
+    return function, function
+
+
+@in_clean_state
+def _measure(
+    record: Activation, shape: tuple[int, ...], dtype: torch.dtype, layer: WithActivation | None
+) -> tuple[tuple[float, float], Accuracy]:
+    z = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    function, activation = _in_dtype(record, dtype)
+    exact = _derivative(_in_dtype(record, torch.float64)[0], z.double())
+    real = exact.isfinite()  # elsewhere there is nothing to compare with
+    scale = float(exact[real].norm()) or 1.0
+
+    save = "auto" if layer is None else layer.save
+    if save == "auto" and _is_norm(layer) and told(record, dtype) is None:
+        save = save_beside_input(record, dtype)
+    if save == "auto" and isinstance(layer, FusedGatedMLP):
+        save = "input"
+    fused = functools.partial(_applied, activation, save)
+
+    def errors(slope: Tensor) -> tuple[float, float]:
+        error = (slope.double() - exact)[real]
+        return float(error.norm()) / scale, float(error.abs().max())
+
+    here, eager, floor = (errors(s) for s in (_derivative(fused, z), _derivative(function, z), exact.to(dtype)))
+    layers: tuple[Callable[[Tensor], Tensor], ...] = (function, fused)
+    if isinstance(layer, FusedAct) and _is_norm(layer):
+        kind = FusedBatchNormAct1d if len(shape) == 2 else FusedBatchNormAct2d
+        norm = kind.torchs(shape[1], dtype=dtype)
+        if layer.weight is not None and not layer.weight.is_meta:
+            # Channels as the layer's own, again and again.
+            with torch.no_grad():
+                for own, parameter in ((norm.weight, layer.weight), (norm.bias, layer.bias)):
+                    own.copy_(parameter.repeat(-(-shape[1] // len(parameter)))[: shape[1]])
+        fused_norm = kind.from_modules(norm, activation, save=layer.save)
+        layers = (lambda z: function(norm(z))), fused_norm
+    if isinstance(layer, FusedBlock):
+        kept = _kept_by_block(layer, function, activation, z.flatten(0, -2), dtype)
+    else:
+        kept = tuple(_kept_bytes(f, z, dtype) / z.numel() for f in layers)
+    return (kept[0], kept[1]), Accuracy(*here, *eager, floor[0])
+
+
+def _kept_by_block(
+    layer: FusedBlock, function: Callable[[Tensor], Tensor], activation: object, hidden: Tensor, dtype: torch.dtype
+) -> tuple[float, ...]:
+    """For each hidden element, by eager PyTorch and by the block."""
+    rows, size = hidden.shape
+    block = type(layer)(8, size, 8, activation, save=layer.save, dtype=dtype)
+    x = torch.randn(rows, 8, dtype=dtype)
+    return tuple(
+        saved_bytes(f, x, exclude=[block, x]) / hidden.numel()
+        for f in (functools.partial(block.by_calls, function=function), block)
+    )
+
+
+def _is_norm(layer: WithActivation | None) -> bool:
+    return isinstance(layer, nn.modules.batchnorm._BatchNorm)
+
+
+def _applied(activation: object, save: str, z: Tensor) -> Tensor:
+    return bias_act(z, None, activation, save=save)
+
+
+def _derivative(function: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
+    z = z.clone().requires_grad_()
+    y = function(z)
+    return torch.autograd.grad(y, z, torch.ones_like(y))[0]
+
+
+def _kept_bytes(function: Callable[[Tensor], Tensor], z: Tensor, dtype: torch.dtype) -> int:
+    """Between an operation that keeps nothing, as a matmul does not keep its result, and one that keeps its input."""
+    weight = torch.ones((), dtype=dtype, requires_grad=True)
+    return saved_bytes(lambda z: function(z + 1) * weight, z.clone().requires_grad_(), exclude=[weight])
+
+
+@in_clean_state
+def _curves(resolved: Activation, shape: tuple[int, ...]) -> Mapping[str, Tensor]:
+    """What ``plot`` draws: over z the function, its derivative, and that as a layer has it in float32 and bfloat16; of
+    the first channel. Empty if the function raises an error."""
+    points = min(4096, max(64, 4 * COUNT // shape[1]))
+    line = torch.linspace(-6, 6, points)
+    z = line.view(-1, *[1] * (len(shape) - 1)).repeat(1, *[shape[1], 1, 1][: len(shape) - 1])
+    curves = {"z": z}
+    try:
+        function = _in_dtype(resolved, torch.float64)[0]
+        curves["y"] = function(z.double()).detach()
+        curves["derivative"] = _derivative(function, z.double())
+        for dtype in (torch.float32, torch.bfloat16):
+            activation = _in_dtype(resolved, dtype)[1]
+            exact = _derivative(function, z.to(dtype).double())
+            slope = _derivative(functools.partial(_applied, activation, "auto"), z.to(dtype)).double()
+            curves[f"{_name(dtype)} derivative"] = slope
+            curves[f"{_name(dtype)} error"] = (slope - exact).abs()
+        return {name: curve[:, 0].flatten() for name, curve in curves.items()}
+    except Exception:  # a user's function may raise anything
+        return {}
+
+
+def _given(record: Activation, layer: WithActivation | None) -> str:
+    """What the derivative is had from: "output" or "input"."""
+    if record.output_refused_because(torch.float32) is not None or isinstance(layer, FusedGatedMLP):
+        return "input"
+    return "input" if layer is not None and layer.save in ("input", "recompute") else "output"
+
+
+def _source(record: Activation, given: str) -> str:
+    if importlib.util.find_spec("triton") is None:
+        return "# Triton is not installed; torch operations do the work."
+    from ..activations.tracing import NotPointwise
+    from ..backends.triton.codegen import source
+
+    needs = (True,) * len(record.operand_dims)
+    try:
+        parts = [
+            source(record, "forward", given=given, dtype=torch.float32),
+            source(record, "gradient", given=given, dtype=torch.float32, needs=needs),
+        ]
+    except NotPointwise as reason:
+        return f"# On GPUs it is left to torch operations: {reason}."
+    return "\n\n".join(parts)
+
+
+# --- printing ---------------------------------------------------------------------------------------------------------
+
+
+#: The table: titles, what is under them, and the widths of the columns.
+_GROUPS = (("", 1), ("a layer keeps", 1), ("bytes per element", 2), ("derivative, rms error", 3), ("largest error", 2))
+_TITLES = ("", "", "eager", "here", "eager", "here", "rounding", "eager", "here")
+_WIDTHS = (10, 37, 7, 12, 10, 10, 14, 10, 10)
+
+
+def _lines(found: Explanation) -> Iterator[str]:
+    yield f"{found.name}: {found.kind}"
+    yield f"  {found.reason}"
+    yield ""
+    widths = iter(_WIDTHS)
+    yield _row((title, sum(itertools.islice(widths, columns))) for title, columns in _GROUPS)
+    yield _row(zip(_TITLES, _WIDTHS, strict=True))
+    for dtype, (eager, here) in found.saved_bytes.items():
+        cells = [dtype, _kept(found, dtype), f"{eager:.3g}", f"{here:.3g}"]
+        if (errors := found.accuracy.get(dtype)) is not None:
+            rms = errors.eager_rms, errors.rms, errors.floor_rms
+            cells += [f"{value:.1e}" if value else "0" for value in (*rms, errors.eager_largest, errors.largest)]
+        yield _row(zip(cells, _WIDTHS, strict=False))
+    if not found.saved_bytes:
+        yield "  PyTorch itself raises an error"
+    yield ""
+    yield "  bytes: saved for backward between two layers that save nothing else"
+    if found.accuracy:
+        yield "  errors: for z ~ N(0, 1), against float64; rounding: of the exact derivative to the dtype"
+    for reason in dict.fromkeys(_reason(saves) for saves in found.saves.values()):
+        if reason and reason not in found.reason and found.reason not in reason:
+            dtypes = [dtype for dtype, saves in found.saves.items() if _reason(saves) == reason]
+            yield f"  {', '.join(dtypes)}: {reason}"
+    for line in found.matmuls:
+        yield f"  matmul: {line}"
+    if found.source:
+        yield ""
+        yield found.source.rstrip()
+
+
+def _row(cells: Iterable[tuple[str, int]]) -> str:
+    return "  " + "".join(f"{text:<{width}}" for text, width in cells).rstrip()
+
+
+def _kept(found: Explanation, dtype: str) -> str:
+    if found.kind == "fallback":
+        return "what PyTorch does"
+    return found.saves[dtype].partition(":")[0].removeprefix("saves ")
+
+
+def _reason(saves: str) -> str:
+    return saves.partition(": ")[2]

@@ -1,0 +1,57 @@
+"""The options of `fusedlayers explain`."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..activations import activations
+from ..utils import cli_errors, import_object
+from .explanation import explain
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def register(commands: "Commands") -> None:
+    """Add `explain` to the commands."""
+    parser = commands.add_parser(
+        "explain",
+        help="say what a layer keeps of an activation, why, and how exact its derivative is",
+        description="Prints what a layer keeps of an activation and why, the bytes, the errors of its derivative, and "
+        "the generated device code.",
+    )
+    parser.add_argument(
+        "activation", metavar="ACTIVATION", help="a name, or module:attribute; " + ", ".join(activations())
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the function, its derivative and its error")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    with cli_errors.refusals("explain", ValueError, TypeError, ImportError, OSError):
+        cli_errors.check_files("explain", arguments.plot)
+        found = explain(find(arguments.activation))
+        if arguments.plot is not None:
+            found.plot(arguments.plot)
+    print(json.dumps(found.to_dict(), indent=1) if arguments.json else found)
+    return 0
+
+
+def find(name: str) -> object:
+    """The activation of that name, or what `module:attribute` names; a class that needs no arguments is called."""
+    if ":" not in name:
+        if name not in activations():
+            raise ValueError(
+                f"unknown activation {name!r}; the known ones are: {', '.join(activations())}; "
+                "others are written as module:attribute"
+            )
+        return name
+    found = import_object.find(name)
+    if not isinstance(found, type):
+        return found
+    try:
+        return found()
+    except TypeError as error:
+        raise ValueError(f"{name} needs arguments; name an instance of it ({error})") from error

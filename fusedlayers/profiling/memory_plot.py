@@ -1,0 +1,155 @@
+"""A picture of what is saved: an icicle, read from left to right, from the model to modules, and on to what they save.
+
+Heights are bytes. What is too low for a line of text has none; repeated blocks are one, as in the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from ..utils.formatting import size_text
+from ..utils.plotting import new_figure
+from .table import entries_in, groups_of
+
+if TYPE_CHECKING:
+    from .memory_use import MemoryReport
+
+#: Of operations, the largest first; whatever is left is grey.
+DARK = ("#46729f", "#c25450", "#4f8045", "#85619a", "#8a6752")
+LIGHT = ("#f2a65a", "#8ecac6", "#e3c25c", "#eea6c0")
+COLORS = (DARK[0], LIGHT[0], DARK[1], LIGHT[1], DARK[2], LIGHT[2], DARK[3], LIGHT[3], DARK[4])
+OTHERS = "#b7bcc3"
+MODULES = ("#dfe5ec", "#e7ecf1", "#eef1f5", "#f4f6f9")
+INK = "#22303c"
+WIDTH, HEIGHT, FONT = 14, 8.5, 8
+#: How many columns an operation takes.
+OPERATION = 1.7
+#: What a line of text takes of the picture's height, and how many characters of it fit an inch.
+LINE, CHARACTERS = 0.0175, 14.5
+
+
+@dataclass
+class Box:
+    """A module with what is in it, or, without children, an operation."""
+
+    name: str
+    bytes: int = 0
+    operation: str = ""
+    note: str = ""
+    children: dict[str, Box] = field(default_factory=dict)
+
+    def sorted(self) -> list[Box]:
+        return sorted(self.children.values(), key=lambda box: -box.bytes)
+
+    @property
+    def depth(self) -> int:
+        """How many columns of modules it takes."""
+        return 1 + max((child.depth for child in self.children.values() if not child.operation), default=0)
+
+
+def draw(found: MemoryReport, path: str | PathLike[str]) -> None:
+    """Draw into a file, whose suffix says the format."""
+    if not found.saved_bytes:
+        raise ValueError(f"memory_report: {found.name} saves nothing for backward, so that there is nothing to draw")
+
+    figure = new_figure("memory_report", (WIDTH, HEIGHT))
+    root = tree(found)
+    colors = _colors(root)
+    axes = figure.subplots()
+    axes.set(xlim=(0, root.depth + OPERATION), ylim=(1, 0))
+    axes.set_axis_off()
+    _draw(axes, root, 0, 0.0, root.bytes, root.depth, colors)
+    axes.set_title(
+        f"{found.name}: {size_text(found.saved_bytes)} saved for backward; "
+        f"peak of forward and backward: {size_text(found.peak_bytes)} ({found.device})",
+        loc="left",
+        color=INK,
+    )
+    figure.savefig(path, dpi=120)
+
+
+def tree(found: MemoryReport) -> Box:
+    """Modules in modules, and in the innermost ones what they save."""
+    root = Box(found.name)
+    for group in groups_of(found):
+        own_path = [] if group.path == found.name else _parts(group.path)
+        for entry in entries_in(group, found.name):
+            box = root
+            box.bytes += entry.bytes
+            for part in own_path:
+                box = box.children.setdefault(part, Box(part))
+                box.bytes += entry.bytes
+            operation = entry.operation.partition(" ")[0]
+            key = f"{operation} {entry.tensors}"
+            leaf = box.children.setdefault(key, Box(operation, operation=operation, note=entry.tensors))
+            leaf.bytes += entry.bytes
+    for child in root.children.values():
+        _collapse(child)
+    return root
+
+
+def _parts(path: str) -> list[str]:
+    """The names in a path, numbers with the name before them: ``encoder.layer.0-3.output`` has three."""
+    parts: list[str] = []
+    for part in path.split("."):
+        if parts and part[0].isdecimal():
+            parts[-1] += f".{part}"
+        else:
+            parts.append(part)
+    return parts
+
+
+def _collapse(box: Box) -> None:
+    """A module with nothing but one module in it is drawn as one with that."""
+    while len(box.children) == 1 and not (child := next(iter(box.children.values()))).operation:
+        box.name, box.children = f"{box.name}.{child.name}", child.children
+    for child in box.children.values():
+        _collapse(child)
+
+
+def _colors(root: Box) -> dict[str, str]:
+    sums: dict[str, int] = {}
+    for leaf in _leaves(root):
+        sums[leaf.operation] = sums.get(leaf.operation, 0) + leaf.bytes
+    ranked = sorted(sums, key=lambda operation: -sums[operation])
+    return dict(zip(ranked, COLORS, strict=False))
+
+
+def _leaves(box: Box) -> Iterator[Box]:
+    if box.operation:
+        yield box
+    for child in box.children.values():
+        yield from _leaves(child)
+
+
+def _draw(axes: Any, box: Box, column: int, top: float, whole: int, columns: int, colors: dict[str, str]) -> None:
+    height = box.bytes / whole
+    right = columns + OPERATION if box.operation else column + 1
+    color = colors.get(box.operation, OTHERS) if box.operation else MODULES[column % len(MODULES)]
+    axes.fill_between([column, right], top, top + height, facecolor=color, edgecolor="white", linewidth=1)
+    lines = int(height / LINE)
+    if lines:
+        characters = int((right - column) * WIDTH / (columns + OPERATION) * CHARACTERS)
+        share = f"{size_text(box.bytes)}, {100 * height:.0f} %"
+        words = [box.name, share, box.note] if box.operation else [box.name, share]
+        text = "\n".join(_packed(words, lines, characters))
+        ink = "white" if color in DARK else INK
+        axes.text(column + 0.03, top + height / 2, text, va="center", fontsize=FONT, color=ink, linespacing=1.15)
+    for child in box.sorted():
+        _draw(axes, child, column + 1, top, whole, columns, colors)
+        top += child.bytes / whole
+
+
+def _packed(words: list[str], lines: int, characters: int) -> list[str]:
+    """Words in as many lines as there are, several in one if need be, and only those that fit. A name that is too long
+    for a line keeps its end, which says most."""
+    packed = [words[0] if len(words[0]) <= characters else "…" + words[0][1 - characters :]]
+    for word in words[1:]:
+        if len(packed[-1]) + 2 + len(word) <= characters:
+            packed[-1] += f"  {word}"
+        elif len(packed) < lines and len(word) <= characters:
+            packed.append(word)
+    return packed

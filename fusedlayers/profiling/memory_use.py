@@ -1,0 +1,227 @@
+"""``memory_report``: where the memory of a model's training step goes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..memory import device_of, peak_bytes
+from ..utils.autograd_graph import is_leaf, leaves_of, nodes_of
+from ..utils.module_state import own_gradients, unchanged
+from ..utils.storages import tensors_in
+from .places import Places
+from .replay import LEAVES, PARAMETERS, SAVED, Peak, Replay
+from .rows import Row, existing, operation_of, row_of, users_of
+from .step import Step, tensors_of
+
+if TYPE_CHECKING:
+    from .compare import Comparison
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """What ``memory_report`` found. ``str()`` is a table, ``plot(path)`` a picture, ``compare(after)`` another table.
+
+    Attributes:
+        name: of the model's class, or of the function.
+        device: where it was measured.
+        rows: every saved storage once, the largest first.
+        peak_bytes: the most that the device's allocator has handed out at once in a forward and a backward pass.
+        estimated_peak_bytes: the most that was alive at once in another such pass, followed tensor by tensor.
+        parts: what the estimate consists of; the bytes of each part.
+        moment: when that was.
+    """
+
+    name: str
+    device: str
+    rows: tuple[Row, ...]
+    peak_bytes: int
+    estimated_peak_bytes: int
+    parts: Mapping[str, int]
+    moment: str
+
+    @property
+    def saved_bytes(self) -> int:
+        """The sum of the saved activations; of what was there before the call nothing counts."""
+        return self.bytes_of("activation")
+
+    @property
+    def rest_bytes(self) -> int:
+        """What of the measured peak the estimate does not explain; negative if it has too much."""
+        return self.peak_bytes - self.estimated_peak_bytes
+
+    def bytes_of(self, kind: str) -> int:
+        return sum(row.bytes for row in self.rows if row.kind == kind)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values, for JSON."""
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        rows = [
+            vars(row) | {"shape": list(row.shape), "shared_with": [list(pair) for pair in row.shared_with]}
+            for row in self.rows
+        ]
+        sums = {"saved_bytes": self.saved_bytes, "rest_bytes": self.rest_bytes}
+        return own | sums | {"parts": dict(self.parts), "rows": rows}
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw what is saved into a file, whose suffix says the format: modules beside the modules they consist of.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: nothing is saved.
+        """
+        from .memory_plot import draw
+
+        draw(self, path)
+
+    def compare(self, after: MemoryReport) -> Comparison:
+        """This report and a later one, side by side."""
+        from .compare import Comparison
+
+        return Comparison(self, after)
+
+    def __str__(self) -> str:
+        from .table import lines
+
+        return "\n".join(lines(self))
+
+
+def memory_report(
+    model: Callable[..., Any], /, *args: Any, loss: Callable[[Any], Tensor] | None = None, **kwargs: Any
+) -> MemoryReport:
+    """Say where the memory of ``model(*args, **kwargs)`` and its backward pass goes.
+
+    Every tensor that is saved for backward is listed, storages once, by module and operation; the peak is measured, and
+    explained by what is alive then. The step runs three times: once for everything that is made on first use, once
+    followed tensor by tensor, once measured. The model is left as it was, with its gradients, buffers (statistics of
+    batch norms), mode, hooks and parameters, and so are the states of the random number generators; hooks of yours run.
+
+    Not seen is memory that libraries take from the system behind torch's back. What saved-tensor hooks made is listed
+    if it lies in tuples, lists and dicts. Compiled code is one operation, and its forward pass enters the estimate by
+    what it saved alone.
+
+    Args:
+        model: a module, or any function of tensors. Functions are asked for the modules that they name.
+        args, kwargs: its arguments. The device is CUDA if a tensor of the model or of these is there, else the CPU.
+        loss: of the model's result, a scalar. By default the sum of the means of all floating-point tensors in the
+            result that require grad.
+
+    Raises:
+        TypeError: ``model`` cannot be called.
+        ValueError: nothing in the result, or not the loss, requires grad.
+
+    >>> import torch, fusedlayers as fl
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+    >>> fl.memory_report(model, torch.randn(64, 8)).saved_bytes  # gelu's input and its output
+    16384
+    """
+    return report_of(Step(model, args, kwargs, loss), lambda stage: None)
+
+
+#: The runs that ``report_of`` announces.
+STAGES = ("warming up", "following tensors", "measuring the peak")
+
+
+def report_of(step: Step, on_stage: Callable[[str], None]) -> MemoryReport:
+    """``memory_report``, which tells ``on_stage`` what comes next."""
+    if not callable(step.model):
+        raise TypeError(
+            f"memory_report: model must be a module or a function, got {type(step.model).__name__}; "
+            "pass the model itself, then its arguments"
+        )
+    places = Places(step.model)
+    inputs = list(tensors_of((step.args, step.kwargs)))
+    device = _device([*tensors_in(places.modules), *inputs])
+    with unchanged(places.modules, inputs, device) as random_again:
+        on_stage(STAGES[0])
+        loss = step.forward()
+        nodes = nodes_of([loss])
+        compiled = any(str(node.name()).startswith("CompiledFunction") for node in nodes)
+        leaves = leaves_of(nodes)
+        with own_gradients(leaves):
+            loss.backward()
+        del loss, nodes
+
+        on_stage(STAGES[1])
+        random_again()
+        with own_gradients(leaves):
+            rows, peak = _follow(step, places, device, inputs, leaves, compiled)
+
+        on_stage(STAGES[2])
+        random_again()
+        with own_gradients(leaves):
+            measured = peak_bytes(step.run, device=device)
+    return MemoryReport(places.class_names[""], str(device), rows, measured, peak.bytes, peak.parts, peak.moment)
+
+
+def _device(tensors: list[Tensor]) -> torch.device:
+    """Where to measure."""
+    device = device_of(tensors)
+    others = {tensor.device.type for tensor in tensors} - {"cpu", "cuda"}
+    if others and device.type == "cpu":
+        raise ValueError(
+            f"memory_report: got tensors on {' and '.join(sorted(others))}, but can measure only on cpu and cuda; move "
+            "the model and its inputs there"
+        )
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
+
+
+def _follow(
+    step: Step, places: Places, device: torch.device, inputs: list[Tensor], leaves: list[Tensor], compiled: bool
+) -> tuple[tuple[Row, ...], Peak]:
+    """The rows of one step and its peak, as far as tensors tell."""
+    replay = Replay(device, lambda: places.current, places.class_names[""])
+    rows: list[Row] = []
+
+    def run() -> None:
+        with places.noted():
+            with nullcontext() if compiled else replay:
+                loss = step.forward()
+            # In functions of their own, because no name may hold on to what the backward pass is to free.
+            rows.extend(_rows(nodes_of([loss]), places, replay, existing(places, inputs, leaves), compiled))
+            replay.phase = "backward"
+            with _told_of_nodes(replay, nodes_of([loss]), places), replay:
+                loss.backward()
+        for kind, of_parameters in ((PARAMETERS, True), (LEAVES, False)):
+            of_kind = (leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter) == of_parameters)
+            replay.mark(kind, (leaf.grad for leaf in of_kind if leaf.grad is not None))
+
+    replay.scratch.during(run)
+    return tuple(sorted(rows, key=lambda row: -row.bytes)), replay.peak()
+
+
+def _rows(nodes: list[Any], places: Places, replay: Replay, before: Mapping[int, str], compiled: bool) -> list[Row]:
+    """A row for each storage that the nodes save; the replay is told that it is saved."""
+    users = users_of(nodes, replay.device, places)
+    if compiled:
+        replay.know([*before, *existing(places, (), [leaf.grad for leaf in leaves_of(nodes) if leaf.grad is not None])])
+        replay.note("compiled code", [own[0].tensor for key, own in users.items() if key not in before])
+    replay.mark(SAVED, (own[0].tensor for own in users.values()))
+    kinds = {
+        key: "activation" if replay.made(own[0].tensor.untyped_storage()) else before.get(key, "constant")
+        for key, own in users.items()
+    }
+    return [row_of(own, kinds[key], places) for key, own in users.items()]
+
+
+@contextmanager
+def _told_of_nodes(replay: Replay, nodes: Sequence[Any], places: Places) -> Iterator[None]:
+    """The replay is told which node of the backward pass is running."""
+    handles = []
+    for node in nodes:
+        module = "" if is_leaf(node) else f" of {places.of_node(node._sequence_nr()) or places.class_names['']}"
+        handles.append(node.register_prehook(functools.partial(replay.enter, operation_of(node) + module)))
+    del node, nodes
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,193 @@
+"""Follow one forward and one backward pass, tensor by tensor: what is alive at the worst moment, and what it is.
+
+A dispatch mode sees what every operator returns, in the forward pass, in the backward pass and in what a checkpoint
+computes again. A storage counts from the operator that returns it until nobody holds it any more, which a weak
+reference tells. Storages that operators only read existed before, and do not count. What an operator takes for itself
+comes from ``scratch``. The code of ``torch.compile`` cannot be followed: a dispatch mode would have it run eagerly, so
+that its forward pass is not watched, and only what it saved is known.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..utils.storages import strided_parts
+from .scratch import CpuScratch, CudaScratch
+
+#: CUDA's allocator hands out multiples of this.
+CUDA_BLOCK = 512
+
+SAVED = "saved for backward, still held"
+PARAMETERS = "gradients of parameters"
+LEAVES = "gradients of inputs"
+GRADIENTS = "gradients of activations"
+AGAIN = "computed again by checkpoints"
+OUTPUTS = "outputs of the forward pass, and temporaries"
+TEMPORARIES = "temporaries of the backward pass"
+SCRATCH = "scratch memory inside the operator"
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The worst moment: the bytes then, what they are, and which operator was running for whom."""
+
+    bytes: int
+    parts: Mapping[str, int]
+    moment: str
+
+
+@dataclass
+class _Operator:
+    """A call: what was running it, and where it ends in the log."""
+
+    name: str
+    phase: str
+    place: str
+    is_again: bool
+    log_end: int = 0
+
+
+@dataclass
+class _Born:
+    bytes: int
+    operator: _Operator
+
+
+class Replay(TorchDispatchMode):
+    """The log of births and deaths of storages on a device.
+
+    ``place`` is asked which module is running. Where none is, it is the ``model`` itself; and in the backward pass the
+    node that ``enter`` has said.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, device: torch.device, place: Callable[[], str], model: str) -> None:
+        super().__init__()
+        self.device, self.place = device, place
+        self.scratch = (CudaScratch if device.type == "cuda" else CpuScratch)(device)
+        self.phase = "forward"
+        self.born: list[_Born] = []
+        self.operators: list[_Operator] = []
+        self.kinds: dict[int, str] = {}
+        self._log: list[tuple[int, int]] = []  # which storage, and by how much the memory changes
+        self._numbers: dict[
+            int, int | None
+        ] = {}  # address of a storage -> its place in ``born``; None if not born here
+        self._watched: dict[int, weakref.ref[Any]] = {}
+        self._known: Container[int] | None = None
+        self._node = model  # as long as none is
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in _tensors((args, kwargs)):
+            for storage in self._storages(tensor):
+                if storage._cdata not in self._numbers:
+                    if self._known is None or storage._cdata in self._known:
+                        self._watch(storage, None)
+                    elif self.operators:
+                        self._see(storage)
+        return self._run(str(func), func, args, kwargs or {})
+
+    def know(self, existing: Container[int]) -> None:
+        """Only storages at these addresses were there before. What else an operator reads and none has returned, as
+        the buffers of compiled code, counts from then on."""
+        self._known = existing
+
+    def note(self, name: str, result: Any) -> None:
+        """Count tensors that no operator was seen to return, from now on, as those of one with this name."""
+        self._run(name, lambda: result, (), {})
+
+    def _run(self, name: str, function: Any, args: Any, kwargs: Any) -> Any:
+        is_again = self.phase == "backward" and torch.is_grad_enabled()
+        operator = _Operator(name, self.phase, self.place() or self._node, is_again)
+        self.operators.append(operator)
+        try:
+            result = self.scratch.call(function, args, kwargs)
+            for tensor in _tensors(result):
+                for storage in self._storages(tensor):
+                    self._see(storage)
+        finally:
+            operator.log_end = len(self._log)
+        return result
+
+    def enter(self, place: str, gradients: Iterable[Any]) -> None:
+        """A node of the graph is about to run, on these gradients."""
+        self._node = place
+        self.mark(GRADIENTS, (gradient for gradient in gradients if isinstance(gradient, Tensor)))
+
+    def mark(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        """Say what tensors are, of those that this run has made."""
+        for tensor in tensors:
+            for storage in self._storages(tensor):
+                number = self._numbers.get(storage._cdata)
+                if number is not None and self.kinds.get(number) != SAVED:
+                    self.kinds[number] = kind
+
+    def made(self, storage: torch.UntypedStorage) -> bool:
+        """Whether this run has made it."""
+        return self._numbers.get(storage._cdata) is not None
+
+    def peak(self) -> Peak:
+        live = most = start = 0
+        worst, until = None, 0
+        for operator, scratch in zip(self.operators, self.scratch.bytes, strict=True):
+            live += sum(change for _, change in self._log[start : operator.log_end])
+            start = operator.log_end
+            if live + scratch > most:
+                most, worst, until, parts = live + scratch, operator, start, Counter({SCRATCH: scratch})
+        if worst is None:
+            return Peak(0, {}, "")
+        for number, change in self._log[:until]:
+            parts[self._kind(number)] += change
+        where = f"{worst.name.removesuffix('.default')} for {worst.place}"
+        return Peak(most, {kind: size for kind, size in parts.most_common() if size}, f"{worst.phase} pass, {where}")
+
+    def _kind(self, number: int) -> str:
+        if number in self.kinds:
+            return self.kinds[number]
+        operator = self.born[number].operator
+        if operator.phase == "forward":
+            return OUTPUTS
+        return AGAIN if operator.is_again else TEMPORARIES
+
+    def _storages(self, tensor: Tensor) -> Iterable[torch.UntypedStorage]:
+        return (part.untyped_storage() for part in strided_parts(tensor) if part.device == self.device)
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        """Note that an operator has returned this storage, or that its size may have changed."""
+        key, size = storage._cdata, self._size(storage)
+        if key not in self._numbers:
+            self._watch(storage, len(self.born))
+            self.born.append(_Born(size, self.operators[-1]))
+            self._log.append((len(self.born) - 1, size))
+        elif (number := self._numbers[key]) is not None and self.born[number].bytes != size:  # it was resized
+            self._log.append((number, size - self.born[number].bytes))
+            self.born[number].bytes = size
+
+    def _size(self, storage: torch.UntypedStorage) -> int:
+        size = storage.nbytes()
+        return -(-size // CUDA_BLOCK) * CUDA_BLOCK if self.device.type == "cuda" else size
+
+    def _watch(self, storage: torch.UntypedStorage, number: int | None) -> None:
+        key = storage._cdata
+        self._numbers[key] = number
+
+        def gone(_: Any) -> None:
+            del self._watched[key], self._numbers[key]  # another storage may come to lie at this address
+            if number is not None:
+                self._log.append((number, -self.born[number].bytes))
+
+        self._watched[key] = weakref.ref(storage, gone)
+
+
+def _tensors(tree: Any) -> Iterable[Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))

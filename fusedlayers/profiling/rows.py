@@ -1,0 +1,105 @@
+"""What a graph keeps: a row for each storage, and who saved it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ..activations import Activation
+from ..utils.autograd_graph import checkpoints_of, saved_by
+from ..utils.storages import strided_parts
+from .places import Places
+
+#: What a saved storage can be. Only activations count: the others were there before.
+KINDS = ("activation", "input", "parameter", "buffer", "constant")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A storage that is saved for the backward pass.
+
+    Attributes:
+        module: path of the innermost module that was running when it was first saved; empty for the model itself.
+        module_class: the name of that module's class.
+        operation: what saved it first: a node of autograd, such as GeluBackward0, or an operation of this library.
+        shape, dtype: of the tensor that was saved first; others can be views of the same storage.
+        bytes: of the whole storage, which a view keeps alive.
+        kind: "activation"; or, of what was there before the call and does not count, "input", "parameter", "buffer",
+            or "constant" (a tensor from elsewhere).
+        shared_with: the other (module, operation) pairs that saved it.
+    """
+
+    module: str
+    module_class: str
+    operation: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    kind: str
+    shared_with: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class User:
+    """A node that saves a tensor, or part of one."""
+
+    module: str
+    operation: str
+    tensor: Tensor
+
+
+def users_of(nodes: Sequence[Any], device: torch.device, places: Places) -> dict[int, list[User]]:
+    """Who saves each storage of a device, in the order of the nodes; by the storage's address."""
+    users: dict[int, list[User]] = {}
+    saved = ((node, operation_of(node), saved_by(node)) for node in nodes)
+    again = ((node, "checkpoint", tensors) for node, tensors in checkpoints_of(nodes))
+    for node, operation, tensors in chain(saved, again):
+        module = places.of_node(node._sequence_nr())
+        for tensor in tensors:
+            for part in strided_parts(tensor):
+                if part.device == device and part.untyped_storage().nbytes():
+                    users.setdefault(part.untyped_storage()._cdata, []).append(User(module, operation, part))
+    return users
+
+
+def row_of(users: Sequence[User], kind: str, places: Places) -> Row:
+    """The row of a storage that these save."""
+    first, pairs = users[0], dict.fromkeys((user.module, user.operation) for user in users)
+    return Row(
+        first.module,
+        places.class_names[first.module],
+        first.operation,
+        tuple(first.tensor.shape),
+        str(first.tensor.dtype).removeprefix("torch."),
+        first.tensor.untyped_storage().nbytes(),
+        kind,
+        tuple(pairs)[1:],
+    )
+
+
+def existing(places: Places, inputs: Iterable[Tensor], leaves: Iterable[Tensor]) -> dict[int, str]:
+    """What kind of thing storages were before the call, by their addresses."""
+    buffers = (buffer for module in places.modules for buffer in module.buffers(recurse=False))
+    parameters = (parameter for module in places.modules for parameter in module.parameters(recurse=False))
+    kinds = (("parameter", leaves), ("buffer", buffers), ("input", inputs), ("parameter", parameters))
+    return {
+        part.untyped_storage()._cdata: kind
+        for kind, tensors in kinds
+        for tensor in tensors
+        for part in strided_parts(tensor)
+    }
+
+
+def operation_of(node: Any) -> str:
+    """The name of a node: autograd's, such as GeluBackward0. Of this library's: what it is, and the activation."""
+    function = getattr(type(node), "_forward_cls", None)
+    if function is None or not function.__module__.startswith("fusedlayers."):
+        return str(node.name())
+    found = [leaf for leaf in tree_leaves(vars(node)) if isinstance(leaf, Activation)]
+    return f"fusedlayers.{function.__name__}" + (f"({found[0]!r})" if found else "")

@@ -1,0 +1,80 @@
+"""What is measured: one call of a model, its loss, and the backward pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..utils.storages import tensors_in
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is measured: a model on its arguments, the loss, and the backward pass."""
+
+    model: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss: Callable[[Any], Tensor] | None = None
+
+    def forward(self) -> Tensor:
+        """The loss of one call. The outputs are let go of."""
+        result = self.model(*self.args, **self.kwargs)
+        if self.loss is not None:
+            loss = self.loss(result)
+            if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                raise ValueError(
+                    f"memory_report: loss returned {_described(loss)}, expected a tensor with one element that "
+                    "requires grad; return the scalar that you would call backward() on"
+                )
+            return loss
+        outputs = [t for t in tensors_of(result) if t.requires_grad and t.is_floating_point()]
+        if not outputs:
+            raise ValueError(self._no_gradient(result))
+        total = outputs[0].mean()
+        for output in outputs[1:]:
+            total = total + output.mean().to(total.device, total.dtype)
+        return total
+
+    def run(self) -> None:
+        self.forward().backward()
+
+    def _no_gradient(self, result: Any) -> str:
+        parameters = [p for p in tensors_in(self.model) if isinstance(p, torch.nn.Parameter)]
+        if not torch.is_grad_enabled():
+            reason = "gradients are switched off here; call it outside torch.no_grad() and torch.inference_mode()"
+        elif parameters and not any(p.requires_grad for p in parameters):
+            reason = f"all of its {len(parameters)} parameters are frozen; unfreeze some, or let an input require grad"
+        else:
+            reason = "let a parameter or an input require grad, and return what is computed from it"
+        return (
+            f"memory_report: the model returned {_described(result)}, expected a floating-point tensor that requires "
+            f"grad, alone or in a tuple, list, mapping or dataclass: {reason}"
+        )
+
+
+def tensors_of(result: Any) -> Iterator[Tensor]:
+    """The tensors in any nesting of tuples, lists, mappings and dataclasses."""
+    if isinstance(result, Tensor):
+        yield result
+        return
+    if isinstance(result, Mapping):
+        result = list(result.values())
+    elif dataclasses.is_dataclass(result) and not isinstance(result, type):
+        result = [getattr(result, field.name) for field in dataclasses.fields(result)]
+    if isinstance(result, tuple | list):
+        for part in result:
+            yield from tensors_of(part)
+
+
+def _described(result: Any) -> str:
+    if isinstance(result, Tensor):
+        grad = "requires grad" if result.requires_grad else "does not require grad"
+        return f"a {str(result.dtype).removeprefix('torch.')} tensor of shape {tuple(result.shape)} that {grad}"
+    found = sum(1 for _ in tensors_of(result))
+    return f"{type(result).__name__} with {found} tensor{'' if found == 1 else 's'} in it"

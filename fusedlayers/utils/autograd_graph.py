@@ -1,0 +1,92 @@
+"""A graph that autograd has built: its nodes, what each keeps, and the leaves it leads to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
+from torch._C._autograd import SavedTensor
+from torch.utils._pytree import tree_leaves
+
+#: What begins the names of a node's saved tensors as they lie there, before any unpacking.
+RAW = "_raw_saved_"
+
+
+def nodes_of(tensors: Iterable[Tensor]) -> list[Any]:
+    """All nodes that tensors were computed by, in the order in which they were made; those of leaves come last."""
+    pending = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen = set(pending)
+    while pending:
+        following = {node for node, _ in pending.pop().next_functions if node is not None} - seen
+        seen |= following
+        pending += following
+    return sorted(seen, key=lambda node: node._sequence_nr())
+
+
+def leaves_of(nodes: Sequence[Any]) -> list[Tensor]:
+    """The tensors that gradients are accumulated for."""
+    return [node.variable for node in nodes if is_leaf(node)]
+
+
+def is_leaf(node: Any) -> bool:
+    return hasattr(node, "variable")  # as AccumulateGrad has
+
+
+def saved_by(node: Any) -> Iterator[Tensor]:
+    """The tensors that a node keeps: saved ones, what saved-tensor hooks made of those, and attributes.
+
+    Nothing is unpacked: that would bring back from a disk, or compute again, what hooks have spared. A node that was
+    written in C++ outside torch does not show what it saves.
+    """
+    for saved in () if is_leaf(node) else _raw(node):
+        yield from _tensors(saved.data)
+    yield from attributes_of(node)
+
+
+def checkpoints_of(nodes: Iterable[Any]) -> Iterator[tuple[Any, list[Tensor]]]:
+    """For each checkpoint its first node, and the inputs that it will compute again from.
+
+    The nodes of what will be computed again stand in the graph, and save next to nothing; the hooks that they have it
+    from hold the inputs, as saved tensors (torch 2.13) or on a node that does not stand in the graph (2.11).
+    """
+    seen = set()
+    for node in nodes:
+        for saved in () if is_leaf(node) else _raw(node):
+            for cell in getattr(saved.unpack_hook, "__closure__", None) or ():
+                frame = cell.cell_contents
+                if id(frame) not in seen and type(frame).__module__ == "torch.utils.checkpoint":
+                    seen.add(id(frame))
+                    saver = getattr(frame, "input_saver", None)
+                    inputs = [] if saver is None else [*saved_by(saver.grad_fn)]
+                    raw: list[Any] = [
+                        held for held in getattr(frame, "saved_args", ()) if isinstance(held, SavedTensor)
+                    ]
+                    inputs += [tensor for held in raw for tensor in _tensors(held.data)]
+                    yield node, inputs + list(_tensors(_kept_by(frame)))
+
+
+def _kept_by(frame: Any) -> list[Any]:
+    """What the function that a checkpoint will run again says that it keeps for that (``checkpoint/recompute.py``)."""
+    found = []
+    for cell in getattr(frame.recompute_fn, "__closure__", None) or ():
+        with suppress(ValueError):  # a name that has no value
+            found.append(getattr(cell.cell_contents, "kept_for_second_run", None))
+    return found
+
+
+def attributes_of(node: Any) -> Iterator[Tensor]:
+    """The tensors that a Function has set as attributes of its context; compiled code does so too."""
+    yield from _tensors(getattr(node, "__dict__", {}))
+
+
+def _raw(node: Any) -> Iterator[Any]:
+    for name in dir(node):
+        if name.startswith(RAW):
+            raw = getattr(node, name)
+            yield from raw if isinstance(raw, tuple | list) else (raw,)
+
+
+def _tensors(kept: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(kept) if isinstance(leaf, Tensor))

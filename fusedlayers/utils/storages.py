@@ -1,0 +1,40 @@
+"""The tensors in nested containers, and the plain tensors that hold their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+
+def strided_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors that hold the memory of ``tensor``: itself, or what a subclass or sparse layout wraps."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            part = getattr(tensor, name)
+            if isinstance(part, Tensor):  # a DTensor names its mesh as well
+                yield from strided_parts(part)
+    elif tensor.layout == torch.strided:
+        yield tensor
+    elif tensor.layout == torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())
+
+
+def has_data(tensor: Tensor) -> bool:
+    """Whether there is memory behind it: meta and fake tensors are shapes."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors in any nesting of containers and modules. Iterators are left alone: they are the function's."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, torch.nn.Module):
+            yield from leaf.parameters()
+            yield from leaf.buffers()

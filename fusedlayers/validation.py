@@ -1,0 +1,246 @@
+"""What may be passed: the checks of the functional interface, all made before anything is computed or written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.overrides import has_torch_function
+
+from . import backends
+from .activations import DTYPES
+from .backends.operations import BatchNorm, Convolution, elements
+
+_PLAIN_TYPES = (Tensor, Parameter)
+_STRIDED = torch.strided
+
+
+def are_ordinary(required: tuple[Tensor, ...], bias: Tensor | None) -> bool:
+    """Whether kernels can read these: plain strided tensors of floating dtypes, all on one device with a backend.
+
+    Asking for a device makes an object, and five of those cost a small call as much as all other checks together.
+    """
+    tensors = required if bias is None else (*required, bias)
+    on_cpu = True
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN_TYPES or tensor.dtype not in DTYPES or tensor.layout is not _STRIDED:
+            return False
+        if tensor.is_nested:
+            return False
+        on_cpu &= tensor.is_cpu
+    if on_cpu:
+        return True
+    device, *others = {tensor.device for tensor in tensors}
+    return not others and device.type in backends.DEVICES
+
+
+def check_tensors(function: str, required: dict[str, object], **optional: object) -> None:
+    """Refuse what is not a floating tensor, or not on the device of the first."""
+    device = None
+    for name, tensor in {**required, **optional}.items():
+        if has_torch_function((tensor,)) or (tensor is None and name in optional):
+            continue  # the former says itself what it is
+        if not isinstance(tensor, Tensor):
+            hint = f"; pass None for no {name}" if name in optional else ""
+            raise TypeError(f"{function}: {name} must be a tensor, got {type(tensor).__name__}{hint}")
+        if tensor.dtype not in DTYPES:
+            raise TypeError(
+                f"{function}: {name} must have a floating dtype ({', '.join(map(str, DTYPES))}), got {tensor.dtype}; "
+                "convert it first"
+            )
+        device = device or tensor.device
+        if tensor.device != device:
+            raise ValueError(f"{function}: {name} is on {tensor.device} but input is on {device}; move one of them")
+
+
+def check_dense(
+    function: str, input: Tensor, weight: Tensor, bias: Tensor | None, names: tuple[str, str] = ("weight", "bias")
+) -> None:
+    """``names``: those of the weight and of the bias."""
+    if weight.dim() != 2 or input.dim() < 1 or input.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{function}: expected input (..., in) and {names[0]} (out, in), got {_shape(input)} and {_shape(weight)}; "
+            "the input's last dimension must be the weight's second"
+        )
+    _check_bias_of_outputs(function, weight, bias, names)
+
+
+def check_last(
+    function: str,
+    weights: dict[str, Tensor],
+    last: Tensor,
+    bias: Tensor | None,
+    names: tuple[str, str],
+    packed: int = 1,
+) -> None:
+    """The weights of a block's first products, and the last one, of these names; ``packed``: how many products the
+    first weight holds."""
+    (first, w), *others = weights.items()
+    for name, other in others:
+        if other.shape != w.shape:
+            raise ValueError(f"{function}: {first} {_shape(w)} and {name} {_shape(other)} must have the same shape")
+    if w.shape[0] % packed:
+        raise ValueError(f"{function}: without weight_up {first} holds both, (2 hidden, in), got {_shape(w)}")
+    if last.dim() != 2 or last.shape[1] * packed != w.shape[0]:
+        rows, part = ("hidden", "the first") if packed == 1 else (f"{packed} hidden", "half the first")
+        raise ValueError(
+            f"{function}: expected {names[0]} (out, hidden) for {first} ({rows}, in), got {_shape(last)} and "
+            f"{_shape(w)}; its second dimension must be {part} of {first}"
+        )
+    _check_bias_of_outputs(function, last, bias, names)
+
+
+def _check_bias_of_outputs(
+    function: str, weight: Tensor, bias: Tensor | None, names: tuple[str, str] = ("weight", "bias")
+) -> None:
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
+        raise ValueError(
+            f"{function}: expected {names[1]} ({weight.shape[0]},) for {names[0]} {_shape(weight)}, got {_shape(bias)}"
+        )
+
+
+def spatial_dims(weight: Tensor) -> int:
+    """One to three, as a convolution's weight has."""
+    dims = weight.dim() - 2
+    if not 1 <= dims <= 3:
+        raise ValueError(
+            f"conv_bias_act: expected weight (out, in / groups, ...) with one to three spatial dimensions, "
+            f"got {_shape(weight)}"
+        )
+    return dims
+
+
+def sizes(function: str, name: str, value: object, dims: int, least: int = 1) -> tuple[int, ...]:
+    """A number for each spatial dimension."""
+    # As most are given; a sequence of anything takes ten times as long to see through.
+    if type(value) is int and value >= least:
+        return (value,) * dims
+    if type(value) is tuple and len(value) == dims and {int} == {*map(type, value)} and min(value) >= least:
+        return value
+    found = (value,) * dims if is_whole(value) else value
+    if not isinstance(found, Sequence) or isinstance(found, str) or not all(is_whole(size) for size in found):
+        raise TypeError(f"{function}: {name} must be an int or a sequence of them, got {value!r}")
+    if len(found) == 1:
+        found = (*found,) * dims
+    if len(found) != dims or not all(size >= least for size in found):
+        raise ValueError(f"{function}: {name} must be {dims} numbers, or one, of at least {least}, got {value!r}")
+    return tuple(int(size) if isinstance(size, Integral) else size for size in found)
+
+
+def is_whole(value: object) -> bool:
+    """Whether torch takes it for a whole number: NumPy's are, True is none."""
+    is_plain = type(value) is int  # which needs no look at base classes
+    return is_plain or (isinstance(value, (int, torch.SymInt, Integral)) and not isinstance(value, bool))
+
+
+def check_conv(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> tuple[int, ...]:
+    """Returns the shape of the result."""
+    dims = len(convolution.stride)
+    if input.dim() not in (dims + 1, dims + 2):
+        raise ValueError(
+            f"conv_bias_act: expected input (batch, in, ...) or (in, ...) with {dims} spatial dimensions for weight "
+            f"{_shape(weight)}, got {_shape(input)}"
+        )
+    if 0 in (weight.shape[0], *weight.shape[2:]):
+        raise ValueError(f"conv_bias_act: weight {_shape(weight)} has no output channel, or a kernel of no size")
+    channels, groups = input.shape[-dims - 1], convolution.groups
+    if not is_whole(groups) or groups < 1 or weight.shape[0] % groups or channels != weight.shape[1] * groups:
+        raise ValueError(
+            f"conv_bias_act: input {_shape(input)}, weight {_shape(weight)} and groups={groups!r} do not fit together: "
+            "the input's channels must be groups times the weight's second dimension, and groups must divide its first"
+        )
+    _check_bias_of_outputs("conv_bias_act", weight, bias)
+    padding = convolution.padding
+    if isinstance(padding, str) and padding not in ("same", "valid"):
+        raise ValueError(f"conv_bias_act: padding must be numbers, 'same' or 'valid', got {padding!r}")
+    if padding == "same" and set(convolution.stride) != {1}:
+        raise ValueError(f"conv_bias_act: padding='same' needs stride 1, got {convolution.stride}")
+    shape = convolution.shape(input, weight)
+    if min(shape[-dims:]) < 1:
+        raise ValueError(
+            f"conv_bias_act: the kernel of weight {_shape(weight)}, with dilation {convolution.dilation}, is larger "
+            f"than input {_shape(input)} with padding {padding}"
+        )
+    return shape
+
+
+def check_norm(function: str, input: Tensor, dims: tuple[int, ...], norm: BatchNorm, **params: Tensor | None) -> None:
+    if input.dim() not in dims:
+        raise ValueError(
+            f"{function}: expected input (batch, channels, ...) with {' or '.join(map(str, dims))} dimensions, "
+            f"got {_shape(input)}"
+        )
+    batch, channels, *rest = input.shape
+    known = {**params, "running_mean": norm.running_mean, "running_var": norm.running_var}
+    found = {name: tensor for name, tensor in known.items() if tensor is not None}
+    for name, tensor in found.items():
+        if tensor.shape != (channels,):
+            raise ValueError(
+                f"{function}: {name} {_shape(tensor)} is not for the {channels} channels of input {_shape(input)}"
+            )
+        if tensor.device != input.device:
+            raise ValueError(f"{function}: {name} is on {tensor.device} but input is on {input.device}; move one")
+    dtypes = {tensor.dtype for tensor in found.values()}
+    wider = {torch.float32} if input.dtype.itemsize == 2 else set()
+    if (input.is_cpu and len(dtypes) > 1) or not dtypes <= {input.dtype, *wider}:
+        got = ", ".join(f"{name} {tensor.dtype}" for name, tensor in {"input": input, **found}.items())
+        raise ValueError(
+            f"{function}: parameters and statistics must have one dtype, the input's, or float32 for an input of 16 "
+            f"bits, got {got}; convert one of them"
+        )
+    if norm.training and not norm.is_synchronised and batch * elements(tuple(rest)) == 1:
+        raise ValueError(f"{function}: one value per channel has no variance, got {_shape(input)} in training")
+    if norm.eps < 0 or (norm.training and norm.eps == 0):
+        raise ValueError(f"{function}: eps must be positive, got {norm.eps}")
+
+
+def check_residual(function: str, residual: Tensor, shape: tuple[int, ...]) -> None:
+    if residual.shape != shape:
+        raise ValueError(f"{function}: expected residual {shape}, like the result, got {_shape(residual)}")
+
+
+def check_bias(function: str, input: Tensor, bias: Tensor, dim: int) -> None:
+    if not isinstance(dim, int):
+        raise TypeError(f"{function}: dim must be an int, got {type(dim).__name__}: {dim!r}")
+    if not -input.dim() <= dim < input.dim():
+        raise ValueError(f"{function}: dim must lie in [-{input.dim()}, {input.dim()}) for {_shape(input)}, got {dim}")
+    if bias.dim() != 1 or bias.shape[0] != input.shape[dim]:
+        raise ValueError(
+            f"{function}: expected bias ({input.shape[dim]},) along dim {dim} of {_shape(input)}, got {_shape(bias)}"
+        )
+
+
+def check_one_dtype(function: str, input: Tensor, *, autocast_casts: bool = False, **tensors: Tensor | None) -> None:
+    """Refuse mixed dtypes, but for those that autocast, where it is on, makes one dtype of: all but float64."""
+    dtype = input.dtype
+    if all(tensor is None or tensor.dtype is dtype for tensor in tensors.values()):
+        return
+    named = {"input": input, **tensors}
+    dtypes = {name: tensor.dtype for name, tensor in named.items() if tensor is not None}
+    if autocast_casts and torch.float64 not in dtypes.values() and is_autocast(input.device.type):
+        return
+    got = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+    remedy = "convert them, or use torch.autocast" if autocast_casts else "convert one of them"
+    raise ValueError(f"{function}: all tensors must have one dtype, got {got}; {remedy}")
+
+
+def is_autocast(kind: str) -> bool:
+    """Whether autocast is on for a kind of device."""
+    return kind != "meta" and torch.is_autocast_enabled(kind)  # torch refuses to say for meta
+
+
+def check_writable(function: str, tensor: Tensor) -> None:
+    # torch makes these checks after a custom Function has written; they belong before.
+    base = tensor._base if tensor._base is not None else tensor
+    if torch.is_grad_enabled() and base.is_leaf and base.requires_grad:
+        what = "a leaf" if base is tensor else "a view of a leaf"
+        raise RuntimeError(
+            f"{function}: inplace=True on {what} that requires grad; use inplace=False or detach the input"
+        )
+
+
+def _shape(tensor: Tensor) -> str:
+    return str(tuple(tensor.shape))
