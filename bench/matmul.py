@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusedlayers.activations import resolve
-from fusedlayers.backends import Wanted
+from fusedlayers.backends import GradientRequest
 
 from . import RESULTS, grid, machine, measure, shapes
 
@@ -114,7 +114,7 @@ def measure_case(case: Case, device: torch.device, quick: bool, seconds: float) 
 
 def _job(case: Case, device: torch.device, quick: bool) -> tuple[Any, tuple[int, int, int]]:
     # Here, because it needs Triton.
-    from fusedlayers.backends.triton.products import Backwards, Layer
+    from fusedlayers.backends.triton.operations import Backwards, Layer
 
     rows, hidden, width = case.shape.rows(device.type, quick), case.shape.hidden_features, case.shape.in_features
     activation = resolve(case.activation)
@@ -123,7 +123,7 @@ def _job(case: Case, device: torch.device, quick: bool) -> tuple[Any, tuple[int,
         layer = Layer(empty(rows, width), empty(hidden, width), empty(hidden), activation, (), True)
         return layer.other(rows), (rows, hidden, width)
     is_gated, given = case.role == "gate", "output" if case.role == "gradient" else "input"
-    wanted = Wanted(given, overwrite=True, bias=not is_gated)  # type: ignore[arg-type]  # a str that is one of both
+    wanted = GradientRequest(given, overwrite=True, needs_bias=not is_gated)  # type: ignore[arg-type]  # a str that is one of both
     parts = [empty(rows, hidden) for _ in range(1 + is_gated)]
     back = Backwards(empty(rows, width), empty(width, hidden), parts, activation, (), wanted, given == "input")
     return back.other(rows), (rows, hidden, width)

@@ -31,7 +31,7 @@ from .functional import dense_bias_act
 from .ops.autocast import shared_cast
 from .ops.mlp import MLP, Rest
 from .ops.mlp_forward import Block, Dropout, Product, constant, unpacked, without_gradients
-from .routes import SAVES, Context, begun, choose_save, needs_gradient
+from .routes import SAVES, Context, choose_save, needs_gradient, with_recompute
 
 
 class Settings(NamedTuple):
@@ -206,10 +206,10 @@ def _by_nodes(
     products, last = block.unpacked([Product.of(*product) for product in products]), Product.of(*last)
     block = block._replace(is_packed=False)
     if not is_constant:
-        parts = [begun(MATMUL, block.backend, x, *product)[0] for product in products]
+        parts = [with_recompute(MATMUL, block.backend, x, *product)[0] for product in products]
         return Rest.apply(block, len(parts), *last, *parts, *operands)
     if needs:
-        return begun(MATMUL, block.backend, constant(block, x, products, operands), *last)[0]
+        return with_recompute(MATMUL, block.backend, constant(block, x, products, operands), *last)[0]
     return without_gradients(block, x, products, last, operands)
 
 

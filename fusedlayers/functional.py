@@ -15,7 +15,7 @@ from . import backends, routes, validation
 from .activations import resolve
 from .backends.operations import MATMUL, Convolution, elements
 from .ops.pointwise import BiasAct, Origin
-from .routes import Inputs, choose_save, composite, is_transformed, needs_gradient, product_act, specialised, traced
+from .routes import Inputs, choose_save, composite, is_transformed, needs_gradient, operation_act, specialised, traced
 from .utils.layout import along
 
 
@@ -79,7 +79,7 @@ def dense_bias_act(
     if residual is not None:
         validation.check_residual("dense_bias_act", residual, MATMUL.shape(input, weight))
     rows = input.numel() // max(1, input.shape[-1])
-    return product_act(
+    return operation_act(
         MATMUL,
         Inputs(input, weight, bias, residual),
         resolved,
@@ -152,7 +152,7 @@ def conv_bias_act(
     validation.check_one_dtype("conv_bias_act", input, weight=weight, bias=bias, residual=residual, autocast_casts=True)
     if residual is not None:
         validation.check_residual("conv_bias_act", residual, shape)
-    return product_act(
+    return operation_act(
         product,
         Inputs(input, weight, bias, residual),
         resolved,

@@ -1,4 +1,4 @@
-"""A product (``backends/operations.py``) and the activation after it: which route a call takes. No arithmetic.
+"""An operation (``backends/operations.py``) and the activation after it: which route a call takes. No arithmetic.
 
 * fused: a backend's kernels under an autograd Function, for ordinary tensors on a device that a backend knows;
 * exact: the same kernels without gradients: nothing is kept and the output carries no branch bit;
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 from . import backends, validation
 from .activations import Activation, Saved, Specialised
 from .backends import Backend
-from .backends.operations import Again, BatchNorm, Convolution, Matmul, Product, Weight
+from .backends.operations import BatchNorm, Convolution, Matmul, Operation, Recompute, Weight
 from .ops.autocast import shared_cast
 from .ops.batch_norm import norm_act, save_beside_input, told_of
 from .ops.buffer_reuse import saved_under_hooks
@@ -35,7 +35,7 @@ SMALL = 256
 
 
 class Inputs(NamedTuple):
-    """What a layer is given: ``product(x, w, b) + residual``."""
+    """What a layer is given: ``operation(x, w, b) + residual``."""
 
     x: Tensor
     w: Weight
@@ -54,7 +54,7 @@ class Context(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, *, is_cast: bool = True) -> Context:
-        """``is_cast``: whether autocast casts what the product multiplies."""
+        """``is_cast``: whether autocast casts what the operation multiplies."""
         kind = x.device.type
         autocast = is_cast and validation.is_autocast(kind)
         dtype = torch.get_autocast_dtype(kind) if autocast and x.dtype is not torch.float64 else x.dtype
@@ -73,53 +73,53 @@ class Context(NamedTuple):
         return specialised(activation, shape, self.dtype, device)
 
 
-def composite(product: Product, activation: Activation, inputs: Inputs) -> Tensor:
+def composite(operation: Operation, activation: Activation, inputs: Inputs) -> Tensor:
     """What PyTorch computes."""
-    return activation.plain(_sum(product, *inputs))
+    return activation.plain(_sum(operation, *inputs))
 
 
-def _sum(product: Product, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None) -> Tensor:
-    z = product(x, w, b)
+def _sum(operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None) -> Tensor:
+    z = operation(x, w, b)
     return z if residual is None else z + residual
 
 
-def product_act(
-    product: Product, inputs: Inputs, activation: Activation, save: str, *, count: int, is_ordinary: bool
+def operation_act(
+    operation: Operation, inputs: Inputs, activation: Activation, save: str, *, count: int, is_ordinary: bool
 ) -> Tensor:
-    """``activation(product(x, w, b) + residual)``, which has ``count`` elements, of inputs that have been checked."""
+    """``activation(operation(x, w, b) + residual)``, which has ``count`` elements, of inputs that have been checked."""
     x, w, b, residual = inputs
-    context = Context.of(x, is_cast=product.is_cast)
+    context = Context.of(x, is_cast=operation.is_cast)
     compiling, dtype, cast = context
-    # A residual of another dtype than the product's, which autocast makes, decides on that of the sum.
+    # A residual of another dtype than the operation's, which autocast makes, decides on that of the sum.
     is_plain = context.is_plain(save, count, is_ordinary and (residual is None or residual.dtype is dtype))
     params: tuple[Tensor, ...] = ()
-    dim = product.dim
+    dim = operation.dim
     if not is_plain:
-        activation, params, params_dim = context.specialised(activation, product.shape(x, w), x.device)
-        dim = product.dim if params_dim is None else params_dim
-    keep = choose_save(product.function, activation, save, dtype)
-    if isinstance(product, BatchNorm) and not compiling:
+        activation, params, params_dim = context.specialised(activation, operation.shape(x, w), x.device)
+        dim = operation.dim if params_dim is None else params_dim
+    keep = choose_save(operation.function, activation, save, dtype)
+    if isinstance(operation, BatchNorm) and not compiling:
         if residual is None and not (is_plain or params) and save in ("auto", "output") and needs_gradient(x, w, b):
             tells = told_of(activation, x)
             if tells is not None:
-                return norm_act(product, x, w, b, activation, tells)
+                return norm_act(operation, x, w, b, activation, tells)
         if save == "auto" and keep != "nothing":
             keep = save_beside_input(activation, dtype, has_residual=residual is not None)
 
     if is_plain or keep == "nothing" or not activation.is_fusible:
-        return composite(product, activation, inputs)
+        return composite(operation, activation, inputs)
     if compiling:
-        if keep == "recompute" and isinstance(product, BatchNorm):
+        if keep == "recompute" and isinstance(operation, BatchNorm):
             # An average's part is read from the count: there the graph breaks, and torch's checkpoint is none of the
             # compiler's any more, but counts again in the backward pass.
-            product = product.counted()
-        return traced(functools.partial(_sum, product), activation, keep, *inputs)
+            operation = operation.counted()
+        return traced(functools.partial(_sum, operation), activation, keep, *inputs)
     if not needs_gradient(*inputs, *params):
-        return _exact(product, inputs, activation, params, dim, cast)
-    if dim == product.dim:
-        folded = Inputs(product.folded(x), w, b, None if residual is None else product.folded(residual))
-        return product.unfolded(_fused(product, folded, activation, params, keep, cast), x)
-    z, again = product.begun(x, w, b)
+        return _exact(operation, inputs, activation, params, dim, cast)
+    if dim == operation.dim:
+        folded = Inputs(operation.flattened(x), w, b, None if residual is None else operation.flattened(residual))
+        return operation.unflattened(_fused(operation, folded, activation, params, keep, cast), x)
+    z, again = operation.with_recompute(x, w, b)
     if keep == "recompute" and cast is None:
         origin = Origin(x, w, b, again)
         return BiasAct.apply(z, None, residual, activation, keep, dim, "a new buffer", origin, *params)
@@ -128,7 +128,7 @@ def product_act(
 
 
 def _exact(
-    product: Product,
+    operation: Operation,
     inputs: Inputs,
     activation: Activation,
     params: tuple[Tensor, ...],
@@ -138,16 +138,16 @@ def _exact(
     """The layer without gradients; ``cast`` is what autocast, if it is on, casts to."""
     x, w, b, residual = inputs
     backend = backends.choose(x, activation)
-    if cast is not None and isinstance(product, Matmul):
+    if cast is not None and isinstance(operation, Matmul):
         x, w, b, cast = x.to(cast), w.to(cast), None if b is None else b.to(cast), None
     if not (cast is not None or params or residual is not None):
-        return backend.product_act(product, x, w, b, activation)
-    z = product(x, w, b)
+        return backend.operation_act(operation, x, w, b, activation)
+    z = operation(x, w, b)
     return backend.bias_act(z, None, activation, params, residual=residual, dim=dim, encode=False, out=z)
 
 
 def _fused(
-    product: Product,
+    operation: Operation,
     inputs: Inputs,
     activation: Activation,
     params: tuple[Tensor, ...],
@@ -157,49 +157,51 @@ def _fused(
     """The layer on folded inputs, for gradients; ``cast`` is what autocast, if it is on, casts to."""
     x, w, b, residual = inputs
     backend = backends.choose(x, activation)
-    # Where the kernel adds the bias, the product does not.
-    kernel_b = b if backend.ADDS_BIAS and product.leaves_bias and keep != "input" else None
-    product_b = b if kernel_b is None else None
+    # Where the kernel adds the bias, the operation does not.
+    kernel_b = b if backend.ADDS_BIAS and operation.leaves_bias and keep != "input" else None
+    operation_b = b if kernel_b is None else None
     if cast is not None:
         # Whatever torch can cast it does: a weight that is used many times is then cast, and kept, once.
         kernel_b = None if kernel_b is None else kernel_b.to(cast)
         x = x.to(cast) if keep == "recompute" else x
-        if keep == "output" and isinstance(product, Matmul):
+        if keep == "output" and isinstance(operation, Matmul):
             x, w = shared_cast(x, cast), shared_cast(w, cast)
     writes: Writes = "a new buffer" if keep == "input" else "over z"
-    again: Again
-    if keep == "output" and residual is None and _has_epilogue(product, backend, x, w, kernel_b, activation):
-        z, again, writes = Dense.apply(x, w, product_b, Epilogue(kernel_b, activation)), product.__call__, "nothing"
+    again: Recompute
+    if keep == "output" and residual is None and _has_epilogue(operation, backend, x, w, kernel_b, activation):
+        z, again, writes = Dense.apply(x, w, operation_b, Epilogue(kernel_b, activation)), operation.__call__, "nothing"
     elif cast is not None:
-        z, again = product.begun(x, w, product_b)
+        z, again = operation.with_recompute(x, w, operation_b)
     else:
-        z, again = begun(product, backend, x, w, product_b)
+        z, again = with_recompute(operation, backend, x, w, operation_b)
     if residual is not None and keep == "input":
         z, residual = z.add_(residual), None
-    # z can be computed again if it must, or where that costs no memory: a product whose x and w both need gradients has
+    # z can be recomputed if it must, or where that costs no memory: an operation whose x and w both need gradients has
     # saved them (under autocast its casts of them, under hooks what those made of them), and a bias that is a parameter
     # is alive anyway.
     free = cast is None and x.requires_grad and (w is None or w.requires_grad) and (b is None or b.is_leaf)
     free = free and not saved_under_hooks()
     known = keep == "recompute" or (keep == "output" and free and residual is None)
-    origin = Origin(x, w, product_b, again) if known else None
-    return BiasAct.apply(z, kernel_b, residual, activation, keep, product.dim, writes, origin, *params)
+    origin = Origin(x, w, operation_b, again) if known else None
+    return BiasAct.apply(z, kernel_b, residual, activation, keep, operation.dim, writes, origin, *params)
 
 
 def _has_epilogue(
-    product: Product, backend: Backend, x: Tensor, w: Weight, b: Tensor | None, activation: Activation
+    operation: Operation, backend: Backend, x: Tensor, w: Weight, b: Tensor | None, activation: Activation
 ) -> bool:
-    return isinstance(product, Matmul) and backend.has_epilogue(x, w, b, activation, encode=True)
+    return isinstance(operation, Matmul) and backend.has_epilogue(x, w, b, activation, encode=True)
 
 
-def begun(product: Product, backend: Backend, x: Tensor, w: Weight, b: Tensor | None) -> tuple[Tensor, Again]:
-    """``product.begun(x, w, b)``, by a Function where that is faster, or keeps less, than torch's own."""
-    if isinstance(product, Matmul) and backend.multiplies(x, w):
-        return Dense.apply(x, w, b), product
+def with_recompute(
+    operation: Operation, backend: Backend, x: Tensor, w: Weight, b: Tensor | None
+) -> tuple[Tensor, Recompute]:
+    """``operation.with_recompute(x, w, b)``, by a Function where that is faster, or keeps less, than torch's own."""
+    if isinstance(operation, Matmul) and backend.has_faster_linear(x, w):
+        return Dense.apply(x, w, b), operation
     needs_both = x.requires_grad and w is not None and w.requires_grad
-    if isinstance(product, Convolution) and not needs_both and product.padding_in_numbers(w) is not None:
-        return Conv.apply(x, w, b, product), product.__call__
-    return product.begun(x, w, b)
+    if isinstance(operation, Convolution) and not needs_both and operation.padding_in_numbers(w) is not None:
+        return Conv.apply(x, w, b, operation), operation.__call__
+    return operation.with_recompute(x, w, b)
 
 
 def specialised(

@@ -16,7 +16,7 @@ from torch import Tensor
 import fusedlayers as fl
 from fusedlayers.activations import Activation, Row
 from fusedlayers.activations.tracing import trace
-from fusedlayers.backends import Wanted
+from fusedlayers.backends import GradientRequest
 from fusedlayers.backends import torch as torch_backend
 from fusedlayers.backends.torch import table
 from fusedlayers.derivative import branch_bit
@@ -431,7 +431,9 @@ def test_cpu_tables_hold_the_derivative(published: Published) -> None:
     z = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
     y = activation.encoded(torch.cat([z, torch.linspace(-12, 12, 100_001) + 1e-4]), torch.float32)
     assert bool(y.isfinite().all())
-    quick, _ = torch_backend.gradient(torch.ones_like(y), y, activation, (), Wanted("output", False, False), dim=-1)
+    quick, _ = torch_backend.gradient(
+        torch.ones_like(y), y, activation, (), GradientRequest("output", False, False), dim=-1
+    )
     if isinstance(fitted, FoldedDerivative):
         slow = fitted(y.double(), branch_bit.decode(y, torch.float32, fitted.fold.ambiguous))
     else:
@@ -460,7 +462,9 @@ def test_tables_leave_their_argument_alone_and_keep_nan(name: str) -> None:
     (activation,) = (_activation(p) for p in FIXED if p.name == name)
     y = torch.tensor([0.25, 0.5, math.nan, -0.0, 0.0])
     before = y.clone()
-    slope, _ = torch_backend.gradient(torch.ones_like(y), y, activation, (), Wanted("output", False, False), dim=-1)
+    slope, _ = torch_backend.gradient(
+        torch.ones_like(y), y, activation, (), GradientRequest("output", False, False), dim=-1
+    )
     assert torch.equal(y.view(torch.int32), before.view(torch.int32))
     assert slope.isnan().tolist() == [False, False, True, False, False]
 
@@ -495,7 +499,7 @@ def test_on_a_device(name: str, dtype: torch.dtype, triton_backend: object) -> N
     z = torch.linspace(-6, 6, 4000).to(dtype).to(DEVICE)
     y = backend.bias_act(z, None, activation, dim=-1, encode=True, out=None)  # type: ignore[attr-defined]
     slope, _ = backend.gradient(  # type: ignore[attr-defined]
-        torch.ones_like(y), y, activation, (), Wanted("output", False, False), dim=-1
+        torch.ones_like(y), y, activation, (), GradientRequest("output", False, False), dim=-1
     )
     expected = activation.derivative_given_output(y.float(), dtype)
     torch.testing.assert_close(slope.float(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "fusedlayers"
 LAYERS = [
     ["utils."],
     ["derivative."],
-    ["activations.", "backends.operations", "backends.synchronised"],
+    ["activations.", "backends.operations"],
     ["backends."],
     ["validation"],
     ["ops."],

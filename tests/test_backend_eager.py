@@ -14,10 +14,10 @@ from torch import Tensor
 import fusedlayers as fl
 from fusedlayers import backends
 from fusedlayers.activations import Activation, resolve, rows, widened
-from fusedlayers.backends import Wanted
+from fusedlayers.backends import GradientRequest
 from fusedlayers.backends import torch as torch_backend
 from fusedlayers.backends.operations import MATMUL
-from fusedlayers.backends.torch import chunks, elementwise, products
+from fusedlayers.backends.torch import chunks, elementwise, operations
 from fusedlayers.derivative import branch_bit
 from fusedlayers.derivative.folded import INVERSE_TOLERANCE
 from fusedlayers.derivative.polynomial import PRECISIONS
@@ -89,7 +89,7 @@ def _gradient(
     overwrite: bool = False,
     bias_dim: int | None = None,
 ) -> tuple[Any, Tensor | None]:
-    wanted = Wanted(given, overwrite, bias_dim is not None)
+    wanted = GradientRequest(given, overwrite, bias_dim is not None)
     dz, db = torch_backend.gradient(dy, saved, activation, (), wanted, dim=-1 if bias_dim is None else bias_dim)
     return dz, db
 
@@ -434,7 +434,7 @@ def test_every_path_keeps_nan(activation: Activation, dtype: torch.dtype, featur
     x, w = torch.ones(200, 40).to(dtype), torch.ones(features, 40).to(dtype)
     x[7, 3] = math.nan
     b = torch.zeros(features).to(dtype)
-    y = torch_backend.product_act(MATMUL, x, w, b, activation)
+    y = torch_backend.operation_act(MATMUL, x, w, b, activation)
     assert torch.equal(y.isnan().any(1), torch.arange(200) == 7)
     for encode in (True, False):
         if encode and dtype is torch.float64:
@@ -444,7 +444,7 @@ def test_every_path_keeps_nan(activation: Activation, dtype: torch.dtype, featur
 
 
 def test_onednn_swallows_nan_where_it_is_not_used() -> None:
-    if not products._has_onednn():
+    if not operations._has_onednn():
         pytest.skip("this torch has no oneDNN")
     x = torch.full((64, 64), math.nan)
     y = torch.ops.mkldnn._linear_pointwise(x, torch.ones(64, 64), None, "relu", [], "")
@@ -460,12 +460,12 @@ def test_onednn_swallows_nan_where_it_is_not_used() -> None:
 @pytest.fixture
 def onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Use oneDNN whatever this machine would choose."""
-    if not products._has_onednn():
+    if not operations._has_onednn():
         pytest.skip("this torch has no oneDNN")
-    monkeypatch.setattr(products, "_is_amd", lambda: True)
-    products._onednn_wins.cache_clear()
+    monkeypatch.setattr(operations, "_is_amd", lambda: True)
+    operations._onednn_wins.cache_clear()
     yield
-    products._onednn_wins.cache_clear()
+    operations._onednn_wins.cache_clear()
 
 
 def _multiply(x: Tensor, w: Tensor, b: Tensor | None, post_op: tuple[str, list[float], str]) -> Tensor:
@@ -484,7 +484,7 @@ def _operands(layout: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         w = w.t().contiguous().t()
     elif layout == "gaps":
         x, w = torch.randn(192, 320).to(dtype)[::2, ::2], torch.randn(224, 160).to(dtype)[::2]
-    assert x.numel() * w.shape[0] >= products.WORTH_IT
+    assert x.numel() * w.shape[0] >= operations.WORTH_IT
     return x, w, b
 
 
@@ -492,7 +492,7 @@ def _operands(layout: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_onednn_multiplies_as_linear_does(layout: str, dtype: torch.dtype) -> None:
-    if dtype is torch.bfloat16 and not products._has_bfloat16():
+    if dtype is torch.bfloat16 and not operations._has_bfloat16():
         pytest.skip("this machine's oneDNN has no bfloat16")
     x, w, b = _operands(layout, dtype)
     for bias in (b, None):
@@ -506,7 +506,7 @@ def test_onednn_multiplies_as_linear_does(layout: str, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("activation", POST_OPS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_onednn_applies_the_activation(activation: Activation, dtype: torch.dtype) -> None:
-    if dtype is torch.bfloat16 and not products._has_bfloat16():
+    if dtype is torch.bfloat16 and not operations._has_bfloat16():
         pytest.skip("this machine's oneDNN has no bfloat16")
     x, w, b = _operands("contiguous", dtype)
     x = x / 4
@@ -521,25 +521,25 @@ def test_onednn_applies_the_activation(activation: Activation, dtype: torch.dtyp
 @pytest.mark.parametrize("has", [True, False])
 @pytest.mark.parametrize("amd", [True, False])
 def test_onednn_is_used_where_it_wins(has: bool, amd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if has and not products._has_onednn():
+    if has and not operations._has_onednn():
         pytest.skip("this torch has no oneDNN")
-    monkeypatch.setattr(products, "_has_onednn", lambda: has)
-    monkeypatch.setattr(products, "_is_amd", lambda: amd)
-    products._onednn_wins.cache_clear()
+    monkeypatch.setattr(operations, "_has_onednn", lambda: has)
+    monkeypatch.setattr(operations, "_is_amd", lambda: amd)
+    operations._onednn_wins.cache_clear()
     try:
         x, w, b = _operands("contiguous", torch.float32)
-        assert torch_backend.multiplies(x, w) == (has and amd)
-        assert not torch_backend.multiplies(x[:2], w)  # too small to pay
-        assert not torch_backend.multiplies(x.double(), w.double())
-        assert not torch_backend.multiplies(x.half(), w.half())
+        assert torch_backend.has_faster_linear(x, w) == (has and amd)
+        assert not torch_backend.has_faster_linear(x[:2], w)  # too small to pay
+        assert not torch_backend.has_faster_linear(x.double(), w.double())
+        assert not torch_backend.has_faster_linear(x.half(), w.half())
         torch.testing.assert_close(torch_backend.linear(x, w, b), F.linear(x, w, b))
         for activation in TABLE:
             expected = activation.plain(F.linear(x, w, b))
             torch.testing.assert_close(
-                torch_backend.product_act(MATMUL, x, w, b, activation), expected, rtol=1e-4, atol=1e-4
+                torch_backend.operation_act(MATMUL, x, w, b, activation), expected, rtol=1e-4, atol=1e-4
             )
     finally:
-        products._onednn_wins.cache_clear()
+        operations._onednn_wins.cache_clear()
 
 
 @pytest.mark.usefixtures("onednn")
@@ -550,7 +550,7 @@ def test_a_layer_through_onednn(needed: str, name: str, save: str) -> None:
     x, w, b = (
         t.requires_grad_(n in needed) for t, n in zip(_operands("contiguous", torch.float32), "xwb", strict=True)
     )
-    assert torch_backend.multiplies(x, w)
+    assert torch_backend.has_faster_linear(x, w)
 
     def derivatives(y: Tensor, leaves: list[Tensor]) -> list[Tensor]:
         plain = torch.autograd.grad(y.sum(), leaves, retain_graph=True)
@@ -576,7 +576,7 @@ def test_a_layer_through_onednn_keeps_what_is_needed(needed: str, kept: str) -> 
     b = tensors["b"]
     for name in needed:
         tensors[name] = tensors[name].requires_grad_() * 1  # no leaf, so that it counts where it is kept
-    assert torch_backend.multiplies(tensors["x"], tensors["w"])
+    assert torch_backend.has_faster_linear(tensors["x"], tensors["w"])
     saved = saved_bytes(lambda: fl.dense_bias_act(*tensors.values(), "gelu"), exclude=b)
     assert saved == 96 * 112 * 4 + sum(bytes_of[name] for name in kept)
 

@@ -16,14 +16,14 @@ from torch import Tensor
 
 import fusedlayers as fl
 from fusedlayers.activations import resolve
-from fusedlayers.backends import Wanted
+from fusedlayers.backends import GradientRequest
 from fusedlayers.memory import saved_bytes
 from fusedlayers.routes import specialised
 
 pytest.importorskip("triton")
 
 from fusedlayers.backends import triton as backend  # after the line that skips without it
-from fusedlayers.backends.triton import dispatch, gemm, products
+from fusedlayers.backends.triton import dispatch, gemm, operations
 from fusedlayers.backends.triton.dispatch import LIBRARY, Question
 from fusedlayers.backends.triton.gemm import Tiling
 
@@ -409,15 +409,15 @@ def test_layers_and_blocks_say_what_was_measured(on_triton: Switch) -> None:
 # --- scratch numbers --------------------------------------------------------------------------------------------------
 
 
-def layer(rows: int = 37) -> products.Layer:
+def layer(rows: int = 37) -> operations.Layer:
     x, w, b = (torch.randn(s, device=DEVICE) for s in ((rows, 24), (40, 24), (40,)))
-    return products.Layer(x, w, b, resolve("gelu"), (), True)
+    return operations.Layer(x, w, b, resolve("gelu"), (), True)
 
 
-def backwards(gated: bool, hidden: bool) -> products.Backwards:
+def backwards(gated: bool, hidden: bool) -> operations.Backwards:
     dy, w = torch.randn(37, 24, device=DEVICE), torch.randn(24, 40, device=DEVICE)
     parts = [torch.randn(37, 40, device=DEVICE) for _ in range(1 + gated)]
-    return products.Backwards(dy, w, parts, resolve("gelu"), (), Wanted("input", True, not gated), hidden)
+    return operations.Backwards(dy, w, parts, resolve("gelu"), (), GradientRequest("input", True, not gated), hidden)
 
 
 @pytest.mark.parametrize("gated, hidden", [(None, None), (False, False), (False, True), (True, False), (True, True)])
@@ -453,7 +453,7 @@ def test_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     for gated, hidden in ((False, False), (False, True), (True, True)):
         assert backwards(gated, hidden).choose() == LIBRARY
     job = backwards(False, False)
-    job._replace(wanted=Wanted("output", True, True)).choose()
+    job._replace(request=GradientRequest("output", True, True)).choose()
     assert asked == [
         "layer bias encoded gelu float32 37x40x24",
         "layer bias gelu float32 37x40x24",
@@ -474,18 +474,18 @@ def test_float32_is_multiplied_as_tf32_or_by_the_library(monkeypatch: pytest.Mon
     try:
         for precision, expected in (("tf32", {"tiled": TILING}), ("ieee", {})):
             torch.backends.cuda.matmul.fp32_precision = precision
-            assert products._tilings(a, a) == expected
-            assert products._tilings(a.bfloat16(), a.bfloat16()) == {"tiled": TILING}
+            assert operations._tilings(a, a) == expected
+            assert operations._tilings(a.bfloat16(), a.bfloat16()) == {"tiled": TILING}
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
-    assert products._tilings(a.bfloat16(), a) == products._tilings(a.bfloat16().t(), a.bfloat16()) == {}
+    assert operations._tilings(a.bfloat16(), a) == operations._tilings(a.bfloat16().t(), a.bfloat16()) == {}
 
 
 def test_torchs_relu_epilogue_is_a_candidate_for_relu_with_a_bias() -> None:
     relu = layer()._replace(activation=resolve("relu"))
-    assert relu.candidates == [LIBRARY, products.RELU_EPILOGUE] and layer().candidates == [LIBRARY]
+    assert relu.candidates == [LIBRARY, operations.RELU_EPILOGUE] and layer().candidates == [LIBRARY]
     assert relu._replace(b=None).candidates == [LIBRARY]
-    torch.testing.assert_close(relu.run(products.RELU_EPILOGUE), relu.run(LIBRARY))
+    torch.testing.assert_close(relu.run(operations.RELU_EPILOGUE), relu.run(LIBRARY))
 
 
 def test_scratch_layers_have_what_is_no_number() -> None:
@@ -517,8 +517,10 @@ def test_names_of_functions_that_are_not_the_same_differ() -> None:
         for function in (lambda z: z.sin() * z, lambda z: z.cos() * z)
     )
     assert first.name == second.name == "<lambda>"
-    assert products._identity(first) != products._identity(second)
-    assert products._identity(first) == products._identity(first) and products._identity(resolve("gelu")) == "gelu"
+    assert operations._identity(first) != operations._identity(second)
+    assert (
+        operations._identity(first) == operations._identity(first) and operations._identity(resolve("gelu")) == "gelu"
+    )
 
 
 def test_rows_begin_at_multiples_of_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -526,7 +528,7 @@ def test_rows_begin_at_multiples_of_16_bytes(monkeypatch: pytest.MonkeyPatch) ->
 
     def tilings(columns: int, inner: int, first: int = 0) -> Any:
         x = torch.empty(first + 8 * inner, dtype=torch.bfloat16)[first:].view(8, inner)
-        return products._tilings(x, torch.empty(columns, inner, dtype=torch.bfloat16))
+        return operations._tilings(x, torch.empty(columns, inner, dtype=torch.bfloat16))
 
     assert tilings(16, 24) == tilings(16, 24, first=8) == {"tiled": TILING}
     assert tilings(16, 20) == tilings(20, 16) == tilings(16, 24, first=4) == {}

@@ -11,7 +11,7 @@ from reference import assert_as_good_as_torch, derivative
 from torch import Tensor
 
 from fusedlayers.activations import Activation, resolve, widened
-from fusedlayers.backends import Wanted
+from fusedlayers.backends import GradientRequest
 from fusedlayers.backends.operations import MATMUL
 
 pytest.importorskip("triton")
@@ -129,7 +129,7 @@ def check_gradient(
         slope = derivative(activation.function, z)
     d = dy.double() @ w.double()
 
-    wanted = Wanted(given, True, True)
+    wanted = GradientRequest(given, True, True)
     buffer = saved.clone()
     version = buffer._version
     hidden, db, shares = linear_gradient(
@@ -169,7 +169,7 @@ def test_gradient_of_a_gate(sizes: tuple[int, int, int], dtype: torch.dtype, til
     d = dy.double() @ w.double()
     f, slope = SILU.function(z.double()), derivative(SILU.function, z)
 
-    wanted = Wanted("input", True, False)
+    wanted = GradientRequest("input", True, False)
     parts = [z.clone(), up.clone()]
     hidden, db, _ = linear_gradient(dy, w, parts, SILU, (), wanted, hidden=True, tiling=tiling)
     composed = [z.clone(), up.clone()]
@@ -186,7 +186,7 @@ def test_infinite_derivatives_outside_of_a_tile_do_not_reach_the_sums() -> None:
     for tiling in TILINGS.values():
         _, db, _ = linear_gradient(
             torch.ones(5, 8, device=DEVICE), torch.full((8, 7), 0.125, device=DEVICE), [z.clone()], root, (),
-            Wanted("input", True, True), hidden=False, tiling=tiling,
+            GradientRequest("input", True, True), hidden=False, tiling=tiling,
         )  # fmt: skip
         assert db is not None
         torch.testing.assert_close(db, torch.full((7,), 1.25, device=DEVICE))
@@ -215,7 +215,14 @@ def test_operands(tiling: Tiling) -> None:
     dy, w2 = normal(rows, inner, dtype=torch.float32, seed=4), normal(inner, columns, dtype=torch.float32, seed=5)
     kept = z.detach().float()
     hidden, db, shares = linear_gradient(
-        dy, w2, [kept], activation, params, Wanted("input", True, True, (True, True)), hidden=True, tiling=tiling
+        dy,
+        w2,
+        [kept],
+        activation,
+        params,
+        GradientRequest("input", True, True, (True, True)),
+        hidden=True,
+        tiling=tiling,
     )
     exact.backward(dy.double() @ w2.double())
     assert db is not None and hidden is not None
@@ -233,7 +240,7 @@ def test_nothing(rows: int, columns: int, tiling: Tiling) -> None:
     x, w, b = operands_of((rows, columns, 16), torch.float32)
     assert linear_act(x, w, b, GELU, (), encode=True, tiling=tiling).shape == (rows, columns)
     parts = [x.new_empty(rows, columns), x.new_empty(rows, columns)]
-    wanted = Wanted("input", True, True)
+    wanted = GradientRequest("input", True, True)
     hidden, db, _ = linear_gradient(x, w.t().contiguous(), parts, SILU, (), wanted, hidden=True, tiling=tiling)
     assert hidden is not None and hidden.shape == (rows, columns)
     assert db is not None and torch.equal(db, torch.zeros(columns, device=DEVICE))
@@ -312,4 +319,4 @@ def test_every_architecture_has_tilings() -> None:
 def test_the_kernels_compute_what_product_act_does() -> None:
     x, w, b = operands_of((64, 48, 32), torch.float32)
     y = linear_act(x, w, b, GELU, (), encode=False, tiling=TILINGS["descriptors"])
-    torch.testing.assert_close(y, backend.product_act(MATMUL, x, w, b, GELU), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(y, backend.operation_act(MATMUL, x, w, b, GELU), atol=1e-5, rtol=1e-5)

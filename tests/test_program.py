@@ -14,7 +14,7 @@ from fusedlayers import backends
 from fusedlayers.activations import Activation
 from fusedlayers.activations.decompositions import slow_kernels
 from fusedlayers.activations.tracing import aten_graph, simplified
-from fusedlayers.backends import Wanted
+from fusedlayers.backends import GradientRequest
 from fusedlayers.backends.torch import chunks, program, traced
 from fusedlayers.backends.torch.program import Program
 
@@ -115,10 +115,10 @@ def test_choices_are_torchs_to_the_bit(name: str, dtype: torch.dtype) -> None:
         out = torch.full_like(x, 7.0)
         expected = function(x, y, number)
         given = [x.clone(), y.clone()]
-        (ours,) = made.begun([number])(given, out)
+        (ours,) = made.bind([number])(given, out)
         _assert_same_bits(ours, expected)
         _assert_same_bits(out, expected)
-        (held,) = made.begun([number])(given, None)
+        (held,) = made.bind([number])(given, None)
         _assert_same_bits(held.expand_as(expected).clone(), expected)
         for after, before in zip(given, (x, y), strict=True):  # an operation may write over a buffer, not over these
             _assert_same_bits(after, before)
@@ -185,7 +185,7 @@ def test_arithmetic(name: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     channels = torch.rand(8, 1, dtype=dtype, generator=generator) + 0.5
     for p in (channels, channels[:1, 0].reshape(())):
-        run = made.begun([p])
+        run = made.bind([p])
         for shape in ((5, 8, 3), (5, 8, 1), (1, 8, 3), (5, 8, 3)):  # one run, over blocks of several shapes
             x, y = (torch.randn(shape, dtype=dtype, generator=generator) for _ in range(2))
             out = torch.full_like(x, 7.0)
@@ -204,7 +204,7 @@ def test_several_results(dtype: torch.dtype) -> None:
     made = _program(function, 3, 2, dtype)
     x, y, p = torch.randn(3, 4, 5, dtype=dtype), torch.randn(3, 4, 5, dtype=dtype), torch.randn(4, 1, dtype=dtype)
     for out in (None, torch.empty_like(x)):
-        results = made.begun([p])([x, y], out)
+        results = made.bind([p])([x, y], out)
         for i, (ours, theirs) in enumerate(zip(results, function(x, y, p), strict=True)):
             torch.testing.assert_close(ours.expand_as(x), theirs.expand_as(x), msg=f"result {i}")
         if out is not None:
@@ -227,7 +227,7 @@ def test_what_serves_all_is_computed_once() -> None:
     assert len(made.once) == 3 and len(made.steps) == 2
     x = torch.randn(6)
     for value in (1.0, 2.0):
-        run = made.begun([torch.tensor(value)])
+        run = made.bind([torch.tensor(value)])
         for _ in range(2):
             (y,) = run([x], None)
             torch.testing.assert_close(y, x * math.exp(math.sin(value)) + math.cos(value))
@@ -302,7 +302,7 @@ def test_layouts(layout: str, per_channel: tuple[bool, bool], dtype: torch.dtype
     assert torch.equal(into, y)
 
     for needs in ((True, True), (False, True), (True, False), (False, False)):
-        wanted = Wanted("input", False, True, needs)
+        wanted = GradientRequest("input", False, True, needs)
         dz, db, *shares = eager.gradient(dy, z, activation, operands, wanted, dim=dim)
         assert dz is not None and db is not None
         close(dz, true_gradients[0], **rounding)
@@ -321,7 +321,9 @@ def test_layouts(layout: str, per_channel: tuple[bool, bool], dtype: torch.dtype
                 scale = float(truth_.abs().max()) if truth_.numel() else 0.0
                 close(share.reshape(p.shape), truth_, rtol=rounding["rtol"], atol=1e-5 * scale + 1e-6)
     dense = torch.empty_like(z).copy_(z)
-    dz, *_ = eager.gradient(dy, dense, activation, operands, Wanted("input", True, False, (True, True)), dim=dim)
+    dz, *_ = eager.gradient(
+        dy, dense, activation, operands, GradientRequest("input", True, False, (True, True)), dim=dim
+    )
     assert dz is dense
     close(dz, true_gradients[0], **rounding)
 
@@ -354,7 +356,7 @@ def test_small_blocks_cover_each_element_once(
     traced.activate(z.detach(), y, activation, operands, 1)
     truth = _kinked(z, *operands)
     torch.testing.assert_close(y, truth.detach())
-    wanted = Wanted("input", False, False, (True, True))
+    wanted = GradientRequest("input", False, False, (True, True))
     found = traced.gradient(dy, z.detach(), dz, activation, operands, wanted, 1)
     expected = torch.autograd.grad(truth, [z, *operands], dy)
     torch.testing.assert_close(dz, expected[0])
@@ -372,7 +374,7 @@ def test_operands_of_another_dtype(dtype: torch.dtype) -> None:
         activation = _activation(lambda z, p: torch.where(z > 0, z, p), 1)
         y = backends.choose(z).bias_act(z, None, activation, [p], dim=-1, encode=False, out=None)
         torch.testing.assert_close(y, torch.where(z > 0, z, p.to(dtype)))
-        wanted = Wanted("input", False, False, (True,))
+        wanted = GradientRequest("input", False, False, (True,))
         _, _, dp = backends.choose(z).gradient(torch.ones_like(z), z, activation, [p], wanted, dim=-1)
         assert dp is not None and dp.dtype is other and float(dp) == float((z <= 0).sum())
 
@@ -382,7 +384,7 @@ def test_sums_are_taken_in_float64() -> None:
     z = torch.full((1 << 21,), 0.1)
     activation = _activation(lambda z, p: z * p, 1)
     p = torch.tensor(1.0)
-    wanted = Wanted("input", False, False, (True,))
+    wanted = GradientRequest("input", False, False, (True,))
     _, _, dp = backends.choose(z).gradient(torch.ones_like(z), z, activation, [p], wanted, dim=-1)
     torch.testing.assert_close(dp, (z.double().sum()).float().reshape(1), rtol=1e-6, atol=0)
 
@@ -394,7 +396,7 @@ def test_gradients_are_the_same_bits_whatever_the_clock_says(busy: float, monkey
     dy = torch.randn_like(z)
     operands = [torch.rand(32, 1) + 0.5, torch.tensor(0.7)]
     activation = _activation(_kinked, 2)
-    wanted = Wanted("input", False, True, (True, True))
+    wanted = GradientRequest("input", False, True, (True, True))
 
     def gradients() -> Sequence[Tensor | None]:
         return backends.choose(z).gradient(dy, z, activation, operands, wanted, dim=1)

@@ -24,7 +24,7 @@ from fusedlayers.derivative.polynomial import PRECISIONS
 pytest.importorskip("triton")
 import triton.language as tl  # after the line that skips without it
 
-from fusedlayers.backends import Wanted
+from fusedlayers.backends import GradientRequest
 from fusedlayers.backends import triton as backend
 from fusedlayers.backends.triton import elementwise
 
@@ -54,7 +54,7 @@ def forward(z: Tensor, b: Tensor | None, activation: Activation, **options: Any)
 def gradient(
     dy: Tensor, saved: Tensor, activation: Activation, given: Given, *, overwrite: bool = False, dim: int | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    wanted = Wanted(given, overwrite, dim is not None)
+    wanted = GradientRequest(given, overwrite, dim is not None)
     dz, db = backend.gradient(dy, saved, activation, (), wanted, dim=-1 if dim is None else dim)
     assert dz is not None
     return dz, db

@@ -23,7 +23,7 @@ from examples.custom_activation import ACTIVATIONS as MODULES
 from fusedlayers import backends
 from fusedlayers.activations import Activation, Specialised, resolve
 from fusedlayers.activations.custom import _variants
-from fusedlayers.backends import Wanted
+from fusedlayers.backends import GradientRequest
 from fusedlayers.backends import torch as torch_backend
 from fusedlayers.routes import specialised
 
@@ -62,9 +62,15 @@ def forward(z: Tensor, b: Tensor | None, activation: Activation, operands: Seque
 
 
 def gradient(
-    dy: Tensor, z: Tensor, activation: Activation, operands: Sequence[Tensor], dim: int, *, wanted: Wanted | None = None
+    dy: Tensor,
+    z: Tensor,
+    activation: Activation,
+    operands: Sequence[Tensor],
+    dim: int,
+    *,
+    wanted: GradientRequest | None = None,
 ) -> list[Tensor | None]:
-    wanted = wanted or Wanted("input", False, True, (True,) * len(operands))
+    wanted = wanted or GradientRequest("input", False, True, (True,) * len(operands))
     return list(backend.gradient(dy, z, activation, operands, wanted, dim=dim))
 
 
@@ -101,7 +107,7 @@ def test_layouts(layout: str, split: str) -> None:
     sums = [s.sum() if p.dim() == 0 else sum_along(s, dim) for s, p in zip(shares, operands, strict=True)]
     overwrite, bias = way(layout, split)
     saved = z.clone(memory_format=torch.preserve_format)
-    wanted = Wanted("input", overwrite, bias, (True,) * 4)
+    wanted = GradientRequest("input", overwrite, bias, (True,) * 4)
     new_dz, db, *dp = gradient(dy, saved, activation, operands, dim, wanted=wanted)
     assert new_dz is not None and torch.equal(new_dz, dz) and new_dz.stride() == z.stride()
     assert (new_dz is saved) == overwrite
@@ -151,9 +157,9 @@ def test_gradients_that_nobody_needs_are_left_out(shape: tuple[int, ...], dim: i
     vector = normal(shape[dim], seed=2) if len(shape) > 1 else torch.tensor(0.3, device=DEVICE)
     operands = [torch.tensor(0.7, device=DEVICE), vector, torch.tensor(-0.2, device=DEVICE)]
     activation = activation_of(lambda z, a, v, c: a * torch.tanh(v * z) + torch.sin(c * z), operands, dim - len(shape))
-    every = gradient(dy, z, activation, operands, dim, wanted=Wanted("input", False, False, (True,) * 3))
+    every = gradient(dy, z, activation, operands, dim, wanted=GradientRequest("input", False, False, (True,) * 3))
     for needs in itertools.product((False, True), repeat=3):
-        some = gradient(dy, z, activation, operands, dim, wanted=Wanted("input", False, False, needs))
+        some = gradient(dy, z, activation, operands, dim, wanted=GradientRequest("input", False, False, needs))
         assert [p is not None for p in some] == [True, False, *needs]
         for ours, full in zip(some, every, strict=True):
             assert ours is None or torch.equal(ours, full)  # type: ignore[arg-type]  # full is not None then
@@ -230,7 +236,7 @@ def test_functions_without_parameters(published: Published, on_triton: Switch) -
     if activation.output_refused_because(torch.float32) is not None:
         return
     y = backend.bias_act(z, None, activation, dim=-1, encode=True, out=None)
-    dz, *_ = gradient(torch.ones_like(z), y, activation, (), -1, wanted=Wanted("output", False, False))
+    dz, *_ = gradient(torch.ones_like(z), y, activation, (), -1, wanted=GradientRequest("output", False, False))
     told = activation.derivative_given_output(y.cpu().float(), y.dtype).double()
     assert dz is not None
     steepest = float(told.abs().max())

@@ -9,9 +9,9 @@ from torch import Tensor, float64
 
 from ..activations import Activation
 from . import torch as torch_backend
-from .base import Backend, Through, Wanted
+from .base import ActivationGradients, Backend, GradientRequest
 
-__all__ = ["DEVICES", "Backend", "Through", "Wanted", "choose"]
+__all__ = ["DEVICES", "ActivationGradients", "Backend", "GradientRequest", "choose"]
 
 
 #: Device types that have been tried. On others layers are left to plain PyTorch.

@@ -8,23 +8,23 @@ from typing import Literal, NamedTuple, Protocol
 from torch import Tensor
 
 from ..activations import Activation
-from .operations import Product, Weight
+from .operations import Operation, Weight
 
 
-class Wanted(NamedTuple):
-    """What backward is given and asked for."""
+class GradientRequest(NamedTuple):
+    """Which tensor was saved, and which gradients backward needs besides dz."""
 
-    given: Literal["output", "input"]
-    #: Whether dz is to be written over what was saved.
+    saved: Literal["output", "input"]
+    #: Whether dz is written over the saved tensor.
     overwrite: bool
-    bias: bool
-    operands: tuple[bool, ...] = ()
+    needs_bias: bool
+    needs_operands: tuple[bool, ...] = ()
 
 
-class Through(NamedTuple):
-    """What going back through a matmul and the activation before it gives, besides the gradients of pre-activations."""
+class ActivationGradients(NamedTuple):
+    """The result of ``linear_gradient``, besides the gradients of the pre-activations."""
 
-    #: What the matmul has multiplied, if asked for.
+    #: The matmul's input, recomputed, if asked for.
     hidden: Tensor | None
     bias: Tensor | None
     operands: Sequence[Tensor | None]
@@ -37,7 +37,7 @@ class Backend(Protocol):
         """Whether this backend has, or can make, code for the activation."""
         ...
 
-    def multiplies(self, x: Tensor, w: Tensor) -> bool:
+    def has_faster_linear(self, x: Tensor, w: Tensor) -> bool:
         """Whether ``linear`` is faster than ``F.linear`` for these."""
         ...
 
@@ -45,9 +45,9 @@ class Backend(Protocol):
         """``x w^T + b`` in a new buffer: (..., in), (out, in), (out,) -> (..., out)."""
         ...
 
-    def product_act(
+    def operation_act(
         self,
-        product: Product,
+        operation: Operation,
         x: Tensor,
         w: Weight,
         b: Tensor | None,
@@ -56,18 +56,18 @@ class Backend(Protocol):
         *,
         encode: bool = False,
     ) -> Tensor:
-        """``activation(product(x, w, b), *operands)`` in one new buffer.
+        """``activation(operation(x, w, b), *operands)`` in one new buffer.
 
         ``encode`` puts the branch of a folded activation in it.
         """
         ...
 
     def has_epilogue(self, x: Tensor, w: Tensor, b: Tensor | None, activation: Activation, *, encode: bool) -> bool:
-        """Whether ``product_act`` computes a matmul's without a pass of its own for the activation."""
+        """Whether ``operation_act`` computes a matmul's without a pass of its own for the activation."""
         ...
 
-    def decided(self, w: Tensor, activation: Activation) -> Sequence[str]:
-        """How layers and blocks multiply by ``w``, as far as this process has decided that, for people."""
+    def describe_matmuls(self, w: Tensor, activation: Activation) -> Sequence[str]:
+        """Lines for people: how layers and blocks multiply by ``w``, as far as this process has measured that."""
         ...
 
     def bias_act(
@@ -95,7 +95,7 @@ class Backend(Protocol):
         saved: Tensor,
         activation: Activation,
         operands: Sequence[Tensor],
-        wanted: Wanted,
+        request: GradientRequest,
         *,
         dim: int,
     ) -> tuple[Tensor | None, ...]:
@@ -128,10 +128,10 @@ class Backend(Protocol):
         parts: Sequence[Tensor],
         activation: Activation,
         operands: Sequence[Tensor],
-        wanted: Wanted,
+        request: GradientRequest,
         *,
         hidden: bool,
-    ) -> Through | None:
+    ) -> ActivationGradients | None:
         """Back through ``linear(hidden, w)`` and the activation before it: write the gradients of the pre-activations
         over ``parts``. These are z, or f(z) if that is what is given, and of a gated block the other factor; contiguous
         all. None, and nothing written, where ``linear`` and ``gradient`` or ``gate_gradient`` are as fast.

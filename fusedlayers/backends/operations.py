@@ -1,4 +1,4 @@
-"""What comes before an activation: a matmul, a convolution or a batch norm, ``z = product(x, w, b)``, by torch."""
+"""What comes before an activation: a matmul, a convolution or a batch norm, ``z = operation(x, w, b)``, by torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import synchronised
+from ..utils.layout import along, others
 
 Sizes = tuple[int, ...]
 Weight = Any
 """A tensor; of a batch norm without one None."""
-Again = Callable[[Tensor, Weight, Tensor | None], Tensor]
+Recompute = Callable[[Tensor, Weight, Tensor | None], Tensor]
 """Computes z once more from x, w and b, for the backward pass."""
 
 
@@ -34,7 +34,7 @@ class Matmul:
     def __call__(self, x: Tensor, w: Weight, b: Tensor | None) -> Tensor:
         return F.linear(x, w, b)
 
-    def begun(self, x: Tensor, w: Weight, b: Tensor | None) -> tuple[Tensor, Again]:
+    def with_recompute(self, x: Tensor, w: Weight, b: Tensor | None) -> tuple[Tensor, Recompute]:
         """z, and what computes it again."""
         return self(x, w, b), self.__call__
 
@@ -42,12 +42,12 @@ class Matmul:
         """Of z."""
         return *x.shape[:-1], w.shape[0]
 
-    def folded(self, x: Tensor) -> Tensor:
+    def flattened(self, x: Tensor) -> Tensor:
         """x in two dimensions: the result of ``F.linear`` with more is a view, and overwriting a view costs autograd a
         copy. z and what is added to it are folded alike."""
         return x.flatten(0, -2) if x.dim() > 2 else x if x.dim() == 2 else x.unsqueeze(0)
 
-    def unfolded(self, y: Tensor, x: Tensor) -> Tensor:
+    def unflattened(self, y: Tensor, x: Tensor) -> Tensor:
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -79,7 +79,7 @@ class Convolution(NamedTuple):
         call = (F.conv1d, F.conv2d, F.conv3d)[len(self.stride) - 1]
         return call(x, w, b, self.stride, self.padding, self.dilation, self.groups)
 
-    def begun(self, x: Tensor, w: Weight, b: Tensor | None) -> tuple[Tensor, Again]:
+    def with_recompute(self, x: Tensor, w: Weight, b: Tensor | None) -> tuple[Tensor, Recompute]:
         """z, and what computes it again."""
         return self(x, w, b), self.__call__
 
@@ -109,11 +109,11 @@ class Convolution(NamedTuple):
         sizes = self.stride, padding, self.dilation, False, (0,) * len(self.stride), self.groups
         return torch.ops.aten.convolution_backward(dz, x, w, (w.shape[0],), *sizes, needs)
 
-    def folded(self, x: Tensor) -> Tensor:
+    def flattened(self, x: Tensor) -> Tensor:
         """x with a batch: without, the result is a view."""
         return x if x.dim() == len(self.stride) + 2 else x.unsqueeze(0)
 
-    def unfolded(self, y: Tensor, x: Tensor) -> Tensor:
+    def unflattened(self, y: Tensor, x: Tensor) -> Tensor:
         return y if x.dim() == y.dim() else y.squeeze(0)
 
 
@@ -169,13 +169,13 @@ class BatchNorm(NamedTuple):
         part = self._counted()
         return F.batch_norm(x, self.running_mean, self.running_var, w, b, self.training, part, self.eps)
 
-    def begun(self, x: Tensor, w: Weight, b: Tensor | None) -> tuple[Tensor, Again]:
+    def with_recompute(self, x: Tensor, w: Weight, b: Tensor | None) -> tuple[Tensor, Recompute]:
         """z, and what computes it again: by the statistics of now, for torch does not notice when they are updated."""
         if not self.training:
             mean, var = (None if s is None else s.clone() for s in (self.running_mean, self.running_var))
             return self(x, w, b), self._replace(running_mean=mean, running_var=var).__call__
         z, mean, inverse_std = self.with_statistics(x, w, b)
-        return z, NormalisedAgain(mean, inverse_std, self.eps, True).__call__
+        return z, BatchNormRecompute(mean, inverse_std, self.eps, True).__call__
 
     def with_statistics(self, x: Tensor, w: Weight, b: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """z, and what x was normalised by: the mean, and the reciprocal of the standard deviation."""
@@ -184,7 +184,7 @@ class BatchNorm(NamedTuple):
             return self(x, w, b), self.running_mean.clone(), (self.running_var + self.eps).rsqrt_()
         part = self._counted()
         if self.is_synchronised:
-            mean, var, count = synchronised.statistics(x, self.group)
+            mean, var, count = _synchronised_statistics(x, self.group)
             if self.running_mean is not None and self.running_var is not None:
                 self.running_mean.lerp_(mean.to(self.running_mean.dtype), part)
                 self.running_var.lerp_((var * (count / (count - 1))).to(self.running_var.dtype), part)
@@ -208,7 +208,7 @@ class BatchNorm(NamedTuple):
             else:  # torch divides by the number of values
                 dw, db = torch.zeros_like(mean), torch.zeros_like(mean)
             scale = inverse_std if w is None else inverse_std * w
-            dx = synchronised.gradients(dz, x, scale, mean, inverse_std, (dw, db), self.group)
+            dx = _synchronised_gradients(dz, x, scale, mean, inverse_std, (dw, db), self.group)
             return dx, dw if needs[1] else None, db if needs[2] else None
         if self.training:
             return backward(dz, x, w, None, None, mean, inverse_std, True, self.eps, needs)
@@ -234,14 +234,14 @@ class BatchNorm(NamedTuple):
         """Of z."""
         return tuple(x.shape)
 
-    def folded(self, x: Tensor) -> Tensor:
+    def flattened(self, x: Tensor) -> Tensor:
         return x
 
-    def unfolded(self, y: Tensor, x: Tensor) -> Tensor:
+    def unflattened(self, y: Tensor, x: Tensor) -> Tensor:
         return y
 
 
-class NormalisedAgain(NamedTuple):
+class BatchNormRecompute(NamedTuple):
     """Batch norm by statistics that are known, and do not count again among the running ones."""
 
     mean: Tensor
@@ -258,7 +258,7 @@ class NormalisedAgain(NamedTuple):
         w, b = (None if p is None else p.to(self.mean.dtype) for p in (w, b))
         return F.batch_norm(x, self.mean, _variance(self.inverse_std, self.eps), w, b, False, 0.0, self.eps)
 
-    def of(self, channels: Tensor) -> NormalisedAgain:
+    def of(self, channels: Tensor) -> BatchNormRecompute:
         """For these channels of x alone."""
         return self._replace(mean=self.mean[channels], inverse_std=self.inverse_std[channels])
 
@@ -267,7 +267,55 @@ def _variance(inverse_std: Tensor, eps: float) -> Tensor:
     return inverse_std.reciprocal().square_().sub_(eps)  # its square may be out of range
 
 
-Product = Matmul | Convolution | BatchNorm
+# --- batch norm over the batches of all processes of a group ----------------------------------------------------------
+
+
+class _Statistics(NamedTuple):
+    """Of each channel over all processes, in float32 or wider."""
+
+    mean: Tensor
+    var: Tensor
+    #: How many values a channel has.
+    size: Tensor
+
+
+def _synchronised_statistics(x: Tensor, group: Any) -> _Statistics:
+    """Of x: (batch, channels, ...), which may be empty in some processes.
+
+    Means and variances are gathered, and not sums of squares, which would cancel (Chan, Golub & LeVeque 1979).
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    count = x.numel() // max(1, x.shape[1])
+    if count:
+        var, mean = torch.var_mean(wide, others(x, 1), correction=0)
+    else:
+        var = mean = wide.new_zeros(x.shape[1])
+    own = torch.cat([mean, var, mean.new_tensor([count])])
+    gathered = own.new_empty(dist.get_world_size(group), len(own))
+    dist.all_gather(list(gathered.unbind()), own, group=group)
+    means, variances, counts = gathered.split([len(mean), len(mean), 1], 1)
+    part = counts / counts.sum()
+    mean = (part * means).sum(0)
+    var = (part * (variances + (means - mean).square())).sum(0)
+    return _Statistics(mean, var, counts.sum())
+
+
+def _synchronised_gradients(
+    dz: Tensor, x: Tensor, scale: Tensor, mean: Tensor, inverse_std: Tensor, own: tuple[Tensor, Tensor], group: Any
+) -> Tensor:
+    """The gradient of x: ``scale (dz - mean(dz) - xhat mean(dz xhat))``, means over all processes; ``own`` are this
+    process's sums of ``dz xhat`` and dz."""
+    count = dz.numel() // max(1, dz.shape[1])
+    sums = torch.cat([*own, own[0].new_tensor([count])]).to(torch.promote_types(own[0].dtype, torch.float32))
+    dist.all_reduce(sums, group=group)
+    by_xhat, by_one, total = sums.split([len(mean), len(mean), 1])
+    of_x = -scale * inverse_std * by_xhat / total
+    constant = -scale * by_one / total - of_x * mean
+    dx = torch.addcmul(along(constant, 1, dz.dim()), dz.to(sums.dtype), along(scale, 1, dz.dim()))
+    return dx.addcmul_(x.to(sums.dtype), along(of_x, 1, dz.dim())).to(dz.dtype)
+
+
+Operation = Matmul | Convolution | BatchNorm
 
 
 def elements(shape: Sizes) -> int:

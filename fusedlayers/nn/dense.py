@@ -56,7 +56,7 @@ class FusedDenseAct(FusedAct, nn.Linear):
 
     def decided(self) -> list[str]:
         activation = self._specialised(resolve(self.activation))
-        return [*backends.choose(self.weight).decided(self.weight, activation)]
+        return [*backends.choose(self.weight).describe_matmuls(self.weight, activation)]
 
     def forward(self, input: Tensor) -> Tensor:
         return dense_bias_act(input, self.weight, self.bias, self.activation, save=self.save)

@@ -138,7 +138,7 @@ class FusedBlock(WithActivation):
         weights = [layer.weight for layer in self.layers().values()]
         if self.is_gated:
             weights = weights[-1:]  # the first ones' matmuls have no epilogue
-        return [line for w in weights for line in backends.choose(w).decided(w, activation)]
+        return [line for w in weights for line in backends.choose(w).describe_matmuls(w, activation)]
 
 
 def kept(activation: Activation, save: str, dtype: torch.dtype, *, is_gated: bool, is_frozen: bool) -> str:

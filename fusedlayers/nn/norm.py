@@ -13,7 +13,7 @@ from ..activations import Activation, resolve
 from ..backends.operations import BatchNorm
 from ..functional import bias_act
 from ..ops.batch_norm import describe, norm_act, told_of
-from ..routes import Inputs, choose_save, needs_gradient, product_act
+from ..routes import Inputs, choose_save, needs_gradient, operation_act
 from .base import FusedAct
 
 
@@ -113,7 +113,7 @@ def batch_norm_act(
     norm = norm._replace(dims=input.dim())
     if norm.is_synchronised:
         return _synchronised(norm, Inputs(input, weight, bias, residual), resolved, save)
-    return product_act(
+    return operation_act(
         norm,
         Inputs(input, weight, bias, residual),
         resolved,

@@ -27,8 +27,8 @@ from torch.autograd import Function
 
 from .. import backends
 from ..activations import Activation, Saved, Told, told
-from ..backends import Wanted
-from ..backends.operations import BatchNorm, NormalisedAgain
+from ..backends import GradientRequest
+from ..backends.operations import BatchNorm, BatchNormRecompute
 from ..utils.isolation import in_clean_state
 from ..utils.layout import along, channels_last_format, others
 from .buffer_reuse import is_ours_alone, saved_under_hooks
@@ -159,7 +159,7 @@ class NormAct(Function):
         needs = ctx.needs_input_grad[:3]
         overwrite = y is not None and not hooked and is_ours_alone(y)
         known = Known(mean, inverse_std, w)
-        again = NormalisedAgain(mean, inverse_std, norm.eps, norm.training)
+        again = BatchNormRecompute(mean, inverse_std, norm.eps, norm.training)
         if torch.is_grad_enabled() or is_batched(dy):
             if norm.is_synchronised:
                 raise RuntimeError(
@@ -173,13 +173,13 @@ class NormAct(Function):
             dx, dw, db = _differentiable(dy, x, w, b, again, activation, norm.dim, needs)
             return dx, dw, db, None, None, None, None
 
-        wanted = Wanted("input", False, False)
+        wanted = GradientRequest("input", False, False)
         if y is None:
             dz, *_ = backend.gradient(dy, again(x, w, b), activation, (), wanted._replace(overwrite=True), dim=norm.dim)
         else:
             by_output = not activation.is_folded
             if by_output:
-                dz, *_ = backend.gradient(dy, y, activation, (), wanted._replace(given="output"), dim=norm.dim)
+                dz, *_ = backend.gradient(dy, y, activation, (), wanted._replace(saved="output"), dim=norm.dim)
             z = backend.inverse(y, activation, y if overwrite else None)
             if not by_output:
                 if channels is not None:
@@ -272,7 +272,7 @@ def _differentiable(
     x: Tensor,
     w: Tensor | None,
     b: Tensor | None,
-    again: NormalisedAgain,
+    again: BatchNormRecompute,
     activation: Activation,
     dim: int,
     needs: Sequence[bool],

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from ..backends import Through, Wanted
+from ..backends import ActivationGradients, GradientRequest
 from ..utils.layout import operand_along
 from .buffer_reuse import graph_is_given_up, is_held_once, saved_under_hooks
 from .mlp_forward import Block, Product, run, run_last
@@ -216,7 +216,7 @@ class _Totals:
         #: The kernels add up a bias's gradient on the way, but for those of a gate.
         self.adds_bias = len(self.of_biases) == 1
         bias = self.adds_bias and needs.biases[0]
-        self.wanted = Wanted("output" if block.keep == "output" else "input", True, bias, needs.operands)
+        self.wanted = GradientRequest("output" if block.keep == "output" else "input", True, bias, needs.operands)
 
     def in_one_step(self, dy: Tensor, parts: Sequence[Tensor], *, hidden: bool) -> bool:
         """From the gradient of the result to those of the pre-activations, written over these, or over their outputs;
@@ -243,7 +243,7 @@ class _Totals:
             of_hidden = block.backend.linear(dy, self.w.t(), None)
             self._add(block.gradients(of_hidden, parts, self.operands, self.wanted, first))
 
-    def _add(self, through: Through) -> None:
+    def _add(self, through: ActivationGradients) -> None:
         if through.bias is not None and self.of_biases[0] is not None:
             self.of_biases[0].add(through.bias)
         for total, share in zip(self.of_operands, through.operands, strict=True) if through.operands else ():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..activations import Activation, Saved
-from ..backends import Backend, Through, Wanted
+from ..backends import ActivationGradients, Backend, GradientRequest
 from ..backends.operations import MATMUL
 from ..utils.isolation import in_clean_state
 
@@ -108,7 +108,7 @@ class Block(NamedTuple):
     def encoded(self, x: Tensor, products: Sequence[Product]) -> Tensor:
         """What the activation returns, with the branch."""
         ((w, b),) = products
-        return self.backend.product_act(MATMUL, x, w, b, self.activation, encode=True)
+        return self.backend.operation_act(MATMUL, x, w, b, self.activation, encode=True)
 
     def hidden(self, parts: Sequence[Tensor], operands: Sequence[Tensor], first: int, *, overwrite: bool) -> Tensor:
         """What the last product multiplies, from the pre-activations, or from their outputs if these are kept; over the
@@ -131,10 +131,10 @@ class Block(NamedTuple):
         w: Tensor,
         parts: Sequence[Tensor],
         operands: Sequence[Tensor],
-        wanted: Wanted,
+        wanted: GradientRequest,
         *,
         hidden: bool,
-    ) -> Through | None:
+    ) -> ActivationGradients | None:
         """From the gradient of the result to those of the pre-activations, written over these, or over their outputs,
         in one step; None where that has no advantage, or leaves no place for a dropout."""
         if self.dropout is not None:
@@ -142,18 +142,18 @@ class Block(NamedTuple):
         return self.backend.linear_gradient(dy, w, parts, self.activation, operands, wanted, hidden=hidden)
 
     def gradients(
-        self, dy: Tensor, parts: Sequence[Tensor], operands: Sequence[Tensor], wanted: Wanted, first: int
-    ) -> Through:
+        self, dy: Tensor, parts: Sequence[Tensor], operands: Sequence[Tensor], wanted: GradientRequest, first: int
+    ) -> ActivationGradients:
         """The same from the gradient of what the last product multiplies, which is written over too."""
         if self.dropout is not None:
             self.dropout.overwrite(dy, first)
         z = parts[0]
         if self.is_gated:
-            shares = self.backend.gate_gradient(dy, z, parts[1], self.activation, operands, wanted.operands)
-            return Through(None, None, shares)
+            shares = self.backend.gate_gradient(dy, z, parts[1], self.activation, operands, wanted.needs_operands)
+            return ActivationGradients(None, None, shares)
         dz, db, *shares = self.backend.gradient(dy, z, self.activation, operands, wanted, dim=-1)
         assert dz is z
-        return Through(None, db, shares)
+        return ActivationGradients(None, db, shares)
 
 
 def unpacked(products: Sequence[Product]) -> list[Product]:
@@ -206,7 +206,7 @@ def constant(block: Block, x: Tensor, products: Sequence[Product], operands: Seq
         bare = block._replace(keep="recompute", dropout=None)
         hidden = bare.hidden(block.pre_activations(x, products), operands, 0, overwrite=True)
     else:
-        hidden = block.backend.product_act(MATMUL, x, *products[0], block.activation)
+        hidden = block.backend.operation_act(MATMUL, x, *products[0], block.activation)
     if block.dropout is not None:
         block.dropout.overwrite(hidden, 0)
     return hidden

@@ -22,8 +22,8 @@ from torch.autograd import Function
 
 from .. import backends
 from ..activations import Activation, Saved, widened
-from ..backends import Backend, Wanted
-from ..backends.operations import MATMUL, Again, Convolution
+from ..backends import Backend, GradientRequest
+from ..backends.operations import MATMUL, Convolution, Recompute
 from ..utils.layout import along, channels_last_format, operand_along, sum_along
 from .buffer_reuse import is_ours_alone, saved_under_hooks
 
@@ -34,7 +34,7 @@ class Origin(NamedTuple):
     x: Tensor
     w: Tensor | None = None
     b: Tensor | None = None
-    again: Again | None = None
+    again: Recompute | None = None
 
 
 class Held(NamedTuple):
@@ -65,7 +65,7 @@ class Settings(NamedTuple):
     dim: int
     backend: Backend
     hooked: bool
-    again: Again | None
+    again: Recompute | None
 
 
 Writes = Literal["a new buffer", "over z", "nothing"]
@@ -102,8 +102,8 @@ class BiasAct(Function):
             y = backend.bias_act(z, b, activation, operands, residual=residual, dim=dim, encode=encode, out=out)
         if writes != "a new buffer":
             ctx.mark_dirty(z)
-        x, w, product_b, again = origin or (None, None, None, None)
-        biases = (None if origin is None else b, product_b)
+        x, w, operation_b, again = origin or (None, None, None, None)
+        biases = (None if origin is None else b, operation_b)
         kept = {"output": y, "input": z}.get(save)
         if save == "recompute":
             ctx.save_for_backward(kept, x, w, *biases, residual, *operands)
@@ -116,27 +116,27 @@ class BiasAct(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (dy,) = grads
-        saved, x, w, b, product_b, residual, *operands = ctx.saved_tensors
+        saved, x, w, b, operation_b, residual, *operands = ctx.saved_tensors
         activation, save, dim, backend, hooked, again = ctx.settings
         needs_z, needs_b, needs_residual, *_ = ctx.needs_input_grad
         needs = ctx.needs_input_grad[-len(operands) :] if operands else ()
         differentiable = torch.is_grad_enabled()
         is_known = x is not None
         if is_known and save == "output":
-            b, product_b = ctx.held.tensors
+            b, operation_b = ctx.held.tensors
             is_known = not ctx.held.are_edited
 
         # Inputs that were computed for this call alone may be overwritten, and outputs that nobody else holds.
         overwrite = save == "output" and not hooked and is_ours_alone(saved)
         if is_known and (save == "recompute" or differentiable):
-            saved, save = _again(Origin(x, w, product_b, again), b, residual, dim), "input"
+            saved, save = _again(Origin(x, w, operation_b, again), b, residual, dim), "input"
             overwrite = saved is not x
 
         if differentiable or is_batched(dy):
             dz, *dp = differentiable_gradients(dy, saved, activation, save, operands, needs, dim)
             db = sum_along(dz, dim) if needs_b and dz is not None else None
         else:
-            wanted = Wanted("output" if save == "output" else "input", overwrite, needs_b, needs)
+            wanted = GradientRequest("output" if save == "output" else "input", overwrite, needs_b, needs)
             dz, db, *dp = backend.gradient(dy, saved, activation, operands, wanted, dim=dim)
             dz = dz.detach() if dz is saved else dz  # which is a result, and knows its node
             dp = [None if d is None else d.view_as(p) for d, p in zip(dp, operands, strict=True)]
@@ -151,14 +151,14 @@ def is_batched(dy: Tensor) -> bool:
 
 
 def _again(origin: Origin, b: Tensor | None, residual: Tensor | None, dim: int) -> Tensor:
-    x, w, product_b, again = origin
+    x, w, operation_b, again = origin
     if again is None:
         z = x
     else:
         # Two dtypes: the forward pass was under autocast, which cast the weight to that of x. Whether backward is under
         # autocast does not matter.
         with torch.autocast(x.device.type, dtype=x.dtype, enabled=w is not None and w.dtype is not x.dtype):
-            z = again(x, w, product_b)
+            z = again(x, w, operation_b)
     z = z if b is None else z + along(b, dim, z.dim())
     return z if residual is None else z + residual
 
@@ -212,7 +212,7 @@ class Dense(Function):
         ctx.backend = backends.choose(x)
         if epilogue is not None:
             assert b is None  # the epilogue adds it
-            return ctx.backend.product_act(MATMUL, x, w, epilogue.b, epilogue.activation, encode=True)
+            return ctx.backend.operation_act(MATMUL, x, w, epilogue.b, epilogue.activation, encode=True)
         return ctx.backend.linear(x, w, b)
 
     @staticmethod

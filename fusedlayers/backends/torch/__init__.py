@@ -4,22 +4,22 @@ from ...activations import Activation
 from .elementwise import bias_act, gradient
 from .gated import gate, gate_gradient
 from .inverse import inverse
-from .products import decided, has_epilogue, linear, linear_gradient, multiplies, product_act
+from .operations import describe_matmuls, has_epilogue, has_faster_linear, linear, linear_gradient, operation_act
 
 __all__ = [
     "ADDS_BIAS",
     "bias_act",
     "computes",
-    "decided",
+    "describe_matmuls",
     "gate",
     "gate_gradient",
     "gradient",
     "has_epilogue",
+    "has_faster_linear",
     "inverse",
     "linear",
     "linear_gradient",
-    "multiplies",
-    "product_act",
+    "operation_act",
 ]
 
 #: torch's matmuls add it on the way.

@@ -23,7 +23,7 @@ from ...derivative import branch_bit
 from ...derivative.folded import FoldedDerivative
 from ...utils.isolation import in_clean_state
 from ...utils.layout import along, is_dense, sum_along
-from ..base import Wanted
+from ..base import GradientRequest
 from . import fold, traced
 from .chunks import Chunkwise, for_each
 from .lookup import lookup
@@ -112,16 +112,16 @@ def gradient(
     saved: Tensor,
     activation: Activation,
     operands: Sequence[Tensor],
-    wanted: Wanted,
+    request: GradientRequest,
     *,
     dim: int,
 ) -> tuple[Tensor | None, ...]:
     """``dz = dy * f'``, the gradient of the bias, and those of the operands: None where not wanted."""
-    given, overwrite = wanted.given, wanted.overwrite
+    given, overwrite = request.saved, request.overwrite
     if not is_dense(saved):  # an output that was written over a view with gaps, or a user's input
         saved, overwrite = torch.empty_like(saved).copy_(saved), True
     native = activation.native.gradient
-    needs = zip(operands, wanted.operands, strict=True)
+    needs = zip(operands, request.needs_operands, strict=True)
     shares: Sequence[Tensor | None] = [torch.zeros_like(p) if need else None for p, need in needs]
     if given == "output" and native is not None:
         operator, arguments = native
@@ -132,10 +132,10 @@ def gradient(
         if dy.stride() != saved.stride():
             dy = torch.empty_like(saved).copy_(dy)
         if given == "input" and _is_by_trace(activation, dz):
-            shares = traced.gradient(dy, saved, dz, activation, operands, wanted, dim)
+            shares = traced.gradient(dy, saved, dz, activation, operands, request, dim)
         elif dz.numel():
             for_each(_product(saved, activation, given), dy, saved, dz)
-    return dz, sum_along(dz, dim) if wanted.bias else None, *shares
+    return dz, sum_along(dz, dim) if request.needs_bias else None, *shares
 
 
 def _product(saved: Tensor, activation: Activation, given: str) -> Chunkwise:

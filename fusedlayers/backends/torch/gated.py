@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...activations import Activation
-from ..base import Wanted
+from ..base import GradientRequest
 from .chunks import Chunkwise, for_each
 from .elementwise import activate_, bias_act, gradient
 
@@ -34,12 +34,12 @@ def gate_gradient(
 ) -> list[Tensor | None]:
     """Write the gradients of z and up over these, contiguous all, and return those of the operands; dy is written
     over too."""
-    wanted = Wanted("input", True, False, needs)
+    request = GradientRequest("input", True, False, needs)
     if operands:
         activated = bias_act(z, None, activation, operands, dim=-1, encode=False, out=None).mul_(dy)
         dy.mul_(up)
         up.copy_(activated)
-        _, _, *shares = gradient(dy, z, activation, operands, wanted, dim=-1)
+        _, _, *shares = gradient(dy, z, activation, operands, request, dim=-1)
         return shares
 
     native = activation.native.gradient_given_input
@@ -50,7 +50,7 @@ def gate_gradient(
         up.copy_(of_up)
         if native is not None:
             return z.copy_(native(dy, z, **activation.parameters))
-        gradient(dy, z, activation, (), wanted, dim=-1)
+        gradient(dy, z, activation, (), request, dim=-1)
         return z
 
     for_each(Chunkwise(differentiate), dy, z, up)

@@ -82,7 +82,7 @@ class Program:
                     self._release(used)
         self.results = [self._slots[node] for node in results]
 
-    def begun(self, others: Sequence[Tensor]) -> Run:
+    def bind(self, others: Sequence[Tensor]) -> Run:
         """Ready for blocks, with the inputs that serve all of them and what depends on these only."""
         return Run(self, others)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...activations import Activation, widened
 from ...utils.layout import Layout, laid_out, layout_along
-from ..base import Wanted
+from ..base import GradientRequest
 from .chunks import blocks
 from .program import Program
 
@@ -31,11 +31,17 @@ def activate(z: Tensor, y: Tensor, activation: Activation, operands: Sequence[Te
 
 
 def gradient(
-    dy: Tensor, z: Tensor, dz: Tensor, activation: Activation, operands: Sequence[Tensor], wanted: Wanted, dim: int
+    dy: Tensor,
+    z: Tensor,
+    dz: Tensor,
+    activation: Activation,
+    operands: Sequence[Tensor],
+    request: GradientRequest,
+    dim: int,
 ) -> list[Tensor | None]:
-    """Write dz, and return the gradients of the operands that are wanted, flat."""
-    program = _gradient(activation, wanted.operands, torch.promote_types(z.dtype, torch.float32))
-    needy = [p for p, need in zip(operands, wanted.operands, strict=True) if need]
+    """Write dz, and return the gradients of the operands that are requested, flat."""
+    program = _gradient(activation, request.needs_operands, torch.promote_types(z.dtype, torch.float32))
+    needy = [p for p, need in zip(operands, request.needs_operands, strict=True) if need]
     # Summed in float64, block by block: their order is fixed, and so is what it rounds to.
     sums = [torch.zeros(p.numel(), dtype=torch.float64, device=z.device) for p in needy]
     for channels, (_, *shares) in _walk(program, (dy, z), dz, operands, dim):
@@ -45,7 +51,7 @@ def gradient(
             else:
                 total[channels] += share.sum((0, 2))
     found = iter(sums)
-    return [next(found).to(p.dtype) if need else None for p, need in zip(operands, wanted.operands, strict=True)]
+    return [next(found).to(p.dtype) if need else None for p, need in zip(operands, request.needs_operands, strict=True)]
 
 
 def _walk(
@@ -57,12 +63,12 @@ def _walk(
     whole = [laid_out(tensor, layout) for tensor in (*inputs, out)]
     others = [_spread(p.detach().to(program.dtype), layout) for p in operands]
     overlaps = any(out.data_ptr() == tensor.data_ptr() for tensor in inputs)
-    run = program.begun(others)
+    run = program.bind(others)
     for block in blocks(layout):
         *parts, target = (tensor[block] for tensor in whole)
         wide = [widened(part) for part in parts]
         if wide[0].shape[1] < layout.channels:
-            run = program.begun([p[block[1]] if p.dim() else p for p in others])
+            run = program.bind([p[block[1]] if p.dim() else p for p in others])
         is_safe = not overlaps or wide[0] is not parts[0]
         results = run(wide, target if is_safe else None)
         if not is_safe:

@@ -2,22 +2,22 @@
 
 from .codegen import computes
 from .elementwise import bias_act, gate, gate_gradient, gradient, inverse
-from .products import decided, has_epilogue, linear, linear_gradient, multiplies, product_act
+from .operations import describe_matmuls, has_epilogue, has_faster_linear, linear, linear_gradient, operation_act
 
 __all__ = [
     "ADDS_BIAS",
     "bias_act",
     "computes",
-    "decided",
+    "describe_matmuls",
     "gate",
     "gate_gradient",
     "gradient",
     "has_epilogue",
+    "has_faster_linear",
     "inverse",
     "linear",
     "linear_gradient",
-    "multiplies",
-    "product_act",
+    "operation_act",
 ]
 
 #: The activation's pass adds it for nothing, and sums its gradient.

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...activations import Activation
 from ...utils.layout import is_dense, layout_along
-from ..base import Wanted
+from ..base import GradientRequest
 from .codegen import device_function, pack
 
 #: Elements per tile, and threads that share them: 8 each, which is one or two 16-byte loads of each operand. (With 16,
@@ -207,9 +207,9 @@ def gate_gradient(
     needs: tuple[bool, ...],
 ) -> list[Tensor | None]:
     """Write the gradients of z and up over these, contiguous all, and return those of the operands."""
-    wanted = Wanted("input", True, False, needs)
+    request = GradientRequest("input", True, False, needs)
     by_channel = [p.numel() > 1 for p, need in zip(operands, needs, strict=True) if need]
-    sums = iter(_launch_gradient(dy, z, z, activation, operands, wanted, -1, by_channel, up=up))
+    sums = iter(_launch_gradient(dy, z, z, activation, operands, request, -1, by_channel, up=up))
     return [next(sums).to(p.dtype) if need else None for p, need in zip(operands, needs, strict=True)]
 
 
@@ -255,22 +255,26 @@ def gradient(
     saved: Tensor,
     activation: Activation,
     operands: Sequence[Tensor],
-    wanted: Wanted,
+    request: GradientRequest,
     *,
     dim: int,
 ) -> tuple[Tensor | None, ...]:
     """``dz = dy * f'``, the gradient of the bias, and those of the operands: None where not wanted."""
-    dz = saved if wanted.overwrite and is_dense(saved) else torch.empty_like(saved)
-    summed = [p.numel() > 1 for p, need in zip(operands, wanted.operands, strict=True) if need]
-    by_channel = [True] * wanted.bias + summed
+    dz = saved if request.overwrite and is_dense(saved) else torch.empty_like(saved)
+    summed = [p.numel() > 1 for p, need in zip(operands, request.needs_operands, strict=True) if need]
+    by_channel = [True] * request.needs_bias + summed
     if dz.numel():
-        sums = iter(_launch_gradient(dy, saved, dz, activation, operands, wanted, dim, by_channel))
+        sums = iter(_launch_gradient(dy, saved, dz, activation, operands, request, dim, by_channel))
     else:
         sums = iter([dz.new_zeros(dz.shape[dim] if by else 1) for by in by_channel])
     if dz is saved:
         torch.autograd.graph.increment_version(dz)
-    db = next(sums).to(dz.dtype) if wanted.bias else None
-    return dz, db, *(next(sums).to(p.dtype) if n else None for p, n in zip(operands, wanted.operands, strict=True))
+    db = next(sums).to(dz.dtype) if request.needs_bias else None
+    return (
+        dz,
+        db,
+        *(next(sums).to(p.dtype) if n else None for p, n in zip(operands, request.needs_operands, strict=True)),
+    )
 
 
 def _launch_gradient(
@@ -279,7 +283,7 @@ def _launch_gradient(
     dz: Tensor,
     activation: Activation,
     operands: Sequence[Tensor],
-    wanted: Wanted,
+    request: GradientRequest,
     dim: int,
     by_channel: Sequence[bool],
     up: Tensor | None = None,
@@ -287,7 +291,7 @@ def _launch_gradient(
     """Write dz, and the gradient of ``up`` over it; return the sums: of dz for a bias, then of the operands' shares."""
     # A saved input is the user's: it may have gaps.
     dy, saved = _as_laid_out(dy, dz), _as_laid_out(saved, dz)
-    matrix = _as_matrix(dz, dim if wanted.bias or _run(operands) else None)
+    matrix = _as_matrix(dz, dim if request.needs_bias or _run(operands) else None)
     rows, columns = _tile(matrix)
     across, along = triton.cdiv(matrix.columns, columns), triton.cdiv(matrix.rows, rows)
     if matrix.axis == "row":
@@ -296,8 +300,10 @@ def _launch_gradient(
     programs = triton.cdiv(along, steps)
     width = across * (rows if matrix.axis == "row" else columns)
     partial = dz.new_empty((len(by_channel), programs, width), dtype=torch.float32)
-    first = 0 if wanted.bias else 1
-    function = device_function(activation, "gradient", given=wanted.given, dtype=saved.dtype, needs=wanted.operands)
+    first = 0 if request.needs_bias else 1
+    function = device_function(
+        activation, "gradient", given=request.saved, dtype=saved.dtype, needs=request.needs_operands
+    )
     forward = None if up is None else device_function(activation, "forward", given="input", dtype=saved.dtype)
     with on(dz):
         gradient_kernel[across, programs](

@@ -26,7 +26,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...activations import Activation
-from ..base import Through, Wanted
+from ..base import ActivationGradients, GradientRequest
 from .codegen import device_function, pack
 from .elementwise import on
 
@@ -304,11 +304,11 @@ def linear_gradient(
     parts: Sequence[Tensor],
     activation: Activation,
     operands: Sequence[Tensor],
-    wanted: Wanted,
+    request: GradientRequest,
     *,
     hidden: bool,
     tiling: Tiling,
-) -> Through:
+) -> ActivationGradients:
     """The gradients of the pre-activations, written over ``parts``: z, or f(z) if that is what is given, and of a gated
     block the other factor; (rows, out), (out, hidden), (rows, hidden), contiguous all.
     """
@@ -316,11 +316,11 @@ def linear_gradient(
     rows, columns = z.shape
     inner = w.shape[0]
     several = up is not None or hidden
-    function = device_function(activation, "gradient", given=wanted.given, dtype=z.dtype, needs=wanted.operands)
+    function = device_function(activation, "gradient", given=request.saved, dtype=z.dtype, needs=request.needs_operands)
     forward = device_function(activation, "forward", given="input", dtype=z.dtype) if several else None
     made = torch.empty_like(z) if hidden else None
-    used = [p for p, need in zip(operands, wanted.operands, strict=True) if need]
-    sums = tuple(range(0 if wanted.bias else 1, 1 + len(used)))
+    used = [p for p, need in zip(operands, request.needs_operands, strict=True) if need]
+    sums = tuple(range(0 if request.needs_bias else 1, 1 + len(used)))
     partial = z.new_empty((len(sums), triton.cdiv(rows, tiling.block_m), columns), dtype=torch.float32)
     if z.numel():
         launch = _Launch(tiling, z, inner, (dy, w, *parts), several=several)
@@ -337,12 +337,12 @@ def linear_gradient(
     for part in parts:
         torch.autograd.graph.increment_version(part)
     totals = iter(partial.sum(1))
-    db = next(totals).to(z.dtype) if wanted.bias else None
+    db = next(totals).to(z.dtype) if request.needs_bias else None
     shares: list[Tensor | None] = []
-    for p, need in zip(operands, wanted.operands, strict=True):
+    for p, need in zip(operands, request.needs_operands, strict=True):
         total = next(totals) if need else None
         shares.append(None if total is None else (total if p.numel() > 1 else total.sum()).to(p.dtype))
-    return Through(made, db, shares)
+    return ActivationGradients(made, db, shares)
 
 
 class _Launch:

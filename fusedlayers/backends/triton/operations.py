@@ -1,6 +1,6 @@
 """Matmuls and convolutions on a GPU, and the activation behind them, or before them on the way back.
 
-The vendor's product goes into a buffer that an elementwise kernel overwrites; or a matmul's epilogue is that kernel
+The vendor's result goes into a buffer that an elementwise kernel overwrites; or a matmul's epilogue is that kernel
 (``gemm.py``), where that is faster (``dispatch.py``).
 """
 
@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...activations import Activation
-from ..base import Through, Wanted
-from ..operations import MATMUL, Matmul, Product, Weight
+from ..base import ActivationGradients, GradientRequest
+from ..operations import MATMUL, Matmul, Operation, Weight
 from . import dispatch, gemm
 from .codegen import source
 from .dispatch import LIBRARY, Question
 from .elementwise import bias_act, gate, gate_gradient, gradient
 
 
-def multiplies(x: Tensor, w: Tensor) -> bool:
+def has_faster_linear(x: Tensor, w: Tensor) -> bool:
     """Whether ``linear`` is faster than ``F.linear`` for these: it is the same."""
     return False
 
@@ -34,8 +34,8 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     return F.linear(x, w, b)
 
 
-def product_act(
-    product: Product,
+def operation_act(
+    operation: Operation,
     x: Tensor,
     w: Weight,
     b: Tensor | None,
@@ -44,15 +44,15 @@ def product_act(
     *,
     encode: bool = False,
 ) -> Tensor:
-    """``activation(product(x, w, b), *operands)`` in one new buffer; ``encode`` puts the branch in it."""
-    if isinstance(product, Matmul) and x.is_contiguous():
-        layer = Layer(product.folded(x), w, b, activation, operands, encode)
-        return product.unfolded(layer.run(layer.choose()), x)
-    return _in_two_steps(product, x, w, b, activation, operands, encode)
+    """``activation(operation(x, w, b), *operands)`` in one new buffer; ``encode`` puts the branch in it."""
+    if isinstance(operation, Matmul) and x.is_contiguous():
+        layer = Layer(operation.flattened(x), w, b, activation, operands, encode)
+        return operation.unflattened(layer.run(layer.choose()), x)
+    return _in_two_steps(operation, x, w, b, activation, operands, encode)
 
 
 def _in_two_steps(
-    product: Product,
+    operation: Operation,
     x: Tensor,
     w: Weight,
     b: Tensor | None,
@@ -60,8 +60,8 @@ def _in_two_steps(
     operands: Sequence[Tensor],
     encode: bool,
 ) -> Tensor:
-    z, kernel_b = (product(x, w, None), b) if product.leaves_bias else (product(x, w, b), None)
-    return bias_act(z, kernel_b, activation, operands, dim=product.dim, encode=encode, out=z)
+    z, kernel_b = (operation(x, w, None), b) if operation.leaves_bias else (operation(x, w, b), None)
+    return bias_act(z, kernel_b, activation, operands, dim=operation.dim, encode=encode, out=z)
 
 
 class Layer(NamedTuple):
@@ -118,7 +118,7 @@ class Layer(NamedTuple):
 
 
 def has_epilogue(x: Tensor, w: Tensor, b: Tensor | None, activation: Activation, *, encode: bool) -> bool:
-    """Whether ``product_act`` computes a matmul's without a pass of its own for the activation."""
+    """Whether ``operation_act`` computes a matmul's without a pass of its own for the activation."""
     return Layer(x, w, b, activation, (), encode).choose() != LIBRARY
 
 
@@ -130,21 +130,21 @@ class Backwards(NamedTuple):
     parts: Sequence[Tensor]
     activation: Activation
     operands: Sequence[Tensor]
-    wanted: Wanted
+    request: GradientRequest
     hidden: bool
 
     def choose(self) -> str:
         """The fastest way to compute it."""
         dy, w, activation = self.dy, self.w, self.activation
-        wanted = self.wanted
+        request = self.request
         role = _role(
             "gradient",
             dy.dtype,
-            given_output=wanted.given == "output",
+            given_output=request.saved == "output",
             gated=len(self.parts) > 1,
             hidden=self.hidden,
-            bias=wanted.bias,
-            operands=sum(wanted.operands),
+            bias=request.needs_bias,
+            operands=sum(request.needs_operands),
         )
         question = Question(role, _identity(activation), dy.dtype, dy.shape[0], w.shape[1], w.shape[0])
         return dispatch.choose(question, dy.device, self)
@@ -154,21 +154,21 @@ class Backwards(NamedTuple):
         """The ways there are, first the library's."""
         return [LIBRARY, *_tilings(self.dy, self.w)]
 
-    def run(self, candidate: str) -> Through:
-        dy, w, parts, activation, operands, wanted, hidden = self
+    def run(self, candidate: str) -> ActivationGradients:
+        dy, w, parts, activation, operands, request, hidden = self
         if candidate != LIBRARY:
             tiling = _tilings(dy, w)[candidate]
-            return gemm.linear_gradient(dy, w, parts, activation, operands, wanted, hidden=hidden, tiling=tiling)
+            return gemm.linear_gradient(dy, w, parts, activation, operands, request, hidden=hidden, tiling=tiling)
         of_hidden, made = linear(dy, w.t(), None), None
         if len(parts) > 1:
             z, up = parts
             made = gate(z, up, activation, operands, None) if hidden else None
-            shares = gate_gradient(of_hidden, z, up, activation, operands, wanted.operands)
-            return Through(made, None, shares)
+            shares = gate_gradient(of_hidden, z, up, activation, operands, request.needs_operands)
+            return ActivationGradients(made, None, shares)
         if hidden:
             made = bias_act(parts[0], None, activation, operands, dim=-1, encode=False, out=None)
-        _, db, *shares = gradient(of_hidden, parts[0], activation, operands, wanted, dim=-1)
-        return Through(made, db, shares)
+        _, db, *shares = gradient(of_hidden, parts[0], activation, operands, request, dim=-1)
+        return ActivationGradients(made, db, shares)
 
     def other(self, rows: int) -> Backwards:
         """The same on so many rows of other numbers."""
@@ -194,18 +194,18 @@ def linear_gradient(
     parts: Sequence[Tensor],
     activation: Activation,
     operands: Sequence[Tensor],
-    wanted: Wanted,
+    request: GradientRequest,
     *,
     hidden: bool,
-) -> Through | None:
+) -> ActivationGradients | None:
     """Write the gradients of the pre-activations of ``linear(hidden, w)`` over ``parts``; None where that takes longer
     in one step than in several."""
-    job = Backwards(dy, w, parts, activation, operands, wanted, hidden)
+    job = Backwards(dy, w, parts, activation, operands, request, hidden)
     candidate = job.choose()
     return None if candidate == LIBRARY else job.run(candidate)
 
 
-def decided(w: Tensor, activation: Activation) -> list[str]:
+def describe_matmuls(w: Tensor, activation: Activation) -> list[str]:
     """How layers and blocks multiply by ``w``, as far as this process has decided that, for people."""
     columns, inner = w.shape
     return dispatch.answers_for(_identity(activation), columns, inner, w.device)

@@ -15,28 +15,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...activations import Activation
-from ..base import Wanted
-from ..operations import Convolution, Matmul, Product, Weight
+from ..base import GradientRequest
+from ..operations import Convolution, Matmul, Operation, Weight
 from .elementwise import bias_act
 
 #: Multiply-adds from which oneDNN's longer call pays (a 4x4 layer takes it 10 us, F.linear 2).
 WORTH_IT = 1 << 20
 
 
-def multiplies(x: Tensor, w: Tensor) -> bool:
+def has_faster_linear(x: Tensor, w: Tensor) -> bool:
     """Whether ``linear`` is faster than ``F.linear`` for these."""
     return _is_large(x, w) and _onednn_wins(x.dtype, False)
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     """``x w^T + b`` in a new buffer."""
-    if multiplies(x, w):
+    if has_faster_linear(x, w):
         return torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], "")
     return F.linear(x, w, b)
 
 
-def product_act(
-    product: Product,
+def operation_act(
+    operation: Operation,
     x: Tensor,
     w: Weight,
     b: Tensor | None,
@@ -45,19 +45,19 @@ def product_act(
     *,
     encode: bool = False,
 ) -> Tensor:
-    """``activation(product(x, w, b), *operands)`` in one new buffer; ``encode`` puts the branch in it."""
+    """``activation(operation(x, w, b), *operands)`` in one new buffer; ``encode`` puts the branch in it."""
     post_op = None if encode or operands else activation.native.post_op
-    if post_op is not None and isinstance(product, Matmul) and _is_large(x, w) and _onednn_wins(x.dtype, True):
+    if post_op is not None and isinstance(operation, Matmul) and _is_large(x, w) and _onednn_wins(x.dtype, True):
         return torch.ops.mkldnn._linear_pointwise(x, w, b, *post_op(**activation.parameters))
-    if post_op is not None and isinstance(product, Convolution) and _convolves(product, x, w):
-        p, s, d, g = product.padding, product.stride, product.dilation, product.groups
+    if post_op is not None and isinstance(operation, Convolution) and _convolves(operation, x, w):
+        p, s, d, g = operation.padding, operation.stride, operation.dilation, operation.groups
         return torch.ops.mkldnn._convolution_pointwise(x, w, b, p, s, d, g, *post_op(**activation.parameters))
-    z = linear(x, w, b) if isinstance(product, Matmul) else product(x, w, b)
-    return bias_act(z, None, activation, operands, dim=product.dim, encode=encode, out=z)
+    z = linear(x, w, b) if isinstance(operation, Matmul) else operation(x, w, b)
+    return bias_act(z, None, activation, operands, dim=operation.dim, encode=encode, out=z)
 
 
 def has_epilogue(x: Tensor, w: Tensor, b: Tensor | None, activation: Activation, *, encode: bool) -> bool:
-    """Whether ``product_act`` computes a matmul's without a pass of its own for the activation. Those that oneDNN has
+    """Whether ``operation_act`` computes a matmul's without a pass of its own for the activation. Those that oneDNN has
     carry no branch, or make a number of NaN."""
     return False
 
@@ -68,7 +68,7 @@ def linear_gradient(
     parts: Sequence[Tensor],
     activation: Activation,
     operands: Sequence[Tensor],
-    wanted: Wanted,
+    request: GradientRequest,
     *,
     hidden: bool,
 ) -> None:
@@ -121,6 +121,6 @@ def _is_amd() -> bool:
     return str(torch.cpu.get_capabilities().get("cpu_name", "")).startswith("AMD")
 
 
-def decided(w: Tensor, activation: Activation) -> list[str]:
+def describe_matmuls(w: Tensor, activation: Activation) -> list[str]:
     """How layers and blocks multiply by ``w``, where that is measured, for people: here it is not."""
     return []
