@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from fusedlayers.activations import Activation, told
+from fusedlayers.activations import Activation, measure_inverse_error
 from fusedlayers.backends.triton import elementwise
 from fusedlayers.backends.triton.codegen import Role, device_function
 from fusedlayers.backends.triton.elementwise import Matrix
@@ -33,8 +33,8 @@ def kernels_of(activation: Activation, dtype: torch.dtype) -> tuple[str, ...]:
     """The kernels that an activation can have; the identity gets none, because nothing is saved for it."""
     if activation.is_identity:
         return ()
-    refused = ["derivative_given_output"] if activation.output_refused_because(dtype) is not None else []
-    refused += ["inverse"] if told(activation, dtype) is None else []
+    refused = ["derivative_given_output"] if activation.output_refusal(dtype) is not None else []
+    refused += ["inverse"] if measure_inverse_error(activation, dtype) is None else []
     return tuple(kernel for kernel in KERNELS if kernel not in refused)
 
 
@@ -47,7 +47,7 @@ def recipe(
     is_gate = kernel.startswith("gate")
     if kernel == "inverse" or (is_gate and not activation.operand_dims):
         bias = "none"  # all that its input had is in the output; a gate has none
-    elif activation.output_refused_because(dtype) is not None:
+    elif activation.output_refusal(dtype) is not None:
         given = "input"
     rows, columns = elementwise._tile(MATRICES[bias])
     role: Role = "inverse" if kernel == "inverse" else "forward" if kernel in ("forward", "gate") else "gradient"

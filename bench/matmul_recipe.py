@@ -38,7 +38,7 @@ def kernels_of(activation: Activation, dtype: torch.dtype) -> tuple[str, ...]:
     """The kernels that an activation can have, with each tiling."""
     if activation.is_identity:
         return ()
-    refused = ["mlp_gradient_given_output"] if activation.output_refused_because(dtype) is not None else []
+    refused = ["mlp_gradient_given_output"] if activation.output_refusal(dtype) is not None else []
     names = [name for name in KERNELS if name not in refused]
     return (*names, *(name + _SECOND for name in names if dtype.itemsize == 2))
 
@@ -46,7 +46,7 @@ def kernels_of(activation: Activation, dtype: torch.dtype) -> tuple[str, ...]:
 def recipe(kernel: str, activation: Activation, dtype: torch.dtype, target: str) -> Recipe:
     given, is_gradient, is_gated, hidden = KERNELS[kernel.removesuffix(_SECOND)]
     tiling = gemm.TILINGS[_ARCHITECTURES[target]][dtype.itemsize][kernel.endswith(_SECOND)]
-    if activation.output_refused_because(dtype) is not None:
+    if activation.output_refusal(dtype) is not None:
         given = "input"
     several = is_gated or hidden
     constants = tiling.constants(tiling.described, several=several)

@@ -79,7 +79,7 @@ def block(settings: Settings, input: Tensor, products: list[Product], last: Prod
     record = activation
     if not is_plain:
         shape = (*input.shape[:-1], hidden)
-        record, params, dim = context.specialised(activation, shape, input.device)
+        record, params, dim = context.with_operands(activation, shape, input.device)
         is_plain = not record.is_fusible or (dim is not None and dim % len(shape) != len(shape) - 1)
     keep = _choose_save(settings, record, context.dtype)
     if is_plain or context.compiling:

@@ -15,7 +15,7 @@ from . import backends, routes, validation
 from .activations import resolve
 from .backends.operations import MATMUL, Convolution, elements
 from .ops.pointwise import BiasAct, Origin
-from .routes import Inputs, choose_save, composite, is_transformed, needs_gradient, operation_act, specialised, traced
+from .routes import Inputs, choose_save, composite, is_transformed, needs_gradient, operation_act, traced, with_operands
 from .utils.layout import along
 
 
@@ -215,8 +215,8 @@ def bias_act(
     small = save == "auto" and input.numel() < routes.SMALL and not inplace
     fused = ordinary and not compiling and not small and not is_transformed()
     params: tuple[Tensor, ...] = ()
-    if fused and resolved.is_untraced:
-        resolved, params, operand_dim = specialised(resolved, input.shape, input.dtype, input.device)
+    if fused and resolved.needs_tracing:
+        resolved, params, operand_dim = with_operands(resolved, input.shape, input.dtype, input.device)
         if params and bias is None:
             dim = -1 if operand_dim is None else operand_dim
         elif operand_dim is not None and operand_dim % input.dim() != dim % input.dim():

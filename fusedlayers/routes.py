@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode, checkpoint
 
 from . import backends, validation
-from .activations import Activation, Saved, Specialised
+from .activations import Activation, Saved, WithOperands
 from .backends import Backend
 from .backends.operations import BatchNorm, Convolution, Matmul, Operation, Recompute, Weight
 from .ops.autocast import shared_cast
-from .ops.batch_norm import norm_act, save_beside_input, told_of
+from .ops.batch_norm import inverse_error_of, norm_act, save_beside_input
 from .ops.buffer_reuse import saved_under_hooks
 from .ops.pointwise import BiasAct, Conv, Dense, Epilogue, Origin, Writes
 
@@ -66,11 +66,11 @@ class Context(NamedTuple):
             return not is_ordinary
         return (save == "auto" and count < SMALL) or not is_ordinary or is_transformed()
 
-    def specialised(self, activation: Activation, shape: Sequence[int], device: torch.device) -> Specialised:
+    def with_operands(self, activation: Activation, shape: Sequence[int], device: torch.device) -> WithOperands:
         """The activation of z of this shape, the tensors that it reads, and the dimension along which these run."""
-        if self.compiling or not activation.is_untraced:
-            return Specialised(activation)
-        return specialised(activation, shape, self.dtype, device)
+        if self.compiling or not activation.needs_tracing:
+            return WithOperands(activation)
+        return with_operands(activation, shape, self.dtype, device)
 
 
 def composite(operation: Operation, activation: Activation, inputs: Inputs) -> Tensor:
@@ -95,14 +95,14 @@ def operation_act(
     params: tuple[Tensor, ...] = ()
     dim = operation.dim
     if not is_plain:
-        activation, params, params_dim = context.specialised(activation, operation.shape(x, w), x.device)
+        activation, params, params_dim = context.with_operands(activation, operation.shape(x, w), x.device)
         dim = operation.dim if params_dim is None else params_dim
     keep = choose_save(operation.function, activation, save, dtype)
     if isinstance(operation, BatchNorm) and not compiling:
         if residual is None and not (is_plain or params) and save in ("auto", "output") and needs_gradient(x, w, b):
-            tells = told_of(activation, x)
-            if tells is not None:
-                return norm_act(operation, x, w, b, activation, tells)
+            inverse_error = inverse_error_of(activation, x)
+            if inverse_error is not None:
+                return norm_act(operation, x, w, b, activation, inverse_error)
         if save == "auto" and keep != "nothing":
             keep = save_beside_input(activation, dtype, has_residual=residual is not None)
 
@@ -204,14 +204,14 @@ def with_recompute(
     return operation.with_recompute(x, w, b)
 
 
-def specialised(
+def with_operands(
     activation: Activation, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
-) -> Specialised:
+) -> WithOperands:
     """A user's function made into an activation for z of this shape and dtype, with the tensors that it reads."""
     # Here, because tracing takes parts of torch whose import takes a second.
-    from .activations.custom import specialise
+    from .activations.custom import trace_activation
 
-    return specialise(activation, tuple(shape), dtype, device)
+    return trace_activation(activation, tuple(shape), dtype, device)
 
 
 def is_transformed() -> bool:
@@ -248,7 +248,7 @@ def choose_save(function: str, activation: Activation, save: str, dtype: torch.d
         return "nothing"
     if save == "input" or save == "recompute":
         return save  # type: ignore[return-value]  # a str that the test has narrowed
-    refused = activation.output_refused_because(dtype)
+    refused = activation.output_refusal(dtype)
     if refused is None:
         return "output"
     if save == "output":

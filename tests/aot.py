@@ -32,7 +32,7 @@ import triton.language as tl
 
 from fusedlayers.activations import Activation, activations, resolve
 from fusedlayers.backends.triton import elementwise
-from fusedlayers.routes import specialised
+from fusedlayers.routes import with_operands
 
 sys.path.append(str(Path(__file__).parents[1]))
 from literature import PUBLISHED
@@ -59,8 +59,8 @@ def find(name: str, bias: str) -> Activation:
     function: Any = (
         CUSTOM_ACTIVATIONS[name](96) if published is None else published.with_tensors(*channels * (name in BY_CHANNEL))
     )
-    found = specialised(resolve(function), shape, torch.float32).activation
-    assert found.is_fusible, found.unfused_because
+    found = with_operands(resolve(function), shape, torch.float32).activation
+    assert found.is_fusible, found.fallback_reason
     return replace(found, name=name.replace("-", "_"))
 
 

@@ -78,9 +78,9 @@ def test_the_derivative_given_the_output_is_the_derivative(activation: Activatio
 
 @every_activation
 def test_every_row_is_output_only_at_its_default_parameters(activation: Activation) -> None:
-    assert activation.needs_input_because is None
+    assert activation.needs_input_reason is None
     for dtype in DTYPES:
-        refused = activation.output_refused_because(dtype)
+        refused = activation.output_refusal(dtype)
         assert (refused is not None) == (activation.is_folded and dtype is torch.float64)
     assert activation.describe("auto", torch.float32).startswith("saves ")
 
@@ -111,7 +111,7 @@ def test_describe_says_what_is_kept_and_why() -> None:
 )
 def test_parameters_whose_output_does_not_tell(name: str, parameters: dict[str, float], reason: str) -> None:
     bound = {row.name: row for row in rows()}[name].bind(**parameters)
-    assert reason in (bound.needs_input_because or "")
+    assert reason in (bound.needs_input_reason or "")
     assert bound.describe("auto", torch.float32).startswith("saves the input: ")
 
 
@@ -178,7 +178,7 @@ def test_resolve_takes_records_and_none() -> None:
 def test_drop_ins_resolve_like_the_modules_they_replace(name: str, arguments: tuple[object, ...]) -> None:
     resolved = resolve(getattr(fl, name)(*arguments))
     assert resolved is resolve(getattr(nn, name)(*arguments))
-    assert resolved.unfused_because is None
+    assert resolved.fallback_reason is None
 
 
 def test_drop_in_functions_resolve_like_the_functions_they_replace() -> None:
@@ -200,7 +200,7 @@ class _SevenfoldDropIn(fl.GELU):
 
 @pytest.mark.parametrize("module", [_Sevenfold(), _SevenfoldDropIn(), nn.PReLU(), nn.Softmax(-1)], ids=str)
 def test_modules_that_compute_something_else_stay_themselves(module: nn.Module) -> None:
-    assert resolve(module).is_untraced
+    assert resolve(module).needs_tracing
     z = torch.randn(4, 5)
     assert torch.equal(fl.bias_act(z, None, module), module(z))
     assert torch.equal(fl.dense_bias_act(z, torch.eye(5), None, module), module(z))
@@ -212,7 +212,7 @@ def test_modules_with_hooks_are_called(module: nn.Module, register_hook: str) ->
     module = copy.deepcopy(module)
     calls: list[object] = []
     getattr(module, register_hook)(lambda *_: calls.append(1))
-    assert "it has hooks" in (resolve(module).unfused_because or "")
+    assert "it has hooks" in (resolve(module).fallback_reason or "")
     z = torch.randn(300, requires_grad=True)
     torch.testing.assert_close(fl.bias_act(z, None, module), F.gelu(z))
     torch.testing.assert_close(fl.dense_bias_act(z, torch.eye(300), None, module), F.gelu(z))
@@ -223,7 +223,7 @@ def test_modules_with_hooks_are_called(module: nn.Module, register_hook: str) ->
 def test_a_module_whose_forward_was_replaced_is_called() -> None:
     module = nn.GELU()
     module.forward = lambda z: 7 * z  # type: ignore[method-assign]
-    assert "forward has been replaced" in (resolve(module).unfused_because or "")
+    assert "forward has been replaced" in (resolve(module).fallback_reason or "")
     assert torch.equal(fl.bias_act(torch.ones(300), None, module), torch.full((300,), 7.0))
 
 
@@ -237,8 +237,8 @@ def test_a_function_without_the_arguments_that_it_must_have_fails_as_in_torch() 
 
 def test_parameters_that_are_tensors_are_not_numbers() -> None:
     slope = torch.tensor([0.5])
-    assert resolve(functools.partial(F.elu, alpha=slope)).is_untraced
-    assert resolve(nn.LeakyReLU(slope)).is_untraced  # type: ignore[arg-type]
+    assert resolve(functools.partial(F.elu, alpha=slope)).needs_tracing
+    assert resolve(nn.LeakyReLU(slope)).needs_tracing  # type: ignore[arg-type]
 
 
 def test_old_parameter_values_are_forgotten() -> None:
@@ -250,7 +250,7 @@ def test_old_parameter_values_are_forgotten() -> None:
 
 def test_positional_arguments_in_a_partial_are_not_parameters() -> None:
     half = functools.partial(torch.mul, 0.5)
-    assert resolve(half).is_untraced
+    assert resolve(half).needs_tracing
     assert torch.equal(fl.bias_act(torch.ones(3), None, half), torch.full((3,), 0.5))
 
 
@@ -332,7 +332,7 @@ def test_nan_stays_nan(dtype: torch.dtype) -> None:
 
 @every_folded
 def test_the_fold_is_the_minimum(activation: Activation) -> None:
-    folded = activation.folded()
+    folded = activation.folded_derivative()
     assert folded is not None
     position = torch.tensor(folded.fold.position, dtype=torch.float64)
     around = position + torch.linspace(-1e-4, 1e-4, 2001, dtype=torch.float64)
@@ -353,7 +353,7 @@ def test_the_minimum_of_silu_is_lamberts() -> None:
 @every_folded
 @every_float
 def test_fits_meet_their_tolerance(activation: Activation, dtype: torch.dtype) -> None:
-    folded = activation.folded(dtype)
+    folded = activation.folded_derivative(dtype)
     assert folded is not None
     z = torch.cat([torch.linspace(-40, 40, 400_001), folded.fold.position + torch.linspace(-0.1, 0.1, 20_001)]).double()
     if activation.name == "hardswish":  # its slope jumps at -3, where outputs of 1e-7 are taken for 0
@@ -404,7 +404,7 @@ _KINKS = (-3.0, -1.0, -0.5, 0.5, 1.0, 3.0, 6.0, 20.0)
 
 
 def _fold(activation: Activation) -> Fold:
-    folded = activation.folded()
+    folded = activation.folded_derivative()
     assert folded is not None
     return folded.fold
 

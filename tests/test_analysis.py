@@ -22,13 +22,13 @@ from fusedlayers.backends.torch import table
 from fusedlayers.derivative import branch_bit
 from fusedlayers.derivative.analysis import (
     ALLOWANCE,
-    ALLOWANCE_EVALUATED,
+    FLOAT32_ALLOWANCE,
     GELU_ERRORS,
     Analysis,
     MonotoneDerivative,
     analyse,
 )
-from fusedlayers.derivative.features import look
+from fusedlayers.derivative.features import find_features
 from fusedlayers.derivative.folded import FoldedDerivative, Polynomials
 from fusedlayers.derivative.piecewise import Segments
 from fusedlayers.derivative.polynomial import PRECISIONS
@@ -49,11 +49,11 @@ def _analysis(published: Published) -> Analysis:
 
 @functools.cache
 def _activation(published: Published) -> Activation:
-    return Row(published.name, published.function, given_output=_analysis(published)).bind()
+    return Row(published.name, published.function, derivative_given_output=_analysis(published)).bind()
 
 
 def _of(name: str, function: Function) -> Activation:
-    return Row(name, function, given_output=analyse(function)).bind()
+    return Row(name, function, derivative_given_output=analyse(function)).bind()
 
 
 TOLD = [published for published in FIXED if published.kind != "input"]
@@ -72,10 +72,10 @@ def test_there_is_something_to_decide() -> None:
 @every_published
 def test_each_is_what_it_was_expected_to_be(published: Published) -> None:
     analysis = _analysis(published)
-    refused = analysis.refused_because(torch.float32)
+    refused = analysis.output_refusal(torch.float32)
     assert (analysis.kind if refused is None else "input") == published.kind, analysis.reason
     assert (refused or analysis.reason).startswith("the function ")
-    assert analysis.refused_because(torch.float64) is not None
+    assert analysis.output_refusal(torch.float64) is not None
     assert (analysis.fold is not None) == (analysis.kind == "folded")
 
 
@@ -137,8 +137,8 @@ REFUSALS: dict[str, tuple[Function, str]] = {
 def test_refusals_have_a_reason(name: str) -> None:
     function, reason = REFUSALS[name]
     analysis = analyse(function)
-    assert analysis.refused_because(torch.float32) is not None
-    assert re.search(reason, analysis.refused_because(torch.float32) or ""), analysis
+    assert analysis.output_refusal(torch.float32) is not None
+    assert re.search(reason, analysis.output_refusal(torch.float32) or ""), analysis
 
 
 @pytest.mark.parametrize("published", [p for p in FIXED if p.name in ("elish", "isru", "modulus", "phish")], ids=str)
@@ -187,10 +187,10 @@ def _error(published: Published, z: Tensor, y: Tensor, slope: Tensor) -> Tensor:
     """Of the derivative; within a unit of a kink's output the slopes of both its sides will do, and autograd's."""
     truth = derivative(published.function, z)
     error = (slope.double() - truth).abs()
-    shape = look(published.function)
-    for kink in shape.kinks:
+    features = find_features(published.function)
+    for kink in features.kinks:
         level = torch.tensor([kink.output], dtype=y.dtype).double()
-        close = (y.double() - level).abs() <= (float(ulp(level, y.dtype)) if shape.fold or kink.output else 0.0)
+        close = (y.double() - level).abs() <= (float(ulp(level, y.dtype)) if features.fold or kink.output else 0.0)
         for side in (kink.before, kink.slope, kink.after):
             error = torch.where(close, torch.minimum(error, (slope.double() - side).abs()), error)
     return torch.where(truth.isfinite() & y.isfinite(), error, 0.0)
@@ -200,20 +200,20 @@ def _error(published: Published, z: Tensor, y: Tensor, slope: Tensor) -> Tensor:
 @every_float
 def test_the_derivative_is_as_accurate_as_gelus(published: Published, dtype: torch.dtype) -> None:
     activation, analysis = _activation(published), _analysis(published)
-    if analysis.refused_because(dtype) is not None:
-        assert activation.output_refused_because(dtype) == analysis.refused_because(dtype)
-        pytest.skip(str(analysis.refused_because(dtype)))
+    if analysis.output_refusal(dtype) is not None:
+        assert activation.output_refusal(dtype) == analysis.output_refusal(dtype)
+        pytest.skip(str(analysis.output_refusal(dtype)))
     z = torch.randn(200_000, generator=torch.Generator().manual_seed(0)).to(dtype)
     truth = derivative(published.function, z)
     error = _error(published, z, *_slopes(z, activation))
     steepest = max(1.0, float(truth.abs().max()))
     rms = float((error.square().mean() / truth.square().mean()).sqrt())
     # The result is rounded to the dtype once more.
-    assert rms <= ALLOWANCE_EVALUATED * steepest * GELU_ERRORS[dtype].rms
-    largest = ALLOWANCE_EVALUATED * steepest * GELU_ERRORS[dtype].largest
+    assert rms <= FLOAT32_ALLOWANCE * steepest * GELU_ERRORS[dtype].rms
+    largest = FLOAT32_ALLOWANCE * steepest * GELU_ERRORS[dtype].largest
     assert float(error.max()) <= largest + torch.finfo(dtype).eps * steepest
-    told = analysis.measured[dtype].told
-    steepest = max(1.0, look(published.function).steepest)
+    told = analysis.measured[dtype].from_exact_output
+    steepest = max(1.0, find_features(published.function).steepest)
     assert told.rms <= ALLOWANCE * steepest * GELU_ERRORS[dtype].rms
     assert told.largest <= ALLOWANCE * steepest * GELU_ERRORS[dtype].largest
 
@@ -226,7 +226,7 @@ WITH_PLATEAUS = ("relu1", "nlrelu", "hard_elish", "flatten_t_swish")
 @every_float
 def test_no_nan_but_eagers_and_0_where_it_is_flat(published: Published, dtype: torch.dtype) -> None:
     activation, analysis = _activation(published), _analysis(published)
-    if analysis.refused_because(dtype) is not None:
+    if analysis.output_refusal(dtype) is not None:
         return
     sizes = torch.logspace(-44, 38, 40_001, dtype=torch.float64).float()
     special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan])
@@ -251,7 +251,7 @@ def test_float32_outputs_tell_everywhere(published: Published) -> None:
     error = _error(published, z, *_slopes(z, activation))
     truth = derivative(published.function, z)
     steepest = max(1.0, float(truth[truth.isfinite()].abs().max()))
-    assert float(error.max()) <= ALLOWANCE_EVALUATED * steepest * GELU_ERRORS[torch.float32].largest
+    assert float(error.max()) <= FLOAT32_ALLOWANCE * steepest * GELU_ERRORS[torch.float32].largest
     assert analysis.measured[torch.float32].rounded.rms < 1e-7
 
 
@@ -300,7 +300,7 @@ def test_plateaus_at_any_level(function: Function, dtype: torch.dtype) -> None:
 def test_where_a_steep_stretch_becomes_flat(dtype: torch.dtype) -> None:
     function: Function = lambda z: torch.logit(z, 1e-2)  # noqa: E731
     activation = _of("steep", function)
-    assert activation.output_refused_because(dtype) is None
+    assert activation.output_refusal(dtype) is None
     assert not _slopes(torch.tensor([-3.0, 0.0, 1.0, 3.0]).to(dtype), activation)[1].any()
 
 
@@ -311,7 +311,7 @@ def test_where_a_steep_stretch_becomes_flat(dtype: torch.dtype) -> None:
 )
 def test_what_rounds_to_the_output_of_a_kink_is_not_at_the_kink(function: Function) -> None:
     analysis = analyse(function)
-    assert all("out of reach" in (analysis.refused_because(dtype) or "") for dtype in FLOATS)
+    assert all("out of reach" in (analysis.output_refusal(dtype) or "") for dtype in FLOATS)
 
 
 def test_a_slope_below_the_tolerance() -> None:
@@ -394,7 +394,7 @@ def test_certain_outputs_stay_exactly_as_they_are(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("published", [p for p in TOLD if p.kind == "folded"], ids=str)
 def test_every_16_bit_number_knows_its_branch(published: Published, dtype: torch.dtype) -> None:
     activation = _activation(published)
-    if activation.output_refused_because(dtype) is not None:
+    if activation.output_refusal(dtype) is not None:
         return
     fold = activation.fold
     assert fold is not None
@@ -416,7 +416,7 @@ def test_every_16_bit_number_knows_its_branch(published: Published, dtype: torch
 @every_told
 def test_there_are_few_segments(published: Published) -> None:
     for dtype in FLOATS:
-        if _analysis(published).refused_because(dtype) is not None:
+        if _analysis(published).output_refusal(dtype) is not None:
             continue
         found = _analysis(published).derivative(dtype)
         formula = found.of_distance if isinstance(found, FoldedDerivative) else found.segments
@@ -427,7 +427,7 @@ def test_there_are_few_segments(published: Published) -> None:
 @every_told
 def test_cpu_tables_hold_the_derivative(published: Published) -> None:
     activation = _activation(published)
-    fitted = activation.fitted()
+    fitted = activation.fitted_derivative()
     z = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
     y = activation.encoded(torch.cat([z, torch.linspace(-12, 12, 100_001) + 1e-4]), torch.float32)
     assert bool(y.isfinite().all())
@@ -473,7 +473,7 @@ def test_tables_leave_their_argument_alone_and_keep_nan(name: str) -> None:
 def test_derivatives_can_be_traced(published: Published) -> None:
     activation = _activation(published)
     for dtype in FLOATS:
-        if activation.output_refused_because(dtype) is None:
+        if activation.output_refusal(dtype) is None:
             traced = trace(functools.partial(activation.derivative_given_output, dtype=dtype), "y")
             assert 1 <= len(traced.operations) < 500
             trace(functools.partial(activation.encoded, dtype=dtype))
@@ -493,7 +493,7 @@ def triton_backend() -> Iterator[object]:
 def test_on_a_device(name: str, dtype: torch.dtype, triton_backend: object) -> None:
     (published,) = (p for p in FIXED if p.name == name)
     activation = _activation(published)
-    if activation.output_refused_because(dtype) is not None:
+    if activation.output_refusal(dtype) is not None:
         return
     backend = triton_backend
     z = torch.linspace(-6, 6, 4000).to(dtype).to(DEVICE)

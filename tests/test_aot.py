@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusedlayers.activations import activations, resolve, rows, told
+from fusedlayers.activations import activations, measure_inverse_error, resolve, rows
 
 pytest.importorskip("triton")
 from aot import CUSTOM, FITTED  # after the line that skips without it
@@ -145,7 +145,11 @@ def test_gates_compile_without_spills(target: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_inverse_compiles_without_spills(target: str) -> None:
-    names = [row.name for row in rows() if row.name != "identity" and told(row.bind(), torch.float32) is not None]
+    names = [
+        row.name
+        for row in rows()
+        if row.name != "identity" and measure_inverse_error(row.bind(), torch.float32) is not None
+    ]
     reports = compile_all([target, *(f"{name}/float32/none/int32/inverse" for name in names)])
     assert [r["kernel"] for r in reports] == len(names) * ["inverse"] and len(names) >= 12
     check(reports)
@@ -242,8 +246,13 @@ def test_all_activations_are_those_of_the_table() -> None:
     options = argparse.Namespace(activation=["all"], dtype=["float32", "bfloat16"], kernel=["inverse"], target=None)
     found = {(kernel, repr(activation), dtype) for _, kernel, activation, dtype, _ in aot._todo(options)}
     names = [row.name for row in rows() if row.name != "identity"]
-    told_by = [(name, d) for name in names for d in options.dtype if told(resolve(name), getattr(torch, d)) is not None]
-    assert found == {("inverse", *case) for case in told_by} and len(found) >= 12
+    invertible = [
+        (name, d)
+        for name in names
+        for d in options.dtype
+        if measure_inverse_error(resolve(name), getattr(torch, d)) is not None
+    ]
+    assert found == {("inverse", *case) for case in invertible} and len(found) >= 12
 
 
 def test_the_command_refuses_to_interpret(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

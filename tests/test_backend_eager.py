@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fusedlayers as fl
 from fusedlayers import backends
-from fusedlayers.activations import Activation, resolve, rows, widened
+from fusedlayers.activations import Activation, resolve, rows, upcast
 from fusedlayers.backends import GradientRequest
 from fusedlayers.backends import torch as torch_backend
 from fusedlayers.backends.operations import MATMUL
@@ -36,7 +36,7 @@ POST_OPS = [a for a in TABLE if a.row is not None and a.row.native.post_op is no
 @functools.cache
 def _inputs() -> Tensor:
     """float32 numbers of every size, all around the folds, and the special ones."""
-    near = [a.folded().fold.position + torch.linspace(-1e-3, 1e-3, 5001) for a in FOLDED]  # type: ignore[union-attr]
+    near = [a.folded_derivative().fold.position + torch.linspace(-1e-3, 1e-3, 5001) for a in FOLDED]  # type: ignore[union-attr]
     sizes = torch.logspace(-44.8, 38.5, 40_001, dtype=torch.float64).float()
     special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, -math.nan])
     return torch.cat([torch.linspace(-16, 16, 200_001), *near, sizes, -sizes, special])
@@ -98,7 +98,7 @@ def _gradient(
 @every_dtype
 @pytest.mark.parametrize("given", ["output", "input"])
 def test_gradient_writes_where_it_is_told(activation: Activation, dtype: torch.dtype, given: Any) -> None:
-    if activation.is_identity or (given == "output" and activation.output_refused_because(dtype) is not None):
+    if activation.is_identity or (given == "output" and activation.output_refusal(dtype) is not None):
         return
     z, dy = torch.randn(30, 40).to(dtype), torch.randn(30, 40).to(dtype)
     saved = torch_backend.bias_act(z, None, activation, dim=-1, encode=True, out=None) if given == "output" else z
@@ -146,7 +146,7 @@ def test_tables_hold_the_derivative(activation: Activation, dtype: torch.dtype, 
     saved = all_values(dtype)
     dz, _ = _gradient(torch.ones_like(saved), saved, activation, given)
     if given == "output":
-        folded = activation.folded()
+        folded = activation.folded_derivative()
         if folded is None:
             expected = activation.derivative_given_output(saved.double(), dtype)
         else:
@@ -236,7 +236,7 @@ def test_results_do_not_depend_on_threads(activation: Activation, dtype: torch.d
         for threads in (1, 2):
             torch.set_num_threads(threads)
             y = torch_backend.bias_act(z, None, activation, dim=-1, encode=dtype is not torch.float64, out=None)
-            given = "input" if activation.output_refused_because(dtype) is not None else "output"
+            given = "input" if activation.output_refusal(dtype) is not None else "output"
             saved = z if given == "input" else y
             dz, _ = _gradient(dy, saved, activation, given)
             results.append((y, dz))
@@ -263,7 +263,7 @@ def test_the_forward_pass_sets_the_bits_that_encode_sets(activation: Activation)
 
 @every_folded
 def test_the_derivative_is_the_polynomials(activation: Activation) -> None:
-    folded = activation.folded()
+    folded = activation.folded_derivative()
     assert folded is not None
     y = activation.encoded(_inputs(), torch.float32)
     y = torch.cat([y, -torch.logspace(-44.8, math.log10(-folded.fold.extremum), 20_001)])
@@ -288,7 +288,7 @@ def test_the_derivative_leaves_its_argument_alone_and_keeps_nan(activation: Acti
 @every_folded
 def test_outputs_below_the_minimum_have_a_small_derivative(activation: Activation) -> None:
     # Rounding takes outputs there; a square root would make NaN of them.
-    folded = activation.folded()
+    folded = activation.folded_derivative()
     assert folded is not None
     y = torch.full((9,), folded.fold.extremum)
     y = y.view(torch.int32).add(torch.arange(-4, 5).int()).view(torch.float32)
@@ -352,9 +352,9 @@ def test_the_inverse_is_the_rows(activation: Activation, dtype: torch.dtype) -> 
     if activation.is_folded and dtype is not torch.float32:
         return
     special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan], dtype=dtype)
-    y = activation.encoded(widened((2 * torch.randn(4000)).to(dtype)), dtype).to(dtype)
+    y = activation.encoded(upcast((2 * torch.randn(4000)).to(dtype)), dtype).to(dtype)
     y = torch.cat([special, y])
-    expected = activation.input_given_output(widened(y), dtype).to(dtype)
+    expected = activation.input_given_output(upcast(y), dtype).to(dtype)
     found = torch_backend.inverse(y, activation, None)
     if not activation.is_folded:
         assert torch.equal(_bits(found), _bits(expected))

@@ -1,4 +1,4 @@
-"""``capture``: which functions are taken for the same, which tensors they read, and how they are put on others."""
+"""``find_variables``: which functions count as equal, which tensors they read, and how others take their place."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fusedlayers.activations import free_variables as module
 from fusedlayers.activations import python_values
-from fusedlayers.activations.free_variables import capture
+from fusedlayers.activations.free_variables import find_variables
 
 Function = Callable[[Tensor], Tensor]
 
@@ -129,38 +129,38 @@ def test_a_tensor_is_found_and_replaced_wherever_it_is(place: str) -> None:
     first, second = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.tensor(3.0))
     z = torch.linspace(-3, 3, 7)
     function = PLACES[place](first)
-    captured = capture(function)
-    assert [id(t) for t in captured.tensors] == [id(first)]
-    assert captured.refusal is None
+    variables = find_variables(function)
+    assert [id(t) for t in variables.tensors] == [id(first)]
+    assert variables.refusal is None
     expected = z * 3 if place == "bound builtin" else swish(z, second)
-    torch.testing.assert_close(captured.on([second])(z), expected)
+    torch.testing.assert_close(variables.rebind([second])(z), expected)
     torch.testing.assert_close(function(z), z * 0.5 if place == "bound builtin" else swish(z, first))
 
 
 @pytest.mark.parametrize("function", [_default, _keyword, _attribute, lambda z: swish(z, TENSOR)])
 def test_defaults_attributes_and_globals_are_read(function: Function) -> None:
-    captured = capture(function)
-    assert [id(t) for t in captured.tensors] == [id(TENSOR)]
+    variables = find_variables(function)
+    assert [id(t) for t in variables.tensors] == [id(TENSOR)]
     z, other = torch.linspace(-3, 3, 7), torch.tensor(2.0)
     if function is not _attribute:  # that function stays what it is, as a class does
-        torch.testing.assert_close(captured.on([other])(z), swish(z, other))
-    torch.testing.assert_close(captured.on([TENSOR])(z), function(z))
+        torch.testing.assert_close(variables.rebind([other])(z), swish(z, other))
+    torch.testing.assert_close(variables.rebind([TENSOR])(z), function(z))
 
 
 def test_modules_are_copied_with_all_that_they_hold() -> None:
     network, swishes = Network(), nn.Sequential(Swish(1.0), nn.Sequential(Swish(2.0)), nn.PReLU(3))
     z = torch.randn(5, 3)
     for function, count in ((network.act, 1), (swishes, 3), (lambda z: swishes(z), 3)):
-        captured = capture(function)
-        assert len(captured.tensors) == count
-        others = [torch.full_like(t, 0.75) for t in captured.tensors]
-        before = [t.clone() for t in captured.tensors]
-        theirs = captured.on(others)(z)
+        variables = find_variables(function)
+        assert len(variables.tensors) == count
+        others = [torch.full_like(t, 0.75) for t in variables.tensors]
+        before = [t.clone() for t in variables.tensors]
+        theirs = variables.rebind(others)(z)
         assert not torch.allclose(theirs, function(z))
-        for tensor, other in zip(captured.tensors, others, strict=True):
+        for tensor, other in zip(variables.tensors, others, strict=True):
             tensor.data.copy_(other)
         torch.testing.assert_close(theirs, function(z))
-        for tensor, value in zip(captured.tensors, before, strict=True):
+        for tensor, value in zip(variables.tensors, before, strict=True):
             tensor.data.copy_(value)
 
 
@@ -170,9 +170,9 @@ def test_a_tensor_that_is_read_twice_is_one() -> None:
     def make(a: Tensor, b: Tensor) -> Function:
         return lambda z: torch.where(z > 0, a * z, b * z)
 
-    assert len(capture(make(p, p)).tensors) == 1 and len(capture(make(p, q)).tensors) == 2
-    assert capture(make(p, p)).key != capture(make(p, q)).key
-    assert capture(make(p, p)).key == capture(make(q, q)).key
+    assert len(find_variables(make(p, p)).tensors) == 1 and len(find_variables(make(p, q)).tensors) == 2
+    assert find_variables(make(p, p)).key != find_variables(make(p, q)).key
+    assert find_variables(make(p, p)).key == find_variables(make(q, q)).key
 
 
 # --- the key ----------------------------------------------------------------------------------------------------------
@@ -291,32 +291,35 @@ def _with(value: Any, **attributes: Any) -> Any:
 @pytest.mark.parametrize("maker", MAKERS)
 def test_equal_numbers_make_equal_keys_and_others_do_not(maker: str) -> None:
     make = MAKERS[maker]
-    first, same, other = capture(make(1.0)), capture(make(1.0)), capture(make(2.0))
+    first, same, other = find_variables(make(1.0)), find_variables(make(1.0)), find_variables(make(2.0))
     assert first.refusal is None and first.key == same.key and hash(first.key) == hash(same.key)
     assert first.key != other.key
 
 
 def test_numbers_of_another_kind_are_others() -> None:
-    keys = [capture(MAKERS["closure"](n)).key for n in (0.0, -0.0, 0, False, None, "0", 0j, torch.float32)]
+    keys = [find_variables(MAKERS["closure"](n)).key for n in (0.0, -0.0, 0, False, None, "0", 0j, torch.float32)]
     assert len(set(keys)) == len(keys)
-    nan = capture(MAKERS["closure"](float("nan"))).key
-    assert nan == capture(MAKERS["closure"](float("nan"))).key
-    assert capture(MAKERS["closure"](Number(1))).key != capture(MAKERS["closure"](Number(2))).key
+    nan = find_variables(MAKERS["closure"](float("nan"))).key
+    assert nan == find_variables(MAKERS["closure"](float("nan"))).key
+    assert find_variables(MAKERS["closure"](Number(1))).key != find_variables(MAKERS["closure"](Number(2))).key
 
 
 def test_other_tensors_of_the_same_kind_make_the_same_key() -> None:
     make = MAKERS["closure"]
-    assert capture(make(P[0])).key == capture(make(P[1])).key
+    assert find_variables(make(P[0])).key == find_variables(make(P[1])).key
     for other in (P[0].detach(), P[0].double(), P[0].reshape(1)):
-        assert capture(make(other)).key != capture(make(P[0])).key
-    assert capture(Swish(1.0)).key == capture(Swish(2.0)).key != capture(Swish(1.0).eval()).key
-    assert capture(Network(1.0).act).key == capture(Network(2.0).act).key
+        assert find_variables(make(other)).key != find_variables(make(P[0])).key
+    assert find_variables(Swish(1.0)).key == find_variables(Swish(2.0)).key != find_variables(Swish(1.0).eval()).key
+    assert find_variables(Network(1.0).act).key == find_variables(Network(2.0).act).key
 
 
 def test_what_the_code_does_not_name_does_not_count() -> None:
     network = Network()
-    assert capture(network.act).key == capture(_with(Network(), step=7, unheard=8).act).key
-    assert capture(_read_by_helper(Config(1.0, unused=1))).key == capture(_read_by_helper(Config(1.0, unused=2))).key
+    assert find_variables(network.act).key == find_variables(_with(Network(), step=7, unheard=8).act).key
+    assert (
+        find_variables(_read_by_helper(Config(1.0, unused=1))).key
+        == find_variables(_read_by_helper(Config(1.0, unused=2))).key
+    )
 
 
 class Base(nn.Module):
@@ -363,13 +366,13 @@ def test_what_changes_outside_changes_the_key(
     function: Function, holder: Any, name: str, other: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SETTINGS, "beta", 1.0, raising=False)
-    before = capture(function).key
-    assert capture(function).key == before
+    before = find_variables(function).key
+    assert find_variables(function).key == before
     if isinstance(holder, dict):
         monkeypatch.setitem(holder, name, other)
     else:
         monkeypatch.setattr(holder, name, other)
-    assert capture(function).key != before
+    assert find_variables(function).key != before
 
 
 @torch.no_grad()
@@ -401,19 +404,19 @@ def test_what_a_package_passes_on_changes_the_key(
     function: Function, change: Callable[[], None] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(globals(), "GLOBAL", 1.0)  # and back again
-    before = capture(function)
-    assert before.refusal is None and capture(function).key == before.key
+    before = find_variables(function)
+    assert before.refusal is None and find_variables(function).key == before.key
     if change is not None:
         change()
     else:
         function.keywords["held"]["a"] = 2.0  # type: ignore[attr-defined]
-    assert capture(function).key != before.key
+    assert find_variables(function).key != before.key
 
 
 def test_a_method_that_is_replaced_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = capture(Swish(1.0)).key
+    before = find_variables(Swish(1.0)).key
     monkeypatch.setattr(Swish, "forward", lambda self, z: z)
-    assert capture(Swish(1.0)).key != before
+    assert find_variables(Swish(1.0)).key != before
 
 
 def test_cycles_end() -> None:
@@ -423,8 +426,8 @@ def test_cycles_end() -> None:
     def recursive(z: Tensor, depth: int = 0) -> Tensor:
         return network(z) if depth else recursive(z, 1)
 
-    captured = capture(recursive)
-    assert captured.key == capture(recursive).key and len(captured.tensors) == 1
+    variables = find_variables(recursive)
+    assert variables.key == find_variables(recursive).key and len(variables.tensors) == 1
 
 
 @pytest.mark.parametrize(
@@ -432,16 +435,16 @@ def test_cycles_end() -> None:
 )
 def test_values_of_packages_are_read(value: Any) -> None:
     function = functools.partial(lambda z, value: z, value=value)
-    assert capture(function).refusal is None and capture(function).key == capture(function).key
+    assert find_variables(function).refusal is None and find_variables(function).key == find_variables(function).key
 
 
 def test_a_variable_that_is_not_set_yet_is_no_obstacle() -> None:
     def function(z: Tensor) -> Tensor:
         return z * later
 
-    capture(function)
+    find_variables(function)
     later = 2.0
-    assert capture(function).key is not None and float(function(torch.ones(()))) == later
+    assert find_variables(function).key is not None and float(function(torch.ones(()))) == later
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -451,7 +454,7 @@ def test_a_variable_that_is_not_set_yet_is_no_obstacle() -> None:
     ("value", "words"), [([1.0] * 65, "a list of 65 values"), (bytearray(5000), "a bytearray of 5000 bytes")]
 )
 def test_what_is_too_large_to_look_through_is_refused(value: Any, words: str) -> None:
-    assert words in (capture(lambda z: z * value[0]).refusal or "")
+    assert words in (find_variables(lambda z: z * value[0]).refusal or "")
 
 
 @pytest.mark.parametrize("kind", ["ContextVar", "mappingproxy", "list_iterator"])
@@ -460,7 +463,7 @@ def test_what_may_change_out_of_sight_is_refused(kind: str) -> None:
         "ContextVar": ContextVar("held", default=1.0), "mappingproxy": types.MappingProxyType({}),
         "list_iterator": iter([1.0]),
     }[kind]  # fmt: skip
-    refusal = capture(lambda z: z * held.get()).refusal
+    refusal = find_variables(lambda z: z * held.get()).refusal
     assert refusal == f"it reads a {kind}, which may change unseen; let it read a tensor or a number"
 
 
@@ -469,19 +472,19 @@ def test_modules_with_hooks_are_refused_wherever_they_are() -> None:
     outer = nn.Sequential(nn.Sequential(inner))
     calls: list[int] = []
     for function in (outer, lambda z: inner(z), functools.partial(outer)):
-        assert capture(function).refusal is None
+        assert find_variables(function).refusal is None
         handle = inner.register_forward_hook(lambda *_: calls.append(1))
-        assert capture(function).refusal == "it has hooks"
+        assert find_variables(function).refusal == "it has hooks"
         handle.remove()
     network = Network()
     network.register_forward_hook(lambda *_: None)
-    assert capture(network.act).refusal is None  # a method that is called by itself runs none
+    assert find_variables(network.act).refusal is None  # a method that is called by itself runs none
 
 
 def test_it_is_quick() -> None:
     # A second walk is needed once, to learn what the code names.
     network = Network()
-    capture(network.act)
+    find_variables(network.act)
     visits = []
 
     class Counting(module._Visitor):
@@ -491,16 +494,14 @@ def test_it_is_quick() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_Visitor", Counting)
-        capture(network.act)
+        find_variables(network.act)
     assert len(visits) == 1
 
 
 def test_functions_of_packages_are_fixed() -> None:
-    assert capture(lambda z: F.gelu(z)).tensors == () and capture(F.gelu).refusal is None
-    assert python_values.is_librarys(F.softplus) or python_values.is_fixed(F.softplus)
+    assert find_variables(lambda z: F.gelu(z)).tensors == () and find_variables(F.gelu).refusal is None
+    assert python_values.is_library(F.softplus) or python_values.is_fixed(F.softplus)
     assert (
-        python_values.is_librarys(torch)
-        and python_values.is_librarys(nn.Module)
-        and not python_values.is_librarys(swish)
+        python_values.is_library(torch) and python_values.is_library(nn.Module) and not python_values.is_library(swish)
     )
-    assert not python_values.is_librarys(Swish) and not python_values.is_librarys(SETTINGS)
+    assert not python_values.is_library(Swish) and not python_values.is_library(SETTINGS)

@@ -68,7 +68,7 @@ def sources(activation: Activation) -> list[str]:
     return [
         codegen.source(activation, role, given=given, dtype=dtype)  # type: ignore[arg-type]  # a literal
         for role, given in cases
-        if (role, given) != ("gradient", "output") or activation.needs_input_because is None
+        if (role, given) != ("gradient", "output") or activation.needs_input_reason is None
         for dtype in DTYPES
     ]
 

@@ -55,7 +55,7 @@ def _torchs(activation: object) -> Callable[[Tensor], Tensor]:
 
 
 def _save_for(activation: object, save: str) -> str:
-    return "input" if save == "output" and resolve(activation).needs_input_because is not None else save
+    return "input" if save == "output" and resolve(activation).needs_input_reason is not None else save
 
 
 # --- backward, twice and again ----------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def test_compiled_outputs_carry_the_branch_only_for_a_backward_pass(name: str) -
     assert torch.equal(compiled(z), resolve(name).plain(z))
     y = compiled(z.clone().requires_grad_())
     if name == "gelu":
-        fold = resolve(name).folded()
+        fold = resolve(name).folded_derivative()
         assert fold is not None
         assert torch.equal(branch_bit.decode(y, torch.float32), z < fold.fold.position)
 

@@ -29,7 +29,7 @@ from bench.reference import BatchNormAct, resnet
 from examples.custom_activation import ACTIVATIONS
 from fusedlayers import routes
 from fusedlayers.activations import custom, partition, recognition, resolve
-from fusedlayers.activations.free_variables import capture
+from fusedlayers.activations.free_variables import find_variables
 from fusedlayers.backends.torch import chunks
 from fusedlayers.memory import saved_bytes
 from fusedlayers.utils.bounded_cache import LIMIT, Recent
@@ -61,7 +61,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return original(*arguments)
 
     monkeypatch.setattr(partition, "aten_graph", counting)
-    monkeypatch.setattr(custom, "_entries", Recent())
+    monkeypatch.setattr(custom, "_traces", Recent())
     monkeypatch.setattr(custom, "_variants", Recent())
     return made
 
@@ -69,15 +69,15 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def records(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """What has been logged; nothing has been said before."""
-    monkeypatch.setattr(custom, "_said", Recent())
-    monkeypatch.setattr(custom, "_entries", Recent())
+    monkeypatch.setattr(custom, "_logged", Recent())
+    monkeypatch.setattr(custom, "_traces", Recent())
     caplog.set_level(logging.WARNING, "fusedlayers")
     return lambda: [record.getMessage() for record in caplog.records if record.name == "fusedlayers"]
 
 
 def _reason(function: object, *shape: int, dtype: torch.dtype = torch.float32) -> str | None:
     """Why it is left to PyTorch, or None where it is fused."""
-    return routes.specialised(resolve(function), shape or (40, 16), dtype).activation.unfused_because
+    return routes.with_operands(resolve(function), shape or (40, 16), dtype).activation.fallback_reason
 
 
 def _gradients(y: Tensor, dy: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -159,7 +159,7 @@ class Gelu(nn.Module):
 )
 def test_what_the_table_has_is_recognised(function: Function, name: str | None) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        found = custom.specialise(resolve(function), (4, 8), dtype).activation
+        found = custom.trace_activation(resolve(function), (4, 8), dtype).activation
         assert found.is_fusible and (found.row is not None and found.row.name == name) == (name is not None)
         if name is not None:
             assert found is resolve(name)
@@ -179,7 +179,7 @@ NOT_THEIRS: dict[str, Function] = {
 @pytest.mark.parametrize("name", NOT_THEIRS)
 def test_equal_values_are_not_enough_to_be_recognised(name: str, dtype: torch.dtype) -> None:
     function = NOT_THEIRS[name]
-    found = custom.specialise(resolve(function), (4, 8), dtype).activation
+    found = custom.trace_activation(resolve(function), (4, 8), dtype).activation
     assert found not in (resolve("silu"), resolve("gelu"))
     x, w, b = (torch.randn(shape, dtype=dtype) for shape in ((64, 16), (48, 16), (48,)))
     dy = torch.linspace(0.5, 1.5, 64 * 48).to(dtype).view(64, 48)
@@ -1224,7 +1224,7 @@ def test_the_first_use_may_be_anywhere(traces: list[int]) -> None:
 
     z = torch.randn(40, 16, requires_grad=True)
     for mode in (torch.no_grad, torch.inference_mode, lambda: torch.device("meta"), FakeTensorMode):
-        custom._entries.clear()
+        custom._traces.clear()
         first = make()
         with mode():
             fl.bias_act(z, None, first) if mode is not FakeTensorMode else repr(fl.FusedDenseAct(3, 16, first))
@@ -1277,7 +1277,7 @@ def test_several_threads_may_be_first() -> None:
         torch.testing.assert_close(_gradients(y, z, [p]), _gradients(eager, z, [p]))
         assert _reason(function) is None
 
-    custom._entries.clear()
+    custom._traces.clear()
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(run, range(24)))
 
@@ -1288,8 +1288,8 @@ def test_what_parameters_are_made_into_is_computed_once() -> None:
     def function(z: Tensor) -> Tensor:
         return torch.sin(z * torch.exp(p) * 1.0) + torch.exp(p) * z / (torch.exp(p) + 0.0 * p - (-0.0) * p)
 
-    captured = capture(function)
-    parts = partition.split(captured, (6, 10), torch.float32)
+    variables = find_variables(function)
+    parts = partition.split(variables, (6, 10), torch.float32)
     assert [node.target for node in parts.prologue.graph.nodes].count(torch.exp) == 1
     assert len([node for node in parts.prologue.graph.nodes if node.target is torch.mul]) == 2  # by 0.0 and by -0.0
     z = torch.randn(40, 16, requires_grad=True)
@@ -1301,9 +1301,9 @@ def test_what_parameters_are_made_into_is_computed_once() -> None:
 def test_built_in_functions_are_no_variants_of_each_other(traces: list[int]) -> None:
     many = [torch.sin, torch.cos, torch.tan, torch.sinh, torch.cosh, torch.erf, torch.atan, torch.asinh, torch.expm1]
     many += [torch.square, torch.abs, torch.exp2, torch.ops.aten.arctan.default, torch.special.i0e]
-    reasons = [routes.specialised(resolve(f), (40, 16), torch.float32).activation for f in many]
+    reasons = [routes.with_operands(resolve(f), (40, 16), torch.float32).activation for f in many]
     assert len(many) > custom._ANALYSED
-    assert not any("is not known in terms" in (a.output_refused_because(torch.float32) or "") for a in reasons)
+    assert not any("is not known in terms" in (a.output_refusal(torch.float32) or "") for a in reasons)
 
 
 def test_the_oldest_is_forgotten() -> None:

@@ -18,7 +18,7 @@ import fusedlayers as fl
 from fusedlayers.activations import resolve
 from fusedlayers.backends import GradientRequest
 from fusedlayers.memory import saved_bytes
-from fusedlayers.routes import specialised
+from fusedlayers.routes import with_operands
 
 pytest.importorskip("triton")
 
@@ -513,7 +513,7 @@ def test_differences(change: str) -> None:
 
 def test_names_of_functions_that_are_not_the_same_differ() -> None:
     first, second = (
-        specialised(resolve(function), (8, 8), torch.float32).activation
+        with_operands(resolve(function), (8, 8), torch.float32).activation
         for function in (lambda z: z.sin() * z, lambda z: z.cos() * z)
     )
     assert first.name == second.name == "<lambda>"

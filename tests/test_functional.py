@@ -176,7 +176,7 @@ def _function(dense: bool, activation: Activation, save: str) -> Call:
 
 
 def _allowed(activation: Activation, save: str) -> bool:
-    return save != "output" or activation.output_refused_because(torch.float64) is None
+    return save != "output" or activation.output_refusal(torch.float64) is None
 
 
 ORDERS = [pytest.param(a, save, id=f"{a}-{save}") for a in TABLE for save in ("auto", *SAVES) if _allowed(a, save)]

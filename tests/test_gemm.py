@@ -10,7 +10,7 @@ from pairs import covering
 from reference import assert_as_good_as_torch, derivative
 from torch import Tensor
 
-from fusedlayers.activations import Activation, resolve, widened
+from fusedlayers.activations import Activation, resolve, upcast
 from fusedlayers.backends import GradientRequest
 from fusedlayers.backends.operations import MATMUL
 
@@ -20,7 +20,7 @@ import triton.language as tl  # after the line that skips without it
 from fusedlayers.backends import triton as backend
 from fusedlayers.backends.triton import gemm
 from fusedlayers.backends.triton.gemm import Tiling, linear_act, linear_gradient
-from fusedlayers.routes import specialised
+from fusedlayers.routes import with_operands
 
 pytestmark = [pytest.mark.filterwarnings(*INTERPRETER_WARNINGS), pytest.mark.usefixtures("interpreter_converts")]
 
@@ -124,7 +124,7 @@ def check_gradient(
     z = normal(rows, columns, dtype=dtype, seed=6, scale=2.0)
     saved = backend.bias_act(z, None, activation, dim=-1, encode=True, out=None) if given == "output" else z
     if given == "output":
-        slope = activation.derivative_given_output(widened(saved), dtype).double()
+        slope = activation.derivative_given_output(upcast(saved), dtype).double()
     else:
         slope = derivative(activation.function, z)
     d = dy.double() @ w.double()
@@ -156,7 +156,7 @@ def test_gradient(sizes: tuple[int, int, int], dtype: torch.dtype, tiling: Tilin
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=repr)
 def test_every_activations_gradient(activation: Activation) -> None:
     check_gradient((17, 40, 16), torch.float32, activation, "input", TILINGS["descriptors"])
-    if activation.output_refused_because(torch.float32) is None and not activation.is_identity:
+    if activation.output_refusal(torch.float32) is None and not activation.is_identity:
         check_gradient((17, 40, 16), torch.float32, activation, "output", TILINGS["descriptors"])
 
 
@@ -181,7 +181,7 @@ def test_gradient_of_a_gate(sizes: tuple[int, int, int], dtype: torch.dtype, til
 
 
 def test_infinite_derivatives_outside_of_a_tile_do_not_reach_the_sums() -> None:
-    root, _, _ = specialised(resolve(lambda z: z.abs().sqrt()), (5, 7), torch.float32)
+    root, _, _ = with_operands(resolve(lambda z: z.abs().sqrt()), (5, 7), torch.float32)
     z = torch.full((5, 7), 4.0, device=DEVICE)
     for tiling in TILINGS.values():
         _, db, _ = linear_gradient(
@@ -202,7 +202,7 @@ def test_operands(tiling: Tiling) -> None:
     def function(z: Tensor, slope: Tensor, scale: Tensor) -> Tensor:
         return torch.where(z > 0, z, slope * z) * scale
 
-    activation, params, _ = specialised(
+    activation, params, _ = with_operands(
         resolve(lambda z: function(z, slope, scale)), (rows, columns), torch.float32, DEVICE
     )
     assert len(params) == 2

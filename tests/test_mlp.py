@@ -114,7 +114,7 @@ def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _save_for(activation: object, save: str, dtype: torch.dtype = torch.float32) -> str:
-    return "input" if save == "output" and resolve(activation).output_refused_because(dtype) is not None else save
+    return "input" if save == "output" and resolve(activation).output_refusal(dtype) is not None else save
 
 
 def _activation(name: str | None) -> Any:
@@ -343,7 +343,7 @@ def test_more_chunks_need_less() -> None:
 @every_dtype
 @every_kind_saved
 def test_gradients_are_as_good_as_torchs(kind: Kind, save: str, activation: Activation, dtype: torch.dtype) -> None:
-    if save == "output" and activation.output_refused_because(dtype) is not None:
+    if save == "output" and activation.output_refusal(dtype) is not None:
         with pytest.raises(ValueError, match="mlp: save='output' cannot be had"):
             kind.function(*kind.leaves(dtype), activation, save=save)
         return

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
-from fusedlayers.activations import Activation, Told, rows, told, widened
+from fusedlayers.activations import Activation, InverseError, measure_inverse_error, rows, upcast
 from fusedlayers.activations.inverse_error import CELL
 from fusedlayers.backends import torch as torch_backend
 from fusedlayers.memory import saved_bytes
@@ -26,7 +26,7 @@ from fusedlayers.ops import batch_norm
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 TABLE = [row.bind() for row in rows()]
-SERVED = [(a, dtype) for a in TABLE for dtype in DTYPES if told(a, dtype) is not None]
+SERVED = [(a, dtype) for a in TABLE for dtype in DTYPES if measure_inverse_error(a, dtype) is not None]
 FUSED = {2: fl.FusedBatchNormAct1d, 3: fl.FusedBatchNormAct1d, 4: fl.FusedBatchNormAct2d, 5: fl.FusedBatchNormAct3d}
 TORCHS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 
@@ -52,8 +52,8 @@ def _named(name: str) -> Activation:
     return next(a for a in TABLE if a.name == name)
 
 
-def _served(name: str, dtype: torch.dtype = torch.float32) -> Told:
-    found = told(_named(name), dtype)
+def _served(name: str, dtype: torch.dtype = torch.float32) -> InverseError:
+    found = measure_inverse_error(_named(name), dtype)
     assert found is not None
     return found
 
@@ -118,13 +118,13 @@ class Exact:
         self.bend = reference.second_derivative(activation.function, self.z)
         self.has_statistics = norm.training
 
-    def accepted(self, found: Told) -> Gradients:
-        """What an input that is as far off as ``Told.error`` says makes of the gradients: the norm of that.
+    def accepted(self, found: InverseError) -> Gradients:
+        """What an input that is as far off as ``InverseError.rms`` says makes of the gradients: the norm of that.
 
         With xhat wrong by e, of random sign, dx is by ``g (e mean(dz xhat) + xhat mean(dz e))``, dw by ``sum(dz e)``,
         and dz by ``dy f'' e w``.
         """
-        error, size, count = found.error(self.b, self.w).nan_to_num(0.0), self.dz.norm(dim=1), self.dz.shape[1]
+        error, size, count = found.rms(self.b, self.w).nan_to_num(0.0), self.dz.norm(dim=1), self.dz.shape[1]
         of_dz = self.dy.norm(dim=1) * self.bend.abs().amax(1) * error * self.w.abs()
         correlated = (self.dz * self.xhat).mean(1).abs() * count**0.5
         through_statistics = error * (correlated + size / count**0.5) if self.has_statistics else 0.0
@@ -141,7 +141,7 @@ class Exact:
 
 
 def _assert_good(
-    layer: Any, eager: Eager, x: Tensor, dy: Tensor, *, found: Told | None, kept: list[int] | None = None
+    layer: Any, eager: Eager, x: Tensor, dy: Tensor, *, found: InverseError | None, kept: list[int] | None = None
 ) -> None:
     """As near to float64 as twice torch and twice what is accepted; with the channels that are ``kept``, of which no
     error is, in each channel."""
@@ -184,53 +184,53 @@ def _node(y: Tensor) -> Any:
 
 @every_served
 def test_the_error_is_foretold(activation: Activation, dtype: torch.dtype) -> None:
-    found = told(activation, dtype)
+    found = measure_inverse_error(activation, dtype)
     assert found is not None
     fold = activation.fold.position if activation.fold is not None else -1.0
     for mean, std in ((0, 1), (0.3, 0.5), (-1, 0.7), (2, 0.7), (0, 0.05), (fold, 0.5), (fold, 0.1), (0.5, -1)):
         mean_, std_ = torch.tensor([float(mean)]), torch.tensor([float(std)])
         xhat = torch.randn(200_000, dtype=torch.float64)
         z = mean + std * xhat[xhat.abs() < 3.29]  # what one in a thousand does is not foretold
-        y = activation.encoded(widened(z.to(dtype)), dtype).to(dtype)
-        again = activation.input_given_output(widened(y), dtype)
+        y = activation.encoded(upcast(z.to(dtype)), dtype).to(dtype)
+        again = activation.input_given_output(upcast(y), dtype)
         measured = float((again.double() - z).square().mean().sqrt()) / abs(std)
-        if bool(found.is_told(mean_, std_)):
+        if bool(found.is_acceptable(mean_, std_)):
             # The outer parts of a distribution, which is cut into a few, count a fold that lies in them too much. And
             # of numbers of float64 there is no exact z.
             least = 0.0 if dtype is torch.float64 else 0.125
-            assert least <= measured / float(found.error(mean_, std_)) <= 2.0, (mean, std)
+            assert least <= measured / float(found.rms(mean_, std_)) <= 2.0, (mean, std)
 
 
 @every_served
 def test_a_channel_is_told_only_where_the_error_is_small(activation: Activation, dtype: torch.dtype) -> None:
-    found = told(activation, dtype)
+    found = measure_inverse_error(activation, dtype)
     assert found is not None
     std = torch.exp2(torch.rand(40_000, dtype=torch.float64) * 26 - 13)
     std *= torch.where(torch.rand(len(std)) < 0.5, 1, -1)
     for mean in (40 * torch.rand(len(std)) - 20, std * (40 * torch.rand(len(std)) - 20)):
         mean = mean.double()
-        says, error = found.is_told(mean, std), found.error(mean, std)
+        says, error = found.is_acceptable(mean, std), found.rms(mean, std)
         # By the corners of a cell of an eighth of an octave.
         assert float(error[says].max()) <= 1.25 * found.limit
         assert not says[(mean.abs() > 16 * std.abs()) | (std.abs() < 2**-12) | (std.abs() > 2**12)].any()
         # And not much less often.
-        common = (mean.abs() < 8 * std.abs()) & (std.abs() > max(2**-7, 1.1 * found.least_std)) & (std.abs() < 2**7)
+        common = (mean.abs() < 8 * std.abs()) & (std.abs() > max(2**-7, 1.1 * found.min_std)) & (std.abs() < 2**7)
         common &= error < found.limit / 2
         assert float(says[common].double().mean()) > 0.85
     odd = torch.tensor([0.0, math.nan, math.inf, -math.inf, 1e-300])
-    assert not found.is_told(torch.zeros(5), odd).any() and not found.is_told(odd[1:4], torch.ones(3)).any()
+    assert not found.is_acceptable(torch.zeros(5), odd).any() and not found.is_acceptable(odd[1:4], torch.ones(3)).any()
 
 
 @every_served
 def test_no_input_is_farther_off_than_the_worst(activation: Activation, dtype: torch.dtype) -> None:
-    found = told(activation, dtype)
+    found = measure_inverse_error(activation, dtype)
     assert found is not None
     z = torch.cat([torch.linspace(-200, 200, 200_001), 10.0 ** torch.linspace(-3, 25, 101)]).to(dtype)
     z = torch.cat([z, -z])
     if activation.fold is not None:
         z = z[(z - activation.fold.position).abs() > 2 * CELL]
-    y = activation.encoded(widened(z), dtype).to(dtype)
-    error = (activation.input_given_output(widened(y), dtype).double() - z.double()).abs().nan_to_num(math.inf)
+    y = activation.encoded(upcast(z), dtype).to(dtype)
+    error = (activation.input_given_output(upcast(y), dtype).double() - z.double()).abs().nan_to_num(math.inf)
     worst = found.worst(z)
     # A cell has a few samples, and torch's functions jump by a unit here and there.
     assert bool((error <= 4.0 * worst).all())
@@ -273,7 +273,7 @@ def test_parameters_for_which_outputs_tell_nothing(activation: nn.Module) -> Non
 @every_served
 @training_or_not
 def test_gradients_are_as_good_as_torchs(activation: Activation, dtype: torch.dtype, training: bool) -> None:
-    found = told(activation, dtype)
+    found = measure_inverse_error(activation, dtype)
     assert found is not None
     layer, eager = _pair(activation, dtype=dtype)
     layer.train(training), eager.train(training)
@@ -303,11 +303,13 @@ def test_no_weight_and_bias_make_them_worse(
     saved = _node(layer(x.clone().requires_grad_())).saved_tensors
     kept = range(CHANNELS) if saved[0] is None else [] if saved[2] is None else saved[2].tolist()
     dy = torch.randn(x.shape).to(dtype) + (x - 0.5)
-    _assert_good(layer, eager, x, dy, found=told(activation, dtype), kept=list(kept))
+    _assert_good(layer, eager, x, dy, found=measure_inverse_error(activation, dtype), kept=list(kept))
 
 
 @training_or_not
-@pytest.mark.parametrize("activation", [a for a in TABLE if a.is_folded and told(a, torch.float32)], ids=str)
+@pytest.mark.parametrize(
+    "activation", [a for a in TABLE if a.is_folded and measure_inverse_error(a, torch.float32)], ids=str
+)
 def test_gradients_from_a_fold_have_the_error_of_the_derivative(activation: Activation, training: bool) -> None:
     layer, eager = _pair(activation)
     layer.train(training), eager.train(training)
@@ -423,7 +425,7 @@ def test_a_deeper_network(names: tuple[str, ...], training: bool) -> None:
 
 def _odd(activation: Activation, dtype: torch.dtype, training: bool) -> tuple[Any, Eager, Tensor, list[int]]:
     """A layer, torch's, an input, and of which of its channels outputs do not tell the input."""
-    found = told(activation, dtype)
+    found = measure_inverse_error(activation, dtype)
     assert found is not None
     layer, eager = _pair(activation, dtype=dtype)
     layer.train(training), eager.train(training)
@@ -467,7 +469,14 @@ def test_channels_that_are_not_told_are_kept(activation: Activation, dtype: torc
     kept_channels = channels.tolist()
     assert kept_channels == expected
     assert torch.equal(kept.nan_to_num(), x[:, channels].nan_to_num()) and saved_y.data_ptr() == y.data_ptr()
-    _assert_good(layer, eager, x, torch.randn(x.shape).to(dtype), found=told(activation, dtype), kept=kept_channels)
+    _assert_good(
+        layer,
+        eager,
+        x,
+        torch.randn(x.shape).to(dtype),
+        found=measure_inverse_error(activation, dtype),
+        kept=kept_channels,
+    )
 
 
 @training_or_not
@@ -571,7 +580,7 @@ def _buffers(norm: list[nn.Module], dtype: torch.dtype, training: bool) -> int:
 def test_one_buffer_where_the_output_tells_the_input_and_two_elsewhere(dtype: torch.dtype, training: bool) -> None:
     for activation in TABLE:
         buffers = _buffers([fl.FusedBatchNormAct2d(CHANNELS, activation)], dtype, training)
-        assert buffers == (1 if told(activation, dtype) is not None else 2), activation
+        assert buffers == (1 if measure_inverse_error(activation, dtype) is not None else 2), activation
 
 
 @training_or_not

@@ -23,7 +23,7 @@ def only_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a test registers is forgotten after it: other tests iterate over the table."""
     torch.manual_seed(0)
     stand_ins = {target: list(entries) for target, entries in record.stand_ins.items()}
-    for name in ("_rows", "named"):
+    for name in ("_rows", "by_name"):
         monkeypatch.setattr(record, name, dict(getattr(record, name)))
     monkeypatch.setattr(record, "stand_ins", stand_ins)
     return

@@ -12,7 +12,7 @@ import fusedlayers as fl
 from fusedlayers.activations import Activation, resolve, rows
 from fusedlayers.memory import peak_bytes, saved_bytes
 
-OUTPUT_ONLY = [a for a in (row.bind() for row in rows()) if a.output_refused_because(torch.float32) is None]
+OUTPUT_ONLY = [a for a in (row.bind() for row in rows()) if a.output_refusal(torch.float32) is None]
 OUTPUT_ONLY = [a for a in OUTPUT_ONLY if not a.is_identity]
 FOLDED = [a for a in OUTPUT_ONLY if a.is_folded]
 

@@ -54,11 +54,14 @@ POINTS = torch.cat([torch.linspace(-12, 12, 4801), torch.tensor(EDGES)])
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=repr)
 def test_operations_compute_what_the_function_computes(activation: Activation) -> None:
-    functions: list[Function] = [activation.function, lambda z: activation.gradients(())(torch.ones_like(z), z)[0]]
+    functions: list[Function] = [
+        activation.function,
+        lambda z: activation.gradient_function(())(torch.ones_like(z), z)[0],
+    ]
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         if activation.is_folded:
             functions.append(lambda z, dtype=dtype: activation.encoded(z, dtype))
-        if activation.needs_input_because is None and (activation.is_folded or dtype is torch.float32):
+        if activation.needs_input_reason is None and (activation.is_folded or dtype is torch.float32):
             functions.append(lambda y, dtype=dtype: activation.derivative_given_output(y, dtype))
     for function in functions:
         expected = function(POINTS)

@@ -17,7 +17,7 @@ from reference import all_values, assert_as_good_as_torch, check_gates, derivati
 from torch import Tensor
 
 import fusedlayers as fl
-from fusedlayers.activations import Activation, resolve, told
+from fusedlayers.activations import Activation, measure_inverse_error, resolve
 from fusedlayers.derivative import branch_bit
 from fusedlayers.derivative.polynomial import PRECISIONS
 
@@ -69,7 +69,7 @@ def sum_along(tensor: Tensor, dim: int) -> Tensor:
 
 
 def position(activation: Activation) -> float:
-    folded = activation.folded()
+    folded = activation.folded_derivative()
     assert folded is not None
     return folded.fold.position
 
@@ -131,8 +131,8 @@ def test_gradient_given_the_input(activation: Activation, dtype: torch.dtype) ->
 @every_dtype
 @every_activation
 def test_gradient_given_the_output(activation: Activation, dtype: torch.dtype) -> None:
-    if activation.needs_input_because is not None:
-        pytest.skip(activation.needs_input_because)
+    if activation.needs_input_reason is not None:
+        pytest.skip(activation.needs_input_reason)
     for shape, dim in BIASES:
         y, dy = forward(normal(*shape, dtype=dtype), None, activation, encode=True), normal(*shape, dtype=dtype, seed=1)
         exact = dy.double() * slope_of_output(activation, y)
@@ -214,7 +214,7 @@ def test_every_16_bit_number_backward(activation: Activation, dtype: torch.dtype
     near = usual & truth.isfinite()
     assert bool(((slope.double() - truth).abs() <= ulp(truth, dtype) + 8 * EPSILON)[near].all())
 
-    if activation.needs_input_because is not None:
+    if activation.needs_input_reason is not None:
         return
     saved = forward(z, None, activation, encode=True)
     slope, _ = gradient(ones, saved, activation, "output")
@@ -293,7 +293,7 @@ def test_special_float32_numbers(activation: Activation) -> None:
 
     dz, _ = gradient(torch.ones_like(z).to(DEVICE), z.to(DEVICE), activation, "input")
     torch.testing.assert_close(dz.cpu()[~z.isnan()], slope[~z.isnan()], **tolerance)
-    if activation.needs_input_because is None:
+    if activation.needs_input_reason is None:
         dz, _ = gradient(torch.ones_like(z).to(DEVICE), y.to(DEVICE), activation, "output")
         told = activation.derivative_given_output(y, torch.float32)
         torch.testing.assert_close(dz.cpu(), told, **tolerance)
@@ -302,7 +302,7 @@ def test_special_float32_numbers(activation: Activation) -> None:
 
 # --- inverses ---------------------------------------------------------------------------------------------------------
 
-INVERTIBLE = [(a, dtype) for a in ACTIVATIONS for dtype in DTYPES if told(a, dtype) is not None]
+INVERTIBLE = [(a, dtype) for a in ACTIVATIONS for dtype in DTYPES if measure_inverse_error(a, dtype) is not None]
 
 
 @every_dtype
@@ -313,7 +313,7 @@ def test_gates(activation: Activation, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("activation", "dtype"), INVERTIBLE, ids=str)
 def test_inverse(activation: Activation, dtype: torch.dtype) -> None:
-    found = told(activation, dtype)
+    found = measure_inverse_error(activation, dtype)
     assert found is not None
     near = normal(3001, dtype=torch.float64)
     tails = torch.linspace(-90.0, 90.0, 2001, dtype=torch.float64).to(DEVICE)
@@ -342,7 +342,7 @@ def test_inverse(activation: Activation, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["identity", "leaky_relu", "elu", "softsign", "cbrt", "silu", "gelu"])
 def test_inverses_of_special_numbers(name: str, dtype: torch.dtype) -> None:
     activation = resolve(name)
-    if told(activation, dtype) is None:
+    if measure_inverse_error(activation, dtype) is None:
         return
     numbers = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan], dtype=dtype)
     found = backend.inverse(numbers.to(DEVICE), activation, None).cpu()

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 import fusedlayers as fl
 from examples.custom_activation import ACTIVATIONS as MODULES
 from fusedlayers import backends
-from fusedlayers.activations import Activation, Specialised, resolve
+from fusedlayers.activations import Activation, WithOperands, resolve
 from fusedlayers.activations.custom import _variants
 from fusedlayers.backends import GradientRequest
 from fusedlayers.backends import torch as torch_backend
-from fusedlayers.routes import specialised
+from fusedlayers.routes import with_operands
 
 pytest.importorskip("triton")
 from test_triton import LAYOUTS, compare, integers, normal, sum_along, way  # after the line that skips without it
@@ -47,7 +47,7 @@ every_trained = pytest.mark.parametrize("published", TRAINED, ids=str)
 
 
 def activation_of(function: Function, operands: Sequence[Tensor], dim: int) -> Activation:
-    """What ``specialise`` makes: a vector of one number is a number."""
+    """What ``trace_activation`` makes: a vector of one number is a number."""
     return Activation(
         "custom", function, operand_dims=tuple(dim if p.numel() > 1 else None for p in operands), is_traced=True
     )
@@ -180,9 +180,9 @@ def test_two_runs_agree_to_the_last_bit(shape: tuple[int, ...], dim: int) -> Non
 # --- functions from the literature ------------------------------------------------------------------------------------
 
 
-def traced(function: object, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Specialised:
-    found = specialised(resolve(function), shape, dtype)
-    assert found.activation.is_fusible, found.activation.unfused_because
+def traced(function: object, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> WithOperands:
+    found = with_operands(resolve(function), shape, dtype)
+    assert found.activation.is_fusible, found.activation.fallback_reason
     return found
 
 
@@ -219,7 +219,7 @@ def test_trainable_functions(published: Published, dtype: torch.dtype, on_triton
 @pytest.mark.parametrize("published", PUBLISHED, ids=str)
 def test_every_function_of_the_literature_prints(published: Published, on_triton: Switch) -> None:
     found = traced(published.with_tensors(), (64, 48)).activation
-    given = ["input"] if found.output_refused_because(torch.float32) is not None else ["output", "input"]
+    given = ["input"] if found.output_refusal(torch.float32) is not None else ["output", "input"]
     for kept, dtype in itertools.product(given, DTYPES):
         for role in ("forward", "gradient"):
             needs = (True,) * len(found.operand_dims)
@@ -233,7 +233,7 @@ def test_functions_without_parameters(published: Published, on_triton: Switch) -
     z = torch.cat([torch.linspace(-9, 9, 1499), torch.tensor([0.0, -0.0, 1e-30, -1e-30])]).to(DEVICE)
     check_given_input(on_triton, published.function, z)
     activation = traced(published.function, (len(z),)).activation
-    if activation.output_refused_because(torch.float32) is not None:
+    if activation.output_refusal(torch.float32) is not None:
         return
     y = backend.bias_act(z, None, activation, dim=-1, encode=True, out=None)
     dz, *_ = gradient(torch.ones_like(z), y, activation, (), -1, wanted=GradientRequest("output", False, False))
@@ -326,8 +326,8 @@ def test_what_is_done_to_parameters_may_be_anything(reduced: Callable[[Tensor], 
 
 @pytest.mark.parametrize("function", [lambda z: torch.frexp(z)[0], lambda z: z.max(0)[0] + z], ids=["frexp", "max"])
 def test_operations_with_several_results_are_refused(function: Function) -> None:
-    found = specialised(resolve(function), (64, 48), torch.float32).activation
-    assert found.unfused_because is not None and "is not pointwise" in found.unfused_because
+    found = with_operands(resolve(function), (64, 48), torch.float32).activation
+    assert found.fallback_reason is not None and "is not pointwise" in found.fallback_reason
 
 
 # --- whole layers -----------------------------------------------------------------------------------------------------

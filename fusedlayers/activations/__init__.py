@@ -1,29 +1,40 @@
 """Activations: the record, the table, the branch bit, inverses and traces."""
 
 from . import builtin as _builtin  # fills the table
-from .free_variables import must_be_called_because
-from .inverse_error import Told, told
-from .lookup import record_of, resolve
-from .record import DTYPES, Activation, Row, Saved, Specialised, activations, register, register_stand_in, rows, widened
+from .free_variables import must_call_reason
+from .inverse_error import InverseError, measure_inverse_error
+from .lookup import activation_of_module, resolve
+from .record import (
+    DTYPES,
+    Activation,
+    Row,
+    Saved,
+    WithOperands,
+    activations,
+    register,
+    register_stand_in,
+    rows,
+    upcast,
+)
 from .register import activation
 
 __all__ = [
     "DTYPES",
     "Activation",
+    "InverseError",
     "Row",
     "Saved",
-    "Specialised",
-    "Told",
+    "WithOperands",
     "activation",
+    "activation_of_module",
     "activations",
-    "must_be_called_because",
-    "record_of",
+    "measure_inverse_error",
+    "must_call_reason",
     "register",
     "register_stand_in",
     "resolve",
     "rows",
-    "told",
-    "widened",
+    "upcast",
 ]
 
 del _builtin

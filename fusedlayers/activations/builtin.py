@@ -36,14 +36,20 @@ def _given_positive(name: str, value: float, below: str) -> str | None:
 # --- piecewise linear -------------------------------------------------------------------------------------------------
 
 register(
-    Row("identity", lambda z: z, given_output=torch.ones_like, inverse=lambda y: y, stands_for=((nn.Identity, {}),))
+    Row(
+        "identity",
+        lambda z: z,
+        derivative_given_output=torch.ones_like,
+        inverse=lambda y: y,
+        stands_for=((nn.Identity, {}),),
+    )
 )
 
 register(
     Row(
         "relu",
         torch.relu,
-        given_output=lambda y: torch.where(y > 0, 1.0, 0.0),
+        derivative_given_output=lambda y: torch.where(y > 0, 1.0, 0.0),
         stands_for=((nn.ReLU, {}), (F.relu, {}), (torch.relu, {})),
         native=Native(
             torch.relu_,
@@ -58,8 +64,10 @@ register(
         "leaky_relu",
         F.leaky_relu,
         {"negative_slope": 0.01},
-        given_output=lambda y, negative_slope: torch.where(y > 0, 1.0, torch.full_like(y, negative_slope)),
-        unless=lambda negative_slope: _given_positive("negative_slope", negative_slope, "the function turns at 0"),
+        derivative_given_output=lambda y, negative_slope: torch.where(y > 0, 1.0, torch.full_like(y, negative_slope)),
+        parameter_refusal=lambda negative_slope: _given_positive(
+            "negative_slope", negative_slope, "the function turns at 0"
+        ),
         # A number whose reciprocal is not one of float32 tells nothing either.
         inverse=lambda y, negative_slope: (
             y * math.nan if abs(negative_slope) < 1e-38 else F.leaky_relu(y, 1 / negative_slope)
@@ -78,7 +86,7 @@ register(
     Row(
         "relu6",
         F.relu6,
-        given_output=lambda y: torch.where((y > 0) & (y < 6), 1.0, 0.0),
+        derivative_given_output=lambda y: torch.where((y > 0) & (y < 6), 1.0, 0.0),
         stands_for=((nn.ReLU6, {}), (F.relu6, {})),
         native=Native(
             aten.relu6_.default,
@@ -92,8 +100,8 @@ register(
         "hardtanh",
         F.hardtanh,
         {"min_val": -1.0, "max_val": 1.0},
-        given_output=lambda y, min_val, max_val: torch.where((y > min_val) & (y < max_val), 1.0, 0.0),
-        levels=("min_val", "max_val"),
+        derivative_given_output=lambda y, min_val, max_val: torch.where((y > min_val) & (y < max_val), 1.0, 0.0),
+        flat_levels=("min_val", "max_val"),
         stands_for=((nn.Hardtanh, {}), (F.hardtanh, {})),
         native=Native(
             aten.hardtanh_.default,
@@ -107,9 +115,9 @@ register(
         "trelu",
         F.threshold,
         {"threshold": 1.0, "value": 0.0},
-        given_output=lambda y, threshold, value: torch.where(y > max(threshold, value), 1.0, 0.0),
-        levels=("value",),  # which rounding may have lifted above the threshold
-        unless=lambda threshold, value: (
+        derivative_given_output=lambda y, threshold, value: torch.where(y > max(threshold, value), 1.0, 0.0),
+        flat_levels=("value",),  # which rounding may have lifted above the threshold
+        parameter_refusal=lambda threshold, value: (
             None if value <= threshold else "with value > threshold a clamped output looks like one that was kept"
         ),
         stands_for=((nn.Threshold, {}), (F.threshold, {})),
@@ -125,7 +133,7 @@ register(
         "softshrink",
         F.softshrink,
         {"lambd": 0.5},
-        given_output=lambda y, lambd: torch.where(y == 0, 0.0, 1.0),
+        derivative_given_output=lambda y, lambd: torch.where(y == 0, 0.0, 1.0),
         stands_for=((nn.Softshrink, {}), (F.softshrink, {})),
     )
 )
@@ -140,7 +148,7 @@ register(
     Row(
         "hardsigmoid",
         _hardsigmoid,
-        given_output=lambda y: torch.where((y > 0) & (y < 1), torch.full_like(y, 1 / 6), 0.0),
+        derivative_given_output=lambda y: torch.where((y > 0) & (y < 1), torch.full_like(y, 1 / 6), 0.0),
         stands_for=((nn.Hardsigmoid, {}), (F.hardsigmoid, {})),
         native=Native(aten.hardsigmoid_.default),
         plain=_hardsigmoid,
@@ -167,13 +175,13 @@ def _squared_relu_derivative(y: Tensor) -> Tensor:
     return torch.where(flat, 0.0, 2 * torch.sqrt(torch.where(flat, 1.0, y)))
 
 
-register(Row("squared_relu", _squared_relu, given_output=_squared_relu_derivative))
+register(Row("squared_relu", _squared_relu, derivative_given_output=_squared_relu_derivative))
 
 register(
     Row(
         "tanh",
         torch.tanh,
-        given_output=lambda y: 1 - y * y,
+        derivative_given_output=lambda y: 1 - y * y,
         inverse=torch.atanh,
         stands_for=((nn.Tanh, {}), (torch.tanh, {}), (F.tanh, {})),
         native=Native(
@@ -188,7 +196,7 @@ register(
     Row(
         "sigmoid",
         torch.sigmoid,
-        given_output=lambda y: y * (1 - y),
+        derivative_given_output=lambda y: y * (1 - y),
         inverse=lambda y: torch.log(y) - torch.log1p(-y),
         stands_for=((nn.Sigmoid, {}), (torch.sigmoid, {}), (F.sigmoid, {})),
         native=Native(
@@ -204,8 +212,8 @@ register(
         "elu",
         F.elu,
         {"alpha": 1.0},
-        given_output=lambda y, alpha: torch.where(y > 0, 1.0, y + alpha),
-        unless=lambda alpha: _given_positive("alpha", alpha, "the function turns at 0"),
+        derivative_given_output=lambda y, alpha: torch.where(y > 0, 1.0, y + alpha),
+        parameter_refusal=lambda alpha: _given_positive("alpha", alpha, "the function turns at 0"),
         inverse=lambda y, alpha: torch.clamp(y, min=0) + torch.log1p(torch.clamp(y, max=0) / alpha),
         stands_for=((nn.ELU, {}), (F.elu, {})),
         native=Native(
@@ -220,7 +228,7 @@ register(
     Row(
         "selu",
         F.selu,
-        given_output=lambda y: torch.where(y > 0, _SELU_SCALE, y + _SELU_SCALE * _SELU_ALPHA),
+        derivative_given_output=lambda y: torch.where(y > 0, _SELU_SCALE, y + _SELU_SCALE * _SELU_ALPHA),
         inverse=lambda y: (
             torch.clamp(y, min=0) * (1 / _SELU_SCALE)
             + torch.log1p(torch.clamp(y, max=0) * (1 / (_SELU_SCALE * _SELU_ALPHA)))
@@ -238,8 +246,8 @@ register(
         "celu",
         F.celu,
         {"alpha": 1.0},
-        given_output=lambda y, alpha: torch.where(y > 0, 1.0, y / alpha + 1),
-        unless=lambda alpha: _given_positive("alpha", alpha, "the function grows without bound below 0"),
+        derivative_given_output=lambda y, alpha: torch.where(y > 0, 1.0, y / alpha + 1),
+        parameter_refusal=lambda alpha: _given_positive("alpha", alpha, "the function grows without bound below 0"),
         inverse=lambda y, alpha: torch.clamp(y, min=0) + alpha * torch.log1p(torch.clamp(y, max=0) / alpha),
         stands_for=((nn.CELU, {}), (F.celu, {}), (torch.celu, {})),
         native=Native(
@@ -258,8 +266,8 @@ register(
         "softplus",
         F.softplus,
         {"beta": 1.0, "threshold": 20.0},
-        given_output=lambda y, beta, threshold: -torch.expm1(-beta * y),
-        unless=lambda beta, threshold: (
+        derivative_given_output=lambda y, beta, threshold: -torch.expm1(-beta * y),
+        parameter_refusal=lambda beta, threshold: (
             None
             if beta > 0 and threshold >= _SOFTPLUS_SEAMLESS
             else f"with beta = {beta:g} and threshold = {threshold:g} the straight part overlaps the curved one"
@@ -273,7 +281,7 @@ register(
     Row(
         "logsigmoid",
         F.logsigmoid,
-        given_output=lambda y: -torch.expm1(y),
+        derivative_given_output=lambda y: -torch.expm1(y),
         inverse=lambda y: y - torch.log(-torch.expm1(y)),
         stands_for=((nn.LogSigmoid, {}), (F.logsigmoid, {})),
     )
@@ -289,7 +297,7 @@ register(
     Row(
         "softsign",
         F.softsign,
-        given_output=_softsign_derivative,
+        derivative_given_output=_softsign_derivative,
         inverse=lambda y: y / (1 - torch.abs(y)),
         stands_for=((nn.Softsign, {}), (F.softsign, {})),
     )
@@ -299,7 +307,7 @@ register(
     Row(
         "cbrt",
         lambda z: torch.sign(z) * torch.pow(torch.abs(z), 1 / 3),
-        given_output=lambda y: 1 / (3 * y * y),
+        derivative_given_output=lambda y: 1 / (3 * y * y),
         inverse=lambda y: y * y * y,
     )
 )
@@ -337,7 +345,7 @@ register(
     Row(
         "gelu",
         _gelu,
-        given_output="fold",
+        derivative_given_output="fold",
         inverse="fold",
         stands_for=((nn.GELU, {"approximate": "none"}), (F.gelu, {}), (F.gelu, {"approximate": "none"})),
         native=Native(
@@ -350,7 +358,7 @@ register(
     Row(
         "gelu_tanh",
         _gelu_tanh,
-        given_output="fold",
+        derivative_given_output="fold",
         inverse="fold",
         stands_for=((nn.GELU, {"approximate": "tanh"}), (F.gelu, {"approximate": "tanh"})),
         native=Native(
@@ -359,12 +367,12 @@ register(
         ),
     )
 )
-register(Row("quick_gelu", lambda z: z * torch.sigmoid(1.702 * z), given_output="fold", inverse="fold"))
+register(Row("quick_gelu", lambda z: z * torch.sigmoid(1.702 * z), derivative_given_output="fold", inverse="fold"))
 register(
     Row(
         "silu",
         F.silu,
-        given_output="fold",
+        derivative_given_output="fold",
         inverse="fold",
         stands_for=((nn.SiLU, {}), (F.silu, {})),
         native=Native(
@@ -378,7 +386,7 @@ register(
     Row(
         "mish",
         _mish,
-        given_output="fold",
+        derivative_given_output="fold",
         inverse="fold",
         stands_for=((nn.Mish, {}), (F.mish, {})),
         native=Native(gradient_given_input=aten.mish_backward.default),
@@ -388,7 +396,7 @@ register(
     Row(
         "hardswish",
         F.hardswish,
-        given_output=FoldedDerivative(Fold(-1.5, -0.375), _hardswish_derivative),
+        derivative_given_output=FoldedDerivative(Fold(-1.5, -0.375), _hardswish_derivative),
         stands_for=((nn.Hardswish, {}), (F.hardswish, {})),
         native=Native(
             aten.hardswish_.default,

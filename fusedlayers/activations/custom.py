@@ -1,6 +1,6 @@
 """A user's own function, made into an activation.
 
-``specialise`` takes the function apart (``free_variables.py``), traces it once, splits the trace in two
+``trace_activation`` takes the function apart (``free_variables.py``), traces it once, splits the trace in two
 (``partition.py``) and compares the result with the original (``verification.py``). What comes out serves all functions
 of the same code.
 What does not pass stays with plain PyTorch, with a reason that people can read.
@@ -20,19 +20,19 @@ from torch import Tensor
 
 from ..derivative.analysis import Analysis, analyse
 from ..utils.bounded_cache import Recent
-from .free_variables import Captured, capture
+from .free_variables import FreeVariables, find_variables
 from .partition import Split, example_shape
 from .partition import split as split_trace
-from .recognition import row_of
-from .record import Activation, Row, Specialised
-from .register import mistake, out_of_reach
+from .recognition import recognise
+from .record import Activation, Row, WithOperands
+from .register import find_counterexample, find_inaccurate_dtypes
 from .tracing import NotPointwise, aten_graph, simplified
-from .verification import asks_for_sizes, compare
+from .verification import check_trace, reads_sizes
 
 _log = logging.getLogger("fusedlayers")
 
 
-class _Question(NamedTuple):
+class _TraceKey(NamedTuple):
     """What a function is traced for. ``is_exact``: the example has the very shape, and does not stand for others."""
 
     example: tuple[int, ...]
@@ -41,21 +41,21 @@ class _Question(NamedTuple):
     autocast: bool
 
 
-class _Entry(NamedTuple):
+class _Traced(NamedTuple):
     """What is known of a function: the activation, and how its trace is split where it reads tensors; or why it is left
     to PyTorch; or that it has to be traced for each shape."""
 
     activation: Activation | None = None
     split: Split | None = None
     refusal: str | None = None
-    asks_for_sizes: bool = False
+    reads_sizes: bool = False
 
 
 #: How many traces may differ in nothing but the numbers that a function reads: each costs a tenth of a second, so a
 #: function whose numbers change at every step is given up.
-_VARIANTS = 64
+_MAX_VARIANTS = 64
 #: Of these, how many are analysed, which takes half a second: a number that changes at every step is kept out of it.
-_ANALYSED = 8
+_MAX_ANALYSED = 8
 #: What keeps of its arguments a truth value for each element at most.
 _COMPARISONS = {
     getattr(getattr(torch.ops.aten, name), kind)
@@ -63,38 +63,38 @@ _COMPARISONS = {
     for kind in ("Scalar", "Tensor")
 }
 _MASK = "backward needs truth values only, for which PyTorch keeps a byte"
-_entries: Recent[_Entry] = Recent()
+_traces: Recent[_Traced] = Recent()
 _analyses: Recent[Analysis] = Recent()
 _variants: Recent[int] = Recent()
-_said: Recent[bool] = Recent()
+_logged: Recent[bool] = Recent()
 
 
-def specialise(
+def trace_activation(
     activation: Activation, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
-) -> Specialised:
+) -> WithOperands:
     """The activation for ``z`` of this shape, dtype and device, for a callable that is not in the table."""
-    captured = capture(activation.function)
-    if captured.refusal is not None:
-        return Specialised(_unfused(activation, _because(activation, captured.refusal)))
+    variables = find_variables(activation.function)
+    if variables.refusal is not None:
+        return WithOperands(_unfused(activation, _log_reason(activation, variables.refusal)))
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    example = example_shape(shape, captured.tensors)
-    entry = _entry(activation, captured, _Question(example, False, dtype, autocast))
-    if entry.asks_for_sizes:  # it may do another thing for large tensors
-        entry = _entry(activation, captured, _Question(shape, True, dtype, autocast))
-    if entry.activation is None:
-        return Specialised(_unfused(activation, entry.refusal or ""))
-    if entry.split is None or not entry.split.dims:
-        return Specialised(entry.activation)
-    operands = _operands(entry.split, captured.tensors, dtype)
+    example = example_shape(shape, variables.tensors)
+    traced = _cached_trace(activation, variables, _TraceKey(example, False, dtype, autocast))
+    if traced.reads_sizes:  # it may do another thing for large tensors
+        traced = _cached_trace(activation, variables, _TraceKey(shape, True, dtype, autocast))
+    if traced.activation is None:
+        return WithOperands(_unfused(activation, traced.refusal or ""))
+    if traced.split is None or not traced.split.dims:
+        return WithOperands(traced.activation)
+    operands = _operands(traced.split, variables.tensors, dtype)
     if device is not None:
         operands = tuple(p if p.dim() else p.to(device) for p in operands)  # as torch combines 0-d tensors with others
         if any(p.device != device for p in operands):
-            return Specialised(_unfused(activation, _because(activation, "its tensors are on another device")))
-    return Specialised(entry.activation, operands, next((d for d in entry.split.dims if d is not None), None))
+            return WithOperands(_unfused(activation, _log_reason(activation, "its tensors are on another device")))
+    return WithOperands(traced.activation, operands, next((d for d in traced.split.dims if d is not None), None))
 
 
 @contextmanager
-def unsaid() -> Iterator[None]:
+def without_logging() -> Iterator[None]:
     """Let this thread find out about functions without a word in the log: nobody has asked for them to be fused."""
     thread = threading.get_ident()
 
@@ -116,44 +116,44 @@ def _operands(split: Split, tensors: Sequence[Tensor], dtype: torch.dtype) -> tu
 
 
 def _unfused(activation: Activation, reason: str) -> Activation:
-    return replace(activation, unfused_because=reason, is_untraced=False)
+    return replace(activation, fallback_reason=reason, needs_tracing=False)
 
 
-def _because(activation: Activation, why: str) -> str:
+def _log_reason(activation: Activation, why: str) -> str:
     """The reason in words; the first time it is said."""
     reason = f"{activation.name} is left to PyTorch because {why}"
-    if _said.get(reason) is None:
-        _said.put(reason, True)
+    if _logged.get(reason) is None:
+        _logged.put(reason, True)
         _log.warning("%s", reason)
     return reason
 
 
-def _entry(activation: Activation, captured: Captured, question: _Question) -> _Entry:
-    key = captured.key, activation.row, _stated_key(activation.row), question
-    entry = _entries.get(key)
-    if entry is None:
+def _cached_trace(activation: Activation, variables: FreeVariables, trace_key: _TraceKey) -> _Traced:
+    key = variables.key, activation.row, _stated_derivatives_key(activation.row), trace_key
+    traced = _traces.get(key)
+    if traced is None:
         try:
-            entry = _make(activation, captured, question)
+            traced = _trace(activation, variables, trace_key)
         except NotPointwise as refusal:
-            entry = _Entry(refusal=_because(activation, str(refusal)))
-        _entries.put(key, entry)
-    return entry
+            traced = _Traced(refusal=_log_reason(activation, str(refusal)))
+        _traces.put(key, traced)
+    return traced
 
 
-def _make(activation: Activation, captured: Captured, question: _Question) -> _Entry:
-    kinds = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in captured.tensors)
-    family = captured.root, kinds, question
+def _trace(activation: Activation, variables: FreeVariables, trace_key: _TraceKey) -> _Traced:
+    kinds = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in variables.tensors)
+    family = variables.code, kinds, trace_key
     variants = _variants.put(family, (_variants.get(family) or 0) + 1)
-    if variants > _VARIANTS:
+    if variants > _MAX_VARIANTS:
         raise NotPointwise("numbers that it reads change from call to call; let it read tensors instead")
-    example, is_exact, dtype, autocast = question
-    split = split_trace(captured, example, dtype)
-    if asks_for_sizes(captured, example, dtype, autocast) and not is_exact:
-        return _Entry(asks_for_sizes=True)
-    compare(captured, split, example, dtype)
-    known = row_of(split.body, dtype) if activation.row is None and not split.dims else None
+    example, is_exact, dtype, autocast = trace_key
+    split = split_trace(variables, example, dtype)
+    if reads_sizes(variables, example, dtype, autocast) and not is_exact:
+        return _Traced(reads_sizes=True)
+    check_trace(variables, split, example, dtype)
+    known = recognise(split.body, dtype) if activation.row is None and not split.dims else None
     if known is not None:
-        return _Entry(known)
+        return _Traced(known)
     _check_derivatives(activation)
     reads = _what_backward_reads(split, dtype)
     if not reads:  # of what is straight in z a layer would keep the input or the output
@@ -161,16 +161,18 @@ def _make(activation: Activation, captured: Captured, question: _Question) -> _E
     if split.dims:
         if reads <= _COMPARISONS:
             raise NotPointwise(_MASK)
-        return _Entry(Activation(activation.name, split.body, operand_dims=split.dims, is_traced=True), split)
+        return _Traced(Activation(activation.name, split.body, operand_dims=split.dims, is_traced=True), split)
     row = activation.row or Row(activation.name, split.body)
-    if row.given_output is None and variants <= _ANALYSED:
-        row = replace(row, given_output=_analysis((captured.key, split.body.code if is_exact else None), split.body))
-    if reads <= _COMPARISONS and replace(activation, row=row).output_refused_because(dtype) is not None:
+    if row.derivative_given_output is None and variants <= _MAX_ANALYSED:
+        row = replace(
+            row, derivative_given_output=_analysis((variables.key, split.body.code if is_exact else None), split.body)
+        )
+    if reads <= _COMPARISONS and replace(activation, row=row).output_refusal(dtype) is not None:
         raise NotPointwise(_MASK)
     if activation.row is not None:
-        row = replace(row, refusals=out_of_reach(activation.row, activation.parameters))
-        return _Entry(replace(activation, row=row, is_untraced=False))
-    return _Entry(Activation(activation.name, split.body, row=row, is_traced=True))
+        row = replace(row, dtype_refusals=find_inaccurate_dtypes(activation.row, activation.parameters))
+        return _Traced(replace(activation, row=row, needs_tracing=False))
+    return _Traced(Activation(activation.name, split.body, row=row, is_traced=True))
 
 
 def _analysis(key: Hashable, function: Callable[[Tensor], Tensor]) -> Analysis:
@@ -180,22 +182,24 @@ def _analysis(key: Hashable, function: Callable[[Tensor], Tensor]) -> Analysis:
 
 def _what_backward_reads(split: Split, dtype: torch.dtype) -> set[Any]:
     """The operations of the backward pass that read z."""
-    gradients = Activation("", split.body, operand_dims=split.dims).gradients((True,) * len(split.dims))
+    gradients = Activation("", split.body, operand_dims=split.dims).gradient_function((True,) * len(split.dims))
     examples = [torch.zeros(4, 6, dtype=torch.promote_types(dtype, torch.float32)) for _ in range(2 + len(split.dims))]
     _, z, *_ = (node for node in simplified(aten_graph(gradients, examples)).graph.nodes if node.op == "placeholder")
     return {node.target for node in z.users}
 
 
-def _stated_key(row: Row | None) -> Hashable:
+def _stated_derivatives_key(row: Row | None) -> Hashable:
     """What the derivatives that a user stated read."""
     if row is None:
         return None
-    return tuple(capture(stated).key for stated in (row.derivative, row.given_output) if callable(stated))
+    return tuple(
+        find_variables(stated).key for stated in (row.derivative, row.derivative_given_output) if callable(stated)
+    )
 
 
 def _check_derivatives(activation: Activation) -> None:
     """A stated derivative was compared when it was registered, for the parameters' defaults and what it read then."""
     if activation.row is not None:
-        wrong = mistake(activation.row, activation.parameters)
+        wrong = find_counterexample(activation.row, activation.parameters)
         if wrong is not None:
             raise NotPointwise(wrong)

@@ -2,8 +2,8 @@
 
 A user's activation may be a lambda over a parameter, a partial, a bound method, a module. Two such functions that were
 made by the same lines of code and read the same numbers compute the same from their tensors: a trace of one serves the
-other. ``capture`` finds both, by looking where Python looks: in closures, defaults, the globals and attributes that the
-code names, a module's parameters and buffers.
+other. ``find_variables`` finds both, by looking where Python looks: in closures, defaults, the globals and attributes
+that the code names, a module's parameters and buffers.
 
 The code is that of the function and of whatever it may call: methods and properties whose names occur, functions from
 the same program. Installed packages are taken to compute tomorrow what they compute today.
@@ -26,42 +26,42 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import has_torch_function
 
 from .python_values import (
-    BY_CHANCE,
-    OUTSIDE,
-    draws,
-    held_by,
+    PROCESS_STATE,
+    RANDOM,
+    attributes_of,
+    draws_random_numbers,
     is_buffer,
     is_constant,
     is_filled,
     is_fixed,
-    is_librarys,
-    is_packaged,
+    is_installed_code,
+    is_library,
     names_in,
     unwrapped,
-    users_bases,
+    user_classes,
 )
 
 Make = Callable[[Sequence[Tensor]], Any]
 
 
-class Captured(NamedTuple):
+class FreeVariables(NamedTuple):
     """A function, taken apart.
 
-    ``key`` is equal for functions that compute the same from equally shaped tensors; ``root``, the code that is called
-    or what stands for it, is also equal for those that read other numbers. ``on(tensors)`` is the function with its
+    ``key`` is equal for functions that compute the same from equally shaped tensors; ``code``, the code that is called
+    or what stands for it, is also equal for those that read other numbers. ``rebind(tensors)`` is the function with its
     ``tensors`` replaced by others. ``refusal`` is why that cannot be said of it, or None. ``objects`` are what was
     looked into, the function itself first: what else it reads are values, or what programs define once.
     """
 
-    root: Hashable
+    code: Hashable
     key: Hashable
     tensors: tuple[Tensor, ...]
-    on: Callable[[Sequence[Tensor]], Callable[..., Any]]
+    rebind: Callable[[Sequence[Tensor]], Callable[..., Any]]
     refusal: str | None
     objects: tuple[object, ...]
 
 
-def capture(function: Callable[..., Any]) -> Captured:
+def find_variables(function: Callable[..., Any]) -> FreeVariables:
     root = _root(function)
     visitor = _Visitor(_known_names.get(root, _CALLED))
     key, make = visitor.visit(function)
@@ -71,7 +71,7 @@ def capture(function: Callable[..., Any]) -> Captured:
         if len(_known_names) >= _ROOTS:
             _known_names.clear()
         _known_names[root] = frozenset(visitor.names)
-    return Captured(root, key, tuple(visitor.tensors), make, visitor.refusal, tuple(visitor.alive))
+    return FreeVariables(root, key, tuple(visitor.tensors), make, visitor.refusal, tuple(visitor.alive))
 
 
 def _root(function: Any) -> Hashable:
@@ -89,7 +89,7 @@ _known_names: dict[Hashable, frozenset[str]] = {}
 _ROOTS = 512
 
 
-def must_be_called_because(module: nn.Module) -> str | None:
+def must_call_reason(module: nn.Module) -> str | None:
     """Why a module does more than its class says, or None."""
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return "it has hooks"
@@ -168,7 +168,7 @@ class _Visitor:
 
     def _how(self, value: Any) -> Callable[[Any], tuple[Hashable, Make]] | None:
         if isinstance(value, types.FunctionType):
-            return None if self.alive and is_librarys(value) else self._function
+            return None if self.alive and is_library(value) else self._function
         if isinstance(value, types.BuiltinFunctionType):
             return self._bound_builtin if isinstance(value.__self__, (Tensor, random.Random)) else None
         for kind, visit in (
@@ -180,7 +180,7 @@ class _Visitor:
             if isinstance(value, kind):
                 return visit
         if isinstance(value, (type, types.ModuleType)):
-            return None if is_librarys(value) else self._namespace
+            return None if is_library(value) else self._namespace
         if is_buffer(value):
             return self._buffer
         if isinstance(value, functools._lru_cache_wrapper):
@@ -213,16 +213,16 @@ class _Visitor:
     def _function(self, function: types.FunctionType) -> tuple[Hashable, Make]:
         code = function.__code__
         # Of a package's function what it closes over counts: of a decorator's the function that it decorates.
-        names = names_in(code) if len(self.alive) == 1 or not is_packaged(function) else frozenset()
+        names = names_in(code) if len(self.alive) == 1 or not is_installed_code(function) else frozenset()
         self.names |= names
         scope = function.__globals__
         cells = function.__closure__ or ()
         closure = {i: c.cell_contents for i, c in enumerate(cells) if is_filled(c)}
         named = {name: scope[name] for name in sorted(names & scope.keys())}
         read = {name: value for name, value in named.items() if not is_fixed(value)}
-        if any(draws(value, names) for value in named.values()):
-            self.refusal = self.refusal or BY_CHANCE
-        for name in sorted(names & OUTSIDE):
+        if any(draws_random_numbers(value, names) for value in named.values()):
+            self.refusal = self.refusal or RANDOM
+        for name in sorted(names & PROCESS_STATE):
             self.refusal = self.refusal or f"it asks for {name}, which a trace does not follow"
         defaults = dict(enumerate(function.__defaults__ or ()))
         keywords = function.__kwdefaults__ or {}
@@ -268,7 +268,7 @@ class _Visitor:
     def _module(self, module: nn.Module) -> tuple[Hashable, Make]:
         """All that a module has; of a large one what the code names."""
         if id(module) not in self._bypassed:
-            self.refusal = self.refusal or must_be_called_because(module)
+            self.refusal = self.refusal or must_call_reason(module)
         members = self._members(type(module))
         has = [vars(module)[part] for part in _MODULE_PARTS]
         own: Mapping[str, Any] = {name: value for name, value in vars(module).items() if name not in _MODULE_OWN}
@@ -333,10 +333,10 @@ class _Visitor:
         """What the code names of an instance; all that it has, if methods from a package may read it."""
         kind: Any = type(value)
         if isinstance(value, random.Random):
-            self.refusal = self.refusal or BY_CHANCE
+            self.refusal = self.refusal or RANDOM
         members = self._members(kind)
-        found = dict(held_by(value))
-        if len(users_bases(kind)) == len(kind.__mro__) - 1:  # all but object
+        found = dict(attributes_of(value))
+        if len(user_classes(kind)) == len(kind.__mro__) - 1:  # all but object
             found, identity = self._named(found), None
         else:
             identity = _Same(value)
@@ -369,7 +369,7 @@ class _Visitor:
     def _members(self, kind: Any, also: Iterable[str] = ()) -> dict[Any, Any]:
         """What may be called or read of the classes that an object is made after. What methods name is named by the
         code."""
-        bases = users_bases(kind)
+        bases = user_classes(kind)
         if not bases:
             return {}
         found, names = _found_members(bases, frozenset(self.names), frozenset(also))

@@ -2,8 +2,8 @@
 
 An output is rounded. What that does to the input depends on where it is: little where the function is steep, much next
 to a fold and where the function flattens. So the error is measured, once for each activation and dtype, over cells of
-inputs; ``Told`` then says, for inputs of some mean and standard deviation, what error to expect, and how far off any
-single one may be.
+inputs; ``InverseError`` then says, for inputs of some mean and standard deviation, what error to expect, and how far
+off any single one may be.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..utils.isolation import in_clean_state
-from .record import Activation, widened
+from .record import Activation, upcast
 
 #: Inputs are looked at in cells of this width, so many to both sides of 0, and so many in each.
 CELL, CELLS, TRIED = 1 / 32, 1280, 32
@@ -40,7 +40,7 @@ LOST = 1e6
 
 
 @dataclass(frozen=True, eq=False)
-class Told:
+class InverseError:
     """What outputs of a dtype tell of their inputs.
 
     Attributes:
@@ -49,16 +49,16 @@ class Told:
         integral: of the mean square error of inputs from 0 to the end of each cell.
         rounding: of the input itself, the mean square in relation to its square.
         limit: the accepted root of the mean square error over a channel, in relation to its standard deviation.
-        least_std: channels whose standard deviation is smaller are not told.
+        min_std: channels whose standard deviation is smaller are not told.
     """
 
     largest: Tensor
     integral: Tensor
     rounding: float
     limit: float
-    least_std: float
+    min_std: float
 
-    def error(self, mean: Tensor, std: Tensor) -> Tensor:
+    def rms(self, mean: Tensor, std: Tensor) -> Tensor:
         """The error to expect of channels: its root mean square, in relation to the standard deviation; of a normal
         distribution. Not a number where that is zero."""
         mean, std = mean.double(), std.double()
@@ -79,7 +79,7 @@ class Told:
         found = largest[place] * z.abs().clamp_min(1.0)
         return found.nan_to_num_(torch.inf, torch.inf)
 
-    def is_told(self, mean: Tensor, std: Tensor) -> Tensor:
+    def is_acceptable(self, mean: Tensor, std: Tensor) -> Tensor:
         """Of which channels the error is below ``limit``; where it hardly is, it may say no."""
         mean, size = mean.float(), std.abs().float()
         _, good = _on(self, std.device)
@@ -93,14 +93,14 @@ class Told:
         once, for it takes as long as a small layer."""
         std = torch.exp2(torch.arange(2 * STEPS * OCTAVES + 1, dtype=torch.float64) / STEPS - OCTAVES)
         mean = torch.arange(2 * STEPS * OFFSET + 1, dtype=torch.float64) / STEPS - OFFSET
-        good = self.error(std.unsqueeze(1) * mean, std.unsqueeze(1).expand(-1, len(mean))) <= self.limit
-        good &= (std >= self.least_std).unsqueeze(1)
+        good = self.rms(std.unsqueeze(1) * mean, std.unsqueeze(1).expand(-1, len(mean))) <= self.limit
+        good &= (std >= self.min_std).unsqueeze(1)
         good = good[1:, 1:] & good[:-1, 1:] & good[1:, :-1] & good[:-1, :-1]
         return torch.nn.functional.pad(good[1:-1, 1:-1], (1, 1, 1, 1))  # what is further out is not told
 
 
 @functools.lru_cache(256)
-def _on(found: Told, device: torch.device) -> tuple[Tensor, Tensor]:
+def _on(found: InverseError, device: torch.device) -> tuple[Tensor, Tensor]:
     """The tables on a device."""
     return found.largest.to(device), found.good.to(device)
 
@@ -115,7 +115,7 @@ def _normal() -> Tensor:
 
 @functools.lru_cache(1024)
 @in_clean_state
-def told(activation: Activation, dtype: torch.dtype) -> Told | None:
+def measure_inverse_error(activation: Activation, dtype: torch.dtype) -> InverseError | None:
     """What outputs of the activation, in ``dtype``, tell of their inputs, or None if that is too little."""
     # The gradient of the weight is a sum over xhat, and torch has that from an x as exact as it was given: with outputs
     # of 16 bits it errs a hundred times as much.
@@ -140,14 +140,14 @@ def told(activation: Activation, dtype: torch.dtype) -> Told | None:
     below, above = (_errors(activation, dtype, sign * FAR).amax().view(1) for sign in (-1, 1))
     below = torch.cat([largest[:CELLS].flip(0), below]).cummax(0).values.flip(0)
     above = torch.cat([largest[CELLS:], above]).cummax(0).values
-    accepted, least_std = (ACCEPTED_FOLDED, LEAST_FOLDED) if activation.is_folded else (ACCEPTED, 0.0)
-    found = Told(torch.cat([below, above]), integral, eps**2 / 12, accepted * eps, least_std)
-    return found if bool(found.is_told(torch.zeros(1), torch.ones(1))) else None
+    accepted, min_std = (ACCEPTED_FOLDED, LEAST_FOLDED) if activation.is_folded else (ACCEPTED, 0.0)
+    found = InverseError(torch.cat([below, above]), integral, eps**2 / 12, accepted * eps, min_std)
+    return found if bool(found.is_acceptable(torch.zeros(1), torch.ones(1))) else None
 
 
 def _errors(activation: Activation, dtype: torch.dtype, z: Tensor) -> Tensor:
     """How far off the inputs are that outputs tell, in relation to their size where that is above 1."""
-    z = widened(z.to(dtype))
+    z = upcast(z.to(dtype))
     stored = activation.encoded(z, dtype).to(dtype)
-    again = activation.input_given_output(widened(stored), dtype)
+    again = activation.input_given_output(upcast(stored), dtype)
     return ((again - z).double() / z.double().abs().clamp_min(1.0)).nan_to_num(torch.inf).abs()

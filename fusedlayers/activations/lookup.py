@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from . import record
-from .free_variables import must_be_called_because
+from .free_variables import must_call_reason
 from .record import Activation, activations
 
 
@@ -23,14 +23,14 @@ def resolve(activation: object, function: str = "resolve") -> Activation:
         TypeError: something that cannot be called, or a module's class.
     """
     if isinstance(activation, str):
-        found = record.named.get(activation)
+        found = record.by_name.get(activation)
         if found is None:
             raise ValueError(
                 f"{function}: unknown activation {activation!r}; the known ones are: {', '.join(activations())}"
             )
         return found
     if activation is None:
-        return record.named["identity"]
+        return record.by_name["identity"]
     if isinstance(activation, Activation):
         return activation
     if isinstance(activation, nn.Module):
@@ -48,14 +48,14 @@ def resolve(activation: object, function: str = "resolve") -> Activation:
 
 def _resolve_module(module: nn.Module) -> Activation:
     # A subclass may compute something else, and a hook wants to see the module called: both stay as they are.
-    reason = must_be_called_because(module)
+    reason = must_call_reason(module)
     if reason is not None:
         return _unfused(module, reason)
-    found = record_of(module, vars(type(module)).get("stands_in_for", type(module)))
-    return found if found is not None else Activation(_name(module), module, is_untraced=True)
+    found = activation_of_module(module, vars(type(module)).get("stands_in_for", type(module)))
+    return found if found is not None else Activation(_name(module), module, needs_tracing=True)
 
 
-def record_of(module: nn.Module, kind: type[nn.Module]) -> Activation | None:
+def activation_of_module(module: nn.Module, kind: type[nn.Module]) -> Activation | None:
     """The record for a module that computes what torch's ``kind`` does, or None if that is not in the table."""
     for row, arguments, _ in record.stand_ins.get(kind, ()):
         parameters = {key: getattr(module, key) for key in row.parameters}
@@ -80,12 +80,12 @@ def _resolve_function(function: Callable[..., Any]) -> Activation:
         selected = all(keywords.get(key) == value for key, value in arguments.items())
         if selected and required <= set(parameters) <= set(row.parameters) and _are_numbers(parameters):
             return row.bind(**parameters)
-    return Activation(_name(function), function, is_untraced=True)
+    return Activation(_name(function), function, needs_tracing=True)
 
 
 def _unfused(function: Callable[..., Any], reason: str) -> Activation:
     name = _name(function)
-    return Activation(name, function, unfused_because=f"{name} is left to PyTorch because {reason}")
+    return Activation(name, function, fallback_reason=f"{name} is left to PyTorch because {reason}")
 
 
 def _name(function: object) -> str:

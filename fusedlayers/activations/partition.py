@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from .decompositions import to_single_results
-from .free_variables import Captured
-from .tracing import FILLED, QUICK, NotPointwise, aten_graph, remove_repetitions
+from .free_variables import FreeVariables
+from .tracing import FILL_VALUES, TORCH_CALLS, NotPointwise, aten_graph, eliminate_common_subexpressions
 
 aten = torch.ops.aten
 
@@ -67,19 +67,19 @@ _CASTS = {aten._to_copy.default, aten.alias.default, aten.clone.default, aten.de
 _EXPANDING = {aten.expand.default, aten.expand_copy.default}
 
 
-def split(captured: Captured, example: tuple[int, ...], dtype: torch.dtype) -> Split:
+def split(variables: FreeVariables, example: tuple[int, ...], dtype: torch.dtype) -> Split:
     wide = torch.promote_types(dtype, torch.float32)
-    module = _traced(captured, example, wide)
-    if wide is not dtype and _numbers(module) != _numbers(_traced(captured, example, dtype)):
+    module = _traced(variables, example, wide)
+    if wide is not dtype and _numbers(module) != _numbers(_traced(variables, example, dtype)):
         raise NotPointwise(f"it does with {dtype} something else than with {wide}, in which layers compute")
-    remove_repetitions(module.graph)
-    return _Splitter(module, example).split([_like(tensor, wide) for tensor in captured.tensors])
+    eliminate_common_subexpressions(module.graph)
+    return _Splitter(module, example).split([_like(tensor, wide) for tensor in variables.tensors])
 
 
-def _traced(captured: Captured, example: tuple[int, ...], dtype: torch.dtype) -> GraphModule:
+def _traced(variables: FreeVariables, example: tuple[int, ...], dtype: torch.dtype) -> GraphModule:
     return aten_graph(
-        lambda z, *tensors: captured.on(tensors)(z),
-        [torch.empty(example, dtype=dtype, device="cpu"), *(_like(tensor, dtype) for tensor in captured.tensors)],
+        lambda z, *tensors: variables.rebind(tensors)(z),
+        [torch.empty(example, dtype=dtype, device="cpu"), *(_like(tensor, dtype) for tensor in variables.tensors)],
         to_single_results(),
     )
 
@@ -134,7 +134,7 @@ class _Splitter:
         self.prologue.output(tuple(self.uniform[node] for node in self.operands))
         for node in self.prologue.nodes:  # it is called for every layer
             target: Any = node.target
-            node.target = QUICK.get(getattr(target, "overloadpacket", None), target)
+            node.target = TORCH_CALLS.get(getattr(target, "overloadpacket", None), target)
         prologue = _finished(self.prologue)
         # What is expanded is narrower than in the trace, and so is what is computed from it.
         dims = tuple(_dim(operand.shape) for operand in prologue(*tensors))
@@ -154,7 +154,7 @@ class _Splitter:
             return
         if op == "_local_scalar_dense":
             raise NotPointwise("it turns a tensor into a number (item())")
-        if target in FILLED and isinstance(fill := FILLED[target](node), (bool, int, float)):
+        if target in FILL_VALUES and isinstance(fill := FILL_VALUES[target](node), (bool, int, float)):
             self.numbers[node] = fill
         elif any(i in self.varying for i in inputs):
             pointwise = torch.Tag.pointwise in target.tags or target in _ALSO_POINTWISE

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 
-def held_by(value: object) -> Iterator[tuple[str, Any]]:
+def attributes_of(value: object) -> Iterator[tuple[str, Any]]:
     yield from getattr(value, "__dict__", {}).items()
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
@@ -24,8 +24,8 @@ def held_by(value: object) -> Iterator[tuple[str, Any]]:
 
 
 @functools.lru_cache(1024)
-def users_bases(kind: Any) -> tuple[type, ...]:
-    return tuple(base for base in kind.__mro__ if not is_librarys(base))
+def user_classes(kind: Any) -> tuple[type, ...]:
+    return tuple(base for base in kind.__mro__ if not is_library(base))
 
 
 def unwrapped(member: Any) -> Any:
@@ -44,24 +44,24 @@ def names_in(code: types.CodeType) -> frozenset[str]:
 
 def is_fixed(value: object) -> bool:
     """Whether a global or a member of a class is of the kind that programs define once."""
-    return isinstance(value, _BUILT_IN) or is_librarys(value)
+    return isinstance(value, _BUILT_IN) or is_library(value)
 
 
 _BUILT_IN = (types.BuiltinFunctionType, types.MemberDescriptorType, types.GetSetDescriptorType)
 
 
 #: What code names that asks for the state of the process, or for what a tensor does not show.
-OUTSIDE = frozenset(
+PROCESS_STATE = frozenset(
     {
         *("environ", "getenv"),
         *("is_autocast_enabled", "is_autocast_cpu_enabled", "get_autocast_dtype", "is_inference_mode_enabled"),
         *("get_default_dtype", "get_default_device", "storage_offset", "data_ptr"),
     }
 )
-BY_CHANCE = "it draws random numbers from a generator that is not torch's"
+RANDOM = "it draws random numbers from a generator that is not torch's"
 
 
-def draws(value: Any, names: frozenset[str]) -> bool:
+def draws_random_numbers(value: Any, names: frozenset[str]) -> bool:
     """Whether code of these names draws random numbers, with what one of them stands for. What happens seldom does not
     show when a function is tried."""
     if isinstance(value, types.ModuleType):
@@ -70,11 +70,11 @@ def draws(value: Any, names: frozenset[str]) -> bool:
     return isinstance(of, random.Random) or type(of).__module__.startswith("numpy.random")
 
 
-def is_librarys(value: Any) -> bool:
+def is_library(value: Any) -> bool:
     """Whether it is a function, class or module of torch, of Python, or of another installed package, and only that: a
     function that closes over others may be a user's function that has been decorated."""
     if isinstance(value, types.FunctionType):
-        return value.__closure__ is None and is_packaged(value)
+        return value.__closure__ is None and is_installed_code(value)
     if isinstance(value, type):
         value = sys.modules.get(value.__module__)
     if not isinstance(value, types.ModuleType):
@@ -83,7 +83,7 @@ def is_librarys(value: Any) -> bool:
     return value.__name__ in sys.builtin_module_names if file is None else file.startswith(_LIBRARIES)
 
 
-def is_packaged(function: types.FunctionType) -> bool:
+def is_installed_code(function: types.FunctionType) -> bool:
     return function.__code__.co_filename.startswith((*_LIBRARIES, "<frozen "))
 
 

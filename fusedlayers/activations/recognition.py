@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from ..utils.isolation import in_clean_state
-from .free_variables import capture
+from .free_variables import find_variables
 from .partition import example_shape, split
-from .record import Activation, named, rows
+from .record import Activation, by_name, rows
 from .tracing import NotPointwise
 
 #: How far these may be apart in float64, in relation to z where that is above 1; by the dtype computed in. Constants
@@ -30,7 +30,7 @@ _APART = {torch.float32: 2e-9, torch.float64: 4e-15}
 NEAR = 40.0
 
 
-def row_of(body: GraphModule, dtype: torch.dtype) -> Activation | None:
+def recognise(body: GraphModule, dtype: torch.dtype) -> Activation | None:
     """The activation of the table that a trace for ``dtype`` is of, with the parameters it has by default; or None."""
     wide = torch.promote_types(dtype, torch.float32)
     return _programs(wide).get(body.code) or _equal(body, wide)
@@ -41,12 +41,12 @@ def _programs(dtype: torch.dtype) -> dict[str, Activation]:
     """The table's functions as traces: as torch has them, and as they are written there."""
     found = {}
     for row in rows():
-        activation = named[row.name]
-        if row.is_users or activation.is_identity:
+        activation = by_name[row.name]
+        if row.is_custom or activation.is_identity:
             continue
         for function in (activation.plain, activation.function):
             try:
-                found[split(capture(function), example_shape((2, 3), ()), dtype).body.code] = activation
+                found[split(find_variables(function), example_shape((2, 3), ()), dtype).body.code] = activation
             except NotPointwise:
                 continue  # a function of torch's that does not trace: nobody's trace is like it
     return found
@@ -72,7 +72,7 @@ def _sweeps() -> tuple[Tensor, list[tuple[Activation, Tensor]]]:
     near = torch.linspace(-NEAR, NEAR, 4001, dtype=torch.float64), torch.logspace(-9, 0, 50, dtype=torch.float64)
     z = torch.cat([*near, far, -far])
     z.requires_grad_()
-    smooth = [named[row.name] for row in rows() if row.given_output == "fold" and not row.is_users]
+    smooth = [by_name[row.name] for row in rows() if row.derivative_given_output == "fold" and not row.is_custom]
     return z, [(activation, _and_slopes(activation.function(z), z)) for activation in smooth]
 
 

@@ -31,7 +31,7 @@ Saved = Literal["nothing", "output", "input", "recompute"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def widened(tensor: Tensor) -> Tensor:
+def upcast(tensor: Tensor) -> Tensor:
     """In float32, or float64 if it is that: what activations are computed in."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
@@ -63,34 +63,34 @@ class Row:
         function: ``function(z, **parameters)``, in torch operations; the single source of the mathematics.
         parameters: names and defaults.
         derivative: ``derivative(z, **parameters)``, where autograd's is not to be used.
-        given_output: ``given_output(y, **parameters)``, the derivative in terms of the output; "fold" to have it fitted
+        derivative_given_output: ``(y, **parameters)``, the derivative in terms of the output; "fold" to have it fitted
             on both branches, a ``FoldedDerivative`` to state it for both, an ``Analysis`` of a function without
             parameters for what that found.
         inverse: ``inverse(y, **parameters)``, the input in terms of the output; "fold" to have it fitted on both
             branches. None where different inputs have one output.
-        levels: the parameters that are values of the output where it is flat. Outputs are rounded to their dtype, so
-            ``given_output`` and ``native.gradient`` get these rounded alike.
-        unless: ``unless(**parameters)``, why the output does not suffice with these parameters, or None.
+        flat_levels: the parameters that are values of the output where it is flat. Outputs are rounded to their dtype,
+            so ``derivative_given_output`` and ``native.gradient`` get these rounded alike.
+        parameter_refusal: ``(**parameters)``, why the output does not suffice with these parameters, or None.
         stands_for: torch modules and functions that this row replaces, each with the arguments that select it.
         native: ATen's own kernels for it.
         plain: what to call where nothing is fused; by default the first torch function that the row stands for.
-        is_users: registered by a user: it is traced and compared before it is used, and may be registered again.
-        refusals: by dtype, why outputs of it do not tell the derivative by what ``given_output`` says.
+        is_custom: registered by a user: it is traced and compared before it is used, and may be registered again.
+        dtype_refusals: by dtype, why outputs of it do not tell the derivative by what ``derivative_given_output`` says.
     """
 
     name: str
     function: Function
     parameters: Mapping[str, float] = field(default_factory=dict)
     derivative: Function | None = None
-    given_output: Function | FoldedDerivative | Analysis | Literal["fold"] | None = None
+    derivative_given_output: Function | FoldedDerivative | Analysis | Literal["fold"] | None = None
     inverse: Function | Literal["fold"] | None = None
-    levels: tuple[str, ...] = ()
-    unless: Callable[..., str | None] | None = None
+    flat_levels: tuple[str, ...] = ()
+    parameter_refusal: Callable[..., str | None] | None = None
     stands_for: tuple[tuple[Any, Mapping[str, object]], ...] = ()
     native: Native = Native()
     plain: Function | None = None
-    is_users: bool = False
-    refusals: Mapping[torch.dtype, str] = field(default_factory=dict)
+    is_custom: bool = False
+    dtype_refusals: Mapping[torch.dtype, str] = field(default_factory=dict)
 
     def bind(self, **parameters: float) -> Activation:
         """The record for these parameters; the same object for the same values."""
@@ -107,7 +107,7 @@ class Row:
 def _bind(row: Row, values: tuple[float, ...]) -> Activation:
     bound = dict(zip(row.parameters, values, strict=True))
     function = functools.partial(row.function, **bound) if bound else row.function
-    return Activation(row.name, function, bound, row, is_untraced=row.is_users)
+    return Activation(row.name, function, bound, row, needs_tracing=row.is_custom)
 
 
 #: One object for each set of values, as long as a parameter that changes from step to step has not replaced it.
@@ -123,12 +123,12 @@ class Activation:
     parameters: Mapping[str, float] = field(default_factory=dict)
     row: Row | None = None
     #: Why this function is left to plain PyTorch, or None where it is fused.
-    unfused_because: str | None = None
+    fallback_reason: str | None = None
     #: What ``function`` takes besides z: for each tensor the dimension of z, from the end, along which it runs, or None
     #: for one of a single element.
     operand_dims: tuple[int | None, ...] = ()
-    #: A user's function as it is: ``custom.specialise`` makes an activation of it for z of a shape and dtype.
-    is_untraced: bool = False
+    #: A user's function as it is: ``custom.trace_activation`` makes an activation of it for z of a shape and dtype.
+    needs_tracing: bool = False
     #: ``function`` is a trace of a user's.
     is_traced: bool = False
 
@@ -138,19 +138,19 @@ class Activation:
     #: What a user of plain PyTorch would call: torch's own function where there is one, which saves the least.
     plain: Callable[[Tensor], Tensor] = field(init=False)
     #: Why the derivative cannot be had from the output in any dtype, or None where it can.
-    needs_input_because: str | None = field(init=False)
+    needs_input_reason: str | None = field(init=False)
 
     def __post_init__(self) -> None:
         # Here and not when first asked for: functools.cached_property takes a lock, which torch.compile cannot trace.
         def set_once(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        stated = None if self.row is None else self.row.given_output
+        stated = None if self.row is None else self.row.derivative_given_output
         set_once("is_identity", self.name == "identity" and self.row is not None and not self.is_traced)
         turns = stated.kind == "folded" if isinstance(stated, Analysis) else isinstance(stated, FoldedDerivative)
         set_once("is_folded", turns or stated == "fold")
         set_once("plain", self._plain())
-        set_once("needs_input_because", self._needs_input_because())
+        set_once("needs_input_reason", self._find_needs_input_reason())
 
     def _plain(self) -> Callable[[Tensor], Tensor]:
         if self.row is None:
@@ -163,28 +163,28 @@ class Activation:
                 return functools.partial(target, **keywords) if keywords else target
         return self.function
 
-    def _needs_input_because(self) -> str | None:
+    def _find_needs_input_reason(self) -> str | None:
         if self.row is None:
             if self.operand_dims:
                 return f"{self.name} reads tensors that training may change"
-            return self.unfused_because or f"the derivative of {self.name} is not known in terms of its output"
-        if self.row.given_output is None:
+            return self.fallback_reason or f"the derivative of {self.name} is not known in terms of its output"
+        if self.row.derivative_given_output is None:
             return f"the derivative of {self.name} is not known in terms of its output"
-        if isinstance(self.row.given_output, Analysis) and self.row.given_output.kind == "input":
-            return self.row.given_output.reason
-        return self.row.unless(**self.parameters) if self.row.unless is not None else None
+        if isinstance(self.row.derivative_given_output, Analysis) and self.row.derivative_given_output.kind == "input":
+            return self.row.derivative_given_output.reason
+        return self.row.parameter_refusal(**self.parameters) if self.row.parameter_refusal is not None else None
 
-    def output_refused_because(self, dtype: torch.dtype) -> str | None:
+    def output_refusal(self, dtype: torch.dtype) -> str | None:
         """Why an output of ``dtype`` does not tell the derivative within its rounding floor, or None if it does."""
-        stated = None if self.row is None else self.row.given_output
+        stated = None if self.row is None else self.row.derivative_given_output
         is_fitted = self.is_folded or isinstance(stated, Analysis)
-        if self.needs_input_because is None and is_fitted and dtype is torch.float64:
+        if self.needs_input_reason is None and is_fitted and dtype is torch.float64:
             return f"the fitted derivative of {self.name} is accurate to float32, not to float64"
-        if self.needs_input_because is None and isinstance(stated, Analysis):
-            return stated.refused_because(dtype)
-        return self.needs_input_because or (None if self.row is None else self.row.refusals.get(dtype))
+        if self.needs_input_reason is None and isinstance(stated, Analysis):
+            return stated.output_refusal(dtype)
+        return self.needs_input_reason or (None if self.row is None else self.row.dtype_refusals.get(dtype))
 
-    def fitted(
+    def fitted_derivative(
         self, dtype: torch.dtype = torch.float32, *, closest: bool = False
     ) -> FoldedDerivative | MonotoneDerivative | None:
         """The derivative as a fit to outputs of ``dtype``, as closely as they tell it, or as closely as can be.
@@ -193,16 +193,16 @@ class Activation:
         """
         if self.row is None:
             return None
-        stated = self.row.given_output
+        stated = self.row.derivative_given_output
         if isinstance(stated, Analysis):
             return stated.derivative(dtype, closest=closest)
         if isinstance(stated, FoldedDerivative):
             return stated
         return _fitted(self.name, torch.float32 if closest else dtype) if stated == "fold" else None
 
-    def folded(self, dtype: torch.dtype = torch.float32) -> FoldedDerivative | None:
+    def folded_derivative(self, dtype: torch.dtype = torch.float32) -> FoldedDerivative | None:
         """The fold, and the derivative on both sides as closely as outputs of ``dtype`` tell it; None without one."""
-        fitted = self.fitted(dtype) if self.is_folded else None
+        fitted = self.fitted_derivative(dtype) if self.is_folded else None
         return fitted if isinstance(fitted, FoldedDerivative) else None
 
     @property
@@ -210,10 +210,10 @@ class Activation:
         """Where the function turns, if it does."""
         if self.row is None or not self.is_folded:
             return None
-        stated = self.row.given_output
+        stated = self.row.derivative_given_output
         if isinstance(stated, Analysis):
             return stated.fold
-        folded = self.folded()
+        folded = self.folded_derivative()
         assert folded is not None
         return folded.fold
 
@@ -226,16 +226,16 @@ class Activation:
         return branch_bit.encode(y.to(torch.float32), fold.marks(z), dtype, fold.ambiguous, bounded=fold.bounded)
 
     def derivative_given_output(self, y: Tensor, dtype: torch.dtype, *, differentiable: bool = False) -> Tensor:
-        """The derivative from outputs of ``dtype``, widened to float32 (or float64)."""
-        fitted = self.fitted(dtype)
+        """The derivative from outputs of ``dtype``, upcast to float32 (or float64)."""
+        fitted = self.fitted_derivative(dtype)
         if isinstance(fitted, FoldedDerivative):
             marked = branch_bit.decode(y.to(torch.float32), dtype, fitted.fold.ambiguous)
             return fitted.differentiable(y, marked) if differentiable else fitted(y, marked)
         if fitted is not None:
             return fitted.differentiable(y) if differentiable else fitted(y)
         assert self.row is not None
-        formula: Any = self.row.given_output  # fits have been dealt with
-        return formula(y, **self.parameters_for_outputs(dtype))
+        formula: Any = self.row.derivative_given_output  # fits have been dealt with
+        return formula(y, **self.rounded_parameters(dtype))
 
     @property
     def has_inverse(self) -> bool:
@@ -243,7 +243,7 @@ class Activation:
         return self.row is not None and self.row.inverse is not None
 
     def input_given_output(self, y: Tensor, dtype: torch.dtype) -> Tensor:
-        """The input from outputs of ``dtype``, widened to float32 (or float64)."""
+        """The input from outputs of ``dtype``, upcast to float32 (or float64)."""
         assert self.row is not None and self.row.inverse is not None
         if self.row.inverse == "fold":
             fitted = _fitted_inverse(self.name)
@@ -254,13 +254,13 @@ class Activation:
         """The inverse as a fit, or None where the row states a formula."""
         return _fitted_inverse(self.name) if self.row is not None and self.row.inverse == "fold" else None
 
-    def parameters_for_outputs(self, dtype: torch.dtype) -> Mapping[str, float]:
+    def rounded_parameters(self, dtype: torch.dtype) -> Mapping[str, float]:
         """The parameters as outputs of ``dtype`` show them."""
-        if self.row is None or not self.row.levels:
+        if self.row is None or not self.row.flat_levels:
             return self.parameters
-        return {k: _rounded(v, dtype) if k in self.row.levels else v for k, v in self.parameters.items()}
+        return {k: _rounded(v, dtype) if k in self.row.flat_levels else v for k, v in self.parameters.items()}
 
-    def gradients(self, needs: tuple[bool, ...]) -> Callable[..., tuple[Tensor, ...]]:
+    def gradient_function(self, needs: tuple[bool, ...]) -> Callable[..., tuple[Tensor, ...]]:
         """``(dy, z, *operands)`` to dz and, for each operand that needs one, ``dy`` times the derivative by it: all of
         the shape that the arguments have."""
 
@@ -279,15 +279,15 @@ class Activation:
         return function
 
     @property
-    def shows_dtype(self) -> bool:
+    def depends_on_dtype(self) -> bool:
         """Whether what is computed for, or from, an output depends on its dtype: on a branch bit or a rounded level."""
         if self.row is None:
             return False
-        return self.is_folded or bool(self.row.levels) or isinstance(self.row.given_output, Analysis)
+        return self.is_folded or bool(self.row.flat_levels) or isinstance(self.row.derivative_given_output, Analysis)
 
     @property
     def is_fusible(self) -> bool:
-        return self.unfused_because is None and not self.is_untraced
+        return self.fallback_reason is None and not self.needs_tracing
 
     @property
     def native(self) -> Native:
@@ -295,12 +295,12 @@ class Activation:
 
     def describe(self, save: str, dtype: torch.dtype) -> str:
         """What a layer keeps for the backward pass, and why, in a few words."""
-        assert not self.is_untraced
+        assert not self.needs_tracing
         if self.is_identity:
             return "saves nothing"
-        if self.unfused_because is not None:
-            return f"not fused: {self.unfused_because}"
-        refused = self.output_refused_because(dtype)
+        if self.fallback_reason is not None:
+            return f"not fused: {self.fallback_reason}"
+        refused = self.output_refusal(dtype)
         if save == "auto" and refused is not None:
             return f"saves the input: {refused}"
         if save == "output" and refused is not None:
@@ -312,7 +312,7 @@ class Activation:
     def __reduce__(self) -> Any:
         # Rows hold lambdas; a record is found again by its name.
         if self.row is None:
-            parts = self.unfused_because, self.operand_dims, self.is_untraced, self.is_traced
+            parts = self.fallback_reason, self.operand_dims, self.needs_tracing, self.is_traced
             return Activation, (self.name, self.function, self.parameters, None, *parts)
         assert not self.is_traced  # nobody holds these but caches
         return _rebind, (self.name, dict(self.parameters))
@@ -332,7 +332,7 @@ class Activation:
         return {} if self.row is None else self.row.parameters
 
 
-class Specialised(NamedTuple):
+class WithOperands(NamedTuple):
     """An activation, and what it takes besides z: tensors of one element, or of one per channel along ``dim``."""
 
     activation: Activation
@@ -341,7 +341,7 @@ class Specialised(NamedTuple):
 
 
 _rows: dict[str, Row] = {}
-named: dict[str, Activation] = {}
+by_name: dict[str, Activation] = {}
 #: What is replaced by which row: with these arguments, and if those are given that have no default.
 stand_ins: dict[Any, list[tuple[Row, Mapping[str, object], frozenset[str]]]] = {}
 
@@ -350,11 +350,11 @@ def register(row: Row) -> Row:
     """Add a row to the table; its name and what it stands for become known to ``resolve``."""
     known = _rows.get(row.name)
     if known is not None:
-        if not (known.is_users and row.is_users and _defined_at(known.function) == _defined_at(row.function)):
+        if not (known.is_custom and row.is_custom and _defined_at(known.function) == _defined_at(row.function)):
             raise ValueError(f"activation {row.name!r} is already registered")
         _forget(known)  # a notebook's cell that is run again
     _rows[row.name] = row
-    named[row.name] = row.bind()
+    by_name[row.name] = row.bind()
     for target, arguments in row.stands_for:
         register_stand_in(row.name, target, arguments)
     return row

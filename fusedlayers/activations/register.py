@@ -66,7 +66,9 @@ def activation(
     return _register(function, derivative, derivative_given_output, name)
 
 
-def _register(function: F, derivative: Function | None, given_output: Function | None, name: str | None) -> F:
+def _register(
+    function: F, derivative: Function | None, derivative_given_output: Function | None, name: str | None
+) -> F:
     if isinstance(function, nn.Module) or not callable(function):
         hint = "; a module needs no name, pass it to a layer as it is" if isinstance(function, nn.Module) else ""
         raise TypeError(f"activation: expected a function, got {type(function).__name__}{hint}")
@@ -78,12 +80,12 @@ def _register(function: F, derivative: Function | None, given_output: Function |
         function,
         _numbers(function),
         derivative,
-        given_output,
+        derivative_given_output,
         stands_for=((function, {}),),
         plain=function,
-        is_users=True,
+        is_custom=True,
     )
-    wrong = mistake(row, row.parameters)
+    wrong = find_counterexample(row, row.parameters)
     if wrong is not None:
         raise ValueError(f"activation: {wrong}")
     register(row)
@@ -123,19 +125,19 @@ _FAR_OFF, _FEW = 0.05, 0.01
 
 
 @in_clean_state
-def out_of_reach(row: Row, parameters: Mapping[str, float]) -> dict[torch.dtype, str]:
+def find_inaccurate_dtypes(row: Row, parameters: Mapping[str, float]) -> dict[torch.dtype, str]:
     """By dtype, why a stated derivative is of no use, though right: large outputs leave few digits for z."""
-    given_output = row.given_output
-    if given_output is None:
+    stated = row.derivative_given_output
+    if stated is None:
         return {}
-    assert callable(given_output) and not isinstance(given_output, FoldedDerivative)  # which are the library's
+    assert callable(stated) and not isinstance(stated, FoldedDerivative)  # which are the library's
     z = torch.randn(1 << 14, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
     y = row.function(z, **parameters)
     true = torch.autograd.grad(y.sum(), z)[0] if y.requires_grad else torch.zeros_like(z)
     found = {}
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         stored = y.detach().to(dtype).to(torch.promote_types(dtype, torch.float32))
-        off = (given_output(stored, **parameters) - true).abs()
+        off = (stated(stored, **parameters) - true).abs()
         share = float((off > _FAR_OFF * true.abs().max()).double().mean())
         if share > _FEW:
             found[dtype] = f"told outputs in {dtype} the stated derivative is far off for {share:.0%} of z ~ N(0, 1)"
@@ -143,7 +145,7 @@ def out_of_reach(row: Row, parameters: Mapping[str, float]) -> dict[torch.dtype,
 
 
 @in_clean_state
-def mistake(row: Row, parameters: Mapping[str, float]) -> str | None:
+def find_counterexample(row: Row, parameters: Mapping[str, float]) -> str | None:
     """A counterexample to a stated derivative, or None."""
     near = torch.linspace(-_REACH, _REACH, _COUNT, dtype=torch.float64) + math.pi * 1e-4  # no kink lies on these
     far = torch.logspace(math.log10(_REACH), 30, 400, dtype=torch.float64)
@@ -154,7 +156,7 @@ def mistake(row: Row, parameters: Mapping[str, float]) -> str | None:
     z, y = z.detach(), y.detach()
     for stated, what, argument in (
         (row.derivative, "derivative", "z"),
-        (row.given_output, "derivative_given_output", "f(z)"),
+        (row.derivative_given_output, "derivative_given_output", "f(z)"),
     ):
         if stated is None:
             continue

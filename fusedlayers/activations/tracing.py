@@ -26,13 +26,13 @@ from ..utils.isolation import in_clean_state
 from .decompositions import NotPointwise, to_core
 
 __all__ = [
-    "FILLED",
-    "QUICK",
+    "FILL_VALUES",
+    "TORCH_CALLS",
     "NotPointwise",
     "Operation",
     "Pointwise",
     "aten_graph",
-    "remove_repetitions",
+    "eliminate_common_subexpressions",
     "simplified",
     "trace",
 ]
@@ -128,7 +128,7 @@ def _is_not_ours(record: logging.LogRecord) -> bool:
 
 
 #: Operations that take from a tensor its shape at most, and how to read off what they fill another with.
-FILLED: dict[Any, Callable[[Node], Any]] = {
+FILL_VALUES: dict[Any, Callable[[Node], Any]] = {
     aten.empty.memory_format: lambda node: 0,  # what nobody has written, where any number will do
     aten.empty_like.default: lambda node: 0,
     aten.fill.Scalar: lambda node: node.args[1],
@@ -148,7 +148,7 @@ _IDENTITIES = {aten.alias.default, aten.alias_copy.default, aten.detach.default,
 _NEUTRAL = {aten.mul.Tensor, aten.div.Tensor, aten.pow.Tensor_Scalar}
 
 #: What torch itself calls these takes half as long to call.
-QUICK: dict[Any, Callable[..., Any]] = {
+TORCH_CALLS: dict[Any, Callable[..., Any]] = {
     getattr(aten, name): getattr(torch, name)
     for name in (
         *("add", "sub", "mul", "div", "neg", "abs", "reciprocal", "sqrt", "pow", "maximum", "minimum", "clamp"),
@@ -158,7 +158,7 @@ QUICK: dict[Any, Callable[..., Any]] = {
 }
 
 
-def remove_repetitions(graph: Graph) -> None:
+def eliminate_common_subexpressions(graph: Graph) -> None:
     """What is computed twice, and what does nothing; gradients stay what they are."""
     seen: dict[str, Node] = {}
     for node in list(graph.nodes):
@@ -179,13 +179,13 @@ def simplified(module: GraphModule) -> GraphModule:
     for node in list(module.graph.nodes):
         if node.target in _IDENTITIES:
             node.replace_all_uses_with(node.args[0])
-        elif node.target in FILLED and isinstance(fill := FILLED[node.target](node), (bool, int, float)):
+        elif node.target in FILL_VALUES and isinstance(fill := FILL_VALUES[node.target](node), (bool, int, float)):
             with module.graph.inserting_before(node):
                 dtype = {"dtype": node.meta["val"].dtype}
                 number = module.graph.call_function(aten.scalar_tensor.default, (fill,), dtype)
                 number.meta = node.meta
                 node.replace_all_uses_with(number)
-    remove_repetitions(module.graph)
+    eliminate_common_subexpressions(module.graph)
     module.graph.eliminate_dead_code()
     return GraphModule(module, module.graph)
 

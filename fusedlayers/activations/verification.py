@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..utils.isolation import in_clean_state
-from .free_variables import Captured, capture
+from .free_variables import FreeVariables, find_variables
 from .partition import Split
 from .tracing import NotPointwise
 
@@ -26,18 +26,18 @@ _UNITS = 64
 
 
 @in_clean_state
-def asks_for_sizes(captured: Captured, example: tuple[int, ...], dtype: torch.dtype, autocast: bool) -> bool:
+def reads_sizes(variables: FreeVariables, example: tuple[int, ...], dtype: torch.dtype, autocast: bool) -> bool:
     """Call it: whether it asks for sizes, of other tensors than its own.
 
     Raises:
         NotPointwise: it has a memory, depends on chance, or returns another dtype than its argument's, which the layers
             return. (Under autocast any may.)
     """
-    tensors = [torch.zeros_like(tensor, device="cpu") for tensor in captured.tensors]
-    function = captured.on(tensors)
-    before = capture(function).key
+    tensors = [torch.zeros_like(tensor, device="cpu") for tensor in variables.tensors]
+    function = variables.rebind(tensors)
+    before = find_variables(function).key
     try:
-        with _SizesRead(tensors) as sizes:
+        with _SizeReads(tensors) as sizes:
             shape = _sweep_shape(example, tensors)
             z = torch.linspace(-4, 4, math.prod(shape)).reshape(shape).to(dtype)
             result = function(z.clone())
@@ -47,7 +47,7 @@ def asks_for_sizes(captured: Captured, example: tuple[int, ...], dtype: torch.dt
         raise
     except Exception as error:  # whatever a user's function may raise
         raise _raised(error) from error
-    if capture(function).key != before:
+    if find_variables(function).key != before:
         raise NotPointwise("it changes what it reads from call to call")
     if not torch.equal(result.detach().nan_to_num(), without_gradients.nan_to_num()):
         raise NotPointwise("what it computes depends on whether gradients are wanted, or on chance")
@@ -56,7 +56,7 @@ def asks_for_sizes(captured: Captured, example: tuple[int, ...], dtype: torch.dt
     return sizes.are_read
 
 
-class _SizesRead(TorchFunctionMode):
+class _SizeReads(TorchFunctionMode):
     """Notes whether sizes of other tensors than the ``known`` are asked for."""
 
     def __init__(self, known: Sequence[Tensor]) -> None:
@@ -73,10 +73,10 @@ class _SizesRead(TorchFunctionMode):
 
 
 @in_clean_state
-def compare(captured: Captured, split: Split, example: tuple[int, ...], dtype: torch.dtype) -> None:
+def check_trace(variables: FreeVariables, split: Split, example: tuple[int, ...], dtype: torch.dtype) -> None:
     """Refuse a function that its trace does not reproduce, in values or gradients."""
     wide = torch.promote_types(dtype, torch.float32)
-    tensors = [values(t).to("cpu", wide if t.is_floating_point() else t.dtype) for t in captured.tensors]
+    tensors = [example_values(t).to("cpu", wide if t.is_floating_point() else t.dtype) for t in variables.tensors]
     shape = _sweep_shape(example, tensors)
     count = math.prod(shape)
     steps = torch.linspace(-8, 8, max(1, count), dtype=wide)
@@ -85,7 +85,7 @@ def compare(captured: Captured, split: Split, example: tuple[int, ...], dtype: t
     trained = [t.clone().requires_grad_() if t.is_floating_point() else t for t in tensors]
     # A sum over extreme values tells nothing.
     for leaves in ([moderate.requires_grad_(), *trained], [extreme.requires_grad_(), *tensors]):
-        theirs = _values_and_gradients(lambda z, *t: captured.on(t)(z), leaves)
+        theirs = _values_and_gradients(lambda z, *t: variables.rebind(t)(z), leaves)
         ours = _values_and_gradients(lambda z, *t: split.body(z, *split.prologue(*t)), leaves)
         for what, a, b in zip(("value", *(len(theirs) - 1) * ("gradient",)), theirs, ours, strict=True):
             scale = a[a.isfinite()].abs().max() if bool(a.isfinite().any()) else torch.zeros(())
@@ -99,7 +99,7 @@ def compare(captured: Captured, split: Split, example: tuple[int, ...], dtype: t
                 )
 
 
-def values(tensor: Tensor) -> Tensor:
+def example_values(tensor: Tensor) -> Tensor:
     """Its values; any for a tensor that is still to get its own."""
     return torch.full(tensor.shape, 0.5).to(tensor.dtype) if tensor.is_meta else tensor.detach()
 

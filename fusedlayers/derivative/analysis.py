@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..utils.isolation import in_clean_state
 from . import branch_bit
-from .features import Fold, Shape, look, sweep
+from .features import Features, Fold, find_features, measurement_points
 from .folded import FoldedDerivative, fit
 from .kinks import NeedsInput
 from .piecewise import Flat, Segments, fit_segments
@@ -62,7 +62,7 @@ GELU_ERRORS = {
 ALLOWANCE = 1.5
 #: The same where the function is computed in float32, whose rounding errors its formula may have amplified: GELU's
 #: tanh form errs by four units where correct rounding errs by one, which is twice the error next to the minimum.
-ALLOWANCE_EVALUATED = 3.0
+FLOAT32_ALLOWANCE = 3.0
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class Measured:
         rounded: errors of f' itself when it is rounded to the dtype, which is what eager PyTorch has.
     """
 
-    told: Errors
-    evaluated: Errors
+    from_exact_output: Errors
+    from_float32_output: Errors
     rounded: Errors
 
 
@@ -101,7 +101,7 @@ class Analysis:
         default_factory=dict, repr=False
     )
 
-    def refused_because(self, dtype: torch.dtype) -> str | None:
+    def output_refusal(self, dtype: torch.dtype) -> str | None:
         """Why outputs of ``dtype`` do not tell the derivative, or None if they do."""
         if self.kind == "input":
             return self.reason
@@ -121,8 +121,8 @@ class Analysis:
 def analyse(function: Function) -> Analysis:
     """Decide what a layer has to keep of ``function``, an ordinary torch function of one tensor; fit its derivative."""
     try:
-        shape = look(function)
-        return _analysed(function, shape)
+        features = find_features(function)
+        return _analysed(function, features)
     except NeedsInput as reason:
         return Analysis("input", f"the function {reason}")
     except Exception as error:  # a function may do anything at all with what it is given
@@ -130,73 +130,73 @@ def analyse(function: Function) -> Analysis:
         return Analysis("input", f"the function cannot be analysed in float64: {type(error).__name__}: {line}")
 
 
-def _analysed(function: Function, shape: Shape) -> Analysis:
+def _analysed(function: Function, features: Features) -> Analysis:
     derivatives: dict[tuple[torch.dtype, torch.dtype], MonotoneDerivative | FoldedDerivative] = {}
     measured, refusals = {}, {}
     fits: dict[torch.dtype, Callable[[torch.dtype], MonotoneDerivative | FoldedDerivative]] = {}
     for dtype, precision in PRECISIONS.items():
         try:
-            fits[dtype] = _fitted(function, shape, precision)
+            fits[dtype] = _fitted(function, features, precision)
             derivatives[dtype, dtype] = fits[dtype](dtype)
             if torch.float32 in fits:
                 derivatives[dtype, torch.float32] = fits[torch.float32](dtype)
-            measured[dtype] = measure(function, shape, derivatives[dtype, dtype], dtype)
-            _refuse_what_is_inaccurate(measured[dtype], shape.steepest, dtype)
+            measured[dtype] = measure(function, features, derivatives[dtype, dtype], dtype)
+            _refuse_what_is_inaccurate(measured[dtype], features.steepest, dtype)
         except NeedsInput as reason:
             refusals[dtype] = f"the function {reason}"
     if len(refusals) == len(PRECISIONS):
         return Analysis("input", refusals[torch.float32], None, measured)
-    if shape.fold is None:
-        way = "falls" if shape.is_falling else "rises"
+    if features.fold is None:
+        way = "falls" if features.is_falling else "rises"
         return Analysis("monotone", f"the function {way} all the way", None, measured, refusals, derivatives)
-    reason_ = f"the function turns once, at z = {shape.fold.position:.4g}"
-    return Analysis("folded", reason_, shape.fold, measured, refusals, derivatives)
+    reason_ = f"the function turns once, at z = {features.fold.position:.4g}"
+    return Analysis("folded", reason_, features.fold, measured, refusals, derivatives)
 
 
 def _fitted(
-    function: Function, shape: Shape, precision: Precision
+    function: Function, features: Features, precision: Precision
 ) -> Callable[[torch.dtype], MonotoneDerivative | FoldedDerivative]:
     """The derivative to this precision, for outputs of a dtype yet to be named."""
-    fold = shape.fold
-    if fold is not None and _is_like_gelu(shape):
+    fold = features.fold
+    if fold is not None and _is_like_gelu(features):
         with contextlib.suppress(ValueError):  # where the short form does not fit, segments may
             folded = fit.__wrapped__(function, precision)  # type: ignore[attr-defined]
             return lambda _: FoldedDerivative(fold, folded.of_distance)
-    segments = fit_segments(shape, precision)
+    segments = fit_segments(features, precision)
 
     def for_outputs(dtype: torch.dtype) -> MonotoneDerivative | FoldedDerivative:
-        flats = tuple(_flats(function, shape, dtype))
+        flats = tuple(_flats(function, features, dtype))
         whole = Segments(segments.segments, flats, segments.fold, segments.is_falling)
         return MonotoneDerivative(whole) if fold is None else FoldedDerivative(fold, whole)
 
     return for_outputs
 
 
-def _is_like_gelu(shape: Shape) -> bool:
-    fold = shape.fold
+def _is_like_gelu(features: Features) -> bool:
+    fold = features.fold
     assert fold is not None
-    if fold.ambiguous != "negative" or fold.is_maximum or fold.marked != "left" or len(shape.stretches) != 2:
+    if fold.ambiguous != "negative" or fold.is_maximum or fold.marked != "left" or len(features.stretches) != 2:
         return False
-    falling, rising = sorted(shape.stretches, key=lambda stretch: not stretch.marked)
-    return falling.upper == "limit" and abs(falling.stop) < 1e-9 and rising.upper == "infinity" and not shape.kinks
+    falling, rising = sorted(features.stretches, key=lambda stretch: not stretch.marked)
+    return falling.upper == "limit" and abs(falling.stop) < 1e-9 and rising.upper == "infinity" and not features.kinks
 
 
-def _flats(function: Function, shape: Shape, dtype: torch.dtype) -> list[Flat]:
+def _flats(function: Function, features: Features, dtype: torch.dtype) -> list[Flat]:
     """The levels as outputs of ``dtype`` show them: rounded, marked, and a float32 unit off in both directions, because
     that is how well a formula keeps a level that is not 0."""
     flats: list[Flat] = []
-    for level in shape.levels:
-        true = -level.y if shape.is_falling else level.y
+    for level in features.levels:
+        true = -level.y if features.is_falling else level.y
         exact = torch.tensor([true], dtype=torch.float32)
         shown = [exact, *(torch.nextafter(exact, exact * f) for f in (0.0, 2.0) if true != 0)]
         evaluated = function(torch.tensor([level.position], dtype=torch.float32)).detach().float()
         if float((evaluated - exact).abs()) <= 1e-5 * max(1.0, abs(true)):
             shown.append(evaluated)
         values = torch.cat(shown)
-        if shape.fold is not None:
-            values = _encoded(values, torch.full((len(values),), level.marked), dtype, shape.fold)
+        if features.fold is not None:
+            values = _encoded(values, torch.full((len(values),), level.marked), dtype, features.fold)
         stored = values.to(dtype).double()
-        stored = -stored if shape.is_falling else stored
+        stored = -stored if features.is_falling else stored
         low = -math.inf if level.place == "bottom" else float(stored.min())
         high = math.inf if level.place == "top" else float(stored.max())
         if level.place == "kink" and any(f.marked == level.marked and low <= f.high and f.low <= high for f in flats):
@@ -210,10 +210,10 @@ def _encoded(y: Tensor, marked: Tensor, dtype: torch.dtype, fold: Fold) -> Tenso
 
 
 def measure(
-    function: Function, shape: Shape, derivative: MonotoneDerivative | FoldedDerivative, dtype: torch.dtype
+    function: Function, features: Features, derivative: MonotoneDerivative | FoldedDerivative, dtype: torch.dtype
 ) -> Measured:
     """The errors of a derivative: in float32, from stored outputs, as devices compute it."""
-    normal, anywhere = sweep(function, shape)
+    normal, anywhere = measurement_points(function, features)
     count = len(normal.z)
     z, y, slope = (torch.cat([a, b]) for a, b in zip(normal, anywhere, strict=True))
     exact = torch.where(y.isfinite(), y, 0.0)
@@ -223,13 +223,13 @@ def measure(
 
     def errors(told: Tensor, known: Tensor, stored: Tensor) -> Errors:
         error = (told.double() - slope).abs()
-        for kink in shape.kinks:
+        for kink in features.kinks:
             # Within a unit of a kink's output the slopes of both its sides are right, and what autograd has between
             # them. A unit of 0 is what underflows.
             info = torch.finfo(dtype)
             unit = 2.0 ** (math.frexp(kink.output)[1] - 1) * info.eps
             if kink.output == 0:
-                unit = 0.0 if shape.fold is None else info.smallest_normal * info.eps
+                unit = 0.0 if features.fold is None else info.smallest_normal * info.eps
             close = (stored - float(torch.tensor(kink.output, dtype=dtype))).abs() <= unit
             # Inputs are rounded, too. That is all that excuses: many further ones may have the kink's output, where a
             # side is flat, or rounds to it.
@@ -242,15 +242,15 @@ def measure(
 
     def told_by(outputs: Tensor, known: Tensor) -> Errors:
         stored = outputs.float()
-        if shape.fold is None:
+        if features.fold is None:
             stored = stored.to(dtype).float()
             assert isinstance(derivative, MonotoneDerivative)
             told = derivative(stored)
         else:
-            marked = shape.fold.marks(z)
-            stored = _encoded(stored, marked, dtype, shape.fold).to(dtype).float()
+            marked = features.fold.marks(z)
+            stored = _encoded(stored, marked, dtype, features.fold).to(dtype).float()
             assert isinstance(derivative, FoldedDerivative)
-            told = derivative(stored, branch_bit.decode(stored, dtype, shape.fold.ambiguous))
+            told = derivative(stored, branch_bit.decode(stored, dtype, features.fold.ambiguous))
             known = known & ~(marked & stored.isinf())  # which has no last bit
         return errors(told, known & ~stored.isnan(), stored.double())
 
@@ -263,8 +263,12 @@ def _refuse_what_is_inaccurate(measured: Measured, steepest: float, dtype: torch
     scale = max(1.0, steepest)
     limit = GELU_ERRORS[dtype]
     for errors, allowance, whose in (
-        (measured.told, ALLOWANCE, f"a {name} output tells the derivative to within {{}}"),
-        (measured.evaluated, ALLOWANCE_EVALUATED, f"computed in float32, a {name} output tells the derivative to {{}}"),
+        (measured.from_exact_output, ALLOWANCE, f"a {name} output tells the derivative to within {{}}"),
+        (
+            measured.from_float32_output,
+            FLOAT32_ALLOWANCE,
+            f"computed in float32, a {name} output tells the derivative to {{}}",
+        ),
     ):
         rms, largest = (allowance * bound * scale for bound in limit)
         if not errors.rms <= rms:

@@ -5,8 +5,8 @@ numbers from -3e38 to 3e38, and bisection where two neighbours differ more than 
 shows at a distance of 1/512 (1/64 beyond 8, 5 % beyond 32); what is missed shows when the fit that is built on it is
 measured, and leads to a refusal there.
 
-A shape is told in *canonical* orientation: reflected so that the function rises, or has a minimum whose marked branch
-(``branch_bit.py``) is the left one. Slopes are the true ones nevertheless.
+Features are described in *canonical* orientation: reflected so that the function rises, or has a minimum whose marked
+branch (``branch_bit.py``) is the left one. Slopes are the true ones nevertheless.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Shape:
+class Features:
     """A function that is monotone or turns once.
 
     ``is_falling``: canonical outputs are the negatives of true ones. ``reach``: between these inputs the formula holds.
@@ -99,8 +99,8 @@ class Shape:
     reach: tuple[float, float]
 
 
-def look(function: Function) -> Shape:
-    """The shape of ``function``.
+def find_features(function: Function) -> Features:
+    """The features of ``function``.
 
     Raises:
         NeedsInput: it has none from which the derivative could be had.
@@ -111,7 +111,7 @@ def look(function: Function) -> Shape:
     if steepest == 0:
         raise NeedsInput("has the derivative 0 everywhere")
     _refuse_what_does_not_settle(z, slope, float(slope[inner].abs().max()))
-    turn = _the_turn(function, z, slope, steepest)
+    turn = _find_turn(function, z, slope, steepest)
     kinks = find_kinks(function, z, y, slope, steepest)
     corners = find_corners(function, z, slope, steepest)
     if astray is not None:  # it may have broken down there, or jump: which of them cannot be told
@@ -170,7 +170,7 @@ def _refuse_what_does_not_settle(z: Tensor, slope: Tensor, steepest: float) -> N
             raise NeedsInput(f"has a derivative that {how} as z goes to {side}")
 
 
-def _the_turn(function: Function, z: Tensor, slope: Tensor, steepest: float) -> tuple[float, float] | None:
+def _find_turn(function: Function, z: Tensor, slope: Tensor, steepest: float) -> tuple[float, float] | None:
     """The two sides of the one place where the slope changes its sign: equal, or the ends of a flat part."""
     moving = (slope.abs() > NOISE * steepest).nonzero().view(-1)
     sign = slope[moving] > 0
@@ -200,18 +200,18 @@ def _the_turn(function: Function, z: Tensor, slope: Tensor, steepest: float) -> 
     return start, max(start, stop)
 
 
-class Looked(NamedTuple):
+class Samples(NamedTuple):
     z: Tensor
     y: Tensor
     slope: Tensor
 
 
-def sweep(function: Function, shape: Shape) -> tuple[Looked, Looked]:
+def measurement_points(function: Function, features: Features) -> tuple[Samples, Samples]:
     """What to measure at, all of it numbers of float32: N(0, 1), and all sizes with what is near folds and kinks."""
     count = 1 << 15
     quantiles = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     near = torch.logspace(-9, -1, 161, dtype=torch.float64)
-    places = [kink.position for kink in shape.kinks] + ([] if shape.fold is None else [shape.fold.position])
+    places = [kink.position for kink in features.kinks] + ([] if features.fold is None else [features.fold.position])
     around = [place + side * near for place in places for side in (-1, 1)]
     sizes = torch.logspace(-44, -4, 160, dtype=torch.float64)
     between = (_grid()[1:] + _grid()[:-1]) / 2
@@ -219,8 +219,8 @@ def sweep(function: Function, shape: Shape) -> tuple[Looked, Looked]:
     wide = torch.logspace(1, 6, 10_000, dtype=torch.float64)
     at = [torch.special.ndtri(quantiles), torch.cat([between, *around, sizes, -sizes, wide, -wide])]
     normal, anywhere = (z.float().double() for z in at)
-    anywhere = anywhere[(anywhere >= shape.reach[0]) & (anywhere <= shape.reach[1])]
-    return Looked(normal, *value_and_slope(function, normal)), Looked(anywhere, *value_and_slope(function, anywhere))
+    anywhere = anywhere[(anywhere >= features.reach[0]) & (anywhere <= features.reach[1])]
+    return Samples(normal, *value_and_slope(function, normal)), Samples(anywhere, *value_and_slope(function, anywhere))
 
 
 # --- putting together -------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def _assemble(
     turn: tuple[float, float] | None,
     kinks: list[Kink],
     corners: list[float],
-) -> Shape:
+) -> Features:
     marks = {kink.position for kink in kinks} | _edges_of_flats(function, z, slope)
     marks |= {corner for corner in corners if all(abs(corner - mark) > 1e-5 for mark in marks)}
     if turn is not None:
@@ -302,7 +302,9 @@ def _assemble(
         (lower, start), (upper, stop) = ends
         stretches.append(Stretch(kept_y, kept_s, marked, lower, upper, start, stop))
     levels += _points(kinks, stretches, sign, fold)
-    return Shape(fold, is_falling, tuple(stretches), tuple(levels), tuple(kinks), steepest, (float(z[0]), float(z[-1])))
+    return Features(
+        fold, is_falling, tuple(stretches), tuple(levels), tuple(kinks), steepest, (float(z[0]), float(z[-1]))
+    )
 
 
 def _has_arrived(y: Tensor, slope: Tensor, moving: int, end: int, steepest: float) -> bool:

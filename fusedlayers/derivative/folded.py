@@ -49,7 +49,7 @@ SELECTION, LOGARITHM = 2, 20
 
 
 @dataclass(frozen=True)
-class ByBranch:
+class BranchFunction:
     """What the output and the branch tell: ``by_branch(y, marked)``, for floating y and boolean ``marked``.
 
     ``of_distance(distance, y, marked)`` is the formula, ``distance`` being that from the extremum, always positive.
@@ -96,11 +96,11 @@ class ByBranch:
         return -distance if self.fold.is_maximum else distance
 
 
-class FoldedDerivative(ByBranch):
+class FoldedDerivative(BranchFunction):
     """``f'``."""
 
 
-class FoldedInverse(ByBranch):
+class FoldedInverse(BranchFunction):
     """``z``; ``of_distance`` is ``z - y``."""
 
     def __call__(self, y: Tensor, marked: Tensor) -> Tensor:

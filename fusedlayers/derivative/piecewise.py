@@ -5,7 +5,7 @@ root of the distance to y_0 where it turns there; and where it flattens towards 
 ``d = |y - L|`` and ``u = sqrt(log(reach / d))`` is right for exponential, Gaussian and algebraic tails alike, and
 vanishes with d. Towards infinity a derivative that settles algebraically is a polynomial in ``1 / (1 + y)``.
 
-So each stretch of a ``Shape`` is covered greedily: of all variables the one whose polynomial gets farthest before it
+So each stretch of a ``Features`` is covered greedily: of all variables the one whose polynomial gets farthest before it
 misses the tolerance is taken, and then the next begins. The samples of the stretch are all that is looked at, which is
 fast, and no inverse of the function is ever needed.
 
@@ -24,7 +24,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .features import Shape, Stretch
+from .features import Features, Stretch
 from .kinks import NeedsInput
 from .polynomial import Piece, Precision, chebyshev, powers_of
 
@@ -161,30 +161,32 @@ class Segments:
 # --- fitting ----------------------------------------------------------------------------------------------------------
 
 
-def fit_segments(shape: Shape, precision: Precision) -> Segments:
-    """The derivative of a function of this shape, without what is flat.
+def fit_segments(features: Features, precision: Precision) -> Segments:
+    """The derivative of a function with these features, without what is flat.
 
     Raises:
         NeedsInput: more segments than there may be, or a place where no polynomial follows.
     """
-    tolerance = precision.tolerance * shape.steepest
+    tolerance = precision.tolerance * features.steepest
     problem = NeedsInput("has no stretch to be fitted")
     for more in MORE_DEGREES:
         try:
             degree = precision.degree + more
-            segments = [segment for stretch in shape.stretches for segment in _cover(stretch, shape, tolerance, degree)]
+            segments = [
+                segment for stretch in features.stretches for segment in _cover(stretch, features, tolerance, degree)
+            ]
             if len(segments) <= MAXIMUM_SEGMENTS:
-                extremum = None if shape.fold is None else shape.fold.extremum
-                fold = None if extremum is None else -extremum if shape.is_falling else extremum
+                extremum = None if features.fold is None else features.fold.extremum
+                fold = None if extremum is None else -extremum if features.is_falling else extremum
                 segments.sort(key=lambda segment: segment.start)
-                return Segments(tuple(segments), (), fold, shape.is_falling)
+                return Segments(tuple(segments), (), fold, features.is_falling)
             problem = NeedsInput(f"needs {len(segments)} polynomials, more than {MAXIMUM_SEGMENTS}")
         except NeedsInput as error:
             problem = error
     raise problem
 
 
-def _cover(stretch: Stretch, shape: Shape, tolerance: float, degree: int) -> Iterator[Segment]:
+def _cover(stretch: Stretch, features: Features, tolerance: float, degree: int) -> Iterator[Segment]:
     y, slope = stretch.y, stretch.slope
     count = len(y)
     first, last = 0, count - 1
@@ -201,7 +203,7 @@ def _cover(stretch: Stretch, shape: Shape, tolerance: float, degree: int) -> Ite
         settled = (slope - slope[0]).abs() <= tolerance / 2
         first = min(int((~settled).nonzero().min()), last) if not bool(settled.all()) else last
         if first > 0:
-            yield _segment(stretch, shape, 0, first, Variable("output"), float(slope[0]))
+            yield _segment(stretch, features, 0, first, Variable("output"), float(slope[0]))
     if last < count - 1 or stretch.upper == "infinity":
         tail = constants
     else:
@@ -209,8 +211,8 @@ def _cover(stretch: Stretch, shape: Shape, tolerance: float, degree: int) -> Ite
     here, segments = first, 0
     while here < last:
         reached, variable, piece = here, None, None
-        for candidate in _variables(stretch, shape, here):
-            end, found = _longest(candidate, stretch, shape, here, last, tolerance, degree)
+        for candidate in _variables(stretch, features, here):
+            end, found = _longest(candidate, stretch, features, here, last, tolerance, degree)
             if end > reached:
                 reached, variable, piece = end, candidate, found
             if reached == last:
@@ -219,35 +221,37 @@ def _cover(stretch: Stretch, shape: Shape, tolerance: float, degree: int) -> Ite
         if variable is None or piece is None or segments > MAXIMUM_SEGMENTS:
             if piece is not None:
                 raise NeedsInput(f"needs more than {MAXIMUM_SEGMENTS} polynomials")
-            where = float(y[here]) * (-1 if shape.is_falling else 1)
-            if float(slope[here].abs()) < 1e-2 * shape.steepest:
+            where = float(y[here]) * (-1 if features.is_falling else 1)
+            if float(slope[here].abs()) < 1e-2 * features.steepest:
                 raise NeedsInput(f"is too flat to be inverted where its output is {where:.3g}")
             raise NeedsInput(f"has a derivative that no polynomial of degree {degree} follows where y = {where:.3g}")
-        yield _segment(stretch, shape, here, reached, variable, piece)
+        yield _segment(stretch, features, here, reached, variable, piece)
         here = reached
     for index, value in tail:
-        yield _segment(stretch, shape, index, count - 1, Variable("output"), value)
+        yield _segment(stretch, features, index, count - 1, Variable("output"), value)
 
 
 def _segment(
-    stretch: Stretch, shape: Shape, first: int, last: int, variable: Variable, polynomial: Piece | float
+    stretch: Stretch, features: Features, first: int, last: int, variable: Variable, polynomial: Piece | float
 ) -> Segment:
     y = stretch.y
     start = stretch.start if first == 0 and math.isfinite(stretch.start) else float(y[first])
     stop = stretch.stop if last == len(y) - 1 and math.isfinite(stretch.stop) else float(y[last])
     owns_start = True
     if first == 0:
-        for kink in shape.kinks:
-            if abs((-kink.output if shape.is_falling else kink.output) - start) <= 1e-12 * max(1.0, abs(start)):
+        for kink in features.kinks:
+            if abs((-kink.output if features.is_falling else kink.output) - start) <= 1e-12 * max(1.0, abs(start)):
                 # Of the two sides the one whose slope autograd returns on the spot.
-                other = kink.before if abs(kink.after - float(stretch.slope[0])) < 1e-4 * shape.steepest else kink.after
+                other = (
+                    kink.before if abs(kink.after - float(stretch.slope[0])) < 1e-4 * features.steepest else kink.after
+                )
                 owns_start = abs(kink.slope - other) > abs(kink.slope - float(stretch.slope[0]))
     if first == 0 and stretch.lower == "infinity":
         start = -math.inf if first == 0 else start
     return Segment(max(start, -3.4e38), min(stop, 3.4e38), stretch.marked, owns_start, variable, polynomial)
 
 
-def _variables(stretch: Stretch, shape: Shape, here: int) -> Iterator[Variable]:
+def _variables(stretch: Stretch, features: Features, here: int) -> Iterator[Variable]:
     y = stretch.y
     yield Variable("output")
     if stretch.lower in ("fold", "limit"):
@@ -278,7 +282,7 @@ def _variables(stretch: Stretch, shape: Shape, here: int) -> Iterator[Variable]:
 
 
 def _longest(
-    variable: Variable, stretch: Stretch, shape: Shape, here: int, last: int, tolerance: float, degree: int
+    variable: Variable, stretch: Stretch, features: Features, here: int, last: int, tolerance: float, degree: int
 ) -> tuple[int, Piece | None]:
     end = last
     if variable.kind in ("tail", "inverse"):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ..activations import must_be_called_because
+from ..activations import must_call_reason
 from ..blocks import gated_mlp, mlp
 from .attributes import Attributes
 from .derived import Mixin
@@ -108,7 +108,7 @@ def called_because(module: nn.Module, plan: Plan) -> str | None:
             inner = inner._modules.get(name)
             if inner is None:
                 return f"{path} is gone"
-            reason = must_be_called_because(inner)
+            reason = must_call_reason(inner)
             if reason is not None:
                 return f"{path} must be called: {reason}"
         if path in (*plan.first, plan.last):

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..activations.python_values import OUTSIDE, names_in, unwrapped
+from ..activations.python_values import PROCESS_STATE, names_in, unwrapped
 
 #: By what the code of a block would decide what the recording does not show.
-_DECIDES = OUTSIDE | {"autocast", "random", "rand", "bernoulli", "is_grad_enabled", "is_inference", "is_compiling"}
+_DECIDES = PROCESS_STATE | {
+    *("autocast", "random", "rand", "bernoulli", "is_grad_enabled", "is_inference", "is_compiling")
+}
 #: What stays what it is, or is looked at elsewhere: ``attributes.py`` compares numbers, strings and modules.
 _FIXED = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type, types.ModuleType)
 _CALLED = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)

@@ -77,8 +77,8 @@ class Region(NamedTuple):
     def keeps_output(self) -> bool:
         """Whether there is an activation of the table to put in its place."""
         row, dtype = self.activation.row, _tensor(self.z).dtype
-        is_of_table = row is not None and not row.is_users and not self.activation.is_traced
-        return is_of_table and self.activation.output_refused_because(dtype) is None
+        is_of_table = row is not None and not row.is_custom and not self.activation.is_traced
+        return is_of_table and self.activation.output_refusal(dtype) is None
 
 
 def _regions(graph: Graph) -> Iterator[Region]:

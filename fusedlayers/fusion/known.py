@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ..activations import DTYPES, Activation, resolve
-from ..activations.free_variables import capture
-from ..activations.lookup import record_of
-from ..activations.python_values import users_bases
-from ..activations.record import Specialised
-from ..routes import specialised
+from ..activations.free_variables import find_variables
+from ..activations.lookup import activation_of_module
+from ..activations.python_values import user_classes
+from ..activations.record import WithOperands
+from ..routes import with_operands
 from ..utils.module_state import in_mode
 from .attributes import Attributes
 from .chain import Chain
@@ -35,11 +35,11 @@ def is_kept_by_torch(activation: Activation) -> bool:
 
 def activation_of(module: Any, kind: type[nn.Module]) -> Activation:
     """What a module computes as one of class ``kind``."""
-    found = record_of(module, vars(kind).get("stands_in_for", kind))
+    found = activation_of_module(module, vars(kind).get("stands_in_for", kind))
     if found is not None:
         return found
     if torch.compiler.is_compiling():  # which sees what it computes, but not how a twin is made
-        return Activation(kind.__name__, functools.partial(kind.forward, module), is_untraced=True)
+        return Activation(kind.__name__, functools.partial(kind.forward, module), needs_tracing=True)
     twin: Any = object.__new__(kind)
     twin.__dict__ = vars(module)
     return resolve(twin)
@@ -47,8 +47,8 @@ def activation_of(module: Any, kind: type[nn.Module]) -> Activation:
 
 class Known(NamedTuple):
     """What a module, or a chain, was found to compute, if its class and its attributes tell that: looking at all that
-    code may read (``capture``) takes 25 us, and the compiler cannot do it while it follows a model. What others compute
-    is found out at every call.
+    code may read (``find_variables``) takes 25 us, and the compiler cannot do it while it follows a model. What others
+    compute is found out at every call.
 
     ``attributes``: None of a chain, which does not change.
     """
@@ -60,7 +60,7 @@ class Known(NamedTuple):
     @classmethod
     def of(cls, function: Any, activation: Activation) -> Known | None:
         row = activation.row
-        if row is None or row.is_users or activation.is_traced or activation.parameters or not _is_told(function):
+        if row is None or row.is_custom or activation.is_traced or activation.parameters or not _is_told(function):
             return None
         if found_in(function, (2, 6), torch.float64) is not activation:  # which the model may be changed to
             return None
@@ -81,8 +81,8 @@ def _is_told(function: Any) -> bool:
     if isinstance(function, Chain):
         return True
     kind: Any = type(function)
-    captured = capture(function)
-    return not (len(captured.objects) > 1 or captured.tensors or captured.refusal or users_bases(kind))
+    variables = find_variables(function)
+    return not (len(variables.objects) > 1 or variables.tensors or variables.refusal or user_classes(kind))
 
 
 def found_in(function: Callable[..., Any], shape: tuple[int, ...], dtype: torch.dtype) -> Activation | None:
@@ -97,15 +97,15 @@ def found_in(function: Callable[..., Any], shape: tuple[int, ...], dtype: torch.
         activation = activation_of(function, kind)
     else:
         activation = resolve(function)
-    if not activation.is_untraced:
+    if not activation.needs_tracing:
         return None if activation.is_identity else activation
     # Here, because tracing takes parts of torch whose import takes a second.
-    from ..activations.custom import unsaid
+    from ..activations.custom import without_logging
 
-    def found_now() -> Specialised:
-        return specialised(activation, shape, dtype if dtype in DTYPES else torch.float32)
+    def found_now() -> WithOperands:
+        return with_operands(activation, shape, dtype if dtype in DTYPES else torch.float32)
 
-    with unsaid():
+    with without_logging():
         found, operands, _ = found_now()
         if not found.is_fusible or _is_straight(found, operands):
             return None  # what is no activation is not worth a word

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..activations import must_be_called_because
+from ..activations import must_call_reason
 from ..activations.record import stand_ins
 from .patterns import Flow
 
@@ -25,9 +25,9 @@ def left_because(flow: Flow, layer: nn.Module) -> str | None:
         others = [reader.name for reader, module in called if module not in activations]
         if activations and (others or value.is_kept):
             who = f"{others[0]} as well" if others else "somebody who keeps it"
-            return must_be_called_because(layer) or f"its output is read by the activation and by {who}"
+            return must_call_reason(layer) or f"its output is read by the activation and by {who}"
         for module in activations:
-            reason = must_be_called_because(module) if isinstance(module, nn.Module) else None
+            reason = must_call_reason(module) if isinstance(module, nn.Module) else None
             if reason is not None:
                 return f"of its activation, {reason}"
     return None

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..activations import Activation, must_be_called_because, resolve
+from ..activations import Activation, must_call_reason, resolve
 from ..functional import bias_act, dense_bias_act
 from ..nn.conv import conv_act
 from ..nn.norm import FusedBatchNormAct1d, FusedBatchNormAct2d, FusedBatchNormAct3d, norm_layer_act
@@ -70,7 +70,7 @@ def at(module: Any, path: str, mixin: type[Mixin]) -> Any:
     """The module at a path that has a mixin; None if there is none, or if it or one on the way to it has hooks."""
     for name in path.split("."):
         module = module._modules.get(name)
-        if module is None or must_be_called_because(module) is not None:
+        if module is None or must_call_reason(module) is not None:
             return None
     return module if isinstance(module, mixin) else None
 
@@ -85,7 +85,7 @@ class Applies(Mixin):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         itself: Any = self
         is_usual = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-        if not is_usual or must_be_called_because(itself) is not None:
+        if not is_usual or must_call_reason(itself) is not None:
             return super().forward(*args, **kwargs)
         (input,) = args
         if isinstance(input, Given):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from ..activations import DTYPES, Activation, must_be_called_because
+from ..activations import DTYPES, Activation, must_call_reason
 from ..nn.base import WithActivation
 from ..nn.mlp import kept
 from ..ops.batch_norm import describe
@@ -140,7 +140,7 @@ class Rewriting:
         activation = found_in(function, (2, layers[-1].weight.shape[-1]), layers[-1].weight.dtype)
         if activation is None:
             return
-        reason = called_because(module, plan) or activation.unfused_because or depends_because(module)
+        reason = called_because(module, plan) or activation.fallback_reason or depends_because(module)
         if reason is None:
             samples = [call.sample for call in calls if call.sample is not None]
             reason = disagreement(module, plan, samples[0] if samples else _sample(layers[0]))
@@ -198,10 +198,10 @@ class Rewriting:
         module: Any = layer.module
         for call in followers(self._flow, layer):
             function: Any = call.module or Chain([call], layer.gives[0])
-            if function in self._taken or (call.module is not None and must_be_called_because(call.module) is not None):
+            if function in self._taken or (call.module is not None and must_call_reason(call.module) is not None):
                 continue
             activation = found_in(function, _example_shape(module), _dtype(module))
-            if activation is not None and activation.unfused_because is None:
+            if activation is not None and activation.fallback_reason is None:
                 return _After(call, function, activation)
         return None
 
@@ -250,11 +250,11 @@ class Rewriting:
             alone = len(call.reads) == 1 and len(call.gives) == 1 and self._flow.only_reader(call.reads[0])
             if not alone or (not alone.is_in(call) and not call.is_in(alone)) or call.gives[0].is_written:
                 return
-        if not calls or must_be_called_because(module) is not None or any(True for _ in module.parameters()):
+        if not calls or must_call_reason(module) is not None or any(True for _ in module.parameters()):
             return
         dtype = next((p.dtype for p in self._model.parameters() if p.dtype in DTYPES), torch.get_default_dtype())
         activation = found_in(module, (2, 6), dtype)
-        if activation is None or activation.unfused_because is not None:
+        if activation is None or activation.fallback_reason is not None:
             return
         if is_kept_by_torch(activation):
             return
@@ -281,7 +281,7 @@ def _kept_because(layer: nn.Module) -> str | None:
         return f"it is a {type(layer).__name__}, which may compute something else"
     if _dtype(layer) not in DTYPES:
         return f"its dtype is {_dtype(layer)}"
-    return must_be_called_because(layer)
+    return must_call_reason(layer)
 
 
 def _example_shape(layer: Any) -> tuple[int, ...]:

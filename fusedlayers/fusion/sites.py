@@ -121,7 +121,7 @@ class Given(Tensor):
         if self.site.activation is not activation or not self._may_be_claimed():
             return False
         # A function of the table may have got other numbers between the two.
-        return self.computed.is_untraced or self.site.computes() == self.computed
+        return self.computed.needs_tracing or self.site.computes() == self.computed
 
     def _may_be_claimed(self) -> bool:
         return not self.is_claimed and self.z is None and self.site.is_open()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..activations import Activation, resolve, widened
+from ..activations import Activation, resolve, upcast
 from ..functional import bias_act
 from ..utils.isolation import in_clean_state
 from .call import Values, is_float
@@ -47,9 +47,9 @@ class InvertibleActivation(InvertibleModule):
     def __init__(self, activation: object = "leaky_relu") -> None:
         super().__init__()
         found = resolve(activation, "InvertibleActivation")
-        if not found.has_inverse or found.needs_input_because is not None:
+        if not found.has_inverse or found.needs_input_reason is not None:
             reason = (
-                found.needs_input_because or f"the output of {found!r} does not tell its input, or it is not known how"
+                found.needs_input_reason or f"the output of {found!r} does not tell its input, or it is not known how"
             )
             raise ValueError(f"InvertibleActivation: {reason}; {', '.join(_invertible())} can be inverted")
         if not _tells(found):
@@ -69,13 +69,13 @@ class InvertibleActivation(InvertibleModule):
         )
 
     def function(self, x: Tensor) -> Any:
-        refused = self.activation.output_refused_because(x.dtype)
+        refused = self.activation.output_refusal(x.dtype)
         y = bias_act(x, None, self.activation, save="input" if refused else "output")
         fold = self.activation.fold
-        return y if fold is None else (y, _packed(fold.marks(widened(x.detach()))))
+        return y if fold is None else (y, _packed(fold.marks(upcast(x.detach()))))
 
     def inverse(self, y: Tensor, branch: Tensor | None = None) -> Tensor:
-        wide, limits = widened(y), torch.finfo(y.dtype)
+        wide, limits = upcast(y), torch.finfo(y.dtype)
         fitted, fold = self.activation.fitted_inverse(), self.activation.fold
         if branch is not None and fitted is not None and fold is not None:
             marked = _unpacked(branch, y.shape)
@@ -124,6 +124,6 @@ def _unpacked(packed: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _invertible() -> list[str]:
-    from ..activations.record import named  # all that are registered by now
+    from ..activations.record import by_name  # all that are registered by now
 
-    return sorted(name for name, row in named.items() if row.has_inverse and not row.is_identity)
+    return sorted(name for name, row in by_name.items() if row.has_inverse and not row.is_identity)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..activations import record_of, register_stand_in, resolve
+from ..activations import activation_of_module, register_stand_in, resolve
 from ..functional import bias_act
 
 
@@ -85,7 +85,7 @@ class _SavesOutput(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         # Not resolve(self): a module with hooks is left to be called, and this is the call.
-        record = record_of(self, self.stands_in_for)
+        record = activation_of_module(self, self.stands_in_for)
         if record is None:  # arguments that torch takes in the constructor and refuses here
             return super().forward(input)
         return bias_act(input, None, record, inplace=getattr(self, "inplace", False))

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
-from ..activations import DTYPES, Activation, must_be_called_because, resolve
-from ..routes import SAVES, specialised
+from ..activations import DTYPES, Activation, must_call_reason, resolve
+from ..routes import SAVES, with_operands
 
 
 class WithActivation(nn.Module):
@@ -40,7 +40,7 @@ class WithActivation(nn.Module):
         resolved = resolve(activation, name)
         if save == "output":
             resolved = self._specialised(resolved)
-        refused = resolved.output_refused_because(self._dtype()) if save == "output" else None
+        refused = resolved.output_refusal(self._dtype()) if save == "output" else None
         if refused is not None and not resolved.is_identity:
             raise ValueError(
                 f"{name}: save='output' cannot be had for {resolved!r} in {self._dtype()}: {refused}; "
@@ -50,9 +50,9 @@ class WithActivation(nn.Module):
         self.save = save
 
     def _specialised(self, activation: Activation) -> Activation:
-        if not activation.is_untraced:
+        if not activation.needs_tracing:
             return activation
-        return specialised(activation, self._example_shape(), self._dtype()).activation
+        return with_operands(activation, self._example_shape(), self._dtype()).activation
 
     def extra_repr(self) -> str:
         resolved = self._specialised(resolve(self.activation))
@@ -85,7 +85,7 @@ class FusedAct(WithActivation):
             raise TypeError(
                 f"{cls.__name__}.from_modules: {layer.weight.dtype} is no floating dtype; leave it as it is"
             )
-        reason = must_be_called_because(layer)
+        reason = must_call_reason(layer)
         if reason is not None:
             raise TypeError(f"{cls.__name__}.from_modules: the {expected} must be called: {reason}; leave it as it is")
         fused: Any = cls._without_values(layer)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import backends
-from ..activations import DTYPES, Activation, must_be_called_because, resolve
+from ..activations import DTYPES, Activation, must_call_reason, resolve
 from ..block_routes import Settings, by_torch, torchs_dropout
 from ..blocks import CHUNKS, gated_mlp, mlp
 from ..functional import bias_act
@@ -89,7 +89,7 @@ class FusedBlock(WithActivation):
         for name, layer in self.layers().items():
             if type(layer) is not nn.Linear:
                 return f"{name} is a {type(layer).__name__}"
-            reason = must_be_called_because(layer)
+            reason = must_call_reason(layer)
             if reason is not None:
                 return f"{name} must be called: {reason}"
             for of in (layer.weight, layer.bias):
@@ -143,7 +143,7 @@ class FusedBlock(WithActivation):
 
 def kept(activation: Activation, save: str, dtype: torch.dtype, *, is_gated: bool, is_frozen: bool) -> str:
     """What a block keeps of its hidden layer in ``dtype``, in a few words; ``is_frozen`` is the first layer."""
-    if activation.unfused_because is not None or save == "recompute":
+    if activation.fallback_reason is not None or save == "recompute":
         return activation.describe(save, dtype)
     if is_gated:
         return "saves gate and up"

@@ -12,7 +12,7 @@ from .. import validation
 from ..activations import Activation, resolve
 from ..backends.operations import BatchNorm
 from ..functional import bias_act
-from ..ops.batch_norm import describe, norm_act, told_of
+from ..ops.batch_norm import describe, inverse_error_of, norm_act
 from ..routes import Inputs, choose_save, needs_gradient, operation_act
 from .base import FusedAct
 
@@ -126,13 +126,13 @@ def batch_norm_act(
 def _synchronised(norm: BatchNorm, inputs: Inputs, activation: Activation, save: str) -> Tensor:
     """With the statistics of a process group."""
     x, w, b, residual = inputs
-    if not activation.is_untraced:
+    if not activation.needs_tracing:
         choose_save(norm.function, activation, save, x.dtype)  # which may refuse
     if not needs_gradient(x, w, b):
         z, *_ = norm.with_statistics(x, w, b)
     elif residual is None and activation.is_fusible and save != "input":
-        tells = None if save == "recompute" else told_of(activation, x)
-        return norm_act(norm, x, w, b, activation, tells)
+        inverse_error = None if save == "recompute" else inverse_error_of(activation, x)
+        return norm_act(norm, x, w, b, activation, inverse_error)
     else:
         z = norm_act(norm, x, w, b, resolve(None), None)
     return bias_act(z if residual is None else z + residual, None, activation, dim=1, save=save)

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .. import backends
-from ..activations import Activation, Saved, Told, told
+from ..activations import Activation, InverseError, Saved, measure_inverse_error
 from ..backends import GradientRequest
 from ..backends.operations import BatchNorm, BatchNormRecompute
 from ..utils.isolation import in_clean_state
@@ -43,17 +43,17 @@ MOST = 0.5
 CENTRED = 32.0
 
 
-def told_of(activation: Activation, x: Tensor) -> Told | None:
+def inverse_error_of(activation: Activation, x: Tensor) -> InverseError | None:
     """What outputs of the layer tell of its input; None where that is too little, or not worth a look."""
     if x.numel() < WORTH_IT or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
-    return told(activation, x.dtype)
+    return measure_inverse_error(activation, x.dtype)
 
 
 def save_beside_input(activation: Activation, dtype: torch.dtype, *, has_residual: bool = False) -> Saved:
     """What is kept by default besides the input, where outputs do not tell that: an output that the next layer keeps
     anyway, or nothing; the activation's input is had again by a pass, exactly."""
-    refused = activation.output_refused_because(dtype)
+    refused = activation.output_refusal(dtype)
     return "recompute" if refused is not None or (activation.is_folded and not has_residual) else "output"
 
 
@@ -62,23 +62,23 @@ def describe(
 ) -> str:
     """What a layer keeps for the backward pass, and why, in a few words; for large inputs, whose values are spread as
     normal ones are."""
-    if activation.unfused_because is not None:
+    if activation.fallback_reason is not None:
         return activation.describe(save, dtype)
     if save == "input":
         return "saves its input and the activation's"
     if save == "recompute":
         return "saves its input"
     name = str(dtype).removeprefix("torch.")
-    tells = told(activation, dtype)
-    if tells is not None:
+    inverse_error = measure_inverse_error(activation, dtype)
+    if inverse_error is not None:
         if w is None or w.is_meta:
             return "saves the output, which tells the input"
-        told_channels = tells.is_told(torch.zeros_like(w) if b is None else b, w)
-        untold = len(w) - int(told_channels.sum())
-        if not untold:
+        acceptable = inverse_error.is_acceptable(torch.zeros_like(w) if b is None else b, w)
+        inexact = len(w) - int(acceptable.sum())
+        if not inexact:
             return "saves the output, which tells the input"
-        some = f"{untold} of {len(w)} channels"
-        if untold <= MOST * len(w):
+        some = f"{inexact} of {len(w)} channels"
+        if inexact <= MOST * len(w):
             return f"saves the output, and the input of {some}"
         return f"saves its input: {name} outputs of {some} tell it too coarsely, by their weights and biases"
     reason = "do not tell the input" if not activation.has_inverse else "tell the input too coarsely"
@@ -87,11 +87,16 @@ def describe(
 
 
 def norm_act(
-    norm: BatchNorm, x: Tensor, w: Tensor | None, b: Tensor | None, activation: Activation, tells: Told | None
+    norm: BatchNorm,
+    x: Tensor,
+    w: Tensor | None,
+    b: Tensor | None,
+    activation: Activation,
+    inverse_error: InverseError | None,
 ) -> Tensor:
     """``activation(norm(x, w, b))`` that keeps its output as far as that tells x, and else x."""
-    edge = None if tells is None or not x.requires_grad else Edge.apply(x)
-    return NormAct.apply(x, w, b, edge, norm, activation, tells)
+    edge = None if inverse_error is None or not x.requires_grad else Edge.apply(x)
+    return NormAct.apply(x, w, b, edge, norm, activation, inverse_error)
 
 
 class Edge(Function):
@@ -132,12 +137,14 @@ class NormAct(Function):
         edge: Tensor | None,
         norm: BatchNorm,
         activation: Activation,
-        tells: Told | None,
+        inverse_error: InverseError | None,
     ) -> Tensor:
         backend = backends.choose(x, activation)
         z, mean, inverse_std = norm.with_statistics(x, w, b)
-        channels = None if tells is None else _untold_channels(z, Known(mean, inverse_std, w), b, tells)
-        keeps_output = tells is not None and (channels is None or len(channels) <= MOST * x.shape[1])
+        channels = (
+            None if inverse_error is None else _inexact_channels(z, Known(mean, inverse_std, w), b, inverse_error)
+        )
+        keeps_output = inverse_error is not None and (channels is None or len(channels) <= MOST * x.shape[1])
         y = backend.bias_act(z, None, activation, dim=norm.dim, encode=keeps_output, out=z)
         if not keeps_output:
             ctx.save_for_backward(None, x, None, mean, inverse_std, w, b)
@@ -204,19 +211,19 @@ class Known(NamedTuple):
     w: Tensor | None
 
 
-def _untold_channels(z: Tensor, known: Known, b: Tensor | None, tells: Told) -> Tensor | None:
+def _inexact_channels(z: Tensor, known: Known, b: Tensor | None, inverse_error: InverseError) -> Tensor | None:
     """The channels of which outputs do not tell the input, or None."""
     mean, inverse_std, w = known
     size = torch.ones_like(mean) if w is None else w.abs()
     good = (mean * inverse_std).abs() <= CENTRED
     if w is not None:
-        good &= tells.is_told(torch.zeros_like(w) if b is None else b, w)
+        good &= inverse_error.is_acceptable(torch.zeros_like(w) if b is None else b, w)
     # No value alone may err by more than all of them may together.
-    allowed = tells.limit * math.sqrt(z.numel() / z.shape[1]) * size.double()
-    if bool(good.all() & (tells.worst(torch.stack(torch.aminmax(z))) <= allowed.min()).all()):  # one wait
+    allowed = inverse_error.limit * math.sqrt(z.numel() / z.shape[1]) * size.double()
+    if bool(good.all() & (inverse_error.worst(torch.stack(torch.aminmax(z))) <= allowed.min()).all()):  # one wait
         return None
     for end in (z.amin(others(z, 1)), z.amax(others(z, 1))):
-        good &= tells.worst(end) <= allowed
+        good &= inverse_error.worst(end) <= allowed
     return (~good).nonzero().squeeze(1)
 
 

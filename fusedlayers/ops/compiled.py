@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..activations import Activation, resolve, widened
+from ..activations import Activation, resolve, upcast
 
 
 class OutputSaved(Function):
@@ -21,7 +21,7 @@ class OutputSaved(Function):
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, activation: Activation) -> Tensor:
-        y = activation.encoded(widened(z), z.dtype).to(z.dtype)
+        y = activation.encoded(upcast(z), z.dtype).to(z.dtype)
         ctx.save_for_backward(y)
         ctx.activation = activation
         return y
@@ -30,8 +30,8 @@ class OutputSaved(Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (dy,) = grads
         (y,) = ctx.saved_tensors
-        slope = ctx.activation.derivative_given_output(widened(y), y.dtype, differentiable=torch.is_grad_enabled())
-        return (widened(dy) * slope).to(y.dtype), None
+        slope = ctx.activation.derivative_given_output(upcast(y), y.dtype, differentiable=torch.is_grad_enabled())
+        return (upcast(dy) * slope).to(y.dtype), None
 
 
 @torch.compiler.allow_in_graph

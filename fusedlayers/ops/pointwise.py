@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .. import backends
-from ..activations import Activation, Saved, widened
+from ..activations import Activation, Saved, upcast
 from ..backends import Backend, GradientRequest
 from ..backends.operations import MATMUL, Convolution, Recompute
 from ..utils.layout import along, channels_last_format, operand_along, sum_along
@@ -181,13 +181,13 @@ def differentiable_gradients(
     """``dy * f'`` and the gradients of the operands that need one, in operations that autograd can differentiate again,
     in float32 or wider."""
     if save == "output":
-        slope = activation.derivative_given_output(widened(saved), saved.dtype, differentiable=True)
-        return [(widened(dy) * slope).to(dy.dtype)]
+        slope = activation.derivative_given_output(upcast(saved), saved.dtype, differentiable=True)
+        return [(upcast(dy) * slope).to(dy.dtype)]
     with torch.enable_grad():
-        z, *own = apart(widened(saved), *operands)
-        y = activation.function(z, *(operand_along(widened(p), dim, z.dim()) for p in own if p is not None))
+        z, *own = apart(upcast(saved), *operands)
+        y = activation.function(z, *(operand_along(upcast(p), dim, z.dim()) for p in own if p is not None))
         sources = [z, *(p for p, need in zip(own, needs, strict=True) if need)]
-        dz, *found = torch.autograd.grad(y, sources, widened(dy), create_graph=True)
+        dz, *found = torch.autograd.grad(y, sources, upcast(dy), create_graph=True)
     return [dz.to(dy.dtype), *(found.pop(0) if need else None for need in needs)]
 
 

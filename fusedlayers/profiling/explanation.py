@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..activations import Activation, resolve, told
-from ..activations.free_variables import capture
+from ..activations import Activation, measure_inverse_error, resolve
+from ..activations.free_variables import find_variables
 from ..functional import bias_act
 from ..memory import saved_bytes
 from ..nn.base import FusedAct, WithActivation
 from ..nn.mlp import FusedBlock, FusedGatedMLP
 from ..nn.norm import FusedBatchNormAct1d, FusedBatchNormAct2d
 from ..ops.batch_norm import WORTH_IT, save_beside_input
-from ..routes import specialised
+from ..routes import with_operands
 from ..utils.isolation import in_clean_state
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -122,7 +122,7 @@ def explain(activation: object) -> Explanation:
     if layer is not None and given == "input" and kind in ("monotone", "folded"):
         again = layer.save == "recompute"
         reason = f"the layer {'computes its input again' if again else 'keeps its input'}, which tells the derivative"
-    if _is_norm(layer) and told(record, torch.float32) is not None:
+    if _is_norm(layer) and measure_inverse_error(record, torch.float32) is not None:
         reason += (
             "; a batch norm in float32 keeps its input too, of channels where rounding of the output would show in "
             "gradients: whose weight is small or much smaller than the bias, or with values far out where the "
@@ -150,11 +150,11 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _kind(record: Activation) -> tuple[str, str]:
-    if record.unfused_because is not None:
-        return "fallback", record.unfused_because.partition(" because ")[2]
+    if record.fallback_reason is not None:
+        return "fallback", record.fallback_reason.partition(" because ")[2]
     if record.is_identity:
         return "monotone", "the derivative is 1"
-    refused = record.output_refused_because(torch.float32)
+    refused = record.output_refusal(torch.float32)
     if refused is not None:
         return "needs input", refused
     if record.fold is None:
@@ -169,15 +169,15 @@ def _kind(record: Activation) -> tuple[str, str]:
 
 def _specialised(record: Activation, shape: tuple[int, ...]) -> Activation:
     """As a layer in float32 has it, whatever the function's own tensors are."""
-    if not record.is_untraced:
+    if not record.needs_tracing:
         return record
-    return specialised(resolve(_in_dtype(record, torch.float32)[1]), shape, torch.float32).activation
+    return with_operands(resolve(_in_dtype(record, torch.float32)[1]), shape, torch.float32).activation
 
 
 def _shape(record: Activation) -> tuple[int, ...]:
     """A shape that the function takes. Channels are tried as the last dimension, and as the second of four; that first
     if a tensor has dimensions behind them."""
-    tensors = capture(record.function).tensors
+    tensors = find_variables(record.function).tensors
     sizes = {size for tensor in tensors for size in tensor.shape if size > 1}
     as_second = any(tensor.numel() > 1 and tensor.shape[-1] == 1 for tensor in tensors)
     for channels in sorted(sizes, reverse=True):
@@ -190,12 +190,14 @@ def _shape(record: Activation) -> tuple[int, ...]:
 
 def _in_dtype(record: Activation, dtype: torch.dtype) -> tuple[Callable[..., Tensor], object]:
     """The function as PyTorch computes it, and what to hand to a layer; what it reads, in this dtype."""
-    if not record.is_untraced or record.row is not None:
+    if not record.needs_tracing or record.row is not None:
         return record.plain, record
-    from ..activations.verification import values  # with it come parts of torch whose import takes a second
+    from ..activations.verification import example_values  # with it come parts of torch whose import takes a second
 
-    captured = capture(record.function)
-    function = captured.on([values(t).to("cpu", dtype if t.is_floating_point() else t.dtype) for t in captured.tensors])
+    variables = find_variables(record.function)
+    function = variables.rebind(
+        [example_values(t).to("cpu", dtype if t.is_floating_point() else t.dtype) for t in variables.tensors]
+    )
     return function, function
 
 
@@ -210,7 +212,7 @@ def _measure(
     scale = float(exact[real].norm()) or 1.0
 
     save = "auto" if layer is None else layer.save
-    if save == "auto" and _is_norm(layer) and told(record, dtype) is None:
+    if save == "auto" and _is_norm(layer) and measure_inverse_error(record, dtype) is None:
         save = save_beside_input(record, dtype)
     if save == "auto" and isinstance(layer, FusedGatedMLP):
         save = "input"
@@ -297,7 +299,7 @@ def _curves(resolved: Activation, shape: tuple[int, ...]) -> Mapping[str, Tensor
 
 def _given(record: Activation, layer: WithActivation | None) -> str:
     """What the derivative is had from: "output" or "input"."""
-    if record.output_refused_because(torch.float32) is not None or isinstance(layer, FusedGatedMLP):
+    if record.output_refusal(torch.float32) is not None or isinstance(layer, FusedGatedMLP):
         return "input"
     return "input" if layer is not None and layer.save in ("input", "recompute") else "output"
 

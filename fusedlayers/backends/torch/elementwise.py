@@ -125,7 +125,7 @@ def gradient(
     shares: Sequence[Tensor | None] = [torch.zeros_like(p) if need else None for p, need in needs]
     if given == "output" and native is not None:
         operator, arguments = native
-        values = arguments(dy, saved, **activation.parameters_for_outputs(saved.dtype))
+        values = arguments(dy, saved, **activation.rounded_parameters(saved.dtype))
         dz = operator.grad_input(*values, grad_input=saved) if overwrite else operator.default(*values)
     else:
         dz = saved if overwrite else torch.empty_like(saved)
@@ -163,7 +163,7 @@ def _slope(saved: Tensor, activation: Activation, given: str) -> Chunkwise:
         )
     if given == "input":
         return Chunkwise(functools.partial(_differentiate, activation), allocates=True)
-    if activation.fitted() is not None:
+    if activation.fitted_derivative() is not None:
         return fold.derivative(activation)
     return Chunkwise(lambda part: activation.derivative_given_output(part, part.dtype), allocates=True)
 
@@ -203,7 +203,7 @@ def _derivative_table(activation: Activation, dtype: torch.dtype, given: str, de
     values = _all_values(dtype)
     if given == "output":
         # A table costs the same whatever it holds: it takes the closest fit there is.
-        fitted = activation.fitted(dtype, closest=True)
+        fitted = activation.fitted_derivative(dtype, closest=True)
         if isinstance(fitted, FoldedDerivative):
             slope = fitted(values, branch_bit.decode(values.float(), dtype, fitted.fold.ambiguous))
         else:

@@ -50,7 +50,7 @@ def _overwrite(
 
 def derivative(activation: Activation) -> Chunkwise:
     """The derivative from encoded float32 outputs."""
-    fitted = activation.fitted()
+    fitted = activation.fitted_derivative()
     if isinstance(fitted, FoldedDerivative) and isinstance(fitted.of_distance, Polynomials):
         return Chunkwise(_interpolated(activation), (*_Interpolated.SCRATCH, *lookup_scratch()))
     table = interpolated(activation)
@@ -62,7 +62,7 @@ def derivative(activation: Activation) -> Chunkwise:
 @functools.cache
 @in_clean_state
 def _interpolated(activation: Activation) -> _Interpolated:
-    folded = activation.folded()
+    folded = activation.folded_derivative()
     assert folded is not None and isinstance(folded.of_distance, Polynomials)
     return _Interpolated(folded, folded.of_distance)
 

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from ...activations import Activation, widened
+from ...activations import Activation, upcast
 from ...derivative.folded import SMALLEST, TAIL_FRACTION, FoldedInverse, Polynomials
 from ...utils.isolation import in_clean_state
 from ...utils.layout import is_dense
@@ -39,7 +39,7 @@ def _inverse(activation: Activation, dtype: torch.dtype) -> Chunkwise:
         assert dtype is torch.float32
         table = _table(activation)
         return Chunkwise(lambda y, z, *more: z.copy_(table(y, *more)), (*_Table.SCRATCH, *lookup_scratch()))
-    return Chunkwise(lambda y, z: z.copy_(activation.input_given_output(widened(y), dtype)), allocates=True)
+    return Chunkwise(lambda y, z: z.copy_(activation.input_given_output(upcast(y), dtype)), allocates=True)
 
 
 @functools.cache

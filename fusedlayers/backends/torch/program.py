@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from ...activations.tracing import QUICK
+from ...activations.tracing import TORCH_CALLS
 
 aten = torch.ops.aten
 
@@ -261,7 +261,7 @@ def _with_out(target: Any) -> tuple[Callable[..., Any], str | None]:
         *given, last = variant._schema.arguments
         same = [a.name for a in given] == names and [str(a.type) for a in given] == types
         if same and last.is_out:
-            quick = QUICK.get(target.overloadpacket)
+            quick = TORCH_CALLS.get(target.overloadpacket)
             return (variant, last.name) if quick is None else (quick, "out")
     return target, None
 

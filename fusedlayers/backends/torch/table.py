@@ -173,7 +173,7 @@ class Interpolated:
 @in_clean_state
 def interpolated(activation: Activation) -> Interpolated | None:
     """The table for an activation whose derivative is fitted in segments, or None if none is good enough."""
-    fitted = activation.fitted()
+    fitted = activation.fitted_derivative()
     if fitted is None:
         return None
     segments = fitted.of_distance if isinstance(fitted, FoldedDerivative) else fitted.segments

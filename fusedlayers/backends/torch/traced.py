@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...activations import Activation, widened
+from ...activations import Activation, upcast
 from ...utils.layout import Layout, laid_out, layout_along
 from ..base import GradientRequest
 from .chunks import blocks
@@ -66,7 +66,7 @@ def _walk(
     run = program.bind(others)
     for block in blocks(layout):
         *parts, target = (tensor[block] for tensor in whole)
-        wide = [widened(part) for part in parts]
+        wide = [upcast(part) for part in parts]
         if wide[0].shape[1] < layout.channels:
             run = program.bind([p[block[1]] if p.dim() else p for p in others])
         is_safe = not overlaps or wide[0] is not parts[0]
@@ -102,7 +102,7 @@ def _forward(activation: Activation, dtype: torch.dtype) -> Program:
 
 @functools.lru_cache(_PROGRAMS)
 def _gradient(activation: Activation, needs: tuple[bool, ...], dtype: torch.dtype) -> Program:
-    return _program(activation.gradients(needs), 2, activation, dtype)
+    return _program(activation.gradient_function(needs), 2, activation, dtype)
 
 
 def _program(function: Callable[..., Any], inputs: int, activation: Activation, dtype: torch.dtype) -> Program:

@@ -181,14 +181,14 @@ def device_function(
         NotPointwise: the function cannot be printed; the message names the operation.
     """
     # Other functions are shared by all dtypes, and compiled once.
-    coded = given == "output" and activation.shows_dtype
+    coded = given == "output" and activation.depends_on_dtype
     return _compile(activation, role, given, dtype if coded else torch.float32, needs)
 
 
 @functools.lru_cache(4096)
 def computes(activation: Activation) -> bool:
     """Whether the activation can be printed: of the table all can, of users' functions those of known operations."""
-    if not (activation.is_traced or (activation.row is not None and activation.row.is_users)):
+    if not (activation.is_traced or (activation.row is not None and activation.row.is_custom)):
         return True
     try:
         device_function(activation, "forward", given="input", dtype=torch.float32)
@@ -215,7 +215,7 @@ def source(activation: Activation, role: Role, *, given: str, dtype: torch.dtype
         function = lambda dy, y: (dy * activation.derivative_given_output(y, dtype),)  # noqa: E731  # as those beside it
     else:
         inputs = ["dy", "z"]
-        function = activation.gradients(needs)
+        function = activation.gradient_function(needs)
     name = f"{re.sub('[^A-Za-z0-9_]', '_', activation.name).strip('_')}_{role}"
     return print_function(name, trace(function, [*inputs, *operands]), operands, as_tuple=role == "gradient")
 

@@ -226,7 +226,7 @@ def _role(name: str, dtype: torch.dtype, **flags: int) -> str:
 @functools.lru_cache(4096)
 def _identity(activation: Activation) -> str:
     """A name that no two functions share."""
-    if activation.row is not None and not (activation.is_traced or activation.row.is_users):
+    if activation.row is not None and not (activation.is_traced or activation.row.is_custom):
         return activation.name
     text = source(activation, "forward", given="input", dtype=torch.float32)
     return f"{activation.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
