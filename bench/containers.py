@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 import fusedlayers as fl
-from fusedlayers.checkpoint import planner
-from fusedlayers.checkpoint.probe import probe
+from fusedlayers.checkpoint import measurement, planner
 from fusedlayers.memory import peak_bytes, saved_bytes
 
 from . import RESULTS, grid, machine, measure
@@ -242,13 +241,13 @@ def _resnet152(device: torch.device, quick: bool) -> Subject:
 
     x = torch.randn(QUICK_IMAGES if quick else IMAGES[device.type]).to(device)
     dy = torch.randn(len(x), 1000).to(device) / len(x)
-    children = probe(parts(), (x,))
-    kept = planner.of_lengths(children, [1] * len(children), "all").eager_bytes
+    children = measurement.measure(parts(), (x,))
+    kept = planner.plan_of_lengths(children, [1] * len(children), "all").eager_bytes
     variants: dict[str, Callable[[], Variant]] = {BASELINE: eager}
     for segments in TORCH_SEGMENTS:
         size = len(children) // segments
         lengths = [size] * (segments - 1)
-        at_once = planner.of_lengths(children, [*lengths, len(children) - sum(lengths)], "all").peak_bytes
+        at_once = planner.plan_of_lengths(children, [*lengths, len(children) - sum(lengths)], "all").peak_bytes
         variants[f"checkpoint_sequential-{segments}"] = partial(by_torch, segments)
         variants[f"same-memory-{segments}"] = partial(ours, memory_budget_bytes=at_once)
     variants["sublinear"] = ours
@@ -372,8 +371,8 @@ def _verdict(found: dict[str, Any], name: str, memory: float, speed: float | Non
         return f"MISSED: {variant.get('error', 'not measured')}"
     takes, runs = _of(found, variant), 1 / variant["forward_backward"]["ratio"]
     met = takes <= memory and (speed is None or runs >= speed)
-    asked = f"{memory:.2f}x" + ("" if speed is None else f" at {speed:.2f}x")
-    return f"{takes:.2f}x eager's memory at {runs:.2f}x its speed (asked: {asked}): {'met' if met else 'MISSED'}"
+    options = f"{memory:.2f}x" + ("" if speed is None else f" at {speed:.2f}x")
+    return f"{takes:.2f}x eager's memory at {runs:.2f}x its speed (options: {options}): {'met' if met else 'MISSED'}"
 
 
 def _of(found: dict[str, Any], variant: dict[str, Any]) -> float:

@@ -14,7 +14,7 @@ from inverting import EXACT, Scale, assert_exact, error, linears, net, plain, ra
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from fusedlayers.invertible.call import Call
+from fusedlayers.invertible.call import InvertibleCall
 from fusedlayers.memory import peak_bytes, saved_bytes
 from fusedlayers.utils.autograd_graph import nodes_of
 
@@ -300,7 +300,7 @@ def test_graphs_go_when_nobody_holds_them(with_backward: bool) -> None:
         y = module(*(x.float() for x in inputs))
         calls = [weakref.ref(y.grad_fn.call)]
         for node in nodes_of([y]):
-            if isinstance(call := getattr(node, "call", None), Call):
+            if isinstance(call := getattr(node, "call", None), InvertibleCall):
                 calls.append(weakref.ref(call))
         del node, call
         assert len(set(calls)) > 8

@@ -9,8 +9,15 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from fusedlayers.checkpoint import planner
-from fusedlayers.checkpoint.planner import STEPS, Plan, Segment, balanced, of_lengths, within
-from fusedlayers.checkpoint.probe import Child
+from fusedlayers.checkpoint.measurement import ChildCosts
+from fusedlayers.checkpoint.planner import (
+    BUDGET_STEPS,
+    Plan,
+    Segment,
+    plan_balanced,
+    plan_of_lengths,
+    plan_within_budget,
+)
 from fusedlayers.checkpoint.recompute import RECOMPUTE, Recompute
 
 ALL_MODES: tuple[Recompute, ...] = RECOMPUTE  # type: ignore[assignment]
@@ -21,7 +28,7 @@ LARGEST = (3, 1000)
 Storages = dict[tuple[str, int], int]
 
 
-def children(seed: int) -> list[Child]:
+def children(seed: int) -> list[ChildCosts]:
     draw = random.Random(seed)
     largest = LARGEST[seed % len(LARGEST)]
 
@@ -33,7 +40,7 @@ def children(seed: int) -> list[Child]:
         saved, products = size(), size()
         between = draw.uniform(0, 10)
         found.append(
-            Child(
+            ChildCosts(
                 input_bytes=draw.randint(1, largest),
                 saved_bytes=saved,
                 saves_input=draw.random() < 0.5,
@@ -42,13 +49,13 @@ def children(seed: int) -> list[Child]:
                 saved_product_bytes=min(saved, products) if draw.random() < 0.5 else 0,
                 output_is_product=draw.random() < 0.5,
                 cost=between + draw.uniform(0, 100),
-                cost_between=between,
+                cost_without_products=between,
             )
         )
     return found
 
 
-def saved_by(sequence: Sequence[Child], k: int) -> Storages:
+def saved_by(sequence: Sequence[ChildCosts], k: int) -> Storages:
     child = sequence[k]
     found = {("product", k): child.saved_product_bytes, ("inside", k): child.saved_bytes - child.saved_product_bytes}
     if child.saves_input:
@@ -56,19 +63,19 @@ def saved_by(sequence: Sequence[Child], k: int) -> Storages:
     return found | (edge(sequence, k + 1) if child.saves_output else {})
 
 
-def products_of(sequence: Sequence[Child], k: int) -> Storages:
+def products_of(sequence: Sequence[ChildCosts], k: int) -> Storages:
     child = sequence[k]
     found = {("product", k): child.saved_product_bytes, ("other product", k): child.product_bytes}
     found["other product", k] -= child.saved_product_bytes
     return found | (edge(sequence, k + 1) if child.output_is_product else {})
 
 
-def edge(sequence: Sequence[Child], k: int) -> Storages:
+def edge(sequence: Sequence[ChildCosts], k: int) -> Storages:
     """Between two children; the sequence's own input and output are their owner's."""
     return {("edge", k): sequence[k].input_bytes} if 0 < k < len(sequence) else {}
 
 
-def followed(sequence: Sequence[Child], segments: Sequence[Segment]) -> tuple[int, int, float]:
+def followed(sequence: Sequence[ChildCosts], segments: Sequence[Segment]) -> tuple[int, int, float]:
     """What a plan keeps, its worst moment, and its cost."""
     kept: Storages = {}
     peak, cost = 0, 0.0
@@ -76,7 +83,7 @@ def followed(sequence: Sequence[Child], segments: Sequence[Segment]) -> tuple[in
         inside: Storages = {}
         for k in range(start, stop):
             inside |= saved_by(sequence, k)
-            cost += {"all": sequence[k].cost, "cheap": sequence[k].cost_between, "nothing": 0.0}[mode]
+            cost += {"all": sequence[k].cost, "cheap": sequence[k].cost_without_products, "nothing": 0.0}[mode]
             if mode == "cheap":
                 kept |= products_of(sequence, k)
         kept |= inside if mode == "nothing" else edge(sequence, start)
@@ -102,7 +109,7 @@ def compositions(count: int) -> Iterator[tuple[int, ...]]:
             yield (first, *others)
 
 
-def agrees(found: Plan, sequence: Sequence[Child]) -> None:
+def agrees(found: Plan, sequence: Sequence[ChildCosts]) -> None:
     kept, peak, cost = followed(sequence, found.segments)
     assert (found.saved_bytes, found.peak_bytes) == (kept, peak)
     total = sum(child.cost for child in sequence)
@@ -116,7 +123,7 @@ def test_a_plan_keeps_and_costs_what_it_says(seed: int) -> None:
     sequence = children(seed)
     for lengths in compositions(len(sequence)):
         for mode in ALL_MODES:
-            agrees(of_lengths(sequence, lengths, mode), sequence)
+            agrees(plan_of_lengths(sequence, lengths, mode), sequence)
 
 
 @pytest.mark.parametrize("modes", MODES, ids=str)
@@ -127,13 +134,13 @@ def test_no_plan_within_a_budget_costs_less_and_no_smaller_budget_has_one(
     sequence = children(seed)
     plans = [followed(sequence, segments)[1:] for segments in all_plans(0, len(sequence), modes)]
     smallest = min(peak for peak, _ in plans)
-    found = within(sequence, None, modes)
+    found = plan_within_budget(sequence, None, modes)
     agrees(found, sequence)
-    resolution = max(1, found.eager_bytes // STEPS)
+    resolution = max(1, found.eager_bytes // BUDGET_STEPS)
     assert smallest <= found.peak_bytes < smallest + resolution
     peaks = sorted({peak for peak, _ in plans if peak >= smallest + resolution})
     for budget in [*peaks[:: max(1, len(peaks) // 8)], found.eager_bytes + resolution]:
-        cheapest = within(sequence, budget, modes)
+        cheapest = plan_within_budget(sequence, budget, modes)
         agrees(cheapest, sequence)
         assert cheapest.peak_bytes <= budget
         assert followed(sequence, cheapest.segments)[2] == pytest.approx(min(c for p, c in plans if p <= budget))
@@ -146,9 +153,9 @@ def test_a_budget_that_no_plan_fits_in_is_refused_with_one_that_does(seed: int) 
     if smallest == 0:
         return
     with pytest.raises(ValueError, match=r"is less than any plan needs: these \d+ children keep") as raised:
-        within(sequence, smallest - 1, ALL_MODES)
+        plan_within_budget(sequence, smallest - 1, ALL_MODES)
     named = int(str(raised.value).split("and ")[1].split()[0])
-    assert within(sequence, named, ALL_MODES).peak_bytes <= named
+    assert plan_within_budget(sequence, named, ALL_MODES).peak_bytes <= named
 
 
 def split_at(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -171,7 +178,7 @@ def test_balanced_segments_are_the_best_split(seed: int) -> None:
         )
 
     for count in range(1, len(sequence) + 3):
-        segments = balanced(sequence, count, "all").segments
+        segments = plan_balanced(sequence, count, "all").segments
         lengths = [segment.stop - segment.start for segment in segments]
         of_count = [found for found in compositions(len(sequence)) if len(found) == min(count, len(sequence))]
         assert len(lengths) == min(count, len(sequence))
@@ -180,14 +187,14 @@ def test_balanced_segments_are_the_best_split(seed: int) -> None:
 
 def test_the_last_of_segments_given_by_length_runs_once() -> None:
     sequence = [child for seed in range(20) for child in children(seed)][:7]
-    segments = of_lengths(sequence, [3, 2, 2], "cheap").segments
+    segments = plan_of_lengths(sequence, [3, 2, 2], "cheap").segments
     assert segments == ((0, 3, "cheap"), (3, 5, "cheap"), (5, 7, "nothing"))
 
 
 def test_without_a_budget_alike_children_keep_about_twice_the_root_of_their_number() -> None:
-    alike = Child(100, 300, True, False, 0, 0, False, 1.0, 1.0)
+    alike = ChildCosts(100, 300, True, False, 0, 0, False, 1.0, 1.0)
     for count in (16, 64):
-        found = within([alike] * count, None, ("nothing", "all"))
+        found = plan_within_budget([alike] * count, None, ("nothing", "all"))
         # k segments keep 100 k, and 400 n / k more while one runs again: 400 sqrt(n) at best.
         assert found.peak_bytes <= 400 * (count**0.5 + 1)
         assert found.eager_bytes >= 400 * (count - 1)
@@ -196,11 +203,11 @@ def test_without_a_budget_alike_children_keep_about_twice_the_root_of_their_numb
 def test_many_children_are_planned_within_their_budget_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not all states are gone on with then."""
     sequence = [child for seed in range(20) for child in children(seed)][:40]
-    eager = within(sequence, 10**9, ALL_MODES).eager_bytes
+    eager = plan_within_budget(sequence, 10**9, ALL_MODES).eager_bytes
     plans = []
-    for states in (1, planner.STATES):
-        monkeypatch.setattr(planner, "STATES", states)
-        plans.append(within(sequence, eager // 2, ALL_MODES))
+    for states in (1, planner.MAX_STATES):
+        monkeypatch.setattr(planner, "MAX_STATES", states)
+        plans.append(plan_within_budget(sequence, eager // 2, ALL_MODES))
         agrees(plans[-1], sequence)
         assert plans[-1].peak_bytes <= eager // 2
     assert plans[1].recomputed <= plans[0].recomputed < 1

@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from bench.reference import RESNETS, resnet
-from fusedlayers.checkpoint.probe import probe
+from fusedlayers.checkpoint.measurement import measure
 from fusedlayers.memory import peak_bytes, saved_bytes
 
 Make = Callable[..., nn.Module]
@@ -564,7 +564,7 @@ def _kept(net: nn.Sequential, x: Tensor) -> int:
     """Without its input and its output, which others hold."""
     plan = getattr(net, "plan", None)
     runs_once = plan is None or plan.segments[-1].recompute == "nothing"
-    keeps_output = runs_once and probe(list(net), (x,))[-1].saves_output
+    keeps_output = runs_once and measure(list(net), (x,))[-1].saves_output
     return saved_bytes(net, x, exclude=x) - (net(x).nbytes if keeps_output else 0)
 
 
@@ -1170,7 +1170,7 @@ def test_compiled_after_it_was_planned() -> None:
             torch.testing.assert_close(a, b)
     # What was planned was for something else.
     net.memory_budget_bytes, net.segments = None, [1, 5]
-    assert [segment.stop for segment in net._unmeasured()] == [1, 6]
+    assert [segment.stop for segment in net._segments_for_compiler()] == [1, 6]
 
 
 def test_fuse_inside_and_around() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 
-class Reached(NamedTuple):
+class FreeState(NamedTuple):
     """What a function runs, or, unless it ``runs_all``, can reach; of generators and tensors those that it closes over
     or is given by name."""
 
@@ -22,16 +22,16 @@ class Reached(NamedTuple):
     runs_all: bool = True
 
     @classmethod
-    def by(cls, function: object, *arguments: object) -> Reached:
+    def of(cls, function: object, *arguments: object) -> FreeState:
         """By the function itself, what it is bound to, what a ``partial`` holds, what it closes over or has as
         defaults, what its code names among its globals, and the arguments; functions among these in the same way."""
         if isinstance(function, nn.Module):
             modules = dict.fromkeys(function.modules())
-            return cls([*modules, *(m for m in cls._found(arguments).modules if m not in modules)])
-        return cls._found((function, *arguments), of_arguments=arguments)
+            return cls([*modules, *(m for m in cls._search(arguments).modules if m not in modules)])
+        return cls._search((function, *arguments), of_arguments=arguments)
 
     @classmethod
-    def _found(cls, things: Iterable[object], of_arguments: Iterable[object] = ()) -> Reached:
+    def _search(cls, things: Iterable[object], of_arguments: Iterable[object] = ()) -> FreeState:
         modules: dict[nn.Module, None] = {}
         others: list[Any] = []
         given = set(map(id, tree_leaves(list(of_arguments))))
@@ -53,7 +53,7 @@ class Reached(NamedTuple):
                 pending += [thing.__self__, thing.__func__]
             elif isinstance(thing, types.FunctionType):
                 if not (thing.__module__ or "").startswith("torch."):
-                    pending += _named_in(thing)
+                    pending += _held_by_function(thing)
             elif isinstance(thing, list | tuple | dict | set):
                 pending += [leaf for leaf in tree_leaves(list(thing) if isinstance(thing, set) else thing)]
             elif hasattr(thing, "__dict__"):
@@ -64,10 +64,10 @@ class Reached(NamedTuple):
         return cls(list(modules), generators, tensors, runs_all=False)
 
 
-NOTHING = Reached(())
+NO_STATE = FreeState(())
 
 
-def _named_in(function: types.FunctionType) -> list[object]:
+def _held_by_function(function: types.FunctionType) -> list[object]:
     found: list[object] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     for cell in function.__closure__ or ():
         try:

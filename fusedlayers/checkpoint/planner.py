@@ -17,13 +17,13 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from ..utils.formatting import size_text
-from .probe import Child
+from .measurement import ChildCosts
 from .recompute import Recompute
 
 #: How finely the smallest plan is looked for: in such parts of what is kept if nothing runs again.
-STEPS = 1024
+BUDGET_STEPS = 1024
 #: How many states are gone on with, together; of few children each has as many as there are.
-STATES = 4096
+MAX_STATES = 4096
 
 
 class Segment(NamedTuple):
@@ -64,15 +64,15 @@ class Plan:
         )
 
 
-def within(children: Sequence[Child], budget: int | None, modes: Sequence[Recompute]) -> Plan:
+def plan_within_budget(children: Sequence[ChildCosts], budget: int | None, modes: Sequence[Recompute]) -> Plan:
     """The plan that recomputes least, of those that keep at most ``budget`` bytes at any moment; without a budget, at
     most what the smallest plan keeps.
 
     Raises:
         ValueError: no plan is that small.
     """
-    sums = _Sums(children)
-    smallest = _smallest(sums, modes)
+    sums = _PrefixSums(children)
+    smallest = _smallest_budget(sums, modes)
     if budget is None:
         budget = smallest
     elif budget < smallest:
@@ -80,13 +80,13 @@ def within(children: Sequence[Child], budget: int | None, modes: Sequence[Recomp
             f"memory_budget_bytes={budget} is less than any plan needs: these {len(children)} children keep "
             f"{sums.eager()} bytes if nothing runs again, and {smallest} at least"
         )
-    return _plan(sums, _cheapest(sums, budget, modes))
+    return _plan(sums, _cheapest_segments(sums, budget, modes))
 
 
-def balanced(children: Sequence[Child], count: int, mode: Recompute) -> Plan:
+def plan_balanced(children: Sequence[ChildCosts], count: int, mode: Recompute) -> Plan:
     """So many segments that keep about the same while they run again. The last one runs once: its backward pass
     comes at once."""
-    sums = _Sums(children)
+    sums = _PrefixSums(children)
     # Of the best split of the first j children: its largest segment, its squares (of splits with an equal largest one
     # the evenest is the best), and its segments' ends, negative: then that of which the last one, which runs once, is
     # the shortest.
@@ -97,7 +97,7 @@ def balanced(children: Sequence[Child], count: int, mode: Recompute) -> Plan:
             for j in range(min(best) + 1, len(children) + 1)
         }
     ends = [-end for end in best[len(children)][2]]
-    return of_lengths(children, [b - a for a, b in pairwise([0, *ends])], mode)
+    return plan_of_lengths(children, [b - a for a, b in pairwise([0, *ends])], mode)
 
 
 def _longer(split: tuple[int, int, list[int]], size: int, end: int) -> tuple[int, int, list[int]]:
@@ -105,26 +105,26 @@ def _longer(split: tuple[int, int, list[int]], size: int, end: int) -> tuple[int
     return max(largest, size), squares + size**2, [*ends, -end]
 
 
-def of_lengths(children: Sequence[Child], lengths: Sequence[int], mode: Recompute) -> Plan:
+def plan_of_lengths(children: Sequence[ChildCosts], lengths: Sequence[int], mode: Recompute) -> Plan:
     """Segments of so many children each, the last of which runs once."""
-    return _plan(_Sums(children), segments_of(lengths, mode))
+    return _plan(_PrefixSums(children), segments_of_lengths(lengths, mode))
 
 
-def segments_of(lengths: Sequence[int], mode: Recompute) -> tuple[Segment, ...]:
+def segments_of_lengths(lengths: Sequence[int], mode: Recompute) -> tuple[Segment, ...]:
     stops = list(accumulate(lengths))
     starts = [0, *stops[:-1]]
     found = [Segment(start, stop, mode) for start, stop in zip(starts, stops, strict=True) if stop > start]
     return (*found[:-1], *(Segment(*last[:2], "nothing") for last in found[-1:]))
 
 
-class _Sums:
+class _PrefixSums:
     """What runs of children add up to."""
 
-    def __init__(self, children: Sequence[Child]) -> None:
+    def __init__(self, children: Sequence[ChildCosts]) -> None:
         self.children = children
         selective = [child.selective or child for child in children]
         #: Where the results of products are kept.
-        self._selective = self if selective == list(children) else _Sums(selective)
+        self._selective = self if selective == list(children) else _PrefixSums(selective)
         n = len(children)
         # What is kept between children, if they run once; the sequence's input is not its own.
         edges = [0] * (n + 1)
@@ -134,7 +134,7 @@ class _Sums:
         self._saved = [0, *accumulate(child.saved_bytes for child in children)]
         self._edges = [0, *accumulate(edges)]
         self._cost = [0.0, *accumulate(child.cost for child in children)]
-        self._between = [0.0, *accumulate(child.cost_between for child in children)]
+        self._between = [0.0, *accumulate(child.cost_without_products for child in children)]
         self._kept = [0, *accumulate(child.product_bytes for child in children)]
         self._shared = [0, *accumulate(child.saved_product_bytes for child in children)]
         product_edges = [0] * (n + 1)
@@ -190,7 +190,7 @@ class _Sums:
 
 
 class _Option(NamedTuple):
-    """What can be done with the children from some one on to before ``stop``: see ``_Sums.step``."""
+    """What can be done with the children from some one on to before ``stop``: see ``_PrefixSums.step``."""
 
     stop: int
     kept: int
@@ -199,7 +199,7 @@ class _Option(NamedTuple):
     keeps_output: bool
 
 
-def _options(sums: _Sums, modes: Sequence[Recompute]) -> list[list[tuple[Recompute, int, list[_Option]]]]:
+def _options(sums: _PrefixSums, modes: Sequence[Recompute]) -> list[list[tuple[Recompute, int, list[_Option]]]]:
     """For each child that a segment may begin with, for each mode: the bytes of the segment's input, if it alone keeps
     it, and the options, of which each takes more than those before it."""
     return [
@@ -241,7 +241,7 @@ class _State(NamedTuple):
 _START = _State(0, 0.0, False, 0)
 
 
-def _smallest(sums: _Sums, modes: Sequence[Recompute]) -> int:
+def _smallest_budget(sums: _PrefixSums, modes: Sequence[Recompute]) -> int:
     """The least budget that a plan fits in. To fit in it, keeping less is all that counts."""
     options = _options(sums, modes)
     never = sums.eager() + 1
@@ -261,7 +261,7 @@ def _smallest(sums: _Sums, modes: Sequence[Recompute]) -> int:
         return min(least[-1].values()) < never
 
     # To a thousandth of what all keep: nobody needs it closer.
-    step = max(1, sums.eager() // STEPS)
+    step = max(1, sums.eager() // BUDGET_STEPS)
     too_small, enough = -1, -(-sums.eager() // step)
     while enough - too_small > 1:
         middle = (too_small + enough) // 2
@@ -272,11 +272,11 @@ def _smallest(sums: _Sums, modes: Sequence[Recompute]) -> int:
     return enough * step
 
 
-def _cheapest(sums: _Sums, budget: int, modes: Sequence[Recompute]) -> tuple[Segment, ...]:
+def _cheapest_segments(sums: _PrefixSums, budget: int, modes: Sequence[Recompute]) -> tuple[Segment, ...]:
     states: list[list[_State]] = [[] for _ in range(len(sums) + 1)]
     states[0].append(_START)
     for i, options in enumerate(_options(sums, modes)):
-        for state in _best(states[i], max(8, STATES // len(sums))):
+        for state in _pareto_front(states[i], max(8, MAX_STATES // len(sums))):
             for mode, input_bytes, found in options:
                 before = state.kept + (sums.edge(i) if state.keeps_output else input_bytes)
                 for stop, kept, more, cost, keeps_output in found:
@@ -291,7 +291,7 @@ def _cheapest(sums: _Sums, budget: int, modes: Sequence[Recompute]) -> tuple[Seg
     return min(states[-1], key=lambda state: (state.cost, state.peak)).segments()
 
 
-def _best(states: list[_State], most: int) -> list[_State]:
+def _pareto_front(states: list[_State], most: int) -> list[_State]:
     """Those that no other one is better than in both bytes kept and cost, the output being among what is kept or not;
     of many, some, with the one that keeps least among them: if any plan fits, its does."""
     found: list[_State] = []
@@ -305,7 +305,7 @@ def _best(states: list[_State], most: int) -> list[_State]:
     return found
 
 
-def _plan(sums: _Sums, segments: tuple[Segment, ...]) -> Plan:
+def _plan(sums: _PrefixSums, segments: tuple[Segment, ...]) -> Plan:
     state = _START
     for start, stop, mode in segments:
         # A segment that runs once is as many children that do.

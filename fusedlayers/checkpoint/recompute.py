@@ -20,9 +20,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ..routes import is_followed
-from .free_state import Reached
-from .selective import Kept, products
-from .state_snapshot import Circumstances
+from .free_state import FreeState
+from .selective import SavedResults, products
+from .state_snapshot import StateSnapshot
 
 Recompute = Literal["all", "cheap", "nothing"]
 RECOMPUTE = ("all", "cheap", "nothing")
@@ -67,16 +67,16 @@ def sublinear(function: Callable[..., Any], *args: Any, recompute: Recompute = "
     if recompute == "nothing" or is_evaluated or not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if torch.compiler.is_compiling():
-        return compiled(function, args, kwargs, recompute)
+        return run_compiled(function, args, kwargs, recompute)
     leaves = tree_leaves((args, kwargs))
-    reached = Reached.by(function, *leaves)
-    if not can_run_again(reached.modules, leaves):
+    free_state = FreeState.of(function, *leaves)
+    if not can_recompute(free_state.modules, leaves):
         return function(*args, **kwargs)
-    circumstances = Circumstances(reached, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
-    return again(function, args, kwargs, circumstances, recompute)
+    snapshot = StateSnapshot(free_state, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+    return run_checkpointed(function, args, kwargs, snapshot, recompute)
 
 
-def can_run_again(modules: Iterable[nn.Module], leaves: Iterable[object]) -> bool:
+def can_recompute(modules: Iterable[nn.Module], leaves: Iterable[object]) -> bool:
     """Whether nothing follows that a checkpoint is no part of, and all parameters are there."""
     return not (
         is_followed()
@@ -86,11 +86,11 @@ def can_run_again(modules: Iterable[nn.Module], leaves: Iterable[object]) -> boo
     )
 
 
-def again(
+def run_checkpointed(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    circumstances: Circumstances,
+    snapshot: StateSnapshot,
     recompute: Recompute = "all",
     *,
     early_stop: bool = True,
@@ -98,14 +98,18 @@ def again(
     """Run a function now, and once more under the same circumstances when its backward pass needs it."""
     # One by one, for of tensors within lists, or given by name, torch would see neither the end nor an edit in place.
     leaves, structure = tree_flatten((args, kwargs))
-    run = _Run(function, (args, kwargs), structure, circumstances, Kept() if recompute == "cheap" else None)
+    run = _CheckpointedCall(
+        function, (args, kwargs), structure, snapshot, SavedResults() if recompute == "cheap" else None
+    )
     return checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=False, early_stop=early_stop, debug=False)
 
 
-def compiled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], recompute: Recompute) -> Any:
+def run_compiled(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], recompute: Recompute
+) -> Any:
     """The same for the compiler, which sees to buffers, random numbers and autocast itself."""
     if recompute == "cheap":
-        return checkpoint(function, *args, use_reentrant=False, context_fn=_kept_by_the_compiler, **kwargs)
+        return checkpoint(function, *args, use_reentrant=False, context_fn=_compiler_contexts, **kwargs)
     return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
@@ -114,7 +118,7 @@ def check_recompute(name: str, recompute: str) -> None:
         raise ValueError(f"{name}: recompute must be one of {', '.join(map(repr, RECOMPUTE))}, got {recompute!r}")
 
 
-class _Run:
+class _CheckpointedCall:
     """The first call, with the very arguments that were given, and all later ones."""
 
     def __init__(
@@ -122,10 +126,10 @@ class _Run:
         function: Callable[..., Any],
         given: tuple[tuple[Any, ...], dict[str, Any]],
         structure: TreeSpec,
-        circumstances: Circumstances,
-        results: Kept | None,
+        snapshot: StateSnapshot,
+        results: SavedResults | None,
     ) -> None:
-        self._function, self._circumstances, self._results = function, circumstances, results
+        self._function, self._snapshot, self._results = function, snapshot, results
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = given
         self._structure = structure
 
@@ -134,18 +138,18 @@ class _Run:
         args, kwargs = self._given or tree_unflatten(leaves, self._structure)
         self._given = None
         with ExitStack() as stack:
-            stack.enter_context(self._circumstances.noting() if is_first else self._circumstances.again())
+            stack.enter_context(self._snapshot.recording() if is_first else self._snapshot.restored())
             if self._results is not None:
-                stack.enter_context(self._results.keeping() if is_first else self._results.kept())
+                stack.enter_context(self._results.saving() if is_first else self._results.loading())
             return self._function(*args, **kwargs)
 
     @property
-    def kept_for_second_run(self) -> list[Any]:
+    def saved_for_recomputation(self) -> list[Any]:
         """For who counts what is kept (``utils/autograd_graph.py``)."""
         return [] if self._results is None else self._results.results
 
 
-def _kept_by_the_compiler() -> Any:
+def _compiler_contexts() -> Any:
     operators = [
         getattr(packet, name) for packet in products() if hasattr(packet, "overloads") for name in packet.overloads()
     ]

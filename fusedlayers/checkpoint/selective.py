@@ -37,19 +37,19 @@ def products() -> frozenset[Any]:
     return frozenset(forward | {getattr(torch.ops.mkldnn, name) for name in ours if hasattr(torch.ops.mkldnn, name)})
 
 
-class Kept:
+class SavedResults:
     """The results of the products of one call, in order, and of what they are the results."""
 
     def __init__(self) -> None:
         self.results: list[Any] = []
-        self._of: list[Any] = []
+        self._signatures: list[Any] = []
 
-    def put_by(self, func: Any, args: Any, result: Any) -> None:
+    def save(self, func: Any, args: Any, result: Any) -> None:
         self.results.append(tree_map_only(Tensor, _alias, result))
-        self._of.append(_signature(func, args))
+        self._signatures.append(_signature(func, args))
 
-    def handed_out(self, place: int, func: Any, args: Any) -> Any:
-        if place >= len(self.results) or self._of[place] != _signature(func, args):
+    def load(self, place: int, func: Any, args: Any) -> Any:
+        if place >= len(self.results) or self._signatures[place] != _signature(func, args):
             raise RuntimeError(
                 f"a function that runs again computes {func}, where it computed something else at first: it depends on "
                 "what has changed since. Use recompute='all', or keep what changes in an attribute of a module"
@@ -57,16 +57,16 @@ class Kept:
         return tree_map_only(Tensor, _alias, self.results[place])
 
     @contextmanager
-    def keeping(self) -> Iterator[None]:
-        with _Keeping(self):
+    def saving(self) -> Iterator[None]:
+        with _Saving(self):
             yield
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        with _HandingOut(self):
+    def loading(self) -> Iterator[None]:
+        with _Loading(self):
             yield
 
-    def spare(self, func: Any, args: Any, kwargs: Any) -> None:
+    def copy_before_write(self, func: Any, args: Any, kwargs: Any) -> None:
         """Copy what ``func`` is about to write over."""
         written = {
             tensor.untyped_storage()._cdata
@@ -85,30 +85,30 @@ class _Selective(TorchDispatchMode):
     keeps_results = True
     supports_higher_order_operators = True
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, results: SavedResults) -> None:
         super().__init__()
-        self._kept = kept
-        self._given = 0
+        self._results = results
+        self._position = 0
 
 
-class _Keeping(_Selective):
+class _Saving(_Selective):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _writes(func) and self._kept.results:
-            self._kept.spare(func, args, kwargs)
+        if _writes(func) and self._results.results:
+            self._results.copy_before_write(func, args, kwargs)
         result = func(*args, **(kwargs or {}))
         if getattr(func, "_overloadpacket", None) in products():
-            self._kept.put_by(func, args, result)
+            self._results.save(func, args, result)
         return result
 
 
-class _HandingOut(_Selective):
+class _Loading(_Selective):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "_overloadpacket", None) in products():
-            result = self._kept.handed_out(self._given, func, args)
-            self._given += 1
+            result = self._results.load(self._position, func, args)
+            self._position += 1
             return result
-        if _writes(func) and self._kept.results:
-            self._kept.spare(func, args, kwargs)
+        if _writes(func) and self._results.results:
+            self._results.copy_before_write(func, args, kwargs)
         return func(*args, **(kwargs or {}))
 
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .free_state import Reached
-from .planner import Plan, Segment, balanced, of_lengths, segments_of, within
-from .probe import Child, probe
-from .recompute import Recompute, again, can_run_again, check_recompute, compiled
-from .state_snapshot import Circumstances, inside_a_run
+from .free_state import FreeState
+from .measurement import ChildCosts, measure
+from .planner import Plan, Segment, plan_balanced, plan_of_lengths, plan_within_budget, segments_of_lengths
+from .recompute import Recompute, can_recompute, check_recompute, run_checkpointed, run_compiled
+from .state_snapshot import StateSnapshot, recomputed_region
 
 
 class SublinearSequential(nn.Sequential):
@@ -78,12 +78,12 @@ class SublinearSequential(nn.Sequential):
         self.segments = segments
         self.memory_budget_bytes = memory_budget_bytes
         self.recompute = recompute
-        self._memo = _Memo()
+        self._plan_cache = _PlanCache()
 
     @property
     def plan(self) -> Plan | None:
         """What runs again, and what is kept; None before the first forward pass in training."""
-        return None if self._memo.planned is None else self._memo.planned.plan
+        return None if self._plan_cache.cached is None else self._plan_cache.cached.plan
 
     def forward(self, input: Any, *others: Any) -> Any:
         inputs = (input, *others)
@@ -91,39 +91,41 @@ class SublinearSequential(nn.Sequential):
         if not (children and self.training and torch.is_grad_enabled()) or self.recompute == "nothing":
             return _run(children, *inputs)
         if torch.compiler.is_compiling():
-            for start, stop, mode in self._unmeasured():
+            for start, stop, mode in self._segments_for_compiler():
                 run = functools.partial(_run, children[start:stop])
-                inputs = (run(*inputs) if mode == "nothing" else compiled(run, inputs, {}, mode),)
+                inputs = (run(*inputs) if mode == "nothing" else run_compiled(run, inputs, {}, mode),)
             return inputs[0]
-        if not can_run_again(self.modules(), tree_leaves(inputs)):
+        if not can_recompute(self.modules(), tree_leaves(inputs)):
             return _run(children, *inputs)
         for start, stop, mode in self._segments(children, inputs):
             if mode == "nothing":
-                with inside_a_run():  # as it was measured
+                with recomputed_region():  # as it was measured
                     inputs = (_run(children[start:stop], *inputs),)
             else:
-                planned = self._memo.planned
-                copies = planned is not None and start in planned.copied
-                inputs = (_again(children[start:stop], inputs, mode, copies),)
+                cached = self._plan_cache.cached
+                copies = cached is not None and start in cached.copied
+                inputs = (_run_segment(children[start:stop], inputs, mode, copies),)
         return inputs[0]
 
     def _segments(self, children: list[nn.Module], inputs: tuple[Any, ...]) -> Sequence[Segment]:
-        planned = self._memo.planned
-        if planned is None or not planned.holds(children, inputs, self._asked()):
-            measured = probe(children, inputs, is_selective="cheap" in self._modes())
-            self._memo.planned = planned = _Planned.of(self._plan(measured), measured, children, inputs, self._asked())
-        return planned.plan.segments
+        cached = self._plan_cache.cached
+        if cached is None or not cached.applies(children, inputs, self._options()):
+            measured = measure(children, inputs, is_selective="cheap" in self._modes())
+            self._plan_cache.cached = cached = _CachedPlan.of(
+                self._plan(measured), measured, children, inputs, self._options()
+            )
+        return cached.plan.segments
 
-    def _asked(self) -> Any:
+    def _options(self) -> Any:
         segments = tuple(self.segments) if isinstance(self.segments, Sequence) else self.segments
         return segments, self.memory_budget_bytes, self.recompute
 
-    def _plan(self, measured: list[Child]) -> Plan:
+    def _plan(self, measured: list[ChildCosts]) -> Plan:
         if isinstance(self.segments, int):
-            return balanced(measured, self.segments, self.recompute or "all")
+            return plan_balanced(measured, self.segments, self.recompute or "all")
         if self.segments is not None:
-            return of_lengths(measured, self._lengths(), self.recompute or "all")
-        return within(measured, self.memory_budget_bytes, self._modes())
+            return plan_of_lengths(measured, self._lengths(), self.recompute or "all")
+        return plan_within_budget(measured, self.memory_budget_bytes, self._modes())
 
     def _modes(self) -> tuple[Recompute, ...]:
         if self.recompute is None and self.memory_budget_bytes is not None:
@@ -138,21 +140,21 @@ class SublinearSequential(nn.Sequential):
             )
         return lengths
 
-    def _unmeasured(self) -> Sequence[Segment]:
-        """For the compiler, which cannot measure: what was planned before, or segments of as many children each."""
-        planned = self._memo.planned
-        if planned is not None and planned.plan.segments[-1].stop == len(self) and planned.asked == self._asked():
-            return planned.plan.segments
+    def _segments_for_compiler(self) -> Sequence[Segment]:
+        """For the compiler, which cannot measure: what was cached before, or segments of as many children each."""
+        cached = self._plan_cache.cached
+        if cached is not None and cached.plan.segments[-1].stop == len(self) and cached.options == self._options():
+            return cached.plan.segments
         if self.memory_budget_bytes is not None:
             raise RuntimeError(
                 f"{type(self).__name__}: memory_budget_bytes needs to be measured, which torch.compile cannot do: call "
                 "the container once in training before it is compiled, or say segments="
             )
         if self.segments is not None and not isinstance(self.segments, int):
-            return segments_of(self._lengths(), self.recompute or "all")
+            return segments_of_lengths(self._lengths(), self.recompute or "all")
         count = min(len(self), self.segments or math.ceil(math.sqrt(len(self))))
         ends = [k * len(self) // count for k in range(count + 1)]
-        return segments_of([b - a for a, b in itertools.pairwise(ends)], self.recompute or "all")
+        return segments_of_lengths([b - a for a, b in itertools.pairwise(ends)], self.recompute or "all")
 
     def __getitem__(self, index: Any) -> Any:
         found: Any = super().__getitem__(index)
@@ -179,18 +181,18 @@ class SublinearSequential(nn.Sequential):
         return ", ".join([*parts, *([] if self.plan is None else [str(self.plan)])])
 
 
-class _Memo:
-    """What a container has planned. Not among its attributes: a second run would not find it, and copies have other
+class _PlanCache:
+    """What a container has cached. Not among its attributes: a second run would not find it, and copies have other
     children."""
 
-    planned: _Planned | None = None
+    cached: _CachedPlan | None = None
 
     def __reduce__(self) -> Any:
-        return _Memo, ()
+        return _PlanCache, ()
 
 
 @dataclass(frozen=True)
-class _Planned:
+class _CachedPlan:
     """A plan, and what it was made for.
 
     Attributes:
@@ -203,22 +205,22 @@ class _Planned:
     children: list[weakref.ref[nn.Module]]
     size: int
     kinds: Any
-    asked: Any
+    options: Any
 
     @classmethod
     def of(
-        cls, plan: Plan, measured: list[Child], children: list[nn.Module], inputs: tuple[Any, ...], asked: Any
-    ) -> _Planned:
+        cls, plan: Plan, measured: list[ChildCosts], children: list[nn.Module], inputs: tuple[Any, ...], options: Any
+    ) -> _CachedPlan:
         copied = frozenset(start for start, stop, _ in plan.segments if _writes_input(measured[start:stop]))
-        return cls(plan, copied, [weakref.ref(child) for child in children], *_kind(inputs), asked)
+        return cls(plan, copied, [weakref.ref(child) for child in children], *_kind(inputs), options)
 
-    def holds(self, children: list[nn.Module], inputs: tuple[Any, ...], asked: Any) -> bool:
+    def applies(self, children: list[nn.Module], inputs: tuple[Any, ...], options: Any) -> bool:
         size, kinds = _kind(inputs)
-        same = [ref() for ref in self.children] == children and self.kinds == kinds and self.asked == asked
+        same = [ref() for ref in self.children] == children and self.kinds == kinds and self.options == options
         return same and size <= self.size
 
 
-def _writes_input(children: list[Child]) -> bool:
+def _writes_input(children: list[ChildCosts]) -> bool:
     """Whether one of them does, that gets the first one's input from those before it."""
     for child in children:
         if child.writes_input or not child.returns_input:
@@ -242,11 +244,11 @@ def _run_on_copies(children: list[nn.Module], *inputs: Any) -> Any:
     return _run(children, *tree_map_only(Tensor, torch.clone, inputs))
 
 
-def _again(children: list[nn.Module], inputs: tuple[Any, ...], mode: Recompute, copies: bool) -> Any:
+def _run_segment(children: list[nn.Module], inputs: tuple[Any, ...], mode: Recompute, copies: bool) -> Any:
     modules = [module for child in children for module in child.modules()]
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
     run = functools.partial(_run_on_copies if copies else _run, children)
-    return again(run, inputs, {}, Circumstances(Reached(modules), tensors), mode)
+    return run_checkpointed(run, inputs, {}, StateSnapshot(FreeState(modules), tensors), mode)
 
 
 def _is_count(value: object) -> bool:

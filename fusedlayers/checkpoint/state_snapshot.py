@@ -30,21 +30,21 @@ from torch.nn.parameter import is_lazy
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .free_state import Reached
+from .free_state import FreeState
 
 
-class Circumstances:
-    """Those of one call. ``noting`` is what the first run is under, ``again`` is for all that follow.
+class StateSnapshot:
+    """Those of one call. ``recording`` is what the first run is under, ``restored`` is for all that follow.
 
     Args:
-        reached: what the function runs, or may run.
+        free_state: what the function runs, or may run.
         tensors: what it is given.
         seed: whether later runs find the random numbers of the first.
     """
 
-    def __init__(self, reached: Reached, tensors: Iterable[Tensor], *, seed: bool = True) -> None:
-        self._modules, self._runs_all = tuple(reached.modules), reached.runs_all
-        self._closed_over = [(tensor, tensor._version) for tensor in reached.tensors if not tensor.is_inference()]
+    def __init__(self, free_state: FreeState, tensors: Iterable[Tensor], *, seed: bool = True) -> None:
+        self._modules, self._runs_all = tuple(free_state.modules), free_state.runs_all
+        self._closed_over = [(tensor, tensor._version) for tensor in free_state.tensors if not tensor.is_inference()]
         # Nobody asks hundreds of parameters where they are for the sake of a machine without accelerators.
         devices = {tensor.device for tensor in tensors}
         if torch.accelerator.is_available():
@@ -52,40 +52,40 @@ class Circumstances:
         devices = {device for device in devices if device.type not in ("cpu", "meta")}
         self._autocast = [_Autocast.now(kind) for kind in sorted({"cpu", *(device.type for device in devices)})]
         held = [g for module in self._modules for g in vars(module).values() if isinstance(g, torch.Generator)]
-        own = [_Generator(g.get_state, g.set_state) for g in dict.fromkeys([*reached.generators, *held])]
+        own = [_Generator(g.get_state, g.set_state) for g in dict.fromkeys([*free_state.generators, *held])]
         self._generators = [*_GENERATORS, *map(_of_device, devices), *own] if seed else []
         self._states: list[tuple[_Generator, Any]] = []
-        self._held: list[_Buffer] = []
+        self._buffers: list[_Buffer] = []
         self._parameters: list[_Parameter] = []
         self._attributes: list[_Attributes] = []
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         states = [(generator, generator.get()) for generator in self._generators]
-        self._held = list(_held_by(self._modules))
+        self._buffers = list(_buffers_of(self._modules))
         self._attributes = [_Attributes.of(module) for module in self._modules]
         try:
-            with inside_a_run():
+            with recomputed_region():
                 yield
         finally:
             self._states = [(generator, state) for generator, state in states if generator.has_moved(state)]
-            for held in self._held:
-                held.see_whether_written()
+            for held in self._buffers:
+                held.record_writes()
             self._parameters = list(_parameters_of(self._modules))
             self._generators, self._modules = [], ()
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         with ExitStack() as stack:
             for generator, state in self._states:
                 stack.callback(generator.set, generator.get())
                 generator.set(state)
-            for held in self._held:
-                held.put_in_place(stack)
+            for held in self._buffers:
+                held.restore(stack)
             for parameter in self._parameters:
                 if self._runs_all:
                     parameter.check()
-                parameter.put_in_place(stack)
+                parameter.restore(stack)
             for tensor, version in self._closed_over:
                 if tensor._version != version:
                     raise RuntimeError(
@@ -93,42 +93,42 @@ class Circumstances:
                         "modified by an in-place operation after the forward pass"
                     )
             for attributes in self._attributes:
-                attributes.put_in_place(stack)
+                attributes.restore(stack)
             for autocast in self._autocast:
                 stack.enter_context(autocast.context())
-            stack.enter_context(inside_a_run())
+            stack.enter_context(recomputed_region())
             yield
 
 
-class _Depth(threading.local):
-    runs: int = 0
+class _Region(threading.local):
+    depth: int = 0
 
 
-_depth = _Depth()
-
-
-@contextmanager
-def inside_a_run() -> Iterator[None]:
-    _depth.runs += 1
-    try:
-        yield
-    finally:
-        _depth.runs -= 1
+_region = _Region()
 
 
 @contextmanager
-def as_if_outside() -> Iterator[None]:
-    before, _depth.runs = _depth.runs, 0
+def recomputed_region() -> Iterator[None]:
+    _region.depth += 1
     try:
         yield
     finally:
-        _depth.runs = before
+        _region.depth -= 1
 
 
-def is_inside_a_run() -> bool:
+@contextmanager
+def outside_recomputed_region() -> Iterator[None]:
+    before, _region.depth = _region.depth, 0
+    try:
+        yield
+    finally:
+        _region.depth = before
+
+
+def in_recomputed_region() -> bool:
     """Whether a function runs that will run again, or does so: a module in it need spare nothing, for nothing of it is
     kept, and what it held for itself would be."""
-    return _depth.runs > 0
+    return _region.depth > 0
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------
@@ -196,13 +196,13 @@ class _Buffer:
     def add(self, holders: dict[str, Any], name: str) -> None:
         self._places.append((holders, name))
 
-    def see_whether_written(self) -> None:
+    def record_writes(self) -> None:
         replaced = any(holders.get(name) is not self._tensor for holders, name in self._places)
         self._is_written = self._is_written or replaced or self._tensor._version != self._version
         if not self._is_written:
             self._values = None
 
-    def put_in_place(self, stack: ExitStack) -> None:
+    def restore(self, stack: ExitStack) -> None:
         holders, name = self._places[0]
         now = holders[name]
         if not self._is_written and now is self._tensor:
@@ -213,7 +213,7 @@ class _Buffer:
             holders[name] = before
 
 
-def _held_by(modules: Iterable[nn.Module]) -> Iterable[_Buffer]:
+def _buffers_of(modules: Iterable[nn.Module]) -> Iterable[_Buffer]:
     found: dict[int, _Buffer] = {}
     for module in modules:
         writes_unread = _writes_unread(module)
@@ -257,7 +257,7 @@ class _Parameter(NamedTuple):
                 "the forward pass, and the backward pass runs the module again; take the optimizer's step afterwards"
             )
 
-    def put_in_place(self, stack: ExitStack) -> None:
+    def restore(self, stack: ExitStack) -> None:
         own = self.module._parameters
         now = own.get(self.name)
         # Not what an engine shards, and its hooks in the second run see to.
@@ -301,12 +301,12 @@ class _Attributes(NamedTuple):
     def _now(module: nn.Module) -> dict[str, Any]:
         return {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
 
-    def put_in_place(self, stack: ExitStack) -> None:
+    def restore(self, stack: ExitStack) -> None:
         """Set them to what they were, until the stack is left; lists and the like to copies."""
         stack.callback(self._set, self._now(self.module))
         self._set({**self.values, **{name: contents.copy() for name, contents in self.contents.items()}})
 
-    def restore(self) -> None:
+    def restore_contents(self) -> None:
         """Set them to what they were, and fill lists and the like with what was in them."""
         self._set(self.values)
         for name, contents in self.contents.items():
@@ -329,4 +329,4 @@ def attributes_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for attributes in before:
-            attributes.restore()
+            attributes.restore_contents()

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..activations import Activation, resolve, upcast
 from ..functional import bias_act
 from ..utils.isolation import in_clean_state
-from .call import Values, is_float
+from .call import is_float
 from .module import InvertibleModule
 
 
@@ -62,9 +62,9 @@ class InvertibleActivation(InvertibleModule):
     def reversible(self) -> bool:  # type: ignore[override]  # of others it is what the class says
         return not self.activation.is_folded  # the function alone knows the branch
 
-    def inverts(self, inputs: Values) -> bool:
+    def _can_invert(self, inputs: tuple[Any, ...]) -> bool:
         # The inverse of folded ones is fitted, to float32.
-        return super().inverts(inputs) and not (
+        return super()._can_invert(inputs) and not (
             self.activation.is_folded and any(is_float(x) and x.dtype is torch.float64 for x in inputs)
         )
 
@@ -72,13 +72,13 @@ class InvertibleActivation(InvertibleModule):
         refused = self.activation.output_refusal(x.dtype)
         y = bias_act(x, None, self.activation, save="input" if refused else "output")
         fold = self.activation.fold
-        return y if fold is None else (y, _packed(fold.marks(upcast(x.detach()))))
+        return y if fold is None else (y, _pack_bits(fold.marks(upcast(x.detach()))))
 
     def inverse(self, y: Tensor, branch: Tensor | None = None) -> Tensor:
         wide, limits = upcast(y), torch.finfo(y.dtype)
         fitted, fold = self.activation.fitted_inverse(), self.activation.fold
         if branch is not None and fitted is not None and fold is not None:
-            marked = _unpacked(branch, y.shape)
+            marked = _unpack_bits(branch, y.shape)
             if fold.ambiguous == "negative":  # all of the marked branch, but for rounding
                 wide = torch.where(marked, wide.clamp(max=-limits.tiny), wide)
             return fitted(wide, marked).to(y.dtype)
@@ -112,13 +112,13 @@ def _before(limit: float, sign: int, dtype: torch.finfo) -> float:
     return limit if math.isinf(limit) else limit + sign * step
 
 
-def _packed(bits: Tensor) -> Tensor:
+def _pack_bits(bits: Tensor) -> Tensor:
     """Eight in a byte."""
     flat = F.pad(bits.flatten().to(torch.uint8), (0, -bits.numel() % 8)).view(-1, 8)
     return (flat << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(-1, dtype=torch.uint8)
 
 
-def _unpacked(packed: Tensor, shape: torch.Size) -> Tensor:
+def _unpack_bits(packed: Tensor, shape: torch.Size) -> Tensor:
     bits = (packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1
     return bits.flatten()[: shape.numel()].view(shape).bool()
 

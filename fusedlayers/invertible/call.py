@@ -6,9 +6,9 @@ are computed from the outputs, and the function runs again on these. So the grap
 derivatives, ``inputs=``, gradients of whatever a function closes over are as ever.
 
 In a chain of calls no output is held but the last: a call whose input is the output of another one tells that one,
-which then lets go of it, and asks for it in the backward pass (``Call.values``). Nothing is taken from anybody who
-still holds the tensor, a variable of the caller, an operation that saved it, a view: it is only not held for the
-backward pass. So there is nothing that could be read after it has been freed.
+which then lets go of it, and asks for it in the backward pass (``InvertibleCall.recover_outputs``). Nothing is taken
+from anybody who still holds the tensor, a variable of the caller, an operation that saved it, a view: it is only not
+held for the backward pass. So there is nothing that could be read after it has been freed.
 """
 
 from __future__ import annotations
@@ -26,186 +26,188 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from ..checkpoint.free_state import NOTHING, Reached
-from ..checkpoint.recompute import again
-from ..checkpoint.state_snapshot import Circumstances
+from ..checkpoint.free_state import NO_STATE, FreeState
+from ..checkpoint.recompute import run_checkpointed
+from ..checkpoint.state_snapshot import StateSnapshot
 
 #: Where there was an output.
-LET_GO = object()
-
-Values = tuple[Any, ...]
+DEFERRED = object()
 
 
-def everything(values: Values) -> Values:
+def _all(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return values
 
 
 @dataclass(frozen=True)
-class Inverted:
+class InvertibleFunction:
     """A function and its inverse.
 
     Attributes:
         name: for messages.
-        function: from inputs to outputs, as a tuple, which may be more than the caller sees.
+        forward: from inputs to outputs, as a tuple, which may be more than the caller sees.
         inverse: from these to the inputs.
         shown: of the outputs those that the caller sees; they come first.
-        reached: what it runs, or can reach.
+        free_state: what it runs, or can reach.
         seed: whether later runs find the random numbers of the first.
-        rerun: runs the function again, which saves what it did at first and in that order, and lends the inputs that it
-            has found on the way: for those that can share work between the two.
+        recompute: runs the function again, which saves what it did at first and in that order, and lends the
+            inputs that it has found on the way: for those that can share work between the two.
     """
 
     name: str
-    function: Callable[..., Values]
-    inverse: Callable[..., Values]
-    shown: Callable[[Values], Values] = everything
-    reached: Reached = NOTHING
+    forward: Callable[..., tuple[Any, ...]]
+    inverse: Callable[..., tuple[Any, ...]]
+    shown: Callable[[tuple[Any, ...]], tuple[Any, ...]] = _all
+    free_state: FreeState = NO_STATE
     seed: bool = True
-    rerun: Callable[[Call], None] | None = None
+    recompute: Callable[[InvertibleCall], None] | None = None
 
 
-class Call:
+class InvertibleCall:
     """One call, as long as the graph lives: its outputs, or who can tell them."""
 
-    def __init__(self, inverted: Inverted, args: Values, keep: Iterable[Tensor] = ()) -> None:
-        self.inverted = inverted
+    def __init__(self, function: InvertibleFunction, args: tuple[Any, ...], keep: Iterable[Tensor] = ()) -> None:
+        self.function = function
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-        self.circumstances = Circumstances(inverted.reached, tensors, seed=inverted.seed)
+        self.snapshot = StateSnapshot(function.free_state, tensors, seed=function.seed)
         kept = {id(tensor) for tensor in keep}
         #: Inputs that are held, by their place: those that were asked for, and what is no tensor of numbers.
-        self.held = {i: _KeptInput.of(arg) for i, arg in enumerate(args) if not is_float(arg) or id(arg) in kept}
-        self.wanted = [isinstance(arg, Tensor) and arg.requires_grad for arg in args]
+        self.saved_inputs = {
+            i: _SavedInput.of(arg) for i, arg in enumerate(args) if not is_float(arg) or id(arg) in kept
+        }
+        self.requires_grad = [isinstance(arg, Tensor) and arg.requires_grad for arg in args]
         self.dtypes = [arg.dtype if isinstance(arg, Tensor) else None for arg in args]
         #: Of inputs that are outputs of other calls: which ones.
-        self.sources = [None if i in self.held else _source(arg) for i, arg in enumerate(args)]
+        self.producers = [None if i in self.saved_inputs else _producer_of(arg) for i, arg in enumerate(args)]
         self.outputs: list[Any] = []
-        self.hidden: Values = ()
+        self.extra_outputs: tuple[Any, ...] = ()
         self._versions: list[int | None] = []
         #: Of outputs that were let go, who tells them. (Who tells knows by a weak reference for whom: the graph holds
         #: both, and a circle would outlive it.)
-        self._tellers: list[Call | None] = []
-        self._lent: dict[int, Tensor] = {}
-        self._args: Values | None = args
+        self._consumers: list[InvertibleCall | None] = []
+        self._recovered: dict[int, Tensor] = {}
+        self._args: tuple[Any, ...] | None = args
 
-    def run(self) -> Values:
+    def run(self) -> tuple[Any, ...]:
         """What the caller sees."""
-        early_stop = self.inverted.rerun is None
-        results: Values = again(self._first_or_again, (), {}, self.circumstances, early_stop=early_stop)
+        early_stop = self.function.recompute is None
+        results: tuple[Any, ...] = run_checkpointed(
+            self._run_or_recompute, (), {}, self.snapshot, early_stop=early_stop
+        )
         self._args = None
-        shown = self.inverted.shown(results)
+        shown = self.function.shown(results)
         if not any(isinstance(result, Tensor) and result.requires_grad for result in results):
             return shown
         self.outputs = [result.detach() if isinstance(result, Tensor) else result for result in shown]
         self._versions = [out._version if isinstance(out, Tensor) else None for out in self.outputs]
-        self._tellers = [None] * len(shown)
-        self.hidden = tuple(h.detach() if isinstance(h, Tensor) else h for h in results[len(shown) :])
+        self._consumers = [None] * len(shown)
+        self.extra_outputs = tuple(h.detach() if isinstance(h, Tensor) else h for h in results[len(shown) :])
         places = [i for i, result in enumerate(shown) if isinstance(result, Tensor) and result.requires_grad]
         marked = InvertibleOutput.apply(self, places, *(shown[i] for i in places))
-        for source in self.sources:
-            if source is not None and (call := source.call()) is not None:
-                call.let_go(source.place, self)
+        for producer in self.producers:
+            if producer is not None and (call := producer.call()) is not None:
+                call.defer(producer.place, self)
         passed = dict(zip(places, marked, strict=True))
         return tuple(passed.get(i, result) for i, result in enumerate(shown))
 
-    def _first_or_again(self) -> Values | None:
+    def _run_or_recompute(self) -> tuple[Any, ...] | None:
         if self._args is not None:
             with in_mode("dry"):
-                return self.inverted.function(*self._args)
+                return self.function.forward(*self._args)
         with in_mode("backward"):
-            if self.inverted.rerun is not None:
-                self.inverted.rerun(self)
+            if self.function.recompute is not None:
+                self.function.recompute(self)
                 return None
-            inputs = self.inputs()
-            self.lend(inputs)
-            return self.inverted.function(*inputs)
+            inputs = self.recover_inputs()
+            self.pass_to_producers(inputs)
+            return self.function.forward(*inputs)
 
     # --- outputs ------------------------------------------------------------------------------------------------------
 
-    def can_let_go(self, place: int, tensor: Tensor) -> bool:
+    def can_defer(self, place: int, tensor: Tensor) -> bool:
         """Whether ``tensor`` is that output still, as it was, and nobody else tells it."""
-        return self.outputs[place] is not LET_GO and tensor._version == self._versions[place]
+        return self.outputs[place] is not DEFERRED and tensor._version == self._versions[place]
 
-    def let_go(self, place: int, teller: Call) -> None:
-        self.outputs[place] = LET_GO
-        self._tellers[place] = teller
+    def defer(self, place: int, consumer: InvertibleCall) -> None:
+        self.outputs[place] = DEFERRED
+        self._consumers[place] = consumer
 
-    def values(self) -> Values:
+    def recover_outputs(self) -> tuple[Any, ...]:
         """The outputs, also those that the caller does not see; what others tell is not held afterwards either."""
-        for teller in self._to_be_asked():
-            teller.lend(teller.inputs())
+        for consumer in self._pending_consumers():
+            consumer.pass_to_producers(consumer.recover_inputs())
         values = list(self.outputs)
-        lent, self._lent = self._lent, {}
+        recovered, self._recovered = self._recovered, {}
         for place, value in enumerate(values):
-            if value is LET_GO:
-                values[place] = lent[place]
+            if value is DEFERRED:
+                values[place] = recovered[place]
             elif isinstance(value, Tensor) and value._version != self._versions[place]:
                 raise RuntimeError(
-                    f"{self.inverted.name}: output {place} was modified by an in-place operation, and its inputs are "
+                    f"{self.function.name}: output {place} was modified by an in-place operation, and its inputs are "
                     "to be computed from it. Modify a clone instead, or set invertible=False, which keeps the inputs"
                 )
-        return (*values, *self.hidden)
+        return (*values, *self.extra_outputs)
 
-    def _to_be_asked(self) -> list[Call]:
-        """Who tells the outputs that nobody has lent, and who tells theirs: each before those that ask it. (A list, for
-        calls that ask each other would be as deep as the chain, deeper than Python's stack.)"""
-        found: dict[Call, None] = {}
-        pending: list[tuple[Call, bool]] = [(self, False)]
+    def _pending_consumers(self) -> list[InvertibleCall]:
+        """Who tells the outputs that nobody has recovered, and who tells theirs: each before those that ask it.
+        (A list, for calls that ask each other would be as deep as the chain, deeper than Python's stack.)"""
+        found: dict[InvertibleCall, None] = {}
+        pending: list[tuple[InvertibleCall, bool]] = [(self, False)]
         while pending:
-            call, is_told = pending.pop()
-            if is_told:
+            call, is_expanded = pending.pop()
+            if is_expanded:
                 found[call] = None
             elif call not in found:
                 pending.append((call, True))
-                tellers = (teller for place, teller in enumerate(call._tellers) if place not in call._lent)
-                pending += [(teller, False) for teller in tellers if teller is not None]
+                consumers = (consumer for place, consumer in enumerate(call._consumers) if place not in call._recovered)
+                pending += [(consumer, False) for consumer in consumers if consumer is not None]
         del found[self]
         return list(found)
 
     # --- inputs -------------------------------------------------------------------------------------------------------
 
-    def inputs(self) -> Values:
+    def recover_inputs(self) -> tuple[Any, ...]:
         """The inputs, apart from any graph, computed from the outputs."""
-        values = self.values()
-        with self.circumstances.again(), torch.no_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
-            computed = self.inverted.inverse(*values)
-        return self.finished(computed)
+        values = self.recover_outputs()
+        with self.snapshot.restored(), torch.no_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
+            computed = self.function.inverse(*values)
+        return self.complete_inputs(computed)
 
-    def finished(self, computed: Values) -> Values:
+    def complete_inputs(self, computed: tuple[Any, ...]) -> tuple[Any, ...]:
         """Inputs as they were: with what is held, and the dtypes and the wish for gradients that they had."""
-        count = len(self.wanted)
-        if len(computed) < count and any(i not in self.held for i in range(len(computed), count)):
+        count = len(self.requires_grad)
+        if len(computed) < count and any(i not in self.saved_inputs for i in range(len(computed), count)):
             raise RuntimeError(
-                f"{self.inverted.name}: inverse returned {len(computed)} values for {count} inputs; it must return "
-                "all, in order, but for the last ones if these are no floating-point tensors"
+                f"{self.function.name}: inverse returned {len(computed)} values for {count} inputs; it must "
+                "return all, in order, but for the last ones if these are no floating-point tensors"
             )
         return tuple(
-            self.held[i].value(self.inverted.name, i)
-            if i in self.held
-            else _as_input(computed[i], self.dtypes[i], self.wanted[i])
+            self.saved_inputs[i].value(self.function.name, i)
+            if i in self.saved_inputs
+            else _as_input(computed[i], self.dtypes[i], self.requires_grad[i])
             for i in range(count)
         )
 
-    def lend(self, inputs: Values) -> None:
+    def pass_to_producers(self, inputs: tuple[Any, ...]) -> None:
         """Give inputs to the calls whose outputs they are, which come next."""
-        for source, value in self.by_source(inputs):
-            call = source.call()
+        for producer, value in self.by_producer(inputs):
+            call = producer.call()
             if call is not None:
-                call._lent[source.place] = value.detach()
+                call._recovered[producer.place] = value.detach()
 
-    def by_source(self, inputs: Values) -> Iterator[tuple[_Source, Tensor]]:
-        for source, value in zip(self.sources, inputs, strict=True):
-            if source is not None:
-                yield source, value
+    def by_producer(self, inputs: tuple[Any, ...]) -> Iterator[tuple[_Producer, Tensor]]:
+        for producer, value in zip(self.producers, inputs, strict=True):
+            if producer is not None:
+                yield producer, value
 
 
-class _KeptInput(NamedTuple):
+class _SavedInput(NamedTuple):
     """An input that is held, at the version it had."""
 
     arg: Any
     version: int | None
 
     @classmethod
-    def of(cls, arg: Any) -> _KeptInput:
+    def of(cls, arg: Any) -> _SavedInput:
         return cls(arg, arg._version if isinstance(arg, Tensor) else None)
 
     def value(self, name: str, place: int) -> Any:
@@ -216,10 +218,10 @@ class _KeptInput(NamedTuple):
         return self.arg
 
 
-class _Source(NamedTuple):
+class _Producer(NamedTuple):
     """Of which call an input is which output."""
 
-    call: weakref.ref[Call]
+    call: weakref.ref[InvertibleCall]
     place: int
 
 
@@ -227,11 +229,14 @@ class InvertibleOutput(Function):
     """Outputs as they are; the node holds them, until another call tells them."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, places: list[int], *outputs: Tensor) -> Any:
+    def forward(ctx: Any, call: InvertibleCall, places: list[int], *outputs: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.places = call, places
         # For who counts what is saved. The first is the call's own list, which empties when it lets go.
-        ctx.outputs, ctx.others = call.outputs, [*call.hidden, *(held.arg for held in call.held.values())]
+        ctx.outputs, ctx.others = (
+            call.outputs,
+            [*call.extra_outputs, *(held.arg for held in call.saved_inputs.values())],
+        )
         return outputs
 
     @staticmethod
@@ -239,13 +244,13 @@ class InvertibleOutput(Function):
         return None, None, *grads
 
 
-def _source(arg: Tensor) -> _Source | None:
+def _producer_of(arg: Tensor) -> _Producer | None:
     node = arg.grad_fn
     call = getattr(node, "call", None)
-    if not isinstance(call, Call):
+    if not isinstance(call, InvertibleCall):
         return None
     place = node.places[arg.output_nr]  # type: ignore[union-attr]
-    return _Source(weakref.ref(call), place) if call.can_let_go(place, arg) else None
+    return _Producer(weakref.ref(call), place) if call.can_defer(place, arg) else None
 
 
 def is_float(arg: Any) -> bool:

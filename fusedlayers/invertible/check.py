@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..checkpoint.state_snapshot import Circumstances
+from ..checkpoint.state_snapshot import StateSnapshot
 from ..utils.module_state import unchanged
-from .call import Inverted, Values, is_float
+from .call import InvertibleFunction, is_float
 
 if TYPE_CHECKING:
     from .module import InvertibleModule
@@ -86,29 +86,31 @@ class CheckReport:
 
 
 @dataclass
-class _Ran:
+class _StepRecord:
     """A module after its first run."""
 
     name: str
-    link: Inverted
-    inputs: Values
-    outputs: Values
-    circumstances: Circumstances
+    step: InvertibleFunction
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    snapshot: StateSnapshot
 
-    def again(self, function: Callable[..., Values], values: Values) -> Values:
-        with self.circumstances.again():
+    def recompute(self, function: Callable[..., tuple[Any, ...]], values: tuple[Any, ...]) -> tuple[Any, ...]:
+        with self.snapshot.restored():
             return function(*values)
 
     @property
     def shown(self) -> int:
-        return len(self.link.shown(self.outputs))
+        return len(self.step.shown(self.outputs))
 
-    def gradients(self, inputs: Values, dy: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[Tensor]]:
+    def gradients(
+        self, inputs: tuple[Any, ...], dy: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor | None], list[Tensor]]:
         """Of the inputs, and of the parameters that have one."""
         inputs = tuple(v.detach().requires_grad_() if is_float(v) else v for v in inputs)
         with torch.enable_grad():
-            outputs = self.again(self.link.function, inputs)[: self.shown]
-        owned = (p for module in self.link.reached.modules for p in module.parameters(recurse=False))
+            outputs = self.recompute(self.step.forward, inputs)[: self.shown]
+        owned = (p for module in self.step.free_state.modules for p in module.parameters(recurse=False))
         parameters = [p for p in dict.fromkeys(owned) if p.requires_grad]
         given = [(y, d) for y, d in zip(outputs, dy, strict=True) if d is not None and y.requires_grad]
         if not given:
@@ -124,7 +126,7 @@ class _Ran:
         )
 
 
-def checked(module: InvertibleModule, inputs: Values, rtol: float, atol: float) -> CheckReport:
+def checked(module: InvertibleModule, inputs: tuple[Any, ...], rtol: float, atol: float) -> CheckReport:
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
     with unchanged(list(module.modules()), tensors, device), torch.no_grad():
@@ -142,19 +144,19 @@ def checked(module: InvertibleModule, inputs: Values, rtol: float, atol: float) 
     return report
 
 
-def _run(module: InvertibleModule, inputs: Values) -> Iterator[_Ran]:
-    for name, part in module.parts():
-        for inner, link in part.links(len(inputs)):
+def _run(module: InvertibleModule, inputs: tuple[Any, ...]) -> Iterator[_StepRecord]:
+    for name, part in module._leaf_modules():
+        for inner, step in part._steps(len(inputs)):
             tensors = [value for value in inputs if isinstance(value, Tensor)]
-            circumstances = Circumstances(link.reached, tensors, seed=link.seed)
-            with circumstances.noting():
-                outputs = _with_gradients(link.function, inputs)
-            ran = _Ran(".".join(filter(None, (name, inner))), link, inputs, outputs, circumstances)
-            yield ran
-            inputs = outputs[: ran.shown]
+            snapshot = StateSnapshot(step.free_state, tensors, seed=step.seed)
+            with snapshot.recording():
+                outputs = _with_gradients(step.forward, inputs)
+            record = _StepRecord(".".join(filter(None, (name, inner))), step, inputs, outputs, snapshot)
+            yield record
+            inputs = outputs[: record.shown]
 
 
-def _with_gradients(function: Callable[..., Values], values: Values) -> Values:
+def _with_gradients(function: Callable[..., tuple[Any, ...]], values: tuple[Any, ...]) -> tuple[Any, ...]:
     """What a function returns when a backward pass is to follow: without, activations leave their branch out."""
     with torch.enable_grad():
         # Copies, for it may write over its inputs, and a later one over its outputs.
@@ -162,46 +164,47 @@ def _with_gradients(function: Callable[..., Values], values: Values) -> Values:
     return tuple(value.detach().clone() if isinstance(value, Tensor) else value for value in found)
 
 
-def _compared(chain: Sequence[_Ran], rtol: float, atol: float) -> tuple[tuple[CheckRow, ...], bool]:
+def _compared(chain: Sequence[_StepRecord], rtol: float, atol: float) -> tuple[tuple[CheckRow, ...], bool]:
     rows: list[CheckRow] = []
     is_within = True
-    computed: Values | None = None
+    computed: tuple[Any, ...] | None = None
     dy: list[Tensor | None] = []
     dy_computed: list[Tensor | None] = []
-    for ran in reversed(chain):
+    for record in reversed(chain):
         if computed is None:  # the last one
-            computed = ran.outputs[: ran.shown]
+            computed = record.outputs[: record.shown]
             dy = [torch.randn_like(v) if is_float(v) else None for v in computed]
             dy_computed = list(dy)
-        own = ran.again(ran.link.inverse, ran.outputs)
-        computed = ran.again(ran.link.inverse, (*computed, *ran.outputs[ran.shown :]))
-        with ran.circumstances.again():
-            second = _with_gradients(ran.link.function, ran.inputs)
+        own = record.recompute(record.step.inverse, record.outputs)
+        computed = record.recompute(record.step.inverse, (*computed, *record.outputs[record.shown :]))
+        with record.snapshot.restored():
+            second = _with_gradients(record.step.forward, record.inputs)
         (dy, of_parameters), (dy_computed, of_computed) = (
-            ran.gradients(ran.inputs, dy),
-            ran.gradients(computed, dy_computed),
+            record.gradients(record.inputs, dy),
+            record.gradients(computed, dy_computed),
         )
         # Computed values may be fewer than the inputs: what is no floating-point tensor is held.
-        pairs = [*zip(computed, ran.inputs, strict=False), *zip(second, ran.outputs, strict=True)]
+        pairs = [*zip(computed, record.inputs, strict=False), *zip(second, record.outputs, strict=True)]
         is_within = is_within and all(_is_close(a, b, rtol, atol) for a, b in pairs)
         rows.append(
             CheckRow(
-                ran.name,
-                ran.link.name,
-                inverse_error=_error(own, ran.inputs),
-                drift=_error(computed, ran.inputs),
-                second_error=_error(second, ran.outputs),
-                gradient_error=max(_together(dy_computed, dy), _together(of_computed, of_parameters)),
+                record.name,
+                record.step.name,
+                inverse_error=_error(own, record.inputs),
+                drift=_error(computed, record.inputs),
+                second_error=_error(second, record.outputs),
+                gradient_error=max(_joint_error(dy_computed, dy), _joint_error(of_computed, of_parameters)),
             )
         )
-        computed = (*computed, *ran.inputs[len(computed) :])
+        computed = (*computed, *record.inputs[len(computed) :])
     return tuple(reversed(rows)), is_within
 
 
-def _together(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:
+def _joint_error(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:
     """Of all in one vector: some are zero, as that of a bias before a batch norm, but for rounding."""
     joined = [
-        torch.cat([_wide(t).flatten() for t in ts if t is not None] or [torch.zeros(0)]) for ts in (found, expected)
+        torch.cat([_as_float64(t).flatten() for t in ts if t is not None] or [torch.zeros(0)])
+        for ts in (found, expected)
     ]
     return _error(joined[:1], joined[1:])
 
@@ -210,7 +213,7 @@ def _error(found: Sequence[Any], expected: Sequence[Any]) -> float:
     errors = [0.0]
     for a, b in zip(found, expected, strict=False):
         if is_float(a) and is_float(b) and b.numel():
-            difference, size = (_wide(a) - _wide(b)).norm(), _wide(b).norm()
+            difference, size = (_as_float64(a) - _as_float64(b)).norm(), _as_float64(b).norm()
             error = float(difference / size) if size else float(difference)
             errors.append(error if error == error else float("inf"))
     return max(errors)
@@ -223,11 +226,11 @@ def _is_close(a: Any, b: Any, rtol: float, atol: float) -> bool:
         return False
     if not is_float(b):
         return torch.equal(a, b)
-    allowed = rtol * _wide(b).norm() + atol * b.numel() ** 0.5
-    return bool((_wide(a) - _wide(b)).norm() <= allowed)  # of NaN it is not
+    allowed = rtol * _as_float64(b).norm() + atol * b.numel() ** 0.5
+    return bool((_as_float64(a) - _as_float64(b)).norm() <= allowed)  # of NaN it is not
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def _as_float64(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float64))
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.free_state import Reached
-from .call import Call, Inverted, Values
+from ..checkpoint.free_state import FreeState
+from .call import InvertibleCall, InvertibleFunction
 from .module import InvertibleModule
 
 
@@ -34,17 +34,17 @@ class _Coupling(InvertibleModule):
         self.f, self.g = f, g
         self.dim = dim
 
-    def moves_by(self, result: Tensor) -> Any:
+    def parameters_from(self, result: Tensor) -> Any:
         """What a network's result moves the other stream by."""
         raise NotImplementedError
 
-    def moved(self, x: Tensor, by: Any) -> Tensor:
+    def transform(self, x: Tensor, by: Any) -> Tensor:
         raise NotImplementedError
 
-    def moved_back(self, y: Tensor, by: Any) -> Tensor:
+    def inverse_transform(self, y: Tensor, by: Any) -> Tensor:
         raise NotImplementedError
 
-    def expected(self, moved: Tensor) -> tuple[int, ...]:
+    def result_shape(self, moved: Tensor) -> tuple[int, ...]:
         """The shape of the network's result, for a stream that is moved."""
         raise NotImplementedError
 
@@ -60,19 +60,21 @@ class _Coupling(InvertibleModule):
             values = half.function(*values)
         return self._joined(outputs, values)
 
-    def links(self, count: int) -> Iterator[tuple[str, Inverted]]:
+    def _steps(self, count: int) -> Iterator[tuple[str, InvertibleFunction]]:
         self._check(count)
         name = type(self).__name__
         if count == 1:
-            yield "split", Inverted(name, self._split_one, self._join_two)
+            yield "split", InvertibleFunction(name, self._split_one, self._join_two)
         for half in self._halves(self.reversed):
-            reached = Reached((self, *half.network.modules()))
+            free_state = FreeState((self, *half.network.modules()))
             yield (
                 half.name,
-                Inverted(name, half.function, half.inverse, reached=reached, seed=self.seed, rerun=half.rerun),
+                InvertibleFunction(
+                    name, half.function, half.inverse, free_state=free_state, seed=self.seed, recompute=half.recompute
+                ),
             )
         if count == 1:
-            yield "join", Inverted(name, self._join_two, self._split_one)
+            yield "join", InvertibleFunction(name, self._join_two, self._split_one)
 
     def _check(self, count: int) -> None:
         if count not in (1, 2):
@@ -84,22 +86,22 @@ class _Coupling(InvertibleModule):
             halves.append(_Half(self, self.g, True, inverse))
         return halves[::-1] if inverse else halves
 
-    def _split(self, values: Values) -> Values:
+    def _split(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         self._check(len(values))
         if len(values) == 2:
             return values
         return self._split_one(*values)
 
-    def _split_one(self, x: Tensor) -> Values:
+    def _split_one(self, x: Tensor) -> tuple[Any, ...]:
         size = x.shape[self.dim]
         if size < 2:
             raise ValueError(f"{type(self).__name__}: dimension {self.dim} of {tuple(x.shape)} cannot be split in two")
         return x.split([size - size // 2, size // 2], self.dim)
 
-    def _join_two(self, *streams: Tensor) -> Values:
+    def _join_two(self, *streams: Tensor) -> tuple[Any, ...]:
         return (torch.cat(streams, self.dim),)
 
-    def _joined(self, inputs: Values, values: Values) -> Any:
+    def _joined(self, inputs: tuple[Any, ...], values: tuple[Any, ...]) -> Any:
         return torch.cat(values, self.dim) if len(inputs) == 1 else values
 
     def described(self) -> str:
@@ -120,42 +122,42 @@ class _Half:
     def name(self) -> str:
         return "g" if self.is_second else "f"
 
-    def function(self, first: Tensor, second: Tensor) -> Values:
-        return self._moved(first, second, self.is_inverse)
+    def function(self, first: Tensor, second: Tensor) -> tuple[Any, ...]:
+        return self._apply(first, second, self.is_inverse)
 
-    def inverse(self, first: Tensor, second: Tensor) -> Values:
-        return self._moved(first, second, not self.is_inverse)
+    def inverse(self, first: Tensor, second: Tensor) -> tuple[Any, ...]:
+        return self._apply(first, second, not self.is_inverse)
 
-    def rerun(self, call: Call) -> None:
+    def recompute(self, call: InvertibleCall) -> None:
         """The function again, and its inputs on the way."""
-        values = list(call.values())
+        values = list(call.recover_outputs())
         place = 1 if self.is_second else 0
         moved = values[place]
-        by = self._by(call.finished(tuple(values))[1 - place], moved)
+        by = self._parameters(call.complete_inputs(tuple(values))[1 - place], moved)
         with torch.no_grad():
-            values[place] = self._move(moved, by, not self.is_inverse)
-        inputs = call.finished(tuple(values))
-        call.lend(inputs)
-        self._move(inputs[place], by, self.is_inverse)
+            values[place] = self._transform(moved, by, not self.is_inverse)
+        inputs = call.complete_inputs(tuple(values))
+        call.pass_to_producers(inputs)
+        self._transform(inputs[place], by, self.is_inverse)
 
-    def _moved(self, first: Tensor, second: Tensor, back: bool) -> Values:
+    def _apply(self, first: Tensor, second: Tensor, back: bool) -> tuple[Any, ...]:
         if self.is_second:
-            return first, self._move(second, self._by(first, second), back)
-        return self._move(first, self._by(second, first), back), second
+            return first, self._transform(second, self._parameters(first, second), back)
+        return self._transform(first, self._parameters(second, first), back), second
 
-    def _move(self, stream: Tensor, by: Any, back: bool) -> Tensor:
-        return self.coupling.moved_back(stream, by) if back else self.coupling.moved(stream, by)
+    def _transform(self, stream: Tensor, by: Any, back: bool) -> Tensor:
+        return self.coupling.inverse_transform(stream, by) if back else self.coupling.transform(stream, by)
 
-    def _by(self, through: Tensor, moved: Tensor) -> Any:
+    def _parameters(self, through: Tensor, moved: Tensor) -> Any:
         result = self.network(through)
-        expected = self.coupling.expected(moved)
+        expected = self.coupling.result_shape(moved)
         if not isinstance(result, Tensor) or tuple(result.shape) != expected:
             got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
             raise ValueError(
                 f"{type(self.coupling).__name__}: to move a stream of shape {tuple(moved.shape)}, "
                 f"{type(self.network).__name__} must return a tensor of shape {expected}, but returned {got}"
             )
-        return self.coupling.moves_by(result)
+        return self.coupling.parameters_from(result)
 
 
 class AdditiveCoupling(_Coupling):
@@ -181,16 +183,16 @@ class AdditiveCoupling(_Coupling):
     >>> y1, y2 = block(torch.randn(2, 4), torch.randn(2, 4))
     """
 
-    def moves_by(self, result: Tensor) -> Tensor:
+    def parameters_from(self, result: Tensor) -> Tensor:
         return result
 
-    def moved(self, x: Tensor, by: Tensor) -> Tensor:
+    def transform(self, x: Tensor, by: Tensor) -> Tensor:
         return x + by
 
-    def moved_back(self, y: Tensor, by: Tensor) -> Tensor:
+    def inverse_transform(self, y: Tensor, by: Tensor) -> Tensor:
         return y - by
 
-    def expected(self, moved: Tensor) -> tuple[int, ...]:
+    def result_shape(self, moved: Tensor) -> tuple[int, ...]:
         return tuple(moved.shape)
 
 
@@ -207,16 +209,16 @@ class AffineCoupling(_Coupling):
     Shapes, errors, what is saved: as for ``AdditiveCoupling``.
     """
 
-    def moves_by(self, result: Tensor) -> tuple[Tensor, Tensor]:
+    def parameters_from(self, result: Tensor) -> tuple[Tensor, Tensor]:
         scale, shift = result.chunk(2, self.dim)
         return scale.tanh().exp(), shift
 
-    def moved(self, x: Tensor, by: tuple[Tensor, Tensor]) -> Tensor:
+    def transform(self, x: Tensor, by: tuple[Tensor, Tensor]) -> Tensor:
         return x * by[0] + by[1]
 
-    def moved_back(self, y: Tensor, by: tuple[Tensor, Tensor]) -> Tensor:
+    def inverse_transform(self, y: Tensor, by: tuple[Tensor, Tensor]) -> Tensor:
         return (y - by[1]) / by[0]
 
-    def expected(self, moved: Tensor) -> tuple[int, ...]:
+    def result_shape(self, moved: Tensor) -> tuple[int, ...]:
         dim = self.dim % moved.dim()
         return tuple(size * (2 if i == dim else 1) for i, size in enumerate(moved.shape))

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..checkpoint.free_state import Reached
-from ..checkpoint.recompute import again
-from ..checkpoint.state_snapshot import Circumstances, is_inside_a_run
+from ..checkpoint.free_state import FreeState
+from ..checkpoint.recompute import run_checkpointed
+from ..checkpoint.state_snapshot import StateSnapshot, in_recomputed_region
 from ..routes import is_followed
-from .call import Call, Inverted, Values, in_plain_mode
+from .call import InvertibleCall, InvertibleFunction, in_plain_mode
 from .check import CheckReport, checked
 
 FLAGS = ("seed", "checkpoint", "invertible", "reversed")
@@ -86,43 +86,43 @@ class InvertibleModule(nn.Module):
                 f"{type(self).__name__}: got the keyword {next(iter(unknown))!r}; inputs are positional, and the only "
                 "keyword is keep, the inputs to be held for the backward pass"
             )
-        kept = self.checked_keep(inputs, keep)
-        if not self.checkpoint or not can_be_spared():
-            return self.plainly(*inputs)
-        if not self.inverts(inputs):
+        kept = self._checked_keep(inputs, keep)
+        if not self.checkpoint or not can_checkpoint():
+            return self._run_plain(*inputs)
+        if not self._can_invert(inputs):
             tensors = [value for value in inputs if isinstance(value, Tensor)]
-            circumstances = Circumstances(Reached(tuple(self.modules())), tensors, seed=self.seed)
-            return again(self.plainly, inputs, {}, circumstances)
-        return spared((link for _, link in self.links(len(inputs))), inputs, kept)
+            snapshot = StateSnapshot(FreeState(tuple(self.modules())), tensors, seed=self.seed)
+            return run_checkpointed(self._run_plain, inputs, {}, snapshot)
+        return run_invertible((step for _, step in self._steps(len(inputs))), inputs, kept)
 
-    def inverts(self, inputs: Values) -> bool:
+    def _can_invert(self, inputs: tuple[Any, ...]) -> bool:
         """Whether these inputs are had from their outputs, or kept."""
         return self.invertible
 
-    def plainly(self, *inputs: Any) -> Any:
+    def _run_plain(self, *inputs: Any) -> Any:
         """What the caller sees, and all is left to autograd."""
-        return unpacked(self.process(packed(self.call_function(*inputs)), self._count))
+        return single_or_tuple(self.process(as_tuple(self.call_function(*inputs)), self._count))
 
-    def links(self, count: int) -> Iterator[tuple[str, Inverted]]:
+    def _steps(self, count: int) -> Iterator[tuple[str, InvertibleFunction]]:
         """What a call with so many inputs consists of, in order, with names: the module, or its parts."""
         function, inverse, shown = self.call_function, self.call_inverse, self._count
         yield (
             "",
-            Inverted(
+            InvertibleFunction(
                 type(self).__name__,
-                lambda *values: packed(function(*values)),
-                lambda *values: packed(inverse(*values)),
+                lambda *values: as_tuple(function(*values)),
+                lambda *values: as_tuple(inverse(*values)),
                 lambda values: self.process(values, shown),
-                Reached(tuple(self.modules())),
+                FreeState(tuple(self.modules())),
                 self.seed,
             ),
         )
 
-    def parts(self) -> Iterator[tuple[str, InvertibleModule]]:
+    def _leaf_modules(self) -> Iterator[tuple[str, InvertibleModule]]:
         """The modules that run one after the other, with their names: the module, or, of a container, those in it."""
         yield "", self
 
-    def checked_keep(self, inputs: Values, keep: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    def _checked_keep(self, inputs: tuple[Any, ...], keep: Iterable[Tensor]) -> tuple[Tensor, ...]:
         kept = (keep,) if isinstance(keep, Tensor) else tuple(keep)
         if not all(any(tensor is value for value in inputs) for tensor in kept):
             raise ValueError(f"{type(self).__name__}: keep must be some of the inputs")
@@ -132,7 +132,7 @@ class InvertibleModule(nn.Module):
     def _count(self) -> int | None:
         return self.num_inputs if self.reversed else self.num_outputs
 
-    def process(self, values: Values, count: int | None) -> Values:
+    def process(self, values: tuple[Any, ...], count: int | None) -> tuple[Any, ...]:
         """Of all that ``function`` returns, what the caller sees."""
         return values[:count]
 
@@ -274,36 +274,36 @@ def invertible_checkpoint(
     >>> y = fl.invertible_checkpoint(torch.exp, x, inverse=torch.log)
     """
     shown = lambda values: values[:num_outputs]  # noqa: E731  # two lines for one expression
-    if not can_be_spared():
-        return unpacked(shown(packed(function(*args))))
+    if not can_checkpoint():
+        return single_or_tuple(shown(as_tuple(function(*args))))
     name = getattr(function, "__qualname__", type(function).__name__)
-    inverted = Inverted(
+    inverted = InvertibleFunction(
         f"invertible_checkpoint of {name}",
-        lambda *values: packed(function(*values)),
-        lambda *values: packed(inverse(*values)),
+        lambda *values: as_tuple(function(*values)),
+        lambda *values: as_tuple(inverse(*values)),
         shown,
-        Reached.by([function, inverse], *args),
+        FreeState.of([function, inverse], *args),
         seed,
     )
-    return spared([inverted], args, tuple(keep))
+    return run_invertible([inverted], args, tuple(keep))
 
 
-def packed(values: Any) -> Values:
+def as_tuple(values: Any) -> tuple[Any, ...]:
     return values if isinstance(values, tuple) else (values,)
 
 
-def unpacked(values: Values) -> Any:
+def single_or_tuple(values: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
 @torch._disable_dynamo  # which cannot follow a backward pass that computes inputs
-def spared(links: Iterable[Inverted], values: Values, keep: tuple[Tensor, ...]) -> Any:
-    for link in links:
-        values = Call(link, values, keep).run()
-    return unpacked(values)
+def run_invertible(links: Iterable[InvertibleFunction], values: tuple[Any, ...], keep: tuple[Tensor, ...]) -> Any:
+    for step in links:
+        values = InvertibleCall(step, values, keep).run()
+    return single_or_tuple(values)
 
 
-def can_be_spared(*, is_chain: bool = False) -> bool:
+def can_checkpoint(*, is_chain: bool = False) -> bool:
     """Whether there will be a backward pass, and nobody wants to see plain operations, as transforms do.
 
     In a function that runs again a module is left to autograd: nothing of it is kept, and its output would be; a chain
@@ -312,6 +312,6 @@ def can_be_spared(*, is_chain: bool = False) -> bool:
     """
     if in_plain_mode() or parametrize._cache_enabled or not torch.is_grad_enabled():
         return False
-    if is_inside_a_run() and not is_chain:
+    if in_recomputed_region() and not is_chain:
         return False
     return torch.compiler.is_compiling() or not is_followed()  # which the compiler could not ask

@@ -7,9 +7,9 @@ from typing import Any, Self, cast
 
 from torch import Tensor, nn
 
-from ..checkpoint.state_snapshot import as_if_outside
-from .call import Values, in_mode
-from .module import InvertibleModule, can_be_spared, packed, unpacked
+from ..checkpoint.state_snapshot import outside_recomputed_region
+from .call import in_mode
+from .module import InvertibleModule, as_tuple, can_checkpoint, single_or_tuple
 
 
 class InvertibleSequential(InvertibleModule, nn.Sequential):
@@ -62,23 +62,23 @@ class InvertibleSequential(InvertibleModule, nn.Sequential):
         return self._chain()[::-1] if self.reversed else self._chain()
 
     def forward(self, *inputs: Any, keep: Iterable[Tensor] = (), **unknown: Any) -> Any:
-        if unknown or not self.invertible or not can_be_spared(is_chain=True):
+        if unknown or not self.invertible or not can_checkpoint(is_chain=True):
             return super().forward(*inputs, keep=keep, **unknown)
-        self.checked_keep(inputs, keep)
-        with as_if_outside():
+        self._checked_keep(inputs, keep)
+        with outside_recomputed_region():
             return self._called(inputs, keep)
 
-    def plainly(self, *inputs: Any) -> Any:
+    def _run_plain(self, *inputs: Any) -> Any:
         with in_mode("plain"):
             return self._called(inputs)
 
-    def _called(self, inputs: Values, keep: Iterable[Tensor] = ()) -> Any:
+    def _called(self, inputs: tuple[Any, ...], keep: Iterable[Tensor] = ()) -> Any:
         # The modules, and not their functions, for there may be hooks on them: a user's, or an engine's that shards.
         values: Any = inputs
         for module in self._in_order():
-            values = module(*packed(values), keep=keep)
+            values = module(*as_tuple(values), keep=keep)
             keep = ()
-        return unpacked(packed(values))
+        return single_or_tuple(as_tuple(values))
 
     # What is hidden from the caller by single modules stays between them.
 
@@ -88,12 +88,12 @@ class InvertibleSequential(InvertibleModule, nn.Sequential):
     def inverse(self, *outputs: Any) -> Any:
         return self._through(self._chain()[::-1], outputs, inverted=True)
 
-    def _through(self, modules: list[InvertibleModule], values: Values, inverted: bool = False) -> Any:
+    def _through(self, modules: list[InvertibleModule], values: tuple[Any, ...], inverted: bool = False) -> Any:
         for module in modules:
             # A reversed container's modules are reversed too, and its function is to be what it is otherwise.
             step = module.inverse if inverted != (module.reversed != self.reversed) else module.function
             count = module.num_inputs if step == module.inverse else module.num_outputs
-            values = module.process(packed(step(*values)), count)
+            values = module.process(as_tuple(step(*values)), count)
         return values[0] if len(values) == 1 else values
 
     @property
@@ -108,11 +108,11 @@ class InvertibleSequential(InvertibleModule, nn.Sequential):
                 module.reverse()
         return self
 
-    def parts(self) -> Iterator[tuple[str, InvertibleModule]]:
+    def _leaf_modules(self) -> Iterator[tuple[str, InvertibleModule]]:
         names = {id(module): name for name, module in self._modules.items()}
         for module in self._in_order():
             own = names[id(module)]
-            for name, part in module.parts():
+            for name, part in module._leaf_modules():
                 yield (f"{own}.{name}" if name else own), part
 
 

@@ -72,7 +72,7 @@ def _kept_by(frame: Any) -> list[Any]:
     found = []
     for cell in getattr(frame.recompute_fn, "__closure__", None) or ():
         with suppress(ValueError):  # a name that has no value
-            found.append(getattr(cell.cell_contents, "kept_for_second_run", None))
+            found.append(getattr(cell.cell_contents, "saved_for_recomputation", None))
     return found
 
 

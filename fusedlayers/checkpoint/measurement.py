@@ -19,7 +19,7 @@ from ..utils.autograd_graph import attributes_of, nodes_of
 from ..utils.module_state import unchanged
 from ..utils.storages import strided_parts
 from .selective import CPU_ATTENTION, products
-from .state_snapshot import attributes_restored, inside_a_run
+from .state_snapshot import attributes_restored, recomputed_region
 
 #: How many operations a device does in a product while it moves a byte, about: 200 GFLOP/s and 13 GB/s of four cores,
 #: 400 TFLOP/s (TF32) and 3 TB/s of an H100.
@@ -27,7 +27,7 @@ OPERATIONS_PER_BYTE = {"cpu": 16.0}
 OPERATIONS_PER_BYTE_ELSEWHERE = 128.0
 
 
-class Child(NamedTuple):
+class ChildCosts(NamedTuple):
     """Bytes are of storages, each counted once."""
 
     #: Of its input.
@@ -43,22 +43,22 @@ class Child(NamedTuple):
     output_is_product: bool
     #: Of running it, in bytes moved; and of what is no product.
     cost: float
-    cost_between: float
+    cost_without_products: float
     #: Whether it writes over its input, and whether its output is its input, or a view of it.
     writes_input: bool = False
     returns_input: bool = False
     #: The same where the results of products are kept, if that was asked for: fused layers run plainly then.
-    selective: Child | None = None
+    selective: ChildCosts | None = None
 
 
-def probe(children: Sequence[nn.Module], inputs: tuple[Any, ...], *, is_selective: bool = False) -> list[Child]:
+def measure(children: Sequence[nn.Module], inputs: tuple[Any, ...], *, is_selective: bool = False) -> list[ChildCosts]:
     """Run the children once, or once in each way; modules, inputs and random numbers are left as they were."""
     modules = [module for child in children for module in child.modules()]
     tensors = list(_tensors(inputs))
     device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
     found = []
     # A run like those that run again: invertible modules hold nothing in it, and chains of them their output.
-    with unchanged(modules, tensors, device), attributes_restored(modules), inside_a_run(), torch.enable_grad():
+    with unchanged(modules, tensors, device), attributes_restored(modules), recomputed_region(), torch.enable_grad():
         for child in children:
             measured, output = _measured(child, inputs, is_selective=False)
             if is_selective:
@@ -68,9 +68,9 @@ def probe(children: Sequence[nn.Module], inputs: tuple[Any, ...], *, is_selectiv
     return found
 
 
-def _measured(child: nn.Module, inputs: tuple[Any, ...], *, is_selective: bool) -> tuple[Child, Any]:
+def _measured(child: nn.Module, inputs: tuple[Any, ...], *, is_selective: bool) -> tuple[ChildCosts, Any]:
     # Copies, for it may write over them, and be measured again.
-    inputs = tree_map_only(Tensor, _apart, inputs)
+    inputs = tree_map_only(Tensor, _detached_copy, inputs)
     versions = [tensor._version for tensor in _tensors(inputs)]
     costs = _Costs(is_selective)
     saved: list[Tensor] = []  # held, for the address of a storage tells it from others only while it lives
@@ -89,7 +89,7 @@ def _measured(child: nn.Module, inputs: tuple[Any, ...], *, is_selective: bool) 
     results = _sizes(costs.results)
     inside = kept.keys() - of_inputs.keys() - of_output.keys()
     between = results.keys() - of_inputs.keys() - of_output.keys()
-    return Child(
+    return ChildCosts(
         input_bytes=sum(of_inputs.values()),
         saved_bytes=sum(kept[key] for key in inside),
         saves_input=not kept.keys().isdisjoint(of_inputs),
@@ -98,19 +98,19 @@ def _measured(child: nn.Module, inputs: tuple[Any, ...], *, is_selective: bool) 
         saved_product_bytes=sum(results[key] for key in between & inside),
         output_is_product=not results.keys().isdisjoint(of_output),
         cost=costs.products + costs.between,
-        cost_between=costs.between,
+        cost_without_products=costs.between,
         writes_input=versions != [tensor._version for tensor in _tensors(inputs)],
         returns_input=not of_inputs.keys().isdisjoint(of_output),
     ), output
 
 
-def _apart(tensor: Tensor) -> Tensor:
+def _detached_copy(tensor: Tensor) -> Tensor:
     """A copy without its graph, but as if it had one: a leaf could not be written to by a ReLU in place."""
     copy = tensor.detach().clone()
-    return cast("Tensor", _Computed.apply(torch.empty(0, requires_grad=True), [copy])) if tensor.requires_grad else copy
+    return cast("Tensor", _NonLeaf.apply(torch.empty(0, requires_grad=True), [copy])) if tensor.requires_grad else copy
 
 
-class _Computed(torch.autograd.Function):
+class _NonLeaf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source: Tensor, held: list[Tensor]) -> Tensor:
         return held[0]
@@ -138,9 +138,11 @@ class _Costs(TorchDispatchMode):
         if packet in products():
             found = list(_tensors(result))
             self.results += found
-            self.products += _moved(args, result) + _operations(packet, args, kwargs or {}, result) / _per_byte(found)
+            self.products += _bytes_moved(args, result) + _operations(packet, args, kwargs or {}, result) / _per_byte(
+                found
+            )
         elif not getattr(func, "is_view", False):
-            self.between += _moved(args, result)
+            self.between += _bytes_moved(args, result)
         return result
 
 
@@ -161,7 +163,7 @@ def _per_byte(tensors: Iterable[Tensor]) -> float:
     return OPERATIONS_PER_BYTE.get(kind, OPERATIONS_PER_BYTE_ELSEWHERE)
 
 
-def _moved(*trees: Any) -> float:
+def _bytes_moved(*trees: Any) -> float:
     return float(sum(tensor.nbytes for tensor in _tensors(trees) if tensor.layout == torch.strided))
 
 
