@@ -1,10 +1,9 @@
 """Bias and activation fused into the layer before them: one hidden-sized buffer where PyTorch keeps two."""
 
 from .activations import activation, activations
-from .blocks import gated_mlp, mlp
 from .checkpoint.recompute import sublinear
 from .checkpoint.sequential import SublinearSequential
-from .functional import bias_act, conv_bias_act, dense_bias_act
+from .functional import bias_act, conv_bias_act, dense_bias_act, gated_mlp, mlp
 from .fusion.fuse import fuse, unfuse
 from .invertible.activation import InvertibleActivation
 from .invertible.batchnorm import InvertibleBatchNorm1d, InvertibleBatchNorm2d, InvertibleBatchNorm3d

@@ -1,22 +1,28 @@
-"""The functional interface: what a user may pass is checked here; ``routes.py`` decides how it is computed.
+"""The functional interface: dense and convolution layers, activations and MLP blocks.
 
-What has a ``__torch_function__`` of its own (``torch.fx`` proxies, subclasses that ask for it) is asked first.
+A public function looks its activation up, asks for the plan (``plan.py``, ``block_plan.py``), where the arguments of
+calls that are new are checked, and has it carried out (``execute.py``). What has a ``__torch_function__`` of its own,
+as proxies of ``torch.fx`` and some subclasses of tensors have, is asked first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from . import backends, routes, validation
+from . import validation
 from .activations import resolve
-from .backends.operations import MATMUL, Convolution, elements
-from .ops.pointwise import BiasAct, Origin
-from .routes import Inputs, choose_save, composite, is_transformed, needs_gradient, operation_act, traced, with_operands
-from .utils.layout import along
+from .backends.operations import MATMUL, BatchNorm, Convolution, Pointwise
+from .block_plan import plan_block
+from .execute import composite, run, run_block, run_by_layer, run_pointwise, run_synchronised
+from .ops.mlp_forward import BlockOptions, Linear
+from .plan import choose_save, needs_gradient, plan_batch_norm, plan_conv, plan_dense, plan_pointwise
+
+#: Into how many chunks the rows of a block are cut. What is hidden and needed for a moment only is made for one of them
+#: at a time, in two buffers, or three of a gated block.
+CHUNKS = 16
 
 
 def dense_bias_act(
@@ -58,35 +64,19 @@ def dense_bias_act(
     >>> fl.dense_bias_act(torch.ones(2, 3), torch.ones(4, 3), torch.zeros(4), "relu").shape
     torch.Size([2, 4])
     """
-    resolved = resolve(activation, "dense_bias_act")
-    required = (input, weight) if residual is None else (input, weight, residual)
-    ordinary = validation.are_ordinary(required, bias)
-    if not ordinary:
+    record = resolve(activation, "dense_bias_act")
+    is_usual = validation.are_plain(input, weight, bias, residual)
+    if not is_usual:
         validation.check_tensors("dense_bias_act", {"input": input, "weight": weight}, bias=bias, residual=residual)
-        if has_torch_function((*required, bias)):
-            if not resolved.is_fusible:
-                return composite(MATMUL, resolved, Inputs(input, weight, bias, residual))
-            tensors = (input, weight, bias)
+        tensors = (input, weight, bias, residual)
+        if record.is_fusible and has_torch_function(tensors):
             return handle_torch_function(
-                dense_bias_act, (*required, bias), *tensors, resolved, residual=residual, save=save
+                dense_bias_act, tensors, input, weight, bias, record, residual=residual, save=save
             )
-        if input.is_nested:  # which does not tell its sizes
-            return composite(MATMUL, resolved, Inputs(input, weight, bias, residual))
-    validation.check_dense("dense_bias_act", input, weight, bias)
-    validation.check_one_dtype(
-        "dense_bias_act", input, weight=weight, bias=bias, residual=residual, autocast_casts=True
-    )
-    if residual is not None:
-        validation.check_residual("dense_bias_act", residual, MATMUL.shape(input, weight))
-    rows = input.numel() // max(1, input.shape[-1])
-    return operation_act(
-        MATMUL,
-        Inputs(input, weight, bias, residual),
-        resolved,
-        save,
-        count=rows * weight.shape[0],
-        is_ordinary=ordinary,
-    )
+        if has_torch_function(tensors) or input.is_nested:  # which do not tell their sizes
+            return composite(MATMUL, input, weight, bias, residual, record)
+    plan, record, operands = plan_dense(input, weight, bias, residual, record, save, is_usual)
+    return run(plan, MATMUL, input, weight, bias, residual, record, operands)
 
 
 def conv_bias_act(
@@ -128,38 +118,28 @@ def conv_bias_act(
     >>> fl.conv_bias_act(torch.ones(2, 3, 8, 8), torch.ones(4, 3, 3, 3), None, "silu", stride=2, padding=1).shape
     torch.Size([2, 4, 4, 4])
     """
-    resolved = resolve(activation, "conv_bias_act")
-    required = (input, weight) if residual is None else (input, weight, residual)
-    ordinary = validation.are_ordinary(required, bias)
-    if not ordinary:
+    record = resolve(activation, "conv_bias_act")
+    is_usual = validation.are_plain(input, weight, bias, residual)
+    if not is_usual:
         validation.check_tensors("conv_bias_act", {"input": input, "weight": weight}, bias=bias, residual=residual)
-        if has_torch_function((*required, bias)):  # of which a proxy does not tell its dimensions
-            if not resolved.is_fusible:
+        tensors = (input, weight, bias, residual)
+        if has_torch_function(tensors):  # a proxy does not tell its dimensions
+            if not record.is_fusible:
                 z = conv_bias_act(input, weight, bias, None, stride, padding, dilation, groups, residual=residual)
-                return resolved.plain(z)
+                return record.plain(z)
             return handle_torch_function(
-                conv_bias_act, (*required, bias), input, weight, bias, resolved, stride, padding, dilation, groups,
+                conv_bias_act, tensors, input, weight, bias, record, stride, padding, dilation, groups,
                 residual=residual, save=save,
             )  # fmt: skip
     dims = validation.spatial_dims(weight)
-    product = Convolution(
+    convolution = Convolution(
         validation.sizes("conv_bias_act", "stride", stride, dims),
         padding if isinstance(padding, str) else validation.sizes("conv_bias_act", "padding", padding, dims, least=0),
         validation.sizes("conv_bias_act", "dilation", dilation, dims),
         groups,
     )
-    shape = validation.check_conv(input, weight, bias, product)
-    validation.check_one_dtype("conv_bias_act", input, weight=weight, bias=bias, residual=residual, autocast_casts=True)
-    if residual is not None:
-        validation.check_residual("conv_bias_act", residual, shape)
-    return operation_act(
-        product,
-        Inputs(input, weight, bias, residual),
-        resolved,
-        save,
-        count=elements(shape),
-        is_ordinary=ordinary,
-    )
+    plan, record, operands = plan_conv(convolution, input, weight, bias, residual, record, save, is_usual)
+    return run(plan, convolution, input, weight, bias, residual, record, operands)
 
 
 def bias_act(
@@ -194,58 +174,165 @@ def bias_act(
     >>> fl.bias_act(torch.zeros(2, 3, 5), torch.ones(3), "relu", dim=1)[0, :, 0]
     tensor([1., 1., 1.])
     """
-    resolved = resolve(activation, "bias_act")
-    ordinary = validation.are_ordinary((input,), bias)
-    if not ordinary:
+    record = resolve(activation, "bias_act")
+    is_usual = validation.are_plain(input, None, bias, None)
+    if not is_usual:
         validation.check_tensors("bias_act", {"input": input}, bias=bias)
-        if has_torch_function((input, bias)):
-            if not resolved.is_fusible and bias is None and not inplace:
-                return resolved.plain(input)
-            tensors = (input, bias)
-            return handle_torch_function(bias_act, tensors, *tensors, resolved, dim=dim, inplace=inplace, save=save)
-    validation.check_one_dtype("bias_act", input, bias=bias)
-    if bias is not None:
-        validation.check_bias("bias_act", input, bias, dim)
-    bias_dim = dim
-
-    def biased(x: Tensor, b: Tensor | None) -> Tensor:
-        return x if b is None else x + along(b, bias_dim, x.dim())
-
-    compiling = torch.compiler.is_compiling()
-    small = save == "auto" and input.numel() < routes.SMALL and not inplace
-    fused = ordinary and not compiling and not small and not is_transformed()
-    params: tuple[Tensor, ...] = ()
-    if fused and resolved.needs_tracing:
-        resolved, params, operand_dim = with_operands(resolved, input.shape, input.dtype, input.device)
-        if params and bias is None:
-            dim = -1 if operand_dim is None else operand_dim
-        elif operand_dim is not None and operand_dim % input.dim() != dim % input.dim():
-            if not inplace:
-                input, bias = biased(input, bias), None
-            dim = operand_dim
-    keep = choose_save("bias_act", resolved, save, input.dtype)
-
-    fusible = ordinary and keep != "nothing" and resolved.is_fusible
-    fused = fused and fusible
+        tensors = (input, bias)
+        if has_torch_function(tensors):
+            if not record.is_fusible and bias is None and not inplace:
+                return record.plain(input)
+            return handle_torch_function(bias_act, tensors, *tensors, record, dim=dim, inplace=inplace, save=save)
+    operation = Pointwise(dim)
+    plan, traced, operands = plan_pointwise(operation, input, bias, record, save, is_inplace=inplace, is_usual=is_usual)
     if inplace:
-        if keep == "recompute":
-            raise ValueError(
-                "bias_act: save='recompute' needs the input, which inplace=True overwrites; drop one of them"
-            )
         validation.check_writable("bias_act", input)
         # Autograd refuses some views, but only after a Function has written; copy_ asks first.
-        if not fused or keep != "output" or (input._is_view() and needs_gradient(input, bias)):
-            return input.copy_(bias_act(input.clone(), bias, activation, dim=bias_dim, save=save))
+        if not plan.overwrites or (input._is_view() and needs_gradient(input, bias)):
+            return input.copy_(bias_act(input.clone(), bias, record, dim=dim, save=save))
+    return run_pointwise(plan, operation, input, bias, traced, operands)
 
-    if fusible and compiling:
-        return traced(biased, resolved, keep, input, bias)
-    if not fused:
-        return resolved.plain(biased(input, bias))
-    if not needs_gradient(input, bias, *params):
-        out = input if inplace else None
-        return backends.choose(input, resolved).bias_act(input, bias, resolved, params, dim=dim, encode=False, out=out)
-    if keep == "input":
-        return BiasAct.apply(biased(input, bias), None, None, resolved, keep, dim, "a new buffer", None, *params)
-    origin = Origin(input) if keep == "recompute" else None
-    writes = "over z" if inplace else "a new buffer"
-    return BiasAct.apply(input, bias, None, resolved, keep, dim, writes, origin, *params)
+
+def batch_norm_act(
+    norm: BatchNorm,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: object,
+    save: str,
+) -> Tensor:
+    """``activation(norm(input, weight, bias) + residual)``; public as the modules ``FusedBatchNormAct1d`` to ``3d``."""
+    name = norm.function
+    record = resolve(activation, name)
+    is_usual = validation.are_plain(input, weight, bias, residual)
+    if not is_usual:
+        validation.check_tensors(name, {"input": input}, residual=residual)
+        tensors = (input, weight, bias, residual)
+        if has_torch_function(tensors):
+            # What has no name in a graph comes after it.
+            known = record if record.is_fusible else resolve(None)
+            y = handle_torch_function(batch_norm_act, tensors, norm, input, weight, bias, residual, known, save)
+            return y if known is record else record.plain(y)
+    norm = norm._replace(dims=input.dim())
+    if norm.is_synchronised:
+        validation.check_call(norm, input, weight, bias, residual)
+        if not record.needs_tracing:
+            choose_save(name, record, save, input.dtype)  # which may refuse
+        return run_synchronised(norm, input, weight, bias, residual, record, save)
+    plan, record, operands = plan_batch_norm(norm, input, weight, bias, residual, record, save, is_usual)
+    return run(plan, norm, input, weight, bias, residual, record, operands)
+
+
+def mlp(
+    input: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    activation: object = "gelu",
+    *,
+    dropout: float = 0.0,
+    save: str = "auto",
+    chunks: int = CHUNKS,
+) -> Tensor:
+    """``F.linear(dropout(activation(F.linear(input, weight1, bias1))), weight2, bias2)`` that keeps one hidden buffer.
+
+    Args:
+        input: (..., in), float16, bfloat16, float32 or float64.
+        weight1: (hidden, in), of the same dtype and device; under autocast all are cast as ``F.linear`` casts them.
+        bias1: (hidden,) or None.
+        weight2: (out, hidden).
+        bias2: (out,) or None.
+        activation: as for ``fusedlayers.dense_bias_act``.
+        dropout: the probability with which hidden numbers are zeroed; 0 in evaluation. The mask is not kept: it is made
+            again from a seed, which is drawn from torch's generator for CPUs.
+        save: what is kept of the hidden layer. "output": what the activation returns. "input": what it is given, from
+            which backward computes the other again. "recompute": nothing; forward and backward run over chunks of rows
+            (as "auto" where input or weights would be kept for this alone, and be more).
+            "auto": "output" where the derivative can be had from it within the dtype's rounding floor, else "input".
+        chunks: into how many chunks the rows are cut where something hidden is needed for a moment only.
+
+    Returns:
+        (..., out), of the same dtype.
+
+    Raises:
+        TypeError, ValueError: as ``dense_bias_act``.
+
+    Saved: one hidden buffer or none (the pre-activation where ``input`` would be kept for nothing else, or a cast or
+    computed weight), ``input`` if ``weight1`` needs a gradient, and the weights that gradients go through. Backward
+    writes over the buffer, unless the graph is kept for another backward pass.
+
+    >>> import torch, fusedlayers as fl
+    >>> fl.mlp(torch.ones(2, 3), torch.ones(8, 3), None, torch.ones(3, 8), None, "relu")
+    tensor([[24., 24., 24.],
+            [24., 24., 24.]])
+    """
+    record = resolve(activation, "mlp")
+    tensors = input, weight1, bias1, weight2, bias2
+    if has_torch_function(tensors):
+        known = record if record.is_fusible else activation
+        return handle_torch_function(mlp, tensors, *tensors, known, dropout=dropout, save=save, chunks=chunks)
+    options = BlockOptions("mlp", dropout, save, chunks, is_gated=False)
+    first, last = [Linear(weight1, bias1)], Linear(weight2, bias2)
+    plan, operands = plan_block(options, input, first, last, record)
+    if plan.block is None:
+        return run_by_layer(options, input, first, last, record)
+    return run_block(plan, options, input, first, last, operands)
+
+
+def gated_mlp(
+    input: Tensor,
+    weight_gate: Tensor,
+    bias_gate: Tensor | None,
+    weight_up: Tensor | None,
+    bias_up: Tensor | None,
+    weight_down: Tensor,
+    bias_down: Tensor | None,
+    activation: object = "silu",
+    *,
+    dropout: float = 0.0,
+    save: str = "auto",
+    chunks: int = CHUNKS,
+) -> Tensor:
+    """``F.linear(dropout(activation(gate) * up), weight_down, bias_down)`` with ``gate = F.linear(input, weight_gate,
+    bias_gate)`` and ``up`` likewise, that keeps two hidden buffers (Shazeer 2020: SwiGLU, GEGLU, ReGLU, GLU, and with
+    ``activation=None`` bilinear).
+
+    Args:
+        input: (..., in), float16, bfloat16, float32 or float64.
+        weight_gate, weight_up: (hidden, in); or both in ``weight_gate``, (2 hidden, in), the gate's rows first, and
+            None for ``weight_up`` and ``bias_up``.
+        bias_gate, bias_up: (hidden,) or None; (2 hidden,) for packed weights.
+        weight_down, bias_down: (out, hidden), and (out,) or None.
+        activation, dropout, chunks: as for ``fusedlayers.mlp``.
+        save: "input": gate and up. "recompute": neither; forward and backward run over chunks of rows. "auto": "input".
+
+    Returns:
+        (..., out), of the same dtype.
+
+    Raises:
+        TypeError, ValueError: as ``fusedlayers.mlp``; ``save="output"``, for the product does not tell its factors.
+
+    Saved: as ``fusedlayers.mlp``, but two hidden buffers.
+
+    >>> import torch, fusedlayers as fl
+    >>> w = torch.ones(8, 3)
+    >>> fl.gated_mlp(torch.ones(2, 3), w, None, w, None, w.t(), None, "relu")[0]
+    tensor([72., 72., 72.])
+    """
+    record = resolve(activation, "gated_mlp")
+    tensors = input, weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down
+    if has_torch_function(tensors):
+        known = record if record.is_fusible else activation
+        return handle_torch_function(gated_mlp, tensors, *tensors, known, dropout=dropout, save=save, chunks=chunks)
+    options = BlockOptions("gated_mlp", dropout, save, chunks, is_gated=True)
+    first, last = [Linear(weight_gate, bias_gate)], Linear(weight_down, bias_down)
+    if weight_up is not None:
+        first.append(Linear(weight_up, bias_up))
+    elif bias_up is not None:
+        raise ValueError("gated_mlp: bias_up without weight_up; packed weights have packed biases, in bias_gate")
+    plan, operands = plan_block(options, input, first, last, record)
+    if plan.block is None:
+        return run_by_layer(options, input, first, last, record)
+    return run_block(plan, options, input, first, last, operands)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -11,30 +11,72 @@ from torch.nn import Parameter
 from torch.overrides import has_torch_function
 
 from . import backends
-from .activations import DTYPES
-from .backends.operations import BatchNorm, Convolution, elements
+from .activations import DTYPES, Activation
+from .backends.operations import BatchNorm, Convolution, Matmul, Operation, Pointwise, Weight, elements
+from .ops.mlp_forward import BlockOptions, Linear
 
-_PLAIN_TYPES = (Tensor, Parameter)
-_STRIDED = torch.strided
+SAVES = ("auto", "output", "input", "recompute")
+
+_PLAIN_TYPES = frozenset((Tensor, Parameter))
 
 
-def are_ordinary(required: tuple[Tensor, ...], bias: Tensor | None) -> bool:
-    """Whether kernels can read these: plain strided tensors of floating dtypes, all on one device with a backend.
-
-    Asking for a device makes an object, and five of those cost a small call as much as all other checks together.
-    """
-    tensors = required if bias is None else (*required, bias)
-    on_cpu = True
+def are_plain(*tensors: Tensor | None) -> bool:
+    """Whether these are torch's own tensors, and no subclasses, which may compute something else."""
     for tensor in tensors:
-        if type(tensor) not in _PLAIN_TYPES or tensor.dtype not in DTYPES or tensor.layout is not _STRIDED:
+        if tensor is not None and (type(tensor) not in _PLAIN_TYPES or tensor.is_nested):
             return False
-        if tensor.is_nested:
-            return False
-        on_cpu &= tensor.is_cpu
-    if on_cpu:
-        return True
-    device, *others = {tensor.device for tensor in tensors}
-    return not others and device.type in backends.DEVICES
+    return True
+
+
+def unusual_because(*tensors: Tensor | None) -> str | None:
+    """Why kernels cannot read these, or None: they read plain strided tensors on a device that has a backend."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    for tensor in given:
+        if type(tensor) not in _PLAIN_TYPES:
+            return f"one of the tensors is a {type(tensor).__name__}"
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            return f"one of the tensors is {'nested' if tensor.is_nested else tensor.layout}"
+        if tensor.device.type not in backends.DEVICES:
+            return f"there is no backend for {tensor.device.type}"
+    return None
+
+
+def check_save(function: str, save: str) -> None:
+    """Refuse an unknown ``save``."""
+    if save not in SAVES:
+        raise ValueError(f"{function}: save must be one of {', '.join(SAVES)}, got {save!r}")
+
+
+def output_refused(function: str, activation: Activation, dtype: torch.dtype, reason: str) -> ValueError:
+    """The error for ``save="output"`` where the output does not determine the derivative."""
+    return ValueError(
+        f"{function}: save='output' cannot be had for {activation!r} in {dtype}: {reason}; "
+        "use save='auto', 'input' or 'recompute'"
+    )
+
+
+def check_call(operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None) -> None:
+    """All checks of a layer's tensors, before anything is computed."""
+    function = operation.function
+    weight = {} if w is None else {"weight": w}
+    if isinstance(operation, BatchNorm):
+        check_tensors(function, {"input": x}, residual=residual)
+        check_norm(function, x, operation.allowed_dims, operation, weight=w, bias=b)
+        check_one_dtype(function, x, residual=residual, autocast_casts=True)
+    elif isinstance(operation, Pointwise):
+        check_tensors(function, {"input": x}, bias=b)
+        check_one_dtype(function, x, bias=b)
+        if b is not None:
+            check_bias(function, x, b, operation.dim)
+    else:
+        check_tensors(function, {"input": x, **weight}, bias=b, residual=residual)
+        if isinstance(operation, Matmul):
+            check_dense(function, x, w, b)
+        else:
+            check_conv(x, w, b, operation)
+        check_one_dtype(function, x, weight=w, bias=b, residual=residual, autocast_casts=True)
+    if residual is not None:
+        check_residual(function, residual, operation.shape(x, w))
 
 
 def check_tensors(function: str, required: dict[str, object], **optional: object) -> None:
@@ -66,6 +108,43 @@ def check_dense(
             "the input's last dimension must be the weight's second"
         )
     _check_bias_of_outputs(function, weight, bias, names)
+
+
+def check_block(options: BlockOptions, x: Tensor, first: Sequence[Linear], last: Linear) -> None:
+    """All checks of a block, before anything is computed."""
+    check_block_options(options)
+    function, is_gated = options.function, options.is_gated
+    names = [("weight_gate", "bias_gate"), ("weight_up", "bias_up")] if is_gated else [("weight1", "bias1")]
+    last_names = ("weight_down", "bias_down") if is_gated else ("weight2", "bias2")
+    named = list(zip([*names[: len(first)], last_names], [*first, last], strict=True))
+    weights = {names[0]: layer.w for names, layer in named}
+    biases = {names[1]: layer.b for names, layer in named}
+    check_tensors(function, {"input": x, **weights}, **biases)
+    if x.is_nested:
+        return  # which does not tell its sizes
+    for layer_names, layer in named[:-1]:
+        check_dense(function, x, *layer, layer_names)
+    check_last(function, {names[0]: layer.w for names, layer in named[:-1]}, *last, last_names, options.halves(first))
+    check_one_dtype(function, x, autocast_casts=True, **weights, **biases)
+
+
+def check_block_options(options: BlockOptions) -> None:
+    """What a block is asked for besides tensors."""
+    function, dropout, save, chunks, is_gated = options
+    check_save(function, save)
+    if save == "output" and is_gated:
+        raise ValueError(
+            f"{function}: save='output' cannot be had: a product does not tell its factors; use save='auto', "
+            "'input' or 'recompute'"
+        )
+    if isinstance(dropout, bool) or not isinstance(dropout, Real):
+        raise TypeError(f"{function}: dropout must be a number, got {type(dropout).__name__}: {dropout!r}")
+    if not 0 <= dropout <= 1:
+        raise ValueError(f"{function}: dropout must lie in [0, 1], got {dropout}")
+    if not is_whole(chunks):
+        raise TypeError(f"{function}: chunks must be an int, got {type(chunks).__name__}: {chunks!r}")
+    if chunks < 1:
+        raise ValueError(f"{function}: chunks must be at least 1, got {chunks}")
 
 
 def check_last(

@@ -8,7 +8,7 @@ The fixtures are for tests of the Triton kernels.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,23 +25,37 @@ if not torch.cuda.is_available():
     torch._C._ensureCUDADeviceGuardSet()
 
 
+@pytest.fixture(autouse=True)
+def little_is_fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tests compute little, which would be left to PyTorch: only results of less than 1 KiB are. No plan outlives a
+    test, which may have exchanged what a plan depends on."""
+    from fusedlayers import block_plan, plan
+
+    monkeypatch.setattr(plan, "SMALL_BYTES", 1 << 10)
+    yield
+    plan._plans.clear()
+    block_plan._plans.clear()
+
+
 Switch = Callable[[bool], None]
 
 
 @pytest.fixture
 def on_triton(monkeypatch: pytest.MonkeyPatch) -> Switch:
     """What switches between Triton and torch's operations, on whatever device the tests run."""
-    from fusedlayers import backends, routes
+    from fusedlayers import backends, block_plan, plan
     from fusedlayers.backends import torch as torch_backend
     from fusedlayers.backends import triton
 
-    monkeypatch.setattr(routes, "SMALL", 0)
+    monkeypatch.setattr(plan, "SMALL_BYTES", 0)
 
     def switch(on: bool) -> None:
         def choose(tensor: torch.Tensor, activation: Any = None) -> Any:
             return triton if on and (activation is None or triton.computes(activation)) else torch_backend
 
         monkeypatch.setattr(backends, "choose", choose)
+        for plans in (plan._plans, block_plan._plans):
+            plans.clear()
 
     return switch
 

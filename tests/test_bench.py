@@ -45,7 +45,7 @@ from bench.__main__ import main as bench_main
 from bench.reference import CUSTOM_ACTIVATIONS, BatchNormAct, resnet
 
 CPU = torch.device("cpu")
-TINY = shapes.Shape("Tiny", 8, 64, {"cpu": 12})  # 4 rows of it, when quick: not below routes.SMALL
+TINY = shapes.Shape("Tiny", 8, 64, {"cpu": 12})  # 4 rows of it, when quick: not below plan.SMALL_BYTES in tests
 CASE = shapes.Case("model", TINY, "relu", "float32")
 
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
-from fusedlayers import routes
+from fusedlayers import plan
 from fusedlayers.activations import Activation, resolve, rows
 from fusedlayers.derivative import branch_bit
 from fusedlayers.memory import peak_bytes, saved_bytes
@@ -75,7 +75,7 @@ def seeded() -> None:
 @pytest.fixture
 def no_small_route(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tiny layers take the route of large ones."""
-    monkeypatch.setattr(routes, "SMALL", 0)
+    monkeypatch.setattr(plan, "SMALL_BYTES", 0)
 
 
 def _layer(case: str, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], dict[str, Any]]:

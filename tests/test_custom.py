@@ -27,12 +27,12 @@ from torch.utils.checkpoint import checkpoint
 import fusedlayers as fl
 from bench.reference import BatchNormAct, resnet
 from examples.custom_activation import ACTIVATIONS
-from fusedlayers import routes
+from fusedlayers import plan
 from fusedlayers.activations import custom, partition, recognition, resolve
 from fusedlayers.activations.free_variables import find_variables
 from fusedlayers.backends.torch import chunks
 from fusedlayers.memory import saved_bytes
-from fusedlayers.utils.bounded_cache import LIMIT, Recent
+from fusedlayers.utils.bounded_cache import LIMIT, BoundedCache
 
 Function = Callable[[Tensor], Tensor]
 
@@ -61,23 +61,23 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return original(*arguments)
 
     monkeypatch.setattr(partition, "aten_graph", counting)
-    monkeypatch.setattr(custom, "_traces", Recent())
-    monkeypatch.setattr(custom, "_variants", Recent())
+    monkeypatch.setattr(custom, "_traces", BoundedCache())
+    monkeypatch.setattr(custom, "_variants", BoundedCache())
     return made
 
 
 @pytest.fixture
 def records(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """What has been logged; nothing has been said before."""
-    monkeypatch.setattr(custom, "_logged", Recent())
-    monkeypatch.setattr(custom, "_traces", Recent())
+    monkeypatch.setattr(custom, "_logged", BoundedCache())
+    monkeypatch.setattr(custom, "_traces", BoundedCache())
     caplog.set_level(logging.WARNING, "fusedlayers")
     return lambda: [record.getMessage() for record in caplog.records if record.name == "fusedlayers"]
 
 
 def _reason(function: object, *shape: int, dtype: torch.dtype = torch.float32) -> str | None:
     """Why it is left to PyTorch, or None where it is fused."""
-    return routes.with_operands(resolve(function), shape or (40, 16), dtype).activation.fallback_reason
+    return plan.with_operands(resolve(function), shape or (40, 16), dtype).activation.fallback_reason
 
 
 def _gradients(y: Tensor, dy: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -1301,13 +1301,13 @@ def test_what_parameters_are_made_into_is_computed_once() -> None:
 def test_built_in_functions_are_no_variants_of_each_other(traces: list[int]) -> None:
     many = [torch.sin, torch.cos, torch.tan, torch.sinh, torch.cosh, torch.erf, torch.atan, torch.asinh, torch.expm1]
     many += [torch.square, torch.abs, torch.exp2, torch.ops.aten.arctan.default, torch.special.i0e]
-    reasons = [routes.with_operands(resolve(f), (40, 16), torch.float32).activation for f in many]
+    reasons = [plan.with_operands(resolve(f), (40, 16), torch.float32).activation for f in many]
     assert len(many) > custom._ANALYSED
     assert not any("is not known in terms" in (a.output_refusal(torch.float32) or "") for a in reasons)
 
 
 def test_the_oldest_is_forgotten() -> None:
-    recent: Recent[int] = Recent()
+    recent: BoundedCache[int] = BoundedCache()
     for i in range(LIMIT + 5):
         assert recent.put(i, 2 * i) == 2 * i
     assert len(recent) == LIMIT and recent.get(4) is None and recent.get(5) == 10

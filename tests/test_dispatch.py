@@ -18,7 +18,7 @@ import fusedlayers as fl
 from fusedlayers.activations import resolve
 from fusedlayers.backends import GradientRequest
 from fusedlayers.memory import saved_bytes
-from fusedlayers.routes import with_operands
+from fusedlayers.plan import with_operands
 
 pytest.importorskip("triton")
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
 import fusedlayers as fl
-from fusedlayers import routes
+from fusedlayers import plan
 from fusedlayers.activations import Activation, activations, resolve, rows
 
 TABLE = [row.bind() for row in rows()]
@@ -154,7 +154,7 @@ KINKS = torch.tensor([-3.0, -1.0, -0.5, 0.0, 0.5, 1.0, 3.0, 6.0])
 @pytest.fixture
 def no_small_route(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tiny layers take the route of large ones."""
-    monkeypatch.setattr(routes, "SMALL", 0)
+    monkeypatch.setattr(plan, "SMALL_BYTES", 0)
 
 
 @functools.cache

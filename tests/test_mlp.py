@@ -20,7 +20,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
-from fusedlayers import block_routes
+from fusedlayers import block_plan
 from fusedlayers.activations import Activation, resolve, rows
 from fusedlayers.memory import peak_bytes, saved_bytes
 from fusedlayers.ops import mlp, mlp_forward
@@ -1199,5 +1199,5 @@ def test_recorded_dropouts_are_torchs(kind: Kind, monkeypatch: pytest.MonkeyPatc
 
     masks: list[int] = []
     monkeypatch.setattr(mlp_forward.Dropout, "mask", lambda self, *arguments: masks.append(self.seed))
-    monkeypatch.setattr(block_routes, "_is_recorded", lambda input: True)
+    monkeypatch.setattr(block_plan, "is_capturing", lambda input: True)
     assert kind.function(x, *params, "gelu", dropout=0.5).shape == (ROWS, OUT) and masks == []

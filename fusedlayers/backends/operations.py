@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,13 +34,16 @@ class Matmul:
     def __call__(self, x: Tensor, w: Weight, b: Tensor | None) -> Tensor:
         return F.linear(x, w, b)
 
-    def with_recompute(self, x: Tensor, w: Weight, b: Tensor | None) -> tuple[Tensor, Recompute]:
-        """z, and what computes it again."""
-        return self(x, w, b), self.__call__
-
     def shape(self, x: Tensor, w: Weight) -> Sizes:
         """Of z."""
         return *x.shape[:-1], w.shape[0]
+
+    def without_tensors(self) -> Matmul:
+        return self
+
+    def returns_view(self, x: Tensor) -> bool:
+        """Whether z is a view of the result."""
+        return x.dim() != 2
 
     def flattened(self, x: Tensor) -> Tensor:
         """x in two dimensions: the result of ``F.linear`` with more is a view, and overwriting a view costs autograd a
@@ -79,10 +82,6 @@ class Convolution(NamedTuple):
         call = (F.conv1d, F.conv2d, F.conv3d)[len(self.stride) - 1]
         return call(x, w, b, self.stride, self.padding, self.dilation, self.groups)
 
-    def with_recompute(self, x: Tensor, w: Weight, b: Tensor | None) -> tuple[Tensor, Recompute]:
-        """z, and what computes it again."""
-        return self(x, w, b), self.__call__
-
     def shape(self, x: Tensor, w: Weight) -> Sizes:
         """Of z. A size may be negative, if the kernel is larger than what it is moved over."""
         dims = len(self.stride)
@@ -109,6 +108,13 @@ class Convolution(NamedTuple):
         sizes = self.stride, padding, self.dilation, False, (0,) * len(self.stride), self.groups
         return torch.ops.aten.convolution_backward(dz, x, w, (w.shape[0],), *sizes, needs)
 
+    def without_tensors(self) -> Convolution:
+        return self
+
+    def returns_view(self, x: Tensor) -> bool:
+        """Whether z is a view of the result."""
+        return x.dim() != len(self.stride) + 2
+
     def flattened(self, x: Tensor) -> Tensor:
         """x with a batch: without, the result is a view."""
         return x if x.dim() == len(self.stride) + 2 else x.unsqueeze(0)
@@ -131,13 +137,15 @@ class BatchNorm(NamedTuple):
     momentum: float | None
     eps: float
     group: Any = None
+    #: How many dimensions inputs may have, with the batch.
+    allowed_dims: tuple[int, ...] = (2, 3, 4, 5)
     #: x's dimensions.
     dims: int = 0
     leaves_bias: bool = False
     is_cast: bool = False
 
     @classmethod
-    def of(cls, layer: Any) -> BatchNorm:
+    def of(cls, layer: Any, allowed_dims: tuple[int, ...] = (2, 3, 4, 5)) -> BatchNorm:
         """That of an ``nn.BatchNorm``, as it is now."""
         uses_running = not layer.training or layer.track_running_stats
         return cls(
@@ -148,11 +156,12 @@ class BatchNorm(NamedTuple):
             layer.momentum,
             layer.eps,
             getattr(layer, "process_group", None),
+            allowed_dims,
         )
 
     @property
     def function(self) -> str:
-        return f"FusedBatchNormAct{max(1, self.dims - 2)}d"
+        return f"FusedBatchNormAct{self.allowed_dims[-1] - 2}d"
 
     @property
     def dim(self) -> int:
@@ -230,8 +239,46 @@ class BatchNorm(NamedTuple):
                 return 1.0 / float(self.batches)
         return self.momentum or 0.0
 
+    def without_tensors(self) -> BatchNorm:
+        return self._replace(running_mean=None, running_var=None, batches=None, group=None)
+
+    def facts(self) -> Hashable:
+        """What of it the checks and a plan depend on."""
+        running = (s if s is None else (s.dtype, s.shape, s.is_cpu or s.device) for s in self[:2])
+        return self.training, self.eps, self.allowed_dims, *running
+
+    def returns_view(self, x: Tensor) -> bool:
+        return False
+
     def shape(self, x: Tensor, w: Weight) -> Sizes:
         """Of z."""
+        return tuple(x.shape)
+
+    def flattened(self, x: Tensor) -> Tensor:
+        return x
+
+    def unflattened(self, y: Tensor, x: Tensor) -> Tensor:
+        return y
+
+
+class Pointwise(NamedTuple):
+    """``x + b``, b along ``dim``: what comes before an activation that stands alone."""
+
+    dim: int
+    function: str = "bias_act"
+    leaves_bias: bool = True
+    is_cast: bool = False
+
+    def __call__(self, x: Tensor, w: Weight, b: Tensor | None) -> Tensor:
+        return x if b is None else x + along(b, self.dim, x.dim())
+
+    def without_tensors(self) -> Pointwise:
+        return self
+
+    def returns_view(self, x: Tensor) -> bool:
+        return False
+
+    def shape(self, x: Tensor, w: Weight) -> Sizes:
         return tuple(x.shape)
 
     def flattened(self, x: Tensor) -> Tensor:
@@ -315,7 +362,7 @@ def _synchronised_gradients(
     return dx.addcmul_(x.to(sums.dtype), along(of_x, 1, dz.dim())).to(dz.dtype)
 
 
-Operation = Matmul | Convolution | BatchNorm
+Operation = Matmul | Convolution | BatchNorm | Pointwise
 
 
 def elements(shape: Sizes) -> int:

@@ -128,7 +128,7 @@ class _Costs(TorchDispatchMode):
 
     def __init__(self, keeps_results: bool) -> None:
         super().__init__()
-        self.keeps_results = keeps_results  # which ``routes.py`` asks
+        self.keeps_results = keeps_results  # which ``plan.py`` asks
         self.results: list[Tensor] = []
         self.products = self.between = 0.0
 

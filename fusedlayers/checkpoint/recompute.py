@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from ..routes import is_followed
+from ..plan import followed_by
 from .free_state import FreeState
 from .selective import SavedResults, products
 from .state_snapshot import StateSnapshot
@@ -79,7 +79,7 @@ def sublinear(function: Callable[..., Any], *args: Any, recompute: Recompute = "
 def can_recompute(modules: Iterable[nn.Module], leaves: Iterable[object]) -> bool:
     """Whether nothing follows that a checkpoint is no part of, and all parameters are there."""
     return not (
-        is_followed()
+        followed_by() is not None
         or parametrize._cache_enabled  # of weights that were computed in the first run, and will not be in the second
         or any(isinstance(leaf, Proxy) for leaf in leaves)
         or any(isinstance(module, LazyModuleMixin) and module.has_uninitialized_params() for module in modules)

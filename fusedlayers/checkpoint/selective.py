@@ -81,7 +81,7 @@ class SavedResults:
 
 
 class _Selective(TorchDispatchMode):
-    #: What ``routes.py`` asks: results are not to be written over.
+    #: What ``plan.py`` asks: results are not to be written over.
     keeps_results = True
     supports_higher_order_operators = True
 

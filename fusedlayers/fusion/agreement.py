@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..routes import SMALL
+from ..plan import SMALL_BYTES
 from ..utils.formatting import first_line
 from ..utils.module_state import in_mode
 from .blocks import Plan, whole
@@ -48,7 +48,7 @@ def _with_noise(module: nn.Module, plan: Plan, sample: Tensor) -> Tensor:
         return sample
     weight: Any = module.get_submodule(plan.first[0]).weight
     hidden = weight.numel() // sample.shape[-1] // (2 if plan.is_gated else 1)
-    rows = max(_ROWS, -(-SMALL // hidden))
+    rows = max(_ROWS, -(-SMALL_BYTES // (hidden * sample.itemsize)))
     count = -(-rows // sample[0, ..., 0].numel())
     scale = sample.double().square().mean().sqrt().nan_to_num(posinf=0.0).item() or 1.0
     noise = scale * torch.randn(count, *sample.shape[1:], dtype=torch.float64, device=sample.device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..activations import must_call_reason
-from ..blocks import gated_mlp, mlp
+from ..functional import gated_mlp, mlp
 from .attributes import Attributes
 from .derived import Mixin
 from .known import Known, known_of

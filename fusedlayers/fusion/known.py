@@ -14,7 +14,7 @@ from ..activations.free_variables import find_variables
 from ..activations.lookup import activation_of_module
 from ..activations.python_values import user_classes
 from ..activations.record import WithOperands
-from ..routes import with_operands
+from ..plan import with_operands
 from ..utils.module_state import in_mode
 from .attributes import Attributes
 from .chain import Chain

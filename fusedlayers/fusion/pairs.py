@@ -146,7 +146,7 @@ class ConvLayer(Layer):
 class NormLayer(Layer):
     def fused(self, input: Tensor, activation: Activation) -> Tensor:
         fused = _FUSED_NORMS[self.original]
-        return norm_layer_act(self.original.__name__, self, fused.dims, input, None, activation, "auto")
+        return norm_layer_act(self, fused.dims, input, None, activation, "auto")
 
     def plain(self, input: Tensor) -> Tensor:
         layer: Any = self

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from ..activations import DTYPES, Activation, must_call_reason
+from ..block_plan import describe_block
 from ..nn.base import WithActivation
-from ..nn.mlp import kept
-from ..ops.batch_norm import describe
+from ..ops.mlp_forward import BlockOptions
+from ..plan import describe, describe_norm
 from .agreement import disagreement
 from .attributes import Attributes
 from .blocks import Block, called_because
@@ -154,8 +155,8 @@ class Rewriting:
         self._change(module, Block, fused_block=plan, fused_as=state, known_activation=known)
         if isinstance(function, nn.Module) and not is_changed(function):  # for where the layers must be called
             self._change(function, Applies, known_activation=known)
-        dtype, is_frozen = layers[0].weight.dtype, not layers[0].weight.requires_grad
-        saves = kept(activation, plan.save, dtype, is_gated=plan.is_gated, is_frozen=is_frozen)
+        options = BlockOptions("fuse", 0.0, plan.save, 1, plan.is_gated)
+        saves = describe_block(options, activation, layers[0].weight.dtype)
         pattern = "gated mlp" if plan.is_gated else "mlp"
         self._replaced.append(Replaced((self._paths[module],), pattern, repr(activation), saves))
 
@@ -231,12 +232,11 @@ class Rewriting:
         }
 
     def _note_pair(self, layer: Any, after: _After) -> None:
-        weight, bias = layer.weight, layer.bias
         if isinstance(layer, NormLayer):
-            pattern, saves = "norm", describe(after.activation, "auto", _dtype(layer), weight, bias)
+            pattern, saves = "norm", describe_norm(after.activation, "auto", _dtype(layer))
         else:
             pattern = "conv" if isinstance(layer, nn.modules.conv._ConvNd) else "dense"
-            saves = after.activation.describe("auto", _dtype(layer))
+            saves = describe(after.activation, "auto", _dtype(layer))
         modules = [layer] if after.call.module is None else [layer, after.call.module]
         self._replaced.append(
             Replaced(tuple(map(self._paths.__getitem__, modules)), pattern, repr(after.activation), saves)
@@ -260,7 +260,7 @@ class Rewriting:
             return
         self._apply(module, activation)
         self._replaced.append(
-            Replaced((self._paths[module],), "activation", repr(activation), activation.describe("auto", dtype))
+            Replaced((self._paths[module],), "activation", repr(activation), describe(activation, "auto", dtype))
         )
 
     def _apply(self, module: nn.Module, activation: Activation) -> None:

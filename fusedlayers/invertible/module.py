@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from ..checkpoint.free_state import FreeState
 from ..checkpoint.recompute import run_checkpointed
 from ..checkpoint.state_snapshot import StateSnapshot, in_recomputed_region
-from ..routes import is_followed
+from ..plan import followed_by
 from .call import InvertibleCall, InvertibleFunction, in_plain_mode
 from .check import CheckReport, checked
 
@@ -314,4 +314,4 @@ def can_checkpoint(*, is_chain: bool = False) -> bool:
         return False
     if in_recomputed_region() and not is_chain:
         return False
-    return torch.compiler.is_compiling() or not is_followed()  # which the compiler could not ask
+    return torch.compiler.is_compiling() or followed_by() is None  # which the compiler could not ask

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from ..activations import DTYPES, Activation, must_call_reason, resolve
-from ..routes import SAVES, with_operands
+from ..plan import describe, with_operands
+from ..validation import check_save
 
 
 class WithActivation(nn.Module):
@@ -27,7 +28,7 @@ class WithActivation(nn.Module):
 
     def keeps(self, activation: Activation, dtype: torch.dtype) -> str:
         """What the layer would keep of the activation in ``dtype``, in a few words."""
-        return activation.describe(self.save, dtype)
+        return describe(activation, self.save, dtype)
 
     def decided(self) -> list[str]:
         """How the layer is multiplied, where this process has measured that, a line for each kind of product."""
@@ -35,8 +36,7 @@ class WithActivation(nn.Module):
 
     def _set(self, activation: object, save: str) -> None:
         name = type(self).__name__
-        if save not in SAVES:
-            raise ValueError(f"{name}: save must be one of {', '.join(SAVES)}, got {save!r}")
+        check_save(name, save)
         resolved = resolve(activation, name)
         if save == "output":
             resolved = self._specialised(resolved)

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from .. import backends
 from ..activations import DTYPES, Activation, must_call_reason, resolve
-from ..block_routes import Settings, by_torch, torchs_dropout
-from ..blocks import CHUNKS, gated_mlp, mlp
-from ..functional import bias_act
+from ..block_plan import describe_block
+from ..execute import after_activation
+from ..functional import CHUNKS, bias_act, gated_mlp, mlp
+from ..ops.mlp_forward import BlockOptions
+from ..validation import check_block_options
 from .base import WithActivation
 
 _SEPARATE = ("gate_proj", "up_proj")
@@ -26,7 +28,7 @@ class FusedBlock(WithActivation):
     chunks: int
 
     def _set_block(self, layers: Mapping[str, Any], activation: object, dropout: float, save: str, chunks: int) -> None:
-        Settings(type(self).__name__, dropout, save, chunks, self.is_gated).check()
+        check_block_options(BlockOptions(type(self).__name__, dropout, save, chunks, self.is_gated))
         for name, layer in layers.items():
             self.add_module(name, layer)
         self.dropout = dropout
@@ -77,8 +79,8 @@ class FusedBlock(WithActivation):
         raise NotImplementedError
 
     def keeps(self, activation: Activation, dtype: torch.dtype) -> str:
-        first, *_ = self.layers().values()
-        return kept(activation, self.save, dtype, is_gated=self.is_gated, is_frozen=not first.weight.requires_grad)
+        options = BlockOptions(type(self).__name__, self.dropout, self.save, self.chunks, self.is_gated)
+        return describe_block(options, activation, dtype)
 
     @property
     def _last(self) -> Any:
@@ -108,7 +110,7 @@ class FusedBlock(WithActivation):
             activated = bias_act(first, None, self.activation, save="auto" if self.save == "recompute" else self.save)
         else:
             activated = function(first)
-        return by_torch(activated, others, torchs_dropout(self._drops), self._last)
+        return after_activation(activated, others, self._drops, self._last)
 
     @property
     def _drops(self) -> float:
@@ -139,19 +141,6 @@ class FusedBlock(WithActivation):
         if self.is_gated:
             weights = weights[-1:]  # the first ones' matmuls have no epilogue
         return [line for w in weights for line in backends.choose(w).describe_matmuls(w, activation)]
-
-
-def kept(activation: Activation, save: str, dtype: torch.dtype, *, is_gated: bool, is_frozen: bool) -> str:
-    """What a block keeps of its hidden layer in ``dtype``, in a few words; ``is_frozen`` is the first layer."""
-    if activation.fallback_reason is not None or save == "recompute":
-        return activation.describe(save, dtype)
-    if is_gated:
-        return "saves gate and up"
-    if activation.is_identity:
-        return "saves the first layer's result"
-    return (
-        f"{activation.describe('input', dtype)}, for fc1 is frozen" if is_frozen else activation.describe(save, dtype)
-    )
 
 
 class FusedMLP(FusedBlock):

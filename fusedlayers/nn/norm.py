@@ -6,14 +6,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function, has_torch_function
 
-from .. import validation
-from ..activations import Activation, resolve
+from ..activations import Activation
 from ..backends.operations import BatchNorm
-from ..functional import bias_act
-from ..ops.batch_norm import describe, inverse_error_of, norm_act
-from ..routes import Inputs, choose_save, needs_gradient, operation_act
+from ..functional import batch_norm_act
+from ..plan import describe_norm
 from .base import FusedAct
 
 
@@ -61,81 +58,20 @@ class _FusedBatchNormAct(FusedAct):
         return 2, self.num_features, *(5 + 2 * i for i in range(self.dims[0] - 2))
 
     def keeps(self, activation: Activation, dtype: torch.dtype) -> str:
-        return describe(activation, self.save, dtype, self.weight, self.bias)
+        return describe_norm(activation, self.save, dtype)
 
     def _dtype(self) -> torch.dtype:
         return torch.get_default_dtype() if self.weight is None else self.weight.dtype
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        return norm_layer_act(type(self).__name__, self, self.dims, input, residual, self.activation, self.save)
+        return norm_layer_act(self, self.dims, input, residual, self.activation, self.save)
 
 
 def norm_layer_act(
-    name: str,
-    layer: Any,
-    dims: tuple[int, ...],
-    input: Tensor,
-    residual: Tensor | None,
-    activation: object,
-    save: str,
+    layer: Any, dims: tuple[int, ...], input: Tensor, residual: Tensor | None, activation: object, save: str
 ) -> Tensor:
     """``activation(layer(input) + residual)`` for an ``nn.BatchNorm`` of inputs of so many dimensions."""
-    return batch_norm_act(name, dims, BatchNorm.of(layer), input, layer.weight, layer.bias, residual, activation, save)
-
-
-def batch_norm_act(
-    name: str,
-    dims: tuple[int, ...],
-    norm: BatchNorm,
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: object,
-    save: str,
-) -> Tensor:
-    """``activation(norm(input, weight, bias) + residual)``, for input of so many dimensions."""
-    resolved = resolve(activation, name)
-    required = tuple(tensor for tensor in (input, weight, residual) if tensor is not None)
-    is_ordinary = input is not None and validation.are_ordinary(required, bias)
-    if not is_ordinary:
-        validation.check_tensors(name, {"input": input}, residual=residual)
-        if has_torch_function((*required, bias)):
-            # What has no name in a graph comes after it.
-            known = resolved if resolved.is_fusible else resolve(None)
-            arguments = name, dims, norm, input, weight, bias, residual, known, save
-            y = handle_torch_function(batch_norm_act, (*required, bias), *arguments)
-            return y if known is resolved else resolved.plain(y)
-    validation.check_norm(name, input, dims, norm, weight=weight, bias=bias)
-    validation.check_one_dtype(name, input, residual=residual, autocast_casts=True)
-    if residual is not None:
-        validation.check_residual(name, residual, tuple(input.shape))
-    norm = norm._replace(dims=input.dim())
-    if norm.is_synchronised:
-        return _synchronised(norm, Inputs(input, weight, bias, residual), resolved, save)
-    return operation_act(
-        norm,
-        Inputs(input, weight, bias, residual),
-        resolved,
-        save,
-        count=input.numel(),
-        is_ordinary=is_ordinary,
-    )
-
-
-def _synchronised(norm: BatchNorm, inputs: Inputs, activation: Activation, save: str) -> Tensor:
-    """With the statistics of a process group."""
-    x, w, b, residual = inputs
-    if not activation.needs_tracing:
-        choose_save(norm.function, activation, save, x.dtype)  # which may refuse
-    if not needs_gradient(x, w, b):
-        z, *_ = norm.with_statistics(x, w, b)
-    elif residual is None and activation.is_fusible and save != "input":
-        inverse_error = None if save == "recompute" else inverse_error_of(activation, x)
-        return norm_act(norm, x, w, b, activation, inverse_error)
-    else:
-        z = norm_act(norm, x, w, b, resolve(None), None)
-    return bias_act(z if residual is None else z + residual, None, activation, dim=1, save=save)
+    return batch_norm_act(BatchNorm.of(layer, dims), input, layer.weight, layer.bias, residual, activation, save)
 
 
 class FusedBatchNormAct1d(_FusedBatchNormAct, nn.BatchNorm1d):

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .. import backends
-from ..activations import Activation, InverseError, Saved, measure_inverse_error
+from ..activations import Activation, InverseError, measure_inverse_error
 from ..backends import GradientRequest
 from ..backends.operations import BatchNorm, BatchNormRecompute
 from ..utils.isolation import in_clean_state
@@ -48,42 +48,6 @@ def inverse_error_of(activation: Activation, x: Tensor) -> InverseError | None:
     if x.numel() < WORTH_IT or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
     return measure_inverse_error(activation, x.dtype)
-
-
-def save_beside_input(activation: Activation, dtype: torch.dtype, *, has_residual: bool = False) -> Saved:
-    """What is kept by default besides the input, where outputs do not tell that: an output that the next layer keeps
-    anyway, or nothing; the activation's input is had again by a pass, exactly."""
-    refused = activation.output_refusal(dtype)
-    return "recompute" if refused is not None or (activation.is_folded and not has_residual) else "output"
-
-
-def describe(
-    activation: Activation, save: str, dtype: torch.dtype, w: Tensor | None = None, b: Tensor | None = None
-) -> str:
-    """What a layer keeps for the backward pass, and why, in a few words; for large inputs, whose values are spread as
-    normal ones are."""
-    if activation.fallback_reason is not None:
-        return activation.describe(save, dtype)
-    if save == "input":
-        return "saves its input and the activation's"
-    if save == "recompute":
-        return "saves its input"
-    name = str(dtype).removeprefix("torch.")
-    inverse_error = measure_inverse_error(activation, dtype)
-    if inverse_error is not None:
-        if w is None or w.is_meta:
-            return "saves the output, which tells the input"
-        acceptable = inverse_error.is_acceptable(torch.zeros_like(w) if b is None else b, w)
-        inexact = len(w) - int(acceptable.sum())
-        if not inexact:
-            return "saves the output, which tells the input"
-        some = f"{inexact} of {len(w)} channels"
-        if inexact <= MOST * len(w):
-            return f"saves the output, and the input of {some}"
-        return f"saves its input: {name} outputs of {some} tell it too coarsely, by their weights and biases"
-    reason = "do not tell the input" if not activation.has_inverse else "tell the input too coarsely"
-    has_output = "output" in (save, save_beside_input(activation, dtype))
-    return f"saves its input{' and the output' if has_output else ''}: {name} outputs {reason}"
 
 
 def norm_act(
@@ -288,7 +252,7 @@ def _differentiable(
     with torch.enable_grad():
         sources = apart(x, w, b)
         z = again(*sources)
-        dz, *_ = differentiable_gradients(dy, z, activation, "input", (), (), dim)
+        dz, *_ = differentiable_gradients(dy, z, activation, False, (), (), dim)
         wanted = [t for t, need in zip(sources, needs, strict=True) if need and t is not None]
         assert dz is not None
         found = iter(torch.autograd.grad(z, wanted, dz, create_graph=True))

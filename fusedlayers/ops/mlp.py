@@ -26,8 +26,8 @@ from torch.autograd import Function
 from ..backends import ActivationGradients, GradientRequest
 from ..utils.layout import operand_along
 from .buffer_reuse import graph_is_given_up, is_held_once, saved_under_hooks
-from .mlp_forward import Block, Product, run, run_last
-from .pointwise import Held, apart, is_batched
+from .mlp_forward import Block, Linear, run
+from .pointwise import HeldTensors, apart, is_batched
 
 
 class MLP(Function):
@@ -43,11 +43,11 @@ class MLP(Function):
     ) -> Tensor:
         weights, biases, operands = _split(tensors, count)
         needs = Needs.of(ctx.needs_input_grad, count)
-        out, kept = run(block, x, block.unpacked(_products(weights, biases)), Product.of(w, b), operands)
-        is_made_again = block.keep == "recompute"
+        out, kept = run(block, x, block.unpacked(_layers(weights, biases)), Linear.of(w, b), operands)
+        is_made_again = block.saved == "recompute"
         saved, held = _apart([needs.x or is_made_again] * count + [is_made_again] * count, [*weights, *biases])
         ctx.save_for_backward(x, w if needs.hidden else None, *saved, *operands, *kept)
-        ctx.held = Held.of(*held)
+        ctx.held = HeldTensors.of(*held)
         ctx.block, ctx.count, ctx.hooked = block, count, saved_under_hooks()
         return out
 
@@ -71,12 +71,12 @@ class MLP(Function):
                 with torch.enable_grad():
                     own: Any = apart(x, *linear, *operands)
                     own_x, (weights, biases, operands) = own[0], _split(own[1:], count)
-                    parts = [F.linear(own_x, *product) for product in block.unpacked(_products(weights, biases))]
+                    parts = [F.linear(own_x, *product) for product in block.unpacked(_layers(weights, biases))]
                 wanted = [needs.x, *needs.weights, *needs.biases, *needs.operands]
                 dw, db, dx, *others = _differentiable(block, dy, parts, w, operands, needs, own, wanted)
                 found = [dx, dw, db, *others]
             else:
-                products = block.unpacked(_products(weights, biases))
+                products = block.unpacked(_layers(weights, biases))
                 del saved
                 _ours(ctx, kept)
                 found = _gradients(block, dy, x, products, w, operands, kept, needs)
@@ -122,42 +122,11 @@ class Needs(NamedTuple):
         return self.x or any((*self.weights, *self.biases, *self.operands))
 
 
-class Rest(Function):
-    """The block after its first products, whose results, the first ``count`` of ``tensors``, nobody else holds; then
-    come the activation's operands. Second derivatives need no more than these: for where x and the weights would be
-    kept for them alone."""
-
-    @staticmethod
-    def forward(ctx: Any, block: Block, count: int, w: Tensor, b: Tensor | None, *tensors: Tensor) -> Tensor:
-        parts, operands = tensors[:count], tensors[count:]
-        ctx.save_for_backward(w, *tensors)
-        ctx.block, ctx.count, ctx.hooked = block, count, saved_under_hooks()
-        return run_last(block, parts[0], (), Product.of(w, b), operands, parts)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (dy,) = grads
-        block, count = ctx.block, ctx.count
-        w, *kept = ctx.saved_tensors
-        operands = [kept.pop() for _ in range(len(kept) - count)][::-1]
-        _, _, needs_w, needs_b, *wanted = ctx.needs_input_grad
-        needs = Needs(False, needs_w, needs_b, (), (), tuple(wanted[count:]))
-        with torch.autocast(w.device.type, enabled=False):
-            if torch.is_grad_enabled() or is_batched(dy):
-                with torch.enable_grad():
-                    own: Any = apart(*kept, *operands)
-                found = _differentiable(block, dy, own[:count], w, own[count:], needs, own, wanted)
-                return None, None, *found
-            _ours(ctx, kept)
-            _, dw, db, *of_operands = _gradients(block, dy, kept[0], (), w, operands, kept, needs)
-        return None, None, dw, db, *_apart(wanted[:count], kept)[0], *of_operands
-
-
 def _gradients(
     block: Block,
     dy: Tensor,
     x: Tensor,
-    products: Sequence[Product],
+    products: Sequence[Linear],
     w: Tensor | None,
     operands: Sequence[Tensor],
     kept: list[Tensor],
@@ -199,7 +168,7 @@ class _Totals:
         self,
         block: Block,
         w: Tensor | None,
-        products: Sequence[Product],
+        products: Sequence[Linear],
         operands: Sequence[Tensor],
         needs: Needs,
     ) -> None:
@@ -216,7 +185,7 @@ class _Totals:
         #: The kernels add up a bias's gradient on the way, but for those of a gate.
         self.adds_bias = len(self.of_biases) == 1
         bias = self.adds_bias and needs.biases[0]
-        self.wanted = GradientRequest("output" if block.keep == "output" else "input", True, bias, needs.operands)
+        self.wanted = GradientRequest("output" if block.saved == "output" else "input", True, bias, needs.operands)
 
     def in_one_step(self, dy: Tensor, parts: Sequence[Tensor], *, hidden: bool) -> bool:
         """From the gradient of the result to those of the pre-activations, written over these, or over their outputs;
@@ -341,8 +310,8 @@ def _differentiable(
     return [dw, db, *(next(found) if need else None for need in wanted)]
 
 
-def _products(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Product]:
-    return [Product.of(w, b) for w, b in zip(weights, biases, strict=True)]
+def _layers(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Linear]:
+    return [Linear.of(w, b) for w, b in zip(weights, biases, strict=True)]
 
 
 def _split(items: Sequence[Any], count: int) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:

@@ -5,7 +5,7 @@ The mask of a dropout is made again from a seed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from typing import NamedTuple
 
 import torch
@@ -56,24 +56,39 @@ class Dropout(NamedTuple):
         hidden.mul_(self.mask(hidden, first)).mul_(self.scale)
 
 
-class Product(NamedTuple):
+class Linear(NamedTuple):
     """``linear(x, w, b)``."""
 
     w: Tensor
     b: Tensor | None
 
     @classmethod
-    def of(cls, w: Tensor, b: Tensor | None) -> Product:
+    def of(cls, w: Tensor, b: Tensor | None) -> Linear:
         """Under autocast weights come as its casts, which torch keeps for all who use them. Biases come as they are:
         parameters are alive anyway, casts would be held for second derivatives alone."""
         return cls(w, None if b is None else b.to(w.dtype))
+
+
+class BlockOptions(NamedTuple):
+    """What a block is asked for besides tensors."""
+
+    #: Whom errors name.
+    function: str
+    dropout: float
+    save: str
+    chunks: int
+    is_gated: bool
+
+    def halves(self, first: Sized) -> int:
+        """How many hidden layers each of the first layers makes: two where one packed layer makes gate and up."""
+        return 2 if self.is_gated and len(first) == 1 else 1
 
 
 class Block(NamedTuple):
     """What a block is, but for its tensors."""
 
     activation: Activation
-    keep: Saved
+    saved: Saved
     is_gated: bool
     #: Whether one product makes gate and up.
     is_packed: bool
@@ -96,16 +111,16 @@ class Block(NamedTuple):
     @property
     def is_whole(self) -> bool:
         """Whether what is kept is what the last product multiplies."""
-        return self.keep == "output" and self.dropout is None
+        return self.saved == "output" and self.dropout is None
 
-    def unpacked(self, products: Sequence[Product]) -> Sequence[Product]:
+    def unpacked(self, products: Sequence[Linear]) -> Sequence[Linear]:
         """The first products, gate and up apart."""
         return unpacked(products) if self.is_packed else products
 
-    def pre_activations(self, x: Tensor, products: Sequence[Product]) -> list[Tensor]:
+    def pre_activations(self, x: Tensor, products: Sequence[Linear]) -> list[Tensor]:
         return [self.backend.linear(x, w, b) for w, b in products]
 
-    def encoded(self, x: Tensor, products: Sequence[Product]) -> Tensor:
+    def encoded(self, x: Tensor, products: Sequence[Linear]) -> Tensor:
         """What the activation returns, with the branch."""
         ((w, b),) = products
         return self.backend.operation_act(MATMUL, x, w, b, self.activation, encode=True)
@@ -117,7 +132,7 @@ class Block(NamedTuple):
         out = z if overwrite else None
         if self.is_gated:
             hidden = self.backend.gate(z, parts[1], self.activation, operands, out)
-        elif self.keep == "output":
+        elif self.saved == "output":
             hidden = z if overwrite or self.dropout is None else z.clone()
         else:
             hidden = self.backend.bias_act(z, None, self.activation, operands, dim=-1, encode=False, out=out)
@@ -156,20 +171,20 @@ class Block(NamedTuple):
         return ActivationGradients(None, db, shares)
 
 
-def unpacked(products: Sequence[Product]) -> list[Product]:
+def unpacked(products: Sequence[Linear]) -> list[Linear]:
     """Gate and up, of one product that makes both."""
     weights, biases = ((None, None) if t is None else t.chunk(2) for t in products[0])
-    return [Product(w, b) for w, b in zip(weights, biases, strict=True)]  # type: ignore[arg-type]  # as in ``Product``
+    return [Linear(w, b) for w, b in zip(weights, biases, strict=True)]  # type: ignore[arg-type]  # as in ``Linear``
 
 
 def run(
-    block: Block, x: Tensor, products: Sequence[Product], last: Product, operands: Sequence[Tensor]
+    block: Block, x: Tensor, products: Sequence[Linear], last: Linear, operands: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
     """The output, (rows, out), and what is kept."""
-    if block.keep == "output":
+    if block.saved == "output":
         kept = [block.encoded(x, products)]
     else:
-        kept = [] if block.keep == "recompute" else block.pre_activations(x, products)
+        kept = [] if block.saved == "recompute" else block.pre_activations(x, products)
     if block.is_whole:
         return block.backend.linear(kept[0], *last), kept
     return run_last(block, x, products, last, operands, kept), kept
@@ -178,8 +193,8 @@ def run(
 def run_last(
     block: Block,
     x: Tensor,
-    products: Sequence[Product],
-    last: Product,
+    products: Sequence[Linear],
+    last: Linear,
     operands: Sequence[Tensor],
     kept: Sequence[Tensor],
 ) -> Tensor:
@@ -192,18 +207,18 @@ def run_last(
 
 
 def without_gradients(
-    block: Block, x: Tensor, products: Sequence[Product], last: Product, operands: Sequence[Tensor]
+    block: Block, x: Tensor, products: Sequence[Linear], last: Linear, operands: Sequence[Tensor]
 ) -> Tensor:
     """The output where nothing is kept, without a branch in what is hidden."""
-    if block.keep == "recompute" or block.dropout is not None:
-        return run(block._replace(keep="recompute"), x, products, last, operands)[0]
+    if block.saved == "recompute" or block.dropout is not None:
+        return run(block._replace(saved="recompute"), x, products, last, operands)[0]
     return block.backend.linear(constant(block, x, products, operands), *last)
 
 
-def constant(block: Block, x: Tensor, products: Sequence[Product], operands: Sequence[Tensor]) -> Tensor:
+def constant(block: Block, x: Tensor, products: Sequence[Linear], operands: Sequence[Tensor]) -> Tensor:
     """What the last product multiplies, where nothing before that needs a gradient."""
     if block.is_gated or operands:
-        bare = block._replace(keep="recompute", dropout=None)
+        bare = block._replace(saved="recompute", dropout=None)
         hidden = bare.hidden(block.pre_activations(x, products), operands, 0, overwrite=True)
     else:
         hidden = block.backend.operation_act(MATMUL, x, *products[0], block.activation)

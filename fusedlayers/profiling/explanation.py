@@ -22,8 +22,8 @@ from ..memory import saved_bytes
 from ..nn.base import FusedAct, WithActivation
 from ..nn.mlp import FusedBlock, FusedGatedMLP
 from ..nn.norm import FusedBatchNormAct1d, FusedBatchNormAct2d
-from ..ops.batch_norm import WORTH_IT, save_beside_input
-from ..routes import with_operands
+from ..ops.batch_norm import WORTH_IT
+from ..plan import describe, save_beside_input, with_operands
 from ..utils.isolation import in_clean_state
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -136,7 +136,7 @@ def explain(activation: object) -> Explanation:
         repr(record),
         kind,
         reason,
-        {_name(d): record.describe("auto", d) if layer is None else layer.keeps(record, d) for d in DTYPES},
+        {_name(d): describe(record, "auto", d) if layer is None else layer.keeps(record, d) for d in DTYPES},
         {_name(dtype): saved for dtype, saved in bytes_.items()},
         {_name(dtype): errors for dtype, errors in accuracy.items()} if kind != "fallback" else {},
         "" if kind == "fallback" or record.is_identity else _source(record, given),

@@ -1,37 +1,28 @@
-"""What has lately been found out, up to a number of things."""
+"""A cache that forgets its oldest entries."""
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Hashable
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 V = TypeVar("V")
 
 LIMIT = 512
 
 
-class Recent(Generic[V]):
-    """A mapping that forgets the oldest; any thread may use it."""
+class BoundedCache(dict[Hashable, V]):
+    """A dict of at most ``limit`` entries; any thread may use it. Look-ups are the dict's own: they enter no Python
+    function."""
 
-    def __init__(self) -> None:
-        self._values: OrderedDict[Hashable, V] = OrderedDict()
+    def __init__(self, limit: int = LIMIT) -> None:
+        super().__init__()
+        self.limit = limit
         self._lock = threading.Lock()
-
-    def get(self, key: Hashable) -> V | None:
-        return self._values.get(key)
 
     def put(self, key: Hashable, value: V) -> V:
         with self._lock:
-            self._values[key] = value
-            if len(self._values) > LIMIT:
-                self._values.popitem(last=False)
+            self[key] = value
+            if len(self) > self.limit:
+                del self[next(iter(self))]
         return value
-
-    def clear(self) -> None:
-        with self._lock:
-            self._values.clear()
-
-    def __len__(self) -> int:
-        return len(self._values)

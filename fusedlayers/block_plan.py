@@ -1,0 +1,269 @@
+"""Decides what an MLP block does, as ``plan.py`` does for a layer: once for each situation.
+
+A block runs as one autograd node, ``ops/mlp.py``, where that saves no more than PyTorch. Else it runs layer by layer:
+``dense_bias_act`` and what follows, each of which decides for itself. That is so for a frozen first layer, a gate of
+which only one half needs gradients, weights that are computed from others, all that PyTorch itself must compute, and
+under ``torch.compile``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _torch, backends, validation
+from .activations import Activation, Saved
+from .backends import Backend
+from .ops.mlp_forward import Block, BlockOptions, Linear
+from .plan import (
+    autocast_dtype,
+    choose_save,
+    describe,
+    followed_by,
+    is_capturing,
+    is_small,
+    needs_gradient,
+    with_operands,
+)
+from .utils.bounded_cache import BoundedCache
+
+
+class BlockNeeds(NamedTuple):
+    """What needs gradients; nothing does while gradients are switched off."""
+
+    x: bool = True
+    #: Any weight of the first layers.
+    first_weights: bool = True
+    #: Each half of a gate, or the one hidden layer.
+    parts: tuple[bool, ...] = (True,)
+    last_weight: bool = True
+    last_bias: bool = True
+
+    @property
+    def hidden(self) -> bool:
+        """Whether gradients go through what is hidden."""
+        return any(self.parts)
+
+
+class BlockKey(NamedTuple):
+    """What the decision for a block depends on."""
+
+    options: BlockOptions
+    activation: Activation
+    #: Of the pre-activations.
+    dtype: torch.dtype
+    backend: Backend
+    needs: BlockNeeds
+    #: The number of rows; by powers of two, rounded down.
+    rows: int
+    in_features: int
+    hidden_features: int
+    out_features: int
+    #: Whether one weight holds gate and up.
+    is_packed: bool = False
+    #: Why the block runs layer by layer, or None.
+    by_layer_because: str | None = None
+    cast: torch.dtype | None = None
+    #: Elements of weights and biases that one node would save, and PyTorch would not.
+    extra_elements: int = 0
+
+
+class BlockPlan(NamedTuple):
+    """What a block's call does.
+
+    ``path`` is "fused", one node; "no_grad", in chunks of rows where that saves memory; or "by_layer".
+    """
+
+    path: Literal["fused", "no_grad", "by_layer"]
+    saved: Saved | Literal["eager"]
+    #: What is saved and why, for people.
+    reason: str
+    #: What the node needs to know besides tensors; None layer by layer.
+    block: Block | None = None
+    cast: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+def make_block_plan(key: BlockKey) -> BlockPlan:
+    """The decision.
+
+    Raises:
+        ValueError: ``save="output"`` where the output does not determine the derivative.
+    """
+    options, activation, dtype, _, needs, *_ = key
+    saved = choose_block_save(options, activation, dtype)
+    reason = describe_block(options, activation, dtype)
+    needs_any = needs.hidden or needs.last_weight or needs.last_bias
+    if key.by_layer_because is None and not needs_any:
+        return BlockPlan("no_grad", "nothing", reason, _block(key, saved), key.cast)
+    if key.by_layer_because is None and saved == "recompute":
+        # For this alone the node saves the input and weights: it must be less than what is hidden.
+        input_elements = 0 if needs.first_weights else key.rows * key.in_features
+        if input_elements + key.extra_elements <= key.rows * key.hidden_features * len(needs.parts):
+            return BlockPlan("fused", saved, reason, _block(key, saved), key.cast)
+        return make_block_plan(key._replace(options=options._replace(save="auto")))
+    because = key.by_layer_because or _by_layer_because(key, saved)
+    if because is not None:
+        return BlockPlan("by_layer", "eager", f"layer by layer, for {because}")
+    return BlockPlan("fused", saved, reason, _block(key, saved), key.cast)
+
+
+def _by_layer_because(key: BlockKey, saved: Saved) -> str | None:
+    """Why one node would save more than PyTorch, or None."""
+    needs = key.needs
+    if saved == "nothing":
+        return "there is no activation"
+    if not needs.hidden:
+        return "nothing before the last layer needs a gradient"
+    if not needs.first_weights:
+        return "the first layer is frozen"
+    if not all(needs.parts) and not needs.last_weight:
+        return "half of the gate is frozen"
+    return "weights of the first layer are computed" if key.extra_elements else None
+
+
+def choose_block_save(options: BlockOptions, activation: Activation, dtype: torch.dtype) -> Saved:
+    """What is saved of the hidden layer."""
+    if options.save == "recompute":
+        return "recompute"  # also without an activation: the last layer saves what it multiplies
+    return "input" if options.is_gated else choose_save(options.function, activation, options.save, dtype)
+
+
+def describe_block(options: BlockOptions, activation: Activation, dtype: torch.dtype) -> str:
+    """What ``choose_block_save`` has chosen, and why, for people."""
+    if activation.fallback_reason is not None:
+        return f"not fused: {activation.fallback_reason}"
+    if options.save != "recompute" and options.is_gated:
+        return "saves gate and up"
+    if options.save != "recompute" and activation.is_identity:
+        return "saves the first layer's result"
+    return describe(activation, options.save, dtype)
+
+
+def _block(key: BlockKey, saved: Saved) -> Block:
+    options = key.options
+    block = Block(key.activation, saved, options.is_gated, key.is_packed, None, options.chunks, key.backend)
+    return block._replace(chunks=_chunks(key, block))
+
+
+def _chunks(key: BlockKey, block: Block) -> int:
+    """Into how many chunks rows are cut: one, where more is needed to sum gradients over several than is hidden.
+
+    Sums of 16-bit numbers are made in float32: of each weight's gradient twice the bytes that eager PyTorch needs, and
+    what a chunk adds to them has once that. One chunk needs one hidden buffer, and one for each that is not saved,
+    where eager PyTorch has as many.
+    """
+    if key.dtype.itemsize > 2:
+        return block.chunks
+    recomputes, parts, needs = block.saved == "recompute", len(key.needs.parts), key.needs
+    summed = [key.hidden_features * key.in_features] * (parts if recomputes and needs.first_weights else 0)
+    summed += [key.hidden_features * key.out_features] * (needs.last_weight and (recomputes or not block.is_whole))
+    hidden_buffers = 1 + parts * recomputes
+    spared = hidden_buffers * key.hidden_features * (key.rows - block.chunk_rows(key.rows))
+    return block.chunks if sum(summed) + max(summed, default=0) <= spared else 1
+
+
+# --- from a call to its plan ------------------------------------------------------------------------------------------
+
+_plans: BoundedCache[BlockPlan] = BoundedCache(1024)
+
+
+def plan_block(
+    options: BlockOptions, x: Tensor, first: Sequence[Linear], last: Linear, activation: Activation
+) -> tuple[BlockPlan, tuple[Tensor, ...]]:
+    """The plan for a block's call, and the tensors that its activation reads."""
+    tensors = [tensor for layer in (*first, last) for tensor in layer]
+    if torch.compiler.is_compiling() or not validation.are_plain(x, *tensors):
+        validation.check_block(options, x, first, last)
+        choose_block_save(options, activation, autocast_dtype(x) or x.dtype)  # which may refuse
+        return BlockPlan("by_layer", "eager", "layer by layer: each decides for itself"), ()
+    shape = x.shape
+    rows = x.numel() // max(1, shape[-1]) if shape else 0
+    hidden = first[0].w.shape[0] // options.halves(first)
+    by_layer_because = followed_by()
+    if by_layer_because is None and options.save == "auto" and is_small(rows * hidden, x):
+        by_layer_because = "it is small"
+    if by_layer_because is None and options.dropout and is_capturing(x):
+        by_layer_because = "a CUDA graph would record the seed of the dropout"
+    operands: tuple[Tensor, ...] = ()
+    if activation.needs_tracing and by_layer_because is None:
+        dtype = autocast_dtype(x) or x.dtype
+        activation, operands, dim = with_operands(activation, (*shape[:-1], hidden), dtype, x.device)
+        if dim is not None and dim % len(shape) != len(shape) - 1:
+            by_layer_because = "the activation reads tensors along another dimension"
+    facts = (
+        options,
+        None if activation.needs_tracing else activation,
+        by_layer_because,
+        bool(operands) and needs_gradient(*operands),
+        len(shape),
+        shape[-1],
+        rows.bit_length(),
+        x.dtype,
+        x.layout,
+        x.is_cpu or x.device,
+        x.requires_grad,
+        *[
+            t if t is None else (t.dtype, t.layout, t.is_cpu or t.device, t.requires_grad, t.is_leaf, t.shape)
+            for t in tensors
+        ],
+        torch.is_grad_enabled(),
+        _torch.autocast_is_active() and autocast_dtype(x),
+        _torch.saved_tensors_hooks_on_top(True) is None,
+    )
+    plan = _plans.get(facts)
+    if plan is None:
+        plan = _plans.put(facts, _decide(options, x, first, last, activation, by_layer_because, operands))
+    return plan, operands
+
+
+def _decide(
+    options: BlockOptions,
+    x: Tensor,
+    first: Sequence[Linear],
+    last: Linear,
+    activation: Activation,
+    by_layer_because: str | None,
+    operands: Sequence[Tensor] = (),
+) -> BlockPlan:
+    """Check the arguments of a call, and decide."""
+    validation.check_block(options, x, first, last)
+    halves = options.halves(first)
+    cast = autocast_dtype(x)
+    parts = [needs_gradient(x, *layer) for layer in first] * halves
+    parts[0] = parts[0] or needs_gradient(*operands)
+    needs = BlockNeeds(
+        needs_gradient(x),
+        needs_gradient(*(w for w, _ in first)),
+        tuple(parts),
+        needs_gradient(last.w),
+        needs_gradient(last.b),
+    )
+    # A weight is saved by PyTorch where x needs a gradient, and is alive anyway where it is a leaf.
+    extra = [w for w, _ in first if not (needs.x or (w.is_leaf and cast is None))]
+    extra += [b for _, b in first if b is not None and not b.is_leaf]
+    rows = x.numel() // max(1, x.shape[-1])
+    if rows * first[0].w.shape[0] == 0:
+        by_layer_because = "there is nothing to compute"
+    return make_block_plan(
+        BlockKey(
+            options,
+            activation,
+            cast or x.dtype,
+            backends.choose(x, activation),
+            needs,
+            1 << rows.bit_length() >> 1,
+            first[0].w.shape[1],
+            last.w.shape[1],
+            last.w.shape[0],
+            halves == 2,
+            by_layer_because or activation.fallback_reason,
+            cast,
+            sum(t.numel() for t in extra),
+        )
+    )

@@ -1,0 +1,258 @@
+"""Carries out a plan (``plan.py``): calls the operation, the activation, and the autograd Functions around them.
+
+It decides nothing. What changes from call to call and is no part of a plan, a dropout's seed for one, is made here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from . import _torch, validation
+from .activations import Activation, measure_inverse_error, resolve
+from .backends.operations import MATMUL, BatchNorm, Matmul, Operation, Pointwise, Recompute, Weight
+from .block_plan import BlockPlan
+from .ops.autocast import shared_cast
+from .ops.batch_norm import inverse_error_of, norm_act
+from .ops.conv import Conv
+from .ops.linear import Dense, Epilogue
+from .ops.mlp import MLP
+from .ops.mlp_forward import BlockOptions, Dropout, Linear, unpacked, without_gradients
+from .ops.pointwise import BiasAct, Origin
+from .plan import Plan, needs_gradient, plan_dense, plan_pointwise
+
+Operands = Sequence[Tensor]
+
+
+def run(
+    plan: Plan,
+    operation: Operation,
+    x: Tensor,
+    w: Weight,
+    b: Tensor | None,
+    residual: Tensor | None,
+    activation: Activation,
+    operands: Operands = (),
+) -> Tensor:
+    """``activation(operation(x, w, b) + residual, *operands)``."""
+    if plan.path == "fused":
+        return _fused(plan, operation, x, w, b, residual, operands)
+    if plan.path == "composite":
+        return composite(operation, x, w, b, residual, activation)
+    if plan.path == "no_grad":
+        return _without_gradients(plan, operation, x, w, b, residual, operands)
+    if plan.path == "compiled":
+        return _compiled(plan, operation, activation, x, w, b, residual)
+    assert isinstance(operation, BatchNorm)
+    return norm_act(operation, x, w, b, activation, measure_inverse_error(activation, x.dtype))
+
+
+def run_pointwise(
+    plan: Plan, operation: Pointwise, x: Tensor, b: Tensor | None, activation: Activation, operands: Operands
+) -> Tensor:
+    """``activation(x + b, *operands)``."""
+    if plan.path != "fused":
+        return run(plan, operation, x, None, b, None, activation, operands)
+    if not plan.bias_in_kernel:
+        x, b = operation(x, None, b), None
+    origin = Origin(x, None, None, operation.__call__) if plan.keeps_origin else None
+    return BiasAct.apply(plan, x, b, None, origin, False, *operands)
+
+
+def run_synchronised(
+    norm: BatchNorm, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None, activation: Activation, save: str
+) -> Tensor:
+    """A batch norm with the statistics of a process group, which has nodes of its own, and the activation."""
+    if not needs_gradient(x, w, b):
+        z, *_ = norm.with_statistics(x, w, b)
+    elif residual is None and activation.is_fusible and save != "input":
+        return norm_act(norm, x, w, b, activation, None if save == "recompute" else inverse_error_of(activation, x))
+    else:
+        z = norm_act(norm, x, w, b, resolve(None), None)
+    operation, z = Pointwise(1), z if residual is None else z + residual
+    plan, record, operands = plan_pointwise(operation, z, None, activation, save)
+    return run_pointwise(plan, operation, z, None, record, operands)
+
+
+def composite(
+    operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None, activation: Activation
+) -> Tensor:
+    """By PyTorch's own operations."""
+    return activation.plain(_sum(operation, x, w, b, residual))
+
+
+def _sum(operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None) -> Tensor:
+    z = operation(x, w, b)
+    return z if residual is None else z + residual
+
+
+def _fused(
+    plan: Plan,
+    operation: Operation,
+    x: Tensor,
+    w: Weight,
+    b: Tensor | None,
+    residual: Tensor | None,
+    operands: Operands,
+) -> Tensor:
+    """By a backend's kernels, for gradients."""
+    given = x
+    if plan.flattens:
+        x, residual = operation.flattened(x), None if residual is None else operation.flattened(residual)
+    kernel_b, b = (b, None) if plan.bias_in_kernel else (None, b)
+    if plan.cast is not None:
+        # What torch can cast it casts: a weight that is used many times is then cast, and saved, once.
+        kernel_b = None if kernel_b is None else kernel_b.to(plan.cast)
+        x = x.to(plan.cast) if plan.saved == "recompute" else x
+        if plan.saved == "output" and isinstance(operation, Matmul):
+            x, w = shared_cast(x, plan.cast), shared_cast(w, plan.cast)
+    backend, activation = plan.backend, plan.activation
+    has_epilogue = plan.may_have_epilogue and backend.has_epilogue(x, w, kernel_b, activation, encode=True)
+    recompute: Recompute = operation.__call__
+    if has_epilogue:
+        z = Dense.apply(x, w, b, backend, Epilogue(kernel_b, activation))
+    elif plan.has_own_node:
+        z = Dense.apply(x, w, b, backend) if isinstance(operation, Matmul) else Conv.apply(x, w, b, operation)
+    elif plan.keeps_origin and isinstance(operation, BatchNorm):
+        z, recompute = operation.with_recompute(x, w, b)
+    else:
+        z = operation(x, w, b)
+    if residual is not None and plan.saved == "input":
+        z, residual = z.add_(residual), None
+    origin = Origin(x, w, b, recompute) if plan.keeps_origin else None
+    y = BiasAct.apply(plan, z, kernel_b, residual, origin, has_epilogue, *operands)
+    return operation.unflattened(y, given) if plan.flattens else y
+
+
+def _without_gradients(
+    plan: Plan,
+    operation: Operation,
+    x: Tensor,
+    w: Weight,
+    b: Tensor | None,
+    residual: Tensor | None,
+    operands: Operands,
+) -> Tensor:
+    """By a backend's kernels; nothing is saved, and the output carries no branch bit."""
+    backend, activation = plan.backend, plan.activation
+    cast = plan.cast
+    if cast is not None and isinstance(operation, Matmul):
+        x, w, b, cast = x.to(cast), w.to(cast), None if b is None else b.to(cast), None
+    if not (cast is not None or operands or residual is not None or isinstance(operation, Pointwise)):
+        return backend.operation_act(operation, x, w, b, activation)
+    kernel_b, b = (b, None) if plan.bias_in_kernel else (None, b)
+    z = operation(x, w, b)
+    out = z if plan.overwrites else None
+    return backend.bias_act(z, kernel_b, activation, operands, residual=residual, dim=plan.dim, encode=False, out=out)
+
+
+def _compiled(
+    plan: Plan,
+    operation: Operation,
+    activation: Activation,
+    x: Tensor,
+    w: Weight,
+    b: Tensor | None,
+    residual: Tensor | None,
+) -> Tensor:
+    """Functional operations that save what the plan says, and that the compiler fuses."""
+    if plan.saved == "recompute" and isinstance(operation, BatchNorm):
+        # An average's part is read from the count: there the graph breaks, and torch's checkpoint is none of the
+        # compiler's any more, but counts again in the backward pass.
+        operation = operation.counted()
+    pre_activation = functools.partial(_sum, operation)
+    # An exported program is for inference.
+    if plan.saved in ("nothing", "input") or _torch.is_exporting():
+        return activation.plain(pre_activation(x, w, b, residual))
+    if plan.saved == "output":
+        # Here, because it registers itself with the compiler, whose import takes a second and sets an environment
+        # variable. A trace runs imports as it meets them.
+        from .ops.compiled import output_saved
+
+        return output_saved(pre_activation(x, w, b, residual), activation.name, tuple(activation.parameters.items()))
+    return checkpoint(lambda *inputs: activation.plain(pre_activation(*inputs)), x, w, b, residual, use_reentrant=False)
+
+
+# --- blocks -----------------------------------------------------------------------------------------------------------
+
+
+def run_block(
+    plan: BlockPlan,
+    options: BlockOptions,
+    input: Tensor,
+    first: Sequence[Linear],
+    last: Linear,
+    operands: Operands,
+) -> Tensor:
+    """An MLP block by one node, or without gradients."""
+    block = plan.block
+    assert block is not None
+    if options.dropout:
+        # From the generator that checkpoints put back before they recompute, whatever the device.
+        block = block._replace(dropout=Dropout(options.dropout, int(torch.randint(2**62, (), device="cpu"))))
+    x = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
+    if plan.cast is not None:
+        x, *weights = (shared_cast(t, plan.cast) for t in (x, *(w for w, _ in (*first, last))))
+        *first, last = (Linear(w, b) for w, (_, b) in zip(weights, (*first, last), strict=True))
+    weights, biases = [w for w, _ in first], [b for _, b in first]
+    if plan.path == "fused":
+        y = MLP.apply(block, len(first), x, *last, *weights, *biases, *operands)
+    else:
+        y = without_gradients(
+            block, x, block.unpacked([Linear.of(*layer) for layer in first]), Linear.of(*last), operands
+        )
+    return y if input.dim() == 2 else y.view(*input.shape[:-1], y.shape[-1])
+
+
+def run_by_layer(
+    options: BlockOptions, input: Tensor, first: Sequence[Linear], last: Linear, activation: Activation
+) -> Tensor:
+    """An MLP block layer by layer, each of which decides for itself."""
+    if not torch.compiler.is_compiling():
+        return _layers(options, input, first, last, activation)
+    if options.save != "recompute":
+        return _compiled_layers(options, input, first, last, activation)
+    options = options._replace(save="auto")
+    if not needs_gradient(input, *(t for layer in (*first, last) for t in layer)):
+        return _compiled_layers(options, input, first, last, activation)
+    by_layer = functools.partial(_compiled_layers, options, activation=activation)
+    return checkpoint(by_layer, input, first, last, use_reentrant=False)
+
+
+def _layers(
+    options: BlockOptions, input: Tensor, first: Sequence[Linear], last: Linear, activation: Activation
+) -> Tensor:
+    (w, b), *others = _apart(options, first)
+    save = "auto" if options.is_gated and options.save == "recompute" else options.save
+    is_usual = validation.are_plain(input, w, b, None)
+    plan, record, operands = plan_dense(input, w, b, None, activation, save, is_usual)
+    activated = run(plan, MATMUL, input, w, b, None, record, operands)
+    return after_activation(activated, [F.linear(input, *other) for other in others], options.dropout, last)
+
+
+def _compiled_layers(
+    options: BlockOptions, input: Tensor, first: Sequence[Linear], last: Linear, activation: Activation
+) -> Tensor:
+    layers = _apart(options, first)
+    if len(layers) == 1 or options.dropout or not needs_gradient(input, *layers[0], *layers[1]):
+        return _layers(options, input, first, last, activation)
+    # Else the compiler saves the gate's product with the other half, beside both.
+    parts = [F.linear(input, *layer) for layer in layers]
+    hidden = checkpoint(lambda gate, up: activation.plain(gate) * up, *parts, use_reentrant=False)
+    return F.linear(hidden, *last)
+
+
+def _apart(options: BlockOptions, first: Sequence[Linear]) -> Sequence[Linear]:
+    return unpacked(first) if options.halves(first) == 2 else first
+
+
+def after_activation(activated: Tensor, others: Sequence[Tensor], dropout: float, last: Linear | nn.Module) -> Tensor:
+    """The rest of a block: the product with the other half of a gate, PyTorch's dropout, and the last layer."""
+    hidden = functools.reduce(torch.mul, others, activated)
+    hidden = F.dropout(hidden, dropout) if dropout else hidden
+    return last(hidden) if isinstance(last, nn.Module) else F.linear(hidden, *last)
