@@ -25,6 +25,7 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
 from . import backends, validation
+from ._torch import PROXY_MODE, infrastructure_mode
 from .activations import Activation, Saved
 from .backends.operations import MATMUL
 from .functional import dense_bias_act
@@ -250,7 +251,7 @@ def _is_recorded(input: Tensor) -> bool:
     """Whether what is done is recorded, to be done again: a seed would be a constant then, and all masks the same."""
     if input.is_cuda and torch.cuda.is_current_stream_capturing():
         return True
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    return infrastructure_mode(PROXY_MODE) is not None
 
 
 def _dropout(settings: Settings) -> Dropout | None:

@@ -16,9 +16,20 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode, checkpoint
+from torch.utils.checkpoint import checkpoint
 
 from . import backends, validation
+from ._torch import (
+    PROXY_MODE,
+    SELECTIVE_CHECKPOINT_MODES,
+    dispatch_mode_at,
+    dispatch_mode_count,
+    forward_ad_level,
+    functorch_is_active,
+    infrastructure_mode,
+    is_exporting,
+    torchscript_state,
+)
 from .activations import Activation, Saved, WithOperands
 from .backends import Backend
 from .backends.operations import BatchNorm, Convolution, Matmul, Operation, Recompute, Weight
@@ -216,29 +227,24 @@ def with_operands(
 
 def is_transformed() -> bool:
     """Whether a transform or a tracer, or a selective checkpoint, wants to see plain operations."""
-    return is_followed() or (torch._C._len_torch_dispatch_stack() > 0 and _is_selectively_checkpointed())
+    return is_followed() or (dispatch_mode_count() > 0 and _is_selectively_checkpointed())
 
 
 def is_followed() -> bool:
     """Whether functorch, forward-mode differentiation, ``make_fx`` or TorchScript's tracer follows what is computed."""
     return (
-        torch._C._are_functorch_transforms_active()
-        or torch.autograd.forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+        functorch_is_active()
+        or forward_ad_level() >= 0
+        or torchscript_state() is not None
+        or infrastructure_mode(PROXY_MODE) is not None
     )
 
 
 def _is_selectively_checkpointed() -> bool:
     """Whether results of the operations that a policy names are kept, a matmul's say, for the time when the others are
-    computed again. None of them may be written over."""
-    modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
-    return any(isinstance(mode, _SELECTIVE) or getattr(mode, "keeps_results", False) for mode in modes)
-
-
-#: In place while a selective checkpoint of torch's keeps, and while it computes again. (``checkpoint/selective.py`` has
-#: its own.)
-_SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+    computed again. None of them may be written over. (``checkpoint/selective.py`` has modes of its own.)"""
+    modes = map(dispatch_mode_at, range(dispatch_mode_count()))
+    return any(isinstance(mode, SELECTIVE_CHECKPOINT_MODES) or getattr(mode, "keeps_results", False) for mode in modes)
 
 
 def choose_save(function: str, activation: Activation, save: str, dtype: torch.dtype) -> Saved:
@@ -266,8 +272,8 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 def traced(
     pre_activation: Callable[..., Tensor], activation: Activation, save: Saved, *tensors: Tensor | None
 ) -> Tensor:
-    # An exported program is for inference. (Torch 2.11 takes is_exporting() for true whenever it compiles.)
-    if not needs_gradient(*tensors) or torch.compiler._is_exporting_flag:
+    # An exported program is for inference.
+    if not needs_gradient(*tensors) or is_exporting():
         return activation.plain(pre_activation(*tensors))
     if save == "output":
         # Here, because it registers itself with the compiler, whose import takes a second and sets an environment

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .. import backends
+from .._torch import functorch_is_active, is_legacy_batched
 from ..activations import Activation, Saved, upcast
 from ..backends import Backend, GradientRequest
 from ..backends.operations import MATMUL, Convolution, Recompute
@@ -146,8 +147,8 @@ class BiasAct(Function):
 
 def is_batched(dy: Tensor) -> bool:
     """Whether backward runs under vmap, also the one of ``is_grads_batched``: for plain operations, not for kernels."""
-    batched = torch._C._functorch.is_legacy_batchedtensor(dy)
-    return batched or torch._C._are_functorch_transforms_active()
+    batched = is_legacy_batched(dy)
+    return batched or functorch_is_active()
 
 
 def _again(origin: Origin, b: Tensor | None, residual: Tensor | None, dim: int) -> Tensor:
