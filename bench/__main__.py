@@ -16,6 +16,7 @@ COMMANDS = {
     "custom": ("custom", "activations with trainable parameters, in ResNet-18: bytes, time, exactness of gradients"),
     "models": ("models", "whole models, eager and after fuse: bytes, time"),
     "containers": ("containers", "ResNet-152 and reversible networks that run partly twice: memory against speed"),
+    "overhead": ("overhead", "what small calls cost beyond eager's, on one thread"),
     "accuracy": ("accuracy", "errors of output and derivative against float64, beside eager's"),
     "aot": ("aot", "what the compiler makes of the Triton kernels, for GPUs that need not be there"),
     "readme": ("report", "write the README's tables from bench/results, or check them"),

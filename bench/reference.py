@@ -21,6 +21,7 @@ def _load(folder: str, file: str) -> ModuleType:
 
 _reference = _load("tests", "reference")
 bias_act, dense_bias_act = _reference.bias_act, _reference.dense_bias_act
+conv_bias_act = _reference.conv_bias_act
 mlp, gated_mlp = _reference.mlp, _reference.gated_mlp
 
 #: Activations with trainable parameters, and ReLU: name -> what makes one for a number of channels.

@@ -36,6 +36,7 @@ from bench import (
     mlp,
     models,
     norm,
+    overhead,
     plot,
     pointwise,
     report,
@@ -880,6 +881,103 @@ def test_fractional_gradients(name: str, order: float) -> None:
     x = torch.tensor([-1.0, 0.0, -0.0, 1.0], requires_grad=True)
     p = module.p.detach().float().requires_grad_()
     assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(function(x, p).sum(), (x, p)))
+
+
+# --- overhead ---------------------------------------------------------------------------------------------------------
+
+
+def overhead_run(*ids: str, **options: Any) -> dict[str, Any]:
+    return overhead.run([case for case in overhead.cases() if case.id in ids], CPU, **{"quick": True, **options})
+
+
+def test_overhead_results_have_everything_a_reader_needs(tmp_path: Path) -> None:
+    # A case of each operation.
+    ids = list({case.operation: case.id for case in overhead.cases()}.values())
+    result = overhead_run(*ids, out=tmp_path)
+    assert json.loads((tmp_path / "overhead.json").read_text()) == result
+    assert [path.name for path in tmp_path.iterdir()] == ["overhead.json"]
+    assert result["versions"]["torch"] == torch.__version__ and result["threads"] == torch.get_num_threads()
+    assert result["device"]["name"] and result["device"]["slug"] and result["date"] and result["not_run"] == []
+    assert sorted(row["id"] for row in result["cases"]) == sorted(ids)
+    for row in result["cases"]:
+        for mode in ("forward_backward", "no_grad"):
+            eager, ours = (row["variants"][name][mode] for name in overhead.VARIANTS)
+            assert 0 < ours["q1_us"] <= ours["median_us"] <= ours["q3_us"] and ours["rounds"] >= 5
+            assert eager["ratio"] == 1 and eager["over_eager_us"] == 0
+
+
+def test_overhead_covers_what_it_says() -> None:
+    cases = overhead.cases()
+    assert len({case.id for case in cases}) == len(cases)
+    assert {case.group for case in cases} == set(overhead.GROUPS) >= set(overhead.TARGETS)
+    for case in cases:
+        eager, ours = overhead._build(case, CPU)
+        y = eager.call()
+        assert (
+            len(eager.wanted)
+            == len(ours.wanted)
+            == {"bias_act": 2, "module": 1, "function": 1}.get(
+                case.operation, {"mlp": 5, "gated_mlp": 7}.get(case.operation, 3)
+            )
+        )
+        hidden = {"mlp": 4, "gated_mlp": 4}.get(case.operation, 1)  # the hidden layer is as many times wider
+        assert y.numel() * hidden == case.elements and y.dtype is torch.float32
+
+
+def test_overhead_records_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise RuntimeError("out of luck\nwith a second line")
+
+    monkeypatch.setattr(overhead.fl, "bias_act", broken)
+    result = overhead_run("small/bias_act/relu/512")
+    (row,) = result["cases"]
+    assert row["variants"]["fusedlayers"] == {"error": "RuntimeError: out of luck"}
+    assert row["variants"]["eager"]["no_grad"]["ratio"] == 1
+    assert overhead.acceptance(result) == ["small/bias_act/relu/512: MISSED: RuntimeError: out of luck"]
+
+    monkeypatch.setattr(overhead.fl, "bias_act", lambda z, b, activation: torch.relu(z + b) * 1.1)
+    (row,) = overhead_run("small/bias_act/relu/512")["cases"]
+    assert row["variants"]["fusedlayers"]["error"].startswith("ArithmeticError: differs from eager by 1.0e-01")
+
+
+def test_overhead_acceptance() -> None:
+    def row(group: str, ratio: float, over: float) -> dict[str, Any]:
+        ours = {"forward_backward": {"ratio": ratio, "over_eager_us": over}}
+        return {"id": group, "group": group, "variants": {"fusedlayers": ours}}
+
+    cases = [
+        *(row("small", 1.1, 5.1), row("small", 1.11, 5.0), row("small", 1.11, 5.1)),
+        *(row("fused", 1.15, 20.1), row("fused", 1.16, 20.0), row("fused", 1.16, 20.1)),
+        *(row("folded", 9.0, 900.0), row("yardstick", 9.0, 900.0)),  # of which nothing is promised
+    ]
+    assert overhead.acceptance({"cases": cases}) == [
+        "small: 1.10x eager, +5.1 us, target at most 1.10x or 5 us: met",
+        "small: 1.11x eager, +5.0 us, target at most 1.10x or 5 us: met",
+        "small: 1.11x eager, +5.1 us, target at most 1.10x or 5 us: MISSED",
+        "fused: 1.15x eager, +20.1 us, target at most 1.15x or 20 us: met",
+        "fused: 1.16x eager, +20.0 us, target at most 1.15x or 20 us: met",
+        "fused: 1.16x eager, +20.1 us, target at most 1.15x or 20 us: MISSED",
+    ]
+
+
+def test_overhead_command_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(overhead, "RESULTS", tmp_path / "results")
+    threads = torch.get_num_threads()
+    try:
+        assert bench_main(["overhead", "--only", "no such case"]) == 2
+        assert "no case matches --only 'no such case'; there are ['small/dense/relu/512'" in capsys.readouterr().out
+        arguments = ["overhead", "--only", "small/bias_act", "--quick"]
+        assert bench_main(arguments) == 0 and list(tmp_path.iterdir()) == []  # a part replaces no committed result
+        assert bench_main([*arguments, "--budget", "0", "--out", str(tmp_path)]) == 0 and list(tmp_path.iterdir()) == []
+        assert bench_main([*arguments, "--out", str(tmp_path)]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    out = capsys.readouterr().out
+    assert "small/bias_act/relu/512: " in out and "no_grad eager" in out and "target at most 1.10x or 5 us" in out
+    written = json.loads((tmp_path / "overhead.json").read_text())
+    assert written["quick"] is True and written["threads"] == 1
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import core_aten_decompositions, get_decompositions
-from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
-from torch._prims_common import elementwise_dtypes
+
+from .._torch import EFFICIENT_ZEROS, PRELU_BACKWARD, core_decompositions, decompositions_of, elementwise_dtypes
 
 aten = torch.ops.aten
 
@@ -50,7 +49,7 @@ def to_core() -> Table:
         for operator in operators
         for overload in (getattr(operator, name) for name in operator.overloads())
     }
-    return {**core_aten_decompositions(), **get_decompositions(_MORE_DECOMPOSITIONS), **promotions, **_OWN}
+    return {**core_decompositions(), **decompositions_of(_MORE_DECOMPOSITIONS), **promotions, **_OWN}
 
 
 @functools.cache
@@ -58,23 +57,23 @@ def to_single_results() -> Table:
     """Of operations that return more than what they are asked for, or take noise that they do not use; and of those
     that fill in what a tensor of the same shape selects."""
     rrelu = {operator: own for operator, own in _OWN.items() if "rrelu" in str(operator)}
-    return {**get_decompositions([aten.log_sigmoid_forward]), **rrelu, **_FILLING}
+    return {**decompositions_of([aten.log_sigmoid_forward]), **rrelu, **_FILLING}
 
 
 @functools.cache
 def slow_kernels() -> Table:
     """Of operations whose CPU kernels are not vectorised: what they are made of runs faster."""
-    return get_decompositions([aten._prelu_kernel_backward])
+    return decompositions_of([PRELU_BACKWARD])
 
 
 #: Operations of core ATen that convert their arguments themselves, by how they choose the type. Their arguments get it
 #: here, so that printers need no rules for mixed types; float16 and bfloat16 are computed in float32, as in kernels.
 _PROMOTED = {
-    PROMOTION.DEFAULT: (
+    "DEFAULT": (
         aten.abs, aten.add, aten.ceil, aten.copysign, aten.floor, aten.fmax, aten.fmin, aten.fmod, aten.hypot,
         aten.maximum, aten.minimum, aten.mul, aten.pow, aten.remainder, aten.round, aten.sign, aten.sub, aten.trunc,
     ),
-    PROMOTION.INT_TO_FLOAT: (
+    "INT_TO_FLOAT": (
         aten.acos, aten.acosh, aten.asin, aten.asinh, aten.atan, aten.atan2, aten.atanh, aten.cos, aten.cosh,
         aten.digamma, aten.div, aten.erf, aten.erfc, aten.erfinv, aten.exp, aten.exp2, aten.expm1, aten.i0, aten.lgamma,
         aten.log, aten.log10, aten.log1p, aten.log2, aten.reciprocal, aten.rsqrt, aten.sigmoid, aten.sin, aten.sinh,
@@ -87,7 +86,7 @@ _PROMOTED = {
 def _in_one_type(overload: Any, kind: Any) -> Callable[..., Any]:
     def decomposition(*arguments: Any, **options: Any) -> Any:
         numbers = [a for a in arguments if isinstance(a, (Tensor, bool, int, float))]
-        computed, result = elementwise_dtypes(*numbers, type_promotion_kind=kind)
+        computed, result = elementwise_dtypes(*numbers, promotion=kind)
         if all(a.dtype == computed for a in arguments if isinstance(a, Tensor)):
             return NotImplemented
         converted = [a.to(computed) if isinstance(a, Tensor) else a for a in arguments]
@@ -206,7 +205,7 @@ def _zeros(size: Any, **options: Any) -> Tensor:
 
 
 _OWN: Table = {
-    aten._efficientzerotensor.default: _zeros,
+    EFFICIENT_ZEROS.default: _zeros,
     aten.angle.default: lambda x: torch.where(torch.isnan(x), x, torch.where(x < 0, math.pi, 0.0)),
     aten.div.Scalar_mode: _divide,
     aten.div.Tensor_mode: _divide,

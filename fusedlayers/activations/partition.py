@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
+from .._torch import LOCAL_SCALAR, PRELU, TO_COPY
 from .decompositions import to_single_results
 from .free_variables import FreeVariables
 from .tracing import FILL_VALUES, TORCH_CALLS, NotPointwise, aten_graph, eliminate_common_subexpressions
@@ -49,8 +50,8 @@ def example_shape(shape: tuple[int, ...], tensors: Sequence[Tensor]) -> tuple[in
 
 #: Pointwise, though torch does not say so.
 _ALSO_POINTWISE = {
-    aten._prelu_kernel.default,
-    aten._to_copy.default,
+    PRELU.default,
+    TO_COPY.default,
     aten.alias.default,
     aten.clone.default,
     aten.detach.default,
@@ -63,7 +64,7 @@ _ALSO_POINTWISE = {
     aten.view.default,
     aten.view_copy.default,
 }
-_CASTS = {aten._to_copy.default, aten.alias.default, aten.clone.default, aten.detach_copy.default, aten.detach.default}
+_CASTS = {TO_COPY.default, aten.alias.default, aten.clone.default, aten.detach_copy.default, aten.detach.default}
 _EXPANDING = {aten.expand.default, aten.expand_copy.default}
 
 
@@ -152,7 +153,7 @@ class _Splitter:
             if node.args[0] is not self.z:  # the layer decides whether z is overwritten
                 raise NotPointwise("it changes a tensor that it holds")
             return
-        if op == "_local_scalar_dense":
+        if target is LOCAL_SCALAR.default:
             raise NotPointwise("it turns a tensor into a number (item())")
         if target in FILL_VALUES and isinstance(fill := FILL_VALUES[target](node), (bool, int, float)):
             self.numbers[node] = fill

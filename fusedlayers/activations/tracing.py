@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
+from .._torch import FAKE_TENSOR_LOGGER, TO_COPY, ensure_cuda_guard, make_fx
 from ..utils.isolation import in_clean_state
 from .decompositions import NotPointwise, to_core
 
@@ -63,7 +63,7 @@ class Pointwise:
 
 
 #: What torch calls the operation, by what it is called here. All else keeps its name.
-_RENAMED = {"view_copy": "bitcast", "_to_copy": "cast"}
+_RENAMED = {"view_copy": "bitcast", TO_COPY.__name__: "cast"}
 _CONSTANTS = ("full", "full_like", "scalar_tensor")
 #: Options that are read; of those without an entry none is, and what is not read must not be ignored.
 _OPTIONS = {"add": {"alpha"}, "sub": {"alpha"}}
@@ -93,9 +93,8 @@ def aten_graph(
     Raises:
         NotPointwise: the function cannot be traced.
     """
-    # On a machine without a GPU torch 2.11 makes a stand-in for one when it first traces, and frees it with the thread
-    # that traced (pytorch#178950). Tracing happens on a short-lived thread; the caller's lasts.
-    torch._C._ensureCUDADeviceGuardSet()
+    # Tracing happens on a short-lived thread; the caller's lasts.
+    ensure_cuda_guard()
     with _one_at_a_time:
         return _aten_graph(function, examples, decompositions)
 
@@ -108,7 +107,7 @@ _one_at_a_time = threading.Lock()
 def _aten_graph(
     function: Callable[..., Any], examples: Sequence[Tensor], decompositions: Mapping[Any, Any] | None
 ) -> GraphModule:
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # prints the traceback of what is caught here
+    log = logging.getLogger(FAKE_TENSOR_LOGGER)  # prints the traceback of what is caught here
     log.addFilter(_is_not_ours)
     try:
         return make_fx(
@@ -243,7 +242,7 @@ def _operation(
         return arguments[0] if arguments and isinstance(node.args[0], Node) else 0.0
     if not isinstance(meta, Tensor) or tuple(meta.shape) not in (_EXAMPLE_SHAPE, ()):
         raise NotPointwise(f"{op} is not pointwise")
-    if op == "_to_copy":
+    if node.target is TO_COPY.default:
         source = node.args[0]
         assert isinstance(source, Node)
         if source.meta["val"].dtype == meta.dtype:
@@ -251,7 +250,7 @@ def _operation(
         arguments = arguments[:1]
     if op == "view_copy":
         arguments = arguments[:1]
-    if (unknown := node.kwargs.keys() - _OPTIONS.get(op, set())) and op != "_to_copy":
+    if (unknown := node.kwargs.keys() - _OPTIONS.get(op, set())) and node.target is not TO_COPY.default:
         raise NotPointwise(f"{op} with {', '.join(sorted(unknown))} has no decomposition here")
     alpha: Any = node.kwargs.get("alpha", arguments.pop() if op in ("add", "sub") and len(arguments) == 3 else 1)
     if alpha != 1:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._torch import batch_norm_with_statistics
 from ..utils.layout import along, others
 
 Sizes = tuple[int, ...]
@@ -200,7 +201,7 @@ class BatchNorm(NamedTuple):
             w, b = (None if p is None else p.to(mean.dtype) for p in (w, b))
             return F.batch_norm(x, mean, var, w, b, False, 0.0, self.eps), mean, (var + self.eps).rsqrt_()
         # What F.batch_norm calls, which keeps the statistics to itself.
-        z, mean, inverse_std, *_ = torch._batch_norm_impl_index(
+        z, mean, inverse_std, *_ = batch_norm_with_statistics(
             x, w, b, self.running_mean, self.running_var, True, part, self.eps, torch.backends.cudnn.enabled
         )
         return z, mean, inverse_std

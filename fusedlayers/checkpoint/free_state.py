@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+
+from .._torch import tree_leaves
 
 
 class FreeState(NamedTuple):

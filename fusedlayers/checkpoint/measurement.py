@@ -12,13 +12,12 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .._torch import CPU_FLASH_ATTENTION, FLASH_ATTENTION, TorchDispatchMode, tree_leaves, tree_map_only
 from ..utils.autograd_graph import attributes_of, nodes_of
 from ..utils.module_state import unchanged
 from ..utils.storages import strided_parts
-from .selective import CPU_ATTENTION, products
+from .selective import products
 from .state_snapshot import attributes_restored, recomputed_region
 
 #: How many operations a device does in a product while it moves a byte, about: 200 GFLOP/s and 13 GB/s of four cores,
@@ -149,7 +148,7 @@ class _Costs(TorchDispatchMode):
 def _operations(packet: Any, args: Any, kwargs: Any, result: Any) -> float:
     from torch.utils.flop_counter import flop_registry  # here, because it takes a while to import
 
-    counted = torch.ops.aten._scaled_dot_product_flash_attention if packet is CPU_ATTENTION else packet
+    counted = FLASH_ATTENTION if packet is CPU_FLASH_ATTENTION else packet
     count = flop_registry.get(counted)
     if count is not None:
         return float(count(*args, **kwargs, out_val=result))

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.utils import parametrize
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from .._torch import TreeSpec, parametrizations_are_cached, tree_flatten, tree_leaves, tree_unflatten
 from ..plan import followed_by
 from .free_state import FreeState
 from .selective import SavedResults, products
@@ -80,7 +79,7 @@ def can_recompute(modules: Iterable[nn.Module], leaves: Iterable[object]) -> boo
     """Whether nothing follows that a checkpoint is no part of, and all parameters are there."""
     return not (
         followed_by() is not None
-        or parametrize._cache_enabled  # of weights that were computed in the first run, and will not be in the second
+        or parametrizations_are_cached()  # of weights computed in the first run, and not in the second
         or any(isinstance(leaf, Proxy) for leaf in leaves)
         or any(isinstance(module, LazyModuleMixin) and module.has_uninitialized_params() for module in modules)
     )

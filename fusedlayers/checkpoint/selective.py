@@ -18,11 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-#: Torch does not count its arithmetic.
-CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+from .._torch import (
+    CPU_FLASH_ATTENTION,
+    TorchDispatchMode,
+    onednn_convolution,
+    onednn_linear,
+    tree_leaves,
+    tree_map_only,
+)
 
 
 @functools.cache
@@ -32,9 +36,8 @@ def products() -> frozenset[Any]:
     from torch.utils.flop_counter import flop_registry  # here, because it takes a while to import
 
     forward = {packet for packet in flop_registry if "backward" not in str(packet)}
-    ours = ("_linear_pointwise", "_convolution_pointwise")
-    forward.add(CPU_ATTENTION)
-    return frozenset(forward | {getattr(torch.ops.mkldnn, name) for name in ours if hasattr(torch.ops.mkldnn, name)})
+    onednn = {operator for operator in (onednn_linear, onednn_convolution) if operator is not None}
+    return frozenset({*forward, CPU_FLASH_ATTENTION, *onednn})
 
 
 class SavedResults:

@@ -12,8 +12,8 @@ from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .._torch import tree_leaves, tree_map_only
 from .free_state import FreeState
 from .measurement import ChildCosts, measure
 from .planner import Plan, Segment, plan_balanced, plan_of_lengths, plan_within_budget, segments_of_lengths

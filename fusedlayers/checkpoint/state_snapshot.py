@@ -25,11 +25,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .._torch import NormBase, is_traceable_wrapper_subclass, no_dispatch
 from .free_state import FreeState
 
 
@@ -232,7 +230,7 @@ def _buffers_of(modules: Iterable[nn.Module]) -> Iterable[_Buffer]:
 def _writes_unread(module: nn.Module) -> bool:
     """Torch's batch norms, and ours, do not read in training what they write; one that is derived from them may."""
     return (
-        isinstance(module, _NormBase)
+        isinstance(module, NormBase)
         and module.training
         and type(module).forward.__module__.startswith(("torch.nn.", "fusedlayers."))
     )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._torch import DropoutBase
 from ..plan import SMALL_BYTES
 from ..utils.formatting import first_line
 from ..utils.module_state import in_mode
@@ -76,7 +77,7 @@ def _differ(one: Sequence[Tensor], other: Sequence[Tensor], dtype: torch.dtype) 
 
 @contextmanager
 def _without_dropouts(module: nn.Module) -> Iterator[None]:
-    dropouts: list[Any] = [inner for inner in module.modules() if isinstance(inner, nn.modules.dropout._DropoutNd)]
+    dropouts: list[Any] = [inner for inner in module.modules() if isinstance(inner, DropoutBase)]
     rates = [dropout.p for dropout in dropouts]
     try:
         for dropout in dropouts:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from .._torch import InductorWrapper
 from ..activations import DTYPES, Activation
 from ..ops.compiled import output_saved
 from .calls import Value
@@ -34,7 +35,7 @@ from .tracing import call_of
 _PRODUCTS = {operator.mul, torch.mul, torch.multiply, "mul", "multiply"}
 #: What reads an operand that must lie in memory, and keeps it for the gradient of the other.
 _MATMULS = {
-    *(F.linear, torch._C._nn.linear, torch.addmm, torch.mm, torch.matmul, operator.matmul, "matmul", "mm"),
+    *(F.linear, torch.addmm, torch.mm, torch.matmul, operator.matmul, "matmul", "mm"),
     *(F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d),
 }
 _VIEWS = {"view", "reshape", "flatten", torch.flatten, torch.reshape, "contiguous"}
@@ -44,7 +45,7 @@ def backend(module: GraphModule, example_inputs: Sequence[Any], **options: Any) 
     """What ``torch.compile`` calls; ``options`` are Inductor's, ``mode`` and ``options``."""
     rewrite(module.graph)
     module.recompile()
-    inductor: Any = torch._TorchCompileInductorWrapper(options.get("mode"), options.get("options"), None)
+    inductor: Any = InductorWrapper(options.get("mode"), options.get("options"), None)
     compiled: Callable[..., Any] = inductor(module, example_inputs)
     return compiled
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._torch import ConvBase, NormBase
 from ..activations import DTYPES, Activation, resolve
 from ..activations.free_variables import find_variables
 from ..activations.lookup import activation_of_module
@@ -21,7 +22,7 @@ from .chain import Chain
 from .derived import Mixin
 
 #: Layers that often have an activation after them, and classes made from these.
-LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase)
+LAYERS = (nn.Linear, ConvBase, NormBase)
 #: Whose outputs torch keeps.
 _KEPT_BY_TORCH = frozenset({"relu", "tanh", "sigmoid"})
 #: Functions outside the table of which torch keeps the outputs too, where a layer would keep its input.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -12,9 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
+from .._torch import (
+    DisableTorchFunction,
+    TorchDispatchMode,
+    disable_current_modes,
+    loaded_dynamo,
+    tree_leaves,
+    tree_map,
+)
 from ..utils.storages import strided_parts, tensors_in
 from .calls import Call, Value
 
@@ -34,13 +39,13 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 def is_compiled(module: nn.Module) -> bool:
-    dynamo: Any = sys.modules.get("torch._dynamo")  # whose import takes a second
+    dynamo = loaded_dynamo()
     is_wrapper = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
     return is_wrapper or module._compiled_call_impl is not None or isinstance(module, torch.jit.ScriptModule)
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    return torch.compiler.set_stance("force_eager") if loaded_dynamo() is not None else nullcontext()
 
 
 class _Values:
@@ -80,7 +85,7 @@ class _Values:
                 self.of(tensor).is_kept = True
 
     def in_(self, tree: Any) -> tuple[Value, ...]:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return tuple(dict.fromkeys(self.of(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)))
 
 
@@ -142,7 +147,7 @@ class _Recorder(TorchFunctionMode):
     def _begun(self, target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         within = self._running[-1] if self._running else None
         call = Call(target, name, within)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             call.args, call.kwargs = (
                 tree_map(lambda leaf: self.values.of(leaf) if isinstance(leaf, Tensor) else leaf, part)
                 for part in (args, kwargs)
@@ -197,12 +202,12 @@ def _may_be_block(module: nn.Module) -> bool:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
+    with DisableTorchFunction(), disable_current_modes():
         return torch.ops.aten.alias.default(tensor)
 
 
 def _begin_of(tensor: Tensor) -> Tensor:
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
+    with DisableTorchFunction(), disable_current_modes():
         for dim, size in enumerate(SAMPLE[: max(0, tensor.dim() - 1)]):
             tensor = tensor.narrow(dim, 0, min(size, tensor.shape[dim]))
         return tensor.clone()

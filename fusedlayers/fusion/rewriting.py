@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from .._torch import ConvBase
 from ..activations import DTYPES, Activation, must_call_reason
 from ..block_plan import describe_block
 from ..nn.base import WithActivation
@@ -235,7 +236,7 @@ class Rewriting:
         if isinstance(layer, NormLayer):
             pattern, saves = "norm", describe_norm(after.activation, "auto", _dtype(layer))
         else:
-            pattern = "conv" if isinstance(layer, nn.modules.conv._ConvNd) else "dense"
+            pattern = "conv" if isinstance(layer, ConvBase) else "dense"
             saves = describe(after.activation, "auto", _dtype(layer))
         modules = [layer] if after.call.module is None else [layer, after.call.module]
         self._replaced.append(

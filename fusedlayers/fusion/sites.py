@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from .._torch import make_subclass, saved_tensors_hooks_on_top, tree_leaves, tree_map
 from ..activations import Activation
 from ..validation import is_autocast
 from .calls import METADATA
@@ -110,7 +110,7 @@ class Given(Tensor):
 
     @staticmethod
     def of(site: Site, input: Tensor, computed: Activation, y: Tensor) -> Given:
-        given = Tensor._make_subclass(Given, _NOTHING)
+        given = make_subclass(Given, _NOTHING)
         given.site, given.input, given.moment = site, input, _moment(site.layer, input)
         given.computed, given.y = computed, y
         given.is_claimed, given.z = False, None
@@ -235,4 +235,4 @@ def site_of(layer: nn.Module) -> Site | None:
 
 
 def _state() -> tuple[bool, object]:
-    return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return torch.is_grad_enabled(), saved_tensors_hooks_on_top(True)

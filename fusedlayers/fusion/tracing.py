@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
 
+from .._torch import tree_leaves
 from .calls import METADATA, OPERATORS, Call, Value
 from .recording import name_of
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
+from .._torch import tree_leaves
 from ..checkpoint.free_state import NO_STATE, FreeState
 from ..checkpoint.recompute import run_checkpointed
 from ..checkpoint.state_snapshot import StateSnapshot

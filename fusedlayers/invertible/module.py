@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
+from .._torch import disable_dynamo, parametrizations_are_cached
 from ..checkpoint.free_state import FreeState
 from ..checkpoint.recompute import run_checkpointed
 from ..checkpoint.state_snapshot import StateSnapshot, in_recomputed_region
@@ -296,7 +296,7 @@ def single_or_tuple(values: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-@torch._disable_dynamo  # which cannot follow a backward pass that computes inputs
+@disable_dynamo  # which cannot follow a backward pass that computes inputs
 def run_invertible(links: Iterable[InvertibleFunction], values: tuple[Any, ...], keep: tuple[Tensor, ...]) -> Any:
     for step in links:
         values = InvertibleCall(step, values, keep).run()
@@ -310,7 +310,7 @@ def can_checkpoint(*, is_chain: bool = False) -> bool:
     has one output, and much to spare while the function runs again. Nor are weights that ``parametrize.cached()`` keeps
     from one module to the next computed in a second run.
     """
-    if in_plain_mode() or parametrize._cache_enabled or not torch.is_grad_enabled():
+    if in_plain_mode() or parametrizations_are_cached() or not torch.is_grad_enabled():
         return False
     if in_recomputed_region() and not is_chain:
         return False

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import graph_is_kept, saved_tensors_hooks_on_top, storage_use_count
 from ..utils.isolation import in_clean_state
 
 
 def saved_under_hooks() -> bool:
     """Whether what is being saved now passes through saved-tensor hooks. To be asked in the forward pass."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return saved_tensors_hooks_on_top(True) is not None
 
 
 def is_ours_alone(saved: Tensor) -> bool:
@@ -54,13 +55,13 @@ def _users_of_new() -> int:
 
 
 def _graph_is_kept() -> bool:
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+    return bool(graph_is_kept())
 
 
 def _users(tensor: Tensor) -> int:
     # However many hold the storage's Python object, torch counts them as one.
     storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
+    return int(storage_use_count(storage._cdata)) + sys.getrefcount(storage)
 
 
 class _Probe(torch.autograd.Function):

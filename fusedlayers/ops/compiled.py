@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from .._torch import functorch_is_active
 from ..activations import Activation, resolve, upcast
 
 
@@ -40,6 +41,6 @@ def output_saved(z: Tensor, name: str, parameters: tuple[tuple[str, float], ...]
     activation = resolve(name)
     assert activation.row is not None
     activation = activation.row.bind(**dict(parameters))
-    if torch._C._are_functorch_transforms_active():
+    if functorch_is_active():
         return activation.plain(z)
     return OutputSaved.apply(z, activation)

@@ -13,8 +13,9 @@ from os import PathLike
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from .._torch import BatchNormBase
 from ..activations import Activation, measure_inverse_error, resolve
 from ..activations.free_variables import find_variables
 from ..functional import bias_act
@@ -255,7 +256,7 @@ def _kept_by_block(
 
 
 def _is_norm(layer: WithActivation | None) -> bool:
-    return isinstance(layer, nn.modules.batchnorm._BatchNorm)
+    return isinstance(layer, BatchNormBase)
 
 
 def _applied(activation: object, save: str, z: Tensor) -> Tensor:

@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from .._torch import sequence_number
 
 
 class Places:
@@ -73,7 +74,7 @@ class Places:
 
     def _change(self, apply: Callable[[str], Any], path: str) -> None:
         apply(path)
-        self._numbers.append(torch.autograd._get_sequence_nr())
+        self._numbers.append(sequence_number())
         self._changes.append(self.current)
 
     def _name(self, module: nn.Module, name: str) -> None:

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from .._torch import TorchDispatchMode, tree_leaves
 from ..utils.storages import strided_parts
 from .scratch import CpuScratch, CudaScratch
 

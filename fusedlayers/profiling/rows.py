@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from .._torch import tree_leaves
 from ..activations import Activation
 from ..utils.autograd_graph import checkpoints_of, saved_by
 from ..utils.storages import strided_parts

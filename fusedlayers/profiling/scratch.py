@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .._torch import RecordFunction
 from ..memory import cpu_events, is_cpu_allocation
 
 
@@ -24,7 +25,7 @@ class CpuScratch:
         self.bytes: list[int] = []
 
     def call(self, operator: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with torch._C._profiler._RecordFunctionFast(self._MARK):
+        with RecordFunction(self._MARK):
             return operator(*args, **kwargs)
 
     def during(self, function: Callable[[], None]) -> None:

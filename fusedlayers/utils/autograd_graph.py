@@ -7,8 +7,8 @@ from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
-from torch._C._autograd import SavedTensor
-from torch.utils._pytree import tree_leaves
+
+from .._torch import SavedTensor, tree_leaves
 
 #: What begins the names of a node's saved tensors as they lie there, before any unpacking.
 RAW = "_raw_saved_"

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+
+from .._torch import FakeTensor, is_traceable_wrapper_subclass, tree_leaves
 
 
 def strided_parts(tensor: Tensor) -> Iterator[Tensor]:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..._torch import onednn_convolution, onednn_has_bfloat16, onednn_is_enabled, onednn_linear
 from ...activations import Activation
 from ..base import GradientRequest
 from ..operations import Convolution, Matmul, Operation, Weight
@@ -31,7 +32,7 @@ def has_faster_linear(x: Tensor, w: Tensor) -> bool:
 def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     """``x w^T + b`` in a new buffer."""
     if has_faster_linear(x, w):
-        return torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], "")
+        return onednn_linear(x, w, b, "none", [], "")
     return F.linear(x, w, b)
 
 
@@ -48,10 +49,10 @@ def operation_act(
     """``activation(operation(x, w, b), *operands)`` in one new buffer; ``encode`` puts the branch in it."""
     post_op = None if encode or operands else activation.native.post_op
     if post_op is not None and isinstance(operation, Matmul) and _is_large(x, w) and _onednn_wins(x.dtype, True):
-        return torch.ops.mkldnn._linear_pointwise(x, w, b, *post_op(**activation.parameters))
+        return onednn_linear(x, w, b, *post_op(**activation.parameters))
     if post_op is not None and isinstance(operation, Convolution) and _convolves(operation, x, w):
         p, s, d, g = operation.padding, operation.stride, operation.dilation, operation.groups
-        return torch.ops.mkldnn._convolution_pointwise(x, w, b, p, s, d, g, *post_op(**activation.parameters))
+        return onednn_convolution(x, w, b, p, s, d, g, *post_op(**activation.parameters))
     z = linear(x, w, b) if isinstance(operation, Matmul) else operation(x, w, b)
     return bias_act(z, None, activation, operands, dim=operation.dim, encode=encode, out=z)
 
@@ -82,7 +83,7 @@ def _convolves(convolution: Convolution, x: Tensor, w: Tensor) -> bool:
         and x.dim() == w.dim() == 4
         and not isinstance(convolution.padding, str)
         and x.numel() * w.shape[0] >= WORTH_IT
-        and torch._C._get_mkldnn_enabled()
+        and onednn_is_enabled()
         and _has_convolution()
         and (x.dtype is torch.float32 or (x.dtype is torch.bfloat16 and _has_bfloat16()))
     )
@@ -90,7 +91,7 @@ def _convolves(convolution: Convolution, x: Tensor, w: Tensor) -> bool:
 
 def _is_large(x: Tensor, w: Tensor) -> bool:
     """Whether oneDNN, if the user leaves it switched on, is worth its longer call."""
-    return x.numel() * w.shape[0] >= WORTH_IT and x.is_cpu and torch._C._get_mkldnn_enabled()
+    return x.numel() * w.shape[0] >= WORTH_IT and x.is_cpu and onednn_is_enabled()
 
 
 @functools.cache
@@ -102,18 +103,17 @@ def _onednn_wins(dtype: torch.dtype, with_post_op: bool) -> bool:
 
 @functools.cache
 def _has_onednn() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return torch.backends.mkldnn.is_available() and onednn_linear is not None
 
 
 @functools.cache
 def _has_convolution() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_convolution_pointwise")
+    return torch.backends.mkldnn.is_available() and onednn_convolution is not None
 
 
 @functools.cache
 def _has_bfloat16() -> bool:
-    probe = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-    return probe is not None and bool(probe())
+    return onednn_has_bfloat16 is not None and bool(onednn_has_bfloat16())
 
 
 @functools.cache

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from ..._torch import TO_COPY, OpOverload
 from ...activations.tracing import TORCH_CALLS
 
 aten = torch.ops.aten
@@ -98,7 +99,7 @@ class Program:
             if user.target is aten.where.self:
                 are_numbers = all(n.meta["val"].dtype is self.dtype for n in user.all_input_nodes if n is not node)
                 return self._is_block[user] and user.args[0] is node and node not in user.args[1:] and are_numbers
-            if user.target in (aten.mul.Tensor, aten._to_copy.default):
+            if user.target in (aten.mul.Tensor, TO_COPY.default):
                 return user.meta["val"].dtype is self.dtype
             return user in truths
 
@@ -125,7 +126,7 @@ class Program:
                 self._emit(node, _with_out(target)[0], node.args, {}, "out", self.dtype)
         elif target is aten.where.self and node.args[0] in self._truths:
             self._choose(node)
-        elif target is aten._to_copy.default and node.args[0] in self._truths:
+        elif target is TO_COPY.default and node.args[0] in self._truths:
             self._emit(node, torch.mul, (*node.args, 1.0), {}, "out", self.dtype)
         else:
             call, keyword = _with_out(target)
@@ -250,7 +251,7 @@ def _take(steps: Sequence[Step], places: list[Any]) -> None:
 
 def _with_out(target: Any) -> tuple[Callable[..., Any], str | None]:
     """The variant of an operation that writes its result where it is told, and by which keyword."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return target, None
     names = [argument.name for argument in target._schema.arguments]
     types = [str(argument.type) for argument in target._schema.arguments]

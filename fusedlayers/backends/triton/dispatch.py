@@ -27,6 +27,8 @@ import torch
 import triton
 from torch import Tensor
 
+from ..._torch import gpu_sleep
+
 _log = logging.getLogger(__name__)
 
 #: The vendor's matmul, and an elementwise kernel behind it: always a candidate, and the first.
@@ -211,7 +213,7 @@ def _time(function: Callable[[], object]) -> float:
     disturbed."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     # The device is kept busy while Python prepares the launches: they are not what is asked for.
-    torch.cuda._sleep(2_000_000)
+    gpu_sleep(2_000_000)
     start.record()
     for _ in range(CALLS):
         function()

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..._torch import addmm_activation
 from ...activations import Activation
 from ..base import ActivationGradients, GradientRequest
 from ..operations import MATMUL, Matmul, Operation, Weight
@@ -99,7 +100,7 @@ class Layer(NamedTuple):
             return _in_two_steps(MATMUL, x, w, b, activation, operands, encode)
         if candidate == RELU_EPILOGUE:
             assert b is not None
-            return torch._addmm_activation(b, x, w.t())
+            return addmm_activation(b, x, w.t())
         tiling = _tilings(x, w)[candidate]
         return gemm.linear_act(x, w, b, activation, operands, encode=encode, tiling=tiling)
 

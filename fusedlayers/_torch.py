@@ -1,0 +1,275 @@
+"""Every private name of torch that this package uses, under a public name, with what it is for.
+
+All other modules import these names from here. C functions and classes are re-exported as they are: calls cost nothing
+more, and torch.compile recognises functions by identity. What torch keeps in a global variable that changes is read by
+``functools.partial(getattr, ...)``, which enters no Python function.
+
+Private attributes of torch's objects are used where the objects are, and nowhere named again:
+
+* tensors: ``_version``, ``_base``, ``_is_view``, ``_post_accumulate_grad_hooks``, and of sparse ones ``_indices``,
+  ``_values``; storages: ``_cdata``;
+* modules: ``_parameters``, ``_buffers``, ``_modules``, ``_forward_hooks``, ``_forward_pre_hooks``, ``_backward_hooks``,
+  ``_backward_pre_hooks``, ``_compiled_call_impl``, ``_save_to_state_dict``, ``_load_from_state_dict``,
+  ``_reversed_padding_repeated_twice`` (convolutions), ``_check_input_dim`` (batch norms); state dicts: ``_metadata``;
+* nodes of autograd: ``_sequence_nr``, ``_raw_saved_*``, ``_saved_self``, ``_forward_cls`` (of a Function's node);
+* operators: ``_schema``, ``_overloadpacket``.
+
+Unless a comment says otherwise, torch 2.11 and 2.13 have the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunction
+from torch._C._autograd import SavedTensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.nn.modules import module as nn_module
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils import parametrize
+from torch.utils import checkpoint
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+
+__all__ = [
+    "CPU_FLASH_ATTENTION",
+    "EFFICIENT_ZEROS",
+    "FAKE_TENSOR_LOGGER",
+    "FLASH_ATTENTION",
+    "GLOBAL_MODULE_HOOKS",
+    "LOCAL_SCALAR",
+    "PRELU",
+    "PRELU_BACKWARD",
+    "PROXY_MODE",
+    "SELECTIVE_CHECKPOINT_MODES",
+    "TO_COPY",
+    "BatchNormBase",
+    "ConvBase",
+    "DisableTorchFunction",
+    "DropoutBase",
+    "FakeTensor",
+    "InductorWrapper",
+    "NormBase",
+    "OpOverload",
+    "RecordFunction",
+    "SavedTensor",
+    "TorchDispatchMode",
+    "TreeSpec",
+    "addmm_activation",
+    "autocast_is_active",
+    "batch_norm_with_statistics",
+    "core_decompositions",
+    "decompositions_of",
+    "disable_current_modes",
+    "disable_dynamo",
+    "dispatch_mode_at",
+    "dispatch_mode_count",
+    "elementwise_dtypes",
+    "ensure_cuda_guard",
+    "forward_ad_level",
+    "functorch_is_active",
+    "gpu_sleep",
+    "graph_is_kept",
+    "infrastructure_mode",
+    "is_exporting",
+    "is_legacy_batched",
+    "is_traceable_wrapper_subclass",
+    "loaded_dynamo",
+    "make_fx",
+    "make_subclass",
+    "no_dispatch",
+    "onednn_convolution",
+    "onednn_has_bfloat16",
+    "onednn_is_enabled",
+    "onednn_linear",
+    "parametrizations_are_cached",
+    "saved_tensors_hooks_on_top",
+    "sequence_number",
+    "storage_use_count",
+    "torchscript_state",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+]
+
+# --- who follows what is computed -------------------------------------------------------------------------------------
+
+#: () -> bool: whether a transform of torch.func (vmap, grad, jvp, functionalize) is running.
+functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+#: () -> bool: whether autocast is on for any kind of device. Three times faster than to ask for one kind.
+autocast_is_active: Callable[[], bool] = torch._C._is_any_autocast_enabled
+#: (tensor) -> bool: whether backward runs under the vmap of ``torch.autograd.grad(is_grads_batched=True)``.
+is_legacy_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+#: () -> int: the level of forward-mode differentiation; -1 where there is none.
+forward_ad_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level")
+#: () -> the state of TorchScript's tracer, or None where it is not tracing.
+torchscript_state: Callable[[], Any] = torch._C._get_tracing_state
+#: () -> int: how many dispatch modes are active.
+dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
+#: (index) -> the active dispatch mode of that index, from the outermost.
+dispatch_mode_at: Callable[[int], Any] = torch._C._get_dispatch_stack_at
+#: (key) -> the active dispatch mode of torch's own infrastructure that has this key, or None.
+infrastructure_mode: Callable[[Any], Any] = torch._C._get_dispatch_mode
+#: The key of the mode by which ``make_fx`` traces.
+PROXY_MODE: Any = torch._C._TorchDispatchModeKey.PROXY
+#: The modes that are active while torch's selective checkpoint saves results, and while it recomputes the others.
+SELECTIVE_CHECKPOINT_MODES: tuple[type, ...] = (
+    checkpoint._CachingTorchDispatchMode,
+    checkpoint._CachedTorchDispatchMode,
+)
+#: () -> int: the depth of ``parametrize.cached()`` contexts.
+parametrizations_are_cached: Callable[[], int] = functools.partial(getattr, parametrize, "_cache_enabled")
+#: The hooks for all modules of the process, by number.
+GLOBAL_MODULE_HOOKS: tuple[Mapping[int, Any], ...] = (
+    nn_module._global_forward_hooks,
+    nn_module._global_forward_pre_hooks,
+    nn_module._global_backward_hooks,
+    nn_module._global_backward_pre_hooks,
+)
+
+
+def is_exporting() -> bool:
+    """Whether ``torch.export`` traces. The flag, because ``torch.compiler.is_exporting()`` is True in torch 2.11
+    whenever anything compiles."""
+    return torch.compiler._is_exporting_flag
+
+
+# --- the autograd graph and its saved tensors -------------------------------------------------------------------------
+
+#: (ignore_if_tracing) -> the innermost pair of saved-tensor hooks, or None.
+saved_tensors_hooks_on_top: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+#: () -> bool: whether the backward pass that is running keeps its graph (``retain_graph``).
+graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+#: (storage._cdata) -> int: how many C++ owners a storage has.
+storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+#: () -> int: the number that the next node of the graph made on this thread will get.
+sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr
+
+# SavedTensor: a node's saved tensor, packed as it is.
+
+# --- modes, subclasses and containers ---------------------------------------------------------------------------------
+
+#: () -> context in which no dispatch mode is active.
+disable_current_modes: Callable[[], Any] = _disable_current_modes
+#: (class, tensor) -> the tensor's data as an instance of a subclass.
+make_subclass: Callable[..., Any] = Tensor._make_subclass
+#: The logger that prints the traceback of errors under fake tensors.
+FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
+
+# DisableTorchFunction: context in which ``__torch_function__`` is not called, neither of subclasses nor of modes.
+# FakeTensor: a tensor without data, which tracing computes shapes with.
+# OpOverload: the class of ``torch.ops.aten.add.Tensor``.
+# TorchDispatchMode: base of modes that see every operator. Its public documentation names this place.
+# TreeSpec: how containers nest, as ``tree_flatten`` returns it and ``tree_unflatten`` takes it.
+# is_traceable_wrapper_subclass: whether a tensor is made of inner tensors, as DTensor is.
+# no_dispatch: context in which operators run on real tensors, whatever modes are active.
+# tree_flatten: the leaves of nested containers, and how they nest.
+# tree_leaves: the leaves of nested containers.
+# tree_map: a function applied to every leaf of nested containers.
+# tree_map_only: a function applied to the leaves of one class.
+# tree_unflatten: leaves put back into nested containers.
+
+# --- the base classes of torch's layers -------------------------------------------------------------------------------
+
+#: Of batch norms, and of instance norms, lazy ones too.
+NormBase: type[_NormBase] = _NormBase
+#: Of batch norms.
+BatchNormBase: type[_BatchNorm] = _BatchNorm
+#: Of convolutions, transposed ones too.
+ConvBase: type[_ConvNd] = _ConvNd
+#: Of all dropouts.
+DropoutBase: type[_DropoutNd] = _DropoutNd
+
+# --- operators --------------------------------------------------------------------------------------------------------
+
+#: ``addmm`` with ReLU or GELU in cuBLAS's epilogue.
+addmm_activation: Callable[..., Tensor] = torch._addmm_activation
+#: Batch norm with the batch's mean and inverse standard deviation; what ``F.batch_norm`` calls.
+batch_norm_with_statistics: Callable[..., tuple[Any, ...]] = torch._batch_norm_impl_index
+#: oneDNN's linear layer with a post-operation. None in builds without oneDNN, where ``F.linear`` is called.
+onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+#: oneDNN's convolution with a post-operation. None in builds without oneDNN, where torch's convolution is called.
+onednn_convolution: Any = getattr(torch.ops.mkldnn, "_convolution_pointwise", None)
+#: () -> bool: whether oneDNN computes in bfloat16 on this CPU. None in builds without oneDNN, which means no.
+onednn_has_bfloat16: Callable[[], bool] | None = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+#: () -> bool: whether the user leaves oneDNN switched on (``torch.backends.mkldnn.flags``).
+onednn_is_enabled: Callable[[], bool] = torch._C._get_mkldnn_enabled
+#: A tensor converted to a dtype, in a trace.
+TO_COPY: Any = torch.ops.aten._to_copy
+#: A tensor turned into a number, in a trace: ``item()``.
+LOCAL_SCALAR: Any = torch.ops.aten._local_scalar_dense
+#: PReLU, in a trace.
+PRELU: Any = torch.ops.aten._prelu_kernel
+#: PReLU's gradients, in a trace.
+PRELU_BACKWARD: Any = torch.ops.aten._prelu_kernel_backward
+#: Autograd's gradients that are zero, in a trace.
+EFFICIENT_ZEROS: Any = torch.ops.aten._efficientzerotensor
+#: Scaled dot product attention on a GPU, of which ``flop_counter`` counts the arithmetic.
+FLASH_ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention
+#: The same on a CPU, of which it does not.
+CPU_FLASH_ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+# --- devices and the profiler -----------------------------------------------------------------------------------------
+
+#: (cycles) -> None: a kernel that keeps the GPU busy.
+gpu_sleep: Callable[[int], None] = torch.cuda._sleep
+#: () -> None. Without a GPU torch 2.11 makes a stand-in for one when it first traces, and frees it with the thread that
+#: traced (pytorch#178950): called before on a thread that lasts, this makes it there.
+ensure_cuda_guard: Callable[[], None] = torch._C._ensureCUDADeviceGuardSet
+#: Context that a profile shows as an event of the given name; it takes 1 us, where ``record_function`` takes 20.
+RecordFunction: Any = torch._C._profiler._RecordFunctionFast
+
+# --- compilers and tracers, some in modules that torch loads late -----------------------------------------------------
+
+#: What ``torch.compile(backend="inductor")`` calls: (mode, options, dynamic) -> a backend.
+InductorWrapper: Any = torch._TorchCompileInductorWrapper
+#: Decorator: dynamo calls the function and does not trace it. ``torch.compiler.disable`` would import dynamo at once.
+disable_dynamo: Callable[..., Any] = torch._disable_dynamo
+
+
+def loaded_dynamo() -> Any:
+    """``torch._dynamo``, whose import takes a second; None where nobody has imported it, so that nothing compiles."""
+    return sys.modules.get("torch._dynamo")
+
+
+def make_fx(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """What traces ``function``, called with examples, to a graph of ATen's operators."""
+    from torch.fx.experimental import proxy_tensor
+
+    return proxy_tensor.make_fx(function, **options)
+
+
+def core_decompositions() -> dict[Any, Callable[..., Any]]:
+    """How operators decompose to core ATen."""
+    from torch import _decomp
+
+    return dict(_decomp.core_aten_decompositions())
+
+
+def decompositions_of(operators: Iterable[Any]) -> dict[Any, Callable[..., Any]]:
+    """How torch decomposes these operators."""
+    from torch import _decomp
+
+    return dict(_decomp.get_decompositions(list(operators)))
+
+
+def elementwise_dtypes(
+    *arguments: Any, promotion: Literal["DEFAULT", "INT_TO_FLOAT"]
+) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes in which an elementwise operator with these arguments computes, and returns its result."""
+    from torch import _prims_common as prims
+
+    kind = prims.ELEMENTWISE_TYPE_PROMOTION_KIND[promotion]
+    return prims.elementwise_dtypes(*arguments, type_promotion_kind=kind)

@@ -1,0 +1,546 @@
+"""Private names of torch: ``fusedlayers/_torch.py`` alone uses them, names each, and each is what it says."""
+
+import ast
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from fusedlayers import _torch
+
+PACKAGE = Path(_torch.__file__).parent
+FILES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+SOURCE = (PACKAGE / "_torch.py").read_text()
+
+#: Of torch's objects (and named tuples); ``_torch``'s docstring lists them.
+ATTRIBUTES = {
+    *("_version", "_base", "_is_view", "_indices", "_values", "_post_accumulate_grad_hooks", "_cdata"),
+    *("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks"),
+    *("_backward_pre_hooks", "_compiled_call_impl", "_save_to_state_dict", "_load_from_state_dict", "_metadata"),
+    *(
+        "_reversed_padding_repeated_twice",
+        "_check_input_dim",
+        "_sequence_nr",
+        "_saved_self",
+        "_forward_cls",
+        "_schema",
+        "_overloadpacket",
+    ),
+}
+ELSEWHERE = {"_replace", "_SubParsersAction", "_lru_cache_wrapper"}  # collections', argparse's and functools'
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _defined(trees: Iterator[ast.AST]) -> set[str]:
+    """Private names that this package gives to functions, classes and attributes."""
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    names = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    names |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return {name for name in names if _is_private(name)}
+
+
+OURS = _defined(iter(FILES.values())) - ATTRIBUTES
+
+
+def _private_names(tree: ast.AST, allowed: set[str]) -> Iterator[str]:
+    """The private names of torch that some code uses, in imports, as attributes and in strings."""
+    roots = {"torch"}  # names of torch's modules and of what is imported from them
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found = [alias for alias in node.names if alias.name.split(".")[0] == "torch"]
+            roots |= {alias.asname or "torch" for alias in found}
+            yield from (alias.name for alias in found if any(map(_is_private, alias.name.split("."))))
+        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "torch":
+            roots |= {alias.asname or alias.name for alias in node.names}
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name for name in names if any(map(_is_private, name.split("."))))
+        elif isinstance(node, ast.Assign) and re.fullmatch(r"torch(\.\w+)+", ast.unparse(node.value)):  # torch.ops.aten
+            roots |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _is_private(node.attr):
+            owner = ast.unparse(node.value)
+            of_torch = owner.split(".")[0] in roots
+            if (of_torch and node.attr not in ELSEWHERE) or node.attr not in allowed:
+                yield f"{owner}.{node.attr}"
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and _is_private(name.value) and name.value not in allowed:
+                yield ast.unparse(node)
+    yield from (text for text in _strings(tree) if re.search(r"\btorch(\.\w+)*\._[a-z]", text))
+
+
+def _strings(tree: ast.AST) -> Iterator[str]:
+    """Strings that are no docstrings."""
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            yield node.value
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file != "_torch.py"])
+def test_no_other_file_uses_one(file: str) -> None:
+    assert list(_private_names(FILES[file], ATTRIBUTES | ELSEWHERE | OURS)) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        *("import torch._dynamo", "import torch._decomp as d", "from torch._C import x", "from torch import _decomp"),
+        *("from torch.nn.modules.batchnorm import _NormBase", "torch._C.f()", "torch.cuda._sleep(1)"),
+        *("from torch import nn\nnn.modules.conv._ConvNd", "aten = torch.ops.aten\naten._to_copy.default"),
+        *("node._secret", "getattr(node, '_secret')", "logging.getLogger('torch._dynamo')"),
+    ],
+)
+def test_the_walk_finds_them(code: str) -> None:
+    assert len(list(_private_names(ast.parse(code), ATTRIBUTES | ELSEWHERE | OURS))) >= 1
+
+
+def test_attributes_of_torchs_objects_are_listed_and_used() -> None:
+    listed = set(re.findall(r"``(_\w+)\*?``", (ast.get_docstring(ast.parse(SOURCE)) or "")))
+    assert listed == ATTRIBUTES | {"_raw_saved_"}
+    code = "\n".join(ast.unparse(tree) for file, tree in FILES.items() if file != "_torch.py")
+    assert [name for name in listed if not re.search(rf"\b{name}", code)] == []
+
+
+def test_every_name_is_used() -> None:
+    used = {
+        alias.name
+        for file, tree in FILES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.level and node.module == "_torch"
+        for alias in node.names
+    }
+    assert used == set(_torch.__all__)
+
+
+# --- what each name is ------------------------------------------------------------------------------------------------
+
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+def check(*names: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    def register(function: Callable[[], None]) -> Callable[[], None]:
+        CHECKS.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def test_the_table_names_all_of_them() -> None:
+    assert set(CHECKS) == set(_torch.__all__) and len(set(_torch.__all__)) == len(_torch.__all__)
+
+
+@pytest.mark.parametrize("name", _torch.__all__)
+def test_each_has_a_line_of_its_own(name: str) -> None:
+    assigned = rf"^#: .+\n(?:#: .+\n)*{name}\b.* = "  # a comment before the assignment
+    imported = rf"^# {name}: .+"  # a comment that names what is imported
+    defined = rf"^def {name}\((?:.|\n)*?:\n    \"\"\".+"  # a docstring
+    assert len(re.findall(f"{assigned}|{imported}|{defined}", SOURCE, re.MULTILINE)) == 1
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.*:DeprecationWarning",
+    "ignore:TF32 acceleration on top of oneDNN:UserWarning",  # as soon as its flags are set
+)
+@pytest.mark.parametrize("name", _torch.__all__)
+def test_each_does_what_it_says(name: str) -> None:
+    CHECKS[name]()
+
+
+def _seen(ask: Callable[[], Any], run: Callable[[Callable[[Tensor], Tensor]], object]) -> Any:
+    """What ``ask`` returns inside a function that ``run`` runs."""
+    answers = []
+
+    def function(x: Tensor) -> Tensor:
+        answers.append(ask())
+        return x * 2
+
+    run(function)
+    return answers[0]
+
+
+@check("autocast_is_active")
+def _() -> None:
+    assert _torch.autocast_is_active() is False
+    with torch.autocast("cpu"):
+        assert _torch.autocast_is_active() is True
+
+
+@check("functorch_is_active")
+def _() -> None:
+    assert _seen(_torch.functorch_is_active, lambda f: torch.func.vmap(f)(torch.ones(2))) is True
+    assert _torch.functorch_is_active() is False
+
+
+@check("is_legacy_batched")
+def _() -> None:
+    answers = []
+
+    class Asking(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            answers.append(_torch.is_legacy_batched(grads[0]))
+            return grads[0]
+
+    x = torch.ones(2, requires_grad=True)
+    torch.autograd.grad(Asking.apply(x), x, torch.eye(2), is_grads_batched=True)
+    torch.autograd.grad(Asking.apply(x), x, torch.ones(2))
+    assert answers == [True, False]
+
+
+@check("forward_ad_level")
+def _() -> None:
+    assert _torch.forward_ad_level() == -1
+    with forward_ad.dual_level():
+        assert _torch.forward_ad_level() == 0
+
+
+@check("torchscript_state")
+def _() -> None:
+    assert _torch.torchscript_state() is None
+    state = _torch.torchscript_state
+    assert _seen(lambda: state() is not None, lambda f: torch.jit.trace(f, torch.ones(2), check_trace=False))
+
+
+class _Mode(_torch.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.called.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@check("TorchDispatchMode", "dispatch_mode_at", "dispatch_mode_count", "OpOverload")
+def _() -> None:
+    assert _torch.dispatch_mode_count() == 0
+    with _Mode() as outer, _Mode() as inner:
+        assert _torch.dispatch_mode_count() == 2
+        assert [_torch.dispatch_mode_at(0), _torch.dispatch_mode_at(1)] == [outer, inner]
+        torch.ones(2) + 1
+    assert torch.ops.aten.add.Tensor in outer.called and all(isinstance(f, _torch.OpOverload) for f in outer.called)
+    assert not isinstance(torch.ops.aten.add, _torch.OpOverload)
+
+
+@check("PROXY_MODE", "infrastructure_mode", "make_fx")
+def _() -> None:
+    def ask() -> bool:
+        return _torch.infrastructure_mode(_torch.PROXY_MODE) is not None
+
+    assert _seen(ask, lambda f: _torch.make_fx(f)(torch.ones(2))) and not ask()
+    graph = _torch.make_fx(lambda x: torch.sin(x), tracing_mode="fake")(torch.ones(2)).graph
+    assert [node.target for node in graph.nodes if node.op == "call_function"] == [torch.ops.aten.sin.default]
+
+
+@check("SELECTIVE_CHECKPOINT_MODES")
+def _() -> None:
+    modes: list[type] = []
+
+    def function(x: Tensor) -> Tensor:
+        modes.extend(type(_torch.dispatch_mode_at(i)) for i in range(_torch.dispatch_mode_count()))
+        return torch.sin(x)
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(lambda *_args, **_kwargs: CheckpointPolicy.PREFER_RECOMPUTE)
+
+    y = checkpoint(function, torch.ones(2, requires_grad=True), use_reentrant=False, context_fn=contexts)
+    y.sum().backward()
+    assert tuple(modes) == _torch.SELECTIVE_CHECKPOINT_MODES
+
+
+@check("parametrizations_are_cached")
+def _() -> None:
+    layer = parametrizations.weight_norm(nn.Linear(2, 2))
+    assert not _torch.parametrizations_are_cached() and layer.weight is not layer.weight
+    with parametrize.cached():
+        assert _torch.parametrizations_are_cached() and layer.weight is layer.weight
+
+
+@check("GLOBAL_MODULE_HOOKS")
+def _() -> None:
+    modules = torch.nn.modules.module
+    register: list[Callable[..., Any]] = [
+        modules.register_module_forward_hook,
+        modules.register_module_forward_pre_hook,
+        modules.register_module_full_backward_hook,
+        modules.register_module_full_backward_pre_hook,
+    ]
+
+    def hook(*_: object) -> None:
+        return None
+
+    for hooks, registers in zip(_torch.GLOBAL_MODULE_HOOKS, register, strict=True):
+        handle = registers(hook)
+        assert list(hooks.values()) == [hook]
+        handle.remove()
+        assert not hooks
+
+
+@check("is_exporting")
+def _() -> None:
+    class Asking(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1 if _torch.is_exporting() else x
+
+    x = torch.ones(2)
+    assert not _torch.is_exporting()
+    for strict in (False, True):
+        assert torch.equal(torch.export.export(Asking(), (x,), strict=strict).module()(x), x + 1)
+    assert torch.equal(torch.compile(Asking(), backend="eager", fullgraph=True)(x), x)  # in torch 2.11 too
+
+
+@check("saved_tensors_hooks_on_top")
+def _() -> None:
+    assert _torch.saved_tensors_hooks_on_top(True) is None
+
+    def pack(x: Tensor) -> Tensor:
+        return x
+
+    with saved_tensors_hooks(pack, abs):
+        assert _torch.saved_tensors_hooks_on_top(True) == (pack, abs)
+
+
+@check("graph_is_kept")
+def _() -> None:
+    x = torch.ones(2, requires_grad=True)
+    kept: list[bool] = []
+    y = x * 2
+    y.register_hook(lambda _: kept.append(bool(_torch.graph_is_kept())))
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert kept == [True, False]
+
+
+@check("storage_use_count")
+def _() -> None:
+    x = torch.ones(2)
+    key = x.untyped_storage()._cdata
+    before = _torch.storage_use_count(key)
+    view = x[:1]
+    assert _torch.storage_use_count(key) == before + 1
+    del view
+    assert _torch.storage_use_count(key) == before
+
+
+@check("sequence_number")
+def _() -> None:
+    x = torch.ones(2, requires_grad=True)
+    following = _torch.sequence_number()
+    node: Any = (x * 2).grad_fn
+    assert node._sequence_nr() == following and _torch.sequence_number() == following + 1
+
+
+@check("SavedTensor")
+def _() -> None:
+    x = torch.ones(2, requires_grad=True)
+    node: Any = torch.sin(x).grad_fn
+    assert isinstance(node._raw_saved_self, _torch.SavedTensor) and node._raw_saved_self.data is x
+
+
+@check("disable_current_modes")
+def _() -> None:
+    with _Mode() as mode, _torch.disable_current_modes():
+        torch.ones(2)
+        assert _torch.dispatch_mode_count() == 0
+    assert mode.called == []
+
+
+class _Subclass(Tensor):
+    called = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _Subclass.called += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@check("DisableTorchFunction", "make_subclass")
+def _() -> None:
+    data = torch.ones(2)
+    made = _torch.make_subclass(_Subclass, data)
+    assert type(made) is _Subclass and made.data_ptr() == data.data_ptr()
+    before = _Subclass.called
+    with _torch.DisableTorchFunction():
+        made + 1
+    assert _Subclass.called == before
+    made + 1
+    assert _Subclass.called == before + 1
+
+
+@check("FakeTensor", "no_dispatch")
+def _() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        assert isinstance(torch.ones(2), _torch.FakeTensor)
+        with _torch.no_dispatch():
+            assert not isinstance(torch.ones(2), _torch.FakeTensor)
+
+
+@check("FAKE_TENSOR_LOGGER")
+def _() -> None:
+    assert sys.modules[_torch.FakeTensor.__module__].log.name == _torch.FAKE_TENSOR_LOGGER
+
+
+@check("is_traceable_wrapper_subclass")
+def _() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    assert _torch.is_traceable_wrapper_subclass(TwoTensor(torch.ones(2), torch.ones(2)))
+    assert not _torch.is_traceable_wrapper_subclass(torch.ones(2))
+
+
+@check("TreeSpec", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten")
+def _() -> None:
+    tree = {"a": [1, "two"], "b": (3,)}
+    leaves, spec = _torch.tree_flatten(tree)
+    assert leaves == _torch.tree_leaves(tree) == [1, "two", 3] and isinstance(spec, _torch.TreeSpec)
+    assert _torch.tree_unflatten(leaves, spec) == tree
+    assert _torch.tree_map(str, tree) == {"a": ["1", "two"], "b": ("3",)}
+    assert _torch.tree_map_only(int, float, tree) == {"a": [1.0, "two"], "b": (3.0,)}
+
+
+@check("NormBase", "BatchNormBase", "ConvBase", "DropoutBase")
+def _() -> None:
+    batch, instance = (nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm2d), (nn.InstanceNorm2d,)
+    assert all(issubclass(kind, _torch.NormBase) for kind in batch + instance)
+    assert all(issubclass(kind, _torch.BatchNormBase) for kind in batch)
+    assert not issubclass(nn.InstanceNorm2d, _torch.BatchNormBase) and not issubclass(nn.LayerNorm, _torch.NormBase)
+    assert all(issubclass(kind, _torch.ConvBase) for kind in (nn.Conv1d, nn.Conv3d, nn.ConvTranspose2d))
+    assert all(issubclass(kind, _torch.DropoutBase) for kind in (nn.Dropout, nn.Dropout2d, nn.AlphaDropout))
+
+
+@check("addmm_activation")
+def _() -> None:
+    b, x, w = torch.randn(4), torch.randn(3, 5), torch.randn(5, 4)
+    torch.testing.assert_close(_torch.addmm_activation(b, x, w), torch.relu(x @ w + b))
+
+
+@check("batch_norm_with_statistics")
+def _() -> None:
+    x, w, b = torch.randn(6, 3), torch.rand(3), torch.rand(3)
+    z, mean, inverse_std, *_ = _torch.batch_norm_with_statistics(x, w, b, None, None, True, 0.1, 1e-5, False)
+    assert torch.equal(z, F.batch_norm(x, None, None, w, b, True, 0.1, 1e-5))
+    torch.testing.assert_close(mean, x.mean(0))
+    torch.testing.assert_close(inverse_std, (x.var(0, correction=0) + 1e-5).rsqrt())
+
+
+@check("onednn_linear", "onednn_convolution", "onednn_has_bfloat16", "onednn_is_enabled")
+def _() -> None:
+    if not torch.backends.mkldnn.is_available():
+        return
+    assert _torch.onednn_has_bfloat16 is not None and _torch.onednn_has_bfloat16() in (True, False)
+    x, w, b = torch.randn(3, 5), torch.randn(4, 5), torch.randn(4)
+    torch.testing.assert_close(_torch.onednn_linear(x, w, b, "relu", [], ""), F.relu(F.linear(x, w, b)))
+    x, w = torch.randn(1, 2, 5, 5), torch.randn(4, 2, 3, 3)
+    y = _torch.onednn_convolution(x, w, b, [1, 1], [1, 1], [1, 1], 1, "relu", [], "")
+    torch.testing.assert_close(y, F.relu(F.conv2d(x, w, b, padding=1)))
+    assert _torch.onednn_is_enabled()
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not _torch.onednn_is_enabled()
+
+
+@check(
+    "TO_COPY", "LOCAL_SCALAR", "PRELU", "PRELU_BACKWARD", "EFFICIENT_ZEROS", "FLASH_ATTENTION", "CPU_FLASH_ATTENTION"
+)
+def _() -> None:
+    def run() -> None:
+        x = torch.ones(2, 3)
+        x.to(torch.float64)
+        x.sum().item()
+        F.prelu(x.requires_grad_(), torch.ones(1, requires_grad=True)).sum().backward()
+        q = torch.ones(1, 1, 2, 4)
+        F.scaled_dot_product_attention(q, q, q)
+
+    with _Mode() as mode:
+        run()
+    called = {func.overloadpacket for func in mode.called}
+    operators = (_torch.TO_COPY, _torch.LOCAL_SCALAR, _torch.PRELU, _torch.PRELU_BACKWARD, _torch.CPU_FLASH_ATTENTION)
+    assert called >= set(operators)
+    assert torch.equal(_torch.EFFICIENT_ZEROS.default([2]).clone(), torch.zeros(2))
+    from torch.utils.flop_counter import flop_registry
+
+    assert _torch.FLASH_ATTENTION in flop_registry and _torch.CPU_FLASH_ATTENTION not in flop_registry
+
+
+@check("gpu_sleep")
+def _() -> None:
+    if not torch.cuda.is_available():
+        assert callable(_torch.gpu_sleep)
+        return
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    _torch.gpu_sleep(10_000_000)
+    end.record()
+    end.synchronize()
+    assert start.elapsed_time(end) > 1  # at 10 GHz
+
+
+@check("ensure_cuda_guard")
+def _() -> None:
+    _torch.ensure_cuda_guard()
+    assert torch.cuda.is_available() or not torch.cuda.is_initialized()
+
+
+@check("RecordFunction")
+def _() -> None:
+    with torch.profiler.profile(acc_events=True) as profile, _torch.RecordFunction("marked"):
+        torch.ones(2)
+    assert "marked" in {event.name for event in profile.events()}
+
+
+@check("InductorWrapper")
+def _() -> None:
+    assert _torch.InductorWrapper("default", {"max_autotune": False}, None).compiler_name == "inductor"
+
+
+@check("disable_dynamo", "loaded_dynamo")
+def _() -> None:
+    compiling: list[bool] = []
+
+    @_torch.disable_dynamo
+    def function(x: Tensor) -> Tensor:
+        compiling.append(torch.compiler.is_compiling())
+        return x + 1
+
+    assert torch.equal(torch.compile(lambda x: function(x) * 2, backend="eager")(torch.ones(2)), torch.full((2,), 4.0))
+    assert compiling == [False]
+    module = _torch.loaded_dynamo()
+    assert module is sys.modules["torch._dynamo"] and isinstance(torch.compile(nn.Linear(1, 1)), module.OptimizedModule)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(sys.modules, "torch._dynamo")
+        assert _torch.loaded_dynamo() is None
+
+
+@check("core_decompositions", "decompositions_of")
+def _() -> None:
+    silu = torch.ops.aten.silu.default
+    x = torch.randn(5)
+    assert silu in _torch.core_decompositions()
+    torch.testing.assert_close(_torch.decompositions_of([torch.ops.aten.silu])[silu](x), F.silu(x))
+
+
+@check("elementwise_dtypes")
+def _() -> None:
+    x = torch.ones(2, dtype=torch.bfloat16)
+    assert _torch.elementwise_dtypes(x, 1.0, promotion="DEFAULT") == (torch.float32, torch.bfloat16)
+    assert _torch.elementwise_dtypes(2, promotion="INT_TO_FLOAT") == (torch.float32, torch.float32)
