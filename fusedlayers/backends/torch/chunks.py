@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -51,12 +51,30 @@ class Chunkwise(NamedTuple):
     scratch: tuple[torch.dtype, ...] = ()
     #: Whether it makes some itself.
     allocates: bool = False
+    #: Whether it is lent, last, what ``lookup`` needs.
+    looks_up: bool = False
 
 
 def for_each(job: Chunkwise, *tensors: Tensor) -> None:
     """Call ``job`` with corresponding chunks of the tensors, which are dense and laid out alike."""
-    flat = [_flat(tensor) for tensor in tensors]
-    count = flat[0].numel()
+    first = tensors[0]
+    count = first.numel()
+    if first.is_contiguous():
+        flat = list(map(torch.flatten, tensors))
+    else:  # all elements in the order of memory
+        flat = [tensor.as_strided((count,), (1,)) for tensor in tensors]
+    scratch = job.scratch if not job.looks_up or torch.get_num_threads() == 1 else (*job.scratch, torch.int64)
+    if count > SHORT:
+        _walk(job, scratch, flat)
+    elif count:
+        for dtype in scratch:  # no comprehension, which is a function call to Python 3.11
+            flat.append(first.new_empty(count, dtype=dtype))
+        job.function(*flat)
+
+
+def _walk(job: Chunkwise, scratch: Sequence[torch.dtype], flat: Sequence[Tensor]) -> None:
+    """The same for more than one chunk."""
+    count = len(flat[0])
     threads = torch.get_num_threads()
     whole = threads * VECTOR
     long = max(threads * LEAST_PER_THREAD, min(threads * MOST_PER_THREAD, count // PARTS // whole * whole))
@@ -67,7 +85,7 @@ def for_each(job: Chunkwise, *tensors: Tensor) -> None:
     longest = min(count, max(seconds))
     if job.allocates:
         flat[0].new_empty(RESERVE * longest)
-    buffers = [flat[0].new_empty(longest, dtype=dtype) for dtype in job.scratch]
+    buffers = [flat[0].new_empty(longest, dtype=dtype) for dtype in scratch]
     start = 0
     while start < count:
         size = min(seconds, key=lambda size: min(seconds[size]))
@@ -95,8 +113,3 @@ def blocks(layout: Layout) -> Iterator[tuple[slice, slice, slice]]:
         for j in range(0, channels, of_channels):
             for k in range(0, inner, of_inner):
                 yield slice(i, i + of_outer), slice(j, j + of_channels), slice(k, k + of_inner)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """All elements in the order of memory."""
-    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))

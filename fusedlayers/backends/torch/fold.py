@@ -20,7 +20,6 @@ from ...derivative.folded import FoldedDerivative, Polynomials
 from ...utils.isolation import in_clean_state
 from .chunks import Chunkwise
 from .lookup import lookup
-from .lookup import scratch as lookup_scratch
 from .table import interpolated
 
 _SIGN_AND_BIT = -(2**31) + 1
@@ -52,10 +51,10 @@ def derivative(activation: Activation) -> Chunkwise:
     """The derivative from encoded float32 outputs."""
     fitted = activation.fitted_derivative()
     if isinstance(fitted, FoldedDerivative) and isinstance(fitted.of_distance, Polynomials):
-        return Chunkwise(_interpolated(activation), (*_Interpolated.SCRATCH, *lookup_scratch()))
+        return Chunkwise(_interpolated(activation), _Interpolated.SCRATCH, looks_up=True)
     table = interpolated(activation)
     if table is not None:
-        return Chunkwise(table, (*table.SCRATCH, *lookup_scratch()))
+        return Chunkwise(table, table.SCRATCH, looks_up=True)
     return Chunkwise(lambda y: activation.derivative_given_output(y, torch.float32), allocates=True)
 
 
@@ -98,7 +97,7 @@ class _Interpolated:
         return torch.complex(values.float(), values.diff(append=values[-1:]).float())  # a pair is one look-up
 
     def __call__(self, y: Tensor, v: Tensor, c: Tensor, pairs: Tensor, *for_lookup: Tensor) -> Tensor:
-        y_bits, v_bits, c_bits = (x.view(torch.int32) for x in (y, v, c))
+        y_bits, v_bits, c_bits = y.view(torch.int32), v.view(torch.int32), c.view(torch.int32)
         torch.sub(y, self.high, out=v).sub_(self.low).clamp_(self.nearest, self.farthest).sqrt_()
         # The last bit, moved to the sign's place where the sign is set: or-ing it into the root makes it negative.
         v_bits.bitwise_or_(torch.bitwise_left_shift(y_bits, 31, out=c_bits).bitwise_and_(y_bits))

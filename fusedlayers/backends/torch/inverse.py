@@ -20,7 +20,6 @@ from ...utils.isolation import in_clean_state
 from ...utils.layout import is_dense
 from .chunks import Chunkwise, for_each
 from .lookup import lookup
-from .lookup import scratch as lookup_scratch
 
 
 def inverse(y: Tensor, activation: Activation, out: Tensor | None) -> Tensor:
@@ -28,8 +27,7 @@ def inverse(y: Tensor, activation: Activation, out: Tensor | None) -> Tensor:
     z = out if out is not None and is_dense(out) else torch.empty_like(y)
     if not (is_dense(y) and y.stride() == z.stride()):
         y = torch.empty_like(z).copy_(y)
-    if z.numel():
-        for_each(_inverse(activation, z.dtype), y, z)
+    for_each(_inverse(activation, z.dtype), y, z)
     return z if out is None or z is out else out.copy_(z)
 
 
@@ -38,7 +36,7 @@ def _inverse(activation: Activation, dtype: torch.dtype) -> Chunkwise:
     if fitted is not None:
         assert dtype is torch.float32
         table = _table(activation)
-        return Chunkwise(lambda y, z, *more: z.copy_(table(y, *more)), (*_Table.SCRATCH, *lookup_scratch()))
+        return Chunkwise(lambda y, z, *more: z.copy_(table(y, *more)), _Table.SCRATCH, looks_up=True)
     return Chunkwise(lambda y, z: z.copy_(activation.input_given_output(upcast(y), dtype)), allocates=True)
 
 
@@ -88,7 +86,7 @@ class _Table:
         return torch.complex(ends[0].float(), step.float())  # a pair is one look-up
 
     def __call__(self, y: Tensor, w: Tensor, tail: Tensor, index: Tensor, pairs: Tensor, *for_lookup: Tensor) -> Tensor:
-        bits, tail_bits, w_bits = (x.view(torch.int32) for x in (y, tail, w))
+        bits, tail_bits, w_bits = y.view(torch.int32), tail.view(torch.int32), w.view(torch.int32)
         torch.sub(y, self.high, out=w).sub_(self.low).clamp_(min=self.nearest)
         # The last bit, moved to the sign's place where the sign is set: the falling branch.
         torch.bitwise_left_shift(bits, 31, out=index).bitwise_and_(bits)

@@ -154,7 +154,7 @@ class Interpolated:
         return slope
 
     def _signed_root(self, y: Tensor, fold: Fold, *, out: Tensor, free: Tensor) -> Tensor:
-        y_bits, v_bits, free_bits = (x.view(torch.int32) for x in (y, out, free))
+        y_bits, v_bits, free_bits = y.view(torch.int32), out.view(torch.int32), free.view(torch.int32)
         torch.sub(y, self.high, out=out).sub_(self.low)
         if fold.is_maximum:
             out.neg_()
@@ -244,9 +244,7 @@ def _coordinate(fitted: FoldedDerivative | MonotoneDerivative, y: Tensor) -> Ten
 
 
 def _looked_up(table: Interpolated, y: Tensor) -> Tensor:
-    from .lookup import scratch
-
-    buffers = [torch.empty(len(y), dtype=dtype) for dtype in (*table.SCRATCH, *scratch())]
+    buffers = [torch.empty(len(y), dtype=dtype) for dtype in table.SCRATCH]
     return table(y, *buffers).double()
 
 
