@@ -24,7 +24,7 @@ WORTH_IT = 1 << 20
 
 
 def has_faster_linear(x: Tensor, w: Tensor) -> bool:
-    """Whether ``linear`` is faster than ``F.linear`` for these."""
+    """Whether ``linear`` is faster than ``F.linear`` for these: oneDNN, if the user leaves it switched on."""
     is_large = x.numel() * w.shape[0] >= WORTH_IT
     return is_large and x.is_cpu and torch._C._get_mkldnn_enabled() and _onednn_wins(x.dtype, False)
 
@@ -64,8 +64,8 @@ def operation_act(
 
 
 def has_epilogue(x: Tensor, w: Tensor, b: Tensor | None, activation: Activation, *, encode: bool) -> bool:
-    """Whether ``operation_act`` computes a matmul's without a pass of its own for the activation. Those that oneDNN has
-    carry no branch, or make a number of NaN."""
+    """Whether ``operation_act`` applies the activation in the matmul's epilogue, without a pass of its own: never with
+    the branch bit, which oneDNN's epilogues do not know."""
     return False
 
 
@@ -131,5 +131,5 @@ def _is_amd() -> bool:
 
 
 def describe_matmuls(w: Tensor, activation: Activation) -> list[str]:
-    """How layers and blocks multiply by ``w``, where that is measured, for people: here it is not."""
+    """Lines for people: how layers and blocks multiply by ``w``, where that is measured. Here it is not."""
     return []
