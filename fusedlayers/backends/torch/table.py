@@ -14,7 +14,7 @@ that none mixes the two sides. The side of a jump comes from the sign of an exac
 than float32 resolves in the variable, flat pieces are filled in by comparison.
 
 Limits: tables add up to ``ADDED`` to the error of the fit. Where no scale is accurate enough ``interpolated`` returns
-None, and the polynomials run. Source: this library's own.
+None, and the polynomials run.
 """
 
 from __future__ import annotations
