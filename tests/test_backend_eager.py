@@ -2,7 +2,10 @@
 
 import functools
 import math
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -112,6 +115,57 @@ def test_gradient_writes_where_it_is_told(activation: Activation, dtype: torch.d
     assert over is saved and torch.equal(over, dz)
     assert rows_sum is not None and torch.equal(rows_sum, dz.sum(1))
     assert torch.equal(dy, dy_before)
+
+
+# --- what a short call costs ------------------------------------------------------------------------------------------
+
+
+def _functions_entered(call: Callable[[], object]) -> list[str]:
+    """The package's functions that a warm call enters; to Python 3.11 comprehensions are functions too."""
+    root, entered = str(Path(fl.__file__).parent), []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(root):
+            entered.append(frame.f_code.co_name)
+
+    call()
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return entered
+
+
+#: Of the forward pass with the branch bit, of the gradient from the output, of a layer without gradients.
+MOST_FUNCTIONS = {
+    **dict.fromkeys(["gelu", "silu", "mish", "quick_gelu", "gelu_tanh"], (4, 5, 5)),
+    **dict.fromkeys(["relu", "tanh", "sigmoid", "elu", "leaky_relu"], (1, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", MOST_FUNCTIONS)
+def test_a_short_call_decides_little(name: str, dtype: torch.dtype) -> None:
+    activation = resolve(name)
+    x, w, b = (torch.randn(shape).to(dtype) for shape in ((128, 64), (256, 64), (256,)))
+    z = F.linear(x, w)
+    assert z.numel() == chunks.SHORT
+    y = torch_backend.bias_act(z, b, activation, dim=-1, encode=True, out=None)
+    calls = (
+        lambda: torch_backend.bias_act(z, b, activation, dim=-1, encode=True, out=z),
+        lambda: _gradient_of_output(z, y, activation),
+        lambda: torch_backend.operation_act(MATMUL, x[:4], w, b, activation),
+    )
+    for call, most in zip(calls, MOST_FUNCTIONS[name], strict=True):
+        entered = _functions_entered(call)
+        assert 1 <= len(entered) <= most, entered
+    assert len(_functions_entered(lambda: torch_backend.linear(x, w, b))) <= 2
+
+
+def _gradient_of_output(dy: Tensor, y: Tensor, activation: Activation) -> object:
+    return torch_backend.gradient(dy, y, activation, (), GradientRequest("output", False, True), dim=-1)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -581,15 +635,15 @@ def test_a_layer_through_onednn_keeps_what_is_needed(needed: str, kept: str) -> 
     assert saved == 96 * 112 * 4 + sum(bytes_of[name] for name in kept)
 
 
-def test_the_caches_hold_one_table_per_dtype() -> None:
-    elementwise._forward_table.cache_clear()
-    elementwise._derivative_table.cache_clear()
+def test_the_caches_hold_one_kernel_per_dtype() -> None:
+    elementwise.forward_kernel.cache_clear()
+    elementwise.gradient_kernel.cache_clear()
     z = torch.randn(1000, dtype=torch.bfloat16)
     for _ in range(3):
         y = torch_backend.bias_act(z, None, resolve("gelu"), dim=-1, encode=True, out=None)
         _gradient(y, y, resolve("gelu"), "output")
-    assert elementwise._forward_table.cache_info().currsize == 1
-    assert elementwise._derivative_table.cache_info().currsize == 1
+    assert elementwise.forward_kernel.cache_info().currsize == 1
+    assert elementwise.gradient_kernel.cache_info().currsize == 1
 
 
 P, Q = torch.tensor(0.7), torch.tensor(-0.3)

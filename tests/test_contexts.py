@@ -713,7 +713,7 @@ def test_constants_made_inside_a_context_serve_outside(context: str) -> None:
     from fusedlayers.activations.record import _fitted
     from fusedlayers.backends.torch import elementwise, fold
 
-    caches = (_fitted, elementwise._forward_table, elementwise._derivative_table, fold._interpolated)
+    caches = (_fitted, elementwise.forward_kernel, elementwise.gradient_kernel, fold._interpolated)
     for cache in caches:
         cache.cache_clear()
     z = torch.linspace(-4, 4, 1000)

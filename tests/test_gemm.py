@@ -316,7 +316,7 @@ def test_every_architecture_has_tilings() -> None:
             assert str(tiling).startswith(f"{tiling.block_m}x{tiling.block_n}x{tiling.block_k}")
 
 
-def test_the_kernels_compute_what_product_act_does() -> None:
+def test_the_kernels_compute_what_operation_act_does() -> None:
     x, w, b = operands_of((64, 48, 32), torch.float32)
     y = linear_act(x, w, b, GELU, (), encode=False, tiling=TILINGS["descriptors"])
     torch.testing.assert_close(y, backend.operation_act(MATMUL, x, w, b, GELU), atol=1e-5, rtol=1e-5)

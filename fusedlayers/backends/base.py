@@ -1,4 +1,4 @@
-"""What autograd asks of a backend, which is a module with the functions of ``Backend``."""
+"""The interface between autograd and a backend. A backend is a module with the functions of ``Backend``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ActivationGradients(NamedTuple):
 
 
 class Backend(Protocol):
-    """What autograd asks of a backend. No argument is changed but ``out``, and ``saved`` where that is said."""
+    """What a backend computes. No argument is written to but ``out``, and others where the docstring says so."""
 
     def computes(self, activation: Activation) -> bool:
         """Whether this backend has, or can make, code for the activation."""
@@ -63,7 +63,7 @@ class Backend(Protocol):
         ...
 
     def has_epilogue(self, x: Tensor, w: Tensor, b: Tensor | None, activation: Activation, *, encode: bool) -> bool:
-        """Whether ``operation_act`` computes a matmul's without a pass of its own for the activation."""
+        """Whether ``operation_act`` applies the activation in the matmul's epilogue, without a pass of its own."""
         ...
 
     def describe_matmuls(self, w: Tensor, activation: Activation) -> Sequence[str]:
@@ -99,7 +99,7 @@ class Backend(Protocol):
         *,
         dim: int,
     ) -> tuple[Tensor | None, ...]:
-        """``dz = dy * f'``, the gradient of the bias, and those of the operands: None where not wanted."""
+        """``dz = dy * f'``, the gradient of the bias, and those of the operands: None where not requested."""
         ...
 
     def gate(
@@ -118,7 +118,7 @@ class Backend(Protocol):
         needs: tuple[bool, ...],
     ) -> Sequence[Tensor | None]:
         """Write the gradients of z and up over these, contiguous all, and return those of the operands; dy is
-        written over too."""
+        overwritten too."""
         ...
 
     def linear_gradient(
@@ -132,9 +132,11 @@ class Backend(Protocol):
         *,
         hidden: bool,
     ) -> ActivationGradients | None:
-        """Back through ``linear(hidden, w)`` and the activation before it: write the gradients of the pre-activations
-        over ``parts``. These are z, or f(z) if that is what is given, and of a gated block the other factor; contiguous
-        all. None, and nothing written, where ``linear`` and ``gradient`` or ``gate_gradient`` are as fast.
+        """The backward pass of ``linear(hidden, w)`` and of the activation before it, in one step.
+
+        Writes the gradients of the pre-activations over ``parts``: z, or f(z) if that was saved, and of a gated block
+        the other factor; contiguous all. ``hidden`` asks for the matmul's input too. Returns None, and writes nothing,
+        where ``linear`` and then ``gradient`` or ``gate_gradient`` are as fast.
         """
         ...
 

@@ -25,8 +25,9 @@ WORTH_IT = 1 << 20
 
 
 def has_faster_linear(x: Tensor, w: Tensor) -> bool:
-    """Whether ``linear`` is faster than ``F.linear`` for these."""
-    return _is_large(x, w) and _onednn_wins(x.dtype, False)
+    """Whether ``linear`` is faster than ``F.linear`` for these: oneDNN, if the user leaves it switched on."""
+    is_large = x.numel() * w.shape[0] >= WORTH_IT
+    return is_large and x.is_cpu and onednn_is_enabled() and _onednn_wins(x.dtype, False)
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
@@ -47,19 +48,25 @@ def operation_act(
     encode: bool = False,
 ) -> Tensor:
     """``activation(operation(x, w, b), *operands)`` in one new buffer; ``encode`` puts the branch in it."""
-    post_op = None if encode or operands else activation.native.post_op
-    if post_op is not None and isinstance(operation, Matmul) and _is_large(x, w) and _onednn_wins(x.dtype, True):
-        return onednn_linear(x, w, b, *post_op(**activation.parameters))
-    if post_op is not None and isinstance(operation, Convolution) and _convolves(operation, x, w):
+    post_op = None if encode or operands else _post_op(activation)
+    if isinstance(operation, Matmul):
+        if x.numel() * w.shape[0] < WORTH_IT:
+            z = F.linear(x, w, b)
+        elif post_op and x.is_cpu and onednn_is_enabled() and _onednn_wins(x.dtype, True):
+            return onednn_linear(x, w, b, *post_op)
+        else:
+            z = linear(x, w, b)
+    elif post_op is not None and isinstance(operation, Convolution) and _convolves(operation, x, w):
         p, s, d, g = operation.padding, operation.stride, operation.dilation, operation.groups
-        return onednn_convolution(x, w, b, p, s, d, g, *post_op(**activation.parameters))
-    z = linear(x, w, b) if isinstance(operation, Matmul) else operation(x, w, b)
+        return onednn_convolution(x, w, b, p, s, d, g, *post_op)
+    else:
+        z = operation(x, w, b)
     return bias_act(z, None, activation, operands, dim=operation.dim, encode=encode, out=z)
 
 
 def has_epilogue(x: Tensor, w: Tensor, b: Tensor | None, activation: Activation, *, encode: bool) -> bool:
-    """Whether ``operation_act`` computes a matmul's without a pass of its own for the activation. Those that oneDNN has
-    carry no branch, or make a number of NaN."""
+    """Whether ``operation_act`` applies the activation in the matmul's epilogue, without a pass of its own: never with
+    the branch bit, which oneDNN's epilogues do not know."""
     return False
 
 
@@ -76,6 +83,13 @@ def linear_gradient(
     """None: ``linear``, and ``gradient`` or ``gate_gradient`` after it, are as fast."""
 
 
+@functools.lru_cache(64)
+def _post_op(activation: Activation) -> tuple[str, list[float], str] | None:
+    """What oneDNN calls the activation, or None."""
+    post_op = activation.native.post_op
+    return None if post_op is None else post_op(**activation.parameters)
+
+
 def _convolves(convolution: Convolution, x: Tensor, w: Tensor) -> bool:
     """Whether oneDNN's convolution takes these, and is the one that torch would call."""
     return (
@@ -87,11 +101,6 @@ def _convolves(convolution: Convolution, x: Tensor, w: Tensor) -> bool:
         and _has_convolution()
         and (x.dtype is torch.float32 or (x.dtype is torch.bfloat16 and _has_bfloat16()))
     )
-
-
-def _is_large(x: Tensor, w: Tensor) -> bool:
-    """Whether oneDNN, if the user leaves it switched on, is worth its longer call."""
-    return x.numel() * w.shape[0] >= WORTH_IT and x.is_cpu and onednn_is_enabled()
 
 
 @functools.cache
@@ -122,5 +131,5 @@ def _is_amd() -> bool:
 
 
 def describe_matmuls(w: Tensor, activation: Activation) -> list[str]:
-    """How layers and blocks multiply by ``w``, where that is measured, for people: here it is not."""
+    """Lines for people: how layers and blocks multiply by ``w``, where that is measured. Here it is not."""
     return []

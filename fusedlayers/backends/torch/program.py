@@ -1,11 +1,14 @@
-"""A traced pointwise function, run on one block after the other with as little memory traffic as torch allows.
+"""A traced pointwise function, run block by block with little memory traffic.
 
-Run as it was traced, each operation would take fresh memory, and each ``where`` would wait for mispredicted branches:
-torch does not vectorise it (131,072 random choices: 100 us; by bits: 37 us, and a mask serves several). So
+Run as it was traced, each operation would allocate its result, and each ``where`` would suffer from mispredicted
+branches, since torch does not vectorise it (131,072 random choices: 100 us; by bits: 37 us, and one mask serves several
+choices). So
 
-* intermediates live in buffers that are made once, and are taken again as soon as nothing reads them any more;
-* comparisons are made as 1.0 and 0.0, which torch vectorises, and a choice between two values is made with a bit mask;
+* intermediates live in buffers that are allocated once, and are reused as soon as nothing reads them any more;
+* comparisons give 1.0 and 0.0, which torch vectorises, and a choice between two values is made with a bit mask;
 * what depends on none of the blocks is computed once.
+
+Limits: each operation is still a pass over the block. Results are those of the trace bit for bit.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ class Step(NamedTuple):
 class Program:
     """A graph of pointwise ATen operations (``trace.simplified``), whose arithmetic is in ``dtype``.
 
-    The first inputs are ``blocks``. The others serve all blocks.
+    The first ``blocks`` inputs are blocks; the others are the same for all blocks.
     """
 
     def __init__(self, module: GraphModule, blocks: int, dtype: torch.dtype) -> None:
@@ -84,11 +87,11 @@ class Program:
         self.results = [self._slots[node] for node in results]
 
     def bind(self, others: Sequence[Tensor]) -> Run:
-        """Ready for blocks, with the inputs that serve all of them and what depends on these only."""
+        """The program with the inputs that are the same for all blocks; what depends only on these is computed here."""
         return Run(self, others)
 
     def _find_truths(self, nodes: Sequence[Node]) -> set[Node]:
-        """The truth values for which 1.0 and 0.0 serve: that are only used to choose, to combine and to multiply."""
+        """The truth values that can be 1.0 and 0.0: those used only to choose, to combine and to multiply."""
 
         def is_made(node: Node) -> bool:
             if node.target in _COMPARISONS:
@@ -156,7 +159,7 @@ class Program:
         self.steps.append(Step(call, found, options, self._slots[node], keyword))
 
     def _choose(self, node: Node) -> None:
-        """``where(condition, a, b)`` as ``b ^ ((a ^ b) & mask)``, and in fewer steps where one of them is 0."""
+        """``where(condition, a, b)`` as ``b ^ ((a ^ b) & mask)``, and in fewer steps where a or b is 0."""
         condition, a, b = node.args
         assert isinstance(condition, Node) and isinstance(a, Node) and isinstance(b, Node)
         mask = self._mask(condition)
@@ -204,7 +207,7 @@ class Program:
 
 
 class Run:
-    """A program at work: with its buffers, and what was computed once."""
+    """A program with its buffers and what was computed once."""
 
     def __init__(self, program: Program, others: Sequence[Tensor]) -> None:
         self.program = program
@@ -217,7 +220,7 @@ class Run:
     def __call__(self, blocks: Sequence[Tensor], out: Tensor | None) -> list[Tensor]:
         """The results for blocks of one shape, the first not being smaller than those that follow.
 
-        The first result is written into ``out``, which no input may overlap. The others hold until the next call.
+        The first result is written into ``out``, which no input may overlap. The others are valid until the next call.
         """
         program, places = self.program, self.places
         if blocks[0].shape != self.shape:
@@ -250,7 +253,7 @@ def _take(steps: Sequence[Step], places: list[Any]) -> None:
 
 
 def _with_out(target: Any) -> tuple[Callable[..., Any], str | None]:
-    """The variant of an operation that writes its result where it is told, and by which keyword."""
+    """The variant of an operation that writes its result into a given tensor, and the keyword for that."""
     if not isinstance(target, OpOverload):
         return target, None
     names = [argument.name for argument in target._schema.arguments]
@@ -291,7 +294,7 @@ def _choose(a: Tensor, b: Tensor, mask: Tensor, out: Tensor) -> None:
 
 
 def _choose_of_two(a: Tensor, b: Tensor, mask: Tensor, out: Tensor) -> None:
-    """The same for numbers that serve all blocks, and have their shape only together with the mask."""
+    """The same for a and b that are the same for all blocks, and have the blocks' shape only with the mask."""
     b_bits, bits = _bits(b), _bits(out)
     torch.bitwise_and(mask, torch.bitwise_xor(_bits(a), b_bits), out=bits).bitwise_xor_(b_bits)
 

@@ -1,14 +1,20 @@
 """Any fitted derivative on float32 outputs, from a table that is linear between its nodes.
 
-A fit of five polynomials is a hundred passes over a chunk; a table takes about a dozen. Its nodes are uniform in a
-variable that is cheap to compute and in which the derivative bends little: the output or, with a fold, the root of the
-distance to it (negative on the marked branch); or a root of that, counted from one end of the range; or that divided by
-its size plus a constant, for derivatives that settle slowly. Which one is found by trying them.
+Idea: the nodes are uniform in a variable ("coordinate", then "scale") that is cheap to compute and in which the
+derivative bends little. The coordinate s is the output or, with a fold, the root of the distance to the extremum,
+negative on the marked branch. The scale is s itself; or the root of its distance to one end of the range; or an
+arcsine, which is a root at both ends; or s over its size plus a constant, for derivatives that settle slowly. The
+first scale whose table is accurate enough on sampled outputs is taken.
 
-The derivative may jump, at kinks. There a node is, and intervals hold a value and a step each, so that none mixes the
-two sides. One jump is told by the sign of an exact difference; where two are too close for float32 to tell them apart
-in the variable, what is flat is filled in by comparison. What no table serves (``interpolated`` returns None) is left
-to the polynomials.
+Cost: about a dozen passes over a chunk, where a fit of five polynomials takes a hundred. A table holds 8,192 pairs
+(64 KiB), and is made when an activation first runs a backward pass in float32.
+
+Kinks: the derivative may jump. The table then has a node there, and each interval holds its own value and step, so
+that none mixes the two sides. The side of a jump comes from the sign of an exact difference. Where two jumps are closer
+than float32 resolves in the variable, flat pieces are filled in by comparison.
+
+Limits: tables add up to ``ADDED`` to the error of the fit. Where no scale is accurate enough ``interpolated`` returns
+None, and the polynomials run.
 """
 
 from __future__ import annotations
@@ -33,8 +39,7 @@ from ...utils.isolation import in_clean_state
 from .lookup import lookup
 
 INTERVALS = 8192
-#: A table may add this much to the error of the fit (rms over N(0, 1), and the largest), in units of
-#: the steepest slope.
+#: What a table may add to the error of the fit, rms over N(0, 1) and at most, in units of the steepest slope.
 ADDED_RMS = PRECISIONS[torch.float32].tolerance
 ADDED = 1e-5
 
@@ -44,8 +49,8 @@ Kind = Literal["straight", "root from below", "root from above", "arcsine", "rat
 
 @dataclass(frozen=True)
 class Scale:
-    """``c = g(s)`` with g(s) = s, a root of the distance to one end, the arcsine, which is a root at both, or
-    s / (|s| + half); then ``(c - zero) scale``.
+    """The variable ``(g(s) - zero) scale``, with g as ``kind`` says: s, the root of the distance to one end, the
+    arcsine, or s / (|s| + half).
 
     The interval of s is the integer below that. A negative scale makes ``zero`` belong to the interval below it in s.
     """
@@ -113,7 +118,7 @@ class Interpolated:
         ends = ((ends - scale.zero) * scale.scale).floor()
         self.first = int(ends.min())
         self.count = int(ends.max()) - self.first + 1
-        #: Outputs that the table would take for their neighbours.
+        #: Flat pieces that are filled in by comparison, because float32 does not separate them from their neighbours.
         self.flats = flats
         self.nodes = self._evaluate(fitted)
 
@@ -123,13 +128,7 @@ class Interpolated:
         start = torch.arange(self.first, self.first + self.count, dtype=torch.float64)
         ends = []
         for c in (start + inside, start + 1 - inside):
-            s = self.scale.unbend(c / self.scale.scale + self.scale.zero)
-            if isinstance(fitted, FoldedDerivative):
-                sign = -1.0 if fitted.fold.is_maximum else 1.0
-                distance = (s * s).clamp_min(TINY)
-                ends.append(fitted.of_distance(distance, fitted.fold.extremum + sign * distance, s < 0))
-            else:
-                ends.append(fitted(s))
+            ends.append(_at(fitted, self.scale.unbend(c / self.scale.scale + self.scale.zero)))
         step = (ends[1] - ends[0]) / (1 - 2 * inside)
         value = ends[0] - inside * step
         return torch.complex(value.float(), step.float())  # a pair is one look-up
@@ -154,7 +153,7 @@ class Interpolated:
         return slope
 
     def _signed_root(self, y: Tensor, fold: Fold, *, out: Tensor, free: Tensor) -> Tensor:
-        y_bits, v_bits, free_bits = (x.view(torch.int32) for x in (y, out, free))
+        y_bits, v_bits, free_bits = y.view(torch.int32), out.view(torch.int32), free.view(torch.int32)
         torch.sub(y, self.high, out=out).sub_(self.low)
         if fold.is_maximum:
             out.neg_()
@@ -180,19 +179,22 @@ def interpolated(activation: Activation) -> Interpolated | None:
     if not isinstance(segments, Segments):
         return None
     y, normal = _outputs(activation, segments)
-    told = _told(fitted, y)
-    steepest = float(told.abs().max())
+    expected = _expected(fitted, y)
+    steepest = float(expected.abs().max())
     s = _coordinate(fitted, y)
     jumps = _jumps(fitted, segments, steepest)
     hard = [jump for jump in jumps if not jump.is_corner]
-    tried = [*_scales(s, told, jumps, steepest), *(_scales(s, told, hard, steepest) if len(hard) < len(jumps) else ())]
+    tried = list(_scales(s, expected, jumps, steepest))
+    if len(hard) < len(jumps):
+        tried += _scales(s, expected, hard, steepest)
     for scale in tried:
         for flats in ((), _as_stored(segments)):
             table = Interpolated(fitted, scale, flats)
-            error = (_looked_up(table, y) - told).abs() / steepest
+            buffers = [torch.empty(len(y), dtype=dtype) for dtype in table.SCRATCH]
+            error = (table(y, *buffers).double() - expected).abs() / steepest
             good = float(error.max()) <= ADDED and float(error[:normal].square().mean().sqrt()) <= ADDED_RMS
             if good:
-                # Comparisons, each as slow as three passes: constants alone are sooner compared than looked up.
+                # A comparison is as slow as three passes: where all pieces are constant, comparing alone is faster.
                 constant = all(isinstance(segment.polynomial, float) for segment in segments.segments)
                 return None if flats and constant else table
             if not segments.flats or isinstance(fitted, FoldedDerivative):
@@ -201,7 +203,8 @@ def interpolated(activation: Activation) -> Interpolated | None:
 
 
 def _outputs(activation: Activation, segments: Segments) -> tuple[Tensor, int]:
-    """Outputs to try a table on, the first so many of them those of N(0, 1), without what kinks leave undecided."""
+    """Outputs to try a table on, and how many of them, the first, are those of N(0, 1). Outputs so close to a kink that
+    either side is right are left out."""
     count = 1 << 14
     normal = torch.special.ndtri((torch.arange(count, dtype=torch.float64) + 0.5) / count)
     sizes = torch.logspace(-44, 38, 4001, dtype=torch.float64)
@@ -230,10 +233,20 @@ def _outputs(activation: Activation, segments: Segments) -> tuple[Tensor, int]:
     return y[keep], int(keep[:count].sum())
 
 
-def _told(fitted: FoldedDerivative | MonotoneDerivative, y: Tensor) -> Tensor:
+def _expected(fitted: FoldedDerivative | MonotoneDerivative, y: Tensor) -> Tensor:
+    """The derivative by the polynomials, in float64, from (encoded) float32 outputs."""
     if isinstance(fitted, FoldedDerivative):
         return fitted(y.double(), branch_bit.decode(y, torch.float32, fitted.fold.ambiguous))
     return fitted(y.double())
+
+
+def _at(fitted: FoldedDerivative | MonotoneDerivative, s: Tensor) -> Tensor:
+    """The same from the coordinate."""
+    if not isinstance(fitted, FoldedDerivative):
+        return fitted(s)
+    distance = s.square().clamp_min(TINY)
+    sign = -1.0 if fitted.fold.is_maximum else 1.0
+    return fitted.of_distance(distance, fitted.fold.extremum + sign * distance, s < 0)
 
 
 def _coordinate(fitted: FoldedDerivative | MonotoneDerivative, y: Tensor) -> Tensor:
@@ -243,15 +256,8 @@ def _coordinate(fitted: FoldedDerivative | MonotoneDerivative, y: Tensor) -> Ten
     return torch.where(branch_bit.decode(y, torch.float32, fitted.fold.ambiguous), -root, root)
 
 
-def _looked_up(table: Interpolated, y: Tensor) -> Tensor:
-    from .lookup import scratch
-
-    buffers = [torch.empty(len(y), dtype=dtype) for dtype in (*table.SCRATCH, *scratch())]
-    return table(y, *buffers).double()
-
-
 def _as_stored(segments: Segments) -> tuple[Flat, ...]:
-    """The flats in true outputs: the segments know canonical ones."""
+    """The flat pieces in outputs; segments hold those of the rising function, whose negative a falling one is."""
     if not segments.is_falling:
         return segments.flats
     return tuple(Flat(-flat.high, -flat.low, flat.slope, flat.marked) for flat in segments.flats)
@@ -261,7 +267,7 @@ def _as_stored(segments: Segments) -> tuple[Flat, ...]:
 class Jump:
     """Where the derivative jumps, or has a corner, in the table's coordinate.
 
-    ``is_above``: whether what it is at ``s`` itself belongs to what is above.
+    ``is_above``: whether its value at ``s`` itself is that of the side above.
     """
 
     s: float
@@ -283,13 +289,7 @@ def _jumps(fitted: FoldedDerivative | MonotoneDerivative, segments: Segments, st
             s = math.sqrt(abs(true - fitted.fold.extremum)) * (-1 if marked else 1)
         step = 1e-5 * max(1.0, abs(s))
         at = s + step * torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0], dtype=torch.float64)
-        if isinstance(fitted, FoldedDerivative):
-            distance = at.square()
-            sign = -1.0 if fitted.fold.is_maximum else 1.0
-            values = fitted.of_distance(distance.clamp_min(TINY), fitted.fold.extremum + sign * distance, at < 0)
-        else:
-            values = fitted(at)
-        farther, below, here, above, beyond = values.tolist()
+        farther, below, here, above, beyond = _at(fitted, at).tolist()
         left, right = 2 * below - farther, 2 * above - beyond
         bend = abs((beyond - above) - (below - farther)) / step
         jumped = abs(right - left) > 10 * ADDED * steepest
@@ -298,13 +298,13 @@ def _jumps(fitted: FoldedDerivative | MonotoneDerivative, segments: Segments, st
     return list(jumps.values())
 
 
-def _scales(s: Tensor, told: Tensor, jumps: list[Jump], steepest: float) -> Iterator[Scale]:
-    """What to try, the cheapest first."""
+def _scales(s: Tensor, expected: Tensor, jumps: list[Jump], steepest: float) -> Iterator[Scale]:
+    """The scales to try, the cheapest first, over the range in which the derivative is not constant."""
     order = s.argsort()
-    s, told = s[order], told[order]
-    moving = ((told - told[0]).abs() > 1e-7 * steepest).nonzero().view(-1)
+    s, expected = s[order], expected[order]
+    moving = ((expected - expected[0]).abs() > 1e-7 * steepest).nonzero().view(-1)
     low = float(s[max(0, int(moving[0]) - 1)]) if len(moving) else float(s[0])
-    moving = ((told - told[-1]).abs() > 1e-7 * steepest).nonzero().view(-1)
+    moving = ((expected - expected[-1]).abs() > 1e-7 * steepest).nonzero().view(-1)
     high = float(s[min(len(s) - 1, int(moving[-1]) + 1)]) if len(moving) else float(s[-1])
     at = [jump.s for jump in jumps]
     low, high = min(low, high - 1e-3), max(high, low + 1e-3)
@@ -328,11 +328,11 @@ def _placed(
     jumps: list[Jump],
     half: float = 1.0,
 ) -> Iterator[Scale]:
-    """With the jumps on integers, as far as that can be."""
+    """The scale of this kind that has the jumps on integers; none where there is no such scale."""
     bare = Scale(kind, low, high, 0.0, 1.0, half)
     bend: Callable[[float], float] = lambda x: float(bare.bend(torch.tensor(x, dtype=torch.float64)))  # noqa: E731
     ends = sorted((bend(low), bend(high)))
-    if not ends[1] > ends[0]:  # in float64 as far apart as nothing
+    if not ends[1] > ends[0]:  # float64 does not separate them
         return
     scale = (INTERVALS - 4) / (ends[1] - ends[0])
     first = min(jumps, key=lambda jump: abs(jump.s), default=None)
@@ -340,7 +340,8 @@ def _placed(
     if kind not in ("straight", "ratio"):
         zero = _float32(bend(first.s)) if first is not None else ends[0]
     else:
-        # From 0, so that nothing is lost next to a jump: its sign is exact at 0, and elsewhere a unit remains a unit.
+        # Counted from 0, so that nothing is lost next to a jump: at 0 the sign is exact, and elsewhere a unit in the
+        # last place stays one.
         zero = 0.0
         at = sorted((abs(bend(jump.s)) for jump in jumps if jump.s != 0), reverse=True)
         for steps in range(round(at[0] * scale), 0, -1) if at else ():

@@ -1,7 +1,7 @@
-"""Functions that were traced, and may read other tensors besides z: what a user's activation becomes.
+"""Traced functions, which may read other tensors besides z: what a user's activation becomes.
 
-The traced function, or its traced gradient, is run on one block of the tensor after the other (``program.py``), so that
-what it needs in between never has the size of the whole. The backward pass has z and computes everything from it.
+The traced function, or its traced gradient, runs block by block (``program.py``), so that no intermediate has the size
+of the whole. The backward pass computes everything from z.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..base import GradientRequest
 from .chunks import blocks
 from .program import Program
 
-#: Programs kept: one for each activation, set of gradients and dtype.
+#: Programs cached: one for each activation, set of gradients and dtype.
 _PROGRAMS = 512
 
 
@@ -39,10 +39,10 @@ def gradient(
     request: GradientRequest,
     dim: int,
 ) -> list[Tensor | None]:
-    """Write dz, and return the gradients of the operands that are requested, flat."""
+    """Write dz, and return the requested gradients of the operands, flat."""
     program = _gradient(activation, request.needs_operands, torch.promote_types(z.dtype, torch.float32))
     needy = [p for p, need in zip(operands, request.needs_operands, strict=True) if need]
-    # Summed in float64, block by block: their order is fixed, and so is what it rounds to.
+    # Summed in float64, block by block: the order is fixed, so the rounding is too.
     sums = [torch.zeros(p.numel(), dtype=torch.float64, device=z.device) for p in needy]
     for channels, (_, *shares) in _walk(program, (dy, z), dz, operands, dim):
         for total, share in zip(sums, shares, strict=True):
@@ -57,8 +57,8 @@ def gradient(
 def _walk(
     program: Program, inputs: Sequence[Tensor], out: Tensor, operands: Sequence[Tensor], dim: int
 ) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Run the program on all blocks of dense tensors, laid out alike, and write its first result into ``out``; each
-    block's channels and results."""
+    """Run the program on all blocks of dense tensors, laid out alike, and write its first result into ``out``. Yields
+    each block's channels and results."""
     layout = layout_along(inputs[0], dim)
     whole = [laid_out(tensor, layout) for tensor in (*inputs, out)]
     others = [_spread(p.detach().to(program.dtype), layout) for p in operands]
@@ -84,7 +84,7 @@ def _spread(operand: Tensor, layout: Layout) -> Tensor:
     if operand.numel() == 1:
         return operand.reshape(())
     column = operand.reshape(-1, 1)
-    # Where few neighbours share a channel torch would start a new loop for each few numbers.
+    # Where few neighbours share a channel torch would start a new loop for every few numbers.
     if layout.inner in range(2, _SHORT_LOOP) and layout.outer >= _OFTEN:
         return column.expand(-1, layout.inner).contiguous()
     return column
@@ -114,5 +114,5 @@ def _program(function: Callable[..., Any], inputs: int, activation: Activation, 
     return Program(simplified(aten_graph(function, examples, slow_kernels())), inputs, dtype)
 
 
-#: Of the same shape all: what is summed for an operand is then left as it is, element by element.
+#: All examples have one shape: the trace then leaves an operand's gradient as it is, element by element.
 _EXAMPLE = (4, 6)

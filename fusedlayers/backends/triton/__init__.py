@@ -20,5 +20,5 @@ __all__ = [
     "operation_act",
 ]
 
-#: The activation's pass adds it for nothing, and sums its gradient.
+#: The activation's pass adds the bias at no cost, and sums its gradient.
 ADDS_BIAS = True

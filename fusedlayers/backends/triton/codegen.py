@@ -1,12 +1,15 @@
 """Activations printed as Triton device functions.
 
-The kernels know no activation: they take ``FORWARD`` and ``GRADIENT``, jitted functions of float32 blocks, as
-compile-time arguments. Those are printed here from the same torch function that everything else uses: traced to
-pointwise operations (``activations/tracing.py``), one line each. What else the function reads, its operands, lies in
-one buffer (``pack``); the printed functions load it themselves, so that kernels take the same arguments for all.
+Idea: the kernels are the same for all activations: they take ``FORWARD`` and ``GRADIENT``, jitted functions of float32
+blocks, as compile-time arguments. These are printed here from the torch function that everything else uses, traced to
+pointwise operations (``activations/tracing.py``), one line each. The other tensors that the function reads, its
+operands, lie in one buffer (``pack``); the printed functions load them, so that all kernels take the same arguments.
 
-What Triton has no operation for is written in its own operations in ``device.py`` (elementary functions) and
-``special.py`` (error, gamma, Bessel), from polynomials that ``fitted.py`` makes when they are first needed.
+Functions that Triton lacks are written in its own operations in ``device.py`` (elementary functions) and ``special.py``
+(error, gamma, Bessel), from polynomials that ``fitted.py`` makes when they are first needed.
+
+Cost: one trace and one compilation for each activation, role and dtype. Limits: pointwise functions of the operations
+in ``_TEMPLATES``; all others are left to torch operations, and a warning says so.
 """
 
 from __future__ import annotations
@@ -221,7 +224,7 @@ def source(activation: Activation, role: Role, *, given: str, dtype: torch.dtype
 
 
 def pack(operands: Sequence[Tensor], like: Tensor) -> Tensor:
-    """All operands in one float32 buffer: those with a number for each channel first, then single ones."""
+    """All operands in one float32 buffer: first those with a number for each channel, then single numbers."""
     if not operands:
         return like  # a pointer that is not read
     ordered = sorted(operands, key=lambda p: p.numel() == 1)
@@ -231,8 +234,8 @@ def pack(operands: Sequence[Tensor], like: Tensor) -> Tensor:
 def print_function(
     name: str, pointwise: Pointwise, operands: Mapping[str, bool] = MappingProxyType({}), *, as_tuple: bool = False
 ) -> str:
-    """``pointwise`` as the text of a Triton device function. Its inputs that are ``operands`` are loaded: from the
-    channel's place where there is a number for each channel, else from behind those."""
+    """``pointwise`` as the text of a Triton device function. Those of its inputs that are ``operands`` are loaded: from
+    the channel's place where there is a number for each channel, else from the end of the buffer."""
     blocks = [name for name in pointwise.inputs if name not in operands]
     lines = [f"def {name}({', '.join([*blocks, *_POINTERS])}):"]
     uses = Counter(a for operation in pointwise.operations for a in operation.arguments if isinstance(a, str))
@@ -274,7 +277,7 @@ def _loads(wanted: Mapping[str, bool], operands: Mapping[str, bool]) -> Iterator
 
 
 def _without_parentheses(text: str) -> str:
-    """Without those that change nothing."""
+    """``text`` without needless parentheses."""
     return ast.unparse(ast.parse(text, mode="eval"))
 
 
@@ -283,7 +286,7 @@ def _is_call(text: str) -> bool:
     return isinstance(ast.parse(text, mode="eval").body, ast.Call)
 
 
-#: Three of these and what stands around them still make a line of less than 140 characters.
+#: Three of these and their operators still fit a line of 140 characters.
 _INLINE = 36
 
 
@@ -310,7 +313,7 @@ def _template(operation: Operation) -> str:
     if template is None:
         raise NotPointwise(f"{op} has no Triton counterpart here")
     if op == "pow" and dtype.is_floating_point:
-        # These as torch does them.
+        # As torch computes them.
         template = _POWERS.get(operation.arguments[1], template)
     if op == "polygamma" and not 1 <= int(operation.arguments[0]) <= fitted.HIGHEST_ORDER:
         raise NotPointwise(f"polygamma of order {operation.arguments[0]} has no Triton counterpart here")
@@ -338,7 +341,7 @@ def _compile(activation: Activation, role: Role, given: str, dtype: torch.dtype,
 
 
 def compile_function(text: str) -> Any:
-    """``text``, one device function, jitted. Triton reads the text of what it compiles: linecache hands it out."""
+    """``text``, one device function, jitted. Triton reads the text of what it compiles, through linecache."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     filename = f"<fusedlayers generated {digest}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)

@@ -1,4 +1,4 @@
-"""Elementary functions that Triton has not, on float32 blocks.
+"""Elementary functions that Triton lacks, on float32 blocks.
 
 All are in Triton's own operations, so that they run in the interpreter and on every vendor's devices. Where one needs a
 polynomial it takes the polynomial as an argument (``ATAN``, ``EXP2``, ...): ``fitted.py`` makes those on first use.

@@ -1,12 +1,13 @@
-"""Which kernels a matmul and its activation get: the vendor's matmul and a pass behind it, or one with an epilogue.
+"""Which kernels a matmul and its activation get: the vendor's matmul and a pass after it, or ours with an epilogue.
 
-Neither always wins: a pass costs more the shorter the products are, and a vendor's matmul is faster than ours by more
-or less. So on first use all candidates are timed, on numbers made for that; never on the caller's, which some of them
-overwrite. Results that differ from the vendor's rule a candidate out. Times are kept for the device, the dtype, the
-activation and the sizes (rows by powers of two), and on disk for the next process.
+Idea: neither always wins. The pass costs relatively more the shorter the inner dimension is, and the lead of a vendor's
+matmul over ours varies. So all candidates are timed on first use, on scratch numbers; never on the caller's, which some
+of them overwrite. A candidate whose results differ from the vendor's is ruled out. Times are cached for the device, the
+dtype, the activation and the sizes (rows by powers of two), and on disk for the next process.
 
-Nothing is timed while a CUDA graph is captured or where torch is asked for deterministic algorithms, for two processes
-may time differently, and round differently then. There a rule decides: of what is known of such devices in general.
+Cost: at most ``ROUNDS`` times ``CALLS`` runs of each candidate on up to ``MOST_ROWS`` rows, once. Limits: two processes
+may time differently, choose differently, and then round differently. So nothing is timed where torch is asked for
+deterministic algorithms, nor while a CUDA graph is captured: there a rule decides, from published figures.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from ..._torch import gpu_sleep
 
 _log = logging.getLogger(__name__)
 
-#: The vendor's matmul, and an elementwise kernel behind it: always a candidate, and the first.
+#: The vendor's matmul and an elementwise kernel after it: always a candidate, and the first.
 LIBRARY = "library"
 #: Multiplications below which a launch takes as long as all the rest.
 SMALL = 1 << 31
 #: Scratch rows, at most: a few waves of tiles, by which longer matrices run as fast.
 MOST_ROWS = 1 << 14
-#: Of so many samples the median, of so many calls each.
+#: The time is the median of so many samples, of so many calls each.
 ROUNDS, CALLS = 7, 3
 #: How far results may be from the vendor's, in units of rounding (of TF32 for float32): all of them, and any row, by
 #: their norms.
@@ -48,11 +49,11 @@ Run = Callable[[str], Sequence[Tensor]]
 
 
 class Job(Protocol):
-    """What there are several ways for."""
+    """A computation for which there are several candidates."""
 
     @property
     def candidates(self) -> Sequence[str]:
-        """Their names, the first of which is ``LIBRARY``."""
+        """Their names, first ``LIBRARY``."""
         ...
 
     def scratch(self, rows: int) -> Run:
@@ -113,7 +114,7 @@ def choose(question: Question, device: torch.device, job: Job) -> str:
 
 
 def answers_for(activation: str, columns: int, inner: int, device: torch.device) -> list[str]:
-    """What this process has decided for an activation and a weight of these sizes, for people."""
+    """Lines for people: what this process has chosen for an activation and a weight of these sizes."""
     found = []
     for question, answer in _answers(device).items():
         if question.activation == activation and {question.columns, question.inner} == {columns, inner}:
@@ -123,9 +124,9 @@ def answers_for(activation: str, columns: int, inner: int, device: torch.device)
 
 
 def by_rule(question: Question, device: torch.device, candidates: Sequence[str]) -> str:
-    """Without measurements. A pass over memory costs 467 / inner of a 16-bit matmul's time on an H100, and persistent
-    kernels that fetch by the copy engine are reported at 0.88 to 0.97 of the vendor's speed: up to 1024 that is a
-    gain at any rate. Other GPUs' kernels are not known well enough."""
+    """The choice without measurements. A pass over memory costs 467 / inner of a 16-bit matmul's time on an H100, and
+    persistent kernels that fetch by the copy engine are reported at 0.88 to 0.97 of the vendor's speed: up to an inner
+    dimension of 1024 that is a gain in any case. For other GPUs there are no such figures."""
     is_known = device.type == "cuda" and torch.version.hip is None
     is_known = is_known and torch.cuda.get_device_capability(device)[0] in (9, 10)
     if is_known and question.dtype.itemsize == 2 and question.inner <= 1024:
@@ -209,10 +210,9 @@ def _differs(results: Sequence[Tensor], expected: Sequence[Tensor], dtype: torch
 
 
 def _time(function: Callable[[], object]) -> float:
-    """Microseconds of a call, on the stream that the caller computes on: what it runs there waits, and is not
-    disturbed."""
+    """Microseconds of a call, on the caller's stream: what it runs there waits, and is not disturbed."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    # The device is kept busy while Python prepares the launches: they are not what is asked for.
+    # The device is kept busy while Python prepares the launches, whose time does not count.
     gpu_sleep(2_000_000)
     start.record()
     for _ in range(CALLS):

@@ -1,12 +1,15 @@
 """Bias, activation and gradient on a GPU: one pass over memory each.
 
-A tensor is seen as a matrix of rows and columns, contiguous along the columns; the bias runs along one of the two.
-Dense layers and channels-last tensors have it along the columns, channels-first ones along the rows. Without a bias the
-whole tensor is one row.
+Idea: a tensor is a matrix of rows and columns, contiguous along the columns, and the bias runs along one of the two:
+along the columns in dense layers and channels-last tensors, along the rows in channels-first tensors. Without a bias
+the whole tensor is one row.
 
-Arithmetic is float32; what is read and written may be any 16- or 32-bit float. The gradients of the bias and of the
-tensors that an activation reads (its operands) are summed in a fixed order: every program adds up its own rows, and the
-partial sums are added by torch.
+Arithmetic is float32; inputs and outputs are 16- or 32-bit floats. The gradients of the bias and of the tensors that an
+activation reads (its operands) are summed in a fixed order: every program adds up its own rows, and torch adds the
+partial sums.
+
+Cost: one read of each input and one write of each output; partial sums of at most ``PROGRAMS`` rows. Limits: tensors
+with gaps, or with other strides than their result, are copied first.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ TILE = 2048
 THREADS = 256
 #: Programs per backward launch, about: enough to fill any device several times, few enough for short partial sums.
 PROGRAMS = 2048
-#: Elements of a sum that are added before they are kept. A thread has four neighbours at least, so a sum takes a
-#: quarter of the registers: with ten operands 100 to 130 in all instead of 170 to 210, where six spill on sm_100.
+#: Neighbours that are added before they join a running sum. A thread has at least four, so a sum takes a quarter of the
+#: registers: with ten operands 100 to 130 in all instead of 170 to 210, where six spill on sm_100.
 GROUP = tl.constexpr(4)
 
 
@@ -86,7 +89,7 @@ def bias_act_kernel(
 
 @triton.constexpr_function
 def _group(sum_, axis):
-    """How many neighbours in a row have their shares added before they are kept."""
+    """How many neighbours in a row are added before they join the running sum."""
     # Not where neighbours are of different channels; and a bias alone, the result 0, has registers enough.
     result, by_channel = sum_
     return GROUP.value if result > 0 and (axis == "row" or not by_channel) else 1
@@ -167,7 +170,7 @@ def gradient_kernel(
 
 
 class Matrix(NamedTuple):
-    """How a tensor is seen: rows and columns, and along which of them channels run."""
+    """A tensor as rows and columns, and along which of these channels run."""
 
     rows: int
     columns: int
@@ -259,7 +262,7 @@ def gradient(
     *,
     dim: int,
 ) -> tuple[Tensor | None, ...]:
-    """``dz = dy * f'``, the gradient of the bias, and those of the operands: None where not wanted."""
+    """``dz = dy * f'``, the gradient of the bias, and those of the operands: None where not requested."""
     dz = saved if request.overwrite and is_dense(saved) else torch.empty_like(saved)
     summed = [p.numel() > 1 for p, need in zip(operands, request.needs_operands, strict=True) if need]
     by_channel = [True] * request.needs_bias + summed
@@ -289,7 +292,7 @@ def _launch_gradient(
     up: Tensor | None = None,
 ) -> list[Tensor]:
     """Write dz, and the gradient of ``up`` over it; return the sums: of dz for a bias, then of the operands' shares."""
-    # A saved input is the user's: it may have gaps.
+    # A saved input is the user's tensor: it may have gaps.
     dy, saved = _as_laid_out(dy, dz), _as_laid_out(saved, dz)
     matrix = _as_matrix(dz, dim if request.needs_bias or _run(operands) else None)
     rows, columns = _tile(matrix)
@@ -348,7 +351,7 @@ def _tile(matrix: Matrix) -> tuple[int, int]:
 
 
 def _index_type(tensor: Tensor) -> Any:
-    # A tile may reach past the end by its own size before the mask says so.
+    # A tile may reach past the end by its own size before it is masked.
     return tl.int64 if tensor.numel() + TILE * PROGRAMS >= 2**31 else tl.int32
 
 

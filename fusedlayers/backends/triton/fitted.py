@@ -1,7 +1,8 @@
 """Polynomials and functions that are made when a printed function first uses them.
 
-``POLYNOMIALS`` says which function each polynomial follows, where and how closely; the shortest that does is found by
-``shortest``, from torch's float64. Polygamma of each order is printed from its series. No coefficient is written down.
+``POLYNOMIALS`` says which function each polynomial approximates, where and how closely; ``shortest`` finds the one of
+the lowest degree that does, from torch's float64. Polygamma of each order is printed from its series. No coefficient is
+written down.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ MAXIMUM_DEGREE = 24
 
 @dataclass(frozen=True)
 class Target:
-    """What a polynomial follows on ``[start, stop]``, to ``tolerance`` (absolute; its values are of the order of 1)."""
+    """The function that a polynomial approximates on ``[start, stop]``, to ``tolerance`` (absolute; values are of the
+    order of 1)."""
 
     function: Function
     start: float
@@ -153,7 +155,7 @@ def polynomial_source(name: str) -> str:
     )
 
 
-#: Up to here nothing between overflows that the result does not.
+#: Up to this order no intermediate overflows unless the result does.
 HIGHEST_ORDER = 12
 
 

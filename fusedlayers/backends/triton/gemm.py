@@ -1,16 +1,16 @@
-"""Matmuls whose epilogue is the activation, or its derivative: what is hidden is written once and not read again.
+"""Matmuls whose epilogue is the activation, or its derivative: the hidden buffer is written once and not read again.
 
-* ``linear_act``: ``f(x w^T + b)``, the way forward;
-* ``linear_gradient``: the gradient of the pre-activations, ``(dy w) f'``, written over what was kept of them.
+* ``linear_act``: ``f(x w^T + b)``, the forward pass;
+* ``linear_gradient``: the gradient of the pre-activations, ``(dy w) f'``, written over the saved tensors.
 
-Accumulators are float32 and are not rounded before the activation. The grid is persistent: as many programs as the
-device has multiprocessors, each with every so manieth tile, in an order in which those that run at the same time share
-their operands in the L2 cache. The derivative's sums, the gradients of bias and operands, are added up for each tile,
-and torch adds these, always in the same order.
+Idea: accumulators are float32 and are not rounded before the activation. The grid is persistent: as many programs as
+the device has multiprocessors, which take the tiles in turn, in an order in which programs that run at the same time
+share their operands in the L2 cache. The gradients of bias and operands are summed for each tile; torch adds these
+partial sums in a fixed order. The copy engine fetches blocks of operands where the device has one (tensor descriptors:
+Hopper, Blackwell); elsewhere they are loaded through pointers.
 
-Blocks of operands are fetched by the copy engine where the device has one (tensor descriptors: Hopper, Blackwell),
-else through pointers. Sizes that are no multiples of 16 bytes have only pointers, and are slow. Which of these kernels
-are worth it is decided elsewhere (``dispatch.py``).
+Cost: no pass over memory besides the matmul's own. Limits: a vendor's matmul may be faster by more than the pass costs,
+so ``dispatch.py`` chooses; rows that are no multiples of 16 bytes are fetched through pointers, and are slow.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .elementwise import on
 
 @triton.jit
 def _corner(tile, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
-    """Where a tile begins. Tiles are counted down the rows within a strip of GROUP of these, strip by strip."""
+    """Where a tile begins. Tiles are counted down the rows within a strip of GROUP tiles, strip by strip."""
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tiles_n = tl.cdiv(columns, BLOCK_N)
     strip = tile // (GROUP * tiles_n)
@@ -54,7 +54,7 @@ def _load(
     matrix, row, column, rows, columns,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DESCRIBED: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """A block of a matrix, with zeros for what lies outside."""
+    """A block of a matrix, with zeros outside of it."""
     if DESCRIBED:
         return matrix.load([row, column])
     else:
@@ -102,8 +102,8 @@ def _halves(tile):
 
 @triton.jit
 def _strips(tile, CUTS: tl.constexpr):
-    """A tile cut along its columns, as many times as is said: an epilogue of one strip at a time needs fewer registers,
-    and less shared memory."""
+    """A tile halved along its columns, CUTS times: an epilogue of one strip at a time needs fewer registers, and less
+    shared memory."""
     strips = (tile,)
     for _ in tl.static_range(CUTS):
         halves = ()
@@ -148,10 +148,10 @@ def linear_gradient_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, CUTS: tl.constexpr,
     PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, INDEX: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """dz = (dy w) f', (rows, inner), (inner, columns) -> (rows, columns), written over what was saved: f(z), or z.
+    """dz = (dy w) f', (rows, inner), (inner, columns) -> (rows, columns), written over the saved tensor: f(z), or z.
 
-    With a gate what is hidden is f(z) up. Then dz = (dy w) up f', and (dy w) f(z), the gradient of up, is written over
-    that. What is hidden is written too if asked for, and the products' sums down each tile's rows.
+    With a gate the hidden activation is f(z) up. Then dz = (dy w) up f', and (dy w) f(z), the gradient of up, is
+    written over up. The hidden activation is written too if asked for, and so are the sums down each tile's rows.
     """
     WIDTH: tl.constexpr = BLOCK_N >> CUTS
     tiles = tl.cdiv(rows, BLOCK_M) * tl.cdiv(columns, BLOCK_N)
@@ -178,7 +178,7 @@ def linear_gradient_kernel(
                 _store(hidden, m, column, rows, columns, f, BLOCK_M, WIDTH, DESCRIBED, INDEX)
             products = GRADIENT(d, kept, operand_ptr, channel, columns)
             _store(saved, m, column, rows, columns, products[0], BLOCK_M, WIDTH, DESCRIBED, INDEX)
-            # What lies outside may have an infinite derivative; its product with 0 would be NaN.
+            # Outside of the matrix the derivative may be infinite; its product with 0 would be NaN.
             row = m + tl.arange(0, BLOCK_M)[:, None]
             for j in tl.static_range(len(SUMS)):
                 share = tl.sum(tl.where(row < rows, products[SUMS[j]], 0.0), 0)
@@ -231,7 +231,7 @@ class Tiling(NamedTuple):
         return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
 
 
-#: By architecture (compute capability, or "cdna") and bytes of a number. None spills registers, which tests see to.
+#: By architecture (compute capability, or "cdna") and bytes of a number. None spills registers, which tests check.
 #: Which is the fastest depends on the sizes, and is measured (``dispatch.py``).
 TILINGS: dict[str, dict[int, tuple[Tiling, ...]]] = {
     "8": {
@@ -264,7 +264,7 @@ _LIKE = {"12": "8"}
 
 @functools.cache
 def tilings(device: torch.device, itemsize: int) -> dict[str, Tiling]:
-    """What there is for a device, by name; nothing for GPUs without tensor cores for these types."""
+    """The tilings for a device, by name; none for GPUs without tensor cores for these types."""
     if device.type != "cuda":
         return {}
     major = "cdna" if torch.version.hip else str(torch.cuda.get_device_capability(device)[0])
@@ -309,8 +309,8 @@ def linear_gradient(
     hidden: bool,
     tiling: Tiling,
 ) -> ActivationGradients:
-    """The gradients of the pre-activations, written over ``parts``: z, or f(z) if that is what is given, and of a gated
-    block the other factor; (rows, out), (out, hidden), (rows, hidden), contiguous all.
+    """The gradients of the pre-activations, written over ``parts``: z, or f(z) if that was saved, and of a gated block
+    the other factor; (rows, out), (out, hidden), (rows, hidden), contiguous all.
     """
     z, up = parts[0], parts[1] if len(parts) > 1 else None
     rows, columns = z.shape
@@ -346,7 +346,7 @@ def linear_gradient(
 
 
 class _Launch:
-    """What both kernels are launched with."""
+    """The launch arguments that both kernels share."""
 
     def __init__(self, tiling: Tiling, out: Tensor, inner: int, matrices: Sequence[Tensor], *, several: bool) -> None:
         rows, columns = out.shape
@@ -355,7 +355,7 @@ class _Launch:
         self.described = tiling.described and all(map(_can_be_described, matrices))
         self.options = tiling.constants(self.described, several=several) | tiling.options
         self.width = tiling.block_n >> self.options["CUTS"]
-        # A block may reach past the end by its own rows before the mask says so.
+        # A block may reach past the end by its own rows before it is masked.
         largest = max(matrix.numel() for matrix in matrices) + 256 * max(columns, inner)
         self.options["INDEX"] = tl.int64 if largest >= 2**31 else tl.int32
 

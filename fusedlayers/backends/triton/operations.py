@@ -1,4 +1,4 @@
-"""Matmuls and convolutions on a GPU, and the activation behind them, or before them on the way back.
+"""Matmuls and convolutions on a GPU with the activation after them; backward, a matmul and the activation before it.
 
 The vendor's result goes into a buffer that an elementwise kernel overwrites; or a matmul's epilogue is that kernel
 (``gemm.py``), where that is faster (``dispatch.py``).
@@ -26,7 +26,7 @@ from .elementwise import bias_act, gate, gate_gradient, gradient
 
 
 def has_faster_linear(x: Tensor, w: Tensor) -> bool:
-    """Whether ``linear`` is faster than ``F.linear`` for these: it is the same."""
+    """Whether ``linear`` is faster than ``F.linear`` for these: no, it is the same."""
     return False
 
 
@@ -90,7 +90,7 @@ class Layer(NamedTuple):
 
     @property
     def candidates(self) -> list[str]:
-        """The ways there are, first the library's."""
+        """The names of the ways to compute it, first the library's."""
         relu = self.activation.name == "relu" and self.b is not None
         return [LIBRARY, *[RELU_EPILOGUE] * relu, *_tilings(self.x, self.w)]
 
@@ -105,12 +105,12 @@ class Layer(NamedTuple):
         return gemm.linear_act(x, w, b, activation, operands, encode=encode, tiling=tiling)
 
     def other(self, rows: int) -> Layer:
-        """The same on so many rows of other numbers."""
+        """The same on so many rows of scratch numbers."""
         inner = self.x.shape[1]
         x, w = _random(self.x, rows, inner=inner), _random(self.w, inner=inner)
         b = None if self.b is None else _random(self.b)
         if b is not None:
-            b[0] = torch.nan  # which the vendor's relu may make a number of
+            b[0] = torch.nan  # which the vendor's relu may turn into a number
         return self._replace(x=x, w=w, b=b)
 
     def scratch(self, rows: int) -> dispatch.Run:
@@ -119,12 +119,12 @@ class Layer(NamedTuple):
 
 
 def has_epilogue(x: Tensor, w: Tensor, b: Tensor | None, activation: Activation, *, encode: bool) -> bool:
-    """Whether ``operation_act`` computes a matmul's without a pass of its own for the activation."""
+    """Whether ``operation_act`` applies the activation in the matmul's epilogue, without a pass of its own."""
     return Layer(x, w, b, activation, (), encode).choose() != LIBRARY
 
 
 class Backwards(NamedTuple):
-    """The gradients of ``linear(hidden, w)`` by the pre-activations of what is hidden."""
+    """The gradients of ``linear(hidden, w)`` by the pre-activations of ``hidden``."""
 
     dy: Tensor
     w: Tensor
@@ -152,7 +152,7 @@ class Backwards(NamedTuple):
 
     @property
     def candidates(self) -> list[str]:
-        """The ways there are, first the library's."""
+        """The names of the ways to compute it, first the library's."""
         return [LIBRARY, *_tilings(self.dy, self.w)]
 
     def run(self, candidate: str) -> ActivationGradients:
@@ -172,7 +172,7 @@ class Backwards(NamedTuple):
         return ActivationGradients(made, db, shares)
 
     def other(self, rows: int) -> Backwards:
-        """The same on so many rows of other numbers."""
+        """The same on so many rows of scratch numbers."""
         inner = self.w.shape[0]
         dy, w = _random(self.dy, rows, inner=inner), _random(self.w, inner=inner)
         return self._replace(dy=dy, w=w, parts=[_random(part, rows) for part in self.parts])
@@ -181,7 +181,7 @@ class Backwards(NamedTuple):
         job = self.other(rows)
 
         def run(candidate: str) -> list[Tensor]:
-            # Over a copy, whose time all candidates have in common: gradients of gradients would soon be infinite.
+            # Written over a copy, whose time all candidates share: gradients of gradients would soon be infinite.
             parts = [part.clone() for part in job.parts]
             made, db, shares = job._replace(parts=parts).run(candidate)
             return [t for t in (*parts, made, db, *shares) if t is not None]
@@ -199,27 +199,27 @@ def linear_gradient(
     *,
     hidden: bool,
 ) -> ActivationGradients | None:
-    """Write the gradients of the pre-activations of ``linear(hidden, w)`` over ``parts``; None where that takes longer
-    in one step than in several."""
+    """Write the gradients of the pre-activations of ``linear(hidden, w)`` over ``parts``; None, and nothing written,
+    where one step takes longer than several."""
     job = Backwards(dy, w, parts, activation, operands, request, hidden)
     candidate = job.choose()
     return None if candidate == LIBRARY else job.run(candidate)
 
 
 def describe_matmuls(w: Tensor, activation: Activation) -> list[str]:
-    """How layers and blocks multiply by ``w``, as far as this process has decided that, for people."""
+    """Lines for people: how layers and blocks multiply by ``w``, as far as this process has measured that."""
     columns, inner = w.shape
     return dispatch.answers_for(_identity(activation), columns, inner, w.device)
 
 
-# --- what there is to choose from -------------------------------------------------------------------------------------
+# --- the candidates ---------------------------------------------------------------------------------------------------
 
-#: cuBLASLt's own, which torch calls.
+#: cuBLASLt's own epilogue, which torch calls.
 RELU_EPILOGUE = "library with relu"
 
 
 def _role(name: str, dtype: torch.dtype, **flags: int) -> str:
-    """What is asked for, in words: what the time depends on besides sizes."""
+    """The computation in words: what its time depends on besides sizes."""
     flags["tf32"] = dtype is torch.float32 and dispatch.tf32_is_allowed()
     return " ".join([name, *(flag if flag != "operands" else f"operands={n}" for flag, n in flags.items() if n)])
 
@@ -234,7 +234,8 @@ def _identity(activation: Activation) -> str:
 
 
 def _tilings(a: Tensor, b: Tensor) -> dict[str, gemm.Tiling]:
-    """Those that these matrices can have, by name: whose rows, and the result's, begin at multiples of 16 bytes."""
+    """The tilings for these matrices, by name: none unless their rows, and the result's, begin at multiples of 16
+    bytes."""
     if not (a.is_contiguous() and b.is_contiguous() and a.dtype is b.dtype):
         return {}
     if (a.data_ptr() | b.data_ptr()) % 16 or any(size * b.element_size() % 16 for size in b.shape):
@@ -245,7 +246,8 @@ def _tilings(a: Tensor, b: Tensor) -> dict[str, gemm.Tiling]:
 
 
 def _random(like: Tensor, rows: int | None = None, *, inner: int = 1) -> Tensor:
-    """Numbers from a generator of its own: the caller's is not to notice. Sums of ``inner`` products are of size 1."""
+    """Numbers from a generator of its own, which leaves the caller's as it is. Sums of ``inner`` products are of the
+    order of 1."""
     shape = like.shape if rows is None else (rows, *like.shape[1:])
     generator = torch.Generator(like.device).manual_seed(0)
     numbers = torch.empty(shape, dtype=like.dtype, device=like.device).normal_(generator=generator)
