@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from ..utils.isolation import in_clean_state
+from . import record
 from .free_variables import find_variables
 from .partition import example_shape, split
-from .record import Activation, by_name, rows
+from .record import Activation, rows
 from .tracing import NotPointwise
 
 #: How far these may be apart in float64, in relation to z where that is above 1; by the dtype computed in. Constants
@@ -41,7 +42,7 @@ def _programs(dtype: torch.dtype) -> dict[str, Activation]:
     """The table's functions as traces: as torch has them, and as they are written there."""
     found = {}
     for row in rows():
-        activation = by_name[row.name]
+        activation = record.by_name[row.name]
         if row.is_custom or activation.is_identity:
             continue
         for function in (activation.plain, activation.function):
@@ -72,7 +73,7 @@ def _sweeps() -> tuple[Tensor, list[tuple[Activation, Tensor]]]:
     near = torch.linspace(-NEAR, NEAR, 4001, dtype=torch.float64), torch.logspace(-9, 0, 50, dtype=torch.float64)
     z = torch.cat([*near, far, -far])
     z.requires_grad_()
-    smooth = [by_name[row.name] for row in rows() if row.derivative_given_output == "fold" and not row.is_custom]
+    smooth = [record.by_name[row.name] for row in rows() if row.derivative_given_output == "fold" and not row.is_custom]
     return z, [(activation, _and_slopes(activation.function(z), z)) for activation in smooth]
 
 
