@@ -1,4 +1,4 @@
-"""Activations: the record, the table, the branch bit, inverses and traces."""
+"""Activations: the record, the table, look-up, registration, and traces of users' functions."""
 
 from . import builtin as _builtin  # fills the table
 from .free_variables import must_call_reason

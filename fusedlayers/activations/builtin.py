@@ -1,12 +1,12 @@
-"""The table of activations: a row each, and nothing about them anywhere else.
+"""The table of activations: one row for each.
 
 Adding a row is the whole work of adding an activation: modules, kernels, tests and benchmarks iterate over this table.
-Derivatives in terms of the output y are stated next to the function that they belong to; "fold" has them fitted.
+A row states the derivative in terms of the output y next to the function; "fold" asks for a fit.
 
-A constant that float32 does not hold exactly is written with y's dtype (``full_like``): between two plain numbers,
+A constant that float32 does not hold exactly is written with y's dtype (``full_like``): between two plain numbers
 ``torch.where`` takes the process-wide default dtype.
 
-oneDNN's relu and clip post-operations are not used: they turn NaN into a number (torch's own keep it).
+oneDNN's post-operations relu and clip are not used: they turn NaN into a number, which torch's functions keep.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SELU_SCALE = 1.0507009873554804934193349852946
 
 
 def _given_positive(name: str, value: float, below: str) -> str | None:
-    """The reason of an activation that is one-to-one only where a parameter is not negative."""
+    """``parameter_refusal`` of an activation that is one-to-one only if a parameter is not negative."""
     return None if value >= 0 else f"with {name} = {value:g} {below}, so the output does not tell the derivative"
 
 
@@ -68,7 +68,7 @@ register(
         parameter_refusal=lambda negative_slope: _given_positive(
             "negative_slope", negative_slope, "the function turns at 0"
         ),
-        # A number whose reciprocal is not one of float32 tells nothing either.
+        # Without a float32 reciprocal of the slope there is no inverse.
         inverse=lambda y, negative_slope: (
             y * math.nan if abs(negative_slope) < 1e-38 else F.leaky_relu(y, 1 / negative_slope)
         ),
@@ -116,7 +116,7 @@ register(
         F.threshold,
         {"threshold": 1.0, "value": 0.0},
         derivative_given_output=lambda y, threshold, value: torch.where(y > max(threshold, value), 1.0, 0.0),
-        flat_levels=("value",),  # which rounding may have lifted above the threshold
+        flat_levels=("value",),  # rounding may lift it above the threshold
         parameter_refusal=lambda threshold, value: (
             None if value <= threshold else "with value > threshold a clamped output looks like one that was kept"
         ),
@@ -168,8 +168,8 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def _squared_relu_derivative(y: Tensor) -> Tensor:
-    # The root is kept away from 0, where its own derivative is infinite and the second derivative of this row is 0.
-    # An output that overflowed has a large finite slope, because an incoming gradient of 0 must give 0.
+    # The root is not evaluated at 0, where its derivative is infinite and the second derivative of this row is 0. An
+    # output that overflowed has a large finite slope, because an incoming gradient of 0 must give 0.
     flat = y <= 0
     y = torch.where(y == math.inf, _FLOAT32_MAX, y)
     return torch.where(flat, 0.0, 2 * torch.sqrt(torch.where(flat, 1.0, y)))
@@ -257,8 +257,8 @@ register(
     )
 )
 
-#: Above threshold/beta torch's softplus is straight, which makes it jump down by exp(-threshold)/beta there. From this
-#: threshold on the jump is lost in float32's rounding of the derivative.
+#: Above threshold/beta torch's softplus is linear, so it jumps down by exp(-threshold)/beta there. From this threshold
+#: on the jump is below float32's rounding of the derivative.
 _SOFTPLUS_SEAMLESS = 16.0
 
 register(
@@ -313,8 +313,8 @@ register(
 )
 
 
-# --- folded: one negative minimum, the branch is kept in the output's last bit ----------------------------------------
-# Written so that the falling branch keeps its relative accuracy: 1 + erf(z) and 1 + tanh(z) would cancel there.
+# --- folded: one negative minimum, the output's last bit carries the branch -------------------------------------------
+# These formulas keep the relative accuracy of the falling branch: 1 + erf(z) and 1 + tanh(z) would cancel there.
 
 
 def _gelu(z: Tensor) -> Tensor:
@@ -327,8 +327,7 @@ def _gelu_tanh(z: Tensor) -> Tensor:
 
 
 def _mish(z: Tensor) -> Tensor:
-    # tanh(log(1 + u)) = n / (n + 2) with u = exp(z), n = u (u + 2); from z = 20 on it is 1, and u^2 would overflow at
-    # 44.
+    # tanh(log(1 + u)) = n / (n + 2) with u = exp(z), n = u (u + 2). From z = 20 on it is 1; u^2 would overflow at 44.
     u = torch.exp(torch.clamp(z, max=20.0))
     n = u * (u + 2)
     return z * (n / (n + 2))

@@ -1,9 +1,14 @@
-"""A user's own function, made into an activation.
+"""A user's function, made into an activation.
 
-``trace_activation`` takes the function apart (``free_variables.py``), traces it once, splits the trace in two
-(``partition.py``) and compares the result with the original (``verification.py``). What comes out serves all functions
-of the same code.
-What does not pass stays with plain PyTorch, with a reason that people can read.
+``trace_activation`` finds the function's free variables (``free_variables.py``), traces it, splits the trace into what
+depends on z and what does not (``partition.py``), and compares the result with the original (``verification.py``). The
+trace serves every function with the same code, numbers and tensor shapes: a look-up takes 25 us, a trace a tenth of a
+second, the analysis of its derivative up to a second.
+
+A function that fails any step is left to plain PyTorch, and the log says why, once.
+
+What it does not do well: numbers (not tensors) that change at every call need a trace each, and after 64 of them the
+function is left to PyTorch. A function that reads tensors saves its input, because training may change the tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ _log = logging.getLogger("fusedlayers")
 
 
 class _TraceKey(NamedTuple):
-    """What a function is traced for. ``is_exact``: the example has the very shape, and does not stand for others."""
+    """What a function is traced for. ``is_exact``: ``example`` is the real shape, and stands for no other one."""
 
     example: tuple[int, ...]
     is_exact: bool
@@ -42,8 +47,8 @@ class _TraceKey(NamedTuple):
 
 
 class _Traced(NamedTuple):
-    """What is known of a function: the activation, and how its trace is split where it reads tensors; or why it is left
-    to PyTorch; or that it has to be traced for each shape."""
+    """The result for one key: an activation, with the split of its trace if it reads tensors; or the reason why the
+    function is left to PyTorch; or that each shape needs its own trace."""
 
     activation: Activation | None = None
     split: Split | None = None
@@ -51,12 +56,12 @@ class _Traced(NamedTuple):
     reads_sizes: bool = False
 
 
-#: How many traces may differ in nothing but the numbers that a function reads: each costs a tenth of a second, so a
-#: function whose numbers change at every step is given up.
+#: How many traces may differ only in the numbers that a function reads. Each costs a tenth of a second, so a function
+#: whose numbers change at every step is left to PyTorch.
 _MAX_VARIANTS = 64
-#: Of these, how many are analysed, which takes half a second: a number that changes at every step is kept out of it.
+#: How many of these are analysed, which takes half a second each.
 _MAX_ANALYSED = 8
-#: What keeps of its arguments a truth value for each element at most.
+#: Operations of whose arguments backward needs at most one truth value per element.
 _COMPARISONS = {
     getattr(getattr(torch.ops.aten, name), kind)
     for name in ("gt", "ge", "lt", "le", "eq", "ne")
@@ -72,14 +77,17 @@ _logged: BoundedCache[bool] = BoundedCache()
 def trace_activation(
     activation: Activation, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
 ) -> WithOperands:
-    """The activation for ``z`` of this shape, dtype and device, for a callable that is not in the table."""
+    """The activation and operands of a callable that is not in the table, for z of this shape, dtype and device.
+
+    The activation has a ``fallback_reason`` if the callable is left to PyTorch.
+    """
     variables = find_variables(activation.function)
     if variables.refusal is not None:
         return WithOperands(_unfused(activation, _log_reason(activation, variables.refusal)))
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     example = example_shape(shape, variables.tensors)
     traced = _cached_trace(activation, variables, _TraceKey(example, False, dtype, autocast))
-    if traced.reads_sizes:  # it may do another thing for large tensors
+    if traced.reads_sizes:  # it may compute something else for other sizes
         traced = _cached_trace(activation, variables, _TraceKey(shape, True, dtype, autocast))
     if traced.activation is None:
         return WithOperands(_unfused(activation, traced.refusal or ""))
@@ -87,7 +95,7 @@ def trace_activation(
         return WithOperands(traced.activation)
     operands = _operands(traced.split, variables.tensors, dtype)
     if device is not None:
-        operands = tuple(p if p.dim() else p.to(device) for p in operands)  # as torch combines 0-d tensors with others
+        operands = tuple(p if p.dim() else p.to(device) for p in operands)  # torch combines 0-d tensors with any device
         if any(p.device != device for p in operands):
             return WithOperands(_unfused(activation, _log_reason(activation, "its tensors are on another device")))
     return WithOperands(traced.activation, operands, next((d for d in traced.split.dims if d is not None), None))
@@ -95,7 +103,7 @@ def trace_activation(
 
 @contextmanager
 def without_logging() -> Iterator[None]:
-    """Let this thread find out about functions without a word in the log: nobody has asked for them to be fused."""
+    """Log nothing in this thread: the caller only asks whether functions could be fused."""
     thread = threading.get_ident()
 
     def passes(record: logging.LogRecord) -> bool:
@@ -120,7 +128,7 @@ def _unfused(activation: Activation, reason: str) -> Activation:
 
 
 def _log_reason(activation: Activation, why: str) -> str:
-    """The reason in words; the first time it is said."""
+    """The reason as a sentence, logged if it is new."""
     reason = f"{activation.name} is left to PyTorch because {why}"
     if _logged.get(reason) is None:
         _logged.put(reason, True)
@@ -151,12 +159,12 @@ def _trace(activation: Activation, variables: FreeVariables, trace_key: _TraceKe
     if reads_sizes(variables, example, dtype, autocast) and not is_exact:
         return _Traced(reads_sizes=True)
     check_trace(variables, split, example, dtype)
-    known = recognise(split.body, dtype) if activation.row is None and not split.dims else None
-    if known is not None:
-        return _Traced(known)
+    equal = recognise(split.body, dtype) if activation.row is None and not split.dims else None
+    if equal is not None:
+        return _Traced(equal)
     _check_derivatives(activation)
     reads = _what_backward_reads(split, dtype)
-    if not reads:  # of what is straight in z a layer would keep the input or the output
+    if not reads:  # f is linear in z: PyTorch saves neither z nor y, a layer would save one of them
         raise NotPointwise("backward needs nothing of it, and PyTorch keeps nothing")
     if split.dims:
         if reads <= _COMPARISONS:
@@ -176,7 +184,7 @@ def _trace(activation: Activation, variables: FreeVariables, trace_key: _TraceKe
 
 
 def _analysis(key: Hashable, function: Callable[[Tensor], Tensor]) -> Analysis:
-    """Once for all shapes and dtypes: it takes up to a second."""
+    """The analysis, made once for all shapes and dtypes because it takes up to a second."""
     return _analyses.get(key) or _analyses.put(key, analyse(function))
 
 
@@ -189,7 +197,7 @@ def _what_backward_reads(split: Split, dtype: torch.dtype) -> set[Any]:
 
 
 def _stated_derivatives_key(row: Row | None) -> Hashable:
-    """What the derivatives that a user stated read."""
+    """The part of the key for the derivatives that a user stated."""
     if row is None:
         return None
     return tuple(
@@ -198,7 +206,7 @@ def _stated_derivatives_key(row: Row | None) -> Hashable:
 
 
 def _check_derivatives(activation: Activation) -> None:
-    """A stated derivative was compared when it was registered, for the parameters' defaults and what it read then."""
+    """Check stated derivatives again: registration checked them for the default parameters and what they read then."""
     if activation.row is not None:
         wrong = find_counterexample(activation.row, activation.parameters)
         if wrong is not None:

@@ -1,7 +1,7 @@
-"""What ATen's operations are made of, where printers and the splitter of users' functions want fewer to know.
+"""Decompositions of ATen operations, so that code printers and the splitter of users' functions need few of them.
 
-Torch decomposes most of them itself; here is what it keeps whole, what it leaves in mixed types, and what it
-decomposes with less accuracy than the kernel has.
+Torch has most decompositions. This file adds those of operations that torch keeps whole, that compute in mixed dtypes,
+or that torch decomposes with less accuracy than the kernel has.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 Table = dict[Any, Callable[..., Any]]
 
-#: Core ATen keeps these whole; printers have fewer operations to know if they are taken apart too.
+#: Core ATen keeps these whole. Torch's decompositions of them save the printers from knowing them.
 _MORE_DECOMPOSITIONS = (
     aten.celu,
     aten.clamp,
@@ -42,7 +42,7 @@ class NotPointwise(ValueError):
 
 @functools.cache
 def to_core() -> Table:
-    """Down to the operations that printers know."""
+    """Decompositions down to the operations that printers know."""
     promotions = {
         overload: _in_one_type(overload, kind)
         for kind, operators in _PROMOTED.items()
@@ -54,20 +54,21 @@ def to_core() -> Table:
 
 @functools.cache
 def to_single_results() -> Table:
-    """Of operations that return more than what they are asked for, or take noise that they do not use; and of those
-    that fill in what a tensor of the same shape selects."""
+    """Decompositions of operations that return more than one result, that take unused noise, or that fill the elements
+    that a mask selects."""
     rrelu = {operator: own for operator, own in _OWN.items() if "rrelu" in str(operator)}
     return {**decompositions_of([aten.log_sigmoid_forward]), **rrelu, **_FILLING}
 
 
 @functools.cache
 def slow_kernels() -> Table:
-    """Of operations whose CPU kernels are not vectorised: what they are made of runs faster."""
+    """Decompositions of operations whose CPU kernels are not vectorised: their parts run faster."""
     return decompositions_of([PRELU_BACKWARD])
 
 
-#: Operations of core ATen that convert their arguments themselves, by how they choose the type. Their arguments get it
-#: here, so that printers need no rules for mixed types; float16 and bfloat16 are computed in float32, as in kernels.
+#: Operations of core ATen that convert their arguments themselves, by torch's rule of type promotion. Here explicit
+#: casts do, so that printers need no rules for mixed dtypes. float16 and bfloat16 are computed in float32, as kernels
+#: do.
 _PROMOTED = {
     "DEFAULT": (
         aten.abs, aten.add, aten.ceil, aten.copysign, aten.floor, aten.fmax, aten.fmin, aten.fmod, aten.hypot,
@@ -110,7 +111,7 @@ def _divide(x: Any, y: Any, *, rounding_mode: str | None) -> Any:
 
 
 def _floor_divide(x: Any, y: Any) -> Any:
-    # As torch's kernels do it, from the exact remainder: a quotient that is rounded up to a whole number is below it.
+    # As torch's kernels do, from the exact remainder: a quotient may be rounded up to a whole number that it is below.
     _refuse_integers(x, y)
     quotient = torch.true_divide(x, y)
     remainder = torch.fmod(x, y) if isinstance(x, Tensor) else torch.fmod(torch.full_like(y, x), y)
@@ -200,7 +201,7 @@ def _logit_backward(grad: Tensor, x: Tensor, eps: float | None = None) -> Tensor
 
 
 def _zeros(size: Any, **options: Any) -> Tensor:
-    # For memory that nobody has written, where any number will do, and for autograd's gradients that are zero.
+    # For uninitialised memory, where any number will do, and for autograd's zero gradients.
     return torch.full(size, 0, dtype=options.get("dtype"))
 
 

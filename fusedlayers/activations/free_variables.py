@@ -1,12 +1,14 @@
-"""What a function reads besides its argument: the tensors, and everything else.
+"""The free variables of a function: the tensors and all other values that it reads besides its argument.
 
-A user's activation may be a lambda over a parameter, a partial, a bound method, a module. Two such functions that were
-made by the same lines of code and read the same numbers compute the same from their tensors: a trace of one serves the
-other. ``find_variables`` finds both, by looking where Python looks: in closures, defaults, the globals and attributes
-that the code names, a module's parameters and buffers.
+A user's activation may be a lambda over a parameter, a partial, a bound method or a module. Two functions with the same
+code that read the same numbers compute the same from their tensors, so the trace of one serves the other.
+``find_variables`` returns the tensors, and a key that is equal for two such functions. It searches where Python does:
+closures, defaults, the globals and attributes that the code names, a module's parameters and buffers. It searches the
+code of the function and of everything that it may call: methods and properties whose names occur, and functions of the
+same program. A call takes 25 us for a simple function.
 
-The code is that of the function and of whatever it may call: methods and properties whose names occur, functions from
-the same program. Installed packages are taken to compute tomorrow what they compute today.
+What it does not do: code of installed packages is not searched, and is assumed not to change its behaviour. State that
+no attribute shows (a C extension's, a file's) is not seen; objects that may hide some are refused.
 """
 
 from __future__ import annotations
@@ -41,16 +43,21 @@ from .python_values import (
     user_classes,
 )
 
+#: Builds a value anew from other tensors.
 Make = Callable[[Sequence[Tensor]], Any]
 
 
 class FreeVariables(NamedTuple):
-    """A function, taken apart.
+    """The free variables of a function.
 
-    ``key`` is equal for functions that compute the same from equally shaped tensors; ``code``, the code that is called
-    or what stands for it, is also equal for those that read other numbers. ``rebind(tensors)`` is the function with its
-    ``tensors`` replaced by others. ``refusal`` is why that cannot be said of it, or None. ``objects`` are what was
-    looked into, the function itself first: what else it reads are values, or what programs define once.
+    Attributes:
+        code: the code that is called, or what identifies it; equal also for functions that read other numbers.
+        key: equal for functions that compute the same from tensors of equal shapes and dtypes.
+        tensors: the tensors that the function reads.
+        rebind: ``rebind(tensors)`` is the function with its tensors replaced by others.
+        refusal: why the key cannot be relied on, or None.
+        objects: the objects that were searched, the function first. Everything else that the function reads is an
+            immutable value, or a definition that programs make once.
     """
 
     code: Hashable
@@ -62,35 +69,36 @@ class FreeVariables(NamedTuple):
 
 
 def find_variables(function: Callable[..., Any]) -> FreeVariables:
-    root = _root(function)
-    visitor = _Visitor(_known_names.get(root, _CALLED))
+    """The free variables of a function, found without calling it."""
+    called = _called_code(function)
+    visitor = _Visitor(_cached_names.get(called, _CALLED))
     key, make = visitor.visit(function)
-    while visitor.fewest < len(visitor.names):  # something was looked into before all of the code was known
+    while visitor.fewest < len(visitor.names):  # an object was searched before all names of the code had been found
         visitor = _Visitor(visitor.names)
         key, make = visitor.visit(function)
-        if len(_known_names) >= _ROOTS:
-            _known_names.clear()
-        _known_names[root] = frozenset(visitor.names)
-    return FreeVariables(root, key, tuple(visitor.tensors), make, visitor.refusal, tuple(visitor.alive))
+        if len(_cached_names) >= _CACHED:
+            _cached_names.clear()
+        _cached_names[called] = frozenset(visitor.names)
+    return FreeVariables(called, key, tuple(visitor.tensors), make, visitor.refusal, tuple(visitor.searched))
 
 
-def _root(function: Any) -> Hashable:
-    """The code that is called, or its class, and the name where a class has many, as that of built-in functions has."""
+def _called_code(function: Any) -> Hashable:
+    """The code object that is called; or the class, with the name where one class serves many built-in functions."""
     while isinstance(function, functools.partial):
         function = function.func
-    if isinstance(function, nn.Module):  # which takes long to say that it has no such attributes
+    if isinstance(function, nn.Module):  # nn.Module.__getattr__ is slow to say that an attribute is missing
         return type(function), None
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     return code if isinstance(code, types.CodeType) else (type(function), getattr(function, "__name__", None))
 
 
-#: What the code named the last time, which spares a second walk.
-_known_names: dict[Hashable, frozenset[str]] = {}
-_ROOTS = 512
+#: The names that were found in a function's code the last time, which spares a second walk.
+_cached_names: dict[Hashable, frozenset[str]] = {}
+_CACHED = 512
 
 
 def must_call_reason(module: nn.Module) -> str | None:
-    """Why a module does more than its class says, or None."""
+    """Why a module must be called instead of replaced by a fused operation, or None."""
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return "it has hooks"
     return "its forward has been replaced" if "forward" in vars(module) else None
@@ -102,24 +110,24 @@ _VALUES = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.finfo, torch.iinfo),
 )
 _CONTAINERS = (tuple, list, dict, set, frozenset, deque)
-#: A container with more is not looked through at every call; of a module with more parameters, a whole network say,
-#: what the code names counts.
+#: A container with more elements is refused, because every call would search it. Of a module with more parameters (a
+#: whole network) only the attributes count that the code names.
 _LARGE = 64
-#: An array's bytes, likewise.
+#: An array with more bytes is refused likewise.
 _LARGE_BYTES = 4096
-#: What ``nn.Module`` keeps for itself and does not change what a module computes.
 _MODULE_PARTS = ("_parameters", "_buffers", "_modules")
+#: Attributes of ``nn.Module`` itself that do not change what a module computes.
 _MODULE_OWN = frozenset(vars(nn.Module())) - {"training"}
-#: What is called without its name in the code, besides operators and other methods with underscores. Of these not all:
-#: an ``__init__`` names what an object has, whether it is used or not.
+#: Methods that are called without their name in the code, besides those with double underscores. Of these the ones in
+#: ``_NOT_CALLED`` do not count: an ``__init__`` names every attribute, used or not.
 _CALLED = frozenset({"forward", "backward"})
 _NOT_CALLED = frozenset({"__init__", "__new__", "__del__", "__repr__", "__reduce__", "__getstate__", "__setstate__"})
 #: Code with one of these names may read attributes that it does not name.
 _ANY_NAME = frozenset({"getattr", "vars", "__dict__"})
 
 
-class _Same:
-    """An object that equals nothing but itself; holding it keeps its address its own."""
+class _Identity:
+    """A key that equals only the key of the same object. It holds the object, so that no other one gets its address."""
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -128,19 +136,19 @@ class _Same:
         return id(self.value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
+        return isinstance(other, _Identity) and other.value is self.value
 
 
 class _Visitor:
-    """Walks over what a function reads. A visit gives the value's part of the key, and how to make the value anew."""
+    """Walks over everything that a function reads. ``visit`` returns a value's part of the key, and its ``Make``."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.tensors: list[Tensor] = []
         self.refusal: str | None = None
-        #: What has been looked into, and so stays alive: no address is that of two objects.
-        self.alive: list[object] = []
-        #: The globals and attributes that the code names, as far as it has been met, and how many were known when
-        #: something was chosen by them.
+        #: The objects that were searched. Holding them keeps their addresses unique.
+        self.searched: list[object] = []
+        #: The globals and attributes that the code names, as far as it has been searched; and how many of them were
+        #: known when attributes were first selected by name.
         self.names = set(names)
         self.fewest = sys.maxsize
         self._seen: dict[int, tuple[int, Make]] = {}
@@ -155,20 +163,20 @@ class _Visitor:
             return self._tensor(value)
         if id(value) in self._seen:
             number, make = self._seen[id(value)]
-            return ("again", number), make
-        visit = self._how(value)
+            return ("reference", number), make
+        visit = self._visit_method(value)
         if visit is None:
-            return _Same(value), lambda tensors: value
+            return _Identity(value), lambda tensors: value
         number = len(self._seen)
-        self._seen[id(value)] = number, lambda tensors: value  # in a cycle it stays what it is
-        self.alive.append(value)
+        self._seen[id(value)] = number, lambda tensors: value  # in a cycle the object itself
+        self.searched.append(value)
         key, make = visit(value)
         self._seen[id(value)] = number, make
         return key, make
 
-    def _how(self, value: Any) -> Callable[[Any], tuple[Hashable, Make]] | None:
+    def _visit_method(self, value: Any) -> Callable[[Any], tuple[Hashable, Make]] | None:
         if isinstance(value, types.FunctionType):
-            return None if self.alive and is_library(value) else self._function
+            return None if self.searched and is_library(value) else self._function
         if isinstance(value, types.BuiltinFunctionType):
             return self._bound_builtin if isinstance(value.__self__, (Tensor, random.Random)) else None
         for kind, visit in (
@@ -192,7 +200,7 @@ class _Visitor:
         if index == len(self.tensors):
             if type(tensor) not in _TENSORS and not _is_ordinary(tensor):
                 self.refusal = f"it reads a {type(tensor).__name__}"
-                return _Same(tensor), lambda tensors: tensor
+                return _Identity(tensor), lambda tensors: tensor
             self.tensors.append(tensor)
         key = (index, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
         return key, lambda tensors: tensors[index]
@@ -212,8 +220,8 @@ class _Visitor:
 
     def _function(self, function: types.FunctionType) -> tuple[Hashable, Make]:
         code = function.__code__
-        # Of a package's function what it closes over counts: of a decorator's the function that it decorates.
-        names = names_in(code) if len(self.alive) == 1 or not is_installed_code(function) else frozenset()
+        # Of a package's function only the closure counts: a decorator's holds the function that it decorates.
+        names = names_in(code) if len(self.searched) == 1 or not is_installed_code(function) else frozenset()
         self.names |= names
         scope = function.__globals__
         cells = function.__closure__ or ()
@@ -231,7 +239,7 @@ class _Visitor:
             return code, lambda tensors: function
         parts = [self._parts(part) for part in (closure, read, defaults, keywords, attributes)]
 
-        def on(tensors: Sequence[Tensor]) -> Any:
+        def rebuild(tensors: Sequence[Tensor]) -> Any:
             cells_of, globals_of, defaults_of, keywords_of, attributes_of = (make(tensors) for _, make in parts)
             made = types.FunctionType(
                 code,
@@ -244,7 +252,7 @@ class _Visitor:
             vars(made).update(attributes_of)
             return made
 
-        return (code, *(key for key, _ in parts)), on
+        return (code, *(key for key, _ in parts)), rebuild
 
     def _bound_builtin(self, method: types.BuiltinFunctionType) -> tuple[Hashable, Make]:
         key, make = self.visit(method.__self__)
@@ -253,11 +261,11 @@ class _Visitor:
     def _partial(self, partial: functools.partial[Any]) -> tuple[Hashable, Make]:
         key, make = self._parts({0: partial.func, 1: partial.args, 2: partial.keywords})
 
-        def on(tensors: Sequence[Tensor]) -> Any:
+        def rebuild(tensors: Sequence[Tensor]) -> Any:
             function, arguments, keywords = make(tensors).values()
             return functools.partial(function, *arguments, **keywords)
 
-        return ("partial", key), on
+        return ("partial", key), rebuild
 
     def _method(self, method: types.MethodType) -> tuple[Hashable, Make]:
         function: Any = method.__func__
@@ -266,7 +274,7 @@ class _Visitor:
         return ("method", key), lambda tensors: types.MethodType(*make(tensors).values())
 
     def _module(self, module: nn.Module) -> tuple[Hashable, Make]:
-        """All that a module has; of a large one what the code names."""
+        """All attributes of a module; of a large module only those that the code names."""
         if id(module) not in self._bypassed:
             self.refusal = self.refusal or must_call_reason(module)
         members = self._members(type(module))
@@ -277,26 +285,26 @@ class _Visitor:
             own = self._named(own)
         parts = [self._parts(part) for part in (own, *has, members)]
 
-        def on(tensors: Sequence[Tensor]) -> Any:
+        def rebuild(tensors: Sequence[Tensor]) -> Any:
             made = object.__new__(type(module))
             own_of, *has_of, _ = (make(tensors) for _, make in parts)
             registered = {n: {**vars(module)[n], **of} for n, of in zip(_MODULE_PARTS, has_of, strict=True)}
             vars(made).update({**vars(module), **own_of, **registered})
             return made
 
-        return (type(module), *(key for key, _ in parts)), on
+        return (type(module), *(key for key, _ in parts)), rebuild
 
     def _container(self, container: Any) -> tuple[Hashable, Make]:
         kind = type(container)
         if len(container) > _LARGE:
             self.refusal = f"it reads a {kind.__name__} of {len(container)} values; let it read a tensor"
-            return _Same(container), lambda tensors: container
+            return _Identity(container), lambda tensors: container
         if isinstance(container, (set, frozenset)):
             return (kind, frozenset(self.visit(value)[0] for value in container)), lambda tensors: copy.copy(container)
         is_dict = isinstance(container, dict)
         key, make = self._parts(container if is_dict else dict(enumerate(container)))
 
-        def on(tensors: Sequence[Tensor]) -> Any:
+        def rebuild(tensors: Sequence[Tensor]) -> Any:
             made = make(tensors)
             if isinstance(container, tuple):
                 return tuple.__new__(kind, made.values())
@@ -308,29 +316,29 @@ class _Visitor:
                 copied.extend(made.values())
             return copied
 
-        return (kind, key), on
+        return (kind, key), rebuild
 
     def _buffer(self, array: Any) -> tuple[Hashable, Make]:
         view = memoryview(array)
         if view.nbytes > _LARGE_BYTES:
             self.refusal = f"it reads a {type(array).__name__} of {view.nbytes} bytes; let it read a tensor"
-            return _Same(array), lambda tensors: array
+            return _Identity(array), lambda tensors: array
         return (type(array), view.format, view.shape, view.tobytes()), lambda tensors: copy.copy(array)
 
     def _cached(self, function: Any) -> tuple[Hashable, Make]:
-        """Calls that are remembered: what they read now need not be what they read then, so that the object counts."""
-        return ("cached", _Same(function), self.visit(function.__wrapped__)[0]), lambda tensors: function
+        """A function with a cache. Its cached results may stem from earlier values, so the object's identity counts."""
+        return ("cached", _Identity(function), self.visit(function.__wrapped__)[0]), lambda tensors: function
 
     def _namespace(self, space: Any) -> tuple[Hashable, Make]:
-        """What the code names of a class or a Python module."""
+        """The attributes that the code names of a class or of a Python module."""
         if isinstance(space, type):
             found = self._members(space, also=("__init__", "__new__"))
         else:
             found = {name: value for name, value in self._named(vars(space)).items() if not is_fixed(value)}
-        return (_Same(space), self._parts(found)[0]), lambda tensors: space
+        return (_Identity(space), self._parts(found)[0]), lambda tensors: space
 
     def _object(self, value: Any) -> tuple[Hashable, Make]:
-        """What the code names of an instance; all that it has, if methods from a package may read it."""
+        """The attributes that the code names of an instance; all of them if a package's methods may read them."""
         kind: Any = type(value)
         if isinstance(value, random.Random):
             self.refusal = self.refusal or RANDOM
@@ -339,7 +347,7 @@ class _Visitor:
         if len(user_classes(kind)) == len(kind.__mro__) - 1:  # all but object
             found, identity = self._named(found), None
         else:
-            identity = _Same(value)
+            identity = _Identity(value)
             if not (found or callable(value) or is_constant(value)):
                 self.refusal = f"it reads a {kind.__name__}, which may change unseen; let it read a tensor or a number"
             if kind.__module__.partition(".")[0] == "torch":
@@ -351,13 +359,13 @@ class _Visitor:
             return (kind, self._parts(members)[0], identity), lambda tensors: value
         key, make = self._parts(found)
 
-        def on(tensors: Sequence[Tensor]) -> Any:
+        def rebuild(tensors: Sequence[Tensor]) -> Any:
             made = copy.copy(value)
             for name, part in make(tensors).items():
                 object.__setattr__(made, name, part)
             return made
 
-        return (kind, key, self._parts(members)[0], identity), on
+        return (kind, key, self._parts(members)[0], identity), rebuild
 
     # --- names --------------------------------------------------------------------------------------------------------
 
@@ -367,15 +375,14 @@ class _Visitor:
         return {name: value for name, value in values.items() if name in names}
 
     def _members(self, kind: Any, also: Iterable[str] = ()) -> dict[Any, Any]:
-        """What may be called or read of the classes that an object is made after. What methods name is named by the
-        code."""
+        """The members of an object's classes that may be called or read. Their code's names join ``names``."""
         bases = user_classes(kind)
         if not bases:
             return {}
         found, names = _found_members(bases, frozenset(self.names), frozenset(also))
         self.names |= names
         self.fewest = min(self.fewest, len(self.names))
-        # Looked up anew at every call: a class's attributes are set as an object's are.
+        # Looked up at every call, because a class's attributes may be set like an object's.
         members = {at: unwrapped(vars(bases[at[0]])[at[1]]) for at in found}
         return {at: member for at, member in members.items() if not is_fixed(member)}
 
@@ -384,11 +391,11 @@ class _Visitor:
 def _found_members(
     bases: tuple[type, ...], names: frozenset[str], also: frozenset[str]
 ) -> tuple[tuple[tuple[int, str], ...], frozenset[str]]:
-    """Which members of which of the classes ``names`` lead to, and all names that these lead to."""
-    known: frozenset[str] = frozenset()
+    """The members (index of the class, name) that ``names`` reach, and ``names`` with all names in their code."""
+    before: frozenset[str] = frozenset()
     found: dict[tuple[int, str], None] = {}
-    while known != names:
-        known = names
+    while before != names:
+        before = names
         for i, base in enumerate(bases):
             for name, member in vars(base).items():
                 is_implicit = name.startswith("__") and name not in _NOT_CALLED
@@ -404,7 +411,6 @@ def _found_members(
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
-    """Whether a subclass of Tensor does what Tensor does, with numbers of its own: not one of the fakes, nor of those
-    that are yet to be made."""
+    """Whether a subclass of Tensor behaves like Tensor and has values: not a fake tensor, not a lazy parameter."""
     same = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and not has_torch_function((tensor,))
     return same and not is_lazy(tensor)

@@ -1,4 +1,4 @@
-"""What a user passes for an activation, made into its record."""
+"""``resolve``: from what a user passes as an activation to its record."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .record import Activation, activations
 def resolve(activation: object, function: str = "resolve") -> Activation:
     """The record for a name, an ``nn.Module``, a torch function, a ``functools.partial``, any callable, or None.
 
-    ``function`` is whom errors are to name.
+    Errors name ``function`` as the function that was called.
 
     Raises:
         ValueError: an unknown name; the message lists the known ones.
-        TypeError: something that cannot be called, or a module's class.
+        TypeError: an object that cannot be called, or the class of a module.
     """
     if isinstance(activation, str):
         found = record.by_name.get(activation)
@@ -47,7 +47,7 @@ def resolve(activation: object, function: str = "resolve") -> Activation:
 
 
 def _resolve_module(module: nn.Module) -> Activation:
-    # A subclass may compute something else, and a hook wants to see the module called: both stay as they are.
+    # A subclass may compute something else, and a hook must see the call: neither is replaced by a row.
     reason = must_call_reason(module)
     if reason is not None:
         return _unfused(module, reason)
@@ -56,7 +56,7 @@ def _resolve_module(module: nn.Module) -> Activation:
 
 
 def activation_of_module(module: nn.Module, kind: type[nn.Module]) -> Activation | None:
-    """The record for a module that computes what torch's ``kind`` does, or None if that is not in the table."""
+    """The record for a module that computes what torch's class ``kind`` computes; None if the table has none."""
     for row, arguments, _ in record.stand_ins.get(kind, ()):
         parameters = {key: getattr(module, key) for key in row.parameters}
         selected = all(getattr(module, key) == value for key, value in arguments.items())

@@ -1,8 +1,10 @@
-"""A user's traced function in two parts: what depends on z, and what depends on the function's own tensors only.
+"""Splits the trace of a user's function in two: what depends on z, and what depends only on the function's tensors.
 
-The second, the prologue (a sigmoid of a trainable order, gamma functions of it), is run beforehand by torch and under
-autograd, on tensors of one number or one per channel. The first, the body, is a pointwise function of z and of what the
-prologue gives, its operands.
+The *prologue* depends only on the tensors (a sigmoid of a trainable order, gamma functions of it). PyTorch runs it
+before the kernel, under autograd, on tensors of one number or of one number per channel. The *body* is a pointwise
+function of z and of the prologue's results, its *operands*. Fused kernels compute the body.
+
+What it does not do: tensors that run along more than one dimension, or integer tensors combined with z, are refused.
 """
 
 from __future__ import annotations
@@ -30,25 +32,25 @@ class Split(NamedTuple):
 
     body: GraphModule
     prologue: GraphModule
-    #: For each operand the dimension of z, from the end, along which it runs; None for one number.
+    #: For each operand the dimension of z, counted from the end, along which it runs; None for one number.
     dims: Dims
-    #: Where the operands are tensors of the function as they are, their numbers.
+    #: The indices of the function's tensors that are the operands, if the prologue computes nothing; else None.
     direct: tuple[int, ...] | None
 
 
-#: Sizes that take the place of those that no tensor of the function shares, one for each dimension: even, because half
-#: of an odd number is an error where half of an even one tells that the function is not pointwise.
+#: Sizes for the dimensions that no tensor of the function shares. They are even: splitting an odd dimension in halves
+#: raises an error, and splitting an even one shows that the function is not pointwise.
 _SIZES = range(6, 10_000, 4)
 
 
 def example_shape(shape: tuple[int, ...], tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """A shape that stands for all shapes like this one: sizes matter only where a tensor has the same."""
+    """A shape that stands for all shapes like this one: a size matters only where one of the tensors has it too."""
     taken = {size for tensor in tensors for size in tensor.shape if size > 1}
     free = (size for size in _SIZES if size not in taken)
     return tuple(size if size in taken else next(free) for size in shape)
 
 
-#: Pointwise, though torch does not say so.
+#: Pointwise operations without torch's tag ``pointwise``.
 _ALSO_POINTWISE = {
     PRELU.default,
     TO_COPY.default,
@@ -69,6 +71,11 @@ _EXPANDING = {aten.expand.default, aten.expand_copy.default}
 
 
 def split(variables: FreeVariables, example: tuple[int, ...], dtype: torch.dtype) -> Split:
+    """Trace a function for z of the shape ``example``, in the dtype that layers compute in, and split the trace.
+
+    Raises:
+        NotPointwise: the function cannot be traced, is not pointwise, or computes something else in ``dtype``.
+    """
     wide = torch.promote_types(dtype, torch.float32)
     module = _traced(variables, example, wide)
     if wide is not dtype and _numbers(module) != _numbers(_traced(variables, example, dtype)):
@@ -86,7 +93,7 @@ def _traced(variables: FreeVariables, example: tuple[int, ...], dtype: torch.dty
 
 
 def _numbers(module: GraphModule) -> list[tuple[str, tuple[float, ...]]]:
-    """The operations of a trace, casts left out, each with the numbers among its arguments."""
+    """The operations of a trace, casts left out, with the numbers among their arguments."""
     return [
         (_name(node), tuple(a for a in node.args if isinstance(a, (bool, int, float))))
         for node in module.graph.nodes
@@ -99,18 +106,18 @@ def _like(tensor: Tensor, wide: torch.dtype) -> Tensor:
 
 
 class _Splitter:
-    """Copies the nodes of a trace into the graph that they belong to."""
+    """Copies each node of a trace into the body or the prologue."""
 
     def __init__(self, module: GraphModule, example: tuple[int, ...]) -> None:
         self.module, self.example = module, example
         self.z, *self.tensors = (node for node in module.graph.nodes if node.op == "placeholder")
-        #: What depends on z, what depends on the function's tensors only, and numbers.
+        #: Nodes that depend on z, and nodes that depend on tensors only, with their copies; nodes that are numbers.
         self.varying: dict[Node, Node] = {}
         self.uniform: dict[Node, Node] = {}
         self.numbers: dict[Node, float | int | bool] = {}
         self.body, self.prologue = Graph(), Graph()
         self.operands: dict[Node, Node] = {}
-        #: What is expanded, by what it is expanded to: an operand is not.
+        #: Expanded nodes, with what they expand: an operand is passed unexpanded.
         self.narrow: dict[Node, Node] = {}
 
     def split(self, tensors: Sequence[Tensor]) -> Split:
@@ -133,11 +140,11 @@ class _Splitter:
                     raise NotPointwise("its result does not depend on its argument")
                 self.body.output(self._in_body(result))
         self.prologue.output(tuple(self.uniform[node] for node in self.operands))
-        for node in self.prologue.nodes:  # it is called for every layer
+        for node in self.prologue.nodes:  # it runs at every call of a layer
             target: Any = node.target
             node.target = TORCH_CALLS.get(getattr(target, "overloadpacket", None), target)
         prologue = _finished(self.prologue)
-        # What is expanded is narrower than in the trace, and so is what is computed from it.
+        # The prologue is run to find its results' shapes: without the expansions they are narrower than in the trace.
         dims = tuple(_dim(operand.shape) for operand in prologue(*tensors))
         if len({dim for dim in dims if dim is not None}) > 1:
             raise NotPointwise("its tensors run along several dimensions")
@@ -150,7 +157,7 @@ class _Splitter:
         op = _name(node)
         inputs = node.all_input_nodes
         if target is aten.copy_.default:
-            if node.args[0] is not self.z:  # the layer decides whether z is overwritten
+            if node.args[0] is not self.z:  # writing to z is allowed: the layer decides whether z is overwritten
                 raise NotPointwise("it changes a tensor that it holds")
             return
         if target is LOCAL_SCALAR.default:
@@ -159,7 +166,7 @@ class _Splitter:
             self.numbers[node] = fill
         elif any(i in self.varying for i in inputs):
             pointwise = torch.Tag.pointwise in target.tags or target in _ALSO_POINTWISE
-            if not pointwise or getattr(node.meta["val"], "shape", None) != self.example:  # several results have none
+            if not pointwise or getattr(node.meta["val"], "shape", None) != self.example:  # a tuple has no shape
                 raise NotPointwise(f"{op} is not pointwise")
             self.varying[node] = _copied(self.body, node, self._in_body)
         elif any(i in self.uniform for i in inputs):
@@ -196,7 +203,7 @@ class _Splitter:
         return self.operands[node]
 
     def _number(self, node: Node) -> float | int | bool:
-        """What a node that depends on nothing computes."""
+        """The value of a node that depends on no input."""
         value = self._evaluated(node)
         if value.numel() != 1:
             raise NotPointwise("it makes a tensor of several numbers; let it read one, such as a module's buffer")
@@ -207,7 +214,7 @@ class _Splitter:
             return torch.tensor(self.numbers[node], dtype=node.meta["val"].dtype)
         if node.op == "get_attr":
             value: Any = getattr(self.module, str(node.target))
-            real = getattr(value, "constant", None)  # of a fake tensor made from numbers
+            real = getattr(value, "constant", None)  # a fake tensor that was made from numbers holds them there
             return value if real is None else real
         target: Any = node.target
         arguments = [self._evaluated(a) if isinstance(a, Node) else a for a in node.args]
@@ -215,7 +222,7 @@ class _Splitter:
 
 
 def _dim(shape: Sequence[int]) -> int | None:
-    """The dimension of z, from the end, along which a tensor of this shape runs that is combined with it."""
+    """The dimension of z, counted from the end, along which an operand of this shape runs; None for one number."""
     running = [i - len(shape) for i, size in enumerate(shape) if size != 1]
     if len(running) > 1 or math.prod(shape) == 0:
         raise NotPointwise("a tensor that it reads has more than one dimension")
@@ -224,12 +231,12 @@ def _dim(shape: Sequence[int]) -> int | None:
 
 def _name(node: Node) -> str:
     _, _, operation = str(node.target).partition(".")
-    return operation.split(".")[0] or getattr(node.target, "__name__", "")  # of a tuple's item
+    return operation.split(".")[0] or getattr(node.target, "__name__", "")  # operator.getitem has no overload
 
 
 def _copied(graph: Graph, node: Node, argument: Callable[[Node], Node]) -> Node:
     copied = graph.node_copy(node, argument)
-    if copied.target is aten.detach_copy.default:  # which has no derivative, not even 0
+    if copied.target is aten.detach_copy.default:  # detach_copy has no derivative formula, not even 0
         copied.target = aten.detach.default
     return copied
 

@@ -1,4 +1,4 @@
-"""What Python shows of a value: what its code names, what it holds, and whether a library or the user has made it."""
+"""Introspection of Python values: the names in code, an object's attributes, library code or the user's."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 
 
 def attributes_of(value: object) -> Iterator[tuple[str, Any]]:
+    """The attributes of an instance, also those in slots."""
     yield from getattr(value, "__dict__", {}).items()
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
@@ -25,11 +26,12 @@ def attributes_of(value: object) -> Iterator[tuple[str, Any]]:
 
 @functools.lru_cache(1024)
 def user_classes(kind: Any) -> tuple[type, ...]:
+    """The classes of ``kind.__mro__`` that no library defines."""
     return tuple(base for base in kind.__mro__ if not is_library(base))
 
 
 def unwrapped(member: Any) -> Any:
-    """The function in a property, a static method or a class method."""
+    """The function inside a property, a static method or a class method; other members as they are."""
     if isinstance(member, (property, functools.cached_property)):
         return member.fget if isinstance(member, property) else member.func
     return member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
@@ -37,20 +39,20 @@ def unwrapped(member: Any) -> Any:
 
 @functools.lru_cache(1024)
 def names_in(code: types.CodeType) -> frozenset[str]:
-    """The globals and attributes that the code names, that of the functions defined in it included."""
+    """The globals and attributes that the code and the functions defined in it name."""
     inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return frozenset(code.co_names).union(*inner)
 
 
 def is_fixed(value: object) -> bool:
-    """Whether a global or a member of a class is of the kind that programs define once."""
+    """Whether a global or a class member is of a kind that programs do not change after defining it."""
     return isinstance(value, _BUILT_IN) or is_library(value)
 
 
 _BUILT_IN = (types.BuiltinFunctionType, types.MemberDescriptorType, types.GetSetDescriptorType)
 
 
-#: What code names that asks for the state of the process, or for what a tensor does not show.
+#: Names of functions that read the state of the process, or what a trace does not show of a tensor.
 PROCESS_STATE = frozenset(
     {
         *("environ", "getenv"),
@@ -62,8 +64,10 @@ RANDOM = "it draws random numbers from a generator that is not torch's"
 
 
 def draws_random_numbers(value: Any, names: frozenset[str]) -> bool:
-    """Whether code of these names draws random numbers, with what one of them stands for. What happens seldom does not
-    show when a function is tried."""
+    """Whether code with these names draws random numbers from ``value``, the global that one of the names stands for.
+
+    Found by name, because a call need not show a random branch that is seldom taken.
+    """
     if isinstance(value, types.ModuleType):
         return value.__name__ in ("random", "numpy.random") or (value.__name__ == "numpy" and "random" in names)
     of: Any = getattr(value, "__self__", None) if isinstance(value, types.BuiltinFunctionType) else None
@@ -71,8 +75,10 @@ def draws_random_numbers(value: Any, names: frozenset[str]) -> bool:
 
 
 def is_library(value: Any) -> bool:
-    """Whether it is a function, class or module of torch, of Python, or of another installed package, and only that: a
-    function that closes over others may be a user's function that has been decorated."""
+    """Whether a function, class or module belongs to torch, Python or another installed package.
+
+    A function with a closure does not count: it may be a user's function inside a package's decorator.
+    """
     if isinstance(value, types.FunctionType):
         return value.__closure__ is None and is_installed_code(value)
     if isinstance(value, type):
@@ -93,7 +99,7 @@ _LIBRARIES = tuple(
 
 
 def is_constant(value: object) -> bool:
-    """Whether an object that shows no attributes is a value, as decimals and dates are, and not a place for one."""
+    """Whether an object without attributes is an immutable value, such as a decimal or a date."""
     if type(value).__hash__ in (None, object.__hash__):
         return False
     try:

@@ -1,8 +1,8 @@
-"""What an activation is: one record that answers everything anyone asks about it.
+"""The activation record: one object answers every question about an activation.
 
 ``Row`` is a line of the table in ``builtin.py``: a function with parameters. ``Activation`` is a row with its
-parameters bound, and what autograd, the backends, reports and tests work with. ``lookup.py`` turns what a user passes
-into one.
+parameters bound. Autograd, the backends, the reports and the tests use only ``Activation``. ``lookup.py`` turns what a
+user passes into one.
 """
 
 from __future__ import annotations
@@ -27,22 +27,25 @@ from ..utils.isolation import in_clean_state
 Function = Callable[..., Tensor]
 Saved = Literal["nothing", "output", "input", "recompute"]
 
-#: The floating dtypes that the layers accept. Their outputs' bit patterns are what "given the output" means.
+#: The floating dtypes that the layers accept.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def upcast(tensor: Tensor) -> Tensor:
-    """In float32, or float64 if it is that: what activations are computed in."""
+    """``tensor`` in float32 (float64 stays): the dtype that activations are computed in."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 @dataclass(frozen=True)
 class Native:
-    """ATen kernels that compute the same as the row's function and derivative in one vectorised pass; eager only.
+    """ATen kernels that compute the row's function and gradient in one vectorised pass. Only eager mode uses them.
 
-    ``activate_(z, **parameters)`` overwrites z. ``gradient`` is the operator that computes ``dy * f'`` and what gives
-    its arguments from ``(dy, y, **parameters)``; ``gradient_given_input(dy, z, **parameters)`` computes it from z.
-    ``post_op`` is what oneDNN calls the function: ``(name, scalars, algorithm)``.
+    Attributes:
+        activate_: ``activate_(z, **parameters)`` overwrites z with the output.
+        gradient: the operator that computes ``dy * f'``, and a function of ``(dy, y, **parameters)`` that returns the
+            operator's arguments.
+        gradient_given_input: ``gradient_given_input(dy, z, **parameters)`` computes ``dy * f'`` from the input.
+        post_op: ``post_op(**parameters)`` is oneDNN's description of the function: ``(name, scalars, algorithm)``.
     """
 
     activate_: Function | None = None
@@ -59,23 +62,23 @@ class Row:
     """A line of the table.
 
     Attributes:
-        name: what a user writes.
-        function: ``function(z, **parameters)``, in torch operations; the single source of the mathematics.
+        name: the name that a user passes.
+        function: ``function(z, **parameters)`` in torch operations, the single source of the mathematics.
         parameters: names and defaults.
-        derivative: ``derivative(z, **parameters)``, where autograd's is not to be used.
-        derivative_given_output: ``(y, **parameters)``, the derivative in terms of the output; "fold" to have it fitted
-            on both branches, a ``FoldedDerivative`` to state it for both, an ``Analysis`` of a function without
-            parameters for what that found.
-        inverse: ``inverse(y, **parameters)``, the input in terms of the output; "fold" to have it fitted on both
-            branches. None where different inputs have one output.
-        flat_levels: the parameters that are values of the output where it is flat. Outputs are rounded to their dtype,
-            so ``derivative_given_output`` and ``native.gradient`` get these rounded alike.
-        parameter_refusal: ``(**parameters)``, why the output does not suffice with these parameters, or None.
-        stands_for: torch modules and functions that this row replaces, each with the arguments that select it.
-        native: ATen's own kernels for it.
-        plain: what to call where nothing is fused; by default the first torch function that the row stands for.
-        is_custom: registered by a user: it is traced and compared before it is used, and may be registered again.
-        dtype_refusals: by dtype, why outputs of it do not tell the derivative by what ``derivative_given_output`` says.
+        derivative: ``derivative(z, **parameters)``, to be used instead of autograd's.
+        derivative_given_output: ``(y, **parameters)``, the derivative in terms of the output. "fold" asks for a fit on
+            both branches; a ``FoldedDerivative`` states both branches; an ``Analysis`` (of a function without
+            parameters) holds what was found. None: backward needs the input.
+        inverse: ``inverse(y, **parameters)``, the input in terms of the output. "fold" asks for a fit on both branches.
+            None where different inputs have the same output.
+        flat_levels: the parameters that are outputs of a flat part. Outputs are rounded to their dtype, so
+            ``derivative_given_output`` and ``native.gradient`` receive these parameters rounded in the same way.
+        parameter_refusal: ``(**parameters)``, why backward needs the input with these parameters, or None.
+        stands_for: the torch modules and functions that this row replaces, each with the arguments that select it.
+        native: ATen's kernels for it.
+        plain: what to call where nothing is fused. Default: the first torch function in ``stands_for``.
+        is_custom: a user registered it. It is traced and checked before it is used, and may be registered again.
+        dtype_refusals: by dtype, why ``derivative_given_output`` is too inaccurate for outputs of that dtype.
     """
 
     name: str
@@ -93,14 +96,18 @@ class Row:
     dtype_refusals: Mapping[torch.dtype, str] = field(default_factory=dict)
 
     def bind(self, **parameters: float) -> Activation:
-        """The record for these parameters; the same object for the same values."""
+        """The activation with these parameters: the same object for the same values.
+
+        Raises:
+            ValueError: a parameter that the row does not have.
+        """
         unknown = sorted(set(parameters) - set(self.parameters))
         if unknown:
             raise ValueError(
                 f"activation {self.name!r} got unknown parameters {unknown}; it takes {sorted(self.parameters)}"
             )
         values = tuple({**self.parameters, **parameters}.values())
-        # A trace is guarded by all that it reads, and a cache grows.
+        # Dynamo guards everything that a trace reads, and this cache changes.
         return _bind(self, values) if torch.compiler.is_compiling() else _bound(self, values)
 
 
@@ -110,38 +117,48 @@ def _bind(row: Row, values: tuple[float, ...]) -> Activation:
     return Activation(row.name, function, bound, row, needs_tracing=row.is_custom)
 
 
-#: One object for each set of values, as long as a parameter that changes from step to step has not replaced it.
+#: The cache is bounded because a parameter may change at every step.
 _bound = functools.lru_cache(1024)(_bind)
 
 
 @dataclass(frozen=True, eq=False)
 class Activation:
-    """An activation with its parameters bound: ``Row.bind`` makes them, and ``custom.py`` from a user's function."""
+    """An activation with its parameters bound, made by ``Row.bind`` or, from a user's function, by ``custom.py``.
+
+    Attributes:
+        name: for messages; unique only among rows of the table.
+        function: ``function(z, *operands) -> y``.
+        parameters: the numbers that are bound.
+        row: the line of the table; None for a callable that has not been traced.
+        fallback_reason: why the function is left to plain PyTorch, or None where it is fused.
+        operand_dims: for each operand the dimension of z, counted from the end, along which it runs; None for an
+            operand of one element.
+        needs_tracing: ``function`` is a user's callable. ``custom.trace_activation`` makes an activation of it for a
+            shape and dtype of z.
+        is_traced: ``function`` is the trace of a user's callable.
+        is_identity: y = z.
+        is_folded: the function has a fold, so the saved output carries a branch bit.
+        plain: ``plain(z)``, what a user of PyTorch would call: torch's own function where there is one, which saves the
+            least.
+        needs_input_reason: why no output of any dtype determines the derivative, or None.
+    """
 
     name: str
     function: Callable[..., Tensor]
     parameters: Mapping[str, float] = field(default_factory=dict)
     row: Row | None = None
-    #: Why this function is left to plain PyTorch, or None where it is fused.
     fallback_reason: str | None = None
-    #: What ``function`` takes besides z: for each tensor the dimension of z, from the end, along which it runs, or None
-    #: for one of a single element.
     operand_dims: tuple[int | None, ...] = ()
-    #: A user's function as it is: ``custom.trace_activation`` makes an activation of it for z of a shape and dtype.
     needs_tracing: bool = False
-    #: ``function`` is a trace of a user's.
     is_traced: bool = False
 
     is_identity: bool = field(init=False)
-    #: Whether the function turns once, so that an output needs its branch to tell the derivative.
     is_folded: bool = field(init=False)
-    #: What a user of plain PyTorch would call: torch's own function where there is one, which saves the least.
     plain: Callable[[Tensor], Tensor] = field(init=False)
-    #: Why the derivative cannot be had from the output in any dtype, or None where it can.
     needs_input_reason: str | None = field(init=False)
 
     def __post_init__(self) -> None:
-        # Here and not when first asked for: functools.cached_property takes a lock, which torch.compile cannot trace.
+        # Computed here because functools.cached_property takes a lock, which torch.compile cannot trace.
         def set_once(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
@@ -175,7 +192,7 @@ class Activation:
         return self.row.parameter_refusal(**self.parameters) if self.row.parameter_refusal is not None else None
 
     def output_refusal(self, dtype: torch.dtype) -> str | None:
-        """Why an output of ``dtype`` does not tell the derivative within its rounding floor, or None if it does."""
+        """Why outputs of ``dtype`` do not determine the derivative within its rounding floor, or None if they do."""
         stated = None if self.row is None else self.row.derivative_given_output
         is_fitted = self.is_folded or isinstance(stated, Analysis)
         if self.needs_input_reason is None and is_fitted and dtype is torch.float64:
@@ -187,9 +204,9 @@ class Activation:
     def fitted_derivative(
         self, dtype: torch.dtype = torch.float32, *, closest: bool = False
     ) -> FoldedDerivative | MonotoneDerivative | None:
-        """The derivative as a fit to outputs of ``dtype``, as closely as they tell it, or as closely as can be.
+        """The fit of the derivative for outputs of ``dtype``, or None where the row states a formula.
 
-        None where the row states a formula.
+        The fit is as accurate as these outputs allow. ``closest`` asks for the most accurate fit there is.
         """
         if self.row is None:
             return None
@@ -201,13 +218,13 @@ class Activation:
         return _fitted(self.name, torch.float32 if closest else dtype) if stated == "fold" else None
 
     def folded_derivative(self, dtype: torch.dtype = torch.float32) -> FoldedDerivative | None:
-        """The fold, and the derivative on both sides as closely as outputs of ``dtype`` tell it; None without one."""
+        """The fold and the fitted derivative on both its sides, or None without a fold."""
         fitted = self.fitted_derivative(dtype) if self.is_folded else None
         return fitted if isinstance(fitted, FoldedDerivative) else None
 
     @property
     def fold(self) -> Fold | None:
-        """Where the function turns, if it does."""
+        """The fold, or None without one."""
         if self.row is None or not self.is_folded:
             return None
         stated = self.row.derivative_given_output
@@ -218,7 +235,7 @@ class Activation:
         return folded.fold
 
     def encoded(self, z: Tensor, dtype: torch.dtype) -> Tensor:
-        """The output for float32 (or wider) ``z`` as it is saved, with the branch in it where there is one."""
+        """The output for float32 (or wider) ``z`` as it is saved: with the branch bit of a folded activation."""
         y = self.function(z)
         fold = self.fold
         if fold is None:
@@ -226,7 +243,7 @@ class Activation:
         return branch_bit.encode(y.to(torch.float32), fold.marks(z), dtype, fold.ambiguous, bounded=fold.bounded)
 
     def derivative_given_output(self, y: Tensor, dtype: torch.dtype, *, differentiable: bool = False) -> Tensor:
-        """The derivative from outputs of ``dtype``, upcast to float32 (or float64)."""
+        """The derivative at outputs of ``dtype`` that are upcast to float32 (or float64)."""
         fitted = self.fitted_derivative(dtype)
         if isinstance(fitted, FoldedDerivative):
             marked = branch_bit.decode(y.to(torch.float32), dtype, fitted.fold.ambiguous)
@@ -234,16 +251,16 @@ class Activation:
         if fitted is not None:
             return fitted.differentiable(y) if differentiable else fitted(y)
         assert self.row is not None
-        formula: Any = self.row.derivative_given_output  # fits have been dealt with
+        formula: Any = self.row.derivative_given_output
         return formula(y, **self.rounded_parameters(dtype))
 
     @property
     def has_inverse(self) -> bool:
-        """Whether the input can be had from the output; how well is for ``inverse.told`` to say."""
+        """Whether the output determines the input. ``measure_inverse_error`` says how well."""
         return self.row is not None and self.row.inverse is not None
 
     def input_given_output(self, y: Tensor, dtype: torch.dtype) -> Tensor:
-        """The input from outputs of ``dtype``, upcast to float32 (or float64)."""
+        """The input for outputs of ``dtype`` that are upcast to float32 (or float64)."""
         assert self.row is not None and self.row.inverse is not None
         if self.row.inverse == "fold":
             fitted = _fitted_inverse(self.name)
@@ -251,18 +268,18 @@ class Activation:
         return self.row.inverse(y, **self.parameters)
 
     def fitted_inverse(self) -> FoldedInverse | None:
-        """The inverse as a fit, or None where the row states a formula."""
+        """The fit of the inverse, or None where the row states a formula."""
         return _fitted_inverse(self.name) if self.row is not None and self.row.inverse == "fold" else None
 
     def rounded_parameters(self, dtype: torch.dtype) -> Mapping[str, float]:
-        """The parameters as outputs of ``dtype`` show them."""
+        """The parameters, those in ``flat_levels`` rounded to ``dtype``."""
         if self.row is None or not self.row.flat_levels:
             return self.parameters
         return {k: _rounded(v, dtype) if k in self.row.flat_levels else v for k, v in self.parameters.items()}
 
     def gradient_function(self, needs: tuple[bool, ...]) -> Callable[..., tuple[Tensor, ...]]:
-        """``(dy, z, *operands)`` to dz and, for each operand that needs one, ``dy`` times the derivative by it: all of
-        the shape that the arguments have."""
+        """A function from ``(dy, z, *operands)`` to dz and, for each operand with a true entry in ``needs``, ``dy``
+        times the derivative by that operand. All results have the arguments' common shape."""
 
         stated = None if self.row is None else self.row.derivative
         if stated is not None:
@@ -280,7 +297,7 @@ class Activation:
 
     @property
     def depends_on_dtype(self) -> bool:
-        """Whether what is computed for, or from, an output depends on its dtype: on a branch bit or a rounded level."""
+        """Whether code for outputs depends on their dtype: by a branch bit, a rounded level or a fit."""
         if self.row is None:
             return False
         return self.is_folded or bool(self.row.flat_levels) or isinstance(self.row.derivative_given_output, Analysis)
@@ -294,7 +311,7 @@ class Activation:
         return _NO_KERNELS if self.row is None else self.row.native
 
     def describe(self, save: str, dtype: torch.dtype) -> str:
-        """What a layer keeps for the backward pass, and why, in a few words."""
+        """What a layer saves for the backward pass, and why, in a few words."""
         assert not self.needs_tracing
         if self.is_identity:
             return "saves nothing"
@@ -310,15 +327,15 @@ class Activation:
         return "saves the input" if save == "input" else "saves nothing and recomputes"
 
     def __reduce__(self) -> Any:
-        # Rows hold lambdas; a record is found again by its name.
+        # Rows hold lambdas, which cannot be pickled: an activation is looked up by its name.
         if self.row is None:
             parts = self.fallback_reason, self.operand_dims, self.needs_tracing, self.is_traced
             return Activation, (self.name, self.function, self.parameters, None, *parts)
-        assert not self.is_traced  # nobody holds these but caches
+        assert not self.is_traced  # only caches hold these
         return _rebind, (self.name, dict(self.parameters))
 
     def __fx_create_arg__(self, tracer: Any) -> Any:
-        # How torch.fx writes it into a graph.
+        # torch.fx writes an argument of a call into a graph by this.
         if self.row is None:
             raise NotImplementedError(f"torch.fx cannot write a call of {self.name} into a graph")
         return tracer.create_node("call_function", _rebind, (self.name, dict(self.parameters)), {})
@@ -333,7 +350,7 @@ class Activation:
 
 
 class WithOperands(NamedTuple):
-    """An activation, and what it takes besides z: tensors of one element, or of one per channel along ``dim``."""
+    """An activation and its operands: tensors of one element, or of one element per channel along ``dim`` of z."""
 
     activation: Activation
     operands: tuple[Tensor, ...] = ()
@@ -341,18 +358,25 @@ class WithOperands(NamedTuple):
 
 
 _rows: dict[str, Row] = {}
+#: Each row with its default parameters.
 by_name: dict[str, Activation] = {}
-#: What is replaced by which row: with these arguments, and if those are given that have no default.
+#: By replaced module or function: the row, the arguments that select it, and the arguments that have no default.
 stand_ins: dict[Any, list[tuple[Row, Mapping[str, object], frozenset[str]]]] = {}
 
 
 def register(row: Row) -> Row:
-    """Add a row to the table; its name and what it stands for become known to ``resolve``."""
-    known = _rows.get(row.name)
-    if known is not None:
-        if not (known.is_custom and row.is_custom and _defined_at(known.function) == _defined_at(row.function)):
+    """Add a row to the table, so that ``resolve`` finds its name and what it stands for.
+
+    Raises:
+        ValueError: the name is taken. (A user's function may be registered again, as a notebook's cell does that runs
+            twice.)
+    """
+    old = _rows.get(row.name)
+    if old is not None:
+        if not (old.is_custom and row.is_custom and _defined_at(old.function) == _defined_at(row.function)):
             raise ValueError(f"activation {row.name!r} is already registered")
-        _forget(known)  # a notebook's cell that is run again
+        for entries in stand_ins.values():
+            entries[:] = [entry for entry in entries if entry[0] is not old]
     _rows[row.name] = row
     by_name[row.name] = row.bind()
     for target, arguments in row.stands_for:
@@ -364,19 +388,14 @@ def _defined_at(function: Function) -> tuple[object, object]:
     return getattr(function, "__module__", None), getattr(function, "__qualname__", None)
 
 
-def _forget(row: Row) -> None:
-    for stands_for in stand_ins.values():
-        stands_for[:] = [entry for entry in stands_for if entry[0] is not row]
-
-
 def register_stand_in(name: str, target: Any, arguments: Mapping[str, object] = MappingProxyType({})) -> None:
-    """Let ``resolve`` replace ``target``, if it is called with ``arguments``, by the row of that name."""
+    """Let ``resolve`` replace ``target`` by the row of that name wherever ``arguments`` match."""
     stand_ins.setdefault(target, []).append((_rows[name], arguments, _required(target)))
 
 
 def _required(target: Any) -> frozenset[str]:
-    """The arguments that a function must be given besides the tensor."""
-    if not inspect.isfunction(target):  # a module, whose attributes say all, or a builtin with defaults
+    """The arguments without a default of a function, its tensor left out."""
+    if not inspect.isfunction(target):  # a module, whose attributes hold all values, or a builtin with defaults
         return frozenset()
     arguments = list(inspect.signature(target).parameters.values())[1:]
     return frozenset(a.name for a in arguments if a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD)

@@ -1,6 +1,6 @@
-"""Users' activations with a name and, if they like, derivatives of their own: the decorator ``fusedlayers.activation``.
+"""``fusedlayers.activation``: a decorator that gives a user's function a name and, optionally, stated derivatives.
 
-A stated derivative is compared with autograd's before it is believed.
+A stated derivative is compared with autograd's before it is used.
 """
 
 from __future__ import annotations
@@ -40,19 +40,20 @@ def activation(
     """Register a function of tensors as an activation, under its name and as itself.
 
     Args:
-        function: ``function(z, **parameters) -> y``, pointwise, in torch operations. Parameters are numbers with
-            defaults. (What is trained belongs in a module: any module can be passed as it is.)
+        function: ``function(z, **parameters) -> y``, pointwise, in torch operations; y has z's shape and dtype.
+            Parameters are numbers with defaults. (Trainable parameters belong in a module: any module can be passed to
+            a layer as it is.)
         derivative: ``derivative(z, **parameters)``, to be used instead of autograd's.
         derivative_given_output: ``derivative_given_output(y, **parameters)``, the derivative in terms of the output. A
-            layer then keeps only that. Without it the library finds out by itself whether the output suffices.
-        name: how the activation is called; by default as the function.
+            layer then saves only the output. Without it the library finds out whether the output suffices.
+        name: the name of the activation; by default the function's.
 
     Returns:
-        the function as it was; or, called with options, a decorator.
+        the function itself; or a decorator, if called with options only.
 
     Raises:
-        TypeError: no function of a tensor, no name, or parameters without a number as default.
-        ValueError: a name that is taken, or a derivative that is not the function's; the message has a counterexample.
+        TypeError: not a function of a tensor, no name, or a parameter without a number as default.
+        ValueError: a name that is taken, or a wrong derivative; the message has a counterexample.
 
     >>> import torch, fusedlayers as fl
     >>> @fl.activation(derivative_given_output=lambda y: 1 - y.abs())
@@ -78,7 +79,7 @@ def _register(
     row = Row(
         name,
         function,
-        _numbers(function),
+        _numeric_parameters(function),
         derivative,
         derivative_given_output,
         stands_for=((function, {}),),
@@ -95,10 +96,10 @@ def _register(
 _LAMBDA = "<lambda>"
 
 
-def _numbers(function: Callable[..., Any]) -> Mapping[str, float]:
+def _numeric_parameters(function: Callable[..., Any]) -> Mapping[str, float]:
     try:
         arguments = list(inspect.signature(function).parameters.values())
-    except ValueError:  # a builtin, which has its arguments' names for itself
+    except ValueError:  # a builtin function without a signature
         return {}
     if not arguments:
         raise TypeError(f"activation: {function.__name__} takes no argument, and must take a tensor")
@@ -112,25 +113,25 @@ def _numbers(function: Callable[..., Any]) -> Mapping[str, float]:
     return {parameter.name: parameter.default for parameter in parameters}
 
 
-#: Where a stated derivative is compared with autograd's, and how closely: what rounding y to float64 leaves uncertain
-#: is less, even where f is flat.
+#: Where a stated derivative is compared with autograd's, and the tolerances. The rounding of y to float64 leaves less
+#: uncertain than these, even where f is flat.
 _REACH = 12.0
 _COUNT = 24_001
 _RTOL, _ATOL = 1e-6, 1e-7
 
 
-#: A stated derivative in terms of the output is of use if, told outputs as they are stored, it is off by this part of
-#: the steepest for not more than so many of the inputs of N(0, 1): near a kink some always are.
+#: A stated derivative is refused for a dtype if at outputs rounded to it the error exceeds ``_FAR_OFF`` times the
+#: steepest slope for more than the part ``_FEW`` of z ~ N(0, 1). (Near a kink it always does for some.)
 _FAR_OFF, _FEW = 0.05, 0.01
 
 
 @in_clean_state
 def find_inaccurate_dtypes(row: Row, parameters: Mapping[str, float]) -> dict[torch.dtype, str]:
-    """By dtype, why a stated derivative is of no use, though right: large outputs leave few digits for z."""
+    """By dtype, why a correct derivative is too inaccurate at rounded outputs: large outputs leave few digits for z."""
     stated = row.derivative_given_output
     if stated is None:
         return {}
-    assert callable(stated) and not isinstance(stated, FoldedDerivative)  # which are the library's
+    assert callable(stated) and not isinstance(stated, FoldedDerivative)
     z = torch.randn(1 << 14, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
     y = row.function(z, **parameters)
     true = torch.autograd.grad(y.sum(), z)[0] if y.requires_grad else torch.zeros_like(z)
@@ -147,7 +148,8 @@ def find_inaccurate_dtypes(row: Row, parameters: Mapping[str, float]) -> dict[to
 @in_clean_state
 def find_counterexample(row: Row, parameters: Mapping[str, float]) -> str | None:
     """A counterexample to a stated derivative, or None."""
-    near = torch.linspace(-_REACH, _REACH, _COUNT, dtype=torch.float64) + math.pi * 1e-4  # no kink lies on these
+    # The shift keeps the numbers off the round ones where kinks are.
+    near = torch.linspace(-_REACH, _REACH, _COUNT, dtype=torch.float64) + math.pi * 1e-4
     far = torch.logspace(math.log10(_REACH), 30, 400, dtype=torch.float64)
     z = torch.cat([near, far, -far])
     z.requires_grad_()
@@ -160,7 +162,7 @@ def find_counterexample(row: Row, parameters: Mapping[str, float]) -> str | None
     ):
         if stated is None:
             continue
-        assert callable(stated) and not isinstance(stated, FoldedDerivative)  # which are the library's
+        assert callable(stated) and not isinstance(stated, FoldedDerivative)
         claimed = stated(z if argument == "z" else y, **parameters)
         if not isinstance(claimed, Tensor) or claimed.shape != z.shape:
             got = tuple(claimed.shape) if isinstance(claimed, Tensor) else repr(claimed)

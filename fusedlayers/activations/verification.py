@@ -1,6 +1,10 @@
-"""A user's function against its trace: in values and gradients, on a sweep of numbers, before the trace is used.
+"""Checks of a user's function before its trace is used.
 
-Whatever tracing does not see (state that changes, a backward pass of its own, a dependence on the shape) shows here.
+``reads_sizes`` calls the function twice and refuses what a trace cannot express: changing state, random numbers, a
+result of another dtype. ``check_trace`` compares the function with its trace, in values and gradients, at about 4096
+numbers of another shape than the one that was traced. Both together take some milliseconds.
+
+What it does not do: a branch that none of the compared numbers takes goes unnoticed.
 """
 
 from __future__ import annotations
@@ -18,20 +22,21 @@ from .free_variables import FreeVariables, find_variables
 from .partition import Split
 from .tracing import NotPointwise
 
-#: Values where functions differ, and about how many values are compared in all.
+#: Special values, and about how many values are compared in all.
 _EDGES = (0.0, -0.0, 1e-30, -1e-30, 1.0, -1.0, 30.0, -30.0, 1e4, -1e4, math.inf, -math.inf, math.nan)
 _SWEEP = 4096
-#: The same operations on the same numbers: what differs is the order of a few sums.
+#: The accepted difference in units of the dtype's eps. Both sides run the same operations; only the order of a few sums
+#: may differ.
 _UNITS = 64
 
 
 @in_clean_state
 def reads_sizes(variables: FreeVariables, example: tuple[int, ...], dtype: torch.dtype, autocast: bool) -> bool:
-    """Call it: whether it asks for sizes, of other tensors than its own.
+    """Call the function: whether it reads the size of a tensor other than its free variables.
 
     Raises:
-        NotPointwise: it has a memory, depends on chance, or returns another dtype than its argument's, which the layers
-            return. (Under autocast any may.)
+        NotPointwise: it raises, changes what it reads, is random, or returns another dtype than its argument's. (Under
+            autocast it may return any dtype.)
     """
     tensors = [torch.zeros_like(tensor, device="cpu") for tensor in variables.tensors]
     function = variables.rebind(tensors)
@@ -57,24 +62,28 @@ def reads_sizes(variables: FreeVariables, example: tuple[int, ...], dtype: torch
 
 
 class _SizeReads(TorchFunctionMode):
-    """Notes whether sizes of other tensors than the ``known`` are asked for."""
+    """Notes in ``are_read`` whether the size of a tensor is read that is none of ``own``."""
 
-    def __init__(self, known: Sequence[Tensor]) -> None:
+    def __init__(self, own: Sequence[Tensor]) -> None:
         super().__init__()
-        self.known, self.are_read = known, False
+        self.own, self.are_read = own, False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.__self__.__name__ if function.__name__ == "__get__" else function.__name__
-        if name == "is_contiguous" and not any(args[0] is tensor for tensor in self.known):
+        if name == "is_contiguous" and not any(args[0] is tensor for tensor in self.own):
             raise NotPointwise("it asks how its argument lies in memory")
         if name in ("shape", "size", "numel", "nelement", "__len__", "stride", "nbytes"):
-            self.are_read |= not any(args[0] is tensor for tensor in self.known)
+            self.are_read |= not any(args[0] is tensor for tensor in self.own)
         return function(*args, **kwargs or {})
 
 
 @in_clean_state
 def check_trace(variables: FreeVariables, split: Split, example: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Refuse a function that its trace does not reproduce, in values or gradients."""
+    """Compare the function with its trace, in values and gradients.
+
+    Raises:
+        NotPointwise: they differ.
+    """
     wide = torch.promote_types(dtype, torch.float32)
     tensors = [example_values(t).to("cpu", wide if t.is_floating_point() else t.dtype) for t in variables.tensors]
     shape = _sweep_shape(example, tensors)
@@ -83,7 +92,7 @@ def check_trace(variables: FreeVariables, split: Split, example: tuple[int, ...]
     moderate = steps.reshape(shape)
     extreme = torch.tensor(_EDGES, dtype=wide).repeat(count // len(_EDGES) + 1)[:count].reshape(shape)
     trained = [t.clone().requires_grad_() if t.is_floating_point() else t for t in tensors]
-    # A sum over extreme values tells nothing.
+    # No gradients of the tensors at extreme values: a sum over these says nothing.
     for leaves in ([moderate.requires_grad_(), *trained], [extreme.requires_grad_(), *tensors]):
         theirs = _values_and_gradients(lambda z, *t: variables.rebind(t)(z), leaves)
         ours = _values_and_gradients(lambda z, *t: split.body(z, *split.prologue(*t)), leaves)
@@ -100,7 +109,7 @@ def check_trace(variables: FreeVariables, split: Split, example: tuple[int, ...]
 
 
 def example_values(tensor: Tensor) -> Tensor:
-    """Its values; any for a tensor that is still to get its own."""
+    """The tensor's values, or arbitrary ones if it is on the meta device."""
     return torch.full(tensor.shape, 0.5).to(tensor.dtype) if tensor.is_meta else tensor.detach()
 
 
@@ -109,7 +118,7 @@ def _raised(error: Exception) -> NotPointwise:
 
 
 def _sweep_shape(example: tuple[int, ...], tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Another shape of the same kind as the example, with about ``_SWEEP`` elements."""
+    """A shape with about ``_SWEEP`` elements that differs from the example in the sizes that no tensor has."""
     taken = {size for tensor in tensors for size in tensor.shape if size > 1}
     free = [i for i, size in enumerate(example) if size not in taken]
     shape = [size if size in taken else 2 for size in example]
@@ -121,7 +130,7 @@ def _sweep_shape(example: tuple[int, ...], tensors: Sequence[Tensor]) -> tuple[i
 def _values_and_gradients(function: Callable[..., Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     try:
-        y = function(leaves[0] * 1, *leaves[1:])  # an operation before it, so that it may work in place
+        y = function(leaves[0] * 1, *leaves[1:])  # not a leaf: the function may overwrite its argument
         weight = torch.linspace(0.5, 1.5, max(1, y.numel()), dtype=y.dtype).reshape(y.shape)
         grads = torch.autograd.grad(y, wanted, weight, allow_unused=True) if y.requires_grad else [None] * len(wanted)
     except Exception as error:  # whatever a user's function may raise

@@ -1,1 +1,1 @@
-"""From a function to what its output tells of its derivative: extrema, kinks, piecewise fits, and the verdict."""
+"""The derivative of a function in terms of its output: extrema, kinks, fits, and whether the output suffices."""

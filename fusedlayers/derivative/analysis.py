@@ -1,12 +1,11 @@
-"""The derivative of an activation as a function of its output, found from the activation itself.
+"""``analyse``: whether a function's output determines its derivative, and a fit of the derivative if it does.
 
-``analyse`` decides whether there is one: it looks at the function (``features.py``), fits its derivative as a function
-of the output and, where the function turns, of the branch (``branch_bit.py``), and measures what comes out against
-float64.
-Derivatives are fitted in segments (``piecewise.py``), those of functions like GELU in a shorter form (``folded.py``).
+``analyse`` finds the function's features (``features.py``), fits its derivative as a function of the output and, if the
+function has a fold, of the branch (``branch_bit.py``), and measures the fit against float64. Functions like GELU take a
+short fit (``folded.py``), all others one in segments (``piecewise.py``). It takes half a second to a second.
 
-What it does not do: functions with more than one fold (a bit tells two branches apart), and what no short program
-follows. ``analyse`` says so, and never raises.
+What it does not do: functions with more than one fold, because one bit distinguishes two branches, and functions that
+no short program follows. ``analyse`` then returns the reason; it never raises.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Function = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class MonotoneDerivative:
-    """``f'`` from the output alone: ``derivative(y)`` for floating y."""
+    """``f'`` as a function of the output of a monotone function."""
 
     segments: Segments
 
@@ -41,38 +40,38 @@ class MonotoneDerivative:
         return self.segments(None, y, None)
 
     def differentiable(self, y: Tensor) -> Tensor:
-        """The same: nothing in it stops a gradient."""
+        """The same: no floor stops its gradient."""
         return self(y)
 
 
 class Errors(NamedTuple):
-    """Errors of a derivative: relative rms over N(0, 1), and the largest anywhere, absolute."""
+    """Errors of a derivative: the relative rms over N(0, 1), and the largest absolute error anywhere."""
 
     rms: float
     largest: float
 
 
-#: What GELU's derivative loses by being told by the output and a branch bit in it; no derivative may lose more.
+#: The errors of GELU's derivative from the output with its branch bit.
 GELU_ERRORS = {
     torch.float32: Errors(1.1e-6, 9.1e-5),
     torch.float16: Errors(8.3e-4, 6.6e-3),
     torch.bfloat16: Errors(4.2e-3, 2.4e-2),
 }
-#: ... than this much more, and times the steepest slope where that is above 1.
+#: No derivative may err more than GELU's times this, and times the steepest slope where that is above 1.
 ALLOWANCE = 1.5
-#: The same where the function is computed in float32, whose rounding errors its formula may have amplified: GELU's
-#: tanh form errs by four units where correct rounding errs by one, which is twice the error next to the minimum.
+#: The same where the function is computed in float32, because its formula may amplify rounding errors: GELU's tanh form
+#: errs by four units where correct rounding errs by one, which doubles the error next to the minimum.
 FLOAT32_ALLOWANCE = 3.0
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured for outputs of one dtype.
+    """The measured errors for outputs of one dtype.
 
     Attributes:
-        told: errors of the derivative told by f(z) rounded to the dtype, with the branch in it.
-        evaluated: the same, with f computed in float32 first, as layers do.
-        rounded: errors of f' itself when it is rounded to the dtype, which is what eager PyTorch has.
+        from_exact_output: of the derivative from the exact f(z), rounded to the dtype with the branch bit.
+        from_float32_output: the same with f computed in float32, as layers do.
+        rounded: of the exact f' rounded to the dtype, which is the least that eager PyTorch errs.
     """
 
     from_exact_output: Errors
@@ -82,14 +81,16 @@ class Measured:
 
 @dataclass(frozen=True, eq=False)
 class Analysis:
-    """What is known about a function.
+    """The result of ``analyse``.
 
     Attributes:
-        kind: "monotone", the output tells the derivative; "folded", with a branch bit it does; "input", it does not.
+        kind: "monotone": the output determines the derivative; "folded": it does with a branch bit; "input": it does
+            not.
         reason: why, in one sentence.
-        fold: where the function turns, if it is folded.
-        measured: by dtype of the output, where the derivative could be fitted.
-        refusals: by dtype, why the output of this dtype does not do although that of another does.
+        fold: the fold, if the kind is "folded".
+        measured: the errors, by the dtypes of outputs for which there is a fit.
+        refusals: by dtype, why outputs of this dtype are too inaccurate although those of another are not.
+        derivatives: the fits, by the dtype of the outputs and the dtype whose accuracy the fit has.
     """
 
     kind: Literal["monotone", "folded", "input"]
@@ -102,7 +103,7 @@ class Analysis:
     )
 
     def output_refusal(self, dtype: torch.dtype) -> str | None:
-        """Why outputs of ``dtype`` do not tell the derivative, or None if they do."""
+        """Why outputs of ``dtype`` do not determine the derivative, or None if they do."""
         if self.kind == "input":
             return self.reason
         if dtype not in PRECISIONS:
@@ -112,20 +113,19 @@ class Analysis:
     def derivative(
         self, dtype: torch.dtype = torch.float32, *, closest: bool = False
     ) -> MonotoneDerivative | FoldedDerivative:
-        """The derivative from outputs of ``dtype``, as closely as they tell it, or as closely as can be."""
-        found = self.derivatives.get((dtype, torch.float32 if closest else dtype)) or self.derivatives[dtype, dtype]
-        return found
+        """The fit for outputs of ``dtype``: as accurate as these allow, or (``closest``) the most accurate one."""
+        return self.derivatives.get((dtype, torch.float32 if closest else dtype)) or self.derivatives[dtype, dtype]
 
 
 @in_clean_state
 def analyse(function: Function) -> Analysis:
-    """Decide what a layer has to keep of ``function``, an ordinary torch function of one tensor; fit its derivative."""
+    """Whether the output of ``function``, a torch function of one tensor, determines its derivative; and the fit."""
     try:
         features = find_features(function)
         return _analysed(function, features)
     except NeedsInput as reason:
         return Analysis("input", f"the function {reason}")
-    except Exception as error:  # a function may do anything at all with what it is given
+    except Exception as error:  # a user's function may raise anything
         line = str(error).strip().split("\n")[0]
         return Analysis("input", f"the function cannot be analysed in float64: {type(error).__name__}: {line}")
 
@@ -156,10 +156,10 @@ def _analysed(function: Function, features: Features) -> Analysis:
 def _fitted(
     function: Function, features: Features, precision: Precision
 ) -> Callable[[torch.dtype], MonotoneDerivative | FoldedDerivative]:
-    """The derivative to this precision, for outputs of a dtype yet to be named."""
+    """The fit with this precision, as a function of the dtype of the outputs."""
     fold = features.fold
     if fold is not None and _is_like_gelu(features):
-        with contextlib.suppress(ValueError):  # where the short form does not fit, segments may
+        with contextlib.suppress(ValueError):  # segments may fit where the short form does not
             folded = fit.__wrapped__(function, precision)  # type: ignore[attr-defined]
             return lambda _: FoldedDerivative(fold, folded.of_distance)
     segments = fit_segments(features, precision)
@@ -182,8 +182,8 @@ def _is_like_gelu(features: Features) -> bool:
 
 
 def _flats(function: Function, features: Features, dtype: torch.dtype) -> list[Flat]:
-    """The levels as outputs of ``dtype`` show them: rounded, marked, and a float32 unit off in both directions, because
-    that is how well a formula keeps a level that is not 0."""
+    """The levels in outputs of ``dtype``: rounded, with the branch bit, and one float32 unit wider on both sides,
+    because a formula may miss a level other than 0 by that."""
     flats: list[Flat] = []
     for level in features.levels:
         true = -level.y if features.is_falling else level.y
@@ -212,50 +212,50 @@ def _encoded(y: Tensor, marked: Tensor, dtype: torch.dtype, fold: Fold) -> Tenso
 def measure(
     function: Function, features: Features, derivative: MonotoneDerivative | FoldedDerivative, dtype: torch.dtype
 ) -> Measured:
-    """The errors of a derivative: in float32, from stored outputs, as devices compute it."""
+    """The errors of a derivative that is computed in float32 from stored outputs, as devices do."""
     normal, anywhere = measurement_points(function, features)
     count = len(normal.z)
     z, y, slope = (torch.cat([a, b]) for a, b in zip(normal, anywhere, strict=True))
     exact = torch.where(y.isfinite(), y, 0.0)
     own = function(z.float()).detach().double()
-    # Where float32 is at a loss about the function itself its derivative has no meaning.
+    # Where float32 cannot evaluate the function, its derivative has no meaning.
     sane = y.isfinite() & ((own - exact).abs() <= 0.01 * (exact.abs() + 0.01))
 
-    def errors(told: Tensor, known: Tensor, stored: Tensor) -> Errors:
-        error = (told.double() - slope).abs()
+    def errors(found: Tensor, valid: Tensor, stored: Tensor) -> Errors:
+        error = (found.double() - slope).abs()
         for kink in features.kinks:
-            # Within a unit of a kink's output the slopes of both its sides are right, and what autograd has between
-            # them. A unit of 0 is what underflows.
+            # Within a unit of a kink's output the slopes of both sides are right, and the one that autograd has at the
+            # kink. A unit of 0 is the smallest subnormal.
             info = torch.finfo(dtype)
             unit = 2.0 ** (math.frexp(kink.output)[1] - 1) * info.eps
             if kink.output == 0:
                 unit = 0.0 if features.fold is None else info.smallest_normal * info.eps
             close = (stored - float(torch.tensor(kink.output, dtype=dtype))).abs() <= unit
-            # Inputs are rounded, too. That is all that excuses: many further ones may have the kink's output, where a
-            # side is flat, or rounds to it.
+            # Only for inputs within their own rounding of the kink: inputs further away may have the kink's output too,
+            # where a side is flat or rounds to it.
             close &= (z - kink.position).abs() <= 2 * info.eps * max(1.0, abs(kink.position))
             for side in (kink.before, kink.slope, kink.after):
-                error = torch.where(close, torch.minimum(error, (told.double() - side).abs()), error)
-        error = torch.where(known & slope.isfinite(), error, 0.0)
+                error = torch.where(close, torch.minimum(error, (found.double() - side).abs()), error)
+        error = torch.where(valid & slope.isfinite(), error, 0.0)
         square = torch.where(slope.isfinite(), slope, 0.0)[:count].square().mean()
         return Errors(float((error[:count].square().mean() / square).sqrt()), float(error.max()))
 
-    def told_by(outputs: Tensor, known: Tensor) -> Errors:
+    def errors_from(outputs: Tensor, valid: Tensor) -> Errors:
         stored = outputs.float()
         if features.fold is None:
             stored = stored.to(dtype).float()
             assert isinstance(derivative, MonotoneDerivative)
-            told = derivative(stored)
+            found = derivative(stored)
         else:
             marked = features.fold.marks(z)
             stored = _encoded(stored, marked, dtype, features.fold).to(dtype).float()
             assert isinstance(derivative, FoldedDerivative)
-            told = derivative(stored, branch_bit.decode(stored, dtype, features.fold.ambiguous))
-            known = known & ~(marked & stored.isinf())  # which has no last bit
-        return errors(told, known & ~stored.isnan(), stored.double())
+            found = derivative(stored, branch_bit.decode(stored, dtype, features.fold.ambiguous))
+            valid = valid & ~(marked & stored.isinf())  # infinity has no last bit
+        return errors(found, valid & ~stored.isnan(), stored.double())
 
     everywhere = torch.ones_like(sane)
-    return Measured(told_by(y, y.isfinite()), told_by(own, sane), errors(slope.to(dtype), everywhere, y))
+    return Measured(errors_from(y, y.isfinite()), errors_from(own, sane), errors(slope.to(dtype), everywhere, y))
 
 
 def _refuse_what_is_inaccurate(measured: Measured, steepest: float, dtype: torch.dtype) -> None:

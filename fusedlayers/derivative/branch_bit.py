@@ -1,19 +1,22 @@
-"""The branch of a folded activation, kept in the last mantissa bit of its ambiguous outputs.
+"""The branch bit: the last mantissa bit of a folded activation's output records the branch of its input.
 
-A function that turns once takes some values twice: left of the turn and right of it. One of the two branches is the
-*marked* one, and an ambiguous output is rounded to the nearest value of its dtype whose last bit says "on the marked
-branch": no mask, no extra byte, and nothing moves by more than one unit in the last place.
+A function with one fold takes some values twice, left and right of the fold. One of the two branches is the *marked*
+one. ``encode`` rounds an ambiguous output to the nearest value of its dtype whose last bit is set on the marked branch
+and clear on the other; ``decode`` reads the bit. This needs no mask and no extra byte, and moves outputs by at most one
+unit in the last place. The cost: the derivative at a GELU output errs by 1.1e-6 instead of 5.4e-7 (float32, relative
+rms over N(0, 1)), 8.3e-4 instead of 6.2e-4 (float16), 4.2e-3 instead of 2.4e-3 (bfloat16).
 
-Which outputs are ambiguous goes by their sign, the only thing that rounding never changes: "negative" (GELU falls to a
-negative minimum and then rises: non-negative outputs are certain), "positive" (a square, a bell) or "both".
+The sign of an output says whether it is ambiguous, because rounding never changes the sign: "negative" (GELU falls to a
+negative minimum and then rises, so only negative outputs are ambiguous), "positive" (a square, a bell) or "both".
 
-Both functions are written with float32 and int32 operations only and round by integer arithmetic, so that any backend
-can trace them: a compiler may keep a 16-bit intermediate in float32, or round it in its own way, and the bit still
-survives.
+Both functions use only float32 and int32 operations and round by integer arithmetic, so that any backend can trace
+them: the bit survives a compiler that keeps a 16-bit intermediate in float32, or rounds it in another way.
 
-Conventions: an ambiguous zero is on the unmarked branch, so -0.0 is with GELU (z = -0.0 has the slope of z = 0). An
+Conventions: an ambiguous zero is on the unmarked branch; so is GELU's -0.0 (the slope at z = -0.0 is that at z = 0). An
 output that underflows on the marked branch becomes the smallest subnormal, which carries the bit. NaN stays NaN. An
-infinite output has no last bit: it stays infinite, and counts as unmarked.
+infinite output has no last bit: it stays infinite and counts as unmarked.
+
+What it does not do: a function with two folds would need two bits, and float64 outputs carry none.
 """
 
 from __future__ import annotations
@@ -25,10 +28,10 @@ from torch import Tensor
 
 Ambiguous = Literal["negative", "positive", "both"]
 
-#: How far the last mantissa bit of each dtype lies above float32's.
+#: The position of each dtype's last mantissa bit in the bits of float32.
 LAST_BIT = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 
-# float16 below 2^-14 is a multiple of 2^-24, wherever float32 keeps its bits.
+# float16 numbers below 2^-14 are multiples of 2^-24, so their last bit has no fixed position in float32's bits.
 _HALF_NORMAL = 2.0**-14
 _HALF_UNIT = 2.0**-24
 _SIGN = -(2**31)
@@ -41,27 +44,30 @@ _LARGEST = {torch.float32: 0x7F7F_FFFF, torch.bfloat16: 0x7F7F_0000, torch.float
 def encode(
     y: Tensor, marked: Tensor, dtype: torch.dtype, ambiguous: Ambiguous = "negative", *, bounded: bool = True
 ) -> Tensor:
-    """Float32 ``y``, its ambiguous values rounded to ``dtype`` with the branch in the last bit.
+    """``y`` with its ambiguous values rounded to ``dtype`` and the branch in their last bit.
 
     Args:
-        y: float32 outputs, of an ambiguous sign (or 0) wherever ``marked`` is set.
-        marked: bool, whether the input was on the marked branch.
+        y: float32 outputs, with an ambiguous sign (or 0) wherever ``marked`` is set.
+        marked: bool, whether the input is on the marked branch.
         ambiguous: the signs of the outputs that both branches take.
         bounded: whether ambiguous outputs stay far from the largest number of ``dtype``.
+
+    Returns:
+        float32 values that ``dtype`` holds exactly where they are ambiguous.
     """
     bits = y.view(torch.int32)
     magnitude = torch.bitwise_and(bits, _MAGNITUDE)
     bit = torch.where(marked, 1, 0).to(torch.int32)
     rounded = _round_to_parity(magnitude, bit, LAST_BIT[dtype])
     if dtype is torch.float16:
-        # y / 2^-24 fits in 24 bits here; its float32 fraction decides which neighbour of the right parity is nearer.
+        # y / 2^-24 fits in 24 bits here. Its fraction decides which neighbour of the right parity is nearer.
         fixed = y.abs() * (1.0 / _HALF_UNIT * 2.0**6)
         units = torch.bitwise_right_shift(_round_to_parity(fixed.to(torch.int32), bit, 6), 6)
         small = (units.to(torch.float32) * _HALF_UNIT).view(torch.int32)
         rounded = torch.where(y.abs() < _HALF_NORMAL, small, rounded)
     if not bounded:
-        # The largest number is marked. What rounds up from the one before it must not become infinite, and infinity
-        # must not become NaN, which it would with its last bit set.
+        # The largest number's last bit is set. The number before it must not round up to infinity, and infinity must
+        # not become NaN, as it would with its last bit set.
         largest = torch.where(marked, _LARGEST[dtype], _LARGEST[dtype] - 2 ** LAST_BIT[dtype]).to(torch.int32)
         rounded = torch.where(rounded > largest, largest, rounded)
         overflowed = torch.where(magnitude > _INFINITY, magnitude, _INFINITY)
@@ -76,7 +82,7 @@ def encode(
 
 
 def decode(y: Tensor, dtype: torch.dtype, ambiguous: Ambiguous = "negative") -> Tensor:
-    """Whether ``y``, float32 that holds values of ``dtype``, was encoded as on the marked branch."""
+    """Whether ``y``, values of ``dtype`` in float32, was encoded as marked."""
     bits = y.view(torch.int32)
     bit = torch.bitwise_and(torch.bitwise_right_shift(bits, LAST_BIT[dtype]), 1)
     if dtype is torch.float16:

@@ -1,12 +1,13 @@
-"""What a function looks like: where it turns, bends, jumps, is flat, and what it tends to.
+"""The features of a function: its fold, kinks, flat parts, and limits at infinity.
 
-Everything is found by looking: the function and its derivative (what autograd returns) at some ten thousand float64
-numbers from -3e38 to 3e38, and bisection where two neighbours differ more than theirs do. So a feature is found if it
-shows at a distance of 1/512 (1/64 beyond 8, 5 % beyond 32); what is missed shows when the fit that is built on it is
-measured, and leads to a refusal there.
+The function and autograd's derivative are sampled at some ten thousand float64 numbers from -3e38 to 3e38. Bisection
+follows where two neighbours differ more than theirs do.
 
-Features are described in *canonical* orientation: reflected so that the function rises, or has a minimum whose marked
-branch (``branch_bit.py``) is the left one. Slopes are the true ones nevertheless.
+What it does not do: a feature is found only if it shows at a distance of 1/512 (1/64 beyond 8, 5 % beyond 32). The fit
+that is built on a missed feature errs there; ``analysis.py`` measures the fit and refuses it.
+
+Features are described in *canonical* orientation: outputs are reflected so that the function rises, or has a minimum.
+Slopes are the true ones.
 """
 
 from __future__ import annotations
@@ -22,21 +23,23 @@ from torch import Tensor
 from .branch_bit import Ambiguous
 from .kinks import Function, Kink, NeedsInput, find_corners, find_kinks, rounded, value_and_slope
 
-#: Slopes below this part of the steepest are taken for 0 where their sign is asked, and far out.
+#: Slopes below this part of the steepest count as 0.
 NOISE = 1e-12
-#: Samples lie close around 0. A fit of a function that is stretched far beyond would be measured at too few of them.
+#: A fold must lie within this distance from 0: the fit of a function that is stretched further would be measured at too
+#: few samples, which are dense only around 0.
 FARTHEST_TURN = 8.0
-#: Where a function has to be finite; further out PyTorch's own derivative may overflow.
+#: A function must be finite up to here. Further out PyTorch's own derivative may overflow.
 FINITE_WITHIN = 30.0
 
 
 @dataclass(frozen=True)
 class Fold:
-    """Where a function turns: ``f(position) = extremum``, a minimum unless said.
+    """The fold of a function: its only extremum, ``f(position) = extremum``.
 
     Attributes:
+        is_maximum: whether the extremum is a maximum.
         ambiguous: the signs of the outputs that both branches take.
-        marked: the branch that the bit stands for. All its outputs are ambiguous.
+        marked: the branch on which the branch bit is set. All its outputs are ambiguous.
         bounded: whether ambiguous outputs stay far from overflow.
     """
 
@@ -54,10 +57,10 @@ class Fold:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Outputs, rising, and slopes on a part of a branch without kinks: what a curve is to be drawn through.
+    """Samples of a part of a branch without kinks: canonical outputs, rising, and slopes. A fit runs through them.
 
-    ``lower`` and ``upper`` say what ends it: a "kink", the "fold", a "limit" that is approached with slope 0, or
-    "infinity", where the last slope goes on.
+    ``lower`` and ``upper`` say what ends the part: a "kink", the "fold", a "limit" that is approached with slope 0, or
+    "infinity", where the last slope continues. ``start`` and ``stop`` are the outputs at these ends.
     """
 
     y: Tensor
@@ -71,9 +74,9 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Level:
-    """Outputs ``<= y`` ("bottom"), ``>= y`` ("top") or ``== y`` ("point", "kink") that have exactly this slope.
+    """Outputs with exactly this slope: those ``<= y`` ("bottom"), ``>= y`` ("top") or ``== y`` ("point", "kink").
 
-    ``position`` is an input that has such an output: the only one at a "kink", else one of many.
+    ``position`` is an input with such an output: the only one at a "kink", else one of many.
     """
 
     place: Literal["bottom", "top", "point", "kink"]
@@ -85,9 +88,16 @@ class Level:
 
 @dataclass(frozen=True)
 class Features:
-    """A function that is monotone or turns once.
+    """The features of a function that is monotone or has one fold.
 
-    ``is_falling``: canonical outputs are the negatives of true ones. ``reach``: between these inputs the formula holds.
+    Attributes:
+        fold: the fold, or None.
+        is_falling: whether canonical outputs are the negatives of the true ones.
+        stretches: the parts to be fitted.
+        levels: the outputs with a slope of their own.
+        kinks: the jumps of the derivative.
+        steepest: the largest absolute slope.
+        reach: the inputs between which the function's formula holds.
     """
 
     fold: Fold | None
@@ -103,29 +113,29 @@ def find_features(function: Function) -> Features:
     """The features of ``function``.
 
     Raises:
-        NeedsInput: it has none from which the derivative could be had.
+        NeedsInput: its output does not determine its derivative.
     """
     z, y, slope, astray = _sample(function)
     inner = z.abs() < FINITE_WITHIN
     steepest = float(slope[z.abs() > 5e-4].abs().max())
     if steepest == 0:
         raise NeedsInput("has the derivative 0 everywhere")
-    _refuse_what_does_not_settle(z, slope, float(slope[inner].abs().max()))
+    _refuse_unsettled_slopes(z, slope, float(slope[inner].abs().max()))
     turn = _find_turn(function, z, slope, steepest)
     kinks = find_kinks(function, z, y, slope, steepest)
     corners = find_corners(function, z, slope, steepest)
-    if astray is not None:  # it may have broken down there, or jump: which of them cannot be told
+    if astray is not None:  # the formula may break down there, or the function jump
         raise NeedsInput(f"does not follow its derivative beyond z = {astray:.3g}")
     if turn is not None and abs(turn[0]) > FARTHEST_TURN:
         raise NeedsInput(f"turns at z = {turn[0]:.4g}, too far from 0 to be followed closely")
     return _assemble(function, z, y, slope, steepest, turn, kinks, corners)
 
 
-# --- looking ----------------------------------------------------------------------------------------------------------
+# --- sampling ---------------------------------------------------------------------------------------------------------
 
 
 def _grid() -> Tensor:
-    # The shift keeps samples off the round numbers where kinks usually are.
+    # The shift keeps samples off the round numbers where kinks are.
     fine = (torch.arange(-4096, 4096, dtype=torch.float64) + 0.3819) / 512
     coarse = torch.arange(8 * 64, 32 * 64, dtype=torch.float64).add(0.3819) / 64
     far = 32 * torch.logspace(0, 37, 1750, dtype=torch.float64)
@@ -134,16 +144,17 @@ def _grid() -> Tensor:
 
 
 def _sample(function: Function) -> tuple[Tensor, Tensor, Tensor, float | None]:
+    """Inputs, outputs and slopes as far as they are finite and fit together; and where they cease to fit, or None."""
     z = _grid()
     y, slope = value_and_slope(function, z)
     some = torch.arange(0, len(z), 37)
-    again, _ = value_and_slope(function, z[some].flip(0).view(1, -1, 1))
-    again = again.view(-1).flip(0)
-    same = (again - y[some]).abs() <= 1e-9 * (1 + y[some].abs())
-    if not bool((same | ~y[some].isfinite() | ~again.isfinite()).all()):
+    repeated, _ = value_and_slope(function, z[some].flip(0).view(1, -1, 1))
+    repeated = repeated.view(-1).flip(0)
+    same = (repeated - y[some]).abs() <= 1e-9 * (1 + y[some].abs())
+    if not bool((same | ~y[some].isfinite() | ~repeated.isfinite()).all()):
         raise NeedsInput("is random, or does not map each element by itself")
     bad = ~(y.isfinite() & slope.isfinite())
-    # Far out a formula may break down in differences of large numbers.
+    # Far from 0 a formula may break down by cancellation.
     off = (y.diff() - z.diff() * (slope[1:] + slope[:-1]) / 2).abs()
     lost = ~(off <= 0.02 * (1 + torch.maximum(y[1:].abs(), y[:-1].abs()))) & (z[1:] * z[:-1] > FINITE_WITHIN**2)
     lost &= ~(bad[1:] | bad[:-1])
@@ -160,7 +171,7 @@ def _sample(function: Function) -> tuple[Tensor, Tensor, Tensor, float | None]:
     return z[first:last], y[first:last], slope[first:last], where
 
 
-def _refuse_what_does_not_settle(z: Tensor, slope: Tensor, steepest: float) -> None:
+def _refuse_unsettled_slopes(z: Tensor, slope: Tensor, steepest: float) -> None:
     for side, end in (("-inf", z[0]), ("+inf", z[-1])):
         outer = slope[(z * end > 0) & (z.abs() > end.abs() / 4)]
         largest = float(outer.abs().max())
@@ -171,7 +182,7 @@ def _refuse_what_does_not_settle(z: Tensor, slope: Tensor, steepest: float) -> N
 
 
 def _find_turn(function: Function, z: Tensor, slope: Tensor, steepest: float) -> tuple[float, float] | None:
-    """The two sides of the one place where the slope changes its sign: equal, or the ends of a flat part."""
+    """The fold's two ends: equal, or the ends of a flat part. None for a monotone function."""
     moving = (slope.abs() > NOISE * steepest).nonzero().view(-1)
     sign = slope[moving] > 0
     changes = (sign[1:] != sign[:-1]).nonzero().view(-1)
@@ -207,7 +218,8 @@ class Samples(NamedTuple):
 
 
 def measurement_points(function: Function, features: Features) -> tuple[Samples, Samples]:
-    """What to measure at, all of it numbers of float32: N(0, 1), and all sizes with what is near folds and kinks."""
+    """Samples for measuring a fit, at float32 numbers: quantiles of N(0, 1); and numbers of all sizes, with more near
+    folds and kinks."""
     count = 1 << 15
     quantiles = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     near = torch.logspace(-9, -1, 161, dtype=torch.float64)
@@ -215,7 +227,7 @@ def measurement_points(function: Function, features: Features) -> tuple[Samples,
     around = [place + side * near for place in places for side in (-1, 1)]
     sizes = torch.logspace(-44, -4, 160, dtype=torch.float64)
     between = (_grid()[1:] + _grid()[:-1]) / 2
-    # Closer than the samples that fits are made from: a fault between two of those shows.
+    # Denser than the samples of the fit, so that an error between two of those shows.
     wide = torch.logspace(1, 6, 10_000, dtype=torch.float64)
     at = [torch.special.ndtri(quantiles), torch.cat([between, *around, sizes, -sizes, wide, -wide])]
     normal, anywhere = (z.float().double() for z in at)
@@ -223,7 +235,7 @@ def measurement_points(function: Function, features: Features) -> tuple[Samples,
     return Samples(normal, *value_and_slope(function, normal)), Samples(anywhere, *value_and_slope(function, anywhere))
 
 
-# --- putting together -------------------------------------------------------------------------------------------------
+# --- assembling -------------------------------------------------------------------------------------------------------
 
 
 def _assemble(
@@ -270,7 +282,7 @@ def _assemble(
         value = sign * value
         marked = fold is not None and (b <= turn[0] if fold.marked == "left" else a >= turn[1])  # type: ignore[index]
         goes_left = turn is not None and b <= turn[0]
-        if not goes_left and turn is not None and a < turn[1]:  # the flat part of the fold itself
+        if not goes_left and turn is not None and a < turn[1]:  # the fold's own flat part
             levels += [Level("bottom", outputs[turn[0]], 0.0, m, (a + b) / 2) for m in (False, True)]
             continue
         ends = [_end(e, outputs, turn) for e in (a, b)]
@@ -298,9 +310,9 @@ def _assemble(
             first = int(moving[0])
             ends[0] = "limit", float(value[0])
             levels.append(Level("bottom", float(value[0]), 0.0, marked, float(at[0])))
-        kept_y, kept_s = value[first:last].cummax(0).values, s[first:last]
         (lower, start), (upper, stop) = ends
-        stretches.append(Stretch(kept_y, kept_s, marked, lower, upper, start, stop))
+        rising = value[first:last].cummax(0).values
+        stretches.append(Stretch(rising, s[first:last], marked, lower, upper, start, stop))
     levels += _points(kinks, stretches, sign, fold)
     return Features(
         fold, is_falling, tuple(stretches), tuple(levels), tuple(kinks), steepest, (float(z[0]), float(z[-1]))
@@ -308,7 +320,7 @@ def _assemble(
 
 
 def _has_arrived(y: Tensor, slope: Tensor, moving: int, end: int, steepest: float) -> bool:
-    """Whether outputs tend to a limit: they hardly change from where the slope has vanished. (Roots go on and on.)"""
+    """Whether outputs tend to a limit: they hardly change where the slope has vanished. (Those of a root do.)"""
     change = float((y[end] - y[moving]).abs())
     return float(slope[end].abs()) <= NOISE * steepest and change <= 1e-3 * max(1.0, float(y[moving].abs()))
 
@@ -324,13 +336,13 @@ def _snapped(position: float, marks: set[float]) -> float:
 
 
 def _close_to(end: float, side: float, a: float, b: float) -> Tensor:
-    """Inputs that come close to the end of a stretch: a root of the distance wants to be known there."""
+    """Inputs close to the end of a stretch, where a fit in the root of the distance needs samples."""
     reach = min(0.5, (b - a) / 2)
     return end + side * torch.logspace(-5, 0, 120, dtype=torch.float64) * reach
 
 
 def _edges_of_flats(function: Function, z: Tensor, slope: Tensor) -> set[float]:
-    """Where the derivative begins or ceases to be exactly 0 over some length; far out that is underflow."""
+    """Where intervals begin or end in which the derivative is exactly 0. Beyond 16 that is taken for underflow."""
     flat = slope == 0
     edges = set()
     for i in (flat[1:] != flat[:-1]).nonzero().view(-1).tolist():
@@ -351,7 +363,7 @@ def _fold(
 ) -> Fold:
     if abs(extremum) < NOISE * steepest:
         extremum = 0.0
-    # The branch that returns less far is the marked one: none of its outputs is certain.
+    # The branch with the smaller range of outputs is the marked one: all its outputs are ambiguous.
     marked: Literal["left", "right"] = "left" if far_left <= far_right else "right"
     ceiling = min(far_left, far_right)
     ambiguous: Ambiguous = "negative" if ceiling <= 1e-9 * steepest else "positive" if extremum >= 0 else "both"
@@ -364,9 +376,9 @@ def _fold(
 
 
 def _points(kinks: list[Kink], stretches: list[Stretch], sign: float, fold: Fold | None) -> list[Level]:
-    """Kinks at which autograd returns neither side's slope, in outputs that carry no branch bit or are 0.
+    """Kinks with a slope of their own: autograd returns neither side's, and the output carries no branch bit or is 0.
 
-    Where one side is flat its many inputs have the kink's output too, and their slope counts.
+    If one side is flat, all its inputs have the kink's output, and their slope counts.
     """
     levels = []
     for kink in kinks:

@@ -1,17 +1,19 @@
-"""Functions like GELU: they fall to one negative minimum and then rise, and the falling branch begins at 0.
+"""Fits for functions like GELU: they fall from 0 to one negative minimum and then rise.
 
-``fit`` finds the minimum and fits the derivative, ``fit_inverse`` the input, as functions of the output and the branch
+``fit`` fits the derivative, and ``fit_inverse`` the input, as functions of the output and the branch
 (``branch_bit.py``):
 
-* around the minimum and on the rising branch, in ``v = +-sqrt(y - y_min)``. Both are analytic in v *through* the
-  minimum, so one polynomial serves both sides of it. That of the input is of ``z - y``, which settles to 0;
-* on the falling branch's tail, where y returns to 0, in ``u = sqrt(log(y_min / y))``: ``f' = y P(u)``, so that the
-  derivative vanishes with y, and ``z - y = P(u)``. To a coarse tolerance ``f' = y P(y)`` does as well, without
-  logarithm and root; the tolerance is an absolute one, of which far out in the tail little is left to compare with.
+* Around the minimum and on the rising branch the variable is ``v = +-sqrt(y - y_min)``. Derivative and input are
+  analytic in v *through* the minimum, so one polynomial serves both sides of it. The input is fitted as ``z - y``,
+  which settles to 0.
+* On the falling branch's tail, where y returns to 0, the variable is ``u = sqrt(log(y_min / y))``: ``f' = y P(u)``, so
+  that the derivative vanishes with y, and ``z - y = P(u)``. For a coarse tolerance ``f' = y P(y)`` suffices, without
+  logarithm and root, because the tolerance is absolute.
 
-Of the programs that meet the tolerance the shortest is taken: on GPUs 16-bit derivatives are else bound by arithmetic.
+The shortest program that meets the tolerance is taken, because arithmetic would else bound 16-bit derivatives on GPUs.
+A fit takes a fraction of a second in float64; no coefficient is written down anywhere.
 
-Everything is in float64, in a fraction of a second; no coefficient is written down anywhere.
+What it does not do: the absolute tolerance leaves few correct digits of the derivative far out in the tail.
 """
 
 from __future__ import annotations
@@ -31,32 +33,32 @@ from .polynomial import MAXIMUM_DEGREE, PRECISIONS, Piece, Precision, chebyshev,
 
 Function = Callable[[Tensor], Tensor]
 
-#: Inputs searched for the fold. Beyond it every activation of this kind is flat or straight to within float32.
+#: Inputs up to this are searched for the fold. Beyond, every such activation is flat or linear to within float32.
 REACH = 40.0
 #: The tail polynomial takes over where the output has returned to this fraction of the minimum: far enough from the
 #: minimum for log(y_min / y) to be free of cancellation, far enough from 0 for sqrt(y - y_min) to resolve y.
 TAIL_FRACTION = 0.4
-#: The same for tails in y, which grow simpler the later they begin.
+#: The same for tails in y, which need fewer coefficients the later they begin.
 LATER_FRACTIONS = (0.4, 0.2, 0.1)
 #: Degrees of the pieces around the minimum that are tried.
 DEGREES = range(4, 14)
-#: The same of tails in y. (To float32's tolerance SiLU takes 17, whose rounding is as large as that.)
+#: The largest degree of tails in y. (To float32's tolerance SiLU takes 17, with rounding errors as large as that.)
 MOST_OF_Y = 8
-#: How finely the target is sampled.
+#: The number of samples of the target.
 SAMPLES = 8001
-#: What a program costs besides multiply-adds, in multiply-adds, about: a piece's selection, and u.
+#: The approximate cost of a piece's selection and of u, in multiply-adds.
 SELECTION, LOGARITHM = 2, 20
 
 
 @dataclass(frozen=True)
 class BranchFunction:
-    """What the output and the branch tell: ``by_branch(y, marked)``, for floating y and boolean ``marked``.
+    """A function of the output and its branch: called with floating y and boolean ``marked``.
 
-    ``of_distance(distance, y, marked)`` is the formula, ``distance`` being that from the extremum, always positive.
+    ``of_distance(distance, y, marked)`` is the formula. ``distance`` is y's positive distance from the extremum.
 
-    A float32 output is stored with an error of up to two units in its last place: of its own, and of the branch bit. It
-    tells least at the extremum, where f' goes with the root of the distance. There the largest error is smallest if
-    outputs are taken to lie half a unit nearer than stored, and at least half a unit from the extremum (largest error
+    A stored float32 output errs by up to two units in the last place: by rounding and by the branch bit. It determines
+    f' worst at the extremum, where f' is proportional to the root of the distance. There the largest error is smallest
+    if outputs count as half a unit nearer to the extremum than stored, and at least half a unit from it (largest error
     for GELU 1.6e-4 without, 1.1e-4 with; SiLU 1.4e-4 and 1.2e-4; the rms over N(0, 1) falls by a tenth).
     """
 
@@ -70,7 +72,7 @@ class BranchFunction:
 
     @property
     def origin_parts(self) -> tuple[float, float]:
-        """Where distances are counted from, as a float32 number and the rest: they are then exact near it."""
+        """The origin of distances, as a float32 number and the rest, so that distances near it are exact."""
         high = to_float32(self.fold.extremum)
         return high, self.fold.extremum + (-self.margin if self.fold.is_maximum else self.margin) - high
 
@@ -80,10 +82,10 @@ class BranchFunction:
         return self.of_distance(torch.where(distance < self.margin, self.margin, distance), y, marked)
 
     def differentiable(self, y: Tensor, marked: Tensor) -> Tensor:
-        """The same with a gradient that passes through the floor.
+        """The same values, with a gradient that passes through the floor of the distance.
 
-        f' grows like sqrt(distance), so d f'/dy is infinite at the extremum, while f'' = (d f'/dy) f' is finite. With
-        both factors taken at the same distance, floored, their product is right; a floor that stopped the gradient
+        f' grows like sqrt(distance), so d f'/dy is infinite at the extremum, while f'' = (d f'/dy) f' is finite. Their
+        product is right if both factors are evaluated at the same floored distance. A floor that stops the gradient
         would make it 0.
         """
         distance = self._distance(y)
@@ -97,11 +99,11 @@ class BranchFunction:
 
 
 class FoldedDerivative(BranchFunction):
-    """``f'``."""
+    """``f'`` as a function of the output and its branch."""
 
 
 class FoldedInverse(BranchFunction):
-    """``z``; ``of_distance`` is ``z - y``."""
+    """``z`` as a function of the output and its branch; ``of_distance`` is ``z - y``."""
 
     def __call__(self, y: Tensor, marked: Tensor) -> Tensor:
         return y + super().__call__(y, marked)
@@ -109,9 +111,16 @@ class FoldedInverse(BranchFunction):
 
 @dataclass(frozen=True)
 class Polynomials:
-    """A fitted ``of_distance``: ``pieces`` in ``v = +-sqrt(distance)`` without gaps, the first across the minimum, and
-    from a fraction of that on a ``tail``, in ``u = sqrt(log(y_min / y))`` if ``in_logarithm``, else in y. It is
-    multiplied by y where the result ``vanishes`` with it."""
+    """A fitted ``of_distance``.
+
+    Attributes:
+        minimum: the function's minimum.
+        pieces: polynomials in ``v = +-sqrt(distance)`` without gaps; the first reaches across the minimum.
+        tail: the falling branch's polynomial where y is above ``tail_fraction`` times the minimum.
+        tail_fraction: see ``tail``.
+        in_logarithm: whether the tail's variable is ``u = sqrt(log(y_min / y))``, else y.
+        vanishes: whether the tail is multiplied by y, so that the result vanishes with y.
+    """
 
     minimum: float
     pieces: tuple[Piece, ...]
@@ -146,14 +155,14 @@ class Polynomials:
 
 @in_clean_state
 def fit(function: Function, precision: Precision = PRECISIONS[torch.float32]) -> FoldedDerivative:
-    """Find the fold of ``function``, and fit its derivative on both branches.
+    """The fold of ``function``, and a fit of its derivative on both branches.
 
     Raises:
         ValueError: the function has no minimum below zero, more than one fold, or no fit that meets the tolerance.
     """
     fold = find_fold(function)
     found = _Fit(function, lambda z, y: derivative(function, z), fold, precision.tolerance)
-    # Past this u the derivative is below a thousandth of the tolerance, whatever the clamped polynomial says.
+    # Beyond this u the derivative is below a thousandth of the tolerance, whatever the clamped polynomial returns.
     farthest = math.sqrt(math.log(1e3 * REACH * -fold.extremum / precision.tolerance))
     tails = [found.tail_in_logarithm(farthest, vanishes=True), *map(found.tail, LATER_FRACTIONS)]
     programs = [
@@ -169,16 +178,16 @@ def fit(function: Function, precision: Precision = PRECISIONS[torch.float32]) ->
     return FoldedDerivative(fold, min(programs, key=lambda program: program.cost))
 
 
-#: How closely inputs are fitted, and by pieces of which degree. Float32 knows the output, and with it z, no better.
+#: The tolerance of the fit of the input, and its pieces' degree. A float32 output determines z no better.
 INVERSE_TOLERANCE, INVERSE_DEGREE = 1e-7, 16
-#: The smallest outputs that are told apart: what is divided by them, or scaled down, still is a normal number.
+#: The smallest outputs with an inverse. Quotients by them are still normal numbers.
 SMALLEST = 2.0**-96
 
 
 @in_clean_state
 def fit_inverse(function: Function) -> FoldedInverse:
-    """Find the fold of ``function``, and fit its inverse on both branches: to ``INVERSE_TOLERANCE``, times |z| in the
-    tail, as far as outputs of ``SMALLEST``.
+    """The fold of ``function``, and a fit of its inverse on both branches, for outputs down to ``SMALLEST``. The error
+    is ``INVERSE_TOLERANCE``, in the tail times |z|.
 
     Raises:
         ValueError: as ``fit``.
@@ -193,7 +202,7 @@ def fit_inverse(function: Function) -> FoldedInverse:
 
 
 class Tail(NamedTuple):
-    """A tail's polynomial, from which fraction of the minimum on, and whether it is one in u."""
+    """A tail's polynomial, the fraction of the minimum where it begins, and whether its variable is u."""
 
     piece: Piece
     fraction: float
@@ -201,24 +210,24 @@ class Tail(NamedTuple):
 
 
 class _Fit:
-    """Polynomials for ``target(z, f(z))`` that err by no more than a tolerance."""
+    """Polynomials for ``target(z, f(z))`` within a tolerance."""
 
     def __init__(
         self, function: Function, target: Callable[[Tensor, Tensor], Tensor], fold: Fold, tolerance: float
     ) -> None:
         self.function, self.target, self.fold, self.tolerance = function, target, fold, tolerance
         start, stop = self._v(min(LATER_FRACTIONS)), _settled(function, target, fold, tolerance)
-        # Sampled once: to find an input takes far longer than to fit a polynomial.
+        # Sampled once, because solving for an input takes far longer than fitting a polynomial.
         self.v = torch.linspace(start, stop, SAMPLES, dtype=torch.float64)
         y = fold.extremum + self.v.square()
         self.values = target(_solve(function, y, fold, left=self.v < 0), y)
 
     def _v(self, fraction: float) -> float:
-        """Where the tail begins."""
+        """The v where a tail begins."""
         return -math.sqrt(-self.fold.extremum * (1.0 - fraction))
 
     def pieces(self, fraction: float, degree: int) -> list[Piece] | None:
-        """From the end of the tail to where the target has settled, each as long as it can be."""
+        """Pieces from the end of the tail to where the target has settled, each as long as possible; or None."""
         first, last = max(0, int((self.v < self._v(fraction)).sum()) - 1), SAMPLES - 1
         found = []
         while first < last:
@@ -237,7 +246,7 @@ class _Fit:
         return found
 
     def _piece(self, first: int, last: int, degree: int) -> Piece | None:
-        """Through samples near the Chebyshev nodes, if it meets the tolerance on all."""
+        """The polynomial through samples near the Chebyshev nodes, if it meets the tolerance at all samples."""
         if last - first < 4 * degree:
             return None
         v, values = self.v[first : last + 1], self.values[first : last + 1]
@@ -250,7 +259,7 @@ class _Fit:
         return piece if float((piece(v) - values).abs().max()) <= self.tolerance else None
 
     def tail_in_logarithm(self, farthest: float, *, vanishes: bool) -> Tail | None:
-        """In u, as far as is said."""
+        """The tail in u, up to ``farthest``."""
         minimum = self.fold.extremum
         nearest = math.sqrt(-math.log(TAIL_FRACTION))
 
@@ -264,9 +273,9 @@ class _Fit:
         return None if piece is None else Tail(piece, TAIL_FRACTION, True)
 
     def tail(self, fraction: float) -> Tail | None:
-        """In y."""
+        """The tail in y."""
         start = self.fold.extremum * fraction
-        # The derivative over y grows without bound, but slower than any power, as y goes to 0.
+        # As y goes to 0, f' / y grows without bound, but slower than any power.
         y = start * torch.linspace(1e-3, 1.0, 2001, dtype=torch.float64)
         truth = self._left(y, True)
         piece = self._lowest(lambda y: self._left(y, True), start, 0.0, y, truth, -y, MOST_OF_Y)
@@ -288,7 +297,11 @@ class _Fit:
 
 
 def find_fold(function: Function) -> Fold:
-    """The single minimum of ``function``, to float64 accuracy."""
+    """The only minimum of ``function``, to float64 accuracy.
+
+    Raises:
+        ValueError: no minimum below zero, or more than one fold.
+    """
     z = torch.linspace(-REACH, REACH, 80_001, dtype=torch.float64)
     y = function(z)
     lowest = int(y.argmin())
@@ -316,7 +329,7 @@ def derivative(function: Function, z: Tensor) -> Tensor:
 
 
 def _solve(function: Function, y: Tensor, fold: Fold, *, left: Tensor) -> Tensor:
-    """The input on the given branch with output ``y``, by bisection: slow, and right on any monotone branch."""
+    """The input on the given branch with output ``y``, by bisection: slow, but right on any monotone branch."""
     near = torch.full_like(y, fold.position)
     far = torch.where(left, fold.position - 20 * REACH, fold.position + 20 * REACH)
     for _ in range(64):

@@ -1,7 +1,10 @@
-"""Where a function's derivative jumps, or that of its derivative, found by bisection.
+"""Finds kinks (jumps of the derivative) and corners (jumps of the second derivative) by bisection.
 
-What is none of these is refused here: a function that jumps itself, has a vertical tangent, or a backward pass that
-returns something else than its derivative.
+Intervals between samples where the slope changes more than in their neighbours are bisected 60 times, all at once.
+Jumps of the function, vertical tangents, and a backward pass that does not return the derivative raise ``NeedsInput``.
+
+What it does not do: of two kinks closer together than two samples only one is found. The fit then errs there, and its
+measurement refuses it.
 """
 
 from __future__ import annotations
@@ -16,17 +19,18 @@ from torch import Tensor
 
 Function = Callable[[Tensor], Tensor]
 
-#: More kinks than this are a staircase.
+#: A function with more kinks is refused, as a staircase.
 MAXIMUM_KINKS = 16
 
 
 class NeedsInput(ValueError):
-    """Why a function's output does not tell its derivative: one sentence without subject ("jumps at z = 0")."""
+    """Why a function's output does not determine its derivative: a predicate ("jumps at z = 0")."""
 
 
 @dataclass(frozen=True)
 class Kink:
-    """A jump of the derivative; ``slope`` is what autograd returns on the spot. ``output`` is true, not canonical."""
+    """A jump of the derivative from ``before`` to ``after``. ``slope`` is what autograd returns at the kink itself, and
+    ``output`` the function's true (not canonical) value."""
 
     position: float
     output: float
@@ -36,7 +40,11 @@ class Kink:
 
 
 def value_and_slope(function: Function, z: Tensor) -> tuple[Tensor, Tensor]:
-    """What the function and autograd return; a function that autograd cannot see through has slope 0."""
+    """The function's values and autograd's derivatives at z; 0 where autograd finds no dependence.
+
+    Raises:
+        NeedsInput: the function returns another shape or dtype than its argument's.
+    """
     with torch.enable_grad():
         z = z.detach().requires_grad_()
         y = function(z)
@@ -51,7 +59,7 @@ def value_and_slope(function: Function, z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Brackets(NamedTuple):
-    """Intervals around places where something happens: values and slopes at both ends, and the steepest slope met."""
+    """Intervals around kinks and jumps: values and slopes at both ends, and the steepest slope met in each."""
 
     a: Tensor
     b: Tensor
@@ -63,8 +71,12 @@ class _Brackets(NamedTuple):
 
 
 def find_kinks(function: Function, z: Tensor, y: Tensor, slope: Tensor, steepest: float) -> list[Kink]:
-    """Every kink; refuses jumps, vertical tangents, and derivatives that are not those of the function."""
-    # What the slopes at both ends of an interval do not explain of the difference of the values.
+    """All kinks.
+
+    Raises:
+        NeedsInput: the function jumps, has a vertical tangent or too many kinks, or a wrong backward pass.
+    """
+    # The part of the difference of two values that the slopes at both ends do not explain.
     width = z.diff()
     off = (y.diff() - width * (slope[1:] + slope[:-1]) / 2).abs()
     _refuse_a_wrong_backward(function, z, y, off, steepest)
@@ -75,7 +87,7 @@ def find_kinks(function: Function, z: Tensor, y: Tensor, slope: Tensor, steepest
         position = rounded(float(found.b[i]))
         kinks[position] = _kink(function, position, 1e-9 * max(1.0, abs(position)))
     if 0.0 not in kinks:
-        # sign(z) g(|z|) has the slope 0 at 0 for autograd, whatever it has next to it.
+        # For autograd sign(z) g(|z|) has the slope 0 at 0, whatever the slopes next to it.
         kink = _kink(function, 0.0, 1e-9)
         if not max(abs(kink.slope - kink.before), abs(kink.slope - kink.after)) <= 1e-6 * steepest:
             kinks[0.0] = kink
@@ -94,17 +106,17 @@ def _kink(function: Function, position: float, step: float) -> Kink:
 
 def _refuse_a_wrong_backward(function: Function, z: Tensor, y: Tensor, off: Tensor, steepest: float) -> None:
     width = z.diff()
-    known = steepest * width + 1e-13 * torch.maximum(y[1:].abs(), y[:-1].abs())
+    scale = steepest * width + 1e-13 * torch.maximum(y[1:].abs(), y[:-1].abs())
     near = (z[1:].abs() < 32) & (width > 1e-4)
-    if float((off > 1e-2 * known)[near].double().mean()) > 0.05:
-        worst = int(torch.where(near, off / known, 0.0).argmax())
+    if float((off > 1e-2 * scale)[near].double().mean()) > 0.05:
+        worst = int(torch.where(near, off / scale, 0.0).argmax())
         _refuse_a_jump(function, z[worst], z[worst + 1])
         raise NeedsInput("has a backward pass that does not return its derivative")
 
 
 def _suspicious(z: Tensor, slope: Tensor, off: Tensor, steepest: float) -> tuple[Tensor, Tensor]:
-    """Intervals in which the slope leaps, as at a kink, and such in which the value does, as at a jump or a vertical
-    tangent; and of which of the two sorts each is."""
+    """Intervals where the slope changes abruptly, as at a kink, or the value, as at a jump or a vertical tangent; and
+    for each whether it is the value."""
     bend = torch.nn.functional.pad(slope.diff().abs(), (1, 1))
     inner, neighbours = bend[1:-1], torch.maximum(bend[2:], bend[:-2])
     excess = torch.where((inner > 1e-7 * steepest) & (inner > neighbours), inner - neighbours, 0.0)
@@ -115,9 +127,9 @@ def _suspicious(z: Tensor, slope: Tensor, off: Tensor, steepest: float) -> tuple
 
 
 def _bisected(function: Function, z: Tensor, at: Tensor, by_value: Tensor) -> _Brackets:
-    """The intervals that begin ``at`` these samples, narrowed to where it happens."""
+    """The intervals that begin ``at`` these samples, narrowed to the abrupt change."""
 
-    # The smaller slope, because next to a vertical tangent the other one explains too much.
+    # With the smaller slope, because next to a vertical tangent the larger one explains too much.
     def unexplained(dy: Tensor, dz: Tensor, one: Tensor, other: Tensor) -> Tensor:
         return (dy.abs() - dz * torch.minimum(one.abs(), other.abs())).abs()
 
@@ -147,7 +159,7 @@ def _refuse_jumps(found: _Brackets, steepest: float) -> None:
 
 
 def find_corners(function: Function, z: Tensor, slope: Tensor, steepest: float) -> list[float]:
-    """Where the second derivative jumps, as ELU's does: polynomials have to end there."""
+    """Where the second derivative jumps, as ELU's does: polynomials must end there."""
     inner = (z.abs() < 32) & (z.abs() > 5e-4)
     z, slope = z[inner], slope[inner]
     curvature = slope.diff() / z.diff()
@@ -184,7 +196,7 @@ def _refuse_a_jump(function: Function, low: Tensor, high: Tensor) -> None:
 
 
 def rounded(value: float, tolerance: float = 1e-11) -> float:
-    """The round number that bisection has come close to, if there is one: a kink is where the formula says."""
+    """The round number close to ``value``, if there is one: bisection ends near it, and the formula's kink is at it."""
     for digits in (0, 1, 2, 3, 4):
         near = round(value, digits)
         if abs(value - near) <= tolerance * max(1.0, abs(value)):

@@ -1,16 +1,16 @@
-"""A derivative as a function of the output, in segments: on each a polynomial in a variable that suits it.
+"""Fits a derivative as a function of the output, in segments: each is a polynomial in a variable that suits it.
 
-No variable suits everywhere. The derivative of a smooth function is smooth in y where the function is steep; in the
-root of the distance to y_0 where it turns there; and where it flattens towards a limit L, ``f' = d P(u)`` with
-``d = |y - L|`` and ``u = sqrt(log(reach / d))`` is right for exponential, Gaussian and algebraic tails alike, and
-vanishes with d. Towards infinity a derivative that settles algebraically is a polynomial in ``1 / (1 + y)``.
+No variable suits everywhere. Where the function is steep, its derivative is smooth in y. Where it has a fold at y_0,
+the derivative is smooth in the root of the distance to y_0. Where it flattens towards a limit L, ``f' = d P(u)`` with
+``d = |y - L|`` and ``u = sqrt(log(reach / d))`` suits exponential, Gaussian and algebraic tails, and vanishes with d.
+Towards infinity a derivative that settles algebraically is a polynomial in ``1 / (1 + y)``.
 
-So each stretch of a ``Features`` is covered greedily: of all variables the one whose polynomial gets farthest before it
-misses the tolerance is taken, and then the next begins. The samples of the stretch are all that is looked at, which is
-fast, and no inverse of the function is ever needed.
+Each ``Stretch`` is covered greedily: the next segment takes the variable whose polynomial reaches farthest within the
+tolerance. Only the stretch's samples are used, which is fast and needs no inverse of the function. A device evaluates
+every segment for every number.
 
-What it does not do: flat spots between which a function rises (z^3), whose derivative goes with a fractional power of
-y that no variable here has. They use up the segments and are refused.
+What it does not do: an inflection with slope 0 (z^3), where the derivative is a fractional power of y. No variable here
+has it, so the segments are used up and the function is refused.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .features import Features, Stretch
 from .kinks import NeedsInput
 from .polynomial import Piece, Precision, chebyshev, powers_of
 
-#: Segments of a derivative, all branches together. A device evaluates every one of them for every number.
+#: The most segments of a derivative, all branches together.
 MAXIMUM_SEGMENTS = 10
-#: Degrees to add when there are too many.
+#: Degrees that are added while there are too many segments.
 MORE_DEGREES = (0, 4, 8)
-#: A tail's variable is not used closer to its reach than this: log(reach / d) cancels there.
+#: A tail's variable is used only for distances below this part of ``reach``: above it log(reach / d) cancels.
 TAIL_PART = 0.5
-#: Distances are kept from 0, where a root has no derivative, by the smallest normal float32 number.
+#: The floor of distances, the smallest normal float32 number: at 0 a root has no derivative.
 TINY = 2.0**-126
 
 
@@ -44,7 +44,7 @@ def to_float32(value: float) -> float:
 
 @dataclass(frozen=True)
 class Variable:
-    """What a polynomial is in: the output itself, or a function of its distance to ``anchor``.
+    """The variable of a polynomial: the output itself, or a function of its distance d to ``anchor``.
 
     "root": sqrt(d); "tail": sqrt(log(reach / d)), with the polynomial times d; "inverse": reach / (reach + d).
     """
@@ -55,7 +55,7 @@ class Variable:
     is_above: bool = True  # whether outputs are above the anchor
 
     def distance(self, y: Tensor) -> Tensor:
-        # The anchor as a float32 number and the rest: the distance is then exact near it.
+        # The anchor as a float32 number and the rest, so that distances near it are exact.
         high = to_float32(self.anchor)
         d = (y - high) - (self.anchor - high)
         d = d if self.is_above else -d
@@ -74,9 +74,9 @@ class Variable:
 
 @dataclass(frozen=True)
 class Segment:
-    """``polynomial(variable)`` for outputs from ``start`` on, of one branch; the last that begins below y counts.
+    """``polynomial(variable)`` for one branch's outputs from ``start`` on. The last segment that begins below y counts.
 
-    ``owns_start``: whether an output of ``start`` itself belongs to it. ``polynomial`` may be a number.
+    ``owns_start``: whether the output ``start`` itself belongs to the segment. ``polynomial`` may be a constant.
     """
 
     start: float
@@ -90,8 +90,8 @@ class Segment:
         if isinstance(self.polynomial, float):
             return self.polynomial
         variable, piece = self.variable, self.polynomial
-        # Every segment is computed for every output: outside of it at its ends, so that nothing becomes NaN or
-        # infinite, not even a gradient of what is not selected. `where` and not `clamp`, so that NaN stays NaN.
+        # Every segment is computed for every output: for outputs outside of it at its ends, so that neither values nor
+        # gradients that are not selected become NaN or infinite. `where` and not `clamp`, so that NaN stays NaN.
         y = torch.where(y < self.start, self.start, y)
         y = torch.where(y > self.stop, self.stop, y)
         distance = y
@@ -125,7 +125,7 @@ class Flat:
 class Segments:
     """A derivative on both branches, from canonical outputs (``features.py``): ``(distance, y, marked) -> f'``.
 
-    ``distance`` is that to the fold's output, floored; None without a fold.
+    ``distance`` is the floored distance to the fold's output; None without a fold.
     """
 
     segments: tuple[Segment, ...]
@@ -162,10 +162,10 @@ class Segments:
 
 
 def fit_segments(features: Features, precision: Precision) -> Segments:
-    """The derivative of a function with these features, without what is flat.
+    """The derivative of a function with these features, flat parts left out.
 
     Raises:
-        NeedsInput: more segments than there may be, or a place where no polynomial follows.
+        NeedsInput: too many segments, or a place where no polynomial meets the tolerance.
     """
     tolerance = precision.tolerance * features.steepest
     problem = NeedsInput("has no stretch to be fitted")
@@ -190,7 +190,7 @@ def _cover(stretch: Stretch, features: Features, tolerance: float, degree: int) 
     y, slope = stretch.y, stretch.slope
     count = len(y)
     first, last = 0, count - 1
-    # Where the slope has settled it is a constant.
+    # A constant covers where the slope has settled.
     constants: list[tuple[int, float]] = []
     if stretch.upper in ("infinity", "kink"):
         settled = (slope - slope[-1]).abs() <= tolerance / 2
@@ -241,7 +241,7 @@ def _segment(
     if first == 0:
         for kink in features.kinks:
             if abs((-kink.output if features.is_falling else kink.output) - start) <= 1e-12 * max(1.0, abs(start)):
-                # Of the two sides the one whose slope autograd returns on the spot.
+                # The kink belongs to the side whose slope autograd returns at it.
                 other = (
                     kink.before if abs(kink.after - float(stretch.slope[0])) < 1e-4 * features.steepest else kink.after
                 )
@@ -314,7 +314,7 @@ def _attempt(
     y, slope = _with_end(y, slope, stretch, first, last)
     distance = (y - variable.anchor) if variable.is_above else (variable.anchor - y)
     if variable.kind == "tail":
-        # Further out the polynomial keeps its last value, and the distance does the rest.
+        # Further out the polynomial keeps its last value, and the factor ``distance`` vanishes.
         keep = (distance > 1e-13 * max(abs(variable.anchor), 1e-3 * variable.reach)) & (slope.abs() > 1e-3 * tolerance)
         y, slope, distance = y[keep], slope[keep], distance[keep]
         if len(y) < 4:
@@ -346,7 +346,7 @@ def _attempt(
 
 
 def _with_end(y: Tensor, slope: Tensor, stretch: Stretch, first: int, last: int) -> tuple[Tensor, Tensor]:
-    """With the very ends of a stretch, where they are known: the samples stop short of them."""
+    """The samples with the start of the stretch added, where its slope is known to be 0."""
     if first == 0 and stretch.lower in ("fold", "limit") and float(y[0]) > stretch.start:
         smooth_fold = stretch.lower == "limit" or abs(float(slope[0])) < 1e-2 * float(slope.abs().max())
         if smooth_fold:

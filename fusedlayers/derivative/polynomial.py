@@ -1,4 +1,4 @@
-"""Polynomials on an interval, and how closely derivatives are fitted by them."""
+"""Polynomials on an interval, and the accuracy of the fits of derivatives."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ Function = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Precision:
-    """How closely a derivative is fitted: the largest absolute error, and the degree of segments' polynomials that is
-    tried first (``piecewise.py``)."""
+    """The accuracy of a fit: the largest absolute error, and the degree that ``piecewise.py`` tries first."""
 
     tolerance: float
     degree: int
 
 
-#: By dtype of the output. The derivative is uncertain by 1e-6, 7e-4 and 4e-3 (rms), because the output was rounded and
-#: carries the branch; errors that never exceed these add little to that, and a coarser fit is a shorter program.
+#: By dtype of the output. Rounding the output and the branch bit leave the derivative uncertain by 1e-6, 7e-4 and 4e-3
+#: (rms). Fits with these errors add little to that; a coarser fit is a shorter program.
 PRECISIONS = {
     torch.float32: Precision(6e-7, 8),
     torch.float16: Precision(1e-4, 5),
@@ -33,7 +32,7 @@ MAXIMUM_DEGREE = 20
 
 @dataclass(frozen=True)
 class Piece:
-    """A polynomial on ``[start, stop]``, in powers of ``t = (v - center) * scale``, which runs over [-1, 1]."""
+    """A polynomial on ``[start, stop]``, in powers of ``t = (v - center) * scale``, which lies in [-1, 1]."""
 
     start: float
     stop: float
@@ -56,7 +55,7 @@ class Piece:
 
 
 def interpolate(function: Function, start: float, stop: float, degree: int) -> Piece:
-    """Chebyshev interpolation, converted to powers of t (harmless at these degrees: t stays in [-1, 1])."""
+    """Chebyshev interpolation, converted to powers of t. (At these degrees and on [-1, 1] that costs no accuracy.)"""
     count = degree + 1
     angle = (torch.arange(count, dtype=torch.float64) + 0.5) * (math.pi / count)
     t = torch.cos(angle)
@@ -66,7 +65,7 @@ def interpolate(function: Function, start: float, stop: float, degree: int) -> P
 
 
 def chebyshev(t: Tensor, degree: int) -> Tensor:
-    """The Chebyshev polynomials up to a degree, side by side."""
+    """The Chebyshev polynomials up to a degree at t: ``(len(t), degree + 1)``."""
     columns = [torch.ones_like(t), t]
     for _ in range(degree - 1):
         columns.append(2 * t * columns[-1] - columns[-2])
@@ -74,7 +73,7 @@ def chebyshev(t: Tensor, degree: int) -> Tensor:
 
 
 def powers_of(weights: Sequence[float]) -> tuple[float, ...]:
-    """The coefficients of a sum of Chebyshev polynomials in powers of its argument."""
+    """From the coefficients of Chebyshev polynomials to those of powers."""
     powers = [0.0] * len(weights)
     previous, current = [1.0], [0.0, 1.0]
     for k, weight in enumerate(weights):
