@@ -498,8 +498,8 @@ def test_its_repr_says_what_was_asked_for_and_planned() -> None:
     net = fl.SublinearSequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), segments=[2, 1], recompute="cheap")
     assert "segments=[2, 1], recompute='cheap'" in repr(net) and net.plan is None
     net(rows())
-    assert "2 of 3 children run again, in 1 segment:" in repr(net)
-    assert "kept from the" not in repr(copy.deepcopy(net)), "the plan is another one's"
+    assert "2 of 3 children are recomputed, in 1 segment:" in repr(net)
+    assert "saved in the" not in repr(copy.deepcopy(net)), "the plan is another one's"
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

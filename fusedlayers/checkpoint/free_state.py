@@ -1,71 +1,92 @@
-"""What a function can reach: the modules, tensors and generators that it works with besides its arguments."""
+"""The free state of a function: the modules, tensors and generators that it can use besides its arguments.
+
+The search follows what the function is bound to, what a ``partial`` holds, closures, defaults, the globals that its
+code names, the arguments, and functions among these. It costs one walk over these objects for each call.
+
+Not found is what Python modules hold, and what objects hold that are themselves attributes of objects: that may be a
+whole program.
+"""
 
 from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from .._torch import tree_leaves
 
 
 class FreeState(NamedTuple):
-    """What a function runs, or, unless it ``runs_all``, can reach; of generators and tensors those that it closes over
-    or is given by name."""
+    """What a recomputed function depends on besides its arguments.
+
+    Attributes:
+        modules: the modules that it runs; if not ``runs_all``, those that it can reach.
+        generators, tensors: those that it closes over or names. Arguments are not among them.
+        runs_all: whether it surely runs all modules.
+        replays_rng: whether a recomputation must draw the random numbers of the first run.
+    """
 
     modules: Sequence[nn.Module]
     generators: Sequence[torch.Generator] = ()
     tensors: Sequence[Tensor] = ()
     runs_all: bool = True
+    replays_rng: bool = True
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether a module has lazy parameters that the first run would initialize."""
+        return any(isinstance(m, LazyModuleMixin) and m.has_uninitialized_params() for m in self.modules)
 
     @classmethod
-    def of(cls, function: object, *arguments: object) -> FreeState:
-        """By the function itself, what it is bound to, what a ``partial`` holds, what it closes over or has as
-        defaults, what its code names among its globals, and the arguments; functions among these in the same way."""
+    def of(cls, function: object, leaves: Sequence[object]) -> FreeState:
+        """Of a function, or of a list of functions, called with arguments that have these leaves."""
+        others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
         if isinstance(function, nn.Module):
             modules = dict.fromkeys(function.modules())
-            return cls([*modules, *(m for m in cls._search(arguments).modules if m not in modules)])
-        return cls._search((function, *arguments), of_arguments=arguments)
-
-    @classmethod
-    def _search(cls, things: Iterable[object], of_arguments: Iterable[object] = ()) -> FreeState:
-        modules: dict[nn.Module, None] = {}
-        others: list[Any] = []
-        given = set(map(id, tree_leaves(list(of_arguments))))
-        seen: set[int] = set()
-        pending: list[object] = [*things]
-        while pending:
-            thing = pending.pop()
-            if id(thing) in seen:
-                continue
-            seen.add(id(thing))
-            if isinstance(thing, nn.Module):
-                modules.update(dict.fromkeys(thing.modules()))
-            elif isinstance(thing, Tensor | torch.Generator):
-                if id(thing) not in given:  # what torch's checkpoint sees to
-                    others.append(thing)
-            elif isinstance(thing, functools.partial):
-                pending += [thing.func, *thing.args, *thing.keywords.values()]
-            elif isinstance(thing, types.MethodType):
-                pending += [thing.__self__, thing.__func__]
-            elif isinstance(thing, types.FunctionType):
-                if not (thing.__module__ or "").startswith("torch."):
-                    pending += _held_by_function(thing)
-            elif isinstance(thing, list | tuple | dict | set):
-                pending += [leaf for leaf in tree_leaves(list(thing) if isinstance(thing, set) else thing)]
-            elif hasattr(thing, "__dict__"):
-                # Of other objects what they hold themselves, and not what those hold: that may be a whole program.
-                pending += [held for held in vars(thing).values() if isinstance(held, nn.Module | list | tuple | dict)]
-        generators = [other for other in others if isinstance(other, torch.Generator)]
-        tensors = [other for other in others if isinstance(other, Tensor)]
-        return cls(list(modules), generators, tensors, runs_all=False)
+            if others:
+                modules.update(dict.fromkeys(_search(others, leaves).modules))
+            return cls(list(modules))
+        return _search([function, *others], leaves)
 
 
 NO_STATE = FreeState(())
+
+
+def _search(roots: Sequence[object], leaves: Sequence[object]) -> FreeState:
+    modules: dict[nn.Module, None] = {}
+    generators: list[torch.Generator] = []
+    tensors: list[Tensor] = []
+    # Torch's checkpoint takes care of tensors that are arguments.
+    seen = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+    pending = [*roots]
+    while pending:
+        thing = pending.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, nn.Module):
+            modules.update(dict.fromkeys(thing.modules()))
+        elif isinstance(thing, Tensor):
+            tensors.append(thing)
+        elif isinstance(thing, torch.Generator):
+            generators.append(thing)
+        elif isinstance(thing, functools.partial):
+            pending += [thing.func, *thing.args, *thing.keywords.values()]
+        elif isinstance(thing, types.MethodType):
+            pending += [thing.__self__, thing.__func__]
+        elif isinstance(thing, types.FunctionType):
+            if not (thing.__module__ or "").startswith("torch."):
+                pending += _held_by_function(thing)
+        elif isinstance(thing, list | tuple | dict | set):
+            pending += tree_leaves(list(thing) if isinstance(thing, set) else thing)
+        elif hasattr(thing, "__dict__"):
+            pending += [held for held in vars(thing).values() if isinstance(held, nn.Module | list | tuple | dict)]
+    return FreeState(list(modules), generators, tensors, runs_all=False)
 
 
 def _held_by_function(function: types.FunctionType) -> list[object]:
@@ -81,6 +102,7 @@ def _held_by_function(function: types.FunctionType) -> list[object]:
 
 
 def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code of a function, and of the functions that are defined in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

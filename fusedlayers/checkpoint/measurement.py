@@ -1,24 +1,29 @@
-"""What each child of a sequence keeps for its backward pass, and what it costs to run it again.
+"""Measure what each child of a sequence saves for its backward pass, and what its recomputation costs.
 
-The children run once, one after the other, and each one's graph is dropped before the next runs, so that no more memory
-is taken than the largest one needs. Costs are counted and not timed: processes that share a model must come to the same
-plan, for in the second runs they meet.
+The children run once, one after the other. Each one's graph is dropped before the next runs, so that the measurement
+takes no more memory than the largest child needs.
+
+Costs are counted and not timed: processes that share a model must come to the same plan, for they meet in the
+recomputations. A product (convolution, matmul, attention) costs its operations and the bytes that it moves, another
+operator its bytes.
+
+Not counted is what operators allocate for themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from .._torch import CPU_FLASH_ATTENTION, FLASH_ATTENTION, TorchDispatchMode, tree_leaves, tree_map_only
+from .._torch import CPU_FLASH_ATTENTION, FLASH_ATTENTION, TorchDispatchMode, tree_map_only
 from ..utils.autograd_graph import attributes_of, nodes_of
 from ..utils.module_state import unchanged
-from ..utils.storages import strided_parts
+from ..utils.storages import strided_parts, tensors_in
 from .selective import products
-from .state_snapshot import attributes_restored, recomputed_region
+from .state_snapshot import recomputed_region
 
 #: How many operations a device does in a product while it moves a byte, about: 200 GFLOP/s and 13 GB/s of four cores,
 #: 400 TFLOP/s (TF32) and 3 TB/s of an H100.
@@ -27,52 +32,58 @@ OPERATIONS_PER_BYTE_ELSEWHERE = 128.0
 
 
 class ChildCosts(NamedTuple):
-    """Bytes are of storages, each counted once."""
+    """What a child saves, in bytes of storages that count once, and what it costs to run, in bytes moved.
 
-    #: Of its input.
+    Attributes:
+        input_bytes: of its input.
+        saved_bytes: what it saves besides its input and its output.
+        saves_input, saves_output: whether it saves these.
+        product_bytes: results of its products, except one that is its output.
+        saved_product_bytes: those of these that it saves anyway.
+        output_is_product: whether its output is the result of a product.
+        cost: of running it.
+        cost_without_products: of running what is no product.
+        writes_input: whether it modifies its input in place.
+        returns_input: whether its output is its input, or a view of it.
+        selective: the same where results of products are saved, if that was asked for: fused layers run layer by layer
+            then.
+    """
+
     input_bytes: int
-    #: What it keeps besides its input and its output.
     saved_bytes: int
     saves_input: bool
     saves_output: bool
-    #: Results of its products, but for one that is its output.
     product_bytes: int
-    #: Of these, what it keeps anyway.
     saved_product_bytes: int
     output_is_product: bool
-    #: Of running it, in bytes moved; and of what is no product.
     cost: float
     cost_without_products: float
-    #: Whether it writes over its input, and whether its output is its input, or a view of it.
     writes_input: bool = False
     returns_input: bool = False
-    #: The same where the results of products are kept, if that was asked for: fused layers run plainly then.
     selective: ChildCosts | None = None
 
 
 def measure(children: Sequence[nn.Module], inputs: tuple[Any, ...], *, is_selective: bool = False) -> list[ChildCosts]:
-    """Run the children once, or once in each way; modules, inputs and random numbers are left as they were."""
+    """Run each child once, or once in each way; modules, inputs and random numbers are put back as they were."""
     modules = [module for child in children for module in child.modules()]
-    tensors = list(_tensors(inputs))
-    device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
     found = []
-    # A run like those that run again: invertible modules hold nothing in it, and chains of them their output.
-    with unchanged(modules, tensors, device), attributes_restored(modules), recomputed_region(), torch.enable_grad():
+    # In a recomputed region, as the children will run: single invertible modules save nothing there.
+    with unchanged(modules, tensors_in(inputs), attributes=True), recomputed_region(), torch.enable_grad():
         for child in children:
-            measured, output = _measured(child, inputs, is_selective=False)
+            costs, output = _measured(child, inputs, is_selective=False)
             if is_selective:
-                measured = measured._replace(selective=_measured(child, inputs, is_selective=True)[0])
-            found.append(measured)
+                costs = costs._replace(selective=_measured(child, inputs, is_selective=True)[0])
+            found.append(costs)
             inputs = (output,)
     return found
 
 
 def _measured(child: nn.Module, inputs: tuple[Any, ...], *, is_selective: bool) -> tuple[ChildCosts, Any]:
-    # Copies, for it may write over them, and be measured again.
+    # Copies, for the child may overwrite them, and be measured once more.
     inputs = tree_map_only(Tensor, _detached_copy, inputs)
-    versions = [tensor._version for tensor in _tensors(inputs)]
+    versions = [tensor._version for tensor in tensors_in(inputs)]
     costs = _Costs(is_selective)
-    saved: list[Tensor] = []  # held, for the address of a storage tells it from others only while it lives
+    saved: list[Tensor] = []  # alive until the end, for only then are the addresses of storages unique
 
     def pack(tensor: Tensor) -> Tensor:
         saved.append(tensor.detach())
@@ -80,31 +91,30 @@ def _measured(child: nn.Module, inputs: tuple[Any, ...], *, is_selective: bool) 
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), costs:
         output = child(*inputs)
-    # Attributes of contexts bypass the hooks: an invertible chain holds its output so.
-    saved += [tensor for node in nodes_of(_tensors(output)) for tensor in attributes_of(node)]
+    # Attributes of autograd contexts bypass the hooks: an invertible chain holds its output so.
+    saved += [tensor for node in nodes_of(tensors_in(output)) for tensor in attributes_of(node)]
     owned = _sizes([*child.parameters(), *child.buffers()])
-    of_inputs, of_output = _sizes(_tensors(inputs)), _sizes(_tensors(output))
-    kept = {key: size for key, size in _sizes(saved).items() if key not in owned}
-    results = _sizes(costs.results)
-    inside = kept.keys() - of_inputs.keys() - of_output.keys()
-    between = results.keys() - of_inputs.keys() - of_output.keys()
+    of_inputs, of_output = _sizes(tensors_in(inputs)), _sizes(tensors_in(output))
+    of_saved = {key: size for key, size in _sizes(saved).items() if key not in owned}
+    of_products = _sizes(costs.results)
+    edges = of_inputs.keys() | of_output.keys()
     return ChildCosts(
         input_bytes=sum(of_inputs.values()),
-        saved_bytes=sum(kept[key] for key in inside),
-        saves_input=not kept.keys().isdisjoint(of_inputs),
-        saves_output=not kept.keys().isdisjoint(of_output.keys() - of_inputs.keys()),
-        product_bytes=sum(results[key] for key in between),
-        saved_product_bytes=sum(results[key] for key in between & inside),
-        output_is_product=not results.keys().isdisjoint(of_output),
-        cost=costs.products + costs.between,
-        cost_without_products=costs.between,
-        writes_input=versions != [tensor._version for tensor in _tensors(inputs)],
+        saved_bytes=sum(of_saved[key] for key in of_saved.keys() - edges),
+        saves_input=not of_saved.keys().isdisjoint(of_inputs),
+        saves_output=not of_saved.keys().isdisjoint(of_output.keys() - of_inputs.keys()),
+        product_bytes=sum(of_products[key] for key in of_products.keys() - edges),
+        saved_product_bytes=sum(of_products[key] for key in (of_products.keys() & of_saved.keys()) - edges),
+        output_is_product=not of_products.keys().isdisjoint(of_output),
+        cost=costs.of_products + costs.of_others,
+        cost_without_products=costs.of_others,
+        writes_input=versions != [tensor._version for tensor in tensors_in(inputs)],
         returns_input=not of_inputs.keys().isdisjoint(of_output),
     ), output
 
 
 def _detached_copy(tensor: Tensor) -> Tensor:
-    """A copy without its graph, but as if it had one: a leaf could not be written to by a ReLU in place."""
+    """A copy without its graph, which is no leaf: a ReLU in place could not write to a leaf."""
     copy = tensor.detach().clone()
     return cast("Tensor", _NonLeaf.apply(torch.empty(0, requires_grad=True), [copy])) if tensor.requires_grad else copy
 
@@ -117,8 +127,8 @@ class _NonLeaf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(
-            "a tensor of the run in which SublinearSequential measures its children was kept by one of them; call the "
-            "container once before the first step"
+            "a child of SublinearSequential kept a tensor of the run in which the container measures its children; "
+            "call the container once before the first step"
         )
 
 
@@ -127,21 +137,20 @@ class _Costs(TorchDispatchMode):
 
     def __init__(self, keeps_results: bool) -> None:
         super().__init__()
-        self.keeps_results = keeps_results  # which ``plan.py`` asks
+        self.keeps_results = keeps_results  # ``plan.py`` reads it
         self.results: list[Tensor] = []
-        self.products = self.between = 0.0
+        self.of_products = self.of_others = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         packet = getattr(func, "_overloadpacket", None)
         if packet in products():
-            found = list(_tensors(result))
+            found = list(tensors_in(result))
             self.results += found
-            self.products += _bytes_moved(args, result) + _operations(packet, args, kwargs or {}, result) / _per_byte(
-                found
-            )
+            operations = _operations(packet, args, kwargs or {}, result)
+            self.of_products += _bytes_moved(args, result) + operations / _operations_per_byte(found)
         elif not getattr(func, "is_view", False):
-            self.between += _bytes_moved(args, result)
+            self.of_others += _bytes_moved(args, result)
         return result
 
 
@@ -153,23 +162,19 @@ def _operations(packet: Any, args: Any, kwargs: Any, result: Any) -> float:
     if count is not None:
         return float(count(*args, **kwargs, out_val=result))
     # oneDNN's: twice the weight's elements for each element of a channel of the result.
-    weight, output = args[1], next(_tensors(result))
+    weight, output = args[1], next(tensors_in(result))
     return 2.0 * weight.numel() * output.numel() / weight.shape[0]
 
 
-def _per_byte(tensors: Iterable[Tensor]) -> float:
+def _operations_per_byte(tensors: Iterable[Tensor]) -> float:
     kind = next((tensor.device.type for tensor in tensors), "cpu")
     return OPERATIONS_PER_BYTE.get(kind, OPERATIONS_PER_BYTE_ELSEWHERE)
 
 
 def _bytes_moved(*trees: Any) -> float:
-    return float(sum(tensor.nbytes for tensor in _tensors(trees) if tensor.layout == torch.strided))
+    return float(sum(tensor.nbytes for tensor in tensors_in(trees) if tensor.layout == torch.strided))
 
 
 def _sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
     storages = (part.untyped_storage() for tensor in tensors for part in strided_parts(tensor))
     return {storage._cdata: storage.nbytes() for storage in storages}
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))

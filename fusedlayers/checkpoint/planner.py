@@ -1,16 +1,21 @@
-"""Which children of a sequence to run again, and together with which: the fewest that a number of bytes allows.
+"""Choose which children of a sequence to recompute, and in which segments: the least work within a number of bytes.
 
-A segment of children that runs again keeps its input, and while it does, all that its children keep, beside what the
-segments before it have kept; those behind it are gone by then. Of the plans whose worst moment fits, that of the least
-cost is found by dynamic programming over (bytes kept so far, cost), of which those that are no better than others in
-both are dropped. Without a number of bytes the smallest that any plan needs is taken.
+A recomputed segment saves its input. While it is recomputed, everything that its children save is held, besides what
+the segments before it have saved; what belonged to later segments is gone by then.
 
-Not counted are gradients, and what an operator takes for itself.
+Among the plans whose peak fits the budget, dynamic programming over (bytes saved so far, cost so far) finds the one of
+least cost; states that are no better than another one in both are dropped. Without a budget, the smallest one that any
+plan fits in is used (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", for children of any size).
+
+The time is quadratic in the number of children for each state. Of many children not all states are continued, so that a
+plan may be more expensive than the best one; it still fits the budget.
+
+Not counted are gradients, and what operators allocate for themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import itemgetter
@@ -20,9 +25,9 @@ from ..utils.formatting import size_text
 from .measurement import ChildCosts
 from .recompute import Recompute
 
-#: How finely the smallest plan is looked for: in such parts of what is kept if nothing runs again.
+#: How finely the smallest budget is searched for: in steps of this part of what eager PyTorch saves.
 BUDGET_STEPS = 1024
-#: How many states are gone on with, together; of few children each has as many as there are.
+#: How many states are continued, all together; a few children have as many as they need.
 MAX_STATES = 4096
 
 
@@ -39,11 +44,11 @@ class Plan:
     """What a ``SublinearSequential`` does.
 
     Attributes:
-        segments: in order; children that run once stand alone.
-        saved_bytes: kept from the forward pass.
-        peak_bytes: kept at the worst moment, while a segment runs again.
-        eager_bytes: kept if nothing ran again.
-        recomputed: the part of the forward pass that runs twice, 0 to 1, by arithmetic and bytes moved.
+        segments: in order; children that are not recomputed stand alone.
+        saved_bytes: saved in the forward pass.
+        peak_bytes: held at the worst moment, while a segment is recomputed.
+        eager_bytes: saved if nothing were recomputed.
+        recomputed: the part of the forward pass that is recomputed, 0 to 1, by arithmetic and bytes moved.
     """
 
     segments: tuple[Segment, ...]
@@ -53,20 +58,19 @@ class Plan:
     recomputed: float
 
     def __str__(self) -> str:
-        again = sum(segment.recompute != "nothing" for segment in self.segments)
-        segments = "1 segment" if again == 1 else f"{again} segments"
-        count = sum(segment.stop - segment.start for segment in self.segments if segment.recompute != "nothing")
+        lengths = [segment.stop - segment.start for segment in self.segments if segment.recompute != "nothing"]
+        segments = "1 segment" if len(lengths) == 1 else f"{len(lengths)} segments"
         total = self.segments[-1].stop if self.segments else 0
         return (
-            f"{count} of {total} children run again, in {segments}: {size_text(self.saved_bytes)} kept from the "
-            f"forward pass, at most {size_text(self.peak_bytes)} in the backward pass, "
-            f"{size_text(self.eager_bytes)} if nothing ran again"
+            f"{sum(lengths)} of {total} children are recomputed, in {segments}: {size_text(self.saved_bytes)} saved in "
+            f"the forward pass, at most {size_text(self.peak_bytes)} held in the backward pass, "
+            f"{size_text(self.eager_bytes)} without recomputation"
         )
 
 
 def plan_within_budget(children: Sequence[ChildCosts], budget: int | None, modes: Sequence[Recompute]) -> Plan:
-    """The plan that recomputes least, of those that keep at most ``budget`` bytes at any moment; without a budget, at
-    most what the smallest plan keeps.
+    """The plan that recomputes least, of those that hold at most ``budget`` bytes at any moment. Without a budget, the
+    smallest one that a plan fits in.
 
     Raises:
         ValueError: no plan is that small.
@@ -77,157 +81,151 @@ def plan_within_budget(children: Sequence[ChildCosts], budget: int | None, modes
         budget = smallest
     elif budget < smallest:
         raise ValueError(
-            f"memory_budget_bytes={budget} is less than any plan needs: these {len(children)} children keep "
-            f"{sums.eager()} bytes if nothing runs again, and {smallest} at least"
+            f"memory_budget_bytes={budget} is less than any plan needs: these {len(children)} children save "
+            f"{sums.eager()} bytes without recomputation, and {smallest} at least"
         )
     return _plan(sums, _cheapest_segments(sums, budget, modes))
 
 
 def plan_balanced(children: Sequence[ChildCosts], count: int, mode: Recompute) -> Plan:
-    """So many segments that keep about the same while they run again. The last one runs once: its backward pass
+    """``count`` segments that hold about the same while they are recomputed. The last one is not: its backward pass
     comes at once."""
     sums = _PrefixSums(children)
-    # Of the best split of the first j children: its largest segment, its squares (of splits with an equal largest one
-    # the evenest is the best), and its segments' ends, negative: then that of which the last one, which runs once, is
-    # the shortest.
+    # Of the best split of the first j children: its largest segment, its squares (of splits with the same largest one
+    # the most even is best), and its segments' ends, negated: then the one whose last segment is the shortest.
     best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}
     for _ in range(min(count, len(children))):
         best = {
-            j: min(_longer(best[i], sums.inside(i, j), j) for i in best if i < j)
+            j: min(_with_segment(best[i], sums.inside(i, j), j) for i in best if i < j)
             for j in range(min(best) + 1, len(children) + 1)
         }
     ends = [-end for end in best[len(children)][2]]
     return plan_of_lengths(children, [b - a for a, b in pairwise([0, *ends])], mode)
 
 
-def _longer(split: tuple[int, int, list[int]], size: int, end: int) -> tuple[int, int, list[int]]:
+def _with_segment(split: tuple[int, int, list[int]], size: int, end: int) -> tuple[int, int, list[int]]:
     largest, squares, ends = split
     return max(largest, size), squares + size**2, [*ends, -end]
 
 
 def plan_of_lengths(children: Sequence[ChildCosts], lengths: Sequence[int], mode: Recompute) -> Plan:
-    """Segments of so many children each, the last of which runs once."""
+    """Segments of these numbers of children; the last one is not recomputed."""
     return _plan(_PrefixSums(children), segments_of_lengths(lengths, mode))
 
 
 def segments_of_lengths(lengths: Sequence[int], mode: Recompute) -> tuple[Segment, ...]:
-    stops = list(accumulate(lengths))
-    starts = [0, *stops[:-1]]
-    found = [Segment(start, stop, mode) for start, stop in zip(starts, stops, strict=True) if stop > start]
+    ends = pairwise([0, *accumulate(lengths)])
+    found = [Segment(start, stop, mode) for start, stop in ends if stop > start]
     return (*found[:-1], *(Segment(*last[:2], "nothing") for last in found[-1:]))
 
 
+class _Option(NamedTuple):
+    """A segment that ends before ``stop``.
+
+    Attributes:
+        saved: bytes that it saves besides its input.
+        extra: bytes that it holds in addition while it is recomputed.
+        cost: of the recomputation.
+        saves_output: whether its output is among what must be held.
+    """
+
+    stop: int
+    saved: int
+    extra: int
+    cost: float
+    saves_output: bool
+
+
 class _PrefixSums:
-    """What runs of children add up to."""
+    """What any run of consecutive children adds up to, from sums over the first ones."""
 
     def __init__(self, children: Sequence[ChildCosts]) -> None:
         self.children = children
         selective = [child.selective or child for child in children]
-        #: Where the results of products are kept.
+        #: For segments whose products' results are saved.
         self._selective = self if selective == list(children) else _PrefixSums(selective)
-        n = len(children)
-        # What is kept between children, if they run once; the sequence's input is not its own.
-        edges = [0] * (n + 1)
-        for k in range(1, n):
-            if children[k - 1].saves_output or children[k].saves_input:
-                edges[k] = children[k].input_bytes
+        # Bytes between two children: what is saved there without recomputation, of products' results, and of both. The
+        # sequence's own input and output belong to others.
+        edges, product_edges, shared_edges = ([0] * (len(children) + 1) for _ in range(3))
+        for k in range(1, len(children)):
+            size = children[k].input_bytes
+            edges[k] = size if children[k - 1].saves_output or children[k].saves_input else 0
+            product_edges[k] = size if children[k - 1].output_is_product else 0
+            shared_edges[k] = min(edges[k], product_edges[k])
         self._saved = [0, *accumulate(child.saved_bytes for child in children)]
-        self._edges = [0, *accumulate(edges)]
-        self._cost = [0.0, *accumulate(child.cost for child in children)]
-        self._between = [0.0, *accumulate(child.cost_without_products for child in children)]
-        self._kept = [0, *accumulate(child.product_bytes for child in children)]
+        self._products = [0, *accumulate(child.product_bytes for child in children)]
         self._shared = [0, *accumulate(child.saved_product_bytes for child in children)]
-        product_edges = [0] * (n + 1)
-        shared_edges = [0] * (n + 1)
-        for k in range(1, n):
-            if children[k - 1].output_is_product:
-                product_edges[k] = children[k].input_bytes
-                shared_edges[k] = min(edges[k], product_edges[k])
-        self._product_edges = [0, *accumulate(product_edges)]
-        self._shared_edges = [0, *accumulate(shared_edges)]
+        self._edges, self._product_edges, self._shared_edges = (
+            [0, *accumulate(sizes)] for sizes in (edges, product_edges, shared_edges)
+        )
+        self._cost = [0.0, *accumulate(child.cost for child in children)]
+        self._cost_without_products = [0.0, *accumulate(child.cost_without_products for child in children)]
 
     def __len__(self) -> int:
         return len(self.children)
 
     def edge(self, k: int) -> int:
-        """Bytes between the children k - 1 and k; what comes in and goes out is not the sequence's own."""
+        """Bytes between the children k - 1 and k."""
         return self.children[k].input_bytes if 0 < k < len(self) else 0
 
     def inside(self, i: int, j: int) -> int:
-        """What the children from i to before j keep, without what comes in."""
-        edges = self._edges[j] - self._edges[i + 1] if j > i else 0
-        last = self.edge(j) if j > i and self.children[j - 1].saves_output else 0
-        return self._saved[j] - self._saved[i] + edges + last
+        """What the children from i to before j save, without the input of the first."""
+        if j <= i:
+            return 0
+        last = self.edge(j) if self.children[j - 1].saves_output else 0
+        return self._saved[j] - self._saved[i] + self._edges[j] - self._edges[i + 1] + last
 
     def eager(self) -> int:
         return self.inside(0, len(self))
 
-    def step(self, i: int, j: int, mode: Recompute) -> tuple[int, int, float, bool]:
-        """Of a segment: what it keeps besides its input, what it keeps more while it runs again, what that costs, and
-        whether its output is kept."""
+    def input_bytes(self, i: int, mode: Recompute) -> int:
+        """What a segment that begins with i saves of its input."""
+        return self.edge(i) if mode != "nothing" or self.children[i].saves_input else 0
+
+    def option(self, i: int, j: int, mode: Recompute) -> _Option:
         if mode == "cheap" and self._selective is not self:
-            return self._selective.step(i, j, mode)
-        inside = self.inside(i, j)
+            return self._selective.option(i, j, mode)
+        last = self.children[j - 1]
         if mode == "nothing":
             assert j == i + 1
-            child = self.children[i]
-            return child.saved_bytes, 0, 0.0, child.saves_output
+            return _Option(j, last.saved_bytes, 0, 0.0, last.saves_output)
+        inside = self.inside(i, j)
         if mode == "all":
-            return 0, inside, self._cost[j] - self._cost[i], False
-        kept = self._kept[j] - self._kept[i] + self._product_edges[j] - self._product_edges[i + 1]
+            return _Option(j, 0, inside, self._cost[j] - self._cost[i], False)
+        saved = self._products[j] - self._products[i] + self._product_edges[j] - self._product_edges[i + 1]
         shared = self._shared[j] - self._shared[i] + self._shared_edges[j] - self._shared_edges[i + 1]
-        last = self.children[j - 1]
         if last.output_is_product and not last.saves_output:
             inside += self.edge(j)
-        return kept, inside - shared, self._between[j] - self._between[i], last.output_is_product
+        cost = self._cost_without_products[j] - self._cost_without_products[i]
+        return _Option(j, saved, inside - shared, cost, last.output_is_product)
 
-    def takes_input(self, i: int, mode: Recompute) -> bool:
-        return mode != "nothing" or self.children[i].saves_input
+    def options(self, i: int, modes: Sequence[Recompute]) -> Iterator[tuple[Recompute, int, list[_Option]]]:
+        """For a segment that begins with i, for each mode: what it saves of its input, and the options, of which each
+        holds more than those before it."""
+        for mode in modes:
+            stops = range(i + 1, i + 2 if mode == "nothing" else len(self) + 1)
+            yield mode, self.input_bytes(i, mode), [self.option(i, j, mode) for j in stops]
 
     @property
     def cost(self) -> float:
         return self._cost[-1]
 
 
-class _Option(NamedTuple):
-    """What can be done with the children from some one on to before ``stop``: see ``_PrefixSums.step``."""
-
-    stop: int
-    kept: int
-    more: int
-    cost: float
-    keeps_output: bool
-
-
-def _options(sums: _PrefixSums, modes: Sequence[Recompute]) -> list[list[tuple[Recompute, int, list[_Option]]]]:
-    """For each child that a segment may begin with, for each mode: the bytes of the segment's input, if it alone keeps
-    it, and the options, of which each takes more than those before it."""
-    return [
-        [
-            (
-                mode,
-                sums.edge(i) if sums.takes_input(i, mode) else 0,
-                [
-                    _Option(j, *sums.step(i, j, mode))
-                    for j in range(i + 1, i + 2 if mode == "nothing" else len(sums) + 1)
-                ],
-            )
-            for mode in modes
-        ]
-        for i in range(len(sums))
-    ]
-
-
 class _State(NamedTuple):
-    """The first children are planned: bytes kept, cost, whether the last output is among what must be kept, the worst
+    """A plan for the first children: bytes saved, cost, whether the last output is among what must be held, the worst
     moment, the last segment, and the state before it."""
 
-    kept: int
+    saved: int
     cost: float
-    keeps_output: bool
+    saves_output: bool
     peak: int
     segment: Segment | None = None
     before: _State | None = None
+
+    def after(self, segment: Segment, option: _Option, edge: int, input_bytes: int) -> _State:
+        saved = self.saved + (edge if self.saves_output else input_bytes) + option.saved
+        peak = max(self.peak, saved + option.extra)
+        return _State(saved, self.cost + option.cost, option.saves_output, peak, segment, self)
 
     def segments(self) -> tuple[Segment, ...]:
         found = []
@@ -242,25 +240,26 @@ _START = _State(0, 0.0, False, 0)
 
 
 def _smallest_budget(sums: _PrefixSums, modes: Sequence[Recompute]) -> int:
-    """The least budget that a plan fits in. To fit in it, keeping less is all that counts."""
-    options = _options(sums, modes)
+    """The smallest budget that a plan fits in. To fit, saving less is all that counts, so that one state each will
+    do."""
+    options = [list(sums.options(i, modes)) for i in range(len(sums))]
     never = sums.eager() + 1
 
     def fits(budget: int) -> bool:
-        # The least that can be kept, by whether that includes the last output.
+        # The least that can be saved, by whether that includes the last output.
         least = [{False: never, True: never} for _ in range(len(sums) + 1)]
         least[0][False] = 0
         for i in range(len(sums)):
-            for keeps_input, before in least[i].items():
+            for saves_input, before in least[i].items():
                 for _, input_bytes, found in options[i]:
-                    at = before + (sums.edge(i) if keeps_input else input_bytes)
-                    for stop, kept, more, _, keeps_output in found:
-                        if at + kept + more > budget:
+                    at = before + (sums.edge(i) if saves_input else input_bytes)
+                    for stop, saved, extra, _, saves_output in found:
+                        if at + saved + extra > budget:
                             break
-                        least[stop][keeps_output] = min(least[stop][keeps_output], at + kept)
+                        least[stop][saves_output] = min(least[stop][saves_output], at + saved)
         return min(least[-1].values()) < never
 
-    # To a thousandth of what all keep: nobody needs it closer.
+    # To a thousandth of what all children save: nobody needs it closer.
     step = max(1, sums.eager() // BUDGET_STEPS)
     too_small, enough = -1, -(-sums.eager() // step)
     while enough - too_small > 1:
@@ -275,29 +274,25 @@ def _smallest_budget(sums: _PrefixSums, modes: Sequence[Recompute]) -> int:
 def _cheapest_segments(sums: _PrefixSums, budget: int, modes: Sequence[Recompute]) -> tuple[Segment, ...]:
     states: list[list[_State]] = [[] for _ in range(len(sums) + 1)]
     states[0].append(_START)
-    for i, options in enumerate(_options(sums, modes)):
+    for i in range(len(sums)):
+        options = list(sums.options(i, modes))
         for state in _pareto_front(states[i], max(8, MAX_STATES // len(sums))):
             for mode, input_bytes, found in options:
-                before = state.kept + (sums.edge(i) if state.keeps_output else input_bytes)
-                for stop, kept, more, cost, keeps_output in found:
-                    at = before + kept
-                    peak = at + more
-                    if peak > budget:
+                for option in found:
+                    following = state.after(Segment(i, option.stop, mode), option, sums.edge(i), input_bytes)
+                    if following.peak > budget:
                         break
-                    peak = max(peak, state.peak)
-                    states[stop].append(
-                        _State(at, state.cost + cost, keeps_output, peak, Segment(i, stop, mode), state)
-                    )
+                    states[option.stop].append(following)
     return min(states[-1], key=lambda state: (state.cost, state.peak)).segments()
 
 
 def _pareto_front(states: list[_State], most: int) -> list[_State]:
-    """Those that no other one is better than in both bytes kept and cost, the output being among what is kept or not;
-    of many, some, with the one that keeps least among them: if any plan fits, its does."""
+    """Those that no other one beats in both bytes saved and cost, separately by whether the output is saved. Of many,
+    some are taken, with the one that saves least among them: if any plan fits, one that continues it does."""
     found: list[_State] = []
-    for keeps_output in (False, True):
+    for saves_output in (False, True):
         front: list[_State] = []
-        for state in sorted((s for s in states if s.keeps_output == keeps_output), key=itemgetter(0, 1)):
+        for state in sorted((s for s in states if s.saves_output == saves_output), key=itemgetter(0, 1)):
             if not front or state.cost < front[-1].cost:
                 front.append(state)
         last = len(front) - 1
@@ -307,11 +302,10 @@ def _pareto_front(states: list[_State], most: int) -> list[_State]:
 
 def _plan(sums: _PrefixSums, segments: tuple[Segment, ...]) -> Plan:
     state = _START
-    for start, stop, mode in segments:
-        # A segment that runs once is as many children that do.
-        for i, j in [(k, k + 1) for k in range(start, stop)] if mode == "nothing" else [(start, stop)]:
-            kept, more, cost, keeps_output = sums.step(i, j, mode)
-            at = state.kept + (sums.edge(i) if state.keeps_output or sums.takes_input(i, mode) else 0) + kept
-            state = _State(at, state.cost + cost, keeps_output, max(state.peak, at + more))
+    for segment in segments:
+        start, stop, mode = segment
+        # A segment that is not recomputed is as many children that are not.
+        for i, j in pairwise(range(start, stop + 1)) if mode == "nothing" else [(start, stop)]:
+            state = state.after(segment, sums.option(i, j, mode), sums.edge(i), sums.input_bytes(i, mode))
     recomputed = state.cost / sums.cost if sums.cost else 0.0
-    return Plan(segments, state.kept, max(state.peak, state.kept), sums.eager(), recomputed)
+    return Plan(segments, state.saved, max(state.peak, state.saved), sums.eager(), recomputed)

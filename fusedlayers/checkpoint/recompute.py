@@ -1,26 +1,28 @@
-"""Run a function, keep its inputs, and run it again for its backward pass (Chen et al. 2016, "Training Deep Nets with
+"""Save the inputs of a function, and recompute it for its backward pass (Chen et al. 2016, "Training Deep Nets with
 Sublinear Memory Cost").
 
-It is ``torch.utils.checkpoint``, not reentrant, with what that leaves to its users: buffers that the second run must
-not update once more, generators of random numbers that it does not know of, and evaluation, where nothing is spared.
+This is ``torch.utils.checkpoint`` (not reentrant), and what that leaves to its users: buffers that a recomputation must
+not update once more, random number generators that torch does not know of, and evaluation, where nothing is recomputed.
+
+A recomputation costs a second forward pass. A call costs Python time for looking at modules (``state_snapshot.py``), so
+that small functions had better be joined.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
-from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from .._torch import TreeSpec, parametrizations_are_cached, tree_flatten, tree_leaves, tree_unflatten
+from .._torch import TreeSpec, parametrizations_are_cached, tree_flatten, tree_unflatten
 from ..plan import followed_by
 from .free_state import FreeState
-from .selective import SavedResults, products
+from .selective import SavedResults, SelectiveMode, products
 from .state_snapshot import StateSnapshot
 
 Recompute = Literal["all", "cheap", "nothing"]
@@ -28,28 +30,27 @@ RECOMPUTE = ("all", "cheap", "nothing")
 
 
 def sublinear(function: Callable[..., Any], *args: Any, recompute: Recompute = "all", **kwargs: Any) -> Any:
-    """``function(*args, **kwargs)``, of which the inputs are kept, and which runs again for its backward pass.
+    """``function(*args, **kwargs)``, which saves its inputs alone and is recomputed for its backward pass.
 
-    The second run finds what the first one found: random numbers, autocast, and the buffers and attributes of the
+    The recomputation finds the state of the first run: random numbers, autocast, and the buffers and attributes of the
     modules that the function reaches. What it writes there is thrown away, so that the statistics of batch norms
     advance once.
     Modules are looked for in the function itself, in what it is bound to, closes over, has as defaults, or names among
-    its globals, and in the arguments. Second derivatives, second backward passes, hooks and gradients of what a
-    function closes over are as without.
+    its globals, and in the arguments. Second derivatives, second backward passes, hooks and gradients of what the
+    function closes over work as without.
 
-    Not found again are NumPy's random numbers, what Python modules and objects within objects hold, and parameters
-    whose ``data`` was exchanged.
+    Not restored are NumPy's random numbers, what Python modules and objects within objects hold, and parameters whose
+    ``data`` was exchanged.
 
-    It runs plainly, and nothing is spared, where gradients are off, the function is a module in evaluation, a module
-    has lazy parameters that are not there yet, ``parametrize.cached()`` is on, or ``torch.func``, forward-mode
-    differentiation or a tracer (``torch.jit.trace``, ``make_fx``, ``torch.fx``) follows: these do without what a
-    checkpoint is made of.
+    The function runs plainly, and saves what eager PyTorch saves, where gradients are off, the function is a module in
+    evaluation, a module has uninitialized lazy parameters, ``parametrize.cached()`` is on, or ``torch.func``,
+    forward-mode differentiation or a tracer (``torch.jit.trace``, ``make_fx``, ``torch.fx``) is active.
 
     Args:
         function: any callable of tensors, modules included.
-        args, kwargs: its arguments, which need not be tensors; tensors may stand in lists, tuples and dicts.
-        recompute: "all", or "cheap": the results of convolutions, matmuls and attention are kept too, and what lies
-            between them runs again; or "nothing".
+        args, kwargs: its arguments, which need not be tensors; tensors may be in lists, tuples and dicts.
+        recompute: "all"; or "cheap", which saves the results of convolutions, matmuls and attention too, and recomputes
+            what lies between them; or "nothing".
 
     Raises:
         ValueError: an unknown ``recompute``.
@@ -67,49 +68,11 @@ def sublinear(function: Callable[..., Any], *args: Any, recompute: Recompute = "
         return function(*args, **kwargs)
     if torch.compiler.is_compiling():
         return run_compiled(function, args, kwargs, recompute)
-    leaves = tree_leaves((args, kwargs))
-    free_state = FreeState.of(function, *leaves)
-    if not can_recompute(free_state.modules, leaves):
+    arguments = Arguments.of(args, kwargs)
+    free_state = FreeState.of(function, arguments.leaves)
+    if free_state.is_lazy or not can_recompute(arguments.leaves):
         return function(*args, **kwargs)
-    snapshot = StateSnapshot(free_state, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
-    return run_checkpointed(function, args, kwargs, snapshot, recompute)
-
-
-def can_recompute(modules: Iterable[nn.Module], leaves: Iterable[object]) -> bool:
-    """Whether nothing follows that a checkpoint is no part of, and all parameters are there."""
-    return not (
-        followed_by() is not None
-        or parametrizations_are_cached()  # of weights computed in the first run, and not in the second
-        or any(isinstance(leaf, Proxy) for leaf in leaves)
-        or any(isinstance(module, LazyModuleMixin) and module.has_uninitialized_params() for module in modules)
-    )
-
-
-def run_checkpointed(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    snapshot: StateSnapshot,
-    recompute: Recompute = "all",
-    *,
-    early_stop: bool = True,
-) -> Any:
-    """Run a function now, and once more under the same circumstances when its backward pass needs it."""
-    # One by one, for of tensors within lists, or given by name, torch would see neither the end nor an edit in place.
-    leaves, structure = tree_flatten((args, kwargs))
-    run = _CheckpointedCall(
-        function, (args, kwargs), structure, snapshot, SavedResults() if recompute == "cheap" else None
-    )
-    return checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=False, early_stop=early_stop, debug=False)
-
-
-def run_compiled(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], recompute: Recompute
-) -> Any:
-    """The same for the compiler, which sees to buffers, random numbers and autocast itself."""
-    if recompute == "cheap":
-        return checkpoint(function, *args, use_reentrant=False, context_fn=_compiler_contexts, **kwargs)
-    return checkpoint(function, *args, use_reentrant=False, **kwargs)
+    return run_checkpointed(function, arguments, StateSnapshot(free_state, arguments.tensors), recompute)
 
 
 def check_recompute(name: str, recompute: str) -> None:
@@ -117,35 +80,63 @@ def check_recompute(name: str, recompute: str) -> None:
         raise ValueError(f"{name}: recompute must be one of {', '.join(map(repr, RECOMPUTE))}, got {recompute!r}")
 
 
-class _CheckpointedCall:
-    """The first call, with the very arguments that were given, and all later ones."""
+class Arguments(NamedTuple):
+    """The arguments of a call, and their leaves."""
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        given: tuple[tuple[Any, ...], dict[str, Any]],
-        structure: TreeSpec,
-        snapshot: StateSnapshot,
-        results: SavedResults | None,
-    ) -> None:
-        self._function, self._snapshot, self._results = function, snapshot, results
-        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = given
-        self._structure = structure
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: Sequence[Any]
+    structure: TreeSpec | None  # None where the leaves are the arguments
 
-    def __call__(self, *leaves: Any) -> Any:
-        is_first = self._given is not None
-        args, kwargs = self._given or tree_unflatten(leaves, self._structure)
-        self._given = None
-        with ExitStack() as stack:
-            stack.enter_context(self._snapshot.recording() if is_first else self._snapshot.restored())
-            if self._results is not None:
-                stack.enter_context(self._results.saving() if is_first else self._results.loading())
-            return self._function(*args, **kwargs)
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Arguments:
+        if not kwargs and all(isinstance(arg, Tensor) for arg in args):
+            return cls(args, {}, args, None)  # flattening takes as long as a small linear layer
+        return cls(args, kwargs or {}, *tree_flatten((args, kwargs or {})))
 
     @property
-    def saved_for_recomputation(self) -> list[Any]:
-        """For who counts what is kept (``utils/autograd_graph.py``)."""
-        return [] if self._results is None else self._results.results
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    def with_leaves(self, leaves: Sequence[Any]) -> Arguments:
+        if self.structure is None:
+            return self._replace(args=tuple(leaves), leaves=leaves)
+        args, kwargs = tree_unflatten(leaves, self.structure)
+        return Arguments(args, kwargs, leaves, self.structure)
+
+
+def can_recompute(leaves: Iterable[object]) -> bool:
+    """Whether nothing is active that a checkpoint cannot take part in."""
+    return not (
+        followed_by() is not None
+        or parametrizations_are_cached()  # the first run computes weights that the recomputation would not
+        or any(isinstance(leaf, Proxy) for leaf in leaves)
+    )
+
+
+def run_checkpointed(
+    function: Callable[..., Any],
+    arguments: Arguments,
+    snapshot: StateSnapshot,
+    recompute: Recompute = "all",
+    *,
+    early_stop: bool = True,
+) -> Any:
+    """Run a function now, and once more in the same state when its backward pass needs it."""
+    call = _CheckpointedCall(function, arguments, snapshot, SavedResults() if recompute == "cheap" else None)
+    # Leaves one by one: of tensors in lists, or given by name, torch would neither drop nor check the version.
+    return checkpoint(
+        call, *arguments.leaves, use_reentrant=False, preserve_rng_state=False, early_stop=early_stop, debug=False
+    )
+
+
+def run_compiled(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], recompute: Recompute
+) -> Any:
+    """The same for the compiler, which takes care of buffers, random numbers and autocast itself."""
+    if recompute == "cheap":
+        return checkpoint(function, *args, use_reentrant=False, context_fn=_compiler_contexts, **kwargs)
+    return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
 def _compiler_contexts() -> Any:
@@ -153,3 +144,35 @@ def _compiler_contexts() -> Any:
         getattr(packet, name) for packet in products() if hasattr(packet, "overloads") for name in packet.overloads()
     ]
     return create_selective_checkpoint_contexts(operators)
+
+
+class _CheckpointedCall:
+    """The first run, with the very arguments that were given (it may write to a list among them), and
+    recomputations."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        arguments: Arguments,
+        snapshot: StateSnapshot,
+        results: SavedResults | None,
+    ) -> None:
+        self._function, self._snapshot, self._results = function, snapshot, results
+        self._arguments = arguments
+        self._is_first = True
+
+    def __call__(self, *leaves: Any) -> Any:
+        is_first, self._is_first = self._is_first, False
+        arguments = self._arguments if is_first else self._arguments.with_leaves(leaves)
+        # Torch's checkpoint holds the leaves, which saved-tensor hooks may have moved.
+        self._arguments = Arguments((), {}, (), arguments.structure)
+        with ExitStack() as stack:
+            stack.enter_context(self._snapshot.recording() if is_first else self._snapshot.restored())
+            if self._results is not None:
+                stack.enter_context(SelectiveMode(self._results, loads=not is_first))
+            return self._function(*arguments.args, **arguments.kwargs)
+
+    @property
+    def saved_for_recomputation(self) -> list[Any]:
+        """``utils/autograd_graph.py`` reads it, to count what is saved."""
+        return [] if self._results is None else self._results.results

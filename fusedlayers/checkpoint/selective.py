@@ -1,38 +1,33 @@
-"""Keep what is expensive to compute again: the results of products (convolutions, matmuls, attention).
+"""Save what is expensive to recompute: the results of products, which are convolutions, matmuls and attention.
 
-Between two products most networks have norms, activations, residual sums and padding. These cost little, and keep as
-much: of a convolution, a batch norm and a ReLU eager PyTorch keeps the convolution's result and ReLU's. Here the first
-alone is kept, and the rest is computed again.
+Most networks have norms, activations, residual sums and padding between two products. These cost little, and save as
+much: of a convolution, a batch norm and a ReLU, eager PyTorch saves the results of the convolution and of the ReLU.
+Here only the first is saved, and the rest is recomputed.
 
-A dispatch mode in the first run puts the results by; one in the second hands them out instead of computing them. Unlike
-``torch.utils.checkpoint``'s selective ones they allow a second backward pass, and a result that is written over (by a
-ReLU in place, say) is copied before.
+A dispatch mode in the first run saves the results; one in the recomputation returns them instead of computing them. As
+``torch.utils.checkpoint``'s selective modes do, but these allow a second backward pass, and a result that is about to
+be overwritten (by a ReLU in place, say) is copied first.
+
+The price is a Python call for every operator in both runs. Results are matched in order, so that a function that
+computes other products in the recomputation raises.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._torch import (
-    CPU_FLASH_ATTENTION,
-    TorchDispatchMode,
-    onednn_convolution,
-    onednn_linear,
-    tree_leaves,
-    tree_map_only,
-)
+from .._torch import CPU_FLASH_ATTENTION, TorchDispatchMode, onednn_convolution, onednn_linear, tree_map_only
+from ..utils.storages import tensors_in
 
 
 @functools.cache
 def products() -> frozenset[Any]:
-    """The operators whose results are worth keeping: those that torch counts the arithmetic of, the CPU's attention,
-    and oneDNN's."""
+    """The operators whose results are saved: those that torch counts the FLOPs of, the CPU's attention, and
+    oneDNN's."""
     from torch.utils.flop_counter import flop_registry  # here, because it takes a while to import
 
     forward = {packet for packet in flop_registry if "backward" not in str(packet)}
@@ -41,96 +36,67 @@ def products() -> frozenset[Any]:
 
 
 class SavedResults:
-    """The results of the products of one call, in order, and of what they are the results."""
+    """The results of the products of one call, in order, and the signatures of the operators that they came from."""
 
     def __init__(self) -> None:
         self.results: list[Any] = []
         self._signatures: list[Any] = []
 
     def save(self, func: Any, args: Any, result: Any) -> None:
-        self.results.append(tree_map_only(Tensor, _alias, result))
+        self.results.append(_aliased(result))
         self._signatures.append(_signature(func, args))
 
-    def load(self, place: int, func: Any, args: Any) -> Any:
-        if place >= len(self.results) or self._signatures[place] != _signature(func, args):
+    def load(self, position: int, func: Any, args: Any) -> Any:
+        if position >= len(self.results) or self._signatures[position] != _signature(func, args):
             raise RuntimeError(
-                f"a function that runs again computes {func}, where it computed something else at first: it depends on "
+                f"a recomputed function computes {func}, where it computed something else at first: it depends on "
                 "what has changed since. Use recompute='all', or keep what changes in an attribute of a module"
             )
-        return tree_map_only(Tensor, _alias, self.results[place])
-
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        with _Saving(self):
-            yield
-
-    @contextmanager
-    def loading(self) -> Iterator[None]:
-        with _Loading(self):
-            yield
+        return _aliased(self.results[position])
 
     def copy_before_write(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Copy what ``func`` is about to write over."""
-        written = {
-            tensor.untyped_storage()._cdata
-            for argument, value in _arguments(func, args, kwargs)
-            if argument.is_write
-            for tensor in tree_leaves(value)
-            if isinstance(tensor, Tensor)
-        }
+        """Copy the results that ``func`` is about to overwrite."""
+        schema = getattr(func, "_schema", None)  # operators of higher order have none
+        if not self.results or schema is None or not schema.is_mutable:
+            return
+        named = {**{a.name: v for a, v in zip(schema.arguments, args, strict=False)}, **(kwargs or {})}
+        written = _storages([named[a.name] for a in schema.arguments if a.is_write and a.name in named])
         for i, result in enumerate(self.results):
-            if any(t.untyped_storage()._cdata in written for t in tree_leaves(result) if isinstance(t, Tensor)):
+            if not written.isdisjoint(_storages(result)):
                 self.results[i] = tree_map_only(Tensor, torch.clone, result)
 
 
-class _Selective(TorchDispatchMode):
-    #: What ``plan.py`` asks: results are not to be written over.
+class SelectiveMode(TorchDispatchMode):
+    """Saves the results of products, or, in a recomputation, loads them."""
+
+    #: ``plan.py`` reads it: the results must not be overwritten.
     keeps_results = True
     supports_higher_order_operators = True
 
-    def __init__(self, results: SavedResults) -> None:
+    def __init__(self, results: SavedResults, *, loads: bool) -> None:
         super().__init__()
-        self._results = results
+        self._results, self._loads = results, loads
         self._position = 0
 
-
-class _Saving(_Selective):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _writes(func) and self._results.results:
-            self._results.copy_before_write(func, args, kwargs)
+        is_product = getattr(func, "_overloadpacket", None) in products()
+        if is_product and self._loads:
+            self._position += 1
+            return self._results.load(self._position - 1, func, args)
+        self._results.copy_before_write(func, args, kwargs)
         result = func(*args, **(kwargs or {}))
-        if getattr(func, "_overloadpacket", None) in products():
+        if is_product:
             self._results.save(func, args, result)
         return result
 
 
-class _Loading(_Selective):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "_overloadpacket", None) in products():
-            result = self._results.load(self._position, func, args)
-            self._position += 1
-            return result
-        if _writes(func) and self._results.results:
-            self._results.copy_before_write(func, args, kwargs)
-        return func(*args, **(kwargs or {}))
-
-
-def _writes(func: Any) -> bool:
-    schema = getattr(func, "_schema", None)  # operators of higher order have none
-    return schema is not None and schema.is_mutable
-
-
 def _signature(func: Any, args: Any) -> Any:
-    return func, [(tensor.shape, tensor.dtype) for tensor in tree_leaves(args) if isinstance(tensor, Tensor)]
+    return func, [(tensor.shape, tensor.dtype) for tensor in tensors_in(args)]
 
 
-def _alias(tensor: Tensor) -> Tensor:
-    return tensor.detach()
+def _aliased(result: Any) -> Any:
+    return tree_map_only(Tensor, Tensor.detach, result)
 
 
-def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-    for i, argument in enumerate(func._schema.arguments):
-        if i < len(args):
-            yield argument, args[i]
-        elif kwargs and argument.name in kwargs:
-            yield argument, kwargs[argument.name]
+def _storages(tree: Any) -> set[int]:
+    return {tensor.untyped_storage()._cdata for tensor in tensors_in(tree)}

@@ -1,4 +1,13 @@
-"""``nn.Sequential`` whose children run in segments, each of which may run again for its backward pass."""
+"""``nn.Sequential`` that recomputes segments of its children (Chen et al. 2016, "Training Deep Nets with Sublinear
+Memory Cost").
+
+The first forward pass in training measures the children (``measurement.py``) and plans the segments (``planner.py``);
+each segment is a checkpoint (``recompute.py``). Training costs at most one more forward pass for each backward pass,
+and the measurement one, or two if results of products may be saved.
+
+A plan holds for inputs up to the size that was measured; for smaller ones it recomputes more than it need. A larger one
+is measured anew.
+"""
 
 from __future__ import annotations
 
@@ -13,48 +22,49 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
-from .._torch import tree_leaves, tree_map_only
+from .._torch import tree_map_only
+from ..utils.storages import tensors_in
 from .free_state import FreeState
 from .measurement import ChildCosts, measure
 from .planner import Plan, Segment, plan_balanced, plan_of_lengths, plan_within_budget, segments_of_lengths
-from .recompute import Recompute, can_recompute, check_recompute, run_checkpointed, run_compiled
+from .recompute import Arguments, Recompute, can_recompute, check_recompute, run_checkpointed, run_compiled
 from .state_snapshot import StateSnapshot, recomputed_region
 
 
 class SublinearSequential(nn.Sequential):
-    """``nn.Sequential`` that keeps the inputs of segments, and runs these again for their backward pass (Chen et al.
+    """``nn.Sequential`` that saves the inputs of segments, and recomputes these for their backward pass (Chen et al.
     2016, "Training Deep Nets with Sublinear Memory Cost").
 
     It is built, indexed, sliced, extended and nested as ``nn.Sequential``, and has its ``state_dict`` keys. The first
-    forward pass in training runs the children once more, one by one, to see what each keeps and costs; ``plan`` says
-    what came of it, and is made anew when children change or a larger input comes.
+    forward pass in training runs the children once more, one by one, to measure what each saves and costs; ``plan``
+    says what follows from that. It is made anew when children change or a larger input comes.
 
-    Batch norms, and whatever else writes on buffers, do so once for each forward pass, with a backward pass or without.
-    Random numbers and autocast are those of the first run. Second derivatives, a second backward pass, inputs and
-    outputs of any kind are as in ``nn.Sequential``; several inputs go to the first child. In evaluation nothing runs
-    again, nor where ``fl.sublinear`` would run plainly.
+    Batch norms, and all other modules that write to buffers, do so once for each forward pass, with a backward pass or
+    without. Random numbers and autocast are those of the first run. Second derivatives, a second backward pass, inputs
+    and outputs of any kind work as in ``nn.Sequential``; several inputs go to the first child. In evaluation nothing is
+    recomputed, nor where ``fl.sublinear`` would run plainly.
 
     Args:
         *modules: as for ``nn.Sequential``: modules, or one ``OrderedDict``.
-        segments: how many there are, or how many children each has; the last one runs once. By default as many as keep
-            least: about the square root of the number of children, if these are alike.
-        memory_budget_bytes: of all plans that keep no more than this at any moment, the one that recomputes least.
-        recompute: "all", "cheap" (results of convolutions, matmuls and attention are kept, and only what lies between
-            them runs again) or "nothing". By default "all"; with a budget whichever is best for each segment. The
+        segments: how many there are, or how many children each has; the last one is not recomputed. By default as many
+            as need least memory: about the square root of the number of children, if these are alike.
+        memory_budget_bytes: of all plans that hold no more than this at any moment, the one that recomputes least.
+        recompute: "all", "cheap" (results of convolutions, matmuls and attention are saved, and only what lies between
+            them is recomputed) or "nothing". By default "all"; with a budget whichever is best for each segment. The
             attribute may be changed at any time.
 
     Raises:
-        TypeError, ValueError: what cannot be; both ``segments`` and a budget; in the first forward pass, a budget that
-            no plan fits in.
+        ValueError: an option out of range; both ``segments`` and a budget; in the first forward pass, a budget that no
+            plan fits in.
 
-    Saved for the backward pass: the segments' inputs, and, of segments that run once, what their children save.
+    Saved for the backward pass: the segments' inputs, and what the children save that are not recomputed.
 
     >>> import torch, fusedlayers as fl
     >>> blocks = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(16)]
     >>> net = fl.SublinearSequential(*blocks)
     >>> y = net(torch.randn(32, 64))
     >>> print(net.plan)
-    15 of 16 children run again, in 6 segments: 56.0 KiB kept from the forward pass, at most 56.0 KiB ...
+    15 of 16 children are recomputed, in 6 segments: 56.0 KiB saved in the forward pass, at most 56.0 KiB held ...
     """
 
     def __init__(
@@ -82,8 +92,8 @@ class SublinearSequential(nn.Sequential):
 
     @property
     def plan(self) -> Plan | None:
-        """What runs again, and what is kept; None before the first forward pass in training."""
-        return None if self._plan_cache.cached is None else self._plan_cache.cached.plan
+        """What is recomputed, and what is saved; None before the first forward pass in training."""
+        return None if self._plan_cache.current is None else self._plan_cache.current.plan
 
     def forward(self, input: Any, *others: Any) -> Any:
         inputs = (input, *others)
@@ -95,37 +105,33 @@ class SublinearSequential(nn.Sequential):
                 run = functools.partial(_run, children[start:stop])
                 inputs = (run(*inputs) if mode == "nothing" else run_compiled(run, inputs, {}, mode),)
             return inputs[0]
-        if not can_recompute(self.modules(), tree_leaves(inputs)):
+        if not can_recompute(Arguments.of(inputs).leaves):
             return _run(children, *inputs)
-        for start, stop, mode in self._segments(children, inputs):
+        cached = self._plan_cache.current
+        if cached is None or not cached.applies(children, inputs, self._options()):
+            if FreeState([*self.modules()]).is_lazy:
+                return _run(children, *inputs)
+            costs = measure(children, inputs, is_selective="cheap" in self._modes())
+            cached = _CachedPlan.of(self._plan(costs), costs, children, inputs, self._options())
+            self._plan_cache.current = cached
+        for start, stop, mode in cached.plan.segments:
             if mode == "nothing":
                 with recomputed_region():  # as it was measured
                     inputs = (_run(children[start:stop], *inputs),)
             else:
-                cached = self._plan_cache.cached
-                copies = cached is not None and start in cached.copied
-                inputs = (_run_segment(children[start:stop], inputs, mode, copies),)
+                inputs = (_run_segment(children[start:stop], inputs, mode, start in cached.copied),)
         return inputs[0]
-
-    def _segments(self, children: list[nn.Module], inputs: tuple[Any, ...]) -> Sequence[Segment]:
-        cached = self._plan_cache.cached
-        if cached is None or not cached.applies(children, inputs, self._options()):
-            measured = measure(children, inputs, is_selective="cheap" in self._modes())
-            self._plan_cache.cached = cached = _CachedPlan.of(
-                self._plan(measured), measured, children, inputs, self._options()
-            )
-        return cached.plan.segments
 
     def _options(self) -> Any:
         segments = tuple(self.segments) if isinstance(self.segments, Sequence) else self.segments
         return segments, self.memory_budget_bytes, self.recompute
 
-    def _plan(self, measured: list[ChildCosts]) -> Plan:
+    def _plan(self, costs: list[ChildCosts]) -> Plan:
         if isinstance(self.segments, int):
-            return plan_balanced(measured, self.segments, self.recompute or "all")
+            return plan_balanced(costs, self.segments, self.recompute or "all")
         if self.segments is not None:
-            return plan_of_lengths(measured, self._lengths(), self.recompute or "all")
-        return plan_within_budget(measured, self.memory_budget_bytes, self._modes())
+            return plan_of_lengths(costs, self._lengths(), self.recompute or "all")
+        return plan_within_budget(costs, self.memory_budget_bytes, self._modes())
 
     def _modes(self) -> tuple[Recompute, ...]:
         if self.recompute is None and self.memory_budget_bytes is not None:
@@ -141,14 +147,14 @@ class SublinearSequential(nn.Sequential):
         return lengths
 
     def _segments_for_compiler(self) -> Sequence[Segment]:
-        """For the compiler, which cannot measure: what was cached before, or segments of as many children each."""
-        cached = self._plan_cache.cached
+        """While compiling nothing can be measured: the plan of before, or segments of as many children each."""
+        cached = self._plan_cache.current
         if cached is not None and cached.plan.segments[-1].stop == len(self) and cached.options == self._options():
             return cached.plan.segments
         if self.memory_budget_bytes is not None:
             raise RuntimeError(
-                f"{type(self).__name__}: memory_budget_bytes needs to be measured, which torch.compile cannot do: call "
-                "the container once in training before it is compiled, or say segments="
+                f"{type(self).__name__}: memory_budget_bytes needs a measurement, which torch.compile cannot make: "
+                "call the container once in training before it is compiled, or say segments="
             )
         if self.segments is not None and not isinstance(self.segments, int):
             return segments_of_lengths(self._lengths(), self.recompute or "all")
@@ -182,10 +188,10 @@ class SublinearSequential(nn.Sequential):
 
 
 class _PlanCache:
-    """What a container has cached. Not among its attributes: a second run would not find it, and copies have other
-    children."""
+    """Holds the plan of a container. It is not among the attributes: a recomputation would not find it, and copies have
+    other children."""
 
-    cached: _CachedPlan | None = None
+    current: _CachedPlan | None = None
 
     def __reduce__(self) -> Any:
         return _PlanCache, ()
@@ -196,8 +202,8 @@ class _CachedPlan:
     """A plan, and what it was made for.
 
     Attributes:
-        copied: the children with which segments begin that write over their input, and must leave it as it is.
-        children: not by their ids, which others may have once they are gone.
+        copied: the starts of segments of which a child modifies the segment's input in place. They run on a copy.
+        children: weak references; the ids of dead children may be those of others.
     """
 
     plan: Plan
@@ -209,27 +215,27 @@ class _CachedPlan:
 
     @classmethod
     def of(
-        cls, plan: Plan, measured: list[ChildCosts], children: list[nn.Module], inputs: tuple[Any, ...], options: Any
+        cls, plan: Plan, costs: list[ChildCosts], children: list[nn.Module], inputs: tuple[Any, ...], options: Any
     ) -> _CachedPlan:
-        copied = frozenset(start for start, stop, _ in plan.segments if _writes_input(measured[start:stop]))
-        return cls(plan, copied, [weakref.ref(child) for child in children], *_kind(inputs), options)
+        copied = frozenset(start for start, stop, _ in plan.segments if _writes_input(costs[start:stop]))
+        return cls(plan, copied, [weakref.ref(child) for child in children], *_size_and_kinds(inputs), options)
 
     def applies(self, children: list[nn.Module], inputs: tuple[Any, ...], options: Any) -> bool:
-        size, kinds = _kind(inputs)
+        size, kinds = _size_and_kinds(inputs)
         same = [ref() for ref in self.children] == children and self.kinds == kinds and self.options == options
         return same and size <= self.size
 
 
-def _writes_input(children: list[ChildCosts]) -> bool:
-    """Whether one of them does, that gets the first one's input from those before it."""
-    for child in children:
+def _writes_input(costs: list[ChildCosts]) -> bool:
+    """Whether a child modifies the first one's input, which those before it pass on."""
+    for child in costs:
         if child.writes_input or not child.returns_input:
             return child.writes_input
     return False
 
 
-def _kind(inputs: tuple[Any, ...]) -> tuple[int, Any]:
-    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+def _size_and_kinds(inputs: tuple[Any, ...]) -> tuple[int, Any]:
+    tensors = list(tensors_in(inputs))
     kinds = {(t.dtype, t.device.type, torch.is_autocast_enabled(t.device.type)) for t in tensors}
     return sum(tensor.numel() for tensor in tensors), kinds
 
@@ -245,10 +251,12 @@ def _run_on_copies(children: list[nn.Module], *inputs: Any) -> Any:
 
 
 def _run_segment(children: list[nn.Module], inputs: tuple[Any, ...], mode: Recompute, copies: bool) -> Any:
-    modules = [module for child in children for module in child.modules()]
-    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    free_state = FreeState([module for child in children for module in child.modules()])
+    if free_state.is_lazy:  # a module that has come since the plan was made
+        return _run(children, *inputs)
+    arguments = Arguments.of(inputs)
     run = functools.partial(_run_on_copies if copies else _run, children)
-    return run_checkpointed(run, inputs, {}, StateSnapshot(FreeState(modules), tensors), mode)
+    return run_checkpointed(run, arguments, StateSnapshot(free_state, arguments.tensors), mode)
 
 
 def _is_count(value: object) -> bool:

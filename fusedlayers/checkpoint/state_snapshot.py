@@ -1,17 +1,20 @@
-"""What a function finds when it runs, so that it finds the same when it runs again for the backward pass.
+"""Snapshot and restore the state that a recomputed function depends on.
 
-* Random numbers: the generators of PyTorch (of the CPU and of every device that tensors are on) and of Python. A state
-  is kept only of those that the function drew from. NumPy's is not looked at: that takes longer than all else that a
-  call costs, 56 microseconds each time.
+* Random numbers: the generators of PyTorch (CPU and every device that tensors are on), of Python, and those that the
+  function or its modules hold. A state is kept only of a generator that the function drew from. NumPy's generator is
+  not looked at: that takes 56 microseconds for each call, more than all else.
 * Autocast, for each kind of device.
-* The buffers of the modules in it. The first run updates them, as the statistics of a batch norm, or the vectors of a
-  spectral norm: a second one starts from what the first one found, and what it writes is thrown away.
-* The attributes of these modules: whether they are in training, a cache, a hidden state, a list that is appended to. A
-  second run finds what the first one found, and leaves what there is.
-* The parameters of these modules: ``torch.func.functional_call`` lends them others for the first run alone, and what
-  requires a gradient may have changed. Where a parameter was edited since, by the step of an optimizer say, a second
-  run raises, as plain autograd does; but not where it is only known that the function can reach the module, which may
-  be as large as a program. So it does where a tensor was edited that the function closes over.
+* Buffers. The first run updates them, as the statistics of a batch norm or the vectors of a spectral norm. A
+  recomputation starts from what the first run found, and what it writes is thrown away.
+* Attributes of modules: the mode, a cache, a hidden state, a list that is appended to. A recomputation finds what the
+  first run found, and leaves the current ones unchanged.
+* Parameters. ``torch.func.functional_call`` may have lent others for the first run alone, and ``requires_grad`` may
+  have changed since; the recomputation uses those of the first run. It raises where one was edited in place since, by
+  an optimizer's step say, as plain autograd does. It does not where the module may not have run
+  (``FreeState.runs_all``). It also raises where a tensor that the function closes over was edited.
+
+Cost: one copy of every buffer that the modules may read after writing it, until the first run has shown that it was not
+written.
 """
 
 from __future__ import annotations
@@ -28,47 +31,49 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .._torch import NormBase, is_traceable_wrapper_subclass, no_dispatch
+from ..utils.module_state import Attributes
 from .free_state import FreeState
 
 
 class StateSnapshot:
-    """Those of one call. ``recording`` is what the first run is under, ``restored`` is for all that follow.
+    """The state for one call: the first run is inside ``recording``, every recomputation inside ``restored``.
 
     Args:
-        free_state: what the function runs, or may run.
-        tensors: what it is given.
-        seed: whether later runs find the random numbers of the first.
+        free_state: what the function depends on besides its arguments.
+        inputs: the tensors among its arguments.
     """
 
-    def __init__(self, free_state: FreeState, tensors: Iterable[Tensor], *, seed: bool = True) -> None:
-        self._modules, self._runs_all = tuple(free_state.modules), free_state.runs_all
-        self._closed_over = [(tensor, tensor._version) for tensor in free_state.tensors if not tensor.is_inference()]
-        # Nobody asks hundreds of parameters where they are for the sake of a machine without accelerators.
-        devices = {tensor.device for tensor in tensors}
-        if torch.accelerator.is_available():
+    def __init__(self, free_state: FreeState, inputs: Iterable[Tensor]) -> None:
+        self._modules, self._runs_all = free_state.modules, free_state.runs_all
+        self._tensors = [Versioned.of(tensor) for tensor in free_state.tensors if not tensor.is_inference()]
+        devices = {tensor.device for tensor in inputs}
+        if torch.accelerator.is_available():  # else hundreds of parameters would be asked for nothing
             devices |= {p.device for module in self._modules for p in module._parameters.values() if p is not None}
         devices = {device for device in devices if device.type not in ("cpu", "meta")}
-        self._autocast = [_Autocast.now(kind) for kind in sorted({"cpu", *(device.type for device in devices)})]
-        held = [g for module in self._modules for g in vars(module).values() if isinstance(g, torch.Generator)]
-        own = [_Generator(g.get_state, g.set_state) for g in dict.fromkeys([*free_state.generators, *held])]
-        self._generators = [*_GENERATORS, *map(_of_device, devices), *own] if seed else []
+        self._autocast = [_Autocast.current(kind) for kind in {"cpu", *(device.type for device in devices)}]
+        self._generators: list[_Generator] = []
+        if free_state.replays_rng:
+            held = [g for module in self._modules for g in vars(module).values() if isinstance(g, torch.Generator)]
+            own = dict.fromkeys([*free_state.generators, *held])
+            self._generators += [*_GENERATORS, *map(_of_device, devices)]
+            self._generators += [_Generator(g.get_state, g.set_state) for g in own]
         self._states: list[tuple[_Generator, Any]] = []
         self._buffers: list[_Buffer] = []
         self._parameters: list[_Parameter] = []
-        self._attributes: list[_Attributes] = []
+        self._attributes: list[Attributes] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         states = [(generator, generator.get()) for generator in self._generators]
-        self._buffers = list(_buffers_of(self._modules))
-        self._attributes = [_Attributes.of(module) for module in self._modules]
+        self._buffers = _buffers_of(self._modules)
+        self._attributes = [Attributes.of(module) for module in self._modules]
         try:
             with recomputed_region():
                 yield
         finally:
             self._states = [(generator, state) for generator, state in states if generator.has_moved(state)]
-            for held in self._buffers:
-                held.record_writes()
+            for buffer in self._buffers:
+                buffer.record_writes()
             self._parameters = list(_parameters_of(self._modules))
             self._generators, self._modules = [], ()
 
@@ -78,24 +83,44 @@ class StateSnapshot:
             for generator, state in self._states:
                 stack.callback(generator.set, generator.get())
                 generator.set(state)
-            for held in self._buffers:
-                held.restore(stack)
+            for buffer in self._buffers:
+                buffer.restore(stack)
             for parameter in self._parameters:
                 if self._runs_all:
                     parameter.check()
                 parameter.restore(stack)
-            for tensor, version in self._closed_over:
-                if tensor._version != version:
+            for tensor in self._tensors:
+                if tensor.is_edited:
                     raise RuntimeError(
-                        f"a tensor of shape {tuple(tensor.shape)}, which a function that runs again closes over, was "
+                        f"a tensor of shape {tuple(tensor.value.shape)}, which a recomputed function closes over, was "
                         "modified by an in-place operation after the forward pass"
                     )
             for attributes in self._attributes:
-                attributes.restore(stack)
+                stack.enter_context(attributes.restored())
             for autocast in self._autocast:
-                stack.enter_context(autocast.context())
+                if autocast != _Autocast.current(autocast.kind):  # torch's checkpoint restores most of them itself
+                    stack.enter_context(autocast.context())
             stack.enter_context(recomputed_region())
             yield
+
+
+class Versioned(NamedTuple):
+    """A value, and, if it is a tensor, the version counter that it had."""
+
+    value: Any
+    version: int | None
+
+    @classmethod
+    def of(cls, value: Any) -> Versioned:
+        return cls(value, value._version if isinstance(value, Tensor) else None)
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether it was modified by an in-place operation since."""
+        return self.version is not None and self.value._version != self.version
+
+
+# --- whether a function runs that will be, or is being, recomputed ----------------------------------------------------
 
 
 class _Region(threading.local):
@@ -106,26 +131,26 @@ _region = _Region()
 
 
 @contextmanager
-def recomputed_region() -> Iterator[None]:
-    _region.depth += 1
-    try:
-        yield
-    finally:
-        _region.depth -= 1
-
-
-@contextmanager
-def outside_recomputed_region() -> Iterator[None]:
-    before, _region.depth = _region.depth, 0
+def _at_depth(depth: int) -> Iterator[None]:
+    before, _region.depth = _region.depth, depth
     try:
         yield
     finally:
         _region.depth = before
 
 
+def recomputed_region() -> Any:
+    return _at_depth(_region.depth + 1)
+
+
+def outside_recomputed_region() -> Any:
+    """As if what runs inside were not recomputed."""
+    return _at_depth(0)
+
+
 def in_recomputed_region() -> bool:
-    """Whether a function runs that will run again, or does so: a module in it need spare nothing, for nothing of it is
-    kept, and what it held for itself would be."""
+    """Whether a function runs that will be, or is being, recomputed. A module inside need not save memory: nothing of
+    it is kept, and what it held for itself would be."""
     return _region.depth > 0
 
 
@@ -138,8 +163,10 @@ class _Generator(NamedTuple):
 
     def has_moved(self, state: Any) -> bool:
         now = self.get()
-        with no_dispatch():  # states are real tensors, also for who works with fake ones
-            return not torch.equal(now, state) if isinstance(now, Tensor) else now != state
+        if not isinstance(now, Tensor):
+            return bool(now != state)
+        with no_dispatch():  # states are real tensors, also under a FakeTensorMode
+            return not torch.equal(now, state)
 
 
 _GENERATORS = (
@@ -165,7 +192,7 @@ class _Autocast(NamedTuple):
     cache: bool
 
     @classmethod
-    def now(cls, kind: str) -> _Autocast:
+    def current(cls, kind: str) -> _Autocast:
         if not torch.amp.is_autocast_available(kind):
             return cls(kind, False, None, False)
         return cls(
@@ -173,8 +200,7 @@ class _Autocast(NamedTuple):
         )
 
     def context(self) -> Any:
-        if self.dtype is None:
-            return ExitStack()
+        assert self.dtype is not None
         return torch.autocast(self.kind, self.dtype, self.enabled, self.cache)
 
 
@@ -182,53 +208,58 @@ class _Autocast(NamedTuple):
 
 
 class _Buffer:
-    """A buffer as a run finds it, and all modules that have it."""
+    """A buffer as the first run finds it, and all modules that have it."""
 
     def __init__(self, tensor: Tensor, values: Tensor | None, is_surely_written: bool) -> None:
-        self._tensor, self._version = tensor, tensor._version
-        #: A copy; None where nothing is written, or where a second run may find any.
+        self._tensor = Versioned.of(tensor)
+        #: A copy; None where nothing is written, or where a recomputation does not read it.
         self._values = values
         self._is_written = is_surely_written
+        #: The dicts of buffers that it is in, and its names there.
         self._places: list[tuple[dict[str, Any], str]] = []
 
-    def add(self, holders: dict[str, Any], name: str) -> None:
-        self._places.append((holders, name))
+    def add(self, buffers: dict[str, Any], name: str) -> None:
+        self._places.append((buffers, name))
 
     def record_writes(self) -> None:
-        replaced = any(holders.get(name) is not self._tensor for holders, name in self._places)
-        self._is_written = self._is_written or replaced or self._tensor._version != self._version
+        is_replaced = any(buffers.get(name) is not self._tensor.value for buffers, name in self._places)
+        self._is_written = self._is_written or is_replaced or self._tensor.is_edited
         if not self._is_written:
             self._values = None
 
     def restore(self, stack: ExitStack) -> None:
-        holders, name = self._places[0]
-        now = holders[name]
-        if not self._is_written and now is self._tensor:
+        buffers, name = self._places[0]
+        current = buffers[name]
+        if self._is_written:
+            restored = (current if self._values is None else self._values).detach().clone()
+        elif current is not self._tensor.value:
+            restored = self._tensor.value
+        else:
             return
-        before = (now if self._values is None else self._values).detach().clone() if self._is_written else self._tensor
-        for holders, name in self._places:
-            stack.callback(holders.__setitem__, name, holders[name])
-            holders[name] = before
+        for buffers, name in self._places:
+            stack.callback(buffers.__setitem__, name, buffers[name])
+            buffers[name] = restored
 
 
-def _buffers_of(modules: Iterable[nn.Module]) -> Iterable[_Buffer]:
+def _buffers_of(modules: Iterable[nn.Module]) -> list[_Buffer]:
     found: dict[int, _Buffer] = {}
     for module in modules:
+        if not module._buffers:
+            continue
         writes_unread = _writes_unread(module)
         for name, tensor in module._buffers.items():
             if tensor is not None and not is_lazy(tensor) and not tensor.is_inference():
-                held = found.get(id(tensor))
-                if held is None:
-                    # ``F.batch_norm`` counts no version up, whoever calls it.
+                if id(tensor) not in found:
+                    # ``F.batch_norm`` does not increment the version counter, whoever calls it.
                     is_statistic = tensor.dim() == 1 and tensor.is_floating_point()
                     values = None if writes_unread else tensor.detach().clone()
-                    held = found[id(tensor)] = _Buffer(tensor, values, writes_unread or is_statistic)
-                held.add(module._buffers, name)
-    return found.values()
+                    found[id(tensor)] = _Buffer(tensor, values, writes_unread or is_statistic)
+                found[id(tensor)].add(module._buffers, name)
+    return list(found.values())
 
 
 def _writes_unread(module: nn.Module) -> bool:
-    """Torch's batch norms, and ours, do not read in training what they write; one that is derived from them may."""
+    """Torch's batch norms, and ours, do not read in training what they write; a class derived from them may."""
     return (
         isinstance(module, NormBase)
         and module.training
@@ -244,87 +275,32 @@ class _Parameter(NamedTuple):
 
     module: nn.Module
     name: str
-    tensor: Any  # an nn.Parameter, but for functional_call's
-    version: int
+    tensor: Versioned  # of an nn.Parameter, but for functional_call's
     requires_grad: bool
 
     def check(self) -> None:
-        if self.tensor._version != self.version:
+        if self.tensor.is_edited:
             raise RuntimeError(
                 f"{type(self.module).__name__}: the parameter {self.name} was modified by an in-place operation after "
-                "the forward pass, and the backward pass runs the module again; take the optimizer's step afterwards"
+                "the forward pass, and the backward pass recomputes the module; take the optimizer's step afterwards"
             )
 
     def restore(self, stack: ExitStack) -> None:
-        own = self.module._parameters
-        now = own.get(self.name)
-        # Not what an engine shards, and its hooks in the second run see to.
-        if now is None or is_traceable_wrapper_subclass(now) or is_traceable_wrapper_subclass(self.tensor):
+        own, tensor = self.module._parameters, self.tensor.value
+        current = own.get(self.name)
+        # Sharded parameters are left to the engine's hooks, which run in the recomputation too.
+        if current is None or is_traceable_wrapper_subclass(current) or is_traceable_wrapper_subclass(tensor):
             return
-        if now is not self.tensor:
-            stack.callback(own.__setitem__, self.name, now)
-            own[self.name] = self.tensor
-        elif self.tensor.is_leaf and self.tensor.requires_grad != self.requires_grad:
-            stack.callback(self.tensor.requires_grad_, self.tensor.requires_grad)
-            self.tensor.requires_grad_(self.requires_grad)
+        if current is not tensor:
+            stack.callback(own.__setitem__, self.name, current)
+            own[self.name] = tensor
+        elif tensor.is_leaf and tensor.requires_grad != self.requires_grad:
+            stack.callback(tensor.requires_grad_, tensor.requires_grad)
+            tensor.requires_grad_(self.requires_grad)
 
 
 def _parameters_of(modules: Iterable[nn.Module]) -> Iterator[_Parameter]:
     for module in modules:
         for name, tensor in module._parameters.items():
             if tensor is not None and not is_lazy(tensor) and not tensor.is_inference():
-                yield _Parameter(module, name, tensor, tensor._version, tensor.requires_grad)
-
-
-# --- attributes -------------------------------------------------------------------------------------------------------
-
-#: What each module has: its parameters, buffers, hooks. The first is looked at like what users set.
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
-
-
-class _Attributes(NamedTuple):
-    """What a module's attributes are, and, of lists, dicts and sets, what is in them."""
-
-    module: nn.Module
-    values: dict[str, Any]
-    contents: dict[str, Any]
-
-    @classmethod
-    def of(cls, module: nn.Module) -> _Attributes:
-        values = cls._now(module)
-        contents = {name: value.copy() for name, value in values.items() if type(value) in (list, dict, set)}
-        return cls(module, values, contents)
-
-    @staticmethod
-    def _now(module: nn.Module) -> dict[str, Any]:
-        return {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
-
-    def restore(self, stack: ExitStack) -> None:
-        """Set them to what they were, until the stack is left; lists and the like to copies."""
-        stack.callback(self._set, self._now(self.module))
-        self._set({**self.values, **{name: contents.copy() for name, contents in self.contents.items()}})
-
-    def restore_contents(self) -> None:
-        """Set them to what they were, and fill lists and the like with what was in them."""
-        self._set(self.values)
-        for name, contents in self.contents.items():
-            held = self.values[name]
-            held.clear()
-            held.extend(contents) if isinstance(held, list) else held.update(contents)
-
-    def _set(self, values: dict[str, Any]) -> None:
-        own = vars(self.module)
-        for name in [name for name in own if name not in values and name not in _OF_EVERY_MODULE]:
-            del own[name]
-        own.update(values)
-
-
-@contextmanager
-def attributes_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put back what a run sets."""
-    before = [_Attributes.of(module) for module in modules]
-    try:
-        yield
-    finally:
-        for attributes in before:
-            attributes.restore_contents()
+                yield _Parameter(module, name, Versioned.of(tensor), tensor.requires_grad)

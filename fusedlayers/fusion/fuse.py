@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..memory import device_of, saved_bytes
+from ..memory import saved_bytes
 from ..utils.formatting import first_line, size_text
 from ..utils.module_state import unchanged
 from ..utils.storages import has_data, tensors_in
@@ -62,7 +62,7 @@ def fuse(model: nn.Module, example_inputs: Any = None, *, save: str = "auto") ->
     if save not in ("auto", "input", "recompute"):
         raise ValueError(f"fuse: save must be 'auto', 'input' or 'recompute', got {save!r}")
     if example_inputs is None:
-        with unchanged([*model.modules()], (), device_of(model)):
+        with unchanged([*model.modules()], ()):
             rewriting = Rewriting(model, Flow(trace(model)), save)
             with _undone_if_raised(rewriting):
                 rewriting.layers()
@@ -75,7 +75,7 @@ def fuse_on(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], sav
     """``fuse`` with ``model(*args, **kwargs)`` for the example."""
     _check_model(model)
     inputs = [*tensors_in((args, kwargs))]
-    with unchanged([*model.modules()], inputs, device_of((model, inputs))) as random_again:
+    with unchanged([*model.modules()], inputs) as random_again:
 
         def measured() -> int | None:
             random_again()

@@ -1,14 +1,19 @@
-"""Calls whose inputs are not kept: they are had again from the outputs (Gomez et al. 2017, "The Reversible Residual
-Network: Backpropagation Without Storing Activations").
+"""Calls of invertible functions, which save their outputs instead of their inputs (Gomez et al. 2017, "The Reversible
+Residual Network: Backpropagation Without Storing Activations").
 
-What autograd would save in a call is dropped, as a checkpoint does it; when the backward pass asks for it, the inputs
-are computed from the outputs, and the function runs again on these. So the graph is PyTorch's own: hooks, second
-derivatives, ``inputs=``, gradients of whatever a function closes over are as ever.
+A call is a checkpoint (``checkpoint/recompute.py``) that does not save its inputs. When the backward pass needs what
+autograd would have saved, the inputs are computed from the outputs, and the function is recomputed on them. So the
+graph is PyTorch's own: hooks, second derivatives, ``inputs=`` and gradients of what a function closes over work as
+ever.
 
-In a chain of calls no output is held but the last: a call whose input is the output of another one tells that one,
-which then lets go of it, and asks for it in the backward pass (``InvertibleCall.recover_outputs``). Nothing is taken
-from anybody who still holds the tensor, a variable of the caller, an operation that saved it, a view: it is only not
-held for the backward pass. So there is nothing that could be read after it has been freed.
+In a chain of calls only the last output is held. A call whose input is the output of another call makes that one
+replace the output by a ``DeferredOutput``: in the backward pass the later call computes it
+(``InvertibleCall.recover_outputs``). No tensor is freed that somebody else holds, be it a variable of the caller, an
+operation that saved it, or a view: it is only not held for the backward pass. So nothing can be read after it was
+freed.
+
+Backward costs the inverse and a second forward pass. Computed inputs differ from the inputs by rounding, which adds up
+over a chain, and fast where a function shrinks its input; ``check.py`` measures it.
 """
 
 from __future__ import annotations
@@ -25,17 +30,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
-from .._torch import tree_leaves
 from ..checkpoint.free_state import NO_STATE, FreeState
-from ..checkpoint.recompute import run_checkpointed
-from ..checkpoint.state_snapshot import StateSnapshot
-
-#: Where there was an output.
-DEFERRED = object()
-
-
-def _all(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    return values
+from ..checkpoint.recompute import Arguments, run_checkpointed
+from ..checkpoint.state_snapshot import StateSnapshot, Versioned
 
 
 @dataclass(frozen=True)
@@ -44,70 +41,65 @@ class InvertibleFunction:
 
     Attributes:
         name: for messages.
-        forward: from inputs to outputs, as a tuple, which may be more than the caller sees.
-        inverse: from these to the inputs.
-        shown: of the outputs those that the caller sees; they come first.
-        free_state: what it runs, or can reach.
-        seed: whether later runs find the random numbers of the first.
-        recompute: runs the function again, which saves what it did at first and in that order, and lends the
-            inputs that it has found on the way: for those that can share work between the two.
+        forward: from inputs to a tuple of outputs.
+        inverse: from all outputs to a tuple of inputs.
+        num_outputs: how many outputs the caller sees, the first ones; None: all; negative: all but so many.
+        free_state: what it depends on besides its inputs.
+        recompute: replaces the inverse and the recomputation of ``forward``, for functions that can share work between
+            the two. It saves what ``forward`` saves, in the same order, and passes the inputs to their producers.
     """
 
     name: str
     forward: Callable[..., tuple[Any, ...]]
     inverse: Callable[..., tuple[Any, ...]]
-    shown: Callable[[tuple[Any, ...]], tuple[Any, ...]] = _all
+    num_outputs: int | None = None
     free_state: FreeState = NO_STATE
-    seed: bool = True
     recompute: Callable[[InvertibleCall], None] | None = None
 
 
 class InvertibleCall:
-    """One call, as long as the graph lives: its outputs, or who can tell them."""
+    """One call. It lives as long as the graph, and holds its outputs, or says which call computes them."""
 
     def __init__(self, function: InvertibleFunction, args: tuple[Any, ...], keep: Iterable[Tensor] = ()) -> None:
         self.function = function
-        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-        self.snapshot = StateSnapshot(function.free_state, tensors, seed=function.seed)
+        self.snapshot = StateSnapshot(function.free_state, Arguments.of(args).tensors)
         kept = {id(tensor) for tensor in keep}
-        #: Inputs that are held, by their place: those that were asked for, and what is no tensor of numbers.
-        self.saved_inputs = {
-            i: _SavedInput.of(arg) for i, arg in enumerate(args) if not is_float(arg) or id(arg) in kept
-        }
+        #: Inputs that are saved, by their position: those that were asked for, and what is no floating-point tensor.
+        self.saved_inputs = {i: Versioned.of(arg) for i, arg in enumerate(args) if not is_float(arg) or id(arg) in kept}
         self.requires_grad = [isinstance(arg, Tensor) and arg.requires_grad for arg in args]
         self.dtypes = [arg.dtype if isinstance(arg, Tensor) else None for arg in args]
-        #: Of inputs that are outputs of other calls: which ones.
-        self.producers = [None if i in self.saved_inputs else _producer_of(arg) for i, arg in enumerate(args)]
-        self.outputs: list[Any] = []
+        #: Of inputs that are outputs of other calls, by their position: which ones.
+        self.producers = {
+            i: producer
+            for i, arg in enumerate(args)
+            if i not in self.saved_inputs and (producer := _producer_of(arg)) is not None
+        }
+        self.outputs: list[Versioned | DeferredOutput] = []
+        #: Those that the caller does not see.
         self.extra_outputs: tuple[Any, ...] = ()
-        self._versions: list[int | None] = []
-        #: Of outputs that were let go, who tells them. (Who tells knows by a weak reference for whom: the graph holds
-        #: both, and a circle would outlive it.)
-        self._consumers: list[InvertibleCall | None] = []
+        #: Deferred outputs that the consumers have computed already.
         self._recovered: dict[int, Tensor] = {}
         self._args: tuple[Any, ...] | None = args
 
     def run(self) -> tuple[Any, ...]:
-        """What the caller sees."""
-        early_stop = self.function.recompute is None
+        """The outputs that the caller sees."""
         results: tuple[Any, ...] = run_checkpointed(
-            self._run_or_recompute, (), {}, self.snapshot, early_stop=early_stop
-        )
+            # With ``recompute``, the work after the last saved tensor must be done too.
+            self._run_or_recompute, Arguments.of(()), self.snapshot, early_stop=self.function.recompute is None
+        )  # fmt: skip
         self._args = None
-        shown = self.function.shown(results)
-        if not any(isinstance(result, Tensor) and result.requires_grad for result in results):
-            return shown
-        self.outputs = [result.detach() if isinstance(result, Tensor) else result for result in shown]
-        self._versions = [out._version if isinstance(out, Tensor) else None for out in self.outputs]
-        self._consumers = [None] * len(shown)
-        self.extra_outputs = tuple(h.detach() if isinstance(h, Tensor) else h for h in results[len(shown) :])
-        places = [i for i, result in enumerate(shown) if isinstance(result, Tensor) and result.requires_grad]
-        marked = InvertibleOutput.apply(self, places, *(shown[i] for i in places))
-        for producer in self.producers:
-            if producer is not None and (call := producer.call()) is not None:
-                call.defer(producer.place, self)
-        passed = dict(zip(places, marked, strict=True))
-        return tuple(passed.get(i, result) for i, result in enumerate(shown))
+        visible = results[: self.function.num_outputs]
+        if not any(_requires_grad(result) for result in results):
+            return visible
+        self.outputs = [Versioned.of(_detached(result)) for result in visible]
+        self.extra_outputs = tuple(map(_detached, results[len(visible) :]))
+        positions = [i for i, result in enumerate(visible) if _requires_grad(result)]
+        marked = InvertibleOutput.apply(self, positions, *(visible[i] for i in positions))
+        for producer in self.producers.values():
+            if (call := producer.call()) is not None:
+                call.outputs[producer.position] = DeferredOutput(self)
+        passed = dict(zip(positions, marked, strict=True))
+        return tuple(passed.get(i, result) for i, result in enumerate(visible))
 
     def _run_or_recompute(self) -> tuple[Any, ...] | None:
         if self._args is not None:
@@ -121,35 +113,29 @@ class InvertibleCall:
             self.pass_to_producers(inputs)
             return self.function.forward(*inputs)
 
-    # --- outputs ------------------------------------------------------------------------------------------------------
-
-    def can_defer(self, place: int, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is that output still, as it was, and nobody else tells it."""
-        return self.outputs[place] is not DEFERRED and tensor._version == self._versions[place]
-
-    def defer(self, place: int, consumer: InvertibleCall) -> None:
-        self.outputs[place] = DEFERRED
-        self._consumers[place] = consumer
-
     def recover_outputs(self) -> tuple[Any, ...]:
-        """The outputs, also those that the caller does not see; what others tell is not held afterwards either."""
+        """All outputs. Those that are deferred are computed, and not held afterwards."""
         for consumer in self._pending_consumers():
             consumer.pass_to_producers(consumer.recover_inputs())
-        values = list(self.outputs)
         recovered, self._recovered = self._recovered, {}
-        for place, value in enumerate(values):
-            if value is DEFERRED:
-                values[place] = recovered[place]
-            elif isinstance(value, Tensor) and value._version != self._versions[place]:
+        values = []
+        for position, output in enumerate(self.outputs):
+            if isinstance(output, DeferredOutput):
+                values.append(recovered[position])
+            elif output.is_edited:
                 raise RuntimeError(
-                    f"{self.function.name}: output {place} was modified by an in-place operation, and its inputs are "
-                    "to be computed from it. Modify a clone instead, or set invertible=False, which keeps the inputs"
+                    f"{self.function.name}: output {position} was modified by an in-place operation, and its inputs "
+                    "are to be computed from it. Modify a clone instead, or set invertible=False, which saves the "
+                    "inputs"
                 )
+            else:
+                values.append(output.value)
         return (*values, *self.extra_outputs)
 
     def _pending_consumers(self) -> list[InvertibleCall]:
-        """Who tells the outputs that nobody has recovered, and who tells theirs: each before those that ask it.
-        (A list, for calls that ask each other would be as deep as the chain, deeper than Python's stack.)"""
+        """The calls that compute the deferred outputs which are not recovered yet, and those that compute theirs; each
+        after those that it depends on. (A list, because a recursion would be as deep as the chain, deeper than Python's
+        stack.)"""
         found: dict[InvertibleCall, None] = {}
         pending: list[tuple[InvertibleCall, bool]] = [(self, False)]
         while pending:
@@ -158,85 +144,77 @@ class InvertibleCall:
                 found[call] = None
             elif call not in found:
                 pending.append((call, True))
-                consumers = (consumer for place, consumer in enumerate(call._consumers) if place not in call._recovered)
-                pending += [(consumer, False) for consumer in consumers if consumer is not None]
+                for position, output in enumerate(call.outputs):
+                    if isinstance(output, DeferredOutput) and position not in call._recovered:
+                        pending.append((output.consumer, False))
         del found[self]
         return list(found)
 
-    # --- inputs -------------------------------------------------------------------------------------------------------
-
     def recover_inputs(self) -> tuple[Any, ...]:
-        """The inputs, apart from any graph, computed from the outputs."""
-        values = self.recover_outputs()
-        with self.snapshot.restored(), torch.no_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
-            computed = self.function.inverse(*values)
+        """The inputs, without a graph, computed from the outputs."""
+        outputs = self.recover_outputs()
+        # The hooks keep torch's checkpoint, which is recomputing, from counting what the inverse saves.
+        with self.snapshot.restored(), torch.no_grad(), saved_tensors_hooks(_unchanged, _unchanged):
+            computed = self.function.inverse(*outputs)
         return self.complete_inputs(computed)
 
     def complete_inputs(self, computed: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Inputs as they were: with what is held, and the dtypes and the wish for gradients that they had."""
+        """The inputs as they were: with the saved ones, and with their dtypes and ``requires_grad``."""
         count = len(self.requires_grad)
         if len(computed) < count and any(i not in self.saved_inputs for i in range(len(computed), count)):
             raise RuntimeError(
-                f"{self.function.name}: inverse returned {len(computed)} values for {count} inputs; it must "
-                "return all, in order, but for the last ones if these are no floating-point tensors"
+                f"{self.function.name}: inverse returned {len(computed)} values for {count} inputs; it must return "
+                "all, in order, but for the last ones if these are no floating-point tensors"
             )
         return tuple(
-            self.saved_inputs[i].value(self.function.name, i)
+            self._saved_input(i)
             if i in self.saved_inputs
-            else _as_input(computed[i], self.dtypes[i], self.requires_grad[i])
+            else computed[i].detach().to(self.dtypes[i]).requires_grad_(self.requires_grad[i])
             for i in range(count)
         )
 
+    def _saved_input(self, position: int) -> Any:
+        saved = self.saved_inputs[position]
+        if saved.is_edited:
+            raise RuntimeError(
+                f"{self.function.name}: input {position}, which is saved, was modified by an in-place operation; "
+                "modify a clone"
+            )
+        return saved.value
+
     def pass_to_producers(self, inputs: tuple[Any, ...]) -> None:
-        """Give inputs to the calls whose outputs they are, which come next."""
-        for producer, value in self.by_producer(inputs):
+        """Give inputs to the calls whose outputs they are, which come next in the backward pass."""
+        for i, producer in self.producers.items():
             call = producer.call()
             if call is not None:
-                call._recovered[producer.place] = value.detach()
-
-    def by_producer(self, inputs: tuple[Any, ...]) -> Iterator[tuple[_Producer, Tensor]]:
-        for producer, value in zip(self.producers, inputs, strict=True):
-            if producer is not None:
-                yield producer, value
+                call._recovered[producer.position] = inputs[i].detach()
 
 
-class _SavedInput(NamedTuple):
-    """An input that is held, at the version it had."""
+@dataclass(frozen=True)
+class DeferredOutput:
+    """An output that is not held: it is an input of ``consumer``, whose inverse computes it in the backward pass."""
 
-    arg: Any
-    version: int | None
-
-    @classmethod
-    def of(cls, arg: Any) -> _SavedInput:
-        return cls(arg, arg._version if isinstance(arg, Tensor) else None)
-
-    def value(self, name: str, place: int) -> Any:
-        if self.version is not None and self.arg._version != self.version:
-            raise RuntimeError(
-                f"{name}: input {place}, which was to be kept, was modified by an in-place operation; modify a clone"
-            )
-        return self.arg
+    consumer: InvertibleCall
 
 
 class _Producer(NamedTuple):
-    """Of which call an input is which output."""
+    """The call that returned a tensor, and the tensor's position among its outputs."""
 
+    #: Weak, because the producer refers to its consumer: a cycle would outlive the graph.
     call: weakref.ref[InvertibleCall]
-    place: int
+    position: int
 
 
 class InvertibleOutput(Function):
-    """Outputs as they are; the node holds them, until another call tells them."""
+    """Returns outputs as they are. The node holds the call, and so the outputs until they are deferred."""
 
     @staticmethod
-    def forward(ctx: Any, call: InvertibleCall, places: list[int], *outputs: Tensor) -> Any:
+    def forward(ctx: Any, call: InvertibleCall, positions: list[int], *outputs: Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.places = call, places
-        # For who counts what is saved. The first is the call's own list, which empties when it lets go.
-        ctx.outputs, ctx.others = (
-            call.outputs,
-            [*call.extra_outputs, *(held.arg for held in call.saved_inputs.values())],
-        )
+        ctx.call, ctx.positions = call, positions
+        # Attributes, so that saved memory can be counted. The first is the call's own list, which changes with it.
+        ctx.outputs = call.outputs
+        ctx.others = [*call.extra_outputs, *(saved.value for saved in call.saved_inputs.values())]
         return outputs
 
     @staticmethod
@@ -245,27 +223,34 @@ class InvertibleOutput(Function):
 
 
 def _producer_of(arg: Tensor) -> _Producer | None:
-    node = arg.grad_fn
+    """The call that returned it, if the output is still held there, and unmodified."""
+    node: Any = arg.grad_fn
     call = getattr(node, "call", None)
     if not isinstance(call, InvertibleCall):
         return None
-    place = node.places[arg.output_nr]  # type: ignore[union-attr]
-    return _Producer(weakref.ref(call), place) if call.can_defer(place, arg) else None
+    position = node.positions[arg.output_nr]
+    output = call.outputs[position]
+    is_held = isinstance(output, Versioned) and output.version == arg._version
+    return _Producer(weakref.ref(call), position) if is_held else None
 
 
 def is_float(arg: Any) -> bool:
     return isinstance(arg, Tensor) and (arg.is_floating_point() or arg.is_complex())
 
 
-def _as_input(value: Any, dtype: torch.dtype | None, wanted: bool) -> Any:
-    return value.detach().to(dtype).requires_grad_(wanted)
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
-# --- what a function can ask ------------------------------------------------------------------------------------------
+# --- what a function can ask for --------------------------------------------------------------------------------------
 
 
 class _State(threading.local):
@@ -285,28 +270,27 @@ def in_mode(mode: Literal["dry", "backward", "plain"]) -> Iterator[None]:
 
 
 def in_dry_mode() -> bool:
-    """Whether a function runs for its outputs alone, and what it saves is dropped: for the first time, if a backward
-    pass follows."""
+    """Whether a function runs for its outputs, and what it saves is dropped: the first run, before a backward pass."""
     return _state.mode == "dry"
 
 
 def in_backward_mode() -> bool:
-    """Whether a function runs again, for its backward pass."""
+    """Whether a function is recomputed for its backward pass, or its inverse runs."""
     return _state.mode == "backward"
 
 
 def in_plain_mode() -> bool:
-    """Whether modules leave all to autograd, whatever their flags."""
+    """Whether modules leave everything to autograd, whatever their flags."""
     return _state.mode == "plain"
 
 
 @contextmanager
 def dry_mode() -> Iterator[None]:
-    """Run functions for their outputs: gradients are on, so that outputs say whether they require some, but nothing is
-    kept, and a backward pass is refused."""
+    """Run functions for their outputs. Gradients are on, so that outputs have the right ``requires_grad``, but nothing
+    is saved, and a backward pass raises."""
 
     def refuse(_: None) -> Tensor:
-        raise RuntimeError("dry_mode: nothing was kept for the backward pass of what ran in it; run it again outside")
+        raise RuntimeError("dry_mode: nothing was saved for the backward pass; run the function outside of dry_mode")
 
     with saved_tensors_hooks(lambda tensor: None, refuse), torch.enable_grad(), in_mode("dry"):
         yield

@@ -1,12 +1,15 @@
-"""How far computed inputs are from the inputs, and what that does to gradients.
+"""Measure how far computed inputs are from the true ones, and what that does to gradients.
 
-Each module of a chain runs forward; then the chain is inverted from its last output, as the backward pass would, and so
-each module's input errs by what the modules behind it have added up. Gradients are computed twice as well, at the
-inputs and at the computed ones, from the same random gradient of the output.
+Each module of a chain runs forward. Then the chain is inverted from its last output, as in the backward pass, so that a
+module's input errs by what all later modules have added up. Gradients are computed twice as well, at the true inputs
+and at the computed ones, from the same random gradient of the output.
+
+All inputs and outputs are held meanwhile: the check takes the memory that the chain saves in training.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +20,7 @@ from torch import Tensor
 
 from ..checkpoint.state_snapshot import StateSnapshot
 from ..utils.module_state import unchanged
+from ..utils.storages import tensors_in
 from .call import InvertibleFunction, is_float
 
 if TYPE_CHECKING:
@@ -28,12 +32,12 @@ class CheckRow:
     """A part of the chain. Errors are norms of differences over norms, the largest of all tensors.
 
     Attributes:
-        name: its place: a module's, and in a coupling its network's.
+        name: the module's place in the chain; in a coupling its network's.
         kind: the module's class.
         inverse_error: of inputs that are computed from the module's own outputs.
         drift: of inputs that are computed from the chain's last output.
-        second_error: of the outputs of a second run.
-        gradient_error: of the gradients of its inputs and parameters, had from the computed inputs.
+        second_error: of the outputs of a recomputation.
+        gradient_error: of the gradients of its inputs and parameters, at the computed inputs.
     """
 
     name: str
@@ -46,11 +50,11 @@ class CheckRow:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What ``InvertibleModule.check`` has found; true if all is within the tolerance.
+    """What ``InvertibleModule.check`` has found. It is true if everything is within the tolerance.
 
     Attributes:
         rows: the modules, in order.
-        is_within: whether all computed inputs, and the outputs of all second runs, are within the tolerance.
+        is_within: whether all computed inputs, and the outputs of all recomputations, are within the tolerance.
         dtype: of the inputs.
     """
 
@@ -60,7 +64,7 @@ class CheckReport:
 
     @property
     def drift(self) -> float:
-        """The largest of the rows': usually the first one's."""
+        """The largest drift of a row, usually of the first one."""
         return max((row.drift for row in self.rows), default=0.0)
 
     @property
@@ -76,7 +80,7 @@ class CheckReport:
     def __str__(self) -> str:
         names = [f"{row.name} ({row.kind})" if row.name else row.kind for row in self.rows]
         width = max(map(len, names), default=0)
-        lines = [f"{'':<{width}}  inverse    drift  second run  gradients"]
+        lines = [f"{'':<{width}}  inverse    drift   recompute  gradients"]
         lines += [
             f"{name:<{width}}  {row.inverse_error:7.1e}  {row.drift:7.1e}  {row.second_error:10.1e}  "
             f"{row.gradient_error:9.1e}"
@@ -87,7 +91,7 @@ class CheckReport:
 
 @dataclass
 class _StepRecord:
-    """A module after its first run."""
+    """A step after its first run."""
 
     name: str
     step: InvertibleFunction
@@ -100,8 +104,12 @@ class _StepRecord:
             return function(*values)
 
     @property
-    def shown(self) -> int:
-        return len(self.step.shown(self.outputs))
+    def visible(self) -> tuple[Any, ...]:
+        return self.outputs[: self.step.num_outputs]
+
+    @property
+    def extra(self) -> tuple[Any, ...]:
+        return self.outputs[len(self.visible) :]
 
     def gradients(
         self, inputs: tuple[Any, ...], dy: Sequence[Tensor | None]
@@ -109,7 +117,7 @@ class _StepRecord:
         """Of the inputs, and of the parameters that have one."""
         inputs = tuple(v.detach().requires_grad_() if is_float(v) else v for v in inputs)
         with torch.enable_grad():
-            outputs = self.recompute(self.step.forward, inputs)[: self.shown]
+            outputs = self.recompute(self.step.forward, inputs)[: len(self.visible)]
         owned = (p for module in self.step.free_state.modules for p in module.parameters(recurse=False))
         parameters = [p for p in dict.fromkeys(owned) if p.requires_grad]
         given = [(y, d) for y, d in zip(outputs, dy, strict=True) if d is not None and y.requires_grad]
@@ -128,8 +136,7 @@ class _StepRecord:
 
 def checked(module: InvertibleModule, inputs: tuple[Any, ...], rtol: float, atol: float) -> CheckReport:
     tensors = [value for value in inputs if isinstance(value, Tensor)]
-    device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
-    with unchanged(list(module.modules()), tensors, device), torch.no_grad():
+    with unchanged(list(module.modules()), tensors, attributes=True), torch.no_grad():
         chain = list(_run(module, inputs))
         report = CheckReport(*_compared(chain, rtol, atol), _dtype_of(tensors))
     if not report.is_within:
@@ -138,7 +145,7 @@ def checked(module: InvertibleModule, inputs: tuple[Any, ...], rtol: float, atol
         warnings.warn(
             f"{type(module).__name__}.check: in {report.dtype}, over {len(chain)} modules, computed inputs drift by "
             f"{report.drift:.1e} of their norm, and gradients by {report.gradient_error:.1e}. Most is lost in {place}. "
-            "Orthogonal weights, fewer modules between inputs that are kept (keep=), or float64 lessen it",
+            "Orthogonal weights, fewer modules between saved inputs (keep=), or float64 reduce it",
             stacklevel=3,
         )
     return report
@@ -147,19 +154,19 @@ def checked(module: InvertibleModule, inputs: tuple[Any, ...], rtol: float, atol
 def _run(module: InvertibleModule, inputs: tuple[Any, ...]) -> Iterator[_StepRecord]:
     for name, part in module._leaf_modules():
         for inner, step in part._steps(len(inputs)):
-            tensors = [value for value in inputs if isinstance(value, Tensor)]
-            snapshot = StateSnapshot(step.free_state, tensors, seed=step.seed)
+            snapshot = StateSnapshot(step.free_state, tensors_in(inputs))
             with snapshot.recording():
                 outputs = _with_gradients(step.forward, inputs)
             record = _StepRecord(".".join(filter(None, (name, inner))), step, inputs, outputs, snapshot)
             yield record
-            inputs = outputs[: record.shown]
+            inputs = record.visible
 
 
 def _with_gradients(function: Callable[..., tuple[Any, ...]], values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a function returns when a backward pass is to follow: without, activations leave their branch out."""
+    """What a function returns before a backward pass; without gradients, activations would leave their branch bit
+    out."""
     with torch.enable_grad():
-        # Copies, for it may write over its inputs, and a later one over its outputs.
+        # Copies, for the function may overwrite its inputs, and a later one its outputs.
         found = function(*(value.detach().requires_grad_().clone() if is_float(value) else value for value in values))
     return tuple(value.detach().clone() if isinstance(value, Tensor) else value for value in found)
 
@@ -172,18 +179,17 @@ def _compared(chain: Sequence[_StepRecord], rtol: float, atol: float) -> tuple[t
     dy_computed: list[Tensor | None] = []
     for record in reversed(chain):
         if computed is None:  # the last one
-            computed = record.outputs[: record.shown]
+            computed = record.visible
             dy = [torch.randn_like(v) if is_float(v) else None for v in computed]
             dy_computed = list(dy)
         own = record.recompute(record.step.inverse, record.outputs)
-        computed = record.recompute(record.step.inverse, (*computed, *record.outputs[record.shown :]))
-        with record.snapshot.restored():
-            second = _with_gradients(record.step.forward, record.inputs)
+        computed = record.recompute(record.step.inverse, (*computed, *record.extra))
+        second = record.recompute(functools.partial(_with_gradients, record.step.forward), (record.inputs,))
         (dy, of_parameters), (dy_computed, of_computed) = (
             record.gradients(record.inputs, dy),
             record.gradients(computed, dy_computed),
         )
-        # Computed values may be fewer than the inputs: what is no floating-point tensor is held.
+        # There may be fewer computed values than inputs: what is no floating-point tensor is saved.
         pairs = [*zip(computed, record.inputs, strict=False), *zip(second, record.outputs, strict=True)]
         is_within = is_within and all(_is_close(a, b, rtol, atol) for a, b in pairs)
         rows.append(
@@ -201,7 +207,7 @@ def _compared(chain: Sequence[_StepRecord], rtol: float, atol: float) -> tuple[t
 
 
 def _joint_error(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:
-    """Of all in one vector: some are zero, as that of a bias before a batch norm, but for rounding."""
+    """Of all tensors as one vector: some are zero but for rounding, as the gradient of a bias before a batch norm."""
     joined = [
         torch.cat([_as_float64(t).flatten() for t in ts if t is not None] or [torch.zeros(0)])
         for ts in (found, expected)

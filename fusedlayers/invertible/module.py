@@ -1,4 +1,9 @@
-"""Modules that state their inverse, and need not keep their inputs."""
+"""Modules that state their inverse, and need not save their inputs (Gomez et al. 2017, "The Reversible Residual
+Network").
+
+``call.py`` has the mechanism and says what it costs; here are the class that users derive from, its flags, and the
+function of the same effect.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +14,9 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from .._torch import disable_dynamo, parametrizations_are_cached
+from .._torch import disable_dynamo, parametrizations_are_cached, tree_leaves
 from ..checkpoint.free_state import FreeState
-from ..checkpoint.recompute import run_checkpointed
+from ..checkpoint.recompute import Arguments, run_checkpointed
 from ..checkpoint.state_snapshot import StateSnapshot, in_recomputed_region
 from ..plan import followed_by
 from .call import InvertibleCall, InvertibleFunction, in_plain_mode
@@ -21,32 +26,31 @@ FLAGS = ("seed", "checkpoint", "invertible", "reversed")
 
 
 class InvertibleModule(nn.Module):
-    """A module of which the backward pass computes the inputs from the outputs, instead of keeping them (Gomez et al.
-    2017, "The Reversible Residual Network").
+    """A module whose backward pass computes the inputs from the outputs, instead of saving them (Gomez et al. 2017,
+    "The Reversible Residual Network").
 
     A subclass defines ``function`` and ``inverse`` instead of ``forward``. Both take positional arguments and return a
     tensor or a tuple; ``inverse`` takes what ``function`` returns, and returns what it takes. Where modules follow one
     another, only the last one's output is held until the backward pass.
 
-    Inputs are not destroyed: whoever holds one can read it, and one that something else holds stays. ``module(x,
-    keep=[x])`` holds inputs for the backward pass, which then does without computing them. What is no floating-point
-    tensor is held anyway. An output must not be edited in place: the backward pass would have the inputs from it, and
-    raises instead.
+    Inputs are not destroyed: whoever holds one can read it. ``module(x, keep=[x])`` saves inputs for the backward pass,
+    which then need not compute them. What is no floating-point tensor is always saved. An output must not be edited in
+    place: the backward pass would compute the inputs from it, and raises instead.
 
     Outputs that ``inverse`` needs, and the caller does not, come last: ``num_outputs`` says how many of them the caller
-    sees (None: all; a negative number: all but so many), and ``num_inputs`` the same of what ``inverse`` returns, for
-    when it is called in place of ``function``.
+    sees (None: all; a negative number: all but so many), and ``num_inputs`` says the same of what ``inverse`` returns,
+    for when it is called in place of ``function``.
 
     Attributes:
-        checkpoint: whether inputs are computed again, or ``function`` runs as any PyTorch code. Setting it to False
-            sets ``invertible`` to False.
-        invertible: whether inputs come from the outputs; else they are kept, and the rest is computed again. Setting it
-            to True sets ``checkpoint`` to True.
-        seed: whether the second run finds the random numbers of the first.
+        checkpoint: whether anything is recomputed; else ``function`` runs as any PyTorch code. Setting it to False sets
+            ``invertible`` to False.
+        invertible: whether inputs are computed from the outputs; else they are saved, and the rest is recomputed.
+            Setting it to True sets ``checkpoint`` to True.
+        seed: whether a recomputation draws the random numbers of the first run.
         reversed: whether ``forward`` calls ``inverse``; only modules that are ``reversible`` can be.
 
-    The flags are part of the ``state_dict``'s metadata. Without gradients, and where nothing that requires some goes in
-    or is among the parameters, ``forward`` is ``function``. ``torch.compile`` leaves these modules to PyTorch.
+    The flags are part of the ``state_dict``'s metadata. Without gradients, and where neither an input nor a parameter
+    requires some, ``forward`` is ``function``. ``torch.compile`` leaves these modules to PyTorch.
 
     >>> import torch, fusedlayers as fl
     >>> class Scale(fl.InvertibleModule):
@@ -84,61 +88,55 @@ class InvertibleModule(nn.Module):
         if unknown:
             raise TypeError(
                 f"{type(self).__name__}: got the keyword {next(iter(unknown))!r}; inputs are positional, and the only "
-                "keyword is keep, the inputs to be held for the backward pass"
+                "keyword is keep, the inputs to be saved for the backward pass"
             )
-        kept = self._checked_keep(inputs, keep)
-        if not self.checkpoint or not can_checkpoint():
-            return self._run_plain(*inputs)
-        if not self._can_invert(inputs):
-            tensors = [value for value in inputs if isinstance(value, Tensor)]
-            snapshot = StateSnapshot(FreeState(tuple(self.modules())), tensors, seed=self.seed)
-            return run_checkpointed(self._run_plain, inputs, {}, snapshot)
-        return run_invertible((step for _, step in self._steps(len(inputs))), inputs, kept)
-
-    def _can_invert(self, inputs: tuple[Any, ...]) -> bool:
-        """Whether these inputs are had from their outputs, or kept."""
-        return self.invertible
-
-    def _run_plain(self, *inputs: Any) -> Any:
-        """What the caller sees, and all is left to autograd."""
-        return single_or_tuple(self.process(as_tuple(self.call_function(*inputs)), self._count))
-
-    def _steps(self, count: int) -> Iterator[tuple[str, InvertibleFunction]]:
-        """What a call with so many inputs consists of, in order, with names: the module, or its parts."""
-        function, inverse, shown = self.call_function, self.call_inverse, self._count
-        yield (
-            "",
-            InvertibleFunction(
-                type(self).__name__,
-                lambda *values: as_tuple(function(*values)),
-                lambda *values: as_tuple(inverse(*values)),
-                lambda values: self.process(values, shown),
-                FreeState(tuple(self.modules())),
-                self.seed,
-            ),
-        )
-
-    def _leaf_modules(self) -> Iterator[tuple[str, InvertibleModule]]:
-        """The modules that run one after the other, with their names: the module, or, of a container, those in it."""
-        yield "", self
-
-    def _checked_keep(self, inputs: tuple[Any, ...], keep: Iterable[Tensor]) -> tuple[Tensor, ...]:
         kept = (keep,) if isinstance(keep, Tensor) else tuple(keep)
         if not all(any(tensor is value for value in inputs) for tensor in kept):
             raise ValueError(f"{type(self).__name__}: keep must be some of the inputs")
-        return kept
+        if not self.checkpoint or not can_checkpoint():
+            return self._run_plain(*inputs)
+        if self._can_invert(inputs):
+            return self._run_inverted(inputs, kept)
+        free_state = self._free_state()
+        if free_state.is_lazy:
+            return self._run_plain(*inputs)
+        arguments = Arguments.of(inputs)
+        return run_checkpointed(self._run_plain, arguments, StateSnapshot(free_state, arguments.tensors))
 
-    @property
-    def _count(self) -> int | None:
+    def _can_invert(self, inputs: tuple[Any, ...]) -> bool:
+        """Whether these inputs are computed from their outputs; else they are saved."""
+        return self.invertible
+
+    def _run_inverted(self, inputs: tuple[Any, ...], keep: tuple[Tensor, ...]) -> Any:
+        return run_inverted((step for _, step in self._steps(len(inputs))), inputs, keep)
+
+    def _run_plain(self, *inputs: Any) -> Any:
+        """What the caller sees, left to autograd."""
+        return single_or_tuple(self.process(as_tuple(self.call_function(*inputs)), self._num_outputs()))
+
+    def _steps(self, count: int) -> Iterator[tuple[str, InvertibleFunction]]:
+        """The functions, with names, that a call with ``count`` inputs consists of, in order."""
+        name, free_state = type(self).__name__, self._free_state()
+        yield "", function_of(name, self.call_function, self.call_inverse, self._num_outputs(), free_state)
+
+    def _leaf_modules(self) -> Iterator[tuple[str, InvertibleModule]]:
+        """The modules that run one after the other, with names: this one, or, in a container, those inside."""
+        yield "", self
+
+    def _free_state(self) -> FreeState:
+        return FreeState([*self.modules()], replays_rng=self.seed)
+
+    def _num_outputs(self) -> int | None:
+        """Of ``call_function``."""
         return self.num_inputs if self.reversed else self.num_outputs
 
     def process(self, values: tuple[Any, ...], count: int | None) -> tuple[Any, ...]:
-        """Of all that ``function`` returns, what the caller sees."""
+        """The first ``count`` outputs, which the caller sees."""
         return values[:count]
 
     @property
     def call_function(self) -> Callable[..., Any]:
-        """What ``forward`` calls: ``function``, or ``inverse`` where the module is reversed."""
+        """What ``forward`` calls: ``function``, or ``inverse`` if the module is reversed."""
         return self.inverse if self.reversed else self.function
 
     @property
@@ -174,7 +172,7 @@ class InvertibleModule(nn.Module):
         self.reverse(value)
 
     def reverse(self, mode: bool | None = None) -> Self:
-        """Let ``forward`` call ``inverse``, or ``function`` again; by default the other one than now.
+        """Make ``forward`` call ``inverse``, or ``function``; by default the other one than now.
 
         Raises:
             RuntimeError: the module is not ``reversible``.
@@ -217,7 +215,7 @@ class InvertibleModule(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if hasattr(destination, "_metadata"):  # beside the version, so that there are no more keys than without flags
+        if hasattr(destination, "_metadata"):  # beside the version, so that no keys are added
             destination._metadata[prefix[:-1]]["flags"] = self._flags()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
@@ -231,17 +229,17 @@ class InvertibleModule(nn.Module):
         return ", ".join(part for part in (self.described(), *flags) if part)
 
     def described(self) -> str:
-        """What ``extra_repr`` says besides the flags that are not as usual."""
+        """What ``extra_repr`` says besides the flags that differ from their defaults."""
         return super().extra_repr()
 
-    # --- looking at it ------------------------------------------------------------------------------------------------
+    # --- checking -----------------------------------------------------------------------------------------------------
 
     def check(self, *inputs: Any, rtol: float = 1e-3, atol: float = 1e-5) -> CheckReport:
-        """Run forward, inverse, and forward again, and say how far the inputs and outputs are from what they were.
+        """Compute inputs from outputs, and compare them, and the gradients, with the true ones.
 
-        Warns where the root mean square of a tensor's difference is more than ``atol + rtol`` times its own. Of a
-        container each module has a row, and errors add up over all that come behind. Everything is kept meanwhile: a
-        few examples will do.
+        Warns where the root mean square of a tensor's difference is more than ``atol + rtol`` times its own. In a
+        container each module has a row, and errors add up over all modules that come later. Everything is held
+        meanwhile: a few examples will do.
         """
         return checked(self, inputs, rtol, atol)
 
@@ -258,14 +256,14 @@ def invertible_checkpoint(
 
     Args:
         function: from positional arguments to a tensor or a tuple.
-        args: its arguments; those that are no floating-point tensors are held.
+        args: its arguments; those that are no floating-point tensors are saved.
         inverse: from what ``function`` returns to ``args``.
-        num_outputs: how many of what it returns the caller sees; the rest is for ``inverse``. None: all.
-        keep: of the arguments, those to be held for the backward pass.
-        seed: whether the second run finds the random numbers of the first.
+        num_outputs: how many outputs the caller sees; the rest is for ``inverse``. None: all.
+        keep: of the arguments, those to be saved for the backward pass.
+        seed: whether a recomputation draws the random numbers of the first run.
 
-    Saved for the backward pass: the outputs, unless they go into another call like this one, which then tells them;
-    what ``keep`` names; of parameters nothing.
+    Saved for the backward pass: the outputs, unless they go into another call like this one, which computes them then;
+    what ``keep`` names; no parameters.
 
     Source: Gomez et al. 2017, "The Reversible Residual Network".
 
@@ -273,19 +271,28 @@ def invertible_checkpoint(
     >>> x = torch.randn(4, requires_grad=True)
     >>> y = fl.invertible_checkpoint(torch.exp, x, inverse=torch.log)
     """
-    shown = lambda values: values[:num_outputs]  # noqa: E731  # two lines for one expression
     if not can_checkpoint():
-        return single_or_tuple(shown(as_tuple(function(*args))))
-    name = getattr(function, "__qualname__", type(function).__name__)
-    inverted = InvertibleFunction(
-        f"invertible_checkpoint of {name}",
+        return single_or_tuple(as_tuple(function(*args))[:num_outputs])
+    name = f"invertible_checkpoint of {getattr(function, '__qualname__', type(function).__name__)}"
+    free_state = FreeState.of([function, inverse], tree_leaves(args))._replace(replays_rng=seed)
+    return run_inverted([function_of(name, function, inverse, num_outputs, free_state)], args, tuple(keep))
+
+
+def function_of(
+    name: str,
+    function: Callable[..., Any],
+    inverse: Callable[..., Any],
+    num_outputs: int | None,
+    free_state: FreeState,
+) -> InvertibleFunction:
+    """Of a function and an inverse that may return single values."""
+    return InvertibleFunction(
+        name,
         lambda *values: as_tuple(function(*values)),
         lambda *values: as_tuple(inverse(*values)),
-        shown,
-        FreeState.of([function, inverse], *args),
-        seed,
+        num_outputs,
+        free_state,
     )
-    return run_invertible([inverted], args, tuple(keep))
 
 
 def as_tuple(values: Any) -> tuple[Any, ...]:
@@ -297,21 +304,22 @@ def single_or_tuple(values: tuple[Any, ...]) -> Any:
 
 
 @disable_dynamo  # which cannot follow a backward pass that computes inputs
-def run_invertible(links: Iterable[InvertibleFunction], values: tuple[Any, ...], keep: tuple[Tensor, ...]) -> Any:
-    for step in links:
-        values = InvertibleCall(step, values, keep).run()
+def run_inverted(steps: Iterable[InvertibleFunction], values: tuple[Any, ...], keep: tuple[Tensor, ...]) -> Any:
+    for step in steps:
+        if step.free_state.is_lazy:  # the recomputation would draw the numbers that initialize parameters
+            values = step.forward(*values)[: step.num_outputs]
+        else:
+            values = InvertibleCall(step, values, keep).run()
     return single_or_tuple(values)
 
 
-def can_checkpoint(*, is_chain: bool = False) -> bool:
-    """Whether there will be a backward pass, and nobody wants to see plain operations, as transforms do.
+def can_checkpoint() -> bool:
+    """Whether there will be a backward pass, and nothing is active that must see plain operations, as transforms do.
 
-    In a function that runs again a module is left to autograd: nothing of it is kept, and its output would be; a chain
-    has one output, and much to spare while the function runs again. Nor are weights that ``parametrize.cached()`` keeps
-    from one module to the next computed in a second run.
+    In a recomputed region a module is left to autograd: nothing of it is held in the first run, and in the
+    recomputation its output would be held. Nor would a recomputation compute the weights that ``parametrize.cached()``
+    shares between modules.
     """
-    if in_plain_mode() or parametrizations_are_cached() or not torch.is_grad_enabled():
+    if in_plain_mode() or parametrizations_are_cached() or not torch.is_grad_enabled() or in_recomputed_region():
         return False
-    if in_recomputed_region() and not is_chain:
-        return False
-    return torch.compiler.is_compiling() or followed_by() is None  # which the compiler could not ask
+    return torch.compiler.is_compiling() or followed_by() is None  # the compiler cannot trace followed_by

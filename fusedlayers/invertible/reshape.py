@@ -120,14 +120,18 @@ class InvertibleSplit(InvertibleModule):
         self.dim = dim
 
     def function(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        size = x.shape[self.dim]
-        if size < 2:
-            raise ValueError(f"InvertibleSplit: got {tuple(x.shape)}, of which dimension {self.dim} cannot be halved")
-        first, second = x.split([size - size // 2, size // 2], self.dim)
-        return first, second
+        return halved("InvertibleSplit", x, self.dim)
 
     def inverse(self, first: Tensor, second: Tensor) -> Tensor:
         return torch.cat([first, second], self.dim)
 
     def described(self) -> str:
         return f"dim={self.dim}"
+
+
+def halved(name: str, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    size = x.shape[dim]
+    if size < 2:
+        raise ValueError(f"{name}: dimension {dim} of {tuple(x.shape)} cannot be halved")
+    first, second = x.split([size - size // 2, size // 2], dim)
+    return first, second

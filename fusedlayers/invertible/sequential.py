@@ -1,26 +1,31 @@
-"""Invertible modules one after the other."""
+"""A chain of invertible modules, which holds one output however deep it is (Gomez et al. 2017, "The Reversible Residual
+Network").
+
+The modules are called one by one, with their hooks; ``call.py`` replaces each output that the next module's inverse can
+compute. Rounding errors add up from the last module to the first (``check.py``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Self, cast
 
 from torch import Tensor, nn
 
 from ..checkpoint.state_snapshot import outside_recomputed_region
 from .call import in_mode
-from .module import InvertibleModule, as_tuple, can_checkpoint, single_or_tuple
+from .module import InvertibleModule, as_tuple, single_or_tuple
 
 
 class InvertibleSequential(InvertibleModule, nn.Sequential):
     """Invertible modules one after the other, of which only the last one's output is held for the backward pass.
 
-    So what is kept does not grow with depth, but by what single modules keep besides (two numbers for each channel of a
+    So saved memory does not grow with depth, but by what single modules save besides (two numbers for each channel of a
     batch norm in training). The outputs of a module, one or several, are the next one's inputs.
 
     It is an ``nn.Sequential``, with its keys in the ``state_dict``, indexing, slicing and extending. With
     ``checkpoint=False`` the modules run plainly, whatever their own flags; with ``invertible=False`` the inputs of the
-    whole are kept. Reversing it reverses each module and their order.
+    container are saved, and all is recomputed. Reversing it reverses each module and their order.
 
     Args:
         *modules: ``InvertibleModule``s, or one ``OrderedDict`` of them.
@@ -55,46 +60,43 @@ class InvertibleSequential(InvertibleModule, nn.Sequential):
         return cast("Self", self[:0].extend([*self, *other]))
 
     def _chain(self) -> list[InvertibleModule]:
-        # Looked at again, for what sets items and attributes does not ask.
+        # Checked here too, because setting items and attributes bypasses add_module.
         return [_invertible(self, name, module) for name, module in self._modules.items()]
 
     def _in_order(self) -> list[InvertibleModule]:
         return self._chain()[::-1] if self.reversed else self._chain()
 
-    def forward(self, *inputs: Any, keep: Iterable[Tensor] = (), **unknown: Any) -> Any:
-        if unknown or not self.invertible or not can_checkpoint(is_chain=True):
-            return super().forward(*inputs, keep=keep, **unknown)
-        self._checked_keep(inputs, keep)
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        if not self.invertible:
+            return super().forward(*inputs, **options)
+        # In a recomputed region a single module saves more than it spares; a chain holds one output instead of all.
         with outside_recomputed_region():
-            return self._called(inputs, keep)
+            return super().forward(*inputs, **options)
 
-    def _run_plain(self, *inputs: Any) -> Any:
-        with in_mode("plain"):
-            return self._called(inputs)
-
-    def _called(self, inputs: tuple[Any, ...], keep: Iterable[Tensor] = ()) -> Any:
-        # The modules, and not their functions, for there may be hooks on them: a user's, or an engine's that shards.
+    def _run_inverted(self, inputs: tuple[Any, ...], keep: tuple[Tensor, ...]) -> Any:
+        # The modules, and not their functions, for there may be hooks on them: a user's, or those of FSDP.
         values: Any = inputs
         for module in self._in_order():
             values = module(*as_tuple(values), keep=keep)
             keep = ()
         return single_or_tuple(as_tuple(values))
 
-    # What is hidden from the caller by single modules stays between them.
+    def _run_plain(self, *inputs: Any) -> Any:
+        with in_mode("plain"):
+            return self._run_inverted(inputs, ())
 
     def function(self, *inputs: Any) -> Any:
-        return self._through(self._chain(), inputs)
+        return self._run_backwards(inputs) if self.reversed else self._run_plain(*inputs)
 
     def inverse(self, *outputs: Any) -> Any:
-        return self._through(self._chain()[::-1], outputs, inverted=True)
+        return self._run_plain(*outputs) if self.reversed else self._run_backwards(outputs)
 
-    def _through(self, modules: list[InvertibleModule], values: tuple[Any, ...], inverted: bool = False) -> Any:
-        for module in modules:
-            # A reversed container's modules are reversed too, and its function is to be what it is otherwise.
-            step = module.inverse if inverted != (module.reversed != self.reversed) else module.function
-            count = module.num_inputs if step == module.inverse else module.num_outputs
-            values = module.process(as_tuple(step(*values)), count)
-        return values[0] if len(values) == 1 else values
+    def _run_backwards(self, values: tuple[Any, ...]) -> Any:
+        """From what ``forward`` returns to what it takes. Outputs that the caller does not see are missing."""
+        for module in reversed(self._in_order()):
+            count = module.num_outputs if module.reversed else module.num_inputs
+            values = module.process(as_tuple(module.call_inverse(*values)), count)
+        return single_or_tuple(values)
 
     @property
     def reversible(self) -> bool:  # type: ignore[override]  # of others it is what the class says

@@ -140,7 +140,7 @@ def report_of(step: Step, on_stage: Callable[[str], None]) -> MemoryReport:
     places = Places(step.model)
     inputs = list(tensors_of((step.args, step.kwargs)))
     device = _device([*tensors_in(places.modules), *inputs])
-    with unchanged(places.modules, inputs, device) as random_again:
+    with unchanged(places.modules, inputs) as random_again:
         on_stage(STAGES[0])
         loss = step.forward()
         nodes = nodes_of([loss])

@@ -1,4 +1,4 @@
-"""Leave a model as it was: its buffers, its gradients, and the state of the random number generators."""
+"""Put a model back as it was: its buffers, attributes and gradients, and the state of random number generators."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,32 +16,82 @@ from .storages import has_data, strided_parts
 
 @contextmanager
 def unchanged(
-    modules: Sequence[nn.Module], inputs: Iterable[Tensor], device: torch.device
+    modules: Sequence[nn.Module], inputs: Iterable[Tensor], *, attributes: bool = False
 ) -> Iterator[Callable[[], None]]:
-    """Put back what forward and backward passes change; yield what puts the random number generators back at once.
+    """Put back what forward and backward passes change; yield a function that resets the random number generators.
 
-    That is buffers (of batch norms, say), inputs edited in place, and, where a hook that runs after a gradient is
-    accumulated may step an optimizer, parameters. What modules keep besides, as Python objects, is their own affair.
+    Put back are buffers (statistics of batch norms, say), inputs that were edited in place, parameters with a hook that
+    runs after gradient accumulation (it may step an optimizer), and, if asked for, the modules' attributes.
     """
-    # TorchScript's module has no dict of buffers that could be changed.
+    # A TorchScript module has no dict of buffers that could be changed.
     pythons = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
     buffers = [(module, dict(module._buffers)) for module in pythons]
     kept = [buffer for module in modules for buffer in module.buffers(recurse=False)] + list(inputs)
     kept += [p for module in modules for p in module.parameters(recurse=False) if p._post_accumulate_grad_hooks]
     parts = (part.detach() for tensor in dict.fromkeys(kept) for part in strided_parts(tensor))
     copies = [(part, part.clone()) for part in parts if has_data(part)]
-    random_again = _random_state(device)
+    own_attributes = [Attributes.of(module) for module in pythons] if attributes else []
+    reset_random = _random_state()
     try:
-        yield random_again
+        yield reset_random
     finally:
-        random_again()
-        for module, own in buffers:
+        reset_random()
+        for own in own_attributes:
+            own.put_back()
+        for module, held in buffers:
             module._buffers.clear()
-            module._buffers.update(own)
+            module._buffers.update(held)
         with torch.no_grad():
             for part, copy in copies:
-                if not torch.equal(part, copy):  # batch norms do not count a version up
+                if not torch.equal(part, copy):  # batch norms do not increment the version counter
                     part.copy_(copy)
+
+
+#: The attributes that every module has (parameters, buffers, hooks), without the one that users set.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+
+
+class Attributes(NamedTuple):
+    """The attributes of a module, and the contents of those that are lists, dicts and sets."""
+
+    module: nn.Module
+    values: dict[str, Any]
+    contents: dict[str, Any]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Attributes:
+        values = cls._current(module)
+        contents = {name: value.copy() for name, value in values.items() if type(value) in (list, dict, set)}
+        return cls(module, values, contents)
+
+    @staticmethod
+    def _current(module: nn.Module) -> dict[str, Any]:
+        own = vars(module)
+        return {name: own[name] for name in own.keys() - _OF_EVERY_MODULE}
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """The module has these attributes, with copies of the containers; on exit it gets back those that it had."""
+        now = self._current(self.module)
+        self._set({**self.values, **{name: contents.copy() for name, contents in self.contents.items()}})
+        try:
+            yield
+        finally:
+            self._set(now)
+
+    def put_back(self) -> None:
+        """Set the attributes for good, and give the containers their old contents."""
+        self._set(self.values)
+        for name, contents in self.contents.items():
+            held = self.values[name]
+            held.clear()
+            held.extend(contents) if isinstance(held, list) else held.update(contents)
+
+    def _set(self, values: dict[str, Any]) -> None:
+        own = vars(self.module)
+        for name in own.keys() - _OF_EVERY_MODULE - values.keys():
+            del own[name]
+        own.update(values)
 
 
 @contextmanager
@@ -70,19 +120,19 @@ def own_gradients(leaves: Sequence[Tensor]) -> Iterator[None]:
             leaf.grad = grad
 
 
-def _random_state(device: torch.device) -> Callable[[], None]:
-    """Remember the state of Python's, NumPy's and torch's generators; return what puts it back."""
+def _random_state() -> Callable[[], None]:
+    """Record the state of Python's, NumPy's and torch's generators; return a function that resets them to it."""
     python, cpu = random.getstate(), torch.get_rng_state()
     numpy: Any = sys.modules.get("numpy")
     numpys = None if numpy is None else numpy.random.get_state()
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
 
-    def again() -> None:
+    def reset() -> None:
         random.setstate(python)
         torch.set_rng_state(cpu)
         if numpys is not None:
             numpy.random.set_state(numpys)
         if cuda is not None:
-            torch.cuda.set_rng_state(cuda, device)
+            torch.cuda.set_rng_state_all(cuda)
 
-    return again
+    return reset
