@@ -94,7 +94,7 @@ class Row:
 
     def bind(self, **parameters: float) -> Activation:
         """The record for these parameters; the same object for the same values."""
-        unknown = sorted(set(parameters) - set(self.parameters))
+        unknown = sorted(parameters.keys() - self.parameters.keys())
         if unknown:
             raise ValueError(
                 f"activation {self.name!r} got unknown parameters {unknown}; it takes {sorted(self.parameters)}"
