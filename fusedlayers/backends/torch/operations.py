@@ -83,6 +83,7 @@ def _convolves(convolution: Convolution, x: Tensor, w: Tensor) -> bool:
         and not isinstance(convolution.padding, str)
         and x.numel() * w.shape[0] >= WORTH_IT
         and torch._C._get_mkldnn_enabled()
+        and not _are_flops_counted()
         and _has_convolution()
         and (x.dtype is torch.float32 or (x.dtype is torch.bfloat16 and _has_bfloat16()))
     )
@@ -90,7 +91,15 @@ def _convolves(convolution: Convolution, x: Tensor, w: Tensor) -> bool:
 
 def _is_large(x: Tensor, w: Tensor) -> bool:
     """Whether oneDNN, if the user leaves it switched on, is worth its longer call."""
-    return x.numel() * w.shape[0] >= WORTH_IT and x.is_cpu and torch._C._get_mkldnn_enabled()
+    is_large = x.numel() * w.shape[0] >= WORTH_IT
+    return is_large and x.is_cpu and torch._C._get_mkldnn_enabled() and not _are_flops_counted()
+
+
+def _are_flops_counted() -> bool:
+    """Whether torch's ``FlopCounterMode`` is on, which counts oneDNN's operators as nothing. It looks for formulas when
+    it is made, and importing it to register some takes 0.7 s."""
+    modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
+    return any(type(mode).__module__ == "torch.utils.flop_counter" for mode in modes)
 
 
 @functools.cache
