@@ -30,6 +30,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..nn.norm import NORM_TYPES
 from .free_state import FreeState
 
 
@@ -232,7 +233,7 @@ def _buffers_of(modules: Iterable[nn.Module]) -> Iterable[_Buffer]:
 def _writes_unread(module: nn.Module) -> bool:
     """Torch's batch norms, and ours, do not read in training what they write; one that is derived from them may."""
     return (
-        isinstance(module, _NormBase)
+        isinstance(module, (_NormBase, *NORM_TYPES))
         and module.training
         and type(module).forward.__module__.startswith(("torch.nn.", "fusedlayers."))
     )

@@ -14,6 +14,7 @@ from ..activations.free_variables import find_variables
 from ..activations.lookup import activation_of_module
 from ..activations.python_values import user_classes
 from ..activations.record import WithOperands
+from ..nn.base import FusedAct
 from ..routes import with_operands
 from ..utils.module_state import in_mode
 from .attributes import Attributes
@@ -21,7 +22,7 @@ from .chain import Chain
 from .derived import Mixin
 
 #: Layers that often have an activation after them, and classes made from these.
-LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase)
+LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, FusedAct)
 #: Whose outputs torch keeps.
 _KEPT_BY_TORCH = frozenset({"relu", "tanh", "sigmoid"})
 #: Functions outside the table of which torch keeps the outputs too, where a layer would keep its input.

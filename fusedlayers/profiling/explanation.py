@@ -13,7 +13,7 @@ from os import PathLike
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..activations import Activation, measure_inverse_error, resolve
 from ..activations.free_variables import find_variables
@@ -21,7 +21,7 @@ from ..functional import bias_act
 from ..memory import saved_bytes
 from ..nn.base import FusedAct, WithActivation
 from ..nn.mlp import FusedBlock, FusedGatedMLP
-from ..nn.norm import FusedBatchNormAct1d, FusedBatchNormAct2d
+from ..nn.norm import NORM_TYPES, FusedBatchNormAct1d, FusedBatchNormAct2d
 from ..ops.batch_norm import WORTH_IT, save_beside_input
 from ..routes import with_operands
 from ..utils.isolation import in_clean_state
@@ -255,7 +255,7 @@ def _kept_by_block(
 
 
 def _is_norm(layer: WithActivation | None) -> bool:
-    return isinstance(layer, nn.modules.batchnorm._BatchNorm)
+    return isinstance(layer, NORM_TYPES)
 
 
 def _applied(activation: object, save: str, z: Tensor) -> Tensor:
