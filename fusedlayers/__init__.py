@@ -1,5 +1,7 @@
 """Bias and activation fused into the layer before them: one hidden-sized buffer where PyTorch keeps two."""
 
+from typing import TYPE_CHECKING, Any
+
 from .activations import activation, activations
 from .checkpoint.recompute import sublinear
 from .checkpoint.sequential import SublinearSequential
@@ -54,25 +56,41 @@ from .nn.activations import (
     softsign,
     squared_relu,
 )
-from .nn.conv import FusedConvAct1d, FusedConvAct2d, FusedConvAct3d
-from .nn.dense import FusedDenseAct
+from .nn.conv import CONV_TYPES, FusedConvAct1d, FusedConvAct2d, FusedConvAct3d
+from .nn.dense import LINEAR_TYPES, FusedDenseAct
 from .nn.mlp import FusedGatedMLP, FusedMLP
-from .nn.norm import FusedBatchNormAct1d, FusedBatchNormAct2d, FusedBatchNormAct3d
+from .nn.norm import NORM_TYPES, FusedBatchNormAct1d, FusedBatchNormAct2d, FusedBatchNormAct3d
 from .profiling.explanation import explain
 from .profiling.memory_use import memory_report
+
+if TYPE_CHECKING:
+    from .nn.tensor_parallel import FusedColwiseParallel
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name != "FusedColwiseParallel":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from .nn.tensor_parallel import FusedColwiseParallel  # with it comes torch.distributed.tensor
+
+        return FusedColwiseParallel
+
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CELU",
+    "CONV_TYPES",
     "ELU",
     "GELU",
+    "LINEAR_TYPES",
+    "NORM_TYPES",
     "SELU",
     "AdditiveCoupling",
     "AffineCoupling",
     "FusedBatchNormAct1d",
     "FusedBatchNormAct2d",
     "FusedBatchNormAct3d",
+    "FusedColwiseParallel",
     "FusedConvAct1d",
     "FusedConvAct2d",
     "FusedConvAct3d",

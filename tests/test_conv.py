@@ -766,17 +766,6 @@ def test_modules_compute_what_torchs_and_the_activation_do(
 
 
 @every_module
-def test_modules_are_initialised_as_torchs(ours: Any, torchs: Any) -> None:
-    torch.manual_seed(0)
-    layer = ours(4, 8, 3, stride=2, dilation=2, dtype=torch.float64)
-    torch.manual_seed(0)
-    conv = torchs(4, 8, 3, stride=2, dilation=2, dtype=torch.float64)
-    assert isinstance(layer, torchs) and repr(layer).startswith(f"{ours.__name__}(4, 8, ")
-    assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), conv.parameters(), strict=True))
-    assert ours(4, 8, 3, device="meta").weight.is_meta
-
-
-@every_module
 @pytest.mark.parametrize("activation", ["gelu", nn.LeakyReLU(0.2), F.silu, nn.PReLU(8), None], ids=reference.label)
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 def test_copies_compute_the_same_and_share_nothing(ours: Any, torchs: Any, clone: Any, activation: Any) -> None:

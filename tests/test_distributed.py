@@ -13,13 +13,13 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
-from residuals import batch, images, of_fused_modules, of_layers, of_norms
+from residuals import WIDTH, batch, images, of_fused_modules, of_layers, of_norms
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -69,7 +69,7 @@ def sharded(model: Any, mesh: DeviceMesh, **options: Any) -> nn.Module:
 
 
 def sharded_by_layer(model: Any, mesh: DeviceMesh) -> nn.Module:
-    for layer in [module for module in model.modules() if isinstance(module, nn.Linear)]:
+    for layer in [module for module in model.modules() if isinstance(module, fl.LINEAR_TYPES)]:
         fully_shard(layer, mesh=mesh["data"])
     return fully_shard(model, mesh=mesh["data"])
 
@@ -81,11 +81,13 @@ def sharded_in_bfloat16(model: Any, mesh: DeviceMesh) -> nn.Module:
 def by_tensor(model: Any, mesh: DeviceMesh, use_local_output: bool = True) -> nn.Module:
     """``use_local_output``: whether activations get this process's part of the hidden layer, or a DTensor."""
     columns, rows = ColwiseParallel(use_local_output=use_local_output), RowwiseParallel()
+    whole = fl.FusedColwiseParallel(output_layouts=Replicate())
+    is_fused = isinstance(model[3].inner[0], fl.FusedDenseAct)  # whose activation needs the sum over all processes
     plan = {
-        "0.inner.0": ColwiseParallel(output_layouts=Replicate()),
+        "0.inner.0": whole,
         **{"1.inner.fc1": columns, "1.inner.fc2": rows},
         **{"2.inner.gate_proj": columns, "2.inner.up_proj": columns, "2.inner.down_proj": rows},
-        "3.inner.0": RowwiseParallel(input_layouts=Replicate()),
+        "3.inner.0": whole if is_fused else RowwiseParallel(input_layouts=Replicate()),
     }
     return parallelize_module(model, mesh["tensor"], plan)
 
@@ -228,6 +230,7 @@ def _everything(rank: int, count: int) -> dict[tuple[str, str], Found]:
         for kind, make in MODELS.items():
             found[name, kind] = _in_processes(make(engine, mesh, x), x, engine.autocast)
     _check_that_whole_state_dicts_are_plain(ENGINES["fsdp"])
+    _check_that_dense_layers_are_sharded_by_rows(init_device_mesh("cpu", (count,)))
     x = images().chunk(count)[rank]
     for kind, spread in NORMS.items():
         found["norms", kind] = _in_processes(spread(x), x)
@@ -242,6 +245,26 @@ def _check_that_whole_state_dicts_are_plain(engine: Engine) -> None:
     assert list(state) == list(before) and all(torch.equal(state[name], before[name]) for name in before)
     set_model_state_dict(model, {name: 2 * tensor for name, tensor in before.items()}, options=whole)
     assert all(torch.equal(p.full_tensor(), 2 * before[name]) for name, p in model.named_parameters())  # type: ignore[attr-defined]
+
+
+def _check_that_dense_layers_are_sharded_by_rows(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    x, count = torch.randn(6, WIDTH), mesh.size()
+    for bias, activation in product((True, False), ("gelu", nn.PReLU(1))):
+        layer = fl.FusedDenseAct(WIDTH, 64, activation, bias)
+        with torch.no_grad():
+            expected = layer(x).chunk(count, -1)[mesh.get_local_rank()]
+        model = parallelize_module(nn.Sequential(copy.deepcopy(layer)), mesh, {"0": fl.FusedColwiseParallel()})
+        sharded: Any = model[0]
+        parameters: dict[str, Any] = dict(sharded.named_parameters())
+        assert parameters.keys() == dict(layer.named_parameters()).keys()
+        for name, parameter in parameters.items():
+            assert parameter.placements == (Replicate() if name == "activation.weight" else Shard(0),)
+        torch.testing.assert_close(model(x), expected)
+    with pytest.raises(NotImplementedError, match=r"nn\.Linear"):
+        parallelize_module(nn.Sequential(nn.Conv1d(1, 1, 1)), mesh, {"0": fl.FusedColwiseParallel()})
+    with pytest.raises(NotImplementedError, match=r"nn\.Linear"):
+        parallelize_module(nn.Sequential(fl.FusedDenseAct(4, 4)), mesh, {"0": ColwiseParallel()})
 
 
 # --- in this process --------------------------------------------------------------------------------------------------

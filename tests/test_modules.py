@@ -1,4 +1,4 @@
-"""``FusedDenseAct`` as an ``nn.Linear``, and drop-in activations as torch's own."""
+"""``FusedDenseAct``, and drop-in activations as torch's own."""
 
 import copy
 import functools
@@ -52,17 +52,6 @@ def test_it_computes_linear_then_activation(name: str | None, bias: bool) -> Non
     assert (layer.bias is None) == (not bias)
     layer(x).sum().backward()
     assert x.grad is not None and all(p.grad is not None for p in layer.parameters())
-
-
-def test_it_is_initialised_as_linear_and_shares_its_state() -> None:
-    torch.manual_seed(0)
-    layer = fl.FusedDenseAct(12, 40, "gelu")
-    torch.manual_seed(0)
-    linear = nn.Linear(12, 40)
-    assert isinstance(layer, nn.Linear)
-    assert list(layer.state_dict()) == list(linear.state_dict()) == ["weight", "bias"]
-    for a, b in zip(layer.parameters(), linear.parameters(), strict=True):
-        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("activation", ["gelu", nn.SiLU(), nn.LeakyReLU(0.2), F.gelu, None], ids=reference.label)

@@ -97,11 +97,14 @@ _cached_names: dict[Hashable, frozenset[str]] = {}
 _CACHED = 512
 
 
-def must_call_reason(module: nn.Module) -> str | None:
-    """Why a module must be called instead of replaced by a fused operation, or None."""
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        return "it has hooks"
-    return "its forward has been replaced" if "forward" in vars(module) else None
+def must_call_reason(*modules: nn.Module) -> str | None:
+    """Why one of these modules does more than its class says, or None."""
+    for module in modules:
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+            return "it has hooks"
+        if "forward" in vars(module):
+            return "its forward has been replaced"
+    return None
 
 
 _TENSORS = (Tensor, nn.Parameter)

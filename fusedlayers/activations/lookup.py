@@ -57,11 +57,20 @@ def _resolve_module(module: nn.Module) -> Activation:
 
 def activation_of_module(module: nn.Module, kind: type[nn.Module]) -> Activation | None:
     """The record for a module that computes what torch's class ``kind`` computes; None if the table has none."""
+    # Each call of a drop-in module asks. Loops enter no functions, as comprehensions and generators do.
     for row, arguments, _ in record.stand_ins.get(kind, ()):
-        parameters = {key: getattr(module, key) for key in row.parameters}
-        selected = all(getattr(module, key) == value for key, value in arguments.items())
-        if selected and _are_numbers(parameters):
-            return row.bind(**parameters)
+        parameters = {}
+        for key in row.parameters:
+            value = getattr(module, key)
+            if not isinstance(value, (int, float)):
+                break
+            parameters[key] = value
+        else:
+            for key, expected in arguments.items():
+                if getattr(module, key) != expected:
+                    break
+            else:
+                return row.bind(**parameters)
     return None
 
 

@@ -101,7 +101,7 @@ class Row:
         Raises:
             ValueError: a parameter that the row does not have.
         """
-        unknown = sorted(set(parameters) - set(self.parameters))
+        unknown = sorted(parameters.keys() - self.parameters.keys())
         if unknown:
             raise ValueError(
                 f"activation {self.name!r} got unknown parameters {unknown}; it takes {sorted(self.parameters)}"

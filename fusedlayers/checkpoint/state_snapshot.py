@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .._torch import NormBase, is_traceable_wrapper_subclass, no_dispatch
+from ..nn.norm import NORM_TYPES
 from ..utils.module_state import Attributes
 from .free_state import FreeState
 
@@ -261,7 +262,7 @@ def _buffers_of(modules: Iterable[nn.Module]) -> list[_Buffer]:
 def _writes_unread(module: nn.Module) -> bool:
     """Torch's batch norms, and ours, do not read in training what they write; a class derived from them may."""
     return (
-        isinstance(module, NormBase)
+        isinstance(module, (NormBase, *NORM_TYPES))
         and module.training
         and type(module).forward.__module__.startswith(("torch.nn.", "fusedlayers."))
     )

@@ -15,6 +15,7 @@ from ..activations.free_variables import find_variables
 from ..activations.lookup import activation_of_module
 from ..activations.python_values import user_classes
 from ..activations.record import WithOperands
+from ..nn.base import FusedAct
 from ..plan import with_operands
 from ..utils.module_state import in_mode
 from .attributes import Attributes
@@ -22,7 +23,7 @@ from .chain import Chain
 from .derived import Mixin
 
 #: Layers that often have an activation after them, and classes made from these.
-LAYERS = (nn.Linear, ConvBase, NormBase)
+LAYERS = (nn.Linear, ConvBase, NormBase, FusedAct)
 #: Whose outputs torch keeps.
 _KEPT_BY_TORCH = frozenset({"relu", "tanh", "sigmoid"})
 #: Functions outside the table of which torch keeps the outputs too, where a layer would keep its input.

@@ -54,19 +54,37 @@ class WithActivation(nn.Module):
             return activation
         return with_operands(activation, self._example_shape(), self._dtype()).activation
 
-    def extra_repr(self) -> str:
-        resolved = self._specialised(resolve(self.activation))
-        said = [super().extra_repr(), f"activation={resolved!r}", self.keeps(resolved, self._dtype()), *self.decided()]
-        return ", ".join(part for part in said if part)
+
+#: The attributes that every module has.
+_OF_ANY_MODULE = vars(nn.Module()).keys()
 
 
 class FusedAct(WithActivation):
-    """A layer of torch's and its activation; the class after it among the bases is that layer's."""
+    """A layer and its activation in one module, with the parameters, buffers and attributes of torch's layer.
 
-    #: The class whose parameters, initialisation and ``state_dict`` keys it has.
-    torchs: ClassVar[type[nn.Module]]
+    It is no subclass of that layer: code that exchanges or folds layers by ``isinstance`` would drop the activation.
+    A layer of torch's is made and taken over, so that its constructor checks the arguments and draws the first values.
+    """
+
+    #: The layer without the activation. Its methods that only read attributes serve here too.
+    torchs: ClassVar[Any]
     weight: Any
     bias: Any
+
+    def __init__(self, layer: nn.Module, activation: object, save: str) -> None:
+        super().__init__()
+        self._take_over(layer, activation, save)
+
+    def _take_over(self, layer: nn.Module, activation: object, save: str) -> None:
+        """Share what a layer of torch's has, and compute the activation too."""
+        for name, parameter in layer._parameters.items():
+            self.register_parameter(name, parameter)
+        for name, buffer in layer._buffers.items():
+            self.register_buffer(name, buffer, name not in layer._non_persistent_buffers_set)
+        for name, value in vars(layer).items():
+            if name not in _OF_ANY_MODULE:
+                setattr(self, name, value)
+        self._set(activation, save)
 
     @classmethod
     def from_modules(cls, layer: Any, activation: object, *, save: str = "auto") -> Self:
@@ -88,16 +106,20 @@ class FusedAct(WithActivation):
         reason = must_call_reason(layer)
         if reason is not None:
             raise TypeError(f"{cls.__name__}.from_modules: the {expected} must be called: {reason}; leave it as it is")
-        fused: Any = cls._without_values(layer)
-        fused.weight, fused.bias = layer.weight, layer.bias
-        fused._set(activation, save)
-        fused.train(layer.training)
-        return fused
+        fused = cls.__new__(cls)
+        nn.Module.__init__(fused)
+        fused._take_over(layer, activation, save)
+        return fused.train(layer.training)
 
-    @classmethod
-    def _without_values(cls, layer: Any) -> Self:
-        """A layer on the meta device with the hyperparameters of torch's."""
-        raise NotImplementedError
+    def reset_parameters(self) -> None:
+        """Draw first values, as torch's layer does."""
+        self.torchs.reset_parameters(self)
+
+    def extra_repr(self) -> str:
+        resolved, torchs = self._specialised(resolve(self.activation)), self.torchs.extra_repr(self)
+        kept = self.keeps(resolved, self._dtype())
+        return ", ".join([torchs, f"activation={resolved!r}", kept, *self.decided()])
 
     def _dtype(self) -> torch.dtype:
-        return self.weight.dtype
+        dtype: torch.dtype = self.weight.dtype
+        return dtype

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +16,16 @@ _Sizes = int | Sequence[int]
 
 
 class _FusedConvAct(FusedAct):
-    """What the convolutions of one to three dimensions share; the next base is torch's."""
+    """What the convolutions of one to three dimensions share."""
 
-    #: What ``nn.ConvNd`` makes of its arguments.
-    stride: tuple[int, ...]
+    in_channels: int
     out_channels: int
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...] | str
+    dilation: tuple[int, ...]
+    groups: int
+    padding_mode: str
 
     def __init__(
         self,
@@ -39,18 +44,11 @@ class _FusedConvAct(FusedAct):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
+        layer = self.torchs(
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode,
             device=device, dtype=dtype,
         )  # fmt: skip
-        self._set(activation, save)
-
-    @classmethod
-    def _without_values(cls, layer: Any) -> Self:
-        return cls(
-            layer.in_channels, layer.out_channels, layer.kernel_size, None, layer.stride, layer.padding, layer.dilation,
-            layer.groups, layer.bias is not None, layer.padding_mode, device="meta",
-        )  # fmt: skip
+        super().__init__(layer, activation, save)
 
     def _example_shape(self) -> tuple[int, ...]:
         return 2, self.out_channels, *(5 + 2 * i for i in range(len(self.stride)))
@@ -70,11 +68,11 @@ def conv_act(layer: Any, input: Tensor, activation: object, save: str) -> Tensor
     )
 
 
-class FusedConvAct1d(_FusedConvAct, nn.Conv1d):
+class FusedConvAct1d(_FusedConvAct):
     """``activation(conv1d(x))`` that keeps one buffer, for an ``nn.Conv1d`` and the activation after it.
 
-    It is an ``nn.Conv1d`` with an activation: the same parameters, initialisation and ``state_dict`` keys, so
-    checkpoints load either way.
+    It has the parameters, initialisation, attributes and ``state_dict`` keys of ``nn.Conv1d``, so checkpoints load
+    either way. It is no ``nn.Conv1d``: what exchanges convolutions by ``isinstance`` would drop the activation.
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype: as
@@ -88,7 +86,7 @@ class FusedConvAct1d(_FusedConvAct, nn.Conv1d):
     torchs = nn.Conv1d
 
 
-class FusedConvAct2d(_FusedConvAct, nn.Conv2d):
+class FusedConvAct2d(_FusedConvAct):
     """``activation(conv2d(x))`` that keeps one buffer, for an ``nn.Conv2d`` and the activation after it; as
     ``FusedConvAct1d``.
 
@@ -102,7 +100,7 @@ class FusedConvAct2d(_FusedConvAct, nn.Conv2d):
     torchs = nn.Conv2d
 
 
-class FusedConvAct3d(_FusedConvAct, nn.Conv3d):
+class FusedConvAct3d(_FusedConvAct):
     """``activation(conv3d(x))`` that keeps one buffer, for an ``nn.Conv3d`` and the activation after it; as
     ``FusedConvAct1d``.
 
@@ -110,3 +108,7 @@ class FusedConvAct3d(_FusedConvAct, nn.Conv3d):
     """
 
     torchs = nn.Conv3d
+
+
+#: Convolutions, torch's and this library's: for code that chooses parameters or their first values by the class.
+CONV_TYPES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, FusedConvAct1d, FusedConvAct2d, FusedConvAct3d)

@@ -13,11 +13,11 @@ from ..functional import dense_bias_act
 from .base import FusedAct
 
 
-class FusedDenseAct(FusedAct, nn.Linear):
+class FusedDenseAct(FusedAct):
     """``activation(x W^T + b)`` that keeps one hidden-sized buffer, for an ``nn.Linear`` and the activation after it.
 
-    It is an ``nn.Linear`` with an activation: the same parameters, initialisation and ``state_dict`` keys, so
-    checkpoints load either way.
+    It has the parameters, initialisation, attributes and ``state_dict`` keys of ``nn.Linear``, so checkpoints load
+    either way. It is no ``nn.Linear``: what exchanges linear layers by ``isinstance`` would drop the activation.
 
     Args:
         in_features, out_features, bias, device, dtype: as for ``nn.Linear``.
@@ -32,6 +32,8 @@ class FusedDenseAct(FusedAct, nn.Linear):
     """
 
     torchs = nn.Linear
+    in_features: int
+    out_features: int
 
     def __init__(
         self,
@@ -44,12 +46,7 @@ class FusedDenseAct(FusedAct, nn.Linear):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self._set(activation, save)
-
-    @classmethod
-    def _without_values(cls, layer: nn.Linear) -> FusedDenseAct:
-        return cls(layer.in_features, layer.out_features, None, layer.bias is not None, device="meta")
+        super().__init__(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype), activation, save)
 
     def _example_shape(self) -> tuple[int, ...]:
         return 2, self.out_features
@@ -60,3 +57,7 @@ class FusedDenseAct(FusedAct, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return dense_bias_act(input, self.weight, self.bias, self.activation, save=self.save)
+
+
+#: Dense layers, torch's and this library's: for code that chooses parameters or their first values by the class.
+LINEAR_TYPES = (nn.Linear, FusedDenseAct)

@@ -86,19 +86,6 @@ class FusedBlock(WithActivation):
     def _last(self) -> Any:
         return [*self.layers().values()][-1]
 
-    def called_because(self) -> str | None:
-        """Why the layers are called one by one, and nothing is fused but the activation; or None."""
-        for name, layer in self.layers().items():
-            if type(layer) is not nn.Linear:
-                return f"{name} is a {type(layer).__name__}"
-            reason = must_call_reason(layer)
-            if reason is not None:
-                return f"{name} must be called: {reason}"
-            for of in (layer.weight, layer.bias):
-                if isinstance(of, Tensor) and type(of) not in (Tensor, nn.Parameter):
-                    return f"{name} has a {type(of).__name__}, which may compute something else"
-        return None
-
     def _parts(self, input: Tensor) -> list[Tensor]:
         """What the first layers make of it, gate and up where there are two."""
         raise NotImplementedError
@@ -110,11 +97,7 @@ class FusedBlock(WithActivation):
             activated = bias_act(first, None, self.activation, save="auto" if self.save == "recompute" else self.save)
         else:
             activated = function(first)
-        return after_activation(activated, others, self._drops, self._last)
-
-    @property
-    def _drops(self) -> float:
-        return self.dropout if self.training else 0.0
+        return after_activation(activated, others, self.dropout if self.training else 0.0, self._last)
 
     def _dtype(self) -> torch.dtype:
         return self._last.weight.dtype
@@ -124,7 +107,7 @@ class FusedBlock(WithActivation):
 
     def extra_repr(self) -> str:
         resolved = resolve(self.activation)
-        reason = self.called_because()
+        reason = _called_because(self.layers())
         if reason is None:
             resolved = self._specialised(resolved)
             kept = self.keeps(resolved, self._dtype())
@@ -134,13 +117,30 @@ class FusedBlock(WithActivation):
         return ", ".join([f"activation={resolved!r}", *dropout, kept, *self.decided()])
 
     def decided(self) -> list[str]:
-        if self.called_because() is not None:
+        if _called_because(self.layers()) is not None:
             return []
         activation = self._specialised(resolve(self.activation))
         weights = [layer.weight for layer in self.layers().values()]
         if self.is_gated:
             weights = weights[-1:]  # the first ones' matmuls have no epilogue
         return [line for w in weights for line in backends.choose(w).describe_matmuls(w, activation)]
+
+
+def _called_because(layers: Mapping[str, Any]) -> str | None:
+    """Why the layers are called one by one, and nothing is fused but the activation; or None.
+
+    Each call of a block asks, so it enters few functions.
+    """
+    for name, layer in layers.items():
+        if type(layer) is not nn.Linear:
+            return f"{name} is a {type(layer).__name__}"
+        for of in (layer.weight, layer.bias):
+            if isinstance(of, Tensor) and type(of) not in (Tensor, nn.Parameter):
+                return f"{name} has a {type(of).__name__}, which may compute something else"
+    if must_call_reason(*layers.values()) is None:
+        return None
+    reasons = {name: must_call_reason(layer) for name, layer in layers.items()}
+    return next(f"{name} must be called: {reason}" for name, reason in reasons.items() if reason is not None)
 
 
 class FusedMLP(FusedBlock):
@@ -216,12 +216,13 @@ class FusedMLP(FusedBlock):
         return {"fc1": self.fc1, "fc2": self.fc2}
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.called_because() is not None:
+        layers = self.layers()
+        if _called_because(layers) is not None:
             return self.by_calls(input)
-        first, last = self.fc1, self.fc2
+        first, last = layers.values()
         return mlp(
             input, first.weight, first.bias, last.weight, last.bias, self.activation,
-            dropout=self._drops, save=self.save, chunks=self.chunks,
+            dropout=self.dropout if self.training else 0.0, save=self.save, chunks=self.chunks,
         )  # fmt: skip
 
     def _parts(self, input: Tensor) -> list[Tensor]:
@@ -307,21 +308,22 @@ class FusedGatedMLP(FusedBlock):
 
     @property
     def packed(self) -> bool:
-        return hasattr(self, "gate_up_proj")
+        return "gate_up_proj" in self._modules
 
     def layers(self) -> dict[str, Any]:
-        if self.packed:
+        if "gate_up_proj" in self._modules:
             return {"gate_up_proj": self.gate_up_proj, "down_proj": self.down_proj}
         return {"gate_proj": self.gate_proj, "up_proj": self.up_proj, "down_proj": self.down_proj}
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.called_because() is not None:
+        layers = self.layers()
+        if _called_because(layers) is not None:
             return self.by_calls(input)
-        gate, down = self.gate_up_proj if self.packed else self.gate_proj, self.down_proj
-        up, up_bias = (None, None) if self.packed else (self.up_proj.weight, self.up_proj.bias)
+        gate, *separate, down = layers.values()
+        up, up_bias = (separate[0].weight, separate[0].bias) if separate else (None, None)
         return gated_mlp(
             input, gate.weight, gate.bias, up, up_bias, down.weight, down.bias, self.activation,
-            dropout=self._drops, save=self.save, chunks=self.chunks,
+            dropout=self.dropout if self.training else 0.0, save=self.save, chunks=self.chunks,
         )  # fmt: skip
 
     def _parts(self, input: Tensor) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -15,10 +16,19 @@ from .base import FusedAct
 
 
 class _FusedBatchNormAct(FusedAct):
-    """What the batch norms of one to three dimensions share; the next base is torch's."""
+    """What the batch norms of one to three dimensions share."""
 
-    #: What ``nn.BatchNormNd`` makes of its arguments.
+    #: As of ``nn.BatchNormNd``: 2 since ``num_batches_tracked`` is in ``state_dict``.
+    _version = 2
     num_features: int
+    eps: float
+    momentum: float | None
+    affine: bool
+    track_running_stats: bool
+    running_mean: Any
+    running_var: Any
+    num_batches_tracked: Any
+    process_group: Any = None
     #: How many dimensions inputs may have, with the batch.
     dims: ClassVar[tuple[int, ...]]
 
@@ -36,23 +46,28 @@ class _FusedBatchNormAct(FusedAct):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        layer = self.torchs(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        super().__init__(layer, activation, save)
         if process_group is not None and not hasattr(process_group, "size"):
             raise TypeError(
                 f"{type(self).__name__}: process_group must be a group of torch.distributed, "
                 f"got {type(process_group).__name__}: {process_group!r}"
             )
         self.process_group = process_group
-        self._set(activation, save)
 
-    @classmethod
-    def _without_values(cls, layer: Any) -> Any:
-        fused = cls(
-            layer.num_features, None, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, device="meta"
-        )
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            setattr(fused, name, getattr(layer, name))
-        return fused
+    def reset_running_stats(self) -> None:
+        """Forget the batches that were seen, as torch's layer does."""
+        self.torchs.reset_running_stats(self)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Mapping[str, Any], *arguments: Any
+    ) -> None:
+        # As torch's, which is no method of ours: checkpoints before version 2 do not count batches.
+        if (local_metadata.get("version") or 1) < 2 and self.track_running_stats:
+            count = self.num_batches_tracked
+            is_counted = count is not None and not count.is_meta
+            state_dict.setdefault(f"{prefix}num_batches_tracked", count if is_counted else torch.tensor(0))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
 
     def _example_shape(self) -> tuple[int, ...]:
         return 2, self.num_features, *(5 + 2 * i for i in range(self.dims[0] - 2))
@@ -74,11 +89,12 @@ def norm_layer_act(
     return batch_norm_act(BatchNorm.of(layer, dims), input, layer.weight, layer.bias, residual, activation, save)
 
 
-class FusedBatchNormAct1d(_FusedBatchNormAct, nn.BatchNorm1d):
+class FusedBatchNormAct1d(_FusedBatchNormAct):
     """``activation(batch_norm(x) + residual)`` that keeps its output alone, or x and at most its output, for an
     ``nn.BatchNorm1d`` and the activation after it.
 
-    It is an ``nn.BatchNorm1d`` with an activation: the same parameters, buffers, statistics and ``state_dict`` keys.
+    It has the parameters, buffers, statistics, attributes and ``state_dict`` keys of ``nn.BatchNorm1d``. It is no
+    ``nn.BatchNorm1d``: what exchanges or folds batch norms by ``isinstance`` would drop the activation.
 
     Where different inputs of the activation have different outputs (branches of a folded one count), the output y tells
     its input, and that tells the normalised x, which is all that backward asks for: x is not kept. Gradients err by
@@ -109,7 +125,7 @@ class FusedBatchNormAct1d(_FusedBatchNormAct, nn.BatchNorm1d):
     dims = (2, 3)
 
 
-class FusedBatchNormAct2d(_FusedBatchNormAct, nn.BatchNorm2d):
+class FusedBatchNormAct2d(_FusedBatchNormAct):
     """As ``FusedBatchNormAct1d``, for an ``nn.BatchNorm2d``: (batch, channels, height, width) -> the same.
 
     >>> import fusedlayers as fl
@@ -121,8 +137,15 @@ class FusedBatchNormAct2d(_FusedBatchNormAct, nn.BatchNorm2d):
     dims = (4,)
 
 
-class FusedBatchNormAct3d(_FusedBatchNormAct, nn.BatchNorm3d):
+class FusedBatchNormAct3d(_FusedBatchNormAct):
     """As ``FusedBatchNormAct1d``, for an ``nn.BatchNorm3d``: (batch, channels, depth, height, width) -> the same."""
 
     torchs = nn.BatchNorm3d
     dims = (5,)
+
+
+#: Batch norms, torch's and this library's: for code that chooses parameters or their first values by the class.
+NORM_TYPES = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+    *(FusedBatchNormAct1d, FusedBatchNormAct2d, FusedBatchNormAct3d),
+)

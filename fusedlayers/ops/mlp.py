@@ -273,7 +273,7 @@ class _Sum:
         elif self.sum is None or b.dtype.itemsize == 2:
             self.add(a.t() @ b)
         else:
-            self.sum.addmm_(a.t(), b)
+            torch.addmm(self.sum, a.t(), b, out=self.sum)  # torch counts the arithmetic of it, but not of addmm_
 
     def take(self) -> Tensor:
         assert self.sum is not None

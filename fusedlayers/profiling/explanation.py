@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import BatchNormBase
 from ..activations import Activation, measure_inverse_error, resolve
 from ..activations.free_variables import find_variables
 from ..functional import bias_act
 from ..memory import saved_bytes
 from ..nn.base import FusedAct, WithActivation
 from ..nn.mlp import FusedBlock, FusedGatedMLP
-from ..nn.norm import FusedBatchNormAct1d, FusedBatchNormAct2d
+from ..nn.norm import NORM_TYPES, FusedBatchNormAct1d, FusedBatchNormAct2d
 from ..ops.batch_norm import WORTH_IT
 from ..plan import describe, save_beside_input, with_operands
 from ..utils.isolation import in_clean_state
@@ -256,7 +255,7 @@ def _kept_by_block(
 
 
 def _is_norm(layer: WithActivation | None) -> bool:
-    return isinstance(layer, BatchNormBase)
+    return isinstance(layer, NORM_TYPES)
 
 
 def _applied(activation: object, save: str, z: Tensor) -> Tensor:

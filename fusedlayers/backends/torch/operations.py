@@ -14,7 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._torch import onednn_convolution, onednn_has_bfloat16, onednn_is_enabled, onednn_linear
+from ..._torch import (
+    dispatch_mode_at,
+    dispatch_mode_count,
+    onednn_convolution,
+    onednn_has_bfloat16,
+    onednn_is_enabled,
+    onednn_linear,
+)
 from ...activations import Activation
 from ..base import GradientRequest
 from ..operations import Convolution, Matmul, Operation, Weight
@@ -27,7 +34,8 @@ WORTH_IT = 1 << 20
 def has_faster_linear(x: Tensor, w: Tensor) -> bool:
     """Whether ``linear`` is faster than ``F.linear`` for these: oneDNN, if the user leaves it switched on."""
     is_large = x.numel() * w.shape[0] >= WORTH_IT
-    return is_large and x.is_cpu and onednn_is_enabled() and _onednn_wins(x.dtype, False)
+    is_faster = is_large and x.is_cpu and onednn_is_enabled() and _onednn_wins(x.dtype, False)
+    return is_faster and not _are_flops_counted()
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
@@ -52,7 +60,7 @@ def operation_act(
     if isinstance(operation, Matmul):
         if x.numel() * w.shape[0] < WORTH_IT:
             z = F.linear(x, w, b)
-        elif post_op and x.is_cpu and onednn_is_enabled() and _onednn_wins(x.dtype, True):
+        elif post_op and x.is_cpu and onednn_is_enabled() and _onednn_wins(x.dtype, True) and not _are_flops_counted():
             return onednn_linear(x, w, b, *post_op)
         else:
             z = linear(x, w, b)
@@ -98,9 +106,17 @@ def _convolves(convolution: Convolution, x: Tensor, w: Tensor) -> bool:
         and not isinstance(convolution.padding, str)
         and x.numel() * w.shape[0] >= WORTH_IT
         and onednn_is_enabled()
+        and not _are_flops_counted()
         and _has_convolution()
         and (x.dtype is torch.float32 or (x.dtype is torch.bfloat16 and _has_bfloat16()))
     )
+
+
+def _are_flops_counted() -> bool:
+    """Whether torch's ``FlopCounterMode`` is on, which counts oneDNN's operators as nothing. It looks for formulas when
+    it is made, and importing it to register some takes 0.7 s."""
+    modes = map(dispatch_mode_at, range(dispatch_mode_count()))
+    return any(type(mode).__module__ == "torch.utils.flop_counter" for mode in modes)
 
 
 @functools.cache
