@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _torch, backends, validation
+from . import _torch, backends, plan, validation
 from .activations import Activation, Saved
 from .backends import Backend
 from .ops.mlp_forward import Block, BlockOptions, Linear
@@ -24,7 +24,6 @@ from .plan import (
     describe,
     followed_by,
     is_capturing,
-    is_small,
     needs_gradient,
     with_operands,
 )
@@ -177,7 +176,7 @@ def plan_block(
     options: BlockOptions, x: Tensor, first: Sequence[Linear], last: Linear, activation: Activation
 ) -> tuple[BlockPlan, tuple[Tensor, ...]]:
     """The plan for a block's call, and the tensors that its activation reads."""
-    tensors = [tensor for layer in (*first, last) for tensor in layer]
+    tensors = sum((*first, last), ())  # weights and biases in turn
     if torch.compiler.is_compiling() or not validation.are_plain(x, *tensors):
         validation.check_block(options, x, first, last)
         choose_block_save(options, activation, autocast_dtype(x) or x.dtype)  # which may refuse
@@ -186,7 +185,7 @@ def plan_block(
     rows = x.numel() // max(1, shape[-1]) if shape else 0
     hidden = first[0].w.shape[0] // options.halves(first)
     by_layer_because = followed_by()
-    if by_layer_because is None and options.save == "auto" and is_small(rows * hidden, x):
+    if by_layer_because is None and options.save == "auto" and rows * hidden * x.itemsize < plan.SMALL_BYTES:
         by_layer_because = "it is small"
     if by_layer_because is None and options.dropout and is_capturing(x):
         by_layer_because = "a CUDA graph would record the seed of the dropout"
@@ -196,7 +195,7 @@ def plan_block(
         activation, operands, dim = with_operands(activation, (*shape[:-1], hidden), dtype, x.device)
         if dim is not None and dim % len(shape) != len(shape) - 1:
             by_layer_because = "the activation reads tensors along another dimension"
-    facts = (
+    facts = [
         options,
         None if activation.needs_tracing else activation,
         by_layer_because,
@@ -208,18 +207,19 @@ def plan_block(
         x.layout,
         x.is_cpu or x.device,
         x.requires_grad,
-        *[
-            t if t is None else (t.dtype, t.layout, t.is_cpu or t.device, t.requires_grad, t.is_leaf, t.shape)
-            for t in tensors
-        ],
         torch.is_grad_enabled(),
         _torch.autocast_is_active() and autocast_dtype(x),
         _torch.saved_tensors_hooks_on_top(True) is None,
-    )
-    plan = _plans.get(facts)
-    if plan is None:
-        plan = _plans.put(facts, _decide(options, x, first, last, activation, by_layer_because, operands))
-    return plan, operands
+    ]
+    for t in tensors:
+        facts += (
+            (None,) if t is None else (t.dtype, t.layout, t.is_cpu or t.device, t.requires_grad, t.is_leaf, t.shape)
+        )
+    key = tuple(facts)
+    found = _plans.get(key)
+    if found is None:
+        found = _plans.put(key, _decide(options, x, first, last, activation, by_layer_because, operands))
+    return found, operands
 
 
 def _decide(

@@ -24,32 +24,9 @@ from .ops.linear import Dense, Epilogue
 from .ops.mlp import MLP
 from .ops.mlp_forward import BlockOptions, Dropout, Linear, unpacked, without_gradients
 from .ops.pointwise import BiasAct, Origin
-from .plan import Plan, needs_gradient, plan_dense, plan_pointwise
+from .plan import Plan, needs_gradient, plan_dense, plan_for
 
 Operands = Sequence[Tensor]
-
-
-def run(
-    plan: Plan,
-    operation: Operation,
-    x: Tensor,
-    w: Weight,
-    b: Tensor | None,
-    residual: Tensor | None,
-    activation: Activation,
-    operands: Operands = (),
-) -> Tensor:
-    """``activation(operation(x, w, b) + residual, *operands)``."""
-    if plan.path == "fused":
-        return _fused(plan, operation, x, w, b, residual, operands)
-    if plan.path == "composite":
-        return composite(operation, x, w, b, residual, activation)
-    if plan.path == "no_grad":
-        return _without_gradients(plan, operation, x, w, b, residual, operands)
-    if plan.path == "compiled":
-        return _compiled(plan, operation, activation, x, w, b, residual)
-    assert isinstance(operation, BatchNorm)
-    return norm_act(operation, x, w, b, activation, measure_inverse_error(activation, x.dtype))
 
 
 def run_pointwise(
@@ -57,7 +34,7 @@ def run_pointwise(
 ) -> Tensor:
     """``activation(x + b, *operands)``."""
     if plan.path != "fused":
-        return run(plan, operation, x, None, b, None, activation, operands)
+        return PATHS[plan.path](plan, operation, x, None, b, None, activation, operands)
     if not plan.bias_in_kernel:
         x, b = operation(x, None, b), None
     origin = Origin(x, None, None, operation.__call__) if plan.keeps_origin else None
@@ -75,12 +52,20 @@ def run_synchronised(
     else:
         z = norm_act(norm, x, w, b, resolve(None), None)
     operation, z = Pointwise(1), z if residual is None else z + residual
-    plan, record, operands = plan_pointwise(operation, z, None, activation, save)
+    sizes = operation, z.dim()
+    plan, record, operands = plan_for(operation, z, None, None, None, activation, save, sizes, z.numel())
     return run_pointwise(plan, operation, z, None, record, operands)
 
 
-def composite(
-    operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None, activation: Activation
+def _composite(
+    plan: Plan,
+    operation: Operation,
+    x: Tensor,
+    w: Weight,
+    b: Tensor | None,
+    residual: Tensor | None,
+    activation: Activation,
+    operands: Operands,
 ) -> Tensor:
     """By PyTorch's own operations."""
     return activation.plain(_sum(operation, x, w, b, residual))
@@ -98,6 +83,7 @@ def _fused(
     w: Weight,
     b: Tensor | None,
     residual: Tensor | None,
+    activation: Activation,
     operands: Operands,
 ) -> Tensor:
     """By a backend's kernels, for gradients."""
@@ -111,13 +97,13 @@ def _fused(
         x = x.to(plan.cast) if plan.saved == "recompute" else x
         if plan.saved == "output" and isinstance(operation, Matmul):
             x, w = shared_cast(x, plan.cast), shared_cast(w, plan.cast)
-    backend, activation = plan.backend, plan.activation
+    backend = plan.backend
     has_epilogue = plan.may_have_epilogue and backend.has_epilogue(x, w, kernel_b, activation, encode=True)
     recompute: Recompute = operation.__call__
     if has_epilogue:
         z = Dense.apply(x, w, b, backend, Epilogue(kernel_b, activation))
     elif plan.has_own_node:
-        z = Dense.apply(x, w, b, backend) if isinstance(operation, Matmul) else Conv.apply(x, w, b, operation)
+        z = Dense.apply(x, w, b, backend) if operation is MATMUL else Conv.apply(x, w, b, operation)
     elif plan.keeps_origin and isinstance(operation, BatchNorm):
         z, recompute = operation.with_recompute(x, w, b)
     else:
@@ -136,11 +122,11 @@ def _without_gradients(
     w: Weight,
     b: Tensor | None,
     residual: Tensor | None,
+    activation: Activation,
     operands: Operands,
 ) -> Tensor:
     """By a backend's kernels; nothing is saved, and the output carries no branch bit."""
-    backend, activation = plan.backend, plan.activation
-    cast = plan.cast
+    backend, cast = plan.backend, plan.cast
     if cast is not None and isinstance(operation, Matmul):
         x, w, b, cast = x.to(cast), w.to(cast), None if b is None else b.to(cast), None
     if not (cast is not None or operands or residual is not None or isinstance(operation, Pointwise)):
@@ -154,11 +140,12 @@ def _without_gradients(
 def _compiled(
     plan: Plan,
     operation: Operation,
-    activation: Activation,
     x: Tensor,
     w: Weight,
     b: Tensor | None,
     residual: Tensor | None,
+    activation: Activation,
+    operands: Operands,
 ) -> Tensor:
     """Functional operations that save what the plan says, and that the compiler fuses."""
     if plan.saved == "recompute" and isinstance(operation, BatchNorm):
@@ -176,6 +163,31 @@ def _compiled(
 
         return output_saved(pre_activation(x, w, b, residual), activation.name, tuple(activation.parameters.items()))
     return checkpoint(lambda *inputs: activation.plain(pre_activation(*inputs)), x, w, b, residual, use_reentrant=False)
+
+
+def _tells_input(
+    plan: Plan,
+    operation: Operation,
+    x: Tensor,
+    w: Weight,
+    b: Tensor | None,
+    residual: Tensor | None,
+    activation: Activation,
+    operands: Operands,
+) -> Tensor:
+    """A batch norm whose output determines its input."""
+    assert isinstance(operation, BatchNorm)
+    return norm_act(operation, x, w, b, activation, measure_inverse_error(activation, x.dtype))
+
+
+#: What carries out each path of a plan: ``activation(operation(x, w, b) + residual, *operands)``.
+PATHS: dict[str, Callable[..., Tensor]] = {
+    "composite": _composite,
+    "compiled": _compiled,
+    "no_grad": _without_gradients,
+    "fused": _fused,
+    "tells_input": _tells_input,
+}
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------------
@@ -199,7 +211,7 @@ def run_block(
     if plan.cast is not None:
         x, *weights = (shared_cast(t, plan.cast) for t in (x, *(w for w, _ in (*first, last))))
         *first, last = (Linear(w, b) for w, (_, b) in zip(weights, (*first, last), strict=True))
-    weights, biases = [w for w, _ in first], [b for _, b in first]
+    weights, biases = zip(*first, strict=True)
     if plan.path == "fused":
         y = MLP.apply(block, len(first), x, *last, *weights, *biases, *operands)
     else:
@@ -231,7 +243,7 @@ def _layers(
     save = "auto" if options.is_gated and options.save == "recompute" else options.save
     is_usual = validation.are_plain(input, w, b, None)
     plan, record, operands = plan_dense(input, w, b, None, activation, save, is_usual)
-    activated = run(plan, MATMUL, input, w, b, None, record, operands)
+    activated = PATHS[plan.path](plan, MATMUL, input, w, b, None, record, operands)
     return after_activation(activated, [F.linear(input, *other) for other in others], options.dropout, last)
 
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import validation
-from .activations import resolve
+from .activations import Activation, resolve
 from .backends.operations import MATMUL, BatchNorm, Convolution, Pointwise
 from .block_plan import plan_block
-from .execute import composite, run, run_block, run_by_layer, run_pointwise, run_synchronised
+from .execute import PATHS, run_block, run_by_layer, run_pointwise, run_synchronised
 from .ops.mlp_forward import BlockOptions, Linear
-from .plan import choose_save, needs_gradient, plan_batch_norm, plan_conv, plan_dense, plan_pointwise
+from .plan import choose_save, needs_gradient, plan_dense, plan_for
 
 #: Into how many chunks the rows of a block are cut. What is hidden and needed for a moment only is made for one of them
 #: at a time, in two buffers, or three of a gated block.
@@ -74,9 +74,10 @@ def dense_bias_act(
                 dense_bias_act, tensors, input, weight, bias, record, residual=residual, save=save
             )
         if has_torch_function(tensors) or input.is_nested:  # which do not tell their sizes
-            return composite(MATMUL, input, weight, bias, residual, record)
+            z = F.linear(input, weight, bias)
+            return record.plain(z if residual is None else z + residual)
     plan, record, operands = plan_dense(input, weight, bias, residual, record, save, is_usual)
-    return run(plan, MATMUL, input, weight, bias, residual, record, operands)
+    return PATHS[plan.path](plan, MATMUL, input, weight, bias, residual, record, operands)
 
 
 def conv_bias_act(
@@ -138,8 +139,10 @@ def conv_bias_act(
         validation.sizes("conv_bias_act", "dilation", dilation, dims),
         groups,
     )
-    plan, record, operands = plan_conv(convolution, input, weight, bias, residual, record, save, is_usual)
-    return run(plan, convolution, input, weight, bias, residual, record, operands)
+    tensors = input, weight, bias, residual
+    sizes = convolution, input.shape
+    plan, record, operands = plan_for(convolution, *tensors, record, save, sizes, is_usual=is_usual)
+    return PATHS[plan.path](plan, convolution, input, weight, bias, residual, record, operands)
 
 
 def bias_act(
@@ -174,8 +177,8 @@ def bias_act(
     >>> fl.bias_act(torch.zeros(2, 3, 5), torch.ones(3), "relu", dim=1)[0, :, 0]
     tensor([1., 1., 1.])
     """
-    record = resolve(activation, "bias_act")
-    is_usual = validation.are_plain(input, None, bias, None)
+    record = activation if isinstance(activation, Activation) else resolve(activation, "bias_act")
+    is_usual = validation.are_plain(input, bias)
     if not is_usual:
         validation.check_tensors("bias_act", {"input": input}, bias=bias)
         tensors = (input, bias)
@@ -183,8 +186,13 @@ def bias_act(
             if not record.is_fusible and bias is None and not inplace:
                 return record.plain(input)
             return handle_torch_function(bias_act, tensors, *tensors, record, dim=dim, inplace=inplace, save=save)
+    if inplace and save == "recompute":
+        raise ValueError("bias_act: save='recompute' needs the input, which inplace=True overwrites; drop one of them")
     operation = Pointwise(dim)
-    plan, traced, operands = plan_pointwise(operation, input, bias, record, save, is_inplace=inplace, is_usual=is_usual)
+    sizes = operation, input.dim() if bias is None else input.shape
+    plan, traced, operands = plan_for(
+        operation, input, None, bias, None, record, save, sizes, input.numel(), inplace, is_usual
+    )
     if inplace:
         validation.check_writable("bias_act", input)
         # Autograd refuses some views, but only after a Function has written; copy_ asks first.
@@ -220,8 +228,10 @@ def batch_norm_act(
         if not record.needs_tracing:
             choose_save(name, record, save, input.dtype)  # which may refuse
         return run_synchronised(norm, input, weight, bias, residual, record, save)
-    plan, record, operands = plan_batch_norm(norm, input, weight, bias, residual, record, save, is_usual)
-    return run(plan, norm, input, weight, bias, residual, record, operands)
+    tensors = input, weight, bias, residual
+    sizes = norm.facts(), input.shape
+    plan, record, operands = plan_for(norm, *tensors, record, save, sizes, input.numel(), is_usual=is_usual)
+    return PATHS[plan.path](plan, norm, input, weight, bias, residual, record, operands)
 
 
 def mlp(

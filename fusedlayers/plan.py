@@ -12,6 +12,7 @@ dropout, and what depends on values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import Literal, NamedTuple
 
@@ -29,7 +30,6 @@ from .backends.operations import (
     Operation,
     Pointwise,
     Weight,
-    elements,
 )
 from .backends.torch.operations import WORTH_IT as LARGE_MATMUL
 from .ops.batch_norm import WORTH_IT
@@ -185,7 +185,10 @@ def make_plan(key: PlanKey) -> Plan:
         dim,
         bias_in_kernel=saved != "input" and is_along and operation.leaves_bias and (is_pointwise or backend.ADDS_BIAS),
         has_own_node=key.has_own_node and key.cast is None,
-        may_have_epilogue=isinstance(operation, Matmul) and saved == "output" and not key.has_residual,
+        may_have_epilogue=backend.HAS_EPILOGUES
+        and isinstance(operation, Matmul)
+        and saved == "output"
+        and not key.has_residual,
         flattens=key.returns_view and is_along,
         overwrites=overwrites and is_along and saved != "input",
         # Second derivatives then go through the exact z and not the rounded y.
@@ -325,7 +328,7 @@ class Call(NamedTuple):
         key = PlanKey(bare, activation, save, dtype, backend, needs, plain_because, is_compiling, cast=cast)
         if is_compiling or plain_because is not None:  # sizes may be symbols
             return key
-        count = elements(operation.shape(x, w)) if self.elements is None else self.elements
+        count = math.prod(operation.shape(x, w)) if self.elements is None else self.elements
         other_dim = self.operand_dim
         if other_dim is not None and (other_dim - operation.dim) % x.dim() == 0:
             other_dim = None
@@ -345,77 +348,15 @@ class Call(NamedTuple):
 def plan_dense(
     x: Tensor, w: Tensor, b: Tensor | None, residual: Tensor | None, activation: Activation, save: str, is_usual: bool
 ) -> Planned:
-    """For ``dense_bias_act``."""
-    if not is_usual or torch.compiler.is_compiling():
+    """For ``dense_bias_act``. Rows are counted in ``sizes`` by what is decided of them, for lengths change."""
+    if not is_usual or torch.compiler.is_compiling() or not x.dim() or not w.dim():
         return Call(MATMUL, x, w, b, residual, activation, save).plan(), activation, ()
-    try:
-        shape, size = x.shape, x.numel() * w.shape[0]
-        count = size // max(1, shape[-1])
-    except IndexError:  # a tensor without dimensions, which the check refuses
-        return Call(MATMUL, x, w, b, residual, activation, save).plan(), activation, ()
-    is_small = count * x.itemsize < SMALL_BYTES
-    sizes = MATMUL, len(shape) if residual is None else shape, shape[-1], size >= LARGE_MATMUL, is_small
-    return _plan_for(MATMUL, x, w, b, residual, activation, save, sizes, count)
+    shape, size = x.shape, x.numel() * w.shape[0]
+    sizes = MATMUL, len(shape) if residual is None else shape, shape[-1], size >= LARGE_MATMUL
+    return plan_for(MATMUL, x, w, b, residual, activation, save, sizes, size // max(1, shape[-1]))
 
 
-def plan_conv(
-    convolution: Convolution,
-    x: Tensor,
-    w: Tensor,
-    b: Tensor | None,
-    residual: Tensor | None,
-    activation: Activation,
-    save: str,
-    is_usual: bool,
-) -> Planned:
-    """For ``conv_bias_act``."""
-    if not is_usual or torch.compiler.is_compiling():
-        return Call(convolution, x, w, b, residual, activation, save).plan(), activation, ()
-    return _plan_for(convolution, x, w, b, residual, activation, save, (convolution, x.shape))
-
-
-def plan_pointwise(
-    operation: Pointwise,
-    x: Tensor,
-    b: Tensor | None,
-    activation: Activation,
-    save: str,
-    *,
-    is_inplace: bool = False,
-    is_usual: bool = True,
-) -> Planned:
-    """For ``bias_act``.
-
-    Raises:
-        ValueError: ``save="recompute"`` in place.
-    """
-    if is_inplace and save == "recompute":
-        raise ValueError("bias_act: save='recompute' needs the input, which inplace=True overwrites; drop one of them")
-    if not is_usual or torch.compiler.is_compiling():
-        return Call(operation, x, None, b, None, activation, save, is_inplace=is_inplace).plan(), activation, ()
-    count = x.numel()
-    is_small = count * x.itemsize < SMALL_BYTES
-    sizes = operation, x.dim() if b is None else x.shape, is_small
-    return _plan_for(operation, x, None, b, None, activation, save, sizes, count, is_inplace)
-
-
-def plan_batch_norm(
-    norm: BatchNorm,
-    x: Tensor,
-    w: Tensor | None,
-    b: Tensor | None,
-    residual: Tensor | None,
-    activation: Activation,
-    save: str,
-    is_usual: bool,
-) -> Planned:
-    """For a batch norm and the activation after it."""
-    if not is_usual or torch.compiler.is_compiling():
-        return Call(norm, x, w, b, residual, activation, save).plan(), activation, ()
-    return _plan_for(norm, x, w, b, residual, activation, save, (norm.facts(), x.shape), x.numel())
-
-
-def _plan_for(
+def plan_for(
     operation: Operation,
     x: Tensor,
     w: Weight,
@@ -424,27 +365,32 @@ def _plan_for(
     activation: Activation,
     save: str,
     sizes: Hashable,
-    count: int | None = None,
+    elements: int | None = None,
     is_inplace: bool = False,
+    is_usual: bool = True,
 ) -> Planned:
-    """``sizes`` states what of the operation and of the shape of x the checks and the decision depend on."""
+    """For a call of any operation.
+
+    Args:
+        sizes: what the checks and the decision depend on, of the operation and of the shape of x.
+        elements: how many the result has; may be left out where ``sizes`` says so too.
+        is_inplace: whether the result is to be written over x.
+        is_usual: whether all tensors are plain ones (``validation.are_plain``).
+    """
+    if not is_usual or torch.compiler.is_compiling():
+        return Call(operation, x, w, b, residual, activation, save, None, is_inplace).plan(), activation, ()
     operands: tuple[Tensor, ...] = ()
     operand_dim = None
-    is_followed = (
-        _torch.functorch_is_active()
-        or _torch.forward_ad_level() >= 0
-        or _torch.dispatch_mode_count() > 0
-        or _torch.torchscript_state() is not None
-    )
-    follower = followed_by() if is_followed else None
+    follower = followed_by()
     if activation.needs_tracing and follower is None:
         shape = operation.shape(x, w)
-        count = elements(shape)
-        if is_inplace or save != "auto" or count * x.itemsize >= SMALL_BYTES:
+        elements = math.prod(shape)
+        if is_inplace or save != "auto" or elements * x.itemsize >= SMALL_BYTES:
             dtype = (autocast_dtype(x) if operation.is_cast else None) or x.dtype
             activation, operands, operand_dim = with_operands(activation, shape, dtype, x.device)
     facts = (
         sizes,
+        elements is not None and elements * x.itemsize < SMALL_BYTES,
         None if activation.needs_tracing else activation,  # PyTorch computes it, whichever function it is
         save,
         is_inplace,
@@ -462,10 +408,14 @@ def _plan_for(
         _torch.saved_tensors_hooks_on_top(True) is None,
         _torch.onednn_is_enabled(),
         follower,
+        _torch.dispatch_mode_count() and _mode_types(),
+        x.is_cuda and is_capturing(x),
     )
     plan = _plans.get(facts)
     if plan is None:
-        call = Call(operation, x, w, b, residual, activation, save, count, is_inplace, operands, operand_dim, follower)
+        call = Call(
+            operation, x, w, b, residual, activation, save, elements, is_inplace, operands, operand_dim, follower
+        )
         plan = _plans.put(facts, call.plan())
     return plan, activation, operands
 
@@ -480,11 +430,6 @@ def with_operands(
     from .activations.custom import trace_activation
 
     return trace_activation(activation, tuple(shape), dtype, device)
-
-
-def is_small(count: int, x: Tensor) -> bool:
-    """Whether so many elements, in the dtype of x, are left to PyTorch."""
-    return count * x.itemsize < SMALL_BYTES
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
@@ -506,6 +451,21 @@ def is_capturing(x: Tensor) -> bool:
 
 def followed_by() -> str | None:
     """Who follows what is computed and must see PyTorch's own operations, or None."""
+    is_free = (
+        not _torch.functorch_is_active()
+        and _torch.forward_ad_level() < 0
+        and _torch.dispatch_mode_count() == 0
+        and _torch.torchscript_state() is None
+    )
+    return None if is_free else _followed_by()
+
+
+def _mode_types() -> tuple[type, ...]:
+    """Of the dispatch modes that are active; one of them may count operators that it knows."""
+    return tuple(type(_torch.dispatch_mode_at(i)) for i in range(_torch.dispatch_mode_count()))
+
+
+def _followed_by() -> str | None:
     if _torch.functorch_is_active():
         return "a transform of torch.func follows the computation"
     if _torch.forward_ad_level() >= 0:

@@ -70,7 +70,7 @@ def activation_of_module(module: nn.Module, kind: type[nn.Module]) -> Activation
                 if getattr(module, key) != expected:
                     break
             else:
-                return row.bind(**parameters)
+                return row.bind(**parameters) if parameters else record.by_name[row.name]
     return None
 
 

@@ -41,6 +41,10 @@ class Backend(Protocol):
         """Whether ``linear`` is faster than ``F.linear`` for these."""
         ...
 
+    def faster_linear(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        """``linear`` where ``has_faster_linear`` holds."""
+        ...
+
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         """``x w^T + b`` in a new buffer: (..., in), (out, in), (out,) -> (..., out)."""
         ...
@@ -146,3 +150,5 @@ class Backend(Protocol):
 
     #: Whether the bias is best added by ``bias_act`` instead of by the matmul.
     ADDS_BIAS: bool
+    #: Whether ``has_epilogue`` may hold.
+    HAS_EPILOGUES: bool

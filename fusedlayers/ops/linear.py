@@ -36,7 +36,7 @@ class Dense(Function):
         ctx.save_for_backward(x if needs_w else None, w if needs_x else None)
         ctx.backend = backend
         if epilogue is None:
-            return backend.linear(x, w, b)
+            return backend.faster_linear(x, w, b)
         assert b is None  # the epilogue adds it
         return backend.operation_act(MATMUL, x, w, epilogue.b, epilogue.activation, encode=True)
 

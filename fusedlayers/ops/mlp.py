@@ -25,30 +25,42 @@ from torch.autograd import Function
 
 from ..backends import ActivationGradients, GradientRequest
 from ..utils.layout import operand_along
-from .buffer_reuse import graph_is_given_up, is_held_once, saved_under_hooks
-from .mlp_forward import Block, Linear, run
-from .pointwise import HeldTensors, apart, is_batched
+from .buffer_reuse import graph_is_given_up, is_held_once
+from .mlp_forward import Block, Linear, run, unpacked
+from .pointwise import apart, is_batched
 
 
 class MLP(Function):
-    """A block. ``tensors`` are the weights of its first products, their biases and the activation's operands.
+    """A block. ``tensors`` are the weights of its first layers, their biases and the activation's operands.
 
-    Saved is what backward will read. What second derivatives read besides is held: the caller sees to it that this
-    keeps nothing alive.
+    Saved is what backward reads. Weights and biases that only second derivatives read bypass ``save_for_backward``, so
+    that in-place edits before backward stay legal; version counters are checked when they are read. The plan sees to it
+    that this keeps nothing alive.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, block: Block, count: int, x: Tensor, w: Tensor, b: Tensor | None, *tensors: Tensor | None
-    ) -> Tensor:
-        weights, biases, operands = _split(tensors, count)
-        needs = Needs.of(ctx.needs_input_grad, count)
-        out, kept = run(block, x, block.unpacked(_layers(weights, biases)), Linear.of(w, b), operands)
-        is_made_again = block.saved == "recompute"
-        saved, held = _apart([needs.x or is_made_again] * count + [is_made_again] * count, [*weights, *biases])
-        ctx.save_for_backward(x, w if needs.hidden else None, *saved, *operands, *kept)
-        ctx.held = HeldTensors.of(*held)
-        ctx.block, ctx.count, ctx.hooked = block, count, saved_under_hooks()
+    def forward(ctx: Any, block: Block, count: int, x: Tensor, w: Tensor, b: Tensor | None, *tensors: Any) -> Tensor:
+        weights, biases, operands = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
+        layers, last = list(map(Linear, weights, biases)), Linear(w, b)
+        if block.is_cast:
+            layers, last = [Linear.of(*layer) for layer in layers], Linear.of(*last)
+        if block.is_packed:
+            layers = unpacked(layers)
+        out, saved = run(block, x, layers, last, operands)
+        needs_x, recomputes = ctx.needs_input_grad[2], block.saved == "recompute"
+        needs_hidden = needs_x or any(ctx.needs_input_grad[5:])
+        nothing = (None,) * count
+        ctx.save_for_backward(
+            x,
+            w if needs_hidden else None,
+            *(weights if needs_x or recomputes else nothing),
+            *(biases if recomputes else nothing),
+            *operands,
+            *saved,
+        )
+        ctx.held = (nothing if needs_x or recomputes else weights) + (nothing if recomputes else biases)
+        ctx.versions = [None if t is None else t._version for t in ctx.held]
+        ctx.block, ctx.count = block, count
         return out
 
     @staticmethod
@@ -58,40 +70,34 @@ class MLP(Function):
         x, w, *saved = ctx.saved_tensors
         needs = Needs.of(ctx.needs_input_grad, count)
         given = 2 * count + len(needs.operands)
-        (weights, biases, operands), kept = _split(saved[:given], count), saved[given:]
+        (weights, biases, operands), hidden = _split(saved[:given], count), saved[given:]
         with torch.autocast(x.device.type, enabled=False):  # the forward pass has cast what was to be cast
             if torch.is_grad_enabled() or is_batched(dy):
-                if ctx.held.are_edited:
+                if ctx.versions != [None if t is None else t._version for t in ctx.held]:
                     raise RuntimeError(
                         f"{'gated_mlp' if block.is_gated else 'mlp'}: a weight or bias was edited in place between "
                         "forward and backward, which a second derivative cannot be taken after; edit it after backward"
                     )
-                both = zip((*weights, *biases), ctx.held.tensors, strict=True)
+                both = zip((*weights, *biases), ctx.held, strict=True)
                 linear = [held if t is None else t for t, held in both]
                 with torch.enable_grad():
                     own: Any = apart(x, *linear, *operands)
                     own_x, (weights, biases, operands) = own[0], _split(own[1:], count)
-                    parts = [F.linear(own_x, *product) for product in block.unpacked(_layers(weights, biases))]
+                    parts = [F.linear(own_x, *layer) for layer in block.unpacked(_layers(weights, biases))]
                 wanted = [needs.x, *needs.weights, *needs.biases, *needs.operands]
                 dw, db, dx, *others = _differentiable(block, dy, parts, w, operands, needs, own, wanted)
                 found = [dx, dw, db, *others]
             else:
-                products = block.unpacked(_layers(weights, biases))
+                layers = block.unpacked(_layers(weights, biases))
                 del saved
-                _ours(ctx, kept)
-                found = _gradients(block, dy, x, products, w, operands, kept, needs)
+                _take_ownership(ctx, hidden)
+                found = _gradients(block, dy, x, layers, w, operands, hidden, needs)
         return None, None, *found
 
 
-def _apart(is_in: Sequence[bool], items: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Those that are in, and the others, with None for what is not among them."""
-    pairs = list(zip(is_in, items, strict=True))
-    return [item if inside else None for inside, item in pairs], [None if inside else item for inside, item in pairs]
-
-
-def _ours(ctx: Any, kept: list[Tensor]) -> None:
-    """Make what is kept, in place of what is in the list and nowhere else, ours to overwrite and to free: the node lets
-    go of it. What hooks hand back may be laid out in any way, and be theirs."""
+def _take_ownership(ctx: Any, kept: list[Tensor]) -> None:
+    """Take ownership of the saved buffers, in place in the list: drop the node's references, and clone any buffer that
+    is shared, that came from a hook, or that a second backward pass will read."""
     given_up = graph_is_given_up()
     if given_up:
         ctx.maybe_clear_saved_tensors()

@@ -66,7 +66,7 @@ class Linear(NamedTuple):
     def of(cls, w: Tensor, b: Tensor | None) -> Linear:
         """Under autocast weights come as its casts, which torch keeps for all who use them. Biases come as they are:
         parameters are alive anyway, casts would be held for second derivatives alone."""
-        return cls(w, None if b is None else b.to(w.dtype))
+        return cls(w, b if b is None or b.dtype is w.dtype else b.to(w.dtype))
 
 
 class BlockOptions(NamedTuple):
@@ -96,6 +96,8 @@ class Block(NamedTuple):
     #: Into how many chunks the rows are cut, at most.
     chunks: int
     backend: Backend
+    #: Whether autocast has cast the weights, and biases are still to be cast.
+    is_cast: bool = False
 
     def rows(self, x: Tensor) -> Iterator[slice]:
         """Those of each chunk."""
@@ -119,11 +121,6 @@ class Block(NamedTuple):
 
     def pre_activations(self, x: Tensor, products: Sequence[Linear]) -> list[Tensor]:
         return [self.backend.linear(x, w, b) for w, b in products]
-
-    def encoded(self, x: Tensor, products: Sequence[Linear]) -> Tensor:
-        """What the activation returns, with the branch."""
-        ((w, b),) = products
-        return self.backend.operation_act(MATMUL, x, w, b, self.activation, encode=True)
 
     def hidden(self, parts: Sequence[Tensor], operands: Sequence[Tensor], first: int, *, overwrite: bool) -> Tensor:
         """What the last product multiplies, from the pre-activations, or from their outputs if these are kept; over the
@@ -182,7 +179,7 @@ def run(
 ) -> tuple[Tensor, list[Tensor]]:
     """The output, (rows, out), and what is kept."""
     if block.saved == "output":
-        kept = [block.encoded(x, products)]
+        kept = [block.backend.operation_act(MATMUL, x, *products[0], block.activation, encode=True)]
     else:
         kept = [] if block.saved == "recompute" else block.pre_activations(x, products)
     if block.is_whole:

@@ -40,26 +40,6 @@ class Origin(NamedTuple):
     recompute: Recompute
 
 
-class HeldTensors(NamedTuple):
-    """Tensors that only second derivatives read. They bypass ``save_for_backward`` so that in-place edits before
-    backward stay legal; version counters are checked when they are read."""
-
-    tensors: tuple[Tensor | None, ...]
-    versions: tuple[int, ...]
-
-    @classmethod
-    def of(cls, *tensors: Tensor | None) -> HeldTensors:
-        return cls(tensors, _versions(tensors))
-
-    @property
-    def are_edited(self) -> bool:
-        return _versions(self.tensors) != self.versions
-
-
-def _versions(tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
-    return tuple([tensor._version for tensor in tensors if tensor is not None])
-
-
 class BiasAct(Function):
     """``y = f(z + b + residual, *operands)``, b and operands along ``plan.dim``.
 
@@ -96,7 +76,10 @@ class BiasAct(Function):
         else:
             x, w, operation_b, ctx.recompute = origin
             ctx.save_for_backward(y, x, w)
-            ctx.held = HeldTensors.of(b, operation_b)
+            # Only second derivatives read the bias. It bypasses save_for_backward so that in-place edits stay legal.
+            ctx.biases = b, operation_b
+            bias = b if operation_b is None else operation_b
+            ctx.bias_version = None if bias is None else bias._version
         ctx.plan = plan
         return y
 
@@ -118,8 +101,9 @@ class BiasAct(Function):
             # Second derivatives go through the exact z.
             x, w = operands
             operands = []
-            if torch.is_grad_enabled() and not ctx.held.are_edited:
-                b, operation_b = ctx.held.tensors
+            b, operation_b = ctx.biases
+            bias = b if operation_b is None else operation_b
+            if torch.is_grad_enabled() and (bias is None or bias._version == ctx.bias_version):
                 saved = _recomputed(Origin(x, w, operation_b, ctx.recompute), b, None, plan.dim)
                 given_output = overwrite = False
 

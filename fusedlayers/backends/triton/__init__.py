@@ -2,13 +2,23 @@
 
 from .codegen import computes
 from .elementwise import bias_act, gate, gate_gradient, gradient, inverse
-from .operations import describe_matmuls, has_epilogue, has_faster_linear, linear, linear_gradient, operation_act
+from .operations import (
+    describe_matmuls,
+    faster_linear,
+    has_epilogue,
+    has_faster_linear,
+    linear,
+    linear_gradient,
+    operation_act,
+)
 
 __all__ = [
     "ADDS_BIAS",
+    "HAS_EPILOGUES",
     "bias_act",
     "computes",
     "describe_matmuls",
+    "faster_linear",
     "gate",
     "gate_gradient",
     "gradient",
@@ -22,3 +32,5 @@ __all__ = [
 
 #: The activation's pass adds the bias at no cost, and sums its gradient.
 ADDS_BIAS = True
+#: A matmul may apply the activation before it writes its result.
+HAS_EPILOGUES = True
