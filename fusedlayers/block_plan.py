@@ -8,7 +8,7 @@ under ``torch.compile``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -146,7 +146,9 @@ def describe_block(options: BlockOptions, activation: Activation, dtype: torch.d
 
 def _block(key: BlockKey, saved: Saved) -> Block:
     options = key.options
-    block = Block(key.activation, saved, options.is_gated, key.is_packed, None, options.chunks, key.backend)
+    block = Block(
+        key.activation, saved, options.is_gated, key.is_packed, None, options.chunks, key.backend, key.cast is not None
+    )
     return block._replace(chunks=_chunks(key, block))
 
 
@@ -195,7 +197,7 @@ def plan_block(
         activation, operands, dim = with_operands(activation, (*shape[:-1], hidden), dtype, x.device)
         if dim is not None and dim % len(shape) != len(shape) - 1:
             by_layer_because = "the activation reads tensors along another dimension"
-    facts = [
+    facts: list[Hashable] = [
         options,
         None if activation.needs_tracing else activation,
         by_layer_because,
@@ -212,9 +214,10 @@ def plan_block(
         _torch.saved_tensors_hooks_on_top(True) is None,
     ]
     for t in tensors:
-        facts += (
-            (None,) if t is None else (t.dtype, t.layout, t.is_cpu or t.device, t.requires_grad, t.is_leaf, t.shape)
-        )
+        if t is None:
+            facts.append(None)
+        else:
+            facts += t.dtype, t.layout, t.is_cpu or t.device, t.requires_grad, t.is_leaf, t.shape
     key = tuple(facts)
     found = _plans.get(key)
     if found is None:

@@ -6,7 +6,7 @@ It decides nothing. What changes from call to call and is no part of a plan, a d
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +57,13 @@ def run_synchronised(
     return run_pointwise(plan, operation, z, None, record, operands)
 
 
+def composite(
+    operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None, activation: Activation
+) -> Tensor:
+    """By PyTorch's own operations."""
+    return activation.plain(_sum(operation, x, w, b, residual))
+
+
 def _composite(
     plan: Plan,
     operation: Operation,
@@ -67,8 +74,8 @@ def _composite(
     activation: Activation,
     operands: Operands,
 ) -> Tensor:
-    """By PyTorch's own operations."""
-    return activation.plain(_sum(operation, x, w, b, residual))
+    z = operation(x, w, b)
+    return activation.plain(z if residual is None else z + residual)
 
 
 def _sum(operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -209,8 +216,8 @@ def run_block(
         block = block._replace(dropout=Dropout(options.dropout, int(torch.randint(2**62, (), device="cpu"))))
     x = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
     if plan.cast is not None:
-        x, *weights = (shared_cast(t, plan.cast) for t in (x, *(w for w, _ in (*first, last))))
-        *first, last = (Linear(w, b) for w, (_, b) in zip(weights, (*first, last), strict=True))
+        x, *casts = (shared_cast(t, plan.cast) for t in (x, *(w for w, _ in (*first, last))))
+        *first, last = (Linear(w, b) for w, (_, b) in zip(casts, (*first, last), strict=True))
     weights, biases = zip(*first, strict=True)
     if plan.path == "fused":
         y = MLP.apply(block, len(first), x, *last, *weights, *biases, *operands)

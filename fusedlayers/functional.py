@@ -16,7 +16,7 @@ from . import validation
 from .activations import Activation, resolve
 from .backends.operations import MATMUL, BatchNorm, Convolution, Pointwise
 from .block_plan import plan_block
-from .execute import PATHS, run_block, run_by_layer, run_pointwise, run_synchronised
+from .execute import PATHS, composite, run_block, run_by_layer, run_pointwise, run_synchronised
 from .ops.mlp_forward import BlockOptions, Linear
 from .plan import choose_save, needs_gradient, plan_dense, plan_for
 
@@ -74,8 +74,7 @@ def dense_bias_act(
                 dense_bias_act, tensors, input, weight, bias, record, residual=residual, save=save
             )
         if has_torch_function(tensors) or input.is_nested:  # which do not tell their sizes
-            z = F.linear(input, weight, bias)
-            return record.plain(z if residual is None else z + residual)
+            return composite(MATMUL, input, weight, bias, residual, record)
     plan, record, operands = plan_dense(input, weight, bias, residual, record, save, is_usual)
     return PATHS[plan.path](plan, MATMUL, input, weight, bias, residual, record, operands)
 

@@ -185,10 +185,7 @@ def make_plan(key: PlanKey) -> Plan:
         dim,
         bias_in_kernel=saved != "input" and is_along and operation.leaves_bias and (is_pointwise or backend.ADDS_BIAS),
         has_own_node=key.has_own_node and key.cast is None,
-        may_have_epilogue=backend.HAS_EPILOGUES
-        and isinstance(operation, Matmul)
-        and saved == "output"
-        and not key.has_residual,
+        may_have_epilogue=backend.HAS_EPILOGUES and operation is MATMUL and saved == "output" and not key.has_residual,
         flattens=key.returns_view and is_along,
         overwrites=overwrites and is_along and saved != "input",
         # Second derivatives then go through the exact z and not the rounded y.
