@@ -35,7 +35,7 @@ def has_faster_linear(x: Tensor, w: Tensor) -> bool:
     """Whether ``linear`` is faster than ``F.linear`` for these: oneDNN, if the user leaves it switched on."""
     is_large = x.numel() * w.shape[0] >= WORTH_IT
     is_faster = is_large and x.is_cpu and onednn_is_enabled() and _onednn_wins(x.dtype, False)
-    return is_faster and not _are_flops_counted()
+    return is_faster and not (dispatch_mode_count() and _are_flops_counted())
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
