@@ -378,8 +378,8 @@ def test_many_calls_of_a_function_are_looked_into_once(
     x: Tensor, function: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(custom, "_variants", BoundedCache())
-    monkeypatch.setattr(custom, "_VARIANTS", 2)
-    monkeypatch.setattr(custom, "_ANALYSED", 1)
+    monkeypatch.setattr(custom, "_MAX_VARIANTS", 2)
+    monkeypatch.setattr(custom, "_MAX_ANALYSED", 1)
     model = nn.Sequential(*(Functional(function) for _ in range(4)))
     report = fl.fuse(model, x)
     assert len(report.replaced) == 4 and len({place.saves for place in report.replaced}) == 1
