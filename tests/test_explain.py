@@ -126,7 +126,7 @@ def test_layers_say_what_they_keep(layer: nn.Module, kept: tuple[int, int], said
     assert tuple(math.floor(bytes_) for bytes_ in report.saved_bytes["float32"]) == kept
     assert report.saves["float32"].startswith(f"saves {said}") and said in str(report)
     # Of a batch norm that may not tell its input it is said where.
-    tells = isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d) and report.name in ("silu", "leaky_relu")
+    tells = isinstance(layer, fl.FusedBatchNormAct1d | fl.FusedBatchNormAct2d) and report.name in ("silu", "leaky_relu")
     assert ("; a batch norm in float32 keeps its input too, of channels where rounding" in report.reason) == tells
 
 
