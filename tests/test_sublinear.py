@@ -1,172 +1,53 @@
-"""Recomputed segments against ``nn.Sequential``, to the bit: outputs, gradients, buffers, and random numbers after it.
+"""Recomputed segments against ``nn.Sequential``, to the bit: a drop-in for it, and for any function.
 
-The six items, and the faults, are those of the package that this idea was first had from. ``Naive`` does as that did;
-what is tested here goes wrong with it.
-"""
+The six items, and the faults, are those of the package that had this idea before. ``Naive`` does as that did."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import io
-import math
 import pickle
 import random
 import re
-import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from itertools import groupby
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import processes
 import pytest
 import torch
 import torch.nn.functional as F
+from recomputing import (
+    Checkpointed,
+    Counting,
+    Forgetful,
+    Make,
+    Naive,
+    Nested,
+    Recomputation,
+    Unscaled,
+    block,
+    blocks,
+    every_mode,
+    images,
+    outcome,
+    regression,
+    rows,
+    same,
+    twins,
+)
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.fx import symbolic_trace
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from bench.reference import RESNETS, resnet
-from fusedlayers.checkpoint.measurement import measure
-from fusedlayers.memory import peak_bytes, saved_bytes
-
-Make = Callable[..., nn.Module]
-
-MODES = ("all", "cheap", "nothing")
-every_mode = pytest.mark.parametrize("recompute", MODES)
-# torch's compiler uses deprecated parts of torch itself.
-compiles = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
+from fusedlayers.memory import saved_bytes
 
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
-
-
-# --- what is compared -------------------------------------------------------------------------------------------------
-
-
-def outcome(net: Any, *inputs: Any, seed: int = 7) -> list[Any]:
-    """Outputs, gradients of inputs and parameters, buffers, and the generators' states."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    inputs = tuple(x.clone().requires_grad_() if isinstance(x, Tensor) else x for x in inputs)
-    outputs = [leaf for leaf in tree_leaves(net(*inputs)) if isinstance(leaf, Tensor)]
-    parameters = [p for p in net.parameters() if p.requires_grad] if isinstance(net, nn.Module) else []
-    sources = [x for x in inputs if isinstance(x, Tensor)] + parameters
-    loss = torch.stack([output.float().square().sum() for output in outputs]).sum()
-    gradients = torch.autograd.grad(loss, sources, allow_unused=True)
-    buffers = [buffer.clone() for buffer in net.buffers()] if isinstance(net, nn.Module) else []
-    states = [torch.get_rng_state(), random.getstate()]
-    return [*outputs, *gradients, *buffers, *states]
-
-
-def same(found: Sequence[Any], expected: Sequence[Any]) -> None:
-    assert len(found) == len(expected)
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
-
-
-def twins(parts: Sequence[nn.Module], **options: Any) -> tuple[nn.Sequential, fl.SublinearSequential]:
-    return nn.Sequential(*copy.deepcopy(list(parts))), fl.SublinearSequential(*copy.deepcopy(list(parts)), **options)
-
-
-def block(width: int = 8) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Dropout(0.3), nn.Tanh())
-
-
-def blocks(count: int = 6) -> list[nn.Module]:
-    return [block() for _ in range(count)]
-
-
-def rows(width: int = 8) -> Tensor:
-    return torch.randn(16, width)
-
-
-# --- what was there before --------------------------------------------------------------------------------------------
-
-
-class _Again(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, run: Any, replays: bool, x: Tensor) -> Tensor:
-        ctx.run, ctx.state = run, torch.get_rng_state() if replays else None
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return run(x)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.random.fork_rng(), torch.enable_grad():
-            if ctx.state is not None:
-                torch.set_rng_state(ctx.state)
-            y = ctx.run(x)
-        torch.autograd.backward(y, dy)
-        return None, None, x.grad
-
-
-class Naive(nn.Sequential):
-    """Segments that a Function of autograd's runs again; momentums such that two updates of statistics are one."""
-
-    rescales = replays = True
-
-    def __init__(self, *modules: Any) -> None:
-        super().__init__(*modules)
-        length = len(self) // int(math.sqrt(len(self)))
-        self.segment_of = {name: k // length for k, name in enumerate(self._modules)}
-        for module in self.modules() if self.rescales else ():
-            if isinstance(module, nn.BatchNorm1d):
-                module.momentum = 1 - math.sqrt(1 - module.momentum)  # type: ignore[operator]
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _, items in groupby(self._modules.items(), key=lambda item: self.segment_of[item[0]]):
-            x = _Again.apply(nn.Sequential(OrderedDict(items)), self.replays, x)  # type: ignore[arg-type]
-        return x
-
-
-class Unscaled(Naive):
-    rescales = False
-
-
-class Forgetful(Naive):
-    replays = False
-
-
-class Nested(nn.Sequential):
-    def __init__(self, *modules: Any) -> None:
-        super().__init__(*(nn.Sequential(module) for module in modules))
-
-
-class Checkpointed(nn.Sequential):
-    """By torch's own checkpoint."""
-
-    def forward(self, *inputs: Any) -> Any:
-        return checkpoint(super().forward, *inputs, use_reentrant=False)
-
-
-def regression(naive: Make) -> Callable[[Callable[[Make], None]], Callable[[], None]]:
-    """A test that ``SublinearSequential`` passes, and something naive does not."""
-
-    def of(check: Callable[[Make], None]) -> Callable[[], None]:
-        def test() -> None:
-            check(fl.SublinearSequential)
-            torch.manual_seed(0)
-            with pytest.raises((AssertionError, RuntimeError, TypeError, KeyError, ZeroDivisionError)):
-                check(naive)
-
-        test.__name__, test.__doc__ = check.__name__, check.__doc__
-        return test
-
-    return of
 
 
 # --- the six items ----------------------------------------------------------------------------------------------------
@@ -388,7 +269,7 @@ def test_fault_arguments_need_not_be_tensors() -> None:
     expected = outcome(lambda x: plain(parts[0](x, 2.0, None, [-1, 8])), x)
     same(outcome(lambda x: net(x, 2.0, None, [-1, 8]), x), expected)
     with pytest.raises((TypeError, RuntimeError)):
-        _Again.apply(net[0], True, x, 2.0, None, [-1, 8])  # type: ignore[no-untyped-call]
+        Recomputation.apply(net[0], True, x, 2.0, None, [-1, 8])  # type: ignore[no-untyped-call]
 
 
 @regression(Checkpointed)
@@ -536,157 +417,6 @@ def test_what_cannot_be_is_refused_when_it_shows() -> None:
         torch.compile(net, backend="eager", fullgraph=True)(rows())
 
 
-# --- plans and what is measured ---------------------------------------------------------------------------------------
-
-
-def convolutions(count: int = 8, width: int = 8) -> list[nn.Module]:
-    return [
-        nn.Sequential(nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True))
-        for _ in range(count)
-    ]
-
-
-@functools.cache
-def _images() -> Tensor:
-    return torch.randn(4, 8, 16, 16, generator=torch.Generator().manual_seed(1))
-
-
-def _peak(net: nn.Module) -> int:
-    """Of a forward and a backward pass, beside parameters and their gradients."""
-    for parameter in net.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    step = lambda: net(_images()).sum().backward()  # noqa: E731
-    step()
-    return peak_bytes(step)
-
-
-def _kept(net: nn.Sequential, x: Tensor) -> int:
-    """Without its input and its output, which others hold."""
-    plan = getattr(net, "plan", None)
-    runs_once = plan is None or plan.segments[-1].recompute == "nothing"
-    keeps_output = runs_once and measure(list(net), (x,))[-1].saves_output
-    return saved_bytes(net, x, exclude=x) - (net(x).nbytes if keeps_output else 0)
-
-
-@functools.cache
-def _eager_excess() -> int:
-    """What is allocated beside what is kept: gradients, and what operators take for themselves."""
-    plain = nn.Sequential(*convolutions())
-    return _peak(plain) - _kept(plain, _images())
-
-
-ASKED: list[dict[str, Any]] = [
-    {},
-    {"segments": 1},
-    {"segments": 3},
-    {"segments": 8},
-    {"segments": 20},
-    {"segments": [1, 4, 3]},
-    {"segments": (2, 2, 4), "recompute": "cheap"},
-    {"recompute": "all"},
-    {"recompute": "cheap"},
-    {"segments": 2, "recompute": "cheap"},
-    {"memory_budget_bytes": 450_000, "recompute": "all"},
-    {"memory_budget_bytes": 450_000, "recompute": "cheap"},
-    {"memory_budget_bytes": 300_000},
-    {"memory_budget_bytes": 400_000},
-    {"memory_budget_bytes": 10**9},
-]
-
-
-@pytest.mark.parametrize("options", ASKED, ids=str)
-def test_plans_keep_what_they_say(options: dict[str, Any]) -> None:
-    parts = convolutions()
-    plain, net = twins(parts, **options)
-    same(outcome(net, _images()), outcome(plain, _images()))
-    plan = net.plan
-    assert plan is not None
-    assert _kept(net, _images()) == pytest.approx(plan.saved_bytes, rel=0.01)
-    assert _kept(plain, _images()) == pytest.approx(plan.eager_bytes, rel=0.01)
-    # The gradients are there at some moment, which need not be the worst one of what is kept.
-    assert plan.peak_bytes <= _peak(net) <= 1.05 * (plan.peak_bytes + _eager_excess())
-    assert plan.saved_bytes <= plan.peak_bytes <= options.get("memory_budget_bytes", plan.eager_bytes)
-    segments = options.get("segments")
-    if isinstance(segments, int):
-        assert len(plan.segments) == min(segments, 8)
-    elif segments:
-        assert [segment.stop - segment.start for segment in plan.segments] == list(segments)
-    if options.get("memory_budget_bytes") == 10**9:
-        assert plan.recomputed == 0
-    mode = options.get("recompute")
-    assert mode is None or {segment.recompute for segment in plan.segments} <= {mode, "nothing"}
-
-
-def test_a_larger_budget_recomputes_less_and_a_mixture_less_than_one_way() -> None:
-    net = fl.SublinearSequential(*convolutions())
-    net(_images())
-    assert net.plan is not None
-    eager = net.plan.eager_bytes
-    parts = []
-    for budget in (0.6, 0.7, 0.8, 0.9, 1.0):
-        net.memory_budget_bytes = int(budget * eager)
-        net.recompute = None
-        net(_images())
-        mixed = net.plan.recomputed
-        net.recompute = "all"
-        net(_images())
-        assert mixed <= net.plan.recomputed
-        parts.append(mixed)
-    assert parts == sorted(parts, reverse=True) and parts[-1] == 0
-
-
-def test_the_smallest_budget_that_is_named_is_enough() -> None:
-    net = fl.SublinearSequential(*convolutions(), memory_budget_bytes=1000)
-    with pytest.raises(ValueError, match="at least") as raised:
-        net(_images())
-    net.memory_budget_bytes = int(re.findall(r"(\d+) at least", str(raised.value))[0])
-    net(_images())
-    assert net.plan is not None and net.plan.peak_bytes <= net.memory_budget_bytes
-
-
-def test_a_plan_is_made_anew_when_it_must_be() -> None:
-    calls = []
-    parts = blocks()
-    parts[0].register_forward_pre_hook(lambda *_: calls.append(1))
-    net: Any = fl.SublinearSequential(*parts)
-
-    def runs(x: Tensor) -> bool:
-        """Whether the children were run twice, once to be measured."""
-        calls.clear()
-        net(x)
-        return len(calls) > 1
-
-    assert runs(torch.randn(16, 8))
-    assert not runs(torch.randn(16, 8)) and not runs(torch.randn(8, 8))
-    assert runs(torch.randn(32, 8)) and not runs(torch.randn(16, 8))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert runs(torch.randn(16, 8))
-    net.segments = [3, 3]
-    assert runs(torch.randn(16, 8))
-    net.segments[0], net.segments[1] = 2, 4
-    assert runs(torch.randn(16, 8)) and net.plan.segments[0].stop == 2
-    net.recompute = "nothing"
-    assert not runs(torch.randn(16, 8))
-    net.recompute, net.segments = "cheap", 2
-    assert runs(torch.randn(16, 8))
-    for _ in range(3):  # another one may come to lie where it lay
-        net[5] = block()
-        assert runs(torch.randn(16, 8))
-
-
-def test_the_measuring_run_leaves_all_as_it_was() -> None:
-    parts = blocks()
-    plain, net = twins(parts)
-    x, leaf = rows(), rows().requires_grad_()
-    torch.manual_seed(5)
-    expected = plain(x)
-    torch.manual_seed(5)
-    found = net(x)
-    same([found, torch.get_rng_state(), *net.buffers()], [expected, torch.get_rng_state(), *plain.buffers()])
-    net(leaf)
-    assert leaf.grad is None and all(parameter.grad is None for parameter in net.parameters())
-
-
 # --- the same to the bit ----------------------------------------------------------------------------------------------
 
 
@@ -716,20 +446,6 @@ class ReadsWhatItWrites(nn.BatchNorm1d):
         z = x * self.running_var.clone() - self.running_mean.clone()
         super().forward(x)
         return z.sin() * x
-
-
-class Counting(nn.Module):
-    """Buffers that it replaces, writes to in place, and reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("step", torch.ones((), dtype=torch.int64))
-        self.register_buffer("scale", torch.ones(2, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.step = self.step + 1
-        self.scale.mul_(0.5)
-        return (x * self.scale.sum() * self.step).tanh()
 
 
 class Tied(nn.Module):
@@ -817,7 +533,7 @@ def test_a_relu_in_place_after_a_convolution(recompute: str) -> None:
     parts = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(inplace=True)) for _ in range(4)]
     parts += [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.SiLU(inplace=True)) for _ in range(2)]
     plain, net = twins(parts, segments=2, recompute=recompute)
-    same(outcome(net, _images()), outcome(plain, _images()))
+    same(outcome(net, images()), outcome(plain, images()))
 
 
 # --- the functional form ----------------------------------------------------------------------------------------------
@@ -933,485 +649,3 @@ def test_an_input_edited_in_place_before_the_backward_pass_raises() -> None:
         t.mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
-
-
-# --- "cheap" ----------------------------------------------------------------------------------------------------------
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(8, 24)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).chunk(3, -1)
-        heads = (part.unflatten(-1, (2, 4)).transpose(0, 1).unsqueeze(0) for part in (q, k, v))
-        return F.scaled_dot_product_attention(*heads)[0].transpose(0, 1).flatten(1)
-
-
-class Operators(torch.utils._python_dispatch.TorchDispatchMode):
-    """The names of what is computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-KEPT: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
-    "linear": (lambda: nn.Linear(8, 8), (16, 8), "addmm"),
-    "linear without a bias": (lambda: nn.Linear(8, 8, bias=False), (16, 8), "mm"),
-    "convolution": (lambda: nn.Conv2d(8, 8, 3, padding=1), (4, 8, 8, 8), "convolution"),
-    "attention": (Attention, (16, 8), r"_scaled_dot_product\w*(?<!backward)"),
-}
-
-
-@pytest.mark.parametrize("name", KEPT)
-def test_results_of_products_are_kept_and_the_rest_computed_again(name: str) -> None:
-    make, shape, operator = KEPT[name]
-    net = nn.Sequential(make(), nn.Tanh(), make(), nn.Tanh())
-    counts = {}
-    for recompute in ("all", "cheap"):
-        y = fl.sublinear(net, torch.randn(*shape, requires_grad=True), recompute=recompute)  # type: ignore[arg-type]
-        with Operators() as operators:
-            y.sum().backward()
-        counts[recompute] = sum(re.fullmatch(operator, name) is not None for name in operators.seen)
-        assert operators.seen.count("tanh") == 2
-    assert counts["all"] - counts["cheap"] == 2
-
-
-@every_mode
-def test_backward_passes_again_and_of_second_order(recompute: Any) -> None:
-    parts = [nn.Sequential(nn.Linear(8, 8, dtype=torch.float64), nn.Tanh()) for _ in range(4)]
-    x = rows().double()
-
-    def all_of(module: nn.Module) -> list[Tensor]:
-        leaf = x.clone().requires_grad_()
-        sources = [leaf, *module.parameters()]
-        y = module(leaf).square().sum()
-        found = [g for _ in range(2) for g in torch.autograd.grad(y, sources, retain_graph=True)]
-        first = torch.autograd.grad(y, sources, create_graph=True)
-        loss = torch.stack([gradient.square().sum() for gradient in first]).sum()
-        return [*found, *first, *torch.autograd.grad(loss, sources, allow_unused=True)[:-1]]
-
-    plain, net = twins(parts, segments=2, recompute=recompute)
-    expected = all_of(plain)
-    for found, reference in zip(all_of(net), expected, strict=True):
-        # Where a graph is built, gradients are summed in another order: as exact as torch's own second run.
-        torch.testing.assert_close(found, reference, rtol=1e-12, atol=1e-12)
-
-
-def test_a_second_backward_pass_without_retain_graph_raises() -> None:
-    for recompute in ("all", "cheap"):
-        y = fl.SublinearSequential(*blocks(), segments=2, recompute=recompute)(rows()).sum()  # type: ignore[arg-type]
-        y.backward()
-        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-            y.backward()
-
-
-FUSED: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
-    "dense": (lambda: [fl.FusedDenseAct(64, 64, a) for a in ("gelu", "mish", "relu", "silu")], (64, 64)),
-    "mlp": (
-        lambda: [nn.LayerNorm(64), fl.FusedMLP(64, 128), nn.LayerNorm(64), fl.FusedGatedMLP(64, 128)],
-        (64, 64),
-    ),
-    "convolution": (
-        lambda: [fl.FusedConvAct2d(8, 8, 3, padding=1, activation="gelu") for _ in range(4)],
-        (4, 8, 16, 16),
-    ),
-    "batch norm": (
-        lambda: [m for _ in range(3) for m in (nn.Conv2d(8, 8, 3), fl.FusedBatchNormAct2d(8, "silu"))],
-        (8, 8, 16, 16),
-    ),
-}
-
-
-@pytest.mark.parametrize("recompute", ["all", "cheap"])
-@pytest.mark.parametrize("name", FUSED)
-def test_fused_layers_inside(name: str, recompute: str) -> None:
-    make, shape = FUSED[name]
-    plain, net = twins(make(), segments=2, recompute=recompute)
-    exact = copy.deepcopy(plain).double()
-    x = torch.randn(*shape)
-    found, expected, reference = outcome(net, x), outcome(plain, x), outcome(exact, x.double())
-    if recompute == "all":
-        same(found, expected)
-    else:  # what is kept may not be written over, so that plain operations run: as exact as torch's
-        for a, b, r in zip(found[:-2], expected[:-2], reference[:-2], strict=True):
-            scale = r.abs().max().clamp_min(1e-30)
-            assert (a - r).abs().max() / scale <= 4 * (b - r).abs().max() / scale + 4e-7
-    leaf = x.clone().requires_grad_()
-    assert net.plan is not None
-    if recompute == "all":
-        assert _kept(net, leaf) == pytest.approx(net.plan.saved_bytes, rel=0.01)
-        assert net.plan.saved_bytes < net.plan.eager_bytes
-
-
-def test_reports_name_what_is_kept() -> None:
-    net = fl.SublinearSequential(*convolutions(), segments=3, recompute="cheap")
-    report = fl.memory_report(net, _images())
-    assert "checkpoint" in str(report) and "8 x 16 x 16 float32" in str(report)
-    assert report.saved_bytes == pytest.approx(saved_bytes(net, _images(), exclude=_images()), rel=0.01)
-
-
-# --- what may be switched on around it --------------------------------------------------------------------------------
-
-
-@every_mode
-def test_autocast(recompute: str) -> None:
-    plain, net = twins(blocks(), segments=3, recompute=recompute)
-    x = rows()
-
-    def under(module: nn.Module) -> list[Any]:
-        torch.manual_seed(1)
-        leaf = x.clone().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16):
-            y = module(leaf)
-        return [y, *torch.autograd.grad(y.float().square().sum(), [leaf, *module.parameters()])]
-
-    same(under(net), under(plain))
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_torch_func_and_tracers_see_plain_operations() -> None:
-    parts = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]
-    plain, net = nn.Sequential(*parts), fl.SublinearSequential(*parts, segments=2)
-    x = rows()
-
-    def all_of(module: Any) -> list[Any]:
-        values = {name: parameter.detach() * 2 for name, parameter in module.named_parameters()}
-        loss = lambda values, x: torch.func.functional_call(module, values, (x,)).square().sum()  # noqa: E731
-        with torch.autograd.forward_ad.dual_level():
-            dual = module(torch.autograd.forward_ad.make_dual(x, x))
-            tangent = torch.autograd.forward_ad.unpack_dual(dual).tangent
-        return [
-            *torch.func.grad(loss)(values, x).values(),
-            *torch.func.vmap(torch.func.grad(loss), (None, 0))(values, x).values(),
-            torch.func.jvp(module, (x,), (x,))[1],
-            tangent,
-            torch.func.hessian(lambda x: module(x).sum())(x[0]),
-            make_fx(lambda x: module(x))(x)(x),
-            symbolic_trace(nn.Sequential(module))(x),
-            torch.jit.trace(module, x, check_trace=False)(x),
-        ]
-
-    same(all_of(net), all_of(plain))
-    same(all_of(Functional(*parts)), all_of(plain))
-    traced = [symbolic_trace(nn.Sequential(module)).graph.nodes for module in (net, plain)]
-    assert len(traced[0]) == len(traced[1])
-
-
-class Functional(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        return fl.sublinear(super().forward, x)  # type: ignore[no-any-return]
-
-
-def lambda_module(function: Callable[[Tensor], Tensor], of: nn.Sequential) -> nn.Module:
-    class Lambda(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            return function(x)
-
-    return Lambda(*of)
-
-
-@pytest.mark.parametrize("recompute", ["all", "cheap"])
-def test_functional_call_with_its_own_tensors(recompute: Any) -> None:
-    """The backward pass comes when the module has its own ones again. (Torch's checkpoint takes those.)"""
-    parts: list[nn.Module] = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), Counting()) for _ in range(4)]
-    plain, net = twins(parts, segments=[3, 1], recompute=recompute)
-    x = rows()
-
-    def of(module: nn.Module) -> list[Tensor]:
-        own = {name: (p.detach() * 2).requires_grad_() for name, p in module.named_parameters()}
-        buffers = {name: b.clone() + 1 for name, b in module.named_buffers()}
-        y = torch.func.functional_call(module, {**own, **buffers}, (x,))
-        return [y, *torch.autograd.grad(y.square().sum(), list(own.values())), *module.buffers()]
-
-    same(of(net), of(plain))
-    with pytest.raises(AssertionError):
-        same(of(Checkpointed(*copy.deepcopy(parts))), of(nn.Sequential(*copy.deepcopy(parts))))
-
-
-@compiles
-@every_mode
-def test_compiled(recompute: str) -> None:
-    parts = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh()) for _ in range(4)]
-    plain, net = twins(parts, segments=2, recompute=recompute)
-    torch._dynamo.reset()
-    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
-    x = rows(16)
-    found, expected = outcome(compiled, x), outcome(plain, x)
-    for a, b in zip(found[:-2], expected[:-2], strict=True):
-        torch.testing.assert_close(a, b)
-    assert all(m.num_batches_tracked == 1 for m in net.modules() if isinstance(m, nn.BatchNorm1d))
-    leaf = x.clone().requires_grad_()
-    kept = saved_bytes(compiled, leaf, exclude=leaf)
-    # Statistics of batches, which eager batch norms keep as well, are all that is allowed to come on top.
-    limit = saved_bytes(Checkpointed(*parts), leaf, exclude=leaf) if recompute == "all" else 0
-    eager = saved_bytes(net, leaf, exclude=leaf)
-    assert kept <= max(limit, eager) + (4 * 2 * 16 * 4 if recompute != "nothing" else eager)
-    if recompute != "nothing":
-        assert kept < saved_bytes(plain, leaf, exclude=leaf)
-
-
-@compiles
-def test_compiled_after_it_was_planned() -> None:
-    parts = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)]
-    plain, net = twins(parts, memory_budget_bytes=6000)
-    x = rows(16)
-    net(x)
-    torch._dynamo.reset()
-    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
-    for a, b in zip(outcome(compiled, x), outcome(plain, x), strict=True):
-        if isinstance(a, Tensor):
-            torch.testing.assert_close(a, b)
-    # What was planned was for something else.
-    net.memory_budget_bytes, net.segments = None, [1, 5]
-    assert [segment.stop for segment in net._segments_for_compiler()] == [1, 6]
-
-
-def test_fuse_inside_and_around() -> None:
-    def parts() -> list[nn.Module]:
-        torch.manual_seed(0)
-        layers = [nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.GELU()]
-        return [*layers, nn.LayerNorm(64), nn.Linear(64, 64), nn.SiLU()]
-
-    x = torch.randn(64, 64)
-    plain = nn.Sequential(nn.Sequential(*parts()))
-    expected_report = fl.fuse(plain, x)
-    for segments in (1, 3, [1, 2, 2, 3, 1]):  # also between a layer and its activation
-        net = nn.Sequential(fl.SublinearSequential(*parts(), segments=segments))
-        report = fl.fuse(net, x)
-        assert len(report.replaced) == len(expected_report.replaced) == 4
-        for a, b in zip(outcome(net, x)[:-2], outcome(plain, x)[:-2], strict=True):
-            torch.testing.assert_close(a, b)
-        assert net[0].plan is not None
-    of_fused = fl.SublinearSequential(*plain[0], segments=3)
-    same(outcome(of_fused, x), outcome(plain, x))
-
-
-def test_layers_of_bert_with_several_inputs() -> None:
-    hf = pytest.importorskip("transformers")
-    from transformers.models.bert.modeling_bert import BertLayer
-
-    config = hf.BertConfig(hidden_size=16, intermediate_size=32, num_attention_heads=2, attn_implementation="sdpa")
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = BertLayer(config)
-
-        def forward(self, parts: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
-            x, mask = parts
-            out = self.layer(x, mask)
-            return (out[0] if isinstance(out, tuple) else out), mask
-
-    plain, net = twins([Layer() for _ in range(4)], segments=2)
-    x, mask = torch.randn(2, 5, 16), torch.zeros(2, 1, 5, 5)
-    for recompute in ("all", "cheap"):
-        net.recompute = recompute  # type: ignore[assignment]
-        found = [outcome(lambda x, m=module: m((x, mask))[0], x) for module in (net, plain)]
-        same(*found)
-        leaf = x.clone().requires_grad_()
-        assert saved_bytes(net, (leaf, mask), exclude=x) < saved_bytes(plain, (leaf, mask), exclude=x)
-
-
-@pytest.mark.parametrize("inner", ["all", "cheap"])
-@pytest.mark.parametrize("outer", ["all", "cheap"])
-def test_containers_inside_containers(outer: str, inner: str) -> None:
-    parts = [blocks(4) for _ in range(3)]
-    plain = nn.Sequential(*(nn.Sequential(*copy.deepcopy(inside)) for inside in parts))
-    net = fl.SublinearSequential(
-        *(fl.SublinearSequential(*inside, segments=2, recompute=inner) for inside in parts),
-        segments=2,
-        recompute=outer,
-    )  # type: ignore[arg-type]
-    x = rows()
-    same(outcome(net, x), outcome(plain, x))
-
-
-def test_inside_and_around_torchs_checkpoint() -> None:
-    parts = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.Tanh()) for _ in range(4)]
-    plain, net = nn.Sequential(*parts), fl.SublinearSequential(*parts, segments=2)
-    x = rows()
-    expected = outcome(plain, x)
-    same(outcome(lambda_module(lambda x: checkpoint(net, x, use_reentrant=False), plain), x), expected)
-    inside = fl.SublinearSequential(*(Checkpointed(part) for part in parts), segments=2)
-    same(outcome(inside, x), expected)
-
-
-class Failing(nn.Module):
-    fails_in: str | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = types.SimpleNamespace(count=0)  # of all runs: what a second one sets on the module is thrown away
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls.count += 1
-        if self.fails_in == "forward" or (self.fails_in == "again" and self.calls.count > 1):
-            raise KeyError("on purpose")
-        y = x.sin()
-        if self.fails_in == "backward":
-            y.register_hook(_raise)
-        return y
-
-
-def _raise(gradient: Tensor) -> Tensor:
-    raise KeyError("on purpose")
-
-
-@pytest.mark.parametrize("recompute", ["all", "cheap"])
-@pytest.mark.parametrize("where", ["forward", "again", "backward"])
-def test_an_error_leaves_all_as_it_was(where: str, recompute: str) -> None:
-    failing = Failing()
-    parts = [*blocks(3), failing, *blocks(3)]
-    net: Any = fl.SublinearSequential(*parts, segments=[5, 2], recompute=recompute)  # type: ignore[arg-type]
-    plain = copy.deepcopy(nn.Sequential(*parts))
-    x = rows()
-    same(outcome(net, x), outcome(plain, x))
-    plain.load_state_dict(net.state_dict())
-    buffers = list(net.buffers())
-    failing.fails_in, failing.calls.count = where, 0
-    with pytest.raises(KeyError, match="on purpose"):
-        net(x).sum().backward()
-    failing.fails_in = None
-    assert all(a is b for a, b in zip(net.buffers(), buffers, strict=True))
-    net.load_state_dict(plain.state_dict())
-    same(outcome(net, x), outcome(plain, x))
-
-
-def test_threads() -> None:
-    """Each with a model of its own, without random numbers: these are the process's."""
-    parts = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(4)]
-    x = rows()
-    plain = nn.Sequential(*copy.deepcopy(parts))
-
-    def steps(module: nn.Module) -> list[Any]:
-        leaf = x.clone().requires_grad_()
-        found = []
-        for _ in range(5):
-            y = module(leaf)
-            found += [y, *torch.autograd.grad(y.square().sum(), [leaf, *module.parameters()])]
-        return [*found, *module.buffers()]
-
-    expected = steps(plain)
-    results: dict[int, list[Any]] = {}
-    nets = [fl.SublinearSequential(*copy.deepcopy(parts), segments=2, recompute=m) for m in ("all", "cheap") * 2]  # type: ignore[arg-type]
-    threads = [
-        threading.Thread(target=lambda k=k, net=net: results.__setitem__(k, steps(net))) for k, net in enumerate(nets)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == len(nets)
-    for found in results.values():
-        same(found, expected)
-
-
-# --- several processes ------------------------------------------------------------------------------------------------
-
-
-def _each(net: Any) -> nn.Module:
-    for child in net:
-        fully_shard(child)
-    return net  # type: ignore[no-any-return]
-
-
-ENGINES: dict[str, Callable[[Any], nn.Module]] = {
-    "ddp": DDP,
-    "ddp, static graph": lambda net: DDP(net, static_graph=True),
-    "fsdp, each child": _each,
-    "fsdp, the whole": fully_shard,
-    "fsdp, both": lambda net: fully_shard(_each(net)),
-}
-
-
-def _children() -> list[nn.Module]:
-    torch.manual_seed(0)
-    return [nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(6)]
-
-
-def _batch() -> Tensor:
-    return torch.randn(8, 16, generator=torch.Generator().manual_seed(3))
-
-
-def _trained(net: nn.Module, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Parameters after some steps with the mean of the parts' losses."""
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        torch.stack([net(part).square().mean() for part in parts]).mean().backward()
-        optimizer.step()
-    values = [parameter.detach() for parameter in net.parameters()]
-    return [value.full_tensor() if isinstance(value, DTensor) else value.clone() for value in values]
-
-
-def _in_processes(rank: int, count: int) -> dict[tuple[str, str], list[Tensor]]:
-    part = _batch().chunk(count)[rank]
-    return {
-        (name, mode): _trained(
-            wrap(fl.SublinearSequential(*_children(), segments=3, recompute=mode)),  # type: ignore[arg-type]
-            [part],
-        )
-        for name, wrap in ENGINES.items()
-        for mode in ("all", "cheap")
-    }
-
-
-def test_several_processes(tmp_path: Path) -> None:
-    expected = _trained(nn.Sequential(*_children()), _batch().chunk(2))
-    for of_rank in processes.results(_in_processes, 2, tmp_path):
-        assert len(of_rank) == 2 * len(ENGINES)
-        for found in of_rank.values():
-            for a, b in zip(found, expected, strict=True):
-                torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("recompute", ["all", "cheap", "nothing"])
-def test_fused_layers_are_planned_as_they_run(recompute: Any) -> None:
-    torch.manual_seed(0)
-
-    def block() -> nn.Module:
-        return nn.Sequential(fl.FusedDenseAct(32, 64, "gelu"), fl.FusedDenseAct(64, 32, "silu"), nn.LayerNorm(32))
-
-    x = torch.randn(64, 32)
-    net = fl.SublinearSequential(*(block() for _ in range(6)), recompute=recompute)
-    net(x)
-    kept = saved_bytes(net, x, exclude=[net, x])
-    if recompute == "nothing":
-        net.recompute, net.memory_budget_bytes = None, kept // 2
-        net(x)
-        kept = saved_bytes(net, x, exclude=[net, x])
-        assert net.plan is not None and kept <= net.memory_budget_bytes
-    assert net.plan is not None
-    assert kept == pytest.approx(net.plan.saved_bytes, rel=0.02)
-
-
-def test_a_module_that_a_function_can_reach_may_be_trained_meanwhile() -> None:
-    torch.manual_seed(0)
-
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def run(self, x: Tensor) -> Tensor:
-            return self.one(x).tanh()
-
-    pair, x = Pair(), torch.randn(3, 4)
-    for function in (pair.run, lambda x: pair.one(x).tanh()):
-        y = fl.sublinear(function, x)
-        with torch.no_grad():
-            pair.other.weight.add_(1.0)
-        found = torch.autograd.grad(y.sum(), pair.one.weight)
-        assert torch.equal(*found, *torch.autograd.grad(pair.run(x).sum(), pair.one.weight))
-    y = fl.sublinear(pair.one, x)
-    with torch.no_grad():
-        pair.one.weight.add_(1.0)
-    with pytest.raises(RuntimeError, match="Linear: the parameter weight was modified by an in-place operation"):
-        y.sum().backward()

@@ -45,29 +45,34 @@ class StateSnapshot:
     """
 
     def __init__(self, free_state: FreeState, inputs: Iterable[Tensor]) -> None:
-        self._modules, self._runs_all = free_state.modules, free_state.runs_all
-        self._tensors = [Versioned.of(tensor) for tensor in free_state.tensors if not tensor.is_inference()]
-        devices = {tensor.device for tensor in inputs}
-        if torch.accelerator.is_available():  # else hundreds of parameters would be asked for nothing
-            devices |= {p.device for module in self._modules for p in module._parameters.values() if p is not None}
-        devices = {device for device in devices if device.type not in ("cpu", "meta")}
-        self._autocast = [_Autocast.current(kind) for kind in {"cpu", *(device.type for device in devices)}]
-        self._generators: list[_Generator] = []
-        if free_state.replays_rng:
-            held = [g for module in self._modules for g in vars(module).values() if isinstance(g, torch.Generator)]
-            own = dict.fromkeys([*free_state.generators, *held])
-            self._generators += [*_GENERATORS, *map(_of_device, devices)]
-            self._generators += [_Generator(g.get_state, g.set_state) for g in own]
+        self._free_state: FreeState | None = free_state
+        self._inputs = inputs
+        self._runs_all = free_state.runs_all
+        self._autocast: list[_Autocast] = []
         self._states: list[tuple[_Generator, Any]] = []
         self._buffers: list[_Buffer] = []
         self._parameters: list[_Parameter] = []
+        self._tensors: list[Versioned] = []
         self._attributes: list[Attributes] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        states = [(generator, generator.get()) for generator in self._generators]
-        self._buffers = _buffers_of(self._modules)
-        self._attributes = [Attributes.of(module) for module in self._modules]
+        assert self._free_state is not None
+        modules, generators, tensors, _, replays_rng = self._free_state
+        devices = {tensor.device for tensor in self._inputs}
+        if torch.accelerator.is_available():  # else hundreds of parameters would be asked for nothing
+            devices |= {p.device for module in modules for p in module._parameters.values() if p is not None}
+        devices = {device for device in devices if device.type not in ("cpu", "meta")}
+        self._free_state, self._inputs = None, ()
+        self._autocast = [_Autocast.current(kind) for kind in {"cpu", *(device.type for device in devices)}]
+        self._tensors = [Versioned.of(tensor) for tensor in tensors if not tensor.is_inference()]
+        self._buffers = _buffers_of(modules)
+        self._attributes = [Attributes.of(module) for module in modules]
+        states = []
+        if replays_rng:
+            held = [g for a in self._attributes for g in a.values.values() if isinstance(g, torch.Generator)]
+            own = [_Generator(g.get_state, g.set_state) for g in dict.fromkeys([*generators, *held])]
+            states = [(g, g.get()) for g in [*_GENERATORS, *map(_of_device, devices), *own]]
         try:
             with recomputed_region():
                 yield
@@ -75,8 +80,7 @@ class StateSnapshot:
             self._states = [(generator, state) for generator, state in states if generator.has_moved(state)]
             for buffer in self._buffers:
                 buffer.record_writes()
-            self._parameters = list(_parameters_of(self._modules))
-            self._generators, self._modules = [], ()
+            self._parameters = list(_parameters_of(modules))
 
     @contextmanager
     def restored(self) -> Iterator[None]:

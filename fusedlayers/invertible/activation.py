@@ -1,4 +1,8 @@
-"""Activations that can be inverted, of the table: monotone ones by a formula, folded ones by their branch bit."""
+"""Activations of the table that can be inverted: monotone ones by a formula, folded ones by a fit and a branch bit.
+
+Where a function is flat, rounding of the output becomes a large error of the input: far from zero for tanh and sigmoid,
+next to the minimum and in the tail for folded ones.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +21,26 @@ from .module import InvertibleModule
 
 
 class InvertibleActivation(InvertibleModule):
-    """An activation whose output tells its input.
+    """An activation whose input can be computed from its output.
 
     Monotone ones (leaky_relu, elu, selu, celu, softplus, softsign, tanh, sigmoid, ...) are inverted by a formula.
-    Folded ones (gelu, silu, mish, ...) fall and rise, and which of the two it was is kept, a bit for each number: what
-    the next module tells of the output is not exact to the last bit, which carries it elsewhere. Their inverse is
-    fitted, for float32 and half precision; in float64 they keep their input. Where a function is flat, an output tells
-    little of its input: tanh and sigmoid far from zero, folded ones next to their minimum and in their tail. ``check``
-    says how little; leaky_relu loses nothing.
+    Folded ones (gelu, silu, mish, ...) fall and rise; a bit for each number says on which branch the input was. (The
+    last bit of the output, which carries the branch elsewhere, is not exact if the next module's inverse computes the
+    output.) Their inverse is fitted, for float32 and half precision; in float64 they save their input. Where a function
+    is flat, the computed input is inaccurate: tanh and sigmoid far from zero, folded ones next to their minimum and in
+    their tail. ``check`` measures it; leaky_relu loses nothing.
 
     Args:
         activation: a name, ``nn.Module`` or function, as for ``fusedlayers.bias_act``.
 
     Raises:
-        ValueError: an activation whose output does not tell its input (relu, hardswish), or whose inverse is not known.
+        ValueError: an activation whose output does not determine its input (relu, hardswish), or without a known
+        inverse.
 
     Shapes: any.
 
-    Saved for the backward pass: the output, until another invertible module takes it; of folded ones the bits, a 32nd
-    of a float32 output.
+    Saved for the backward pass: the output, unless it goes into another invertible module; of folded ones the bits, a
+    32nd of a float32 output.
 
     >>> import fusedlayers as fl
     >>> fl.InvertibleActivation("leaky_relu")
@@ -55,15 +60,15 @@ class InvertibleActivation(InvertibleModule):
         if not _tells(found):
             raise ValueError(f"InvertibleActivation: {found!r} is flat where inputs are negative")
         self.activation: Activation = found
-        #: What its outputs lie between.
+        #: The limits of its outputs.
         self.between = _range(found)
 
     @property
-    def reversible(self) -> bool:  # type: ignore[override]  # of others it is what the class says
+    def reversible(self) -> bool:  # type: ignore[override]  # elsewhere an attribute of the class
         return not self.activation.is_folded  # the function alone knows the branch
 
     def _can_invert(self, inputs: tuple[Any, ...]) -> bool:
-        # The inverse of folded ones is fitted, to float32.
+        # The inverse of folded ones is fitted, and accurate to float32.
         return super()._can_invert(inputs) and not (
             self.activation.is_folded and any(is_float(x) and x.dtype is torch.float64 for x in inputs)
         )
@@ -79,11 +84,12 @@ class InvertibleActivation(InvertibleModule):
         fitted, fold = self.activation.fitted_inverse(), self.activation.fold
         if branch is not None and fitted is not None and fold is not None:
             marked = _unpack_bits(branch, y.shape)
-            if fold.ambiguous == "negative":  # all of the marked branch, but for rounding
+            if fold.ambiguous == "negative":  # as all outputs of the marked branch are, but for rounding
                 wide = torch.where(marked, wide.clamp(max=-limits.tiny), wide)
             return fitted(wide, marked).to(y.dtype)
-        # An output that was rounded to what the function tends to, or that the next module tells beyond it, is taken
-        # for the one before: the formula's infinities and NaNs would become NaNs in all gradients upstream.
+        # An output that was rounded to the function's limit, or was computed by the next module's inverse to lie beyond
+        # it, counts as the number before the limit: the formula's infinities and NaNs would make all earlier
+        # gradients NaN.
         low, high = self.between
         wide = wide.clamp(_before(low, 1, limits), _before(high, -1, limits))
         return self.activation.input_given_output(wide, y.dtype).to(y.dtype)
@@ -94,7 +100,7 @@ class InvertibleActivation(InvertibleModule):
 
 @in_clean_state
 def _tells(activation: Activation) -> bool:
-    """Whether outputs of the inputs around zero tell these: a slope may be zero."""
+    """Whether inputs around zero can be computed from their outputs: a slope may be zero."""
     x = torch.tensor([-1.0, 1.0])
     return activation.is_folded or bool(activation.input_given_output(activation.function(x), x.dtype).isfinite().all())
 
@@ -107,13 +113,13 @@ def _range(activation: Activation) -> tuple[float, float]:
 
 
 def _before(limit: float, sign: int, dtype: torch.finfo) -> float:
-    """The next number of a dtype, above a limit or below."""
+    """The number of a dtype next to a limit, above it or below."""
     step = abs(limit) * dtype.eps / 2 or dtype.tiny * dtype.eps
     return limit if math.isinf(limit) else limit + sign * step
 
 
 def _pack_bits(bits: Tensor) -> Tensor:
-    """Eight in a byte."""
+    """Eight bits in a byte."""
     flat = F.pad(bits.flatten().to(torch.uint8), (0, -bits.numel() % 8)).view(-1, 8)
     return (flat << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(-1, dtype=torch.uint8)
 

@@ -1,7 +1,8 @@
-"""Batch norms that can be inverted: the mean and the deviation of the batch are kept, two numbers for each channel.
+"""Batch norms that can be inverted: they save the mean and the deviation of the batch, two numbers for each channel.
 
-With an activation that can be inverted behind it this is the pair of Rota Bulo et al. 2018, "In-Place Activated
-BatchNorm for Memory-Optimized Training of DNNs", as two links of a chain; ``ops/batch_norm.py`` has it as one layer.
+With an invertible activation after it this is the pair of Rota Bulo et al. 2018, "In-Place Activated BatchNorm for
+Memory-Optimized Training of DNNs", as two modules of a chain; ``ops/batch_norm.py`` has it as one layer. The inverse
+divides by the weight, so that small weights amplify rounding.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from .orthogonal import at_least
 
 
 class _InvertibleBatchNorm(InvertibleModule):
-    """What the batch norms of one to three dimensions share; the next base is torch's."""
+    """What the batch norms of one to three dimensions share; the next base class is torch's."""
 
     num_outputs = 1
 
-    #: The smallest size of a weight, which the inverse divides by: below it, the rounding of an output would be
-    #: thousands of times that of the input.
+    #: The smallest absolute value of a weight, which the inverse divides by: below it, the rounding of an output would
+    #: become thousands of times that of the input.
     least_weight = 1e-3
 
     def function(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,16 +42,16 @@ class _InvertibleBatchNorm(InvertibleModule):
         return z * along(scale, 1, y.dim()) + along(mean, 1, y.dim())
 
     @property
-    def reversible(self: Any) -> bool:  # type: ignore[override]  # of others it is what the class says
+    def reversible(self: Any) -> bool:  # type: ignore[override]  # elsewhere an attribute of the class
         return not self.training and self.running_mean is not None
 
 
 class InvertibleBatchNorm1d(_InvertibleBatchNorm, nn.BatchNorm1d):
     """``nn.BatchNorm1d`` that can be inverted: with its parameters, statistics and ``state_dict`` keys.
 
-    In training the statistics of the batch are kept, so that the backward pass goes through them as eager PyTorch's
-    does; the running ones advance once for each forward pass. Weights nearer to zero than ``least_weight`` count as if
-    they were that far from it: the inverse divides by them. In evaluation the module is reversible.
+    In training the statistics of the batch are saved, and the backward pass differentiates through them as eager
+    PyTorch's does; the running ones advance once for each forward pass. Weights nearer to zero than ``least_weight``
+    count as if they were that far from it, because the inverse divides by them. In evaluation the module is reversible.
 
     Args:
         num_features, eps, momentum, affine, track_running_stats, device, dtype: as for ``nn.BatchNorm1d``.

@@ -1,8 +1,9 @@
 """Linear layers and convolutions that can be inverted.
 
-Their weights begin orthogonal (Saxe et al. 2013), so that a layer keeps the size of what passes through it, and a stack
-of them amplifies rounding no more than a single one does. What training makes of the weights is another matter;
-``orthogonal`` (``orthogonal.py``) holds them there.
+Their weights begin orthogonal (Saxe et al. 2013), so that a layer preserves norms, and a stack of them amplifies
+rounding no more than a single one does. Training may change that; ``orthogonal`` (``orthogonal.py``) prevents it.
+
+Backward inverts the weight, in float64: that is cubic in the number of features, however small the batch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _Sizes = int | Sequence[int]
 
 
 class _Weighted(InvertibleModule):
-    """A weight, of which ``matrix`` makes one, and perhaps a bias."""
+    """A weight, and perhaps a bias."""
 
     bias: nn.Parameter | None
 
@@ -51,7 +52,7 @@ class InvertibleLinear(_Weighted):
     Shapes: (..., in_features) -> (..., out_features).
 
     Raises:
-        ValueError: fewer outputs than inputs, which they cannot tell.
+        ValueError: fewer outputs than inputs, which they cannot determine.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class InvertibleLinear(_Weighted):
         self._set_parameters((out_features, in_features), bias, device, dtype)
 
     @property
-    def reversible(self) -> bool:  # type: ignore[override]  # of others it is what the class says
+    def reversible(self) -> bool:  # type: ignore[override]  # elsewhere an attribute of the class
         return self.in_features == self.out_features
 
     def function(self, x: Tensor) -> Tensor:
@@ -132,7 +133,7 @@ class _InvertibleConv(_Weighted):
         return (sizes,) * self.dims if isinstance(sizes, int) else tuple(sizes)
 
     @property
-    def reversible(self) -> bool:  # type: ignore[override]  # of others it is what the class says
+    def reversible(self) -> bool:  # type: ignore[override]  # elsewhere an attribute of the class
         is_square = self.out_channels == self.in_channels * math.prod(self.kernel_size)
         return is_square and self.groups == 1 and self.stride == self.kernel_size and not any(self.padding)
 
@@ -142,7 +143,7 @@ class _InvertibleConv(_Weighted):
         return convolve(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
     def inverse(self, y: Tensor) -> Tensor:
-        # Each output tells the patch that it was computed from; where patches overlap their mean is taken.
+        # Each output determines the patch that it was computed from; where patches overlap, their mean is taken.
         with torch.autocast(y.device.type, enabled=False):
             parts = [left_inverse(part.flatten(1)).T for part in self.weight.chunk(self.groups)]
             inverse = torch.cat(parts).view_as(self.weight)
@@ -165,7 +166,7 @@ class _InvertibleConv(_Weighted):
             )
             size = x.shape[dim - self.dims]
             over = (size + 2 * padding - dilation * (kernel - 1) - 1) % stride
-            # A tap of the kernel takes every stride-th value; together they must take all.
+            # Each tap of the kernel reads every stride-th value; together they must read all.
             reached = {(k * dilation) % stride for k in range(kernel)}
             if over > padding or len(reached) < stride:
                 fix = f"pad it by {stride - over}" if over > padding else "use a smaller stride"
@@ -181,10 +182,10 @@ class _InvertibleConv(_Weighted):
 
 
 class InvertibleConv1d(_InvertibleConv):
-    """A convolution whose outputs tell its inputs: it has at least as many output channels as a patch has numbers.
+    """A convolution that can be inverted: it has at least as many output channels as a patch has numbers.
 
-    Each output tells its patch by the pseudo-inverse of the weight; overlapping patches are averaged. With kernels of
-    one value, as many outputs as inputs, and its orthogonal initial weight it is the 1x1 convolution of Glow (Kingma
+    The pseudo-inverse of the weight computes each patch from its output; overlapping patches are averaged. With kernels
+    of one value, as many outputs as inputs, and its orthogonal initial weight it is the 1x1 convolution of Glow (Kingma
     and Dhariwal 2018); with a larger kernel and stride a learnt ``PixelUnshuffle``.
 
     Args:
@@ -224,14 +225,14 @@ class InvertibleConv3d(_InvertibleConv):
 
 
 def left_inverse(weight: Tensor) -> Tensor:
-    """The matrix that gives x from ``weight @ x``. It is computed in float64, where there is one: it is small."""
+    """The matrix that gives x from ``weight @ x``, computed in float64, except on MPS, which has no float64."""
     wide = weight if weight.device.type == "mps" else weight.to(torch.promote_types(weight.dtype, torch.float64))
     found = torch.linalg.inv(wide) if wide.shape[0] == wide.shape[1] else torch.linalg.pinv(wide)
     return found.to(torch.promote_types(weight.dtype, torch.float32))
 
 
 def widened(y: Tensor, *others: Tensor | None) -> list[Any]:
-    """In one dtype, of 32 bits at least."""
+    """All in one dtype, of at least 32 bits."""
     dtype = torch.promote_types(y.dtype, torch.float32)
     for other in others:
         dtype = dtype if other is None else torch.promote_types(dtype, other.dtype)

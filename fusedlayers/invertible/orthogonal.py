@@ -10,8 +10,8 @@ from torch.nn.utils import parametrizations, parametrize
 
 
 def at_least(weight: Tensor, least: float) -> Tensor:
-    """Values nearer to zero than ``least``, moved that far away from it, on the side where they are. Their gradient is
-    that of the moved value, so that they may find out."""
+    """Values nearer to zero than ``least`` are moved that far away from it, without a change of sign. Their gradient is
+    that of the moved value, so that training can move them out."""
     moved = torch.where(weight.abs() < least, torch.copysign(torch.full_like(weight, least), weight), weight)
     return weight + (moved - weight).detach()
 
@@ -35,7 +35,7 @@ class NonZero(nn.Module):
         return f"least={self.least:g}"
 
 
-#: Torch's other choice for matrices that are not square, "householder", keeps signs on a diagonal and cuts them off to
+#: Torch's other choice for matrices that are not square, "householder", holds signs on a diagonal and truncates them to
 #: integers: after a single step of weight decay, which makes 0.9999 of a 1, the weight is zero.
 _MAP = "matrix_exp"
 
@@ -43,9 +43,9 @@ _MAP = "matrix_exp"
 def orthogonal(module: nn.Module, name: str = "weight") -> nn.Module:
     """Hold a weight orthogonal while it is trained, and return the module.
 
-    A layer with such a weight keeps the size of what passes through it, and so the errors of inputs that are computed
-    from its outputs: a deep stack of them drifts no more than with rounding. Weights of more than two dimensions, as
-    those of convolutions, are taken as matrices of their first dimension and the rest.
+    A layer with such a weight preserves norms, and so the errors of inputs that are computed from its outputs: a deep
+    stack of them drifts by rounding alone. Weights of more than two dimensions, as those of convolutions, count as
+    matrices of their first dimension and the rest.
 
     It is ``torch.nn.utils.parametrizations.orthogonal`` (Lezcano-Casado 2019).
 

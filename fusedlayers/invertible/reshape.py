@@ -1,4 +1,4 @@
-"""Invertible modules that compute nothing: they pass on, reshape, pad, split and join."""
+"""Invertible modules without arithmetic: they pass on, reshape, pad, split and join. All of them are exact."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class InvertibleFlatten(InvertibleModule):
         self.unflattened = None if unflattened is None else tuple(unflattened)
 
     @property
-    def reversible(self) -> bool:  # type: ignore[override]  # of others it is what the class says
+    def reversible(self) -> bool:  # type: ignore[override]  # elsewhere an attribute of the class
         return self.unflattened is not None
 
     def function(self, x: Tensor) -> tuple[Tensor, torch.Size]:
@@ -59,7 +59,7 @@ class InvertibleFlatten(InvertibleModule):
 
 class InvertiblePixelShuffle(InvertibleModule):
     """``nn.PixelShuffle``: (..., C r^2, H, W) -> (..., C, H r, W r). Reversed it is ``nn.PixelUnshuffle``, which puts
-    pixels into channels and so goes before blocks of a lower resolution."""
+    pixels into channels: it goes before blocks of a lower resolution."""
 
     reversible = True
 
@@ -78,14 +78,14 @@ class InvertiblePixelShuffle(InvertibleModule):
 
 
 class InvertiblePad(InvertibleModule):
-    """``F.pad``; what it has added is cut off again.
+    """``F.pad``; the inverse cuts the padding off.
 
     Args:
         pad: sizes for the last dimensions, from the last one on, as for ``F.pad``; none negative.
         mode, value: as for ``F.pad``.
 
     Raises:
-        ValueError: a negative size, which would cut values off for good.
+        ValueError: a negative size, which would lose values.
     """
 
     def __init__(self, pad: Sequence[int], mode: str = "constant", value: float = 0.0) -> None:
@@ -108,7 +108,7 @@ class InvertiblePad(InvertibleModule):
 
 
 class InvertibleSplit(InvertibleModule):
-    """One tensor as two, along ``dim``: the first with the larger half. Reversed it joins them.
+    """One tensor as two, along ``dim``; the first has the larger half. Reversed it joins them.
 
     Shapes: (..., C, ...) -> (..., ceil(C / 2), ...), (..., floor(C / 2), ...).
     """

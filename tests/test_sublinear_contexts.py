@@ -1,0 +1,528 @@
+"""Recomputation together with what surrounds it: selective saving, fused layers, other features of autograd and
+PyTorch, and several processes."""
+
+from __future__ import annotations
+
+import copy
+import re
+import threading
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import torch
+import torch.nn.functional as F
+from recomputing import (
+    Checkpointed,
+    Counting,
+    blocks,
+    compiles,
+    convolutions,
+    every_mode,
+    images,
+    outcome,
+    rows,
+    same,
+    saved_inside,
+    twins,
+)
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.fx import symbolic_trace
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
+
+import fusedlayers as fl
+from fusedlayers.memory import saved_bytes
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+# --- "cheap" ----------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        heads = (part.unflatten(-1, (2, 4)).transpose(0, 1).unsqueeze(0) for part in (q, k, v))
+        return F.scaled_dot_product_attention(*heads)[0].transpose(0, 1).flatten(1)
+
+
+class Operators(torch.utils._python_dispatch.TorchDispatchMode):
+    """The names of what is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+KEPT: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
+    "linear": (lambda: nn.Linear(8, 8), (16, 8), "addmm"),
+    "linear without a bias": (lambda: nn.Linear(8, 8, bias=False), (16, 8), "mm"),
+    "convolution": (lambda: nn.Conv2d(8, 8, 3, padding=1), (4, 8, 8, 8), "convolution"),
+    "attention": (Attention, (16, 8), r"_scaled_dot_product\w*(?<!backward)"),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_results_of_products_are_kept_and_the_rest_computed_again(name: str) -> None:
+    make, shape, operator = KEPT[name]
+    net = nn.Sequential(make(), nn.Tanh(), make(), nn.Tanh())
+    counts = {}
+    for recompute in ("all", "cheap"):
+        y = fl.sublinear(net, torch.randn(*shape, requires_grad=True), recompute=recompute)  # type: ignore[arg-type]
+        with Operators() as operators:
+            y.sum().backward()
+        counts[recompute] = sum(re.fullmatch(operator, name) is not None for name in operators.seen)
+        assert operators.seen.count("tanh") == 2
+    assert counts["all"] - counts["cheap"] == 2
+
+
+@every_mode
+def test_backward_passes_again_and_of_second_order(recompute: Any) -> None:
+    parts = [nn.Sequential(nn.Linear(8, 8, dtype=torch.float64), nn.Tanh()) for _ in range(4)]
+    x = rows().double()
+
+    def all_of(module: nn.Module) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        sources = [leaf, *module.parameters()]
+        y = module(leaf).square().sum()
+        found = [g for _ in range(2) for g in torch.autograd.grad(y, sources, retain_graph=True)]
+        first = torch.autograd.grad(y, sources, create_graph=True)
+        loss = torch.stack([gradient.square().sum() for gradient in first]).sum()
+        return [*found, *first, *torch.autograd.grad(loss, sources, allow_unused=True)[:-1]]
+
+    plain, net = twins(parts, segments=2, recompute=recompute)
+    expected = all_of(plain)
+    for found, reference in zip(all_of(net), expected, strict=True):
+        # Where a graph is built, gradients are summed in another order: as exact as torch's own second run.
+        torch.testing.assert_close(found, reference, rtol=1e-12, atol=1e-12)
+
+
+def test_a_second_backward_pass_without_retain_graph_raises() -> None:
+    for recompute in ("all", "cheap"):
+        y = fl.SublinearSequential(*blocks(), segments=2, recompute=recompute)(rows()).sum()  # type: ignore[arg-type]
+        y.backward()
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            y.backward()
+
+
+FUSED: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
+    "dense": (lambda: [fl.FusedDenseAct(64, 64, a) for a in ("gelu", "mish", "relu", "silu")], (64, 64)),
+    "mlp": (
+        lambda: [nn.LayerNorm(64), fl.FusedMLP(64, 128), nn.LayerNorm(64), fl.FusedGatedMLP(64, 128)],
+        (64, 64),
+    ),
+    "convolution": (
+        lambda: [fl.FusedConvAct2d(8, 8, 3, padding=1, activation="gelu") for _ in range(4)],
+        (4, 8, 16, 16),
+    ),
+    "batch norm": (
+        lambda: [m for _ in range(3) for m in (nn.Conv2d(8, 8, 3), fl.FusedBatchNormAct2d(8, "silu"))],
+        (8, 8, 16, 16),
+    ),
+}
+
+
+@pytest.mark.parametrize("recompute", ["all", "cheap"])
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_layers_inside(name: str, recompute: str) -> None:
+    make, shape = FUSED[name]
+    plain, net = twins(make(), segments=2, recompute=recompute)
+    exact = copy.deepcopy(plain).double()
+    x = torch.randn(*shape)
+    found, expected, reference = outcome(net, x), outcome(plain, x), outcome(exact, x.double())
+    if recompute == "all":
+        same(found, expected)
+    else:  # what is kept may not be written over, so that plain operations run: as exact as torch's
+        for a, b, r in zip(found[:-2], expected[:-2], reference[:-2], strict=True):
+            scale = r.abs().max().clamp_min(1e-30)
+            assert (a - r).abs().max() / scale <= 4 * (b - r).abs().max() / scale + 4e-7
+    leaf = x.clone().requires_grad_()
+    assert net.plan is not None
+    if recompute == "all":
+        assert saved_inside(net, leaf) == pytest.approx(net.plan.saved_bytes, rel=0.01)
+        assert net.plan.saved_bytes < net.plan.eager_bytes
+
+
+def test_reports_name_what_is_kept() -> None:
+    net = fl.SublinearSequential(*convolutions(), segments=3, recompute="cheap")
+    report = fl.memory_report(net, images())
+    assert "checkpoint" in str(report) and "8 x 16 x 16 float32" in str(report)
+    assert report.saved_bytes == pytest.approx(saved_bytes(net, images(), exclude=images()), rel=0.01)
+
+
+# --- what may be switched on around it --------------------------------------------------------------------------------
+
+
+@every_mode
+def test_autocast(recompute: str) -> None:
+    plain, net = twins(blocks(), segments=3, recompute=recompute)
+    x = rows()
+
+    def under(module: nn.Module) -> list[Any]:
+        torch.manual_seed(1)
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = module(leaf)
+        return [y, *torch.autograd.grad(y.float().square().sum(), [leaf, *module.parameters()])]
+
+    same(under(net), under(plain))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torch_func_and_tracers_see_plain_operations() -> None:
+    parts = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]
+    plain, net = nn.Sequential(*parts), fl.SublinearSequential(*parts, segments=2)
+    x = rows()
+
+    def all_of(module: Any) -> list[Any]:
+        values = {name: parameter.detach() * 2 for name, parameter in module.named_parameters()}
+        loss = lambda values, x: torch.func.functional_call(module, values, (x,)).square().sum()  # noqa: E731
+        with torch.autograd.forward_ad.dual_level():
+            dual = module(torch.autograd.forward_ad.make_dual(x, x))
+            tangent = torch.autograd.forward_ad.unpack_dual(dual).tangent
+        return [
+            *torch.func.grad(loss)(values, x).values(),
+            *torch.func.vmap(torch.func.grad(loss), (None, 0))(values, x).values(),
+            torch.func.jvp(module, (x,), (x,))[1],
+            tangent,
+            torch.func.hessian(lambda x: module(x).sum())(x[0]),
+            make_fx(lambda x: module(x))(x)(x),
+            symbolic_trace(nn.Sequential(module))(x),
+            torch.jit.trace(module, x, check_trace=False)(x),
+        ]
+
+    same(all_of(net), all_of(plain))
+    same(all_of(Functional(*parts)), all_of(plain))
+    traced = [symbolic_trace(nn.Sequential(module)).graph.nodes for module in (net, plain)]
+    assert len(traced[0]) == len(traced[1])
+
+
+class Functional(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return fl.sublinear(super().forward, x)  # type: ignore[no-any-return]
+
+
+def lambda_module(function: Callable[[Tensor], Tensor], of: nn.Sequential) -> nn.Module:
+    class Lambda(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return function(x)
+
+    return Lambda(*of)
+
+
+@pytest.mark.parametrize("recompute", ["all", "cheap"])
+def test_functional_call_with_its_own_tensors(recompute: Any) -> None:
+    """The backward pass comes when the module has its own ones again. (Torch's checkpoint takes those.)"""
+    parts: list[nn.Module] = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), Counting()) for _ in range(4)]
+    plain, net = twins(parts, segments=[3, 1], recompute=recompute)
+    x = rows()
+
+    def of(module: nn.Module) -> list[Tensor]:
+        own = {name: (p.detach() * 2).requires_grad_() for name, p in module.named_parameters()}
+        buffers = {name: b.clone() + 1 for name, b in module.named_buffers()}
+        y = torch.func.functional_call(module, {**own, **buffers}, (x,))
+        return [y, *torch.autograd.grad(y.square().sum(), list(own.values())), *module.buffers()]
+
+    same(of(net), of(plain))
+    with pytest.raises(AssertionError):
+        same(of(Checkpointed(*copy.deepcopy(parts))), of(nn.Sequential(*copy.deepcopy(parts))))
+
+
+@compiles
+@every_mode
+def test_compiled(recompute: str) -> None:
+    parts = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh()) for _ in range(4)]
+    plain, net = twins(parts, segments=2, recompute=recompute)
+    torch._dynamo.reset()
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    x = rows(16)
+    found, expected = outcome(compiled, x), outcome(plain, x)
+    for a, b in zip(found[:-2], expected[:-2], strict=True):
+        torch.testing.assert_close(a, b)
+    assert all(m.num_batches_tracked == 1 for m in net.modules() if isinstance(m, nn.BatchNorm1d))
+    leaf = x.clone().requires_grad_()
+    kept = saved_bytes(compiled, leaf, exclude=leaf)
+    # Statistics of batches, which eager batch norms keep as well, are all that is allowed to come on top.
+    limit = saved_bytes(Checkpointed(*parts), leaf, exclude=leaf) if recompute == "all" else 0
+    eager = saved_bytes(net, leaf, exclude=leaf)
+    assert kept <= max(limit, eager) + (4 * 2 * 16 * 4 if recompute != "nothing" else eager)
+    if recompute != "nothing":
+        assert kept < saved_bytes(plain, leaf, exclude=leaf)
+
+
+@compiles
+def test_compiled_after_it_was_planned() -> None:
+    parts = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)]
+    plain, net = twins(parts, memory_budget_bytes=6000)
+    x = rows(16)
+    net(x)
+    torch._dynamo.reset()
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    for a, b in zip(outcome(compiled, x), outcome(plain, x), strict=True):
+        if isinstance(a, Tensor):
+            torch.testing.assert_close(a, b)
+    # What was planned was for something else.
+    net.memory_budget_bytes, net.segments = None, [1, 5]
+    assert [segment.stop for segment in net._segments_for_compiler()] == [1, 6]
+
+
+def test_fuse_inside_and_around() -> None:
+    def parts() -> list[nn.Module]:
+        torch.manual_seed(0)
+        layers = [nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.GELU()]
+        return [*layers, nn.LayerNorm(64), nn.Linear(64, 64), nn.SiLU()]
+
+    x = torch.randn(64, 64)
+    plain = nn.Sequential(nn.Sequential(*parts()))
+    expected_report = fl.fuse(plain, x)
+    for segments in (1, 3, [1, 2, 2, 3, 1]):  # also between a layer and its activation
+        net = nn.Sequential(fl.SublinearSequential(*parts(), segments=segments))
+        report = fl.fuse(net, x)
+        assert len(report.replaced) == len(expected_report.replaced) == 4
+        for a, b in zip(outcome(net, x)[:-2], outcome(plain, x)[:-2], strict=True):
+            torch.testing.assert_close(a, b)
+        assert net[0].plan is not None
+    of_fused = fl.SublinearSequential(*plain[0], segments=3)
+    same(outcome(of_fused, x), outcome(plain, x))
+
+
+def test_layers_of_bert_with_several_inputs() -> None:
+    hf = pytest.importorskip("transformers")
+    from transformers.models.bert.modeling_bert import BertLayer
+
+    config = hf.BertConfig(hidden_size=16, intermediate_size=32, num_attention_heads=2, attn_implementation="sdpa")
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = BertLayer(config)
+
+        def forward(self, parts: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+            x, mask = parts
+            out = self.layer(x, mask)
+            return (out[0] if isinstance(out, tuple) else out), mask
+
+    plain, net = twins([Layer() for _ in range(4)], segments=2)
+    x, mask = torch.randn(2, 5, 16), torch.zeros(2, 1, 5, 5)
+    for recompute in ("all", "cheap"):
+        net.recompute = recompute  # type: ignore[assignment]
+        found = [outcome(lambda x, m=module: m((x, mask))[0], x) for module in (net, plain)]
+        same(*found)
+        leaf = x.clone().requires_grad_()
+        assert saved_bytes(net, (leaf, mask), exclude=x) < saved_bytes(plain, (leaf, mask), exclude=x)
+
+
+@pytest.mark.parametrize("inner", ["all", "cheap"])
+@pytest.mark.parametrize("outer", ["all", "cheap"])
+def test_containers_inside_containers(outer: str, inner: str) -> None:
+    parts = [blocks(4) for _ in range(3)]
+    plain = nn.Sequential(*(nn.Sequential(*copy.deepcopy(inside)) for inside in parts))
+    net = fl.SublinearSequential(
+        *(fl.SublinearSequential(*inside, segments=2, recompute=inner) for inside in parts),
+        segments=2,
+        recompute=outer,
+    )  # type: ignore[arg-type]
+    x = rows()
+    same(outcome(net, x), outcome(plain, x))
+
+
+def test_inside_and_around_torchs_checkpoint() -> None:
+    parts = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.Tanh()) for _ in range(4)]
+    plain, net = nn.Sequential(*parts), fl.SublinearSequential(*parts, segments=2)
+    x = rows()
+    expected = outcome(plain, x)
+    same(outcome(lambda_module(lambda x: checkpoint(net, x, use_reentrant=False), plain), x), expected)
+    inside = fl.SublinearSequential(*(Checkpointed(part) for part in parts), segments=2)
+    same(outcome(inside, x), expected)
+
+
+class Failing(nn.Module):
+    fails_in: str | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = types.SimpleNamespace(count=0)  # of all runs: what a second one sets on the module is thrown away
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.count += 1
+        if self.fails_in == "forward" or (self.fails_in == "again" and self.calls.count > 1):
+            raise KeyError("on purpose")
+        y = x.sin()
+        if self.fails_in == "backward":
+            y.register_hook(_raise)
+        return y
+
+
+def _raise(gradient: Tensor) -> Tensor:
+    raise KeyError("on purpose")
+
+
+@pytest.mark.parametrize("recompute", ["all", "cheap"])
+@pytest.mark.parametrize("where", ["forward", "again", "backward"])
+def test_an_error_leaves_all_as_it_was(where: str, recompute: str) -> None:
+    failing = Failing()
+    parts = [*blocks(3), failing, *blocks(3)]
+    net: Any = fl.SublinearSequential(*parts, segments=[5, 2], recompute=recompute)  # type: ignore[arg-type]
+    plain = copy.deepcopy(nn.Sequential(*parts))
+    x = rows()
+    same(outcome(net, x), outcome(plain, x))
+    plain.load_state_dict(net.state_dict())
+    buffers = list(net.buffers())
+    failing.fails_in, failing.calls.count = where, 0
+    with pytest.raises(KeyError, match="on purpose"):
+        net(x).sum().backward()
+    failing.fails_in = None
+    assert all(a is b for a, b in zip(net.buffers(), buffers, strict=True))
+    net.load_state_dict(plain.state_dict())
+    same(outcome(net, x), outcome(plain, x))
+
+
+def test_threads() -> None:
+    """Each with a model of its own, without random numbers: these are the process's."""
+    parts = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(4)]
+    x = rows()
+    plain = nn.Sequential(*copy.deepcopy(parts))
+
+    def steps(module: nn.Module) -> list[Any]:
+        leaf = x.clone().requires_grad_()
+        found = []
+        for _ in range(5):
+            y = module(leaf)
+            found += [y, *torch.autograd.grad(y.square().sum(), [leaf, *module.parameters()])]
+        return [*found, *module.buffers()]
+
+    expected = steps(plain)
+    results: dict[int, list[Any]] = {}
+    nets = [fl.SublinearSequential(*copy.deepcopy(parts), segments=2, recompute=m) for m in ("all", "cheap") * 2]  # type: ignore[arg-type]
+    threads = [
+        threading.Thread(target=lambda k=k, net=net: results.__setitem__(k, steps(net))) for k, net in enumerate(nets)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == len(nets)
+    for found in results.values():
+        same(found, expected)
+
+
+# --- several processes ------------------------------------------------------------------------------------------------
+
+
+def _each(net: Any) -> nn.Module:
+    for child in net:
+        fully_shard(child)
+    return net  # type: ignore[no-any-return]
+
+
+ENGINES: dict[str, Callable[[Any], nn.Module]] = {
+    "ddp": DDP,
+    "ddp, static graph": lambda net: DDP(net, static_graph=True),
+    "fsdp, each child": _each,
+    "fsdp, the whole": fully_shard,
+    "fsdp, both": lambda net: fully_shard(_each(net)),
+}
+
+
+def _children() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(6)]
+
+
+def _batch() -> Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(3))
+
+
+def _trained(net: nn.Module, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Parameters after some steps with the mean of the parts' losses."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.stack([net(part).square().mean() for part in parts]).mean().backward()
+        optimizer.step()
+    values = [parameter.detach() for parameter in net.parameters()]
+    return [value.full_tensor() if isinstance(value, DTensor) else value.clone() for value in values]
+
+
+def _in_processes(rank: int, count: int) -> dict[tuple[str, str], list[Tensor]]:
+    part = _batch().chunk(count)[rank]
+    return {
+        (name, mode): _trained(
+            wrap(fl.SublinearSequential(*_children(), segments=3, recompute=mode)),  # type: ignore[arg-type]
+            [part],
+        )
+        for name, wrap in ENGINES.items()
+        for mode in ("all", "cheap")
+    }
+
+
+def test_several_processes(tmp_path: Path) -> None:
+    expected = _trained(nn.Sequential(*_children()), _batch().chunk(2))
+    for of_rank in processes.results(_in_processes, 2, tmp_path):
+        assert len(of_rank) == 2 * len(ENGINES)
+        for found in of_rank.values():
+            for a, b in zip(found, expected, strict=True):
+                torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("recompute", ["all", "cheap", "nothing"])
+def test_fused_layers_are_planned_as_they_run(recompute: Any) -> None:
+    torch.manual_seed(0)
+
+    def block() -> nn.Module:
+        return nn.Sequential(fl.FusedDenseAct(32, 64, "gelu"), fl.FusedDenseAct(64, 32, "silu"), nn.LayerNorm(32))
+
+    x = torch.randn(64, 32)
+    net = fl.SublinearSequential(*(block() for _ in range(6)), recompute=recompute)
+    net(x)
+    kept = saved_bytes(net, x, exclude=[net, x])
+    if recompute == "nothing":
+        net.recompute, net.memory_budget_bytes = None, kept // 2
+        net(x)
+        kept = saved_bytes(net, x, exclude=[net, x])
+        assert net.plan is not None and kept <= net.memory_budget_bytes
+    assert net.plan is not None
+    assert kept == pytest.approx(net.plan.saved_bytes, rel=0.02)
+
+
+def test_a_module_that_a_function_can_reach_may_be_trained_meanwhile() -> None:
+    torch.manual_seed(0)
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def run(self, x: Tensor) -> Tensor:
+            return self.one(x).tanh()
+
+    pair, x = Pair(), torch.randn(3, 4)
+    for function in (pair.run, lambda x: pair.one(x).tanh()):
+        y = fl.sublinear(function, x)
+        with torch.no_grad():
+            pair.other.weight.add_(1.0)
+        found = torch.autograd.grad(y.sum(), pair.one.weight)
+        assert torch.equal(*found, *torch.autograd.grad(pair.run(x).sum(), pair.one.weight))
+    y = fl.sublinear(pair.one, x)
+    with torch.no_grad():
+        pair.one.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="Linear: the parameter weight was modified by an in-place operation"):
+        y.sum().backward()
