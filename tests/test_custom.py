@@ -32,7 +32,7 @@ from fusedlayers.activations import custom, partition, recognition, resolve
 from fusedlayers.activations.free_variables import find_variables
 from fusedlayers.backends.torch import chunks
 from fusedlayers.memory import saved_bytes
-from fusedlayers.utils.bounded_cache import LIMIT, Recent
+from fusedlayers.utils.bounded_cache import LIMIT, BoundedCache
 
 Function = Callable[[Tensor], Tensor]
 
@@ -61,16 +61,16 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return original(*arguments)
 
     monkeypatch.setattr(partition, "aten_graph", counting)
-    monkeypatch.setattr(custom, "_traces", Recent())
-    monkeypatch.setattr(custom, "_variants", Recent())
+    monkeypatch.setattr(custom, "_traces", BoundedCache())
+    monkeypatch.setattr(custom, "_variants", BoundedCache())
     return made
 
 
 @pytest.fixture
 def records(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """What has been logged; nothing has been said before."""
-    monkeypatch.setattr(custom, "_logged", Recent())
-    monkeypatch.setattr(custom, "_traces", Recent())
+    monkeypatch.setattr(custom, "_logged", BoundedCache())
+    monkeypatch.setattr(custom, "_traces", BoundedCache())
     caplog.set_level(logging.WARNING, "fusedlayers")
     return lambda: [record.getMessage() for record in caplog.records if record.name == "fusedlayers"]
 
@@ -1307,7 +1307,7 @@ def test_built_in_functions_are_no_variants_of_each_other(traces: list[int]) -> 
 
 
 def test_the_oldest_is_forgotten() -> None:
-    recent: Recent[int] = Recent()
+    recent: BoundedCache[int] = BoundedCache()
     for i in range(LIMIT + 5):
         assert recent.put(i, 2 * i) == 2 * i
     assert len(recent) == LIMIT and recent.get(4) is None and recent.get(5) == 10

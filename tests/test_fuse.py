@@ -28,7 +28,7 @@ from fusedlayers.activations import custom, resolve
 from fusedlayers.fusion.known import known_of
 from fusedlayers.fusion.report import FuseReport
 from fusedlayers.memory import saved_bytes
-from fusedlayers.utils.bounded_cache import Recent
+from fusedlayers.utils.bounded_cache import BoundedCache
 
 # Machines that measure on GPUs need not have it.
 ACT2FN = pytest.importorskip("transformers.activations").ACT2FN
@@ -377,7 +377,7 @@ def test_functions(x: Tensor, function: Callable[[Tensor], Tensor]) -> None:
 def test_many_calls_of_a_function_are_looked_into_once(
     x: Tensor, function: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(custom, "_variants", Recent())
+    monkeypatch.setattr(custom, "_variants", BoundedCache())
     monkeypatch.setattr(custom, "_VARIANTS", 2)
     monkeypatch.setattr(custom, "_ANALYSED", 1)
     model = nn.Sequential(*(Functional(function) for _ in range(4)))

@@ -25,7 +25,7 @@ import fusedlayers as fl
 from fusedlayers.cli import main
 from fusedlayers.memory import saved_bytes
 from fusedlayers.profiling.memory_command import FORMS
-from fusedlayers.profiling.rows import Row
+from fusedlayers.profiling.saved_rows import Row
 from fusedlayers.profiling.table import groups_of
 
 ROWS, IN, OUT = 256, 32, 128

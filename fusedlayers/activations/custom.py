@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..derivative.analysis import Analysis, analyse
-from ..utils.bounded_cache import Recent
+from ..utils.bounded_cache import BoundedCache
 from .free_variables import FreeVariables, find_variables
 from .partition import Split, example_shape
 from .partition import split as split_trace
@@ -63,10 +63,10 @@ _COMPARISONS = {
     for kind in ("Scalar", "Tensor")
 }
 _MASK = "backward needs truth values only, for which PyTorch keeps a byte"
-_traces: Recent[_Traced] = Recent()
-_analyses: Recent[Analysis] = Recent()
-_variants: Recent[int] = Recent()
-_logged: Recent[bool] = Recent()
+_traces: BoundedCache[_Traced] = BoundedCache()
+_analyses: BoundedCache[Analysis] = BoundedCache()
+_variants: BoundedCache[int] = BoundedCache()
+_logged: BoundedCache[bool] = BoundedCache()
 
 
 def trace_activation(

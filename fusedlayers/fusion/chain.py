@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..utils.bounded_cache import Recent
+from ..utils.bounded_cache import BoundedCache
 from .calls import Call, Value
 
 
@@ -76,7 +76,7 @@ def _are_equal(found: object, stated: object) -> bool:
     return found is stated or (type(found) is type(stated) and not isinstance(found, Tensor) and found == stated)
 
 
-_chains: Recent[Chain] = Recent()
+_chains: BoundedCache[Chain] = BoundedCache()
 
 
 def _chain(steps: Steps, name: str) -> Chain:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..utils.formatting import pattern_of, size_text, together, unit_for
+from ..utils.formatting import merged_path, pattern_of, size_text, unit_for
 from .memory_use import MemoryReport
-from .rows import KINDS, Row
+from .saved_rows import KINDS, Row
 
 #: How many lines a table has at most, before the rest is summed up.
 LINES = 16
@@ -41,7 +41,7 @@ def groups_of(report: MemoryReport) -> list[Group]:
         saves = tuple(sorted((row.operation, row.shape) for row in rows)) if is_numbered else ()
         similar.setdefault((pattern_of(module), rows[0].module_class, saves), []).append(module)
     groups = [
-        Group(together(modules) or report.name, tuple(row for module in modules for row in by_module[module]))
+        Group(merged_path(modules) or report.name, tuple(row for module in modules for row in by_module[module]))
         for modules in similar.values()
     ]
     return sorted(groups, key=lambda group: -group.bytes)
@@ -119,7 +119,7 @@ def entries_in(group: Group, name: str) -> Iterator[Entry]:
         operation = row.operation + (f" +{len(row.shared_with)}" if row.shared_with else "")
         similar.setdefault((operation, f"{_shape(row.shape)} {row.dtype}"), []).append(row)
     for (operation, tensor), rows in similar.items():
-        path = together(dict.fromkeys(row.module for row in rows)) or name
+        path = merged_path(dict.fromkeys(row.module for row in rows)) or name
         count = f"{len(rows)} of " if len(rows) > 1 else ""
         yield Entry(path, operation, count + tensor, sum(row.bytes for row in rows))
 

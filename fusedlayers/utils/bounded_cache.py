@@ -12,7 +12,7 @@ V = TypeVar("V")
 LIMIT = 512
 
 
-class Recent(Generic[V]):
+class BoundedCache(Generic[V]):
     """A mapping that forgets the oldest; any thread may use it."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 
-def find(name: str) -> object:
+def import_object(name: str) -> object:
     """The object that ``module:attribute`` names; modules of the working directory are found.
 
     Raises:

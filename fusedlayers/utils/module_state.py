@@ -30,11 +30,11 @@ def unchanged(
     kept += [p for module in modules for p in module.parameters(recurse=False) if p._post_accumulate_grad_hooks]
     parts = (part.detach() for tensor in dict.fromkeys(kept) for part in strided_parts(tensor))
     copies = [(part, part.clone()) for part in parts if has_data(part)]
-    random_again = _random_state(device)
+    restore_random_state = _random_state(device)
     try:
-        yield random_again
+        yield restore_random_state
     finally:
-        random_again()
+        restore_random_state()
         for module, own in buffers:
             module._buffers.clear()
             module._buffers.update(own)
@@ -58,7 +58,7 @@ def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
 
 
 @contextmanager
-def own_gradients(leaves: Sequence[Tensor]) -> Iterator[None]:
+def isolated_gradients(leaves: Sequence[Tensor]) -> Iterator[None]:
     """Let gradients be accumulated into copies, or from nothing where there are none, and put the old ones back."""
     before = [leaf.grad for leaf in leaves]
     try:
@@ -77,7 +77,7 @@ def _random_state(device: torch.device) -> Callable[[], None]:
     numpys = None if numpy is None else numpy.random.get_state()
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
-    def again() -> None:
+    def restore() -> None:
         random.setstate(python)
         torch.set_rng_state(cpu)
         if numpys is not None:
@@ -85,4 +85,4 @@ def _random_state(device: torch.device) -> Callable[[], None]:
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, device)
 
-    return again
+    return restore
