@@ -3,17 +3,13 @@
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..activations import activations
-from ..utils import command_line, import_object
+from ..utils import command_line
 from .explanation import explain
 
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-
-def register(commands: "Commands") -> None:
+def register(commands: "command_line.Commands") -> None:
     """Add `explain` to the commands."""
     parser = commands.add_parser(
         "explain",
@@ -48,7 +44,7 @@ def activation_named(name: str) -> object:
                 "others are written as module:attribute"
             )
         return name
-    found = import_object.import_object(name)
+    found = command_line.import_object(name)
     if not isinstance(found, type):
         return found
     try:

@@ -7,15 +7,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..fusion.fuse import fuse_on
-from ..utils import command_line, import_object
-from .memory_use import STAGES, MemoryReport, report_of
+from ..utils import command_line
+from .memory_results import MemoryReport
+from .memory_use import STAGES, report_of
 from .step import Step
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 #: What a factory may return.
 FORMS = (
@@ -24,7 +22,7 @@ FORMS = (
 )
 
 
-def register(commands: "Commands") -> None:
+def register(commands: "command_line.Commands") -> None:
     """Add `report` to the commands."""
     parser = commands.add_parser(
         "report",
@@ -71,7 +69,7 @@ def factory_from(name: str) -> Callable[[], Any]:
     """What `module:factory` names."""
     if ":" not in name:
         raise ValueError(f"expected MODULE:FACTORY, got {name!r}; write package.module:function")
-    factory = import_object.import_object(name)
+    factory = command_line.import_object(name)
     if not callable(factory):
         raise ValueError(f"{name} is a {type(factory).__name__}, expected a function that returns a model and inputs")
     return factory

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,80 +15,10 @@ from ..utils.autograd_graph import is_leaf, leaves_of, nodes_of
 from ..utils.module_state import isolated_gradients, unchanged
 from ..utils.storages import tensors_in
 from .allocation_tracker import LEAVES, PARAMETERS, SAVED, AllocationTracker, Peak
+from .memory_results import MemoryReport
 from .module_tracker import ModuleTracker
 from .saved_rows import Row, operation_of, preexisting_kinds, row_of, savers_of
 from .step import Step, tensors_of
-
-if TYPE_CHECKING:
-    from .compare import Comparison
-
-
-@dataclass(frozen=True)
-class MemoryReport:
-    """What ``memory_report`` found. ``str()`` is a table, ``plot(path)`` a picture, ``compare(after)`` another table.
-
-    Attributes:
-        name: of the model's class, or of the function.
-        device: where it was measured.
-        rows: every saved storage once, the largest first.
-        peak_bytes: the most that the device's allocator has handed out at once in a forward and a backward pass.
-        estimated_peak_bytes: the most that was alive at once in another such pass, followed tensor by tensor.
-        parts: what the estimate consists of; the bytes of each part.
-        moment: when that was.
-    """
-
-    name: str
-    device: str
-    rows: tuple[Row, ...]
-    peak_bytes: int
-    estimated_peak_bytes: int
-    parts: Mapping[str, int]
-    moment: str
-
-    @property
-    def saved_bytes(self) -> int:
-        """The sum of the saved activations; of what was there before the call nothing counts."""
-        return self.bytes_of("activation")
-
-    @property
-    def rest_bytes(self) -> int:
-        """What of the measured peak the estimate does not explain; negative if it has too much."""
-        return self.peak_bytes - self.estimated_peak_bytes
-
-    def bytes_of(self, kind: str) -> int:
-        return sum(row.bytes for row in self.rows if row.kind == kind)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain values, for JSON."""
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        rows = [
-            vars(row) | {"shape": list(row.shape), "shared_with": [list(pair) for pair in row.shared_with]}
-            for row in self.rows
-        ]
-        sums = {"saved_bytes": self.saved_bytes, "rest_bytes": self.rest_bytes}
-        return own | sums | {"parts": dict(self.parts), "rows": rows}
-
-    def plot(self, path: str | PathLike[str]) -> None:
-        """Draw what is saved into a file, whose suffix says the format: modules beside the modules they consist of.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-            ValueError: nothing is saved.
-        """
-        from .memory_plot import draw
-
-        draw(self, path)
-
-    def compare(self, after: MemoryReport) -> Comparison:
-        """This report and a later one, side by side."""
-        from .compare import Comparison
-
-        return Comparison(self, after)
-
-    def __str__(self) -> str:
-        from .table import lines
-
-        return "\n".join(lines(self))
 
 
 def memory_report(
