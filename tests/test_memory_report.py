@@ -25,8 +25,8 @@ import fusedlayers as fl
 from fusedlayers.cli import main
 from fusedlayers.memory import saved_bytes
 from fusedlayers.profiling.memory_command import FORMS
-from fusedlayers.profiling.rows import Row
-from fusedlayers.profiling.table import groups_of
+from fusedlayers.profiling.row_groups import groups_of
+from fusedlayers.profiling.saved_rows import Row
 
 ROWS, IN, OUT = 256, 32, 128
 INPUT_BYTES, HIDDEN_BYTES, WEIGHT_BYTES = ROWS * IN * 4, ROWS * OUT * 4, IN * OUT * 4
@@ -641,7 +641,7 @@ def test_modules_of_other_classes_are_other_groups(x: Tensor) -> None:
         nn.Sequential(OrderedDict(act=act, linear=nn.Linear(IN, IN))) for act in (nn.ReLU(), nn.Tanh(), nn.ReLU())
     ]
     report = fl.memory_report(nn.Sequential(*layers), x.requires_grad_())
-    groups = {group.path: group.bytes for group in groups_of(report)}
+    groups = {group.path: group.bytes for group in groups_of(report.rows, report.name)}
     assert groups == {"0,2.act": 2 * INPUT_BYTES, "1.act": INPUT_BYTES}
 
 
@@ -723,7 +723,7 @@ def test_boxes_of_a_picture_are_modules_in_modules(x: Tensor) -> None:
     from fusedlayers.profiling.memory_plot import tree
 
     report = fl.memory_report(nn.ModuleDict({"deep": nn.Sequential(Blocks())})["deep"], x)
-    root = tree(report)
+    root = tree(report.rows, report.name)
     assert root.name == "Sequential" and root.bytes == report.saved_bytes
     (blocks,) = root.children.values()
     assert blocks.name == "0" and blocks.bytes == root.bytes
@@ -738,7 +738,8 @@ def test_modules_with_one_module_in_them_are_one_box(x: Tensor) -> None:
 
     inner = nn.Sequential(OrderedDict(core=mlp()))
     model = nn.Sequential(OrderedDict(outer=nn.Sequential(OrderedDict(inner=inner))))
-    root = tree(fl.memory_report(model, x))
+    report = fl.memory_report(model, x)
+    root = tree(report.rows, report.name)
     (box,) = root.children.values()
     assert (root.name, box.name, root.depth) == ("Sequential", "outer.inner", 3)
     assert set(box.children) == {"core.1", "core.2"}

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._torch import batch_norm_with_statistics
-from ..utils.layout import along, others
+from ..utils.layout import along, other_dims
 
 Sizes = tuple[int, ...]
 Weight = Any
@@ -335,7 +335,7 @@ def _synchronised_statistics(x: Tensor, group: Any) -> _Statistics:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     count = x.numel() // max(1, x.shape[1])
     if count:
-        var, mean = torch.var_mean(wide, others(x, 1), correction=0)
+        var, mean = torch.var_mean(wide, other_dims(x, 1), correction=0)
     else:
         var = mean = wide.new_zeros(x.shape[1])
     own = torch.cat([mean, var, mean.new_tensor([count])])

@@ -4,17 +4,15 @@ import argparse
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..activations import activations
+from ..utils import command_line
 from .corpus import standard_library_bytes
 from .report import LEGEND, describe, plot, progress, table
 from .training import Settings, compare
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 EXTRAS = ("rich", "matplotlib")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -25,7 +23,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-def register(commands: "Commands") -> None:
+def register(commands: "command_line.Commands") -> None:
     """Add `demo` to the commands."""
     parser = commands.add_parser(
         "demo",

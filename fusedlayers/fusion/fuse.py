@@ -75,14 +75,14 @@ def fuse_on(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], sav
     """``fuse`` with ``model(*args, **kwargs)`` for the example."""
     _check_model(model)
     inputs = [*tensors_in((args, kwargs))]
-    with unchanged([*model.modules()], inputs) as random_again:
+    with unchanged([*model.modules()], inputs) as restore_random_state:
 
         def measured() -> int | None:
-            random_again()
+            restore_random_state()
             return _saved_bytes(model, args, kwargs)
 
         before = measured()
-        random_again()
+        restore_random_state()
         try:
             passes, unseen = [record(model, args, kwargs)], None
         except Exception as error:  # without gradients not all that runs with them does

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..utils.formatting import pattern_of, size_text, together
+from ..utils.formatting import merged_path, pattern_of, size_text
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class FuseReport:
             yield ""
             yield "not fused:"
             for (reason, _), modules in skipped.items():
-                yield f"  {together(modules) or self.name}: {reason}"
+                yield f"  {merged_path(modules) or self.name}: {reason}"
         if self.saved_bytes is not None:
             before, after = self.saved_bytes
             yield ""
@@ -100,5 +100,5 @@ def _columns(places: list[Replaced]) -> tuple[str, str, str]:
     pattern = first.activation if first.pattern == "activation" else f"{first.pattern} + {first.activation}"
     if "mlp" in first.pattern:
         pattern = f"{first.pattern}, {first.activation}"
-    paths = [together(paths) for paths in zip(*(place.modules for place in places), strict=True)]
+    paths = [merged_path(paths) for paths in zip(*(place.modules for place in places), strict=True)]
     return pattern, " + ".join(paths) or "the model", first.saves

@@ -30,7 +30,7 @@ from ..activations import Activation, InverseError, measure_inverse_error
 from ..backends import GradientRequest
 from ..backends.operations import BatchNorm, BatchNormRecompute
 from ..utils.isolation import in_clean_state
-from ..utils.layout import along, channels_last_format, others
+from ..utils.layout import along, channels_last_format, other_dims
 from .buffer_reuse import is_ours_alone, saved_under_hooks
 from .pointwise import apart, differentiable_gradients, is_batched
 
@@ -186,7 +186,7 @@ def _inexact_channels(z: Tensor, known: Known, b: Tensor | None, inverse_error: 
     allowed = inverse_error.limit * math.sqrt(z.numel() / z.shape[1]) * size.double()
     if bool(good.all() & (inverse_error.worst(torch.stack(torch.aminmax(z))) <= allowed.min()).all()):  # one wait
         return None
-    for end in (z.amin(others(z, 1)), z.amax(others(z, 1))):
+    for end in (z.amin(other_dims(z, 1)), z.amax(other_dims(z, 1))):
         good &= inverse_error.worst(end) <= allowed
     return (~good).nonzero().squeeze(1)
 

@@ -25,6 +25,7 @@ from ..nn.norm import NORM_TYPES, FusedBatchNormAct1d, FusedBatchNormAct2d
 from ..ops.batch_norm import WORTH_IT
 from ..plan import describe, save_beside_input, with_operands
 from ..utils.isolation import in_clean_state
+from . import explanation_plot
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: Inputs that derivatives are compared on.
@@ -90,10 +91,13 @@ class Explanation:
 
         Raises:
             ImportError: matplotlib is not installed.
+            ValueError: the function or its derivative raises an error.
         """
-        from .explanation_plot import draw
-
-        draw(self, path)
+        if not self.curves:
+            raise ValueError(
+                f"explain: {self.name} or its derivative raises an error, so that there is nothing to draw"
+            )
+        explanation_plot.draw(self.curves, f"{self.name}: {self.kind}", path)
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))

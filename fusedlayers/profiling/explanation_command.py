@@ -3,17 +3,13 @@
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..activations import activations
-from ..utils import cli_errors, import_object
+from ..utils import command_line
 from .explanation import explain
 
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-
-def register(commands: "Commands") -> None:
+def register(commands: "command_line.Commands") -> None:
     """Add `explain` to the commands."""
     parser = commands.add_parser(
         "explain",
@@ -30,16 +26,16 @@ def register(commands: "Commands") -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    with cli_errors.refusals("explain", ValueError, TypeError, ImportError, OSError):
-        cli_errors.check_files("explain", arguments.plot)
-        found = explain(find(arguments.activation))
+    with command_line.usage_errors("explain", ValueError, TypeError, ImportError, OSError):
+        command_line.check_output_files("explain", arguments.plot)
+        found = explain(activation_named(arguments.activation))
         if arguments.plot is not None:
             found.plot(arguments.plot)
     print(json.dumps(found.to_dict(), indent=1) if arguments.json else found)
     return 0
 
 
-def find(name: str) -> object:
+def activation_named(name: str) -> object:
     """The activation of that name, or what `module:attribute` names; a class that needs no arguments is called."""
     if ":" not in name:
         if name not in activations():
@@ -48,7 +44,7 @@ def find(name: str) -> object:
                 "others are written as module:attribute"
             )
         return name
-    found = import_object.find(name)
+    found = command_line.import_object(name)
     if not isinstance(found, type):
         return found
     try:

@@ -7,15 +7,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..fusion.fuse import fuse_on
-from ..utils import cli_errors, import_object
-from .memory_use import STAGES, MemoryReport, report_of
+from ..utils import command_line
+from .memory_results import MemoryReport
+from .memory_use import STAGES, report_of
 from .step import Step
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 #: What a factory may return.
 FORMS = (
@@ -24,7 +22,7 @@ FORMS = (
 )
 
 
-def register(commands: "Commands") -> None:
+def register(commands: "command_line.Commands") -> None:
     """Add `report` to the commands."""
     parser = commands.add_parser(
         "report",
@@ -46,11 +44,11 @@ def register(commands: "Commands") -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report, or why there is none. What the model or the factory raises comes with its traceback."""
-    with cli_errors.refusals("report", ValueError, ImportError, OSError):
-        cli_errors.check_files("memory_report", arguments.plot, arguments.json)
+    with command_line.usage_errors("report", ValueError, ImportError, OSError):
+        command_line.check_output_files("memory_report", arguments.plot, arguments.json)
         factory = factory_from(arguments.factory)
     made = factory()
-    with cli_errors.refusals("report", ValueError, TypeError, only_ours=True):
+    with command_line.usage_errors("report", ValueError, TypeError, only_ours=True):
         step = step_from(made, arguments.factory)
         with progress() as on_stage:
             found = report_of(step, on_stage)
@@ -62,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
                 found = report_of(step, on_stage)
             print("", fused, "", before.compare(found), sep="\n")
             values = {"before": values, "fuse": fused.to_dict(), "after": found.to_dict()}
-    with cli_errors.refusals("report", ValueError, ImportError, OSError):
+    with command_line.usage_errors("report", ValueError, ImportError, OSError):
         write(found, values, arguments)
     return 0
 
@@ -71,7 +69,7 @@ def factory_from(name: str) -> Callable[[], Any]:
     """What `module:factory` names."""
     if ":" not in name:
         raise ValueError(f"expected MODULE:FACTORY, got {name!r}; write package.module:function")
-    factory = import_object.find(name)
+    factory = command_line.import_object(name)
     if not callable(factory):
         raise ValueError(f"{name} is a {type(factory).__name__}, expected a function that returns a model and inputs")
     return factory

@@ -5,17 +5,15 @@ Heights are bytes. What is too low for a line of text has none; repeated blocks 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..utils.formatting import size_text
 from ..utils.plotting import new_figure
-from .table import entries_in, groups_of
-
-if TYPE_CHECKING:
-    from .memory_use import MemoryReport
+from .row_groups import entries_in, groups_of
+from .saved_rows import Row
 
 #: Of operations, the largest first; whatever is left is grey.
 DARK = ("#46729f", "#c25450", "#4f8045", "#85619a", "#8a6752")
@@ -50,33 +48,24 @@ class Box:
         return 1 + max((child.depth for child in self.children.values() if not child.operation), default=0)
 
 
-def draw(found: MemoryReport, path: str | PathLike[str]) -> None:
-    """Draw into a file, whose suffix says the format."""
-    if not found.saved_bytes:
-        raise ValueError(f"memory_report: {found.name} saves nothing for backward, so that there is nothing to draw")
-
+def draw(rows: Sequence[Row], model: str, title: str, path: str | PathLike[str]) -> None:
+    """Draw the saved activations of a model of this name into a file, whose suffix says the format."""
     figure = new_figure("memory_report", (WIDTH, HEIGHT))
-    root = tree(found)
-    colors = _colors(root)
+    root = tree(rows, model)
     axes = figure.subplots()
     axes.set(xlim=(0, root.depth + OPERATION), ylim=(1, 0))
     axes.set_axis_off()
-    _draw(axes, root, 0, 0.0, root.bytes, root.depth, colors)
-    axes.set_title(
-        f"{found.name}: {size_text(found.saved_bytes)} saved for backward; "
-        f"peak of forward and backward: {size_text(found.peak_bytes)} ({found.device})",
-        loc="left",
-        color=INK,
-    )
+    _draw(axes, root, 0, 0.0, root.bytes, root.depth, _colors(root))
+    axes.set_title(title, loc="left", color=INK)
     figure.savefig(path, dpi=120)
 
 
-def tree(found: MemoryReport) -> Box:
+def tree(rows: Sequence[Row], model: str) -> Box:
     """Modules in modules, and in the innermost ones what they save."""
-    root = Box(found.name)
-    for group in groups_of(found):
-        own_path = [] if group.path == found.name else _parts(group.path)
-        for entry in entries_in(group, found.name):
+    root = Box(model)
+    for group in groups_of(rows, model):
+        own_path = [] if group.path == model else _parts(group.path)
+        for entry in entries_in(group, model):
             box = root
             box.bytes += entry.bytes
             for part in own_path:

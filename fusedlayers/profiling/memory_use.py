@@ -2,96 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..memory import device_of, peak_bytes
 from ..utils.autograd_graph import is_leaf, leaves_of, nodes_of
-from ..utils.module_state import own_gradients, unchanged
+from ..utils.module_state import isolated_gradients, unchanged
 from ..utils.storages import tensors_in
-from .places import Places
-from .replay import LEAVES, PARAMETERS, SAVED, Peak, Replay
-from .rows import Row, existing, operation_of, row_of, users_of
+from .allocation_tracker import LEAVES, PARAMETERS, SAVED, AllocationTracker, Peak
+from .memory_results import MemoryReport
+from .module_tracker import ModuleTracker
+from .saved_rows import Row, operation_of, preexisting_kinds, row_of, savers_of
 from .step import Step, tensors_of
-
-if TYPE_CHECKING:
-    from .compare import Comparison
-
-
-@dataclass(frozen=True)
-class MemoryReport:
-    """What ``memory_report`` found. ``str()`` is a table, ``plot(path)`` a picture, ``compare(after)`` another table.
-
-    Attributes:
-        name: of the model's class, or of the function.
-        device: where it was measured.
-        rows: every saved storage once, the largest first.
-        peak_bytes: the most that the device's allocator has handed out at once in a forward and a backward pass.
-        estimated_peak_bytes: the most that was alive at once in another such pass, followed tensor by tensor.
-        parts: what the estimate consists of; the bytes of each part.
-        moment: when that was.
-    """
-
-    name: str
-    device: str
-    rows: tuple[Row, ...]
-    peak_bytes: int
-    estimated_peak_bytes: int
-    parts: Mapping[str, int]
-    moment: str
-
-    @property
-    def saved_bytes(self) -> int:
-        """The sum of the saved activations; of what was there before the call nothing counts."""
-        return self.bytes_of("activation")
-
-    @property
-    def rest_bytes(self) -> int:
-        """What of the measured peak the estimate does not explain; negative if it has too much."""
-        return self.peak_bytes - self.estimated_peak_bytes
-
-    def bytes_of(self, kind: str) -> int:
-        return sum(row.bytes for row in self.rows if row.kind == kind)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain values, for JSON."""
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        rows = [
-            vars(row) | {"shape": list(row.shape), "shared_with": [list(pair) for pair in row.shared_with]}
-            for row in self.rows
-        ]
-        sums = {"saved_bytes": self.saved_bytes, "rest_bytes": self.rest_bytes}
-        return own | sums | {"parts": dict(self.parts), "rows": rows}
-
-    def plot(self, path: str | PathLike[str]) -> None:
-        """Draw what is saved into a file, whose suffix says the format: modules beside the modules they consist of.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-            ValueError: nothing is saved.
-        """
-        from .memory_plot import draw
-
-        draw(self, path)
-
-    def compare(self, after: MemoryReport) -> Comparison:
-        """This report and a later one, side by side."""
-        from .compare import Comparison
-
-        return Comparison(self, after)
-
-    def __str__(self) -> str:
-        from .table import lines
-
-        return "\n".join(lines(self))
 
 
 def memory_report(
@@ -137,29 +64,29 @@ def report_of(step: Step, on_stage: Callable[[str], None]) -> MemoryReport:
             f"memory_report: model must be a module or a function, got {type(step.model).__name__}; "
             "pass the model itself, then its arguments"
         )
-    places = Places(step.model)
+    tracker = ModuleTracker(step.model)
     inputs = list(tensors_of((step.args, step.kwargs)))
-    device = _device([*tensors_in(places.modules), *inputs])
-    with unchanged(places.modules, inputs) as random_again:
+    device = _device([*tensors_in(tracker.modules), *inputs])
+    with unchanged(tracker.modules, inputs) as restore_random_state:
         on_stage(STAGES[0])
         loss = step.forward()
         nodes = nodes_of([loss])
         compiled = any(str(node.name()).startswith("CompiledFunction") for node in nodes)
         leaves = leaves_of(nodes)
-        with own_gradients(leaves):
+        with isolated_gradients(leaves):
             loss.backward()
         del loss, nodes
 
         on_stage(STAGES[1])
-        random_again()
-        with own_gradients(leaves):
-            rows, peak = _follow(step, places, device, inputs, leaves, compiled)
+        restore_random_state()
+        with isolated_gradients(leaves):
+            rows, peak = _follow(step, tracker, device, inputs, leaves, compiled)
 
         on_stage(STAGES[2])
-        random_again()
-        with own_gradients(leaves):
+        restore_random_state()
+        with isolated_gradients(leaves):
             measured = peak_bytes(step.run, device=device)
-    return MemoryReport(places.class_names[""], str(device), rows, measured, peak.bytes, peak.parts, peak.moment)
+    return MemoryReport(tracker.class_names[""], str(device), rows, measured, peak.bytes, peak.parts, peak.moment)
 
 
 def _device(tensors: list[Tensor]) -> torch.device:
@@ -175,50 +102,57 @@ def _device(tensors: list[Tensor]) -> torch.device:
 
 
 def _follow(
-    step: Step, places: Places, device: torch.device, inputs: list[Tensor], leaves: list[Tensor], compiled: bool
+    step: Step, tracker: ModuleTracker, device: torch.device, inputs: list[Tensor], leaves: list[Tensor], compiled: bool
 ) -> tuple[tuple[Row, ...], Peak]:
     """The rows of one step and its peak, as far as tensors tell."""
-    replay = Replay(device, lambda: places.current, places.class_names[""])
+    allocations = AllocationTracker(device, lambda: tracker.current, tracker.class_names[""])
     rows: list[Row] = []
 
     def run() -> None:
-        with places.noted():
-            with nullcontext() if compiled else replay:
+        with tracker.tracking():
+            with nullcontext() if compiled else allocations:
                 loss = step.forward()
             # In functions of their own, because no name may hold on to what the backward pass is to free.
-            rows.extend(_rows(nodes_of([loss]), places, replay, existing(places, inputs, leaves), compiled))
-            replay.phase = "backward"
-            with _told_of_nodes(replay, nodes_of([loss]), places), replay:
+            rows.extend(
+                _rows(nodes_of([loss]), tracker, allocations, preexisting_kinds(tracker, inputs, leaves), compiled)
+            )
+            allocations.phase = "backward"
+            with _following_nodes(allocations, nodes_of([loss]), tracker), allocations:
                 loss.backward()
         for kind, of_parameters in ((PARAMETERS, True), (LEAVES, False)):
             of_kind = (leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter) == of_parameters)
-            replay.mark(kind, (leaf.grad for leaf in of_kind if leaf.grad is not None))
+            allocations.set_kind(kind, (leaf.grad for leaf in of_kind if leaf.grad is not None))
 
-    replay.scratch.during(run)
-    return tuple(sorted(rows, key=lambda row: -row.bytes)), replay.peak()
+    allocations.scratch.during(run)
+    return tuple(sorted(rows, key=lambda row: -row.bytes)), allocations.peak()
 
 
-def _rows(nodes: list[Any], places: Places, replay: Replay, before: Mapping[int, str], compiled: bool) -> list[Row]:
-    """A row for each storage that the nodes save; the replay is told that it is saved."""
-    users = users_of(nodes, replay.device, places)
+def _rows(
+    nodes: list[Any], tracker: ModuleTracker, allocations: AllocationTracker, before: Mapping[int, str], compiled: bool
+) -> list[Row]:
+    """A row for each storage that the nodes save; the tracker of allocations marks it as saved."""
+    savers = savers_of(nodes, allocations.device, tracker)
     if compiled:
-        replay.know([*before, *existing(places, (), [leaf.grad for leaf in leaves_of(nodes) if leaf.grad is not None])])
-        replay.note("compiled code", [own[0].tensor for key, own in users.items() if key not in before])
-    replay.mark(SAVED, (own[0].tensor for own in users.values()))
+        gradients = [leaf.grad for leaf in leaves_of(nodes) if leaf.grad is not None]
+        allocations.set_preexisting([*before, *preexisting_kinds(tracker, (), gradients)])
+        allocations.record("compiled code", [own[0].tensor for key, own in savers.items() if key not in before])
+    allocations.set_kind(SAVED, (own[0].tensor for own in savers.values()))
     kinds = {
-        key: "activation" if replay.made(own[0].tensor.untyped_storage()) else before.get(key, "constant")
-        for key, own in users.items()
+        key: "activation" if allocations.allocated(own[0].tensor.untyped_storage()) else before.get(key, "constant")
+        for key, own in savers.items()
     }
-    return [row_of(own, kinds[key], places) for key, own in users.items()]
+    return [row_of(own, kinds[key], tracker) for key, own in savers.items()]
 
 
 @contextmanager
-def _told_of_nodes(replay: Replay, nodes: Sequence[Any], places: Places) -> Iterator[None]:
-    """The replay is told which node of the backward pass is running."""
+def _following_nodes(allocations: AllocationTracker, nodes: Sequence[Any], tracker: ModuleTracker) -> Iterator[None]:
+    """Tell the tracker of allocations which node of the backward pass is running, and for which module."""
     handles = []
     for node in nodes:
-        module = "" if is_leaf(node) else f" of {places.of_node(node._sequence_nr()) or places.class_names['']}"
-        handles.append(node.register_prehook(functools.partial(replay.enter, operation_of(node) + module)))
+        name = operation_of(node)
+        if not is_leaf(node):
+            name += f" of {tracker.module_of_node(node._sequence_nr()) or tracker.class_names['']}"
+        handles.append(node.register_prehook(functools.partial(allocations.enter_node, name)))
     del node, nodes
     try:
         yield

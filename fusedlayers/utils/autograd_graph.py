@@ -64,10 +64,10 @@ def checkpoints_of(nodes: Iterable[Any]) -> Iterator[tuple[Any, list[Tensor]]]:
                         held for held in getattr(frame, "saved_args", ()) if isinstance(held, SavedTensor)
                     ]
                     inputs += [tensor for held in raw for tensor in _tensors(held.data)]
-                    yield node, inputs + list(_tensors(_kept_by(frame)))
+                    yield node, inputs + list(_tensors(_saved_for_recompute(frame)))
 
 
-def _kept_by(frame: Any) -> list[Any]:
+def _saved_for_recompute(frame: Any) -> list[Any]:
     """What the function that a checkpoint will run again says that it keeps for that (``checkpoint/recompute.py``)."""
     found = []
     for cell in getattr(frame.recompute_fn, "__closure__", None) or ():

@@ -30,7 +30,7 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def together(modules: Iterable[str]) -> str:
+def merged_path(modules: Iterable[str]) -> str:
     """One path for paths that differ in their numbers: ``layer.0`` and ``layer.1`` are ``layer.0-1``."""
     columns = zip(*(module.split(".") for module in modules), strict=True)
     return ".".join(_span(set(column)) for column in columns)

@@ -21,10 +21,10 @@ def operand_along(operand: Tensor, dim: int, dims: int) -> Tensor:
 
 def sum_along(tensor: Tensor, dim: int) -> Tensor:
     """``tensor`` summed over all dimensions but ``dim``."""
-    return tensor.sum(others(tensor, dim)) if tensor.dim() > 1 else tensor
+    return tensor.sum(other_dims(tensor, dim)) if tensor.dim() > 1 else tensor
 
 
-def others(tensor: Tensor, dim: int) -> list[int]:
+def other_dims(tensor: Tensor, dim: int) -> list[int]:
     """All dimensions but ``dim``."""
     dims = tensor.dim()
     return [i for i in range(dims) if i != dim % dims]

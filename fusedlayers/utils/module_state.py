@@ -108,7 +108,7 @@ def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
 
 
 @contextmanager
-def own_gradients(leaves: Sequence[Tensor]) -> Iterator[None]:
+def isolated_gradients(leaves: Sequence[Tensor]) -> Iterator[None]:
     """Let gradients be accumulated into copies, or from nothing where there are none, and put the old ones back."""
     before = [leaf.grad for leaf in leaves]
     try:

@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from .._torch import sequence_number
 
 
-class Places:
+class ModuleTracker:
     """The paths of a model's modules, and which of them was running when."""
 
     def __init__(self, model: Callable[..., Any]) -> None:
@@ -41,13 +41,13 @@ class Places:
         """The innermost module that is running; empty outside of all, and for the model itself."""
         return self._stack[-1] if self._stack else ""
 
-    def of_node(self, number: int) -> str:
+    def module_of_node(self, number: int) -> str:
         """The innermost module that was running when autograd gave a node this number."""
         at = bisect.bisect_right(self._numbers, number) - 1
         return self._changes[at] if at >= 0 else ""
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def tracking(self) -> Iterator[None]:
         """Note which module runs, through hooks for all modules, that no module of the model has of its own."""
         thread = threading.get_ident()
 

@@ -14,7 +14,7 @@ from .._torch import tree_leaves
 from ..activations import Activation
 from ..utils.autograd_graph import checkpoints_of, saved_by
 from ..utils.storages import strided_parts
-from .places import Places
+from .module_tracker import ModuleTracker
 
 #: What a saved storage can be. Only activations count: the others were there before.
 KINDS = ("activation", "input", "parameter", "buffer", "constant")
@@ -46,7 +46,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class User:
+class Saver:
     """A node that saves a tensor, or part of one."""
 
     module: str
@@ -54,26 +54,26 @@ class User:
     tensor: Tensor
 
 
-def users_of(nodes: Sequence[Any], device: torch.device, places: Places) -> dict[int, list[User]]:
+def savers_of(nodes: Sequence[Any], device: torch.device, tracker: ModuleTracker) -> dict[int, list[Saver]]:
     """Who saves each storage of a device, in the order of the nodes; by the storage's address."""
-    users: dict[int, list[User]] = {}
+    savers: dict[int, list[Saver]] = {}
     saved = ((node, operation_of(node), saved_by(node)) for node in nodes)
     again = ((node, "checkpoint", tensors) for node, tensors in checkpoints_of(nodes))
     for node, operation, tensors in chain(saved, again):
-        module = places.of_node(node._sequence_nr())
+        module = tracker.module_of_node(node._sequence_nr())
         for tensor in tensors:
             for part in strided_parts(tensor):
                 if part.device == device and part.untyped_storage().nbytes():
-                    users.setdefault(part.untyped_storage()._cdata, []).append(User(module, operation, part))
-    return users
+                    savers.setdefault(part.untyped_storage()._cdata, []).append(Saver(module, operation, part))
+    return savers
 
 
-def row_of(users: Sequence[User], kind: str, places: Places) -> Row:
+def row_of(savers: Sequence[Saver], kind: str, tracker: ModuleTracker) -> Row:
     """The row of a storage that these save."""
-    first, pairs = users[0], dict.fromkeys((user.module, user.operation) for user in users)
+    first, pairs = savers[0], dict.fromkeys((saver.module, saver.operation) for saver in savers)
     return Row(
         first.module,
-        places.class_names[first.module],
+        tracker.class_names[first.module],
         first.operation,
         tuple(first.tensor.shape),
         str(first.tensor.dtype).removeprefix("torch."),
@@ -83,10 +83,10 @@ def row_of(users: Sequence[User], kind: str, places: Places) -> Row:
     )
 
 
-def existing(places: Places, inputs: Iterable[Tensor], leaves: Iterable[Tensor]) -> dict[int, str]:
+def preexisting_kinds(tracker: ModuleTracker, inputs: Iterable[Tensor], leaves: Iterable[Tensor]) -> dict[int, str]:
     """What kind of thing storages were before the call, by their addresses."""
-    buffers = (buffer for module in places.modules for buffer in module.buffers(recurse=False))
-    parameters = (parameter for module in places.modules for parameter in module.parameters(recurse=False))
+    buffers = (buffer for module in tracker.modules for buffer in module.buffers(recurse=False))
+    parameters = (parameter for module in tracker.modules for parameter in module.parameters(recurse=False))
     kinds = (("parameter", leaves), ("buffer", buffers), ("input", inputs), ("parameter", parameters))
     return {
         part.untyped_storage()._cdata: kind

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .._torch import TorchDispatchMode, tree_leaves
 from ..utils.storages import strided_parts
-from .scratch import CpuScratch, CudaScratch
+from .operator_scratch import CpuScratch, CudaScratch
 
 #: CUDA's allocator hands out multiples of this.
 CUDA_BLOCK = 512
@@ -29,7 +29,7 @@ SAVED = "saved for backward, still held"
 PARAMETERS = "gradients of parameters"
 LEAVES = "gradients of inputs"
 GRADIENTS = "gradients of activations"
-AGAIN = "computed again by checkpoints"
+RECOMPUTED = "computed again by checkpoints"
 OUTPUTS = "outputs of the forward pass, and temporaries"
 TEMPORARIES = "temporaries of the backward pass"
 SCRATCH = "scratch memory inside the operator"
@@ -51,17 +51,17 @@ class _Operator:
     name: str
     phase: str
     place: str
-    is_again: bool
+    is_recompute: bool
     log_end: int = 0
 
 
 @dataclass
-class _Born:
+class _Allocation:
     bytes: int
     operator: _Operator
 
 
-class Replay(TorchDispatchMode):
+class AllocationTracker(TorchDispatchMode):
     """The log of births and deaths of storages on a device.
 
     ``place`` is asked which module is running. Where none is, it is the ``model`` itself; and in the backward pass the
@@ -75,7 +75,7 @@ class Replay(TorchDispatchMode):
         self.device, self.place = device, place
         self.scratch = (CudaScratch if device.type == "cuda" else CpuScratch)(device)
         self.phase = "forward"
-        self.born: list[_Born] = []
+        self.allocations: list[_Allocation] = []
         self.operators: list[_Operator] = []
         self.kinds: dict[int, str] = {}
         self._log: list[tuple[int, int]] = []  # which storage, and by how much the memory changes
@@ -83,47 +83,47 @@ class Replay(TorchDispatchMode):
             int, int | None
         ] = {}  # address of a storage -> its place in ``born``; None if not born here
         self._watched: dict[int, weakref.ref[Any]] = {}
-        self._known: Container[int] | None = None
+        self._preexisting: Container[int] | None = None
         self._node = model  # as long as none is
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in _tensors((args, kwargs)):
             for storage in self._storages(tensor):
                 if storage._cdata not in self._numbers:
-                    if self._known is None or storage._cdata in self._known:
+                    if self._preexisting is None or storage._cdata in self._preexisting:
                         self._watch(storage, None)
                     elif self.operators:
-                        self._see(storage)
+                        self._record_storage(storage)
         return self._run(str(func), func, args, kwargs or {})
 
-    def know(self, existing: Container[int]) -> None:
+    def set_preexisting(self, existing: Container[int]) -> None:
         """Only storages at these addresses were there before. What else an operator reads and none has returned, as
         the buffers of compiled code, counts from then on."""
-        self._known = existing
+        self._preexisting = existing
 
-    def note(self, name: str, result: Any) -> None:
+    def record(self, name: str, result: Any) -> None:
         """Count tensors that no operator was seen to return, from now on, as those of one with this name."""
         self._run(name, lambda: result, (), {})
 
     def _run(self, name: str, function: Any, args: Any, kwargs: Any) -> Any:
-        is_again = self.phase == "backward" and torch.is_grad_enabled()
-        operator = _Operator(name, self.phase, self.place() or self._node, is_again)
+        is_recompute = self.phase == "backward" and torch.is_grad_enabled()
+        operator = _Operator(name, self.phase, self.place() or self._node, is_recompute)
         self.operators.append(operator)
         try:
             result = self.scratch.call(function, args, kwargs)
             for tensor in _tensors(result):
                 for storage in self._storages(tensor):
-                    self._see(storage)
+                    self._record_storage(storage)
         finally:
             operator.log_end = len(self._log)
         return result
 
-    def enter(self, place: str, gradients: Iterable[Any]) -> None:
+    def enter_node(self, place: str, gradients: Iterable[Any]) -> None:
         """A node of the graph is about to run, on these gradients."""
         self._node = place
-        self.mark(GRADIENTS, (gradient for gradient in gradients if isinstance(gradient, Tensor)))
+        self.set_kind(GRADIENTS, (gradient for gradient in gradients if isinstance(gradient, Tensor)))
 
-    def mark(self, kind: str, tensors: Iterable[Tensor]) -> None:
+    def set_kind(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Say what tensors are, of those that this run has made."""
         for tensor in tensors:
             for storage in self._storages(tensor):
@@ -131,7 +131,7 @@ class Replay(TorchDispatchMode):
                 if number is not None and self.kinds.get(number) != SAVED:
                     self.kinds[number] = kind
 
-    def made(self, storage: torch.UntypedStorage) -> bool:
+    def allocated(self, storage: torch.UntypedStorage) -> bool:
         """Whether this run has made it."""
         return self._numbers.get(storage._cdata) is not None
 
@@ -153,24 +153,24 @@ class Replay(TorchDispatchMode):
     def _kind(self, number: int) -> str:
         if number in self.kinds:
             return self.kinds[number]
-        operator = self.born[number].operator
+        operator = self.allocations[number].operator
         if operator.phase == "forward":
             return OUTPUTS
-        return AGAIN if operator.is_again else TEMPORARIES
+        return RECOMPUTED if operator.is_recompute else TEMPORARIES
 
     def _storages(self, tensor: Tensor) -> Iterable[torch.UntypedStorage]:
         return (part.untyped_storage() for part in strided_parts(tensor) if part.device == self.device)
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
+    def _record_storage(self, storage: torch.UntypedStorage) -> None:
         """Note that an operator has returned this storage, or that its size may have changed."""
         key, size = storage._cdata, self._size(storage)
         if key not in self._numbers:
-            self._watch(storage, len(self.born))
-            self.born.append(_Born(size, self.operators[-1]))
-            self._log.append((len(self.born) - 1, size))
-        elif (number := self._numbers[key]) is not None and self.born[number].bytes != size:  # it was resized
-            self._log.append((number, size - self.born[number].bytes))
-            self.born[number].bytes = size
+            self._watch(storage, len(self.allocations))
+            self.allocations.append(_Allocation(size, self.operators[-1]))
+            self._log.append((len(self.allocations) - 1, size))
+        elif (number := self._numbers[key]) is not None and self.allocations[number].bytes != size:  # it was resized
+            self._log.append((number, size - self.allocations[number].bytes))
+            self.allocations[number].bytes = size
 
     def _size(self, storage: torch.UntypedStorage) -> int:
         size = storage.nbytes()
@@ -180,12 +180,12 @@ class Replay(TorchDispatchMode):
         key = storage._cdata
         self._numbers[key] = number
 
-        def gone(_: Any) -> None:
+        def freed(_: Any) -> None:
             del self._watched[key], self._numbers[key]  # another storage may come to lie at this address
             if number is not None:
-                self._log.append((number, -self.born[number].bytes))
+                self._log.append((number, -self.allocations[number].bytes))
 
-        self._watched[key] = weakref.ref(storage, gone)
+        self._watched[key] = weakref.ref(storage, freed)
 
 
 def _tensors(tree: Any) -> Iterable[Tensor]:
