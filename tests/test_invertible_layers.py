@@ -282,7 +282,7 @@ def test_buffers_advance_once() -> None:
     for _ in range(2):
         for inner in (module, other):
             inner(*(x.float() for x in inputs)).sum().backward()
-    assert all(norm.num_batches_tracked == 2 for norm in module.modules() if isinstance(norm, nn.BatchNorm2d))
+    assert all(norm.num_batches_tracked == 2 for norm in module.modules() if isinstance(norm, fl.NORM_TYPES))
     for (name, a), b in zip(module.named_buffers(), other.buffers(), strict=True):
         assert torch.equal(a, b), name
     for inner in (module, other):  # also without a backward pass
