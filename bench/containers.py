@@ -371,8 +371,8 @@ def _verdict(found: dict[str, Any], name: str, memory: float, speed: float | Non
         return f"MISSED: {variant.get('error', 'not measured')}"
     takes, runs = _of(found, variant), 1 / variant["forward_backward"]["ratio"]
     met = takes <= memory and (speed is None or runs >= speed)
-    options = f"{memory:.2f}x" + ("" if speed is None else f" at {speed:.2f}x")
-    return f"{takes:.2f}x eager's memory at {runs:.2f}x its speed (options: {options}): {'met' if met else 'MISSED'}"
+    asked = f"{memory:.2f}x" + ("" if speed is None else f" at {speed:.2f}x")
+    return f"{takes:.2f}x eager's memory at {runs:.2f}x its speed (asked: {asked}): {'met' if met else 'MISSED'}"
 
 
 def _of(found: dict[str, Any], variant: dict[str, Any]) -> float:

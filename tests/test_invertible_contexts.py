@@ -508,6 +508,23 @@ def test_anomaly_detection_and_lazy_networks() -> None:
         assert_exact(module, randn(2, 8))
 
 
+def test_lazy_networks_draw_their_dropout_again() -> None:
+    """In the first call the numbers that initialize parameters come before the dropout's."""
+    torch.manual_seed(0)
+    module = fl.InvertibleSequential(
+        fl.AdditiveCoupling(nn.Sequential(nn.LazyLinear(4), nn.Dropout(0.5))), fl.AdditiveCoupling(dense())
+    ).double()
+    x = randn(16, 8).requires_grad_()
+    torch.manual_seed(1)
+    y = module(x)
+    found = torch.autograd.grad(loss_of(y), [x, *module.parameters()])
+    torch.manual_seed(1)
+    torch.empty(4, 4, dtype=torch.float64).uniform_(), torch.empty(4, dtype=torch.float64).uniform_()
+    again = module(x)
+    assert torch.equal(y, again)
+    assert worst(found, torch.autograd.grad(loss_of(again), [x, *module.parameters()])) <= EXACT
+
+
 def test_tensors_without_data_and_of_other_kinds() -> None:
     net().to("meta")(torch.randn(2, 8, device="meta")).sum().backward()
     with FakeTensorMode():

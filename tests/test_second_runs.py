@@ -131,6 +131,19 @@ def test_generators_of_ones_own() -> None:
         assert_equal(results[1], results[0])
 
 
+def test_generators_that_are_arguments() -> None:
+    generator, x = torch.Generator(), torch.randn(64, requires_grad=True)
+
+    def function(x: Tensor, generator: torch.Generator) -> Tensor:
+        return x * (x * torch.rand(64, generator=generator))
+
+    results = []
+    for call in (function, lambda *args: fl.sublinear(function, *args)):
+        generator.manual_seed(3)
+        results.append(grads(call(x, generator).sum(), x))
+    assert_equal(results[1], results[0])
+
+
 def test_cheap_notices_other_products() -> None:
     table: list[Tensor] = []
     linear = nn.Linear(8, 8, bias=False)
