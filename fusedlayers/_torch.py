@@ -33,7 +33,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.nn.modules import module as nn_module
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils import parametrize
@@ -54,7 +54,6 @@ __all__ = [
     "PROXY_MODE",
     "SELECTIVE_CHECKPOINT_MODES",
     "TO_COPY",
-    "BatchNormBase",
     "ConvBase",
     "DisableTorchFunction",
     "DropoutBase",
@@ -186,8 +185,6 @@ FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 
 #: Of batch norms, and of instance norms, lazy ones too.
 NormBase: type[_NormBase] = _NormBase
-#: Of batch norms.
-BatchNormBase: type[_BatchNorm] = _BatchNorm
 #: Of convolutions, transposed ones too.
 ConvBase: type[_ConvNd] = _ConvNd
 #: Of all dropouts.
