@@ -10,7 +10,8 @@ Private attributes of torch's objects are used where the objects are, and nowher
   ``_values``; storages: ``_cdata``;
 * modules: ``_parameters``, ``_buffers``, ``_modules``, ``_forward_hooks``, ``_forward_pre_hooks``, ``_backward_hooks``,
   ``_backward_pre_hooks``, ``_compiled_call_impl``, ``_save_to_state_dict``, ``_load_from_state_dict``,
-  ``_reversed_padding_repeated_twice`` (convolutions), ``_check_input_dim`` (batch norms); state dicts: ``_metadata``;
+  ``_non_persistent_buffers_set``, ``_reversed_padding_repeated_twice`` (convolutions), ``_check_input_dim`` (batch
+  norms); state dicts: ``_metadata``; styles of tensor parallelism: ``_prepare_input_fn``, ``_prepare_output_fn``;
 * nodes of autograd: ``_sequence_nr``, ``_raw_saved_*``, ``_saved_self``, ``_forward_cls`` (of a Function's node);
 * operators: ``_schema``, ``_overloadpacket``.
 
@@ -32,7 +33,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.nn.modules import module as nn_module
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils import parametrize
@@ -53,7 +54,6 @@ __all__ = [
     "PROXY_MODE",
     "SELECTIVE_CHECKPOINT_MODES",
     "TO_COPY",
-    "BatchNormBase",
     "ConvBase",
     "DisableTorchFunction",
     "DropoutBase",
@@ -185,8 +185,6 @@ FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 
 #: Of batch norms, and of instance norms, lazy ones too.
 NormBase: type[_NormBase] = _NormBase
-#: Of batch norms.
-BatchNormBase: type[_BatchNorm] = _BatchNorm
 #: Of convolutions, transposed ones too.
 ConvBase: type[_ConvNd] = _ConvNd
 #: Of all dropouts.

@@ -1,4 +1,4 @@
-"""The `fusedlayers` command: `fusedlayers demo` and what is added later.
+"""The `fusedlayers` command line.
 
 A command is a module with a function `register(commands)`, which adds a parser that names its `run(arguments) -> int`.
 Adding a command is adding its module to `COMMANDS`.

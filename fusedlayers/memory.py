@@ -1,11 +1,11 @@
-"""How many bytes a computation keeps for its backward pass, and how many it needs at its worst moment.
+"""How many bytes a computation saves for its backward pass, and how many it needs at its peak.
 
-``saved_bytes`` asks autograd: every tensor a node saves goes through saved-tensor hooks, which note its storage and let
-go of it when the node does. ``peak_bytes`` asks the allocators, because only they see everything: the operators' own
-temporaries, and the buffers of compiled code. Neither changes a result.
+``saved_bytes`` uses saved-tensor hooks: every tensor that a node saves passes through them, and its storage counts
+until the node releases it. ``peak_bytes`` uses the allocators' events, because only these include operators' own
+temporaries and the buffers of compiled code. Neither changes a result.
 
-What they do not see: memory that a library takes from the system behind torch's back (oneDNN's scratch space), what
-other Python threads allocate on the CPU, and saved tensors of a compressed sparse or opaque layout.
+Not counted: memory that a library takes from the system without torch's allocator (oneDNN's scratch space), what other
+Python threads allocate on the CPU, and saved tensors of a compressed sparse or opaque layout.
 """
 
 import os
@@ -37,7 +37,7 @@ def saved_bytes(function: Callable[..., Any], *args: Any, exclude: Any = ()) -> 
     Args:
         function: any callable of tensors; the graph is found through the tensors it returns.
         args: its arguments, passed on as they are.
-        exclude: what shall not count: a tensor, a module, or any nesting of lists, tuples and dicts of them; also an
+        exclude: what does not count: a tensor, a module, or any nesting of lists, tuples and dicts of them; also an
             iterator such as ``model.buffers()``.
 
     Example:
@@ -46,7 +46,7 @@ def saved_bytes(function: Callable[..., Any], *args: Any, exclude: Any = ()) -> 
         >>> fusedlayers.memory.saved_bytes(lambda x: (2 * x).relu(), x)  # relu keeps its output: 4 * 8 * 4 bytes
         128
     """
-    # Held in a list until the end: an address may only be compared while the storage at it lives.
+    # Held in a list until the end: an address identifies a storage only while that storage is alive.
     excluded = list(tensors_in(list(exclude) if isinstance(exclude, Iterator | Set) else exclude))
     ledger = _Ledger()
     for tensor in tensors_in((function, args)):
@@ -108,7 +108,7 @@ class _Ledger:
         self._left_out.update(part.untyped_storage()._cdata for part in strided_parts(tensor))
 
     def pack(self, tensor: Tensor) -> "_Saved":
-        # A weight is often saved as a view (`weight.t()`): its base is what tells a parameter.
+        # A weight is often saved as a view (`weight.t()`): whether it is a parameter is asked of the base.
         if _is_parameter(tensor) or (tensor._base is not None and _is_parameter(tensor._base)):
             return _Saved(tensor, (), self)
         return _Saved(tensor, [self._hold(part) for part in strided_parts(tensor)], self)
@@ -116,18 +116,18 @@ class _Ledger:
     def release(self, keys: Iterable[int]) -> None:
         for key in keys:
             self._holders[key] -= 1
-            if self._holders[key] == 0:  # from here on another storage may come to lie at this address
+            if self._holders[key] == 0:  # the address may be reused
                 del self._holders[key]
                 self._live_bytes -= self._bytes.pop(key)
 
     def total_bytes(self, result: Any) -> int:
-        """Return the peak, corrected by what only the finished graph of ``result`` shows."""
+        """Return the peak, corrected by what only the finished graph of ``result`` shows: leaves and attributes."""
         nodes = nodes_of(tensors_in(result))
-        # Compiled code saves detached views, which no longer tell that their base is a parameter.
+        # Compiled code saves detached views, whose base is not known to be a parameter.
         leaf_keys = {part.untyped_storage()._cdata for leaf in leaves_of(nodes) for part in strided_parts(leaf)}
         parameter_bytes = sum(self._bytes.get(key, 0) for key in leaf_keys)
         self._left_out |= leaf_keys
-        # Attributes of contexts bypass the hooks, and so does what a checkpoint keeps of its first run.
+        # Attributes of contexts bypass the hooks, and so does what a checkpoint holds for its recomputation.
         past_hooks = [tensor for node in nodes for tensor in attributes_of(node)]
         past_hooks += [tensor for _, tensors in checkpoints_of(nodes) for tensor in tensors]
         for tensor in past_hooks:
@@ -149,12 +149,12 @@ class _Ledger:
 
 
 class _Saved:
-    """What the graph keeps in place of a saved tensor; it lives exactly as long as the node keeps it."""
+    """What the graph holds in place of a saved tensor; it lives exactly as long as the node holds it."""
 
     __slots__ = ("keys", "ledger", "tensor", "version")
 
     def __init__(self, tensor: Tensor, keys: Iterable[int], ledger: _Ledger) -> None:
-        # Detached, because a saved output would otherwise hold the node that holds it: a cycle, and a leak.
+        # Detached: a saved output would otherwise reference the node that holds it, a cycle and a leak.
         self.tensor = tensor.detach()
         self.version = tensor._version
         self.keys = tuple(keys)
@@ -165,7 +165,7 @@ class _Saved:
 
 
 def _unpack(saved: _Saved) -> Tensor:
-    # Under hooks autograd leaves out this check of its own, and would go on with wrong gradients.
+    # Under hooks autograd skips this check, and would compute wrong gradients.
     if saved.tensor._version != saved.version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -189,9 +189,9 @@ def device_of(tree: Any) -> torch.device:
 
 def _cpu_peak_bytes(function: Callable[..., Any], *args: Any) -> int:
     # The profiler's allocation events, not torch.distributed._tools.mem_tracker.MemTracker: both report the same eager
-    # peaks (a Linear-GELU-Linear step: 3.4375 hidden buffers). But under a dispatch mode torch.compile falls back to
-    # eager without a word (3.4375, where the compiled step takes 2.4375), and what operators allocate inside themselves
-    # is not seen; and MemTracker takes views of untracked tensors for new memory and refuses a second root call.
+    # peaks (a Linear-GELU-Linear step: 3.4375 hidden buffers). But under a dispatch mode torch.compile silently falls
+    # back to eager (3.4375, where the compiled step takes 2.4375), and operators' scratch memory is not seen; and
+    # MemTracker counts views of untracked tensors as new memory and refuses a second root call.
     live = peak = 0
     for event in cpu_events(function, *args):
         if is_cpu_allocation(event):
@@ -201,7 +201,7 @@ def _cpu_peak_bytes(function: Callable[..., Any], *args: Any) -> int:
 
 
 def cpu_events(function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call ``function(*args)`` and return what the profiler saw, in order of time."""
+    """Call ``function(*args)`` and return the profiler's events, in order of time."""
     with _quiet_kineto(), torch.profiler.profile(profile_memory=True, acc_events=True, **_CPU_ONLY) as profiler:
         function(*args)
     results = profiler.profiler.kineto_results if profiler.profiler is not None else None
@@ -210,7 +210,7 @@ def cpu_events(function: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def is_cpu_allocation(event: Any) -> bool:
-    """Whether memory was allocated, or freed: ``event.nbytes()`` is negative then."""
+    """Whether the event is an allocation, or a release, of which ``event.nbytes()`` is negative."""
     return event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU
 
 

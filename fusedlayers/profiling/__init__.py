@@ -1,1 +1,1 @@
-"""What a layer keeps and why, what a model keeps and where, and the commands that print it."""
+"""``explain`` and ``memory_report``: what a layer saves and why, what a model saves and where; and their commands."""

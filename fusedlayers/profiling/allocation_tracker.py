@@ -1,10 +1,10 @@
-"""Follow one forward and one backward pass, tensor by tensor: what is alive at the worst moment, and what it is.
+"""Estimate the peak of one forward and backward pass from the lifetimes of storages, and say what is alive then.
 
-A dispatch mode sees what every operator returns, in the forward pass, in the backward pass and in what a checkpoint
-computes again. A storage counts from the operator that returns it until nobody holds it any more, which a weak
-reference tells. Storages that operators only read existed before, and do not count. What an operator takes for itself
-comes from ``scratch``. The code of ``torch.compile`` cannot be followed: a dispatch mode would have it run eagerly, so
-that its forward pass is not watched, and only what it saved is known.
+A dispatch mode sees what every operator returns: in the forward pass, in the backward pass and in what a checkpoint
+recomputes. A storage counts from the operator that returns it until it is freed, which a weak reference reports.
+Storages that operators only read existed before and do not count. ``operator_scratch`` measures what an operator
+allocates for itself. Compiled code cannot be followed, because under a dispatch mode it runs eagerly: its forward pass
+is not tracked, and only what it saved is known.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SCRATCH = "scratch memory inside the operator"
 
 @dataclass(frozen=True)
 class Peak:
-    """The worst moment: the bytes then, what they are, and which operator was running for whom."""
+    """The peak: the bytes, what they consist of, and which operator was running for which module or node."""
 
     bytes: int
     parts: Mapping[str, int]
@@ -46,11 +46,11 @@ class Peak:
 
 @dataclass
 class _Operator:
-    """A call: what was running it, and where it ends in the log."""
+    """A call of an operator: the module or node that made it, and where it ends in the log."""
 
     name: str
     phase: str
-    place: str
+    caller: str
     is_recompute: bool
     log_end: int = 0
 
@@ -62,29 +62,29 @@ class _Allocation:
 
 
 class AllocationTracker(TorchDispatchMode):
-    """The log of births and deaths of storages on a device.
+    """The log of the storages that are allocated and freed on a device.
 
-    ``place`` is asked which module is running. Where none is, it is the ``model`` itself; and in the backward pass the
-    node that ``enter`` has said.
+    Args:
+        current_module: returns the path of the module that is running; empty outside of all.
+        model: the caller where no module is running; in the backward pass the node that ``enter_node`` names.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, device: torch.device, place: Callable[[], str], model: str) -> None:
+    def __init__(self, device: torch.device, current_module: Callable[[], str], model: str) -> None:
         super().__init__()
-        self.device, self.place = device, place
+        self.device, self._current_module = device, current_module
         self.scratch = (CudaScratch if device.type == "cuda" else CpuScratch)(device)
         self.phase = "forward"
         self.allocations: list[_Allocation] = []
         self.operators: list[_Operator] = []
         self.kinds: dict[int, str] = {}
-        self._log: list[tuple[int, int]] = []  # which storage, and by how much the memory changes
-        self._numbers: dict[
-            int, int | None
-        ] = {}  # address of a storage -> its place in ``born``; None if not born here
+        self._log: list[tuple[int, int]] = []  # index of an allocation, and by how many bytes the memory changes
+        #: Address of a storage -> its index in ``allocations``; None if it existed before.
+        self._numbers: dict[int, int | None] = {}
         self._watched: dict[int, weakref.ref[Any]] = {}
         self._preexisting: Container[int] | None = None
-        self._node = model  # as long as none is
+        self._caller = model
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in _tensors((args, kwargs)):
@@ -96,18 +96,18 @@ class AllocationTracker(TorchDispatchMode):
                         self._record_storage(storage)
         return self._run(str(func), func, args, kwargs or {})
 
-    def set_preexisting(self, existing: Container[int]) -> None:
-        """Only storages at these addresses were there before. What else an operator reads and none has returned, as
-        the buffers of compiled code, counts from then on."""
-        self._preexisting = existing
+    def set_preexisting(self, addresses: Container[int]) -> None:
+        """Declare that only the storages at these addresses existed before. Others that an operator reads and none has
+        returned, such as the buffers of compiled code, count from the time they are read."""
+        self._preexisting = addresses
 
     def record(self, name: str, result: Any) -> None:
-        """Count tensors that no operator was seen to return, from now on, as those of one with this name."""
+        """Count tensors that no tracked operator returned, from now on, as the result of one with this name."""
         self._run(name, lambda: result, (), {})
 
     def _run(self, name: str, function: Any, args: Any, kwargs: Any) -> Any:
         is_recompute = self.phase == "backward" and torch.is_grad_enabled()
-        operator = _Operator(name, self.phase, self.place() or self._node, is_recompute)
+        operator = _Operator(name, self.phase, self._current_module() or self._caller, is_recompute)
         self.operators.append(operator)
         try:
             result = self.scratch.call(function, args, kwargs)
@@ -118,13 +118,13 @@ class AllocationTracker(TorchDispatchMode):
             operator.log_end = len(self._log)
         return result
 
-    def enter_node(self, place: str, gradients: Iterable[Any]) -> None:
-        """A node of the graph is about to run, on these gradients."""
-        self._node = place
+    def enter_node(self, node: str, gradients: Iterable[Any]) -> None:
+        """Record that a node of the graph is about to run, on these gradients."""
+        self._caller = node
         self.set_kind(GRADIENTS, (gradient for gradient in gradients if isinstance(gradient, Tensor)))
 
     def set_kind(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Say what tensors are, of those that this run has made."""
+        """Classify tensors; those that this run did not allocate are ignored."""
         for tensor in tensors:
             for storage in self._storages(tensor):
                 number = self._numbers.get(storage._cdata)
@@ -132,7 +132,7 @@ class AllocationTracker(TorchDispatchMode):
                     self.kinds[number] = kind
 
     def allocated(self, storage: torch.UntypedStorage) -> bool:
-        """Whether this run has made it."""
+        """Whether this run allocated the storage."""
         return self._numbers.get(storage._cdata) is not None
 
     def peak(self) -> Peak:
@@ -147,7 +147,7 @@ class AllocationTracker(TorchDispatchMode):
             return Peak(0, {}, "")
         for number, change in self._log[:until]:
             parts[self._kind(number)] += change
-        where = f"{worst.name.removesuffix('.default')} for {worst.place}"
+        where = f"{worst.name.removesuffix('.default')} for {worst.caller}"
         return Peak(most, {kind: size for kind, size in parts.most_common() if size}, f"{worst.phase} pass, {where}")
 
     def _kind(self, number: int) -> str:
@@ -162,7 +162,7 @@ class AllocationTracker(TorchDispatchMode):
         return (part.untyped_storage() for part in strided_parts(tensor) if part.device == self.device)
 
     def _record_storage(self, storage: torch.UntypedStorage) -> None:
-        """Note that an operator has returned this storage, or that its size may have changed."""
+        """Record that the last operator returned this storage, or may have resized it."""
         key, size = storage._cdata, self._size(storage)
         if key not in self._numbers:
             self._watch(storage, len(self.allocations))
@@ -181,7 +181,7 @@ class AllocationTracker(TorchDispatchMode):
         self._numbers[key] = number
 
         def freed(_: Any) -> None:
-            del self._watched[key], self._numbers[key]  # another storage may come to lie at this address
+            del self._watched[key], self._numbers[key]  # the address may be reused
             if number is not None:
                 self._log.append((number, -self.allocations[number].bytes))
 

@@ -122,7 +122,7 @@ def explain(activation: object) -> Explanation:
     shape = _shape(resolved)
     record = _specialised(resolved, shape)
     kind, reason = _kind(record)
-    given = _given(record, layer)
+    given = _evaluated_from(record, layer)
     if layer is not None and given == "input" and kind in ("monotone", "folded"):
         again = layer.save == "recompute"
         reason = f"the layer {'computes its input again' if again else 'keeps its input'}, which tells the derivative"
@@ -172,7 +172,7 @@ def _kind(record: Activation) -> tuple[str, str]:
 
 
 def _specialised(record: Activation, shape: tuple[int, ...]) -> Activation:
-    """As a layer in float32 has it, whatever the function's own tensors are."""
+    """As a layer in float32 uses it, whatever the dtypes of the function's own tensors."""
     if not record.needs_tracing:
         return record
     return with_operands(resolve(_in_dtype(record, torch.float32)[1]), shape, torch.float32).activation
@@ -232,7 +232,7 @@ def _measure(
         kind = FusedBatchNormAct1d if len(shape) == 2 else FusedBatchNormAct2d
         norm = kind.torchs(shape[1], dtype=dtype)
         if layer.weight is not None and not layer.weight.is_meta:
-            # Channels as the layer's own, again and again.
+            # The layer's own channels, repeated.
             with torch.no_grad():
                 for own, parameter in ((norm.weight, layer.weight), (norm.bias, layer.bias)):
                     own.copy_(parameter.repeat(-(-shape[1] // len(parameter)))[: shape[1]])
@@ -248,7 +248,7 @@ def _measure(
 def _kept_by_block(
     layer: FusedBlock, function: Callable[[Tensor], Tensor], activation: object, hidden: Tensor, dtype: torch.dtype
 ) -> tuple[float, ...]:
-    """For each hidden element, by eager PyTorch and by the block."""
+    """Bytes saved for each hidden element, by eager PyTorch and by the block."""
     rows, size = hidden.shape
     block = type(layer)(8, size, 8, activation, save=layer.save, dtype=dtype)
     x = torch.randn(rows, 8, dtype=dtype)
@@ -301,8 +301,8 @@ def _curves(resolved: Activation, shape: tuple[int, ...]) -> Mapping[str, Tensor
         return {}
 
 
-def _given(record: Activation, layer: WithActivation | None) -> str:
-    """What the derivative is had from: "output" or "input"."""
+def _evaluated_from(record: Activation, layer: WithActivation | None) -> str:
+    """What the derivative is evaluated from: "output" or "input"."""
     if record.output_refusal(torch.float32) is not None or isinstance(layer, FusedGatedMLP):
         return "input"
     return "input" if layer is not None and layer.save in ("input", "recompute") else "output"

@@ -1,6 +1,6 @@
-"""A picture of what is saved: an icicle, read from left to right, from the model to modules, and on to what they save.
+"""An icicle plot of what a model saves: from left to right the model, its modules, and the operations that save.
 
-Heights are bytes. What is too low for a line of text has none; repeated blocks are one, as in the table.
+Heights are bytes. Boxes too low for a line of text have none; repeated blocks are one box, as in the table.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..utils.plotting import new_figure
 from .row_groups import entries_in, groups_of
 from .saved_rows import Row
 
-#: Of operations, the largest first; whatever is left is grey.
+#: Colours of operations, the largest first; all others are grey.
 DARK = ("#46729f", "#c25450", "#4f8045", "#85619a", "#8a6752")
 LIGHT = ("#f2a65a", "#8ecac6", "#e3c25c", "#eea6c0")
 COLORS = (DARK[0], LIGHT[0], DARK[1], LIGHT[1], DARK[2], LIGHT[2], DARK[3], LIGHT[3], DARK[4])
@@ -23,15 +23,15 @@ OTHERS = "#b7bcc3"
 MODULES = ("#dfe5ec", "#e7ecf1", "#eef1f5", "#f4f6f9")
 INK = "#22303c"
 WIDTH, HEIGHT, FONT = 14, 8.5, 8
-#: How many columns an operation takes.
+#: Width of an operation, in columns.
 OPERATION = 1.7
-#: What a line of text takes of the picture's height, and how many characters of it fit an inch.
+#: Height of a line of text as a share of the picture, and characters per inch.
 LINE, CHARACTERS = 0.0175, 14.5
 
 
 @dataclass
 class Box:
-    """A module with what is in it, or, without children, an operation."""
+    """A module with its children, or, without children, an operation."""
 
     name: str
     bytes: int = 0
@@ -44,7 +44,7 @@ class Box:
 
     @property
     def depth(self) -> int:
-        """How many columns of modules it takes."""
+        """Columns of modules, this one included."""
         return 1 + max((child.depth for child in self.children.values() if not child.operation), default=0)
 
 
@@ -92,7 +92,7 @@ def _parts(path: str) -> list[str]:
 
 
 def _collapse(box: Box) -> None:
-    """A module with nothing but one module in it is drawn as one with that."""
+    """Merge a module that contains nothing but one module with that module."""
     while len(box.children) == 1 and not (child := next(iter(box.children.values()))).operation:
         box.name, box.children = f"{box.name}.{child.name}", child.children
     for child in box.children.values():

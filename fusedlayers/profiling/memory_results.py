@@ -42,12 +42,12 @@ class MemoryReport:
 
     @property
     def saved_bytes(self) -> int:
-        """The sum of the saved activations; of what was there before the call nothing counts."""
+        """The sum of the saved activations; what existed before the call does not count."""
         return self.bytes_of("activation")
 
     @property
     def rest_bytes(self) -> int:
-        """What of the measured peak the estimate does not explain; negative if it has too much."""
+        """The measured peak minus the estimate; negative where the estimate is too high."""
         return self.peak_bytes - self.estimated_peak_bytes
 
     def bytes_of(self, kind: str) -> int:

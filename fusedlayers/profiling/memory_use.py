@@ -58,7 +58,7 @@ STAGES = ("warming up", "following tensors", "measuring the peak")
 
 
 def report_of(step: Step, on_stage: Callable[[str], None]) -> MemoryReport:
-    """``memory_report``, which tells ``on_stage`` what comes next."""
+    """``memory_report``; calls ``on_stage`` with the name of each run before it begins."""
     if not callable(step.model):
         raise TypeError(
             f"memory_report: model must be a module or a function, got {type(step.model).__name__}; "
@@ -90,7 +90,7 @@ def report_of(step: Step, on_stage: Callable[[str], None]) -> MemoryReport:
 
 
 def _device(tensors: list[Tensor]) -> torch.device:
-    """Where to measure."""
+    """The device to measure."""
     device = device_of(tensors)
     others = {tensor.device.type for tensor in tensors} - {"cpu", "cuda"}
     if others and device.type == "cpu":
@@ -104,7 +104,7 @@ def _device(tensors: list[Tensor]) -> torch.device:
 def _follow(
     step: Step, tracker: ModuleTracker, device: torch.device, inputs: list[Tensor], leaves: list[Tensor], compiled: bool
 ) -> tuple[tuple[Row, ...], Peak]:
-    """The rows of one step and its peak, as far as tensors tell."""
+    """The rows of one step, and its peak as estimated from the lifetimes of storages."""
     allocations = AllocationTracker(device, lambda: tracker.current, tracker.class_names[""])
     rows: list[Row] = []
 
@@ -112,7 +112,7 @@ def _follow(
         with tracker.tracking():
             with nullcontext() if compiled else allocations:
                 loss = step.forward()
-            # In functions of their own, because no name may hold on to what the backward pass is to free.
+            # In functions of their own: no local variable may hold what the backward pass is to free.
             rows.extend(
                 _rows(nodes_of([loss]), tracker, allocations, preexisting_kinds(tracker, inputs, leaves), compiled)
             )

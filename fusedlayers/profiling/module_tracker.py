@@ -1,8 +1,8 @@
 """Which module was running when a node of the graph was made.
 
-Autograd numbers nodes in the order in which a thread makes them. The number at which each module starts and ends says
-of every node whose it is, afterwards, and nothing has to look on while tensors are saved: saved-tensor hooks would make
-this library's own layers, and others' that reuse buffers, keep copies.
+Autograd numbers nodes in the order in which a thread makes them. The tracker records the number at which each module
+starts and ends, so that every node can be assigned to a module afterwards. Saved-tensor hooks would not do: under them
+this library's own layers, and others that reuse buffers, save copies.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .._torch import sequence_number
 
 
 class ModuleTracker:
-    """The paths of a model's modules, and which of them was running when."""
+    """The paths of a model's modules, and which of them ran when."""
 
     def __init__(self, model: Callable[..., Any]) -> None:
         self.class_names: dict[str, str] = {"": _name(model)}
-        self.modules: list[nn.Module] = []  # held, so that no other module comes to have the same id
+        self.modules: list[nn.Module] = []  # held, so that ids stay unique
         self._paths: dict[int, str] = {}
         self._stack: list[str] = []
         self._numbers: list[int] = []
@@ -48,12 +48,12 @@ class ModuleTracker:
 
     @contextmanager
     def tracking(self) -> Iterator[None]:
-        """Note which module runs, through hooks for all modules, that no module of the model has of its own."""
+        """Record which module runs, by hooks for all modules of the process: the model's own hooks are not touched."""
         thread = threading.get_ident()
 
         def enter(module: nn.Module, *_: Any) -> None:
             if threading.get_ident() == thread:
-                if id(module) not in self._paths:  # made in the forward pass, or held by a function
+                if id(module) not in self._paths:  # created in the forward pass, or referenced by a function
                     self._name(module, ".".join(filter(None, (self.current, type(module).__name__))))
                 self._change(self._stack.append, self._paths[id(module)])
 
@@ -64,7 +64,7 @@ class ModuleTracker:
         handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
         try:
             with warnings.catch_warnings():
-                # That the hooks fire for the wrapper of a compiled module too, which does no harm here.
+                # The hooks fire for the wrapper of a compiled module too, which is harmless here.
                 warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
                 yield
         finally:

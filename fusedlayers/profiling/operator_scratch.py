@@ -1,8 +1,7 @@
-"""What an operator allocates for itself while it runs, and frees before it returns: nobody outside ever sees it.
+"""Scratch memory: what an operator allocates while it runs, and frees before it returns.
 
-A depthwise convolution on a CPU takes several times its output. The allocators know: a profiler, which runs alongside
-and in which every operator is marked, has the CPU's word; CUDA keeps a peak of its own, which is reset before every
-operator.
+A depthwise convolution on a CPU takes several times its output. Only the allocators see it. On a CPU a profiler records
+their events, and every operator is marked in the profile; CUDA keeps a peak, which is reset before every operator.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ..memory import cpu_events, is_cpu_allocation
 
 
 class CpuScratch:
-    """Bytes of each operator, in the order of calls; known when ``during`` is over."""
+    """Scratch bytes of each operator, in the order of calls; available after ``during``."""
 
     _MARK = "fusedlayers operator"
 
@@ -45,7 +44,7 @@ class CpuScratch:
 
 
 class CudaScratch:
-    """The same on a GPU."""
+    """The same on a GPU, available at once."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

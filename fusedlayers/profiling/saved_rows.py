@@ -1,4 +1,4 @@
-"""What a graph keeps: a row for each storage, and who saved it."""
+"""What a graph saves: a row for each storage, with the modules and operations that saved it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..utils.autograd_graph import checkpoints_of, saved_by
 from ..utils.storages import strided_parts
 from .module_tracker import ModuleTracker
 
-#: What a saved storage can be. Only activations count: the others were there before.
+#: What a saved storage can be. Only activations count: the others existed before the call.
 KINDS = ("activation", "input", "parameter", "buffer", "constant")
 
 
@@ -30,7 +30,7 @@ class Row:
         operation: what saved it first: a node of autograd, such as GeluBackward0, or an operation of this library.
         shape, dtype: of the tensor that was saved first; others can be views of the same storage.
         bytes: of the whole storage, which a view keeps alive.
-        kind: "activation"; or, of what was there before the call and does not count, "input", "parameter", "buffer",
+        kind: "activation"; or, of what existed before the call and does not count, "input", "parameter", "buffer",
             or "constant" (a tensor from elsewhere).
         shared_with: the other (module, operation) pairs that saved it.
     """
@@ -55,11 +55,11 @@ class Saver:
 
 
 def savers_of(nodes: Sequence[Any], device: torch.device, tracker: ModuleTracker) -> dict[int, list[Saver]]:
-    """Who saves each storage of a device, in the order of the nodes; by the storage's address."""
+    """The nodes that save each storage of a device, in their order; by the storage's address."""
     savers: dict[int, list[Saver]] = {}
     saved = ((node, operation_of(node), saved_by(node)) for node in nodes)
-    again = ((node, "checkpoint", tensors) for node, tensors in checkpoints_of(nodes))
-    for node, operation, tensors in chain(saved, again):
+    recomputed = ((node, "checkpoint", tensors) for node, tensors in checkpoints_of(nodes))
+    for node, operation, tensors in chain(saved, recomputed):
         module = tracker.module_of_node(node._sequence_nr())
         for tensor in tensors:
             for part in strided_parts(tensor):
@@ -69,7 +69,7 @@ def savers_of(nodes: Sequence[Any], device: torch.device, tracker: ModuleTracker
 
 
 def row_of(savers: Sequence[Saver], kind: str, tracker: ModuleTracker) -> Row:
-    """The row of a storage that these save."""
+    """The row of the storage that these nodes save."""
     first, pairs = savers[0], dict.fromkeys((saver.module, saver.operation) for saver in savers)
     return Row(
         first.module,
@@ -84,7 +84,7 @@ def row_of(savers: Sequence[Saver], kind: str, tracker: ModuleTracker) -> Row:
 
 
 def preexisting_kinds(tracker: ModuleTracker, inputs: Iterable[Tensor], leaves: Iterable[Tensor]) -> dict[int, str]:
-    """What kind of thing storages were before the call, by their addresses."""
+    """The kinds of the storages that existed before the call, by their addresses."""
     buffers = (buffer for module in tracker.modules for buffer in module.buffers(recurse=False))
     parameters = (parameter for module in tracker.modules for parameter in module.parameters(recurse=False))
     kinds = (("parameter", leaves), ("buffer", buffers), ("input", inputs), ("parameter", parameters))
@@ -97,7 +97,7 @@ def preexisting_kinds(tracker: ModuleTracker, inputs: Iterable[Tensor], leaves: 
 
 
 def operation_of(node: Any) -> str:
-    """The name of a node: autograd's, such as GeluBackward0. Of this library's: what it is, and the activation."""
+    """The name of a node, such as GeluBackward0; of this library's nodes the Function's name and the activation."""
     function = getattr(type(node), "_forward_cls", None)
     if function is None or not function.__module__.startswith("fusedlayers."):
         return str(node.name())

@@ -1,4 +1,4 @@
-"""What is measured: one call of a model, its loss, and the backward pass."""
+"""The training step that a memory report measures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..utils.storages import tensors_in
 
 @dataclass(frozen=True)
 class Step:
-    """What is measured: a model on its arguments, the loss, and the backward pass."""
+    """One call of a model on its arguments, the loss, and the backward pass."""
 
     model: Callable[..., Any]
     args: tuple[Any, ...]
@@ -23,7 +23,7 @@ class Step:
     loss: Callable[[Any], Tensor] | None = None
 
     def forward(self) -> Tensor:
-        """The loss of one call. The outputs are let go of."""
+        """The loss of one call. No reference to the outputs is held."""
         result = self.model(*self.args, **self.kwargs)
         if self.loss is not None:
             loss = self.loss(result)

@@ -1,1 +1,1 @@
-"""What has no subject of its own: memory layouts, formatting, a bounded cache."""
+"""Helpers without a subject of their own: memory layouts, formatting, a bounded cache."""

@@ -1,4 +1,4 @@
-"""A graph that autograd has built: its nodes, what each keeps, and the leaves it leads to."""
+"""An autograd graph: its nodes, what each saves, and its leaves."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from .._torch import SavedTensor, tree_leaves
 
-#: What begins the names of a node's saved tensors as they lie there, before any unpacking.
+#: Prefix of the names of a node's saved tensors, packed as they are.
 RAW = "_raw_saved_"
 
 
 def nodes_of(tensors: Iterable[Tensor]) -> list[Any]:
-    """All nodes that tensors were computed by, in the order in which they were made; those of leaves come last."""
+    """All nodes of the tensors' graph, in the order in which they were created; those of leaves come last."""
     pending = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen = set(pending)
     while pending:
@@ -26,7 +26,7 @@ def nodes_of(tensors: Iterable[Tensor]) -> list[Any]:
 
 
 def leaves_of(nodes: Sequence[Any]) -> list[Tensor]:
-    """The tensors that gradients are accumulated for."""
+    """The tensors that gradients are accumulated into."""
     return [node.variable for node in nodes if is_leaf(node)]
 
 
@@ -35,10 +35,10 @@ def is_leaf(node: Any) -> bool:
 
 
 def saved_by(node: Any) -> Iterator[Tensor]:
-    """The tensors that a node keeps: saved ones, what saved-tensor hooks made of those, and attributes.
+    """The tensors that a node holds: saved tensors, what saved-tensor hooks packed them into, and attributes.
 
-    Nothing is unpacked: that would bring back from a disk, or compute again, what hooks have spared. A node that was
-    written in C++ outside torch does not show what it saves.
+    Nothing is unpacked: that would read from disk, or recompute, what hooks have moved or dropped. A node written in
+    C++ outside torch does not show what it saves.
     """
     for saved in () if is_leaf(node) else _raw(node):
         yield from _tensors(saved.data)
@@ -46,10 +46,10 @@ def saved_by(node: Any) -> Iterator[Tensor]:
 
 
 def checkpoints_of(nodes: Iterable[Any]) -> Iterator[tuple[Any, list[Tensor]]]:
-    """For each checkpoint its first node, and the inputs that it will compute again from.
+    """For each checkpoint its first node, and the inputs that it will recompute from.
 
-    The nodes of what will be computed again stand in the graph, and save next to nothing; the hooks that they have it
-    from hold the inputs, as saved tensors (torch 2.13) or on a node that does not stand in the graph (2.11).
+    The nodes of the checkpointed function are in the graph and save next to nothing. Their unpack hooks hold the
+    inputs, as saved tensors (torch 2.13) or on a node outside the graph (2.11).
     """
     seen = set()
     for node in nodes:
@@ -68,10 +68,10 @@ def checkpoints_of(nodes: Iterable[Any]) -> Iterator[tuple[Any, list[Tensor]]]:
 
 
 def _saved_for_recompute(frame: Any) -> list[Any]:
-    """What the function that a checkpoint will run again says that it keeps for that (``checkpoint/recompute.py``)."""
+    """What the function that a checkpoint will rerun declares to hold for that (``checkpoint/recompute.py``)."""
     found = []
     for cell in getattr(frame.recompute_fn, "__closure__", None) or ():
-        with suppress(ValueError):  # a name that has no value
+        with suppress(ValueError):  # an empty cell
             found.append(getattr(cell.cell_contents, "saved_for_recomputation", None))
     return found
 
@@ -88,5 +88,5 @@ def _raw(node: Any) -> Iterator[Any]:
             yield from raw if isinstance(raw, tuple | list) else (raw,)
 
 
-def _tensors(kept: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(kept) if isinstance(leaf, Tensor))
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))

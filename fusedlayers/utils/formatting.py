@@ -1,4 +1,4 @@
-"""How reports write sizes, and the paths of modules that are alike."""
+"""How reports print sizes, and the paths of similar modules."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def unit_for(size: int) -> tuple[str, int]:
-    """The unit that numbers up to this one read best in, and its bytes."""
+    """The unit for sizes up to this one, and its bytes."""
     power = min(max(size.bit_length() - 1, 0) // 10, len(UNITS) - 1)
     return UNITS[power], 1024**power
 
 
 def size_text(size: int) -> str:
-    """Bytes in the unit that they read best in."""
+    """Bytes, with a unit and three digits."""
     unit, scale = unit_for(size)
     return f"{size / scale:.{0 if size >= 100 * scale or scale == 1 else 1 if size >= 10 * scale else 2}f} {unit}"
 
 
 def pattern_of(module: str) -> tuple[str, ...]:
-    """What the paths of repeated blocks have in common: all but numbers."""
+    """A path with its numbers replaced by ``*``: the same for all repeated blocks."""
     return tuple("*" if part.isdecimal() else part for part in module.split("."))
 
 
 def first_line(error: BaseException) -> str:
-    """Of an error's message; its class where it has none."""
+    """The first line of an error's message; its class if there is no message."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 

@@ -1,4 +1,4 @@
-"""Run a function outside whatever the caller has switched on."""
+"""Run a function outside all of the caller's thread-local modes."""
 
 from __future__ import annotations
 

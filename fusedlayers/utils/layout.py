@@ -15,7 +15,7 @@ def along(b: Tensor, dim: int, dims: int) -> Tensor:
 
 
 def operand_along(operand: Tensor, dim: int, dims: int) -> Tensor:
-    """A tensor of one element, or of one for each index of ``dim``, shaped to broadcast likewise."""
+    """A tensor of one element, or of one for each index of ``dim``, shaped to broadcast along ``dim``."""
     return operand.reshape(()) if operand.numel() == 1 else along(operand.reshape(-1), dim, dims)
 
 
@@ -31,7 +31,7 @@ def other_dims(tensor: Tensor, dim: int) -> list[int]:
 
 
 class Layout(NamedTuple):
-    """A dense tensor in the order of its memory: each of ``channels`` has ``inner`` neighbours, ``outer`` times."""
+    """A dense tensor as (outer, channels, inner), in the order of its memory."""
 
     outer: int
     channels: int
@@ -39,7 +39,7 @@ class Layout(NamedTuple):
 
 
 def layout_along(tensor: Tensor, dim: int) -> Layout:
-    """How a dense tensor lies in memory as seen from one of its dimensions."""
+    """The layout of a dense tensor with ``dim`` as its channels."""
     channels = tensor.shape[dim] if tensor.dim() else 1
     # Neighbours along dim are as far apart as there are elements inside of it, whatever the order of the dimensions.
     inner = tensor.stride(dim) if channels > 1 else tensor.numel() // channels
@@ -57,7 +57,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def channels_last_format(tensor: Tensor) -> torch.memory_format | None:
-    """The format with the channels last that ``tensor`` has, if it has one and is not contiguous."""
+    """The channels-last format of ``tensor``, or None if it has none or is contiguous as well."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
     is_last = last is not None and tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous()
     return last if is_last else None

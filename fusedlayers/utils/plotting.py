@@ -1,4 +1,4 @@
-"""What the pictures of reports share: matplotlib, which need not be installed, and what it refuses."""
+"""What plots share: matplotlib, which is optional, and checks of the output format."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def new_figure(function: str, size: tuple[float, float]) -> Figure:
-    """An empty picture, of so many inches.
+    """An empty figure of this size in inches.
 
     Raises:
-        ImportError: matplotlib is not installed; ``function`` is who says so.
+        ImportError: matplotlib is not installed; the message begins with ``function``.
     """
     try:
         from matplotlib.figure import Figure  # not pyplot, which would choose a window system
@@ -26,6 +26,6 @@ def new_figure(function: str, size: tuple[float, float]) -> Figure:
 
 
 def check_format(function: str, path: str | os.PathLike[str]) -> None:
-    """Raise what drawing into a file of that name would, by drawing nothing into memory."""
+    """Raise what drawing into a file of that name would raise, by saving an empty figure to memory."""
     suffix = os.path.splitext(path)[1]
     new_figure(function, (1, 1)).savefig(io.BytesIO(), format=suffix[1:] or None)
