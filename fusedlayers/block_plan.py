@@ -179,7 +179,7 @@ def plan_block(
 ) -> tuple[BlockPlan, tuple[Tensor, ...]]:
     """The plan for a block's call, and the tensors that its activation reads."""
     tensors = sum((*first, last), ())  # weights and biases in turn
-    if torch.compiler.is_compiling() or not validation.are_plain(x, *tensors):
+    if torch.compiler.is_compiling() or not validation.are_plain((x, *tensors[::2]), tensors[1::2]):
         validation.check_block(options, x, first, last)
         choose_block_save(options, activation, autocast_dtype(x) or x.dtype)  # which may refuse
         return BlockPlan("by_layer", "eager", "layer by layer: each decides for itself"), ()

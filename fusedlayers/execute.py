@@ -248,7 +248,7 @@ def _layers(
 ) -> Tensor:
     (w, b), *others = _apart(options, first)
     save = "auto" if options.is_gated and options.save == "recompute" else options.save
-    is_usual = validation.are_plain(input, w, b, None)
+    is_usual = validation.are_plain((input, w), (b,))
     plan, record, operands = plan_dense(input, w, b, None, activation, save, is_usual)
     activated = PATHS[plan.path](plan, MATMUL, input, w, b, None, record, operands)
     return after_activation(activated, [F.linear(input, *other) for other in others], options.dropout, last)

@@ -65,7 +65,7 @@ def dense_bias_act(
     torch.Size([2, 4])
     """
     record = resolve(activation, "dense_bias_act")
-    is_usual = validation.are_plain(input, weight, bias, residual)
+    is_usual = validation.are_plain((input, weight), (bias, residual))
     if not is_usual:
         validation.check_tensors("dense_bias_act", {"input": input, "weight": weight}, bias=bias, residual=residual)
         tensors = (input, weight, bias, residual)
@@ -119,7 +119,7 @@ def conv_bias_act(
     torch.Size([2, 4, 4, 4])
     """
     record = resolve(activation, "conv_bias_act")
-    is_usual = validation.are_plain(input, weight, bias, residual)
+    is_usual = validation.are_plain((input, weight), (bias, residual))
     if not is_usual:
         validation.check_tensors("conv_bias_act", {"input": input, "weight": weight}, bias=bias, residual=residual)
         tensors = (input, weight, bias, residual)
@@ -177,7 +177,7 @@ def bias_act(
     tensor([1., 1., 1.])
     """
     record = activation if isinstance(activation, Activation) else resolve(activation, "bias_act")
-    is_usual = validation.are_plain(input, bias)
+    is_usual = validation.are_plain((input,), (bias,))
     if not is_usual:
         validation.check_tensors("bias_act", {"input": input}, bias=bias)
         tensors = (input, bias)
@@ -212,7 +212,7 @@ def batch_norm_act(
     """``activation(norm(input, weight, bias) + residual)``; public as the modules ``FusedBatchNormAct1d`` to ``3d``."""
     name = norm.function
     record = resolve(activation, name)
-    is_usual = validation.are_plain(input, weight, bias, residual)
+    is_usual = validation.are_plain((input,), (weight, bias, residual))
     if not is_usual:
         validation.check_tensors(name, {"input": input}, residual=residual)
         tensors = (input, weight, bias, residual)

@@ -20,10 +20,13 @@ SAVES = ("auto", "output", "input", "recompute")
 _PLAIN_TYPES = frozenset((Tensor, Parameter))
 
 
-def are_plain(*tensors: Tensor | None) -> bool:
+def are_plain(required: Sequence[Tensor], optional: Sequence[Tensor | None] = ()) -> bool:
     """Whether these are torch's own tensors, and no subclasses, which may compute something else."""
-    for tensor in tensors:
-        if tensor is not None and (type(tensor) not in _PLAIN_TYPES or tensor.is_nested):
+    for tensor in required:
+        if type(tensor) not in _PLAIN_TYPES or tensor.is_nested:
+            return False
+    for other in optional:
+        if other is not None and (type(other) not in _PLAIN_TYPES or other.is_nested):
             return False
     return True
 
@@ -58,7 +61,6 @@ def output_refused(function: str, activation: Activation, dtype: torch.dtype, re
 def check_call(operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None) -> None:
     """All checks of a layer's tensors, before anything is computed."""
     function = operation.function
-    weight = {} if w is None else {"weight": w}
     if isinstance(operation, BatchNorm):
         check_tensors(function, {"input": x}, residual=residual)
         check_norm(function, x, operation.allowed_dims, operation, weight=w, bias=b)
@@ -69,7 +71,7 @@ def check_call(operation: Operation, x: Tensor, w: Weight, b: Tensor | None, res
         if b is not None:
             check_bias(function, x, b, operation.dim)
     else:
-        check_tensors(function, {"input": x, **weight}, bias=b, residual=residual)
+        check_tensors(function, {"input": x, "weight": w}, bias=b, residual=residual)
         if isinstance(operation, Matmul):
             check_dense(function, x, w, b)
         else:

@@ -26,6 +26,10 @@ aten = torch.ops.aten
 
 _SELU_ALPHA = 1.6732632423543772848170429916717
 _SELU_SCALE = 1.0507009873554804934193349852946
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+#: Above threshold/beta torch's softplus is linear, so it jumps down by exp(-threshold)/beta there. From this threshold
+#: on the jump is below float32's rounding of the derivative.
+_SOFTPLUS_SEAMLESS = 16.0
 
 
 def _given_positive(name: str, value: float, below: str) -> str | None:
@@ -33,138 +37,14 @@ def _given_positive(name: str, value: float, below: str) -> str | None:
     return None if value >= 0 else f"with {name} = {value:g} {below}, so the output does not tell the derivative"
 
 
-# --- piecewise linear -------------------------------------------------------------------------------------------------
-
-register(
-    Row(
-        "identity",
-        lambda z: z,
-        derivative_given_output=torch.ones_like,
-        inverse=lambda y: y,
-        stands_for=((nn.Identity, {}),),
-    )
-)
-
-register(
-    Row(
-        "relu",
-        torch.relu,
-        derivative_given_output=lambda y: torch.where(y > 0, 1.0, 0.0),
-        stands_for=((nn.ReLU, {}), (F.relu, {}), (torch.relu, {})),
-        native=Native(
-            torch.relu_,
-            (aten.threshold_backward, lambda dy, y: (dy, y, 0)),
-            lambda dy, z: aten.threshold_backward(dy, z, 0),
-        ),
-    )
-)
-
-register(
-    Row(
-        "leaky_relu",
-        F.leaky_relu,
-        {"negative_slope": 0.01},
-        derivative_given_output=lambda y, negative_slope: torch.where(y > 0, 1.0, torch.full_like(y, negative_slope)),
-        parameter_refusal=lambda negative_slope: _given_positive(
-            "negative_slope", negative_slope, "the function turns at 0"
-        ),
-        # Without a float32 reciprocal of the slope there is no inverse.
-        inverse=lambda y, negative_slope: (
-            y * math.nan if abs(negative_slope) < 1e-38 else F.leaky_relu(y, 1 / negative_slope)
-        ),
-        stands_for=((nn.LeakyReLU, {}), (F.leaky_relu, {})),
-        native=Native(
-            aten.leaky_relu_.default,
-            (aten.leaky_relu_backward, lambda dy, y, negative_slope: (dy, y, negative_slope, True)),
-            lambda dy, z, negative_slope: aten.leaky_relu_backward(dy, z, negative_slope, False),
-            post_op=lambda negative_slope: ("leaky_relu", [negative_slope], ""),
-        ),
-    )
-)
-
-register(
-    Row(
-        "relu6",
-        F.relu6,
-        derivative_given_output=lambda y: torch.where((y > 0) & (y < 6), 1.0, 0.0),
-        stands_for=((nn.ReLU6, {}), (F.relu6, {})),
-        native=Native(
-            aten.relu6_.default,
-            (aten.hardtanh_backward, lambda dy, y: (dy, y, 0, 6)),
-        ),
-    )
-)
-
-register(
-    Row(
-        "hardtanh",
-        F.hardtanh,
-        {"min_val": -1.0, "max_val": 1.0},
-        derivative_given_output=lambda y, min_val, max_val: torch.where((y > min_val) & (y < max_val), 1.0, 0.0),
-        flat_levels=("min_val", "max_val"),
-        stands_for=((nn.Hardtanh, {}), (F.hardtanh, {})),
-        native=Native(
-            aten.hardtanh_.default,
-            (aten.hardtanh_backward, lambda dy, y, min_val, max_val: (dy, y, min_val, max_val)),
-        ),
-    )
-)
-
-register(
-    Row(
-        "trelu",
-        F.threshold,
-        {"threshold": 1.0, "value": 0.0},
-        derivative_given_output=lambda y, threshold, value: torch.where(y > max(threshold, value), 1.0, 0.0),
-        flat_levels=("value",),  # rounding may lift it above the threshold
-        parameter_refusal=lambda threshold, value: (
-            None if value <= threshold else "with value > threshold a clamped output looks like one that was kept"
-        ),
-        stands_for=((nn.Threshold, {}), (F.threshold, {})),
-        native=Native(
-            aten.threshold_.default,
-            (aten.threshold_backward, lambda dy, y, threshold, value: (dy, y, max(threshold, value))),
-        ),
-    )
-)
-
-register(
-    Row(
-        "softshrink",
-        F.softshrink,
-        {"lambd": 0.5},
-        derivative_given_output=lambda y, lambd: torch.where(y == 0, 0.0, 1.0),
-        stands_for=((nn.Softshrink, {}), (F.softshrink, {})),
-    )
-)
-
-
 def _hardsigmoid(z: Tensor) -> Tensor:
     # F.hardsigmoid has no second derivative.
     return F.relu6(z + 3) / 6
 
 
-register(
-    Row(
-        "hardsigmoid",
-        _hardsigmoid,
-        derivative_given_output=lambda y: torch.where((y > 0) & (y < 1), torch.full_like(y, 1 / 6), 0.0),
-        stands_for=((nn.Hardsigmoid, {}), (F.hardsigmoid, {})),
-        native=Native(aten.hardsigmoid_.default),
-        plain=_hardsigmoid,
-    )
-)
-
-
-# --- smooth and monotone ----------------------------------------------------------------------------------------------
-
-
 def _squared_relu(z: Tensor) -> Tensor:
     positive = torch.relu(z)
     return positive * positive
-
-
-_FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def _squared_relu_derivative(y: Tensor) -> Tensor:
@@ -175,149 +55,13 @@ def _squared_relu_derivative(y: Tensor) -> Tensor:
     return torch.where(flat, 0.0, 2 * torch.sqrt(torch.where(flat, 1.0, y)))
 
 
-register(Row("squared_relu", _squared_relu, derivative_given_output=_squared_relu_derivative))
-
-register(
-    Row(
-        "tanh",
-        torch.tanh,
-        derivative_given_output=lambda y: 1 - y * y,
-        inverse=torch.atanh,
-        stands_for=((nn.Tanh, {}), (torch.tanh, {}), (F.tanh, {})),
-        native=Native(
-            torch.tanh_,
-            (aten.tanh_backward, lambda dy, y: (dy, y)),
-            post_op=lambda: ("tanh", [], ""),
-        ),
-    )
-)
-
-register(
-    Row(
-        "sigmoid",
-        torch.sigmoid,
-        derivative_given_output=lambda y: y * (1 - y),
-        inverse=lambda y: torch.log(y) - torch.log1p(-y),
-        stands_for=((nn.Sigmoid, {}), (torch.sigmoid, {}), (F.sigmoid, {})),
-        native=Native(
-            torch.sigmoid_,
-            (aten.sigmoid_backward, lambda dy, y: (dy, y)),
-            post_op=lambda: ("sigmoid", [], ""),
-        ),
-    )
-)
-
-register(
-    Row(
-        "elu",
-        F.elu,
-        {"alpha": 1.0},
-        derivative_given_output=lambda y, alpha: torch.where(y > 0, 1.0, y + alpha),
-        parameter_refusal=lambda alpha: _given_positive("alpha", alpha, "the function turns at 0"),
-        inverse=lambda y, alpha: torch.clamp(y, min=0) + torch.log1p(torch.clamp(y, max=0) / alpha),
-        stands_for=((nn.ELU, {}), (F.elu, {})),
-        native=Native(
-            aten.elu_.default,
-            (aten.elu_backward, lambda dy, y, alpha: (dy, alpha, 1, 1, True, y)),
-            lambda dy, z, alpha: aten.elu_backward(dy, alpha, 1, 1, False, z),
-        ),
-    )
-)
-
-register(
-    Row(
-        "selu",
-        F.selu,
-        derivative_given_output=lambda y: torch.where(y > 0, _SELU_SCALE, y + _SELU_SCALE * _SELU_ALPHA),
-        inverse=lambda y: (
-            torch.clamp(y, min=0) * (1 / _SELU_SCALE)
-            + torch.log1p(torch.clamp(y, max=0) * (1 / (_SELU_SCALE * _SELU_ALPHA)))
-        ),
-        stands_for=((nn.SELU, {}), (F.selu, {}), (torch.selu, {})),
-        native=Native(
-            torch.selu_,
-            (aten.elu_backward, lambda dy, y: (dy, _SELU_ALPHA, _SELU_SCALE, 1, True, y)),
-        ),
-    )
-)
-
-register(
-    Row(
-        "celu",
-        F.celu,
-        {"alpha": 1.0},
-        derivative_given_output=lambda y, alpha: torch.where(y > 0, 1.0, y / alpha + 1),
-        parameter_refusal=lambda alpha: _given_positive("alpha", alpha, "the function grows without bound below 0"),
-        inverse=lambda y, alpha: torch.clamp(y, min=0) + alpha * torch.log1p(torch.clamp(y, max=0) / alpha),
-        stands_for=((nn.CELU, {}), (F.celu, {}), (torch.celu, {})),
-        native=Native(
-            torch.celu_,
-            (aten.elu_backward, lambda dy, y, alpha: (dy, alpha, 1, 1 / alpha, True, y)),
-        ),
-    )
-)
-
-#: Above threshold/beta torch's softplus is linear, so it jumps down by exp(-threshold)/beta there. From this threshold
-#: on the jump is below float32's rounding of the derivative.
-_SOFTPLUS_SEAMLESS = 16.0
-
-register(
-    Row(
-        "softplus",
-        F.softplus,
-        {"beta": 1.0, "threshold": 20.0},
-        derivative_given_output=lambda y, beta, threshold: -torch.expm1(-beta * y),
-        parameter_refusal=lambda beta, threshold: (
-            None
-            if beta > 0 and threshold >= _SOFTPLUS_SEAMLESS
-            else f"with beta = {beta:g} and threshold = {threshold:g} the straight part overlaps the curved one"
-        ),
-        inverse=lambda y, beta, threshold: y + torch.log(-torch.expm1(-beta * y)) / beta,
-        stands_for=((nn.Softplus, {}), (F.softplus, {})),
-    )
-)
-
-register(
-    Row(
-        "logsigmoid",
-        F.logsigmoid,
-        derivative_given_output=lambda y: -torch.expm1(y),
-        inverse=lambda y: y - torch.log(-torch.expm1(y)),
-        stands_for=((nn.LogSigmoid, {}), (F.logsigmoid, {})),
-    )
-)
-
-
 def _softsign_derivative(y: Tensor) -> Tensor:
     remainder = 1 - torch.abs(y)
     return remainder * remainder
 
 
-register(
-    Row(
-        "softsign",
-        F.softsign,
-        derivative_given_output=_softsign_derivative,
-        inverse=lambda y: y / (1 - torch.abs(y)),
-        stands_for=((nn.Softsign, {}), (F.softsign, {})),
-    )
-)
-
-register(
-    Row(
-        "cbrt",
-        lambda z: torch.sign(z) * torch.pow(torch.abs(z), 1 / 3),
-        derivative_given_output=lambda y: 1 / (3 * y * y),
-        inverse=lambda y: y * y * y,
-    )
-)
-
-
-# --- folded: one negative minimum, the output's last bit carries the branch -------------------------------------------
-# These formulas keep the relative accuracy of the falling branch: 1 + erf(z) and 1 + tanh(z) would cancel there.
-
-
 def _gelu(z: Tensor) -> Tensor:
+    # Here and in _gelu_tanh 1 + erf(z) and 1 + tanh(z) would cancel on the falling branch.
     return z * (0.5 * torch.erfc(z * -math.sqrt(0.5)))
 
 
@@ -340,20 +84,191 @@ def _hardswish_derivative(distance: Tensor, y: Tensor, left: Tensor) -> Tensor:
     return torch.where(left, torch.where(y > -1e-7, 0.0, -slope), torch.where(y >= 3, 1.0, slope))
 
 
-register(
+TABLE = (
+    # --- piecewise linear ---------------------------------------------------------------------------------------------
+    Row(
+        "identity",
+        lambda z: z,
+        derivative_given_output=torch.ones_like,
+        inverse=lambda y: y,
+        stands_for=((nn.Identity, {}),),
+    ),
+    Row(
+        "relu",
+        torch.relu,
+        derivative_given_output=lambda y: torch.where(y > 0, 1.0, 0.0),
+        stands_for=((nn.ReLU, {}), (F.relu, {}), (torch.relu, {})),
+        native=Native(
+            torch.relu_,
+            (aten.threshold_backward, lambda dy, y: (dy, y, 0)),
+            lambda dy, z: aten.threshold_backward(dy, z, 0),
+        ),
+    ),
+    Row(
+        "leaky_relu",
+        F.leaky_relu,
+        {"negative_slope": 0.01},
+        derivative_given_output=lambda y, negative_slope: torch.where(y > 0, 1.0, torch.full_like(y, negative_slope)),
+        parameter_refusal=lambda negative_slope: _given_positive(
+            "negative_slope", negative_slope, "the function turns at 0"
+        ),
+        # Without a float32 reciprocal of the slope there is no inverse.
+        inverse=lambda y, negative_slope: (
+            y * math.nan if abs(negative_slope) < 1e-38 else F.leaky_relu(y, 1 / negative_slope)
+        ),
+        stands_for=((nn.LeakyReLU, {}), (F.leaky_relu, {})),
+        native=Native(
+            aten.leaky_relu_.default,
+            (aten.leaky_relu_backward, lambda dy, y, negative_slope: (dy, y, negative_slope, True)),
+            lambda dy, z, negative_slope: aten.leaky_relu_backward(dy, z, negative_slope, False),
+            post_op=lambda negative_slope: ("leaky_relu", [negative_slope], ""),
+        ),
+    ),
+    Row(
+        "relu6",
+        F.relu6,
+        derivative_given_output=lambda y: torch.where((y > 0) & (y < 6), 1.0, 0.0),
+        stands_for=((nn.ReLU6, {}), (F.relu6, {})),
+        native=Native(aten.relu6_.default, (aten.hardtanh_backward, lambda dy, y: (dy, y, 0, 6))),
+    ),
+    Row(
+        "hardtanh",
+        F.hardtanh,
+        {"min_val": -1.0, "max_val": 1.0},
+        derivative_given_output=lambda y, min_val, max_val: torch.where((y > min_val) & (y < max_val), 1.0, 0.0),
+        flat_levels=("min_val", "max_val"),
+        stands_for=((nn.Hardtanh, {}), (F.hardtanh, {})),
+        native=Native(
+            aten.hardtanh_.default, (aten.hardtanh_backward, lambda dy, y, min_val, max_val: (dy, y, min_val, max_val))
+        ),
+    ),
+    Row(
+        "trelu",
+        F.threshold,
+        {"threshold": 1.0, "value": 0.0},
+        derivative_given_output=lambda y, threshold, value: torch.where(y > max(threshold, value), 1.0, 0.0),
+        flat_levels=("value",),  # rounding may lift it above the threshold
+        parameter_refusal=lambda threshold, value: (
+            None if value <= threshold else "with value > threshold a clamped output looks like one that was kept"
+        ),
+        stands_for=((nn.Threshold, {}), (F.threshold, {})),
+        native=Native(
+            aten.threshold_.default,
+            (aten.threshold_backward, lambda dy, y, threshold, value: (dy, y, max(threshold, value))),
+        ),
+    ),
+    Row(
+        "softshrink",
+        F.softshrink,
+        {"lambd": 0.5},
+        derivative_given_output=lambda y, lambd: torch.where(y == 0, 0.0, 1.0),
+        stands_for=((nn.Softshrink, {}), (F.softshrink, {})),
+    ),
+    Row(
+        "hardsigmoid",
+        _hardsigmoid,
+        derivative_given_output=lambda y: torch.where((y > 0) & (y < 1), torch.full_like(y, 1 / 6), 0.0),
+        stands_for=((nn.Hardsigmoid, {}), (F.hardsigmoid, {})),
+        native=Native(aten.hardsigmoid_.default),
+        plain=_hardsigmoid,
+    ),
+    # --- smooth and monotone ------------------------------------------------------------------------------------------
+    Row("squared_relu", _squared_relu, derivative_given_output=_squared_relu_derivative),
+    Row(
+        "tanh",
+        torch.tanh,
+        derivative_given_output=lambda y: 1 - y * y,
+        inverse=torch.atanh,
+        stands_for=((nn.Tanh, {}), (torch.tanh, {}), (F.tanh, {})),
+        native=Native(torch.tanh_, (aten.tanh_backward, lambda dy, y: (dy, y)), post_op=lambda: ("tanh", [], "")),
+    ),
+    Row(
+        "sigmoid",
+        torch.sigmoid,
+        derivative_given_output=lambda y: y * (1 - y),
+        inverse=lambda y: torch.log(y) - torch.log1p(-y),
+        stands_for=((nn.Sigmoid, {}), (torch.sigmoid, {}), (F.sigmoid, {})),
+        native=Native(
+            torch.sigmoid_, (aten.sigmoid_backward, lambda dy, y: (dy, y)), post_op=lambda: ("sigmoid", [], "")
+        ),
+    ),
+    Row(
+        "elu",
+        F.elu,
+        {"alpha": 1.0},
+        derivative_given_output=lambda y, alpha: torch.where(y > 0, 1.0, y + alpha),
+        parameter_refusal=lambda alpha: _given_positive("alpha", alpha, "the function turns at 0"),
+        inverse=lambda y, alpha: torch.clamp(y, min=0) + torch.log1p(torch.clamp(y, max=0) / alpha),
+        stands_for=((nn.ELU, {}), (F.elu, {})),
+        native=Native(
+            aten.elu_.default,
+            (aten.elu_backward, lambda dy, y, alpha: (dy, alpha, 1, 1, True, y)),
+            lambda dy, z, alpha: aten.elu_backward(dy, alpha, 1, 1, False, z),
+        ),
+    ),
+    Row(
+        "selu",
+        F.selu,
+        derivative_given_output=lambda y: torch.where(y > 0, _SELU_SCALE, y + _SELU_SCALE * _SELU_ALPHA),
+        inverse=lambda y: (
+            torch.clamp(y, min=0) * (1 / _SELU_SCALE)
+            + torch.log1p(torch.clamp(y, max=0) * (1 / (_SELU_SCALE * _SELU_ALPHA)))
+        ),
+        stands_for=((nn.SELU, {}), (F.selu, {}), (torch.selu, {})),
+        native=Native(torch.selu_, (aten.elu_backward, lambda dy, y: (dy, _SELU_ALPHA, _SELU_SCALE, 1, True, y))),
+    ),
+    Row(
+        "celu",
+        F.celu,
+        {"alpha": 1.0},
+        derivative_given_output=lambda y, alpha: torch.where(y > 0, 1.0, y / alpha + 1),
+        parameter_refusal=lambda alpha: _given_positive("alpha", alpha, "the function grows without bound below 0"),
+        inverse=lambda y, alpha: torch.clamp(y, min=0) + alpha * torch.log1p(torch.clamp(y, max=0) / alpha),
+        stands_for=((nn.CELU, {}), (F.celu, {}), (torch.celu, {})),
+        native=Native(torch.celu_, (aten.elu_backward, lambda dy, y, alpha: (dy, alpha, 1, 1 / alpha, True, y))),
+    ),
+    Row(
+        "softplus",
+        F.softplus,
+        {"beta": 1.0, "threshold": 20.0},
+        derivative_given_output=lambda y, beta, threshold: -torch.expm1(-beta * y),
+        parameter_refusal=lambda beta, threshold: (
+            None
+            if beta > 0 and threshold >= _SOFTPLUS_SEAMLESS
+            else f"with beta = {beta:g} and threshold = {threshold:g} the straight part overlaps the curved one"
+        ),
+        inverse=lambda y, beta, threshold: y + torch.log(-torch.expm1(-beta * y)) / beta,
+        stands_for=((nn.Softplus, {}), (F.softplus, {})),
+    ),
+    Row(
+        "logsigmoid",
+        F.logsigmoid,
+        derivative_given_output=lambda y: -torch.expm1(y),
+        inverse=lambda y: y - torch.log(-torch.expm1(y)),
+        stands_for=((nn.LogSigmoid, {}), (F.logsigmoid, {})),
+    ),
+    Row(
+        "softsign",
+        F.softsign,
+        derivative_given_output=_softsign_derivative,
+        inverse=lambda y: y / (1 - torch.abs(y)),
+        stands_for=((nn.Softsign, {}), (F.softsign, {})),
+    ),
+    Row(
+        "cbrt",
+        lambda z: torch.sign(z) * torch.pow(torch.abs(z), 1 / 3),
+        derivative_given_output=lambda y: 1 / (3 * y * y),
+        inverse=lambda y: y * y * y,
+    ),
+    # --- folded: one negative minimum, the output's last bit carries the branch ---------------------------------------
     Row(
         "gelu",
         _gelu,
         derivative_given_output="fold",
         inverse="fold",
         stands_for=((nn.GELU, {"approximate": "none"}), (F.gelu, {}), (F.gelu, {"approximate": "none"})),
-        native=Native(
-            gradient_given_input=aten.gelu_backward.default,
-            post_op=lambda: ("gelu", [], "none"),
-        ),
-    )
-)
-register(
+        native=Native(gradient_given_input=aten.gelu_backward.default, post_op=lambda: ("gelu", [], "none")),
+    ),
     Row(
         "gelu_tanh",
         _gelu_tanh,
@@ -364,10 +279,8 @@ register(
             gradient_given_input=functools.partial(aten.gelu_backward.default, approximate="tanh"),
             post_op=lambda: ("gelu", [], "tanh"),
         ),
-    )
-)
-register(Row("quick_gelu", lambda z: z * torch.sigmoid(1.702 * z), derivative_given_output="fold", inverse="fold"))
-register(
+    ),
+    Row("quick_gelu", lambda z: z * torch.sigmoid(1.702 * z), derivative_given_output="fold", inverse="fold"),
     Row(
         "silu",
         F.silu,
@@ -375,13 +288,9 @@ register(
         inverse="fold",
         stands_for=((nn.SiLU, {}), (F.silu, {})),
         native=Native(
-            aten.silu_.default,
-            gradient_given_input=aten.silu_backward.default,
-            post_op=lambda: ("swish", [], ""),
+            aten.silu_.default, gradient_given_input=aten.silu_backward.default, post_op=lambda: ("swish", [], "")
         ),
-    )
-)
-register(
+    ),
     Row(
         "mish",
         _mish,
@@ -389,17 +298,14 @@ register(
         inverse="fold",
         stands_for=((nn.Mish, {}), (F.mish, {})),
         native=Native(gradient_given_input=aten.mish_backward.default),
-    )
-)
-register(
+    ),
     Row(
         "hardswish",
         F.hardswish,
         derivative_given_output=FoldedDerivative(Fold(-1.5, -0.375), _hardswish_derivative),
         stands_for=((nn.Hardswish, {}), (F.hardswish, {})),
-        native=Native(
-            aten.hardswish_.default,
-            gradient_given_input=aten.hardswish_backward.default,
-        ),
-    )
+        native=Native(aten.hardswish_.default, gradient_given_input=aten.hardswish_backward.default),
+    ),
 )
+for _row in TABLE:
+    register(_row)

@@ -14,9 +14,8 @@ function is left to PyTorch. A function that reads tensors saves its input, beca
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ from .partition import split as split_trace
 from .recognition import recognise
 from .record import Activation, Row, WithOperands
 from .register import find_counterexample, find_inaccurate_dtypes
-from .tracing import NotPointwise, aten_graph, simplified
+from .tracing import NotPointwise, aten_graph, muted, simplified
 from .verification import check_trace, reads_sizes
 
 _log = logging.getLogger("fusedlayers")
@@ -101,19 +100,9 @@ def trace_activation(
     return WithOperands(traced.activation, operands, next((d for d in traced.split.dims if d is not None), None))
 
 
-@contextmanager
-def without_logging() -> Iterator[None]:
+def without_logging() -> AbstractContextManager[None]:
     """Log nothing in this thread: the caller only asks whether functions could be fused."""
-    thread = threading.get_ident()
-
-    def passes(record: logging.LogRecord) -> bool:
-        return record.thread != thread
-
-    _log.addFilter(passes)
-    try:
-        yield
-    finally:
-        _log.removeFilter(passes)
+    return muted(_log)
 
 
 def _operands(split: Split, tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -162,7 +151,10 @@ def _trace(activation: Activation, variables: FreeVariables, trace_key: _TraceKe
     equal = recognise(split.body, dtype) if activation.row is None and not split.dims else None
     if equal is not None:
         return _Traced(equal)
-    _check_derivatives(activation)
+    # Registration checked stated derivatives for the default parameters only, and with what they read then.
+    wrong = None if activation.row is None else find_counterexample(activation.row, activation.parameters)
+    if wrong is not None:
+        raise NotPointwise(wrong)
     reads = _what_backward_reads(split, dtype)
     if not reads:  # f is linear in z: PyTorch saves neither z nor y, a layer would save one of them
         raise NotPointwise("backward needs nothing of it, and PyTorch keeps nothing")
@@ -203,11 +195,3 @@ def _stated_derivatives_key(row: Row | None) -> Hashable:
     return tuple(
         find_variables(stated).key for stated in (row.derivative, row.derivative_given_output) if callable(stated)
     )
-
-
-def _check_derivatives(activation: Activation) -> None:
-    """Check stated derivatives again: registration checked them for the default parameters and what they read then."""
-    if activation.row is not None:
-        wrong = find_counterexample(activation.row, activation.parameters)
-        if wrong is not None:
-            raise NotPointwise(wrong)

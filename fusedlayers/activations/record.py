@@ -54,9 +54,6 @@ class Native:
     post_op: Callable[..., tuple[str, list[float], str]] | None = None
 
 
-_NO_KERNELS = Native()
-
-
 @dataclass(frozen=True, eq=False)
 class Row:
     """A line of the table.
@@ -111,6 +108,10 @@ class Row:
         return _bind(self, values) if torch.compiler.is_compiling() else _bound(self, values)
 
 
+#: Answers for a callable without a row: nothing is stated, nothing is native.
+_NO_ROW = Row("", torch.clone)
+
+
 def _bind(row: Row, values: tuple[float, ...]) -> Activation:
     bound = dict(zip(row.parameters, values, strict=True))
     function = functools.partial(row.function, **bound) if bound else row.function
@@ -156,13 +157,15 @@ class Activation:
     is_folded: bool = field(init=False)
     plain: Callable[[Tensor], Tensor] = field(init=False)
     needs_input_reason: str | None = field(init=False)
+    _row: Row = field(init=False)
 
     def __post_init__(self) -> None:
         # Computed here because functools.cached_property takes a lock, which torch.compile cannot trace.
         def set_once(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        stated = None if self.row is None else self.row.derivative_given_output
+        set_once("_row", _NO_ROW if self.row is None else self.row)
+        stated = self._row.derivative_given_output
         set_once("is_identity", self.name == "identity" and self.row is not None and not self.is_traced)
         turns = stated.kind == "folded" if isinstance(stated, Analysis) else isinstance(stated, FoldedDerivative)
         set_once("is_folded", turns or stated == "fold")
@@ -170,36 +173,32 @@ class Activation:
         set_once("needs_input_reason", self._find_needs_input_reason())
 
     def _plain(self) -> Callable[[Tensor], Tensor]:
-        if self.row is None:
-            return self.function
-        if self.row.plain is not None:
-            return functools.partial(self.row.plain, **self.parameters)
-        for target, arguments in self.row.stands_for:
+        if self._row.plain is not None:
+            return functools.partial(self._row.plain, **self.parameters)
+        for target, arguments in self._row.stands_for:
             if not isinstance(target, type):
                 keywords = {**arguments, **self.parameters}
                 return functools.partial(target, **keywords) if keywords else target
         return self.function
 
     def _find_needs_input_reason(self) -> str | None:
-        if self.row is None:
-            if self.operand_dims:
-                return f"{self.name} reads tensors that training may change"
+        stated, refusal = self._row.derivative_given_output, self._row.parameter_refusal
+        if self.operand_dims:
+            return f"{self.name} reads tensors that training may change"
+        if stated is None:
             return self.fallback_reason or f"the derivative of {self.name} is not known in terms of its output"
-        if self.row.derivative_given_output is None:
-            return f"the derivative of {self.name} is not known in terms of its output"
-        if isinstance(self.row.derivative_given_output, Analysis) and self.row.derivative_given_output.kind == "input":
-            return self.row.derivative_given_output.reason
-        return self.row.parameter_refusal(**self.parameters) if self.row.parameter_refusal is not None else None
+        if isinstance(stated, Analysis) and stated.kind == "input":
+            return stated.reason
+        return None if refusal is None else refusal(**self.parameters)
 
     def output_refusal(self, dtype: torch.dtype) -> str | None:
         """Why outputs of ``dtype`` do not determine the derivative within its rounding floor, or None if they do."""
-        stated = None if self.row is None else self.row.derivative_given_output
-        is_fitted = self.is_folded or isinstance(stated, Analysis)
-        if self.needs_input_reason is None and is_fitted and dtype is torch.float64:
+        if self.needs_input_reason is not None:
+            return self.needs_input_reason
+        stated = self._row.derivative_given_output
+        if dtype is torch.float64 and (self.is_folded or isinstance(stated, Analysis)):
             return f"the fitted derivative of {self.name} is accurate to float32, not to float64"
-        if self.needs_input_reason is None and isinstance(stated, Analysis):
-            return stated.output_refusal(dtype)
-        return self.needs_input_reason or (None if self.row is None else self.row.dtype_refusals.get(dtype))
+        return stated.output_refusal(dtype) if isinstance(stated, Analysis) else self._row.dtype_refusals.get(dtype)
 
     def fitted_derivative(
         self, dtype: torch.dtype = torch.float32, *, closest: bool = False
@@ -208,9 +207,7 @@ class Activation:
 
         The fit is as accurate as these outputs allow. ``closest`` asks for the most accurate fit there is.
         """
-        if self.row is None:
-            return None
-        stated = self.row.derivative_given_output
+        stated = self._row.derivative_given_output
         if isinstance(stated, Analysis):
             return stated.derivative(dtype, closest=closest)
         if isinstance(stated, FoldedDerivative):
@@ -225,14 +222,11 @@ class Activation:
     @property
     def fold(self) -> Fold | None:
         """The fold, or None without one."""
-        if self.row is None or not self.is_folded:
-            return None
-        stated = self.row.derivative_given_output
+        stated = self._row.derivative_given_output
         if isinstance(stated, Analysis):
             return stated.fold
         folded = self.folded_derivative()
-        assert folded is not None
-        return folded.fold
+        return None if folded is None else folded.fold
 
     def encoded(self, z: Tensor, dtype: torch.dtype) -> Tensor:
         """The output for float32 (or wider) ``z`` as it is saved: with the branch bit of a folded activation."""
@@ -250,38 +244,36 @@ class Activation:
             return fitted.differentiable(y, marked) if differentiable else fitted(y, marked)
         if fitted is not None:
             return fitted.differentiable(y) if differentiable else fitted(y)
-        assert self.row is not None
-        formula: Any = self.row.derivative_given_output
+        formula: Any = self._row.derivative_given_output
         return formula(y, **self.rounded_parameters(dtype))
 
     @property
     def has_inverse(self) -> bool:
         """Whether the output determines the input. ``measure_inverse_error`` says how well."""
-        return self.row is not None and self.row.inverse is not None
+        return self._row.inverse is not None
 
     def input_given_output(self, y: Tensor, dtype: torch.dtype) -> Tensor:
         """The input for outputs of ``dtype`` that are upcast to float32 (or float64)."""
-        assert self.row is not None and self.row.inverse is not None
-        if self.row.inverse == "fold":
-            fitted = _fitted_inverse(self.name)
+        fitted = self.fitted_inverse()
+        if fitted is not None:
             return fitted(y, branch_bit.decode(y.to(torch.float32), dtype, fitted.fold.ambiguous))
-        return self.row.inverse(y, **self.parameters)
+        formula: Any = self._row.inverse
+        return formula(y, **self.parameters)
 
     def fitted_inverse(self) -> FoldedInverse | None:
         """The fit of the inverse, or None where the row states a formula."""
-        return _fitted_inverse(self.name) if self.row is not None and self.row.inverse == "fold" else None
+        return _fitted_inverse(self.name) if self._row.inverse == "fold" else None
 
     def rounded_parameters(self, dtype: torch.dtype) -> Mapping[str, float]:
         """The parameters, those in ``flat_levels`` rounded to ``dtype``."""
-        if self.row is None or not self.row.flat_levels:
-            return self.parameters
-        return {k: _rounded(v, dtype) if k in self.row.flat_levels else v for k, v in self.parameters.items()}
+        levels = self._row.flat_levels
+        return {k: _rounded(v, dtype) if k in levels else v for k, v in self.parameters.items()}
 
     def gradient_function(self, needs: tuple[bool, ...]) -> Callable[..., tuple[Tensor, ...]]:
         """A function from ``(dy, z, *operands)`` to dz and, for each operand with a true entry in ``needs``, ``dy``
         times the derivative by that operand. All results have the arguments' common shape."""
 
-        stated = None if self.row is None else self.row.derivative
+        stated = self._row.derivative
         if stated is not None:
             return lambda dy, z: (dy * stated(z, **self.parameters),)
 
@@ -298,9 +290,7 @@ class Activation:
     @property
     def depends_on_dtype(self) -> bool:
         """Whether code for outputs depends on their dtype: by a branch bit, a rounded level or a fit."""
-        if self.row is None:
-            return False
-        return self.is_folded or bool(self.row.flat_levels) or isinstance(self.row.derivative_given_output, Analysis)
+        return self.is_folded or bool(self._row.flat_levels) or isinstance(self._row.derivative_given_output, Analysis)
 
     @property
     def is_fusible(self) -> bool:
@@ -308,7 +298,7 @@ class Activation:
 
     @property
     def native(self) -> Native:
-        return _NO_KERNELS if self.row is None else self.row.native
+        return self._row.native
 
     def describe(self, save: str, dtype: torch.dtype) -> str:
         """What a layer saves for the backward pass, and why, in a few words."""
@@ -341,12 +331,8 @@ class Activation:
         return tracer.create_node("call_function", _rebind, (self.name, dict(self.parameters)), {})
 
     def __repr__(self) -> str:
-        bound = ", ".join(f"{k}={v:g}" for k, v in self.parameters.items() if v != self.defaults.get(k))
+        bound = ", ".join(f"{k}={v:g}" for k, v in self.parameters.items() if v != self._row.parameters.get(k))
         return f"{self.name}({bound})" if bound else self.name
-
-    @property
-    def defaults(self) -> Mapping[str, float]:
-        return {} if self.row is None else self.row.parameters
 
 
 class WithOperands(NamedTuple):

@@ -132,12 +132,11 @@ def find_inaccurate_dtypes(row: Row, parameters: Mapping[str, float]) -> dict[to
     if stated is None:
         return {}
     assert callable(stated) and not isinstance(stated, FoldedDerivative)
-    z = torch.randn(1 << 14, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
-    y = row.function(z, **parameters)
-    true = torch.autograd.grad(y.sum(), z)[0] if y.requires_grad else torch.zeros_like(z)
+    z = torch.randn(1 << 14, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y, true = _value_and_slope(row, parameters, z)
     found = {}
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-        stored = y.detach().to(dtype).to(torch.promote_types(dtype, torch.float32))
+        stored = y.to(dtype).to(torch.promote_types(dtype, torch.float32))
         off = (stated(stored, **parameters) - true).abs()
         share = float((off > _FAR_OFF * true.abs().max()).double().mean())
         if share > _FEW:
@@ -152,10 +151,7 @@ def find_counterexample(row: Row, parameters: Mapping[str, float]) -> str | None
     near = torch.linspace(-_REACH, _REACH, _COUNT, dtype=torch.float64) + math.pi * 1e-4
     far = torch.logspace(math.log10(_REACH), 30, 400, dtype=torch.float64)
     z = torch.cat([near, far, -far])
-    z.requires_grad_()
-    y = row.function(z, **parameters)
-    true = torch.autograd.grad(y.sum(), z)[0] if y.requires_grad else torch.zeros_like(z)
-    z, y = z.detach(), y.detach()
+    y, true = _value_and_slope(row, parameters, z)
     for stated, what, argument in (
         (row.derivative, "derivative", "z"),
         (row.derivative_given_output, "derivative_given_output", "f(z)"),
@@ -176,3 +172,10 @@ def find_counterexample(row: Row, parameters: Mapping[str, float]) -> str | None
                 f"it gives {float(claimed[at]):.6g} for {argument}, but the derivative is {float(true[at]):.6g}"
             )
     return None
+
+
+def _value_and_slope(row: Row, parameters: Mapping[str, float], z: Tensor) -> tuple[Tensor, Tensor]:
+    """The function's values at z and autograd's derivatives."""
+    z = z.detach().requires_grad_()
+    y = row.function(z, **parameters)
+    return y.detach(), torch.autograd.grad(y.sum(), z)[0] if y.requires_grad else torch.zeros_like(z)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,7 @@ __all__ = [
     "Pointwise",
     "aten_graph",
     "eliminate_common_subexpressions",
+    "muted",
     "simplified",
     "trace",
 ]
@@ -64,8 +66,12 @@ class Pointwise:
 
 
 #: Operations with another name here than in ATen.
+<<<<<<< HEAD
 _RENAMED = {"view_copy": "bitcast", TO_COPY.__name__: "cast"}
 _CONSTANTS = ("full", "full_like", "scalar_tensor")
+=======
+_RENAMED = {"view_copy": "bitcast", "_to_copy": "cast"}
+>>>>>>> wip-words_a
 #: The keyword arguments that are handled. An operation with any other one is refused.
 _OPTIONS = {"add": {"alpha"}, "sub": {"alpha"}}
 _COPIES = ("alias", "alias_copy", "clone", "detach", "detach_copy", "empty_permuted")
@@ -109,22 +115,32 @@ _trace_lock = threading.Lock()
 def _aten_graph(
     function: Callable[..., Any], examples: Sequence[Tensor], decompositions: Mapping[Any, Any] | None
 ) -> GraphModule:
+<<<<<<< HEAD
     log = logging.getLogger(FAKE_TENSOR_LOGGER)  # prints the traceback of what is caught here
     log.addFilter(_is_other_thread)
+=======
+    functional = torch.func.functionalize(lambda *tensors: function(*tensors), remove="mutations_and_views")
+>>>>>>> wip-words_a
     try:
-        return make_fx(
-            torch.func.functionalize(lambda *tensors: function(*tensors), remove="mutations_and_views"),
-            decomposition_table=decompositions,
-            tracing_mode="fake",
-        )(*examples)
+        with muted(logging.getLogger("torch._subclasses.fake_tensor")):  # it prints tracebacks of caught exceptions
+            return make_fx(functional, decomposition_table=decompositions, tracing_mode="fake")(*examples)
     except Exception as error:  # a trace may fail in any way
         raise NotPointwise(_untraceable_reason(error)) from error
+
+
+@contextmanager
+def muted(log: logging.Logger) -> Iterator[None]:
+    """Drop what this thread logs."""
+    thread = threading.get_ident()
+
+    def is_other_thread(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    log.addFilter(is_other_thread)
+    try:
+        yield
     finally:
-        log.removeFilter(_is_other_thread)
-
-
-def _is_other_thread(record: logging.LogRecord) -> bool:
-    return record.thread != threading.get_ident()
+        log.removeFilter(is_other_thread)
 
 
 #: Operations that fill a new tensor with one value, and how to read that value from the node.
@@ -235,8 +251,8 @@ def _operation(
     op = str(node.target).split(".")[1]
     meta = node.meta.get("val")
     arguments: list[Any] = [values[a] if isinstance(a, Node) else a for a in node.args]
-    if op in _CONSTANTS:
-        fill = arguments[0 if op == "scalar_tensor" else 1]
+    if node.target in FILL_VALUES:
+        fill = FILL_VALUES[node.target](node)
         assert isinstance(fill, (bool, int, float))
         return fill
     if op in _COPIES:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .branch_bit import Ambiguous
-from .kinks import Function, Kink, NeedsInput, find_corners, find_kinks, rounded, value_and_slope
+from .kinks import Function, Kink, NeedsInput, bisect, find_corners, find_kinks, rounded, value_and_slope
 
 #: Slopes below this part of the steepest count as 0.
 NOISE = 1e-12
@@ -198,16 +198,8 @@ def _find_turn(function: Function, z: Tensor, slope: Tensor, steepest: float) ->
     before, after = z[moving[at]], z[moving[at + 1]]
     falls_first = not bool(sign[at])
 
-    def edge(stays: Function) -> float:
-        low, high = before.clone(), after.clone()
-        for _ in range(80):
-            middle = (low + high) / 2
-            _, s = value_and_slope(function, middle.view(1))
-            low, high = (middle, high) if bool(stays(s)) else (low, middle)
-        return float(high)
-
-    start = edge(lambda s: s < 0 if falls_first else s > 0)
-    stop = edge(lambda s: s <= 0 if falls_first else s >= 0)
+    start = bisect(function, lambda s: s < 0 if falls_first else s > 0, before, after)
+    stop = bisect(function, lambda s: s <= 0 if falls_first else s >= 0, before, after)
     return start, max(start, stop)
 
 
@@ -350,11 +342,7 @@ def _edges_of_flats(function: Function, z: Tensor, slope: Tensor) -> set[float]:
         run = flat[max(0, i - 8) : i + 1] if bool(flat[i]) else flat[i + 1 : i + 10]
         if float(a.abs()) > 16 or float(b - a) < 1e-4 or not bool(run.all()):
             continue
-        for _ in range(60):
-            middle = (a + b) / 2
-            _, s = value_and_slope(function, middle.view(1))
-            a, b = (middle, b) if bool(s == 0) == bool(flat[i]) else (a, middle)
-        edges.add(rounded(float(b)))
+        edges.add(rounded(bisect(function, (lambda s: s == 0) if bool(flat[i]) else (lambda s: s != 0), a, b)))
     return edges
 
 

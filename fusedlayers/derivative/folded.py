@@ -28,10 +28,9 @@ from torch import Tensor
 
 from ..utils.isolation import in_clean_state
 from .features import Fold
+from .kinks import Function, bisect, value_and_slope
 from .piecewise import TINY, to_float32
 from .polynomial import MAXIMUM_DEGREE, PRECISIONS, Piece, Precision, chebyshev, interpolate, powers_of
-
-Function = Callable[[Tensor], Tensor]
 
 #: Inputs up to this are searched for the fold. Beyond, every such activation is flat or linear to within float32.
 REACH = 40.0
@@ -161,7 +160,7 @@ def fit(function: Function, precision: Precision = PRECISIONS[torch.float32]) ->
         ValueError: the function has no minimum below zero, more than one fold, or no fit that meets the tolerance.
     """
     fold = find_fold(function)
-    found = _Fit(function, lambda z, y: derivative(function, z), fold, precision.tolerance)
+    found = _Fit(function, lambda z, y: value_and_slope(function, z)[1], fold, precision.tolerance)
     # Beyond this u the derivative is below a thousandth of the tolerance, whatever the clamped polynomial returns.
     farthest = math.sqrt(math.log(1e3 * REACH * -fold.extremum / precision.tolerance))
     tails = [found.tail_in_logarithm(farthest, vanishes=True), *map(found.tail, LATER_FRACTIONS)]
@@ -303,29 +302,16 @@ def find_fold(function: Function) -> Fold:
         ValueError: no minimum below zero, or more than one fold.
     """
     z = torch.linspace(-REACH, REACH, 80_001, dtype=torch.float64)
-    y = function(z)
+    y, slope = value_and_slope(function, z)
     lowest = int(y.argmin())
     step = float(z[1] - z[0])
-    slope = derivative(function, z)
     noise = 1e-12
     if not 0 < lowest < len(z) - 1 or float(y[lowest]) >= 0:
         raise ValueError("find_fold: the function has no minimum below zero")
     if bool((slope[:lowest] > noise).any()) or bool((slope[lowest + 1 :] < -noise).any()):
         raise ValueError("find_fold: the function turns more than once")
-    low, high = z[lowest] - step, z[lowest] + step
-    for _ in range(80):
-        middle = (low + high) / 2
-        if float(derivative(function, middle)) < 0:
-            low = middle
-        else:
-            high = middle
-    return Fold(float(high), float(function(high)))
-
-
-def derivative(function: Function, z: Tensor) -> Tensor:
-    with torch.enable_grad():
-        z = z.detach().requires_grad_()
-        return torch.autograd.grad(function(z).sum(), z)[0]
+    position = bisect(function, lambda slope: slope < 0, z[lowest] - step, z[lowest] + step)
+    return Fold(position, float(function(torch.tensor(position, dtype=torch.float64))))
 
 
 def _solve(function: Function, y: Tensor, fold: Fold, *, left: Tensor) -> Tensor:

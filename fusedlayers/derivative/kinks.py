@@ -109,8 +109,8 @@ def _refuse_a_wrong_backward(function: Function, z: Tensor, y: Tensor, off: Tens
     scale = steepest * width + 1e-13 * torch.maximum(y[1:].abs(), y[:-1].abs())
     near = (z[1:].abs() < 32) & (width > 1e-4)
     if float((off > 1e-2 * scale)[near].double().mean()) > 0.05:
-        worst = int(torch.where(near, off / scale, 0.0).argmax())
-        _refuse_a_jump(function, z[worst], z[worst + 1])
+        worst = torch.where(near, off / scale, 0.0).argmax().view(1)
+        _refuse_jumps(_bisected(function, z, worst, torch.tensor([True])), steepest)
         raise NeedsInput("has a backward pass that does not return its derivative")
 
 
@@ -185,14 +185,12 @@ def find_corners(function: Function, z: Tensor, slope: Tensor, steepest: float) 
     )
 
 
-def _refuse_a_jump(function: Function, low: Tensor, high: Tensor) -> None:
-    for _ in range(60):
+def bisect(function: Function, holds: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> float:
+    """Where ``holds(slope)`` ceases to be true between ``low``, where it is, and ``high``."""
+    for _ in range(80):
         middle = (low + high) / 2
-        (ya, _), (ym, _), (yb, _) = (value_and_slope(function, x.view(1)) for x in (low, middle, high))
-        low, high = (low, middle) if float((ym - ya).abs()) > float((yb - ym).abs()) else (middle, high)
-    (ya, _), (yb, _) = value_and_slope(function, low.view(1)), value_and_slope(function, high.view(1))
-    if float((yb - ya).abs()) > 1e-8:
-        raise NeedsInput(f"jumps at z = {rounded(float(high)):.3g}, from {float(ya):.3g} to {float(yb):.3g}")
+        low, high = (middle, high) if bool(holds(value_and_slope(function, middle.view(1))[1])) else (low, middle)
+    return float(high)
 
 
 def rounded(value: float, tolerance: float = 1e-11) -> float:

@@ -339,7 +339,7 @@ def _attempt(
     coefficients = torch.linalg.lstsq(basis, ratio[index][:, None], driver="gelsd").solution[:, 0]
     piece = Piece(start, stop, powers_of(coefficients.tolist()))
     check = torch.cat([torch.arange(0, len(t), max(1, len(t) // 400)), index, torch.tensor([len(t) - 1])])
-    value = _horner(piece.coefficients, t[check])
+    value = piece.of_t(t[check])
     value = value * distance[check] if variable.kind == "tail" else value
     good = float((value - slope[check]).abs().max()) <= tolerance
     return piece if good else None
@@ -353,10 +353,3 @@ def _with_end(y: Tensor, slope: Tensor, stretch: Stretch, first: int, last: int)
             zero = torch.zeros(1, dtype=torch.float64)
             y, slope = torch.cat([torch.full_like(zero, stretch.start), y]), torch.cat([zero, slope])
     return y, slope
-
-
-def _horner(coefficients: tuple[float, ...], t: Tensor) -> Tensor:
-    value = torch.full_like(t, coefficients[-1])
-    for coefficient in coefficients[-2::-1]:
-        value.mul_(t).add_(coefficient)
-    return value

@@ -47,7 +47,9 @@ class Piece:
         return -(self.start + self.stop) / (self.stop - self.start)
 
     def __call__(self, v: Tensor) -> Tensor:
-        t = v * self.scale + self.offset
+        return self.of_t(v * self.scale + self.offset)
+
+    def of_t(self, t: Tensor) -> Tensor:
         value = t * self.coefficients[-1] + self.coefficients[-2]
         for coefficient in self.coefficients[-3::-1]:
             value = value * t + coefficient
