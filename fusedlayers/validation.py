@@ -22,13 +22,13 @@ _PLAIN_TYPES = frozenset((Tensor, Parameter))
 
 def are_plain(required: Sequence[Tensor], optional: Sequence[Tensor | None] = ()) -> bool:
     """Whether these are torch's own tensors, and no subclasses, which may compute something else."""
+    # Every call asks: loops enter no functions, as generators do.
+    is_plain = True
     for tensor in required:
-        if type(tensor) not in _PLAIN_TYPES or tensor.is_nested:
-            return False
+        is_plain &= type(tensor) in _PLAIN_TYPES and not tensor.is_nested
     for other in optional:
-        if other is not None and (type(other) not in _PLAIN_TYPES or other.is_nested):
-            return False
-    return True
+        is_plain &= other is None or (type(other) in _PLAIN_TYPES and not other.is_nested)
+    return is_plain
 
 
 def unusual_because(*tensors: Tensor | None) -> str | None:

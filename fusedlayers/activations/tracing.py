@@ -66,12 +66,8 @@ class Pointwise:
 
 
 #: Operations with another name here than in ATen.
-<<<<<<< HEAD
 _RENAMED = {"view_copy": "bitcast", TO_COPY.__name__: "cast"}
 _CONSTANTS = ("full", "full_like", "scalar_tensor")
-=======
-_RENAMED = {"view_copy": "bitcast", "_to_copy": "cast"}
->>>>>>> wip-words_a
 #: The keyword arguments that are handled. An operation with any other one is refused.
 _OPTIONS = {"add": {"alpha"}, "sub": {"alpha"}}
 _COPIES = ("alias", "alias_copy", "clone", "detach", "detach_copy", "empty_permuted")
@@ -115,14 +111,9 @@ _trace_lock = threading.Lock()
 def _aten_graph(
     function: Callable[..., Any], examples: Sequence[Tensor], decompositions: Mapping[Any, Any] | None
 ) -> GraphModule:
-<<<<<<< HEAD
-    log = logging.getLogger(FAKE_TENSOR_LOGGER)  # prints the traceback of what is caught here
-    log.addFilter(_is_other_thread)
-=======
     functional = torch.func.functionalize(lambda *tensors: function(*tensors), remove="mutations_and_views")
->>>>>>> wip-words_a
     try:
-        with muted(logging.getLogger("torch._subclasses.fake_tensor")):  # it prints tracebacks of caught exceptions
+        with muted(logging.getLogger(FAKE_TENSOR_LOGGER)):  # it prints tracebacks of caught exceptions
             return make_fx(functional, decomposition_table=decompositions, tracing_mode="fake")(*examples)
     except Exception as error:  # a trace may fail in any way
         raise NotPointwise(_untraceable_reason(error)) from error
