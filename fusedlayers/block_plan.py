@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import _torch, backends, plan, validation
-from .activations import Activation, Saved
+from .activations import DTYPES, Activation, Saved
 from .backends import Backend
 from .ops.mlp_forward import Block, BlockOptions, Linear
 from .plan import (
@@ -192,7 +192,7 @@ def plan_block(
     if by_layer_because is None and options.dropout and is_capturing(x):
         by_layer_because = "a CUDA graph would record the seed of the dropout"
     operands: tuple[Tensor, ...] = ()
-    if activation.needs_tracing and by_layer_because is None:
+    if activation.needs_tracing and by_layer_because is None and x.dtype in DTYPES:
         dtype = autocast_dtype(x) or x.dtype
         activation, operands, dim = with_operands(activation, (*shape[:-1], hidden), dtype, x.device)
         if dim is not None and dim % len(shape) != len(shape) - 1:

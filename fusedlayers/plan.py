@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from . import _torch, backends, validation
-from .activations import Activation, Saved, WithOperands, measure_inverse_error
+from .activations import DTYPES, Activation, Saved, WithOperands, measure_inverse_error
 from .backends import Backend
 from .backends.operations import (
     MATMUL,
@@ -379,7 +379,7 @@ def plan_for(
     operands: tuple[Tensor, ...] = ()
     operand_dim = None
     follower = followed_by()
-    if activation.needs_tracing and follower is None:
+    if activation.needs_tracing and follower is None and x.dtype in DTYPES:
         shape = operation.shape(x, w)
         elements = math.prod(shape)
         if is_inplace or save != "auto" or elements * x.itemsize >= SMALL_BYTES:
