@@ -60,6 +60,7 @@ from .nn.conv import CONV_TYPES, FusedConvAct1d, FusedConvAct2d, FusedConvAct3d
 from .nn.dense import LINEAR_TYPES, FusedDenseAct
 from .nn.mlp import FusedGatedMLP, FusedMLP
 from .nn.norm import NORM_TYPES, FusedBatchNormAct1d, FusedBatchNormAct2d, FusedBatchNormAct3d
+from .plan import plan_of
 from .profiling.explanation import explain
 from .profiling.memory_use import memory_report
 
@@ -149,6 +150,7 @@ __all__ = [
     "mish",
     "mlp",
     "orthogonal",
+    "plan_of",
     "quick_gelu",
     "relu6",
     "selu",

@@ -179,12 +179,18 @@ def plan_block(
 ) -> tuple[BlockPlan, tuple[Tensor, ...]]:
     """The plan for a block's call, and the tensors that its activation reads."""
     tensors = sum((*first, last), ())  # weights and biases in turn
-    if torch.compiler.is_compiling() or not validation.are_plain((x, *tensors[::2]), tensors[1::2]):
+    is_compiled = torch.compiler.is_compiling() or (plan.questions and plan.questions[-1].compiled)
+    if is_compiled or not validation.are_plain((x, *tensors[::2]), tensors[1::2]):
         validation.check_block(options, x, first, last)
         choose_block_save(options, activation, autocast_dtype(x) or x.dtype)  # which may refuse
-        return BlockPlan("by_layer", "eager", "layer by layer: each decides for itself"), ()
+        by_layer = BlockPlan("by_layer", "eager", "layer by layer: each decides for itself")
+        if plan.questions:
+            plan.answer(by_layer)
+        return by_layer, ()
     shape = x.shape
-    rows = x.numel() // max(1, shape[-1]) if shape else 0
+    if not shape or not first[0].w.dim():
+        validation.check_block(options, x, first, last)  # which refuses
+    rows = x.numel() // max(1, shape[-1])
     hidden = first[0].w.shape[0] // options.halves(first)
     by_layer_because = followed_by()
     if by_layer_because is None and options.save == "auto" and rows * hidden * x.itemsize < plan.SMALL_BYTES:
@@ -211,7 +217,6 @@ def plan_block(
         x.requires_grad,
         torch.is_grad_enabled(),
         _torch.autocast_is_active() and autocast_dtype(x),
-        _torch.saved_tensors_hooks_on_top(True) is None,
     ]
     for t in tensors:
         if t is None:
@@ -222,6 +227,8 @@ def plan_block(
     found = _plans.get(key)
     if found is None:
         found = _plans.put(key, _decide(options, x, first, last, activation, by_layer_because, operands))
+    if plan.questions:
+        plan.answer(found)
     return found, operands
 
 
@@ -250,6 +257,7 @@ def _decide(
     # A weight is saved by PyTorch where x needs a gradient, and is alive anyway where it is a leaf.
     extra = [w for w, _ in first if not (needs.x or (w.is_leaf and cast is None))]
     extra += [b for _, b in first if b is not None and not b.is_leaf]
+    by_layer_because = by_layer_because or validation.unusual_because(x, *sum((*first, last), ()))
     rows = x.numel() // max(1, x.shape[-1])
     if rows * first[0].w.shape[0] == 0:
         by_layer_because = "there is nothing to compute"

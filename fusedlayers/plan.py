@@ -13,8 +13,9 @@ dropout, and what depends on values.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
-from typing import Literal, NamedTuple
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -347,7 +348,7 @@ def plan_dense(
 ) -> Planned:
     """For ``dense_bias_act``. Rows are counted in ``sizes`` by what is decided of them, for lengths change."""
     if not is_usual or torch.compiler.is_compiling() or not x.dim() or not w.dim():
-        return Call(MATMUL, x, w, b, residual, activation, save).plan(), activation, ()
+        return plan_for(MATMUL, x, w, b, residual, activation, save, None, is_usual=False)
     shape, size = x.shape, x.numel() * w.shape[0]
     sizes = MATMUL, len(shape) if residual is None else shape, shape[-1], size >= LARGE_MATMUL
     return plan_for(MATMUL, x, w, b, residual, activation, save, sizes, size // max(1, shape[-1]))
@@ -375,7 +376,11 @@ def plan_for(
         is_usual: whether all tensors are plain ones (``validation.are_plain``).
     """
     if not is_usual or torch.compiler.is_compiling():
-        return Call(operation, x, w, b, residual, activation, save, None, is_inplace).plan(), activation, ()
+        call = Call(operation, x, w, b, residual, activation, save, None, is_inplace)
+        plan = call.plan()
+        if questions:
+            answer(plan, call)
+        return plan, activation, ()
     operands: tuple[Tensor, ...] = ()
     operand_dim = None
     follower = followed_by()
@@ -408,13 +413,79 @@ def plan_for(
         _torch.dispatch_mode_count() and _mode_types(),
         x.is_cuda and is_capturing(x),
     )
-    plan = _plans.get(facts)
-    if plan is None:
-        call = Call(
-            operation, x, w, b, residual, activation, save, elements, is_inplace, operands, operand_dim, follower
-        )
-        plan = _plans.put(facts, call.plan())
+    known = _plans.get(facts)
+    if known is not None and not questions:
+        return known, activation, operands
+    call = Call(operation, x, w, b, residual, activation, save, elements, is_inplace, operands, operand_dim, follower)
+    plan = _plans.put(facts, call.plan())
+    if questions:
+        answer(plan, call)
     return plan, activation, operands
+
+
+# --- asking for a plan ------------------------------------------------------------------------------------------------
+
+
+class _Answered(BaseException):
+    """What ends a call that was made to ask for its plan; no ``except Exception`` of a model catches it."""
+
+
+class _Question:
+    """A call of ``plan_of`` that is waiting for plans."""
+
+    def __init__(self, compiled: bool) -> None:
+        self.compiled = compiled
+        self.thread = threading.get_ident()
+        self.plans: list[Any] = []
+
+
+#: Who asks, on any thread; as a rule nobody.
+questions: list[_Question] = []
+
+
+def plan_of(function: Callable[..., Any], *args: Any, compiled: bool = False, **kwargs: Any) -> list[Any]:
+    """What a call of a layer, a block or a function of this package would do: which path it takes, what it saves for
+    backward, and why. Nothing is computed, for the call ends as soon as it is decided.
+
+    Args:
+        function: a fused module, or one of the public functions.
+        args, kwargs: what it would be called with. Gradient mode, autocast and other contexts count as they are.
+        compiled: whether to answer for the call inside ``torch.compile``.
+
+    Returns:
+        the plan; of a block that runs layer by layer also that of its first layer. ``str(plan)`` says why.
+
+    Raises:
+        TypeError, ValueError: as the call. ValueError also where no plan is asked for.
+
+    >>> import torch, fusedlayers as fl
+    >>> (plan,) = fl.plan_of(fl.FusedDenseAct(256, 1024, "gelu"), torch.ones(64, 256))
+    >>> plan.path, plan.saved, str(plan)
+    ('fused', 'output', 'saves the output (branch in its last bit)')
+    """
+    question = _Question(compiled)
+    questions.append(question)
+    try:
+        function(*args, **kwargs)
+    except _Answered:
+        pass
+    finally:
+        questions.remove(question)
+    if not question.plans:
+        raise ValueError(f"plan_of: {function!r} calls no layer of this package with these arguments")
+    return question.plans
+
+
+def answer(plan: Any, call: Call | None = None) -> None:
+    """Tell who asks, on this thread; ``call`` is a layer's. A block that runs layer by layer goes on to its layers."""
+    for question in questions:
+        if question.thread != threading.get_ident():
+            continue
+        if question.compiled and call is not None:
+            plan = make_plan(call.key()._replace(is_compiling=True, is_small=False))
+        question.plans.append(plan)
+        if call is not None or plan.block is not None:
+            raise _Answered
 
 
 def with_operands(

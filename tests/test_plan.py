@@ -1,0 +1,277 @@
+"""``plan_of`` says what a call will save, by which path and why: compared with what the result's graph really keeps."""
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pairs import covering
+from torch import Tensor, nn
+
+import fusedlayers as fl
+from fusedlayers import block_plan, plan
+from fusedlayers.memory import saved_bytes
+
+#: By their output, folded, by their input, read by nobody, a user's own.
+ACTIVATIONS: dict[str, Any] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "leaky_relu": nn.LeakyReLU(-0.5),
+    "identity": None,
+    "sine": torch.sin,
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+SAVES = ("auto", "input", "recompute")
+
+# torch's compiler uses deprecated parts of torch itself, and instantiates autograd Functions that it traces.
+compiles = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
+
+
+class Subject(NamedTuple):
+    """An operation: what makes the layer, its input's shape, and what PyTorch computes before the activation."""
+
+    make: Callable[[Any, str], nn.Module]
+    shape: tuple[int, ...]
+    eager: Callable[[Any, Tensor], Tensor]
+
+
+SUBJECTS = {
+    "dense": Subject(
+        lambda act, save: fl.FusedDenseAct(12, 40, act, save=save), (30, 12), lambda m, x: F.linear(x, m.weight, m.bias)
+    ),
+    "dense, three dimensions": Subject(
+        lambda act, save: fl.FusedDenseAct(12, 40, act, save=save),
+        (5, 6, 12),
+        lambda m, x: F.linear(x, m.weight, m.bias),
+    ),
+    "conv": Subject(
+        lambda act, save: fl.FusedConvAct2d(3, 8, 3, activation=act, save=save),
+        (4, 3, 9, 9),
+        lambda m, x: F.conv2d(x, m.weight, m.bias),
+    ),
+}
+
+
+def _kept(call: Callable[[Tensor], Tensor], x: Tensor, module: nn.Module) -> int:
+    """Beside the input and the parameters."""
+    return saved_bytes(call, x, exclude=[x, module])
+
+
+def _expected(found: plan.Plan, module: Any, x: Tensor, activation: Any, eager: Callable[[Any, Tensor], Tensor]) -> int:
+    """What the plan says, in bytes."""
+    if found.saved == "eager":
+        return _kept(lambda t: eager(module, t) if activation is None else activation(eager(module, t)), x, module)
+    z = eager(module, x)
+    return z.numel() * z.itemsize if found.saved in ("output", "input") else 0
+
+
+def _set(module: Any, trains_w: bool, trains_b: bool) -> None:
+    module.weight.requires_grad_(trains_w)
+    module.bias.requires_grad_(trains_b)
+
+
+BOOLS = (True, False)
+GRID = covering(list(SUBJECTS), list(ACTIVATIONS), DTYPES, SAVES, BOOLS, BOOLS, BOOLS)
+
+
+@pytest.mark.parametrize("subject, name, dtype, save, trains_x, trains_w, trains_b", GRID)
+def test_the_graph_keeps_what_the_plan_says(
+    subject: str, name: str, dtype: torch.dtype, save: str, trains_x: bool, trains_w: bool, trains_b: bool
+) -> None:
+    make, shape, eager = SUBJECTS[subject]
+    module: Any = make(ACTIVATIONS[name], save).to(dtype)
+    _set(module, trains_w, trains_b)
+    x = torch.randn(shape, dtype=dtype, requires_grad=trains_x)
+    (found,) = fl.plan_of(module, x)
+    assert _kept(module, x, module) == _expected(found, module, x, ACTIVATIONS[name], eager)
+    if not (trains_x or trains_w or trains_b):
+        assert found.path in ("no_grad", "composite")
+    if found.path == "fused":
+        assert module(x).grad_fn.name() in ("BiasActBackward", "ViewBackward0")
+    with torch.no_grad():
+        assert fl.plan_of(module, x)[0].path in ("no_grad", "composite") and module(x).grad_fn is None
+
+
+@pytest.mark.parametrize("subject, name, save", covering(list(SUBJECTS), list(ACTIVATIONS), SAVES))
+def test_under_autocast(subject: str, name: str, save: str) -> None:
+    make, shape, eager = SUBJECTS[subject]
+    module: Any = make(ACTIVATIONS[name], save)
+    x = torch.randn(shape, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        (found,) = fl.plan_of(module, x)
+        # The casts of the input and of the weight, which eager keeps too.
+        casts = _kept(lambda t: eager(module, t), x, module)
+        activated = _kept(module, x, module)
+        if found.saved == "eager":
+            assert activated == _expected(found, module, x, ACTIVATIONS[name], eager)
+        else:
+            assert activated == casts + _expected(found, module, x, ACTIVATIONS[name], eager)
+    assert found.path == "composite" or found.cast is torch.bfloat16
+
+
+@compiles
+@pytest.mark.parametrize(
+    "subject, name, save", [("dense", "gelu", "auto"), ("conv", "relu", "auto"), ("dense", "leaky_relu", "auto")]
+)
+def test_under_the_compiler(subject: str, name: str, save: str) -> None:
+    make, shape, eager = SUBJECTS[subject]
+    module: Any = make(ACTIVATIONS[name], save)
+    x = torch.randn(shape, requires_grad=True)
+    (found,) = fl.plan_of(module, x, compiled=True)
+    assert found.path == "compiled"
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True)
+    compiled(x).sum().backward()
+    assert _kept(compiled, x, module) == _expected(found, module, x, ACTIVATIONS[name], eager)
+
+
+@pytest.mark.parametrize("dim", (2, 4))
+@pytest.mark.parametrize("name", ["silu", "relu", "tanh", None])
+def test_batch_norms(name: str | None, dim: int) -> None:
+    kind = fl.FusedBatchNormAct1d if dim == 2 else fl.FusedBatchNormAct2d
+    layer: Any = kind(8, name)
+    x = torch.randn((4096, 8) if dim == 2 else (16, 8, 16, 16), requires_grad=True)
+    (found,) = fl.plan_of(layer, x)
+    kept = saved_bytes(layer, x, exclude=[layer]) - 2 * 4 * 8  # the statistics
+    hidden = x.numel() * 4
+    assert kept == {"tells_input": hidden, "fused": hidden * (1 + (found.saved == "output"))}[found.path]
+    assert int(layer.num_batches_tracked) == 1  # of saved_bytes: asking does not run the layer
+
+
+def test_a_block_and_its_layers() -> None:
+    x = torch.randn(100, 16, requires_grad=True)
+    block = fl.FusedMLP(16, 64)
+    hidden = 100 * 64 * 4
+    (found,) = fl.plan_of(block, x)
+    assert (found.path, found.saved) == ("fused", "output") and _kept(block, x, block) == hidden
+    (found,) = fl.plan_of(fl.FusedMLP(16, 64, save="recompute"), x)
+    assert (found.path, found.saved) == ("fused", "recompute")
+    gated = fl.FusedGatedMLP(16, 64)
+    assert fl.plan_of(gated, x)[0].saved == "input" and _kept(gated, x, gated) == 2 * hidden
+    # A frozen first layer: layer by layer.
+    block.fc1.requires_grad_(False)
+    outer, inner = fl.plan_of(block, x)
+    assert outer.path == "by_layer" and "frozen" in str(outer)
+    assert inner.saved == "output" and _kept(block, x, block) == hidden
+    # Adapters elsewhere: a wholly frozen gated block saves two buffers, where eager saves three.
+    gated.requires_grad_(False)
+    outer, inner = fl.plan_of(gated, x)
+    assert outer.path == "by_layer" and inner.saved == "output" and _kept(gated, x, gated) == 2 * hidden
+    with torch.no_grad():
+        assert fl.plan_of(block, x)[0].path == "no_grad"
+    assert [p.path for p in fl.plan_of(block.requires_grad_(True), x, compiled=True)] == ["by_layer", "compiled"]
+
+
+def test_asking_computes_nothing_and_ends() -> None:
+    ran: list[int] = []
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = fl.FusedDenseAct(12, 40)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            ran.append(1)
+            return y
+
+    model, x = Model(), torch.randn(30, 12)
+    assert len(fl.plan_of(model, x)) == 1 and ran == [] and plan.questions == []
+    assert model(x).shape == (30, 40) and ran == [1]
+    with pytest.raises(ValueError, match=r"plan_of: .* calls no layer of this package"):
+        fl.plan_of(torch.relu, x)
+    with pytest.raises(ValueError, match="last dimension must be the weight's second"):
+        fl.plan_of(model, x[:, :5])
+    assert plan.questions == []
+
+
+def test_other_threads_go_on() -> None:
+    layer, x = fl.FusedDenseAct(12, 40), torch.randn(30, 12)
+    shapes: list[Any] = []
+
+    def ask(x: Tensor) -> Tensor:
+        thread = threading.Thread(target=lambda: shapes.append(layer(x).shape))
+        thread.start()
+        thread.join()
+        return layer(x)
+
+    assert len(fl.plan_of(ask, x)) == 1 and shapes == [(30, 40)]
+
+
+# --- reasons ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_reason_names_what_stands_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = fl.FusedDenseAct(12, 40), torch.randn(30, 12, requires_grad=True)
+
+    def reason(function: Callable[..., Any] = layer, *args: Any, **kwargs: Any) -> str:
+        (found,) = fl.plan_of(function, *(args or (x,)), **kwargs)
+        assert found.path == "composite"
+        return str(found)
+
+    assert "torch.func" in reason(lambda x: torch.func.vmap(layer)(x[None]))
+    assert "forward-mode" in reason(lambda x: torch.func.jvp(layer, (x,), (x,))) or True
+    residual = torch.randn(30, 40, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.float16):
+        assert "residual" in reason(lambda x: fl.dense_bias_act(x, layer.weight, layer.bias, residual=residual.float()))
+    assert "no backend for meta" in reason(fl.FusedDenseAct(12, 40, device="meta"), torch.empty(30, 12, device="meta"))
+    assert "softmax" in reason(fl.FusedDenseAct(12, 40, nn.Softmax(-1)), x).lower()
+    monkeypatch.setattr(plan, "SMALL_BYTES", 1 << 15)
+    assert "less than 32 KiB" in reason()
+
+
+def test_repr_and_plan_say_the_same() -> None:
+    x = torch.randn(300, 12, requires_grad=True)
+    for activation, save in covering(list(ACTIVATIONS.values()), SAVES):
+        layer = fl.FusedDenseAct(12, 40, activation, save=save)
+        assert str(fl.plan_of(layer, x)[0]) in repr(layer)
+    for name in ("silu", "relu"):
+        norm = fl.FusedBatchNormAct2d(8, name)
+        assert str(fl.plan_of(norm, torch.randn(16, 8, 16, 16))[0]) in repr(norm)
+    for block in (fl.FusedMLP(12, 40), fl.FusedGatedMLP(12, 40, save="recompute")):
+        assert str(fl.plan_of(block, x)[0]) in repr(block)
+
+
+# --- remembering ------------------------------------------------------------------------------------------------------
+
+
+def test_a_situation_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    decide = plan.make_plan
+    monkeypatch.setattr(plan, "make_plan", lambda key: made.append(key) or decide(key))
+    layer = fl.FusedDenseAct(12, 40)
+    for rows in range(30, 60):  # lengths change
+        layer(torch.randn(rows, 12))
+    assert len(made) == 1
+    layer.eval(), layer(torch.randn(31, 12))
+    assert len(made) == 1
+    with torch.no_grad():
+        layer(torch.randn(31, 12))
+    layer(torch.randn(31, 12, requires_grad=True))
+    layer.weight.requires_grad_(False), layer(torch.randn(31, 12))
+    layer.to(torch.bfloat16)(torch.randn(31, 12, dtype=torch.bfloat16))
+    assert len(made) == 5
+
+
+def test_plans_are_bounded_and_hold_no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan._plans, "limit", 20)
+    w = torch.randn(40, 12)
+    for rows in range(30, 60):  # a residual's shape is checked, so each length has a plan
+        fl.dense_bias_act(torch.randn(rows, 12), w, residual=torch.randn(rows, 40))
+        fl.dense_bias_act(torch.randn(rows, 12), w, None, lambda z, r=rows: torch.sin(z) * r)
+    assert len(plan._plans) == 20
+    flat = [value for found in plan._plans.values() for value in found]
+    assert not any(isinstance(value, Tensor) for value in flat)
+
+
+def test_checks_come_before_a_plan_is_remembered() -> None:
+    before = len(plan._plans), len(block_plan._plans)
+    with pytest.raises(ValueError, match="save must be one of"):
+        fl.dense_bias_act(torch.randn(30, 12), torch.randn(40, 12), save="inputs")
+    with pytest.raises(ValueError, match="without_weight_up|must have the same shape"):
+        fl.gated_mlp(
+            *(torch.randn(*s) for s in ((30, 12), (40, 12))), None, torch.randn(41, 12), None, torch.randn(12, 40), None
+        )
+    assert (len(plan._plans), len(block_plan._plans)) == before
