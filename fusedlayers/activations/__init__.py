@@ -5,7 +5,7 @@ from .free_variables import must_call_reason
 from .inverse_error import InverseError, measure_inverse_error
 from .lookup import activation_of_module, resolve
 from .record import DTYPES, Activation, Row, Saved, WithOperands, activations, register, register_stand_in, rows, upcast
-from .register import activation
+from .registration import activation
 
 __all__ = [
     "DTYPES",

@@ -29,7 +29,7 @@ from .partition import Split, example_shape
 from .partition import split as split_trace
 from .recognition import recognise
 from .record import Activation, Row, WithOperands
-from .register import find_counterexample, find_inaccurate_dtypes
+from .registration import find_counterexample, find_inaccurate_dtypes
 from .tracing import NotPointwise, aten_graph, muted, simplified
 from .verification import check_trace, reads_sizes
 

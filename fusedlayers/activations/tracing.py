@@ -68,6 +68,7 @@ class Pointwise:
 #: Operations with another name here than in ATen.
 _RENAMED = {"view_copy": "bitcast", TO_COPY.__name__: "cast"}
 _CONSTANTS = ("full", "full_like", "scalar_tensor")
+_CONSTANTS = ("full", "full_like", "scalar_tensor")
 #: The keyword arguments that are handled. An operation with any other one is refused.
 _OPTIONS = {"add": {"alpha"}, "sub": {"alpha"}}
 _COPIES = ("alias", "alias_copy", "clone", "detach", "detach_copy", "empty_permuted")
@@ -242,8 +243,8 @@ def _operation(
     op = str(node.target).split(".")[1]
     meta = node.meta.get("val")
     arguments: list[Any] = [values[a] if isinstance(a, Node) else a for a in node.args]
-    if node.target in FILL_VALUES:
-        fill = FILL_VALUES[node.target](node)
+    if op in _CONSTANTS:  # by name: scalar_tensor is one of ATen's and one of torch's primitives
+        fill = arguments[0 if op == "scalar_tensor" else 1]
         assert isinstance(fill, (bool, int, float))
         return fill
     if op in _COPIES:
