@@ -293,11 +293,11 @@ def test_the_first_use_may_be_compiled() -> None:
     # In a process of its own: nothing has been looked up, fitted or registered with the compiler.
     code = """
 import torch, fusedlayers as fl
-from fusedlayers.activations import branch
+from fusedlayers.derivative import branch_bit
 model = torch.nn.Sequential(fl.FusedDenseAct(20, 40, torch.nn.LeakyReLU(0.3)), fl.FusedDenseAct(40, 20, "mish"))
 x = (10 * torch.randn(50, 20)).requires_grad_()
 y = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
-assert branch.decode(y, torch.float32).any()
+assert branch_bit.decode(y, torch.float32).any()
 torch.testing.assert_close(y, model(x))
 torch.testing.assert_close(
     torch.autograd.grad(y.sum(), x), torch.autograd.grad(model(x).sum(), x), rtol=1e-4, atol=1e-3
