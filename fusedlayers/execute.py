@@ -161,7 +161,7 @@ def _compiled(
         operation = operation.counted()
     pre_activation = functools.partial(_sum, operation)
     # An exported program is for inference.
-    if plan.saved in ("nothing", "input") or _torch.is_exporting():
+    if plan.saved in ("nothing", "eager") or _torch.is_exporting():
         return activation.plain(pre_activation(x, w, b, residual))
     if plan.saved == "output":
         # Here, because it registers itself with the compiler, whose import takes a second and sets an environment

@@ -156,7 +156,9 @@ def make_plan(key: PlanKey) -> Plan:
     if saved == "nothing":
         return Plan("composite", "eager", reason)
     if key.is_compiling:
-        return Plan("compiled", saved if any(needs) else "nothing", reason, activation)
+        # The compiler chooses what it saves of an activation's input, or instead of it.
+        kept: Saved | Literal["eager"] = "eager" if saved == "input" else saved
+        return Plan("compiled", kept if any(needs) else "nothing", reason, activation)
 
     dim = operation.dim if key.operand_dim is None else key.operand_dim
     is_along = key.operand_dim is None

@@ -112,9 +112,7 @@ def test_under_autocast(subject: str, name: str, save: str) -> None:
 
 
 @compiles
-@pytest.mark.parametrize(
-    "subject, name, save", [("dense", "gelu", "auto"), ("conv", "relu", "auto"), ("dense", "leaky_relu", "auto")]
-)
+@pytest.mark.parametrize("subject, name, save", [("dense", "gelu", "auto"), ("dense", "relu", "output")])
 def test_under_the_compiler(subject: str, name: str, save: str) -> None:
     make, shape, eager = SUBJECTS[subject]
     module: Any = make(ACTIVATIONS[name], save)
@@ -134,9 +132,11 @@ def test_batch_norms(name: str | None, dim: int) -> None:
     layer: Any = kind(8, name)
     x = torch.randn((4096, 8) if dim == 2 else (16, 8, 16, 16), requires_grad=True)
     (found,) = fl.plan_of(layer, x)
-    kept = saved_bytes(layer, x, exclude=[layer]) - 2 * 4 * 8  # the statistics
-    hidden = x.numel() * 4
-    assert kept == {"tells_input": hidden, "fused": hidden * (1 + (found.saved == "output"))}[found.path]
+    kept = saved_bytes(layer, x, exclude=[layer]) - 2 * 4 * 8  # the statistics; x is a leaf
+    if found.path == "tells_input":
+        assert kept == x.numel() * 4 + 4  # and one number, x's place in the graph
+    else:
+        assert kept == (x.numel() * 4 if found.saved == "output" else 0)
     assert int(layer.num_batches_tracked) == 1  # of saved_bytes: asking does not run the layer
 
 
@@ -212,7 +212,8 @@ def test_the_reason_names_what_stands_in_the_way(monkeypatch: pytest.MonkeyPatch
         return str(found)
 
     assert "torch.func" in reason(lambda x: torch.func.vmap(layer)(x[None]))
-    assert "forward-mode" in reason(lambda x: torch.func.jvp(layer, (x,), (x,))) or True
+    with torch.autograd.forward_ad.dual_level():
+        assert "forward-mode" in reason()
     residual = torch.randn(30, 40, dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.float16):
         assert "residual" in reason(lambda x: fl.dense_bias_act(x, layer.weight, layer.bias, residual=residual.float()))
@@ -270,7 +271,7 @@ def test_checks_come_before_a_plan_is_remembered() -> None:
     before = len(plan._plans), len(block_plan._plans)
     with pytest.raises(ValueError, match="save must be one of"):
         fl.dense_bias_act(torch.randn(30, 12), torch.randn(40, 12), save="inputs")
-    with pytest.raises(ValueError, match="without_weight_up|must have the same shape"):
+    with pytest.raises(ValueError, match="must have the same shape"):
         fl.gated_mlp(
             *(torch.randn(*s) for s in ((30, 12), (40, 12))), None, torch.randn(41, 12), None, torch.randn(12, 40), None
         )
