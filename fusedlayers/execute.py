@@ -57,15 +57,8 @@ def run_synchronised(
     return run_pointwise(plan, operation, z, None, record, operands)
 
 
-def composite(
-    operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None, activation: Activation
-) -> Tensor:
-    """By PyTorch's own operations."""
-    return activation.plain(_sum(operation, x, w, b, residual))
-
-
 def _composite(
-    plan: Plan,
+    plan: Plan | None,
     operation: Operation,
     x: Tensor,
     w: Weight,
@@ -74,6 +67,7 @@ def _composite(
     activation: Activation,
     operands: Operands,
 ) -> Tensor:
+    """By PyTorch's own operations."""
     z = operation(x, w, b)
     return activation.plain(z if residual is None else z + residual)
 

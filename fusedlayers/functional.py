@@ -16,7 +16,7 @@ from . import validation
 from .activations import Activation, resolve
 from .backends.operations import MATMUL, BatchNorm, Convolution, Pointwise
 from .block_plan import plan_block
-from .execute import PATHS, composite, run_block, run_by_layer, run_pointwise, run_synchronised
+from .execute import PATHS, run_block, run_by_layer, run_pointwise, run_synchronised
 from .ops.mlp_forward import BlockOptions, Linear
 from .plan import choose_save, needs_gradient, plan_dense, plan_for
 
@@ -36,7 +36,7 @@ def dense_bias_act(
 ) -> Tensor:
     """``activation(F.linear(input, weight, bias) + residual)`` that keeps one hidden-sized buffer.
 
-    The matmul's result is overwritten by the activation's output, and the derivative is had from that output.
+    Computes the activation in place over the matmul's result; backward evaluates the derivative from the saved output.
 
     Args:
         input: (..., in), float16, bfloat16, float32 or float64.
@@ -48,7 +48,7 @@ def dense_bias_act(
         save: what is kept for backward. "output": y, written over the matmul's buffer (folded activations carry the
             branch in the last mantissa bit of negative outputs). "input": the pre-activation z, exact to the last bit.
             "recompute": neither; z is computed again from ``input``. "auto": "output" where the derivative can be had
-            from it within the dtype's rounding floor, else "input"; fewer than 256 outputs are left to plain PyTorch.
+            from it within the dtype's rounding floor, else "input"; results of less than 32 KiB are left to PyTorch.
 
     Returns:
         (..., out), of the same dtype.
@@ -74,7 +74,7 @@ def dense_bias_act(
                 dense_bias_act, tensors, input, weight, bias, record, residual=residual, save=save
             )
         if has_torch_function(tensors) or input.is_nested:  # which do not tell their sizes
-            return composite(MATMUL, input, weight, bias, residual, record)
+            return PATHS["composite"](None, MATMUL, input, weight, bias, residual, record, ())
     plan, record, operands = plan_dense(input, weight, bias, residual, record, save, is_usual)
     return PATHS[plan.path](plan, MATMUL, input, weight, bias, residual, record, operands)
 
@@ -94,8 +94,8 @@ def conv_bias_act(
 ) -> Tensor:
     """``activation(conv(input, weight, bias) + residual)`` that keeps one buffer of the output's size.
 
-    The convolution, of one to three spatial dimensions, is the library's (cuDNN, oneDNN). Its result is overwritten by
-    the activation's output, and the derivative is had from that output.
+    The convolution, of one to three spatial dimensions, is the vendor's (cuDNN, oneDNN). The activation is computed in
+    place over its result; backward evaluates the derivative from the saved output.
 
     Args:
         input: (batch, in, ...) or (in, ...), with one to three spatial dimensions; float16, bfloat16, float32, float64.
@@ -256,9 +256,9 @@ def mlp(
         activation: as for ``fusedlayers.dense_bias_act``.
         dropout: the probability with which hidden numbers are zeroed; 0 in evaluation. The mask is not kept: it is made
             again from a seed, which is drawn from torch's generator for CPUs.
-        save: what is kept of the hidden layer. "output": what the activation returns. "input": what it is given, from
-            which backward computes the other again. "recompute": nothing; forward and backward run over chunks of rows
-            (as "auto" where input or weights would be kept for this alone, and be more).
+        save: what is saved of the hidden layer. "output": what the activation returns. "input": what it is given, from
+            which backward recomputes the other. "recompute": nothing; forward and backward run over chunks of rows (as
+            "auto" where input or weights would be saved for this alone, and be more).
             "auto": "output" where the derivative can be had from it within the dtype's rounding floor, else "input".
         chunks: into how many chunks the rows are cut where something hidden is needed for a moment only.
 
@@ -268,9 +268,9 @@ def mlp(
     Raises:
         TypeError, ValueError: as ``dense_bias_act``.
 
-    Saved: one hidden buffer or none (the pre-activation where ``input`` would be kept for nothing else, or a cast or
-    computed weight), ``input`` if ``weight1`` needs a gradient, and the weights that gradients go through. Backward
-    writes over the buffer, unless the graph is kept for another backward pass.
+    Saved: one hidden buffer or none, ``input`` if ``weight1`` needs a gradient, and the weights that gradients go
+    through. Backward writes over the buffer, unless the graph is kept for another backward pass. Where ``weight1`` is
+    frozen or computed the block runs layer by layer, and saves what ``dense_bias_act`` and ``F.linear`` save.
 
     >>> import torch, fusedlayers as fl
     >>> fl.mlp(torch.ones(2, 3), torch.ones(8, 3), None, torch.ones(3, 8), None, "relu")

@@ -32,7 +32,7 @@ from .backends.operations import (
     Pointwise,
     Weight,
 )
-from .backends.torch.operations import WORTH_IT as LARGE_MATMUL
+from .backends.torch import operations as torch_operations
 from .ops.batch_norm import WORTH_IT
 from .utils.bounded_cache import BoundedCache
 
@@ -352,7 +352,7 @@ def plan_dense(
     if not is_usual or torch.compiler.is_compiling() or not x.dim() or not w.dim():
         return plan_for(MATMUL, x, w, b, residual, activation, save, None, is_usual=False)
     shape, size = x.shape, x.numel() * w.shape[0]
-    sizes = MATMUL, len(shape) if residual is None else shape, shape[-1], size >= LARGE_MATMUL
+    sizes = MATMUL, len(shape) if residual is None else shape, shape[-1], size >= torch_operations.LARGE_MATMUL
     return plan_for(MATMUL, x, w, b, residual, activation, save, sizes, size // max(1, shape[-1]))
 
 

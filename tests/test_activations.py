@@ -18,6 +18,7 @@ from fusedlayers.derivative import branch_bit
 from fusedlayers.derivative.features import Fold
 from fusedlayers.derivative.folded import find_fold, fit
 from fusedlayers.derivative.polynomial import PRECISIONS
+from fusedlayers.plan import describe
 
 HALVES = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *HALVES)
@@ -82,7 +83,7 @@ def test_every_row_is_output_only_at_its_default_parameters(activation: Activati
     for dtype in DTYPES:
         refused = activation.output_refusal(dtype)
         assert (refused is not None) == (activation.is_folded and dtype is torch.float64)
-    assert activation.describe("auto", torch.float32).startswith("saves ")
+    assert describe(activation, "auto", torch.float32).startswith("saves ")
 
 
 def test_describe_says_what_is_kept_and_why() -> None:
@@ -91,11 +92,11 @@ def test_describe_says_what_is_kept_and_why() -> None:
     assert describe("auto", torch.float64).startswith("saves the input: the fitted derivative of gelu is accurate to")
     assert describe("input", torch.float32) == "saves the input"
     assert describe("recompute", torch.float32) == "saves nothing and recomputes"
-    assert resolve(None).describe("auto", torch.float32) == "saves nothing"
-    assert resolve("tanh").describe("output", torch.float64) == "saves the output"
+    assert describe(resolve(None), "auto", torch.float32) == "saves nothing"
+    assert describe(resolve("tanh"), "output", torch.float64) == "saves the output"
     hooked = nn.GELU()
     hooked.register_forward_hook(lambda *_: None)
-    assert resolve(hooked).describe("auto", torch.float32) == "not fused: GELU is left to PyTorch because it has hooks"
+    assert describe(resolve(hooked), "auto", torch.float32) == "not fused: GELU is left to PyTorch because it has hooks"
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_describe_says_what_is_kept_and_why() -> None:
 def test_parameters_whose_output_does_not_tell(name: str, parameters: dict[str, float], reason: str) -> None:
     bound = {row.name: row for row in rows()}[name].bind(**parameters)
     assert reason in (bound.needs_input_reason or "")
-    assert bound.describe("auto", torch.float32).startswith("saves the input: ")
+    assert describe(bound, "auto", torch.float32).startswith("saves the input: ")
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)

@@ -517,6 +517,7 @@ def onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if not operations._has_onednn():
         pytest.skip("this torch has no oneDNN")
     monkeypatch.setattr(operations, "_is_amd", lambda: True)
+    monkeypatch.setattr(operations, "LARGE_MATMUL", 1 << 20)
     operations._onednn_wins.cache_clear()
     yield
     operations._onednn_wins.cache_clear()
@@ -538,7 +539,7 @@ def _operands(layout: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         w = w.t().contiguous().t()
     elif layout == "gaps":
         x, w = torch.randn(192, 320).to(dtype)[::2, ::2], torch.randn(224, 160).to(dtype)[::2]
-    assert x.numel() * w.shape[0] >= operations.WORTH_IT
+    assert x.numel() * w.shape[0] >= 1 << 20
     return x, w, b
 
 
@@ -579,6 +580,7 @@ def test_onednn_is_used_where_it_wins(has: bool, amd: bool, monkeypatch: pytest.
         pytest.skip("this torch has no oneDNN")
     monkeypatch.setattr(operations, "_has_onednn", lambda: has)
     monkeypatch.setattr(operations, "_is_amd", lambda: amd)
+    monkeypatch.setattr(operations, "LARGE_MATMUL", 1 << 20)
     operations._onednn_wins.cache_clear()
     try:
         x, w, b = _operands("contiguous", torch.float32)

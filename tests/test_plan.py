@@ -122,7 +122,9 @@ def test_under_the_compiler(subject: str, name: str, save: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True)
     compiled(x).sum().backward()
-    assert _kept(compiled, x, module) == _expected(found, module, x, ACTIVATIONS[name], eager)
+    # Of relu the compiler saves truth values, a quarter of what the plan allows.
+    allowed = _expected(found, module, x, ACTIVATIONS[name], eager)
+    assert _kept(compiled, x, module) == (allowed if name == "gelu" else allowed // 4)
 
 
 @pytest.mark.parametrize("dim", (2, 4))

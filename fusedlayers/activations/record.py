@@ -300,22 +300,6 @@ class Activation:
     def native(self) -> Native:
         return self._row.native
 
-    def describe(self, save: str, dtype: torch.dtype) -> str:
-        """What a layer saves for the backward pass, and why, in a few words."""
-        assert not self.needs_tracing
-        if self.is_identity:
-            return "saves nothing"
-        if self.fallback_reason is not None:
-            return f"not fused: {self.fallback_reason}"
-        refused = self.output_refusal(dtype)
-        if save == "auto" and refused is not None:
-            return f"saves the input: {refused}"
-        if save == "output" and refused is not None:
-            return f"cannot save the output: {refused}"
-        if save in ("auto", "output"):
-            return "saves the output (branch in its last bit)" if self.is_folded else "saves the output"
-        return "saves the input" if save == "input" else "saves nothing and recomputes"
-
     def __reduce__(self) -> Any:
         # Rows hold lambdas, which cannot be pickled: an activation is looked up by its name.
         if self.row is None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..activations import DTYPES, Activation, must_call_reason, resolve
-from ..plan import describe, with_operands
+from ..plan import choose_save, describe, with_operands
 from ..validation import check_save
 
 
@@ -39,13 +39,7 @@ class WithActivation(nn.Module):
         check_save(name, save)
         resolved = resolve(activation, name)
         if save == "output":
-            resolved = self._specialised(resolved)
-        refused = resolved.output_refusal(self._dtype()) if save == "output" else None
-        if refused is not None and not resolved.is_identity:
-            raise ValueError(
-                f"{name}: save='output' cannot be had for {resolved!r} in {self._dtype()}: {refused}; "
-                "use save='auto', 'input' or 'recompute'"
-            )
+            choose_save(name, self._specialised(resolved), save, self._dtype())  # which may refuse
         self.activation = activation
         self.save = save
 

@@ -27,13 +27,17 @@ from ..base import GradientRequest
 from ..operations import Convolution, Matmul, Operation, Weight
 from .elementwise import bias_act
 
-#: Multiply-adds from which oneDNN's longer call pays (a 4x4 layer takes it 10 us, F.linear 2).
-WORTH_IT = 1 << 20
+#: Multiply-adds from which oneDNN's float32 matmuls make up for their longer calls, and for an autograd node in Python.
+#: Forward and backward took 1.5 times PyTorch's time at 2^20, 1.10 to 1.19 at 2^23, 0.95 to 1.01 at 2^25 and 0.93 to
+#: 0.95 at 2^27 (AMD EPYC, 1 and 2 threads).
+LARGE_MATMUL = 1 << 26
+#: The same where oneDNN applies the activation too, which spares a pass, and for convolutions.
+LARGE_WITH_ACTIVATION = 1 << 20
 
 
 def has_faster_linear(x: Tensor, w: Tensor) -> bool:
     """Whether ``linear`` is faster than ``F.linear`` for these: oneDNN, if the user leaves it switched on."""
-    is_large = x.numel() * w.shape[0] >= WORTH_IT
+    is_large = x.numel() * w.shape[0] >= LARGE_MATMUL
     is_faster = is_large and x.is_cpu and onednn_is_enabled() and _onednn_wins(x.dtype, False)
     return is_faster and not (dispatch_mode_count() and _are_flops_counted())
 
@@ -63,7 +67,7 @@ def operation_act(
     """``activation(operation(x, w, b), *operands)`` in one new buffer; ``encode`` puts the branch in it."""
     post_op = None if encode or operands else _post_op(activation)
     if isinstance(operation, Matmul):
-        if x.numel() * w.shape[0] < WORTH_IT:
+        if x.numel() * w.shape[0] < LARGE_WITH_ACTIVATION:
             z = F.linear(x, w, b)
         elif post_op and x.is_cpu and onednn_is_enabled() and _onednn_wins(x.dtype, True) and not _are_flops_counted():
             return onednn_linear(x, w, b, *post_op)
@@ -109,7 +113,7 @@ def _convolves(convolution: Convolution, x: Tensor, w: Tensor) -> bool:
         x.is_cpu
         and x.dim() == w.dim() == 4
         and not isinstance(convolution.padding, str)
-        and x.numel() * w.shape[0] >= WORTH_IT
+        and x.numel() * w.shape[0] >= LARGE_WITH_ACTIVATION
         and onednn_is_enabled()
         and not _are_flops_counted()
         and _has_convolution()
