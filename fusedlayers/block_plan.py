@@ -63,7 +63,9 @@ class BlockKey(NamedTuple):
     out_features: int
     #: Whether one weight holds gate and up.
     is_packed: bool = False
-    #: Why the block runs layer by layer, or None.
+    #: Why only PyTorch's own operations will do, or None.
+    plain_because: str | None = None
+    #: Why one node will not do, or None.
     by_layer_because: str | None = None
     cast: torch.dtype | None = None
     #: Elements of weights and biases that one node would save, and PyTorch would not.
@@ -73,14 +75,15 @@ class BlockKey(NamedTuple):
 class BlockPlan(NamedTuple):
     """What a block's call does.
 
-    ``path`` is "fused", one node; "no_grad", in chunks of rows where that saves memory; or "by_layer".
+    ``path`` is "fused", one node; "no_grad", in chunks of rows where that saves memory; "by_layer", each layer by a
+    plan of its own; or "composite", by PyTorch's own operations.
     """
 
-    path: Literal["fused", "no_grad", "by_layer"]
+    path: Literal["fused", "no_grad", "by_layer", "composite"]
     saved: Saved | Literal["eager"]
     #: What is saved and why, for people.
     reason: str
-    #: What the node needs to know besides tensors; None layer by layer.
+    #: What the node needs to know besides tensors; of the first two paths.
     block: Block | None = None
     cast: torch.dtype | None = None
 
@@ -97,6 +100,8 @@ def make_block_plan(key: BlockKey) -> BlockPlan:
     options, activation, dtype, _, needs, *_ = key
     saved = choose_block_save(options, activation, dtype)
     reason = describe_block(options, activation, dtype)
+    if key.plain_because is not None:
+        return BlockPlan("composite", "eager", f"not fused: {key.plain_because}")
     needs_any = needs.hidden or needs.last_weight or needs.last_bias
     if key.by_layer_because is None and not needs_any:
         return BlockPlan("no_grad", "nothing", reason, _block(key, saved), key.cast)
@@ -183,22 +188,25 @@ def plan_block(
     if is_compiled or not validation.are_plain((x, *tensors[::2]), tensors[1::2]):
         validation.check_block(options, x, first, last)
         choose_block_save(options, activation, autocast_dtype(x) or x.dtype)  # which may refuse
-        by_layer = BlockPlan("by_layer", "eager", "layer by layer: each decides for itself")
+        found = BlockPlan("by_layer", "eager", "layer by layer: torch.compile plans the memory itself")
+        if not is_compiled:
+            found = BlockPlan("composite", "eager", f"not fused: {validation.unusual_because(x, *tensors)}")
         if plan.questions:
-            plan.answer(by_layer)
-        return by_layer, ()
+            plan.answer(found)
+        return found, ()
     shape = x.shape
     if not shape or not first[0].w.dim():
         validation.check_block(options, x, first, last)  # which refuses
     rows = x.numel() // max(1, shape[-1])
     hidden = first[0].w.shape[0] // options.halves(first)
-    by_layer_because = followed_by()
-    if by_layer_because is None and options.save == "auto" and rows * hidden * x.itemsize < plan.SMALL_BYTES:
-        by_layer_because = "it is small"
-    if by_layer_because is None and options.dropout and is_capturing(x):
+    plain_because = followed_by()
+    if plain_because is None and options.save == "auto" and rows * hidden * x.itemsize < plan.SMALL_BYTES:
+        plain_because = f"hidden layers of less than {plan.SMALL_BYTES >> 10} KiB are left to PyTorch"
+    by_layer_because = None
+    if options.dropout and is_capturing(x):
         by_layer_because = "a CUDA graph would record the seed of the dropout"
     operands: tuple[Tensor, ...] = ()
-    if activation.needs_tracing and by_layer_because is None and x.dtype in DTYPES:
+    if activation.needs_tracing and plain_because is None and x.dtype in DTYPES:
         dtype = autocast_dtype(x) or x.dtype
         activation, operands, dim = with_operands(activation, (*shape[:-1], hidden), dtype, x.device)
         if dim is not None and dim % len(shape) != len(shape) - 1:
@@ -206,6 +214,7 @@ def plan_block(
     facts: list[Hashable] = [
         options,
         None if activation.needs_tracing else activation,
+        plain_because,
         by_layer_because,
         bool(operands) and needs_gradient(*operands),
         len(shape),
@@ -224,12 +233,12 @@ def plan_block(
         else:
             facts += t.dtype, t.layout, t.is_cpu or t.device, t.requires_grad, t.is_leaf, t.shape
     key = tuple(facts)
-    found = _plans.get(key)
-    if found is None:
-        found = _plans.put(key, _decide(options, x, first, last, activation, by_layer_because, operands))
+    known = _plans.get(key)
+    if known is None:
+        known = _plans.put(key, _decide(options, x, first, last, activation, plain_because, by_layer_because, operands))
     if plan.questions:
-        plan.answer(found)
-    return found, operands
+        plan.answer(known)
+    return known, operands
 
 
 def _decide(
@@ -238,8 +247,9 @@ def _decide(
     first: Sequence[Linear],
     last: Linear,
     activation: Activation,
+    plain_because: str | None,
     by_layer_because: str | None,
-    operands: Sequence[Tensor] = (),
+    operands: Sequence[Tensor],
 ) -> BlockPlan:
     """Check the arguments of a call, and decide."""
     validation.check_block(options, x, first, last)
@@ -257,7 +267,7 @@ def _decide(
     # A weight is saved by PyTorch where x needs a gradient, and is alive anyway where it is a leaf.
     extra = [w for w, _ in first if not (needs.x or (w.is_leaf and cast is None))]
     extra += [b for _, b in first if b is not None and not b.is_leaf]
-    by_layer_because = by_layer_because or validation.unusual_because(x, *sum((*first, last), ()))
+    plain_because = plain_because or validation.unusual_because(x, *sum((*first, last), ()))
     rows = x.numel() // max(1, x.shape[-1])
     if rows * first[0].w.shape[0] == 0:
         by_layer_because = "there is nothing to compute"
@@ -273,7 +283,8 @@ def _decide(
             last.w.shape[1],
             last.w.shape[0],
             halves == 2,
-            by_layer_because or activation.fallback_reason,
+            plain_because or activation.fallback_reason,
+            by_layer_because,
             cast,
             sum(t.numel() for t in extra),
         )

@@ -200,11 +200,17 @@ def run_block(
     input: Tensor,
     first: Sequence[Linear],
     last: Linear,
+    activation: Activation,
     operands: Operands,
 ) -> Tensor:
-    """An MLP block by one node, or without gradients."""
+    """An MLP block."""
     block = plan.block
-    assert block is not None
+    if plan.path == "composite":
+        (w, b), *others = _apart(options, first)
+        activated = activation.plain(F.linear(input, w, b))
+        return after_activation(activated, [F.linear(input, *other) for other in others], options.dropout, last)
+    if block is None:
+        return run_by_layer(options, input, first, last, activation)
     if options.dropout:
         # From the generator that checkpoints put back before they recompute, whatever the device.
         block = block._replace(dropout=Dropout(options.dropout, int(torch.randint(2**62, (), device="cpu"))))

@@ -16,7 +16,7 @@ from . import validation
 from .activations import Activation, resolve
 from .backends.operations import MATMUL, BatchNorm, Convolution, Pointwise
 from .block_plan import plan_block
-from .execute import PATHS, run_block, run_by_layer, run_pointwise, run_synchronised
+from .execute import PATHS, run_block, run_pointwise, run_synchronised
 from .ops.mlp_forward import BlockOptions, Linear
 from .plan import choose_save, needs_gradient, plan_dense, plan_for
 
@@ -285,9 +285,7 @@ def mlp(
     options = BlockOptions("mlp", dropout, save, chunks, is_gated=False)
     first, last = [Linear(weight1, bias1)], Linear(weight2, bias2)
     plan, operands = plan_block(options, input, first, last, record)
-    if plan.block is None:
-        return run_by_layer(options, input, first, last, record)
-    return run_block(plan, options, input, first, last, operands)
+    return run_block(plan, options, input, first, last, record, operands)
 
 
 def gated_mlp(
@@ -342,6 +340,4 @@ def gated_mlp(
     elif bias_up is not None:
         raise ValueError("gated_mlp: bias_up without weight_up; packed weights have packed biases, in bias_gate")
     plan, operands = plan_block(options, input, first, last, record)
-    if plan.block is None:
-        return run_by_layer(options, input, first, last, record)
-    return run_block(plan, options, input, first, last, operands)
+    return run_block(plan, options, input, first, last, record, operands)

@@ -486,7 +486,7 @@ def answer(plan: Any, call: Call | None = None) -> None:
         if question.compiled and call is not None:
             plan = make_plan(call.key()._replace(is_compiling=True, is_small=False))
         question.plans.append(plan)
-        if call is not None or plan.block is not None:
+        if call is not None or plan.path != "by_layer":
             raise _Answered
 
 
