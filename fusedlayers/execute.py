@@ -247,7 +247,7 @@ def _layers(
     options: BlockOptions, input: Tensor, first: Sequence[Linear], last: Linear, activation: Activation
 ) -> Tensor:
     (w, b), *others = _apart(options, first)
-    save = "auto" if options.is_gated and options.save == "recompute" else options.save
+    save = "auto" if options.save == "recompute" else options.save  # which would save more, layer by layer
     is_usual = validation.are_plain((input, w), (b,))
     plan, record, operands = plan_dense(input, w, b, None, activation, save, is_usual)
     activated = PATHS[plan.path](plan, MATMUL, input, w, b, None, record, operands)
