@@ -20,7 +20,20 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _torch, backends, validation
+from . import backends, validation
+from ._torch import (
+    PROXY_MODE,
+    SELECTIVE_CHECKPOINT_MODES,
+    autocast_is_active,
+    dispatch_mode_at,
+    dispatch_mode_count,
+    forward_ad_level,
+    functorch_is_active,
+    infrastructure_mode,
+    onednn_is_enabled,
+    saved_tensors_hooks_on_top,
+    torchscript_state,
+)
 from .activations import DTYPES, Activation, Saved, WithOperands, measure_inverse_error
 from .backends import Backend
 from .backends.operations import (
@@ -338,7 +351,7 @@ class Call(NamedTuple):
             has_residual=residual is not None,
             operand_dim=other_dim,
             saves_arguments=x.requires_grad and (w is None or w.requires_grad) and (b is None or b.is_leaf),
-            is_hooked=_torch.saved_tensors_hooks_on_top(True) is not None,
+            is_hooked=saved_tensors_hooks_on_top(True) is not None,
             is_inplace=self.is_inplace,
             has_own_node=_has_own_node(operation, backend, x, w),
             returns_view=operation.returns_view(x),
@@ -406,13 +419,20 @@ def plan_for(
         x.requires_grad,
         w is not None and (w.dtype, w.layout, w.is_cpu or w.device, w.requires_grad, w.shape),
         b is not None and (b.dtype, b.layout, b.is_cpu or b.device, b.requires_grad, b.shape, b.is_leaf),
-        residual is not None and (residual.dtype, residual.is_cpu or residual.device, residual.requires_grad),
+        residual is not None
+        and (
+            residual.dtype,
+            residual.layout,
+            residual.is_cpu or residual.device,
+            residual.requires_grad,
+            residual.shape,
+        ),
         torch.is_grad_enabled(),
-        _torch.autocast_is_active() and autocast_dtype(x),
-        _torch.saved_tensors_hooks_on_top(True) is None,
-        _torch.onednn_is_enabled(),
+        autocast_is_active() and autocast_dtype(x),
+        saved_tensors_hooks_on_top(True) is None,
+        onednn_is_enabled(),
         follower,
-        _torch.dispatch_mode_count() and _mode_types(),
+        dispatch_mode_count() and _mode_types(),
         x.is_cuda and is_capturing(x),
     )
     known = _plans.get(facts)
@@ -522,30 +542,30 @@ def is_capturing(x: Tensor) -> bool:
 def followed_by() -> str | None:
     """Who follows what is computed and must see PyTorch's own operations, or None."""
     is_free = (
-        not _torch.functorch_is_active()
-        and _torch.forward_ad_level() < 0
-        and _torch.dispatch_mode_count() == 0
-        and _torch.torchscript_state() is None
+        not functorch_is_active()
+        and forward_ad_level() < 0
+        and dispatch_mode_count() == 0
+        and torchscript_state() is None
     )
     return None if is_free else _followed_by()
 
 
 def _mode_types() -> tuple[type, ...]:
     """Of the dispatch modes that are active; one of them may count operators that it knows."""
-    return tuple(type(_torch.dispatch_mode_at(i)) for i in range(_torch.dispatch_mode_count()))
+    return tuple(type(dispatch_mode_at(i)) for i in range(dispatch_mode_count()))
 
 
 def _followed_by() -> str | None:
-    if _torch.functorch_is_active():
+    if functorch_is_active():
         return "a transform of torch.func follows the computation"
-    if _torch.forward_ad_level() >= 0:
+    if forward_ad_level() >= 0:
         return "forward-mode differentiation follows the computation"
-    if _torch.torchscript_state() is not None:
+    if torchscript_state() is not None:
         return "TorchScript traces the computation"
-    if _torch.infrastructure_mode(_torch.PROXY_MODE) is not None:
+    if infrastructure_mode(PROXY_MODE) is not None:
         return "make_fx traces the computation"
-    modes = map(_torch.dispatch_mode_at, range(_torch.dispatch_mode_count()))
-    selective = (isinstance(m, _torch.SELECTIVE_CHECKPOINT_MODES) or getattr(m, "keeps_results", False) for m in modes)
+    modes = map(dispatch_mode_at, range(dispatch_mode_count()))
+    selective = (isinstance(m, SELECTIVE_CHECKPOINT_MODES) or getattr(m, "keeps_results", False) for m in modes)
     # It saves the results of some operations, a matmul's say, which must not be overwritten.
     return "a selective checkpoint saves results of single operations" if any(selective) else None
 

@@ -278,3 +278,18 @@ def test_checks_come_before_a_plan_is_remembered() -> None:
             *(torch.randn(*s) for s in ((30, 12), (40, 12))), None, torch.randn(41, 12), None, torch.randn(12, 40), None
         )
     assert (len(plan._plans), len(block_plan._plans)) == before
+
+
+@pytest.mark.parametrize("argument", ["input", "weight", "bias", "residual"])
+def test_a_call_like_one_before_is_checked_where_it_differs(argument: str) -> None:
+    shapes = {"input": (30, 12), "weight": (40, 12), "bias": (40,), "residual": (30, 40)}
+    wrong = {"input": (30, 11), "weight": (40, 13), "bias": (41,), "residual": (40,)}
+
+    def call(shapes: dict[str, tuple[int, ...]]) -> Tensor:
+        return fl.dense_bias_act(**{name: torch.randn(shape) for name, shape in shapes.items()})  # type: ignore[arg-type]
+
+    assert call(shapes).shape == (30, 40)
+    with pytest.raises(ValueError, match="dense_bias_act: expected"):
+        call({**shapes, argument: wrong[argument]})
+    with pytest.raises(ValueError, match="must have one dtype"):
+        fl.dense_bias_act(**{n: torch.randn(s).to(torch.float64 if n == argument else None) for n, s in shapes.items()})  # type: ignore[arg-type]
