@@ -1,17 +1,17 @@
-"""Batch norm and activation in one node that keeps its output alone (Rota Bulo et al. 2018, "In-Place ABN").
+"""Batch norm and activation in one node that saves its output alone (Rota Bulo et al. 2018, "In-Place ABN").
 
-The output tells the activation's input z, that tells the normalised ``xhat = (z - b) / w``, and this is all that batch
-norm's backward asks for. x, the convolution's result, is gone by then.
+The output determines the activation's input z, and z determines the normalised ``xhat = (z - b) / w``, which is all
+that batch norm's backward needs. x, the convolution's result, is freed by then.
 
-Outputs are rounded, and z is no better known than they tell it (``activations/inverse_error.py``). Its error reaches
-the gradient of x only by ``xhat mean(dz xhat)``, and that of w by ``sum(dz xhat)``. Where it would show, x is kept: of
-channels whose w is too small to be divided by or whose z gather where the function is flat, and of channels with values
-that lie too far out. That takes a look at w, b and the range of z; on a GPU the forward pass waits for it. Values are
-taken to be spread about their mean as normal ones are: that of a channel which has one value nearly everywhere, just
-where the function turns, is no better known than by chance.
+Outputs are rounded, so z is only as exact as they determine it (``activations/inverse_error.py``). The error reaches
+the gradient of x only through ``xhat mean(dz xhat)``, and that of w through ``sum(dz xhat)``. Where it would show, x is
+saved: of channels whose w is too small to divide by or whose z gather where the function is flat, and of channels with
+values that lie too far out. That takes a look at w, b and the range of z; on a GPU the forward pass waits for it.
+Values are assumed to be spread about their mean as normally distributed ones are. Of a channel that has one value
+nearly everywhere, just where the function turns, z is only as exact as chance has it.
 
 An error that all z of a channel share adds up in the gradient of w, however small it is. There is one: torch's kernel
-for CPUs computes ``z = x scale + shift``, and ``shift`` is rounded. It is known, and taken off.
+for CPUs computes ``z = x scale + shift``, and ``shift`` is rounded. It is known, and subtracted.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from ..utils.layout import along, channels_last_format, other_dims
 from .buffer_reuse import is_ours_alone, saved_under_hooks
 from .pointwise import apart, differentiable_gradients, is_batched
 
-#: Inputs of fewer elements are kept: it would take longer to see whether they must be than to read them.
+#: Smaller inputs are saved: to find out whether they must be would take longer than to read them.
 WORTH_IT = 1 << 14
-#: Where more channels than this part of them would be kept, all are: as they are, without a copy.
+#: Where x is to be saved of more than this part of the channels, all of it is, as it is, without a copy.
 MOST = 0.5
 #: How many standard deviations the mean of a channel may be from 0. torch computes z by ``x scale + shift``, which
 #: cancel.
@@ -44,7 +44,7 @@ CENTRED = 32.0
 
 
 def inverse_error_of(activation: Activation, x: Tensor) -> InverseError | None:
-    """What outputs of the layer tell of its input; None where that is too little, or not worth a look."""
+    """How exactly the layer's outputs determine its input; None where that is too coarse, or not worth a look."""
     if x.numel() < WORTH_IT or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
     return measure_inverse_error(activation, x.dtype)

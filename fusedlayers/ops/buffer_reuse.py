@@ -1,10 +1,10 @@
 """Whether a saved buffer may be overwritten during backward: only where nobody can read it again by way of torch.
 
-Four conditions, each necessary: the graph is not kept for a second backward; nobody but the graph holds the buffer (the
-user may still have the output, another operation may have saved it); no saved-tensor hook handed the buffer out when it
-was saved; and torch allocated the memory, for itself alone (NumPy's arrays and shared memory have owners that torch
-does not count). torch counts the users of a storage; how many are torch's own is found once, by asking in a tiny
-backward.
+Four conditions are necessary. The graph is not retained for a second backward pass. Nobody but the graph holds the
+buffer: the user may still have the output, and another operation may have saved it. No saved-tensor hook got the buffer
+when it was saved. And torch allocated the memory for itself alone: NumPy's arrays and shared memory have owners that
+torch does not count. torch counts the users of a storage; how many of them are torch's own is calibrated once, in a
+tiny backward pass.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ..utils.isolation import in_clean_state
 
 
 def saved_under_hooks() -> bool:
-    """Whether what is being saved now passes through saved-tensor hooks. To be asked in the forward pass."""
+    """Whether tensors that are saved now pass through saved-tensor hooks; for the forward pass."""
     return saved_tensors_hooks_on_top(True) is not None
 
 
 def is_ours_alone(saved: Tensor) -> bool:
-    """Whether ``saved``, an output unpacked in this backward and held by one variable, can be read by nobody else.
+    """Whether nobody else can read ``saved``, an output that this backward pass has unpacked.
 
-    The caller must hold it as the calibration below does: one local variable, passed once.
+    The caller holds it as the calibration below does: in one local variable, passed once.
     """
     expected = _users_when_alone()
     if expected is None or _graph_is_kept() or _users(saved) != expected:
@@ -38,13 +38,13 @@ def is_ours_alone(saved: Tensor) -> bool:
 
 
 def graph_is_given_up() -> bool:
-    """Whether what a node holds, and nobody else has ever held, may be overwritten in this backward: the last one."""
+    """Whether this is the last backward pass, in which a node may overwrite buffers that nobody else has ever held."""
     return _users_when_alone() is not None and not _graph_is_kept()
 
 
 def is_held_once(tensor: Tensor) -> bool:
-    """Whether nobody else can read what a hook handed back and the node has let go of. ``tensor`` is a new one on its
-    storage, and of the one that was handed back the caller has let go too."""
+    """Whether nobody else can read a buffer whose saved tensor the node and the caller have freed. ``tensor`` is a new
+    tensor on its storage."""
     return _users(tensor) == _users_of_new() and tensor.untyped_storage().resizable()
 
 

@@ -1,8 +1,8 @@
-"""What a compiler sees: an activation that keeps its output, in functional operations that Inductor fuses.
+"""What ``torch.compile`` sees: an activation that saves its output, in functional operations that Inductor fuses.
 
-``torch.compile`` puts the call into its graph as it stands (``allow_in_graph``) and AOTAutograd then looks inside: it
-finds that backward needs the output only, which the next layer saves anyway. Nothing is written in place, because
-in-place results and saved outputs that are mutated later have been miscompiled (pytorch#184113, #174124).
+``torch.compile`` puts the call into its graph as it stands (``allow_in_graph``). AOTAutograd then traces it, and finds
+that backward needs the output only, which the next layer saves anyway. Nothing is written in place, because in-place
+results and saved outputs that are mutated later have been miscompiled (pytorch#184113, #174124).
 """
 
 from __future__ import annotations

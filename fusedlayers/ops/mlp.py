@@ -1,15 +1,15 @@
-"""The calculus of MLP blocks: one node from the block's input to its output, which owns the hidden buffers.
+"""MLP blocks: one autograd node from the block's input to its output, which owns the hidden buffers.
 
 A block is ``linear(dropout(f(z)), w, b)`` with ``z = linear(x, w1, b1)``, or with ``f(gate) * up`` of two of these.
-Nobody outside of the node ever holds what is hidden. So it is written over as soon as it has been read, and all that is
-needed for a moment only, f(z) or its gradient, is made for a chunk of rows at a time. Kept for backward is one of
+Nobody outside of the node ever holds a hidden buffer, so it is overwritten as soon as it has been read. What is needed
+for a moment only, f(z) or its gradient, is computed for one chunk of rows at a time. Saved for backward is one of
 
-* "output": f(z), written over z;
-* "input": the pre-activations, from which f(z) is computed again, chunk by chunk;
-* "recompute": nothing; forward and backward run over chunks of rows, from the first product to the last.
+* "output": f(z), in place over z;
+* "input": the pre-activations, from which f(z) is recomputed, chunk by chunk;
+* "recompute": nothing; forward and backward run over chunks of rows, from the first layer to the last.
 
-Backward first makes the gradient of the last weight, which reads f(z), and then writes the gradients of the
-pre-activations over what was kept. Where the graph is kept for another backward pass it writes them over a copy.
+Backward first computes the gradient of the last weight, which reads f(z), and then writes the gradients of the
+pre-activations over the saved buffers. Where the graph is retained it writes them over copies.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Needs(NamedTuple):
 
     @property
     def hidden(self) -> bool:
-        """Whether any goes through what is hidden."""
+        """Whether gradients go through the hidden layer."""
         return self.x or any((*self.weights, *self.biases, *self.operands))
 
 
@@ -132,38 +132,39 @@ def _gradients(
     block: Block,
     dy: Tensor,
     x: Tensor,
-    products: Sequence[Linear],
+    layers: Sequence[Linear],
     w: Tensor | None,
     operands: Sequence[Tensor],
-    kept: list[Tensor],
+    saved: list[Tensor],
     needs: Needs,
 ) -> list[Tensor | None]:
-    """Of all tensors, in the order in which they are given. What is kept is overwritten, and with products freed."""
-    # Made here, to be let go of here: a caller's frame may hold what it has passed on, as it does once torch's compiler
-    # has hooked itself into how Python evaluates frames.
+    """The gradients of x, of the last weight and bias, of the first weights, their biases and the operands. The saved
+    buffers are overwritten and freed."""
+    # The contiguous copy is made here so that it can be freed here: a caller's frame may hold what it has passed on, as
+    # it does once torch's compiler has hooked itself into how Python evaluates frames.
     dy = dy.contiguous()
-    totals = _Totals(block, w, products, operands, needs)
-    is_kept = bool(kept)
-    dx = torch.empty_like(x) if needs.x and not is_kept else None
+    totals = _Totals(block, w, layers, operands, needs)
+    recomputes = not saved
+    dx = torch.empty_like(x) if needs.x and recomputes else None
     db = dy.sum(0) if needs.b else None
     chunks: Iterable[slice] = block.rows(x)
     if block.is_whole:
         if needs.w:
-            totals.of_w.add_product(dy, kept[0])
-        if totals.in_one_step(dy, kept, hidden=False):
+            totals.of_w.add_product(dy, saved[0])
+        if totals.in_one_step(dy, saved, hidden=False):
             chunks = ()  # nothing is needed for a moment only
     for rows in chunks:
-        parts = [part[rows] for part in kept] or block.pre_activations(x[rows], products)
+        parts = [part[rows] for part in saved] or block.pre_activations(x[rows], layers)
         totals.through_last(dy[rows], parts, rows.start)
-        if not is_kept and needs.hidden:
+        if recomputes and needs.hidden:
             of_rows = totals.through_first(parts, x[rows])
             if dx is not None and of_rows is not None:
                 dx[rows] = of_rows
             del of_rows
         del parts
     del dy  # which may be a copy
-    if is_kept and products:
-        dx = totals.through_first(kept, x)
+    if not recomputes:
+        dx = totals.through_first(saved, x)
     return [dx, totals.of_w.take() if needs.w else None, db, *totals.take()]
 
 
@@ -174,11 +175,11 @@ class _Totals:
         self,
         block: Block,
         w: Tensor | None,
-        products: Sequence[Linear],
+        layers: Sequence[Linear],
         operands: Sequence[Tensor],
         needs: Needs,
     ) -> None:
-        self.block, self.w, self.products, self.operands, self.needs = block, w, products, operands, needs
+        self.block, self.w, self.layers, self.operands, self.needs = block, w, layers, operands, needs
         self.of_w = _Sum()
         self.of_operands = [torch.zeros_like(p, dtype=torch.float64) for p in operands]
         halves = 2 if block.is_packed else 1
@@ -194,8 +195,8 @@ class _Totals:
         self.wanted = GradientRequest("output" if block.saved == "output" else "input", True, bias, needs.operands)
 
     def in_one_step(self, dy: Tensor, parts: Sequence[Tensor], *, hidden: bool) -> bool:
-        """From the gradient of the result to those of the pre-activations, written over these, or over their outputs;
-        False where that takes several steps."""
+        """From the gradient of the result to those of the pre-activations, in place over ``parts``; False, and nothing
+        done, where that takes several steps."""
         if self.w is None:
             return False
         through = self.block.through(dy, self.w, parts, self.operands, self.wanted, hidden=hidden)
@@ -207,7 +208,7 @@ class _Totals:
         return True
 
     def through_last(self, dy: Tensor, parts: Sequence[Tensor], first: int) -> None:
-        """The same of rows that begin with the ``first``, in as many steps as it takes."""
+        """The same for the chunk whose first row is ``first``, in as many steps as it takes."""
         block = self.block
         needs_hidden = self.needs.w and not block.is_whole
         if self.in_one_step(dy, parts, hidden=needs_hidden):
@@ -225,13 +226,13 @@ class _Totals:
             total += 0.0 if share is None else share.view_as(total)
 
     def through_first(self, of_parts: list[Tensor], x: Tensor) -> Tensor | None:
-        """From the gradients of the pre-activations, each of which is let go of when it has been read, to those of the
-        first products, and of x, which is returned."""
+        """From the gradients of the pre-activations, each of which is freed when it has been read, to those of the
+        first layers, and of x, which is returned."""
         dx = None
         if self.block.is_packed and self.needs.weights[0] and self.of_packed is None:
             self.of_packed = x.new_empty(2 * of_parts[0].shape[1], x.shape[1])
             self.of_weights = [_Sum(half) for half in self.of_packed.chunk(2)]
-        for (w, _), of_weight, of_bias in zip(self.products, self.of_weights, self.of_biases, strict=True):
+        for (w, _), of_weight, of_bias in zip(self.layers, self.of_weights, self.of_biases, strict=True):
             of_part = of_parts.pop(0)
             if of_weight is not None:
                 of_weight.add_product(of_part, x)
@@ -243,7 +244,7 @@ class _Totals:
         return dx
 
     def take(self) -> list[Tensor | None]:
-        """Of the first weights, of their biases, and of the operands."""
+        """The sums: of the first weights, of their biases, and of the operands."""
         of_weights = [None if one is None else one.take() for one in self.of_weights]
         of_biases = [None if one is None else one.take() for one in self.of_biases]
         if self.block.is_packed:
@@ -254,8 +255,8 @@ class _Totals:
 
 
 class _Sum:
-    """Over chunks of rows. Where there are several, those of 16 bits are added in float32. The result is in ``out`` if
-    that is given."""
+    """A sum over chunks of rows. 16-bit shares of several chunks are added in float32. The result is in ``out``, if
+    given."""
 
     def __init__(self, out: Tensor | None = None) -> None:
         self.dtype = torch.float32
@@ -288,7 +289,7 @@ class _Sum:
 
 
 def _composite(block: Block, parts: Sequence[Tensor], operands: Sequence[Tensor]) -> Tensor:
-    """What the last product multiplies, from the pre-activations, in operations that autograd can differentiate."""
+    """The last layer's input, from the pre-activations, in operations that autograd can differentiate."""
     first, *others = parts
     along = [operand_along(p, -1, 2) for p in operands]
     activated = block.activation.plain(first) if not operands else block.activation.function(first, *along)
@@ -306,8 +307,8 @@ def _differentiable(
     sources: Sequence[Tensor],
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
-    """The gradients of the last weight and bias, and of all of which the pre-activations and operands were made, in
-    operations that autograd can differentiate again."""
+    """The gradients of the last weight and bias, and of the ``sources`` of the pre-activations, in operations that
+    autograd can differentiate again."""
     with torch.enable_grad():
         hidden = _composite(block, parts, operands)
         asked = [t for t, need in zip(sources, wanted, strict=True) if need]
@@ -321,5 +322,5 @@ def _layers(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[
 
 
 def _split(items: Sequence[Any], count: int) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-    """What is of the weights, of the biases, and of the operands."""
+    """The items of the weights, of the biases, and of the operands."""
     return items[:count], items[count : 2 * count], items[2 * count :]

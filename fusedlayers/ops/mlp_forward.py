@@ -100,7 +100,7 @@ class Block(NamedTuple):
     is_cast: bool = False
 
     def rows(self, x: Tensor) -> Iterator[slice]:
-        """Those of each chunk."""
+        """The rows of each chunk."""
         count = x.shape[0]
         size = self.chunk_rows(count)
         for start in range(0, count, size):
@@ -112,19 +112,19 @@ class Block(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether what is kept is what the last product multiplies."""
+        """Whether the saved tensor is the last layer's input."""
         return self.saved == "output" and self.dropout is None
 
-    def unpacked(self, products: Sequence[Linear]) -> Sequence[Linear]:
-        """The first products, gate and up apart."""
-        return unpacked(products) if self.is_packed else products
+    def unpacked(self, layers: Sequence[Linear]) -> Sequence[Linear]:
+        """The first layers, with gate and up separate."""
+        return unpacked(layers) if self.is_packed else layers
 
-    def pre_activations(self, x: Tensor, products: Sequence[Linear]) -> list[Tensor]:
-        return [self.backend.linear(x, w, b) for w, b in products]
+    def pre_activations(self, x: Tensor, layers: Sequence[Linear]) -> list[Tensor]:
+        return [self.backend.linear(x, w, b) for w, b in layers]
 
     def hidden(self, parts: Sequence[Tensor], operands: Sequence[Tensor], first: int, *, overwrite: bool) -> Tensor:
-        """What the last product multiplies, from the pre-activations, or from their outputs if these are kept; over the
-        first of them, or in a new buffer."""
+        """The last layer's input, from the pre-activations, or from the activation's outputs if these are saved; in
+        place over the first of them, or in a new buffer."""
         z = parts[0]
         out = z if overwrite else None
         if self.is_gated:
@@ -143,82 +143,82 @@ class Block(NamedTuple):
         w: Tensor,
         parts: Sequence[Tensor],
         operands: Sequence[Tensor],
-        wanted: GradientRequest,
+        request: GradientRequest,
         *,
         hidden: bool,
     ) -> ActivationGradients | None:
-        """From the gradient of the result to those of the pre-activations, written over these, or over their outputs,
-        in one step; None where that has no advantage, or leaves no place for a dropout."""
+        """From the gradient of the result to those of the pre-activations, in one step and in place over ``parts``;
+        None where one step is not faster, or a dropout stands between."""
         if self.dropout is not None:
             return None
-        return self.backend.linear_gradient(dy, w, parts, self.activation, operands, wanted, hidden=hidden)
+        return self.backend.linear_gradient(dy, w, parts, self.activation, operands, request, hidden=hidden)
 
     def gradients(
-        self, dy: Tensor, parts: Sequence[Tensor], operands: Sequence[Tensor], wanted: GradientRequest, first: int
+        self, dy: Tensor, parts: Sequence[Tensor], operands: Sequence[Tensor], request: GradientRequest, first: int
     ) -> ActivationGradients:
-        """The same from the gradient of what the last product multiplies, which is written over too."""
+        """The same from the gradient of the last layer's input, which is overwritten too."""
         if self.dropout is not None:
             self.dropout.overwrite(dy, first)
         z = parts[0]
         if self.is_gated:
-            shares = self.backend.gate_gradient(dy, z, parts[1], self.activation, operands, wanted.needs_operands)
+            shares = self.backend.gate_gradient(dy, z, parts[1], self.activation, operands, request.needs_operands)
             return ActivationGradients(None, None, shares)
-        dz, db, *shares = self.backend.gradient(dy, z, self.activation, operands, wanted, dim=-1)
+        dz, db, *shares = self.backend.gradient(dy, z, self.activation, operands, request, dim=-1)
         assert dz is z
         return ActivationGradients(None, db, shares)
 
 
-def unpacked(products: Sequence[Linear]) -> list[Linear]:
-    """Gate and up, of one product that makes both."""
-    weights, biases = ((None, None) if t is None else t.chunk(2) for t in products[0])
+def unpacked(layers: Sequence[Linear]) -> list[Linear]:
+    """Gate and up of one packed layer."""
+    weights, biases = ((None, None) if t is None else t.chunk(2) for t in layers[0])
     return [Linear(w, b) for w, b in zip(weights, biases, strict=True)]  # type: ignore[arg-type]  # as in ``Linear``
 
 
 def run(
-    block: Block, x: Tensor, products: Sequence[Linear], last: Linear, operands: Sequence[Tensor]
+    block: Block, x: Tensor, layers: Sequence[Linear], last: Linear, operands: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    """The output, (rows, out), and what is kept."""
+    """The output, (rows, out), and the tensors to save."""
     if block.saved == "output":
-        kept = [block.backend.operation_act(MATMUL, x, *products[0], block.activation, encode=True)]
+        kept = [block.backend.operation_act(MATMUL, x, *layers[0], block.activation, encode=True)]
     else:
-        kept = [] if block.saved == "recompute" else block.pre_activations(x, products)
+        kept = [] if block.saved == "recompute" else block.pre_activations(x, layers)
     if block.is_whole:
         return block.backend.linear(kept[0], *last), kept
-    return run_last(block, x, products, last, operands, kept), kept
+    return run_last(block, x, layers, last, operands, kept), kept
 
 
 def run_last(
     block: Block,
     x: Tensor,
-    products: Sequence[Linear],
+    layers: Sequence[Linear],
     last: Linear,
     operands: Sequence[Tensor],
     kept: Sequence[Tensor],
 ) -> Tensor:
-    """The last product, chunk by chunk: of what is kept, or of what is made from x."""
+    """The last layer, chunk by chunk, from the saved tensors or, where there are none, from x."""
     out = x.new_empty(x.shape[0], last.w.shape[0])
     for rows in block.rows(x):
-        parts = [part[rows] for part in kept] or block.pre_activations(x[rows], products)
+        parts = [part[rows] for part in kept] or block.pre_activations(x[rows], layers)
         out[rows] = block.backend.linear(block.hidden(parts, operands, rows.start, overwrite=not kept), *last)
     return out
 
 
 def without_gradients(
-    block: Block, x: Tensor, products: Sequence[Linear], last: Linear, operands: Sequence[Tensor]
+    block: Block, x: Tensor, layers: Sequence[Linear], last: Linear, operands: Sequence[Tensor]
 ) -> Tensor:
     """The output where nothing is kept, without a branch in what is hidden."""
     if block.saved == "recompute" or block.dropout is not None:
-        return run(block._replace(saved="recompute"), x, products, last, operands)[0]
-    return block.backend.linear(constant(block, x, products, operands), *last)
+        return run(block._replace(saved="recompute"), x, layers, last, operands)[0]
+    return block.backend.linear(constant(block, x, layers, operands), *last)
 
 
-def constant(block: Block, x: Tensor, products: Sequence[Linear], operands: Sequence[Tensor]) -> Tensor:
+def constant(block: Block, x: Tensor, layers: Sequence[Linear], operands: Sequence[Tensor]) -> Tensor:
     """What the last product multiplies, where nothing before that needs a gradient."""
     if block.is_gated or operands:
         bare = block._replace(saved="recompute", dropout=None)
-        hidden = bare.hidden(block.pre_activations(x, products), operands, 0, overwrite=True)
+        hidden = bare.hidden(block.pre_activations(x, layers), operands, 0, overwrite=True)
     else:
-        hidden = block.backend.operation_act(MATMUL, x, *products[0], block.activation)
+        hidden = block.backend.operation_act(MATMUL, x, *layers[0], block.activation)
     if block.dropout is not None:
         block.dropout.overwrite(hidden, 0)
     return hidden
