@@ -1,4 +1,4 @@
-"""Autocast's casts. While autocast is on, torch casts a parameter once for all operations that use it, and saves one cast.
+"""Autocast's casts. While autocast is on, torch casts a parameter once for all who use it, and saves that one cast.
 
 ``parameter.to(dtype)`` makes another each time. torch has no function that returns its own cast, but operations save
 it: it is read from the node of a product that computes nothing.
@@ -20,7 +20,7 @@ def shared_cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     is_cached = (
         tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled() and torch.is_autocast_cache_enabled()
     )
-    if tensor.dtype is not torch.float32 or tensor.dim() != 2 or not is_cached:
+    if tensor.dtype is not torch.float32 or tensor.dim() != 2 or not is_shared:
         return tensor.to(dtype)
     nothing = torch.empty(tensor.shape[1], 0, dtype=dtype, device=tensor.device, requires_grad=True)
     # Saved-tensor hooks, a checkpoint's for one, would replace the cast.
