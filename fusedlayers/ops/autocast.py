@@ -17,9 +17,8 @@ from .buffer_reuse import saved_under_hooks
 
 def shared_cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """``tensor.to(dtype)``, for the dtype that autocast casts to; of a matrix whose cast torch caches, that cast."""
-    is_cached = (
-        tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled() and torch.is_autocast_cache_enabled()
-    )
+    is_trained = tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled()
+    is_shared = is_trained and torch.is_autocast_cache_enabled()
     if tensor.dtype is not torch.float32 or tensor.dim() != 2 or not is_shared:
         return tensor.to(dtype)
     nothing = torch.empty(tensor.shape[1], 0, dtype=dtype, device=tensor.device, requires_grad=True)
