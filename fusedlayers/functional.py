@@ -48,7 +48,7 @@ def dense_bias_act(
         save: what is kept for backward. "output": y, written over the matmul's buffer (folded activations carry the
             branch in the last mantissa bit of negative outputs). "input": the pre-activation z, exact to the last bit.
             "recompute": neither; z is computed again from ``input``. "auto": "output" where the derivative can be had
-            from it within the dtype's rounding floor, else "input"; results of less than 32 KiB are left to PyTorch.
+            from it within the dtype's rounding floor, else "input"; results of less than 128 KiB are left to PyTorch.
 
     Returns:
         (..., out), of the same dtype.
