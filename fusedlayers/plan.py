@@ -51,7 +51,8 @@ from .utils.bounded_cache import BoundedCache
 
 #: Results of fewer bytes are left to plain PyTorch under ``save="auto"``: at most so much is forgone by a call. A fused
 #: call costs the time of an autograd.Function in Python. Forward and backward of 64 -> 256 features, float32, relu and
-#: tanh, one thread (AMD EPYC), took 1.34 to 1.49 times eager's time at 64 KiB, 1.22 to 1.31 at 128, 1.14 to 1.20 at 256.
+#: tanh, one thread (AMD EPYC), took 1.34 to 1.49 times eager's time at 64 KiB, 1.22 to 1.31 at 128 KiB, 1.14 to 1.20 at
+#: 256 KiB.
 SMALL_BYTES = 128 << 10
 
 Path = Literal["composite", "compiled", "no_grad", "fused", "tells_input"]
