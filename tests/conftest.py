@@ -25,13 +25,19 @@ if not torch.cuda.is_available():
     torch._C._ensureCUDADeviceGuardSet()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def little_is_fused() -> None:
+    """Tests compute little, which would be left to PyTorch: here only results of less than 1 KiB are."""
+    from fusedlayers import plan
+
+    plan.SMALL_BYTES = 1 << 10
+
+
 @pytest.fixture(autouse=True)
-def little_is_fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tests compute little, which would be left to PyTorch: only results of less than 1 KiB are. No plan outlives a
-    test, which may have exchanged what a plan depends on."""
+def no_plan_outlives_a_test() -> Iterator[None]:
+    """A test may have exchanged what plans depend on."""
     from fusedlayers import block_plan, plan
 
-    monkeypatch.setattr(plan, "SMALL_BYTES", 1 << 10)
     yield
     plan._plans.clear()
     block_plan._plans.clear()

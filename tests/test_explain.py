@@ -130,20 +130,11 @@ def test_layers_say_what_they_keep(layer: nn.Module, kept: tuple[int, int], said
     assert ("; a batch norm in float32 keeps its input too, of channels where rounding" in report.reason) == tells
 
 
-@pytest.mark.parametrize(
-    ("small", "kept"),
-    [
-        (0, "the output, which"),
-        (3, "the output, and the input of 3 of 8 ch"),
-        (6, "its input: float32 outputs of 6 of 8 channels"),
-    ],
-)
-def test_a_batch_norm_is_described_with_its_weights(small: int, kept: str) -> None:
+@pytest.mark.parametrize("small", [0, 3, 6])
+def test_a_batch_norm_is_measured_with_its_weights(small: int) -> None:
     layer = fl.FusedBatchNormAct2d(8, "silu")
     nn.init.constant_(layer.weight[:small], 0.01)
-    report = fl.explain(layer)
-    assert report.saves["float32"].startswith(f"saves {kept}") and f"saves {kept}" in repr(layer)
-    here = report.saved_bytes["float32"][1]
+    here = fl.explain(layer).saved_bytes["float32"][1]
     assert here == pytest.approx(8 if small == 6 else 4 * (1 + small / 8), rel=0.01)
 
 

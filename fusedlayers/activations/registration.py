@@ -57,9 +57,9 @@ def activation(
 
     >>> import torch, fusedlayers as fl
     >>> @fl.activation(derivative_given_output=lambda y: 1 - y.abs())
-    ... def laplace(z):
+    ... def two_sided_decay(z):
     ...     return torch.sign(z) * -torch.expm1(-z.abs())
-    >>> fl.bias_act(torch.tensor([0.0, 1.0]), None, "laplace")
+    >>> fl.bias_act(torch.tensor([0.0, 1.0]), None, "two_sided_decay")
     tensor([0.0000, 0.6321])
     """
     if function is None:
