@@ -8,14 +8,15 @@ under ``torch.compile``.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from . import _torch, backends, plan, validation
-from .activations import DTYPES, Activation, Saved
+from .activations import Activation, Saved
 from .backends import Backend
 from .ops.mlp_forward import Block, BlockOptions, Linear
 from .plan import (
@@ -46,6 +47,12 @@ class BlockNeeds(NamedTuple):
         """Whether gradients go through what is hidden."""
         return any(self.parts)
 
+    def hidden_buffers(self, activation: Activation) -> int:
+        """How many hidden buffers are saved, at most, if nothing is recomputed."""
+        if self.last_weight:
+            return len(self.parts) if self.hidden else 1
+        return 0 if activation.is_identity and len(self.parts) == 1 else sum(self.parts)
+
 
 class BlockKey(NamedTuple):
     """What the decision for a block depends on."""
@@ -68,6 +75,8 @@ class BlockKey(NamedTuple):
     #: Why one node will not do, or None.
     by_layer_because: str | None = None
     cast: torch.dtype | None = None
+    #: Whether the input is kept by its owner in any case.
+    is_input_alive: bool = False
     #: Elements of weights and biases that one node would save, and PyTorch would not.
     extra_elements: int = 0
 
@@ -104,17 +113,22 @@ def make_block_plan(key: BlockKey) -> BlockPlan:
         return BlockPlan("composite", "eager", f"not fused: {key.plain_because}")
     needs_any = needs.hidden or needs.last_weight or needs.last_bias
     if key.by_layer_because is None and not needs_any:
-        return BlockPlan("no_grad", "nothing", reason, _block(key, saved), key.cast)
+        return BlockPlan("no_grad", "nothing", "saves nothing: no gradient is needed", _block(key, saved), key.cast)
     if key.by_layer_because is None and saved == "recompute":
-        # For this alone the node saves the input and weights: it must be less than what is hidden.
-        input_elements = 0 if needs.first_weights else key.rows * key.in_features
-        if input_elements + key.extra_elements <= key.rows * key.hidden_features * len(needs.parts):
+        # For this alone the node saves the input and weights: it must be less than PyTorch saves of what is hidden.
+        hidden_elements = key.rows * key.hidden_features * needs.hidden_buffers(activation)
+        if _input_elements(key) + key.extra_elements <= hidden_elements:
             return BlockPlan("fused", saved, reason, _block(key, saved), key.cast)
         return make_block_plan(key._replace(options=options._replace(save="auto")))
     because = key.by_layer_because or _by_layer_because(key, saved)
     if because is not None:
         return BlockPlan("by_layer", "eager", f"layer by layer, for {because}")
     return BlockPlan("fused", saved, reason, _block(key, saved), key.cast)
+
+
+def _input_elements(key: BlockKey) -> int:
+    """Of the input, where one node would save it and PyTorch would not."""
+    return 0 if key.needs.first_weights or key.is_input_alive else key.rows * key.in_features
 
 
 def _by_layer_because(key: BlockKey, saved: Saved) -> str | None:
@@ -124,7 +138,7 @@ def _by_layer_because(key: BlockKey, saved: Saved) -> str | None:
         return "there is no activation"
     if not needs.hidden:
         return "nothing before the last layer needs a gradient"
-    if not needs.first_weights:
+    if _input_elements(key):
         return "the first layer is frozen"
     if not all(needs.parts) and not needs.last_weight:
         return "half of the gate is frozen"
@@ -184,7 +198,7 @@ def plan_block(
 ) -> tuple[BlockPlan, tuple[Tensor, ...]]:
     """The plan for a block's call, and the tensors that its activation reads."""
     tensors = sum((*first, last), ())  # weights and biases in turn
-    is_compiled = torch.compiler.is_compiling() or (plan.questions and plan.questions[-1].compiled)
+    is_compiled = torch.compiler.is_compiling() or (plan.questions and plan.is_asked_for_compiled())
     if is_compiled or not validation.are_plain((x, *tensors[::2]), tensors[1::2]):
         validation.check_block(options, x, first, last)
         choose_block_save(options, activation, autocast_dtype(x) or x.dtype)  # which may refuse
@@ -206,14 +220,18 @@ def plan_block(
     if options.dropout and is_capturing(x):
         by_layer_because = "a CUDA graph would record the seed of the dropout"
     operands: tuple[Tensor, ...] = ()
-    if activation.needs_tracing and plain_because is None and x.dtype in DTYPES:
+    if activation.needs_tracing and plain_because is None:
+        validation.check_block(options, x, first, last)  # what is traced must have a shape and a dtype
         dtype = autocast_dtype(x) or x.dtype
         activation, operands, dim = with_operands(activation, (*shape[:-1], hidden), dtype, x.device)
         if dim is not None and dim % len(shape) != len(shape) - 1:
             by_layer_because = "the activation reads tensors along another dimension"
-    facts: list[Hashable] = [
+    is_plain = activation.needs_tracing or activation.fallback_reason is not None
+    facts: list[Any] = [
         options,
-        None if activation.needs_tracing else activation,
+        type(options.dropout),  # False is no number, and 4.0 no count
+        type(options.chunks),
+        activation if not is_plain else activation.fallback_reason,
         plain_because,
         by_layer_because,
         bool(operands) and needs_gradient(*operands),
@@ -231,9 +249,12 @@ def plan_block(
         if t is None:
             facts.append(None)
         else:
-            facts += t.dtype, t.layout, t.is_cpu or t.device, t.requires_grad, t.is_leaf, t.shape
+            facts += type(t), t.dtype, t.layout, t.is_cpu or t.device, t.requires_grad, t.is_leaf, t.shape
     key = tuple(facts)
-    known = _plans.get(key)
+    try:
+        known = _plans.get(key)
+    except TypeError:  # an option that cannot be hashed, which the checks refuse
+        key, known = (), None
     if known is None:
         known = _plans.put(key, _decide(options, x, first, last, activation, plain_because, by_layer_because, operands))
     if plan.questions:
@@ -264,9 +285,9 @@ def _decide(
         needs_gradient(last.w),
         needs_gradient(last.b),
     )
-    # A weight is saved by PyTorch where x needs a gradient, and is alive anyway where it is a leaf.
-    extra = [w for w, _ in first if not (needs.x or (w.is_leaf and cast is None))]
-    extra += [b for _, b in first if b is not None and not b.is_leaf]
+    # PyTorch saves a weight where x needs a gradient, and x where a weight does.
+    extra = [w for w, _ in first if not (needs.x or (_is_alive(w) and cast is None))]
+    extra += [b for _, b in first if b is not None and not _is_alive(b)]
     plain_because = plain_because or validation.unusual_because(x, *sum((*first, last), ()))
     rows = x.numel() // max(1, x.shape[-1])
     if rows * first[0].w.shape[0] == 0:
@@ -286,6 +307,12 @@ def _decide(
             plain_because or activation.fallback_reason,
             by_layer_because,
             cast,
+            _is_alive(x) and cast is None,
             sum(t.numel() for t in extra),
         )
     )
+
+
+def _is_alive(tensor: Tensor) -> bool:
+    """Whether it is kept by its owner in any case: a parameter, or a leaf that gathers a gradient."""
+    return isinstance(tensor, Parameter) or (tensor.is_leaf and tensor.requires_grad)

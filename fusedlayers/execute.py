@@ -24,7 +24,7 @@ from .ops.linear import Dense, Epilogue
 from .ops.mlp import MLP
 from .ops.mlp_forward import BlockOptions, Dropout, Linear, unpacked, without_gradients
 from .ops.pointwise import BiasAct, Origin
-from .plan import Plan, needs_gradient, plan_dense, plan_for
+from .plan import Plan, autocast_dtype, needs_gradient, plan_dense, plan_for
 
 Operands = Sequence[Tensor]
 
@@ -211,9 +211,7 @@ def run_block(
         return after_activation(activated, [F.linear(input, *other) for other in others], options.dropout, last)
     if block is None:
         return run_by_layer(options, input, first, last, activation)
-    if options.dropout:
-        # From the generator that checkpoints put back before they recompute, whatever the device.
-        block = block._replace(dropout=Dropout(options.dropout, int(torch.randint(2**62, (), device="cpu"))))
+    block = block._replace(dropout=_dropout(options)) if options.dropout else block
     x = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
     if plan.cast is not None:
         x, *casts = (shared_cast(t, plan.cast) for t in (x, *(w for w, _ in (*first, last))))
@@ -226,6 +224,11 @@ def run_block(
             block, x, block.unpacked([Linear.of(*layer) for layer in first]), Linear.of(*last), operands
         )
     return y if input.dim() == 2 else y.view(*input.shape[:-1], y.shape[-1])
+
+
+def _dropout(options: BlockOptions) -> Dropout:
+    # From the generator that checkpoints put back before they recompute, whatever the device.
+    return Dropout(options.dropout, int(torch.randint(2**62, (), device="cpu")))
 
 
 def run_by_layer(
@@ -247,11 +250,17 @@ def _layers(
     options: BlockOptions, input: Tensor, first: Sequence[Linear], last: Linear, activation: Activation
 ) -> Tensor:
     (w, b), *others = _apart(options, first)
+    cast = autocast_dtype(input) if others else None
+    input = input if cast is None else shared_cast(input, cast)  # once for both halves of a gate
     save = "auto" if options.save == "recompute" else options.save  # which would save more, layer by layer
     is_usual = validation.are_plain((input, w), (b,))
     plan, record, operands = plan_dense(input, w, b, None, activation, save, is_usual)
     activated = PATHS[plan.path](plan, MATMUL, input, w, b, None, record, operands)
-    return after_activation(activated, [F.linear(input, *other) for other in others], options.dropout, last)
+    factors = [F.linear(input, *other) for other in others]
+    if not options.dropout or torch.compiler.is_compiling():
+        return after_activation(activated, factors, options.dropout, last)
+    # The mask is the one that the node of the whole block would make, whatever needs a gradient.
+    return F.linear(_dropout(options).apply(functools.reduce(torch.mul, factors, activated)), *last)
 
 
 def _compiled_layers(

@@ -69,12 +69,12 @@ def dense_bias_act(
     if not is_usual:
         validation.check_tensors("dense_bias_act", {"input": input, "weight": weight}, bias=bias, residual=residual)
         tensors = (input, weight, bias, residual)
-        if record.is_fusible and has_torch_function(tensors):
+        if has_torch_function(tensors):
+            if not record.is_fusible:  # it has no name in a graph
+                return PATHS["composite"](None, MATMUL, input, weight, bias, residual, record, ())
             return handle_torch_function(
                 dense_bias_act, tensors, input, weight, bias, record, residual=residual, save=save
             )
-        if has_torch_function(tensors) or input.is_nested:  # which do not tell their sizes
-            return PATHS["composite"](None, MATMUL, input, weight, bias, residual, record, ())
     plan, record, operands = plan_dense(input, weight, bias, residual, record, save, is_usual)
     return PATHS[plan.path](plan, MATMUL, input, weight, bias, residual, record, operands)
 
@@ -139,7 +139,7 @@ def conv_bias_act(
         groups,
     )
     tensors = input, weight, bias, residual
-    sizes = convolution, input.shape
+    sizes = (convolution, type(groups), input.shape) if is_usual else None
     plan, record, operands = plan_for(convolution, *tensors, record, save, sizes, is_usual=is_usual)
     return PATHS[plan.path](plan, convolution, input, weight, bias, residual, record, operands)
 
@@ -187,10 +187,11 @@ def bias_act(
             return handle_torch_function(bias_act, tensors, *tensors, record, dim=dim, inplace=inplace, save=save)
     if inplace and save == "recompute":
         raise ValueError("bias_act: save='recompute' needs the input, which inplace=True overwrites; drop one of them")
-    operation = Pointwise(dim)
-    sizes = operation, input.dim() if bias is None else input.shape
+    operation = Pointwise(-1 if bias is None else dim)
+    sizes = operation, type(dim), input.dim() if bias is None or not is_usual else input.shape
+    count = input.numel() if is_usual else None
     plan, traced, operands = plan_for(
-        operation, input, None, bias, None, record, save, sizes, input.numel(), inplace, is_usual
+        operation, input, None, bias, None, record, save, sizes, count, bool(inplace), is_usual
     )
     if inplace:
         validation.check_writable("bias_act", input)
@@ -228,8 +229,8 @@ def batch_norm_act(
             choose_save(name, record, save, input.dtype)  # which may refuse
         return run_synchronised(norm, input, weight, bias, residual, record, save)
     tensors = input, weight, bias, residual
-    sizes = norm.facts(), input.shape
-    plan, record, operands = plan_for(norm, *tensors, record, save, sizes, input.numel(), is_usual=is_usual)
+    sizes, count = ((norm.facts(), input.shape), input.numel()) if is_usual else (None, None)
+    plan, record, operands = plan_for(norm, *tensors, record, save, sizes, count, is_usual=is_usual)
     return PATHS[plan.path](plan, norm, input, weight, bias, residual, record, operands)
 
 

@@ -34,7 +34,7 @@ from ._torch import (
     saved_tensors_hooks_on_top,
     torchscript_state,
 )
-from .activations import DTYPES, Activation, Saved, WithOperands, measure_inverse_error
+from .activations import Activation, Saved, WithOperands, measure_inverse_error
 from .backends import Backend
 from .backends.operations import (
     MATMUL,
@@ -46,7 +46,7 @@ from .backends.operations import (
     Weight,
 )
 from .backends.torch import operations as torch_operations
-from .ops.batch_norm import WORTH_IT
+from .ops import batch_norm
 from .utils.bounded_cache import BoundedCache
 
 #: Results of fewer bytes are left to plain PyTorch under ``save="auto"``: at most so much is forgone by a call. A fused
@@ -166,6 +166,9 @@ def make_plan(key: PlanKey) -> Plan:
             return Plan("tells_input", "output", reason, activation, backend, dim=operation.dim)
         if save == "auto" and saved != "nothing":
             saved = save_beside_input(activation, dtype, has_residual=key.has_residual)
+        if tells_input:
+            why = "a residual was added" if key.has_residual else "it is small"
+            reason = f"saves its input{' and the output' if saved == 'output' else ''}: {why}"
     else:
         reason = describe(activation, save, dtype)
     if saved == "nothing":
@@ -184,7 +187,7 @@ def make_plan(key: PlanKey) -> Plan:
         return Plan(
             "no_grad",
             "nothing",
-            reason,
+            "saves nothing: no gradient is needed",
             activation,
             backend,
             key.cast,
@@ -349,7 +352,7 @@ class Call(NamedTuple):
             other_dim = None
         return key._replace(
             is_small=count * x.itemsize < SMALL_BYTES,
-            is_large=count >= WORTH_IT and not is_capturing(x),
+            is_large=count >= batch_norm.WORTH_IT and not is_capturing(x),
             has_residual=residual is not None,
             operand_dim=other_dim,
             saves_arguments=x.requires_grad and (w is None or w.requires_grad) and (b is None or b.is_leaf),
@@ -401,22 +404,26 @@ def plan_for(
     operands: tuple[Tensor, ...] = ()
     operand_dim = None
     follower = followed_by()
-    if activation.needs_tracing and follower is None and x.dtype in DTYPES:
+    if activation.needs_tracing and follower is None:
+        validation.check_call(operation, x, w, b, residual)  # what is traced for z must have a shape and a dtype
         shape = operation.shape(x, w)
         elements = math.prod(shape)
         if is_inplace or save != "auto" or elements * x.itemsize >= SMALL_BYTES:
             dtype = (autocast_dtype(x) if operation.is_cast else None) or x.dtype
             activation, operands, operand_dim = with_operands(activation, shape, dtype, x.device)
-    facts = (
+    is_plain = activation.needs_tracing or activation.fallback_reason is not None
+    facts: tuple[Hashable, ...] = (
         sizes,
         elements is not None and elements * x.itemsize < SMALL_BYTES,
-        None if activation.needs_tracing else activation,  # PyTorch computes it, whichever function it is
+        # Of what PyTorch computes only the reason is asked for: the record may hold a user's tensors.
+        activation if not is_plain else activation.fallback_reason,
         save,
         is_inplace,
         operand_dim,
         operands and needs_gradient(*operands),
         x.dtype,
         x.layout,
+        x.is_neg() or (b is not None and b.is_neg()),
         x.is_cpu or x.device,
         x.requires_grad,
         w is not None and (w.dtype, w.layout, w.is_cpu or w.device, w.requires_grad, w.shape),
@@ -437,7 +444,10 @@ def plan_for(
         dispatch_mode_count() and _mode_types(),
         x.is_cuda and is_capturing(x),
     )
-    known = _plans.get(facts)
+    try:
+        known = _plans.get(facts)
+    except TypeError:  # an option that cannot be hashed, which the checks refuse
+        facts, known = (), None
     if known is not None and not questions:
         return known, activation, operands
     call = Call(operation, x, w, b, residual, activation, save, elements, is_inplace, operands, operand_dim, follower)
@@ -498,6 +508,11 @@ def plan_of(function: Callable[..., Any], *args: Any, compiled: bool = False, **
     if not question.plans:
         raise ValueError(f"plan_of: {function!r} calls no layer of this package with these arguments")
     return question.plans
+
+
+def is_asked_for_compiled() -> bool:
+    """Whether this thread asks what a call would do inside ``torch.compile``."""
+    return any(question.compiled and question.thread == threading.get_ident() for question in questions)
 
 
 def answer(plan: Any, call: Call | None = None) -> None:

@@ -39,6 +39,8 @@ def unusual_because(*tensors: Tensor | None) -> str | None:
             return f"one of the tensors is a {type(tensor).__name__}"
         if tensor.is_nested or tensor.layout is not torch.strided:
             return f"one of the tensors is {'nested' if tensor.is_nested else tensor.layout}"
+        if not torch.compiler.is_compiling() and tensor.is_neg():
+            return "one of the tensors is to be negated when it is read"
         if tensor.device.type not in backends.DEVICES:
             return f"there is no backend for {tensor.device.type}"
     return None
@@ -61,17 +63,20 @@ def output_refused(function: str, activation: Activation, dtype: torch.dtype, re
 def check_call(operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None) -> None:
     """All checks of a layer's tensors, before anything is computed."""
     function = operation.function
+    given: dict[str, object] = (
+        {"input": x} if isinstance(operation, (BatchNorm, Pointwise)) else {"input": x, "weight": w}
+    )
+    check_tensors(function, given, residual=residual, **({} if isinstance(operation, BatchNorm) else {"bias": b}))
+    if any(tensor is not None and tensor.is_nested for tensor in (x, residual)):
+        return  # which do not tell their sizes
     if isinstance(operation, BatchNorm):
-        check_tensors(function, {"input": x}, residual=residual)
         check_norm(function, x, operation.allowed_dims, operation, weight=w, bias=b)
         check_one_dtype(function, x, residual=residual, autocast_casts=True)
     elif isinstance(operation, Pointwise):
-        check_tensors(function, {"input": x}, bias=b)
         check_one_dtype(function, x, bias=b)
         if b is not None:
             check_bias(function, x, b, operation.dim)
     else:
-        check_tensors(function, {"input": x, "weight": w}, bias=b, residual=residual)
         if isinstance(operation, Matmul):
             check_dense(function, x, w, b)
         else:
@@ -85,8 +90,11 @@ def check_tensors(function: str, required: dict[str, object], **optional: object
     """Refuse what is not a floating tensor, or not on the device of the first."""
     device = None
     for name, tensor in {**required, **optional}.items():
-        if has_torch_function((tensor,)) or (tensor is None and name in optional):
-            continue  # the former says itself what it is
+        if tensor is None and name in optional:
+            continue
+        # While a torch function mode is on, has_torch_function holds for all tensors.
+        if type(tensor) not in _PLAIN_TYPES and has_torch_function((tensor,)):
+            continue  # which says itself what it is
         if not isinstance(tensor, Tensor):
             hint = f"; pass None for no {name}" if name in optional else ""
             raise TypeError(f"{function}: {name} must be a tensor, got {type(tensor).__name__}{hint}")
