@@ -242,9 +242,11 @@ def describe(activation: Activation, save: str, dtype: torch.dtype) -> str:
         return "saves nothing"
     if save == "recompute":
         return "saves nothing and recomputes"
+    if save == "input":
+        return "saves the input"
     refused = activation.output_refusal(dtype)
-    if save == "input" or refused is not None:
-        return "saves the input" if save == "input" else f"saves the input: {refused}"
+    if refused is not None:  # choose_save refuses "output"; a layer may have got another dtype since
+        return f"{'cannot save the output' if save == 'output' else 'saves the input'}: {refused}"
     return "saves the output (branch in its last bit)" if activation.is_folded else "saves the output"
 
 
