@@ -1,6 +1,8 @@
 """``plan_of`` says what a call will save, by which path and why: compared with what the result's graph really keeps."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -294,3 +296,51 @@ def test_a_call_like_one_before_is_checked_where_it_differs(argument: str) -> No
         call({**shapes, argument: wrong[argument]})
     with pytest.raises(ValueError, match="must have one dtype"):
         fl.dense_bias_act(**{n: torch.randn(s).to(torch.float64 if n == argument else None) for n, s in shapes.items()})  # type: ignore[arg-type]
+
+
+def test_what_pytorch_computes_is_not_held() -> None:
+    w = torch.randn(40, 12, requires_grad=True)
+
+    def step() -> Any:
+        gate = (w * 2).sum() * torch.ones(10)  # with a graph
+        fl.dense_bias_act(torch.randn(30, 12), w, None, lambda z: torch.softmax(z * gate.sum(), -1))
+        return weakref.ref(gate)
+
+    held = [step() for _ in range(5)]
+    gc.collect()
+    assert [found() for found in held] == [None] * 5
+    assert len(plan._plans) == 1
+
+
+def test_checks_under_a_torch_function_mode() -> None:
+    x, w = torch.ones(3, 12, dtype=torch.int64), torch.ones(40, 12, dtype=torch.int64)
+    for _ in range(2):
+        with torch.device("cpu"), pytest.raises(TypeError, match="must have a floating dtype"):
+            fl.dense_bias_act(x, w, None, "gelu")
+        with torch.device("cpu"), pytest.raises(ValueError, match="is on meta but input is on cpu"):
+            fl.dense_bias_act(x.float(), w.float().to("meta"))
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"dropout": False}, TypeError, "dropout must be a number, got bool"),
+        ({"dropout": [0.1]}, TypeError, "dropout must be a number, got list"),
+        ({"chunks": 4.0}, TypeError, "chunks must be an int, got float"),
+        ({"chunks": [4]}, TypeError, "chunks must be an int, got list"),
+        ({"save": ["auto"]}, ValueError, "save must be one of"),
+    ],
+)
+def test_equal_options_of_another_type(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    x, w = torch.randn(30, 12), torch.randn(12, 12)
+    fl.mlp(x, w, None, w, None, dropout=0, chunks=4)
+    with pytest.raises(error, match=f"mlp: {message}"):
+        fl.mlp(x, w, None, w, None, **options)
+
+
+def test_a_convolutions_groups_are_a_number_again_and_again() -> None:
+    x, w = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
+    fl.conv_bias_act(x, w, groups=1)
+    for groups in (True, 1.0, [1]):
+        with pytest.raises(ValueError, match=r"conv_bias_act: .* do not fit together"):
+            fl.conv_bias_act(x, w, groups=groups)  # type: ignore[arg-type]
