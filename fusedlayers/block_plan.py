@@ -216,9 +216,9 @@ def plan_block(
     plain_because = followed_by()
     if plain_because is None and options.save == "auto" and rows * hidden * x.itemsize < plan.SMALL_BYTES:
         plain_because = f"hidden layers of less than {plan.SMALL_BYTES >> 10} KiB are left to PyTorch"
+    if plain_because is None and options.dropout and is_capturing(x):
+        plain_because = "a CUDA graph would record the seed of the dropout"
     by_layer_because = None
-    if options.dropout and is_capturing(x):
-        by_layer_because = "a CUDA graph would record the seed of the dropout"
     operands: tuple[Tensor, ...] = ()
     if activation.needs_tracing and plain_because is None:
         validation.check_block(options, x, first, last)  # what is traced must have a shape and a dtype
