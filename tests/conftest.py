@@ -34,13 +34,21 @@ def little_is_fused() -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_plan_outlives_a_test() -> Iterator[None]:
-    """A test may have exchanged what plans depend on."""
+def nothing_outlives_a_test() -> Iterator[None]:
+    """No plan, for a test may have exchanged what it depends on; and no activation that a test has registered, for
+    others iterate over the table."""
     from fusedlayers import block_plan, plan
+    from fusedlayers.activations import record
 
+    rows, by_name = dict(record._rows), dict(record.by_name)
+    stand_ins = {target: list(entries) for target, entries in record.stand_ins.items()}
     yield
     plan._plans.clear()
     block_plan._plans.clear()
+    if len(record._rows) != len(rows):
+        for table, before in ((record._rows, rows), (record.by_name, by_name), (record.stand_ins, stand_ins)):
+            table.clear()
+            table.update(before)  # type: ignore[arg-type]
 
 
 Switch = Callable[[bool], None]

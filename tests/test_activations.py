@@ -87,11 +87,13 @@ def test_every_row_is_output_only_at_its_default_parameters(activation: Activati
 
 
 def test_describe_says_what_is_kept_and_why() -> None:
-    describe = resolve("gelu").describe
-    assert describe("auto", torch.float32) == "saves the output (branch in its last bit)"
-    assert describe("auto", torch.float64).startswith("saves the input: the fitted derivative of gelu is accurate to")
-    assert describe("input", torch.float32) == "saves the input"
-    assert describe("recompute", torch.float32) == "saves nothing and recomputes"
+    gelu = resolve("gelu")
+    assert describe(gelu, "auto", torch.float32) == "saves the output (branch in its last bit)"
+    assert describe(gelu, "auto", torch.float64).startswith(
+        "saves the input: the fitted derivative of gelu is accurate to"
+    )
+    assert describe(gelu, "input", torch.float32) == "saves the input"
+    assert describe(gelu, "recompute", torch.float32) == "saves nothing and recomputes"
     assert describe(resolve(None), "auto", torch.float32) == "saves nothing"
     assert describe(resolve("tanh"), "output", torch.float64) == "saves the output"
     hooked = nn.GELU()
