@@ -344,3 +344,19 @@ def test_a_convolutions_groups_are_a_number_again_and_again() -> None:
     for groups in (True, 1.0, [1]):
         with pytest.raises(ValueError, match=r"conv_bias_act: .* do not fit together"):
             fl.conv_bias_act(x, w, groups=groups)  # type: ignore[arg-type]
+
+
+def test_a_block_with_a_frozen_computed_weight_saves_no_more_than_eager() -> None:
+    x, q = torch.randn(64, 512), torch.randn(128, 512)
+    up, down = nn.Parameter(torch.randn(128, 512)), nn.Parameter(torch.randn(32, 128))
+    ours = saved_bytes(lambda x: fl.gated_mlp(x, q * 2, None, up, None, down, None, "silu"), x)
+    eager = saved_bytes(lambda x: F.linear(F.silu(F.linear(x, q * 2)) * F.linear(x, up), down), x)
+    assert ours <= eager
+
+
+def test_tensors_with_the_negative_bit_are_pytorchs() -> None:
+    z = torch.randn(40, 16, requires_grad=True)
+    assert fl.plan_of(fl.bias_act, z, None, "gelu")[0].path == "fused"
+    negated = torch._neg_view(z)
+    assert "negated" in str(fl.plan_of(fl.bias_act, negated, None, "gelu")[0])
+    torch.testing.assert_close(fl.bias_act(negated, None, "gelu"), F.gelu(-z))
