@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from .activations import activation, activations
+from .asking import plan_of
 from .checkpoint.recompute import sublinear
 from .checkpoint.sequential import SublinearSequential
 from .functional import bias_act, conv_bias_act, dense_bias_act, gated_mlp, mlp
@@ -60,7 +61,6 @@ from .nn.conv import CONV_TYPES, FusedConvAct1d, FusedConvAct2d, FusedConvAct3d
 from .nn.dense import LINEAR_TYPES, FusedDenseAct
 from .nn.mlp import FusedGatedMLP, FusedMLP
 from .nn.norm import NORM_TYPES, FusedBatchNormAct1d, FusedBatchNormAct2d, FusedBatchNormAct3d
-from .plan import plan_of
 from .profiling.explanation import explain
 from .profiling.memory_use import memory_report
 

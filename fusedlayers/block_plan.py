@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from . import _torch, backends, plan, validation
+from . import _torch, asking, backends, plan, validation
 from .activations import Activation, Saved
 from .backends import Backend
 from .ops.mlp_forward import Block, BlockOptions, Linear
@@ -198,15 +198,15 @@ def plan_block(
 ) -> tuple[BlockPlan, tuple[Tensor, ...]]:
     """The plan for a block's call, and the tensors that its activation reads."""
     tensors = sum((*first, last), ())  # weights and biases in turn
-    is_compiled = torch.compiler.is_compiling() or (plan.questions and plan.is_asked_for_compiled())
+    is_compiled = torch.compiler.is_compiling() or (asking.questions and asking.is_asked_for_compiled())
     if is_compiled or not validation.are_plain((x, *tensors[::2]), tensors[1::2]):
         validation.check_block(options, x, first, last)
         choose_block_save(options, activation, autocast_dtype(x) or x.dtype)  # which may refuse
         found = BlockPlan("by_layer", "eager", "layer by layer: torch.compile plans the memory itself")
         if not is_compiled:
             found = BlockPlan("composite", "eager", f"not fused: {validation.unusual_because(x, *tensors)}")
-        if plan.questions:
-            plan.answer(found)
+        if asking.questions:
+            asking.answer(found)
         return found, ()
     shape = x.shape
     if not shape or not first[0].w.dim():
@@ -257,8 +257,8 @@ def plan_block(
         key, known = (), None
     if known is None:
         known = _plans.put(key, _decide(options, x, first, last, activation, plain_because, by_layer_because, operands))
-    if plan.questions:
-        plan.answer(known)
+    if asking.questions:
+        asking.answer(known)
     return known, operands
 
 

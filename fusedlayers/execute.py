@@ -68,8 +68,7 @@ def _composite(
     operands: Operands,
 ) -> Tensor:
     """By PyTorch's own operations."""
-    z = operation(x, w, b)
-    return activation.plain(z if residual is None else z + residual)
+    return activation.plain(_sum(operation, x, w, b, residual))
 
 
 def _sum(operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None) -> Tensor:

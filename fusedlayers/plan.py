@@ -13,14 +13,13 @@ dropout, and what depends on values.
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import backends, validation
+from . import asking, backends, validation
 from ._torch import (
     PROXY_MODE,
     SELECTIVE_CHECKPOINT_MODES,
@@ -400,8 +399,8 @@ def plan_for(
     if not is_usual or torch.compiler.is_compiling():
         call = Call(operation, x, w, b, residual, activation, save, None, is_inplace)
         plan = call.plan()
-        if questions:
-            answer(plan, call)
+        if asking.questions:
+            asking.answer(plan, lambda: make_plan(call.key()._replace(is_compiling=True, is_small=False)))
         return plan, activation, ()
     operands: tuple[Tensor, ...] = ()
     operand_dim = None
@@ -450,83 +449,13 @@ def plan_for(
         known = _plans.get(facts)
     except TypeError:  # an option that cannot be hashed, which the checks refuse
         facts, known = (), None
-    if known is not None and not questions:
+    if known is not None and not asking.questions:
         return known, activation, operands
     call = Call(operation, x, w, b, residual, activation, save, elements, is_inplace, operands, operand_dim, follower)
     plan = _plans.put(facts, call.plan())
-    if questions:
-        answer(plan, call)
+    if asking.questions:
+        asking.answer(plan, lambda: make_plan(call.key()._replace(is_compiling=True, is_small=False)))
     return plan, activation, operands
-
-
-# --- asking for a plan ------------------------------------------------------------------------------------------------
-
-
-class _Answered(BaseException):
-    """What ends a call that was made to ask for its plan; no ``except Exception`` of a model catches it."""
-
-
-class _Question:
-    """A call of ``plan_of`` that is waiting for plans."""
-
-    def __init__(self, compiled: bool) -> None:
-        self.compiled = compiled
-        self.thread = threading.get_ident()
-        self.plans: list[Any] = []
-
-
-#: Who asks, on any thread; as a rule nobody.
-questions: list[_Question] = []
-
-
-def plan_of(function: Callable[..., Any], *args: Any, compiled: bool = False, **kwargs: Any) -> list[Any]:
-    """What a call of a layer, a block or a function of this package would do: which path it takes, what it saves for
-    backward, and why. Nothing is computed, for the call ends as soon as it is decided.
-
-    Args:
-        function: a fused module, or one of the public functions.
-        args, kwargs: what it would be called with. Gradient mode, autocast and other contexts count as they are.
-        compiled: whether to answer for the call inside ``torch.compile``.
-
-    Returns:
-        the plan; of a block that runs layer by layer also that of its first layer. ``str(plan)`` says why.
-
-    Raises:
-        TypeError, ValueError: as the call. ValueError also where no plan is asked for.
-
-    >>> import torch, fusedlayers as fl
-    >>> (plan,) = fl.plan_of(fl.FusedDenseAct(256, 1024, "gelu"), torch.ones(64, 256))
-    >>> plan.path, plan.saved, str(plan)
-    ('fused', 'output', 'saves the output (branch in its last bit)')
-    """
-    question = _Question(compiled)
-    questions.append(question)
-    try:
-        function(*args, **kwargs)
-    except _Answered:
-        pass
-    finally:
-        questions.remove(question)
-    if not question.plans:
-        raise ValueError(f"plan_of: {function!r} calls no layer of this package with these arguments")
-    return question.plans
-
-
-def is_asked_for_compiled() -> bool:
-    """Whether this thread asks what a call would do inside ``torch.compile``."""
-    return any(question.compiled and question.thread == threading.get_ident() for question in questions)
-
-
-def answer(plan: Any, call: Call | None = None) -> None:
-    """Tell who asks, on this thread; ``call`` is a layer's. A block that runs layer by layer goes on to its layers."""
-    for question in questions:
-        if question.thread != threading.get_ident():
-            continue
-        if question.compiled and call is not None:
-            plan = make_plan(call.key()._replace(is_compiling=True, is_small=False))
-        question.plans.append(plan)
-        if call is not None or plan.path != "by_layer":
-            raise _Answered
 
 
 def with_operands(

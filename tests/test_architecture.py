@@ -15,7 +15,7 @@ PACKAGE = ROOT / "fusedlayers"
 #: From the ground up: a module imports those of earlier lines only. Entries that end in "." are packages, whose modules
 #: may import one another.
 LAYERS = [
-    ["_torch"],
+    ["_torch", "asking"],
     ["utils."],
     ["derivative."],
     ["activations."],

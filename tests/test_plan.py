@@ -13,7 +13,7 @@ from pairs import covering
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from fusedlayers import block_plan, plan
+from fusedlayers import asking, block_plan, plan
 from fusedlayers.memory import saved_bytes
 
 #: By their output, folded, by their input, read by nobody, a user's own.
@@ -183,13 +183,13 @@ def test_asking_computes_nothing_and_ends() -> None:
             return y
 
     model, x = Model(), torch.randn(30, 12)
-    assert len(fl.plan_of(model, x)) == 1 and ran == [] and plan.questions == []
+    assert len(fl.plan_of(model, x)) == 1 and ran == [] and asking.questions == []
     assert model(x).shape == (30, 40) and ran == [1]
     with pytest.raises(ValueError, match=r"plan_of: .* calls no layer of this package"):
         fl.plan_of(torch.relu, x)
     with pytest.raises(ValueError, match="last dimension must be the weight's second"):
         fl.plan_of(model, x[:, :5])
-    assert plan.questions == []
+    assert asking.questions == []
 
 
 def test_other_threads_go_on() -> None:
