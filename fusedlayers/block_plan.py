@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from . import _torch, asking, backends, plan, validation
+from . import asking, backends, plan, validation
+from ._torch import autocast_is_active
 from .activations import Activation, Saved
 from .backends import Backend
 from .ops.mlp_forward import Block, BlockOptions, Linear
@@ -213,53 +214,61 @@ def plan_block(
         validation.check_block(options, x, first, last)  # which refuses
     rows = x.numel() // max(1, shape[-1])
     hidden = first[0].w.shape[0] // options.halves(first)
-    plain_because = followed_by()
-    if plain_because is None and options.save == "auto" and rows * hidden * x.itemsize < plan.SMALL_BYTES:
-        plain_because = f"hidden layers of less than {plan.SMALL_BYTES >> 10} KiB are left to PyTorch"
-    if plain_because is None and options.dropout and is_capturing(x):
-        plain_because = "a CUDA graph would record the seed of the dropout"
-    by_layer_because = None
-    operands: tuple[Tensor, ...] = ()
-    if activation.needs_tracing and plain_because is None:
-        validation.check_block(options, x, first, last)  # what is traced must have a shape and a dtype
-        dtype = autocast_dtype(x) or x.dtype
-        activation, operands, dim = with_operands(activation, (*shape[:-1], hidden), dtype, x.device)
-        if dim is not None and dim % len(shape) != len(shape) - 1:
-            by_layer_because = "the activation reads tensors along another dimension"
+    is_small = options.save == "auto" and rows * hidden * x.itemsize < plan.SMALL_BYTES
     is_plain = activation.needs_tracing or activation.fallback_reason is not None
+    plain_because = by_layer_because = None
+    operands: tuple[Tensor, ...] = ()
     facts: list[Any] = [
+        is_small,
         options,
         type(options.dropout),  # False is no number, and 4.0 no count
         type(options.chunks),
         activation if not is_plain else activation.fallback_reason,
-        plain_because,
-        by_layer_because,
-        bool(operands) and needs_gradient(*operands),
-        len(shape),
         shape[-1],
-        rows.bit_length(),
         x.dtype,
-        x.layout,
         x.is_cpu or x.device,
-        x.requires_grad,
-        torch.is_grad_enabled(),
-        _torch.autocast_is_active() and autocast_dtype(x),
+        autocast_is_active() and autocast_dtype(x),
     ]
-    for t in tensors:
-        if t is None:
-            facts.append(None)
-        else:
-            facts += type(t), t.dtype, t.layout, t.is_cpu or t.device, t.requires_grad, t.is_leaf, t.shape
+    if is_small:
+        # PyTorch computes it, whatever needs gradients and whoever follows: what the checks depend on is enough.
+        for t in tensors:
+            facts += (None,) if t is None else (t.dtype, t.is_cpu or t.device, t.shape)
+    else:
+        plain_because = followed_by()
+        if plain_because is None and options.dropout and is_capturing(x):
+            plain_because = "a CUDA graph would record the seed of the dropout"
+        if activation.needs_tracing and plain_because is None:
+            validation.check_block(options, x, first, last)  # what is traced must have a shape and a dtype
+            dtype = autocast_dtype(x) or x.dtype
+            activation, operands, dim = with_operands(activation, (*shape[:-1], hidden), dtype, x.device)
+            if dim is not None and dim % len(shape) != len(shape) - 1:
+                by_layer_because = "the activation reads tensors along another dimension"
+        facts += [
+            plain_because,
+            by_layer_because,
+            bool(operands) and needs_gradient(*operands),
+            len(shape),
+            rows.bit_length(),
+            x.layout,
+            x.requires_grad,
+            torch.is_grad_enabled(),
+        ]
+        for t in tensors:
+            if t is None:
+                facts.append(None)
+            else:
+                facts += type(t), t.dtype, t.layout, t.is_cpu or t.device, t.requires_grad, t.is_leaf, t.shape
     key = tuple(facts)
     try:
-        known = _plans.get(key)
+        cached = _plans.get(key)
     except TypeError:  # an option that cannot be hashed, which the checks refuse
-        key, known = (), None
-    if known is None:
-        known = _plans.put(key, _decide(options, x, first, last, activation, plain_because, by_layer_because, operands))
+        key, cached = (), None
+    if cached is None:
+        reasons = plain_because, by_layer_because
+        cached = _plans.put(key, _decide(options, x, first, last, activation, operands, is_small, *reasons))
     if asking.questions:
-        asking.answer(known)
-    return known, operands
+        asking.answer(cached)
+    return cached, operands
 
 
 def _decide(
@@ -268,9 +277,10 @@ def _decide(
     first: Sequence[Linear],
     last: Linear,
     activation: Activation,
+    operands: Sequence[Tensor],
+    is_small: bool,
     plain_because: str | None,
     by_layer_because: str | None,
-    operands: Sequence[Tensor],
 ) -> BlockPlan:
     """Check the arguments of a call, and decide."""
     validation.check_block(options, x, first, last)
@@ -289,6 +299,8 @@ def _decide(
     extra = [w for w, _ in first if not (needs.x or (_is_alive(w) and cast is None))]
     extra += [b for _, b in first if b is not None and not _is_alive(b)]
     plain_because = plain_because or validation.unusual_because(x, *sum((*first, last), ()))
+    if plain_because is None and is_small:
+        plain_because = f"hidden layers of less than {plan.SMALL_BYTES >> 10} KiB are left to PyTorch"
     rows = x.numel() // max(1, x.shape[-1])
     if rows * first[0].w.shape[0] == 0:
         by_layer_because = "there is nothing to compute"

@@ -68,12 +68,31 @@ def _composite(
     operands: Operands,
 ) -> Tensor:
     """By PyTorch's own operations."""
-    return activation.plain(_sum(operation, x, w, b, residual))
+    z = operation(x, w, b)
+    return activation.plain(z if residual is None else z + residual)
 
 
 def _sum(operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None) -> Tensor:
     z = operation(x, w, b)
     return z if residual is None else z + residual
+
+
+def _in_place(
+    plan: Plan,
+    operation: Operation,
+    x: Tensor,
+    w: Weight,
+    b: Tensor | None,
+    residual: Tensor | None,
+    activation: Activation,
+    operands: Operands,
+) -> Tensor:
+    """By PyTorch's own operations, the activation in place."""
+    assert activation.in_place is not None
+    if not plan.flattens:
+        return activation.in_place(_sum(operation, x, w, b, residual))
+    flat, residual = operation.flattened(x), None if residual is None else operation.flattened(residual)
+    return operation.unflattened(activation.in_place(_sum(operation, flat, w, b, residual)), x)
 
 
 def _fused(
@@ -185,6 +204,7 @@ PATHS: dict[str, Callable[..., Tensor]] = {
     "composite": _composite,
     "compiled": _compiled,
     "no_grad": _without_gradients,
+    "in_place": _in_place,
     "fused": _fused,
     "tells_input": _tells_input,
 }
@@ -205,9 +225,10 @@ def run_block(
     """An MLP block."""
     block = plan.block
     if plan.path == "composite":
-        (w, b), *others = _apart(options, first)
-        activated = activation.plain(F.linear(input, w, b))
-        return after_activation(activated, [F.linear(input, *other) for other in others], options.dropout, last)
+        layers = _apart(options, first)
+        activated = activation.plain(F.linear(input, *layers[0]))
+        others = [F.linear(input, *layer) for layer in layers[1:]] if options.is_gated else ()
+        return after_activation(activated, others, options.dropout, last)
     if block is None:
         return run_by_layer(options, input, first, last, activation)
     block = block._replace(dropout=_dropout(options)) if options.dropout else block
@@ -275,11 +296,13 @@ def _compiled_layers(
 
 
 def _apart(options: BlockOptions, first: Sequence[Linear]) -> Sequence[Linear]:
-    return unpacked(first) if options.halves(first) == 2 else first
+    return unpacked(first) if options.is_gated and len(first) == 1 else first
 
 
 def after_activation(activated: Tensor, others: Sequence[Tensor], dropout: float, last: Linear | nn.Module) -> Tensor:
     """The rest of a block: the product with the other half of a gate, PyTorch's dropout, and the last layer."""
-    hidden = functools.reduce(torch.mul, others, activated)
+    hidden = activated
+    for other in others:
+        hidden = hidden * other
     hidden = F.dropout(hidden, dropout) if dropout else hidden
     return last(hidden) if isinstance(last, nn.Module) else F.linear(hidden, *last)

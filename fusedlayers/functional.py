@@ -24,6 +24,9 @@ from .plan import choose_save, needs_gradient, plan_dense, plan_for
 #: at a time, in two buffers, or three of a gated block.
 CHUNKS = 16
 
+#: Without a bias, which runs along no dimension.
+_POINTWISE = Pointwise(-1)
+
 
 def dense_bias_act(
     input: Tensor,
@@ -187,7 +190,7 @@ def bias_act(
             return handle_torch_function(bias_act, tensors, *tensors, record, dim=dim, inplace=inplace, save=save)
     if inplace and save == "recompute":
         raise ValueError("bias_act: save='recompute' needs the input, which inplace=True overwrites; drop one of them")
-    operation = Pointwise(-1 if bias is None else dim)
+    operation = _POINTWISE if bias is None else Pointwise(dim)
     sizes = operation, type(dim), input.dim() if bias is None or not is_usual else input.shape
     count = input.numel() if is_usual else None
     plan, traced, operands = plan_for(
@@ -211,22 +214,22 @@ def batch_norm_act(
     save: str,
 ) -> Tensor:
     """``activation(norm(input, weight, bias) + residual)``; public as the modules ``FusedBatchNormAct1d`` to ``3d``."""
-    name = norm.function
-    record = resolve(activation, name)
+    record = resolve(activation, "FusedBatchNormAct")
     is_usual = validation.are_plain((input,), (weight, bias, residual))
     if not is_usual:
-        validation.check_tensors(name, {"input": input}, residual=residual)
+        validation.check_tensors(norm.function, {"input": input}, residual=residual)
         tensors = (input, weight, bias, residual)
         if has_torch_function(tensors):
             # What has no name in a graph comes after it.
             known = record if record.is_fusible else resolve(None)
             y = handle_torch_function(batch_norm_act, tensors, norm, input, weight, bias, residual, known, save)
             return y if known is record else record.plain(y)
-    norm = norm._replace(dims=input.dim())
-    if norm.is_synchronised:
+    if norm.dims != input.dim():  # of a tensor that has only now come
+        norm = norm._replace(dims=input.dim())
+    if norm.group is not None and norm.is_synchronised:
         validation.check_call(norm, input, weight, bias, residual)
         if not record.needs_tracing:
-            choose_save(name, record, save, input.dtype)  # which may refuse
+            choose_save(norm.function, record, save, input.dtype)  # which may refuse
         return run_synchronised(norm, input, weight, bias, residual, record, save)
     tensors = input, weight, bias, residual
     sizes, count = ((norm.facts(), input.shape), input.numel()) if is_usual else (None, None)

@@ -27,10 +27,11 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(autouse=True, scope="session")
 def little_is_fused() -> None:
-    """Tests compute little, which would be left to PyTorch: here only results of less than 1 KiB are."""
+    """Tests compute little, which PyTorch would compute: here it computes only results of less than 1 KiB.
+    ``test_in_place.py`` is about larger ones."""
     from fusedlayers import plan
 
-    plan.SMALL_BYTES = 1 << 10
+    plan.SMALL_BYTES = plan.MEDIUM_BYTES = 1 << 10
 
 
 @pytest.fixture(autouse=True)

@@ -102,6 +102,7 @@ TABLE = (
             torch.relu_,
             (aten.threshold_backward, lambda dy, y: (dy, y, 0)),
             lambda dy, z: aten.threshold_backward(dy, z, 0),
+            saves_result=True,
         ),
     ),
     Row(
@@ -122,6 +123,7 @@ TABLE = (
             (aten.leaky_relu_backward, lambda dy, y, negative_slope: (dy, y, negative_slope, True)),
             lambda dy, z, negative_slope: aten.leaky_relu_backward(dy, z, negative_slope, False),
             post_op=lambda negative_slope: ("leaky_relu", [negative_slope], ""),
+            saves_result=True,
         ),
     ),
     Row(
@@ -180,7 +182,12 @@ TABLE = (
         derivative_given_output=lambda y: 1 - y * y,
         inverse=torch.atanh,
         stands_for=((nn.Tanh, {}), (torch.tanh, {}), (F.tanh, {})),
-        native=Native(torch.tanh_, (aten.tanh_backward, lambda dy, y: (dy, y)), post_op=lambda: ("tanh", [], "")),
+        native=Native(
+            torch.tanh_,
+            (aten.tanh_backward, lambda dy, y: (dy, y)),
+            post_op=lambda: ("tanh", [], ""),
+            saves_result=True,
+        ),
     ),
     Row(
         "sigmoid",
@@ -189,7 +196,10 @@ TABLE = (
         inverse=lambda y: torch.log(y) - torch.log1p(-y),
         stands_for=((nn.Sigmoid, {}), (torch.sigmoid, {}), (F.sigmoid, {})),
         native=Native(
-            torch.sigmoid_, (aten.sigmoid_backward, lambda dy, y: (dy, y)), post_op=lambda: ("sigmoid", [], "")
+            torch.sigmoid_,
+            (aten.sigmoid_backward, lambda dy, y: (dy, y)),
+            post_op=lambda: ("sigmoid", [], ""),
+            saves_result=True,
         ),
     ),
     Row(
@@ -204,6 +214,7 @@ TABLE = (
             aten.elu_.default,
             (aten.elu_backward, lambda dy, y, alpha: (dy, alpha, 1, 1, True, y)),
             lambda dy, z, alpha: aten.elu_backward(dy, alpha, 1, 1, False, z),
+            saves_result=True,
         ),
     ),
     Row(
@@ -215,7 +226,11 @@ TABLE = (
             + torch.log1p(torch.clamp(y, max=0) * (1 / (_SELU_SCALE * _SELU_ALPHA)))
         ),
         stands_for=((nn.SELU, {}), (F.selu, {}), (torch.selu, {})),
-        native=Native(torch.selu_, (aten.elu_backward, lambda dy, y: (dy, _SELU_ALPHA, _SELU_SCALE, 1, True, y))),
+        native=Native(
+            torch.selu_,
+            (aten.elu_backward, lambda dy, y: (dy, _SELU_ALPHA, _SELU_SCALE, 1, True, y)),
+            saves_result=True,
+        ),
     ),
     Row(
         "celu",
@@ -225,7 +240,11 @@ TABLE = (
         parameter_refusal=lambda alpha: _given_positive("alpha", alpha, "the function grows without bound below 0"),
         inverse=lambda y, alpha: torch.clamp(y, min=0) + alpha * torch.log1p(torch.clamp(y, max=0) / alpha),
         stands_for=((nn.CELU, {}), (F.celu, {}), (torch.celu, {})),
-        native=Native(torch.celu_, (aten.elu_backward, lambda dy, y, alpha: (dy, alpha, 1, 1 / alpha, True, y))),
+        native=Native(
+            torch.celu_,
+            (aten.elu_backward, lambda dy, y, alpha: (dy, alpha, 1, 1 / alpha, True, y)),
+            saves_result=True,
+        ),
     ),
     Row(
         "softplus",

@@ -46,12 +46,14 @@ class Native:
             operator's arguments.
         gradient_given_input: ``gradient_given_input(dy, z, **parameters)`` computes ``dy * f'`` from the input.
         post_op: ``post_op(**parameters)`` is oneDNN's description of the function: ``(name, scalars, algorithm)``.
+        saves_result: ``activate_`` is differentiable, and its node saves the result and nothing else.
     """
 
     activate_: Function | None = None
     gradient: tuple[Any, Callable[..., tuple[Any, ...]]] | None = None
     gradient_given_input: Function | None = None
     post_op: Callable[..., tuple[str, list[float], str]] | None = None
+    saves_result: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +143,7 @@ class Activation:
         is_folded: the function has a fold, so the saved output carries a branch bit.
         plain: ``plain(z)``, what a user of PyTorch would call: torch's own function where there is one, which saves the
             least.
+        in_place: ``in_place(z)``, torch's own operation that overwrites z and saves nothing but its result; or None.
         needs_input_reason: why no output of any dtype determines the derivative, or None.
     """
 
@@ -156,6 +159,7 @@ class Activation:
     is_identity: bool = field(init=False)
     is_folded: bool = field(init=False)
     plain: Callable[[Tensor], Tensor] = field(init=False)
+    in_place: Callable[[Tensor], Tensor] | None = field(init=False)
     needs_input_reason: str | None = field(init=False)
     _row: Row = field(init=False)
 
@@ -170,6 +174,7 @@ class Activation:
         turns = stated.kind == "folded" if isinstance(stated, Analysis) else isinstance(stated, FoldedDerivative)
         set_once("is_folded", turns or stated == "fold")
         set_once("plain", self._plain())
+        set_once("in_place", self._in_place())
         set_once("needs_input_reason", self._find_needs_input_reason())
 
     def _plain(self) -> Callable[[Tensor], Tensor]:
@@ -180,6 +185,12 @@ class Activation:
                 keywords = {**arguments, **self.parameters}
                 return functools.partial(target, **keywords) if keywords else target
         return self.function
+
+    def _in_place(self) -> Callable[[Tensor], Tensor] | None:
+        native = self._row.native
+        if native.activate_ is None or not native.saves_result:
+            return None
+        return functools.partial(native.activate_, **self.parameters) if self.parameters else native.activate_
 
     def _find_needs_input_reason(self) -> str | None:
         stated, refusal = self._row.derivative_given_output, self._row.parameter_refusal

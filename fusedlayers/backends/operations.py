@@ -146,18 +146,19 @@ class BatchNorm(NamedTuple):
     is_cast: bool = False
 
     @classmethod
-    def of(cls, layer: Any, allowed_dims: tuple[int, ...] = (2, 3, 4, 5)) -> BatchNorm:
-        """That of an ``nn.BatchNorm``, as it is now."""
-        uses_running = not layer.training or layer.track_running_stats
+    def of(cls, layer: Any, dims: int, allowed_dims: tuple[int, ...] = (2, 3, 4, 5)) -> BatchNorm:
+        """That of an ``nn.BatchNorm``, as it is now, for an input with so many dimensions."""
+        training, tracks, mean, var = layer.training, layer.track_running_stats, layer.running_mean, layer.running_var
         return cls(
-            layer.running_mean if uses_running else None,
-            layer.running_var if uses_running else None,
-            layer.num_batches_tracked if layer.training and layer.track_running_stats else None,
-            layer.training or (layer.running_mean is None and layer.running_var is None),
+            mean if tracks or not training else None,
+            var if tracks or not training else None,
+            layer.num_batches_tracked if training and tracks else None,
+            training or (mean is None and var is None),
             layer.momentum,
             layer.eps,
             getattr(layer, "process_group", None),
             allowed_dims,
+            dims,
         )
 
     @property
@@ -172,12 +173,13 @@ class BatchNorm(NamedTuple):
     @property
     def is_synchronised(self) -> bool:
         # One process alone has plain batch norm, as in ``nn.SyncBatchNorm``: its own variance may be none at all.
-        return self.training and self.group is not None and dist.get_world_size(self.group) > 1
+        return self.group is not None and self.training and dist.get_world_size(self.group) > 1
 
     def __call__(self, x: Tensor, w: Weight, b: Tensor | None) -> Tensor:
-        assert not self.is_synchronised
-        part = self._counted()
-        return F.batch_norm(x, self.running_mean, self.running_var, w, b, self.training, part, self.eps)
+        assert self.group is None or not self.is_synchronised
+        # What F.batch_norm calls after a check that validation.py has made.
+        part, is_cudnn = self._counted(), torch.backends.cudnn.enabled
+        return torch.batch_norm(x, w, b, self.running_mean, self.running_var, self.training, part, self.eps, is_cudnn)
 
     def with_recompute(self, x: Tensor, w: Weight, b: Tensor | None) -> tuple[Tensor, Recompute]:
         """z, and what computes it again: by the statistics of now, for torch does not notice when they are updated."""
@@ -245,8 +247,14 @@ class BatchNorm(NamedTuple):
 
     def facts(self) -> Hashable:
         """What of it the checks and a plan depend on."""
-        running = (s if s is None else (s.dtype, s.shape, s.is_cpu or s.device) for s in self[:2])
-        return self.training, self.eps, self.allowed_dims, *running
+        mean, var = self.running_mean, self.running_var
+        return (
+            self.training,
+            self.eps,
+            self.allowed_dims,
+            mean is not None and (mean.dtype, mean.shape, mean.is_cpu or mean.device),
+            var is not None and (var.dtype, var.shape, var.is_cpu or var.device),
+        )
 
     def returns_view(self, x: Tensor) -> bool:
         return False

@@ -29,8 +29,7 @@ class _InvertibleBatchNorm(InvertibleModule):
     def function(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         self._check_input_dim(x)
         w = None if self.weight is None else at_least(self.weight, self.least_weight)
-        norm = BatchNorm.of(self)
-        return norm._replace(dims=x.dim()).with_statistics(x, w, self.bias)
+        return BatchNorm.of(self, x.dim()).with_statistics(x, w, self.bias)
 
     def inverse(self: Any, y: Tensor, mean: Tensor | None = None, inverse_std: Tensor | None = None) -> Tensor:
         if mean is None or inverse_std is None:  # the module is reversed

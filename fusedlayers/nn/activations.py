@@ -78,6 +78,8 @@ class _SavesOutput(nn.Module):
     """
 
     stands_in_for: type[nn.Module]
+    #: Of those that torch lets have it; an attribute that is missing takes ``nn.Module`` a microsecond to look for.
+    inplace: bool = False
 
     def __init_subclass__(cls) -> None:
         if _SavesOutput in cls.__bases__:
@@ -88,7 +90,7 @@ class _SavesOutput(nn.Module):
         record = activation_of_module(self, self.stands_in_for)
         if record is None:  # arguments that torch takes in the constructor and refuses here
             return super().forward(input)
-        return bias_act(input, None, record, inplace=getattr(self, "inplace", False))
+        return bias_act(input, None, record, inplace=self.inplace)
 
 
 class GELU(_SavesOutput, nn.GELU):

@@ -86,7 +86,8 @@ def norm_layer_act(
     layer: Any, dims: tuple[int, ...], input: Tensor, residual: Tensor | None, activation: object, save: str
 ) -> Tensor:
     """``activation(layer(input) + residual)`` for an ``nn.BatchNorm`` of inputs of so many dimensions."""
-    return batch_norm_act(BatchNorm.of(layer, dims), input, layer.weight, layer.bias, residual, activation, save)
+    norm = BatchNorm.of(layer, input.dim() if isinstance(input, Tensor) else 0, dims)
+    return batch_norm_act(norm, input, layer.weight, layer.bias, residual, activation, save)
 
 
 class FusedBatchNormAct1d(_FusedBatchNormAct):

@@ -1,0 +1,219 @@
+"""Results of medium size: the activation is torch's own in-place operation, which saves its result and nothing else."""
+
+import io
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pairs import covering
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import fusedlayers as fl
+from fusedlayers import plan
+from fusedlayers.activations import resolve, rows
+from fusedlayers.memory import saved_bytes
+
+
+@pytest.fixture(autouse=True)
+def all_is_medium(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "SMALL_BYTES", 1 << 10)
+    monkeypatch.setattr(plan, "MEDIUM_BYTES", 1 << 30)
+
+
+IN_PLACE = [row.name for row in rows() if resolve(row.name).in_place is not None]
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
+def test_the_table_says_what_saves_its_result(row: Any) -> None:
+    activate = row.native.activate_
+    if activate is None:
+        assert resolve(row.name).in_place is None
+        return
+    z = torch.randn(100, requires_grad=True)
+
+    def in_place(t: Tensor) -> Tensor:
+        return activate(t * 1, **row.parameters)
+
+    y, kept = in_place(z), saved_bytes(in_place, z, exclude=[z])
+    result = getattr(y.grad_fn, "_saved_result", None)
+    saves_result = kept == 400 and result is not None and result.data_ptr() == y.data_ptr()
+    assert saves_result == row.native.saves_result == (resolve(row.name).in_place is not None)
+
+
+class Subject(NamedTuple):
+    """An operation with an activation, the shapes of its tensors, and the operation alone by PyTorch."""
+
+    call: Callable[..., Tensor]
+    shapes: tuple[tuple[int, ...], ...]
+    operation: Callable[..., Tensor]
+    takes_residual: bool = True
+
+
+def _batch_norm(x: Tensor, w: Tensor, b: Tensor, name: str, residual: Tensor | None = None) -> Tensor:
+    norm: Any = nn.BatchNorm2d(8, track_running_stats=False)
+    norm.weight, norm.bias = nn.Parameter(w.detach()), nn.Parameter(b.detach())
+    layer: Any = fl.FusedBatchNormAct2d.from_modules(norm, name)
+    return torch.func.functional_call(layer, {"weight": w, "bias": b}, (x, residual))
+
+
+SUBJECTS = {
+    "dense": Subject(fl.dense_bias_act, ((30, 12), (40, 12), (40,)), F.linear),
+    "dense, one dimension": Subject(fl.dense_bias_act, ((12,), (1024, 12), (1024,)), F.linear),
+    "dense, three dimensions": Subject(fl.dense_bias_act, ((5, 6, 12), (40, 12), (40,)), F.linear),
+    "conv": Subject(fl.conv_bias_act, ((4, 3, 9, 9), (8, 3, 3, 3), (8,)), F.conv2d),
+    "conv, no batch": Subject(fl.conv_bias_act, ((3, 99), (8, 3, 3), (8,)), F.conv1d),
+    "batch norm": Subject(
+        lambda x, w, b, activation, residual: _batch_norm(x, w, b, activation, residual),
+        ((4, 8, 9, 9), (8,), (8,)),
+        lambda x, w, b: F.batch_norm(x, None, None, w, b, True),
+    ),
+    "bias": Subject(
+        lambda x, _w, b, activation, residual: fl.bias_act(x, b, activation),
+        ((30, 40), (1,), (40,)),
+        lambda x, w, b: x + b,
+        takes_residual=False,
+    ),
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+GRID = covering(list(SUBJECTS), IN_PLACE, DTYPES, (False, True))
+
+
+@pytest.mark.parametrize("subject, name, dtype, adds", GRID)
+def test_it_is_what_the_function_computes(
+    subject: str, name: str, dtype: torch.dtype, adds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and gradients to the bit, second derivatives as PyTorch's; one buffer beside what the operation saves."""
+    call, shapes, operation, takes_residual = SUBJECTS[subject]
+    x, w, b = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes)
+    z = operation(x, w, b)
+    residual = torch.randn_like(z).requires_grad_() if adds and takes_residual else None
+    sources = [t for t in (x, b, residual) if t is not None]
+    dy = torch.randn_like(z)
+
+    def results(y: Tensor, *, twice: bool) -> list[Tensor]:
+        first = torch.autograd.grad(y, sources, dy, create_graph=twice)
+        second = torch.autograd.grad([d.square().sum() for d in first], sources) if twice else ()
+        return [y, *first, *second]
+
+    own = partial(call, activation=name, residual=residual)
+    (found,) = fl.plan_of(own, x, w, b)
+    assert (found.path, found.saved) == ("in_place", "output")
+    got = results(own(x, w, b), twice=False)
+    kept = saved_bytes(own, x, w, b, exclude=[x, w, b])
+    assert kept == saved_bytes(operation, x, w, b, exclude=[x, w, b]) + z.numel() * z.itemsize
+    if dtype is torch.float64:
+        summed = z if residual is None else z + residual
+        expected = results(resolve(name).plain(summed), twice=True)
+        torch.testing.assert_close(results(own(x, w, b), twice=True), expected)
+    monkeypatch.setattr(plan, "MEDIUM_BYTES", 0)
+    assert fl.plan_of(own, x, w, b)[0].path in ("fused", "tells_input")
+    assert all(map(torch.equal, got, results(own(x, w, b), twice=False)))
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_contexts(name: str) -> None:
+    module, x = fl.FusedDenseAct(12, 40, name), torch.randn(30, 12, requires_grad=True)
+    plain, dy = resolve(name).plain, torch.randn(30, 40)
+
+    def eager(x: Tensor) -> Tensor:
+        return plain(F.linear(x, module.weight, module.bias))
+
+    def gradients(y: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(y, [x, *module.parameters()], dy, **options)
+
+    expected = gradients(eager(x))
+    torch.testing.assert_close(gradients(checkpoint(module, x, use_reentrant=False)), expected)
+    y = module(x)
+    torch.testing.assert_close(gradients(y, retain_graph=True), expected)
+    torch.testing.assert_close(gradients(y), expected)
+    packed: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        packed.append(t)
+        return t.clone()
+
+    with saved_tensors_hooks(pack, lambda t: t):
+        y = module(x)
+    torch.testing.assert_close(gradients(y), expected)
+    assert sum(t.shape == y.shape for t in packed) == 1
+    batched = torch.autograd.grad(module(x), x, dy.expand(3, 30, 40), is_grads_batched=True)[0]
+    torch.testing.assert_close(batched, expected[0].expand(3, 30, 12))
+    y = module(x)
+    y.detach().zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradients(y)
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    assert torch.equal(torch.load(buffer, weights_only=False)(x), module(x))
+
+
+@pytest.mark.parametrize("subject", ("dense", "dense, three dimensions", "conv"))
+def test_under_autocast(subject: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, shapes, operation, _ = SUBJECTS[subject]
+    x, w, b = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    own = partial(call, activation="elu")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fl.plan_of(own, x, w, b)[0].path == "in_place"
+        y = own(x, w, b)
+        kept = saved_bytes(own, x, w, b, exclude=[x, w, b])
+        assert kept == saved_bytes(operation, x, w, b, exclude=[x, w, b]) + y.numel() * y.itemsize
+        monkeypatch.setattr(plan, "MEDIUM_BYTES", 0)
+        assert fl.plan_of(own, x, w, b)[0].path == "fused"
+        expected = own(x, w, b)
+    dy = torch.randn_like(y)
+    assert y.dtype is torch.bfloat16 and torch.equal(y, expected)
+    gradients = [torch.autograd.grad(t, (x, w, b), dy) for t in (y, expected)]
+    assert all(map(torch.equal, *gradients))
+
+
+def test_frozen_parts() -> None:
+    x, w, b = torch.randn(30, 12), torch.randn(40, 12), torch.randn(40)
+    residual = torch.randn(30, 40)
+    z = F.linear(x, w, b) + residual
+    for wanted in (x, w, b, residual):
+        wanted.requires_grad_(True)
+        call = partial(fl.dense_bias_act, activation="tanh", residual=residual)
+        (found,) = fl.plan_of(call, x, w, b)
+        call(x, w, b).sum().backward()
+        expected = torch.autograd.grad(torch.tanh(F.linear(x, w, b) + residual).sum(), wanted)[0]
+        torch.testing.assert_close(wanted.grad, expected)
+        assert found.path == "in_place" and sum(t.grad is not None for t in (x, w, b, residual)) == 1
+        wanted.grad = None
+        wanted.requires_grad_(False)
+    assert torch.equal(fl.dense_bias_act(x, w, b, "tanh", residual=residual), torch.tanh(z))
+
+
+def test_bias_act() -> None:
+    x, b = torch.randn(30, 40, requires_grad=True), torch.randn(40, requires_grad=True)
+    (found,) = fl.plan_of(fl.bias_act, x, b, "elu")
+    assert found.path == "in_place"
+    before = x.detach().clone()
+    y = fl.bias_act(x, b, "elu")
+    assert torch.equal(y, F.elu(x + b)) and torch.equal(x, before)
+    # Without a bias the argument would be overwritten, and with inplace=True it is to be.
+    for call in (lambda: fl.plan_of(fl.bias_act, x, None, "elu"), lambda: fl.plan_of(fl.elu, x)):
+        assert call()[0].path == "fused"
+    assert torch.equal(fl.elu(x), F.elu(x)) and torch.equal(x, before)
+    assert fl.plan_of(fl.bias_act, x * 1, b, "elu", inplace=True)[0].path == "fused"
+
+
+def test_large_and_other_results() -> None:
+    x = torch.randn(30, 12, requires_grad=True)
+    for name in ("gelu", "softplus", "relu6", "hardtanh"):  # relu6_ saves a copy
+        assert fl.plan_of(fl.FusedDenseAct(12, 40, name), x)[0].path == "fused"
+    for save in ("input", "recompute"):
+        assert fl.plan_of(fl.FusedDenseAct(12, 40, "relu", save=save), x)[0].path == "fused"
+    assert fl.plan_of(fl.FusedDenseAct(12, 40, nn.LeakyReLU(-0.5)), x)[0].path == "fused"
+
+
+def test_the_sizes_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "SMALL_BYTES", 128 << 10)
+    monkeypatch.setattr(plan, "MEDIUM_BYTES", 2 << 20)
+    paths = [fl.plan_of(fl.FusedDenseAct(8, 1024, "elu"), torch.randn(n, 8))[0].path for n in (31, 32, 511, 512)]
+    assert paths == ["composite", "in_place", "in_place", "fused"]
