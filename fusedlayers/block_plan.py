@@ -19,16 +19,9 @@ from . import asking, backends, plan, validation
 from ._torch import autocast_is_active
 from .activations import Activation, Saved
 from .backends import Backend
+from .call import autocast_dtype, followed_by, is_capturing, needs_gradient, with_operands
 from .ops.mlp_forward import Block, BlockOptions, Linear
-from .plan import (
-    autocast_dtype,
-    choose_save,
-    describe,
-    followed_by,
-    is_capturing,
-    needs_gradient,
-    with_operands,
-)
+from .plan import choose_save, describe
 from .utils.bounded_cache import BoundedCache
 
 

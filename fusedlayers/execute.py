@@ -17,6 +17,7 @@ from . import _torch, validation
 from .activations import Activation, measure_inverse_error, resolve
 from .backends.operations import MATMUL, BatchNorm, Matmul, Operation, Pointwise, Recompute, Weight
 from .block_plan import BlockPlan
+from .call import autocast_dtype, needs_gradient, plan_dense, plan_for
 from .ops.autocast import shared_cast
 from .ops.batch_norm import inverse_error_of, norm_act
 from .ops.conv import Conv
@@ -24,7 +25,7 @@ from .ops.linear import Dense, Epilogue
 from .ops.mlp import MLP
 from .ops.mlp_forward import BlockOptions, Dropout, Linear, unpacked, without_gradients
 from .ops.pointwise import BiasAct, Origin
-from .plan import Plan, autocast_dtype, needs_gradient, plan_dense, plan_for
+from .plan import Plan
 
 Operands = Sequence[Tensor]
 

@@ -1,6 +1,6 @@
 """The functional interface: dense and convolution layers, activations and MLP blocks.
 
-A public function looks its activation up, asks for the plan (``plan.py``, ``block_plan.py``), where the arguments of
+A public function looks its activation up, asks for the plan (``call.py``, ``block_plan.py``), where the arguments of
 calls that are new are checked, and has it carried out (``execute.py``). What has a ``__torch_function__`` of its own,
 as proxies of ``torch.fx`` and some subclasses of tensors have, is asked first.
 """
@@ -16,9 +16,10 @@ from . import validation
 from .activations import Activation, resolve
 from .backends.operations import MATMUL, BatchNorm, Convolution, Pointwise
 from .block_plan import plan_block
+from .call import needs_gradient, plan_dense, plan_for
 from .execute import PATHS, run_block, run_pointwise, run_synchronised
 from .ops.mlp_forward import BlockOptions, Linear
-from .plan import choose_save, needs_gradient, plan_dense, plan_for
+from .plan import choose_save
 
 #: Into how many chunks the rows of a block are cut. What is hidden and needed for a moment only is made for one of them
 #: at a time, in two buffers, or three of a gated block.

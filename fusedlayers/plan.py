@@ -1,10 +1,7 @@
 """Decides what a call does: which path it takes, what is saved for backward, and why. Nothing else decides.
 
-A call is described in two steps. Its *facts* are one tuple of what can be read off the arguments and this thread in
-about two microseconds: dtypes, shapes, which tensors need gradients, autocast, modes. Plans are memoised by facts, so a
-call that was seen before is neither checked nor decided again. A call with new facts is checked (``validation.py``) and
-becomes a ``PlanKey``, which names what the decision depends on. ``make_plan`` is a pure function of the key, so a layer
-can also ask what it would do for typical inputs, and ``repr`` prints the answer.
+A ``PlanKey`` names what the decision depends on; ``call.py`` reads it off a call. ``make_plan`` is a pure function of
+the key, so a layer can also ask what it would do for typical inputs, and ``repr`` prints the answer.
 
 A plan holds no tensors. What changes from call to call is not part of it: who owns a buffer in backward, the seed of a
 dropout, and what depends on values.
@@ -12,41 +9,19 @@ dropout, and what depends on values.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
-from . import asking, backends, validation
-from ._torch import (
-    PROXY_MODE,
-    SELECTIVE_CHECKPOINT_MODES,
-    autocast_is_active,
-    dispatch_mode_at,
-    dispatch_mode_count,
-    forward_ad_level,
-    functorch_is_active,
-    infrastructure_mode,
-    onednn_is_enabled,
-    saved_tensors_hooks_on_top,
-    torchscript_state,
-)
-from .activations import Activation, Saved, WithOperands, measure_inverse_error
+from . import validation
+from .activations import Activation, Saved, measure_inverse_error
 from .backends import Backend
 from .backends.operations import (
     MATMUL,
     BatchNorm,
-    Convolution,
-    Matmul,
     Operation,
     Pointwise,
-    Weight,
 )
-from .backends.torch import operations as torch_operations
-from .ops import batch_norm
-from .utils.bounded_cache import BoundedCache
 
 #: Results of fewer bytes are left to plain PyTorch under ``save="auto"``: at most so much is forgone by a call. A fused
 #: call costs the time of an autograd.Function in Python. Forward and backward of 64 -> 256 features, float32, relu and
@@ -305,259 +280,3 @@ def describe_norm(activation: Activation, save: str, dtype: torch.dtype) -> str:
     has_output = "output" in (save, save_beside_input(activation, dtype))
     of_dtype = str(dtype).removeprefix("torch.")
     return f"saves its input{' and the output' if has_output else ''}: {of_dtype} outputs {reason}"
-
-
-# --- from a call to its plan ------------------------------------------------------------------------------------------
-
-#: Plans by facts. A large model has some hundreds; changing lengths and shapes push out the oldest.
-_plans: BoundedCache[Plan] = BoundedCache(4096)
-
-Planned = tuple[Plan, Activation, tuple[Tensor, ...]]
-"""The plan for a call, its activation, and the tensors that this reads."""
-
-
-class Call(NamedTuple):
-    """A layer's call: ``activation(operation(x, w, b) + residual, *operands)``."""
-
-    operation: Operation
-    x: Tensor
-    w: Weight
-    b: Tensor | None
-    residual: Tensor | None
-    activation: Activation
-    save: str
-    #: How many elements the result has, or None where only the operation can tell.
-    elements: int | None = None
-    is_inplace: bool = False
-    #: The tensors that the activation reads, and the dimension along which they run.
-    operands: tuple[Tensor, ...] = ()
-    operand_dim: int | None = None
-    #: Who follows the computation and must see PyTorch's own operations, or None.
-    follower: str | None = None
-
-    def plan(self) -> Plan:
-        """Check the arguments, and decide."""
-        validation.check_call(self.operation, self.x, self.w, self.b, self.residual)
-        return make_plan(self.key())
-
-    def key(self) -> PlanKey:
-        """What the decision depends on."""
-        operation, x, w, b, residual, activation, save, *_ = self
-        cast = autocast_dtype(x) if operation.is_cast else None
-        dtype = cast or x.dtype
-        plain_because = validation.unusual_because(x, w, b, residual) or self.follower
-        if residual is not None and residual.dtype is not dtype:
-            plain_because = plain_because or f"the residual is {residual.dtype} where the sum is {dtype}"
-        backend = backends.choose(x, activation)
-        needs = Needs(
-            needs_gradient(x),
-            needs_gradient(w),
-            needs_gradient(b),
-            needs_gradient(residual),
-            needs_gradient(*self.operands),
-        )
-        bare, is_compiling = operation.without_tensors(), torch.compiler.is_compiling()
-        key = PlanKey(bare, activation, save, dtype, backend, needs, plain_because, is_compiling, cast=cast)
-        if is_compiling or plain_because is not None:  # sizes may be symbols
-            return key
-        count = math.prod(operation.shape(x, w)) if self.elements is None else self.elements
-        other_dim = self.operand_dim
-        if other_dim is not None and (other_dim - operation.dim) % x.dim() == 0:
-            other_dim = None
-        return key._replace(
-            size=_size(count * x.itemsize),
-            is_large=count >= batch_norm.WORTH_IT and not is_capturing(x),
-            has_residual=residual is not None,
-            operand_dim=other_dim,
-            saves_arguments=x.requires_grad and (w is None or w.requires_grad) and (b is None or b.is_leaf),
-            is_hooked=saved_tensors_hooks_on_top(True) is not None,
-            is_inplace=self.is_inplace,
-            has_own_node=_has_own_node(operation, backend, x, w),
-            returns_view=operation.returns_view(x),
-            is_new=not isinstance(operation, Pointwise) or b is not None,
-        )
-
-
-def plan_dense(
-    x: Tensor, w: Tensor, b: Tensor | None, residual: Tensor | None, activation: Activation, save: str, is_usual: bool
-) -> Planned:
-    """For ``dense_bias_act``. Rows are counted in ``sizes`` by what is decided of them, for lengths change."""
-    if not is_usual or torch.compiler.is_compiling() or not x.dim() or not w.dim():
-        return plan_for(MATMUL, x, w, b, residual, activation, save, None, is_usual=False)
-    shape, size = x.shape, x.numel() * w.shape[0]
-    sizes = MATMUL, len(shape) if residual is None else shape, shape[-1], size >= torch_operations.LARGE_MATMUL
-    return plan_for(MATMUL, x, w, b, residual, activation, save, sizes, size // max(1, shape[-1]))
-
-
-def plan_for(
-    operation: Operation,
-    x: Tensor,
-    w: Weight,
-    b: Tensor | None,
-    residual: Tensor | None,
-    activation: Activation,
-    save: str,
-    sizes: Hashable,
-    elements: int | None = None,
-    is_inplace: bool = False,
-    is_usual: bool = True,
-) -> Planned:
-    """For a call of any operation.
-
-    Args:
-        sizes: what the checks and the decision depend on, of the operation and of the shape of x.
-        elements: how many the result has; may be left out where ``sizes`` says so too.
-        is_inplace: whether the result is to be written over x.
-        is_usual: whether all tensors are plain ones (``validation.are_plain``).
-    """
-    if not is_usual or torch.compiler.is_compiling():
-        call = Call(operation, x, w, b, residual, activation, save, None, is_inplace)
-        plan = call.plan()
-        if asking.questions:
-            asking.answer(plan, lambda: make_plan(call.key()._replace(is_compiling=True, size="large")))
-        return plan, activation, ()
-    is_plain = activation.needs_tracing or activation.fallback_reason is not None
-    # Of what PyTorch computes only the reason is asked for: the record may hold a user's tensors.
-    known_activation = activation if not is_plain else activation.fallback_reason
-    size_bytes = MEDIUM_BYTES if elements is None else elements * x.itemsize
-    operands: tuple[Tensor, ...] = ()
-    operand_dim = follower = None
-    facts: tuple[Hashable, ...]
-    if size_bytes < SMALL_BYTES and save == "auto" and not is_inplace:
-        # PyTorch computes it, whatever needs gradients and whoever follows: what the checks depend on is enough.
-        facts = (
-            sizes,
-            known_activation,
-            x.dtype,
-            x.is_cpu or x.device,
-            w is not None and (w.dtype, w.is_cpu or w.device, w.shape),
-            b is not None and (b.dtype, b.is_cpu or b.device, b.shape),
-            residual is not None and (residual.dtype, residual.is_cpu or residual.device, residual.shape),
-            autocast_is_active() and autocast_dtype(x),
-        )
-    else:
-        follower = followed_by()
-        if activation.needs_tracing and follower is None:
-            validation.check_call(operation, x, w, b, residual)  # what is traced for z must have a shape and a dtype
-            shape = operation.shape(x, w)
-            elements = math.prod(shape)
-            if is_inplace or save != "auto" or elements * x.itemsize >= SMALL_BYTES:
-                dtype = (autocast_dtype(x) if operation.is_cast else None) or x.dtype
-                activation, operands, operand_dim = with_operands(activation, shape, dtype, x.device)
-                is_plain = activation.needs_tracing or activation.fallback_reason is not None
-                known_activation = activation if not is_plain else activation.fallback_reason
-        facts = (
-            sizes,
-            size_bytes < SMALL_BYTES,
-            size_bytes < MEDIUM_BYTES,
-            known_activation,
-            save,
-            is_inplace,
-            operand_dim,
-            operands and needs_gradient(*operands),
-            x.dtype,
-            x.layout,
-            x.is_neg() or (b is not None and b.is_neg()),
-            x.is_cpu or x.device,
-            x.requires_grad,
-            w is not None and (w.dtype, w.layout, w.is_cpu or w.device, w.requires_grad, w.shape),
-            b is not None and (b.dtype, b.layout, b.is_cpu or b.device, b.requires_grad, b.shape, b.is_leaf),
-            residual is not None
-            and (
-                residual.dtype,
-                residual.layout,
-                residual.is_cpu or residual.device,
-                residual.requires_grad,
-                residual.shape,
-            ),
-            torch.is_grad_enabled(),
-            autocast_is_active() and autocast_dtype(x),
-            saved_tensors_hooks_on_top(True) is None,
-            onednn_is_enabled(),
-            follower,
-            dispatch_mode_count() and _mode_types(),
-            x.is_cuda and is_capturing(x),
-        )
-    try:
-        known = _plans.get(facts)
-    except TypeError:  # an option that cannot be hashed, which the checks refuse
-        facts, known = (), None
-    if known is not None and not asking.questions:
-        return known, activation, operands
-    call = Call(operation, x, w, b, residual, activation, save, elements, is_inplace, operands, operand_dim, follower)
-    plan = _plans.put(facts, call.plan())
-    if asking.questions:
-        asking.answer(plan, lambda: make_plan(call.key()._replace(is_compiling=True, size="large")))
-    return plan, activation, operands
-
-
-def _size(size_bytes: int) -> Size:
-    return "small" if size_bytes < SMALL_BYTES else "medium" if size_bytes < MEDIUM_BYTES else "large"
-
-
-def with_operands(
-    activation: Activation, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
-) -> WithOperands:
-    """A user's function made into an activation for z of this shape and dtype, with the tensors that it reads."""
-    if not activation.needs_tracing:
-        return WithOperands(activation)
-    # Here, because tracing takes parts of torch whose import takes a second.
-    from .activations.custom import trace_activation
-
-    return trace_activation(activation, tuple(shape), dtype, device)
-
-
-def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Whether any needs a gradient, and gradients are switched on."""
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast casts a matmul's arguments to, or None where it is off; float64 stays."""
-    if not validation.is_autocast(x.device.type):
-        return None
-    return x.dtype if x.dtype is torch.float64 else torch.get_autocast_dtype(x.device.type)
-
-
-def is_capturing(x: Tensor) -> bool:
-    """Whether a CUDA graph records what is done."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def followed_by() -> str | None:
-    """Who follows what is computed and must see PyTorch's own operations, or None."""
-    is_free = (
-        not functorch_is_active()
-        and forward_ad_level() < 0
-        and dispatch_mode_count() == 0
-        and torchscript_state() is None
-    )
-    return None if is_free else _followed_by()
-
-
-def _mode_types() -> tuple[type, ...]:
-    """Of the dispatch modes that are active; one of them may count operators that it knows."""
-    return tuple(type(dispatch_mode_at(i)) for i in range(dispatch_mode_count()))
-
-
-def _followed_by() -> str | None:
-    if functorch_is_active():
-        return "a transform of torch.func follows the computation"
-    if forward_ad_level() >= 0:
-        return "forward-mode differentiation follows the computation"
-    if torchscript_state() is not None:
-        return "TorchScript traces the computation"
-    if infrastructure_mode(PROXY_MODE) is not None:
-        return "make_fx traces the computation"
-    modes = map(dispatch_mode_at, range(dispatch_mode_count()))
-    selective = (isinstance(m, SELECTIVE_CHECKPOINT_MODES) or getattr(m, "keeps_results", False) for m in modes)
-    # It saves the results of some operations, a matmul's say, which must not be overwritten.
-    return "a selective checkpoint saves results of single operations" if any(selective) else None
-
-
-def _has_own_node(operation: Operation, backend: Backend, x: Tensor, w: Weight) -> bool:
-    """Whether a node of this package makes z, faster than torch's own or saving less."""
-    if isinstance(operation, Matmul):
-        return backend.has_faster_linear(x, w)
-    saves_both = x.requires_grad and w is not None and w.requires_grad
-    return isinstance(operation, Convolution) and not saves_both and operation.padding_in_numbers(w) is not None

@@ -32,7 +32,7 @@ import triton.language as tl
 
 from fusedlayers.activations import Activation, activations, resolve
 from fusedlayers.backends.triton import elementwise
-from fusedlayers.plan import with_operands
+from fusedlayers.call import with_operands
 
 sys.path.append(str(Path(__file__).parents[1]))
 from literature import PUBLISHED

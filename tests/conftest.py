@@ -38,13 +38,13 @@ def little_is_fused() -> None:
 def nothing_outlives_a_test() -> Iterator[None]:
     """No plan, for a test may have exchanged what it depends on; and no activation that a test has registered, for
     others iterate over the table."""
-    from fusedlayers import block_plan, plan
+    from fusedlayers import block_plan, call
     from fusedlayers.activations import record
 
     rows, by_name = dict(record._rows), dict(record.by_name)
     stand_ins = {target: list(entries) for target, entries in record.stand_ins.items()}
     yield
-    plan._plans.clear()
+    call._plans.clear()
     block_plan._plans.clear()
     if len(record._rows) != len(rows):
         for table, before in ((record._rows, rows), (record.by_name, by_name), (record.stand_ins, stand_ins)):
@@ -58,7 +58,7 @@ Switch = Callable[[bool], None]
 @pytest.fixture
 def on_triton(monkeypatch: pytest.MonkeyPatch) -> Switch:
     """What switches between Triton and torch's operations, on whatever device the tests run."""
-    from fusedlayers import backends, block_plan, plan
+    from fusedlayers import backends, block_plan, call, plan
     from fusedlayers.backends import torch as torch_backend
     from fusedlayers.backends import triton
 
@@ -69,7 +69,7 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> Switch:
             return triton if on and (activation is None or triton.computes(activation)) else torch_backend
 
         monkeypatch.setattr(backends, "choose", choose)
-        for plans in (plan._plans, block_plan._plans):
+        for plans in (call._plans, block_plan._plans):
             plans.clear()
 
     return switch

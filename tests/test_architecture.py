@@ -21,7 +21,7 @@ LAYERS = [
     ["activations."],
     ["backends."],
     ["ops.", "validation"],
-    ["plan", "block_plan"],
+    ["plan", "call", "block_plan"],
     ["execute"],
     ["functional", "memory"],
     ["nn."],

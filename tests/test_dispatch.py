@@ -17,8 +17,8 @@ from torch import Tensor
 import fusedlayers as fl
 from fusedlayers.activations import resolve
 from fusedlayers.backends import GradientRequest
+from fusedlayers.call import with_operands
 from fusedlayers.memory import saved_bytes
-from fusedlayers.plan import with_operands
 
 pytest.importorskip("triton")
 

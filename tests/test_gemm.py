@@ -20,7 +20,7 @@ import triton.language as tl  # after the line that skips without it
 from fusedlayers.backends import triton as backend
 from fusedlayers.backends.triton import gemm
 from fusedlayers.backends.triton.gemm import Tiling, linear_act, linear_gradient
-from fusedlayers.plan import with_operands
+from fusedlayers.call import with_operands
 
 pytestmark = [pytest.mark.filterwarnings(*INTERPRETER_WARNINGS), pytest.mark.usefixtures("interpreter_converts")]
 

@@ -13,7 +13,7 @@ from pairs import covering
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from fusedlayers import asking, block_plan, plan
+from fusedlayers import asking, block_plan, call, plan
 from fusedlayers.memory import saved_bytes
 
 #: By their output, folded, by their input, read by nobody, a user's own.
@@ -246,7 +246,7 @@ def test_repr_and_plan_say_the_same() -> None:
 def test_a_situation_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     decide = plan.make_plan
-    monkeypatch.setattr(plan, "make_plan", lambda key: made.append(key) or decide(key))
+    monkeypatch.setattr(call, "make_plan", lambda key: made.append(key) or decide(key))
     layer = fl.FusedDenseAct(12, 40)
     for rows in range(30, 60):  # lengths change
         layer(torch.randn(rows, 12))
@@ -262,25 +262,25 @@ def test_a_situation_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plans_are_bounded_and_hold_no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan._plans, "limit", 20)
+    monkeypatch.setattr(call._plans, "limit", 20)
     w = torch.randn(40, 12)
     for rows in range(30, 60):  # a residual's shape is checked, so each length has a plan
         fl.dense_bias_act(torch.randn(rows, 12), w, residual=torch.randn(rows, 40))
         fl.dense_bias_act(torch.randn(rows, 12), w, None, lambda z, r=rows: torch.sin(z) * r)
-    assert len(plan._plans) == 20
-    flat = [value for found in plan._plans.values() for value in found]
+    assert len(call._plans) == 20
+    flat = [value for found in call._plans.values() for value in found]
     assert not any(isinstance(value, Tensor) for value in flat)
 
 
 def test_checks_come_before_a_plan_is_remembered() -> None:
-    before = len(plan._plans), len(block_plan._plans)
+    before = len(call._plans), len(block_plan._plans)
     with pytest.raises(ValueError, match="save must be one of"):
         fl.dense_bias_act(torch.randn(30, 12), torch.randn(40, 12), save="inputs")
     with pytest.raises(ValueError, match="must have the same shape"):
         fl.gated_mlp(
             *(torch.randn(*s) for s in ((30, 12), (40, 12))), None, torch.randn(41, 12), None, torch.randn(12, 40), None
         )
-    assert (len(plan._plans), len(block_plan._plans)) == before
+    assert (len(call._plans), len(block_plan._plans)) == before
 
 
 @pytest.mark.parametrize("argument", ["input", "weight", "bias", "residual"])
@@ -309,7 +309,7 @@ def test_what_pytorch_computes_is_not_held() -> None:
     held = [step() for _ in range(5)]
     gc.collect()
     assert [found() for found in held] == [None] * 5
-    assert len(plan._plans) == 1
+    assert len(call._plans) == 1
 
 
 def test_checks_under_a_torch_function_mode() -> None:

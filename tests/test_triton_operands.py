@@ -25,7 +25,7 @@ from fusedlayers.activations import Activation, WithOperands, resolve
 from fusedlayers.activations.custom import _variants
 from fusedlayers.backends import GradientRequest
 from fusedlayers.backends import torch as torch_backend
-from fusedlayers.plan import with_operands
+from fusedlayers.call import with_operands
 
 pytest.importorskip("triton")
 from test_triton import LAYOUTS, compare, integers, normal, sum_along, way  # after the line that skips without it

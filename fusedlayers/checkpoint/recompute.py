@@ -20,7 +20,7 @@ from torch.fx import Proxy
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from .._torch import TreeSpec, parametrizations_are_cached, tree_flatten, tree_unflatten
-from ..plan import followed_by
+from ..call import followed_by
 from .free_state import FreeState
 from .selective import SavedResults, SelectiveMode, products
 from .state_snapshot import StateSnapshot

@@ -15,8 +15,8 @@ from ..activations.free_variables import find_variables
 from ..activations.lookup import activation_of_module
 from ..activations.python_values import user_classes
 from ..activations.record import WithOperands
+from ..call import with_operands
 from ..nn.base import FusedAct
-from ..plan import with_operands
 from ..utils.module_state import in_mode
 from .attributes import Attributes
 from .chain import Chain

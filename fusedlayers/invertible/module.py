@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import disable_dynamo, parametrizations_are_cached, tree_leaves
+from ..call import followed_by
 from ..checkpoint.free_state import FreeState
 from ..checkpoint.recompute import Arguments, run_checkpointed
 from ..checkpoint.state_snapshot import StateSnapshot, in_recomputed_region
-from ..plan import followed_by
 from .call import InvertibleCall, InvertibleFunction, in_plain_mode
 from .check import CheckReport, checked
 

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from ..activations import DTYPES, Activation, must_call_reason, resolve
-from ..plan import choose_save, describe, with_operands
+from ..call import with_operands
+from ..plan import choose_save, describe
 from ..validation import check_save
 
 
