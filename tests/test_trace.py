@@ -14,14 +14,14 @@ from reference import derivative
 from torch import Tensor
 
 from fusedlayers.activations import Activation, resolve
-from fusedlayers.activations.tracing import NotPointwise, Pointwise, _read, aten_graph, trace
+from fusedlayers.activations.tracing import NotPointwise, Trace, _read, aten_graph, trace
 
 ROOT = Path(__file__).parents[1]
 
 Function = Callable[[Tensor], Tensor]
 
 
-def evaluate(pointwise: Pointwise, z: Tensor) -> Tensor:
+def evaluate(pointwise: Trace, z: Tensor) -> Tensor:
     """What the operations compute, by calling ATen's."""
     values: dict[object, Tensor] = {pointwise.inputs[0]: z}
     for operation in pointwise.operations:
@@ -113,13 +113,13 @@ def test_constants_are_folded_into_their_users() -> None:
 
 def test_a_constant_function_has_no_operations() -> None:
     pointwise = trace(torch.ones_like, ["y"])
-    assert pointwise == Pointwise(("y",), (), (1,))
+    assert pointwise == Trace(("y",), (), (1,))
 
 
 def test_the_identity_has_no_operations() -> None:
-    assert trace(lambda z: z) == Pointwise(("z",), (), ("z",))
-    assert trace(lambda z: (z.clone() * 1).to(torch.float32)) == Pointwise(("z",), (), ("z",))
-    assert trace(lambda z: 1 * z) == Pointwise(("z",), (), ("z",))
+    assert trace(lambda z: z) == Trace(("z",), (), ("z",))
+    assert trace(lambda z: (z.clone() * 1).to(torch.float32)) == Trace(("z",), (), ("z",))
+    assert trace(lambda z: 1 * z) == Trace(("z",), (), ("z",))
 
 
 def test_equal_operations_become_one() -> None:

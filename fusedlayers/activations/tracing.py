@@ -31,8 +31,8 @@ __all__ = [
     "FILL_VALUES",
     "TORCH_CALLS",
     "NotPointwise",
-    "Operation",
-    "Pointwise",
+    "Trace",
+    "TracedOperation",
     "aten_graph",
     "eliminate_common_subexpressions",
     "muted",
@@ -47,7 +47,7 @@ Argument = str | float | int | bool
 
 
 @dataclass(frozen=True)
-class Operation:
+class TracedOperation:
     """``name = op(*arguments)``; ``op`` is ATen's name without overload, or "bitcast", or "cast"."""
 
     name: str
@@ -57,11 +57,11 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Pointwise:
+class Trace:
     """A pointwise function in static single assignment form."""
 
     inputs: tuple[str, ...]
-    operations: tuple[Operation, ...]
+    operations: tuple[TracedOperation, ...]
     outputs: tuple[Argument, ...]
 
 
@@ -78,7 +78,7 @@ def trace(
     function: Callable[..., Tensor | tuple[Tensor, ...]],
     inputs: Sequence[str] = ("z",),
     dtype: torch.dtype = torch.float32,
-) -> Pointwise:
+) -> Trace:
     """The operations of ``function`` for inputs with these names and this dtype.
 
     Raises:
@@ -213,10 +213,10 @@ def _untraceable_reason(error: Exception) -> str:
 _EXAMPLE_SHAPE = (3, 5)
 
 
-def _read(module: GraphModule, inputs: tuple[str, ...]) -> Pointwise:
+def _read(module: GraphModule, inputs: tuple[str, ...]) -> Trace:
     values: dict[Node, Argument] = {}
     seen: dict[tuple[object, ...], str] = {}
-    operations: list[Operation] = []
+    operations: list[TracedOperation] = []
     outputs: tuple[Argument, ...] = ()
     names = iter(inputs)
 
@@ -233,11 +233,11 @@ def _read(module: GraphModule, inputs: tuple[str, ...]) -> Pointwise:
             values[node] = _operation(node, values, seen, operations)
         else:
             raise NotPointwise(f"it reads a tensor from outside ({node.target})")
-    return Pointwise(inputs, _live(operations, outputs), outputs)
+    return Trace(inputs, _live(operations, outputs), outputs)
 
 
 def _operation(
-    node: Node, values: dict[Node, Argument], seen: dict[tuple[object, ...], str], operations: list[Operation]
+    node: Node, values: dict[Node, Argument], seen: dict[tuple[object, ...], str], operations: list[TracedOperation]
 ) -> Argument:
     """Append the operation of ``node``, unless it is a constant or a repetition. Returns its name or the constant."""
     op = str(node.target).split(".")[1]
@@ -280,17 +280,17 @@ def _append(
     arguments: tuple[Argument, ...],
     dtype: torch.dtype,
     seen: dict[tuple[object, ...], str],
-    operations: list[Operation],
+    operations: list[TracedOperation],
 ) -> str:
     # With their types and text, because 0, 0.0, -0.0 and False are equal.
     key = (op, dtype, *((type(a), a, str(a)) for a in arguments))
     if key not in seen:
         seen[key] = f"t{len(seen)}"
-        operations.append(Operation(seen[key], op, arguments, dtype))
+        operations.append(TracedOperation(seen[key], op, arguments, dtype))
     return seen[key]
 
 
-def _live(operations: list[Operation], outputs: tuple[Argument, ...]) -> tuple[Operation, ...]:
+def _live(operations: list[TracedOperation], outputs: tuple[Argument, ...]) -> tuple[TracedOperation, ...]:
     needed = set(outputs)
     live = []
     for operation in reversed(operations):

@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...activations import Activation
-from ...activations.tracing import NotPointwise, Operation, Pointwise, trace
+from ...activations.tracing import NotPointwise, Trace, TracedOperation, trace
 from . import device, fitted, special
 
 #: How each operation is written; {0}, {1}, ... are its arguments.
@@ -232,7 +232,7 @@ def pack(operands: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 def print_function(
-    name: str, pointwise: Pointwise, operands: Mapping[str, bool] = MappingProxyType({}), *, as_tuple: bool = False
+    name: str, pointwise: Trace, operands: Mapping[str, bool] = MappingProxyType({}), *, as_tuple: bool = False
 ) -> str:
     """``pointwise`` as the text of a Triton device function. Those of its inputs that are ``operands`` are loaded: from
     the channel's place where there is a number for each channel, else from the end of the buffer."""
@@ -290,7 +290,7 @@ def _is_call(text: str) -> bool:
 _INLINE = 36
 
 
-def _expression(operation: Operation, inlined: Mapping[str, str]) -> str:
+def _expression(operation: TracedOperation, inlined: Mapping[str, str]) -> str:
     arguments = [_literal(a, inlined) for a in operation.arguments]
     if operation.op in ("cast", "bitcast"):
         if operation.dtype not in _TYPES:
@@ -307,7 +307,7 @@ def _expression(operation: Operation, inlined: Mapping[str, str]) -> str:
     return template.format(*arguments)
 
 
-def _template(operation: Operation) -> str:
+def _template(operation: TracedOperation) -> str:
     op, dtype = operation.op, operation.dtype
     template = _TEMPLATES.get(op)
     if template is None:
