@@ -116,7 +116,7 @@ def make_block_plan(key: BlockKey) -> BlockPlan:
         return make_block_plan(key._replace(options=options._replace(save="auto")))
     because = key.by_layer_because or _by_layer_because(key, saved)
     if because is not None:
-        return BlockPlan("by_layer", "eager", f"layer by layer, for {because}")
+        return BlockPlan("by_layer", "eager", f"layer by layer, because {because}")
     return BlockPlan("fused", saved, reason, _block(key, saved), key.cast)
 
 
@@ -136,7 +136,7 @@ def _by_layer_because(key: BlockKey, saved: Saved) -> str | None:
         return "the first layer is frozen"
     if not all(needs.parts) and not needs.last_weight:
         return "half of the gate is frozen"
-    return "weights of the first layer are computed" if key.extra_elements else None
+    return "the first layer's weights are no parameters" if key.extra_elements else None
 
 
 def choose_block_save(options: BlockOptions, activation: Activation, dtype: torch.dtype) -> Saved:
@@ -196,7 +196,7 @@ def plan_block(
     if is_compiled or not validation.are_plain((x, *tensors[::2]), tensors[1::2]):
         validation.check_block(options, x, first, last)
         choose_block_save(options, activation, autocast_dtype(x) or x.dtype)  # which may refuse
-        found = BlockPlan("by_layer", "eager", "layer by layer: torch.compile plans the memory itself")
+        found = BlockPlan("by_layer", "eager", "layer by layer, because torch.compile plans the memory itself")
         if not is_compiled:
             found = BlockPlan("composite", "eager", f"not fused: {validation.unusual_because(x, *tensors)}")
         if asking.questions:
@@ -208,7 +208,6 @@ def plan_block(
     rows = x.numel() // max(1, shape[-1])
     hidden = first[0].w.shape[0] // options.halves(first)
     is_small = options.save == "auto" and rows * hidden * x.itemsize < plan.SMALL_BYTES
-    is_plain = activation.needs_tracing or activation.fallback_reason is not None
     plain_because = by_layer_because = None
     operands: tuple[Tensor, ...] = ()
     facts: list[Any] = [
@@ -216,7 +215,6 @@ def plan_block(
         options,
         type(options.dropout),  # False is no number, and 4.0 no count
         type(options.chunks),
-        activation if not is_plain else activation.fallback_reason,
         shape[-1],
         x.dtype,
         x.is_cpu or x.device,
@@ -224,6 +222,7 @@ def plan_block(
     ]
     if is_small:
         # PyTorch computes it, whatever needs gradients and whoever follows: what the checks depend on is enough.
+        facts.append(activation.fallback_reason)
         for t in tensors:
             facts += (None,) if t is None else (t.dtype, t.is_cpu or t.device, t.shape)
     else:
@@ -236,13 +235,17 @@ def plan_block(
             activation, operands, dim = with_operands(activation, (*shape[:-1], hidden), dtype, x.device)
             if dim is not None and dim % len(shape) != len(shape) - 1:
                 by_layer_because = "the activation reads tensors along another dimension"
+        # Of what PyTorch computes only the reason is asked for: the record may hold a user's tensors.
+        is_plain = activation.needs_tracing or activation.fallback_reason is not None
         facts += [
+            activation if not is_plain else activation.fallback_reason,
             plain_because,
             by_layer_because,
             bool(operands) and needs_gradient(*operands),
             len(shape),
             rows.bit_length(),
             x.layout,
+            x.is_neg(),
             x.requires_grad,
             torch.is_grad_enabled(),
         ]
@@ -250,7 +253,8 @@ def plan_block(
             if t is None:
                 facts.append(None)
             else:
-                facts += type(t), t.dtype, t.layout, t.is_cpu or t.device, t.requires_grad, t.is_leaf, t.shape
+                device = t.is_cpu or t.device
+                facts += type(t), t.dtype, t.layout, device, t.requires_grad, t.is_leaf, t.is_neg(), t.shape
     key = tuple(facts)
     try:
         cached = _plans.get(key)

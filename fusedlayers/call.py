@@ -144,9 +144,6 @@ def plan_for(
         if asking.questions:
             asking.answer(found, lambda: make_plan(call.key()._replace(is_compiling=True, size="large")))
         return found, activation, ()
-    is_plain = activation.needs_tracing or activation.fallback_reason is not None
-    # Of what PyTorch computes only the reason is asked for: the record may hold a user's tensors.
-    known_activation = activation if not is_plain else activation.fallback_reason
     size_bytes = plan.MEDIUM_BYTES if elements is None else elements * x.itemsize
     operands: tuple[Tensor, ...] = ()
     operand_dim = follower = None
@@ -155,7 +152,7 @@ def plan_for(
         # PyTorch computes it, whatever needs gradients and whoever follows: what the checks depend on is enough.
         facts = (
             sizes,
-            known_activation,
+            activation.fallback_reason,
             x.dtype,
             x.is_cpu or x.device,
             w is not None and (w.dtype, w.is_cpu or w.device, w.shape),
@@ -172,30 +169,32 @@ def plan_for(
             if is_inplace or save != "auto" or elements * x.itemsize >= plan.SMALL_BYTES:
                 dtype = (autocast_dtype(x) if operation.is_cast else None) or x.dtype
                 activation, operands, operand_dim = with_operands(activation, shape, dtype, x.device)
-                is_plain = activation.needs_tracing or activation.fallback_reason is not None
-                known_activation = activation if not is_plain else activation.fallback_reason
+        is_plain = activation.needs_tracing or activation.fallback_reason is not None
         facts = (
             sizes,
             size_bytes < plan.SMALL_BYTES,
             size_bytes < plan.MEDIUM_BYTES,
-            known_activation,
+            # Of what PyTorch computes only the reason is asked for: the record may hold a user's tensors.
+            activation if not is_plain else activation.fallback_reason,
             save,
             is_inplace,
             operand_dim,
             operands and needs_gradient(*operands),
             x.dtype,
             x.layout,
-            x.is_neg() or (b is not None and b.is_neg()),
+            x.is_neg(),
             x.is_cpu or x.device,
             x.requires_grad,
-            w is not None and (w.dtype, w.layout, w.is_cpu or w.device, w.requires_grad, w.shape),
-            b is not None and (b.dtype, b.layout, b.is_cpu or b.device, b.requires_grad, b.shape, b.is_leaf),
+            w is not None and (w.dtype, w.layout, w.is_cpu or w.device, w.requires_grad, w.is_neg(), w.shape),
+            b is not None
+            and (b.dtype, b.layout, b.is_cpu or b.device, b.requires_grad, b.is_neg(), b.shape, b.is_leaf),
             residual is not None
             and (
                 residual.dtype,
                 residual.layout,
                 residual.is_cpu or residual.device,
                 residual.requires_grad,
+                residual.is_neg(),
                 residual.shape,
             ),
             torch.is_grad_enabled(),

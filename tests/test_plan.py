@@ -2,8 +2,12 @@
 
 import gc
 import threading
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,9 +15,13 @@ import torch
 import torch.nn.functional as F
 from pairs import covering
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 import fusedlayers as fl
-from fusedlayers import asking, block_plan, call, plan
+from fusedlayers import asking, block_plan, call, execute, functional, plan
+from fusedlayers.execute import PATHS
 from fusedlayers.memory import saved_bytes
 
 #: By their output, folded, by their input, read by nobody, a user's own.
@@ -360,3 +368,135 @@ def test_tensors_with_the_negative_bit_are_pytorchs() -> None:
     negated = torch._neg_view(z)
     assert "negated" in str(fl.plan_of(fl.bias_act, negated, None, "gelu")[0])
     torch.testing.assert_close(fl.bias_act(negated, None, "gelu"), F.gelu(-z))
+
+
+# --- facts ------------------------------------------------------------------------------------------------------------
+
+
+def _leaf(*shape: int, dtype: torch.dtype = torch.float32, trains: bool = True) -> Tensor:
+    return torch.randn(*shape, dtype=dtype, requires_grad=trains)
+
+
+def _situations() -> Iterator[tuple[str, Callable[[], Tensor], Any]]:
+    """Calls that differ from another in one thing each, with the context in which they are made."""
+    nowhere = nullcontext
+    for operation in ("dense", "conv", "bias_act", "mlp", "gated_mlp"):
+        for trains in product(BOOLS, repeat=3):
+            for dtype in (torch.float32, torch.float64):
+                yield f"{operation} {trains} {dtype}", partial(_call, operation, *trains, dtype=dtype), nowhere
+        for options in (
+            {"bias": False},
+            {"activation": "relu"},
+            {"activation": None},
+            {"activation": torch.sin},
+            {"activation": nn.PReLU()},
+            {"activation": nn.PReLU().requires_grad_(False)},
+            {"save": "input"},
+            {"save": "recompute"},
+            {"rows": 3},
+            {"rows": 3, "activation": "relu"},
+            {"rows": 200, "activation": "relu"},
+            {"dims": 3},
+            {"computed": True},
+            *({"negative": name} for name in "xwb"),
+            {"negative": "r", "residual": True},
+            {"negative": "b", "computed": True},
+            {"residual": True},
+            {"residual": False},
+            {"inplace": True},
+        ):
+            yield f"{operation} {options}", partial(_call, operation, **options), nowhere  # type: ignore[arg-type]
+        for context in (
+            torch.no_grad,
+            lambda: torch.autocast("cpu", torch.bfloat16),
+            lambda: torch.autocast("cpu", torch.float16),
+            lambda: saved_tensors_hooks(lambda t: t, lambda t: t),
+            lambda: torch.backends.mkldnn.flags(enabled=False),
+            lambda: FlopCounterMode(display=False),
+            lambda: create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])[0],
+        ):
+            for activation in ("gelu", "relu"):
+                yield f"{operation} under a context", partial(_call, operation, activation=activation), context
+
+
+def _call(
+    operation: str,
+    trains_x: bool = True,
+    trains_w: bool = True,
+    trains_b: bool = True,
+    *,
+    dtype: torch.dtype = torch.float32,
+    bias: bool = True,
+    activation: Any = "gelu",
+    save: str = "auto",
+    rows: int = 30,
+    dims: int = 2,
+    computed: bool = False,
+    negative: str = "",
+    residual: bool | None = None,
+    inplace: bool = False,
+) -> Tensor:
+    if isinstance(activation, nn.Module):
+        activation = activation.to(dtype)
+    if operation == "conv":
+        x, w = _leaf(rows, 3, 9, 9, dtype=dtype, trains=trains_x), _leaf(8, 3, 3, 3, dtype=dtype, trains=trains_w)
+        b, result = _leaf(8, dtype=dtype, trains=trains_b), (rows, 8, 7, 7)
+    else:
+        shape = (rows, 12) if dims == 2 else (rows // 3, 3, 12)
+        x, w = _leaf(*shape, dtype=dtype, trains=trains_x), _leaf(40, 12, dtype=dtype, trains=trains_w)
+        b, result = _leaf(40, dtype=dtype, trains=trains_b), (*shape[:-1], 40)
+    if computed:
+        w, b = w * 1, b * 1
+    added = None if residual is None else _leaf(*result, dtype=dtype, trains=residual)
+    x, w, b, added = (
+        t if t is None or name != negative else torch.complex(torch.zeros_like(t), t).conj().imag
+        for name, t in zip("xwbr", (x, w, b, added), strict=True)
+    )
+    if operation in ("dense", "conv"):
+        call = fl.dense_bias_act if operation == "dense" else fl.conv_bias_act
+        return call(x, w, b if bias else None, activation, residual=added, save=save)
+    if operation == "bias_act":
+        if isinstance(activation, nn.PReLU) or (inplace and save == "recompute"):
+            return x
+        x = _leaf(*result, dtype=dtype, trains=trains_x)
+        return fl.bias_act(x * 1 if inplace else x, b if bias else None, activation, inplace=inplace, save=save)
+    down, out = _leaf(12, 40, dtype=dtype, trains=trains_w), _leaf(12, dtype=dtype, trains=trains_b)
+    if operation == "mlp":
+        return fl.mlp(x, w, b if bias else None, down, out, activation, save=save, chunks=1 + inplace)
+    gate = _leaf(40, 12, dtype=dtype, trains=trains_x)
+    return fl.gated_mlp(x, gate, None, w, b if bias else None, down, out, activation, save=save)
+
+
+def test_facts_tell_situations_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was decided for one situation is never taken for another: with an empty cache a call decides the same."""
+    monkeypatch.setattr(plan, "SMALL_BYTES", 1 << 11)
+    monkeypatch.setattr(plan, "MEDIUM_BYTES", 1 << 14)
+    taken: list[Any] = []
+    for name, path in PATHS.items():
+        monkeypatch.setitem(PATHS, name, partial(_noting, taken, path))
+    for module in (functional, execute):
+        monkeypatch.setattr(module, "run_pointwise", partial(_noting, taken, execute.run_pointwise))
+    monkeypatch.setattr(functional, "run_block", partial(_noting, taken, execute.run_block))
+
+    situations = list(_situations())
+    warm, cold = [], []
+    for found, is_warm in ((warm, True), (cold, False)):
+        for name, make, context in situations:
+            if not is_warm:
+                call._plans.clear()
+                block_plan._plans.clear()
+            taken.clear()
+            torch.manual_seed(0)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # switching oneDNN off warns of a TF32 that is not there
+                with context():
+                    make()
+            found.append((name, *taken))
+    assert len({str(plans) for _, *plans in warm}) > 30
+    for one, other in zip(warm, cold, strict=True):
+        assert one == other
+
+
+def _noting(taken: list[Any], run: Callable[..., Tensor], found: Any, *arguments: Any) -> Tensor:
+    taken.append(found)
+    return run(found, *arguments)

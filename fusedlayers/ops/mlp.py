@@ -68,7 +68,7 @@ class MLP(Function):
         (dy,) = grads
         block, count = ctx.block, ctx.count
         x, w, *saved = ctx.saved_tensors
-        needs = Needs.of(ctx.needs_input_grad, count)
+        needs = NeededGradients.of(ctx.needs_input_grad, count)
         given = 2 * count + len(needs.operands)
         (weights, biases, operands), hidden = _split(saved[:given], count), saved[given:]
         with torch.autocast(x.device.type, enabled=False):  # the forward pass has cast what was to be cast
@@ -107,7 +107,7 @@ def _take_ownership(ctx: Any, kept: list[Tensor]) -> None:
         kept[i] = kept[i].contiguous() if ours else kept[i].clone(memory_format=torch.contiguous_format)
 
 
-class Needs(NamedTuple):
+class NeededGradients(NamedTuple):
     """Which gradients are asked for."""
 
     x: bool
@@ -118,7 +118,7 @@ class Needs(NamedTuple):
     operands: tuple[bool, ...]
 
     @classmethod
-    def of(cls, needs: Sequence[bool], count: int) -> Needs:
+    def of(cls, needs: Sequence[bool], count: int) -> NeededGradients:
         _, _, x, w, b, *rest = needs
         return cls(x, w, b, *(tuple(part) for part in _split(rest, count)))
 
@@ -136,7 +136,7 @@ def _gradients(
     w: Tensor | None,
     operands: Sequence[Tensor],
     saved: list[Tensor],
-    needs: Needs,
+    needs: NeededGradients,
 ) -> list[Tensor | None]:
     """The gradients of x, of the last weight and bias, of the first weights, their biases and the operands. The saved
     buffers are overwritten and freed."""
@@ -177,7 +177,7 @@ class _Totals:
         w: Tensor | None,
         layers: Sequence[Linear],
         operands: Sequence[Tensor],
-        needs: Needs,
+        needs: NeededGradients,
     ) -> None:
         self.block, self.w, self.layers, self.operands, self.needs = block, w, layers, operands, needs
         self.of_w = _Sum()
@@ -303,7 +303,7 @@ def _differentiable(
     parts: Sequence[Tensor],
     w: Tensor,
     operands: Sequence[Tensor],
-    needs: Needs,
+    needs: NeededGradients,
     sources: Sequence[Tensor],
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
