@@ -62,7 +62,8 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> Switch:
     from fusedlayers.backends import torch as torch_backend
     from fusedlayers.backends import triton
 
-    monkeypatch.setattr(plan, "SMALL_BYTES", 0)
+    for size in ("SMALL_BYTES", "MEDIUM_BYTES"):
+        monkeypatch.setattr(plan, size, 0)
 
     def switch(on: bool) -> None:
         def choose(tensor: torch.Tensor, activation: Any = None) -> Any:
