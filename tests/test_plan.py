@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from pairs import covering
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -291,19 +292,54 @@ def test_checks_come_before_a_plan_is_remembered() -> None:
     assert (len(call._plans), len(block_plan._plans)) == before
 
 
+@pytest.mark.parametrize("rows", [30, 3], ids=["fused", "small"])
 @pytest.mark.parametrize("argument", ["input", "weight", "bias", "residual"])
-def test_a_call_like_one_before_is_checked_where_it_differs(argument: str) -> None:
-    shapes = {"input": (30, 12), "weight": (40, 12), "bias": (40,), "residual": (30, 40)}
-    wrong = {"input": (30, 11), "weight": (40, 13), "bias": (41,), "residual": (40,)}
+def test_a_call_like_one_before_is_checked_where_it_differs(argument: str, rows: int) -> None:
+    shapes = {"input": (rows, 12), "weight": (40, 12), "bias": (40,), "residual": (rows, 40)}
+    wrong = {"input": (rows, 11), "weight": (40, 13), "bias": (41,), "residual": (40,)}
 
-    def call(shapes: dict[str, tuple[int, ...]]) -> Tensor:
-        return fl.dense_bias_act(**{name: torch.randn(shape) for name, shape in shapes.items()})  # type: ignore[arg-type]
+    def call(shapes: dict[str, tuple[int, ...]], change: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+        if change is not None:
+            tensors[argument] = change(tensors[argument])
+        return fl.dense_bias_act(**tensors)  # type: ignore[arg-type]
 
-    assert call(shapes).shape == (30, 40)
+    assert call(shapes).shape == (rows, 40)
     with pytest.raises(ValueError, match="dense_bias_act: expected"):
         call({**shapes, argument: wrong[argument]})
+    with pytest.raises(TypeError, match="must have a floating dtype"):
+        call(shapes, lambda t: t.int())
+    with pytest.raises(ValueError, match=r"is on .*; move one of them"):
+        call(shapes, lambda t: t.to("meta"))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert call(shapes, lambda t: t.bfloat16()).shape == (rows, 40)
     with pytest.raises(ValueError, match="must have one dtype"):
-        fl.dense_bias_act(**{n: torch.randn(s).to(torch.float64 if n == argument else None) for n, s in shapes.items()})  # type: ignore[arg-type]
+        call(shapes, lambda t: t.bfloat16())
+    with pytest.raises(ValueError, match="must have one dtype"):
+        call(shapes, lambda t: t.double())
+
+
+@pytest.mark.parametrize("rows", [30, 3], ids=["fused", "small"])
+@pytest.mark.parametrize("argument", ["input", "weight1", "bias1", "weight2", "bias2"])
+def test_a_block_like_one_before_is_checked_where_it_differs(argument: str, rows: int) -> None:
+    shapes = {"input": (rows, 12), "weight1": (40, 12), "bias1": (40,), "weight2": (7, 40), "bias2": (7,)}
+    wrong = {"input": (rows, 11), "weight1": (40, 13), "bias1": (41,), "weight2": (7, 41), "bias2": (8,)}
+
+    def call(shapes: dict[str, tuple[int, ...]], change: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+        if change is not None:
+            tensors[argument] = change(tensors[argument])
+        return fl.mlp(**tensors)  # type: ignore[arg-type]
+
+    assert call(shapes).shape == (rows, 7)
+    with pytest.raises(ValueError, match="mlp: expected"):
+        call({**shapes, argument: wrong[argument]})
+    with pytest.raises(ValueError, match=r"is on .*; move one of them"):
+        call(shapes, lambda t: t.to("meta"))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert call(shapes, lambda t: t.bfloat16()).shape == (rows, 7)
+    with pytest.raises(ValueError, match="must have one dtype"):
+        call(shapes, lambda t: t.bfloat16())
 
 
 def test_what_pytorch_computes_is_not_held() -> None:
@@ -377,6 +413,9 @@ def _leaf(*shape: int, dtype: torch.dtype = torch.float32, trains: bool = True) 
     return torch.randn(*shape, dtype=dtype, requires_grad=trains)
 
 
+_FROZEN = {"trains_x": False, "trains_w": False, "trains_b": False}
+
+
 def _situations() -> Iterator[tuple[str, Callable[[], Tensor], Any]]:
     """Calls that differ from another in one thing each, with the context in which they are made."""
     nowhere = nullcontext
@@ -401,8 +440,7 @@ def _situations() -> Iterator[tuple[str, Callable[[], Tensor], Any]]:
             *({"negative": name} for name in "xwb"),
             {"negative": "r", "residual": True},
             {"negative": "b", "computed": True},
-            {"residual": True},
-            {"residual": False},
+            *({"residual": value, **frozen} for value in BOOLS for frozen in ({}, _FROZEN)),
             {"inplace": True},
         ):
             yield f"{operation} {options}", partial(_call, operation, **options), nowhere  # type: ignore[arg-type]
@@ -412,6 +450,7 @@ def _situations() -> Iterator[tuple[str, Callable[[], Tensor], Any]]:
             lambda: torch.autocast("cpu", torch.float16),
             lambda: saved_tensors_hooks(lambda t: t, lambda t: t),
             lambda: torch.backends.mkldnn.flags(enabled=False),
+            forward_ad.dual_level,
             lambda: FlopCounterMode(display=False),
             lambda: create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])[0],
         ):
