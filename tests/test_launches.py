@@ -1,5 +1,5 @@
 """How many kernels a call launches, and what memory a launch needs beside its arguments: by a driver that compiles for
-Hopper and launches nothing (``fake_driver.py``)."""
+Hopper and launches nothing (``bench/fake_gpu.py``)."""
 
 import json
 import os
@@ -15,7 +15,7 @@ import torch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has a driver of its own")
 
-SCRIPT = Path(__file__).with_name("fake_driver.py")
+SCRIPT = Path(__file__).with_name("launches.py")
 
 #: Name -> launches of forward and of backward, at most: Triton's kernels and torch's operators. 8192 rows of 256
 #: features in bfloat16, 1024 hidden.

@@ -1,11 +1,10 @@
-"""What a call launches on a GPU, counted without one: a Triton driver that compiles for Hopper and launches nothing.
+"""What calls launch on a GPU, counted without one: Triton's kernels, torch's operators around them, and the bytes that
+a launch is given beside the arguments.
 
-Tensors lie on the CPU, and their values are whatever memory holds: this counts launches, the operators of torch around
-them, and the bytes that a launch gets beside its arguments. It needs a process in which Triton is not interpreted:
+    python tests/launches.py
 
-    python tests/fake_driver.py
-
-prints, for each call of ``test_launches.py``, a JSON object of forward and backward.
+prints a JSON object of forward and backward for each call of ``test_launches.py``. The process must be one in which
+Triton is not interpreted.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ import contextlib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,71 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.append(str(Path(__file__).parents[1]))
 
 import fusedlayers as fl
-
-
-class Launch(NamedTuple):
-    kernel: str
-    grid: tuple[int, ...]
-    #: The storages that it is given, and their bytes.
-    storages: dict[int, int]
-
-
-class FakeDriver:
-    """What Triton asks of a driver, for an H100 that is not there."""
-
-    def __init__(self) -> None:
-        from triton.backends.compiler import GPUTarget
-
-        self.target = GPUTarget("cuda", 90, 32)
-        self.launches: list[Launch] = []
-        self.utils = _Utils()
-
-    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
-        name = metadata.name if hasattr(metadata, "name") else metadata["name"]
-
-        def launch(x: int, y: int, z: int, *arguments: Any, **_options: Any) -> None:
-            storages = [t.untyped_storage() for t in arguments if isinstance(t, Tensor)]
-            self.launches.append(Launch(name, (x, y, z), {s.data_ptr(): s.nbytes() for s in storages}))
-
-        return launch
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def set_current_device(self, device: int) -> None: ...
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def is_active(self) -> bool:
-        return True
-
-
-class _Utils:
-    def load_binary(self, *_arguments: Any) -> tuple[int, ...]:
-        return 1, 2, 32, 0, 1024  # the module, the function, registers, spills, threads
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {
-            "max_shared_mem": 232448,
-            "multiprocessor_count": 132,
-            "warpSize": 32,
-            "max_num_regs": 65536,
-            "sm_clock_rate": 1,
-            "mem_clock_rate": 1,
-            "mem_bus_width": 1,
-        }
-
-    def unload_module(self, *_arguments: Any) -> None: ...
-
-    def fill_tma_descriptor_tiled(self, *_arguments: Any) -> object:
-        return object()
+from bench import fake_gpu
 
 
 class Operators(TorchDispatchMode):
@@ -114,35 +49,7 @@ class Operators(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def install() -> FakeDriver:
-    """Let all calls of this process run by Triton, on the fake device."""
-    from triton.runtime import driver
-
-    from fusedlayers import backends, plan
-    from fusedlayers.backends import triton
-
-    fake = FakeDriver()
-    driver.set_active(fake)
-    plan.SMALL_BYTES = plan.MEDIUM_BYTES = 0
-    backends.choose = lambda tensor, activation=None: triton  # type: ignore[assignment]
-    return fake
-
-
-@contextlib.contextmanager
-def matmuls(with_epilogues: bool) -> Iterator[None]:
-    """Who multiplies, which on a GPU is measured: kernels with the activation as their epilogue, or the library."""
-    from fusedlayers.backends.triton import dispatch, gemm
-
-    tilings, choose = gemm.tilings, dispatch.choose
-    gemm.tilings = lambda device, itemsize: {str(t): t for t in gemm.TILINGS["9"].get(itemsize, ())}  # type: ignore[assignment]
-    dispatch.choose = lambda question, device, job: job.candidates[-1 if with_epilogues else 0]
-    try:
-        yield
-    finally:
-        gemm.tilings, dispatch.choose = tilings, choose
-
-
-def counted(fake: FakeDriver, call: Callable[[], Any], known: list[Tensor]) -> dict[str, Any]:
+def counted(fake: fake_gpu.FakeDriver, call: Callable[[], Any], known: list[Tensor]) -> dict[str, Any]:
     """What a call launches: kernels of Triton, operators of torch, and the most bytes that a launch is given beside
     ``known`` tensors and the results."""
     fake.launches.clear()
@@ -206,12 +113,12 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., Tensor], list[Tensor]]]] = {
 
 
 def measure() -> dict[str, Any]:
-    fake = install()
+    fake = fake_gpu.install()
     found: dict[str, Any] = {}
-    for epilogues in (False, True):
+    for has_epilogues in (False, True):
         for name, make in CALLS.items():
             call, tensors = make()
-            with matmuls(epilogues):
+            with fake_gpu.epilogues() if has_epilogues else contextlib.nullcontext():
                 y = call(*tensors)  # compiles
                 dy = torch.zeros_like(y)
                 torch.autograd.grad(y, tensors, dy)
@@ -219,7 +126,7 @@ def measure() -> dict[str, Any]:
                 forward = counted(fake, lambda: made.append(call(*tensors)) or made[0], tensors)  # noqa: B023
                 y = made.pop()
                 backward = counted(fake, lambda: torch.autograd.grad(y, tensors, dy), [*tensors, y, dy])  # noqa: B023
-            found[f"{name}, epilogues" if epilogues else name] = {"forward": forward, "backward": backward}
+            found[f"{name}, epilogues" if has_epilogues else name] = {"forward": forward, "backward": backward}
     return found
 
 

@@ -1,0 +1,107 @@
+"""A driver for Triton that compiles for Hopper and launches nothing: what a call launches, and what a GPU will be asked
+for, seen without a GPU. Tensors lie on the CPU, and results are whatever memory holds.
+
+Triton decides as it is imported whether kernels are interpreted: the process must not have ``TRITON_INTERPRET`` set.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Launch(NamedTuple):
+    kernel: str
+    grid: tuple[int, ...]
+    #: The storages that it is given, and their bytes.
+    storages: dict[int, int]
+
+
+class FakeDriver:
+    """What Triton asks of a driver, for an H100 that is not there."""
+
+    def __init__(self) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", 90, 32)
+        self.launches: list[Launch] = []
+        self.utils = _Utils()
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        name = metadata.name if hasattr(metadata, "name") else metadata["name"]
+
+        def launch(x: int, y: int, z: int, *arguments: Any, **_options: Any) -> None:
+            storages = [t.untyped_storage() for t in arguments if isinstance(t, Tensor)]
+            self.launches.append(Launch(name, (x, y, z), {s.data_ptr(): s.nbytes() for s in storages}))
+
+        return launch
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def set_current_device(self, device: int) -> None: ...
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def is_active(self) -> bool:
+        return True
+
+
+class _Utils:
+    def load_binary(self, *_arguments: Any) -> tuple[int, ...]:
+        return 1, 2, 32, 0, 1024  # the module, the function, registers, spills, threads
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {
+            "max_shared_mem": 232448,
+            "multiprocessor_count": 132,
+            "warpSize": 32,
+            "max_num_regs": 65536,
+            "sm_clock_rate": 1,
+            "mem_clock_rate": 1,
+            "mem_bus_width": 1,
+        }
+
+    def unload_module(self, *_arguments: Any) -> None: ...
+
+    def fill_tma_descriptor_tiled(self, *_arguments: Any) -> object:
+        return object()
+
+
+def install() -> FakeDriver:
+    """Let all calls of this process run by Triton, on the fake device; the library multiplies."""
+    from triton.runtime import driver
+
+    from fusedlayers import backends, plan
+    from fusedlayers.backends import triton
+    from fusedlayers.backends.triton import dispatch, gemm
+
+    fake = FakeDriver()
+    driver.set_active(fake)
+    plan.SMALL_BYTES = plan.MEDIUM_BYTES = 0
+    backends.choose = lambda tensor, activation=None: triton  # type: ignore[assignment]
+    gemm.tilings = lambda device, itemsize: {str(t): t for t in gemm.TILINGS["9"].get(itemsize, ())}  # type: ignore[assignment]
+    dispatch.choose = lambda question, device, job: job.candidates[0]
+    return fake
+
+
+@contextlib.contextmanager
+def epilogues() -> Iterator[None]:
+    """Matmuls have the activation as their epilogue, as on a GPU where that was measured to be faster."""
+    from fusedlayers.backends.triton import dispatch
+
+    choose = dispatch.choose
+    dispatch.choose = lambda question, device, job: job.candidates[-1]
+    try:
+        yield
+    finally:
+        dispatch.choose = choose
