@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 from functools import partial
 from types import ModuleType
@@ -33,6 +34,10 @@ def main(argv: list[str] | None = None) -> int:
         if argv[:1] == [name]:  # only the one that runs is imported: `readme` must not wait for torch
             _prepare(command, importlib.import_module(f".{module_name}", __package__))
     options = parser.parse_args(argv)
+    if any(name in os.environ for name in ("BENCH_FAKE_GPU", "BENCH_DENIED_KERNELS")):  # gpu-check has started this
+        from .gpu_items import prepare
+
+        prepare()
     return int(options.main(options))
 
 

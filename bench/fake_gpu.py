@@ -81,24 +81,31 @@ def install() -> FakeDriver:
     """Let all calls of this process run by Triton, on the fake device; the library multiplies."""
     from triton.runtime import driver
 
-    from fusedlayers import backends, plan
+    from fusedlayers import plan
     from fusedlayers.backends import triton
-    from fusedlayers.backends.triton import dispatch, gemm
 
+    backends, gemm, dispatch = modules()
     fake = FakeDriver()
     driver.set_active(fake)
     plan.SMALL_BYTES = plan.MEDIUM_BYTES = 0
-    backends.choose = lambda tensor, activation=None: triton  # type: ignore[assignment]
-    gemm.tilings = lambda device, itemsize: {str(t): t for t in gemm.TILINGS["9"].get(itemsize, ())}  # type: ignore[assignment]
+    backends.choose = lambda tensor, activation=None: triton
+    gemm.tilings = lambda device, itemsize: {str(t): t for t in gemm.TILINGS["9"].get(itemsize, ())}
     dispatch.choose = lambda question, device, job: job.candidates[0]
     return fake
+
+
+def modules() -> tuple[Any, Any, Any]:
+    """Those in which functions are exchanged."""
+    from fusedlayers import backends
+    from fusedlayers.backends.triton import dispatch, gemm
+
+    return backends, gemm, dispatch
 
 
 @contextlib.contextmanager
 def epilogues() -> Iterator[None]:
     """Matmuls have the activation as their epilogue, as on a GPU where that was measured to be faster."""
-    from fusedlayers.backends.triton import dispatch
-
+    _, _, dispatch = modules()
     choose = dispatch.choose
     dispatch.choose = lambda question, device, job: job.candidates[-1]
     try:

@@ -1,10 +1,18 @@
-"""``python -m bench gpu-check --out DIR``: everything that needs a GPU, in one go, for whoever has one for ten minutes.
+"""``python -m bench gpu-check --out DIR``: everything that needs a GPU, for whoever has one for ten minutes.
 
-Runs the test suite and the matmul, dense, mlp, pointwise, custom, conv and norm grids, each in a process of its own
-with a time limit, so that a hanging kernel or a crash of one takes nothing from the others; what a part had written by
-then stays. DIR gets tests.log, bench.log, summary.md, dense.png, mlp.png, and a JSON file of each grid.
+Two halves of at most nine minutes each. The first says within two minutes whether the kernels are right: the
+environment and one call of each kernel, every tiling in every role, NVIDIA's sanitizer, launches and host time, CUDA
+graphs, streams, threads, memory that runs out, then the matmul and pointwise grids. The second runs the kernels' tests,
+and the grids of layers.
 
-The process exits with 0 if all tests passed and the grids ran and met their targets, 1 if not, 2 without a GPU.
+Each item is a process of its own with a time limit. What it finds is appended to ``DIR/results.jsonl`` at once, so that
+whoever stops this loses only the case at hand. A kernel that fails, hangs or crashes is named there, and processes that
+start later do without it. At the end, and after each item, ``DIR/summary.md`` has a line for each.
+
+With ``--fake`` a driver that launches nothing takes the GPU's place (``fake_gpu.py``): it shows that everything runs,
+and fills Triton's cache (``TRITON_CACHE_DIR``) with what the same versions of torch and Triton need on a Hopper.
+
+The process exits with 0 if everything passed, 1 if not, 2 without a GPU.
 """
 
 import argparse
@@ -12,160 +20,267 @@ import contextlib
 import importlib.util
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from . import ROOT, conv, custom, dense, layers, machine, matmul, mlp, norm, pointwise
+from . import ROOT, conv, dense, gpu_items, layers, matmul, mlp, norm, pointwise
 
-#: Seconds for each part; with starting up and the summary they stay below nine minutes.
-TEST_SECONDS = 140
-#: The matmuls first: what they compile the others find.
-GRID_SECONDS = {"matmul": 50, "dense": 40, "mlp": 55, "pointwise": 20, "custom": 15, "conv": 20, "norm": 15}
-SUBJECTS = {
-    "matmul": matmul,
-    "dense": dense,
-    "mlp": mlp,
-    "pointwise": pointwise,
-    "custom": custom,
-    "conv": conv,
-    "norm": norm,
-}
-_GRACE_SECONDS = 10  # from the polite signal to the one that cannot be refused
+GRIDS = {"matmul": matmul, "pointwise": pointwise, "dense": dense, "mlp": mlp, "conv": conv, "norm": norm}
+KERNEL_TESTS = ("triton", "triton_operands", "gemm", "dispatch", "codegen", "mlp_triton", "capture")
+_GRACE_SECONDS = 5  # from the polite signal to the one that cannot be refused
+#: A case may take so long; the first of a process compiles, and starts CUDA.
+CASE_SECONDS, FIRST_CASE_SECONDS = 60.0, 120.0
 
 
-@dataclass(frozen=True)
-class Part:
-    """How one process ended."""
-
+class Item(NamedTuple):
     name: str
     seconds: float
-    exit_code: int | None  # None: stopped at its limit
 
-    @property
-    def ok(self) -> bool:
-        return self.exit_code == 0
 
-    def __str__(self) -> str:
-        end = "stopped at its time limit" if self.exit_code is None else f"exit code {self.exit_code}"
-        return f"{self.name}: {end}, {self.seconds:.0f} s"
+#: What a half consists of, in order, with the seconds of each: a half stays below nine minutes.
+HALVES = {
+    1: (
+        Item("environment", 40),
+        Item("kernels", 80),
+        Item("tilings", 120),
+        Item("host", 40),
+        Item("contexts", 40),
+        Item("sanitizer", 60),
+        Item("matmul", 60),
+        Item("pointwise", 30),
+    ),
+    2: (Item("tests", 180), Item("dense", 60), Item("mlp", 80), Item("conv", 60), Item("norm", 50)),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the results")
-    parser.add_argument("--minutes", type=float, default=9.0, help="time for everything (default: 9)")
-    parser.add_argument("pytest_args", nargs="*", help="behind --: arguments for pytest, e.g. -- -k dense")
+    parser.add_argument("--half", type=int, choices=HALVES, help="only this half, for a machine that is lent twice")
+    parser.add_argument("--only", action="append", metavar="ITEM", help="only this item; may be repeated")
+    parser.add_argument("--scale", type=float, default=1.0, help="of all time limits (default: 1)")
+    parser.add_argument("--fake", action="store_true", help="without a GPU, by a driver that launches nothing")
+    parser.add_argument("--item", help=argparse.SUPPRESS)  # this process is one of those
+    parser.add_argument("--done", help=argparse.SUPPRESS)
 
 
 def main(options: argparse.Namespace) -> int:
-    if not torch.cuda.is_available():
+    if options.item:
+        return gpu_items.run_item(options.item, json.loads(options.done))
+    if not (options.fake or torch.cuda.is_available()):
         print(
             "bench gpu-check: no CUDA device is available to torch "
-            f"{torch.__version__}; run this on a machine with an NVIDIA GPU and a CUDA build of torch",
+            f"{torch.__version__}; run this on a machine with an NVIDIA GPU and a CUDA build of torch, or with --fake",
             file=sys.stderr,
         )
         return 2
-    out: Path = options.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    results = [f"{subject}.{kind}" for subject in SUBJECTS for kind in ("json", "png")]
-    for name in ("tests.log", "bench.log", "summary.md", *results):
-        (out / name).unlink(missing_ok=True)  # an old file must not pass for a result of this run
-    scale = options.minutes / 9.0
-    bench = [sys.executable, "-m", "bench"]
-    budgets = [round(GRID_SECONDS[subject] * scale) for subject in SUBJECTS]
-    grids = [
-        [*bench, subject, "--device", "cuda", "--out", str(out), "--budget", str(budget)]
-        for subject, budget in zip(SUBJECTS, budgets, strict=True)
-    ]
-    parts = [
-        run_part(
-            "tests", [sys.executable, *pytest_command(options.pytest_args)], out / "tests.log", TEST_SECONDS * scale
-        )
-    ]
-    for command, budget in zip(grids, budgets, strict=True):
-        # A grid stops by itself at its budget; 15 seconds more are for the case at hand.
-        parts.append(run_part(command[3], command, out / "bench.log", budget + 15 * scale))
-    text = summary(out, parts)
-    (out / "summary.md").write_text(text, encoding="utf-8")
-    print(text)
-    complete = all((out / f"{name}.json").exists() for name in SUBJECTS)
-    return 0 if complete and all(part.ok for part in parts) and "MISSED" not in text else 1
+    items = [item for half, items in HALVES.items() if options.half in (None, half) for item in items]
+    names = {item.name for item in items}
+    unknown = sorted(set(options.only or ()) - names)
+    if unknown:
+        print(f"bench gpu-check: there is no item {unknown[0]!r}; there are {sorted(names)}", file=sys.stderr)
+        return 2
+    check = Check(options.out.resolve(), options.fake, options.scale)
+    for item in items:
+        if not options.only or item.name in options.only:
+            check.run(item)
+    print((check.out / "summary.md").read_text(encoding="utf-8"))
+    return 0 if check.passed else 1
 
 
-def pytest_command(arguments: list[str]) -> list[str]:
-    """The whole suite, on several processes where pytest-xdist is there: most of it is compiling, not computing."""
-    processes = max(2, min(12, (os.cpu_count() or 2) - 4))
-    parallel = ["-n", str(processes)] if importlib.util.find_spec("xdist") else []
-    return ["-m", "pytest", "-q", "-rfE", "--tb=short", "-p", "no:cacheprovider", *parallel, *(arguments or ["tests"])]
+class Check:
+    """A run: its folder, what it has found, and the kernels that are not used any more."""
 
+    def __init__(self, out: Path, fake: bool, scale: float) -> None:
+        self.out, self.fake, self.scale = out, fake, scale
+        self.lines: list[dict[str, Any]] = []
+        self.denied: list[str] = []
+        out.mkdir(parents=True, exist_ok=True)
+        names = ("results.jsonl", "summary.md", "log.txt", *(f"{grid}.json" for grid in GRIDS))
+        for name in names:
+            (out / name).unlink(missing_ok=True)  # an old file must not pass for a result of this run
 
-def run_part(name: str, command: list[str], log: Path, seconds: float) -> Part:
-    """Run a command from the root of the repository, append its output to ``log``, and stop it at its limit."""
-    print(f"{name}: at most {seconds:.0f} s ...", flush=True)
-    start = time.monotonic()
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-    with log.open("a", encoding="utf-8") as output:
-        # A session of its own, so that the limit reaches the compiler's and pytest's worker processes too.
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        exit_code: int | None = None
-        try:
-            exit_code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)  # pytest then still says what it has seen
+    @property
+    def passed(self) -> bool:
+        return all(line["state"] in ("passed", "ended") for line in self.lines)
+
+    def run(self, item: Item) -> None:
+        seconds = item.seconds * self.scale
+        print(f"{item.name}: at most {seconds:.0f} s ...", flush=True)
+        if item.name in gpu_items.ITEMS:
+            self._run_cases(item.name, seconds)
+        else:
+            self._run_command(item.name, seconds)
+        (self.out / "summary.md").write_text(self.summary(), encoding="utf-8")
+
+    def note(self, **line: Any) -> None:
+        """Append a finding, so that it is there whatever happens next."""
+        self.lines.append(line)
+        with (self.out / "results.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        kernel = line.get("kernel")
+        if kernel and line["state"] not in ("passed", "ended") and kernel not in self.denied and not self.fake:
+            self.denied.append(kernel)
+
+    def _run_cases(self, name: str, seconds: float) -> None:
+        """The cases of an item, in a process that is started again after a case that hangs or crashes."""
+        end = time.monotonic() + seconds
+        done: list[str] = []
+        while True:
+            command = [sys.executable, "-m", "bench", "gpu-check", "--out", str(self.out)]
+            command += ["--item", name, "--done", json.dumps(done)]
+            begun: dict[str, Any] | None = None
+            with _process(command, self._environment(), self.out / "log.txt", subprocess.PIPE) as process:
+                for line in _lines(process, end):
+                    begun = line if line["state"] == "begins" else None
+                    if begun is None:
+                        done.append(line["case"])
+                        self.note(**line)
+            if time.monotonic() >= end:
+                self.note(item=name, state="cut", error="the item's time is up", **_about(begun))
+                return
+            if process.returncode in (0, 1):
+                return
+            if begun is None:
+                self.note(item=name, state="crashed", error=f"exit code {process.returncode}; see log.txt")
+                return
+            how = "hung" if process.returncode == -signal.SIGKILL else f"crashed, exit code {process.returncode}"
+            self.note(item=name, state="crashed", error=how, **_about(begun))
+            done.append(begun["case"])
+
+    def _run_command(self, name: str, seconds: float) -> None:
+        start = time.monotonic()
+        with _process(self._command(name, seconds), self._environment(), self.out / "log.txt", None) as process:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_GRACE_SECONDS)
-        finally:
-            _kill_group(process)
-    part = Part(name, time.monotonic() - start, exit_code)
-    print(part, flush=True)
-    return part
+                # A grid stops by itself at its budget; some seconds more are for the case at hand.
+                process.wait(seconds + (0 if name == "tests" else 15) * self.scale)
+            was_stopped = process.poll() is None
+            if was_stopped:
+                process.send_signal(signal.SIGINT)  # pytest then still says what it has seen
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_GRACE_SECONDS)
+        state = "cut" if was_stopped else "ended" if process.returncode == 0 else "failed"
+        line = {"item": name, "state": state, "seconds": round(time.monotonic() - start, 1)}
+        self.note(**line, exit_code=process.returncode)
 
+    def _command(self, name: str, seconds: float) -> list[str]:
+        if name == "tests":
+            processes = max(2, min(12, (os.cpu_count() or 2) - 4))
+            parallel = ["-n", str(processes)] if importlib.util.find_spec("xdist") else []
+            files = [f"tests/test_{subject}.py" for subject in KERNEL_TESTS]
+            collect = ["--collect-only"] if self.fake else []
+            # Not the options of pyproject.toml, some of which are plug-ins'.
+            plain = ["-o", "addopts=", "-q", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
+            return [sys.executable, "-m", "pytest", *plain, *parallel, *collect, *files]
+        device = ["--device", "cpu" if self.fake else "cuda"]
+        command = [sys.executable, "-m", "bench", name, *device, "--out", str(self.out)]
+        return [*command, "--budget", str(round(1 if self.fake else seconds))]
 
-def summary(out: Path, parts: list[Part]) -> str:
-    """What came of it, on one page: how each part ended, every target met or missed, the tests' last lines."""
-    device = torch.device("cuda")
-    versions = machine.describe(device)["versions"]
-    lines = [f"# gpu-check on {machine.device_name(device)}", ""]
-    lines += [", ".join(f"{name} {version}" for name, version in versions.items()), ""]
-    lines += [f"- {part}" for part in parts]
-    for subject, module in SUBJECTS.items():
-        path = out / f"{subject}.json"
-        lines += ["", f"## {subject}", ""]
-        if not path.exists():
-            lines.append("no result; bench.log says why")
-            continue
+    def _environment(self) -> dict[str, str]:
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        environment |= {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", gpu_items.DENIED: ";".join(self.denied)}
+        return environment | ({gpu_items.FAKE: "1"} if self.fake else {})
+
+    def summary(self) -> str:
+        """What came of it, on one page: each item, everything that did not pass, every target met or missed."""
+        lines = ["# gpu-check" + (" on the fake driver: nothing was launched" if self.fake else ""), ""]
+        versions = next((line for line in self.lines if line.get("case") == "versions"), {})
+        if "versions" in versions:
+            found = ", ".join(f"{name} {version}" for name, version in versions["versions"].items() if version)
+            lines += [f"{versions['device']['name']}: {found}", ""]
+        for name in dict.fromkeys(line["item"] for line in self.lines):
+            of_item = [line for line in self.lines if line["item"] == name]
+            count = sum(line["state"] in ("passed", "ended") for line in of_item)
+            lines.append(f"- {name}: {count} of {len(of_item)} passed")
+        bad = [line for line in self.lines if line["state"] not in ("passed", "ended")]
+        lines += ["", "## What did not pass", ""] if bad else []
+        lines += [f"- {line['item']} {line.get('case', '')}: {line['state']}: {line.get('error', '')}" for line in bad]
+        lines += [f"- not used any more: {', '.join(self.denied)}"] if self.denied else []
+        lines += [line for grid in GRIDS for line in self._acceptance(grid)]
+        log = self.out / "log.txt"
+        tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:] if log.exists() else []
+        return "\n".join([*lines, "", "## The log's end", "", "```", *tail, "```", ""])
+
+    def _acceptance(self, grid: str) -> Iterator[str]:
+        path = self.out / f"{grid}.json"
+        if self.fake or not path.exists():
+            return
         result = json.loads(path.read_text(encoding="utf-8"))
-        lines.append(f"{len(result['cases'])} cases measured, {len(result['not_run'])} not reached in time")
-        lines += [f"- {line}" for line in module.acceptance(result)]
-        if subject in ("dense", "mlp", "conv", "norm"):
-            lines += [line for line in _slower_than_eager(result) if line not in lines]
-    log = (out / "tests.log").read_text(encoding="utf-8", errors="replace").splitlines()
-    lines += ["", "## tests", "", "```", *log[-15:], "```", ""]
-    return "\n".join(lines)
+        yield from ("", f"## {grid}", "")
+        yield f"{len(result['cases'])} cases measured, {len(result['not_run'])} not reached in time"
+        yield from (f"- {line}" for line in GRIDS[grid].acceptance(result))
+        if grid in ("dense", "mlp", "conv", "norm"):
+            yield from slower_than_eager(result)
 
 
-def _slower_than_eager(result: dict[str, Any]) -> list[str]:
+def slower_than_eager(result: dict[str, Any]) -> Iterator[str]:
     """The grids' promise is "never slower"; a lower quartile above 1 is what noise does not explain."""
-    lines = []
     for row, ours in layers.rows_of(result):
         if "error" in ours:
-            lines.append(f"- {row['id']}: MISSED: {ours['error']}")
+            yield f"- {row['id']}: MISSED: {ours['error']}"
         for mode in ("forward", "forward_backward"):
             if row["group"] == "model" and mode in ours and ours[mode]["ratio_q1"] > 1:
-                lines.append(f"- {row['id']} {mode}: {ours[mode]['ratio']:.3f}x eager: MISSED (never slower)")
-    return lines
+                yield f"- {row['id']} {mode}: {ours[mode]['ratio']:.3f}x eager: MISSED (never slower)"
 
 
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def _about(begun: dict[str, Any] | None) -> dict[str, Any]:
+    return {} if begun is None else {"case": begun["case"], "kernel": begun["kernel"]}
+
+
+@contextlib.contextmanager
+def _process(
+    command: Sequence[str], environment: dict[str, str], log: Path, stdout: int | None
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """A process in the repository's root whose words go to ``log``; at the end it is killed, with its children."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=output if stdout is None else stdout,
+            stderr=output,
+            start_new_session=True,  # so that signals reach the compiler's and pytest's worker processes too
+        )
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _lines(process: "subprocess.Popen[bytes]", end: float) -> Iterator[dict[str, Any]]:
+    """What a process prints, until it ends, says nothing for too long, or the time is up."""
+    found: queue.Queue[dict[str, Any] | None] = queue.Queue()
+    stdout = process.stdout
+    assert stdout is not None
+
+    def read() -> None:
+        for line in stdout:
+            with contextlib.suppress(ValueError):  # a library's own words
+                found.put(json.loads(line))
+        found.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    patience = FIRST_CASE_SECONDS
+    while True:
+        try:
+            line = found.get(timeout=max(0.0, min(patience, end - time.monotonic())))
+        except queue.Empty:
+            return  # and is killed
+        if line is None:
+            process.wait()
+            return
+        patience = CASE_SECONDS if line["state"] != "begins" else patience
+        yield line

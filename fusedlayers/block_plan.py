@@ -260,7 +260,7 @@ def plan_block(
         cached = _plans.get(key)
     except TypeError:  # an option that cannot be hashed, which the checks refuse
         key, cached = (), None
-    if cached is None:
+    if cached is None or asking.questions:  # calls of the same facts may have other reasons
         reasons = plain_because, by_layer_because
         cached = _plans.put(key, _decide(options, x, first, last, activation, operands, is_small, *reasons))
     if asking.questions:

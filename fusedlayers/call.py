@@ -102,7 +102,7 @@ class Call(NamedTuple):
             is_inplace=self.is_inplace,
             has_own_node=_has_own_node(operation, backend, x, w),
             returns_view=operation.returns_view(x),
-            is_new=not isinstance(operation, Pointwise) or b is not None,
+            makes_z=not isinstance(operation, Pointwise) or b is not None,
         )
 
 

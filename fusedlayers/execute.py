@@ -90,10 +90,16 @@ def _in_place(
 ) -> Tensor:
     """By PyTorch's own operations, the activation in place."""
     assert activation.in_place is not None
-    if not plan.flattens:
-        return activation.in_place(_sum(operation, x, w, b, residual))
-    flat, residual = operation.flattened(x), None if residual is None else operation.flattened(residual)
-    return operation.unflattened(activation.in_place(_sum(operation, flat, w, b, residual)), x)
+    given = x
+    if plan.flattens:
+        x, residual = _flattened(operation, x, residual)
+    z = operation(x, w, b)
+    y = activation.in_place(z if residual is None else z.add_(residual))
+    return operation.unflattened(y, given) if plan.flattens else y
+
+
+def _flattened(operation: Operation, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return operation.flattened(x), None if residual is None else operation.flattened(residual)
 
 
 def _fused(
@@ -109,7 +115,7 @@ def _fused(
     """By a backend's kernels, for gradients."""
     given = x
     if plan.flattens:
-        x, residual = operation.flattened(x), None if residual is None else operation.flattened(residual)
+        x, residual = _flattened(operation, x, residual)
     kernel_b, b = (b, None) if plan.bias_in_kernel else (None, b)
     if plan.cast is not None:
         # What torch can cast it casts: a weight that is used many times is then cast, and saved, once.

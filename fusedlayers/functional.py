@@ -25,7 +25,7 @@ from .plan import choose_save
 #: at a time, in two buffers, or three of a gated block.
 CHUNKS = 16
 
-#: Without a bias, which runs along no dimension.
+#: Of ``bias_act`` without a bias, whatever its ``dim``.
 _POINTWISE = Pointwise(-1)
 
 
@@ -225,7 +225,7 @@ def batch_norm_act(
             known = record if record.is_fusible else resolve(None)
             y = handle_torch_function(batch_norm_act, tensors, norm, input, weight, bias, residual, known, save)
             return y if known is record else record.plain(y)
-    if norm.dims != input.dim():  # of a tensor that has only now come
+    if norm.dims != input.dim():  # norm was made while torch.fx traced, for an input without dimensions
         norm = norm._replace(dims=input.dim())
     if norm.group is not None and norm.is_synchronised:
         validation.check_call(norm, input, weight, bias, residual)

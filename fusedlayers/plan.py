@@ -28,9 +28,9 @@ from .backends.operations import (
 #: tanh, one thread (AMD EPYC), took 1.34 to 1.49 times eager's time at 64 KiB, 1.22 to 1.31 at 128 KiB, 1.14 to 1.20 at
 #: 256 KiB.
 SMALL_BYTES = 128 << 10
-#: Of smaller results the activation is PyTorch's own in-place operation, where that saves its result. Forward and
-#: backward as above with relu, tanh, leaky_relu and elu took 0.94 to 1.02 times eager's time from 128 KiB to 1 MiB, the
-#: autograd.Function 1.05 to 1.31 times. From 2 MiB on that is the faster one, because it writes dz over y.
+#: For results of fewer bytes PyTorch's own in-place activation runs, if it saves its result and nothing else. Forward
+#: and backward as above with relu, tanh, leaky_relu and elu took 0.94 to 1.02 times eager's time from 128 KiB to 1 MiB,
+#: and with the autograd.Function 1.05 to 1.31 times. From 2 MiB on the Function takes less, for it writes dz over y.
 MEDIUM_BYTES = 2 << 20
 
 Size = Literal["small", "medium", "large"]
@@ -93,8 +93,8 @@ class PlanKey(NamedTuple):
     has_own_node: bool = False
     #: Whether the operation returns a view of its result.
     returns_view: bool = False
-    #: Whether the operation's result is a new tensor, and not the argument.
-    is_new: bool = True
+    #: Whether the operation makes a new tensor; bias_act without a bias does not.
+    makes_z: bool = True
 
 
 class Plan(NamedTuple):
@@ -176,11 +176,11 @@ def make_plan(key: PlanKey) -> Plan:
             key.cast,
             dim,
             bias_in_kernel=is_along and operation.leaves_bias and (is_pointwise or backend.ADDS_BIAS),
-            overwrites=overwrites and saved == "output" if is_pointwise else True,
+            overwrites=overwrites and (saved == "output" or not is_pointwise),
         )
     flattens = key.returns_view and is_along
-    is_in_place = saved == "output" and activation.in_place is not None and key.size == "medium" and key.is_new
-    if is_in_place and not key.has_own_node and not key.is_inplace:
+    owns_z = key.makes_z and not key.is_inplace and not key.has_own_node
+    if saved == "output" and activation.in_place is not None and key.size != "large" and owns_z:
         return Plan("in_place", saved, reason, activation, flattens=flattens)
     saves_arguments = key.saves_arguments and not is_pointwise and key.cast is None and not key.is_hooked
     return Plan(
@@ -254,7 +254,7 @@ def _plain_because(key: PlanKey) -> str | None:
 
 def _tells_input(activation: Activation, save: str, dtype: torch.dtype) -> bool:
     """Whether a batch norm's output determines its input."""
-    if save not in ("auto", "output") or activation.operand_dims:
+    if save not in ("auto", "output") or activation.operand_dims or activation.output_refusal(dtype) is not None:
         return False
     return measure_inverse_error(activation, dtype) is not None
 

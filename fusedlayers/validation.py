@@ -257,12 +257,12 @@ def check_conv(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: 
 
 
 def check_norm(function: str, input: Tensor, dims: tuple[int, ...], norm: BatchNorm, **params: Tensor | None) -> None:
-    if input.dim() not in dims:
+    if not dims[0] <= input.dim() <= dims[-1]:  # ``in`` is false of numbers that torch.compile has made symbols of
         raise ValueError(
             f"{function}: expected input (batch, channels, ...) with {' or '.join(map(str, dims))} dimensions, "
             f"got {_shape(input)}"
         )
-    batch, channels, *rest = input.shape
+    channels = input.shape[1]
     known = {**params, "running_mean": norm.running_mean, "running_var": norm.running_var}
     found = {name: tensor for name, tensor in known.items() if tensor is not None}
     for name, tensor in found.items():
@@ -280,6 +280,12 @@ def check_norm(function: str, input: Tensor, dims: tuple[int, ...], norm: BatchN
             f"{function}: parameters and statistics must have one dtype, the input's, or float32 for an input of 16 "
             f"bits, got {got}; convert one of them"
         )
+    check_statistics(function, input, norm)
+
+
+def check_statistics(function: str, input: Tensor, norm: BatchNorm) -> None:
+    """Refuse what no batch norm can be computed of; input: (batch, channels, ...)."""
+    batch, _, *rest = input.shape
     if norm.training and not norm.is_synchronised and batch * elements(tuple(rest)) == 1:
         raise ValueError(f"{function}: one value per channel has no variance, got {_shape(input)} in training")
     if norm.eps < 0 or (norm.training and norm.eps == 0):

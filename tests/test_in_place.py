@@ -42,7 +42,8 @@ def test_the_table_says_what_saves_its_result(row: Any) -> None:
     y, kept = in_place(z), saved_bytes(in_place, z, exclude=[z])
     result = getattr(y.grad_fn, "_saved_result", None)
     saves_result = kept == 400 and result is not None and result.data_ptr() == y.data_ptr()
-    assert saves_result == row.native.saves_result == (resolve(row.name).in_place is not None)
+    # celu_ saves its result, but rounds 1 / alpha to float32.
+    assert (saves_result and row.name != "celu") == row.native.saves_result == (resolve(row.name).in_place is not None)
 
 
 class Subject(NamedTuple):
@@ -205,7 +206,7 @@ def test_bias_act() -> None:
 
 def test_large_and_other_results() -> None:
     x = torch.randn(30, 12, requires_grad=True)
-    for name in ("gelu", "softplus", "relu6", "hardtanh"):  # relu6_ saves a copy
+    for name in ("gelu", "softplus", "celu", "relu6", "hardtanh"):  # relu6_ saves a copy
         assert fl.plan_of(fl.FusedDenseAct(12, 40, name), x)[0].path == "fused"
     for save in ("input", "recompute"):
         assert fl.plan_of(fl.FusedDenseAct(12, 40, "relu", save=save), x)[0].path == "fused"
@@ -217,3 +218,5 @@ def test_the_sizes_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "MEDIUM_BYTES", 2 << 20)
     paths = [fl.plan_of(fl.FusedDenseAct(8, 1024, "elu"), torch.randn(n, 8))[0].path for n in (31, 32, 511, 512)]
     assert paths == ["composite", "in_place", "in_place", "fused"]
+    small = torch.randn(31, 8)
+    assert fl.plan_of(fl.FusedDenseAct(8, 1024, "elu", save="output"), small)[0].path == "in_place"

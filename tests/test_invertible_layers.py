@@ -310,3 +310,12 @@ def test_graphs_go_when_nobody_holds_them(with_backward: bool) -> None:
         assert not [call() for call in calls if call() is not None]
     finally:
         gc.enable()
+
+
+def test_batch_norms_refuse_what_torchs_refuse() -> None:
+    module = fl.InvertibleBatchNorm1d(3)
+    with pytest.raises(ValueError, match="InvertibleBatchNorm1d: one value per channel has no variance"):
+        module(torch.randn(1, 3))
+    assert torch.equal(module.running_var, torch.ones(3))  # nothing was written
+    with pytest.raises(ValueError, match="eps must be positive"):
+        fl.InvertibleBatchNorm1d(3, eps=-1e-3).eval()(torch.randn(4, 3))

@@ -734,6 +734,15 @@ def test_one_buffer_where_the_output_tells_the_input_and_two_elsewhere(
     assert eager >= eagers or (eagers == 3 and eager == 2 and isinstance(make_activation(), nn.ELU))
 
 
+def test_an_activation_whose_output_is_refused_tells_no_input() -> None:
+    layer, eager = _pair(nn.CELU(-1.0))
+    x = torch.randn(8, CHANNELS, 32, 32, requires_grad=True)
+    assert x.numel() >= batch_norm.WORTH_IT and fl.plan_of(layer, x)[0].path == "fused"
+    dy = torch.randn_like(x)
+    got, expected = (torch.autograd.grad(module(x), x, dy)[0] for module in (layer, eager))
+    torch.testing.assert_close(got, expected)
+
+
 @training_or_not
 def test_two_buffers_of_what_is_small(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
@@ -874,6 +883,17 @@ def test_compiled_code_keeps_two_buffers_too(backend: str, name: str) -> None:
     compiled(images)
     kept = saved_bytes(compiled, images, exclude=[images, *network.buffers()])
     assert kept // (2 * CHANNELS * 16 * 16 * 4) == 2
+
+
+@compiles
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which the compiler looks at after a graph break
+def test_compiled_code_of_any_length_is_checked_as_eager_is() -> None:
+    torch.compiler.reset()
+    layer, eager = _pair("relu", momentum=None)
+    compiled = torch.compile(layer, backend="eager", dynamic=True)
+    for count in (4, 5, 7):
+        x = torch.randn(count, CHANNELS, 5, 5)
+        torch.testing.assert_close(compiled(x), eager(x))
 
 
 @compiles

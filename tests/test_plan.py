@@ -342,6 +342,15 @@ def test_a_block_like_one_before_is_checked_where_it_differs(argument: str, rows
         call(shapes, lambda t: t.bfloat16())
 
 
+def test_a_question_is_answered_for_its_own_call() -> None:
+    """Small calls are decided once whatever their tensors are like; the reasons differ."""
+    x, w, v = torch.randn(3, 12), torch.randn(40, 12), torch.randn(12, 40)
+    usual, negated = (partial(fl.mlp, t, w, None, v, None) for t in (x, torch._neg_view(x)))
+    usual(), negated()
+    for asked, reason in ((usual, "are left to PyTorch"), (negated, "to be negated"), (usual, "are left to PyTorch")):
+        assert reason in str(fl.plan_of(asked)[0])
+
+
 def test_what_pytorch_computes_is_not_held() -> None:
     w = torch.randn(40, 12, requires_grad=True)
 

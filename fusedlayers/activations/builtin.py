@@ -240,11 +240,8 @@ TABLE = (
         parameter_refusal=lambda alpha: _given_positive("alpha", alpha, "the function grows without bound below 0"),
         inverse=lambda y, alpha: torch.clamp(y, min=0) + alpha * torch.log1p(torch.clamp(y, max=0) / alpha),
         stands_for=((nn.CELU, {}), (F.celu, {}), (torch.celu, {})),
-        native=Native(
-            torch.celu_,
-            (aten.elu_backward, lambda dy, y, alpha: (dy, alpha, 1, 1 / alpha, True, y)),
-            saves_result=True,
-        ),
+        # celu_ is no in-place operation to differentiate: torch rounds 1 / alpha to float32 in its gradient.
+        native=Native(torch.celu_, (aten.elu_backward, lambda dy, y, alpha: (dy, alpha, 1, 1 / alpha, True, y))),
     ),
     Row(
         "softplus",

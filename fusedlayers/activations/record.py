@@ -46,7 +46,8 @@ class Native:
             operator's arguments.
         gradient_given_input: ``gradient_given_input(dy, z, **parameters)`` computes ``dy * f'`` from the input.
         post_op: ``post_op(**parameters)`` is oneDNN's description of the function: ``(name, scalars, algorithm)``.
-        saves_result: ``activate_`` is differentiable, and its node saves the result and nothing else.
+        saves_result: autograd's node of ``activate_`` saves the result alone, and its gradients are as exact as those
+            of ``gradient``.
     """
 
     activate_: Function | None = None
@@ -143,7 +144,7 @@ class Activation:
         is_folded: the function has a fold, so the saved output carries a branch bit.
         plain: ``plain(z)``, what a user of PyTorch would call: torch's own function where there is one, which saves the
             least.
-        in_place: ``in_place(z)``, torch's own operation that overwrites z and saves nothing but its result; or None.
+        in_place: ``in_place(z)``, torch's own in-place operation, if the row's ``native.saves_result`` holds.
         needs_input_reason: why no output of any dtype determines the derivative, or None.
     """
 

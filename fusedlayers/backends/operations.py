@@ -140,7 +140,7 @@ class BatchNorm(NamedTuple):
     group: Any = None
     #: How many dimensions inputs may have, with the batch.
     allowed_dims: tuple[int, ...] = (2, 3, 4, 5)
-    #: x's dimensions.
+    #: How many dimensions x has.
     dims: int = 0
     leaves_bias: bool = False
     is_cast: bool = False
@@ -149,9 +149,10 @@ class BatchNorm(NamedTuple):
     def of(cls, layer: Any, dims: int, allowed_dims: tuple[int, ...] = (2, 3, 4, 5)) -> BatchNorm:
         """That of an ``nn.BatchNorm``, as it is now, for an input with so many dimensions."""
         training, tracks, mean, var = layer.training, layer.track_running_stats, layer.running_mean, layer.running_var
+        reads_running = tracks or not training
         return cls(
-            mean if tracks or not training else None,
-            var if tracks or not training else None,
+            mean if reads_running else None,
+            var if reads_running else None,
             layer.num_batches_tracked if training and tracks else None,
             training or (mean is None and var is None),
             layer.momentum,
@@ -177,7 +178,7 @@ class BatchNorm(NamedTuple):
 
     def __call__(self, x: Tensor, w: Weight, b: Tensor | None) -> Tensor:
         assert self.group is None or not self.is_synchronised
-        # What F.batch_norm calls after a check that validation.py has made.
+        # What F.batch_norm calls; its checks are among those of validation.py.
         part, is_cudnn = self._counted(), torch.backends.cudnn.enabled
         return torch.batch_norm(x, w, b, self.running_mean, self.running_var, self.training, part, self.eps, is_cudnn)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..backends.operations import BatchNorm
 from ..utils.layout import along
+from ..validation import check_statistics
 from .module import InvertibleModule
 from .orthogonal import at_least
 
@@ -29,7 +30,9 @@ class _InvertibleBatchNorm(InvertibleModule):
     def function(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         self._check_input_dim(x)
         w = None if self.weight is None else at_least(self.weight, self.least_weight)
-        return BatchNorm.of(self, x.dim()).with_statistics(x, w, self.bias)
+        norm = BatchNorm.of(self, x.dim())
+        check_statistics(type(self).__name__, x, norm)
+        return norm.with_statistics(x, w, self.bias)
 
     def inverse(self: Any, y: Tensor, mean: Tensor | None = None, inverse_std: Tensor | None = None) -> Tensor:
         if mean is None or inverse_std is None:  # the module is reversed
