@@ -267,9 +267,10 @@ def _lines(process: "subprocess.Popen[bytes]", end: float) -> Iterator[dict[str,
     assert stdout is not None
 
     def read() -> None:
-        for line in stdout:
-            with contextlib.suppress(ValueError):  # a library's own words
-                found.put(json.loads(line))
+        with stdout:
+            for line in stdout:
+                with contextlib.suppress(ValueError):  # a library's own words
+                    found.put(json.loads(line))
         found.put(None)
 
     threading.Thread(target=read, daemon=True).start()

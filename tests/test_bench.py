@@ -1,14 +1,11 @@
 """The benchmarks' own machinery, on shapes too small to measure anything."""
 
-import argparse
 import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
 import json
 import math
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -23,11 +20,9 @@ import torch.nn.functional as F
 import fusedlayers as fl
 from bench import (
     MAIN_FORMAT,
-    ROOT,
     conv,
     custom,
     dense,
-    gpu_check,
     grid,
     layers,
     machine,
@@ -1300,84 +1295,3 @@ def test_readme_markers_must_be_right(text: str, message: str, tmp_path: Path) -
 
 def test_the_readme_shows_the_committed_results() -> None:
     assert bench_main(["readme", "--check"]) == 0, "run `python -m bench readme` and commit README.md"
-
-
-# --- gpu-check --------------------------------------------------------------------------------------------------------
-
-
-def test_gpu_check_refuses_without_a_gpu(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    run = subprocess.run(
-        [sys.executable, "-m", "bench", "gpu-check", "--out", str(out)],
-        cwd=ROOT,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert run.returncode == 2
-    assert "bench gpu-check: no CUDA device is available to torch" in run.stderr
-    assert not out.exists()
-
-
-def test_a_part_that_hangs_is_stopped_with_its_children_and_keeps_its_log(tmp_path: Path) -> None:
-    program = (
-        "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'])\n"
-        "print('child', child.pid, flush=True)\n"
-        "time.sleep(100)\n"
-    )
-    start = time.monotonic()
-    part = gpu_check.run_part("hangs", [sys.executable, "-c", program], tmp_path / "log", seconds=2)
-    assert time.monotonic() - start < 15
-    assert part.exit_code is None and not part.ok and "stopped at its time limit" in str(part)
-    log = (tmp_path / "log").read_text()
-    state = Path(f"/proc/{log.split()[1]}/stat")
-    while state.exists() and state.read_text().split()[2] != "Z":  # a zombie nobody has waited for is dead enough
-        assert time.monotonic() - start < 30, "the child outlived its parent"
-        time.sleep(0.05)
-
-    assert gpu_check.run_part("fails", [sys.executable, "-c", "exit(3)"], tmp_path / "log", seconds=60).exit_code == 3
-    assert gpu_check.run_part("works", [sys.executable, "-c", "import bench"], tmp_path / "log", seconds=60).ok
-    assert (tmp_path / "log").read_text().startswith(log)
-
-
-def test_gpu_check_runs_every_part_and_sums_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    commands: list[list[str]] = []
-
-    def run_part(name: str, command: list[str], log: Path, seconds: float) -> gpu_check.Part:
-        commands.append(command)
-        log.write_text("12 passed\n")
-        if name == "dense":
-            tiny_run(out=tmp_path)
-        return gpu_check.Part(name, 1.0, 0)
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(machine, "device_name", lambda device: "Some GPU")
-    monkeypatch.setattr(gpu_check, "run_part", run_part)
-    for name in ("pointwise.json", "mlp.png"):
-        (tmp_path / name).write_text("left behind by an earlier run")
-    options = argparse.Namespace(out=tmp_path, minutes=9.0, pytest_args=[])
-    assert gpu_check.main(options) == 1  # no result of the pointwise grid
-    assert [command[2] for command in commands] == ["pytest", *["bench"] * 7]
-    assert [command[3] for command in commands[1:]] == ["matmul", "dense", "mlp", "pointwise", "custom", "conv", "norm"]
-    text = (tmp_path / "summary.md").read_text()
-    assert "# gpu-check on Some GPU" in text and "12 passed" in text and "1 cases measured" in text
-    assert "no result; bench.log says why" in text
-    files = {"tests.log", "bench.log", "summary.md", "dense.json"}
-    assert {path.name for path in tmp_path.iterdir()} == files
-
-
-def test_gpu_check_says_where_the_library_is_slower() -> None:
-    row = {"id": "model/a", "group": "model", "variants": {"fusedlayers": {"forward": {"ratio": 1.2, "ratio_q1": 1.1}}}}
-    failed = {"id": "model/b", "group": "model", "variants": {"fusedlayers": {"error": "RuntimeError: no"}}}
-    assert gpu_check._slower_than_eager({"cases": [row, failed]}) == [
-        "- model/a forward: 1.200x eager: MISSED (never slower)",
-        "- model/b: MISSED: RuntimeError: no",
-    ]
-
-
-def test_gpu_check_fits_into_nine_minutes() -> None:
-    grids = gpu_check.GRID_SECONDS.values()
-    limits = gpu_check.TEST_SECONDS + sum(grids) + len(grids) * 15
-    assert limits + (1 + len(grids)) * gpu_check._GRACE_SECONDS <= 9 * 60
