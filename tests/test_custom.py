@@ -27,10 +27,10 @@ from torch.utils.checkpoint import checkpoint
 import fusedlayers as fl
 from bench.reference import BatchNormAct, resnet
 from examples.custom_activation import ACTIVATIONS
-from fusedlayers import plan
 from fusedlayers.activations import custom, partition, recognition, resolve
 from fusedlayers.activations.free_variables import find_variables
 from fusedlayers.backends.torch import chunks
+from fusedlayers.call import with_operands
 from fusedlayers.memory import saved_bytes
 from fusedlayers.utils.bounded_cache import LIMIT, BoundedCache
 
@@ -77,7 +77,7 @@ def records(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -
 
 def _reason(function: object, *shape: int, dtype: torch.dtype = torch.float32) -> str | None:
     """Why it is left to PyTorch, or None where it is fused."""
-    return plan.with_operands(resolve(function), shape or (40, 16), dtype).activation.fallback_reason
+    return with_operands(resolve(function), shape or (40, 16), dtype).activation.fallback_reason
 
 
 def _gradients(y: Tensor, dy: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -1301,7 +1301,7 @@ def test_what_parameters_are_made_into_is_computed_once() -> None:
 def test_built_in_functions_are_no_variants_of_each_other(traces: list[int]) -> None:
     many = [torch.sin, torch.cos, torch.tan, torch.sinh, torch.cosh, torch.erf, torch.atan, torch.asinh, torch.expm1]
     many += [torch.square, torch.abs, torch.exp2, torch.ops.aten.arctan.default, torch.special.i0e]
-    reasons = [plan.with_operands(resolve(f), (40, 16), torch.float32).activation for f in many]
+    reasons = [with_operands(resolve(f), (40, 16), torch.float32).activation for f in many]
     assert len(many) > custom._MAX_ANALYSED
     assert not any("is not known in terms" in (a.output_refusal(torch.float32) or "") for a in reasons)
 
