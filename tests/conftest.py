@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import slow
 import torch
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -23,6 +24,11 @@ if not torch.cuda.is_available():
     # torch 2.11 makes a stand-in for the missing GPU when something first traces, and frees it with the thread that
     # traced (pytorch#178950, a crash). Tests trace on short-lived threads; this one lasts.
     torch._C._ensureCUDADeviceGuardSet()
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow.mark(items)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -142,7 +142,6 @@ def test_gates_compile_without_spills(target: str) -> None:
     check(reports)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_inverse_compiles_without_spills(target: str) -> None:
     names = [
@@ -155,7 +154,6 @@ def test_every_inverse_compiles_without_spills(target: str) -> None:
     check(reports)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_everything_compiles_without_spills(target: str) -> None:
     cases = [*activations(), "gelu/float32", "gelu/float16", "tanh/float32", "hardswish/float16"]
@@ -176,7 +174,6 @@ def test_many_sums_compile_without_spills() -> None:
     assert all(report["registers"] <= 176 for report in reports)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_users_bring_compiles_without_spills(target: str) -> None:
     reports = compile_all([target, *(f"{name}/{dtype}/{bias}" for name, of, dtype, bias in BROUGHT if of == target)])
@@ -309,7 +306,6 @@ def test_matmuls_use_tensor_cores_and_do_not_spill() -> None:
             assert 2 * (row["shared_bytes"] + 1024) <= 228 << 10
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("target", SHARED_BYTES)
 def test_every_tiling_uses_tensor_cores_and_does_not_spill(target: str) -> None:
     # GELU has the longest epilogues.

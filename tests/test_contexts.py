@@ -192,7 +192,6 @@ def _forward_and_gradients(
 
 
 @compiles
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("save", ["auto", "input", "recompute"])
 def test_compiled_by_inductor(save: str, dtype: torch.dtype) -> None:

@@ -981,7 +981,6 @@ def test_derivatives_of_trainable_functions(entry: Published) -> None:
     _orders(entry)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("entry", [entry for entry in PUBLISHED if not entry.trainable], ids=str)
 def test_derivatives_of_fixed_functions(entry: Published) -> None:
     _orders(entry)
@@ -1012,7 +1011,6 @@ def test_all_numbers_of_16_bits(entry: Published, dtype: torch.dtype) -> None:
     _sweep(entry, dtype)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("entry", [entry for entry in PUBLISHED if not entry.trainable], ids=str)
 def test_all_numbers_of_16_bits_of_fixed_functions(entry: Published, dtype: torch.dtype) -> None:

@@ -253,7 +253,6 @@ def _real() -> dict[str, tuple[int, Tiling]]:
     return {f"{name}-{n}-{t}": (n, t) for name, by_size in found.items() for n, group in by_size.items() for t in group}
 
 
-@pytest.mark.slow
 # Interpreted, a tile takes a second.
 @pytest.mark.parametrize("rows", [1, 129, 1000] if DEVICE.type == "cuda" else [129])
 @pytest.mark.parametrize(("itemsize", "tiling"), _real().values(), ids=_real())

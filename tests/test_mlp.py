@@ -168,7 +168,6 @@ def test_what_is_kept(kind: Kind, name: str | None, dtype: torch.dtype) -> None:
 SIZES = [(150, 12), (10, 12), (10, 60)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize(("rows", "size"), SIZES)
 @pytest.mark.parametrize("save", ["auto", "recompute"])
@@ -224,7 +223,6 @@ def test_autocast_casts_a_weight_once_for_all_calls(kind: Kind) -> None:
     assert all(kept["here", calls] <= kept["eager", calls] for calls in (1, 3))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name", "save", "most"),
     [
@@ -282,7 +280,6 @@ def peaks(kind: Kind, save: str, rows: int, dtype: torch.dtype) -> tuple[int, in
     return peak_bytes(ours, device="cpu"), peak_bytes(eager, device="cpu")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "rows", "save", "kind"),
     [  # every three of the first, and every pair with a kind
@@ -1157,7 +1154,6 @@ def test_functional_call_and_training(build: Any) -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("save", ["auto", "recompute"])
 @every_kind
 def test_masks_do_not_depend_on_what_needs_a_gradient(kind: Kind, save: str) -> None:

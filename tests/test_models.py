@@ -88,7 +88,6 @@ def test_losses_and_gradients(case: Case) -> None:
         assert relative(ours, reference) <= 2 * relative(theirs, reference) + 4 * rounding
 
 
-@pytest.mark.slow
 def test_training_goes_the_same_way(case: Case) -> None:
     model, inputs = case.make().train(), case.inputs()
     eager, exact, other = copy.deepcopy(model), copy.deepcopy(model).double(), copy.deepcopy(model)
@@ -119,7 +118,6 @@ def test_unfuse_restores_the_model(case: Case) -> None:
 # --- saved bytes, by full-size layers ---------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
 @pytest.mark.parametrize(
     "case", [case for case in CASES if case.name in ("bert", "gpt-2", "phi-3", "convnext")], ids=str
@@ -160,27 +158,23 @@ def _mistral(dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
     return hf.MistralModel(config).to(dtype), {"input_ids": torch.randint(3, 1000, (1, 256)), "use_cache": False}
 
 
-@pytest.mark.slow
 def test_saved_bytes_of_bert() -> None:
     # A layer is a layer: bench/models.py measures all twelve, and 512 tokens.
     config = hf.BertConfig(num_hidden_layers=2, vocab_size=1000, attention_probs_dropout_prob=0.0)
     assert saved(hf.BertModel(config), {"input_ids": torch.randint(3, 1000, (4, 128))}) <= 0.80
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype, limit", [(torch.float32, 0.71), (torch.bfloat16, 0.74)])
 def test_saved_bytes_of_mistral(dtype: torch.dtype, limit: float) -> None:
     model, inputs = _mistral(dtype)
     assert saved(model, inputs) <= limit
 
 
-@pytest.mark.slow
 def test_saved_bytes_of_mistral_recomputed() -> None:
     model, inputs = _mistral(torch.float32)
     assert saved(model, inputs, save="recompute") <= 0.45
 
 
-@pytest.mark.slow
 def test_saved_bytes_of_vit() -> None:
     model = hf.ViTModel(hf.ViTConfig(num_hidden_layers=2), add_pooling_layer=False)
     assert saved(model, {"pixel_values": torch.randn(1, 3, 224, 224)}) <= 0.78

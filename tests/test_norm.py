@@ -872,7 +872,7 @@ def test_compiled(name: str, with_residual: bool) -> None:
         ("aot_eager", "relu"),
         ("aot_eager", "silu"),
         # Functions of users are left to the compiler, which takes batch norm apart and computes it again.
-        pytest.param("inductor", "snake", marks=pytest.mark.slow),
+        ("inductor", "snake"),
     ],
 )
 def test_compiled_code_keeps_two_buffers_too(backend: str, name: str) -> None:

@@ -119,7 +119,6 @@ def test_compiled(activation: Activation) -> None:
 
 
 @compiles
-@pytest.mark.slow
 @every_dtype
 def test_compiled_by_inductor(dtype: torch.dtype) -> None:
     # One graph with a block per activation: compiling one by one would take minutes.
@@ -135,7 +134,6 @@ def test_compiled_by_inductor(dtype: torch.dtype) -> None:
 
 
 @compiles
-@pytest.mark.slow
 def test_compiled_under_autocast() -> None:
     torch.compiler.reset()
     p, x = _parameters(), _x()
