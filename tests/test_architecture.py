@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import slow
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fusedlayers"
@@ -257,3 +258,10 @@ def test_everything_public_is_documented_and_named_once() -> None:
         documentation = getattr(fl, name).__doc__
         assert documentation and documentation.strip()
     assert (PACKAGE / "py.typed").exists()
+
+
+def test_what_is_called_slow_exists() -> None:
+    for module, names in slow.SLOW.items():
+        tree = ast.parse((ROOT / "tests" / f"{module}.py").read_text())
+        functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        assert names.keys() <= functions, module
