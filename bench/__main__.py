@@ -21,7 +21,10 @@ COMMANDS = {
     "accuracy": ("accuracy", "errors of output and derivative against float64, beside eager's"),
     "aot": ("aot", "what the compiler makes of the Triton kernels, for GPUs that need not be there"),
     "readme": ("report", "write the README's tables from bench/results, or check them"),
-    "gpu-check": ("gpu_check", "all GPU tests and the benchmark grids in one go, within nine minutes"),
+    "gpu-check": (
+        "gpu_check",
+        "whether the kernels are right on this GPU, and what they take; two halves of nine minutes",
+    ),
 }
 
 

@@ -184,7 +184,7 @@ class Check:
             return [sys.executable, "-m", "pytest", *plain, *parallel, *collect, *files]
         device = ["--device", "cpu" if self.fake else "cuda"]
         command = [sys.executable, "-m", "bench", name, *device, "--out", str(self.out)]
-        return [*command, "--budget", str(round(1 if self.fake else seconds))]
+        return [*command, "--budget", str(round(10 if self.fake else seconds))]
 
     def _environment(self) -> dict[str, str]:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
