@@ -1,0 +1,251 @@
+"""What holds of every kind of layer, with every kind of activation: one test for a property, on pairs of both
+(``subjects.py``)."""
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pairs import covering
+from subjects import ACTIVATIONS, FLOOR, SUBJECTS, Twins, assert_as_exact
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import fusedlayers as fl
+from fusedlayers.memory import saved_bytes
+
+SAVES = ("auto", "input", "recompute")
+PAIRS = covering(list(SUBJECTS), list(ACTIVATIONS))
+
+every_pair = pytest.mark.parametrize("name, activation", PAIRS)
+# torch's compiler uses deprecated parts of torch itself, and instantiates autograd Functions that it traces.
+compiles = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
+
+
+def _dy(twins: Twins, x: Tensor) -> Tensor:
+    return torch.randn_like(twins.eager(x.detach()))
+
+
+def _check(
+    twins: Twins, call: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor, floor: float | None = None
+) -> list[Tensor]:
+    """Values and gradients of ``call`` as exact as eager's."""
+    ours, eager = twins.gradients(call, x, dy), twins.gradients(twins.eager, x, dy)
+    exact_x = x.detach().double().requires_grad_()
+    exact = twins.gradients(twins.exact, exact_x, dy.double())
+    assert_as_exact(ours, eager, exact, FLOOR[x.dtype] if floor is None else floor)
+    return ours
+
+
+@pytest.mark.parametrize(
+    "name, activation, dtype, save",
+    covering(list(SUBJECTS), list(ACTIVATIONS), (torch.float32, torch.float64, torch.bfloat16, torch.float16), SAVES),
+)
+def test_values_and_gradients(name: str, activation: str, dtype: torch.dtype, save: str) -> None:
+    twins = Twins.of(name, activation, dtype, save=save)
+    x = twins.input()
+    before = x.detach().clone()
+    _check(twins, twins.own, x, _dy(twins, x))
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("name, activation, save", covering(list(SUBJECTS), list(ACTIVATIONS), SAVES))
+def test_saved_bytes(name: str, activation: str, save: str) -> None:
+    """Never more than eager; what the plan says."""
+    twins = Twins.of(name, activation, save=save)
+    x = twins.input()
+    found = fl.plan_of(twins.own, x)[0]
+    exclude = [x, twins.own, *twins.sources]
+    kept, eagers = (saved_bytes(call, x, exclude=exclude) for call in (twins.own, twins.eager))
+    hidden = twins.subject.hidden(twins.own, x) * x.itemsize
+    # Of an activation alone eager saves the input, which is counted elsewhere; so is y where another layer follows.
+    assert kept <= eagers + hidden * (name == "activation" and found.saved == "output")
+    if found.path == "fused" and name != "batch norm":
+        saved = {"output": hidden, "input": hidden, "recompute": 0}[found.saved]
+        if name == "activation" and found.saved != "output":
+            saved = 0  # the input itself
+        assert kept == saved
+    with torch.no_grad():
+        assert saved_bytes(twins.own, x, exclude=exclude) == 0
+
+
+@every_pair
+def test_second_derivatives(name: str, activation: str) -> None:
+    twins = Twins.of(name, activation, torch.float64)
+    x, results = twins.input(), []
+    dy = _dy(twins, x)
+    for call in (twins.own, twins.eager):
+        first = torch.autograd.grad(call(x), [x, *twins.sources], dy, create_graph=True)
+        loss = torch.stack([d.square().sum() for d in first]).sum()
+        second = torch.autograd.grad(loss, [x, *twins.sources], allow_unused=True, materialize_grads=True)
+        results.append([*first, *second])
+    torch.testing.assert_close(*results)
+
+
+@every_pair
+def test_backward_twice(name: str, activation: str) -> None:
+    twins = Twins.of(name, activation)
+    x = twins.input()
+    dy, y = _dy(twins, x), twins.own(x)
+    ways: tuple[dict[str, bool], ...] = ({"retain_graph": True}, {"retain_graph": True}, {})
+    first, *others = (torch.autograd.grad(y, [x, *twins.sources], dy, **way) for way in ways)
+    assert all(all(map(torch.equal, first, other)) for other in others)
+    twins = Twins.of(name, activation)
+    expected = _check(twins, twins.own, x, dy)[1:]
+    assert all(map(torch.equal, first, expected))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(y, x, dy)
+
+
+@every_pair
+def test_saved_tensor_hooks(name: str, activation: str) -> None:
+    """They may hand back copies, and a tensor that they hold is not written over."""
+    twins = Twins.of(name, activation)
+    x, packed = twins.input(), []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append((tensor, tensor.detach().clone()))
+        return tensor.detach().clone()
+
+    def hooked(x: Tensor) -> Tensor:
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            return twins.own(x)
+
+    _check(twins, hooked, x, _dy(twins, x))
+    # Running statistics advance.
+    own = {buffer.data_ptr() for buffer in twins.own.buffers()}
+    held = [(tensor, copied) for tensor, copied in packed if tensor.data_ptr() not in own]
+    assert held and all(torch.equal(tensor, copied) for tensor, copied in held)
+
+
+@pytest.mark.parametrize("name, activation, reentrant", covering(list(SUBJECTS), list(ACTIVATIONS), (False, True)))
+def test_checkpoints(name: str, activation: str, reentrant: bool) -> None:
+    twins = Twins.of(name, activation)
+    x = twins.input()
+    _check(twins, lambda x: checkpoint(twins.own, x, use_reentrant=reentrant), x, _dy(twins, x))
+    if not reentrant:
+        kept = saved_bytes(lambda x: checkpoint(twins.own, x, use_reentrant=False), x, exclude=[x, twins.own])
+        assert kept == 0
+
+
+@pytest.mark.parametrize("name, activation, trains_x", covering(list(SUBJECTS), list(ACTIVATIONS), (True, False)))
+def test_frozen_parts(name: str, activation: str, trains_x: bool) -> None:
+    """Every part by itself: it gets its gradient, the others none; never more than eager is saved."""
+    twins = Twins.of(name, activation)
+    x = twins.input(trains=trains_x)
+    dy = _dy(twins, x)
+    for wanted in twins.sources:
+        for parameter in twins.sources:
+            parameter.requires_grad_(parameter is wanted)
+        results = []
+        for call in (twins.own, twins.eager):
+            y = call(x)
+            y.backward(dy)
+            assert all((p.grad is not None) == (p is wanted) for p in twins.sources) and (x.grad is None) != trains_x
+            results.append([y.detach(), wanted.grad])
+            wanted.grad = x.grad = None
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+        exclude = [x, twins.own, *twins.sources]
+        kept, eagers = (saved_bytes(call, x, exclude=exclude) for call in (twins.own, twins.eager))
+        assert kept <= eagers
+
+
+@every_pair
+def test_autocast(name: str, activation: str) -> None:
+    """The dtypes, values and bytes of eager, whose own rounding is the measure of errors."""
+    twins = Twins.of(name, activation)
+    x, results, kept = twins.input(), [], []
+    exclude = [x, twins.own, *twins.sources]
+    with torch.autocast("cpu", torch.bfloat16):
+        dy = torch.randn_like(twins.eager(x.detach()))
+        for call in (twins.own, twins.eager):
+            results.append(twins.gradients(call, x, dy))
+            kept.append(saved_bytes(call, x, exclude=exclude))
+    assert kept[0] <= kept[1] + (x.nbytes if name == "activation" else 0)  # as above
+    exact = twins.gradients(twins.exact, x.detach().double().requires_grad_(), dy.double())
+    assert_as_exact(*results, exact, FLOOR[torch.bfloat16])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::DeprecationWarning")
+@every_pair
+def test_transforms(name: str, activation: str) -> None:
+    twins = Twins.of(name, activation, torch.float64)
+    if name == "batch norm":  # no transform lets running statistics advance
+        twins.eval()
+    x = twins.input(trains=False)
+    parameters = dict(twins.own.named_parameters())
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        y: Tensor = torch.func.functional_call(twins.own, parameters, (x,))
+        return y.square().sum()
+
+    leaf = x.clone().requires_grad_()
+    y = twins.eager(leaf)
+    expected = torch.autograd.grad(y.square().sum(), [leaf, *twins.sources])
+    of_parameters, of_x = torch.func.grad(loss, argnums=(0, 1))(parameters, x)
+    torch.testing.assert_close([of_x, *of_parameters.values()], list(expected))
+    tangent = torch.ones_like(x)
+    torch.testing.assert_close(
+        torch.func.jvp(twins.own, (x,), (tangent,)), torch.func.jvp(twins.eager, (x,), (tangent,))
+    )
+    if twins.subject.takes_batches:
+        xs = torch.stack([x, 2 * x, 3 * x])
+        torch.testing.assert_close(torch.func.vmap(twins.own)(xs), torch.stack([twins.eager(t) for t in xs]))
+    dys = torch.randn(3, *y.shape, dtype=y.dtype)
+    batched = torch.autograd.grad(twins.own(leaf), leaf, dys, is_grads_batched=True)[0]
+    one_by_one = [torch.autograd.grad(twins.eager(leaf), leaf, dy)[0] for dy in dys]
+    torch.testing.assert_close(batched, torch.stack(one_by_one))
+
+
+@compiles
+@pytest.mark.parametrize("name, activation", covering(list(SUBJECTS), ("tanh", "gelu", "leaky_relu", "sine")))
+def test_compiled(name: str, activation: str) -> None:
+    torch.compiler.reset()
+    twins = Twins.of(name, activation)
+    compiled = torch.compile(twins.own, fullgraph=True, backend="aot_eager")
+    x = twins.input()
+    _check(twins, compiled, x, _dy(twins, x))
+
+
+@every_pair
+def test_copies(name: str, activation: str) -> None:
+    """Deep copies, pickles and state dicts."""
+    twins = Twins.of(name, activation)
+    x = twins.input()
+    twins.own(x).sum().backward()
+    buffer = io.BytesIO()
+    torch.save(twins.own, buffer)
+    buffer.seek(0)
+    copies: list[Any] = [copy.deepcopy(twins.own), torch.load(buffer, weights_only=False)]
+    other = Twins.of(name, activation).own
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    other.load_state_dict(twins.own.state_dict())
+    expected = twins.own.eval()(x)
+    for module in (*copies, other):
+        assert torch.equal(module.eval()(x), expected)
+        assert {p.data_ptr() for p in module.parameters()}.isdisjoint(p.data_ptr() for p in twins.sources)
+
+
+@every_pair
+def test_bad_input(name: str, activation: str) -> None:
+    """Refused with the name of the function and what it got, before anything is written."""
+    twins = Twins.of(name, activation)
+    before = copy.deepcopy(twins.own.state_dict())
+    x = twins.input(trains=False)
+    with pytest.raises(TypeError, match="must be a tensor, got list"):
+        twins.own(x.tolist())
+    with pytest.raises(TypeError, match="must have a floating dtype"):
+        twins.own(x.int())
+    if twins.sources:
+        with pytest.raises(ValueError, match=r"dtype.*float64"):
+            twins.own(x.double())
+        with pytest.raises(ValueError, match="meta"):
+            twins.own(x.to("meta"))
+        with pytest.raises(ValueError, match=r"\(\d+, "):
+            twins.own(x.new_zeros(*x.shape[:1], *(size + 1 for size in x.shape[1:])))
+    assert all(torch.equal(tensor, before[key]) for key, tensor in twins.own.state_dict().items())
