@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-#: Of a test with more cases so many are not slow.
+#: Of a test with more cases so many are not slow; in test_properties.py, which is of pairs already, all.
 MOST = 24
 
 #: Module -> test -> how many of its cases are not slow, where that is another number.
@@ -75,6 +75,7 @@ SLOW: dict[str, dict[str, int]] = {
         "test_whatever_is_passed_compiles": 2,
     },
     "test_conv": {
+        "test_strides_are_torchs": 108,
         "test_compiled": 1,
         "test_compiled_one_tensor_is_kept": 0,
         "test_residuals_have_first_and_second_derivatives": 14,
@@ -240,7 +241,7 @@ def mark(items: Sequence[pytest.Item]) -> None:
         name = getattr(item, "originalname", None) or item.name
         cases.setdefault((item.path.stem, name), []).append(item)
     for (module, name), found in cases.items():
-        stay = min(SLOW.get(module, {}).get(name, MOST), len(found))
+        stay = min(SLOW.get(module, {}).get(name, MOST), len(found)) if module != "test_properties" else len(found)
         fast = {(2 * i + 1) * len(found) // (2 * stay) for i in range(stay)}
         for number, item in enumerate(found):
             if number not in fast:

@@ -61,6 +61,13 @@ def _norm(m: Any, x: Tensor) -> Tensor:
     return F.batch_norm(x, m.running_mean, m.running_var, m.weight, m.bias, m.training, m.momentum, m.eps)
 
 
+def _used(norm: Any) -> Any:
+    """A batch norm that has seen a batch."""
+    with torch.no_grad():
+        norm(1 + 2 * torch.randn(100, norm.num_features, 5))
+    return norm.eval()
+
+
 def _rows(x: Tensor) -> int:
     return x.numel() // x.shape[-1]
 
@@ -120,6 +127,12 @@ SUBJECTS: dict[str, Subject] = {
         lambda m, act, x: act(_norm(m, x)),
         lambda m, x: x.numel(),
         takes_batches=False,
+    ),
+    "batch norm, evaluating": Subject(
+        lambda act, **options: _used(fl.FusedBatchNormAct1d(8, act, **options)),
+        (4, 8, 50),
+        lambda m, act, x: act(_norm(m, x)),
+        lambda m, x: x.numel(),
     ),
 }
 

@@ -61,20 +61,6 @@ def _save_for(activation: object, save: str) -> str:
 # --- backward, twice and again ----------------------------------------------------------------------------------------
 
 
-@every_kind
-@every_save
-def test_backward_twice_with_retain_graph(layer: tuple[Tensor, ...], activation: object, save: str) -> None:
-    y = fl.dense_bias_act(*layer, activation, save=_save_for(activation, save))
-    before = y.detach().clone()
-    dy = torch.randn_like(y)
-    first = torch.autograd.grad(y, layer, dy, retain_graph=True)
-    second = torch.autograd.grad(y, layer, dy, retain_graph=True)
-    third = torch.autograd.grad(y, layer, dy)
-    for a, b, c in zip(first, second, third, strict=True):
-        assert torch.equal(a, b) and torch.equal(a, c)
-    assert torch.equal(y, before)
-
-
 @pytest.mark.parametrize("activation", ["gelu", "tanh", "softplus"])
 @every_save
 def test_backward_twice_without_it_raises_as_torch_does(layer: tuple[Tensor, ...], activation: str, save: str) -> None:
@@ -324,25 +310,6 @@ def test_compiled_under_autocast(layer: tuple[Tensor, ...]) -> None:
 # --- activation checkpointing -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "hooks"])
-@every_kind
-@every_save
-def test_activation_checkpointing(
-    layer: tuple[Tensor, ...], use_reentrant: bool, activation: object, save: str
-) -> None:
-    w2 = torch.randn(12, 40, requires_grad=True)
-
-    def block(x: Tensor, w: Tensor, b: Tensor, w2: Tensor) -> Tensor:
-        return F.linear(fl.dense_bias_act(x, w, b, activation, save=_save_for(activation, save)), w2)
-
-    tensors = (*layer, w2)
-    y = checkpoint(block, *tensors, use_reentrant=use_reentrant)
-    expected = block(*tensors)
-    torch.testing.assert_close(y, expected)
-    y.sum().backward()
-    torch.testing.assert_close([t.grad for t in tensors], list(torch.autograd.grad(expected.sum(), tensors)), **CLOSE)
-
-
 @pytest.mark.parametrize("save", ["auto", "recompute"])
 @pytest.mark.parametrize("function", ["dense", "conv", "bias", "mlp", "gated mlp"])
 def test_selective_checkpoints(function: str, save: str) -> None:
@@ -375,30 +342,6 @@ def test_selective_checkpoints(function: str, save: str) -> None:
 
 
 # --- hooks ------------------------------------------------------------------------------------------------------------
-
-
-@every_kind
-@every_save
-@pytest.mark.parametrize("kind", ["save_on_cpu", "clone", "identity"])
-def test_saved_tensor_hooks(layer: tuple[Tensor, ...], activation: object, save: str, kind: str) -> None:
-    kept: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept.append(tensor if kind == "identity" else tensor.clone())
-        return kept[-1]
-
-    hooks = {
-        "save_on_cpu": torch.autograd.graph.save_on_cpu(),
-        "clone": torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
-        "identity": torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
-    }
-    with hooks[kind]:
-        y = fl.dense_bias_act(*layer, activation, save=_save_for(activation, save))
-    before = [t.detach().clone() for t in kept]
-    got = torch.autograd.grad(y.sum(), layer)
-    expected = torch.autograd.grad(reference.dense_bias_act(*layer, _torchs(activation)).sum(), layer)
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-3)
-    assert all(torch.equal(a, b) for a, b in zip(kept, before, strict=True))
 
 
 def test_tensor_hooks_see_the_gradients(layer: tuple[Tensor, ...]) -> None:

@@ -18,7 +18,6 @@ from reference import FOLDED_TOLERANCE, compare, gradients, leaves, relative
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers import plan
@@ -366,18 +365,6 @@ def test_gradients_of_many_outputs_at_once(save: str) -> None:
         for i, dy in enumerate(dys):
             one = torch.autograd.grad(y, needed, dy, retain_graph=True)
             torch.testing.assert_close([m[i] for m in many], list(one), rtol=1e-4, atol=1e-3)
-
-
-@every_save
-@pytest.mark.parametrize("name", ["gelu", "tanh", "softplus"])
-def test_backward_twice_with_retain_graph(name: str, save: str) -> None:
-    arguments, options = _layer("2d")
-    y = fl.conv_bias_act(*arguments, name, save=save, **options)
-    before, dy = y.detach().clone(), torch.randn_like(y)
-    first, second, third = (torch.autograd.grad(y, arguments, dy, retain_graph=again) for again in (True, True, False))
-    for a, b, c in zip(first, second, third, strict=True):
-        assert torch.equal(a, b) and torch.equal(a, c)
-    assert torch.equal(y, before)
 
 
 # --- memory formats ---------------------------------------------------------------------------------------------------
@@ -947,29 +934,6 @@ def test_exported_programs_hold_the_composite(strict: bool) -> None:
     exported = torch.export.export(layer, (x,), strict=strict)
     assert len([node for node in exported.graph.nodes if node.op == "call_function"]) <= 2
     torch.testing.assert_close(exported.module()(x), layer(x))
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "hooks"])
-@every_save
-def test_activation_checkpointing(use_reentrant: bool, save: str) -> None:
-    (x, w, b), options = _layer("2d")
-    call, _ = _calls(save, **options)
-    ours, eagers = checkpoint(call, x, w, b, "gelu", use_reentrant=use_reentrant), call(x, w, b, "gelu")
-    torch.testing.assert_close(ours, eagers)
-    dy = torch.randn_like(ours)
-    ours.backward(dy)
-    torch.testing.assert_close([t.grad for t in (x, w, b)], gradients(eagers, dy, x, w, b))
-
-
-@pytest.mark.parametrize("frozen", ["x", "w", None])
-@every_save
-def test_saved_tensor_hooks(save: str, frozen: str | None) -> None:
-    arguments, options = _layer("2d")
-    for name, t in zip("xwb", arguments, strict=True):
-        t.requires_grad_(name != frozen)
-    with torch.autograd.graph.save_on_cpu():
-        ours, eagers = _both(arguments, "gelu", save, **options)
-    _assert_same_gradients(ours, eagers, *arguments)
 
 
 class _Tagged(Tensor):

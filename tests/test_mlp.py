@@ -405,20 +405,6 @@ def test_a_gradient_penalty_is_torchs(kind: Kind, save: str) -> None:
         assert ours is None or reference.relative(ours, theirs) < 1e-4
 
 
-@every_kind_saved
-def test_backward_twice_with_retain_graph(kind: Kind, save: str) -> None:
-    tensors = kind.leaves()
-    y = kind.function(*tensors, "gelu", save=save)
-    dy = torch.randn_like(y)
-    first = torch.autograd.grad(y, tensors, dy, retain_graph=True)
-    second = torch.autograd.grad(y, tensors, dy, retain_graph=True)
-    third = torch.autograd.grad(y, tensors, dy)
-    for a, b, c in zip(first, second, third, strict=True):
-        assert torch.equal(a, b) and torch.equal(a, c)
-    with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(y, tensors, dy)
-
-
 @every_kind
 def test_what_is_kept_is_overwritten_unless_somebody_can_read_it(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     addresses: list[int] = []
@@ -852,33 +838,6 @@ def test_a_prelu_runs_along_its_own_dimension(kind: Kind) -> None:
     x, prelu = torch.randn(3, 20, IN), nn.PReLU(20)
     nn.init.uniform_(prelu.weight)
     torch.testing.assert_close(kind.function(x, *params, prelu), kind.eager(x, *params, prelu))
-
-
-@compiles
-@every_kind
-def test_functional_transforms(kind: Kind) -> None:
-    x, *params = (t.detach() for t in kind.leaves())
-    ours, theirs = (functools.partial(kind.function, activation="silu"), functools.partial(kind.eager, function=F.silu))
-    torch.testing.assert_close(
-        torch.func.grad(lambda x: ours(x, *params).sum())(x), torch.func.grad(lambda x: theirs(x, *params).sum())(x)
-    )
-    stacked = torch.stack([x, x + 1])
-    torch.testing.assert_close(torch.vmap(lambda x: ours(x, *params))(stacked), theirs(stacked, *params))
-    tangent = torch.randn_like(x)
-    for a, b in zip(
-        torch.func.jvp(lambda x: ours(x, *params), (x,), (tangent,)),
-        torch.func.jvp(lambda x: theirs(x, *params), (x,), (tangent,)),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b)
-    tensors = [x.requires_grad_(), *(p.requires_grad_() for p in params)]
-    batch = torch.randn(3, ROWS, OUT)
-    for a, b in zip(
-        torch.autograd.grad(ours(*tensors), tensors, batch, is_grads_batched=True),
-        torch.autograd.grad(theirs(*tensors), tensors, batch, is_grads_batched=True),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", [PLAIN, GATED], ids=str)

@@ -566,24 +566,6 @@ def test_a_gradient_penalty_is_torchs(name: str, training: bool, dtype: torch.dt
     torch.testing.assert_close(*results, **close)
 
 
-@some_names
-@training_or_not
-def test_backward_twice_with_retain_graph(name: str, training: bool) -> None:
-    layer, _ = _pair(make(name))
-    layer.train(training)
-    x = _x()
-    y = layer(x)
-    before = y.detach().clone()
-    leaves, dy = [x, *layer.parameters()], torch.randn_like(y)
-    first, second = (torch.autograd.grad(y, leaves, dy, retain_graph=True) for _ in range(2))
-    third = torch.autograd.grad(y, leaves, dy)
-    for a, b, c in zip(first, second, third, strict=True):
-        assert torch.equal(a, b) and torch.equal(a, c)
-    assert torch.equal(y, before)
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        torch.autograd.grad(y, leaves, dy)
-
-
 @pytest.mark.parametrize("name", ["relu", "silu", "snake", "function"])
 def test_a_layer_may_be_called_several_times_before_backward(name: str) -> None:
     # As a discriminator is, and by its own result.
@@ -1010,15 +992,6 @@ def test_checkpointed(name: str, reentrant: bool) -> None:
         x.grad = None
     torch.testing.assert_close(*results, **CLOSE)
     torch.testing.assert_close(dict(layer.named_buffers()), dict(eager.norm.named_buffers()), **CLOSE)
-
-
-def test_saved_tensors_may_go_through_hooks() -> None:
-    for name in ("relu", "silu", "snake"):
-        layer, eager = _pair(make(name), save="recompute")
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-            _assert_close(layer, eager, _x(), _x())
-        with torch.autograd.graph.save_on_cpu():
-            _assert_close(layer, eager, _x(), _x())
 
 
 def test_a_subclass_that_overrides_torch_functions_is_asked() -> None:

@@ -18,9 +18,8 @@ import fusedlayers as fl
 from fusedlayers.memory import saved_bytes
 
 SAVES = ("auto", "input", "recompute")
-PAIRS = covering(list(SUBJECTS), list(ACTIVATIONS))
 
-every_pair = pytest.mark.parametrize("name, activation", PAIRS)
+every_layer = pytest.mark.parametrize("name, activation, save", covering(list(SUBJECTS), list(ACTIVATIONS), SAVES))
 # torch's compiler uses deprecated parts of torch itself, and instantiates autograd Functions that it traces.
 compiles = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
 
@@ -52,7 +51,7 @@ def test_values_and_gradients(name: str, activation: str, dtype: torch.dtype, sa
     assert torch.equal(x, before)
 
 
-@pytest.mark.parametrize("name, activation, save", covering(list(SUBJECTS), list(ACTIVATIONS), SAVES))
+@every_layer
 def test_saved_bytes(name: str, activation: str, save: str) -> None:
     """Never more than eager; what the plan says."""
     twins = Twins.of(name, activation, save=save)
@@ -72,9 +71,9 @@ def test_saved_bytes(name: str, activation: str, save: str) -> None:
         assert saved_bytes(twins.own, x, exclude=exclude) == 0
 
 
-@every_pair
-def test_second_derivatives(name: str, activation: str) -> None:
-    twins = Twins.of(name, activation, torch.float64)
+@every_layer
+def test_second_derivatives(name: str, activation: str, save: str) -> None:
+    twins = Twins.of(name, activation, torch.float64, save=save)
     x, results = twins.input(), []
     dy = _dy(twins, x)
     for call in (twins.own, twins.eager):
@@ -85,25 +84,25 @@ def test_second_derivatives(name: str, activation: str) -> None:
     torch.testing.assert_close(*results)
 
 
-@every_pair
-def test_backward_twice(name: str, activation: str) -> None:
-    twins = Twins.of(name, activation)
+@every_layer
+def test_backward_twice(name: str, activation: str, save: str) -> None:
+    twins = Twins.of(name, activation, save=save)
     x = twins.input()
     dy, y = _dy(twins, x), twins.own(x)
     ways: tuple[dict[str, bool], ...] = ({"retain_graph": True}, {"retain_graph": True}, {})
     first, *others = (torch.autograd.grad(y, [x, *twins.sources], dy, **way) for way in ways)
     assert all(all(map(torch.equal, first, other)) for other in others)
-    twins = Twins.of(name, activation)
+    twins = Twins.of(name, activation, save=save)
     expected = _check(twins, twins.own, x, dy)[1:]
     assert all(map(torch.equal, first, expected))
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(y, x, dy)
 
 
-@every_pair
-def test_saved_tensor_hooks(name: str, activation: str) -> None:
+@every_layer
+def test_saved_tensor_hooks(name: str, activation: str, save: str) -> None:
     """They may hand back copies, and a tensor that they hold is not written over."""
-    twins = Twins.of(name, activation)
+    twins = Twins.of(name, activation, save=save)
     x, packed = twins.input(), []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -121,9 +120,11 @@ def test_saved_tensor_hooks(name: str, activation: str) -> None:
     assert held and all(torch.equal(tensor, copied) for tensor, copied in held)
 
 
-@pytest.mark.parametrize("name, activation, reentrant", covering(list(SUBJECTS), list(ACTIVATIONS), (False, True)))
-def test_checkpoints(name: str, activation: str, reentrant: bool) -> None:
-    twins = Twins.of(name, activation)
+@pytest.mark.parametrize(
+    "name, activation, save, reentrant", covering(list(SUBJECTS), list(ACTIVATIONS), SAVES, (False, True))
+)
+def test_checkpoints(name: str, activation: str, save: str, reentrant: bool) -> None:
+    twins = Twins.of(name, activation, save=save)
     x = twins.input()
     _check(twins, lambda x: checkpoint(twins.own, x, use_reentrant=reentrant), x, _dy(twins, x))
     if not reentrant:
@@ -131,10 +132,12 @@ def test_checkpoints(name: str, activation: str, reentrant: bool) -> None:
         assert kept == 0
 
 
-@pytest.mark.parametrize("name, activation, trains_x", covering(list(SUBJECTS), list(ACTIVATIONS), (True, False)))
-def test_frozen_parts(name: str, activation: str, trains_x: bool) -> None:
+@pytest.mark.parametrize(
+    "name, activation, save, trains_x", covering(list(SUBJECTS), list(ACTIVATIONS), SAVES, (True, False))
+)
+def test_frozen_parts(name: str, activation: str, save: str, trains_x: bool) -> None:
     """Every part by itself: it gets its gradient, the others none; never more than eager is saved."""
-    twins = Twins.of(name, activation)
+    twins = Twins.of(name, activation, save=save)
     x = twins.input(trains=trains_x)
     dy = _dy(twins, x)
     for wanted in twins.sources:
@@ -153,10 +156,10 @@ def test_frozen_parts(name: str, activation: str, trains_x: bool) -> None:
         assert kept <= eagers
 
 
-@every_pair
-def test_autocast(name: str, activation: str) -> None:
+@every_layer
+def test_autocast(name: str, activation: str, save: str) -> None:
     """The dtypes, values and bytes of eager, whose own rounding is the measure of errors."""
-    twins = Twins.of(name, activation)
+    twins = Twins.of(name, activation, save=save)
     x, results, kept = twins.input(), [], []
     exclude = [x, twins.own, *twins.sources]
     with torch.autocast("cpu", torch.bfloat16):
@@ -170,9 +173,9 @@ def test_autocast(name: str, activation: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::DeprecationWarning")
-@every_pair
-def test_transforms(name: str, activation: str) -> None:
-    twins = Twins.of(name, activation, torch.float64)
+@every_layer
+def test_transforms(name: str, activation: str, save: str) -> None:
+    twins = Twins.of(name, activation, torch.float64, save=save)
     if name == "batch norm":  # no transform lets running statistics advance
         twins.eval()
     x = twins.input(trains=False)
@@ -201,26 +204,28 @@ def test_transforms(name: str, activation: str) -> None:
 
 
 @compiles
-@pytest.mark.parametrize("name, activation", covering(list(SUBJECTS), ("tanh", "gelu", "leaky_relu", "sine")))
-def test_compiled(name: str, activation: str) -> None:
+@pytest.mark.parametrize(
+    "name, activation, save", covering(list(SUBJECTS), ("tanh", "gelu", "leaky_relu", "sine"), SAVES)
+)
+def test_compiled(name: str, activation: str, save: str) -> None:
     torch.compiler.reset()
-    twins = Twins.of(name, activation)
+    twins = Twins.of(name, activation, save=save)
     compiled = torch.compile(twins.own, fullgraph=True, backend="aot_eager")
     x = twins.input()
     _check(twins, compiled, x, _dy(twins, x))
 
 
-@every_pair
-def test_copies(name: str, activation: str) -> None:
+@every_layer
+def test_copies(name: str, activation: str, save: str) -> None:
     """Deep copies, pickles and state dicts."""
-    twins = Twins.of(name, activation)
+    twins = Twins.of(name, activation, save=save)
     x = twins.input()
     twins.own(x).sum().backward()
     buffer = io.BytesIO()
     torch.save(twins.own, buffer)
     buffer.seek(0)
     copies: list[Any] = [copy.deepcopy(twins.own), torch.load(buffer, weights_only=False)]
-    other = Twins.of(name, activation).own
+    other = Twins.of(name, activation, save=save).own
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.zero_()
@@ -231,10 +236,10 @@ def test_copies(name: str, activation: str) -> None:
         assert {p.data_ptr() for p in module.parameters()}.isdisjoint(p.data_ptr() for p in twins.sources)
 
 
-@every_pair
-def test_bad_input(name: str, activation: str) -> None:
+@every_layer
+def test_bad_input(name: str, activation: str, save: str) -> None:
     """Refused with the name of the function and what it got, before anything is written."""
-    twins = Twins.of(name, activation)
+    twins = Twins.of(name, activation, save=save)
     before = copy.deepcopy(twins.own.state_dict())
     x = twins.input(trains=False)
     with pytest.raises(TypeError, match="must be a tensor, got list"):
