@@ -360,6 +360,17 @@ def test_ambiguous_outputs_carry_the_branch(dtype: torch.dtype, ambiguous: branc
         assert bool(((encoded.double() - y.double()).abs() <= ulp(y, dtype)).all())
 
 
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("ambiguous", ["negative", "positive", "both"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_largest_numbers_stay_finite_and_carry_the_branch(dtype: torch.dtype, ambiguous: Any, marked: bool) -> None:
+    sign = -1.0 if ambiguous == "negative" else 1.0
+    y = torch.full((1,), sign * torch.finfo(dtype).max)
+    encoded = branch_bit.encode(y, torch.tensor([marked]), dtype, ambiguous, bounded=False)
+    assert encoded.to(dtype).isfinite().all() and torch.equal(encoded.to(dtype).float(), encoded)
+    assert bool(branch_bit.decode(encoded, dtype, ambiguous)) == marked
+
+
 @every_float
 @pytest.mark.parametrize("ambiguous", ["negative", "positive", "both"])
 def test_overflow_zero_and_nan(dtype: torch.dtype, ambiguous: branch_bit.Ambiguous) -> None:
