@@ -363,7 +363,9 @@ def test_ambiguous_outputs_carry_the_branch(dtype: torch.dtype, ambiguous: branc
 @pytest.mark.parametrize("marked", [True, False])
 @pytest.mark.parametrize("ambiguous", ["negative", "positive", "both"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_the_largest_numbers_stay_finite_and_carry_the_branch(dtype: torch.dtype, ambiguous: Any, marked: bool) -> None:
+def test_the_largest_numbers_stay_finite_and_carry_the_branch(
+    dtype: torch.dtype, ambiguous: branch_bit.Ambiguous, marked: bool
+) -> None:
     sign = -1.0 if ambiguous == "negative" else 1.0
     y = torch.full((1,), sign * torch.finfo(dtype).max)
     encoded = branch_bit.encode(y, torch.tensor([marked]), dtype, ambiguous, bounded=False)
