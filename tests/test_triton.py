@@ -646,3 +646,13 @@ def test_levels_are_those_that_the_dtype_shows() -> None:
     y = forward(z, None, activation, encode=True)
     dz, _ = gradient(torch.ones_like(z), y, activation, "output")
     assert dz.tolist() == [0.0, 1.0, 1.0, 0.0]
+
+
+def test_a_single_channel_may_have_any_stride() -> None:
+    z = normal(4, 5).as_strided((4, 1, 5), (5, 999, 1))
+    b, gelu = normal(1, seed=1), resolve("gelu")
+    torch.testing.assert_close(forward(z, b, gelu, dim=1), F.gelu(z + b))
+    dy = normal(4, 1, 5, seed=2)
+    dz, db = gradient(dy, z + 0, gelu, "input", dim=1)
+    assert db is not None
+    torch.testing.assert_close(db, dz.sum().view(1))
