@@ -59,15 +59,9 @@ def run_synchronised(
 
 
 def _composite(
-    plan: Plan | None,
-    operation: Operation,
-    x: Tensor,
-    w: Weight,
-    b: Tensor | None,
-    residual: Tensor | None,
-    activation: Activation,
-    operands: Operands,
-) -> Tensor:
+    plan: Plan | None, operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None,
+    activation: Activation, operands: Operands,
+) -> Tensor:  # fmt: skip
     """By PyTorch's own operations."""
     z = operation(x, w, b)
     return activation.plain(z if residual is None else z + residual)
@@ -79,15 +73,9 @@ def _sum(operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual:
 
 
 def _in_place(
-    plan: Plan,
-    operation: Operation,
-    x: Tensor,
-    w: Weight,
-    b: Tensor | None,
-    residual: Tensor | None,
-    activation: Activation,
-    operands: Operands,
-) -> Tensor:
+    plan: Plan, operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None,
+    activation: Activation, operands: Operands,
+) -> Tensor:  # fmt: skip
     """By PyTorch's own operations, the activation in place."""
     assert activation.in_place is not None
     given = x
@@ -103,15 +91,9 @@ def _flattened(operation: Operation, x: Tensor, residual: Tensor | None) -> tupl
 
 
 def _fused(
-    plan: Plan,
-    operation: Operation,
-    x: Tensor,
-    w: Weight,
-    b: Tensor | None,
-    residual: Tensor | None,
-    activation: Activation,
-    operands: Operands,
-) -> Tensor:
+    plan: Plan, operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None,
+    activation: Activation, operands: Operands,
+) -> Tensor:  # fmt: skip
     """By a backend's kernels, for gradients."""
     given = x
     if plan.flattens:
@@ -142,15 +124,9 @@ def _fused(
 
 
 def _without_gradients(
-    plan: Plan,
-    operation: Operation,
-    x: Tensor,
-    w: Weight,
-    b: Tensor | None,
-    residual: Tensor | None,
-    activation: Activation,
-    operands: Operands,
-) -> Tensor:
+    plan: Plan, operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None,
+    activation: Activation, operands: Operands,
+) -> Tensor:  # fmt: skip
     """By a backend's kernels; nothing is saved, and the output carries no branch bit."""
     backend, cast = plan.backend, plan.cast
     if cast is not None and isinstance(operation, Matmul):
@@ -164,15 +140,9 @@ def _without_gradients(
 
 
 def _compiled(
-    plan: Plan,
-    operation: Operation,
-    x: Tensor,
-    w: Weight,
-    b: Tensor | None,
-    residual: Tensor | None,
-    activation: Activation,
-    operands: Operands,
-) -> Tensor:
+    plan: Plan, operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None,
+    activation: Activation, operands: Operands,
+) -> Tensor:  # fmt: skip
     """Functional operations that save what the plan says, and that the compiler fuses."""
     if plan.saved == "recompute" and isinstance(operation, BatchNorm):
         # An average's part is read from the count: there the graph breaks, and torch's checkpoint is none of the
@@ -192,15 +162,9 @@ def _compiled(
 
 
 def _tells_input(
-    plan: Plan,
-    operation: Operation,
-    x: Tensor,
-    w: Weight,
-    b: Tensor | None,
-    residual: Tensor | None,
-    activation: Activation,
-    operands: Operands,
-) -> Tensor:
+    plan: Plan, operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None,
+    activation: Activation, operands: Operands,
+) -> Tensor:  # fmt: skip
     """A batch norm whose output determines its input."""
     assert isinstance(operation, BatchNorm)
     return norm_act(operation, x, w, b, activation, measure_inverse_error(activation, x.dtype))
