@@ -292,54 +292,55 @@ def test_checks_come_before_a_plan_is_remembered() -> None:
     assert (len(call._plans), len(block_plan._plans)) == before
 
 
+#: Name -> the function, and for each argument a shape that fits and one that does not; None stands for the rows.
+ARGUMENTS: dict[str, tuple[Callable[..., Tensor], dict[str, tuple[tuple[int | None, ...], tuple[int | None, ...]]]]] = {
+    "dense_bias_act": (
+        fl.dense_bias_act,
+        {
+            "input": ((None, 12), (None, 11)),
+            "weight": ((40, 12), (40, 13)),
+            "bias": ((40,), (41,)),
+            "residual": ((None, 40), (40,)),
+        },
+    ),
+    "mlp": (
+        fl.mlp,
+        {
+            "input": ((None, 12), (None, 11)),
+            "weight1": ((40, 12), (40, 13)),
+            "bias1": ((40,), (41,)),
+            "weight2": ((7, 40), (7, 41)),
+            "bias2": ((7,), (8,)),
+        },
+    ),
+}
+
+
 @pytest.mark.parametrize("rows", [30, 3], ids=["fused", "small"])
-@pytest.mark.parametrize("argument", ["input", "weight", "bias", "residual"])
-def test_a_call_like_one_before_is_checked_where_it_differs(argument: str, rows: int) -> None:
-    shapes = {"input": (rows, 12), "weight": (40, 12), "bias": (40,), "residual": (rows, 40)}
-    wrong = {"input": (rows, 11), "weight": (40, 13), "bias": (41,), "residual": (40,)}
+@pytest.mark.parametrize("name, argument", [(name, argument) for name in ARGUMENTS for argument in ARGUMENTS[name][1]])
+def test_a_call_like_one_before_is_checked_where_it_differs(name: str, argument: str, rows: int) -> None:
+    function, shapes = ARGUMENTS[name]
 
-    def call(shapes: dict[str, tuple[int, ...]], change: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
-        if change is not None:
-            tensors[argument] = change(tensors[argument])
-        return fl.dense_bias_act(**tensors)  # type: ignore[arg-type]
+    def call(change: Callable[[Tensor], Tensor] = lambda tensor: tensor, *, fits: bool = True) -> Tensor:
+        tensors = {}
+        for key, (right, wrong) in shapes.items():
+            shape = right if fits or key != argument else wrong
+            tensors[key] = torch.randn([rows if size is None else size for size in shape])
+        tensors[argument] = change(tensors[argument])
+        return function(**tensors)
 
-    assert call(shapes).shape == (rows, 40)
-    with pytest.raises(ValueError, match="dense_bias_act: expected"):
-        call({**shapes, argument: wrong[argument]})
+    expected = call().shape
+    with pytest.raises(ValueError, match=f"{name}: expected"):
+        call(fits=False)
     with pytest.raises(TypeError, match="must have a floating dtype"):
-        call(shapes, lambda t: t.int())
+        call(lambda t: t.int())
     with pytest.raises(ValueError, match=r"is on .*; move one of them"):
-        call(shapes, lambda t: t.to("meta"))
+        call(lambda t: t.to("meta"))
     with torch.autocast("cpu", torch.bfloat16):
-        assert call(shapes, lambda t: t.bfloat16()).shape == (rows, 40)
-    with pytest.raises(ValueError, match="must have one dtype"):
-        call(shapes, lambda t: t.bfloat16())
-    with pytest.raises(ValueError, match="must have one dtype"):
-        call(shapes, lambda t: t.double())
-
-
-@pytest.mark.parametrize("rows", [30, 3], ids=["fused", "small"])
-@pytest.mark.parametrize("argument", ["input", "weight1", "bias1", "weight2", "bias2"])
-def test_a_block_like_one_before_is_checked_where_it_differs(argument: str, rows: int) -> None:
-    shapes = {"input": (rows, 12), "weight1": (40, 12), "bias1": (40,), "weight2": (7, 40), "bias2": (7,)}
-    wrong = {"input": (rows, 11), "weight1": (40, 13), "bias1": (41,), "weight2": (7, 41), "bias2": (8,)}
-
-    def call(shapes: dict[str, tuple[int, ...]], change: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
-        if change is not None:
-            tensors[argument] = change(tensors[argument])
-        return fl.mlp(**tensors)  # type: ignore[arg-type]
-
-    assert call(shapes).shape == (rows, 7)
-    with pytest.raises(ValueError, match="mlp: expected"):
-        call({**shapes, argument: wrong[argument]})
-    with pytest.raises(ValueError, match=r"is on .*; move one of them"):
-        call(shapes, lambda t: t.to("meta"))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert call(shapes, lambda t: t.bfloat16()).shape == (rows, 7)
-    with pytest.raises(ValueError, match="must have one dtype"):
-        call(shapes, lambda t: t.bfloat16())
+        assert call(lambda t: t.bfloat16()).shape == expected
+    for dtype in (torch.bfloat16, torch.float64):
+        with pytest.raises(ValueError, match="must have one dtype"):
+            call(lambda t, dtype=dtype: t.to(dtype))
 
 
 def test_a_question_is_answered_for_its_own_call() -> None:
