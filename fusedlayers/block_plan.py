@@ -193,7 +193,7 @@ def plan_block(
     """The plan for a block's call, and the tensors that its activation reads."""
     tensors = sum((*first, last), ())  # weights and biases in turn
     is_compiled = torch.compiler.is_compiling() or (asking.questions and asking.is_asked_for_compiled())
-    if is_compiled or not validation.are_plain((x, *tensors[::2]), tensors[1::2]):
+    if is_compiled or not validation.are_torchs_own((x, *tensors[::2]), tensors[1::2]):
         validation.check_block(options, x, first, last)
         choose_block_save(options, activation, autocast_dtype(x) or x.dtype)  # which may refuse
         found = BlockPlan("by_layer", "eager", "layer by layer, because torch.compile plans the memory itself")
@@ -236,9 +236,9 @@ def plan_block(
             if dim is not None and dim % len(shape) != len(shape) - 1:
                 by_layer_because = "the activation reads tensors along another dimension"
         # Of what PyTorch computes only the reason is asked for: the record may hold a user's tensors.
-        is_plain = activation.needs_tracing or activation.fallback_reason is not None
+        is_torchs = activation.needs_tracing or activation.fallback_reason is not None
         facts += [
-            activation if not is_plain else activation.fallback_reason,
+            activation if not is_torchs else activation.fallback_reason,
             plain_because,
             by_layer_because,
             bool(operands) and needs_gradient(*operands),

@@ -94,7 +94,7 @@ class Call(NamedTuple):
             other_dim = None
         return key._replace(
             size=_size(count * x.itemsize),
-            is_large=count >= batch_norm.WORTH_IT and not is_capturing(x),
+            norm_is_large=count >= batch_norm.WORTH_IT and not is_capturing(x),
             has_residual=residual is not None,
             operand_dim=other_dim,
             saves_arguments=x.requires_grad and (w is None or w.requires_grad) and (b is None or b.is_leaf),
@@ -109,12 +109,14 @@ class Call(NamedTuple):
 def plan_dense(
     x: Tensor, w: Tensor, b: Tensor | None, residual: Tensor | None, activation: Activation, save: str, is_usual: bool
 ) -> Planned:
-    """For ``dense_bias_act``. Rows are counted in ``sizes`` by what is decided of them, for lengths change."""
+    """For ``dense_bias_act``. The facts leave out the number of rows, because lengths of sequences change from call to
+    call. They hold what the rows decide: whether the matmul is large, as ``has_faster_linear`` asks."""
     if not is_usual or torch.compiler.is_compiling() or not x.dim() or not w.dim():
         return plan_for(MATMUL, x, w, b, residual, activation, save, None, is_usual=False)
-    shape, size = x.shape, x.numel() * w.shape[0]
-    sizes = MATMUL, len(shape) if residual is None else shape, shape[-1], size >= torch_operations.LARGE_MATMUL
-    return plan_for(MATMUL, x, w, b, residual, activation, save, sizes, size // max(1, shape[-1]))
+    shape, multiply_adds = x.shape, x.numel() * w.shape[0]
+    is_large = multiply_adds >= torch_operations.LARGE_MATMUL
+    sizes = MATMUL, len(shape) if residual is None else shape, shape[-1], is_large
+    return plan_for(MATMUL, x, w, b, residual, activation, save, sizes, multiply_adds // max(1, shape[-1]))
 
 
 def plan_for(
@@ -136,7 +138,7 @@ def plan_for(
         sizes: what the checks and the decision depend on, of the operation and of the shape of x.
         elements: how many the result has; may be left out where ``sizes`` says so too.
         is_inplace: whether the result is to be written over x.
-        is_usual: whether all tensors are plain ones (``validation.are_plain``).
+        is_usual: whether all tensors are torch's own (``validation.are_torchs_own``).
     """
     if not is_usual or torch.compiler.is_compiling():
         call = Call(operation, x, w, b, residual, activation, save, None, is_inplace)
@@ -169,13 +171,13 @@ def plan_for(
             if is_inplace or save != "auto" or elements * x.itemsize >= plan.SMALL_BYTES:
                 dtype = (autocast_dtype(x) if operation.is_cast else None) or x.dtype
                 activation, operands, operand_dim = with_operands(activation, shape, dtype, x.device)
-        is_plain = activation.needs_tracing or activation.fallback_reason is not None
+        is_torchs = activation.needs_tracing or activation.fallback_reason is not None
         facts = (
             sizes,
             size_bytes < plan.SMALL_BYTES,
             size_bytes < plan.MEDIUM_BYTES,
             # Of what PyTorch computes only the reason is asked for: the record may hold a user's tensors.
-            activation if not is_plain else activation.fallback_reason,
+            activation if not is_torchs else activation.fallback_reason,
             save,
             is_inplace,
             operand_dim,

@@ -1,6 +1,7 @@
 """Carries out a plan (``plan.py``): calls the operation, the activation, and the autograd Functions around them.
 
-It decides nothing. What changes from call to call and is no part of a plan, a dropout's seed for one, is made here.
+What changes from call to call and is no part of a plan, a dropout's seed for one, is made here. Of a block that runs
+layer by layer each layer asks for a plan of its own.
 """
 
 from __future__ import annotations
@@ -244,7 +245,7 @@ def _layers(
     cast = autocast_dtype(input) if others else None
     input = input if cast is None else shared_cast(input, cast)  # once for both halves of a gate
     save = "auto" if options.save == "recompute" else options.save  # which would save more, layer by layer
-    is_usual = validation.are_plain((input, w), (b,))
+    is_usual = validation.are_torchs_own((input, w), (b,))
     plan, record, operands = plan_dense(input, w, b, None, activation, save, is_usual)
     activated = PATHS[plan.path](plan, MATMUL, input, w, b, None, record, operands)
     factors = [F.linear(input, *other) for other in others]

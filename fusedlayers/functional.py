@@ -52,7 +52,8 @@ def dense_bias_act(
         save: what is kept for backward. "output": y, written over the matmul's buffer (folded activations carry the
             branch in the last mantissa bit of negative outputs). "input": the pre-activation z, exact to the last bit.
             "recompute": neither; z is computed again from ``input``. "auto": "output" where the derivative can be had
-            from it within the dtype's rounding floor, else "input"; results of less than 128 KiB are left to PyTorch.
+            from it within the dtype's rounding floor, else "input"; but a result of less than 128 KiB is left to
+            PyTorch, which saves what it usually saves: of gelu z.
 
     Returns:
         (..., out), of the same dtype.
@@ -69,7 +70,7 @@ def dense_bias_act(
     torch.Size([2, 4])
     """
     record = resolve(activation, "dense_bias_act")
-    is_usual = validation.are_plain((input, weight), (bias, residual))
+    is_usual = validation.are_torchs_own((input, weight), (bias, residual))
     if not is_usual:
         validation.check_tensors("dense_bias_act", {"input": input, "weight": weight}, bias=bias, residual=residual)
         tensors = (input, weight, bias, residual)
@@ -123,7 +124,7 @@ def conv_bias_act(
     torch.Size([2, 4, 4, 4])
     """
     record = resolve(activation, "conv_bias_act")
-    is_usual = validation.are_plain((input, weight), (bias, residual))
+    is_usual = validation.are_torchs_own((input, weight), (bias, residual))
     if not is_usual:
         validation.check_tensors("conv_bias_act", {"input": input, "weight": weight}, bias=bias, residual=residual)
         tensors = (input, weight, bias, residual)
@@ -181,7 +182,7 @@ def bias_act(
     tensor([1., 1., 1.])
     """
     record = activation if isinstance(activation, Activation) else resolve(activation, "bias_act")
-    is_usual = validation.are_plain((input,), (bias,))
+    is_usual = validation.are_torchs_own((input,), (bias,))
     if not is_usual:
         validation.check_tensors("bias_act", {"input": input}, bias=bias)
         tensors = (input, bias)
@@ -216,7 +217,7 @@ def batch_norm_act(
 ) -> Tensor:
     """``activation(norm(input, weight, bias) + residual)``; public as the modules ``FusedBatchNormAct1d`` to ``3d``."""
     record = resolve(activation, "FusedBatchNormAct")
-    is_usual = validation.are_plain((input,), (weight, bias, residual))
+    is_usual = validation.are_torchs_own((input,), (weight, bias, residual))
     if not is_usual:
         validation.check_tensors(norm.function, {"input": input}, residual=residual)
         tensors = (input, weight, bias, residual)

@@ -1,4 +1,7 @@
-"""Decides what a call does: which path it takes, what is saved for backward, and why. Nothing else decides.
+"""Decides what a call does: which path it takes, what is saved for backward, and why.
+
+Three things are decided later: which kernel multiplies (the backend), whether backward may overwrite a buffer
+(``ops/buffer_reuse.py``), and what a block that runs layer by layer asks of its layers (``execute.py``).
 
 A ``PlanKey`` names what the decision depends on; ``call.py`` reads it off a call. ``make_plan`` is a pure function of
 the key, so a layer can also ask what it would do for typical inputs, and ``repr`` prints the answer.
@@ -28,9 +31,11 @@ from .backends.operations import (
 #: tanh, one thread (AMD EPYC), took 1.34 to 1.49 times eager's time at 64 KiB, 1.22 to 1.31 at 128 KiB, 1.14 to 1.20 at
 #: 256 KiB.
 SMALL_BYTES = 128 << 10
-#: For results of fewer bytes PyTorch's own in-place activation runs, if it saves its result and nothing else. Forward
-#: and backward as above with relu, tanh, leaky_relu and elu took 0.94 to 1.02 times eager's time from 128 KiB to 1 MiB,
-#: and with the autograd.Function 1.05 to 1.31 times. From 2 MiB on the Function takes less, for it writes dz over y.
+#: Results of fewer bytes are activated by PyTorch's own in-place operation. Two conditions hold: that operation saves
+#: its result and nothing else, and PyTorch's own operation makes z. (A large float32 matmul on an AMD CPU is oneDNN's,
+#: by a node of this package: its result takes the fused path at any size.) Forward and backward as above with relu,
+#: tanh, leaky_relu and elu took 0.94 to 1.02 times eager's time from 128 KiB to 1 MiB, and with the autograd.Function
+#: 1.05 to 1.31 times. From 2 MiB on the Function takes less, because it writes dz over y.
 MEDIUM_BYTES = 2 << 20
 
 Size = Literal["small", "medium", "large"]
@@ -77,7 +82,7 @@ class PlanKey(NamedTuple):
     is_compiling: bool = False
     size: Size = "large"
     #: Whether a batch norm's input is large enough for a look at its values.
-    is_large: bool = True
+    norm_is_large: bool = True
     #: The dtype that autocast casts to, or None where it is off.
     cast: torch.dtype | None = None
     has_residual: bool = False
@@ -119,7 +124,8 @@ class Plan(NamedTuple):
     has_own_node: bool = False
     #: Whether the backend may apply the activation in its matmul.
     may_have_epilogue: bool = False
-    #: Whether x is flattened to the shape for which the operation returns no view, which cannot be overwritten.
+    #: Whether x is flattened first. Otherwise the operation returns a view, and autograd makes a copy where a view is
+    #: overwritten.
     flattens: bool = False
     #: Whether y is written over z.
     overwrites: bool = False
@@ -145,7 +151,7 @@ def make_plan(key: PlanKey) -> Plan:
     if isinstance(operation, BatchNorm) and not key.is_compiling:
         reason = describe_norm(activation, save, dtype)
         tells_input = _tells_input(activation, save, dtype)
-        if tells_input and key.is_large and not key.has_residual and any(needs[:3]):
+        if tells_input and key.norm_is_large and not key.has_residual and any(needs[:3]):
             return Plan("tells_input", "output", reason, activation, backend, dim=operation.dim)
         if save == "auto" and saved != "nothing":
             saved = save_beside_input(activation, dtype, has_residual=key.has_residual)
@@ -179,10 +185,11 @@ def make_plan(key: PlanKey) -> Plan:
             overwrites=overwrites and (saved == "output" or not is_pointwise),
         )
     flattens = key.returns_view and is_along
-    owns_z = key.makes_z and not key.is_inplace and not key.has_own_node
-    if saved == "output" and activation.in_place is not None and key.size != "large" and owns_z:
+    torch_makes_z = key.makes_z and not key.is_inplace and not key.has_own_node
+    if saved == "output" and activation.in_place is not None and key.size != "large" and torch_makes_z:
         return Plan("in_place", saved, reason, activation, flattens=flattens)
-    saves_arguments = key.saves_arguments and not is_pointwise and key.cast is None and not key.is_hooked
+    # Then the activation's node may hold them too, at no cost.
+    holds_arguments = key.saves_arguments and not is_pointwise and key.cast is None and not key.is_hooked
     return Plan(
         "fused",
         saved,
@@ -197,7 +204,7 @@ def make_plan(key: PlanKey) -> Plan:
         flattens=flattens,
         overwrites=overwrites and is_along and saved != "input",
         # Second derivatives then go through the exact z and not the rounded y.
-        keeps_origin=saved == "recompute" or (saved == "output" and saves_arguments and not key.has_residual),
+        keeps_origin=saved == "recompute" or (saved == "output" and holds_arguments and not key.has_residual),
         is_hooked=key.is_hooked,
     )
 

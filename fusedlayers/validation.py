@@ -20,15 +20,15 @@ SAVES = ("auto", "output", "input", "recompute")
 _PLAIN_TYPES = frozenset((Tensor, Parameter))
 
 
-def are_plain(required: Sequence[Tensor], optional: Sequence[Tensor | None] = ()) -> bool:
+def are_torchs_own(required: Sequence[Tensor], optional: Sequence[Tensor | None] = ()) -> bool:
     """Whether these are torch's own tensors, and no subclasses, which may compute something else."""
     # Every call asks: loops enter no functions, as generators do.
-    is_plain = True
+    are_own = True
     for tensor in required:
-        is_plain &= type(tensor) in _PLAIN_TYPES and not tensor.is_nested
+        are_own &= type(tensor) in _PLAIN_TYPES and not tensor.is_nested
     for other in optional:
-        is_plain &= other is None or (type(other) in _PLAIN_TYPES and not other.is_nested)
-    return is_plain
+        are_own &= other is None or (type(other) in _PLAIN_TYPES and not other.is_nested)
+    return are_own
 
 
 def unusual_because(*tensors: Tensor | None) -> str | None:
@@ -221,8 +221,8 @@ def sizes(function: str, name: str, value: object, dims: int, least: int = 1) ->
 
 def is_whole(value: object) -> bool:
     """Whether torch takes it for a whole number: NumPy's are, True is none."""
-    is_plain = type(value) is int  # which needs no look at base classes
-    return is_plain or (isinstance(value, (int, torch.SymInt, Integral)) and not isinstance(value, bool))
+    is_int = type(value) is int  # which needs no look at base classes
+    return is_int or (isinstance(value, (int, torch.SymInt, Integral)) and not isinstance(value, bool))
 
 
 def check_conv(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> tuple[int, ...]:

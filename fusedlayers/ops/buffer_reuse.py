@@ -3,8 +3,8 @@
 Four conditions are necessary. The graph is not retained for a second backward pass. Nobody but the graph holds the
 buffer: the user may still have the output, and another operation may have saved it. No saved-tensor hook got the buffer
 when it was saved. And torch allocated the memory for itself alone: NumPy's arrays and shared memory have owners that
-torch does not count. torch counts the users of a storage; how many of them are torch's own is calibrated once, in a
-tiny backward pass.
+torch does not count. The caller checks the third condition, because hooks are known in the forward pass alone. torch
+counts the users of a storage; how many of them are torch's own is calibrated once, in a tiny backward pass.
 """
 
 from __future__ import annotations

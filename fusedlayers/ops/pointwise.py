@@ -4,7 +4,8 @@ A layer is two autograd nodes. The first is a matmul or a convolution, which mak
 gradients. The second is ``BiasAct``, which computes ``y = f(z + b)``, as a rule in place over z. f may read trainable
 tensors, its operands. By the plan, ``BiasAct`` saves one of
 
-* "output": y, which the next layer saves anyway; backward evaluates f' from it;
+* "output": y, which the next layer saves anyway; backward evaluates f' from it. If the plan says ``keeps_origin``, x
+  and w are saved too, at no cost, because the matmul's node saves them. Second derivatives read them;
 * "input": z, from which f' is exact;
 * "recompute": neither; backward recomputes z from its ``Origin``, the layer's own arguments.
 
@@ -88,7 +89,7 @@ class BiasAct(Function):
         (dy,) = grads
         plan = ctx.plan
         _, needs_z, needs_b, needs_residual, _, _, *needs = ctx.needs_input_grad
-        is_plain = torch.is_grad_enabled() or is_batched(dy)
+        is_differentiable = torch.is_grad_enabled() or is_batched(dy)
         saved, *operands = ctx.saved_tensors
         given_output = plan.saved == "output"
         # y may be overwritten where nobody else holds it, and a z that is recomputed is this call's own.
@@ -97,7 +98,7 @@ class BiasAct(Function):
             w, b, operation_b, residual, *operands = operands
             z = _recomputed(Origin(saved, w, operation_b, ctx.recompute), b, residual, plan.dim)
             saved, overwrite = z, z is not saved
-        elif given_output and operands:
+        elif plan.keeps_origin:
             # Second derivatives go through the exact z.
             x, w = operands
             operands = []
@@ -107,7 +108,7 @@ class BiasAct(Function):
                 saved = _recomputed(Origin(x, w, operation_b, ctx.recompute), b, None, plan.dim)
                 given_output = overwrite = False
 
-        if is_plain:
+        if is_differentiable:
             dz, *dp = differentiable_gradients(dy, saved, plan.activation, given_output, operands, needs, plan.dim)
             db = sum_along(dz, plan.dim) if needs_b and dz is not None else None
         else:
