@@ -88,7 +88,6 @@ SLOW: dict[str, dict[str, int]] = {
         "test_values_and_gradients": 16,
         "test_a_bias_may_run_along_another_dimension": 11,
         "test_all_numbers_of_16_bits_of_fixed_functions": 10,
-        "test_compile": 1,
         "test_derivatives_of_fixed_functions": 8,
         "test_numbers_that_change_at_every_call_are_given_up": 0,
         "test_what_the_table_has_is_recognised": 2,

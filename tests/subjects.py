@@ -136,21 +136,30 @@ SUBJECTS: dict[str, Subject] = {
     ),
 }
 
-#: By their output, by a folded one, by their input, a user's own, and what is left to PyTorch.
-ACTIVATIONS: dict[str, Any] = {
-    "tanh": "tanh",
-    "elu": nn.ELU(),
-    "gelu": "gelu",
-    "silu": F.silu,
-    "leaky_relu": nn.LeakyReLU(-0.5),
-    "sine": torch.sin,
-    "softmax": nn.Softmax(-1),
+
+class Swish(nn.Module):
+    """Reads a trainable tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, z: Tensor) -> Tensor:
+        return z * torch.sigmoid(self.beta * z)
+
+
+#: Saved by their output, by a folded one, by their input; a user's own, with trainable tensors too; left to PyTorch.
+ACTIVATIONS: dict[str, Callable[[], Any]] = {
+    "tanh": lambda: "tanh",
+    "elu": nn.ELU,
+    "gelu": lambda: "gelu",
+    "silu": lambda: F.silu,
+    "leaky_relu": lambda: nn.LeakyReLU(-0.5),
+    "sine": lambda: torch.sin,
+    "prelu": nn.PReLU,
+    "swish": Swish,
+    "softmax": lambda: nn.Softmax(-1),
 }
-
-
-def plain(activation: Any) -> Callable[[Tensor], Tensor]:
-    """What a user of PyTorch would call."""
-    return resolve(activation).plain
 
 
 class Twins(NamedTuple):
@@ -167,9 +176,9 @@ class Twins(NamedTuple):
 
     @classmethod
     def of(cls, name: str, activation: str, dtype: torch.dtype = torch.float32, **options: Any) -> "Twins":
-        subject, function = SUBJECTS[name], plain(ACTIVATIONS[activation])
+        subject = SUBJECTS[name]
         torch.manual_seed(0)
-        own = subject.make(ACTIVATIONS[activation], **options).to(dtype)
+        own = subject.make(ACTIVATIONS[activation](), **options).to(dtype)
         other, exact = copy.deepcopy(own), copy.deepcopy(own).double()
         # What running statistics count each of them counts for itself.
         for parameter, (key, _) in zip(own.parameters(), list(other.named_parameters()), strict=True):
@@ -178,8 +187,8 @@ class Twins(NamedTuple):
         return cls(
             subject,
             own,
-            lambda x: subject.eager(other, function, x),
-            lambda x: subject.eager(exact, function, x),
+            lambda x: subject.eager(other, resolve(other.activation).plain, x),
+            lambda x: subject.eager(exact, resolve(exact.activation).plain, x),
             list(own.parameters()),
             list(exact.parameters()),
             dtype,

@@ -833,19 +833,6 @@ def test_a_recomputing_network_agrees_and_keeps_its_inputs() -> None:
 # --- contexts ---------------------------------------------------------------------------------------------------------
 
 
-@every_activation
-@every_save
-def test_autocast(activation: Activation, save: str) -> None:
-    (x, w, b), options = _layer("2d")
-    with torch.autocast("cpu", torch.bfloat16):
-        ours, eagers = _both((x, w, b), activation, save, **options)
-    assert ours.dtype is torch.bfloat16
-    assert relative(ours, eagers.double()) < 1e-2
-    dy = torch.randn_like(ours)
-    for a, e in zip(gradients(ours, dy, x, w, b), gradients(eagers, dy.to(eagers.dtype), x, w, b), strict=True):
-        assert a.dtype is torch.float32 and relative(a, e.double()) < 3e-2
-
-
 def test_autocast_mixes_dtypes_that_are_an_error_without() -> None:
     (x, w, b), options = _layer("2d")
     with torch.autocast("cpu", torch.bfloat16):

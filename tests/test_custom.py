@@ -22,7 +22,6 @@ from literature import PUBLISHED, Published
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
-from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from bench.reference import BatchNormAct, resnet
@@ -1110,34 +1109,6 @@ def _layer_and_input(name: str) -> tuple[fl.FusedDenseAct, Tensor, list[Tensor]]
     return layer, x, [x, *layer.parameters()]
 
 
-@pytest.mark.parametrize("name", CONTEXTS)
-def test_backward_again_and_twice(name: str) -> None:
-    layer, x, sources = _layer_and_input(name)
-    y, dy = layer(x), torch.randn(20, 32)
-    first = torch.autograd.grad(y, sources, dy, retain_graph=True)
-    second = torch.autograd.grad(y, sources, dy)
-    for a, b in zip(first, second, strict=True):
-        assert torch.equal(a, b)
-
-    def penalty(y: Tensor) -> list[Tensor]:
-        found = torch.autograd.grad(y.square().sum(), sources, create_graph=True)
-        return _gradients(sum(g.square().sum() for g in found), torch.tensor(1.0), sources)  # type: ignore[arg-type]
-
-    eager = layer.activation(F.linear(x, layer.weight, layer.bias))
-    torch.testing.assert_close(penalty(layer(x)), penalty(eager), rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("name", CONTEXTS)
-def test_checkpoint(name: str, reentrant: bool) -> None:
-    layer, x, sources = _layer_and_input(name)
-    y = checkpoint(layer, x, use_reentrant=reentrant)
-    dy = torch.randn(20, 32)
-    y.backward(dy)
-    got = [t.grad for t in sources]
-    torch.testing.assert_close(got, list(torch.autograd.grad(layer(x), sources, dy)))
-
-
 @compiles
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_functorch(name: str) -> None:
@@ -1166,21 +1137,6 @@ def test_functorch(name: str) -> None:
     y = layer(x)
     batched = torch.autograd.grad(y, x, torch.eye(3)[:, :, None].repeat(1, 7, 32)[:, :20], is_grads_batched=True)
     assert batched[0].shape == (3, 20, 8)
-
-
-@compiles
-@pytest.mark.parametrize("name", [*CONTEXTS, "lambda"])
-def test_compile(name: str) -> None:
-    torch.compiler.reset()
-    p = nn.Parameter(torch.tensor(0.7))
-    layer = fl.FusedDenseAct(8, 32, (lambda z: _swish(z, p)) if name == "lambda" else LAYERS[name]())
-    x = torch.randn(20, 8, requires_grad=True)
-    sources = [x, p, *layer.parameters()]
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    y, eager = compiled(x), layer.activation(F.linear(x, layer.weight, layer.bias))
-    torch.testing.assert_close(y, eager)
-    dy = torch.randn_like(y)
-    torch.testing.assert_close(_gradients(y, dy, sources), _gradients(eager, dy, sources), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", CONTEXTS)

@@ -156,7 +156,18 @@ def test_frozen_parts(name: str, activation: str, save: str, trains_x: bool) -> 
         assert kept <= eagers
 
 
-@every_layer
+@pytest.mark.parametrize(
+    "name, activation, save",
+    covering(
+        list(SUBJECTS),
+        list(ACTIVATIONS),
+        SAVES,
+        # torch casts what PReLU reads to 16 bits; behind what autocast does not cast it stays float32 here.
+        where=lambda name, activation, save: (
+            activation != "prelu" or name.startswith(("dense", "conv", "mlp", "gated"))
+        ),
+    ),
+)
 def test_autocast(name: str, activation: str, save: str) -> None:
     """The dtypes, values and bytes of eager, whose own rounding is the measure of errors."""
     twins = Twins.of(name, activation, save=save)
@@ -246,7 +257,7 @@ def test_bad_input(name: str, activation: str, save: str) -> None:
         twins.own(x.tolist())
     with pytest.raises(TypeError, match="must have a floating dtype"):
         twins.own(x.int())
-    if twins.sources:
+    if name != "activation":
         with pytest.raises(ValueError, match=r"dtype.*float64"):
             twins.own(x.double())
         with pytest.raises(ValueError, match="meta"):
