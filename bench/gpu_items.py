@@ -193,7 +193,7 @@ def _check_elementwise(kernel: str, activation: Activation, dtype: torch.dtype) 
         return {}  # how exact it can be depends on y; the tests look at that
     if kernel in ("forward", "gate"):
         return _compare(results[0], torchs.detach(), exact.detach(), floor=0.0)
-    # y is rounded to its dtype: so is the derivative that it tells (numerics in bench/README).
+    # y is rounded to its dtype, and so is the derivative that it tells.
     floor = {torch.float32: 4e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype] if encode else 0.0
     theirs, right = torchs_gradients[0], exact_gradients[0]
     assert theirs is not None and right is not None

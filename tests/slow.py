@@ -10,21 +10,23 @@ from typing import Any
 
 import pytest
 
-#: Of a test with more cases so many are not slow; in test_properties.py, which is of pairs already, all.
+#: Of a test with more cases so many are not slow.
 MOST = 24
+#: None of these are slow: their cases are pairs already.
+WHOLE = ("test_properties",)
 
 #: Module -> test -> how many of its cases are not slow, where that is another number.
 SLOW: dict[str, dict[str, int]] = {
     "test_activations": {
-        "test_fits_meet_their_tolerance": 6,
         "test_derivatives_are_at_the_floor": 1,
+        "test_fits_meet_their_tolerance": 6,
     },
     "test_analysis": {
-        "test_float32_outputs_tell_everywhere": 8,
-        "test_on_a_device": 5,
-        "test_no_nan_but_eagers_and_0_where_it_is_flat": 12,
         "test_derivatives_can_be_traced": 4,
         "test_each_is_what_it_was_expected_to_be": 5,
+        "test_float32_outputs_tell_everywhere": 8,
+        "test_no_nan_but_eagers_and_0_where_it_is_flat": 12,
+        "test_on_a_device": 5,
         "test_the_derivative_is_as_accurate_as_gelus": 10,
     },
     "test_aot": {
@@ -33,23 +35,23 @@ SLOW: dict[str, dict[str, int]] = {
         "test_everything_compiles_without_spills": 0,
         "test_gates_compile_without_spills": 0,
         "test_gelu_compiles_without_spills": 0,
-        "test_the_command_shows_what_the_compiler_made": 0,
         "test_inverses_compile_without_spills": 0,
+        "test_the_command_shows_what_the_compiler_made": 0,
         "test_what_users_bring_compiles_without_spills": 0,
     },
     "test_backend_eager": {
         "test_results_do_not_depend_on_the_clock": 6,
     },
     "test_bench": {
-        "test_overhead_command_line": 0,
-        "test_pointwise_compares_bandwidths": 0,
-        "test_custom_records_what_fails": 0,
-        "test_custom_command_line": 0,
         "test_as_many_layers_as_fit": 0,
+        "test_custom_command_line": 0,
         "test_custom_counts_what_each_activation_keeps": 0,
+        "test_custom_records_what_fails": 0,
         "test_each_compiled_variant_has_its_mode": 1,
         "test_matmul_compares_the_ways_there_are": 0,
+        "test_overhead_command_line": 0,
         "test_overhead_results_have_everything_a_reader_needs": 0,
+        "test_pointwise_compares_bandwidths": 0,
         "test_quack_is_compared_in_its_own_layout": 0,
         "test_saved_bytes_of_gelu_halve": 0,
         "test_whole_models": 0,
@@ -63,33 +65,33 @@ SLOW: dict[str, dict[str, int]] = {
         "test_pieces_join": 2,
     },
     "test_compiling": {
-        "test_the_name_is_known_without_an_import": 0,
         "test_compiled": 1,
+        "test_the_name_is_known_without_an_import": 0,
         "test_what_is_written_over": 1,
     },
     "test_contexts": {
-        "test_the_first_use_may_be_compiled": 0,
         "test_compiled_by_inductor": 0,
         "test_compiled_without_inductor": 1,
         "test_constants_made_inside_a_context_serve_outside": 2,
+        "test_the_first_use_may_be_compiled": 0,
         "test_whatever_is_passed_compiles": 2,
     },
     "test_conv": {
-        "test_strides_are_torchs": 108,
         "test_compiled": 1,
         "test_compiled_one_tensor_is_kept": 0,
         "test_residuals_have_first_and_second_derivatives": 14,
+        "test_strides_are_torchs": 108,
         "test_the_peak_is_two_tensors": 0,
         "test_triton": 6,
     },
     "test_custom": {
-        "test_a_resnet_keeps_little_more_than_with_relu": 1,
-        "test_dense": 16,
-        "test_values_and_gradients": 16,
         "test_a_bias_may_run_along_another_dimension": 11,
+        "test_a_resnet_keeps_little_more_than_with_relu": 1,
         "test_all_numbers_of_16_bits_of_fixed_functions": 10,
+        "test_dense": 16,
         "test_derivatives_of_fixed_functions": 8,
         "test_numbers_that_change_at_every_call_are_given_up": 0,
+        "test_values_and_gradients": 16,
         "test_what_the_table_has_is_recognised": 2,
     },
     "test_dispatch": {
@@ -101,11 +103,11 @@ SLOW: dict[str, dict[str, int]] = {
         "test_losses_gradients_and_saved_bytes_of_each_process": 0,
     },
     "test_explain": {
-        "test_names_of_the_table": 6,
-        "test_kinds_and_reasons": 6,
-        "test_the_command_as_users_call_it": 0,
         "test_functions_of_the_literature": 2,
+        "test_kinds_and_reasons": 6,
+        "test_names_of_the_table": 6,
         "test_pictures": 1,
+        "test_the_command_as_users_call_it": 0,
     },
     "test_functional": {
         "test_derivatives_where_one_argument_needs_them": 22,
@@ -125,6 +127,10 @@ SLOW: dict[str, dict[str, int]] = {
         "test_gradient_of_a_gate": 2,
         "test_tilings_of_devices": 1,
     },
+    "test_gpu_check": {
+        "test_denied_kernels_are_not_candidates": 0,
+        "test_it_runs_on_the_fake_driver": 0,
+    },
     "test_invertible_contexts": {
         "test_engines": 0,
     },
@@ -132,12 +138,12 @@ SLOW: dict[str, dict[str, int]] = {
         "test_peak_memory_does_not_grow_with_depth": 0,
     },
     "test_memory_report": {
-        "test_the_command_as_users_call_it": 0,
         "test_compiled_code_is_one_operation_and_its_backward_pass_is_followed": 0,
+        "test_the_command_as_users_call_it": 0,
     },
     "test_mlp": {
-        "test_compiled_whole": 3,
         "test_backward_makes_the_same_mask_again": 2,
+        "test_compiled_whole": 3,
         "test_gradcheck_and_gradgradcheck": 4,
         "test_gradgradcheck_where_layers_are_frozen": 3,
         "test_masks_do_not_depend_on_what_needs_a_gradient": 1,
@@ -152,7 +158,6 @@ SLOW: dict[str, dict[str, int]] = {
         "test_what_is_not_asked_for": 1,
     },
     "test_models": {
-        "test_unfuse_restores_the_model": 6,
         "test_compiled_by_the_backend": 0,
         "test_losses_and_gradients": 3,
         "test_saved_bytes_of_bert": 0,
@@ -160,6 +165,7 @@ SLOW: dict[str, dict[str, int]] = {
         "test_saved_bytes_of_mistral_recomputed": 0,
         "test_saved_bytes_of_vit": 0,
         "test_training_goes_the_same_way": 1,
+        "test_unfuse_restores_the_model": 6,
         "test_what_is_found": 2,
     },
     "test_norm": {
@@ -167,6 +173,9 @@ SLOW: dict[str, dict[str, int]] = {
         "test_compiled_code_keeps_two_buffers_too": 1,
         "test_compiled_for_every_size": 1,
         "test_parameters_of_users_may_run_along_any_dimension": 12,
+    },
+    "test_normalised": {
+        "test_a_channel_is_told_only_where_the_error_is_small": 7,
     },
     "test_plan": {
         "test_under_the_compiler": 1,
@@ -178,6 +187,9 @@ SLOW: dict[str, dict[str, int]] = {
     "test_readme": {
         "test_examples_run": 0,
     },
+    "test_register": {
+        "test_a_registered_function_is_known_by_name_and_as_itself": 16,
+    },
     "test_saved_memory": {
         "test_compiled": 4,
         "test_compiled_by_inductor": 0,
@@ -187,48 +199,38 @@ SLOW: dict[str, dict[str, int]] = {
         "test_compiled": 1,
         "test_several_processes": 0,
     },
+    "test_sublinear_plans": {
+        "test_plans_keep_what_they_say": 6,
+    },
     "test_synchronised": {
         "test_one_tensor_is_kept": 0,
         "test_processes_compute_what_one_does": 1,
     },
+    "test_trace": {
+        "test_operations_compute_what_the_function_computes": 10,
+    },
     "test_triton": {
-        "test_inverse": 6,
-        "test_special_float32_numbers": 8,
-        "test_what_lies_outside_does_not_count": 12,
-        "test_gradient_given_the_input": 12,
         "test_every_16_bit_number_backward": 9,
         "test_every_16_bit_number_forward": 10,
         "test_forward": 8,
+        "test_gradient_given_the_input": 12,
         "test_gradient_given_the_output": 9,
+        "test_inverse": 6,
         "test_layouts": 5,
+        "test_special_float32_numbers": 8,
         "test_two_runs_agree_to_the_last_bit": 1,
+        "test_what_lies_outside_does_not_count": 12,
     },
     "test_triton_operands": {
-        "test_modules_in_convolutional_networks": 3,
         "test_every_function_of_the_literature_prints": 2,
         "test_functions_without_parameters": 2,
         "test_layouts": 2,
+        "test_modules_in_convolutional_networks": 3,
         "test_torchs_activations_inside_of_a_function": 4,
         "test_trainable_functions": 2,
         "test_trainable_functions_in_layers": 3,
         "test_two_runs_agree_to_the_last_bit": 1,
         "test_what_lies_outside_does_not_count": 5,
-    },
-    "test_gpu_check": {
-        "test_denied_kernels_are_not_candidates": 0,
-        "test_it_runs_on_the_fake_driver": 0,
-    },
-    "test_trace": {
-        "test_operations_compute_what_the_function_computes": 10,
-    },
-    "test_register": {
-        "test_a_registered_function_is_known_by_name_and_as_itself": 16,
-    },
-    "test_normalised": {
-        "test_a_channel_is_told_only_where_the_error_is_small": 7,
-    },
-    "test_sublinear_plans": {
-        "test_plans_keep_what_they_say": 6,
     },
 }
 
@@ -240,7 +242,9 @@ def mark(items: Sequence[pytest.Item]) -> None:
         name = getattr(item, "originalname", None) or item.name
         cases.setdefault((item.path.stem, name), []).append(item)
     for (module, name), found in cases.items():
-        stay = min(SLOW.get(module, {}).get(name, MOST), len(found)) if module != "test_properties" else len(found)
+        if module in WHOLE:
+            continue
+        stay = min(SLOW.get(module, {}).get(name, MOST), len(found))
         fast = {(2 * i + 1) * len(found) // (2 * stay) for i in range(stay)}
         for number, item in enumerate(found):
             if number not in fast:

@@ -214,7 +214,7 @@ class Twins(NamedTuple):
         return [y.detach(), *found]  # type: ignore[list-item]  # as has just been asserted
 
 
-#: What an output that carries the branch tells of the derivative, by dtype (FACTS in bench: the floor), of the norm.
+#: What rounded outputs, and a branch in the last bit, may add to the error of a gradient, by dtype, of its norm.
 FLOOR = {torch.float64: 0.0, torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
