@@ -298,6 +298,11 @@ def _decide(
     plain_because = plain_because or validation.unusual_because(x, *sum((*first, last), ()))
     if plain_because is None and is_small:
         plain_because = f"hidden layers of less than {plan.SMALL_BYTES >> 10} KiB are left to PyTorch"
+    backend = backends.choose(x, activation)
+    if plain_because is None and options.save == "auto" and not options.is_gated and activation.is_fusible:
+        dtype = cast or x.dtype
+        if activation.output_refusal(dtype) is None:
+            plain_because = backend.slow_because(activation, dtype)
     rows = x.numel() // max(1, x.shape[-1])
     if rows * first[0].w.shape[0] == 0:
         by_layer_because = "there is nothing to compute"
@@ -306,7 +311,7 @@ def _decide(
             options,
             activation,
             cast or x.dtype,
-            backends.choose(x, activation),
+            backend,
             needs,
             1 << rows.bit_length() >> 1,
             first[0].w.shape[1],

@@ -31,8 +31,8 @@ from ._torch import (
 )
 from .activations import Activation, WithOperands
 from .backends import Backend
+from .backends.cpu import onednn
 from .backends.operations import MATMUL, Convolution, Matmul, Operation, Pointwise, Weight
-from .backends.torch import operations as torch_operations
 from .ops import batch_norm
 from .plan import Needs, Plan, PlanKey, Size, make_plan
 from .utils.bounded_cache import BoundedCache
@@ -114,7 +114,7 @@ def plan_dense(
     if not is_usual or torch.compiler.is_compiling() or not x.dim() or not w.dim():
         return plan_for(MATMUL, x, w, b, residual, activation, save, None, is_usual=False)
     shape, multiply_adds = x.shape, x.numel() * w.shape[0]
-    is_large = multiply_adds >= torch_operations.LARGE_MATMUL
+    is_large = multiply_adds >= onednn.LARGE_MATMUL
     sizes = MATMUL, len(shape) if residual is None else shape, shape[-1], is_large
     return plan_for(MATMUL, x, w, b, residual, activation, save, sizes, multiply_adds // max(1, shape[-1]))
 

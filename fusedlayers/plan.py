@@ -251,9 +251,19 @@ def _plain_because(key: PlanKey) -> str | None:
         return key.plain_because or activation.fallback_reason
     if key.is_compiling:
         return "torch.compile sees a user's function as it is" if activation.needs_tracing else None
+    reason = _slow_because(key)
+    if reason is not None:
+        return reason
     if key.size == "small" and key.save == "auto" and not key.is_inplace:
         return f"results of less than {SMALL_BYTES >> 10} KiB are left to PyTorch"
     return None
+
+
+def _slow_because(key: PlanKey) -> str | None:
+    """Why saving the output would take several times PyTorch's time, or None."""
+    if key.save != "auto" or not any(key.needs) or key.activation.output_refusal(key.dtype) is not None:
+        return None
+    return key.backend.slow_because(key.activation, key.dtype)
 
 
 # --- batch norms ------------------------------------------------------------------------------------------------------

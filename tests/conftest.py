@@ -65,15 +65,14 @@ Switch = Callable[[bool], None]
 def on_triton(monkeypatch: pytest.MonkeyPatch) -> Switch:
     """What switches between Triton and torch's operations, on whatever device the tests run."""
     from fusedlayers import backends, block_plan, call, plan
-    from fusedlayers.backends import torch as torch_backend
-    from fusedlayers.backends import triton
+    from fusedlayers.backends import cpu, triton
 
     for size in ("SMALL_BYTES", "MEDIUM_BYTES"):
         monkeypatch.setattr(plan, size, 0)
 
     def switch(on: bool) -> None:
         def choose(tensor: torch.Tensor, activation: Any = None) -> Any:
-            return triton if on and (activation is None or triton.computes(activation)) else torch_backend
+            return triton if on and (activation is None or triton.computes(activation)) else cpu
 
         monkeypatch.setattr(backends, "choose", choose)
         for plans in (call._plans, block_plan._plans):

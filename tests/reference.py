@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedlayers.activations import Activation
+from fusedlayers.derivative import branch_bit
 
 Function = Callable[[Tensor], Tensor]
 
@@ -87,6 +88,12 @@ def ulp(value: Tensor, dtype: torch.dtype) -> Tensor:
     info = torch.finfo(dtype)
     exponent = torch.frexp(value.double().abs().clamp_min(info.tiny))[1]
     return torch.exp2(exponent.double() - 1) * info.eps
+
+
+def encoding_error(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """How far the branch bit may move an output: by a unit in the last place, and from what underflows to the smallest
+    number that has the bit."""
+    return torch.maximum(ulp(y, dtype), torch.tensor(branch_bit.smallest_marked(dtype), dtype=torch.float64))
 
 
 def derivative(function: Function, z: Tensor) -> Tensor:

@@ -10,15 +10,14 @@ import torch
 import torch.nn.functional as F
 from gpu import DEVICE, INTERPRETER_WARNINGS
 from literature import FIXED, PUBLISHED, Published
-from reference import all_values, derivative, second_derivative, ulp
+from reference import all_values, derivative, encoding_error, second_derivative, ulp
 from torch import Tensor
 
 import fusedlayers as fl
 from fusedlayers.activations import Activation, Row
 from fusedlayers.activations.tracing import trace
-from fusedlayers.backends import GradientRequest
-from fusedlayers.backends import torch as torch_backend
-from fusedlayers.backends.torch import table
+from fusedlayers.backends import GradientRequest, cpu
+from fusedlayers.backends.cpu import table
 from fusedlayers.derivative import branch_bit
 from fusedlayers.derivative.analysis import (
     ALLOWANCE,
@@ -357,7 +356,7 @@ def test_ambiguous_outputs_carry_the_branch(dtype: torch.dtype, ambiguous: branc
         assert encoded.dtype is torch.float32
         assert torch.equal(encoded.to(dtype).float(), encoded) and bool(encoded.isfinite().all())
         assert bool((branch_bit.decode(encoded, dtype, ambiguous) == marked).all())
-        assert bool(((encoded.double() - y.double()).abs() <= ulp(y, dtype)).all())
+        assert bool(((encoded.double() - y.double()).abs() <= encoding_error(y, dtype)).all())
 
 
 @pytest.mark.parametrize("marked", [True, False])
@@ -387,8 +386,7 @@ def test_overflow_zero_and_nan(dtype: torch.dtype, ambiguous: branch_bit.Ambiguo
         assert encode(sign * math.inf, marked=marked).tolist() == [sign * math.inf]
         assert bool(encode(math.nan, -math.nan, marked=marked).isnan().all())
     assert encode(0.0, marked=False).tolist() == [0.0]
-    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    assert encode(sign * 0.0, marked=True).tolist() == [sign * smallest]
+    assert encode(sign * 0.0, marked=True).tolist() == [sign * branch_bit.smallest_marked(dtype)]
     assert not bool(branch_bit.decode(torch.tensor([0.0, sign * math.inf]), dtype, ambiguous).any())
 
 
@@ -417,7 +415,7 @@ def test_every_16_bit_number_knows_its_branch(published: Published, dtype: torch
     real = truth.isfinite() & y.isfinite()
     marked = fold.marks(z.double())
     assert torch.equal(branch_bit.decode(y.float(), dtype, fold.ambiguous)[real], marked[real])
-    unit = ulp(torch.maximum(truth.abs(), y.double().abs()), dtype)
+    unit = encoding_error(torch.maximum(truth.abs(), y.double().abs()), dtype)
     assert bool(((y.double() - truth).abs()[real] <= 1.01 * unit[real]).all())
     certain = real & ~marked & {"negative": truth >= 0, "positive": truth <= 0}.get(fold.ambiguous, truth != truth)
     assert torch.equal(y[certain], truth.to(dtype)[certain])
@@ -444,9 +442,7 @@ def test_cpu_tables_hold_the_derivative(published: Published) -> None:
     z = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
     y = activation.encoded(torch.cat([z, torch.linspace(-12, 12, 100_001) + 1e-4]), torch.float32)
     assert bool(y.isfinite().all())
-    quick, _ = torch_backend.gradient(
-        torch.ones_like(y), y, activation, (), GradientRequest("output", False, False), dim=-1
-    )
+    quick, _ = cpu.gradient(torch.ones_like(y), y, activation, (), GradientRequest("output", False, False), dim=-1)
     if isinstance(fitted, FoldedDerivative):
         slow = fitted(y.double(), branch_bit.decode(y, torch.float32, fitted.fold.ambiguous))
     else:
@@ -460,7 +456,7 @@ def test_cpu_tables_hold_the_derivative(published: Published) -> None:
 
 def test_most_are_served_by_tables() -> None:
     segmented = [_activation(p) for p in TOLD if not _is_like_gelu(p)]
-    without = {a.name for a in segmented if table.interpolated(a) is None}
+    without = {a.name for a in segmented if table.derivative_table(a) is None}
     # A constant between two plateaus is cheap; a kink at 0 of a folded function needs a sign that the root has lost.
     assert without <= {"relu1", "nipuna"}, without
 
@@ -475,9 +471,7 @@ def test_tables_leave_their_argument_alone_and_keep_nan(name: str) -> None:
     (activation,) = (_activation(p) for p in FIXED if p.name == name)
     y = torch.tensor([0.25, 0.5, math.nan, -0.0, 0.0])
     before = y.clone()
-    slope, _ = torch_backend.gradient(
-        torch.ones_like(y), y, activation, (), GradientRequest("output", False, False), dim=-1
-    )
+    slope, _ = cpu.gradient(torch.ones_like(y), y, activation, (), GradientRequest("output", False, False), dim=-1)
     assert torch.equal(y.view(torch.int32), before.view(torch.int32))
     assert slope.isnan().tolist() == [False, False, True, False, False]
 

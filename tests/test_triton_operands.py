@@ -24,7 +24,7 @@ from fusedlayers import backends
 from fusedlayers.activations import Activation, WithOperands, resolve
 from fusedlayers.activations.custom import _variants
 from fusedlayers.backends import GradientRequest
-from fusedlayers.backends import torch as torch_backend
+from fusedlayers.backends import torch as reference
 from fusedlayers.call import with_operands
 
 pytest.importorskip("triton")
@@ -248,11 +248,11 @@ def test_functions_that_cannot_be_printed_fall_to_torch_operations(caplog: pytes
     unprintable = traced(lambda z: z * torch.special.airy_ai(z), (64, 48)).activation
     printable = traced(lambda z: torch.tanh(torch.exp(z)), (64, 48)).activation
     with caplog.at_level(logging.WARNING, "fusedlayers"):
-        assert backends.choose(on_gpu, unprintable) is torch_backend  # type: ignore[arg-type]  # as much of a tensor as is asked
+        assert backends.choose(on_gpu, unprintable) is reference  # type: ignore[arg-type]  # as much of a tensor as is asked
     assert "airy_ai has no Triton counterpart" in caplog.text
     assert backends.choose(on_gpu, printable) is backend  # type: ignore[arg-type]
     on_gpu.dtype = torch.float64
-    assert backends.choose(on_gpu, printable) is torch_backend  # type: ignore[arg-type]
+    assert backends.choose(on_gpu, printable) is reference  # type: ignore[arg-type]
 
 
 # --- torch's own activations inside of users' functions ---------------------------------------------------------------

@@ -102,6 +102,7 @@ TABLE = (
             torch.relu_,
             (aten.threshold_backward, lambda dy, y: (dy, y, 0)),
             lambda dy, z: aten.threshold_backward(dy, z, 0),
+            loop=lambda: ("relu", 0.0),
             saves_result=True,
         ),
     ),
@@ -186,6 +187,7 @@ TABLE = (
             torch.tanh_,
             (aten.tanh_backward, lambda dy, y: (dy, y)),
             post_op=lambda: ("tanh", [], ""),
+            loop=lambda: ("tanh", 0.0),
             saves_result=True,
         ),
     ),
@@ -199,6 +201,7 @@ TABLE = (
             torch.sigmoid_,
             (aten.sigmoid_backward, lambda dy, y: (dy, y)),
             post_op=lambda: ("sigmoid", [], ""),
+            loop=lambda: ("sigmoid", 0.0),
             saves_result=True,
         ),
     ),
@@ -283,7 +286,11 @@ TABLE = (
         derivative_given_output="fold",
         inverse="fold",
         stands_for=((nn.GELU, {"approximate": "none"}), (F.gelu, {}), (F.gelu, {"approximate": "none"})),
-        native=Native(gradient_given_input=aten.gelu_backward.default, post_op=lambda: ("gelu", [], "none")),
+        native=Native(
+            gradient_given_input=aten.gelu_backward.default,
+            post_op=lambda: ("gelu", [], "none"),
+            loop=lambda: ("gelu", 0.0),
+        ),
     ),
     Row(
         "gelu_tanh",
@@ -294,9 +301,16 @@ TABLE = (
         native=Native(
             gradient_given_input=functools.partial(aten.gelu_backward.default, approximate="tanh"),
             post_op=lambda: ("gelu", [], "tanh"),
+            loop=lambda: ("gelu_tanh", 0.0),
         ),
     ),
-    Row("quick_gelu", lambda z: z * torch.sigmoid(1.702 * z), derivative_given_output="fold", inverse="fold"),
+    Row(
+        "quick_gelu",
+        lambda z: z * torch.sigmoid(1.702 * z),
+        derivative_given_output="fold",
+        inverse="fold",
+        native=Native(loop=lambda: ("swish", 1.702)),
+    ),
     Row(
         "silu",
         F.silu,
@@ -304,7 +318,10 @@ TABLE = (
         inverse="fold",
         stands_for=((nn.SiLU, {}), (F.silu, {})),
         native=Native(
-            aten.silu_.default, gradient_given_input=aten.silu_backward.default, post_op=lambda: ("swish", [], "")
+            aten.silu_.default,
+            gradient_given_input=aten.silu_backward.default,
+            post_op=lambda: ("swish", [], ""),
+            loop=lambda: ("swish", 1.0),
         ),
     ),
     Row(
@@ -313,14 +330,18 @@ TABLE = (
         derivative_given_output="fold",
         inverse="fold",
         stands_for=((nn.Mish, {}), (F.mish, {})),
-        native=Native(gradient_given_input=aten.mish_backward.default),
+        native=Native(gradient_given_input=aten.mish_backward.default, loop=lambda: ("mish", 0.0)),
     ),
     Row(
         "hardswish",
         F.hardswish,
         derivative_given_output=FoldedDerivative(Fold(-1.5, -0.375), _hardswish_derivative),
         stands_for=((nn.Hardswish, {}), (F.hardswish, {})),
-        native=Native(aten.hardswish_.default, gradient_given_input=aten.hardswish_backward.default),
+        native=Native(
+            aten.hardswish_.default,
+            gradient_given_input=aten.hardswish_backward.default,
+            loop=lambda: ("hardswish", 0.0),
+        ),
     ),
 )
 for _row in TABLE:

@@ -38,7 +38,8 @@ def upcast(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Native:
-    """ATen kernels that compute the row's function and gradient in one vectorised pass. Only eager mode uses them.
+    """Kernels that compute the row's function and gradient in one vectorised pass: ATen's, which only eager mode uses,
+    oneDNN's, and the package's own for CPUs.
 
     Attributes:
         activate_: ``activate_(z, **parameters)`` overwrites z with the output.
@@ -46,6 +47,7 @@ class Native:
             operator's arguments.
         gradient_given_input: ``gradient_given_input(dy, z, **parameters)`` computes ``dy * f'`` from the input.
         post_op: ``post_op(**parameters)`` is oneDNN's description of the function: ``(name, scalars, algorithm)``.
+        loop: ``loop(**parameters)`` names the function of the compiled loops for CPUs, and its parameter.
         saves_result: autograd's node of ``activate_`` saves the result alone, and its gradients are as exact as those
             of ``gradient``.
     """
@@ -54,6 +56,7 @@ class Native:
     gradient: tuple[Any, Callable[..., tuple[Any, ...]]] | None = None
     gradient_given_input: Function | None = None
     post_op: Callable[..., tuple[str, list[float], str]] | None = None
+    loop: Callable[..., tuple[str, float]] | None = None
     saves_result: bool = False
 
 

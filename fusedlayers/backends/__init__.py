@@ -8,7 +8,8 @@ import importlib.util
 from torch import Tensor, float64
 
 from ..activations import Activation
-from . import torch as torch_backend
+from . import cpu
+from . import torch as reference
 from .base import ActivationGradients, Backend, GradientRequest
 
 __all__ = ["DEVICES", "ActivationGradients", "Backend", "GradientRequest", "choose"]
@@ -19,22 +20,25 @@ DEVICES = ("cpu", "cuda")
 
 
 def choose(tensor: Tensor, activation: Activation | None = None) -> Backend:
-    """The backend for a tensor's device: Triton on GPUs where it is installed, torch operations elsewhere.
+    """The backend for a tensor's device: compiled loops on CPUs, Triton on GPUs where it is installed, torch
+    operations elsewhere.
 
     float64 stays with torch operations on GPUs too (the kernels compute in float32), and so does what cannot be printed
     as device code.
     """
+    if tensor.is_cpu:
+        return cpu
     if tensor.is_cuda and tensor.dtype is not float64:
         backend = _for_gpus()
-        return backend if activation is None or backend.computes(activation) else torch_backend
-    return torch_backend
+        return backend if activation is None or backend.computes(activation) else reference
+    return reference
 
 
 @functools.cache
 def _for_gpus() -> Backend:
     # Triton is imported on the first use of a GPU, not with the package: it takes long, and need not be there.
     if importlib.util.find_spec("triton") is None:
-        return torch_backend
+        return reference
     from . import triton
 
     return triton

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from ..activations import Activation
@@ -35,6 +36,10 @@ class Backend(Protocol):
 
     def computes(self, activation: Activation) -> bool:
         """Whether this backend has, or can make, code for the activation."""
+        ...
+
+    def slow_because(self, activation: Activation, dtype: torch.dtype) -> str | None:
+        """Why backward from outputs of ``dtype`` takes several times PyTorch's time, or None where it does not."""
         ...
 
     def has_faster_linear(self, x: Tensor, w: Tensor) -> bool:

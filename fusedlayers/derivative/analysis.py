@@ -225,11 +225,11 @@ def measure(
         error = (found.double() - slope).abs()
         for kink in features.kinks:
             # Within a unit of a kink's output the slopes of both sides are right, and the one that autograd has at the
-            # kink. A unit of 0 is the smallest subnormal.
+            # kink. A unit of 0 is what a marked output underflows to.
             info = torch.finfo(dtype)
             unit = 2.0 ** (math.frexp(kink.output)[1] - 1) * info.eps
             if kink.output == 0:
-                unit = 0.0 if features.fold is None else info.smallest_normal * info.eps
+                unit = 0.0 if features.fold is None else branch_bit.smallest_marked(dtype)
             close = (stored - float(torch.tensor(kink.output, dtype=dtype))).abs() <= unit
             # Only for inputs within their own rounding of the kink: inputs further away may have the kink's output too,
             # where a side is flat or rounds to it.

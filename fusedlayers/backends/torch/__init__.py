@@ -1,10 +1,15 @@
-"""Torch operations: the readable reference, and the backend for CPUs."""
+"""Torch operations: the readable reference, which computes everything anywhere.
+
+The backends for CPUs and GPUs leave to it what they have no loops or kernels for.
+"""
+
+import torch
 
 from ...activations import Activation
-from .elementwise import bias_act, gradient
+from .elementwise import bias_act, derivative, gradient, sum_of
 from .gated import gate, gate_gradient
 from .inverse import inverse
-from .operations import (
+from .matmul import (
     describe_matmuls,
     faster_linear,
     has_epilogue,
@@ -19,6 +24,7 @@ __all__ = [
     "HAS_EPILOGUES",
     "bias_act",
     "computes",
+    "derivative",
     "describe_matmuls",
     "faster_linear",
     "gate",
@@ -30,14 +36,22 @@ __all__ = [
     "linear",
     "linear_gradient",
     "operation_act",
+    "slow_because",
+    "sum_of",
 ]
 
 #: torch's matmuls add it on the way.
 ADDS_BIAS = False
-#: oneDNN's epilogues do not know the branch bit.
 HAS_EPILOGUES = False
 
 
 def computes(activation: Activation) -> bool:
     """Whether there is code for the activation: torch computes everything."""
     return True
+
+
+def slow_because(activation: Activation, dtype: torch.dtype) -> str | None:
+    """Why backward from the output takes several times PyTorch's time, or None where it does not."""
+    if activation.fitted_derivative() is None:
+        return None
+    return f"a fit of {activation.name}'s derivative takes dozens of torch operations"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...activations import Activation
 from ..base import GradientRequest
-from .chunks import Chunkwise, for_each
+from .chunks import for_each
 from .elementwise import bias_act, gradient
 
 
@@ -18,7 +18,7 @@ def gate(z: Tensor, up: Tensor, activation: Activation, operands: Sequence[Tenso
     out = torch.empty_like(z) if out is None else out
     if operands:  # which run along channels, and a chunk has none
         return torch.mul(_activated(z, activation, operands), up, out=out)
-    for_each(Chunkwise(lambda z, up, out: torch.mul(_activated(z, activation), up, out=out)), z, up, out)
+    for_each(lambda z, up, out: torch.mul(_activated(z, activation), up, out=out), z, up, out)
     return out
 
 
@@ -33,29 +33,24 @@ def gate_gradient(
     """Write the gradients of z and up over these, contiguous all, and return those of the operands; dy is overwritten
     too."""
     request = GradientRequest("input", True, False, needs)
-    native = activation.native.gradient_given_input
     shares: list[Tensor | None] = []
 
-    def differentiate(dy: Tensor, z: Tensor, up: Tensor) -> Tensor:
+    def differentiate(dy: Tensor, z: Tensor, up: Tensor) -> None:
         of_up = _activated(z, activation, operands).mul_(dy)
         dy.mul_(up)
         up.copy_(of_up)
-        if native is not None:
-            return z.copy_(native(dy, z, **activation.parameters))
         shares[:] = gradient(dy, z, activation, operands, request, dim=-1)[2:]
-        return z
 
     if operands:
         differentiate(dy, z, up)
     else:
-        for_each(Chunkwise(differentiate), dy, z, up)
+        for_each(differentiate, dy, z, up)
     return shares
 
 
 def _activated(z: Tensor, activation: Activation, operands: Sequence[Tensor] = ()) -> Tensor:
     """``activation(z, *operands)`` in a new tensor. ATen's kernels are used where it has them for both function and
-    derivative: the tables of ``elementwise.py`` are more exact, but take three times as long, and each is used for two
-    products here."""
+    derivative: the package's own functions take several operations."""
     if activation.native.gradient_given_input is not None:
         return activation.plain(z)
     return bias_act(z, None, activation, operands, dim=-1, encode=False, out=None)

@@ -1,5 +1,8 @@
 """Triton kernels: the backend for GPUs."""
 
+import torch
+
+from ...activations import Activation
 from .codegen import computes
 from .elementwise import bias_act, gate, gate_gradient, gradient, inverse
 from .operations import (
@@ -28,9 +31,15 @@ __all__ = [
     "linear",
     "linear_gradient",
     "operation_act",
+    "slow_because",
 ]
 
 #: The activation's pass adds the bias at no cost, and sums its gradient.
 ADDS_BIAS = True
 #: A matmul may apply the activation before it writes its result.
 HAS_EPILOGUES = True
+
+
+def slow_because(activation: Activation, dtype: torch.dtype) -> str | None:
+    """Why backward from outputs of ``dtype`` takes several times PyTorch's time: it does not, a fit is one kernel."""
+    return None

@@ -1,20 +1,21 @@
-"""Any fitted derivative on float32 outputs, from a table that is linear between its nodes.
+"""Any fitted derivative on float32 outputs, as a table of cubics, for ``look_up`` in ``loops.c``.
 
-Idea: the nodes are uniform in a variable ("coordinate", then "scale") that is cheap to compute and in which the
+Idea: the intervals are uniform in a variable ("coordinate", then "scale") that is cheap to compute and in which the
 derivative bends little. The coordinate s is the output or, with a fold, the root of the distance to the extremum,
-negative on the marked branch. The scale is s itself; or the root of its distance to one end of the range; or an
-arcsine, which is a root at both ends; or s over its size plus a constant, for derivatives that settle slowly. The
-first scale whose table is accurate enough on sampled outputs is taken.
+negative on the marked branch. The scale is s itself; or the root of its distance to one end of the range; or s over its
+size plus a constant, for derivatives that settle slowly. The first scale whose table is accurate enough on sampled
+outputs is taken. GELU's is the root of a root: the inner one makes the derivative smooth through the minimum, the outer
+one where the falling branch ends in 0.
 
-Cost: about a dozen passes over a chunk, where a fit of five polynomials takes a hundred. A table holds 8,192 pairs
-(64 KiB), and is made when an activation first runs a backward pass in float32.
+Cost: 512 cubics take 8 KiB, which stay in a core's first cache. A table is made when an activation first runs a
+backward pass in float32.
 
-Kinks: the derivative may jump. The table then has a node there, and each interval holds its own value and step, so
-that none mixes the two sides. The side of a jump comes from the sign of an exact difference. Where two jumps are closer
+Kinks: the derivative may jump. An interval then ends there, and each has a cubic of its own, so that none mixes the two
+sides. The side of a jump comes from the sign of an exact difference. Where two jumps are closer
 than float32 resolves in the variable, flat pieces are filled in by comparison.
 
-Limits: tables add up to ``ADDED`` to the error of the fit. Where no scale is accurate enough ``interpolated`` returns
-None, and the polynomials run.
+Limits: tables add up to ``ADDED`` to the error of the fit. Where no scale is accurate enough ``derivative_table``
+returns None.
 """
 
 from __future__ import annotations
@@ -30,32 +31,36 @@ from torch import Tensor
 
 from ...activations import Activation
 from ...derivative import branch_bit
-from ...derivative.analysis import MonotoneDerivative
+from ...derivative.analysis import MonotoneDerivative, analyse
 from ...derivative.features import Fold
-from ...derivative.folded import FoldedDerivative
+from ...derivative.folded import SMALLEST, TAIL_FRACTION, FoldedDerivative, FoldedInverse, Polynomials
 from ...derivative.piecewise import TINY, Flat, Segments
 from ...derivative.polynomial import PRECISIONS
 from ...utils.isolation import in_clean_state
-from .lookup import lookup
+from . import loops
 
-INTERVALS = 8192
+#: How many intervals are tried.
+INTERVALS = 512, 8192
 #: What a table may add to the error of the fit, rms over N(0, 1) and at most, in units of the steepest slope.
 ADDED_RMS = PRECISIONS[torch.float32].tolerance
 ADDED = 1e-5
 
 
-Kind = Literal["straight", "root from below", "root from above", "arcsine", "ratio"]
+#: The distance from 0 of the last output before a jump there: no float32 output of hardswish lies between.
+JUMPED = 2e-7
+
+Bend = Literal["straight", "root from below", "root from above", "ratio"]
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The variable ``(g(s) - zero) scale``, with g as ``kind`` says: s, the root of the distance to one end, the
-    arcsine, or s / (|s| + half).
+    """The variable ``(g(s) - zero) scale``, with g as ``kind`` says: s, the root of the distance to one end, or
+    s / (|s| + half).
 
     The interval of s is the integer below that. A negative scale makes ``zero`` belong to the interval below it in s.
     """
 
-    kind: Kind
+    kind: Bend
     low: float
     high: float
     zero: float
@@ -68,138 +73,95 @@ class Scale:
             return s
         if self.kind == "ratio":
             return s / (s.abs() + self.half)
-        if self.kind == "arcsine":
-            return ((s - self.middle) / self.radius).clamp(-1, 1).asin()
         return (s - self.low).sqrt() if self.kind == "root from below" else (self.high - s).sqrt()
-
-    @property
-    def middle(self) -> float:
-        return _float32((self.low + self.high) / 2)
-
-    @property
-    def radius(self) -> float:
-        return _float32((self.high - self.low) / 2)
 
     def unbend(self, c: Tensor) -> Tensor:
         if self.kind == "straight":
             return c
         if self.kind == "ratio":
             return self.half * c / (1 - c.abs()).clamp_min(1e-9)
-        if self.kind == "arcsine":
-            return self.middle + self.radius * c.clamp(-math.pi / 2, math.pi / 2).sin()
         return self.low + c * c if self.kind == "root from below" else self.high - c * c
 
-    def bend_(self, s: Tensor, free: Tensor) -> Tensor:
-        """g over s."""
-        if self.kind == "ratio":
-            return s.div_(torch.abs(s, out=free).add_(self.half))
-        if self.kind == "arcsine":
-            return s.sub_(self.middle).mul_(1 / self.radius).clamp_(-1, 1).asin_()
-        if self.kind == "root from below":
-            return s.sub_(self.low).sqrt_()
-        return s.neg_().add_(self.high).sqrt_() if self.kind == "root from above" else s
 
-
-class Interpolated:
+class DerivativeTable:
     """The derivative from (encoded) float32 outputs."""
 
-    SCRATCH = (torch.float32, torch.float32, torch.int32, torch.complex64)
-
     def __init__(self, fitted: FoldedDerivative | MonotoneDerivative, scale: Scale, flats: tuple[Flat, ...]) -> None:
+        #: With a fold: the fold, the origin of distances in two parts, and the range of distances.
         self.fold: Fold | None = None
+        self.origin = (0.0, 0.0)
+        self.nearest = self.farthest = 0.0
+        #: The derivative at a marked output that has underflowed, which may be that of a flat part.
+        self.underflow = 0.0
         if isinstance(fitted, FoldedDerivative):
             self.fold = fitted.fold
-            self.high, self.low = fitted.origin_parts
+            self.origin = fitted.origin_parts
             self.nearest = fitted.margin
             self.farthest = max(scale.low * scale.low, scale.high * scale.high)
+            self.underflow = float(_expected(fitted, _underflown(fitted.fold)))
         self.scale = scale
         # As float32, so that what is tried is what is computed.
         ends = scale.bend(torch.tensor([scale.low, scale.high], dtype=torch.float64))
         ends = ((ends - scale.zero) * scale.scale).floor()
         self.first = int(ends.min())
-        self.count = int(ends.max()) - self.first + 1
+        self.last = int(ends.max())
         #: Flat pieces that are filled in by comparison, because float32 does not separate them from their neighbours.
-        self.flats = flats
-        self.nodes = self._evaluate(fitted)
+        self.flats = torch.tensor([(flat.low, flat.high, flat.slope) for flat in flats], dtype=torch.float32)
+        self.cubics = self._evaluate(fitted)
 
     def _evaluate(self, fitted: FoldedDerivative | MonotoneDerivative) -> Tensor:
-        # Within an interval, not at its ends: the derivative may jump there.
-        inside = 2e-3
-        start = torch.arange(self.first, self.first + self.count, dtype=torch.float64)
-        ends = []
-        for c in (start + inside, start + 1 - inside):
-            ends.append(_at(fitted, self.scale.unbend(c / self.scale.scale + self.scale.zero)))
-        step = (ends[1] - ends[0]) / (1 - 2 * inside)
-        value = ends[0] - inside * step
-        return torch.complex(value.float(), step.float())  # a pair is one look-up
-
-    def __call__(self, y: Tensor, s: Tensor, c: Tensor, index: Tensor, pairs: Tensor, *for_lookup: Tensor) -> Tensor:
-        scale = self.scale
-        if self.fold is None:
-            torch.clamp(y, scale.low, scale.high, out=s)
-        else:
-            self._signed_root(y, self.fold, out=s, free=c).clamp_(scale.low, scale.high)
-        scale.bend_(s, c)
-        if scale.zero:
-            s.sub_(scale.zero)
-        s.mul_(scale.scale)
-        torch.floor(s, out=c)
-        # NaN has no index; its fraction is NaN, and so is the result.
-        index.copy_(c).sub_(self.first).clamp_(0, self.count - 1)
-        value, step = torch.view_as_real(lookup(self.nodes, index, *for_lookup, out=pairs)).unbind(-1)
-        slope = torch.addcmul(value, s.sub_(c), step, out=c)
-        for flat in self.flats:
-            slope.masked_fill_(flat.holds(y), flat.slope)
-        return slope
-
-    def _signed_root(self, y: Tensor, fold: Fold, *, out: Tensor, free: Tensor) -> Tensor:
-        y_bits, v_bits, free_bits = y.view(torch.int32), out.view(torch.int32), free.view(torch.int32)
-        torch.sub(y, self.high, out=out).sub_(self.low)
-        if fold.is_maximum:
-            out.neg_()
-        out.clamp_(self.nearest, self.farthest).sqrt_()
-        # The last bit, moved to the sign's place where the output is ambiguous: or-ing it into the root negates it.
-        torch.bitwise_left_shift(y_bits, 31, out=free_bits)
-        if fold.ambiguous == "negative":
-            free_bits.bitwise_and_(y_bits)
-        elif fold.ambiguous == "positive":
-            free_bits.bitwise_or_(y_bits).bitwise_xor_(y_bits)  # and not
-        v_bits.bitwise_or_(free_bits)
-        return out
+        c = torch.arange(self.first, self.last + 1, dtype=torch.float64).unsqueeze(1) + _PLACES
+        s = self.scale.unbend(c / self.scale.scale + self.scale.zero)
+        if self.fold is not None and self.fold.ambiguous == "negative":
+            # The falling branch ends at 0; where the derivative jumps there, before it.
+            ends = [-math.sqrt(max(0.0, -self.fold.extremum - rest)) for rest in (JUMPED, 1e-12)]
+            jumps = abs(float(_at(fitted, torch.tensor(ends[0], dtype=torch.float64))) - self.underflow) > 1e-3
+            s = s.clamp_min(ends[0] if jumps else ends[1])
+        values = _at(fitted, s)
+        return _cubics(values).contiguous()
 
 
 @functools.lru_cache(64)
 @in_clean_state
-def interpolated(activation: Activation) -> Interpolated | None:
-    """The table for an activation whose derivative is fitted in segments, or None if none is good enough."""
+def derivative_table(activation: Activation) -> DerivativeTable | None:
+    """The table for an activation whose derivative is fitted, or None if none is good enough."""
     fitted = activation.fitted_derivative()
     if fitted is None:
         return None
-    segments = fitted.of_distance if isinstance(fitted, FoldedDerivative) else fitted.segments
-    if not isinstance(segments, Segments):
-        return None
+    segments = _segments(activation, fitted)
     y, normal = _outputs(activation, segments)
     expected = _expected(fitted, y)
     steepest = float(expected.abs().max())
     s = _coordinate(fitted, y)
     jumps = _jumps(fitted, segments, steepest)
     hard = [jump for jump in jumps if not jump.is_corner]
-    tried = list(_scales(s, expected, jumps, steepest))
-    if len(hard) < len(jumps):
-        tried += _scales(s, expected, hard, steepest)
+    tried: list[Scale] = []
+    for intervals in INTERVALS:
+        tried += _scales(s, expected, jumps, steepest, intervals)
+        if len(hard) < len(jumps):
+            tried += _scales(s, expected, hard, steepest, intervals)
     for scale in tried:
         for flats in ((), _as_stored(segments)):
-            table = Interpolated(fitted, scale, flats)
-            buffers = [torch.empty(len(y), dtype=dtype) for dtype in table.SCRATCH]
-            error = (table(y, *buffers).double() - expected).abs() / steepest
-            good = float(error.max()) <= ADDED and float(error[:normal].square().mean().sqrt()) <= ADDED_RMS
-            if good:
-                # A comparison is as slow as three passes: where all pieces are constant, comparing alone is faster.
-                constant = all(isinstance(segment.polynomial, float) for segment in segments.segments)
-                return None if flats and constant else table
+            table = DerivativeTable(fitted, scale, flats)
+            error = (loops.slopes(table, y).double() - expected).abs() / steepest
+            if float(error.max()) <= ADDED and float(error[:normal].square().mean().sqrt()) <= ADDED_RMS:
+                return table
             if not segments.flats or isinstance(fitted, FoldedDerivative):
                 break  # a comparison of outputs cannot tell the branches apart
     return None
+
+
+def _segments(activation: Activation, fitted: FoldedDerivative | MonotoneDerivative) -> Segments:
+    """Where the derivative may jump."""
+    if isinstance(fitted, MonotoneDerivative):
+        return fitted.segments
+    if isinstance(fitted.of_distance, Segments):
+        return fitted.of_distance
+    if isinstance(fitted.of_distance, Polynomials):
+        return Segments((), (), fitted.fold.extremum)
+    found = analyse(activation.function).derivative(torch.float32)  # a formula does not say
+    assert isinstance(found, FoldedDerivative) and isinstance(found.of_distance, Segments)
+    return found.of_distance
 
 
 def _outputs(activation: Activation, segments: Segments) -> tuple[Tensor, int]:
@@ -263,6 +225,17 @@ def _as_stored(segments: Segments) -> tuple[Flat, ...]:
     return tuple(Flat(-flat.high, -flat.low, flat.slope, flat.marked) for flat in segments.flats)
 
 
+def _underflown(fold: Fold) -> Tensor:
+    smallest = torch.tensor(branch_bit.smallest_marked(torch.float32), dtype=torch.float32)
+    return smallest if fold.ambiguous == "positive" else -smallest
+
+
+def _is_underflow(flat: Flat, segments: Segments) -> bool:
+    """Whether the flat piece holds marked outputs that have underflowed, and no others."""
+    ends = (-flat.high, -flat.low) if segments.is_falling else (flat.low, flat.high)
+    return flat.marked and min(map(abs, ends)) <= branch_bit.smallest_marked(torch.float32)
+
+
 @dataclass(frozen=True)
 class Jump:
     """Where the derivative jumps, or has a corner, in the table's coordinate.
@@ -278,7 +251,8 @@ class Jump:
 def _jumps(fitted: FoldedDerivative | MonotoneDerivative, segments: Segments, steepest: float) -> list[Jump]:
     """Those ends of segments and flats where a line across would err by more than a table may."""
     places = {(segment.start, segment.marked) for segment in segments.segments}
-    places |= {(end, flat.marked) for flat in segments.flats for end in (flat.low, flat.high)}
+    flats = [flat for flat in segments.flats if not _is_underflow(flat, segments)]
+    places |= {(end, flat.marked) for flat in flats for end in (flat.low, flat.high)}
     jumps: dict[float, Jump] = {}
     for y, marked in sorted(places):
         if abs(y) > 1e30:
@@ -298,7 +272,7 @@ def _jumps(fitted: FoldedDerivative | MonotoneDerivative, segments: Segments, st
     return list(jumps.values())
 
 
-def _scales(s: Tensor, expected: Tensor, jumps: list[Jump], steepest: float) -> Iterator[Scale]:
+def _scales(s: Tensor, expected: Tensor, jumps: list[Jump], steepest: float, intervals: int) -> Iterator[Scale]:
     """The scales to try, the cheapest first, over the range in which the derivative is not constant."""
     order = s.argsort()
     s, expected = s[order], expected[order]
@@ -312,20 +286,20 @@ def _scales(s: Tensor, expected: Tensor, jumps: list[Jump], steepest: float) -> 
     low, high = min([low, *(a - margin for a in at)]), max([high, *(a + margin for a in at)])
     low, high = _float32(low), _float32(high)
     if high - low < 1e30:
-        yield from _placed("straight", low, high, jumps)
+        yield from _placed("straight", low, high, jumps, intervals)
         if len(jumps) <= 1:
-            yield from _placed("root from below", low, high, jumps)
-            yield from _placed("root from above", low, high, jumps)
-            yield from _placed("arcsine", low, high, jumps)
+            yield from _placed("root from below", low, high, jumps, intervals)
+            yield from _placed("root from above", low, high, jumps, intervals)
     for half in (1.0, 4.0, 0.25):
-        yield from _placed("ratio", low, high, jumps, half)
+        yield from _placed("ratio", low, high, jumps, intervals, half)
 
 
 def _placed(
-    kind: Kind,
+    kind: Bend,
     low: float,
     high: float,
     jumps: list[Jump],
+    intervals: int,
     half: float = 1.0,
 ) -> Iterator[Scale]:
     """The scale of this kind that has the jumps on integers; none where there is no such scale."""
@@ -334,7 +308,7 @@ def _placed(
     ends = sorted((bend(low), bend(high)))
     if not ends[1] > ends[0]:  # float64 does not separate them
         return
-    scale = (INTERVALS - 4) / (ends[1] - ends[0])
+    scale = (intervals - 4) / (ends[1] - ends[0])
     first = min(jumps, key=lambda jump: abs(jump.s), default=None)
     upwards = (first is None or first.is_above) != (kind == "root from above")
     if kind not in ("straight", "ratio"):
@@ -357,3 +331,60 @@ def _placed(
 
 def _float32(value: float) -> float:
     return float(torch.tensor(value, dtype=torch.float32))
+
+
+# --- inverses ---------------------------------------------------------------------------------------------------------
+
+
+class InverseTable:
+    """The input of a folded activation from its encoded float32 outputs, less the output (``invert`` in ``loops.c``).
+
+    Intervals lie closest where the input bends most: at the minimum, where ``d = y - y_min`` is small, and in the tail,
+    where y is small. Floating-point numbers are spaced like this. The variable is a float32 number w: d, with its sign
+    set on the falling branch; in the tail of that branch, y times a power of two that keeps it apart from all d. An
+    interval is all numbers with the same sign, exponent and leading bits. All cubics take 256 KiB; outputs of ordinary
+    size need a tenth of them.
+    """
+
+    #: The last bits of w, which are the place in the interval.
+    REST = 17
+
+    def __init__(self, fitted: FoldedInverse) -> None:
+        polynomials = fitted.of_distance
+        assert isinstance(polynomials, Polynomials) and fitted.fold.ambiguous == "negative"
+        nearest = fitted.margin
+        #: The factor of the tail: all of it is then below the smallest distance.
+        down = 2.0 ** (math.frexp(nearest)[1] - 2)
+        assert SMALLEST * down >= 2.0**-126
+        #: Numbers of ``loops.c``'s structure.
+        self.numbers = (*fitted.origin_parts, nearest, polynomials.minimum * TAIL_FRACTION, down)
+        start = torch.arange(-(2**31), 2**31, 2**self.REST, dtype=torch.int64).to(torch.int32).view(torch.float32)
+        w = start.double().unsqueeze(1)
+        following = (start.view(torch.int32) + (2**self.REST - 1)).view(torch.float32).double().unsqueeze(1)
+        w = w + (following - w) * (2**self.REST / (2**self.REST - 1)) * _PLACES
+        size, falling = w.abs(), w.signbit()
+        in_tail = falling & (size < nearest / 2)
+        distance = torch.where(in_tail, 1.0, size.clamp_min(nearest))
+        y = torch.where(in_tail, -size / down, fitted.fold.extremum + distance)
+        y = torch.where(in_tail, y.clamp(max=-SMALLEST), y)
+        distance = torch.where(in_tail, y - fitted.fold.extremum, distance)
+        # What is infinite or no number stays that, whatever is added.
+        self.cubics = _cubics(polynomials(distance, y, falling).nan_to_num(0.0)).contiguous()
+
+
+@functools.lru_cache(64)
+@in_clean_state
+def inverse_table(activation: Activation) -> InverseTable | None:
+    """The table for an activation whose inverse is fitted, or None."""
+    fitted = activation.fitted_inverse()
+    return None if fitted is None else InverseTable(fitted)
+
+
+#: Four places within an interval, not at its ends: what is fitted may jump there.
+_PLACES = 0.5 - 0.49 * torch.tensor([math.cos(k * math.pi / 8) for k in (1, 3, 5, 7)], dtype=torch.float64)
+
+
+def _cubics(values: Tensor) -> Tensor:
+    """The coefficients of the cubics through values at the four places of each interval."""
+    powers = _PLACES.unsqueeze(1) ** torch.arange(4)
+    return torch.linalg.solve(powers, values.T).T.float()

@@ -23,7 +23,6 @@ from ..._torch import (
     onednn_linear,
 )
 from ...activations import Activation
-from ..base import GradientRequest
 from ..operations import Convolution, Matmul, Operation, Weight
 from .elementwise import bias_act
 
@@ -81,25 +80,6 @@ def operation_act(
     return bias_act(z, None, activation, operands, dim=operation.dim, encode=encode, out=z)
 
 
-def has_epilogue(x: Tensor, w: Tensor, b: Tensor | None, activation: Activation, *, encode: bool) -> bool:
-    """Whether ``operation_act`` applies the activation in the matmul's epilogue, without a pass of its own: never with
-    the branch bit, which oneDNN's epilogues do not know."""
-    return False
-
-
-def linear_gradient(
-    dy: Tensor,
-    w: Tensor,
-    parts: Sequence[Tensor],
-    activation: Activation,
-    operands: Sequence[Tensor],
-    request: GradientRequest,
-    *,
-    hidden: bool,
-) -> None:
-    """None: ``linear``, and ``gradient`` or ``gate_gradient`` after it, are as fast."""
-
-
 @functools.lru_cache(64)
 def _post_op(activation: Activation) -> tuple[str, list[float], str] | None:
     """What oneDNN calls the activation, or None."""
@@ -153,8 +133,3 @@ def _has_bfloat16() -> bool:
 @functools.cache
 def _is_amd() -> bool:
     return str(torch.cpu.get_capabilities().get("cpu_name", "")).startswith("AMD")
-
-
-def describe_matmuls(w: Tensor, activation: Activation) -> list[str]:
-    """Lines for people: how layers and blocks multiply by ``w``, where that is measured. Here it is not."""
-    return []

@@ -1,0 +1,37 @@
+"""CPUs: compiled loops and oneDNN, and torch's operations for everything else."""
+
+import torch
+
+from ...activations import Activation
+from .. import torch as reference
+from ..torch import ADDS_BIAS, HAS_EPILOGUES, computes, describe_matmuls, has_epilogue, linear_gradient
+from . import build
+from .elementwise import bias_act, gate, gate_gradient, gradient, gradient_kernel, inverse
+from .onednn import faster_linear, has_faster_linear, linear, operation_act
+
+__all__ = [
+    "ADDS_BIAS",
+    "HAS_EPILOGUES",
+    "bias_act",
+    "computes",
+    "describe_matmuls",
+    "faster_linear",
+    "gate",
+    "gate_gradient",
+    "gradient",
+    "has_epilogue",
+    "has_faster_linear",
+    "inverse",
+    "linear",
+    "linear_gradient",
+    "operation_act",
+    "slow_because",
+]
+
+
+def slow_because(activation: Activation, dtype: torch.dtype) -> str | None:
+    """Why backward from the output takes several times PyTorch's time, or None where it does not."""
+    if activation.fitted_derivative() is None or gradient_kernel(activation, dtype, "output") is not None:
+        return None
+    missing = build.missing_because()
+    return missing or reference.slow_because(activation, dtype)

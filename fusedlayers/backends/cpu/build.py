@@ -1,0 +1,153 @@
+"""The compiled loops: ``loops.c``, built at first use with the system's C compiler, cached, and loaded.
+
+The cache is ``$XDG_CACHE_HOME/fusedlayers`` (``~/.cache/fusedlayers``), or a folder of the user's own among the
+temporary files where that cannot be written to. A file's name holds a hash of the source, the compiler, its options and
+the processor's features, so that machines that share a home do not share code. A file is written under another name and
+then renamed, so that processes may build at the same time.
+
+``FUSEDLAYERS_CPU_LOOPS=off`` switches the loops off. Without them, and without a compiler, activations whose derivative
+is fitted are left to PyTorch on CPUs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from pathlib import Path
+
+import torch
+
+SOURCE = Path(__file__).with_name("loops.c")
+#: Not -ffast-math: a library built with it makes the processor flush subnormal numbers, in torch's arithmetic too.
+OPTIONS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+#: How compilers are told to use all that this processor has; tried in turn.
+NATIVE = ("-march=native",), ("-mcpu=native",), ()
+TIMEOUT_SECONDS = 60
+
+_lock = threading.Lock()
+_log = logging.getLogger("fusedlayers")
+
+
+def library() -> ctypes.CDLL | None:
+    """The loops, or None where they cannot be had (``missing_because``)."""
+    return _found()[0]
+
+
+def missing_because() -> str | None:
+    """Why there are no loops, or None where there are."""
+    return _found()[1]
+
+
+def _found() -> tuple[ctypes.CDLL | None, str | None]:
+    with _lock:
+        return _find()
+
+
+@functools.cache
+def _find() -> tuple[ctypes.CDLL | None, str | None]:
+    if os.environ.get("FUSEDLAYERS_CPU_LOOPS", "").lower() in ("off", "0", "no", "false"):
+        return None, "FUSEDLAYERS_CPU_LOOPS switches the compiled loops off"
+    compiler = _compiler()
+    if compiler is None:
+        _log.info("no C compiler was found: activations whose derivative is fitted are left to PyTorch on CPUs")
+        return None, "there is no C compiler to build the loops with"
+    try:
+        return _load(compiler), None
+    except (OSError, subprocess.SubprocessError, UnicodeError) as error:
+        detail = getattr(error, "stderr", None) or error
+        warnings.warn(
+            "fusedlayers: the loops for CPUs could not be built or loaded, so activations whose derivative is fitted "
+            f"are left to PyTorch there; FUSEDLAYERS_CPU_LOOPS=off silences this. {str(detail).strip()[-500:]}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None, f"the loops could not be built with {compiler[0]}"
+
+
+def _compiler() -> list[str] | None:
+    """The command that ``$CC`` names, or the first one found."""
+    for command in (os.environ.get("CC", ""), "cc", "gcc", "clang"):
+        words = shlex.split(command)
+        if words and shutil.which(words[0]):
+            return words
+    return None
+
+
+def _load(compiler: list[str]) -> ctypes.CDLL:
+    name = f"loops-{_hash(compiler)}.so"
+    problem: OSError | subprocess.SubprocessError | None = None
+    for folder in _folders():
+        path = folder / name
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not _is_ours(folder):
+                continue
+            if path.exists():
+                try:
+                    return ctypes.CDLL(str(path))
+                except OSError:  # cut short, or of another system
+                    pass
+            _build(compiler, path)
+            return ctypes.CDLL(str(path))
+        except (OSError, subprocess.SubprocessError) as error:
+            problem = error
+    raise problem or OSError("no folder can be written to")
+
+
+def _folders() -> tuple[Path, Path]:
+    user = getattr(os, "getuid", lambda: "user")()
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache) / "fusedlayers", Path(tempfile.gettempdir()) / f"fusedlayers-{user}"
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether nobody else can put code there."""
+    if not hasattr(os, "getuid"):
+        return True
+    found = folder.stat()
+    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _hash(compiler: list[str]) -> str:
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=TIMEOUT_SECONDS).stdout
+    features = sorted((k, v) for k, v in torch.cpu.get_capabilities().items() if isinstance(v, (bool, str)))
+    parts = SOURCE.read_text(), compiler, version, OPTIONS, NATIVE, features, sys.platform, torch.__version__
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+
+
+def _build(compiler: list[str], path: Path) -> None:
+    """Compile to ``path``, with the first options that the compiler takes."""
+    handle, scratch = tempfile.mkstemp(dir=path.parent, suffix=".so")
+    os.close(handle)
+    try:
+        for options in NATIVE:
+            command = [*compiler, *OPTIONS, *options, *_openmp(), "-o", scratch, str(SOURCE)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+            if done.returncode == 0:
+                break
+        done.check_returncode()
+        os.chmod(scratch, 0o700)
+        os.replace(scratch, path)
+    finally:
+        if os.path.exists(scratch):
+            os.unlink(scratch)
+
+
+def _openmp() -> list[str]:
+    """Options for threads, which are then those of torch's own OpenMP library."""
+    if sys.platform != "darwin":
+        return ["-fopenmp"]
+    # Apple's compiler has no OpenMP library of its own; torch carries one.
+    folder = Path(torch.__file__).parent / "lib"
+    return ["-Xclang", "-fopenmp", f"-L{folder}", "-lomp", f"-Wl,-rpath,{folder}"]

@@ -1,0 +1,231 @@
+"""Bias, activation, gates and their gradients on a CPU, each in one pass of the compiled loops.
+
+``forward_kernel``, ``gradient_kernel`` and ``gate_kernel`` decide once for each activation and dtype what serves it:
+
+* the loops, for 16-bit numbers by a table of all 65,536 values, which is computed in float64, and for float32 by the
+  functions of ``loops.c`` and by tables of derivatives (``table.py``);
+* for everything else, a kernel of None, the torch backend: ATen's own kernels where the table of activations names
+  them, float64, users' functions from their input, and activations that read other tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ...activations import Activation
+from ...derivative import branch_bit
+from ...derivative.folded import FoldedDerivative
+from ...utils.isolation import in_clean_state
+from ...utils.layout import is_dense, layout_along
+from .. import torch as reference
+from ..base import GradientRequest
+from . import build, loops
+from .loops import Kernel
+from .table import InverseTable, derivative_table, inverse_table
+
+#: Kernels cached for each direction. Those of 16-bit dtypes hold a table of 128 or 256 KiB, and an activation whose
+#: parameter changes from step to step has one for each value.
+KERNELS = 64
+#: Chunks of functions that torch computes, in elements: 256 KiB of float32 stay in a core's cache.
+CHUNK = 1 << 16
+
+Encode = Literal["encode"]
+"""torch computes the function, and one pass puts the branch into its output."""
+
+
+# --- the backend's functions ------------------------------------------------------------------------------------------
+
+
+def bias_act(
+    z: Tensor,
+    b: Tensor | None,
+    activation: Activation,
+    operands: Sequence[Tensor] = (),
+    *,
+    residual: Tensor | None = None,
+    dim: int,
+    encode: bool,
+    out: Tensor | None,
+) -> Tensor:
+    """``activation(z + b + residual, *operands)``, in ``out`` (which may be z) or in a new buffer of z's memory
+    format; b, and operands of more than one element, run along ``dim``."""
+    kernel = forward_kernel(activation, z.dtype, encode)
+    if kernel is None:
+        return reference.bias_act(
+            z, b, activation, operands, residual=residual, dim=dim, encode=encode, out=out
+        )  # fmt: skip
+    y = out if out is not None and (out.is_contiguous() or is_dense(out)) else torch.empty_like(z)
+    strides = y.stride()
+    if z.stride() != strides:
+        z = y.copy_(z)
+    if residual is not None and (residual.stride() != strides or residual.dtype is not z.dtype):
+        residual = torch.empty_like(y).copy_(residual)
+    if isinstance(kernel, Kernel):
+        along = None if b is None else layout_along(y, dim)
+        loops.forward(kernel, z, b, residual, y, along)
+    else:
+        _encode_chunks(_summed(z, b, residual, y, dim), y, activation, kernel[1])
+    return y if out is None or y is out else out.copy_(y)
+
+
+def gradient(
+    dy: Tensor,
+    saved: Tensor,
+    activation: Activation,
+    operands: Sequence[Tensor],
+    request: GradientRequest,
+    *,
+    dim: int,
+) -> tuple[Tensor | None, ...]:
+    """``dz = dy * f'``, the gradient of the bias, and those of the operands: None where not requested."""
+    kernel = gradient_kernel(activation, saved.dtype, request.saved)
+    if kernel is None:
+        return reference.gradient(dy, saved, activation, operands, request, dim=dim)
+    overwrite = request.overwrite
+    if not (saved.is_contiguous() or is_dense(saved)):  # an output written over a view with gaps, or a user's input
+        saved, overwrite = torch.empty_like(saved).copy_(saved), True
+    dz = saved if overwrite else torch.empty_like(saved)
+    if dy.stride() != saved.stride():
+        dy = torch.empty_like(saved).copy_(dy)
+    along = layout_along(saved, dim) if request.needs_bias else None
+    db = (
+        None
+        if along is None
+        else saved.new_zeros(along.channels)
+        if not dz.numel()
+        else saved.new_empty(along.channels)
+    )
+    return loops.gradient(kernel, dy, saved, dz, db, along), db
+
+
+def gate(z: Tensor, up: Tensor, activation: Activation, operands: Sequence[Tensor], out: Tensor | None) -> Tensor:
+    """``activation(z, *operands) * up``, contiguous all, in ``out`` (which may be z) or in a new buffer."""
+    kernel = gate_kernel(activation, z.dtype)
+    if kernel is None:
+        return reference.gate(z, up, activation, operands, out)
+    return loops.gate(kernel, z, up, torch.empty_like(z) if out is None else out)
+
+
+def gate_gradient(
+    dy: Tensor,
+    z: Tensor,
+    up: Tensor,
+    activation: Activation,
+    operands: Sequence[Tensor],
+    needs: tuple[bool, ...],
+) -> Sequence[Tensor | None]:
+    """Write the gradients of z and up over these, contiguous all, and return those of the operands; dy is overwritten
+    too."""
+    kernel = gate_kernel(activation, z.dtype)
+    if kernel is None:
+        return reference.gate_gradient(dy, z, up, activation, operands, needs)
+    loops.gate_gradient(kernel, dy, z, up)
+    return ()
+
+
+def inverse(y: Tensor, activation: Activation, out: Tensor | None) -> Tensor:
+    """z with ``activation(z) = y``, in ``out`` (which may be y) or in a new buffer; y carries the branch."""
+    table = inverse_table(activation) if y.dtype is torch.float32 and build.library() is not None else None
+    if table is None:
+        return reference.inverse(y, activation, out)
+    z = out if out is not None and is_dense(out) else torch.empty_like(y)
+    if not (is_dense(y) and y.stride() == z.stride()):
+        y = torch.empty_like(z).copy_(y)
+    loops.invert(_inverse_kernel(table), y, z)
+    return z if out is None or z is out else out.copy_(z)
+
+
+def _summed(z: Tensor, b: Tensor | None, residual: Tensor | None, y: Tensor, dim: int) -> Tensor:
+    return z if b is None and residual is None else reference.sum_of(z, b, residual, dim, out=y)
+
+
+def _encode_chunks(z: Tensor, y: Tensor, activation: Activation, kernel: Kernel) -> None:
+    """The activation of dense z in y, which may be z, chunk by chunk."""
+    z_flat, y_flat = (t.as_strided((t.numel(),), (1,)) for t in (z, y))
+    for part, result in zip(z_flat.split(CHUNK), y_flat.split(CHUNK), strict=True):
+        loops.encode(kernel, part, activation.function(part), result)
+
+
+# --- which kernel -----------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(KERNELS)
+def forward_kernel(activation: Activation, dtype: torch.dtype, encode: bool) -> Kernel | tuple[Encode, Kernel] | None:
+    """The kernel for z of a dtype; ``encode`` puts the branch of a folded activation into y."""
+    encode = encode and activation.is_folded
+    is_torchs = activation.is_identity or activation.operand_dims or dtype is torch.float64
+    if is_torchs or (activation.native.activate_ is not None and not encode) or build.library() is None:
+        return None
+    if dtype.itemsize == 2:
+        return Kernel(dtype, values=_values(activation, dtype, encode))
+    loop = activation.native.loop
+    if loop is not None:
+        return Kernel(dtype, loop(**activation.parameters), activation.fold if encode else None)
+    return ("encode", Kernel(dtype, fold=activation.fold)) if encode else None
+
+
+@functools.lru_cache(KERNELS)
+def gradient_kernel(activation: Activation, dtype: torch.dtype, saved: str) -> Kernel | None:
+    """The kernel for ``dy * f'`` from ``saved``, the "output" or the "input", of a dtype."""
+    if activation.operand_dims or dtype is torch.float64 or build.library() is None:
+        return None
+    if saved == "output" and activation.native.gradient is not None:
+        return None
+    if dtype.itemsize == 2:
+        return Kernel(dtype, slopes=_slopes(activation, dtype, saved))
+    table = derivative_table(activation) if saved == "output" else None
+    return None if table is None else Kernel(dtype, table=table)
+
+
+@functools.lru_cache(KERNELS)
+def gate_kernel(activation: Activation, dtype: torch.dtype) -> Kernel | None:
+    """The kernel for gates of a dtype."""
+    if activation.operand_dims or dtype is torch.float64 or build.library() is None:
+        return None
+    if dtype.itemsize == 2:
+        return Kernel(dtype, outputs=_outputs(activation, dtype), slopes=_slopes(activation, dtype, "input"))
+    loop = activation.native.loop
+    return None if loop is None else Kernel(dtype, loop(**activation.parameters))
+
+
+@functools.lru_cache(KERNELS)
+def _inverse_kernel(table: InverseTable) -> Kernel:
+    return Kernel(torch.float32, inverse=table)
+
+
+# --- tables of all 16-bit values --------------------------------------------------------------------------------------
+
+
+def all_values(dtype: torch.dtype) -> Tensor:
+    """All numbers of a 16-bit dtype in the order of their bits, in float64."""
+    return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).double()
+
+
+@in_clean_state
+def _values(activation: Activation, dtype: torch.dtype, encode: bool) -> Tensor:
+    z = all_values(dtype)
+    return (activation.encoded(z, dtype) if encode else activation.function(z)).to(dtype)
+
+
+@in_clean_state
+def _outputs(activation: Activation, dtype: torch.dtype) -> Tensor:
+    return activation.function(all_values(dtype)).float()
+
+
+@in_clean_state
+def _slopes(activation: Activation, dtype: torch.dtype, saved: str) -> Tensor:
+    # float32, not dtype: the product dy * f' is then rounded once.
+    values = all_values(dtype)
+    if saved == "input":
+        return reference.derivative(activation, values).float()
+    # A table costs the same whatever it holds: it takes the closest fit there is.
+    fitted = activation.fitted_derivative(dtype, closest=True)
+    if isinstance(fitted, FoldedDerivative):
+        return fitted(values, branch_bit.decode(values.float(), dtype, fitted.fold.ambiguous)).float()
+    slope = activation.derivative_given_output(values, dtype) if fitted is None else fitted(values)
+    return slope.float()

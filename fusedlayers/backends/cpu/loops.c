@@ -1,0 +1,619 @@
+/* The elementwise steps of a layer, one pass over memory each.
+
+   A tensor is a matrix, contiguous along its columns, as in backends/triton/elementwise.py: a bias runs along the columns
+   (dense layers, channels-last tensors) or along the rows (channels-first tensors); without one all of it is one row. A
+   pass goes over it in blocks of BLOCK numbers. What lies between two steps of a block stays in the first-level cache, so
+   each step is a short loop that compilers vectorise. Blocks are padded at the ends of rows: every number then goes
+   through the same instructions, wherever it stands, and so do sums, whatever the number of threads.
+
+   Arithmetic is float32. Functions of 16-bit numbers are tables of all 65,536. "bits" are those of a float32 number. */
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+enum { BLOCK = 256, TILE = 4096, ROWS = 32, PIECE = 16384 };
+/* Bytes ahead of which lines are fetched that will be written only. */
+enum { AHEAD = 2048 };
+#define EACH _Pragma("omp simd") for (int i = 0; i < BLOCK; i++)
+
+static inline int32_t bits_of(float x) { int32_t i; memcpy(&i, &x, 4); return i; }
+static inline float float_of(int32_t i) { float x; memcpy(&x, &i, 4); return x; }
+
+/* --- what Python fills in: loops.py has the same structures --------------------------------------------------------- */
+
+enum dtype { FLOAT32, BFLOAT16, FLOAT16 };
+enum axis { NO_AXIS, ALONG_COLUMNS, ALONG_ROWS };
+enum ambiguous { NEVER, NEGATIVE, POSITIVE, BOTH };
+enum bend { STRAIGHT, ROOT_FROM_BELOW, ROOT_FROM_ABOVE, RATIO };
+
+/* The branch bit of a folded function (derivative/branch_bit.py). */
+typedef struct { int32_t ambiguous, is_left, is_bounded; float position; } mark;
+
+/* A derivative from float32 outputs: a cubic on each interval (table.py), its four coefficients side by side. */
+typedef struct {
+  int32_t ambiguous, bend;
+  float sign, origin_high, origin_low, nearest, farthest;
+  float low, high, half, zero, scale, first, last;
+  float underflow; /* the derivative at a marked output that has underflowed */
+  int32_t flats;
+  const float *flat; /* low, high and slope of each */
+  const float *cubics;
+} table;
+
+/* The input from float32 outputs (table.py), less the output. */
+typedef struct {
+  float origin_high, origin_low, nearest, tail, down;
+  const float *cubics;
+} inverse;
+
+typedef struct {
+  int32_t dtype, function;
+  float parameter;
+  mark mark;
+  table table;
+  inverse inverse;
+  const uint16_t *values; /* 16 bits: the stored output for every input */
+  const float *outputs;   /* 16 bits: the same, neither marked nor rounded */
+  const float *slopes;    /* 16 bits: the derivative for every saved number */
+} kernel;
+
+typedef struct { int64_t count, columns, channels; int32_t axis, threads; } layout;
+
+/* --- 16-bit numbers ------------------------------------------------------------------------------------------------- */
+
+static void widen(int dtype, const uint16_t *h, float *x) {
+  if (dtype == BFLOAT16) {
+    EACH x[i] = float_of((int32_t)((uint32_t)h[i] << 16));
+    return;
+  }
+#if defined(__F16C__)
+  for (int i = 0; i < BLOCK; i += 8) _mm256_storeu_ps(x + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(h + i))));
+#elif defined(__FLT16_MAX__)
+  const _Float16 *half = (const _Float16 *)h;
+  EACH x[i] = (float)half[i];
+#else
+  EACH { /* The exponent is moved by a multiplication, which subnormal numbers need as well. */
+    int32_t magnitude = (h[i] & 0x7fff) << 13;
+    float wide = float_of(magnitude) * 0x1p112f;
+    wide = magnitude >= 0x0f800000 ? float_of(magnitude + 0x70000000) : wide;
+    x[i] = float_of(bits_of(wide) | (int32_t)((uint32_t)(h[i] & 0x8000) << 16));
+  }
+#endif
+}
+
+static void narrow(int dtype, const float *x, uint16_t *h) {
+  if (dtype == BFLOAT16) {
+    EACH {
+      uint32_t u = (uint32_t)bits_of(x[i]), rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+      h[i] = x[i] != x[i] ? (uint16_t)0x7fc0 : (uint16_t)rounded;
+    }
+    return;
+  }
+#if defined(__F16C__)
+  for (int i = 0; i < BLOCK; i += 8) _mm_storeu_si128((__m128i *)(h + i), _mm256_cvtps_ph(_mm256_loadu_ps(x + i), 0));
+#elif defined(__FLT16_MAX__)
+  _Float16 *half = (_Float16 *)h;
+  EACH half[i] = (_Float16)x[i];
+#else
+  EACH { /* Rounded to even: by integers, and below 2^-14 by adding 0.5, whose last bit is 2^-24. */
+    uint32_t u = (uint32_t)bits_of(x[i]) & 0x7fffffffu, sign = ((uint32_t)bits_of(x[i]) >> 16) & 0x8000u;
+    uint32_t normal = (u - 0x38000000u + 0xfffu + ((u >> 13) & 1u)) >> 13;
+    uint32_t small = (uint32_t)bits_of(float_of((int32_t)u) + 0.5f) - 0x3f000000u;
+    uint32_t large = u > 0x7f800000u ? 0x7e00u : 0x7c00u;
+    uint32_t found = u < 0x38800000u ? small : normal;
+    h[i] = (uint16_t)((u >= 0x477ff000u ? large : found) | sign);
+  }
+#endif
+}
+
+/* --- functions ------------------------------------------------------------------------------------------------------ */
+
+/* exp(x) for x <= 0, NaN for NaN: 2^n, in two factors because the result may be subnormal, times a polynomial of what
+   remains (least relative error on [-log(2)/2, log(2)/2], 3e-9). */
+static inline float exp_(float x) {
+  float c = x < -104.0f ? -104.0f : x;
+  float m = c * 1.44269504088896341f + 12582912.0f, n = m - 12582912.0f;
+  float r = (c - n * 0.693145751953125f) - n * 1.42860677e-6f;
+  float p = 1.3813140e-3f;
+  p = p * r + 8.3694193e-3f;
+  p = p * r + 4.1668457e-2f;
+  p = p * r + 1.6666515e-1f;
+  p = p * r + 4.9999993e-1f;
+  p = p * r * r + r + 1.0f;
+  int32_t k = bits_of(m) - 0x4b400000, half = k >> 1;
+  return p * float_of((half + 127) << 23) * float_of((k - half + 127) << 23);
+}
+
+static inline float sigmoid_(float x) {
+  float e = exp_(-__builtin_fabsf(x));
+  return (x < 0.0f ? e : 1.0f) / (1.0f + e);
+}
+
+/* erfc(x) as in backends/triton/special.py, with the polynomials of fitted.py. */
+static inline float erfc_(float x) {
+  float a = __builtin_fabsf(x), t = 1.0f / (1.0f + 0.5f * a), s = t * 3.5588235294117645f - 1.588235294117647f;
+  float far = -2.2257702880779107e-06f;
+  far = far * s + 1.0882830470077604e-05f;
+  far = far * s + 3.5143852831727905e-05f;
+  far = far * s - 0.00022956344790871065f;
+  far = far * s - 0.0008745405053336924f;
+  far = far * s + 0.003981380168346248f;
+  far = far * s + 0.04205573552952096f;
+  far = far * s + 0.1765957138918426f;
+  far = far * s + 0.47546674391498395f;
+  far = t * exp_(-a * a) * far;
+  far = x < 0 ? 2.0f - far : far;
+  float v = a * a * 3.5555555555555554f - 1.0f;
+  float near = -1.1890034744184892e-06f;
+  near = near * v + 2.6061908204764544e-05f;
+  near = near * v - 0.0004808715646344626f;
+  near = near * v + 0.007314458876925889f;
+  near = near * v - 0.0896037671598469f;
+  near = near * v + 0.030952817065665137f;
+  near = (1.0f - x) - x * near;
+  return a < 0.75f ? near : far;
+}
+
+/* Each is the output y and the derivative of one number z; what is not used costs nothing. p is a parameter. Python
+   names them in this order. */
+#define FUNCTIONS(X) X(gelu) X(gelu_tanh) X(swish) X(mish) X(hardswish) X(relu) X(sigmoid) X(tangent)
+
+static inline void gelu(float z, float p, float *y, float *slope) {
+  float above = 0.5f * erfc_(z * -0.7071067811865476f);
+  *y = z * above;
+  *slope = above + z * 0.3989422804014327f * exp_(-0.5f * z * z);
+}
+
+static inline void swish(float z, float p, float *y, float *slope) {
+  float s = sigmoid_(p * z);
+  *y = z * s;
+  *slope = s + p * z * s * (1.0f - s);
+}
+
+static inline void gelu_tanh(float z, float p, float *y, float *slope) {
+  float square = z * z, s = sigmoid_(1.5957691216057308f * z * (1.0f + 0.044715f * square));
+  float inner = 1.5957691216057308f * z * (1.0f + 0.134145f * square);
+  *y = z * s;
+  *slope = s + inner * s * (1.0f - s);
+}
+
+/* tanh(log(1 + u)) = (u^2 + 2u) / (u^2 + 2u + 2) with u = exp(z), both over u^2 where that is above 1. */
+static inline void mish(float z, float p, float *y, float *slope) {
+  float e = exp_(-__builtin_fabsf(z)), square = e * e;
+  float above = z < 0.0f ? square + 2.0f * e : 1.0f + 2.0f * e, below = above + (z < 0.0f ? 2.0f : 2.0f * square);
+  float t = above / below, rise = 4.0f * (1.0f + e) * (z < 0.0f ? e : square) / (below * below);
+  *y = z * t;
+  *slope = t + z * rise;
+}
+
+static inline void hardswish(float z, float p, float *y, float *slope) {
+  float c = z + 3.0f;
+  c = c < 0.0f ? 0.0f : c;
+  c = c > 6.0f ? 6.0f : c;
+  *y = z * c / 6.0f;
+  float middle = (z + z + 3.0f) / 6.0f;
+  middle = z <= -3.0f ? 0.0f : middle;
+  *slope = z >= 3.0f ? 1.0f : middle;
+}
+
+static inline void relu(float z, float p, float *y, float *slope) {
+  *y = z <= 0.0f ? 0.0f : z;
+  *slope = z <= 0.0f ? 0.0f : z == z ? 1.0f : z;
+}
+
+static inline void sigmoid(float z, float p, float *y, float *slope) {
+  *y = sigmoid_(z);
+  *slope = *y * (1.0f - *y);
+}
+
+/* Near 0 a polynomial (Cephes' tanhf), because the quotient would lose digits there. */
+static inline void tangent(float z, float p, float *y, float *slope) {
+  float a = __builtin_fabsf(z), e = exp_(-2.0f * a), square = z * z;
+  float q = -5.70498872745e-3f;
+  q = q * square + 2.06390887954e-2f;
+  q = q * square - 5.37397155531e-2f;
+  q = q * square + 1.33314422036e-1f;
+  q = q * square - 3.33332819422e-1f;
+  float near = z + z * square * q, far = __builtin_copysignf((1.0f - e) / (1.0f + e), z);
+  *y = a < 0.625f ? near : far;
+  *slope = 1.0f - *y * *y;
+}
+
+/* The branch bit (derivative/branch_bit.py) of functions that have it in negative outputs, set left of ``position``. */
+#define SIGN INT32_MIN
+#define MAGNITUDE INT32_MAX
+#define INFINITE 0x7f800000
+#define LARGEST 0x7f7fffff
+#define SMALLEST 0x00800001
+
+static inline float marked(float z, float y, float position) {
+  int32_t bit = z < position ? 1 : 0, least = z < position ? SMALLEST : 0;
+  int32_t even = (bits_of(y) & MAGNITUDE & -2) | bit, found = (even < least ? least : even) | SIGN;
+  int32_t concerned = y < 0.0f ? 1 : bit;
+  return float_of(concerned ? found : bits_of(y));
+}
+
+#define OUTPUT_OF(NAME) \
+  static void NAME##_output(float p, const float *z, float *y) { EACH { \
+    float output, slope; \
+    NAME(z[i], p, &output, &slope); \
+    y[i] = output; } }
+#define BOTH_OF(NAME) \
+  static void NAME##_both(float p, const float *z, float *y, float *slope) { EACH { \
+    float output, derivative; \
+    NAME(z[i], p, &output, &derivative); \
+    y[i] = output; \
+    slope[i] = derivative; } }
+#define MARKED_OF(NAME) \
+  static void NAME##_marked(float p, float position, const float *z, float *y) { EACH { \
+    float output, slope; \
+    NAME(z[i], p, &output, &slope); \
+    y[i] = marked(z[i], output, position); } }
+FUNCTIONS(OUTPUT_OF)
+FUNCTIONS(MARKED_OF)
+FUNCTIONS(BOTH_OF)
+#define NAME_OUTPUT(NAME) NAME##_output,
+#define NAME_MARKED(NAME) NAME##_marked,
+#define NAME_BOTH(NAME) NAME##_both,
+static void (*const outputs_of[])(float, const float *, float *) = {FUNCTIONS(NAME_OUTPUT)};
+static void (*const marked_of[])(float, float, const float *, float *) = {FUNCTIONS(NAME_MARKED)};
+static void (*const both_of[])(float, const float *, float *, float *) = {FUNCTIONS(NAME_BOTH)};
+
+/* --- the branch bit (derivative/branch_bit.py) ---------------------------------------------------------------------- */
+
+static void encode(const mark *m, const float *z, const float *y, float *out) {
+  int32_t bit[BLOCK], found[BLOCK];
+  if (m->is_left) EACH bit[i] = z[i] < m->position ? 1 : 0;
+  else EACH bit[i] = z[i] > m->position ? 1 : 0;
+  EACH {
+    int32_t even = (bits_of(y[i]) & MAGNITUDE & -2) | bit[i];
+    int32_t least = bit[i] * SMALLEST;
+    found[i] = even < least ? least : even;
+  }
+  if (!m->is_bounded) EACH {
+    int32_t magnitude = bits_of(y[i]) & MAGNITUDE, most = LARGEST - 1 + bit[i];
+    int32_t overflowed = magnitude > INFINITE ? magnitude : INFINITE;
+    int32_t limited = found[i] > most ? most : found[i];
+    found[i] = magnitude > LARGEST ? overflowed : limited;
+  }
+  if (m->ambiguous == NEGATIVE) EACH {
+    int32_t as_is = bits_of(y[i]), concerned = y[i] < 0.0f ? 1 : bit[i];
+    out[i] = float_of(concerned ? found[i] | SIGN : as_is);
+  }
+  else if (m->ambiguous == POSITIVE) EACH {
+    int32_t as_is = bits_of(y[i]), concerned = y[i] > 0.0f ? 1 : bit[i];
+    out[i] = float_of(concerned ? found[i] : as_is);
+  }
+  else EACH out[i] = float_of(found[i] | (bits_of(y[i]) & SIGN));
+}
+
+/* --- the derivative from float32 outputs (table.py) ----------------------------------------------------------------- */
+
+static void look_up(const table *t, const float *y, float *slope) {
+  float s[BLOCK], c[4 * BLOCK];
+  int32_t index[BLOCK];
+  const float low = t->low, high = t->high, zero = t->zero, scale = t->scale, first = t->first, last = t->last;
+  if (t->ambiguous == NEVER) EACH s[i] = y[i];
+  else {
+    const float origin_high = t->origin_high, origin_low = t->origin_low, sign = t->sign;
+    const float nearest = t->nearest, farthest = t->farthest;
+    /* The last bit, moved to the sign's place where the output is ambiguous. */
+    const int32_t when_set = t->ambiguous == POSITIVE ? 0 : -1, when_clear = t->ambiguous == NEGATIVE ? 0 : -1;
+    EACH {
+      float d = sign * ((y[i] - origin_high) - origin_low);
+      d = d < nearest ? nearest : d;
+      d = d > farthest ? farthest : d;
+      int32_t b = bits_of(y[i]), is_negative = b >> 31;
+      int32_t counts = (is_negative & when_set) | (~is_negative & when_clear);
+      s[i] = float_of(bits_of(__builtin_sqrtf(d)) | ((int32_t)((uint32_t)b << 31) & counts));
+    }
+  }
+  EACH {
+    float x = s[i] < low ? low : s[i];
+    s[i] = x > high ? high : x;
+  }
+  if (t->bend == ROOT_FROM_BELOW) EACH s[i] = __builtin_sqrtf(s[i] - low);
+  if (t->bend == ROOT_FROM_ABOVE) EACH s[i] = __builtin_sqrtf(high - s[i]);
+  if (t->bend == RATIO) {
+    const float half = t->half;
+    EACH s[i] = s[i] / (__builtin_fabsf(s[i]) + half);
+  }
+  EACH {
+    float x = (s[i] - zero) * scale, f = __builtin_floorf(x);
+    s[i] = x - f;
+    f = f > first ? f : first; /* NaN has no interval; its fraction is NaN, and so is the result */
+    f = f < last ? f : last;
+    index[i] = 4 * (int32_t)(f - first);
+  }
+  for (int i = 0; i < BLOCK; i++) memcpy(c + 4 * i, t->cubics + index[i], 16);
+  EACH slope[i] = c[4 * i] + s[i] * (c[4 * i + 1] + s[i] * (c[4 * i + 2] + s[i] * c[4 * i + 3]));
+  if (t->ambiguous != NEVER) {
+    const float underflow = t->underflow;
+    EACH slope[i] = (bits_of(y[i]) & MAGNITUDE) == SMALLEST ? underflow : slope[i];
+  }
+  for (int f = 0; f < t->flats; f++) {
+    const float from = t->flat[3 * f], to = t->flat[3 * f + 1], value = t->flat[3 * f + 2];
+    EACH {
+      float other = y[i] <= to ? value : slope[i];
+      slope[i] = y[i] >= from ? other : slope[i];
+    }
+  }
+}
+
+/* An interval is all numbers with the same sign, exponent and leading bits, of which this many are left. */
+enum { REST = 17 };
+
+static void invert(const inverse *t, const float *y, float *z) {
+  const float origin_high = t->origin_high, origin_low = t->origin_low, nearest = t->nearest, tail = t->tail, down = t->down;
+  int32_t index[BLOCK];
+  float place[BLOCK], c[4 * BLOCK];
+  EACH {
+    float d = (y[i] - origin_high) - origin_low;
+    d = d < nearest ? nearest : d;
+    int32_t is_marked = bits_of(y[i]) & (int32_t)((uint32_t)bits_of(y[i]) << 31); /* a set last bit counts if negative */
+    int32_t of_tail = y[i] > tail ? is_marked >> 31 : 0;
+    int32_t w = (of_tail & bits_of(y[i] * down)) | (~of_tail & (bits_of(d) | is_marked));
+    place[i] = (float)(w & ((1 << REST) - 1)) * (1.0f / (1 << REST));
+    index[i] = 4 * ((w >> REST) + (1 << (31 - REST)));
+  }
+  for (int i = 0; i < BLOCK; i++) memcpy(c + 4 * i, t->cubics + index[i], 16);
+  EACH z[i] = y[i] + (c[4 * i] + place[i] * (c[4 * i + 1] + place[i] * (c[4 * i + 2] + place[i] * c[4 * i + 3])));
+}
+
+/* --- passes --------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+  const kernel *k;
+  const char *in[3];
+  char *out[2];
+  const float *bias;
+  float *sums; /* of the first result; NULL where nobody asks */
+} pass;
+
+/* A block of n <= BLOCK numbers from ``at`` on. ``bias`` holds BLOCK numbers or is NULL; ``sum`` has BLOCK. */
+typedef void step(const pass *p, int64_t at, int n, const float *bias, float *sum);
+
+/* The block itself where it is whole, else a padded copy. */
+static const void *block_of(const char *from, int64_t at, int n, int size, void *copy) {
+  if (n == BLOCK) return from + at * size;
+  memset(copy, 0, BLOCK * size);
+  return memcpy(copy, from + at * size, (size_t)n * size);
+}
+
+static void fetch(const char *to, int64_t at, int size) {
+  for (int i = 0; i < BLOCK * size; i += 64) __builtin_prefetch(to + at * size + i + AHEAD, 1);
+}
+
+static void put(char *to, int64_t at, int n, int size, const void *from) { memcpy(to + at * size, from, (size_t)n * size); }
+
+static void add(float *x, const float *y) { EACH x[i] += y[i]; }
+
+/* z, with what is added to it, in float32. */
+static const float *pre_activation(const pass *p, int64_t at, int n, const float *bias, float *x) {
+  const int dtype = p->k->dtype, size = dtype == FLOAT32 ? 4 : 2;
+  float more[BLOCK];
+  if (dtype == FLOAT32) {
+    const float *z = block_of(p->in[0], at, n, size, x);
+    if (bias == NULL && p->in[1] == NULL) return z;
+    if (bias != NULL) EACH x[i] = z[i] + bias[i];
+    else if (z != x) memcpy(x, z, sizeof more);
+    if (p->in[1] != NULL) add(x, block_of(p->in[1], at, n, size, more));
+  } else {
+    uint16_t half[BLOCK];
+    widen(dtype, block_of(p->in[0], at, n, size, half), x);
+    if (bias != NULL) add(x, bias);
+    if (p->in[1] != NULL) {
+      widen(dtype, block_of(p->in[1], at, n, size, half), more);
+      add(x, more);
+    }
+  }
+  return x;
+}
+
+static void forward_step(const pass *p, int64_t at, int n, const float *bias, float *sum) {
+  const kernel *k = p->k;
+  if (p->in[0] != p->out[0]) fetch(p->out[0], at, k->dtype == FLOAT32 ? 4 : 2);
+  if (k->dtype == FLOAT32) {
+    float x[BLOCK], last[BLOCK];
+    const float *z = pre_activation(p, at, n, bias, x);
+    float *y = n == BLOCK ? (float *)p->out[0] + at : last;
+    if (k->mark.ambiguous) marked_of[k->function](k->parameter, k->mark.position, z, y);
+    else outputs_of[k->function](k->parameter, z, y);
+    if (n < BLOCK) put(p->out[0], at, n, 4, y);
+  } else {
+    uint16_t half[BLOCK];
+    const uint16_t *z = half;
+    if (bias == NULL && p->in[1] == NULL) z = block_of(p->in[0], at, n, 2, half);
+    else {
+      float x[BLOCK];
+      narrow(k->dtype, pre_activation(p, at, n, bias, x), half);
+    }
+    const uint16_t *values = k->values;
+    uint16_t *y = (uint16_t *)p->out[0] + at;
+    for (int i = 0; i < n; i++) y[i] = values[z[i]];
+  }
+}
+
+/* in: z, y of a function that torch has computed. */
+static void encode_step(const pass *p, int64_t at, int n, const float *bias, float *sum) {
+  float x[BLOCK], y[BLOCK], out[BLOCK];
+  encode(&p->k->mark, block_of(p->in[0], at, n, 4, x), block_of(p->in[1], at, n, 4, y), out);
+  put(p->out[0], at, n, 4, out);
+}
+
+/* in: y. */
+static void inverse_step(const pass *p, int64_t at, int n, const float *bias, float *sum) {
+  float y[BLOCK], z[BLOCK];
+  if (p->in[0] != p->out[0]) fetch(p->out[0], at, 4);
+  invert(&p->k->inverse, block_of(p->in[0], at, n, 4, y), z);
+  put(p->out[0], at, n, 4, z);
+}
+
+/* in: dy and what was saved. */
+static void gradient_step(const pass *p, int64_t at, int n, const float *bias, float *sum) {
+  const kernel *k = p->k;
+  const int size = k->dtype == FLOAT32 ? 4 : 2;
+  if (p->in[1] != p->out[0]) fetch(p->out[0], at, size);
+  float dz[BLOCK], wide[BLOCK];
+  if (k->dtype == FLOAT32) {
+    const float *dy = block_of(p->in[0], at, n, 4, wide);
+    float saved[BLOCK];
+    look_up(&k->table, block_of(p->in[1], at, n, 4, saved), dz);
+    EACH dz[i] *= dy[i];
+    put(p->out[0], at, n, 4, dz);
+  } else {
+    uint16_t half[BLOCK];
+    const float *slopes = k->slopes;
+    const uint16_t *saved = block_of(p->in[1], at, n, 2, half);
+    EACH dz[i] = slopes[saved[i]];
+    widen(k->dtype, block_of(p->in[0], at, n, 2, half), wide);
+    EACH dz[i] *= wide[i];
+    narrow(k->dtype, dz, half);
+    put(p->out[0], at, n, 2, half);
+  }
+  if (p->sums != NULL) for (int i = 0; i < n; i++) sum[i] += dz[i];
+}
+
+/* A block of a tensor of dtype k->dtype, in float32. */
+static const float *wide_block(const kernel *k, const char *from, int64_t at, int n, float *x) {
+  if (k->dtype == FLOAT32) return block_of(from, at, n, 4, x);
+  uint16_t half[BLOCK];
+  widen(k->dtype, block_of(from, at, n, 2, half), x);
+  return x;
+}
+
+static void put_wide(const kernel *k, char *to, int64_t at, int n, const float *x) {
+  uint16_t half[BLOCK];
+  if (k->dtype != FLOAT32) narrow(k->dtype, x, half);
+  put(to, at, n, k->dtype == FLOAT32 ? 4 : 2, k->dtype == FLOAT32 ? (const void *)x : half);
+}
+
+/* The activation of z and its derivative. */
+static void activate(const kernel *k, const char *from, int64_t at, int n, float *y, float *slope) {
+  if (k->dtype == FLOAT32) {
+    float z[BLOCK];
+    const float *block = block_of(from, at, n, 4, z);
+    if (slope == NULL) outputs_of[k->function](k->parameter, block, y);
+    else both_of[k->function](k->parameter, block, y, slope);
+  } else {
+    uint16_t half[BLOCK];
+    const uint16_t *z = block_of(from, at, n, 2, half);
+    const float *outputs = k->outputs, *slopes = k->slopes;
+    EACH y[i] = outputs[z[i]];
+    if (slope != NULL) EACH slope[i] = slopes[z[i]];
+  }
+}
+
+/* in: z and the other factor. */
+static void gate_step(const pass *p, int64_t at, int n, const float *bias, float *sum) {
+  float y[BLOCK], x[BLOCK];
+  if (p->in[0] != p->out[0]) fetch(p->out[0], at, p->k->dtype == FLOAT32 ? 4 : 2);
+  activate(p->k, p->in[0], at, n, y, NULL);
+  const float *up = wide_block(p->k, p->in[1], at, n, x);
+  EACH y[i] *= up[i];
+  put_wide(p->k, p->out[0], at, n, y);
+}
+
+/* in: dy, z and the other factor; out: their gradients, which may overwrite them. */
+static void gate_gradient_step(const pass *p, int64_t at, int n, const float *bias, float *sum) {
+  float y[BLOCK], slope[BLOCK], wide_dy[BLOCK], wide_up[BLOCK];
+  activate(p->k, p->in[1], at, n, y, slope);
+  const float *dy = wide_block(p->k, p->in[0], at, n, wide_dy), *up = wide_block(p->k, p->in[2], at, n, wide_up);
+  EACH slope[i] *= dy[i] * up[i];
+  EACH y[i] *= dy[i];
+  put_wide(p->k, p->out[0], at, n, slope);
+  put_wide(p->k, p->out[1], at, n, y);
+}
+
+/* Rows of a tile of columns, or a piece of a row. Partial sums are laid out (group of rows, column) or (row, piece). */
+static void columns_task(const pass *p, step *one, const layout *l, int64_t group, int64_t tile) {
+  const int64_t rows = (l->count + l->columns - 1) / l->columns, start = tile * TILE;
+  const int64_t end = start + TILE < l->columns ? start + TILE : l->columns;
+  float sum[TILE] = {0};
+  for (int64_t row = group * ROWS; row < (group + 1) * ROWS && row < rows; row++)
+    for (int64_t column = start; column < end; column += BLOCK) {
+      const int64_t at = row * l->columns + column;
+      int64_t n = end - column < BLOCK ? end - column : BLOCK;
+      n = l->count - at < n ? l->count - at : n; /* the last row may be shorter */
+      if (n > 0) one(p, at, (int)n, p->bias == NULL ? NULL : p->bias + column, sum + (column - start));
+    }
+  if (p->sums != NULL) memcpy(p->sums + group * l->columns + start, sum, (size_t)(end - start) * 4);
+}
+
+static void piece_task(const pass *p, step *one, const layout *l, int64_t row, int64_t piece, int64_t task) {
+  const int64_t start = piece * PIECE, end = start + PIECE < l->columns ? start + PIECE : l->columns;
+  float bias[BLOCK], sum[BLOCK] = {0};
+  if (p->bias != NULL) EACH bias[i] = p->bias[row % l->channels];
+  for (int64_t column = start; column < end; column += BLOCK)
+    one(p, row * l->columns + column, (int)(end - column < BLOCK ? end - column : BLOCK), p->bias == NULL ? NULL : bias, sum);
+  if (p->sums != NULL) {
+    double total = 0;
+    for (int i = 0; i < BLOCK; i++) total += sum[i];
+    p->sums[task] = (float)total;
+  }
+}
+
+static int64_t over(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
+/* Go through all blocks. ``db`` receives the sums along the channels in the kernel's dtype, or is NULL. Returns 0, or 1
+   where there is no memory. */
+static int walk(pass *p, step *one, const layout *l, void *db) {
+  const int by_columns = l->axis == ALONG_COLUMNS;
+  const int64_t rows = over(l->count, l->columns), parts = over(l->columns, by_columns ? TILE : PIECE);
+  const int64_t groups = by_columns ? over(rows, ROWS) : rows, tasks = groups * parts;
+  if (db != NULL && (p->sums = malloc((size_t)(by_columns ? groups * l->columns : tasks) * 4)) == NULL) return 1;
+#pragma omp parallel for schedule(static) num_threads(l->threads) if (l->threads > 1)
+  for (int64_t task = 0; task < tasks; task++) {
+    if (by_columns) columns_task(p, one, l, task / parts, task % parts);
+    else piece_task(p, one, l, task / parts, task % parts, task);
+  }
+  if (db == NULL) return 0;
+  for (int64_t channel = 0; channel < l->channels; channel++) {
+    double total = 0;
+    if (by_columns) /* short rows have been joined: a channel then has several columns */
+      for (int64_t i = channel; i < groups * l->columns; i += l->channels) total += p->sums[i];
+    else
+      for (int64_t row = channel; row < rows; row += l->channels)
+        for (int64_t i = row * parts; i < (row + 1) * parts; i++) total += p->sums[i];
+    float padded[BLOCK] = {(float)total};
+    put_wide(p->k, db, channel, 1, padded);
+  }
+  free(p->sums);
+  return 0;
+}
+
+/* --- what Python calls ---------------------------------------------------------------------------------------------- */
+
+int forward(const kernel *k, const void *z, const float *bias, const void *residual, void *y, const layout *l) {
+  pass p = {k, {z, residual}, {y}, bias, NULL};
+  return walk(&p, forward_step, l, NULL);
+}
+
+int encode_outputs(const kernel *k, const void *z, const void *y, void *out, const layout *l) {
+  pass p = {k, {z, y}, {out}, NULL, NULL};
+  return walk(&p, encode_step, l, NULL);
+}
+
+int invert_outputs(const kernel *k, const void *y, void *z, const layout *l) {
+  pass p = {k, {y}, {z}, NULL, NULL};
+  return walk(&p, inverse_step, l, NULL);
+}
+
+int gradient(const kernel *k, const void *dy, const void *saved, void *dz, void *db, const layout *l) {
+  pass p = {k, {dy, saved}, {dz}, NULL, NULL};
+  return walk(&p, gradient_step, l, db);
+}
+
+int gate(const kernel *k, const void *z, const void *up, void *out, const layout *l) {
+  pass p = {k, {z, up}, {out}, NULL, NULL};
+  return walk(&p, gate_step, l, NULL);
+}
+
+int gate_gradient(const kernel *k, const void *dy, const void *z, const void *up, void *dz, void *dup, const layout *l) {
+  pass p = {k, {dy, z, up}, {dz, dup}, NULL, NULL};
+  return walk(&p, gate_gradient_step, l, NULL);
+}

@@ -1,0 +1,221 @@
+"""What ``loops.c`` needs to be called: its structures, and tensors as matrices.
+
+A ``Kernel`` is made once for an activation, a dtype and a direction (``kernels.py``); a call then passes addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...derivative.features import Fold
+from ...utils.layout import Layout
+from . import build
+
+if TYPE_CHECKING:
+    from .table import DerivativeTable, InverseTable
+
+#: Fewer numbers are left to the calling thread, as torch does (``at::internal::GRAIN_SIZE``).
+GRAIN = 1 << 15
+#: A block of ``loops.c``. Rows that are shorter are joined, so that blocks are filled.
+BLOCK = 256
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+AMBIGUOUS = {None: 0, "negative": 1, "positive": 2, "both": 3}
+BENDS = {"straight": 0, "root from below": 1, "root from above": 2, "ratio": 3}
+#: Functions of float32 numbers, as ``Native.loop`` names them.
+FUNCTIONS = ("gelu", "gelu_tanh", "swish", "mish", "hardswish", "relu", "sigmoid", "tanh")
+_NO_AXIS, _ALONG_COLUMNS, _ALONG_ROWS = range(3)
+
+
+class _Mark(ctypes.Structure):
+    _fields_ = (("ambiguous", c_int32), ("is_left", c_int32), ("is_bounded", c_int32), ("position", c_float))
+
+
+class _Table(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int32) for name in ("ambiguous", "bend")),
+        *((name, c_float) for name in ("sign", "origin_high", "origin_low", "nearest", "farthest")),
+        *((name, c_float) for name in ("low", "high", "half", "zero", "scale", "first", "last", "underflow")),
+        ("flats", c_int32),
+        ("flat", c_void_p),
+        ("cubics", c_void_p),
+    )
+
+
+class _Inverse(ctypes.Structure):
+    _fields_ = (
+        *((name, c_float) for name in ("origin_high", "origin_low", "nearest", "tail", "down")),
+        ("cubics", c_void_p),
+    )
+
+
+class _Kernel(ctypes.Structure):
+    _fields_ = (
+        ("dtype", c_int32),
+        ("function", c_int32),
+        ("parameter", c_float),
+        ("mark", _Mark),
+        ("table", _Table),
+        ("inverse", _Inverse),
+        *((name, c_void_p) for name in ("values", "outputs", "slopes")),
+    )
+
+
+class _Layout(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("count", "columns", "channels")),
+        ("axis", c_int32),
+        ("threads", c_int32),
+    )
+
+
+class Kernel:
+    """What a pass computes."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        function: tuple[str, float] | None = None,
+        fold: Fold | None = None,
+        table: DerivativeTable | None = None,
+        inverse: InverseTable | None = None,
+        values: Tensor | None = None,
+        outputs: Tensor | None = None,
+        slopes: Tensor | None = None,
+    ) -> None:
+        """``fold`` asks for the branch bit. ``values`` (the dtype's), ``outputs`` and ``slopes`` (float32) hold one
+        number for each of the 65,536 of a 16-bit dtype, in the order of their bits."""
+        name, parameter = function or (FUNCTIONS[0], 0.0)
+        mark = _Mark()
+        if fold is not None:
+            mark = _Mark(AMBIGUOUS[fold.ambiguous], fold.marked == "left", fold.bounded, fold.position)
+        self._kept = table, inverse, values, outputs, slopes  # whose addresses follow
+        addresses = (None if t is None else t.data_ptr() for t in (values, outputs, slopes))
+        self._kernel = _Kernel(
+            DTYPES[dtype],
+            FUNCTIONS.index(name),
+            parameter,
+            mark,
+            _Table() if table is None else _of(table),
+            _Inverse() if inverse is None else _Inverse(*inverse.numbers, inverse.cubics.data_ptr()),
+            *addresses,
+        )
+        self.address = ctypes.addressof(self._kernel)
+
+
+def _of(table: DerivativeTable) -> _Table:
+    fold, scale = table.fold, table.scale
+    return _Table(
+        AMBIGUOUS[fold.ambiguous if fold else None],
+        BENDS[scale.kind],
+        -1.0 if fold and fold.is_maximum else 1.0,
+        *table.origin,
+        *(table.nearest, table.farthest),
+        *(scale.low, scale.high, scale.half, scale.zero, scale.scale),
+        *(table.first, table.last, table.underflow),
+        *(len(table.flats), table.flats.data_ptr(), table.cubics.data_ptr()),
+    )
+
+
+def slopes(table: DerivativeTable, y: Tensor) -> Tensor:
+    """The derivative at float32 outputs, by the table."""
+    return gradient(Kernel(torch.float32, table=table), torch.ones_like(y), y, torch.empty_like(y), None, None)
+
+
+# --- passes over dense tensors, which are laid out alike --------------------------------------------------------------
+
+
+def forward(
+    kernel: Kernel, z: Tensor, b: Tensor | None, residual: Tensor | None, y: Tensor, along: Layout | None
+) -> Tensor:
+    """The activation of ``z + b + residual`` in y, which may be z."""
+    bias = None
+    if b is not None:
+        assert along is not None
+        bias = b.detach().float()
+        joined = _joined(along)
+        bias = bias.repeat(joined) if joined > 1 else bias.contiguous()
+    _call("forward", kernel, y, along, z.data_ptr(), _address(bias), _address(residual), y.data_ptr())
+    return y
+
+
+def encode(kernel: Kernel, z: Tensor, y: Tensor, out: Tensor) -> Tensor:
+    """Float32 outputs y of z with their branch bit, in ``out``, which may be either."""
+    _call("encode_outputs", kernel, out, None, z.data_ptr(), y.data_ptr(), out.data_ptr())
+    return out
+
+
+def invert(kernel: Kernel, y: Tensor, z: Tensor) -> Tensor:
+    """The input of float32 outputs y, in z, which may be y."""
+    _call("invert_outputs", kernel, z, None, y.data_ptr(), z.data_ptr())
+    return z
+
+
+def gradient(kernel: Kernel, dy: Tensor, saved: Tensor, dz: Tensor, db: Tensor | None, along: Layout | None) -> Tensor:
+    """``dz = dy * f'`` in dz, which may be ``saved``, and its sums along the channels in db."""
+    _call("gradient", kernel, dz, along, dy.data_ptr(), saved.data_ptr(), dz.data_ptr(), _address(db))
+    return dz
+
+
+def gate(kernel: Kernel, z: Tensor, up: Tensor, out: Tensor) -> Tensor:
+    """The activation of z times ``up``, in ``out``, which may be either."""
+    _call("gate", kernel, out, None, z.data_ptr(), up.data_ptr(), out.data_ptr())
+    return out
+
+
+def gate_gradient(kernel: Kernel, dy: Tensor, z: Tensor, up: Tensor) -> None:
+    """Write the gradients of z and ``up`` over these."""
+    addresses = dy.data_ptr(), z.data_ptr(), up.data_ptr(), z.data_ptr(), up.data_ptr()
+    _call("gate_gradient", kernel, z, None, *addresses)
+    torch.autograd.graph.increment_version(up)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _call(name: str, kernel: Kernel, out: Tensor, along: Layout | None, *addresses: int | None) -> None:
+    count = out.numel()
+    if not count:
+        return
+    threads = 1 if count <= GRAIN else torch.get_num_threads()
+    failed = _functions()[name](kernel.address, *addresses, _matrix(count, along, threads)[0])
+    if failed:
+        raise MemoryError(f"{name}: no memory for partial sums")
+    torch.autograd.graph.increment_version(out)
+
+
+def _joined(along: Layout) -> int:
+    """How many rows are taken as one."""
+    return -(-BLOCK // along.channels) if along.inner == 1 and along.channels < BLOCK else 1
+
+
+@functools.lru_cache(1024)
+def _matrix(count: int, along: Layout | None, threads: int) -> tuple[int, _Layout]:
+    """The address of the tensor's description, and what must live as long as that."""
+    if along is None:
+        found = _Layout(count, count, 1, _NO_AXIS, threads)
+    elif along.inner == 1:
+        found = _Layout(count, along.channels * _joined(along), along.channels, _ALONG_COLUMNS, threads)
+    else:
+        found = _Layout(count, along.inner, along.channels, _ALONG_ROWS, threads)
+    return ctypes.addressof(found), found
+
+
+@functools.cache
+def _functions() -> dict[str, Any]:
+    library = build.library()
+    assert library is not None
+    pointers = {"forward": 6, "encode_outputs": 5, "invert_outputs": 4, "gradient": 6, "gate": 5, "gate_gradient": 7}
+    found = {}
+    for name, count in pointers.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = (c_void_p,) * count, c_int32
+        found[name] = function
+    return found

@@ -1,0 +1,65 @@
+"""Matmuls, and what comes with them, by torch's default."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...activations import Activation
+from ..base import GradientRequest
+from ..operations import Operation, Weight
+from .elementwise import bias_act
+
+
+def has_faster_linear(x: Tensor, w: Tensor) -> bool:
+    """Whether ``linear`` is faster than ``F.linear``, which it is here."""
+    return False
+
+
+def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    """``x w^T + b`` in a new buffer."""
+    return F.linear(x, w, b)
+
+
+faster_linear = linear
+
+
+def operation_act(
+    operation: Operation,
+    x: Tensor,
+    w: Weight,
+    b: Tensor | None,
+    activation: Activation,
+    operands: Sequence[Tensor] = (),
+    *,
+    encode: bool = False,
+) -> Tensor:
+    """``activation(operation(x, w, b), *operands)`` in one new buffer; ``encode`` puts the branch in it."""
+    z = operation(x, w, b)
+    return bias_act(z, None, activation, operands, dim=operation.dim, encode=encode, out=z)
+
+
+def has_epilogue(x: Tensor, w: Tensor, b: Tensor | None, activation: Activation, *, encode: bool) -> bool:
+    """Whether ``operation_act`` applies the activation in the matmul's epilogue, without a pass of its own: never with
+    the branch bit, which torch's and oneDNN's epilogues do not know."""
+    return False
+
+
+def linear_gradient(
+    dy: Tensor,
+    w: Tensor,
+    parts: Sequence[Tensor],
+    activation: Activation,
+    operands: Sequence[Tensor],
+    request: GradientRequest,
+    *,
+    hidden: bool,
+) -> None:
+    """None: ``linear``, and ``gradient`` or ``gate_gradient`` after it, are as fast."""
+
+
+def describe_matmuls(w: Tensor, activation: Activation) -> list[str]:
+    """Lines for people: how layers and blocks multiply by ``w``, where that is measured. Here it is not."""
+    return []
