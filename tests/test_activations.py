@@ -466,22 +466,20 @@ def test_float32_forward(activation: Activation) -> None:
 
     # Against torch's own error, within each factor of two in |z|: far out all evaluations lose relative accuracy.
     real = truth.isfinite()
-    error = ((exact.double() - truth).abs() / ulp(truth, torch.float32))[real]
+    errors = [((y.double() - truth).abs() / encoding_error(truth, torch.float32))[real] for y in (exact, saved)]
     eager_error = ((activation.plain(z).double() - truth).abs() / ulp(truth, torch.float32))[real]
     decade = torch.frexp(z[real])[1].long() * 2 + (z[real] < 0)
     decade -= decade.min()
     zeros = torch.zeros(int(decade.max()) + 1, dtype=torch.float64)
-    ours = zeros.scatter_reduce(0, decade, error, "amax")
     eagers = zeros.scatter_reduce(0, decade, eager_error, "amax")
-    assert bool((ours <= 2 * eagers + 1).all()), (ours - 2 * eagers).max()
+    for error, moved in zip(errors, (0, 1), strict=True):  # the branch moves an output by a unit
+        ours = zeros.scatter_reduce(0, decade, error, "amax")
+        assert bool((ours <= 2 * eagers + 1 + moved).all()), (ours - 2 * eagers).max()
 
     if not activation.is_folded:
         assert torch.equal(saved[~truth.isnan()], exact[~truth.isnan()])
         return
     left = z < _fold(activation).position
-    real = truth.isfinite()
-    assert bool(((saved.double() - exact.double()).abs() <= encoding_error(exact, torch.float32))[real].all())
-    assert torch.equal(saved[real & ~left & (truth >= 0)], exact[real & ~left & (truth >= 0)])
     assert torch.equal(branch_bit.decode(saved, torch.float32)[real], left[real])
 
 
@@ -570,6 +568,8 @@ def _derivative_told(activation: Activation, z: Tensor) -> Tensor:
 def test_float32_derivatives_of_folded_activations(activation: Activation) -> None:
     z = _numbers(torch.float32)
     z = z[z.isfinite()]
+    if activation.name == "hardswish":  # within two units of its upper kink either side is right
+        z = z[(z - 3).abs() > 2**-21]
     error = (_with_gradient(z, activation)[1].double() - derivative(activation.function, z)).abs()
     # y is stored with an error of up to five units (gelu_tanh's four and the branch), which near the minimum leaves f'
     # uncertain by 5 sqrt(f'' unit / 2 distance).

@@ -143,8 +143,8 @@ def _functions_entered(call: Callable[[], object]) -> list[str]:
 
 #: Of the forward pass with the branch bit, of the gradient from the output, of a layer without gradients.
 MOST_FUNCTIONS = {
-    **dict.fromkeys(["gelu", "silu", "mish", "quick_gelu", "gelu_tanh"], (4, 5, 5)),
-    **dict.fromkeys(["relu", "tanh", "sigmoid", "elu", "leaky_relu"], (1, 2, 2)),
+    **dict.fromkeys(["gelu", "silu", "mish", "quick_gelu", "gelu_tanh"], (7, 8, 8)),
+    **dict.fromkeys(["relu", "tanh", "sigmoid", "elu", "leaky_relu"], (6, 6, 6)),
 }
 
 
@@ -260,11 +260,13 @@ def test_the_forward_pass_sets_the_bits_that_encode_sets(activation: Activation)
     fold = activation.fold
     assert fold is not None and torch.equal(y.isnan(), expected.isnan())
     assert torch.equal(branch_bit.decode(y, torch.float32), branch_bit.decode(expected, torch.float32))
-    certain = (expected >= 0) | expected.isnan()
-    assert torch.equal(y < 0, expected < 0) or activation.name != "hardswish"
-    unit = ulp(activation.function(z.double()), torch.float32)
-    near = (z > -8) & z.isfinite()
-    assert float(((y.double() - activation.function(z.double())).abs() / unit)[near & certain].max()) <= 8
+    # As exact as torch's operations, and the bit moves an output by a unit.
+    truth = activation.function(z.double())
+    real = truth.isfinite() & expected.isfinite()
+    errors = [(found.double() - truth).abs()[real] / ulp(truth, torch.float32)[real] for found in (y, expected)]
+    moderate = (z.abs() < 8)[real]
+    assert float(errors[0][moderate].max()) <= 2 * float(errors[1][moderate].max()) + 1
+    assert float(errors[0].max()) <= 2 * float(errors[1].max()) + 1
 
 
 @every_folded

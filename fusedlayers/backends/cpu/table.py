@@ -7,7 +7,7 @@ size plus a constant, for derivatives that settle slowly. The first scale whose 
 outputs is taken. GELU's is the root of a root: the inner one makes the derivative smooth through the minimum, the outer
 one where the falling branch ends in 0.
 
-Cost: 512 cubics take 8 KiB, which stay in a core's first cache. A table is made when an activation first runs a
+Cost: 1,024 cubics take 16 KiB, which stay in a core's first cache. A table is made when an activation first runs a
 backward pass in float32.
 
 Kinks: the derivative may jump. An interval then ends there, and each has a cubic of its own, so that none mixes the two
@@ -40,7 +40,7 @@ from ...utils.isolation import in_clean_state
 from . import loops
 
 #: How many intervals are tried.
-INTERVALS = 512, 8192
+INTERVALS = 1024, 8192
 #: What a table may add to the error of the fit, rms over N(0, 1) and at most, in units of the steepest slope.
 ADDED_RMS = PRECISIONS[torch.float32].tolerance
 ADDED = 1e-5

@@ -36,7 +36,7 @@ def bias_act(
     encode = encode and activation.is_folded
     is_sum = b is not None or residual is not None
     native = None if encode else activation.native.activate_
-    is_traced = not encode and _is_by_trace(activation, z.dtype)
+    is_traced = native is None and not encode and _is_by_trace(activation)
     if native is not None and out is None and not is_sum and activation.row is not None and not activation.row.plain:
         return activation.plain(z)  # into a new tensor in one pass
     y = out if out is not None and (out.is_contiguous() or is_dense(out)) else torch.empty_like(z)
@@ -85,7 +85,7 @@ def gradient(
         dz = saved if overwrite else torch.empty_like(saved)
         if dy.stride() != saved.stride():
             dy = torch.empty_like(saved).copy_(dy)
-        if given_output or not _is_by_trace(activation, saved.dtype):
+        if given_output or not _is_by_trace(activation):
             for_each(functools.partial(_multiply, _of_output if given_output else _of_input, activation), dy, saved, dz)
         elif dz.numel():
             shares = traced.gradient(dy, saved, dz, activation, operands, request, dim)
@@ -128,7 +128,7 @@ def derivative(activation: Activation, z: Tensor) -> Tensor:
         return torch.autograd.grad(y, z, torch.ones_like(y))[0]
 
 
-def _is_by_trace(activation: Activation, dtype: torch.dtype) -> bool:
+def _is_by_trace(activation: Activation) -> bool:
     return bool(activation.operand_dims) or activation.is_traced
 
 
