@@ -149,6 +149,23 @@ class Backend(Protocol):
         """
         ...
 
+    def norm_act(self, z: Tensor, activation: Activation) -> tuple[Tensor, Tensor] | None:
+        """The activation with its branch over z, a batch norm's output; the smallest and the largest z of each channel.
+        Returns None, and writes nothing, where that takes more than one pass."""
+        ...
+
+    def norm_gradient(
+        self, dy: Tensor, y: Tensor, activation: Activation, center: Tensor, overwrite: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        """``dz = dy * f'`` and z from y, over which z may be written; for each channel the sums of dz and of
+        ``dz (z - center)``. Returns None, and writes nothing, where that takes more than one pass."""
+        ...
+
+    def norm_combine(self, dz: Tensor, z: Tensor, scale: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
+        """``scale dz + slope z + offset`` over dz, the factors along the channels; where ``norm_gradient`` has made
+        dz and z."""
+        ...
+
     def inverse(self, y: Tensor, activation: Activation, out: Tensor | None) -> Tensor:
         """z with ``activation(z) = y``, in ``out`` (which may be y) or in a new buffer; y carries the branch."""
         ...

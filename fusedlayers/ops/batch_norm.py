@@ -105,11 +105,14 @@ class NormAct(Function):
     ) -> Tensor:
         backend = backends.choose(x, activation)
         z, mean, inverse_std = norm.with_statistics(x, w, b)
-        channels = (
-            None if inverse_error is None else _inexact_channels(z, Known(mean, inverse_std, w), b, inverse_error)
-        )
+        ends = None if inverse_error is None else backend.norm_act(z, activation)
+        channels = None
+        if inverse_error is not None:
+            channels = _inexact_channels(z, ends, Known(mean, inverse_std, w), b, inverse_error)
         keeps_output = inverse_error is not None and (channels is None or len(channels) <= MOST * x.shape[1])
-        y = backend.bias_act(z, None, activation, dim=norm.dim, encode=keeps_output, out=z)
+        y = z
+        if ends is None:
+            y = backend.bias_act(z, None, activation, dim=norm.dim, encode=keeps_output, out=z)
         if not keeps_output:
             ctx.save_for_backward(None, x, None, mean, inverse_std, w, b)
         elif channels is None:
@@ -144,6 +147,10 @@ class NormAct(Function):
             dx, dw, db = _differentiable(dy, x, w, b, again, activation, norm.dim, needs)
             return dx, dw, db, None, None, None, None
 
+        if y is not None and channels is None and not norm.is_synchronised:
+            found = _in_one_pass(ctx, dy, y, known, b, overwrite)
+            if found is not None:
+                return *found, None, None, None, None
         wanted = GradientRequest("input", False, False)
         if y is None:
             dz, *_ = backend.gradient(dy, again(x, w, b), activation, (), wanted._replace(overwrite=True), dim=norm.dim)
@@ -167,6 +174,40 @@ class NormAct(Function):
         return dx, dw, db if needs[2] else None, None, None, None, None
 
 
+def _in_one_pass(
+    ctx: Any, dy: Tensor, y: Tensor, known: Known, b: Tensor | None, overwrite: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
+    """The gradients of x, w and b from y, where the backend has one pass for what comes before dx; or None.
+
+    With ``xhat = (z - b) / w``, and means over a channel,
+    ``dx = w inverse_std (dz - mean(dz) - xhat mean(dz xhat))`` (Ioffe & Szegedy 2015); the statistics are constants
+    where they are not the batch's.
+    """
+    norm, activation, backend, _ = ctx.settings
+    mean, inverse_std, w = known
+    needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
+    center = torch.zeros_like(mean) if b is None else b
+    found = backend.norm_gradient(dy, y, activation, center, overwrite)
+    if found is None:
+        return None
+    dz, z, db, product = found
+    dw = product if w is None else product / w
+    offset = _offset(known, b, None) if ctx.is_scaled else None
+    if offset is not None:
+        dw = (dw.double() - offset * db.double()).to(dw.dtype)
+    dx = None
+    if needs_x:
+        scale = inverse_std if w is None else inverse_std * w
+        slope = torch.zeros_like(scale)
+        constant = slope
+        if norm.training:
+            count = z.numel() / len(db)
+            slope = inverse_std * dw / -count
+            constant = scale * db / -count - slope * center
+        dx = backend.norm_combine(dz, z, scale, slope, constant)
+    return dx, dw if needs_w else None, db if needs_b else None
+
+
 class Known(NamedTuple):
     """``z = (x - mean) inverse_std w + b``."""
 
@@ -175,8 +216,11 @@ class Known(NamedTuple):
     w: Tensor | None
 
 
-def _inexact_channels(z: Tensor, known: Known, b: Tensor | None, inverse_error: InverseError) -> Tensor | None:
-    """The channels of which outputs do not tell the input, or None."""
+def _inexact_channels(
+    z: Tensor, ends: tuple[Tensor, Tensor] | None, known: Known, b: Tensor | None, inverse_error: InverseError
+) -> Tensor | None:
+    """The channels of which outputs do not tell the input, or None. ``ends`` are the smallest and the largest z of each
+    channel, of which z may have been overwritten; or None."""
     mean, inverse_std, w = known
     size = torch.ones_like(mean) if w is None else w.abs()
     good = (mean * inverse_std).abs() <= CENTRED
@@ -184,11 +228,13 @@ def _inexact_channels(z: Tensor, known: Known, b: Tensor | None, inverse_error: 
         good &= inverse_error.is_acceptable(torch.zeros_like(w) if b is None else b, w)
     # No value alone may err by more than all of them may together.
     allowed = inverse_error.limit * math.sqrt(z.numel() / z.shape[1]) * size.double()
-    if bool(good.all() & (inverse_error.worst(torch.stack(torch.aminmax(z))) <= allowed.min()).all()):  # one wait
-        return None
-    for end in (z.amin(other_dims(z, 1)), z.amax(other_dims(z, 1))):
+    if ends is None:
+        if bool(good.all() & (inverse_error.worst(torch.stack(torch.aminmax(z))) <= allowed.min()).all()):  # one wait
+            return None
+        ends = z.amin(other_dims(z, 1)), z.amax(other_dims(z, 1))
+    for end in ends:
         good &= inverse_error.worst(end) <= allowed
-    return (~good).nonzero().squeeze(1)
+    return None if bool(good.all()) else (~good).nonzero().squeeze(1)
 
 
 def _as_input(

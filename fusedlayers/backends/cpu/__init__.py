@@ -6,7 +6,17 @@ from ...activations import Activation
 from .. import torch as reference
 from ..torch import ADDS_BIAS, HAS_EPILOGUES, computes, describe_matmuls, has_epilogue, linear_gradient
 from . import build
-from .elementwise import bias_act, gate, gate_gradient, gradient, gradient_kernel, inverse
+from .elementwise import (
+    bias_act,
+    gate,
+    gate_gradient,
+    gradient,
+    gradient_kernel,
+    inverse,
+    norm_act,
+    norm_combine,
+    norm_gradient,
+)
 from .onednn import faster_linear, has_faster_linear, linear, operation_act
 
 __all__ = [
@@ -24,6 +34,9 @@ __all__ = [
     "inverse",
     "linear",
     "linear_gradient",
+    "norm_act",
+    "norm_combine",
+    "norm_gradient",
     "operation_act",
     "slow_because",
 ]

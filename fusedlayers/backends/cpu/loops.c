@@ -15,10 +15,11 @@
 #include <immintrin.h>
 #endif
 
-enum { BLOCK = 256, TILE = 4096, ROWS = 32, PIECE = 16384 };
+enum { BLOCK = 256, TILE = 2048, ROWS = 32, PIECE = 16384 };
 /* Bytes ahead of which lines are fetched that will be written only. */
 enum { AHEAD = 2048 };
 #define EACH _Pragma("omp simd") for (int i = 0; i < BLOCK; i++)
+#define FIRST_N _Pragma("omp simd") for (int i = 0; i < n; i++)
 
 static inline int32_t bits_of(float x) { int32_t i; memcpy(&i, &x, 4); return i; }
 static inline float float_of(int32_t i) { float x; memcpy(&x, &i, 4); return x; }
@@ -128,6 +129,17 @@ static inline float exp_(float x) {
   return p * float_of((half + 127) << 23) * float_of((k - half + 127) << 23);
 }
 
+/* log(1 + x) for x > -1: log(u) with u = 1 + x rounded (musl's logf), times x over what was added. */
+static inline float log1p_(float x) {
+  float u = 1.0f + x;
+  int32_t b = bits_of(u) - 0x3f3504f3, e = b >> 23;
+  float f = float_of(bits_of(u) - (int32_t)((uint32_t)e << 23)) - 1.0f, s = f / (2.0f + f), z = s * s, h = 0.5f * f * f;
+  float r = z * (0.66666662693f + z * (0.40000972152f + z * (0.28498786688f + z * 0.24279078841f)));
+  float log = (float)e * 0.69313812256f + (f - (h - (s * (h + r) + (float)e * 9.0580006145e-6f)));
+  float added = u - 1.0f, quotient = x / (added == 0.0f ? 1.0f : added);
+  return added == 0.0f ? x : log * quotient;
+}
+
 static inline float sigmoid_(float x) {
   float e = exp_(-__builtin_fabsf(x));
   return (x < 0.0f ? e : 1.0f) / (1.0f + e);
@@ -160,7 +172,7 @@ static inline float erfc_(float x) {
 
 /* Each is the output y and the derivative of one number z; what is not used costs nothing. p is a parameter. Python
    names them in this order. */
-#define FUNCTIONS(X) X(gelu) X(gelu_tanh) X(swish) X(mish) X(hardswish) X(relu) X(sigmoid) X(tangent)
+#define FUNCTIONS(X) X(gelu) X(gelu_tanh) X(swish) X(mish) X(hardswish) X(relu) X(sigmoid) X(tangent) X(leaky_relu) X(elu)
 
 static inline void gelu(float z, float p, float *y, float *slope) {
   float above = 0.5f * erfc_(z * -0.7071067811865476f);
@@ -222,6 +234,21 @@ static inline void tangent(float z, float p, float *y, float *slope) {
   *y = a < 0.625f ? near : far;
   *slope = 1.0f - *y * *y;
 }
+
+static inline void leaky_relu(float z, float p, float *y, float *slope) {
+  *y = z > 0.0f ? z : p * z;
+  *slope = z > 0.0f ? 1.0f : z == z ? p : z;
+}
+
+/* exp(z) - 1 cancels near 0: there it is its series. */
+static inline void elu(float z, float p, float *y, float *slope) {
+  float c = z > 0.0f ? 0.0f : z, e = exp_(c);
+  float q = 1.0f + c * (0.5f + c * (0.16666667f + c * (4.1666668e-2f + c * (8.3333333e-3f + c * 1.3888889e-3f))));
+  *y = z > 0.0f ? z : p * (c > -0.25f ? c * q : e - 1.0f);
+  *slope = z > 0.0f ? 1.0f : p * e;
+}
+
+enum functions { GELU, GELU_TANH, SWISH, MISH, HARDSWISH, RELU, SIGMOID, TANGENT, LEAKY_RELU, ELU };
 
 /* The branch bit (derivative/branch_bit.py) of functions that have it in negative outputs, set left of ``position``. */
 #define SIGN INT32_MIN
@@ -364,18 +391,38 @@ static void invert(const inverse *t, const float *y, float *z) {
   EACH z[i] = y[i] + (c[4 * i] + place[i] * (c[4 * i + 1] + place[i] * (c[4 * i + 2] + place[i] * c[4 * i + 3])));
 }
 
+/* Inputs of functions without a fold. */
+static void invert_formula(const kernel *k, const float *y, float *z) {
+  const float p = k->parameter, inverse = 1.0f / p;
+  if (k->function == LEAKY_RELU) EACH z[i] = y[i] > 0.0f ? y[i] : y[i] * inverse;
+  if (k->function == ELU) EACH {
+    float log = log1p_(y[i] > 0.0f ? 0.0f : y[i] * inverse);
+    z[i] = y[i] > 0.0f ? y[i] : log;
+  }
+}
+
 /* --- passes --------------------------------------------------------------------------------------------------------- */
+
+/* What a pass finds out along the channels besides what it writes: sums, or the smallest and the largest number. */
+enum finds { NOTHING, SUMS, RANGE };
 
 typedef struct {
   const kernel *k;
   const char *in[3];
   char *out[2];
-  const float *bias;
-  float *sums; /* of the first result; NULL where nobody asks */
+  const float *vector[3]; /* numbers along the channels, or NULL */
+  int finds;
+  float *partial[2];
 } pass;
 
-/* A block of n <= BLOCK numbers from ``at`` on. ``bias`` holds BLOCK numbers or is NULL; ``sum`` has BLOCK. */
-typedef void step(const pass *p, int64_t at, int n, const float *bias, float *sum);
+/* The same for the channels of a block. */
+typedef struct {
+  const float *vector[3]; /* BLOCK numbers each, or NULL */
+  float *found[2];        /* BLOCK numbers each, of which a block of n updates the first n */
+} channels;
+
+/* A block of n <= BLOCK numbers from ``at`` on. */
+typedef void step(const pass *p, int64_t at, int n, const channels *c);
 
 /* The block itself where it is whole, else a padded copy. */
 static const void *block_of(const char *from, int64_t at, int n, int size, void *copy) {
@@ -414,13 +461,19 @@ static const float *pre_activation(const pass *p, int64_t at, int n, const float
   return x;
 }
 
-static void forward_step(const pass *p, int64_t at, int n, const float *bias, float *sum) {
+static void forward_step(const pass *p, int64_t at, int n, const channels *c) {
   const kernel *k = p->k;
+  const float *bias = c->vector[0];
   if (p->in[0] != p->out[0]) fetch(p->out[0], at, k->dtype == FLOAT32 ? 4 : 2);
   if (k->dtype == FLOAT32) {
     float x[BLOCK], last[BLOCK];
     const float *z = pre_activation(p, at, n, bias, x);
     float *y = n == BLOCK ? (float *)p->out[0] + at : last;
+    if (p->finds == RANGE) {
+      float *smallest = c->found[0], *largest = c->found[1];
+      FIRST_N smallest[i] = z[i] < smallest[i] ? z[i] : smallest[i];
+      FIRST_N largest[i] = z[i] > largest[i] ? z[i] : largest[i];
+    }
     if (k->mark.ambiguous) marked_of[k->function](k->parameter, k->mark.position, z, y);
     else outputs_of[k->function](k->parameter, z, y);
     if (n < BLOCK) put(p->out[0], at, n, 4, y);
@@ -439,43 +492,18 @@ static void forward_step(const pass *p, int64_t at, int n, const float *bias, fl
 }
 
 /* in: z, y of a function that torch has computed. */
-static void encode_step(const pass *p, int64_t at, int n, const float *bias, float *sum) {
+static void encode_step(const pass *p, int64_t at, int n, const channels *c) {
   float x[BLOCK], y[BLOCK], out[BLOCK];
   encode(&p->k->mark, block_of(p->in[0], at, n, 4, x), block_of(p->in[1], at, n, 4, y), out);
   put(p->out[0], at, n, 4, out);
 }
 
 /* in: y. */
-static void inverse_step(const pass *p, int64_t at, int n, const float *bias, float *sum) {
+static void inverse_step(const pass *p, int64_t at, int n, const channels *c) {
   float y[BLOCK], z[BLOCK];
   if (p->in[0] != p->out[0]) fetch(p->out[0], at, 4);
   invert(&p->k->inverse, block_of(p->in[0], at, n, 4, y), z);
   put(p->out[0], at, n, 4, z);
-}
-
-/* in: dy and what was saved. */
-static void gradient_step(const pass *p, int64_t at, int n, const float *bias, float *sum) {
-  const kernel *k = p->k;
-  const int size = k->dtype == FLOAT32 ? 4 : 2;
-  if (p->in[1] != p->out[0]) fetch(p->out[0], at, size);
-  float dz[BLOCK], wide[BLOCK];
-  if (k->dtype == FLOAT32) {
-    const float *dy = block_of(p->in[0], at, n, 4, wide);
-    float saved[BLOCK];
-    look_up(&k->table, block_of(p->in[1], at, n, 4, saved), dz);
-    EACH dz[i] *= dy[i];
-    put(p->out[0], at, n, 4, dz);
-  } else {
-    uint16_t half[BLOCK];
-    const float *slopes = k->slopes;
-    const uint16_t *saved = block_of(p->in[1], at, n, 2, half);
-    EACH dz[i] = slopes[saved[i]];
-    widen(k->dtype, block_of(p->in[0], at, n, 2, half), wide);
-    EACH dz[i] *= wide[i];
-    narrow(k->dtype, dz, half);
-    put(p->out[0], at, n, 2, half);
-  }
-  if (p->sums != NULL) for (int i = 0; i < n; i++) sum[i] += dz[i];
 }
 
 /* A block of a tensor of dtype k->dtype, in float32. */
@@ -508,8 +536,56 @@ static void activate(const kernel *k, const char *from, int64_t at, int n, float
   }
 }
 
+/* in: dy and what was saved. Of float32 the derivative from the input is the function's own, that from the output
+   a table. */
+static void gradient_step(const pass *p, int64_t at, int n, const channels *c) {
+  const kernel *k = p->k;
+  float dz[BLOCK], saved[BLOCK], wide[BLOCK];
+  if (p->in[1] != p->out[0]) fetch(p->out[0], at, k->dtype == FLOAT32 ? 4 : 2);
+  if (k->dtype != FLOAT32) {
+    uint16_t half[BLOCK];
+    const float *slopes = k->slopes;
+    const uint16_t *bits = block_of(p->in[1], at, n, 2, half);
+    EACH dz[i] = slopes[bits[i]];
+  } else if (k->table.cubics != NULL) look_up(&k->table, block_of(p->in[1], at, n, 4, saved), dz);
+  else both_of[k->function](k->parameter, block_of(p->in[1], at, n, 4, saved), wide, dz);
+  const float *dy = wide_block(k, p->in[0], at, n, wide);
+  EACH dz[i] *= dy[i];
+  put_wide(k, p->out[0], at, n, dz);
+  float *sum = c->found[0];
+  if (p->finds) FIRST_N sum[i] += dz[i];
+}
+
+/* The gradient through a function of which the output y was saved, and its input z, in one pass. in: dy, y; out: dz, z,
+   either of which may overwrite y. Finds the sums of dz and of dz (z - center). */
+static void norm_gradient_step(const pass *p, int64_t at, int n, const channels *c) {
+  const kernel *k = p->k;
+  const float *center = c->vector[0];
+  float y[BLOCK], z[BLOCK], dz[BLOCK], unused[BLOCK];
+  if (p->in[1] != p->out[0]) fetch(p->out[0], at, 4);
+  if (p->in[1] != p->out[1]) fetch(p->out[1], at, 4);
+  if (k->inverse.cubics != NULL) invert(&k->inverse, block_of(p->in[1], at, n, 4, y), z);
+  else invert_formula(k, block_of(p->in[1], at, n, 4, y), z);
+  both_of[k->function](k->parameter, z, unused, dz);
+  const float *dy = block_of(p->in[0], at, n, 4, y);
+  EACH dz[i] *= dy[i];
+  put(p->out[0], at, n, 4, dz);
+  put(p->out[1], at, n, 4, z);
+  float *sum = c->found[0], *product = c->found[1];
+  FIRST_N sum[i] += dz[i];
+  FIRST_N product[i] += dz[i] * (z[i] - center[i]);
+}
+
+/* out[0] = scale in[0] + slope in[1] + offset. */
+static void combine_step(const pass *p, int64_t at, int n, const channels *c) {
+  const float *scale = c->vector[0], *slope = c->vector[1], *offset = c->vector[2];
+  const float *a = (const float *)p->in[0] + at, *b = (const float *)p->in[1] + at;
+  float *to = (float *)p->out[0] + at;
+  FIRST_N to[i] = scale[i] * a[i] + (slope[i] * b[i] + offset[i]);
+}
+
 /* in: z and the other factor. */
-static void gate_step(const pass *p, int64_t at, int n, const float *bias, float *sum) {
+static void gate_step(const pass *p, int64_t at, int n, const channels *c) {
   float y[BLOCK], x[BLOCK];
   if (p->in[0] != p->out[0]) fetch(p->out[0], at, p->k->dtype == FLOAT32 ? 4 : 2);
   activate(p->k, p->in[0], at, n, y, NULL);
@@ -519,7 +595,7 @@ static void gate_step(const pass *p, int64_t at, int n, const float *bias, float
 }
 
 /* in: dy, z and the other factor; out: their gradients, which may overwrite them. */
-static void gate_gradient_step(const pass *p, int64_t at, int n, const float *bias, float *sum) {
+static void gate_gradient_step(const pass *p, int64_t at, int n, const channels *c) {
   float y[BLOCK], slope[BLOCK], wide_dy[BLOCK], wide_up[BLOCK];
   activate(p->k, p->in[1], at, n, y, slope);
   const float *dy = wide_block(p->k, p->in[0], at, n, wide_dy), *up = wide_block(p->k, p->in[2], at, n, wide_up);
@@ -529,91 +605,135 @@ static void gate_gradient_step(const pass *p, int64_t at, int n, const float *bi
   put_wide(p->k, p->out[1], at, n, y);
 }
 
-/* Rows of a tile of columns, or a piece of a row. Partial sums are laid out (group of rows, column) or (row, piece). */
+static void start(const pass *p, float *found[2], int count) {
+  for (int r = 0; r < 2 && p->finds; r++)
+    for (int i = 0; i < count; i++) found[r][i] = p->finds == SUMS ? 0.0f : r ? -__builtin_inff() : __builtin_inff();
+}
+
+static double joined(const pass *p, int r, double a, double b) {
+  if (p->finds == SUMS) return a + b;
+  return (r ? a > b : a < b) ? a : b;
+}
+
+/* Rows of a tile of columns, or a piece of a row. Partial results are laid out (group of rows, column) or (row, piece). */
 static void columns_task(const pass *p, step *one, const layout *l, int64_t group, int64_t tile) {
-  const int64_t rows = (l->count + l->columns - 1) / l->columns, start = tile * TILE;
-  const int64_t end = start + TILE < l->columns ? start + TILE : l->columns;
-  float sum[TILE] = {0};
+  const int64_t rows = (l->count + l->columns - 1) / l->columns, first = tile * TILE;
+  const int64_t end = first + TILE < l->columns ? first + TILE : l->columns;
+  float found[2][TILE];
+  start(p, (float *[2]){found[0], found[1]}, (int)(end - first));
   for (int64_t row = group * ROWS; row < (group + 1) * ROWS && row < rows; row++)
-    for (int64_t column = start; column < end; column += BLOCK) {
+    for (int64_t column = first; column < end; column += BLOCK) {
       const int64_t at = row * l->columns + column;
       int64_t n = end - column < BLOCK ? end - column : BLOCK;
       n = l->count - at < n ? l->count - at : n; /* the last row may be shorter */
-      if (n > 0) one(p, at, (int)n, p->bias == NULL ? NULL : p->bias + column, sum + (column - start));
+      channels c = {{NULL}, {found[0] + (column - first), found[1] + (column - first)}};
+      for (int v = 0; v < 3; v++) c.vector[v] = p->vector[v] == NULL ? NULL : p->vector[v] + column;
+      if (n > 0) one(p, at, (int)n, &c);
     }
-  if (p->sums != NULL) memcpy(p->sums + group * l->columns + start, sum, (size_t)(end - start) * 4);
+  for (int r = 0; r < 2 && p->finds; r++)
+    memcpy(p->partial[r] + group * l->columns + first, found[r], (size_t)(end - first) * 4);
 }
 
 static void piece_task(const pass *p, step *one, const layout *l, int64_t row, int64_t piece, int64_t task) {
-  const int64_t start = piece * PIECE, end = start + PIECE < l->columns ? start + PIECE : l->columns;
-  float bias[BLOCK], sum[BLOCK] = {0};
-  if (p->bias != NULL) EACH bias[i] = p->bias[row % l->channels];
-  for (int64_t column = start; column < end; column += BLOCK)
-    one(p, row * l->columns + column, (int)(end - column < BLOCK ? end - column : BLOCK), p->bias == NULL ? NULL : bias, sum);
-  if (p->sums != NULL) {
-    double total = 0;
-    for (int i = 0; i < BLOCK; i++) total += sum[i];
-    p->sums[task] = (float)total;
+  const int64_t first = piece * PIECE, end = first + PIECE < l->columns ? first + PIECE : l->columns;
+  float vector[3][BLOCK], found[2][BLOCK];
+  channels c = {{NULL}, {found[0], found[1]}};
+  for (int v = 0; v < 3; v++)
+    if (p->vector[v] != NULL) {
+      EACH vector[v][i] = p->vector[v][row % l->channels];
+      c.vector[v] = vector[v];
+    }
+  start(p, c.found, BLOCK);
+  for (int64_t column = first; column < end; column += BLOCK)
+    one(p, row * l->columns + column, (int)(end - column < BLOCK ? end - column : BLOCK), &c);
+  for (int r = 0; r < 2 && p->finds; r++) {
+    double total = found[r][0];
+    for (int i = 1; i < BLOCK; i++) total = joined(p, r, total, found[r][i]);
+    p->partial[r][task] = (float)total;
   }
 }
 
 static int64_t over(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
-/* Go through all blocks. ``db`` receives the sums along the channels in the kernel's dtype, or is NULL. Returns 0, or 1
-   where there is no memory. */
-static int walk(pass *p, step *one, const layout *l, void *db) {
+/* Go through all blocks. ``found`` receives what the pass finds along the channels, in the kernel's dtype. Returns 0, or
+   1 where there is no memory. */
+static int walk(pass *p, step *one, const layout *l, void *found[2]) {
   const int by_columns = l->axis == ALONG_COLUMNS;
   const int64_t rows = over(l->count, l->columns), parts = over(l->columns, by_columns ? TILE : PIECE);
   const int64_t groups = by_columns ? over(rows, ROWS) : rows, tasks = groups * parts;
-  if (db != NULL && (p->sums = malloc((size_t)(by_columns ? groups * l->columns : tasks) * 4)) == NULL) return 1;
+  const int64_t size = by_columns ? groups * l->columns : tasks;
+  float *partial = NULL;
+  if (p->finds) {
+    if ((partial = malloc((size_t)size * 8)) == NULL) return 1;
+    p->partial[0] = partial;
+    p->partial[1] = partial + size;
+  }
 #pragma omp parallel for schedule(static) num_threads(l->threads) if (l->threads > 1)
   for (int64_t task = 0; task < tasks; task++) {
     if (by_columns) columns_task(p, one, l, task / parts, task % parts);
     else piece_task(p, one, l, task / parts, task % parts, task);
   }
-  if (db == NULL) return 0;
-  for (int64_t channel = 0; channel < l->channels; channel++) {
-    double total = 0;
-    if (by_columns) /* short rows have been joined: a channel then has several columns */
-      for (int64_t i = channel; i < groups * l->columns; i += l->channels) total += p->sums[i];
-    else
-      for (int64_t row = channel; row < rows; row += l->channels)
-        for (int64_t i = row * parts; i < (row + 1) * parts; i++) total += p->sums[i];
-    float padded[BLOCK] = {(float)total};
-    put_wide(p->k, db, channel, 1, padded);
-  }
-  free(p->sums);
+  for (int r = 0; r < 2 && p->finds; r++)
+    for (int64_t channel = 0; channel < l->channels && found[r] != NULL; channel++) {
+      double total = p->finds == SUMS ? 0 : p->partial[r][by_columns ? channel : channel * parts];
+      if (by_columns) /* short rows have been joined: a channel then has several columns */
+        for (int64_t i = channel; i < size; i += l->channels) total = joined(p, r, total, p->partial[r][i]);
+      else
+        for (int64_t row = channel; row < rows; row += l->channels)
+          for (int64_t i = row * parts; i < (row + 1) * parts; i++) total = joined(p, r, total, p->partial[r][i]);
+      float padded[BLOCK] = {(float)total};
+      put_wide(p->k, found[r], channel, 1, padded);
+    }
+  free(partial);
   return 0;
 }
 
 /* --- what Python calls ---------------------------------------------------------------------------------------------- */
 
 int forward(const kernel *k, const void *z, const float *bias, const void *residual, void *y, const layout *l) {
-  pass p = {k, {z, residual}, {y}, bias, NULL};
+  pass p = {.k = k, .in = {z, residual}, .out = {y}, .vector = {bias}};
   return walk(&p, forward_step, l, NULL);
 }
 
+/* The same without a bias; finds the smallest and the largest z of each channel. */
+int norm_forward(const kernel *k, const void *z, void *y, void *smallest, void *largest, const layout *l) {
+  pass p = {.k = k, .in = {z}, .out = {y}, .finds = RANGE};
+  return walk(&p, forward_step, l, (void *[2]){smallest, largest});
+}
+
 int encode_outputs(const kernel *k, const void *z, const void *y, void *out, const layout *l) {
-  pass p = {k, {z, y}, {out}, NULL, NULL};
+  pass p = {.k = k, .in = {z, y}, .out = {out}};
   return walk(&p, encode_step, l, NULL);
 }
 
 int invert_outputs(const kernel *k, const void *y, void *z, const layout *l) {
-  pass p = {k, {y}, {z}, NULL, NULL};
+  pass p = {.k = k, .in = {y}, .out = {z}};
   return walk(&p, inverse_step, l, NULL);
 }
 
 int gradient(const kernel *k, const void *dy, const void *saved, void *dz, void *db, const layout *l) {
-  pass p = {k, {dy, saved}, {dz}, NULL, NULL};
-  return walk(&p, gradient_step, l, db);
+  pass p = {.k = k, .in = {dy, saved}, .out = {dz}, .finds = db == NULL ? NOTHING : SUMS};
+  return walk(&p, gradient_step, l, (void *[2]){db, NULL});
+}
+
+int norm_gradient(const kernel *k, const void *dy, const void *y, const float *center, void *dz, void *z, void *sum,
+                  void *product, const layout *l) {
+  pass p = {.k = k, .in = {dy, y}, .out = {dz, z}, .vector = {center}, .finds = SUMS};
+  return walk(&p, norm_gradient_step, l, (void *[2]){sum, product});
+}
+
+int combine(const kernel *k, const void *a, const void *b, const float *scale, const float *slope, const float *offset,
+            void *out, const layout *l) {
+  pass p = {.k = k, .in = {a, b}, .out = {out}, .vector = {scale, slope, offset}};
+  return walk(&p, combine_step, l, NULL);
 }
 
 int gate(const kernel *k, const void *z, const void *up, void *out, const layout *l) {
-  pass p = {k, {z, up}, {out}, NULL, NULL};
+  pass p = {.k = k, .in = {z, up}, .out = {out}};
   return walk(&p, gate_step, l, NULL);
 }
 
 int gate_gradient(const kernel *k, const void *dy, const void *z, const void *up, void *dz, void *dup, const layout *l) {
-  pass p = {k, {dy, z, up}, {dz, dup}, NULL, NULL};
+  pass p = {.k = k, .in = {dy, z, up}, .out = {dz, dup}};
   return walk(&p, gate_gradient_step, l, NULL);
 }

@@ -29,7 +29,9 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 AMBIGUOUS = {None: 0, "negative": 1, "positive": 2, "both": 3}
 BENDS = {"straight": 0, "root from below": 1, "root from above": 2, "ratio": 3}
 #: Functions of float32 numbers, as ``Native.loop`` names them.
-FUNCTIONS = ("gelu", "gelu_tanh", "swish", "mish", "hardswish", "relu", "sigmoid", "tanh")
+FUNCTIONS = ("gelu", "gelu_tanh", "swish", "mish", "hardswish", "relu", "sigmoid", "tanh", "leaky_relu", "elu")
+#: Those without a fold that it inverts.
+INVERTED = ("leaky_relu", "elu")
 _NO_AXIS, _ALONG_COLUMNS, _ALONG_ROWS = range(3)
 
 
@@ -123,6 +125,9 @@ def _of(table: DerivativeTable) -> _Table:
     )
 
 
+_PLAIN = Kernel(torch.float32)
+
+
 def slopes(table: DerivativeTable, y: Tensor) -> Tensor:
     """The derivative at float32 outputs, by the table."""
     return gradient(Kernel(torch.float32, table=table), torch.ones_like(y), y, torch.empty_like(y), None, None)
@@ -135,12 +140,7 @@ def forward(
     kernel: Kernel, z: Tensor, b: Tensor | None, residual: Tensor | None, y: Tensor, along: Layout | None
 ) -> Tensor:
     """The activation of ``z + b + residual`` in y, which may be z."""
-    bias = None
-    if b is not None:
-        assert along is not None
-        bias = b.detach().float()
-        joined = _joined(along)
-        bias = bias.repeat(joined) if joined > 1 else bias.contiguous()
+    bias = None if b is None or along is None else _vector(b, along)
     _call("forward", kernel, y, along, z.data_ptr(), _address(bias), _address(residual), y.data_ptr())
     return y
 
@@ -161,6 +161,33 @@ def gradient(kernel: Kernel, dy: Tensor, saved: Tensor, dz: Tensor, db: Tensor |
     """``dz = dy * f'`` in dz, which may be ``saved``, and its sums along the channels in db."""
     _call("gradient", kernel, dz, along, dy.data_ptr(), saved.data_ptr(), dz.data_ptr(), _address(db))
     return dz
+
+
+def norm_forward(kernel: Kernel, z: Tensor, along: Layout) -> tuple[Tensor, Tensor]:
+    """The activation of z over z; the smallest and the largest z of each channel."""
+    ends = z.new_empty(2, along.channels)
+    smallest, largest = ends.unbind()
+    _call("norm_forward", kernel, z, along, z.data_ptr(), z.data_ptr(), smallest.data_ptr(), largest.data_ptr())
+    return smallest, largest
+
+
+def norm_gradient(
+    kernel: Kernel, dy: Tensor, y: Tensor, z: Tensor, center: Tensor, along: Layout
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``dz = dy * f'`` in a new tensor and the activation's input in z, which may be y; for each channel the sums of dz
+    and of ``dz (z - center)``."""
+    dz, (total, product) = torch.empty_like(y), y.new_empty(2, along.channels).unbind()
+    center = _vector(center, along)
+    addresses = (t.data_ptr() for t in (dy, y, center, dz, z, total, product))
+    _call("norm_gradient", kernel, z, along, *addresses)
+    return dz, total, product
+
+
+def combine(a: Tensor, b: Tensor, scale: Tensor, slope: Tensor, offset: Tensor, along: Layout) -> Tensor:
+    """``scale a + slope b + offset`` over a, the factors along the channels."""
+    vectors = [_vector(t, along) for t in (scale, slope, offset)]
+    _call("combine", _PLAIN, a, along, a.data_ptr(), b.data_ptr(), *(t.data_ptr() for t in vectors), a.data_ptr())
+    return a
 
 
 def gate(kernel: Kernel, z: Tensor, up: Tensor, out: Tensor) -> Tensor:
@@ -191,6 +218,12 @@ def _call(name: str, kernel: Kernel, out: Tensor, along: Layout | None, *address
     torch.autograd.graph.increment_version(out)
 
 
+def _vector(along_channels: Tensor, along: Layout) -> Tensor:
+    """Numbers along the channels as ``loops.c`` takes them."""
+    joined, vector = _joined(along), along_channels.detach().float()
+    return vector.repeat(joined) if joined > 1 else vector.contiguous()
+
+
 def _joined(along: Layout) -> int:
     """How many rows are taken as one."""
     return -(-BLOCK // along.channels) if along.inner == 1 and along.channels < BLOCK else 1
@@ -212,7 +245,17 @@ def _matrix(count: int, along: Layout | None, threads: int) -> tuple[int, _Layou
 def _functions() -> dict[str, Any]:
     library = build.library()
     assert library is not None
-    pointers = {"forward": 6, "encode_outputs": 5, "invert_outputs": 4, "gradient": 6, "gate": 5, "gate_gradient": 7}
+    pointers = {
+        "forward": 6,
+        "norm_forward": 6,
+        "encode_outputs": 5,
+        "invert_outputs": 4,
+        "gradient": 6,
+        "norm_gradient": 9,
+        "combine": 8,
+        "gate": 5,
+        "gate_gradient": 7,
+    }
     found = {}
     for name, count in pointers.items():
         function = getattr(library, name)

@@ -18,6 +18,7 @@ from .matmul import (
     linear_gradient,
     operation_act,
 )
+from .norm import norm_act, norm_combine, norm_gradient
 
 __all__ = [
     "ADDS_BIAS",
@@ -35,6 +36,9 @@ __all__ = [
     "inverse",
     "linear",
     "linear_gradient",
+    "norm_act",
+    "norm_combine",
+    "norm_gradient",
     "operation_act",
     "slow_because",
     "sum_of",

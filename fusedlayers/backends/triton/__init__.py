@@ -3,6 +3,7 @@
 import torch
 
 from ...activations import Activation
+from ..torch import norm_act, norm_combine, norm_gradient
 from .codegen import computes
 from .elementwise import bias_act, gate, gate_gradient, gradient, inverse
 from .operations import (
@@ -30,6 +31,9 @@ __all__ = [
     "inverse",
     "linear",
     "linear_gradient",
+    "norm_act",
+    "norm_combine",
+    "norm_gradient",
     "operation_act",
     "slow_because",
 ]
