@@ -1,10 +1,8 @@
 """Convolutions and residuals: values, gradients of every order, formats, what is kept, modules, contexts, bad input."""
 
-import copy
 import functools
 import itertools
 import math
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -750,18 +748,6 @@ def test_modules_compute_what_torchs_and_the_activation_do(
         dy = torch.randn_like(y)
         got = gradients(y, dy, image, *layer.parameters())
         torch.testing.assert_close(got, gradients(expected, dy, image, *conv.parameters()), rtol=1e-4, atol=1e-3)
-
-
-@every_module
-@pytest.mark.parametrize("activation", ["gelu", nn.LeakyReLU(0.2), F.silu, nn.PReLU(8), None], ids=reference.label)
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-def test_copies_compute_the_same_and_share_nothing(ours: Any, torchs: Any, clone: Any, activation: Any) -> None:
-    layer = ours(4, 8, 3, activation, padding=1, padding_mode="circular", save="auto" if activation else "input")
-    other, x = clone(layer), _image(torchs)
-    assert torch.equal(other(x), layer(x)) and repr(other) == repr(layer) and other.save == layer.save
-    with torch.no_grad():
-        other.weight.zero_()
-    assert bool((layer.weight != 0).any())
 
 
 @every_module

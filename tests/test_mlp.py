@@ -1,10 +1,8 @@
 """MLP blocks: what they keep, what they need at their worst moment, and that gradients are right in every context."""
 
-import copy
 import functools
 import itertools
 import math
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -1054,19 +1052,6 @@ def test_layers_that_must_be_called_are(build: Any) -> None:
     assert f"not fused: {list(module.layers())[-1]} is a ParametrizedLinear" in repr(module)
     setattr(module, list(module.layers())[-1], nn.Sequential(nn.Linear(HIDDEN, OUT)))
     assert f"not fused: {list(module.layers())[-1]} is a Sequential" in repr(module) and module(x).shape == (50, OUT)
-
-
-@every_module
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-def test_copies_compute_the_same_and_share_nothing(build: Any, clone: Any) -> None:
-    module = build(activation=nn.ELU(0.5), save="recompute", chunks=3)
-    other = clone(module)
-    x = torch.randn(30, IN)
-    assert torch.equal(other(x), module(x)) and repr(other) == repr(module)
-    assert other.chunks == 3 and other.save == "recompute"
-    with torch.no_grad():
-        next(other.parameters()).zero_()
-    assert next(module.parameters()).any()
 
 
 def test_without_an_activation_the_repr_says_what_is_kept() -> None:

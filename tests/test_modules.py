@@ -67,31 +67,6 @@ def test_state_loads_into_linear_and_back(activation: object) -> None:
     assert torch.equal(linear.weight, layer.weight)
 
 
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-@pytest.mark.parametrize(
-    "activation", ["gelu", nn.ELU(0.5), fl.GELU("tanh"), F.silu, nn.PReLU(), None], ids=reference.label
-)
-def test_copies_compute_the_same_and_share_nothing(clone: Any, activation: object) -> None:
-    layer = fl.FusedDenseAct(12, 40, activation, save="input" if activation is None else "auto")
-    other = clone(layer)
-    x = torch.randn(30, 12)
-    assert torch.equal(other(x), layer(x))
-    assert repr(other) == repr(layer) and other.save == layer.save
-    with torch.no_grad():
-        other.weight.zero_()
-    assert bool((layer.weight != 0).any())
-
-
-def test_torch_save_keeps_the_whole_module() -> None:
-    layer = nn.Sequential(fl.FusedDenseAct(12, 40, nn.LeakyReLU(0.2)), fl.SiLU())
-    buffer = io.BytesIO()
-    torch.save(layer, buffer)
-    buffer.seek(0)
-    other = torch.load(buffer, weights_only=False)
-    x = torch.randn(30, 12)
-    assert torch.equal(other(x), layer(x))
-
-
 @pytest.mark.parametrize("bias", [True, False])
 def test_from_modules_shares_the_parameters(bias: bool) -> None:
     linear = nn.Linear(12, 40, bias).eval()

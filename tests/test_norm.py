@@ -5,7 +5,6 @@ import functools
 import io
 import itertools
 import math
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -1022,24 +1021,6 @@ def test_its_state_is_that_of_torchs(dims: int, options: dict[str, Any]) -> None
     torch.save(layer.state_dict(), buffer)
     buffer.seek(0)
     TORCHS[dims](CHANNELS, **options).load_state_dict(torch.load(buffer, weights_only=True))
-
-
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-@pytest.mark.parametrize("name", ["silu", "snake", "function", "partial", "None"])
-def test_copies_compute_the_same_and_share_nothing(clone: Any, name: str) -> None:
-    layer, _ = _pair(make(name), momentum=None)
-    other, x = clone(layer), _x()
-    assert torch.equal(other(x), layer(x)) and repr(other) == repr(layer)
-    for a, b in zip(layer.state_dict().values(), other.state_dict().values(), strict=True):
-        assert torch.equal(a, b) and a.data_ptr() != b.data_ptr()
-
-
-def test_it_can_be_copied_between_forward_and_backward() -> None:
-    layer, _ = _pair(Snake())
-    y = layer(_x())
-    other = copy.deepcopy(layer)
-    y.sum().backward()
-    other(_x()).sum().backward()
 
 
 @pytest.mark.parametrize("dims", [3, 4, 5])

@@ -3,6 +3,7 @@
 
 import copy
 import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -226,25 +227,40 @@ def test_compiled(name: str, activation: str, save: str) -> None:
     _check(twins, compiled, x, _dy(twins, x))
 
 
+def _settings(module: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str, tuple))}
+
+
 @every_layer
 def test_copies(name: str, activation: str, save: str) -> None:
-    """Deep copies, pickles and state dicts."""
+    """Deep copies and pickles, made between forward and backward, and state dicts."""
     twins = Twins.of(name, activation, save=save)
     x = twins.input()
-    twins.own(x).sum().backward()
+    y = twins.own(x)
     buffer = io.BytesIO()
     torch.save(twins.own, buffer)
     buffer.seek(0)
-    copies: list[Any] = [copy.deepcopy(twins.own), torch.load(buffer, weights_only=False)]
+    copies: list[Any] = [
+        copy.deepcopy(twins.own),
+        pickle.loads(pickle.dumps(twins.own)),
+        torch.load(buffer, weights_only=False),
+    ]
+    y.sum().backward()
     other = Twins.of(name, activation, save=save).own
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.zero_()
+    other(x)
     other.load_state_dict(twins.own.state_dict())
     expected = twins.own.eval()(x)
     for module in (*copies, other):
         assert torch.equal(module.eval()(x), expected)
-        assert {p.data_ptr() for p in module.parameters()}.isdisjoint(p.data_ptr() for p in twins.sources)
+        assert repr(module) == repr(twins.own) and _settings(module) == _settings(twins.own)
+        with torch.no_grad():
+            for tensor in module.state_dict().values():
+                tensor.zero_()
+        assert torch.equal(twins.own(x), expected)
+        assert not twins.sources or not torch.equal(module(x), expected)
 
 
 @every_layer
