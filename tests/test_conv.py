@@ -786,19 +786,6 @@ def test_a_trainable_activation_is_a_submodule(ours: Any, torchs: Any) -> None:
     assert all(p.grad is not None for p in layer.parameters())
 
 
-@every_module
-def test_modules_name_themselves_in_errors(ours: Any, torchs: Any) -> None:
-    name = ours.__name__
-    for error, said, arguments in (
-        (ValueError, "unknown activation 'gelo'", {"activation": "gelo"}),
-        (TypeError, "activation must be an instance", {"activation": nn.GELU}),
-        (ValueError, "save must be one of auto, output, input, recompute, got 'all'", {"save": "all"}),
-        (ValueError, "save='output' cannot be had for", {"activation": nn.PReLU(8), "save": "output"}),
-    ):
-        with pytest.raises(error, match=f"^{name}: {said}"):
-            ours(4, 8, 3, **arguments)
-
-
 def test_a_recomputing_network_agrees_and_keeps_its_inputs() -> None:
     x = torch.randn(2, 4, 12, 12)
     for padding_mode in ("zeros", "reflect"):

@@ -114,34 +114,6 @@ def test_its_repr_knows_the_dtype_and_the_choice() -> None:
     assert "saves nothing and recomputes" in repr(fl.FusedDenseAct(12, 40, "gelu", save="recompute"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "error", "said"),
-    [
-        (("gleu",), {}, ValueError, "unknown activation 'gleu'; the known ones are"),
-        ((3,), {}, TypeError, "activation must be a name, a module, a function or None, got int"),
-        (("gelu",), {"save": "all"}, ValueError, "FusedDenseAct: save must be one of auto, output, input, recompute"),
-    ],
-)
-def test_bad_arguments_are_refused_when_it_is_made(
-    arguments: tuple[object, ...], options: dict[str, Any], error: type[Exception], said: str
-) -> None:
-    with pytest.raises(error, match=said):
-        fl.FusedDenseAct(12, 40, *arguments, **options)
-
-
-@pytest.mark.parametrize("activation", [nn.LeakyReLU(-0.1), torch.sin], ids=reference.label)
-def test_save_output_where_it_cannot_be_had_is_refused(activation: object) -> None:
-    with pytest.raises(ValueError, match="FusedDenseAct: save='output' cannot be had for"):
-        fl.FusedDenseAct(12, 40, activation, save="output")
-
-
-def test_save_output_is_refused_when_the_dtype_no_longer_allows_it() -> None:
-    layer = fl.FusedDenseAct(12, 40, "gelu", save="output").double()
-    assert "cannot save the output" in repr(layer)
-    with pytest.raises(ValueError, match="dense_bias_act: save='output' cannot be had for"):
-        layer(torch.randn(30, 12, dtype=torch.float64))
-
-
 def test_its_first_line_in_the_docs_is_true() -> None:
     x = torch.randn(64, 12, requires_grad=True)
     next_layer = nn.Linear(40, 12)

@@ -1171,31 +1171,6 @@ def test_every_dimension_names_itself(shape: tuple[int, ...], said: str) -> None
         layer(torch.randn(shape))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "error", "said"),
-    [
-        (("gleu",), {}, ValueError, "FusedBatchNormAct2d: unknown activation 'gleu'; the known ones are"),
-        ((3,), {}, TypeError, "FusedBatchNormAct2d: activation must be a name"),
-        (("gelu",), {"save": "all"}, ValueError, "FusedBatchNormAct2d: save must be one of auto, output, input"),
-        ((_wave,), {"save": "output"}, ValueError, "FusedBatchNormAct2d: save='output' cannot be had for"),
-    ],
-    ids=range(4),
-)
-def test_bad_arguments_are_refused_when_it_is_made(
-    arguments: tuple[object, ...], options: dict[str, Any], error: type[Exception], said: str
-) -> None:
-    with pytest.raises(error, match=said):
-        fl.FusedBatchNormAct2d(CHANNELS, *arguments, **options)
-
-
-@pytest.mark.parametrize("small", [True, False], ids=["small", "large"])
-def test_save_output_is_refused_when_the_dtype_no_longer_allows_it(small: bool) -> None:
-    layer = fl.FusedBatchNormAct2d(CHANNELS, "gelu", save="output").double()
-    with pytest.raises(ValueError, match="FusedBatchNormAct2d: save='output' cannot be had for"):
-        layer(_x((2, CHANNELS, 2, 2) if small else PLANE, torch.float64))
-    assert int(layer.num_batches_tracked) == 0 and not layer.running_mean.any()
-
-
 # --- on Triton --------------------------------------------------------------------------------------------------------
 
 

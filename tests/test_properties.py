@@ -4,6 +4,7 @@
 import copy
 import io
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from pairs import covering
 from subjects import ACTIVATIONS, FLOOR, SUBJECTS, Twins, assert_as_exact
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -19,6 +20,8 @@ import fusedlayers as fl
 from fusedlayers.memory import saved_bytes
 
 SAVES = ("auto", "input", "recompute")
+#: Those that are one module of the package.
+MODULES = [name for name in SUBJECTS if not name.startswith(("bias", "activation"))]
 
 every_layer = pytest.mark.parametrize("name, activation, save", covering(list(SUBJECTS), list(ACTIVATIONS), SAVES))
 # torch's compiler uses deprecated parts of torch itself, and instantiates autograd Functions that it traces.
@@ -281,3 +284,35 @@ def test_bad_input(name: str, activation: str, save: str) -> None:
         with pytest.raises(ValueError, match=r"\(\d+, "):
             twins.own(x.new_zeros(*x.shape[:1], *(size + 1 for size in x.shape[1:])))
     assert all(torch.equal(tensor, before[key]) for key, tensor in twins.own.state_dict().items())
+
+
+#: Activation, options, and what is said of them.
+REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "name": ("gleu", {}, ValueError, "unknown activation 'gleu'; the known ones are: "),
+    "number": (3, {}, TypeError, "activation must be a name, a module, a function or None, got int: 3"),
+    "class": (nn.GELU, {}, TypeError, "activation must be an instance"),
+    "save": ("gelu", {"save": "all"}, ValueError, "save must be one of auto, output, input, recompute, got 'all'"),
+    "trains": (nn.PReLU(), {"save": "output"}, ValueError, "save='output' cannot be had"),
+    "waves": (torch.sin, {"save": "output"}, ValueError, "save='output' cannot be had"),
+    "folds": (nn.LeakyReLU(-0.1), {"save": "output"}, ValueError, "save='output' cannot be had"),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("bad", REFUSED)
+def test_bad_arguments(name: str, bad: str) -> None:
+    """Refused when a layer is made, with its name."""
+    activation, options, error, said = REFUSED[bad]
+    ours = type(SUBJECTS[name].make("relu")).__name__
+    with pytest.raises(error, match=f"^{ours}: {re.escape(said)}"):
+        SUBJECTS[name].make(activation, **options)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "gated mlp"])
+def test_output_refused_after_a_cast(name: str) -> None:
+    layer = SUBJECTS[name].make("gelu", save="output").double()
+    before = copy.deepcopy(layer.state_dict())
+    assert name.startswith("batch norm") or "cannot save the output" in repr(layer)
+    with pytest.raises(ValueError, match="save='output' cannot be had for"):
+        layer(SUBJECTS[name].input(torch.float64))
+    assert all(torch.equal(tensor, before[key]) for key, tensor in layer.state_dict().items())
