@@ -751,34 +751,6 @@ def test_modules_compute_what_torchs_and_the_activation_do(
 
 
 @every_module
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-def test_from_modules_shares_the_parameters(ours: Any, torchs: Any, bias: bool) -> None:
-    conv = torchs(4, 8, 3, 2, 2, 1, 2, bias, "reflect", dtype=torch.bfloat16).eval()
-    conv.weight.requires_grad_(False)
-    layer, x = ours.from_modules(conv, nn.GELU("tanh"), save="recompute"), _image(torchs).bfloat16()
-    assert layer.weight is conv.weight and layer.bias is conv.bias
-    assert not layer.training and layer.save == "recompute" and list(layer.state_dict()) == list(conv.state_dict())
-    torch.testing.assert_close(layer(x), F.gelu(conv(x), approximate="tanh"))
-
-
-@every_module
-def test_from_modules_refuses_what_it_would_lose(ours: Any, torchs: Any) -> None:
-    class Own(torchs):  # type: ignore[misc]
-        pass
-
-    for bad in (Own(4, 8, 3), ours(4, 8, 3), nn.Linear(4, 8), nn.LazyConv2d(8, 3), nn.ConvTranspose1d(4, 8, 3)):
-        with pytest.raises(TypeError, match=rf"{ours.__name__}\.from_modules: expected a plain nn\.{torchs.__name__}"):
-            ours.from_modules(bad, "gelu")
-    hooked = torchs(4, 8, 3)
-    hooked.register_forward_hook(lambda *_: None)
-    with pytest.raises(TypeError, match=rf"{ours.__name__}\.from_modules: .*hooks"):
-        ours.from_modules(hooked, "gelu")
-    normed = nn.utils.parametrizations.weight_norm(torchs(4, 8, 3))
-    with pytest.raises(TypeError, match=rf"{ours.__name__}\.from_modules: "):
-        ours.from_modules(normed, "gelu")
-
-
-@every_module
 def test_a_trainable_activation_is_a_submodule(ours: Any, torchs: Any) -> None:
     layer = ours(4, 8, 3, nn.PReLU(8))
     assert list(layer.state_dict()) == ["weight", "bias", "activation.weight"]

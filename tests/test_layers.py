@@ -7,6 +7,7 @@ import copy
 import functools
 import io
 import pickle
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -194,6 +195,7 @@ def test_from_modules_shares_everything(kind: Kind) -> None:
         assert getattr(layer, name) is tensor
     assert _own(layer) == {**_own(plain), "activation": "silu", "save": "recompute"} and not layer.training
     assert list(layer.state_dict()) == list(plain.state_dict()) and layer.seen is plain.seen
+    _assert_computes(layer, plain, kind.input())
     layer.extra = nn.Parameter(torch.ones(()))
     layer.register_buffer("other", torch.ones(()))
     layer.train()
@@ -563,3 +565,85 @@ def test_a_block_notices_at_each_call_that_a_layer_was_replaced(make: Callable[[
         assert f"not fused: {name} is a Halved" in repr(block)
         setattr(block, name, last)
         assert torch.equal(block(x), expected) and whole.shape == expected.shape
+
+
+# --- what from_modules refuses ----------------------------------------------------------------------------------------
+
+
+def _whole_numbers(layer: Any) -> None:
+    layer.weight = nn.Parameter(layer.weight.detach().to(torch.int8), requires_grad=False)
+
+
+#: What is done to a layer of torch's, and the reason to refuse it then; {} is its class.
+CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "hook": (_hook, "the nn.{} must be called: it has hooks; leave it as it is"),
+    "forward": (_forward, "the nn.{} must be called: its forward has been replaced; leave it as it is"),
+    "parametrization": (_parametrized, "expected a plain nn.{}, got Parametrized{}, which may compute something else"),
+    "whole numbers": (_whole_numbers, "torch.int8 is no floating dtype; leave it as it is"),
+}
+#: By torch's layer, another that is much like it.
+OTHERS: dict[str, Callable[[], Any]] = {
+    "Linear": lambda: nn.LazyLinear(8),
+    "Conv1d": lambda: nn.ConvTranspose1d(6, 8, 3),
+    "Conv2d": lambda: nn.LazyConv2d(8, 3),
+    "Conv3d": lambda: nn.Conv2d(6, 8, 3),
+    "BatchNorm1d": lambda: nn.InstanceNorm1d(6),
+    "BatchNorm2d": lambda: nn.SyncBatchNorm(6),
+    "BatchNorm3d": lambda: None,
+}
+
+
+def _changed(layer: Any, change: Callable[[Any], object]) -> Any:
+    change(layer)
+    return layer
+
+
+def _refused_layers() -> Iterator[Any]:
+    for ours, kind in {kind.ours: kind for kind in KINDS.values()}.items():
+        torchs = kind.torchs.__name__
+        plain = functools.partial(kind.torchs, *kind.arguments)
+        calls: dict[str, tuple[Callable[[], Any], str]] = {
+            what: (lambda plain=plain, change=change: _changed(plain(), change), said.format(torchs, torchs))
+            for what, (change, said) in CHANGES.items()
+        }
+        for what, make in {
+            "Own": functools.partial(type("Own", (kind.torchs,), {}), *kind.arguments),
+            ours.__name__: kind.fused,
+            type(OTHERS[torchs]()).__name__: OTHERS[torchs],
+        }.items():
+            calls[what] = make, f"expected a plain nn.{torchs}, got {what}, which may compute something else"
+        for what, (make, said) in calls.items():
+            call = functools.partial(lambda ours, make: ours.from_modules(make(), "relu"), ours, make)
+            yield pytest.param(call, TypeError, f"{ours.__name__}.from_modules: {said}", id=f"{ours.__name__}, {what}")
+
+
+_linear = functools.partial(nn.Linear, bias=False)
+
+
+def _refused_blocks() -> Iterator[Any]:
+    def mlp(*layers: Any) -> Callable[[], Any]:
+        return lambda: fl.FusedMLP.from_modules(layers[0], "relu", layers[1])
+
+    def gated(*layers: Any) -> Callable[[], Any]:
+        return lambda: fl.FusedGatedMLP.from_modules(layers[0], "relu", *layers[1:])
+
+    first, last = _linear(4, 8), _linear(8, 4)
+    for call, error, said in (
+        (mlp(first, nn.Conv1d(1, 1, 1)), TypeError, "fc2 must be a plain nn.Linear, got Conv1d"),
+        (mlp(fl.FusedDenseAct(4, 8), last), TypeError, "fc1 must be a plain nn.Linear, got FusedDenseAct"),
+        (gated(first, first, None), TypeError, "down_proj must be a plain nn.Linear, got NoneType"),
+        (mlp(_changed(_linear(4, 8), _whole_numbers), last), TypeError, "fc1 is of torch.int8, which is no floating"),
+        (mlp(first, _linear(9, 4)), ValueError, "fc1 makes 8 features of 4, where fc2 with 9 input features needs 9"),
+        (gated(first, _linear(4, 9), last), ValueError, "up_proj makes 9 features of 4, where down_proj with 8"),
+        (gated(first, _linear(5, 8), last), ValueError, "up_proj makes 8 features of 5, where down_proj with 8"),
+        (gated(first, None, last), ValueError, "gate_up_proj makes 8 features of 4, where down_proj with 8"),
+        (gated(first, _linear(4, 8, device="meta"), last), ValueError, "up_proj is on meta but down_proj is on cpu"),
+    ):
+        ours = "FusedGatedMLP" if "proj" in said else "FusedMLP"
+        yield pytest.param(call, error, f"{ours}.from_modules: {said}", id=said)
+
+
+@pytest.mark.parametrize("call, error, said", [*_refused_layers(), *_refused_blocks()])
+def test_from_modules_refuses(call: Callable[[], Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=f"^{re.escape(said)}"):
+        call()

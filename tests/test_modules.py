@@ -67,19 +67,6 @@ def test_state_loads_into_linear_and_back(activation: object) -> None:
     assert torch.equal(linear.weight, layer.weight)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_from_modules_shares_the_parameters(bias: bool) -> None:
-    linear = nn.Linear(12, 40, bias).eval()
-    linear.weight.requires_grad_(False)
-    fused = fl.FusedDenseAct.from_modules(linear, nn.GELU("tanh"), save="recompute")
-    assert fused.weight is linear.weight and fused.bias is linear.bias
-    assert not fused.training and fused.save == "recompute"
-    x = torch.randn(30, 12)
-    torch.testing.assert_close(fused(x), F.gelu(linear(x), approximate="tanh"))
-    with pytest.raises(TypeError, match=r"FusedDenseAct\.from_modules: expected a plain nn\.Linear, got Conv2d"):
-        fl.FusedDenseAct.from_modules(nn.Conv2d(1, 1, 1), "gelu")  # type: ignore[arg-type]
-
-
 def test_a_trainable_activation_is_a_submodule() -> None:
     layer = fl.FusedDenseAct(12, 40, nn.PReLU(40))
     assert set(dict(layer.named_parameters())) == {"weight", "bias", "activation.weight"}
@@ -249,22 +236,6 @@ def test_drop_ins_work_in_a_sequential_that_is_moved_and_scripted_by_name() -> N
     assert functools.reduce(lambda n, p: n + p.numel(), model.parameters(), 0) == 12 * 40 + 40 + 40 * 40 + 40
 
 
-def test_from_modules_refuses_a_replaced_forward() -> None:
-    linear = nn.Linear(3, 4)
-    linear.forward = lambda x: 0 * x  # type: ignore[method-assign]
-    with pytest.raises(TypeError, match="its forward has been replaced"):
-        fl.FusedDenseAct.from_modules(linear, "relu")
-
-
 def test_drop_ins_refuse_a_parameter_given_twice() -> None:
     with pytest.raises(TypeError, match=r"elu\(\) got multiple values for alpha"):
         fl.elu(torch.ones(3), 1.0, alpha=2.0)
-
-
-def test_from_modules_refuses_what_it_would_lose() -> None:
-    with pytest.raises(TypeError, match=r"expected a plain nn\.Linear, got FusedDenseAct"):
-        fl.FusedDenseAct.from_modules(fl.FusedDenseAct(4, 4, "relu"), "gelu")
-    hooked = nn.Linear(4, 4)
-    hooked.register_forward_hook(lambda *_: None)
-    with pytest.raises(TypeError, match="hooks"):
-        fl.FusedDenseAct.from_modules(hooked, "gelu")

@@ -1023,19 +1023,6 @@ def test_its_state_is_that_of_torchs(dims: int, options: dict[str, Any]) -> None
     TORCHS[dims](CHANNELS, **options).load_state_dict(torch.load(buffer, weights_only=True))
 
 
-@pytest.mark.parametrize("dims", [3, 4, 5])
-@pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False, "momentum": None}], ids=str)
-def test_from_modules_shares_parameters_and_buffers(dims: int, options: dict[str, Any]) -> None:
-    norm = TORCHS[dims](CHANNELS, eps=1e-3, **options).eval()
-    layer = FUSED[dims].from_modules(norm, "silu", save="recompute")
-    for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
-        assert getattr(layer, name) is getattr(norm, name)
-    assert list(layer.state_dict()) == list(norm.state_dict())
-    for name in ("eps", "momentum", "affine", "track_running_stats", "training", "num_features"):
-        assert getattr(layer, name) == getattr(norm, name)
-    assert layer.save == "recompute"
-
-
 def test_from_modules_takes_a_layer_whose_statistics_were_taken_away_or_whose_bias_was() -> None:
     norm = nn.BatchNorm2d(CHANNELS)
     norm.bias = None  # type: ignore[assignment]
@@ -1044,23 +1031,6 @@ def test_from_modules_takes_a_layer_whose_statistics_were_taken_away_or_whose_bi
     norm.running_mean = norm.running_var = None
     eager = Eager(copy.deepcopy(norm), "elu").eval()
     _assert_close(fl.FusedBatchNormAct2d.from_modules(norm, "elu").eval(), eager, _x())
-
-
-def test_from_modules_refuses_what_computes_something_else() -> None:
-    class Mine(nn.BatchNorm2d):
-        pass
-
-    hooked = nn.BatchNorm2d(CHANNELS)
-    hooked.register_forward_hook(lambda *_: None)
-    parametrised = nn.BatchNorm2d(CHANNELS)
-    nn.utils.parametrize.register_parametrization(parametrised, "weight", nn.Identity())
-    overridden = nn.BatchNorm2d(CHANNELS)
-    overridden.forward = lambda x: x  # type: ignore[method-assign]
-    refused = [nn.SyncBatchNorm(CHANNELS), Mine(CHANNELS), nn.BatchNorm1d(CHANNELS), nn.InstanceNorm2d(CHANNELS)]
-    refused += [nn.LazyBatchNorm2d(), fl.FusedBatchNormAct2d(CHANNELS), hooked, parametrised, overridden, None]
-    for norm in refused:
-        with pytest.raises(TypeError, match=r"FusedBatchNormAct2d\.from_modules: .* leave it as it is"):
-            fl.FusedBatchNormAct2d.from_modules(norm, "relu")
 
 
 def test_a_trainable_activation_is_a_submodule() -> None:
