@@ -137,12 +137,12 @@ SLOW: dict[str, dict[str, int]] = {
     "test_invertible_layers": {
         "test_peak_memory_does_not_grow_with_depth": 0,
     },
+    "test_layers": {
+        "test_from_modules_refuses": 60,
+    },
     "test_memory_report": {
         "test_compiled_code_is_one_operation_and_its_backward_pass_is_followed": 0,
         "test_the_command_as_users_call_it": 0,
-    },
-    "test_layers": {
-        "test_from_modules_refuses": 60,
     },
     "test_mlp": {
         "test_backward_makes_the_same_mask_again": 2,

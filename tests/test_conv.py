@@ -750,14 +750,6 @@ def test_modules_compute_what_torchs_and_the_activation_do(
         torch.testing.assert_close(got, gradients(expected, dy, image, *conv.parameters()), rtol=1e-4, atol=1e-3)
 
 
-@every_module
-def test_a_trainable_activation_is_a_submodule(ours: Any, torchs: Any) -> None:
-    layer = ours(4, 8, 3, nn.PReLU(8))
-    assert list(layer.state_dict()) == ["weight", "bias", "activation.weight"]
-    layer(_image(torchs)).sum().backward()
-    assert all(p.grad is not None for p in layer.parameters())
-
-
 def test_a_recomputing_network_agrees_and_keeps_its_inputs() -> None:
     x = torch.randn(2, 4, 12, 12)
     for padding_mode in ("zeros", "reflect"):

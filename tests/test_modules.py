@@ -67,13 +67,6 @@ def test_state_loads_into_linear_and_back(activation: object) -> None:
     assert torch.equal(linear.weight, layer.weight)
 
 
-def test_a_trainable_activation_is_a_submodule() -> None:
-    layer = fl.FusedDenseAct(12, 40, nn.PReLU(40))
-    assert set(dict(layer.named_parameters())) == {"weight", "bias", "activation.weight"}
-    layer(torch.randn(30, 12)).sum().backward()
-    assert layer.activation.weight.grad is not None
-
-
 def test_dtype_and_device() -> None:
     layer = fl.FusedDenseAct(12, 40, "relu", device="meta", dtype=torch.bfloat16)
     assert layer.weight.is_meta and layer.weight.dtype is torch.bfloat16

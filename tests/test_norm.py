@@ -1033,11 +1033,6 @@ def test_from_modules_takes_a_layer_whose_statistics_were_taken_away_or_whose_bi
     _assert_close(fl.FusedBatchNormAct2d.from_modules(norm, "elu").eval(), eager, _x())
 
 
-def test_a_trainable_activation_is_a_submodule() -> None:
-    layer = fl.FusedBatchNormAct2d(CHANNELS, Snake())
-    assert [name for name, _ in layer.named_parameters()] == ["weight", "bias", "activation.alpha"]
-
-
 def test_its_repr_says_what_is_saved() -> None:
     for activation, said in {
         "relu": "activation=relu, saves its input and the output: float32 outputs do not tell the input)",

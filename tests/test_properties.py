@@ -308,6 +308,12 @@ def test_bad_arguments(name: str, bad: str) -> None:
         SUBJECTS[name].make(activation, **options)
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_a_trainable_activation_is_a_submodule(name: str) -> None:
+    layer = SUBJECTS[name].make(nn.PReLU())
+    assert [key for key, _ in layer.named_parameters()][-1] == "activation.weight"
+
+
 @pytest.mark.parametrize("name", [name for name in MODULES if name != "gated mlp"])
 def test_output_refused_after_a_cast(name: str) -> None:
     layer = SUBJECTS[name].make("gelu", save="output").double()
