@@ -57,6 +57,11 @@ def _gated(m: Any, act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return m.down_proj(act(m.gate_proj(x)) * m.up_proj(x))
 
 
+def _packed(m: Any, act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    gate, up = m.gate_up_proj(x).chunk(2, -1)
+    return m.down_proj(act(gate) * up)
+
+
 def _norm(m: Any, x: Tensor) -> Tensor:
     return F.batch_norm(x, m.running_mean, m.running_var, m.weight, m.bias, m.training, m.momentum, m.eps)
 
@@ -121,6 +126,12 @@ SUBJECTS: dict[str, Subject] = {
         _gated,
         lambda m, x: 2 * 40 * _rows(x),
     ),
+    "packed gated mlp": Subject(
+        lambda act, **options: fl.FusedGatedMLP(12, 40, 7, act, bias=True, packed=True, **options),
+        (30, 12),
+        _packed,
+        lambda m, x: 2 * 40 * _rows(x),
+    ),
     "batch norm": Subject(
         lambda act, **options: fl.FusedBatchNormAct2d(8, act, **options),
         (4, 8, 9, 9),
@@ -148,7 +159,8 @@ class Swish(nn.Module):
         return z * torch.sigmoid(self.beta * z)
 
 
-#: Saved by their output, by a folded one, by their input; a user's own, with trainable tensors too; left to PyTorch.
+#: Saved by their output, by a folded one, by their input; a user's own, with trainable tensors too; left to PyTorch;
+#: none at all.
 ACTIVATIONS: dict[str, Callable[[], Any]] = {
     "tanh": lambda: "tanh",
     "elu": nn.ELU,
@@ -159,6 +171,7 @@ ACTIVATIONS: dict[str, Callable[[], Any]] = {
     "prelu": nn.PReLU,
     "swish": Swish,
     "softmax": lambda: nn.Softmax(-1),
+    "none": lambda: None,
 }
 
 

@@ -138,30 +138,6 @@ def test_autocast(layer: tuple[Tensor, ...], activation: Activation, save: str, 
         assert float((a - e).norm() / e.norm()) < (3 if activation.is_folded else 2) * eps
 
 
-def test_autocast_keeps_float64_and_casts_nothing_twice(layer: tuple[Tensor, ...]) -> None:
-    doubles = [t.detach().double() for t in layer]
-    with torch.autocast("cpu", torch.bfloat16):
-        assert fl.dense_bias_act(*doubles, "gelu").dtype is torch.float64
-        # An activation by itself is left in its dtype, as torch leaves it.
-        z = torch.randn(30, 40)
-        assert fl.gelu(z).dtype is F.gelu(z).dtype is torch.float32
-        assert fl.bias_act(z.bfloat16(), None, "softplus").dtype is torch.bfloat16
-
-
-def test_autocast_mixes_dtypes_that_are_an_error_without() -> None:
-    x, w = torch.randn(30, 12), torch.randn(40, 12, dtype=torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert fl.dense_bias_act(x, w, None, "gelu").dtype is torch.bfloat16
-    with pytest.raises(ValueError, match="all tensors must have one dtype"):
-        fl.dense_bias_act(x, w, None, "gelu")
-
-
-def test_autocast_of_a_callable_from_outside_the_table(layer: tuple[Tensor, ...]) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        y = fl.dense_bias_act(*layer, nn.PReLU())
-    assert y.dtype is torch.bfloat16
-
-
 # --- torch.compile ----------------------------------------------------------------------------------------------------
 
 
@@ -697,14 +673,3 @@ def test_small_layers_are_left_to_torch_and_large_ones_are_not() -> None:
     assert "BiasAct" in fl.dense_bias_act(x[:15], w, None, "gelu", save="output").grad_fn.name()  # type: ignore[union-attr]
     assert "BiasAct" in fl.bias_act(torch.randn(256, requires_grad=True), None, "gelu").grad_fn.name()  # type: ignore[union-attr]
     assert "Gelu" in fl.bias_act(torch.randn(255, requires_grad=True), None, "gelu").grad_fn.name()  # type: ignore[union-attr]
-
-
-def test_recomputing_ignores_an_autocast_around_backward() -> None:
-    x, w = torch.randn(64, 128), torch.randn(96, 128)
-    b = torch.randn(96, requires_grad=True)
-    grads = []
-    for save in ("input", "recompute"):
-        y = fl.dense_bias_act(x, w, b, "gelu", save=save)
-        with torch.autocast("cpu", torch.bfloat16):
-            grads += torch.autograd.grad(y.square().sum(), b)
-    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-4)

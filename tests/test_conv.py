@@ -530,18 +530,6 @@ def test_nothing_is_kept_without_gradients() -> None:
     assert saved_bytes(layer, x) == 0 and layer(x).grad_fn is None
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_under_autocast_one_tensor_is_kept(dtype: torch.dtype) -> None:
-    kept = []
-    for activation in ("gelu", "relu"):
-        ours, eager, x, one = _chain(activation)
-        for step in (ours, eager):
-            with torch.autocast("cpu", dtype):
-                kept.append(saved_bytes(step, x))
-    gelu, eager_gelu, relu, eager_relu = kept
-    assert gelu == relu == eager_relu == eager_gelu - one // 2
-
-
 @compiles
 def test_compiled_one_tensor_is_kept() -> None:
     torch.compiler.reset()
@@ -768,16 +756,6 @@ def test_a_recomputing_network_agrees_and_keeps_its_inputs() -> None:
 
 
 # --- contexts ---------------------------------------------------------------------------------------------------------
-
-
-def test_autocast_mixes_dtypes_that_are_an_error_without() -> None:
-    (x, w, b), options = _layer("2d")
-    with torch.autocast("cpu", torch.bfloat16):
-        assert fl.conv_bias_act(x.bfloat16(), w, b, "gelu", **options).dtype is torch.bfloat16
-        doubles = (t.double() for t in (x, w, b))
-        assert fl.conv_bias_act(*doubles, "gelu", **options).dtype is torch.float64
-    with pytest.raises(ValueError, match=r"^conv_bias_act: all tensors must have one dtype, got input torch\.bfloat16"):
-        fl.conv_bias_act(x.bfloat16(), w, b, "gelu", **options)
 
 
 @compiles

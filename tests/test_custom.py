@@ -1121,25 +1121,6 @@ def test_functorch(name: str) -> None:
     assert batched[0].shape == (3, 20, 8)
 
 
-@pytest.mark.parametrize("name", CONTEXTS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast(name: str, dtype: torch.dtype) -> None:
-    layer, x, sources = _layer_and_input(name)
-    with torch.autocast("cpu", dtype):
-        y = layer(x)
-        z = F.linear(x, layer.weight, layer.bias)
-    assert y.dtype is dtype
-    torch.testing.assert_close(y.float(), layer.activation(z.float()), rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
-    dy = torch.randn(20, 32).to(dtype)
-    got = torch.autograd.grad(y, sources, dy)
-    expected = _gradients(layer.activation(z.float()), dy.float(), sources)
-    for a, b in zip(got, expected, strict=True):
-        assert a.dtype is torch.float32
-        assert _error(a, b.double()) < 4 * torch.finfo(dtype).eps
-    # And it does not stay on: the same layer afterwards is exact.
-    torch.testing.assert_close(layer(x), layer.activation(F.linear(x, layer.weight, layer.bias)))
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_without_gradients_nothing_is_kept(name: str, mode: Any) -> None:

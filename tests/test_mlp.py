@@ -202,25 +202,6 @@ def test_a_last_weight_that_no_gradient_goes_through_is_not_kept(kind: Kind) -> 
     assert kept == 0
 
 
-@every_kind
-def test_autocast_casts_a_weight_once_for_all_calls(kind: Kind) -> None:
-    x, *params = kind.leaves()
-    buffer = ROWS * HIDDEN * 2
-    kept = {}
-    for calls in (1, 3):
-        for name, function in (("here", kind.function), ("eager", kind.eager)):
-            activation: Any = "gelu" if name == "here" else F.gelu
-
-            def call(function: Any = function, activation: Any = activation, calls: int = calls) -> list[Tensor]:
-                with torch.autocast("cpu", torch.bfloat16):
-                    return [function(x, *params, activation) for _ in range(calls)]
-
-            kept[name, calls] = saved_bytes(call)
-    # x, being a parameter here, is cast once too.
-    assert kept["here", 3] - kept["here", 1] == 2 * kind.parts * buffer
-    assert all(kept["here", calls] <= kept["eager", calls] for calls in (1, 3))
-
-
 @pytest.mark.parametrize(
     ("kind", "name", "save", "most"),
     [
@@ -690,36 +671,6 @@ def test_a_mask_is_not_kept(save: str) -> None:
 # --- contexts ---------------------------------------------------------------------------------------------------------
 
 
-@every_kind_saved
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast(kind: Kind, save: str, dtype: torch.dtype) -> None:
-    tensors = kind.leaves()
-    dy = torch.randn(ROWS, OUT)
-    results = []
-    for function in (
-        functools.partial(kind.function, activation="gelu", save=save),
-        functools.partial(kind.eager, function=F.gelu),
-    ):
-        with torch.autocast("cpu", dtype=dtype):
-            y = function(*tensors)
-        assert y.dtype is dtype
-        results.append([y.detach(), *reference.gradients(y, dy.to(dtype), *tensors)])
-    assert all(t.dtype is torch.float32 for t in results[0][1:])
-    exact = [t.detach().double().requires_grad_() for t in tensors]
-    y = kind.eager(*exact, F.gelu)
-    truths = [y.detach(), *reference.gradients(y, dy.to(dtype).double(), *exact)]
-    for ours, theirs, truth in zip(*results, truths, strict=True):
-        assert (
-            reference.relative(ours, truth) <= 2 * reference.relative(theirs, truth) + reference.FOLDED_TOLERANCE[dtype]
-        )
-    with torch.autocast("cpu", dtype=dtype):
-        x, *params = tensors
-        here = saved_bytes(lambda: kind.function(x, *params, "gelu", save=save))
-        eager = saved_bytes(lambda: kind.eager(x, *params, F.gelu))
-    buffers = 0 if save == "recompute" else kind.parts
-    assert here <= eager - (2 * kind.parts - buffers) * ROWS * HIDDEN * 2
-
-
 @compiles
 @every_kind_saved
 def test_compiled_whole(kind: Kind, save: str) -> None:
@@ -817,17 +768,6 @@ def test_hooks_may_hand_back_another_layout(kind: Kind, save: str) -> None:
         y = kind.function(*tensors, "gelu", save=save)
     for a, b in zip(torch.autograd.grad(y.sum(), tensors), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-@every_kind_saved
-def test_backward_under_autocast_of_a_forward_pass_without(kind: Kind, save: str) -> None:
-    tensors = kind.leaves()
-    y = kind.function(*tensors, "gelu", save=save)
-    expected = torch.autograd.grad(y.sum(), tensors, retain_graph=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = torch.autograd.grad(y.sum(), tensors)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b)
 
 
 @every_kind

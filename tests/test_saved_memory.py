@@ -70,42 +70,6 @@ def test_three_dimensions_are_no_dearer(activation: Activation) -> None:
     assert saved == 4 * ELEMENTS
 
 
-@every_activation
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_under_autocast(activation: Activation, dtype: torch.dtype) -> None:
-    p, x = _parameters(), _x()
-
-    def step(layer: Layer) -> int:
-        def run(x: Tensor) -> Tensor:
-            with torch.autocast("cpu", dtype):
-                return F.linear(layer(x, p["w1"], p["b1"]), p["w2"])
-
-        return saved_bytes(run, x)
-
-    # Eager keeps cast copies of x and w2 too.
-    copies = 2 * (ROWS * IN + HIDDEN * IN)
-    assert step(_fused(activation)) == step(_eager(resolve("relu"))) == 2 * ELEMENTS + copies
-
-
-@pytest.mark.parametrize("save, per_layer", [("output", 1), ("input", 2), ("recompute", 1), ("eager", 2)])
-def test_under_autocast_a_weight_used_often_is_cast_once(save: str, per_layer: int) -> None:
-    w = torch.randn(IN, IN, requires_grad=True)
-    layer = _eager(resolve("gelu")) if save == "eager" else _fused("gelu", save)
-    layers = 6
-
-    def step(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            for _ in range(layers):
-                x = layer(x, w, None)  # type: ignore[arg-type]
-        return x
-
-    # The cast input, and for each layer its saved tensor and its output as the next one's input, in so far as they are
-    # two; nobody keeps the last output for being an input.
-    last = 1 if save != "output" else 0
-    buffers = 1 + layers * per_layer - last
-    assert saved_bytes(step, _x()) == 2 * IN * IN + buffers * 2 * ROWS * IN
-
-
 @compiles
 @every_activation
 def test_compiled(activation: Activation) -> None:
