@@ -110,7 +110,6 @@ SLOW: dict[str, dict[str, int]] = {
         "test_the_command_as_users_call_it": 0,
     },
     "test_functional": {
-        "test_derivatives_where_one_argument_needs_them": 22,
         "test_first_and_second_derivatives": 12,
     },
     "test_fuse": {
@@ -148,7 +147,6 @@ SLOW: dict[str, dict[str, int]] = {
         "test_backward_makes_the_same_mask_again": 2,
         "test_compiled_whole": 3,
         "test_gradcheck_and_gradgradcheck": 4,
-        "test_gradgradcheck_where_layers_are_frozen": 3,
         "test_masks_do_not_depend_on_what_needs_a_gradient": 1,
         "test_never_more_than_eager_is_kept": 5,
         "test_the_peak_through_forward_and_backward": 1,

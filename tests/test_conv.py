@@ -290,12 +290,6 @@ SMALL: dict[str, tuple[Shape, Shape, dict[str, Any]]] = {
 ORDERS = [("tanh", "output"), ("softplus", "output"), ("gelu", "input"), ("silu", "recompute"), ("mish", "auto")]
 
 
-def _small(case: str, needed: str = "xwb") -> tuple[list[Tensor], dict[str, Any]]:
-    x_shape, w_shape, options = SMALL[case]
-    arguments = leaves(x_shape, w_shape, (w_shape[0],), dtype=torch.float64)
-    return [t.requires_grad_(name in needed) for name, t in zip("xwb", arguments, strict=True)], options
-
-
 def _check_derivatives(call: Call, arguments: Sequence[Tensor]) -> None:
     assert gradcheck(call, arguments) and gradgradcheck(call, arguments, fast_mode=True)
     # That the first derivatives which can be differentiated again are those which cannot, it does not check.
@@ -309,7 +303,8 @@ def _check_derivatives(call: Call, arguments: Sequence[Tensor]) -> None:
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
 @pytest.mark.parametrize("case", SMALL)
 def test_first_and_second_derivatives(case: str, name: str, save: str, last: bool) -> None:
-    (x, w, b), options = _small(case)
+    x_shape, w_shape, options = SMALL[case]
+    x, w, b = leaves(x_shape, w_shape, (w_shape[0],), dtype=torch.float64)
     if last and x.dim() not in FORMATS:
         return
     x = x.detach().to(memory_format=FORMATS[x.dim()]).requires_grad_() if last else x
@@ -318,37 +313,6 @@ def test_first_and_second_derivatives(case: str, name: str, save: str, last: boo
         return fl.conv_bias_act(*tensors, name, save=save, **options)
 
     _check_derivatives(call, (x, w, b))
-
-
-@pytest.mark.usefixtures("no_small_route")
-@every_save
-@pytest.mark.parametrize("needed", ["x", "w", "b", "xb", "wb", "xw"])
-@pytest.mark.parametrize("case", ["1d", "1d unbatched", "2d", "2d same", "2d depthwise", "3d"])
-def test_derivatives_where_some_arguments_need_them(case: str, needed: str, save: str) -> None:
-    arguments, options = _small(case, needed)
-
-    def call(*tensors: Tensor) -> Tensor:
-        return fl.conv_bias_act(*tensors, "tanh", save=save, **options)
-
-    _check_derivatives(call, arguments)
-    call(*arguments).sum().backward()
-    assert [t.grad is not None for t in arguments] == [name in needed for name in "xwb"]
-
-
-@pytest.mark.parametrize("frozen", ["x", "w", "b", None])
-def test_second_derivatives_in_float32(frozen: str | None) -> None:
-    (x, w, b), options = _layer("2d")
-    arguments = [t.requires_grad_(name != frozen) for name, t in zip("xwb", (x, w, b), strict=True)]
-
-    def second(call: Call, *tensors: Tensor) -> list[Tensor]:
-        needed = [t for t in tensors if t.requires_grad]
-        first = torch.autograd.grad(call(*tensors, resolve("gelu").plain).square().sum(), needed, create_graph=True)
-        return list(torch.autograd.grad(sum(g.square().sum() for g in first), needed))  # type: ignore[arg-type]
-
-    ours, eager = _calls(**options)
-    doubles = [t.detach().double().requires_grad_(t.requires_grad) for t in arguments]
-    for a, e in zip(second(ours, *arguments), second(eager, *doubles), strict=True):
-        assert relative(a, e) < (1e-4 if frozen in ("w", "x") else 1e-6)
 
 
 @every_save

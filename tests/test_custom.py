@@ -82,19 +82,6 @@ def _gradients(y: Tensor, dy: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]
     return list(torch.autograd.grad(y, tensors, dy, allow_unused=True, materialize_grads=True))
 
 
-def _assert_equal(ours: Callable[..., Tensor], eager: Callable[..., Tensor], tensors: Sequence[Tensor]) -> None:
-    """Value and gradients, to the last bit; random numbers are drawn alike."""
-    results = []
-    for function in (ours, eager):
-        torch.manual_seed(1)
-        random.seed(1)
-        y = function()
-        results.append([y, *_gradients(y, torch.linspace(0.5, 1.5, y.numel()).to(y.dtype).view_as(y), tensors)])
-    for a, b in zip(*results, strict=True):
-        assert a.dtype is b.dtype and a.shape == b.shape
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-
-
 # --- traces and their keys --------------------------------------------------------------------------------------------
 
 
@@ -852,18 +839,6 @@ def test_buffers_and_frozen_parameters_get_no_gradient() -> None:
         assert module.table.grad is None
     y = fl.bias_act(z.detach(), None, FrozenBuffer(scale, table))
     assert not y.requires_grad
-
-
-def test_only_the_parameter_may_need_a_gradient() -> None:
-    z, p = torch.randn(40, 16), nn.Parameter(CHANNELS.clone())
-    x, w = torch.randn(40, 8), torch.randn(16, 8)
-    for ours, eager in (
-        (fl.bias_act(z, None, lambda z: _swish(z, p)), _swish(z, p)),
-        (fl.dense_bias_act(x, w, None, lambda z: _swish(z, p)), _swish(F.linear(x, w), p)),
-    ):
-        torch.testing.assert_close(ours, eager)
-        dy = torch.randn_like(ours)
-        torch.testing.assert_close(_gradients(ours, dy, [p]), _gradients(eager, dy, [p]))
 
 
 def test_a_parameter_that_an_earlier_layer_computes() -> None:

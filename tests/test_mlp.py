@@ -34,7 +34,6 @@ FEW: dict[str, Any] = {"rows": 9, "width": 3, "size": 5, "out": 2}
 
 every_activation = pytest.mark.parametrize("activation", TABLE, ids=str)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-every_save = pytest.mark.parametrize("save", SAVES)
 
 # torch's compiler uses deprecated parts of torch itself, and instantiates autograd Functions that it traces.
 compiles = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
@@ -347,43 +346,6 @@ def test_gradcheck_and_gradgradcheck(kind: Kind, save: str, name: str | None, bi
     assert gradgradcheck(call, given)
 
 
-@pytest.mark.parametrize("trained", ["x", "w1", "b1", "w2", "x b1 w2", "w1 b1 w2", "x b2"])
-@pytest.mark.parametrize("save", ["auto", "recompute"])
-@every_kind
-def test_gradgradcheck_where_layers_are_frozen(kind: Kind, save: str, trained: str) -> None:
-    found = kind.leaves(torch.float64, rows=9, size=5)
-    names = ["x", "w1", "b1", *(["w3", "b3"] if kind is GATED else []), "w2", "b2"]
-    for name, t in zip(names, found, strict=True):
-        t.requires_grad_(name in trained.split())
-
-    def call(*tensors: Tensor) -> Tensor:
-        return kind.function(*tensors, "gelu", save="recompute" if save == "recompute" else "input", chunks=3)
-
-    assert gradcheck(call, found)
-    assert gradgradcheck(call, found)
-    expected = torch.autograd.grad(call(*found).sum(), [t for t in found if t.requires_grad])
-    ones = torch.ones(2, 9, OUT, dtype=torch.float64)
-    batched = torch.autograd.grad(call(*found), [t for t in found if t.requires_grad], ones, is_grads_batched=True)
-    for a, b in zip(batched, expected, strict=True):
-        torch.testing.assert_close(a, b.expand_as(a))
-
-
-@every_kind_saved
-def test_a_gradient_penalty_is_torchs(kind: Kind, save: str) -> None:
-    """Second derivatives in float32, where what is kept is rounded and carries the branch."""
-    x, *params = kind.leaves()
-    results = []
-    for function in (
-        functools.partial(kind.function, activation="gelu", save=save),
-        functools.partial(kind.eager, function=F.gelu),
-    ):
-        (dx,) = torch.autograd.grad(function(x, *params).square().sum(), x, create_graph=True)
-        results.append(torch.autograd.grad(dx.square().sum(), [x, *params], allow_unused=True))
-    for ours, theirs in zip(*results, strict=True):
-        assert (ours is None) == (theirs is None)
-        assert ours is None or reference.relative(ours, theirs) < 1e-4
-
-
 @every_kind
 def test_what_is_kept_is_overwritten_unless_somebody_can_read_it(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     addresses: list[int] = []
@@ -405,30 +367,6 @@ def test_what_is_kept_is_overwritten_unless_somebody_can_read_it(kind: Kind, mon
         torch.autograd.grad(y.sum(), tensors, retain_graph=who == "the graph")
         assert (addresses[0] == address) == (who == "nobody")
         assert who == "nobody" or torch.equal(kept, before)
-
-
-@every_kind_saved
-@pytest.mark.parametrize("name", ["gelu", "tanh"])
-def test_what_is_frozen_gets_no_gradient(kind: Kind, save: str, name: str) -> None:
-    count = len(kind.leaves())
-    masks = (
-        list(itertools.product((True, False), repeat=count))
-        if kind is PLAIN
-        else [tuple(i != j for j in range(count)) for i in range(count)]
-        + [tuple(i == j for j in range(count)) for i in range(count)]
-    )
-    for needs in masks:
-        tensors = kind.leaves()
-        for t, need in zip(tensors, needs, strict=True):
-            t.requires_grad_(need)
-        y = kind.function(*tensors, name, save=save)
-        assert y.requires_grad == any(needs)
-        if not any(needs):
-            continue
-        dy = torch.randn(y.shape)
-        ours = reference.gradients(y, dy, *tensors)
-        theirs = reference.gradients(kind.eager(*tensors, resolve(name).plain), dy, *tensors)
-        assert all(reference.relative(a, b) < 2e-5 for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
