@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fusedlayers as fl
 from fusedlayers import plan
@@ -59,30 +58,6 @@ def _save_for(activation: object, save: str) -> str:
 
 
 # --- backward, twice and again ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("activation", ["gelu", "tanh", "softplus"])
-@every_save
-def test_backward_twice_without_it_raises_as_torch_does(layer: tuple[Tensor, ...], activation: str, save: str) -> None:
-    z = torch.randn(30, 40, requires_grad=True)
-    for y in (fl.dense_bias_act(*layer, activation, save=save), fl.bias_act(z, None, activation, save=save)):
-        loss = y.sum()
-        loss.backward()
-        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-            loss.backward()
-
-
-@every_save
-def test_gradients_accumulate_over_uses(layer: tuple[Tensor, ...], save: str) -> None:
-    x, w, b = layer
-    for t in layer:
-        t.grad = torch.ones_like(t)
-    y = fl.dense_bias_act(x, w, b, "gelu", save=save)
-    again = fl.dense_bias_act(x * 2, w, b, "gelu", save=save)
-    (y.sum() + (y * again).sum()).backward()
-    got = [t.grad - 1 for t in layer]  # type: ignore[operator]
-    y, again = F.gelu(F.linear(x, w, b)), F.gelu(F.linear(x * 2, w, b))
-    torch.testing.assert_close(got, list(torch.autograd.grad(y.sum() + (y * again).sum(), layer)), rtol=1e-4, atol=5e-3)
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
@@ -268,37 +243,6 @@ def test_compiled_under_autocast(layer: tuple[Tensor, ...]) -> None:
 
 
 # --- activation checkpointing -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("save", ["auto", "recompute"])
-@pytest.mark.parametrize("function", ["dense", "conv", "bias", "mlp", "gated mlp"])
-def test_selective_checkpoints(function: str, save: str) -> None:
-    """What a policy has kept, here all, nobody may have written over by the time that it is read."""
-    x, w, w2 = (torch.randn(s, requires_grad=True) for s in ((30, 12), (40, 12), (12, 40)))
-    functions: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-        "dense": (lambda x: fl.dense_bias_act(x, w, None, "gelu", save=save), lambda x: F.gelu(F.linear(x, w))),
-        "conv": (
-            lambda x: fl.conv_bias_act(x.view(5, 12, 6), w.view(40, 12, 1), None, "gelu", save=save),
-            lambda x: F.gelu(F.conv1d(x.view(5, 12, 6), w.view(40, 12, 1))),
-        ),
-        "bias": (lambda x: fl.bias_act(F.linear(x, w), None, "gelu", save=save), lambda x: F.gelu(F.linear(x, w))),
-        "mlp": (
-            lambda x: fl.mlp(x, w, None, w2, None, "gelu", save=save),
-            lambda x: F.linear(F.gelu(F.linear(x, w)), w2),
-        ),
-        "gated mlp": (
-            lambda x: fl.gated_mlp(x, w, None, w + 1, None, w2, None, "gelu", save=save),
-            lambda x: F.linear(F.gelu(F.linear(x, w)) * F.linear(x, w + 1), w2),
-        ),
-    }
-    ours, torchs = functions[function]
-    contexts = functools.partial(
-        create_selective_checkpoint_contexts, lambda *args, **kwargs: CheckpointPolicy.MUST_SAVE
-    )
-    y, expected = checkpoint(ours, x, use_reentrant=False, context_fn=contexts), torchs(x)
-    torch.testing.assert_close(y, expected)
-    got, wanted = (torch.autograd.grad(t.square().sum(), (x, w)) for t in (y, expected))
-    torch.testing.assert_close(got, wanted)  # which the plain operations compute, without a branch bit
 
 
 # --- hooks ------------------------------------------------------------------------------------------------------------
