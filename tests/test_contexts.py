@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad
 
 import fusedlayers as fl
 from fusedlayers import plan
@@ -319,37 +318,6 @@ def test_torch_func_for_every_activation(activation: Activation) -> None:
     torch.testing.assert_close(second, expected, rtol=1e-4, atol=1e-4)
 
 
-@compiles
-def test_torch_func_on_a_module() -> None:
-    module = fl.FusedDenseAct(12, 40, "gelu")
-    parameters = dict(module.named_parameters())
-    x = torch.randn(30, 12)
-    grads = torch.func.grad(lambda p: torch.func.functional_call(module, p, (x,)).square().sum())(parameters)
-    y = F.gelu(F.linear(x, module.weight, module.bias)).square().sum()
-    expected = torch.autograd.grad(y, list(parameters.values()))
-    torch.testing.assert_close(list(grads.values()), list(expected))
-    stacked = {name: torch.stack([p.detach(), 2 * p.detach()]) for name, p in parameters.items()}
-    ensemble = torch.func.vmap(lambda p: torch.func.functional_call(module, p, (x,)))(stacked)
-    torch.testing.assert_close(ensemble[0], module(x))
-
-
-@compiles
-@every_kind
-@every_save
-def test_forward_mode_duals(layer: tuple[Tensor, ...], activation: object, save: str) -> None:
-    tangents = [torch.randn_like(t) for t in layer]
-    keep = _save_for(activation, save)
-    results = []
-    for function in (
-        lambda *t: fl.dense_bias_act(*t, activation, save=keep),
-        lambda *t: reference.dense_bias_act(*t, _torchs(activation)),
-    ):
-        with forward_ad.dual_level():
-            duals = [forward_ad.make_dual(t, d) for t, d in zip(layer, tangents, strict=True)]
-            results.append(forward_ad.unpack_dual(function(*duals)).tangent)
-    torch.testing.assert_close(*results)
-
-
 # --- subclasses, meta, DTensor ----------------------------------------------------------------------------------------
 
 
@@ -455,19 +423,6 @@ def test_torchscript_traces(grad: bool) -> None:
     with torch.set_grad_enabled(grad):
         traced = torch.jit.trace(layer, x)
         torch.testing.assert_close(traced(x), layer(x), **CLOSE)
-
-
-@pytest.mark.parametrize("save", ["auto", "input", "recompute"])
-@pytest.mark.parametrize("activation", ["gelu", "tanh", "softsign"])
-def test_gradients_of_many_outputs_at_once(activation: str, save: str) -> None:
-    x, w = torch.randn(20, 30, requires_grad=True), torch.randn(40, 30, requires_grad=True)
-    b = torch.randn(40, requires_grad=True)
-    dys = torch.randn(3, 20, 40)
-    y = fl.dense_bias_act(x, w, b, activation, save=save)
-    many = torch.autograd.grad(y, (x, w, b), dys, is_grads_batched=True, retain_graph=True)
-    for i, dy in enumerate(dys):
-        for one, of_many in zip(torch.autograd.grad(y, (x, w, b), dy, retain_graph=True), many, strict=True):
-            torch.testing.assert_close(of_many[i], one, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "tanh"])

@@ -315,20 +315,6 @@ def test_first_and_second_derivatives(case: str, name: str, save: str, last: boo
     _check_derivatives(call, (x, w, b))
 
 
-@every_save
-def test_gradients_of_many_outputs_at_once(save: str) -> None:
-    for frozen in ("x", "w", None):
-        arguments, options = _layer("2d grouped")
-        for name, t in zip("xwb", arguments, strict=True):
-            t.requires_grad_(name != frozen)
-        y = fl.conv_bias_act(*arguments, "gelu", save=save, **options)
-        needed, dys = [t for t in arguments if t.requires_grad], torch.randn(3, *y.shape)
-        many = torch.autograd.grad(y, needed, dys, is_grads_batched=True, retain_graph=True)
-        for i, dy in enumerate(dys):
-            one = torch.autograd.grad(y, needed, dy, retain_graph=True)
-            torch.testing.assert_close([m[i] for m in many], list(one), rtol=1e-4, atol=1e-3)
-
-
 # --- memory formats ---------------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from gpu import INTERPRETER_WARNINGS
 from torch import Tensor, nn
-from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.autograd import gradcheck, gradgradcheck
 from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
@@ -578,16 +578,6 @@ def test_a_layer_may_be_called_several_times_before_backward(name: str) -> None:
     torch.testing.assert_close(dict(layer.named_buffers()), dict(eager.norm.named_buffers()))
 
 
-@pytest.mark.parametrize("name", ["relu", "silu", "snake", "function"])
-def test_gradients_come_in_batches(name: str) -> None:
-    layer, eager = _pair(make(name), save="recompute")
-    x, dys, results = _x(), torch.randn(3, *PLANE), []
-    for module in (layer, eager):
-        leaves = [x, *module.parameters()]
-        results.append(torch.autograd.grad(module(x), leaves, dys, is_grads_batched=True))
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("name", ["snake", "function", "prelu"])
 def test_a_result_that_is_not_kept_may_be_overwritten(name: str) -> None:
     layer, eager = _pair(make(name))
@@ -929,18 +919,6 @@ def test_functorch(name: str) -> None:
     layer.train()
     with pytest.raises(RuntimeError, match="the running_mean or running_var, which will be updated in place"):
         vmap(layer)(xs)
-
-
-@compiles
-@pytest.mark.parametrize("name", ["relu", "silu", "snake"])
-@training_or_not
-def test_forward_mode(name: str, training: bool) -> None:
-    layer, eager = _pair(make(name))
-    layer.train(training), eager.train(training)
-    x, tangent = _x().detach(), torch.randn(PLANE)
-    with forward_ad.dual_level():
-        ours, theirs = (forward_ad.unpack_dual(module(forward_ad.make_dual(x, tangent))) for module in (layer, eager))
-    torch.testing.assert_close(tuple(ours), tuple(theirs), **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["relu", "silu", "snake", "function", "None"])

@@ -15,6 +15,7 @@ import torch
 from pairs import covering
 from subjects import ACTIVATIONS, FLOOR, SUBJECTS, Twins, assert_as_exact
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -315,7 +316,7 @@ def test_autocast_around_backward(name: str, activation: str, save: str) -> None
 @every_layer
 def test_transforms(name: str, activation: str, save: str) -> None:
     twins = Twins.of(name, activation, torch.float64, save=save)
-    if name == "batch norm":  # no transform lets running statistics advance
+    if name == "batch norm":  # no transform of torch.func lets running statistics advance
         twins.eval()
     x = twins.input(trains=False)
     parameters = dict(twins.own.named_parameters())
@@ -336,10 +337,41 @@ def test_transforms(name: str, activation: str, save: str) -> None:
     if twins.subject.takes_batches:
         xs = torch.stack([x, 2 * x, 3 * x])
         torch.testing.assert_close(torch.func.vmap(twins.own)(xs), torch.stack([twins.eager(t) for t in xs]))
-    dys = torch.randn(3, *y.shape, dtype=y.dtype)
-    batched = torch.autograd.grad(twins.own(leaf), leaf, dys, is_grads_batched=True)[0]
-    one_by_one = [torch.autograd.grad(twins.eager(leaf), leaf, dy)[0] for dy in dys]
-    torch.testing.assert_close(batched, torch.stack(one_by_one))
+        ensemble = {key: torch.stack([p.detach(), p.detach().flip(0)]) for key, p in parameters.items()}
+        each = [{key: p[i] for key, p in ensemble.items()} for i in range(2)]
+        if ensemble:
+            torch.testing.assert_close(
+                torch.func.vmap(loss, (0, None))(ensemble, x), torch.stack([loss(p, x) for p in each])
+            )
+
+
+@every_layer
+def test_gradients_of_many_outputs(name: str, activation: str, save: str) -> None:
+    twins = Twins.of(name, activation, torch.float64, save=save)
+    x = twins.input()
+    dys = torch.stack([_dy(twins, x) for _ in range(3)])
+    sources = [x, *twins.sources]
+    batched = torch.autograd.grad(twins.own(x), sources, dys, is_grads_batched=True)
+    one_by_one = [torch.autograd.grad(twins.eager(x), sources, dy) for dy in dys]
+    torch.testing.assert_close(list(batched), [torch.stack(each) for each in zip(*one_by_one, strict=True)])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::DeprecationWarning")
+@every_layer
+def test_forward_mode(name: str, activation: str, save: str) -> None:
+    """Tangents of the input and of all parameters."""
+    twins = Twins.of(name, activation, torch.float64, save=save)
+    x, results = twins.input(trains=False), []
+    for module, call in zip(twins.modules, (twins.own, twins.eager), strict=False):
+        torch.manual_seed(1)
+        with forward_ad.dual_level():
+            for key, parameter in list(module.named_parameters()):
+                path, _, last = key.rpartition(".")
+                holder = module.get_submodule(path)
+                delattr(holder, last)
+                setattr(holder, last, forward_ad.make_dual(parameter.detach(), torch.randn_like(parameter)))
+            results.append(tuple(forward_ad.unpack_dual(call(forward_ad.make_dual(x, torch.ones_like(x))))))
+    torch.testing.assert_close(*results)
 
 
 @compiles
