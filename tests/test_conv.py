@@ -265,17 +265,6 @@ def test_parameters_along_another_dimension(save: str) -> None:
         _assert_same_gradients(ours, eagers, x, w, b, scale, residual)
 
 
-@pytest.mark.parametrize(
-    "function", [torch.sin, nn.Softmax(1), lambda z: z.square().tanh()], ids=["sin", "softmax", "lambda"]
-)
-@pytest.mark.parametrize("save", ["auto", "input", "recompute"])
-def test_any_callable_works(function: Callable[[Tensor], Tensor], save: str) -> None:
-    (x, w, b), options = _layer("2d")
-    ours, eagers = _both((x, w, b), function, save, **options)
-    torch.testing.assert_close(ours, eagers)
-    _assert_same_gradients(ours, eagers, x, w, b)
-
-
 # --- derivatives of first and second order ----------------------------------------------------------------------------
 
 SMALL: dict[str, tuple[Shape, Shape, dict[str, Any]]] = {
@@ -416,12 +405,6 @@ def test_between_two_convolutions_one_tensor_is_kept(activation: Activation, dty
         assert saved_bytes(ours, x, exclude=x) == one
         expected = saved_bytes(eager, x, exclude=x)
         assert expected == 2 * one if activation.name in ("gelu", "silu", "mish", "hardswish") else expected >= one
-
-
-@pytest.mark.parametrize("save, kept", [("auto", 1), ("output", 1), ("input", 2), ("recompute", 1)])
-def test_what_each_way_of_saving_keeps(save: str, kept: int) -> None:
-    ours, _, x, one = _chain("gelu", save=save)
-    assert saved_bytes(ours, x, exclude=x) == kept * one
 
 
 @pytest.mark.parametrize("size", [(40,), (4, 5, 8)], ids=["1d", "3d"])

@@ -16,7 +16,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import fusedlayers as fl
 from fusedlayers import plan
-from fusedlayers.activations import Activation, activations, resolve, rows
+from fusedlayers.activations import Activation, resolve, rows
 from fusedlayers.derivative import branch_bit
 
 TABLE = [row.bind() for row in rows()]
@@ -79,23 +79,6 @@ def test_large_layers_take_the_other_matmul_and_agree(name: str, dtype: torch.dt
         truth = reference.dense_bias_act(x.double(), w.double(), b.double(), activation.function)
         eagers = reference.dense_bias_act(x, w, b, activation.plain).double()
     assert relative(exact, truth) <= 2 * relative(eagers, truth) + torch.finfo(dtype).eps
-
-
-@pytest.mark.parametrize(
-    ("function", "kind"),
-    [(torch.sin, "function"), (lambda z: z.sin() * 2, "lambda"), (nn.PReLU(), "module"), (nn.Softmax(-1), "rows")],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-@pytest.mark.parametrize("save", ["auto", "input", "recompute"])
-def test_any_callable_works(function: Callable[[Tensor], Tensor], kind: str, save: str) -> None:
-    x, w, b = leaves((20, 6), (30, 6), (30,))
-    for ours, eagers in (
-        (fl.dense_bias_act(x, w, b, function, save=save), function(F.linear(x, w, b))),
-        (fl.bias_act(F.linear(x, w), b, function, save=save), function(F.linear(x, w, b))),
-    ):
-        torch.testing.assert_close(ours, eagers)
-        dy = torch.randn_like(ours)
-        torch.testing.assert_close(gradients(ours, dy, x, w, b), gradients(eagers, dy, x, w, b))
 
 
 @pytest.mark.parametrize(
@@ -631,7 +614,7 @@ def test_what_must_be_there(missing: str) -> None:
 def test_activations_that_do_not_exist(function: Callable[[object], Tensor]) -> None:
     with pytest.raises(ValueError, match="unknown activation 'gleu'; the known ones are: ") as error:
         function("gleu")
-    _said(error, *activations())
+    _said(error, *fl.activations())
     with pytest.raises(TypeError, match="activation must be a name, a module, a function or None, got int: 3"):
         function(3)
 

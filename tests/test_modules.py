@@ -14,10 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from fusedlayers.activations import rows
 from fusedlayers.memory import saved_bytes
 
-NAMES = [row.name for row in rows()]
 DROP_IN_MODULES = [name for name in fl.__all__ if hasattr(nn, name) and name != "Linear"]
 DROP_IN_FUNCTIONS = [name for name in fl.__all__ if hasattr(F, name)]
 
@@ -44,7 +42,7 @@ def seeded() -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("name", [*NAMES, None])
+@pytest.mark.parametrize("name", [*fl.activations(), None])
 def test_it_computes_linear_then_activation(name: str | None, bias: bool) -> None:
     layer = fl.FusedDenseAct(12, 40, name, bias)
     x = torch.randn(3, 10, 12, requires_grad=True)

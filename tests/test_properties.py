@@ -79,7 +79,7 @@ def test_values_and_gradients(name: str, activation: str, dtype: torch.dtype, sa
 
 @every_layer
 def test_saved_bytes(name: str, activation: str, save: str) -> None:
-    """Never more than eager; what the plan says."""
+    """Never more than eager; what was asked for, and what the plan says."""
     twins = Twins.of(name, activation, save=save)
     x = twins.input()
     found = fl.plan_of(twins.own, x)[0]
@@ -88,6 +88,7 @@ def test_saved_bytes(name: str, activation: str, save: str) -> None:
     hidden = twins.subject.hidden(twins.own, x) * x.itemsize
     # Of an activation alone eager saves the input, which is counted elsewhere; so is y where another layer follows.
     assert kept <= eagers + hidden * (name == "activation" and found.saved == "output")
+    assert found.path != "fused" or save in ("auto", found.saved)
     if found.path == "fused" and name != "batch norm":
         saved = {"output": hidden, "input": hidden, "recompute": 0}[found.saved]
         if name == "activation" and found.saved != "output":

@@ -63,13 +63,6 @@ def test_a_linear_behind_shares_the_one_buffer(activation: Activation, dtype: to
         assert saved == dtype.itemsize * ELEMENTS
 
 
-@every_activation
-def test_three_dimensions_are_no_dearer(activation: Activation) -> None:
-    p, x = _parameters(), torch.randn(4, ROWS // 4, IN)
-    saved = saved_bytes(lambda x: F.linear(_fused(activation)(x, p["w1"], p["b1"]), p["w2"]), x, exclude=x)
-    assert saved == 4 * ELEMENTS
-
-
 @compiles
 @every_activation
 def test_compiled(activation: Activation) -> None:
