@@ -84,7 +84,7 @@ def gradient(
 ) -> tuple[Tensor | None, ...]:
     """``dz = dy * f'``, the gradient of the bias, and those of the operands: None where not requested."""
     kernel = gradient_kernel(activation, saved.dtype, request.saved)
-    if kernel is None:
+    if kernel is None or type(dy) is not Tensor:  # such as one without memory
         return reference.gradient(dy, saved, activation, operands, request, dim=dim)
     overwrite = request.overwrite
     if not (saved.is_contiguous() or is_dense(saved)):  # an output written over a view with gaps, or a user's input
@@ -122,7 +122,7 @@ def gate_gradient(
     """Write the gradients of z and up over these, contiguous all, and return those of the operands; dy is overwritten
     too."""
     kernel = gate_kernel(activation, z.dtype)
-    if kernel is None:
+    if kernel is None or type(dy) is not Tensor:
         return reference.gate_gradient(dy, z, up, activation, operands, needs)
     loops.gate_gradient(kernel, dy, z, up)
     return ()
@@ -141,7 +141,7 @@ def norm_gradient(
     """``dz = dy * f'`` and z from y, over which z may be written; for each channel the sums of dz and of
     ``dz (z - center)``. None, and nothing is written, where that takes more than one pass."""
     kernel = norm_kernels(activation, y.dtype) if is_dense(y) else None
-    if kernel is None or not y.numel():
+    if kernel is None or not y.numel() or type(dy) is not Tensor:
         return None
     dy = dy if dy.stride() == y.stride() else torch.empty_like(y).copy_(dy)
     z = y if overwrite else torch.empty_like(y)
@@ -205,7 +205,8 @@ def gradient_kernel(activation: Activation, dtype: torch.dtype, saved: str) -> K
     if dtype.itemsize == 2:
         return Kernel(dtype, slopes=_slopes(activation, dtype, saved))
     if saved == "input":
-        loop = activation.native.loop
+        # Of the others ATen's kernels give 0 where the slope is 0, whatever dy is.
+        loop = activation.native.loop if activation.is_folded else None
         return None if loop is None else Kernel(dtype, loop(**activation.parameters))
     table = derivative_table(activation)
     return None if table is None else Kernel(dtype, table=table)

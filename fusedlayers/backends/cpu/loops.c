@@ -472,7 +472,10 @@ static void forward_step(const pass *p, int64_t at, int n, const channels *c) {
     if (p->finds == RANGE) {
       float *smallest = c->found[0], *largest = c->found[1];
       FIRST_N smallest[i] = z[i] < smallest[i] ? z[i] : smallest[i];
-      FIRST_N largest[i] = z[i] > largest[i] ? z[i] : largest[i];
+      FIRST_N {
+        float number = z[i] == z[i] ? z[i] : __builtin_inff(); /* where there is a NaN the range has no end */
+        largest[i] = number > largest[i] ? number : largest[i];
+      }
     }
     if (k->mark.ambiguous) marked_of[k->function](k->parameter, k->mark.position, z, y);
     else outputs_of[k->function](k->parameter, z, y);
@@ -568,12 +571,14 @@ static void norm_gradient_step(const pass *p, int64_t at, int n, const channels 
   else invert_formula(k, block_of(p->in[1], at, n, 4, y), z);
   both_of[k->function](k->parameter, z, unused, dz);
   const float *dy = block_of(p->in[0], at, n, 4, y);
-  EACH dz[i] *= dy[i];
-  put(p->out[0], at, n, 4, dz);
-  put(p->out[1], at, n, 4, z);
-  float *sum = c->found[0], *product = c->found[1];
-  FIRST_N sum[i] += dz[i];
-  FIRST_N product[i] += dz[i] * (z[i] - center[i]);
+  float *to_dz = (float *)p->out[0] + at, *to_z = (float *)p->out[1] + at, *sum = c->found[0], *product = c->found[1];
+  FIRST_N {
+    float of_z = dy[i] * dz[i];
+    to_dz[i] = of_z;
+    to_z[i] = z[i];
+    sum[i] += of_z;
+    product[i] += of_z * (z[i] - center[i]);
+  }
 }
 
 /* out[0] = scale in[0] + slope in[1] + offset. */

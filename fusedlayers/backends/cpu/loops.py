@@ -141,7 +141,9 @@ def forward(
 ) -> Tensor:
     """The activation of ``z + b + residual`` in y, which may be z."""
     bias = None if b is None or along is None else _vector(b, along)
-    _call("forward", kernel, y, along, z.data_ptr(), _address(bias), _address(residual), y.data_ptr())
+    bias_address = None if bias is None else bias.data_ptr()
+    residual_address = None if residual is None else residual.data_ptr()
+    _call("forward", kernel, y, along, z.data_ptr(), bias_address, residual_address, y.data_ptr())
     return y
 
 
@@ -159,7 +161,16 @@ def invert(kernel: Kernel, y: Tensor, z: Tensor) -> Tensor:
 
 def gradient(kernel: Kernel, dy: Tensor, saved: Tensor, dz: Tensor, db: Tensor | None, along: Layout | None) -> Tensor:
     """``dz = dy * f'`` in dz, which may be ``saved``, and its sums along the channels in db."""
-    _call("gradient", kernel, dz, along, dy.data_ptr(), saved.data_ptr(), dz.data_ptr(), _address(db))
+    _call(
+        "gradient",
+        kernel,
+        dz,
+        along,
+        dy.data_ptr(),
+        saved.data_ptr(),
+        dz.data_ptr(),
+        None if db is None else db.data_ptr(),
+    )
     return dz
 
 
@@ -203,10 +214,6 @@ def gate_gradient(kernel: Kernel, dy: Tensor, z: Tensor, up: Tensor) -> None:
     torch.autograd.graph.increment_version(up)
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
 def _call(name: str, kernel: Kernel, out: Tensor, along: Layout | None, *addresses: int | None) -> None:
     count = out.numel()
     if not count:
@@ -220,13 +227,15 @@ def _call(name: str, kernel: Kernel, out: Tensor, along: Layout | None, *address
 
 def _vector(along_channels: Tensor, along: Layout) -> Tensor:
     """Numbers along the channels as ``loops.c`` takes them."""
-    joined, vector = _joined(along), along_channels.detach().float()
-    return vector.repeat(joined) if joined > 1 else vector.contiguous()
+    vector = along_channels.detach().float()
+    if along.inner > 1 or along.channels >= BLOCK:
+        return vector.contiguous()
+    return vector.repeat(_joined(along.channels))
 
 
-def _joined(along: Layout) -> int:
+def _joined(channels: int) -> int:
     """How many rows are taken as one."""
-    return -(-BLOCK // along.channels) if along.inner == 1 and along.channels < BLOCK else 1
+    return -(-BLOCK // channels)
 
 
 @functools.lru_cache(1024)
@@ -235,7 +244,7 @@ def _matrix(count: int, along: Layout | None, threads: int) -> tuple[int, _Layou
     if along is None:
         found = _Layout(count, count, 1, _NO_AXIS, threads)
     elif along.inner == 1:
-        found = _Layout(count, along.channels * _joined(along), along.channels, _ALONG_COLUMNS, threads)
+        found = _Layout(count, along.channels * _joined(along.channels), along.channels, _ALONG_COLUMNS, threads)
     else:
         found = _Layout(count, along.inner, along.channels, _ALONG_ROWS, threads)
     return ctypes.addressof(found), found
