@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,9 +33,6 @@ from .table import InverseTable, derivative_table, inverse_table
 KERNELS = 64
 #: Chunks of functions that torch computes, in elements: 256 KiB of float32 stay in a core's cache.
 CHUNK = 1 << 16
-
-Encode = Literal["encode"]
-"""torch computes the function, and one pass puts the branch into its output."""
 
 
 # --- the backend's functions ------------------------------------------------------------------------------------------
@@ -65,11 +62,11 @@ def bias_act(
         z = y.copy_(z)
     if residual is not None and (residual.stride() != strides or residual.dtype is not z.dtype):
         residual = torch.empty_like(y).copy_(residual)
-    if isinstance(kernel, Kernel):
-        along = None if b is None else layout_along(y, dim)
-        loops.forward(kernel, z, b, residual, y, along)
+    if kernel.has_function:
+        loops.forward(kernel, z, b, residual, y, None if b is None else layout_along(y, dim))
     else:
-        _encode_chunks(_summed(z, b, residual, y, dim), y, activation, kernel[1])
+        z = z if b is None and residual is None else reference.sum_of(z, b, residual, dim, out=y)
+        _encode_chunks(z, y, activation, kernel)
     return y if out is None or y is out else out.copy_(y)
 
 
@@ -166,12 +163,8 @@ def inverse(y: Tensor, activation: Activation, out: Tensor | None) -> Tensor:
     return z if out is None or z is out else out.copy_(z)
 
 
-def _summed(z: Tensor, b: Tensor | None, residual: Tensor | None, y: Tensor, dim: int) -> Tensor:
-    return z if b is None and residual is None else reference.sum_of(z, b, residual, dim, out=y)
-
-
 def _encode_chunks(z: Tensor, y: Tensor, activation: Activation, kernel: Kernel) -> None:
-    """The activation of dense z in y, which may be z, chunk by chunk."""
+    """The activation of dense z in y, which may be z: torch computes a chunk, and one pass puts the branch into it."""
     z_flat, y_flat = (t.as_strided((t.numel(),), (1,)) for t in (z, y))
     for part, result in zip(z_flat.split(CHUNK), y_flat.split(CHUNK), strict=True):
         loops.encode(kernel, part, activation.function(part), result)
@@ -181,7 +174,7 @@ def _encode_chunks(z: Tensor, y: Tensor, activation: Activation, kernel: Kernel)
 
 
 @functools.lru_cache(KERNELS)
-def forward_kernel(activation: Activation, dtype: torch.dtype, encode: bool) -> Kernel | tuple[Encode, Kernel] | None:
+def forward_kernel(activation: Activation, dtype: torch.dtype, encode: bool) -> Kernel | None:
     """The kernel for z of a dtype; ``encode`` puts the branch of a folded activation into y."""
     encode = encode and activation.is_folded
     is_torchs = activation.is_identity or activation.operand_dims or dtype is torch.float64
@@ -192,7 +185,7 @@ def forward_kernel(activation: Activation, dtype: torch.dtype, encode: bool) -> 
     loop = activation.native.loop
     if loop is not None:
         return Kernel(dtype, loop(**activation.parameters), activation.fold if encode else None)
-    return ("encode", Kernel(dtype, fold=activation.fold)) if encode else None
+    return Kernel(dtype, fold=activation.fold) if encode else None
 
 
 @functools.lru_cache(KERNELS)

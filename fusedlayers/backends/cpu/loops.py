@@ -93,6 +93,8 @@ class Kernel:
     ) -> None:
         """``fold`` asks for the branch bit. ``values`` (the dtype's), ``outputs`` and ``slopes`` (float32) hold one
         number for each of the 65,536 of a 16-bit dtype, in the order of their bits."""
+        #: Whether a pass computes outputs, and not only puts the branch into them.
+        self.has_function = function is not None or values is not None
         name, parameter = function or (FUNCTIONS[0], 0.0)
         mark = _Mark()
         if fold is not None:
