@@ -295,10 +295,10 @@ def _decide(
     # PyTorch saves a weight where x needs a gradient, and x where a weight does.
     extra = [w for w, _ in first if not (needs.x or (_is_alive(w) and cast is None))]
     extra += [b for _, b in first if b is not None and not _is_alive(b)]
+    backend = backends.choose(x, activation)
     plain_because = plain_because or validation.unusual_because(x, *sum((*first, last), ()))
     if plain_because is None and is_small:
         plain_because = f"hidden layers of less than {plan.SMALL_BYTES >> 10} KiB are left to PyTorch"
-    backend = backends.choose(x, activation)
     if plain_because is None and options.save == "auto" and not options.is_gated and activation.is_fusible:
         dtype = cast or x.dtype
         if activation.output_refusal(dtype) is None:

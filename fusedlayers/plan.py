@@ -251,12 +251,9 @@ def _plain_because(key: PlanKey) -> str | None:
         return key.plain_because or activation.fallback_reason
     if key.is_compiling:
         return "torch.compile sees a user's function as it is" if activation.needs_tracing else None
-    reason = _slow_because(key)
-    if reason is not None:
-        return reason
     if key.size == "small" and key.save == "auto" and not key.is_inplace:
         return f"results of less than {SMALL_BYTES >> 10} KiB are left to PyTorch"
-    return None
+    return _slow_because(key)
 
 
 def _slow_because(key: PlanKey) -> str | None:

@@ -39,9 +39,6 @@ SLOW: dict[str, dict[str, int]] = {
         "test_the_command_shows_what_the_compiler_made": 0,
         "test_what_users_bring_compiles_without_spills": 0,
     },
-    "test_backend_cpu": {
-        "test_results_do_not_depend_on_the_clock": 6,
-    },
     "test_bench": {
         "test_as_many_layers_as_fit": 0,
         "test_custom_command_line": 0,

@@ -244,7 +244,7 @@ def test_functions_without_parameters(published: Published, on_triton: Switch) -
 
 
 def test_functions_that_cannot_be_printed_fall_to_torch_operations(caplog: pytest.LogCaptureFixture) -> None:
-    on_gpu = types.SimpleNamespace(is_cuda=True, dtype=torch.float32)
+    on_gpu = types.SimpleNamespace(is_cpu=False, is_cuda=True, dtype=torch.float32)
     unprintable = traced(lambda z: z * torch.special.airy_ai(z), (64, 48)).activation
     printable = traced(lambda z: torch.tanh(torch.exp(z)), (64, 48)).activation
     with caplog.at_level(logging.WARNING, "fusedlayers"):

@@ -13,6 +13,8 @@ from ...utils.layout import Layout
 #: with fewer elements a call takes longer than what it computes, with more the temporaries do not fit a core's cache.
 PARTS = 16
 LEAST, MOST = 1 << 15, 1 << 18
+#: The elements of a block for each thread; with fewer torch would use fewer threads.
+PER_THREAD = 1 << 17
 #: Chunks are multiples of this. Vectorised and scalar code round differently, and what is left over for the latter is
 #: then the same however the tensor was cut up.
 VECTOR = 64
@@ -31,7 +33,7 @@ def blocks(layout: Layout) -> Iterator[tuple[slice, slice, slice]]:
     """The parts, contiguous in memory, in which a tensor is walked where sums are taken. Fixed boundaries keep the
     order of summation deterministic, and so the rounding. Blocks are long, because each takes many operations."""
     outer, channels, inner = layout
-    size = torch.get_num_threads() * LEAST * 4
+    size = torch.get_num_threads() * PER_THREAD
     of_outer = max(1, size // (channels * inner))
     of_channels = max(1, min(channels, size // inner))
     of_inner = min(inner, size)
