@@ -26,7 +26,7 @@ from .. import torch as reference
 from ..base import GradientRequest
 from . import build, loops
 from .loops import Kernel
-from .table import InverseTable, derivative_table, inverse_table
+from .table import FoldTable, derivative_table, inverse_table
 
 #: Kernels cached for each direction. Those of 16-bit dtypes hold a table of 128 or 256 KiB, and an activation whose
 #: parameter changes from step to step has one for each value.
@@ -237,7 +237,7 @@ def gate_kernel(activation: Activation, dtype: torch.dtype) -> Kernel | None:
 
 
 @functools.lru_cache(KERNELS)
-def _inverse_kernel(table: InverseTable) -> Kernel:
+def _inverse_kernel(table: FoldTable) -> Kernel:
     return Kernel(torch.float32, inverse=table)
 
 

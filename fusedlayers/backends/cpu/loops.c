@@ -45,18 +45,18 @@ typedef struct {
   const float *cubics;
 } table;
 
-/* The input from float32 outputs (table.py), less the output. */
+/* A function of float32 outputs around a minimum (table.py): the derivative, or the input less the output. */
 typedef struct {
   float origin_high, origin_low, nearest, tail, down;
   const float *cubics;
-} inverse;
+} fold_table;
 
 typedef struct {
   int32_t dtype, function;
   float parameter;
   mark mark;
   table table;
-  inverse inverse;
+  fold_table slope, inverse;
   const uint16_t *values; /* 16 bits: the stored output for every input */
   const float *outputs;   /* 16 bits: the same, neither marked nor rounded */
   const float *slopes;    /* 16 bits: the derivative for every saved number */
@@ -374,7 +374,7 @@ static void look_up(const table *t, const float *y, float *slope) {
 /* An interval is all numbers with the same sign, exponent and leading bits, of which this many are left. */
 enum { REST = 17 };
 
-static void invert(const inverse *t, const float *y, float *z) {
+static void look_up_fold(const fold_table *t, const float *y, float *found) {
   const float origin_high = t->origin_high, origin_low = t->origin_low, nearest = t->nearest, tail = t->tail, down = t->down;
   int32_t index[BLOCK];
   float place[BLOCK], c[4 * BLOCK];
@@ -388,7 +388,12 @@ static void invert(const inverse *t, const float *y, float *z) {
     index[i] = 4 * ((w >> REST) + (1 << (31 - REST)));
   }
   for (int i = 0; i < BLOCK; i++) memcpy(c + 4 * i, t->cubics + index[i], 16);
-  EACH z[i] = y[i] + (c[4 * i] + place[i] * (c[4 * i + 1] + place[i] * (c[4 * i + 2] + place[i] * c[4 * i + 3])));
+  EACH found[i] = c[4 * i] + place[i] * (c[4 * i + 1] + place[i] * (c[4 * i + 2] + place[i] * c[4 * i + 3]));
+}
+
+static void invert(const kernel *k, const float *y, float *z) {
+  look_up_fold(&k->inverse, y, z);
+  EACH z[i] += y[i];
 }
 
 /* Inputs of functions without a fold. */
@@ -505,7 +510,7 @@ static void encode_step(const pass *p, int64_t at, int n, const channels *c) {
 static void inverse_step(const pass *p, int64_t at, int n, const channels *c) {
   float y[BLOCK], z[BLOCK];
   if (p->in[0] != p->out[0]) fetch(p->out[0], at, 4);
-  invert(&p->k->inverse, block_of(p->in[0], at, n, 4, y), z);
+  invert(p->k, block_of(p->in[0], at, n, 4, y), z);
   put(p->out[0], at, n, 4, z);
 }
 
@@ -550,6 +555,11 @@ static void gradient_step(const pass *p, int64_t at, int n, const channels *c) {
     const float *slopes = k->slopes;
     const uint16_t *bits = block_of(p->in[1], at, n, 2, half);
     EACH dz[i] = slopes[bits[i]];
+  } else if (k->slope.cubics != NULL) {
+    /* The table has a number for a NaN too. */
+    const float *y = block_of(p->in[1], at, n, 4, saved);
+    look_up_fold(&k->slope, y, dz);
+    EACH dz[i] = y[i] == y[i] ? dz[i] : y[i];
   } else if (k->table.cubics != NULL) look_up(&k->table, block_of(p->in[1], at, n, 4, saved), dz);
   else both_of[k->function](k->parameter, block_of(p->in[1], at, n, 4, saved), wide, dz);
   const float *dy = wide_block(k, p->in[0], at, n, wide);
@@ -567,7 +577,7 @@ static void norm_gradient_step(const pass *p, int64_t at, int n, const channels 
   float y[BLOCK], z[BLOCK], dz[BLOCK], unused[BLOCK];
   if (p->in[1] != p->out[0]) fetch(p->out[0], at, 4);
   if (p->in[1] != p->out[1]) fetch(p->out[1], at, 4);
-  if (k->inverse.cubics != NULL) invert(&k->inverse, block_of(p->in[1], at, n, 4, y), z);
+  if (k->inverse.cubics != NULL) invert(k, block_of(p->in[1], at, n, 4, y), z);
   else invert_formula(k, block_of(p->in[1], at, n, 4, y), z);
   both_of[k->function](k->parameter, z, unused, dz);
   const float *dy = block_of(p->in[0], at, n, 4, y);

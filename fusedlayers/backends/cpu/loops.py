@@ -18,7 +18,7 @@ from ...utils.layout import Layout
 from . import build
 
 if TYPE_CHECKING:
-    from .table import DerivativeTable, InverseTable
+    from .table import DerivativeTable, FoldTable
 
 #: Fewer numbers are left to the calling thread, as torch does (``at::internal::GRAIN_SIZE``).
 GRAIN = 1 << 15
@@ -50,7 +50,7 @@ class _Table(ctypes.Structure):
     )
 
 
-class _Inverse(ctypes.Structure):
+class _FoldTable(ctypes.Structure):
     _fields_ = (
         *((name, c_float) for name in ("origin_high", "origin_low", "nearest", "tail", "down")),
         ("cubics", c_void_p),
@@ -64,7 +64,8 @@ class _Kernel(ctypes.Structure):
         ("parameter", c_float),
         ("mark", _Mark),
         ("table", _Table),
-        ("inverse", _Inverse),
+        ("slope", _FoldTable),
+        ("inverse", _FoldTable),
         *((name, c_void_p) for name in ("values", "outputs", "slopes")),
     )
 
@@ -85,8 +86,8 @@ class Kernel:
         dtype: torch.dtype,
         function: tuple[str, float] | None = None,
         fold: Fold | None = None,
-        table: DerivativeTable | None = None,
-        inverse: InverseTable | None = None,
+        table: DerivativeTable | FoldTable | None = None,
+        inverse: FoldTable | None = None,
         values: Tensor | None = None,
         outputs: Tensor | None = None,
         slopes: Tensor | None = None,
@@ -106,14 +107,23 @@ class Kernel:
             FUNCTIONS.index(name),
             parameter,
             mark,
-            _Table() if table is None else _of(table),
-            _Inverse() if inverse is None else _Inverse(*inverse.numbers, inverse.cubics.data_ptr()),
+            _of(table),
+            _of_fold(table),
+            _of_fold(inverse),
             *addresses,
         )
         self.address = ctypes.addressof(self._kernel)
 
 
-def _of(table: DerivativeTable) -> _Table:
+def _of_fold(table: DerivativeTable | FoldTable | None) -> _FoldTable:
+    if table is None or not hasattr(table, "numbers"):
+        return _FoldTable()
+    return _FoldTable(*table.numbers, table.cubics.data_ptr())
+
+
+def _of(table: DerivativeTable | FoldTable | None) -> _Table:
+    if table is None or hasattr(table, "numbers"):
+        return _Table()
     fold, scale = table.fold, table.scale
     return _Table(
         AMBIGUOUS[fold.ambiguous if fold else None],

@@ -1,18 +1,17 @@
-"""Any fitted derivative on float32 outputs, as a table of cubics, for ``look_up`` in ``loops.c``.
+"""Fits on float32 outputs as tables of cubics, for ``loops.c``: any derivative, and the inverse around a minimum.
 
-Idea: the intervals are uniform in a variable ("coordinate", then "scale") that is cheap to compute and in which the
+Functions like GELU have a table of their own (``FoldTable``). Of all others the idea is this: the intervals are uniform in a variable ("coordinate", then "scale") that is cheap to compute and in which the
 derivative bends little. The coordinate s is the output or, with a fold, the root of the distance to the extremum,
 negative on the marked branch. The scale is s itself; or the root of its distance to one end of the range; or s over its
 size plus a constant, for derivatives that settle slowly. The first scale whose table is accurate enough on sampled
-outputs is taken. GELU's is the root of a root: the inner one makes the derivative smooth through the minimum, the outer
-one where the falling branch ends in 0.
+outputs is taken.
 
 Cost: 1,024 cubics take 16 KiB, which stay in a core's first cache. A table is made when an activation first runs a
 backward pass in float32.
 
 Kinks: the derivative may jump. An interval then ends there, and each has a cubic of its own, so that none mixes the two
-sides. The side of a jump comes from the sign of an exact difference. Where two jumps are closer
-than float32 resolves in the variable, flat pieces are filled in by comparison.
+sides. The side of a jump comes from the sign of an exact difference. Where two jumps are closer than float32 resolves in
+the variable, flat pieces are filled in by comparison.
 
 Limits: tables add up to ``ADDED`` to the error of the fit. Where no scale is accurate enough ``derivative_table``
 returns None.
@@ -123,11 +122,13 @@ class DerivativeTable:
 
 @functools.lru_cache(64)
 @in_clean_state
-def derivative_table(activation: Activation) -> DerivativeTable | None:
+def derivative_table(activation: Activation) -> DerivativeTable | FoldTable | None:
     """The table for an activation whose derivative is fitted, or None if none is good enough."""
     fitted = activation.fitted_derivative()
     if fitted is None:
         return None
+    if isinstance(fitted, FoldedDerivative) and isinstance(fitted.of_distance, Polynomials):
+        return FoldTable(fitted)
     segments = _segments(activation, fitted)
     y, normal = _outputs(activation, segments)
     expected = _expected(fitted, y)
@@ -157,8 +158,6 @@ def _segments(activation: Activation, fitted: FoldedDerivative | MonotoneDerivat
         return fitted.segments
     if isinstance(fitted.of_distance, Segments):
         return fitted.of_distance
-    if isinstance(fitted.of_distance, Polynomials):
-        return Segments((), (), fitted.fold.extremum)
     found = analyse(activation.function).derivative(torch.float32)  # a formula does not say
     assert isinstance(found, FoldedDerivative) and isinstance(found.of_distance, Segments)
     return found.of_distance
@@ -333,23 +332,24 @@ def _float32(value: float) -> float:
     return float(torch.tensor(value, dtype=torch.float32))
 
 
-# --- inverses ---------------------------------------------------------------------------------------------------------
+# --- functions around a minimum ---------------------------------------------------------------------------------------
 
 
-class InverseTable:
-    """The input of a folded activation from its encoded float32 outputs, less the output (``invert`` in ``loops.c``).
+class FoldTable:
+    """A short fit of a folded activation (``folded.py``) as a table of cubics: its derivative, or its input less the
+    output, from encoded float32 outputs (``look_up_fold`` in ``loops.c``).
 
-    Intervals lie closest where the input bends most: at the minimum, where ``d = y - y_min`` is small, and in the tail,
+    Intervals lie closest where the fit bends most: at the minimum, where ``d = y - y_min`` is small, and in the tail,
     where y is small. Floating-point numbers are spaced like this. The variable is a float32 number w: d, with its sign
     set on the falling branch; in the tail of that branch, y times a power of two that keeps it apart from all d. An
-    interval is all numbers with the same sign, exponent and leading bits. All cubics take 256 KiB; outputs of ordinary
-    size need a tenth of them.
+    interval is all numbers with the same sign, exponent and leading bits, which takes no root and no division to find.
+    All cubics take 256 KiB; outputs of ordinary size need a tenth of them.
     """
 
     #: The last bits of w, which are the place in the interval.
     REST = 17
 
-    def __init__(self, fitted: FoldedInverse) -> None:
+    def __init__(self, fitted: FoldedDerivative | FoldedInverse) -> None:
         polynomials = fitted.of_distance
         assert isinstance(polynomials, Polynomials) and fitted.fold.ambiguous == "negative"
         nearest = fitted.margin
@@ -359,25 +359,27 @@ class InverseTable:
         #: Numbers of ``loops.c``'s structure.
         self.numbers = (*fitted.origin_parts, nearest, polynomials.minimum * TAIL_FRACTION, down)
         start = torch.arange(-(2**31), 2**31, 2**self.REST, dtype=torch.int64).to(torch.int32).view(torch.float32)
-        w = start.double().unsqueeze(1)
-        following = (start.view(torch.int32) + (2**self.REST - 1)).view(torch.float32).double().unsqueeze(1)
-        w = w + (following - w) * (2**self.REST / (2**self.REST - 1)) * _PLACES
+        following = (start.view(torch.int32) + (2**self.REST - 1)).view(torch.float32)
+        low, high = (t.double().unsqueeze(1) for t in (start, following))
+        w = low + (high - low) * (2**self.REST / (2**self.REST - 1)) * _PLACES
         size, falling = w.abs(), w.signbit()
         in_tail = falling & (size < nearest / 2)
         distance = torch.where(in_tail, 1.0, size.clamp_min(nearest))
         y = torch.where(in_tail, -size / down, fitted.fold.extremum + distance)
         y = torch.where(in_tail, y.clamp(max=-SMALLEST), y)
         distance = torch.where(in_tail, y - fitted.fold.extremum, distance)
-        # What is infinite or no number stays that, whatever is added.
-        self.cubics = _cubics(polynomials(distance, y, falling).nan_to_num(0.0)).contiguous()
+        values = polynomials(distance, y, falling)
+        # The last finite interval stands for infinity too. Numbers that are none stay that, whatever is found.
+        settled = values[int((start == math.inf).nonzero()) - 1]
+        self.cubics = _cubics(torch.where(w.isfinite() & ~values.isnan(), values, settled)).contiguous()
 
 
 @functools.lru_cache(64)
 @in_clean_state
-def inverse_table(activation: Activation) -> InverseTable | None:
+def inverse_table(activation: Activation) -> FoldTable | None:
     """The table for an activation whose inverse is fitted, or None."""
     fitted = activation.fitted_inverse()
-    return None if fitted is None else InverseTable(fitted)
+    return None if fitted is None else FoldTable(fitted)
 
 
 #: Four places within an interval, not at its ends: what is fitted may jump there.
