@@ -372,7 +372,7 @@ static void look_up(const table *t, const float *y, float *slope) {
 }
 
 /* An interval is all numbers with the same sign, exponent and leading bits, of which this many are left. */
-enum { REST = 17 };
+enum { REST = 19 };
 
 static void look_up_fold(const fold_table *t, const float *y, float *found) {
   const float origin_high = t->origin_high, origin_low = t->origin_low, nearest = t->nearest, tail = t->tail, down = t->down;

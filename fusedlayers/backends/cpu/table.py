@@ -1,17 +1,17 @@
 """Fits on float32 outputs as tables of cubics, for ``loops.c``: any derivative, and the inverse around a minimum.
 
-Functions like GELU have a table of their own (``FoldTable``). Of all others the idea is this: the intervals are uniform in a variable ("coordinate", then "scale") that is cheap to compute and in which the
-derivative bends little. The coordinate s is the output or, with a fold, the root of the distance to the extremum,
-negative on the marked branch. The scale is s itself; or the root of its distance to one end of the range; or s over its
-size plus a constant, for derivatives that settle slowly. The first scale whose table is accurate enough on sampled
-outputs is taken.
+Functions like GELU have a table of their own (``FoldTable``). For all others the intervals are uniform in a variable
+("coordinate", then "scale") that is cheap to compute and in which the derivative bends little. The coordinate s is the
+output or, with a fold, the root of the distance to the extremum, negative on the marked branch. The scale is s itself;
+or the root of its distance to one end of the range; or s over its size plus a constant, for derivatives that settle
+slowly. The first scale whose table is accurate enough on sampled outputs is taken.
 
 Cost: 1,024 cubics take 16 KiB, which stay in a core's first cache. A table is made when an activation first runs a
 backward pass in float32.
 
-Kinks: the derivative may jump. An interval then ends there, and each has a cubic of its own, so that none mixes the two
-sides. The side of a jump comes from the sign of an exact difference. Where two jumps are closer than float32 resolves in
-the variable, flat pieces are filled in by comparison.
+Kinks: the derivative may jump. An interval then ends there, and each has a cubic of its own, so that none mixes the
+two sides. The side of a jump comes from the sign of an exact difference. Where two jumps are closer than float32
+resolves in the variable, flat pieces are filled in by comparison.
 
 Limits: tables add up to ``ADDED`` to the error of the fit. Where no scale is accurate enough ``derivative_table``
 returns None.
@@ -343,11 +343,11 @@ class FoldTable:
     where y is small. Floating-point numbers are spaced like this. The variable is a float32 number w: d, with its sign
     set on the falling branch; in the tail of that branch, y times a power of two that keeps it apart from all d. An
     interval is all numbers with the same sign, exponent and leading bits, which takes no root and no division to find.
-    All cubics take 256 KiB; outputs of ordinary size need a tenth of them.
+    All cubics take 64 KiB; outputs of ordinary size need a tenth of them.
     """
 
     #: The last bits of w, which are the place in the interval.
-    REST = 17
+    REST = 19
 
     def __init__(self, fitted: FoldedDerivative | FoldedInverse) -> None:
         polynomials = fitted.of_distance
