@@ -34,6 +34,8 @@ OPTIONS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 #: How compilers are told to use all that this processor has; tried in turn.
 NATIVE = ("-march=native",), ("-mcpu=native",), ()
 TIMEOUT_SECONDS = 60
+#: The last bytes of a cached file.
+END = b"fusedlayers: all of it"
 
 _lock = threading.Lock()
 _log = logging.getLogger("fusedlayers")
@@ -78,7 +80,10 @@ def _find() -> tuple[ctypes.CDLL | None, str | None]:
 def _compiler() -> list[str] | None:
     """The command that ``$CC`` names, or the first one found."""
     for command in (os.environ.get("CC", ""), "cc", "gcc", "clang"):
-        words = shlex.split(command)
+        try:
+            words = shlex.split(command)
+        except ValueError:  # a quotation mark without another
+            continue
         if words and shutil.which(words[0]):
             return words
     return None
@@ -93,16 +98,26 @@ def _load(compiler: list[str]) -> ctypes.CDLL:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if not _is_ours(folder):
                 continue
-            if path.exists():
+            if _is_whole(path):
                 try:
                     return ctypes.CDLL(str(path))
-                except OSError:  # cut short, or of another system
+                except OSError:  # of another system
                     pass
             _build(compiler, path)
             return ctypes.CDLL(str(path))
         except (OSError, subprocess.SubprocessError) as error:
             problem = error
     raise problem or OSError("no folder can be written to")
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file is there, up to its end: loading one that a full disk has cut short would end the process."""
+    try:
+        with path.open("rb") as file:
+            file.seek(-len(END), os.SEEK_END)
+            return file.read() == END
+    except OSError:
+        return False
 
 
 def _folders() -> tuple[Path, Path]:
@@ -137,6 +152,8 @@ def _build(compiler: list[str], path: Path) -> None:
             if done.returncode == 0:
                 break
         done.check_returncode()
+        with open(scratch, "ab") as file:
+            file.write(END)  # which no loader reads
         os.chmod(scratch, 0o700)
         os.replace(scratch, path)
     finally:

@@ -52,7 +52,7 @@ def bias_act(
     """``activation(z + b + residual, *operands)``, in ``out`` (which may be z) or in a new buffer of z's memory
     format; b, and operands of more than one element, run along ``dim``."""
     kernel = forward_kernel(activation, z.dtype, encode)
-    if kernel is None:
+    if kernel is None or not z.numel():
         return reference.bias_act(
             z, b, activation, operands, residual=residual, dim=dim, encode=encode, out=out
         )  # fmt: skip
@@ -81,7 +81,7 @@ def gradient(
 ) -> tuple[Tensor | None, ...]:
     """``dz = dy * f'``, the gradient of the bias, and those of the operands: None where not requested."""
     kernel = gradient_kernel(activation, saved.dtype, request.saved)
-    if kernel is None or type(dy) is not Tensor:  # such as one without memory
+    if kernel is None or not saved.numel() or type(dy) is not Tensor:  # such as one without memory
         return reference.gradient(dy, saved, activation, operands, request, dim=dim)
     overwrite = request.overwrite
     if not (saved.is_contiguous() or is_dense(saved)):  # an output written over a view with gaps, or a user's input
@@ -90,13 +90,7 @@ def gradient(
     if dy.stride() != saved.stride():
         dy = torch.empty_like(saved).copy_(dy)
     along = layout_along(saved, dim) if request.needs_bias else None
-    db = (
-        None
-        if along is None
-        else saved.new_zeros(along.channels)
-        if not dz.numel()
-        else saved.new_empty(along.channels)
-    )
+    db = None if along is None else saved.new_empty(along.channels)
     return loops.gradient(kernel, dy, saved, dz, db, along), db
 
 

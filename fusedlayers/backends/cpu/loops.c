@@ -422,7 +422,7 @@ typedef struct {
 
 /* The same for the channels of a block. */
 typedef struct {
-  const float *vector[3]; /* BLOCK numbers each, or NULL */
+  const float *vector[3]; /* as many numbers as the block has, or NULL */
   float *found[2];        /* BLOCK numbers each, of which a block of n updates the first n */
 } channels;
 
@@ -451,13 +451,13 @@ static const float *pre_activation(const pass *p, int64_t at, int n, const float
   if (dtype == FLOAT32) {
     const float *z = block_of(p->in[0], at, n, size, x);
     if (bias == NULL && p->in[1] == NULL) return z;
-    if (bias != NULL) EACH x[i] = z[i] + bias[i];
-    else if (z != x) memcpy(x, z, sizeof more);
+    if (z != x) memcpy(x, z, sizeof more);
+    if (bias != NULL) FIRST_N x[i] += bias[i];
     if (p->in[1] != NULL) add(x, block_of(p->in[1], at, n, size, more));
   } else {
     uint16_t half[BLOCK];
     widen(dtype, block_of(p->in[0], at, n, size, half), x);
-    if (bias != NULL) add(x, bias);
+    if (bias != NULL) FIRST_N x[i] += bias[i];
     if (p->in[1] != NULL) {
       widen(dtype, block_of(p->in[1], at, n, size, half), more);
       add(x, more);

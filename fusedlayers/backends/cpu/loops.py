@@ -231,7 +231,8 @@ def _call(name: str, kernel: Kernel, out: Tensor, along: Layout | None, *address
     if not count:
         return
     threads = 1 if count <= GRAIN else torch.get_num_threads()
-    failed = _functions()[name](kernel.address, *addresses, _matrix(count, along, threads)[0])
+    address, _layout = _matrix(count, along, threads)  # which must live as long as the call
+    failed = _functions()[name](kernel.address, *addresses, address)
     if failed:
         raise MemoryError(f"{name}: no memory for partial sums")
     torch.autograd.graph.increment_version(out)

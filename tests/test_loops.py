@@ -1,0 +1,776 @@
+"""The compiled loops themselves: vectorised, the same bits whatever the layout and the threads, and good neighbours of
+autograd. ``test_backend_cpu.py`` is about what they compute, ``test_build.py`` about how they are built."""
+
+import ctypes
+import functools
+import itertools
+import math
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import FOLDED_TOLERANCE, all_values, derivative, relative
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fusedlayers as fl
+from fusedlayers.activations import Activation, resolve, rows
+from fusedlayers.backends import GradientRequest, cpu
+from fusedlayers.backends import torch as reference
+from fusedlayers.backends.cpu import build, elementwise, loops
+from fusedlayers.call import with_operands
+from fusedlayers.derivative import branch_bit
+from fusedlayers.utils.layout import layout_along
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.skipif(build.library() is None, reason=str(build.missing_because()))
+
+FOLDED = [row.bind() for row in rows() if row.bind().is_folded]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def with_threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same numbers, zeros with their signs; one NaN is as good as another."""
+    integer = {2: torch.int16, 4: torch.int32}[a.dtype.itemsize]
+    pair = (torch.where(t.isnan(), torch.nan, t).contiguous().view(integer) for t in (a, b))
+    return a.dtype is b.dtype and torch.equal(*pair)
+
+
+# --- what the compiler made -------------------------------------------------------------------------------------------
+
+
+def _needs_gcc_and_avx2() -> list[str]:
+    compiler = build._compiler()
+    assert compiler is not None
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
+    if "Free Software Foundation" not in version:
+        pytest.skip("only GCC says which loops it has vectorised")
+    if not torch.cpu.get_capabilities().get("avx2"):
+        pytest.skip("without AVX2 there are no vectors of 32 bytes, and no gathers")
+    return compiler
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The library as the package compiles it, and what GCC says about that."""
+    folder = tmp_path_factory.mktemp("made")
+    report = folder / "report"
+    build._build([*_needs_gcc_and_avx2(), f"-fopt-info-vec-optimized={report}"], folder / "loops.so")
+    return folder / "loops.so", report.read_text()
+
+
+def _loops_of_blocks() -> list[tuple[int, int, int]]:
+    """For each loop over the numbers of a block its first and last line, and how many there are of it."""
+    lines = build.SOURCE.read_text().splitlines()
+    marker = re.compile(r"\b(EACH|FIRST_N)\b")
+    functions = len(loops.FUNCTIONS)
+    found = []
+    inside: str | None = None  # of a macro, which is many lines for the reader and one for the compiler
+    is_compiled = True
+    for number, line in enumerate(lines, 1):
+        if re.match(r"#(elif|else|endif)\b", line):
+            is_compiled = line.startswith("#endif")  # processors with AVX2 have F16C, which comes first
+        if not is_compiled or re.match(r"#define (EACH|FIRST_N)\b", line):
+            continue
+        macro = re.match(r"#define (\w+)\(", line)
+        inside = macro[1] if macro else inside
+        if marker.search(line) and inside is not None:
+            used = [n for n, other in enumerate(lines, 1) if other.strip() == f"FUNCTIONS({inside})"]
+            assert len(used) == 1, f"{inside} is used in another way"
+            found.append((used[0], used[0], functions))
+        elif marker.search(line) and not re.search(r"EACH s\[i\] = y\[i\];", line):  # a copy, by memcpy
+            depth, last = 0, number
+            for last in range(number, len(lines) + 1):
+                text = lines[last - 1][marker.search(line).end() :] if last == number else lines[last - 1]  # type: ignore[union-attr]
+                depth += text.count("{") - text.count("}")
+                if depth <= 0:
+                    break
+            found += [(number, last, 1)] * len(marker.findall(line))
+        if not line.endswith("\\"):
+            inside = None
+    return found
+
+
+def test_every_loop_over_a_block_is_vectorised(made: tuple[Path, str]) -> None:
+    vectorised = [
+        (int(line), int(width))
+        for line, width in re.findall(r"loops\.c:(\d+):\d+: optimized: loop vectorized using (\d+) byte", made[1])
+    ]
+    all_loops = _loops_of_blocks()
+    assert len(all_loops) > 30
+    for first, last, count in all_loops:
+        widths = [width for line, width in vectorised if first <= line <= last]
+        lines = build.SOURCE.read_text().splitlines()[first - 1 : last]
+        assert len(widths) >= count and max(widths) >= 32, (first, *lines)
+
+
+def test_the_functions_hold_packed_arithmetic_alone(made: tuple[Path, str]) -> None:
+    if platform.machine() != "x86_64" or shutil.which("objdump") is None:
+        pytest.skip("reads x86 instructions")
+    text = subprocess.run(["objdump", "-d", "--no-show-raw-insn", str(made[0])], capture_output=True, text=True).stdout
+    bodies = dict(re.findall(r"^[0-9a-f]+ <(\w+)>:\n(.*?)\n(?:\n|\Z)", text, re.MULTILINE | re.DOTALL))
+    stems = ["tangent" if name == "tanh" else name for name in loops.FUNCTIONS]
+    names = [f"{stem}_{kind}" for stem in stems for kind in ("output", "marked", "both")]
+    arithmetic = r"\tv?(?:add|sub|mul|div|f(?:n?m)(?:add|sub)\d+)%s\b.*"
+    for name in names:
+        packed, scalar = (re.findall(arithmetic % suffix, bodies[name]) for suffix in ("ps", "ss"))
+        assert not scalar, (name, scalar)
+        assert name.startswith("relu") or (packed and all("ymm" in line or "zmm" in line for line in packed)), name
+
+
+WRAPPER = """
+{undefined}
+#include "{source}"
+void widen_all(int dtype, const uint16_t *h, float *x, int64_t n) {{
+  for (int64_t i = 0; i < n; i += BLOCK) widen(dtype, h + i, x + i);
+}}
+void narrow_all(int dtype, const float *x, uint16_t *h, int64_t n) {{
+  for (int64_t i = 0; i < n; i += BLOCK) narrow(dtype, x + i, h + i);
+}}
+"""
+#: How 16-bit numbers are converted: by the processor's instructions, by the compiler, or by arithmetic.
+CONVERSIONS = {"F16C": (), "_Float16": ("__F16C__",), "arithmetic": ("__F16C__", "__FLT16_MAX__")}
+
+
+@pytest.fixture(scope="module", params=CONVERSIONS)
+def conversions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    folder = tmp_path_factory.mktemp("conversions")
+    undefined = "\n".join(f"#undef {name}" for name in CONVERSIONS[request.param])
+    (folder / "wrapper.c").write_text(WRAPPER.format(undefined=undefined, source=build.SOURCE))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "SOURCE", folder / "wrapper.c")
+        build._build(build._compiler() or [], folder / "wrapper.so")
+    return ctypes.CDLL(str(folder / "wrapper.so"))
+
+
+def _convert(library: ctypes.CDLL, name: str, dtype: torch.dtype, source: Tensor, result: Tensor) -> Tensor:
+    assert source.numel() % loops.BLOCK == 0 and source.is_contiguous()
+    function = getattr(library, name)
+    function.argtypes = (ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+    function(loops.DTYPES[dtype], source.data_ptr(), result.data_ptr(), source.numel())
+    return result
+
+
+every_half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+@every_half
+def test_every_16_bit_number_is_widened_as_torch_does(conversions: ctypes.CDLL, dtype: torch.dtype) -> None:
+    halves = all_values(dtype)
+    found = _convert(conversions, "widen_all", dtype, halves, torch.full((1 << 16,), 7.0))
+    assert _same_bits(found, halves.float())
+
+
+@every_half
+def test_numbers_are_narrowed_as_torch_does(conversions: ctypes.CDLL, dtype: torch.dtype) -> None:
+    halves = all_values(dtype).float()
+    halves = halves[~halves.isnan()].sort().values
+    ties = ((halves[1:].double() + halves[:-1].double()) / 2).float()
+    ties = torch.cat([ties, ties.nextafter(torch.tensor(math.inf)), ties.nextafter(torch.tensor(-math.inf))])
+    largest = torch.finfo(dtype).max
+    limits = torch.tensor(
+        [largest, largest * (1 + torch.finfo(dtype).eps / 4), 3.4e38, 1e-45, 1e-40, math.inf, math.nan]
+    )
+    bits = torch.randint(-(2**31), 2**31, (1 << 20,)).int().view(torch.float32)  # of all sizes, subnormal ones too
+    x = torch.cat([all_values(dtype).float(), ties, limits, -limits, bits, torch.randn(1 << 18)])
+    x = F.pad(x, (0, -len(x) % loops.BLOCK))
+    found = _convert(conversions, "narrow_all", dtype, x, torch.zeros(len(x), dtype=dtype))
+    assert _same_bits(found, x.to(dtype))
+
+
+# --- the same bits ----------------------------------------------------------------------------------------------------
+
+LONGEST = 600
+
+
+def _numbers(dtype: torch.dtype, count: int) -> Tensor:
+    """Numbers of ordinary size, and some of each other kind at irregular distances."""
+    z = 2 * torch.randn(count)
+    sizes = torch.logspace(-44, 38, 83, dtype=torch.float64).float()
+    special = torch.cat([torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan]), sizes, -sizes])
+    z[torch.randperm(count)[: len(special)]] = special[:count]
+    return z.to(dtype)
+
+
+def _forward(z: Tensor, activation: Activation, b: Tensor | None = None, dim: int = -1, **options: Any) -> Tensor:
+    return cpu.bias_act(z, b, activation, dim=dim, encode=True, **{"out": None, **options})
+
+
+def _gradient(dy: Tensor, y: Tensor, activation: Activation, bias_dim: int | None = None) -> tuple[Tensor, Tensor]:
+    assert elementwise.gradient_kernel(activation, y.dtype, "output") is not None
+    request = GradientRequest("output", False, bias_dim is not None)
+    dz, db = cpu.gradient(dy, y, activation, (), request, dim=-1 if bias_dim is None else bias_dim)
+    return dz, db  # type: ignore[return-value]
+
+
+@functools.cache
+def _traced(function: Any, dtype: torch.dtype) -> Activation:
+    found = with_operands(resolve(function), (32, 512), dtype)
+    return found.activation
+
+
+def _users(z: Tensor) -> Tensor:
+    return z * torch.sigmoid(2 * z)
+
+
+def _users_maximum(z: Tensor) -> Tensor:
+    return z * torch.sigmoid(-z)
+
+
+def _users_both_signs(z: Tensor) -> Tensor:
+    return z.abs() - 1
+
+
+def _users_monotone(z: Tensor) -> Tensor:
+    return z + torch.tanh(z) / 2
+
+
+#: Each is another path through the loops: functions with and without the bit, functions that torch computes and one
+#: pass marks, and derivatives by the table on each of its scales.
+ACTIVATIONS: dict[str, Any] = {
+    **{name: name for name in ("gelu", "quick_gelu", "mish", "hardswish")},
+    "users": _users,
+    "users_maximum": _users_maximum,
+    "users_both_signs": _users_both_signs,
+    "users_monotone": _users_monotone,
+}
+
+
+def _activation(name: str, dtype: torch.dtype) -> Activation:
+    function = ACTIVATIONS[name]
+    return resolve(function) if isinstance(function, str) else _traced(function, dtype)
+
+
+every_path = pytest.mark.parametrize("name", ACTIVATIONS)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_element_has_the_same_bits_wherever_it_stands(name: str) -> None:
+    for dtype in DTYPES:
+        activation = _activation(name, dtype)
+        forward = elementwise.forward_kernel(activation, dtype, True)
+        is_loops = forward is not None and forward.has_function  # torch's own round by the place in a vector
+        assert is_loops or name.startswith("users")
+        z, dy = _numbers(dtype, 2 * LONGEST), torch.randn(2 * LONGEST).to(dtype)
+        y = _forward(z, activation)
+        dz = _gradient(dy, y, activation)[0]
+        for length, start in enumerate(torch.randint(LONGEST, (LONGEST,)).tolist(), 1):
+            part = slice(start, start + length)
+            assert _same_bits(_gradient(dy[part], y[part], activation)[0], dz[part]), (dtype, length, start)
+            if not is_loops:
+                continue
+            assert _same_bits(_forward(z[part], activation), y[part]), (dtype, length, start)
+            if length % 16 == 1:  # over itself, and between neighbours that stay what they are
+                over = z.clone()
+                _forward(over[part], activation, out=over[part])
+                assert _same_bits(over, torch.cat([z[:start], y[part], z[part.stop :]])), (dtype, length, start)
+
+
+@every_dtype
+@pytest.mark.parametrize("name", ["gelu", "users_monotone"])
+def test_the_bits_do_not_depend_on_the_number_of_threads(
+    name: str, dtype: torch.dtype, with_threads: Callable[[int], None]
+) -> None:
+    activation = _activation(name, dtype)
+    #: Shape -> the dimension of the bias. Blocks, tiles, pieces and groups of rows that are not whole.
+    shapes = {(100_003,): -1, (37, 3001): 1, (20_001, 3): 1, (3, 5, 111, 70): 1, (2, 3, 150, 301): 1, (1, 70_001): 0}
+    for shape, dim in shapes.items():
+        z, dy, residual = (torch.randn(shape).to(dtype) for _ in range(3))
+        b = torch.randn(z.shape[dim]).to(dtype)
+        assert z.numel() > loops.GRAIN
+        results = []
+        for threads in (1, 2, 3):
+            with_threads(threads)
+            y = _forward(z, activation, b, dim, residual=residual)
+            if name != "gelu" and results:  # computed by torch, whose threads round differently
+                y = results[0][0]
+            results.append((y, *_gradient(dy, y, activation, dim)))
+        for others in results[1:]:
+            for one, other in zip(results[0], others, strict=True):
+                assert _same_bits(one, other), (shape, threads)
+
+
+def test_batch_norms_have_the_same_bits_on_any_number_of_threads(with_threads: Callable[[int], None]) -> None:
+    for name, memory_format, shape in itertools.product(
+        ("silu", "elu"), (torch.contiguous_format, torch.channels_last), [(3, 5, 111, 70), (2, 300, 9, 20)]
+    ):
+        activation = resolve(name)
+        z, dy = (torch.randn(shape).contiguous(memory_format=memory_format) for _ in range(2))
+        center, *factors = torch.randn(4, shape[1])
+        results = []
+        for threads in (1, 2, 3):
+            with_threads(threads)
+            y = z.clone()
+            ends = cpu.norm_act(y, activation)
+            assert ends is not None and all(
+                torch.equal(end, of(z, (0, 2, 3))) for end, of in zip(ends, (torch.amin, torch.amax), strict=True)
+            )
+            found = cpu.norm_gradient(dy, y, activation, center, False)
+            assert found is not None
+            results.append((y, *ends, *found, cpu.norm_combine(found[0].clone(), found[1], *factors)))
+        for others in results[1:]:
+            assert all(map(_same_bits, results[0], others))
+        y, _, _, dz, again, total, product, combined = results[0]
+        torch.testing.assert_close(again, z, rtol=1e-4, atol=2e-3)
+        centred = again.double() - center.view(-1, 1, 1)
+        for sums, terms in ((total, dz.double()), (product, dz.double() * centred)):
+            error = (sums.double() - terms.sum((0, 2, 3))).abs()
+            assert bool((error <= 2**-22 * terms.abs().sum((0, 2, 3))).all())
+        scale, slope, offset = (t.view(-1, 1, 1).double() for t in factors)
+        exact = scale * dz + slope * again + offset
+        torch.testing.assert_close(combined.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(40, 5), (3, 5, 9, 20)], ids=str)
+def test_a_channel_with_nan_is_known_by_its_range(shape: tuple[int, ...]) -> None:
+    # A comparison passes over NaN; the channel would then seem to be told by outputs that hold NaN.
+    z = torch.randn(shape)
+    z[1, 2] = math.nan
+    smallest, largest = cpu.norm_act(z.clone(), resolve("silu"))  # type: ignore[misc]
+    others = [i for i in range(z.dim()) if i != 1]
+    assert math.isinf(float(largest[2])) or math.isnan(float(largest[2]))
+    kept = torch.arange(5) != 2
+    assert torch.equal(smallest[kept], z.amin(others)[kept]) and torch.equal(largest[kept], z.amax(others)[kept])
+
+
+CHANNELS = [1, 3, 10, 255, 256, 257, 1000, 2049, 4500]
+#: Groups of joined rows and of summed ones that are not whole.
+ROWS = [1, 2, 31, 33, 103]
+
+
+@pytest.mark.parametrize("channels", CHANNELS)
+def test_a_bias_and_its_gradient_along_any_number_of_channels(channels: int) -> None:
+    activation = resolve("gelu")
+    counts = ROWS if channels < 2000 else ROWS[:4]
+    for dtype in DTYPES:
+        z, dy, residual = (torch.randn(max(counts), channels).to(dtype) for _ in range(3))
+        b = torch.randn(channels).to(dtype)
+        y = _forward((z.float() + b.float()).to(dtype), activation)
+        both = _forward((z.float() + b.float() + residual.float()).to(dtype), activation)
+        dz = _gradient(dy, y, activation)[0]
+        # Of 16-bit numbers the products are summed before these are rounded, and then the sum is.
+        slope = _gradient(torch.ones_like(y), y, activation)[0].double()
+        unit = 2.0**-20 if dtype is torch.float32 else torch.finfo(dtype).eps
+        for count in counts:
+            rows = slice(count)
+            assert _same_bits(_forward(z[rows], activation, b), y[rows])
+            assert _same_bits(_forward(z[rows], activation, b, residual=residual[rows]), both[rows])
+            found, db = _gradient(dy[rows], y[rows], activation, 1)
+            assert _same_bits(found, dz[rows]) and db.shape == b.shape and db.dtype is dtype
+            terms = dz[rows].double() if dtype is torch.float32 else dy[rows].double() * slope[rows]
+            error = (db.double() - terms.sum(0)).abs()
+            assert bool((error <= unit * terms.abs().sum(0) + 1e-7).all()), (dtype, count)
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((400_000, 3), 1), ((2000, 700), 1), ((1, 1_200_000), 0)], ids=str)
+def test_sums_of_many_numbers_are_exact(shape: tuple[int, ...], dim: int) -> None:
+    # All of one sign, so that a sum in float32 would fall behind by more and more.
+    y, dy = _forward(1 + torch.rand(shape), resolve("gelu")), torch.rand(shape)
+    dz, db = _gradient(dy, y, resolve("gelu"), dim)
+    exact = dz.double().sum(1 - dim)
+    assert float(((db.double() - exact) / exact).abs().max()) < 2.0**-22
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+last, last_3d = torch.channels_last, torch.channels_last_3d
+#: Name -> a tensor, and the dimension of its channels.
+LAYOUTS: dict[str, tuple[Callable[[], Tensor], int]] = {
+    "rows": (lambda: torch.randn(37, 300), 1),
+    "short rows, joined": (lambda: torch.randn(301, 7), 1),
+    "columns": (lambda: torch.randn(300, 37).t(), 1),
+    "a bias along the rows": (lambda: torch.randn(37, 300), 0),
+    "one dimension": (lambda: torch.randn(1000), 0),
+    "three dimensions, along the middle": (lambda: torch.randn(3, 40, 50), 1),
+    "channels first": (lambda: torch.randn(3, 5, 17, 19), 1),
+    "channels last": (lambda: torch.randn(3, 5, 17, 19).contiguous(memory_format=last), 1),
+    "channels last, many": (lambda: torch.randn(2, 700, 3, 5).contiguous(memory_format=last), 1),
+    "channels last in three": (lambda: torch.randn(2, 5, 7, 3, 9).contiguous(memory_format=last_3d), 1),
+    "one plane in several pieces": (lambda: torch.randn(1, 1, 200, 301), 1),
+    "planes in several pieces": (lambda: torch.randn(2, 2, 130, 131), 1),
+    "one pixel": (lambda: torch.randn(9, 33, 1, 1), 1),
+    "one channel": (lambda: torch.randn(50, 1), 1),
+    "gaps": (lambda: torch.randn(37, 600)[:, ::2], 1),
+    "expanded": (lambda: torch.randn(1, 300).expand(37, 300), 1),
+    "no rows": (lambda: torch.randn(0, 5), 1),
+    "no columns": (lambda: torch.randn(3, 0), 1),
+    "no dimension": (lambda: torch.randn(()), -1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str) -> None:
+    make, dim = LAYOUTS[layout]
+    for dtype in DTYPES:
+        base = make()
+        z = base.to(dtype)
+        if z.stride() != base.stride():  # which the conversion has made dense
+            z = torch.randn(base.untyped_storage().nbytes() // 4).to(dtype).as_strided(base.shape, base.stride())
+        _check_layout(z, None, None, dim)
+        if z.dim():
+            b, residual = torch.randn(z.shape[dim]).to(dtype), torch.randn(z.shape).to(dtype)
+            _check_layout(z, b, None, dim)
+            _check_layout(z, b, residual, dim)
+            _check_layout(z, None, residual, dim)
+
+
+def _check_layout(z: Tensor, b: Tensor | None, residual: Tensor | None, dim: int) -> None:
+    activation, eps = resolve("silu"), torch.finfo(z.dtype).eps
+    before = z.clone(memory_format=torch.preserve_format)
+    y = _forward(z, activation, b, dim, residual=residual)
+    assert torch.equal(z, before) and y.stride() == torch.empty_like(z).stride()
+    summed = z.float()
+    if b is not None:
+        summed = summed + b.float().view([-1 if i == dim else 1 for i in range(z.dim())])
+    if residual is not None:
+        summed = summed + residual.float()
+    exact = summed.to(z.dtype).double()
+    torch.testing.assert_close(y.double(), F.silu(exact), rtol=2 * eps, atol=2 * eps)
+    dy = torch.randn(z.shape).to(z.dtype)
+    dz, db = _gradient(dy, y, activation, None if b is None else dim)
+    assert dz.shape == z.shape and dz.stride() == y.stride() and (db is None) == (b is None)
+    if z.numel() > 1:
+        assert relative(dz, dy.double() * derivative(F.silu, exact)) < FOLDED_TOLERANCE[z.dtype]
+    elif z.numel():  # one number may lie at the fold
+        assert _same_bits(dz.view(1), _gradient(dy.view(1), y.view(1), activation)[0])
+    if b is not None:
+        others = [i for i in range(z.dim()) if i != dim]
+        total, sizes = (t.sum(others) if others else t for t in (dz.double(), dz.double().abs()))
+        assert db.shape == b.shape and bool(((db.double() - total).abs() <= 2 * eps * sizes).all())
+
+
+GUARDED = """
+import ctypes, itertools, mmap, sys
+import torch
+from fusedlayers.activations import resolve
+from fusedlayers.backends import GradientRequest, cpu
+from fusedlayers.backends.cpu import loops
+
+maps = []
+protect = ctypes.CDLL(None, use_errno=True).mprotect
+protect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+
+def guarded(tensor):
+    # A copy at the end of its pages; the next page can be neither read nor written.
+    size = tensor.numel() * tensor.itemsize
+    used = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    maps.append(mmap.mmap(-1, used + mmap.PAGESIZE))
+    first = ctypes.addressof(ctypes.c_char.from_buffer(maps[-1]))
+    assert protect(first + used, mmap.PAGESIZE, mmap.PROT_NONE if hasattr(mmap, "PROT_NONE") else 0) == 0
+    memory = (ctypes.c_char * size).from_buffer(maps[-1], used - size)
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
+
+def make(*shape):
+    return guarded(torch.randn(shape).to(dtype))
+
+gelu, silu, elu = map(resolve, ("gelu", "silu", "elu"))
+for dtype, rows, columns in itertools.product(
+    (torch.float32, torch.bfloat16, torch.float16), (1, 3), (1, 7, 255, 256, 257, 1000)
+):
+    case = str(dtype), rows, columns
+    for dim, channels in ((1, columns), (0, rows)):
+        print(*case, "bias_act", dim, flush=True)
+        z = make(rows, columns)
+        cpu.bias_act(z, make(channels), gelu, residual=make(rows, columns), dim=dim, encode=True, out=z)
+        print(*case, "gradient", dim, flush=True)
+        cpu.gradient(make(rows, columns), z, gelu, (), GradientRequest("output", True, True), dim=dim)
+    print(*case, "gradient from the input", flush=True)
+    cpu.gradient(make(rows, columns), make(rows, columns), gelu, (), GradientRequest("input", False, False), dim=1)
+    print(*case, "gates", flush=True)
+    z = make(rows, columns)
+    cpu.gate(z, make(rows, columns), silu, (), z)
+    cpu.gate_gradient(make(rows, columns), z, make(rows, columns), silu, (), ())
+    if dtype is torch.float32:
+        print(*case, "inverse", flush=True)
+        y = make(rows, columns)
+        cpu.inverse(y, silu, y)
+        print(*case, "encode", flush=True)
+        loops.encode(loops.Kernel(dtype, fold=gelu.fold), make(rows, columns), y, y)
+        for activation in (silu, elu):
+            print(*case, "norms", flush=True)
+            z = make(rows, columns)
+            cpu.norm_act(z, activation)
+            dz, z, *_ = cpu.norm_gradient(make(rows, columns), z, activation, make(columns), True)
+            cpu.norm_combine(guarded(dz), z, make(columns), make(columns), make(columns))
+"""
+
+
+def test_nothing_behind_the_end_is_read_or_written() -> None:
+    # Blocks are padded, and those of a bias are not: a weight may be the last thing in a mapped file.
+    done = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, (done.returncode, done.stdout.splitlines()[-1:], done.stderr)
+    assert len(done.stdout.splitlines()) > 200
+
+
+# --- the branch bit ---------------------------------------------------------------------------------------------------
+
+
+def _all_sizes() -> Tensor:
+    sizes = torch.logspace(-44.8, 38, 20_001, dtype=torch.float64).float()
+    return torch.cat([torch.linspace(-200, 200, 200_001), sizes, -sizes])
+
+
+@pytest.mark.parametrize("backend", [cpu, reference], ids=["loops", "reference"])
+@pytest.mark.parametrize("name", [*map(str, FOLDED), "users", "users_maximum", "users_both_signs"])
+def test_a_marked_output_is_never_subnormal(name: str, backend: Any) -> None:
+    # Matmuls of subnormal numbers take up to 20 times as long. float16 has too few others.
+    for dtype in DTYPES:
+        activation = _activation(name, dtype) if name in ACTIVATIONS else resolve(name)
+        fold = activation.fold
+        assert fold is not None
+        z = _all_sizes().to(dtype)
+        y = backend.bias_act(z, None, activation, dim=-1, encode=True, out=None)
+        finite = y.isfinite()
+        marked = branch_bit.decode(y.float(), dtype, fold.ambiguous) & finite
+        assert torch.equal(marked, fold.marks(z.float()) & finite)
+        sizes = y[marked].double().abs()
+        assert len(sizes) > 1000
+        assert float(sizes.min()) >= (2.0**-24 if dtype is torch.float16 else torch.finfo(dtype).smallest_normal)
+        if name not in ("hardswish", "users_both_signs"):  # which do not underflow
+            assert float(sizes.min()) == branch_bit.smallest_marked(dtype)
+
+
+# --- users' functions -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", [_users, _users_maximum, _users_both_signs, _users_monotone])
+def test_users_functions_have_their_derivative_from_the_loops(function: Any) -> None:
+    activation = _traced(function, torch.float32)
+    assert elementwise.gradient_kernel(activation, torch.float32, "output") is not None
+    assert (elementwise.forward_kernel(activation, torch.float32, True) is not None) == activation.is_folded
+    layer = fl.FusedDenseAct(64, 256, function)
+    x = torch.randn(128, 64, requires_grad=True)
+    (plan,) = fl.plan_of(layer, x)
+    assert (plan.path, plan.saved) == ("fused", "output")
+    sources = [x, layer.weight, layer.bias]
+    y = layer(x)
+    dy = torch.randn(y.shape)
+    doubles = [t.detach().double().requires_grad_() for t in sources]
+    exact = function(F.linear(*doubles))
+    pairs = zip(
+        [y, *torch.autograd.grad(y, sources, dy)],
+        [exact, *torch.autograd.grad(exact, doubles, dy.double())],
+        strict=True,
+    )
+    assert max(relative(found, expected) for found, expected in pairs) < 5e-6
+
+
+# --- under autograd ---------------------------------------------------------------------------------------------------
+
+
+class _Counted(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+#: Operators that compute nothing.
+VIEWS = {"aten.t.default", "aten.view.default", "aten.detach.default"}
+
+
+@pytest.mark.parametrize("has_onednn", [True, False], ids=["onednn", "mkl"])
+def test_a_layer_calls_few_of_torchs_operators(has_onednn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fusedlayers.backends.cpu import onednn
+
+    if has_onednn and not onednn._has_onednn():
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(onednn, "_onednn_wins", lambda dtype, with_post_op: has_onednn)
+    x, dy = torch.randn(256, 256, requires_grad=True), torch.randn(256, 1024)
+    counts = []
+    for layer in (fl.FusedDenseAct(256, 1024, "gelu"), nn.Sequential(nn.Linear(256, 1024), nn.GELU())):
+        layer(x).backward(dy)  # makes kernels, and gradients that the next ones are added to
+        with _Counted() as counted:
+            layer(x).backward(dy)
+        counts.append(counted.names)
+    ours, eagers = ([name for name in names if name not in VIEWS] for names in counts)
+    assert 0 < len(ours) <= min(9, len(eagers)), (ours, eagers)
+    assert not has_onednn or len(counts[0]) <= 12, counts[0]
+    assert not {"aten.gelu.default", "aten.gelu_backward.default", "aten.clone.default"} & {*ours}
+    assert "aten.gelu_backward.default" in eagers  # the counter sees what runs in backward
+
+
+def _layer_and_input() -> tuple[Any, Tensor]:
+    return fl.FusedDenseAct(64, 700, "gelu"), torch.randn(100, 64, requires_grad=True)
+
+
+def test_backward_on_another_thread_computes_the_same() -> None:
+    layer, x = _layer_and_input()
+    dy = torch.randn(100, 700)
+    sources = [x, layer.weight, layer.bias]
+    expected = torch.autograd.grad(layer(x), sources, dy)
+    y = layer(x)
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(torch.autograd.grad(y, sources, dy)))
+    thread.start()
+    thread.join()
+    assert len(found) == 1 and all(map(_same_bits, found[0], expected))
+
+
+def test_threads_that_compute_at_the_same_time_do_not_meet() -> None:
+    layers = [fl.FusedDenseAct(16, 100 * (1 + i), name) for i, name in enumerate(["gelu", "silu", "mish"])]
+    inputs = [torch.randn(100, 16, requires_grad=True) for _ in layers]
+
+    def step(i: int) -> list[Tensor]:
+        y = layers[i](inputs[i])
+        return [y, *torch.autograd.grad(y.sum(), [inputs[i], layers[i].weight, layers[i].bias])]  # type: ignore[list-item]
+
+    expected = [step(i) for i in range(len(layers))]
+    wrong: list[int] = []
+
+    def work(i: int) -> None:
+        for _ in range(30):
+            if not all(map(_same_bits, step(i), expected[i])):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(layers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_what_a_call_reads_lives_until_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The interpreter runs other threads meanwhile, whose calls may push this one's description out of the cache.
+    made: list[Any] = []
+    alive: list[bool] = []
+    constructor = loops._Layout
+
+    def make(*numbers: int) -> Any:
+        layout = constructor(*numbers)
+        made.append(weakref.ref(layout))
+        return layout
+
+    def forward(*addresses: Any) -> int:
+        loops._matrix.cache_clear()
+        alive.append(made[-1]() is not None)
+        return 0
+
+    loops._matrix.cache_clear()
+    monkeypatch.setattr(loops, "_Layout", make)
+    monkeypatch.setattr(loops, "_functions", lambda: {"forward": forward})
+    _forward(torch.randn(1000), resolve("gelu"))
+    assert alive == [True]
+
+
+def test_a_second_backward_pass_is_refused_where_it_reads_what_the_first_has_overwritten() -> None:
+    layer, x = _layer_and_input()
+    eager = nn.Sequential(nn.Linear(64, 700), nn.GELU())
+    for model in (layer, eager):
+        y = model(x).sum()
+        y.backward()
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            y.backward()
+    # While the graph is kept nothing is overwritten.
+    y = layer(x).sum()
+    first, second = (torch.autograd.grad(y, [x, layer.weight], retain_graph=keep) for keep in (True, False))
+    assert all(map(_same_bits, first, second))
+
+
+def _writes() -> dict[str, Callable[[], tuple[list[Tensor], list[Tensor]]]]:
+    """Name -> a call of the loops; returns the tensors that it has written to, and those that it has read."""
+    gelu, silu = resolve("gelu"), resolve("silu")
+    layout = layout_along(torch.zeros(30, 40), 1)
+
+    def forward() -> tuple[list[Tensor], list[Tensor]]:
+        z, b, residual = torch.randn(30, 40), torch.randn(40), torch.randn(30, 40)
+        cpu.bias_act(z, b, gelu, residual=residual, dim=1, encode=True, out=z)
+        return [z], [b, residual]
+
+    def encode() -> tuple[list[Tensor], list[Tensor]]:
+        z, y = torch.randn(99), torch.randn(99)
+        loops.encode(loops.Kernel(torch.float32, fold=gelu.fold), z, y, y)
+        return [y], [z]
+
+    def inverse() -> tuple[list[Tensor], list[Tensor]]:
+        y = _forward(torch.randn(99), silu)
+        version = y._version
+        cpu.inverse(y, silu, None)
+        assert y._version == version
+        cpu.inverse(y, silu, y)
+        return [y], []
+
+    def gradient() -> tuple[list[Tensor], list[Tensor]]:
+        y, dy = torch.randn(30, 40), torch.randn(30, 40)
+        cpu.gradient(dy, y, gelu, (), GradientRequest("output", True, True), dim=1)
+        return [y], [dy]
+
+    def gate() -> tuple[list[Tensor], list[Tensor]]:
+        z, up = torch.randn(2, 99).unbind()
+        z, up = z.clone(), up.clone()
+        cpu.gate(z, up, silu, (), z)
+        return [z], [up]
+
+    def gate_gradient() -> tuple[list[Tensor], list[Tensor]]:
+        z, up = torch.randn(99), torch.randn(99)
+        cpu.gate_gradient(torch.randn(99), z, up, silu, (), ())
+        return [z, up], []
+
+    def norm_act() -> tuple[list[Tensor], list[Tensor]]:
+        z = torch.randn(30, 40)
+        cpu.norm_act(z, silu)
+        return [z], []
+
+    def norm_gradient() -> tuple[list[Tensor], list[Tensor]]:
+        y, dy, center = torch.randn(30, 40), torch.randn(30, 40), torch.randn(40)
+        found = cpu.norm_gradient(dy, y, silu, center, True)
+        assert found is not None and found[1] is y
+        return [y], [dy, center]
+
+    def combine() -> tuple[list[Tensor], list[Tensor]]:
+        a, b, factor = torch.randn(30, 40), torch.randn(30, 40), torch.randn(40)
+        loops.combine(a, b, factor, factor, factor, layout)
+        return [a], [b, factor]
+
+    return {call.__name__: call for call in (
+        forward, encode, inverse, gradient, gate, gate_gradient, norm_act, norm_gradient, combine,
+    )}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _writes())
+def test_versions_count_what_is_written_and_nothing_else(name: str) -> None:
+    written, read = _writes()[name]()
+    assert all(t._version > 0 for t in written)
+    assert all(t._version == 0 for t in read)
+
+
+def test_overwriting_what_another_node_has_saved_is_noticed() -> None:
+    for activate in (lambda h: fl.bias_act(h, None, "gelu", inplace=True), lambda h: F.elu(h, inplace=True)):
+        h = torch.tanh(torch.randn(1000, requires_grad=True))  # whose node saves h
+        with torch.no_grad():
+            activate(h)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            h.sum().backward()
+    layer, x = _layer_and_input()
+    y = layer(x)
+    with torch.no_grad():
+        fl.bias_act(y, None, "gelu", inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
