@@ -313,6 +313,22 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(
                 assert _same_bits(one, other), (shape, threads)
 
 
+def test_few_numbers_are_left_to_one_thread_and_others_to_as_many_as_torch_has(
+    with_threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[int] = []
+
+    def note(*addresses: Any) -> int:
+        used.append(loops._Layout.from_address(addresses[-1]).threads)
+        return 0
+
+    monkeypatch.setattr(loops, "_functions", lambda: {"forward": note})
+    for threads, count in itertools.product((1, 2, 3), (loops.GRAIN, loops.GRAIN + 1)):
+        with_threads(threads)
+        _forward(torch.zeros(count), resolve("gelu"))
+    assert used == [1, 1, 1, 2, 1, 3]
+
+
 def test_batch_norms_have_the_same_bits_on_any_number_of_threads(with_threads: Callable[[int], None]) -> None:
     for name, memory_format, shape in itertools.product(
         ("silu", "elu"), (torch.contiguous_format, torch.channels_last), [(3, 5, 111, 70), (2, 300, 9, 20)]
@@ -460,6 +476,17 @@ def _check_layout(z: Tensor, b: Tensor | None, residual: Tensor | None, dim: int
         others = [i for i in range(z.dim()) if i != dim]
         total, sizes = (t.sum(others) if others else t for t in (dz.double(), dz.double().abs()))
         assert db.shape == b.shape and bool(((db.double() - total).abs() <= 2 * eps * sizes).all())
+
+
+@pytest.mark.parametrize("lay_out", [lambda y: torch.zeros(37, 600)[:, ::2].copy_(y), lambda y: y[:1].expand(37, 300)])
+def test_saved_outputs_may_have_gaps_or_overlap(lay_out: Callable[[Tensor], Tensor]) -> None:
+    for dtype in DTYPES:
+        dy = torch.randn(37, 300).to(dtype)
+        saved = lay_out(_forward(torch.randn(37, 300).to(dtype), resolve("gelu"))).to(dtype)
+        saved = saved if not saved.is_contiguous() else torch.zeros(37, 600, dtype=dtype)[:, ::2].copy_(saved)
+        before = saved.clone()
+        results = (_gradient(dy, y, resolve("gelu"), 1) for y in (saved, saved.contiguous()))
+        assert all(map(_same_bits, *results)) and torch.equal(saved, before)
 
 
 GUARDED = """
