@@ -196,7 +196,9 @@ def gradient_kernel(activation: Activation, dtype: torch.dtype, saved: str) -> K
         loop = activation.native.loop if activation.is_folded else None
         return None if loop is None else Kernel(dtype, loop(**activation.parameters))
     table = derivative_table(activation)
-    return None if table is None else Kernel(dtype, table=table)
+    if table is None:
+        return None
+    return Kernel(dtype, slope=table) if isinstance(table, FoldTable) else Kernel(dtype, table=table)
 
 
 class NormKernels(NamedTuple):

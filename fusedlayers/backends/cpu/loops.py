@@ -86,44 +86,37 @@ class Kernel:
         dtype: torch.dtype,
         function: tuple[str, float] | None = None,
         fold: Fold | None = None,
-        table: DerivativeTable | FoldTable | None = None,
+        table: DerivativeTable | None = None,
+        slope: FoldTable | None = None,
         inverse: FoldTable | None = None,
         values: Tensor | None = None,
         outputs: Tensor | None = None,
         slopes: Tensor | None = None,
     ) -> None:
-        """``fold`` asks for the branch bit. ``values`` (the dtype's), ``outputs`` and ``slopes`` (float32) hold one
-        number for each of the 65,536 of a 16-bit dtype, in the order of their bits."""
+        """``fold`` asks for the branch bit. The derivative comes from ``table``, ``slope`` or ``slopes``, or is that of
+        ``function``. ``values`` (the dtype's), ``outputs`` and ``slopes`` (float32) hold one number for each of the
+        65,536 of a 16-bit dtype, in the order of their bits."""
         #: Whether a pass computes outputs, and not only puts the branch into them.
         self.has_function = function is not None or values is not None
         name, parameter = function or (FUNCTIONS[0], 0.0)
         mark = _Mark()
         if fold is not None:
             mark = _Mark(AMBIGUOUS[fold.ambiguous], fold.marked == "left", fold.bounded, fold.position)
-        self._kept = table, inverse, values, outputs, slopes  # whose addresses follow
+        self._kept = table, slope, inverse, values, outputs, slopes  # whose addresses follow
         addresses = (None if t is None else t.data_ptr() for t in (values, outputs, slopes))
         self._kernel = _Kernel(
             DTYPES[dtype],
             FUNCTIONS.index(name),
             parameter,
             mark,
-            _of(table),
-            _of_fold(table),
-            _of_fold(inverse),
+            _Table() if table is None else _of(table),
+            *(_FoldTable() if t is None else _FoldTable(*t.numbers, t.cubics.data_ptr()) for t in (slope, inverse)),
             *addresses,
         )
         self.address = ctypes.addressof(self._kernel)
 
 
-def _of_fold(table: DerivativeTable | FoldTable | None) -> _FoldTable:
-    if table is None or not hasattr(table, "numbers"):
-        return _FoldTable()
-    return _FoldTable(*table.numbers, table.cubics.data_ptr())
-
-
-def _of(table: DerivativeTable | FoldTable | None) -> _Table:
-    if table is None or hasattr(table, "numbers"):
-        return _Table()
+def _of(table: DerivativeTable) -> _Table:
     fold, scale = table.fold, table.scale
     return _Table(
         AMBIGUOUS[fold.ambiguous if fold else None],
