@@ -245,6 +245,18 @@ def test_other_values_of_the_switch_leave_the_loops_on(
 # --- the compiler -----------------------------------------------------------------------------------------------------
 
 
+def test_a_broken_compiler_is_asked_once_where_warnings_are_errors(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = fresh / "runs"
+    monkeypatch.setenv("CC", str(_script(fresh, f"echo run >> {log}; exit 1")))
+    with pytest.raises(RuntimeWarning, match="FUSEDLAYERS_CPU_LOOPS=off"):
+        build.library()
+    runs = log.read_text()
+    assert build.library() is None and "could not be built" in str(build.missing_because())
+    assert log.read_text() == runs
+
+
 def test_cc_may_have_arguments_and_what_it_names_comes_first(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

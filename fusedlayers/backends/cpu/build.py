@@ -39,6 +39,8 @@ END = b"fusedlayers: all of it"
 
 _lock = threading.Lock()
 _log = logging.getLogger("fusedlayers")
+#: What is still to be said: after the result is cached, because a warning may be an exception.
+_unsaid: list[str] = []
 
 
 def library() -> ctypes.CDLL | None:
@@ -53,7 +55,10 @@ def missing_because() -> str | None:
 
 def _found() -> tuple[ctypes.CDLL | None, str | None]:
     with _lock:
-        return _find()
+        found = _find()
+        if _unsaid:
+            warnings.warn(_unsaid.pop(), RuntimeWarning, stacklevel=3)
+        return found
 
 
 @functools.cache
@@ -68,11 +73,9 @@ def _find() -> tuple[ctypes.CDLL | None, str | None]:
         return _load(compiler), None
     except (OSError, subprocess.SubprocessError, UnicodeError) as error:
         detail = getattr(error, "stderr", None) or error
-        warnings.warn(
+        _unsaid.append(
             "fusedlayers: the loops for CPUs could not be built or loaded, so activations whose derivative is fitted "
-            f"are left to PyTorch there; FUSEDLAYERS_CPU_LOOPS=off silences this. {str(detail).strip()[-500:]}",
-            RuntimeWarning,
-            stacklevel=2,
+            f"are left to PyTorch there; FUSEDLAYERS_CPU_LOOPS=off silences this. {str(detail).strip()[-500:]}"
         )
         return None, f"the loops could not be built with {compiler[0]}"
 
