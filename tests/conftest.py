@@ -63,16 +63,19 @@ Switch = Callable[[bool], None]
 
 @pytest.fixture
 def on_triton(monkeypatch: pytest.MonkeyPatch) -> Switch:
-    """What switches between Triton and torch's operations, on whatever device the tests run."""
+    """What switches between Triton and what there is without it, on whatever device the tests run."""
     from fusedlayers import backends, block_plan, call, plan
     from fusedlayers.backends import cpu, triton
+    from fusedlayers.backends import torch as reference
 
     for size in ("SMALL_BYTES", "MEDIUM_BYTES"):
         monkeypatch.setattr(plan, size, 0)
 
     def switch(on: bool) -> None:
         def choose(tensor: torch.Tensor, activation: Any = None) -> Any:
-            return triton if on and (activation is None or triton.computes(activation)) else cpu
+            if on and (activation is None or triton.computes(activation)):
+                return triton
+            return cpu if tensor.is_cpu else reference
 
         monkeypatch.setattr(backends, "choose", choose)
         for plans in (call._plans, block_plan._plans):
