@@ -57,7 +57,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def compiled() -> str:
     """The library that this machine's compiler makes."""
-    library = build.library()
+    library = build.shared_object()
     if library is None:
         pytest.skip(str(build.missing_because()))
     return str(library._name)
@@ -105,7 +105,7 @@ def _files(folder: Path) -> list[str]:
 
 def _works(library: Any) -> bool:
     """Whether the loops are those, and compute."""
-    if library is None or build.library() is not library:
+    if library is None or build.shared_object() is not library:
         return False
     y = cpu.bias_act(torch.linspace(-3, 3, 999), None, resolve("gelu"), dim=-1, encode=False, out=None)
     return torch.allclose(y, F.gelu(torch.linspace(-3, 3, 999)), atol=1e-6)
@@ -231,7 +231,7 @@ def _check_gradients(layer: Any, x: Tensor, most: float) -> None:
 @pytest.mark.parametrize("value", ["off", "OFF", "0", "no", "false"])
 def test_the_switch(value: str, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSEDLAYERS_CPU_LOOPS", value)
-    assert build.library() is None and compiler.runs == []
+    assert build.shared_object() is None and compiler.runs == []
 
 
 @pytest.mark.parametrize("value", ["", "on", "1"])
@@ -239,7 +239,7 @@ def test_other_values_of_the_switch_leave_the_loops_on(
     value: str, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FUSEDLAYERS_CPU_LOOPS", value)
-    assert build.library() is not None and build.missing_because() is None
+    assert build.shared_object() is not None and build.missing_because() is None
 
 
 # --- the compiler -----------------------------------------------------------------------------------------------------
@@ -251,9 +251,9 @@ def test_a_broken_compiler_is_asked_once_where_warnings_are_errors(
     log = fresh / "runs"
     monkeypatch.setenv("CC", str(_script(fresh, f"echo run >> {log}; exit 1")))
     with pytest.raises(RuntimeWarning, match="FUSEDLAYERS_CPU_LOOPS=off"):
-        build.library()
+        build.shared_object()
     runs = log.read_text()
-    assert build.library() is None and "could not be built" in str(build.missing_because())
+    assert build.shared_object() is None and "could not be built" in str(build.missing_because())
     assert log.read_text() == runs
 
 
@@ -261,7 +261,7 @@ def test_cc_may_have_arguments_and_what_it_names_comes_first(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CC", f"'{compiler.path}' -pipe -g0")
-    assert _works(build.library())
+    assert _works(build.shared_object())
     (run,) = compiler.runs
     assert run.startswith("-pipe -g0 ") and set(build.OPTIONS) < set(run.split())
 
@@ -273,7 +273,7 @@ def test_where_cc_names_none_the_systems_is_taken(
     compiler.path.rename(compiler.path.with_name("cc"))
     monkeypatch.setenv("PATH", f"{compiler.path.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("CC", value)
-    assert _works(build.library()) and len(compiler.runs) == 1
+    assert _works(build.shared_object()) and len(compiler.runs) == 1
 
 
 def test_a_compiler_that_does_not_know_this_processor_is_asked_for_less(
@@ -282,7 +282,7 @@ def test_a_compiler_that_does_not_know_this_processor_is_asked_for_less(
     refuses = 'case "$*" in *=native*) exit 1;; esac'
     stand_in = Compiler(fresh, compiled, refuses)
     monkeypatch.setenv("CC", str(stand_in.path))
-    assert _works(build.library())
+    assert _works(build.shared_object())
     assert ["-march=native" in run for run in stand_in.runs] == [True, False, False]
     assert ["-mcpu=native" in run for run in stand_in.runs] == [False, True, False]
 
@@ -301,7 +301,7 @@ def test_no_option_gives_up_the_rules_of_arithmetic() -> None:
 
 def test_a_process_builds_once_and_the_next_one_not_at_all(fresh: Path, compiler: Compiler) -> None:
     found: list[Any] = []
-    threads = [threading.Thread(target=lambda: found.append(build.library())) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: found.append(build.shared_object())) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -313,7 +313,7 @@ def test_a_process_builds_once_and_the_next_one_not_at_all(fresh: Path, compiler
     assert name.startswith("loops-") and stat.S_IMODE(folder.stat().st_mode) == 0o700 and not other.exists()
     assert stat.S_IMODE(built.st_mode) == 0o700
     _forget()
-    assert _works(build.library()) and len(compiler.runs) == 1
+    assert _works(build.shared_object()) and len(compiler.runs) == 1
     assert (folder / name).stat().st_mtime_ns == built.st_mtime_ns and _files(folder) == [name]
 
 
@@ -324,7 +324,7 @@ def test_a_damaged_file_is_built_again(content: bytes, fresh: Path, compiler: Co
     folder.mkdir(parents=True, mode=0o700)
     path = folder / f"loops-{build._hash([str(compiler.path)])}.so"
     path.write_bytes(content)
-    assert _works(build.library()) and len(compiler.runs) == 1
+    assert _works(build.shared_object()) and len(compiler.runs) == 1
     assert path.read_bytes().startswith(Path(compiled).read_bytes()) and _files(folder) == [path.name]
 
 
@@ -361,7 +361,7 @@ def test_machines_that_share_a_home_have_a_file_each(
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda number=number: {"cpu_name": f"processor {number}"})
         for _ in range(2):
             _forget()
-            assert _works(build.library())
+            assert _works(build.shared_object())
     assert len(compiler.runs) == len(_files(_folders(fresh)[0])) == 2
 
 
@@ -391,7 +391,7 @@ def test_a_folder_that_cannot_or_must_not_be_used_is_replaced_by_one_among_tempo
     before = _files(folder)
     for _ in range(2):
         _forget()
-        library = build.library()
+        library = build.shared_object()
         assert _works(library) and Path(library._name).parent == other  # type: ignore[union-attr]
     assert len(compiler.runs) == 1 and _files(folder) == before
     assert len(_files(other)) == 1 and stat.S_IMODE(other.stat().st_mode) == 0o700
@@ -401,7 +401,7 @@ def test_no_folder_of_another_user_is_used(fresh: Path, compiler: Compiler, monk
     owner = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
     with pytest.warns(RuntimeWarning, match="no folder can be written to"):
-        assert build.library() is None
+        assert build.shared_object() is None
     assert compiler.runs == []
 
 
@@ -410,7 +410,7 @@ def test_without_a_cache_home_it_is_in_the_home_folder(
 ) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(fresh / "someone"))
-    assert _works(build.library()) and len(_files(fresh / "someone" / ".cache" / "fusedlayers")) == 1
+    assert _works(build.shared_object()) and len(_files(fresh / "someone" / ".cache" / "fusedlayers")) == 1
 
 
 # --- the package ------------------------------------------------------------------------------------------------------
@@ -449,7 +449,7 @@ def in_children(count):
         while not go.exists():
             time.sleep(0.001)
         z = torch.linspace(-3, 3, 1 << 16)
-        return build.library() is not None and torch.allclose(fl.gelu(z), torch.nn.functional.gelu(z), atol=1e-6)
+        return build.shared_object() is not None and torch.allclose(fl.gelu(z), torch.nn.functional.gelu(z), atol=1e-6)
     go = home / "go"
     go.unlink(missing_ok=True)
     children = []
@@ -484,7 +484,7 @@ name.unlink()
 name.write_bytes(whole)
 
 # No thread exists yet: those that the first parallel loop starts inherit the mode of the one that loads the library.
-assert build.library() is not None
+assert build.shared_object() is not None
 with torch.inference_mode():
     fl.gelu(torch.randn(1 << 20))
     tiny = torch.full((1 << 20,), 1e-40)

@@ -33,7 +33,7 @@ from fusedlayers.derivative import branch_bit
 from fusedlayers.utils.layout import layout_along
 
 ROOT = Path(__file__).parents[1]
-pytestmark = pytest.mark.skipif(build.library() is None, reason=str(build.missing_because()))
+pytestmark = pytest.mark.skipif(build.shared_object() is None, reason=str(build.missing_because()))
 
 FOLDED = [row.bind() for row in rows() if row.bind().is_folded]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

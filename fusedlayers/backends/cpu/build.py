@@ -43,7 +43,7 @@ _log = logging.getLogger("fusedlayers")
 _unsaid: list[str] = []
 
 
-def library() -> ctypes.CDLL | None:
+def shared_object() -> ctypes.CDLL | None:
     """The loops, or None where they cannot be had (``missing_because``)."""
     return _found()[0]
 

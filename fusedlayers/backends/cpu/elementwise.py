@@ -147,7 +147,7 @@ def norm_combine(dz: Tensor, z: Tensor, scale: Tensor, slope: Tensor, offset: Te
 
 def inverse(y: Tensor, activation: Activation, out: Tensor | None) -> Tensor:
     """z with ``activation(z) = y``, in ``out`` (which may be y) or in a new buffer; y carries the branch."""
-    table = inverse_table(activation) if y.dtype is torch.float32 and build.library() is not None else None
+    table = inverse_table(activation) if y.dtype is torch.float32 and build.shared_object() is not None else None
     if table is None:
         return reference.inverse(y, activation, out)
     z = out if out is not None and is_dense(out) else torch.empty_like(y)
@@ -172,7 +172,7 @@ def forward_kernel(activation: Activation, dtype: torch.dtype, encode: bool) -> 
     """The kernel for z of a dtype; ``encode`` puts the branch of a folded activation into y."""
     encode = encode and activation.is_folded
     is_torchs = activation.is_identity or activation.operand_dims or dtype is torch.float64
-    if is_torchs or (activation.native.activate_ is not None and not encode) or build.library() is None:
+    if is_torchs or (activation.native.activate_ is not None and not encode) or build.shared_object() is None:
         return None
     if dtype.itemsize == 2:
         return Kernel(dtype, values=_values(activation, dtype, encode))
@@ -185,7 +185,7 @@ def forward_kernel(activation: Activation, dtype: torch.dtype, encode: bool) -> 
 @functools.lru_cache(KERNELS)
 def gradient_kernel(activation: Activation, dtype: torch.dtype, saved: str) -> Kernel | None:
     """The kernel for ``dy * f'`` from ``saved``, the "output" or the "input", of a dtype."""
-    if activation.operand_dims or dtype is torch.float64 or build.library() is None:
+    if activation.operand_dims or dtype is torch.float64 or build.shared_object() is None:
         return None
     if saved == "output" and activation.native.gradient is not None:
         return None
@@ -212,7 +212,7 @@ class NormKernels(NamedTuple):
 def norm_kernels(activation: Activation, dtype: torch.dtype) -> NormKernels | None:
     """The kernels for batch norms of a dtype."""
     loop = activation.native.loop
-    if loop is None or dtype is not torch.float32 or not activation.has_inverse or build.library() is None:
+    if loop is None or dtype is not torch.float32 or not activation.has_inverse or build.shared_object() is None:
         return None
     function = loop(**activation.parameters)
     inverse = inverse_table(activation)
@@ -224,7 +224,7 @@ def norm_kernels(activation: Activation, dtype: torch.dtype) -> NormKernels | No
 @functools.lru_cache(KERNELS)
 def gate_kernel(activation: Activation, dtype: torch.dtype) -> Kernel | None:
     """The kernel for gates of a dtype."""
-    if activation.operand_dims or dtype is torch.float64 or build.library() is None:
+    if activation.operand_dims or dtype is torch.float64 or build.shared_object() is None:
         return None
     if dtype.itemsize == 2:
         return Kernel(dtype, outputs=_outputs(activation, dtype), slopes=_slopes(activation, dtype, "input"))

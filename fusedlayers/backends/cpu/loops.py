@@ -258,7 +258,7 @@ def _matrix(count: int, along: Layout | None, threads: int) -> tuple[int, _Layou
 
 @functools.cache
 def _functions() -> dict[str, Any]:
-    library = build.library()
+    library = build.shared_object()
     assert library is not None
     pointers = {
         "forward": 6,
