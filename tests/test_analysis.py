@@ -189,7 +189,10 @@ def _error(published: Published, z: Tensor, y: Tensor, slope: Tensor) -> Tensor:
     features = find_features(published.function)
     for kink in features.kinks:
         level = torch.tensor([kink.output], dtype=y.dtype).double()
-        close = (y.double() - level).abs() <= (float(ulp(level, y.dtype)) if features.fold or kink.output else 0.0)
+        unit = (
+            float(encoding_error(level, y.dtype)) if features.fold else float(ulp(level, y.dtype)) * bool(kink.output)
+        )
+        close = (y.double() - level).abs() <= unit
         for side in (kink.before, kink.slope, kink.after):
             error = torch.where(close, torch.minimum(error, (slope.double() - side).abs()), error)
     return torch.where(truth.isfinite() & y.isfinite(), error, 0.0)

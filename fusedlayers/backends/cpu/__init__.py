@@ -44,7 +44,7 @@ __all__ = [
 
 def slow_because(activation: Activation, dtype: torch.dtype) -> str | None:
     """Why backward from the output takes several times PyTorch's time, or None where it does not."""
-    if activation.fitted_derivative() is None or gradient_kernel(activation, dtype, "output") is not None:
+    if activation.fitted_derivative(dtype) is None or gradient_kernel(activation, dtype, "output") is not None:
         return None
     missing = build.missing_because()
     return missing or reference.slow_because(activation, dtype)

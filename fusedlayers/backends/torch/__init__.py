@@ -56,6 +56,6 @@ def computes(activation: Activation) -> bool:
 
 def slow_because(activation: Activation, dtype: torch.dtype) -> str | None:
     """Why backward from the output takes several times PyTorch's time, or None where it does not."""
-    if activation.fitted_derivative() is None:
+    if activation.fitted_derivative(dtype) is None:
         return None
     return f"a fit of {activation.name}'s derivative takes dozens of torch operations"
