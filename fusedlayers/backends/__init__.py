@@ -10,9 +10,9 @@ from torch import Tensor, float64
 from ..activations import Activation
 from . import cpu
 from . import torch as reference
-from .base import ActivationGradients, Backend, GradientRequest
+from .base import ActivationGradients, Backend, GradientRequest, NormPasses
 
-__all__ = ["DEVICES", "ActivationGradients", "Backend", "GradientRequest", "choose"]
+__all__ = ["DEVICES", "ActivationGradients", "Backend", "GradientRequest", "NormPasses", "choose"]
 
 
 #: Device types that have been tried. On others layers are left to plain PyTorch.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..activations import Activation
+from .norms import Kept, RowNorm
 from .operations import Operation, Weight
 
 
@@ -29,6 +30,28 @@ class ActivationGradients(NamedTuple):
     hidden: Tensor | None
     bias: Tensor | None
     operands: Sequence[Tensor | None]
+
+
+class NormPasses(Protocol):
+    """Batch norm and the activation behind it, in passes of their own."""
+
+    def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean and the variance, without Bessel's correction, of each channel of x."""
+        ...
+
+    def norm_act(self, x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """``y = f(z)`` with ``z = (x - mean) scale + shift``, y with its branch; the smallest and the largest z of each
+        channel."""
+        ...
+
+    def gradient(self, dy: Tensor, y: Tensor, center: Tensor, overwrite: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """``dz = dy * f'`` and z from y, over which z may be written; for each channel the sums of dz and of
+        ``dz (z - center)``."""
+        ...
+
+    def combine(self, dz: Tensor, z: Tensor, scale: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
+        """``scale dz + slope z + offset`` over dz, the factors along the channels."""
+        ...
 
 
 class Backend(Protocol):
@@ -149,21 +172,37 @@ class Backend(Protocol):
         """
         ...
 
-    def norm_act(self, z: Tensor, activation: Activation) -> tuple[Tensor, Tensor] | None:
-        """The activation with its branch over z, a batch norm's output; the smallest and the largest z of each channel.
-        Returns None, and writes nothing, where that takes more than one pass."""
+    def norm_passes(self, tensor: Tensor, activation: Activation) -> NormPasses | None:
+        """The passes over x or y, or None where torch's own kernels serve."""
         ...
 
-    def norm_gradient(
-        self, dy: Tensor, y: Tensor, activation: Activation, center: Tensor, overwrite: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-        """``dz = dy * f'`` and z from y, over which z may be written; for each channel the sums of dz and of
-        ``dz (z - center)``. Returns None, and writes nothing, where that takes more than one pass."""
+    def row_norm(self, norm: RowNorm, x: Tensor, w: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The norm of contiguous x, and by what each row was multiplied: (rows,), in float32 or x's dtype."""
         ...
 
-    def norm_combine(self, dz: Tensor, z: Tensor, scale: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
-        """``scale dz + slope z + offset`` over dz, the factors along the channels; where ``norm_gradient`` has made
-        dz and z."""
+    def row_norm_gradient(
+        self,
+        norm: RowNorm,
+        dy: Tensor,
+        y: Tensor,
+        w: Tensor | None,
+        b: Tensor | None,
+        inverse_std: Tensor,
+        kept: Kept | None,
+        *,
+        needs_x: bool,
+        overwrite: bool,
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """The gradients of x, in y if ``overwrite``, and of the rows that w and b are, in float32 or wider; dy and y
+        are contiguous."""
+        ...
+
+    def row_norm_slow_because(self, dtype: torch.dtype) -> str | None:
+        """Why ``row_norm_gradient`` takes several times PyTorch's time, or None where it does not."""
+        ...
+
+    def inexact_columns(self, gain: Tensor, b: Tensor | None, ratio: float, least: float, most: float) -> Tensor | None:
+        """The columns whose factor is too small, too large, or much smaller than b; None where there is none."""
         ...
 
     def inverse(self, y: Tensor, activation: Activation, out: Tensor | None) -> Tensor:

@@ -198,9 +198,7 @@ class BatchNorm(NamedTuple):
         part = self._counted()
         if self.is_synchronised:
             mean, var, count = _synchronised_statistics(x, self.group)
-            if self.running_mean is not None and self.running_var is not None:
-                self.running_mean.lerp_(mean.to(self.running_mean.dtype), part)
-                self.running_var.lerp_((var * (count / (count - 1))).to(self.running_var.dtype), part)
+            self._update(mean, var * (count / (count - 1)), part)
             w, b = (None if p is None else p.to(mean.dtype) for p in (w, b))
             return F.batch_norm(x, mean, var, w, b, False, 0.0, self.eps), mean, (var + self.eps).rsqrt_()
         # What F.batch_norm calls, which keeps the statistics to itself.
@@ -208,6 +206,16 @@ class BatchNorm(NamedTuple):
             x, w, b, self.running_mean, self.running_var, True, part, self.eps, torch.backends.cudnn.enabled
         )
         return z, mean, inverse_std
+
+    def statistics(self, x: Tensor, moments: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """What x is normalised by, where ``moments`` finds the mean and the variance of the batch."""
+        if not self.training:
+            assert self.running_mean is not None and self.running_var is not None
+            return self.running_mean.clone(), (self.running_var + self.eps).rsqrt_()
+        mean, var = moments(x)
+        count = x.numel() // len(mean)
+        self._update(mean, var * (count / (count - 1)), self._counted())
+        return mean, (var + self.eps).rsqrt_()
 
     def gradients(
         self, dz: Tensor, x: Tensor, w: Weight, mean: Tensor, inverse_std: Tensor, needs: Sequence[bool]
@@ -230,6 +238,12 @@ class BatchNorm(NamedTuple):
         dx, _, _ = backward(dz, x, factor, one, one, None, None, False, 0.0, [needs[0], False, False])
         _, dw, db = backward(dz, x, w, None, None, mean, inverse_std, True, self.eps, [False, *needs[1:]])
         return dx, dw, db
+
+    def _update(self, mean: Tensor, var: Tensor, part: float) -> None:
+        """The running statistics, of which a batch's own take this part."""
+        if self.running_mean is not None and self.running_var is not None:
+            for running, own in ((self.running_mean, mean), (self.running_var, var)):  # lerp_ makes NaN of infinities
+                running.mul_(1 - part).add_(own.to(running.dtype), alpha=part)
 
     def counted(self) -> BatchNorm:
         """The same with this batch counted already: for who may compute it twice."""

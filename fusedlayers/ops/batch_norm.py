@@ -11,7 +11,8 @@ Values are assumed to be spread about their mean as normally distributed ones ar
 nearly everywhere, just where the function turns, z is only as exact as chance has it.
 
 An error that all z of a channel share adds up in the gradient of w, however small it is. There is one: torch's kernel
-for CPUs computes ``z = x scale + shift``, and ``shift`` is rounded. It is known, and subtracted.
+for CPUs computes ``z = x scale + shift``, and ``shift`` is rounded. It is known, and subtracted. A backend's own passes
+compute ``(x - mean) scale + b`` and have no such error.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from torch.autograd import Function
 
 from .. import backends
 from ..activations import Activation, InverseError, measure_inverse_error
-from ..backends import GradientRequest
+from ..backends import GradientRequest, NormPasses
 from ..backends.operations import BatchNorm, BatchNormRecompute
 from ..utils.isolation import in_clean_state
-from ..utils.layout import along, channels_last_format, other_dims
+from ..utils.layout import along, channels_last_format, other_dims, sum_along
 from .buffer_reuse import is_ours_alone, saved_under_hooks
+from .edge import Edge, Joined
 from .pointwise import apart, differentiable_gradients, is_batched
 
 #: Smaller inputs are saved: to find out whether they must be would take longer than to read them.
@@ -63,31 +65,6 @@ def norm_act(
     return NormAct.apply(x, w, b, edge, norm, activation, inverse_error)
 
 
-class Edge(Function):
-    """x's place in the graph, without its values."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        return x.new_empty(1).expand(x.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0]
-
-
-class Joined(Function):
-    """Values, at the place of x in the graph."""
-
-    @staticmethod
-    def forward(ctx: Any, edge: Tensor, values: Tensor) -> Tensor:
-        return values
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
-
-
 class NormAct(Function):
     """``activation(norm(x, w, b))``. Saved are y, the statistics, and the channels of x that y does not tell; where
     these are many, x and not y."""
@@ -104,14 +81,21 @@ class NormAct(Function):
         inverse_error: InverseError | None,
     ) -> Tensor:
         backend = backends.choose(x, activation)
-        z, mean, inverse_std = norm.with_statistics(x, w, b)
-        ends = None if inverse_error is None else backend.norm_act(z, activation)
+        passes = None
+        if inverse_error is not None and not norm.is_synchronised:
+            passes = backend.norm_passes(x, activation)
         channels = None
-        if inverse_error is not None:
-            channels = _inexact_channels(z, ends, Known(mean, inverse_std, w), b, inverse_error)
+        if passes is not None and inverse_error is not None:
+            mean, inverse_std = norm.statistics(x, passes.moments)
+            known = Known(mean, inverse_std, w)
+            y, ends = passes.norm_act(x, mean, known.scale, torch.zeros_like(mean) if b is None else b)
+            channels = _inexact_channels(y, ends, known, b, inverse_error)
+        else:
+            z, mean, inverse_std = norm.with_statistics(x, w, b)
+            if inverse_error is not None:
+                channels = _inexact_channels(z, None, Known(mean, inverse_std, w), b, inverse_error)
         keeps_output = inverse_error is not None and (channels is None or len(channels) <= MOST * x.shape[1])
-        y = z
-        if ends is None:
+        if passes is None:
             y = backend.bias_act(z, None, activation, dim=norm.dim, encode=keeps_output, out=z)
         if not keeps_output:
             ctx.save_for_backward(None, x, None, mean, inverse_std, w, b)
@@ -122,7 +106,8 @@ class NormAct(Function):
         # Not among what is saved: hooks would copy it, at the size that it says it has.
         ctx.edge = edge if keeps_output else None
         ctx.settings = norm, activation, backend, saved_under_hooks()
-        ctx.is_scaled = x.is_cpu and (x.is_contiguous() or channels_last_format(x) is not None)
+        is_scaled = x.is_cpu and (x.is_contiguous() or channels_last_format(x) is not None)
+        ctx.is_scaled = is_scaled and passes is None
         return y
 
     @staticmethod
@@ -147,10 +132,11 @@ class NormAct(Function):
             dx, dw, db = _differentiable(dy, x, w, b, again, activation, norm.dim, needs)
             return dx, dw, db, None, None, None, None
 
-        if y is not None and channels is None and not norm.is_synchronised:
-            found = _in_one_pass(ctx, dy, y, known, b, overwrite)
-            if found is not None:
-                return *found, None, None, None, None
+        if y is not None and not norm.is_synchronised and type(dy) is Tensor:
+            passes = backend.norm_passes(y, activation)
+            if passes is not None:
+                dx, dw, db = _in_passes(passes, ctx, dy, y, known, b, x, channels, overwrite)
+                return dx, dw if needs[1] else None, db if needs[2] else None, None, None, None, None
         wanted = GradientRequest("input", False, False)
         if y is None:
             dz, *_ = backend.gradient(dy, again(x, w, b), activation, (), wanted._replace(overwrite=True), dim=norm.dim)
@@ -174,38 +160,50 @@ class NormAct(Function):
         return dx, dw, db if needs[2] else None, None, None, None, None
 
 
-def _in_one_pass(
-    ctx: Any, dy: Tensor, y: Tensor, known: Known, b: Tensor | None, overwrite: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
-    """The gradients of x, w and b from y, where the backend has one pass for what comes before dx; or None.
+def _in_passes(
+    passes: NormPasses,
+    ctx: Any,
+    dy: Tensor,
+    y: Tensor,
+    known: Known,
+    b: Tensor | None,
+    x: Tensor | None,
+    channels: Tensor | None,
+    overwrite: bool,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """The gradients of x, w and b from y, and from x of the channels that were kept, in a backend's passes.
 
-    With ``xhat = (z - b) / w``, and means over a channel,
-    ``dx = w inverse_std (dz - mean(dz) - xhat mean(dz xhat))`` (Ioffe & Szegedy 2015); the statistics are constants
-    where they are not the batch's.
+    With ``scale = w inverse_std``, and means over a channel, ``dx = scale (dz - mean(dz) - xhat mean(dz xhat))``
+    (Ioffe & Szegedy 2015); the statistics are constants where they are not the batch's. xhat is ``(v - center) gain``:
+    v is z, or x of a channel that was kept.
     """
     norm, activation, backend, _ = ctx.settings
     mean, inverse_std, w = known
-    needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
     center = torch.zeros_like(mean) if b is None else b
-    found = backend.norm_gradient(dy, y, activation, center, overwrite)
-    if found is None:
-        return None
-    dz, z, db, product = found
-    dw = product if w is None else product / w
-    offset = _offset(known, b, None) if ctx.is_scaled else None
-    if offset is not None:
-        dw = (dw.double() - offset * db.double()).to(dw.dtype)
-    dx = None
-    if needs_x:
-        scale = inverse_std if w is None else inverse_std * w
-        slope = torch.zeros_like(scale)
-        constant = slope
-        if norm.training:
-            count = z.numel() / len(db)
-            slope = inverse_std * dw / -count
-            constant = scale * db / -count - slope * center
-        dx = backend.norm_combine(dz, z, scale, slope, constant)
-    return dx, dw if needs_w else None, db if needs_b else None
+    gain = torch.ones_like(mean) if w is None else w.reciprocal()
+    dz, v, db, product = passes.gradient(dy, y, center, overwrite)
+    if x is not None and channels is not None:
+        own_mean = mean[channels]
+        again = BatchNormRecompute(own_mean, inverse_std[channels], norm.eps, norm.training)
+        z = again(x, _of(w, channels), _of(b, channels))
+        wanted = GradientRequest("input", False, False)
+        own, *_ = backend.gradient(dy.index_select(1, channels), z, activation, (), wanted, dim=norm.dim)
+        deviation = x - along(own_mean, 1, x.dim())
+        for of_all, of_own in ((dz, own), (v, x)):
+            of_all.index_copy_(1, channels, of_own)
+        for of_all, of_own in ((db, sum_along(own, 1)), (product, sum_along(own * deviation, 1))):
+            of_all.index_copy_(0, channels, of_own)
+        center = center.index_copy(0, channels, own_mean)
+        gain = gain.index_copy(0, channels, inverse_std[channels])
+    dw = product * gain
+    if not ctx.needs_input_grad[0]:
+        return None, dw, db
+    if not norm.training:
+        return dz.mul_(along(known.scale, 1, dz.dim())), dw, db
+    count = v.numel() / len(db)
+    slope = known.scale * gain * dw / -count
+    offset = known.scale * db / -count - slope * center
+    return passes.combine(dz, v, known.scale, slope, offset), dw, db
 
 
 class Known(NamedTuple):
@@ -215,15 +213,19 @@ class Known(NamedTuple):
     inverse_std: Tensor
     w: Tensor | None
 
+    @property
+    def scale(self) -> Tensor:
+        return self.inverse_std if self.w is None else self.inverse_std * self.w
+
 
 def _inexact_channels(
     z: Tensor, ends: tuple[Tensor, Tensor] | None, known: Known, b: Tensor | None, inverse_error: InverseError
 ) -> Tensor | None:
     """The channels of which outputs do not tell the input, or None. ``ends`` are the smallest and the largest z of each
-    channel, of which z may have been overwritten; or None."""
+    channel, of which a pass of ours has made z, and y in its place; or None."""
     mean, inverse_std, w = known
     size = torch.ones_like(mean) if w is None else w.abs()
-    good = (mean * inverse_std).abs() <= CENTRED
+    good = (mean * inverse_std).abs() <= CENTRED if ends is None else torch.ones_like(mean, dtype=torch.bool)
     if w is not None:
         good &= inverse_error.is_acceptable(torch.zeros_like(w) if b is None else b, w)
     # No value alone may err by more than all of them may together.

@@ -13,11 +13,10 @@ from .elementwise import (
     gradient,
     gradient_kernel,
     inverse,
-    norm_act,
-    norm_combine,
-    norm_gradient,
 )
+from .norm import norm_passes
 from .onednn import faster_linear, has_faster_linear, linear, operation_act
+from .row_norm import inexact_columns, row_norm, row_norm_gradient, row_norm_slow_because
 
 __all__ = [
     "ADDS_BIAS",
@@ -31,13 +30,15 @@ __all__ = [
     "gradient",
     "has_epilogue",
     "has_faster_linear",
+    "inexact_columns",
     "inverse",
     "linear",
     "linear_gradient",
-    "norm_act",
-    "norm_combine",
-    "norm_gradient",
+    "norm_passes",
     "operation_act",
+    "row_norm",
+    "row_norm_gradient",
+    "row_norm_slow_because",
     "slow_because",
 ]
 

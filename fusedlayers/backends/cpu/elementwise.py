@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,32 +118,6 @@ def gate_gradient(
     return ()
 
 
-def norm_act(z: Tensor, activation: Activation) -> tuple[Tensor, Tensor] | None:
-    """The activation with its branch over z, a batch norm's output; the smallest and the largest z of each channel.
-    None, and nothing is written, where that takes more than one pass."""
-    kernel = norm_kernels(activation, z.dtype) if is_dense(z) else None
-    return None if kernel is None or not z.numel() else loops.norm_forward(kernel.forward, z, layout_along(z, 1))
-
-
-def norm_gradient(
-    dy: Tensor, y: Tensor, activation: Activation, center: Tensor, overwrite: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """``dz = dy * f'`` and z from y, over which z may be written; for each channel the sums of dz and of
-    ``dz (z - center)``. None, and nothing is written, where that takes more than one pass."""
-    kernel = norm_kernels(activation, y.dtype) if is_dense(y) else None
-    if kernel is None or not y.numel() or type(dy) is not Tensor:
-        return None
-    dy = dy if dy.stride() == y.stride() else torch.empty_like(y).copy_(dy)
-    z = y if overwrite else torch.empty_like(y)
-    dz, total, product = loops.norm_gradient(kernel.gradient, dy, y, z, center, layout_along(y, 1))
-    return dz, z, total, product
-
-
-def norm_combine(dz: Tensor, z: Tensor, scale: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
-    """``scale dz + slope z + offset`` over dz, the factors along the channels."""
-    return loops.combine(dz, z, scale, slope, offset, layout_along(dz, 1))
-
-
 def inverse(y: Tensor, activation: Activation, out: Tensor | None) -> Tensor:
     """z with ``activation(z) = y``, in ``out`` (which may be y) or in a new buffer; y carries the branch."""
     table = inverse_table(activation) if y.dtype is torch.float32 and build.shared_object() is not None else None
@@ -195,30 +168,15 @@ def gradient_kernel(activation: Activation, dtype: torch.dtype, saved: str) -> K
         # Of the others ATen's kernels give 0 where the slope is 0, whatever dy is.
         loop = activation.native.loop if activation.is_folded else None
         return None if loop is None else Kernel(dtype, loop(**activation.parameters))
+    if activation.native.loop is not None and activation.is_folded:
+        name, _ = activation.native.loop(**activation.parameters)
+        fitted = activation.fitted_derivative()
+        if name in loops.DERIVED_FROM_OUTPUTS and isinstance(fitted, FoldedDerivative):
+            return Kernel(dtype, (name, fitted.margin), activation.fold)
     table = derivative_table(activation)
     if table is None:
         return None
     return Kernel(dtype, slope=table) if isinstance(table, FoldTable) else Kernel(dtype, table=table)
-
-
-class NormKernels(NamedTuple):
-    """Of an activation behind a batch norm."""
-
-    forward: Kernel
-    gradient: Kernel
-
-
-@functools.lru_cache(KERNELS)
-def norm_kernels(activation: Activation, dtype: torch.dtype) -> NormKernels | None:
-    """The kernels for batch norms of a dtype."""
-    loop = activation.native.loop
-    if loop is None or dtype is not torch.float32 or not activation.has_inverse or build.shared_object() is None:
-        return None
-    function = loop(**activation.parameters)
-    inverse = inverse_table(activation)
-    if inverse is None and function[0] not in loops.INVERTED:
-        return None
-    return NormKernels(Kernel(dtype, function, activation.fold), Kernel(dtype, function, inverse=inverse))
 
 
 @functools.lru_cache(KERNELS)

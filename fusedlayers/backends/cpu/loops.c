@@ -406,6 +406,19 @@ static void invert_formula(const kernel *k, const float *y, float *z) {
   }
 }
 
+/* The derivative of hardswish from y = z (z + 3) / 6, a parabola between its kinks: with d, the distance from its
+   minimum less what the mark moves outputs by (``FoldedDerivative.margin``), (2z + 3) / 6 = sqrt(2d / 3). Marked outputs
+   below ``jumped`` belong to z < -3: no z above has one. */
+static void hardswish_from_output(float margin, const float *y, float *slope) {
+  const float jumped = 2e-7f;
+  EACH {
+    float d = (y[i] + 0.375f) - margin, root = __builtin_sqrtf((d < margin ? margin : d) * 0.666666667f);
+    int32_t is_left = y[i] < 0.0f ? bits_of(y[i]) & 1 : 0;
+    float falling = y[i] > -jumped ? 0.0f : -root, middle = is_left ? falling : root;
+    slope[i] = y[i] >= 3.0f ? 1.0f : middle;
+  }
+}
+
 /* --- passes --------------------------------------------------------------------------------------------------------- */
 
 /* What a pass finds out along the channels besides what it writes: sums, or the smallest and the largest number. */
@@ -474,14 +487,6 @@ static void forward_step(const pass *p, int64_t at, int n, const channels *c) {
     float x[BLOCK], last[BLOCK];
     const float *z = pre_activation(p, at, n, bias, x);
     float *y = n == BLOCK ? (float *)p->out[0] + at : last;
-    if (p->finds == RANGE) {
-      float *smallest = c->found[0], *largest = c->found[1];
-      FIRST_N smallest[i] = z[i] < smallest[i] ? z[i] : smallest[i];
-      FIRST_N {
-        float number = z[i] == z[i] ? z[i] : __builtin_inff(); /* where there is a NaN the range has no end */
-        largest[i] = number > largest[i] ? number : largest[i];
-      }
-    }
     if (k->mark.ambiguous) marked_of[k->function](k->parameter, k->mark.position, z, y);
     else outputs_of[k->function](k->parameter, z, y);
     if (n < BLOCK) put(p->out[0], at, n, 4, y);
@@ -496,6 +501,35 @@ static void forward_step(const pass *p, int64_t at, int n, const channels *c) {
     const uint16_t *values = k->values;
     uint16_t *y = (uint16_t *)p->out[0] + at;
     for (int i = 0; i < n; i++) y[i] = values[z[i]];
+  }
+}
+
+/* z is (in - mean) scale + shift. Finds its range. */
+static void norm_forward_step(const pass *p, int64_t at, int n, const channels *c) {
+  const kernel *k = p->k;
+  const float *mean = c->vector[0], *scale = c->vector[1], *shift = c->vector[2], *x = (const float *)p->in[0] + at;
+  float *smallest = c->found[0], *largest = c->found[1], z[BLOCK] = {0}, last[BLOCK];
+  float *y = n == BLOCK ? (float *)p->out[0] + at : last;
+  fetch(p->out[0], at, 4);
+  FIRST_N z[i] = (x[i] - mean[i]) * scale[i] + shift[i];
+  FIRST_N smallest[i] = z[i] < smallest[i] ? z[i] : smallest[i];
+  FIRST_N {
+    float number = z[i] == z[i] ? z[i] : __builtin_inff(); /* where there is a NaN the range has no end */
+    largest[i] = number > largest[i] ? number : largest[i];
+  }
+  if (k->mark.ambiguous) marked_of[k->function](k->parameter, k->mark.position, z, y);
+  else outputs_of[k->function](k->parameter, z, y);
+  if (n < BLOCK) put(p->out[0], at, n, 4, y);
+}
+
+/* Finds the sums of in - center, and of its square. */
+static void moments_step(const pass *p, int64_t at, int n, const channels *c) {
+  const float *center = c->vector[0], *x = (const float *)p->in[0] + at;
+  float *sum = c->found[0], *square = c->found[1];
+  FIRST_N {
+    float d = x[i] - center[i];
+    sum[i] += d;
+    square[i] += d * d;
   }
 }
 
@@ -545,7 +579,7 @@ static void activate(const kernel *k, const char *from, int64_t at, int n, float
 }
 
 /* in: dy and what was saved. Of float32 the derivative from the input is the function's own, that from the output
-   a table. */
+   a table, or where the function has a mark a formula. */
 static void gradient_step(const pass *p, int64_t at, int n, const channels *c) {
   const kernel *k = p->k;
   float dz[BLOCK], saved[BLOCK], wide[BLOCK];
@@ -561,6 +595,7 @@ static void gradient_step(const pass *p, int64_t at, int n, const channels *c) {
     look_up_fold(&k->slope, y, dz);
     EACH dz[i] = y[i] == y[i] ? dz[i] : y[i];
   } else if (k->table.cubics != NULL) look_up(&k->table, block_of(p->in[1], at, n, 4, saved), dz);
+  else if (k->mark.ambiguous) hardswish_from_output(k->parameter, block_of(p->in[1], at, n, 4, saved), dz);
   else both_of[k->function](k->parameter, block_of(p->in[1], at, n, 4, saved), wide, dz);
   const float *dy = wide_block(k, p->in[0], at, n, wide);
   EACH dz[i] *= dy[i];
@@ -703,6 +738,124 @@ static int walk(pass *p, step *one, const layout *l, void *found[2]) {
   return 0;
 }
 
+/* --- norms, each row by statistics of its own ----------------------------------------------------------------------- */
+
+/* ``y = xhat gain + b`` with xhat from x and the row's statistics (backends/norms.py). */
+typedef struct {
+  int32_t dtype, is_centred, rounds_first, threads;
+  int64_t rows, columns;
+  const float *gain, *shift;   /* a number for each column, or NULL for 1 and 0 */
+  const int64_t *kept_columns; /* of these xhat was saved, because y does not tell it */
+  const float *kept;           /* rows of them */
+  int64_t kept_count;
+} row_norm;
+
+static int32_t size_of(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
+
+/* n <= BLOCK numbers, in float32, at least so many that a block can be written. */
+static void wide_to(int dtype, const char *from, int64_t at, int n, float *x) {
+  if (dtype == FLOAT32) {
+    memcpy(x, from + at * 4, (size_t)n * 4);
+    return;
+  }
+  uint16_t half[BLOCK];
+  widen(dtype, block_of(from, at, n, 2, half), x);
+}
+
+static void narrow_to(int dtype, char *to, int64_t at, int n, const float *x) {
+  uint16_t half[BLOCK];
+  if (dtype != FLOAT32) narrow(dtype, x, half);
+  put(to, at, n, size_of(dtype), dtype == FLOAT32 ? (const void *)x : half);
+}
+
+#define EACH_BLOCK \
+  for (int64_t column = 0, n = columns < BLOCK ? columns : BLOCK; column < columns; \
+       column += BLOCK, n = columns - column < BLOCK ? columns - column : BLOCK)
+
+/* RMS norm of a row; x is room for it. Sums of a block are in float32, those of blocks in double. */
+static void rms_row(const row_norm *r, const char *from, char *to, float *inverse_std, double eps, int64_t row, float *x) {
+  const int64_t columns = r->columns, first = row * columns;
+  double square = 0;
+  EACH_BLOCK {
+    float sum = 0, *block = x + column;
+    wide_to(r->dtype, from, first + column, (int)n, block);
+    _Pragma("omp simd reduction(+ : sum)") for (int i = 0; i < n; i++) sum += block[i] * block[i];
+    square += sum;
+  }
+  const float scale = (float)(1.0 / __builtin_sqrt(square / (double)columns + eps));
+  inverse_std[row] = scale;
+  EACH_BLOCK {
+    float *block = x + column;
+    uint16_t half[BLOCK];
+    FIRST_N block[i] *= scale;
+    if (r->rounds_first && r->dtype != FLOAT32) {
+      narrow(r->dtype, block, half);
+      widen(r->dtype, half, block);
+    }
+    if (r->gain != NULL) {
+      const float *gain = r->gain + column;
+      FIRST_N block[i] *= gain[i];
+    }
+    narrow_to(r->dtype, to, first + column, (int)n, block);
+  }
+}
+
+/* A block in float32: itself, or a copy. */
+static const float *wide_view(int dtype, const char *from, int64_t at, int n, float *copy) {
+  if (dtype == FLOAT32) return (const float *)from + at;
+  wide_to(dtype, from, at, n, copy);
+  return copy;
+}
+
+/* What the gradients of all rows need of a column. */
+typedef struct { const float *gain, *inverse_gain, *shift; } factors;
+
+/* xhat of a block of a row. ``k`` counts the row's kept columns. */
+static void xhat_of(const row_norm *r, const factors *f, const char *y, int64_t row, int64_t column, int n, int64_t *k,
+                    float *h) {
+  const float *shift = f->shift + column, *inverse = f->inverse_gain + column;
+  float copy[BLOCK];
+  const float *out = wide_view(r->dtype, y, row * r->columns + column, n, copy);
+  FIRST_N h[i] = (out[i] - shift[i]) * inverse[i];
+  for (; *k < r->kept_count && r->kept_columns[*k] < column + n; ++*k)
+    h[r->kept_columns[*k] - column] = r->kept[row * r->kept_count + *k];
+}
+
+/* The gradient of a row's x, from y; adds to the sums of dy xhat and of dy. With g = dy gain and means over the row,
+   dx = inverse_std (g - mean(g) - xhat mean(g xhat)), of RMS norms without mean(g). dx may be y. */
+static void row_gradient(const row_norm *r, const factors *f, const char *dy, const char *y, float inverse_std, char *dx,
+                         int64_t row, float *of_w, float *of_b) {
+  const int64_t columns = r->columns, first = row * columns;
+  float h[BLOCK], copy[BLOCK];
+  double mean = 0, product = 0;
+  int64_t k = 0;
+  EACH_BLOCK {
+    const float *gain = f->gain + column, *d = wide_view(r->dtype, dy, first + column, (int)n, copy);
+    float *w = of_w + column, *b = of_b + column, sum = 0, by_xhat = 0;
+    if (dx != NULL && dx != y) fetch(dx, first + column, size_of(r->dtype));
+    xhat_of(r, f, y, row, column, (int)n, &k, h);
+    _Pragma("omp simd reduction(+ : sum, by_xhat)") for (int i = 0; i < n; i++) {
+      float g = d[i] * gain[i];
+      w[i] += d[i] * h[i];
+      b[i] += d[i];
+      sum += g;
+      by_xhat += g * h[i];
+    }
+    mean += sum;
+    product += by_xhat;
+  }
+  if (dx == NULL) return;
+  const float offset = r->is_centred ? (float)(mean / (double)columns) : 0.0f, slope = (float)(product / (double)columns);
+  k = 0;
+  EACH_BLOCK {
+    const float *gain = f->gain + column, *d = wide_view(r->dtype, dy, first + column, (int)n, copy);
+    float *to = r->dtype == FLOAT32 ? (float *)dx + first + column : h;
+    xhat_of(r, f, y, row, column, (int)n, &k, h);
+    FIRST_N to[i] = inverse_std * (d[i] * gain[i] - offset - h[i] * slope);
+    if (r->dtype != FLOAT32) narrow_to(r->dtype, dx, first + column, (int)n, h);
+  }
+}
+
 /* --- what Python calls ---------------------------------------------------------------------------------------------- */
 
 int forward(const kernel *k, const void *z, const float *bias, const void *residual, void *y, const layout *l) {
@@ -710,10 +863,15 @@ int forward(const kernel *k, const void *z, const float *bias, const void *resid
   return walk(&p, forward_step, l, NULL);
 }
 
-/* The same without a bias; finds the smallest and the largest z of each channel. */
-int norm_forward(const kernel *k, const void *z, void *y, void *smallest, void *largest, const layout *l) {
-  pass p = {.k = k, .in = {z}, .out = {y}, .finds = RANGE};
-  return walk(&p, forward_step, l, (void *[2]){smallest, largest});
+int moments(const kernel *k, const void *x, const float *center, void *sum, void *square, const layout *l) {
+  pass p = {.k = k, .in = {x}, .vector = {center}, .finds = SUMS};
+  return walk(&p, moments_step, l, (void *[2]){sum, square});
+}
+
+int norm_forward(const kernel *k, const void *x, const float *mean, const float *scale, const float *shift, void *y,
+                 void *smallest, void *largest, const layout *l) {
+  pass p = {.k = k, .in = {x}, .out = {y}, .vector = {mean, scale, shift}, .finds = RANGE};
+  return walk(&p, norm_forward_step, l, (void *[2]){smallest, largest});
 }
 
 int encode_outputs(const kernel *k, const void *z, const void *y, void *out, const layout *l) {
@@ -751,4 +909,73 @@ int gate(const kernel *k, const void *z, const void *up, void *out, const layout
 int gate_gradient(const kernel *k, const void *dy, const void *z, const void *up, void *dz, void *dup, const layout *l) {
   pass p = {.k = k, .in = {dy, z, up}, .out = {dz, dup}};
   return walk(&p, gate_gradient_step, l, NULL);
+}
+
+/* Each task has sums of its own, so that these are the same for any number of threads. */
+enum { TASKS = 32, LEAST_ROWS = 8 };
+static int64_t rows_of_task(int64_t rows) {
+  const int64_t found = over(rows, TASKS);
+  return found < LEAST_ROWS ? LEAST_ROWS : found;
+}
+
+int rms_forward(const row_norm *r, const void *x, void *y, float *inverse_std, double eps) {
+  const int64_t step = rows_of_task(r->rows), room = over(r->columns, BLOCK) * BLOCK;
+  int failed = 0;
+#pragma omp parallel for schedule(static) num_threads(r->threads) if (r->threads > 1) reduction(| : failed)
+  for (int64_t task = 0; task < over(r->rows, step); task++) {
+    float *scratch = malloc((size_t)room * 4);
+    failed |= scratch == NULL;
+    for (int64_t row = task * step; scratch != NULL && row < (task + 1) * step && row < r->rows; row++)
+      rms_row(r, x, y, inverse_std, eps, row, scratch);
+    free(scratch);
+  }
+  return failed;
+}
+
+/* dx may be y, or NULL; dw and db may be NULL. */
+int row_norm_gradient(const row_norm *r, const void *dy, const void *y, const float *inverse_std, void *dx, float *dw,
+                      float *db) {
+  const int64_t columns = r->columns, step = rows_of_task(r->rows), tasks = over(r->rows, step);
+  const int64_t room = over(columns, BLOCK) * BLOCK;
+  float *partial = malloc((size_t)(tasks * 2 + 3) * (size_t)room * 4);
+  if (partial == NULL) return 1;
+  float *gain = partial + tasks * 2 * room, *inverse_gain = gain + room, *shift = inverse_gain + room;
+  for (int64_t i = 0; i < columns; i++) {
+    gain[i] = r->gain == NULL ? 1.0f : r->gain[i];
+    inverse_gain[i] = 1.0f / gain[i];
+    shift[i] = r->shift == NULL ? 0.0f : r->shift[i];
+  }
+  const factors f = {gain, inverse_gain, shift};
+#pragma omp parallel for schedule(static) num_threads(r->threads) if (r->threads > 1)
+  for (int64_t task = 0; task < tasks; task++) {
+    float *sums = partial + task * 2 * room;
+    memset(sums, 0, (size_t)room * 8);
+    for (int64_t row = task * step; row < (task + 1) * step && row < r->rows; row++)
+      row_gradient(r, &f, dy, y, inverse_std[row], dx, row, sums, sums + room);
+  }
+#pragma omp parallel for schedule(static) num_threads(r->threads) if (r->threads > 1)
+  for (int64_t block = 0; block < room / BLOCK; block++)
+    for (int which = 0; which < 2; which++) {
+      float *to = which ? db : dw;
+      const int64_t at = block * BLOCK, n = columns - at < BLOCK ? columns - at : BLOCK;
+      double total[BLOCK] = {0};
+      for (int64_t task = 0; task < tasks && to != NULL; task++) {
+        const float *sums = partial + (task * 2 + which) * room + at;
+        EACH total[i] += sums[i];
+      }
+      for (int i = 0; i < n && to != NULL; i++) to[at + i] = (float)total[i];
+    }
+  free(partial);
+  return 0;
+}
+
+/* The columns whose y does not tell xhat (ops/row_norm.py): in ``found``; how many. Without b all of it is 0. */
+int inexact_columns(const float *gain, const float *b, int64_t columns, float ratio, float least, float most,
+                    int64_t *found) {
+  int count = 0;
+  for (int64_t i = 0; i < columns; i++) {
+    const float size = __builtin_fabsf(gain[i]), shift = b == NULL ? 0.0f : __builtin_fabsf(b[i]);
+    if (!(size >= least && size <= most && shift <= ratio * size)) found[count++] = i;
+  }
+  return count;
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...derivative.features import Fold
 from ...utils.layout import Layout
+from ..norms import RowNorm
 from . import build
 
 if TYPE_CHECKING:
@@ -24,12 +25,16 @@ if TYPE_CHECKING:
 GRAIN = 1 << 15
 #: A block of ``loops.c``. Rows that are shorter are joined, so that blocks are filled.
 BLOCK = 256
+#: Rows are joined to so many columns at most, and so that at least so many are left.
+COLUMNS, ROWS = 2048, 128
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 AMBIGUOUS = {None: 0, "negative": 1, "positive": 2, "both": 3}
 BENDS = {"straight": 0, "root from below": 1, "root from above": 2, "ratio": 3}
 #: Functions of float32 numbers, as ``Native.loop`` names them.
 FUNCTIONS = ("gelu", "gelu_tanh", "swish", "mish", "hardswish", "relu", "sigmoid", "tanh", "leaky_relu", "elu")
+#: Those with a fold whose derivative it computes from outputs by a formula. The others have tables.
+DERIVED_FROM_OUTPUTS = ("hardswish",)
 #: Those without a fold that it inverts.
 INVERTED = ("leaky_relu", "elu")
 _NO_AXIS, _ALONG_COLUMNS, _ALONG_ROWS = range(3)
@@ -75,6 +80,15 @@ class _Layout(ctypes.Structure):
         *((name, c_int64) for name in ("count", "columns", "channels")),
         ("axis", c_int32),
         ("threads", c_int32),
+    )
+
+
+class _RowNorm(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int32) for name in ("dtype", "is_centred", "rounds_first", "threads")),
+        *((name, c_int64) for name in ("rows", "columns")),
+        *((name, c_void_p) for name in ("gain", "shift", "kept_columns", "kept")),
+        ("kept_count", c_int64),
     )
 
 
@@ -179,12 +193,25 @@ def gradient(kernel: Kernel, dy: Tensor, saved: Tensor, dz: Tensor, db: Tensor |
     return dz
 
 
-def norm_forward(kernel: Kernel, z: Tensor, along: Layout) -> tuple[Tensor, Tensor]:
-    """The activation of z over z; the smallest and the largest z of each channel."""
-    ends = z.new_empty(2, along.channels)
-    smallest, largest = ends.unbind()
-    _call("norm_forward", kernel, z, along, z.data_ptr(), z.data_ptr(), smallest.data_ptr(), largest.data_ptr())
-    return smallest, largest
+def moments(x: Tensor, center: Tensor, along: Layout) -> tuple[Tensor, Tensor]:
+    """For each channel the sums of ``x - center`` and of its square."""
+    total, square = x.new_empty(2, along.channels).unbind()
+    vector = _vector(center, along)
+    addresses = (t.data_ptr() for t in (x, vector, total, square))
+    _call("moments", _PLAIN, x, along, *addresses, writes=False)
+    return total, square
+
+
+def norm_forward(
+    kernel: Kernel, x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, along: Layout
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The activation of ``z = (x - mean) scale + shift`` in a new tensor; the smallest and the largest z of each
+    channel."""
+    y, (smallest, largest) = torch.empty_like(x), x.new_empty(2, along.channels).unbind()
+    vectors = [_vector(t, along) for t in (mean, scale, shift)]
+    addresses = (t.data_ptr() for t in (x, *vectors, y, smallest, largest))
+    _call("norm_forward", kernel, y, along, *addresses)
+    return y, smallest, largest
 
 
 def norm_gradient(
@@ -219,29 +246,104 @@ def gate_gradient(kernel: Kernel, dy: Tensor, z: Tensor, up: Tensor) -> None:
     torch.autograd.graph.increment_version(up)
 
 
-def _call(name: str, kernel: Kernel, out: Tensor, along: Layout | None, *addresses: int | None) -> None:
-    count = out.numel()
+# --- norms, each row by statistics of its own -------------------------------------------------------------------------
+
+
+def rms_norm(norm: RowNorm, x: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The RMS norm of contiguous x in a new tensor, and by what each row was multiplied, in float32."""
+    y, inverse_std = torch.empty_like(x), x.new_empty(x.numel() // norm.columns, dtype=torch.float32)
+    gain = norm.gain(w, torch.float32)
+    described = _row_norm(norm, x, gain, None, None)
+    failed = _functions()["rms_forward"](
+        ctypes.addressof(described), x.data_ptr(), y.data_ptr(), inverse_std.data_ptr(), norm.epsilon(x.dtype)
+    )
+    _raise_if(failed, "rms_norm")
+    return y, inverse_std
+
+
+def row_norm_gradient(
+    norm: RowNorm,
+    dy: Tensor,
+    y: Tensor,
+    gain: Tensor | None,
+    shift: Tensor | None,
+    inverse_std: Tensor,
+    kept: tuple[Tensor, Tensor] | None,
+    dx: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The gradient of x in dx, which may be y; those of w and b, in float32. All are contiguous; ``kept``: columns, and
+    their xhat."""
+    of_w, of_b = y.new_empty(2, norm.columns, dtype=torch.float32).unbind()
+    described = _row_norm(norm, y, gain, shift, kept)
+    failed = _functions()["row_norm_gradient"](
+        ctypes.addressof(described),
+        *(t.data_ptr() for t in (dy, y, inverse_std)),
+        None if dx is None else dx.data_ptr(),
+        *(of_w.data_ptr(), of_b.data_ptr()),
+    )
+    _raise_if(failed, "row_norm_gradient")
+    if dx is not None:
+        torch.autograd.graph.increment_version(dx)
+    return of_w, of_b
+
+
+def inexact_columns(gain: Tensor, b: Tensor | None, ratio: float, least: float, most: float) -> Tensor | None:
+    """The columns, in a row of float32 factors, that are too small, too large, or much smaller than b; None where none
+    is."""
+    found = torch.empty(len(gain), dtype=torch.int64)
+    b_address = None if b is None else b.data_ptr()
+    count = _functions()["inexact_columns"](gain.data_ptr(), b_address, len(gain), ratio, least, most, found.data_ptr())
+    return found[:count].clone() if count else None  # which is saved
+
+
+def _row_norm(
+    norm: RowNorm, x: Tensor, gain: Tensor | None, shift: Tensor | None, kept: tuple[Tensor, Tensor] | None
+) -> _RowNorm:
+    rows, columns = x.numel() // norm.columns, norm.columns
+    threads = 1 if x.numel() <= GRAIN else torch.get_num_threads()
+    addresses = (None if t is None else t.data_ptr() for t in (gain, shift, *(kept or (None, None))))
+    return _RowNorm(
+        *(DTYPES[x.dtype], norm.is_centred, norm.rounds_first, threads, rows, columns),
+        *addresses,
+        0 if kept is None else len(kept[0]),
+    )
+
+
+def _raise_if(failed: int, name: str) -> None:
+    if failed:
+        raise MemoryError(f"{name}: no memory for what rows and sums need")
+
+
+def _call(
+    name: str, kernel: Kernel, tensor: Tensor, along: Layout | None, *addresses: int | None, writes: bool = True
+) -> None:
+    """A pass over ``tensor``, and what is laid out alike."""
+    count = tensor.numel()
     if not count:
         return
     threads = 1 if count <= GRAIN else torch.get_num_threads()
     address, _layout = _matrix(count, along, threads)  # which must live as long as the call
     failed = _functions()[name](kernel.address, *addresses, address)
-    if failed:
-        raise MemoryError(f"{name}: no memory for partial sums")
-    torch.autograd.graph.increment_version(out)
+    _raise_if(failed, name)
+    if writes:
+        torch.autograd.graph.increment_version(tensor)
 
 
 def _vector(along_channels: Tensor, along: Layout) -> Tensor:
     """Numbers along the channels as ``loops.c`` takes them."""
     vector = along_channels.detach().float()
-    if along.inner > 1 or along.channels >= BLOCK:
-        return vector.contiguous()
-    return vector.repeat(_joined(along.channels))
+    joined = 1 if along.inner > 1 else _joined(along)
+    return vector.contiguous() if joined == 1 else vector.repeat(joined)
 
 
-def _joined(channels: int) -> int:
-    """How many rows are taken as one."""
-    return -(-BLOCK // channels)
+@functools.lru_cache(1024)
+def _joined(along: Layout) -> int:
+    """How many rows are taken as one, so that few of its blocks are padded, and there are rows for several threads."""
+    channels = along.channels
+    least = -(-BLOCK // channels)
+    most = max(least, min(COLUMNS // channels, along.outer // ROWS))
+    padded = lambda rows: -(-rows * channels // BLOCK) * BLOCK / (rows * channels)  # noqa: E731
+    return min(range(least, most + 1), key=padded)
 
 
 @functools.lru_cache(1024)
@@ -250,7 +352,7 @@ def _matrix(count: int, along: Layout | None, threads: int) -> tuple[int, _Layou
     if along is None:
         found = _Layout(count, count, 1, _NO_AXIS, threads)
     elif along.inner == 1:
-        found = _Layout(count, along.channels * _joined(along.channels), along.channels, _ALONG_COLUMNS, threads)
+        found = _Layout(count, along.channels * _joined(along), along.channels, _ALONG_COLUMNS, threads)
     else:
         found = _Layout(count, along.inner, along.channels, _ALONG_ROWS, threads)
     return ctypes.addressof(found), found
@@ -262,7 +364,8 @@ def _functions() -> dict[str, Any]:
     assert library is not None
     pointers = {
         "forward": 6,
-        "norm_forward": 6,
+        "moments": 6,
+        "norm_forward": 9,
         "encode_outputs": 5,
         "invert_outputs": 4,
         "gradient": 6,
@@ -270,10 +373,15 @@ def _functions() -> dict[str, Any]:
         "combine": 8,
         "gate": 5,
         "gate_gradient": 7,
+        "rms_forward": 5,
+        "row_norm_gradient": 7,
+        "inexact_columns": 7,
     }
     found = {}
     for name, count in pointers.items():
         function = getattr(library, name)
         function.argtypes, function.restype = (c_void_p,) * count, c_int32
         found[name] = function
+    found["rms_forward"].argtypes = (*(c_void_p,) * 4, c_double)
+    found["inexact_columns"].argtypes = (c_void_p, c_void_p, c_int64, c_float, c_float, c_float, c_void_p)
     return found

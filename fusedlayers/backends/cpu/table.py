@@ -44,10 +44,6 @@ INTERVALS = 1024, 8192
 ADDED_RMS = PRECISIONS[torch.float32].tolerance
 ADDED = 1e-5
 
-
-#: The distance from 0 of the last output before a jump there: no float32 output of hardswish lies between.
-JUMPED = 2e-7
-
 Bend = Literal["straight", "root from below", "root from above", "ratio"]
 
 
@@ -112,10 +108,8 @@ class DerivativeTable:
         c = torch.arange(self.first, self.last + 1, dtype=torch.float64).unsqueeze(1) + _PLACES
         s = self.scale.unbend(c / self.scale.scale + self.scale.zero)
         if self.fold is not None and self.fold.ambiguous == "negative":
-            # The falling branch ends at 0; where the derivative jumps there, before it.
-            ends = [-math.sqrt(max(0.0, -self.fold.extremum - rest)) for rest in (JUMPED, 1e-12)]
-            jumps = abs(float(_at(fitted, torch.tensor(ends[0], dtype=torch.float64))) - self.underflow) > 1e-3
-            s = s.clamp_min(ends[0] if jumps else ends[1])
+            # The falling branch ends at 0.
+            s = s.clamp_min(-math.sqrt(max(0.0, -self.fold.extremum - 1e-12)))
         values = _at(fitted, s)
         return _cubics(values).contiguous()
 

@@ -4,6 +4,7 @@ The backends for CPUs and GPUs leave to it what they have no loops or kernels fo
 """
 
 import torch
+from torch import Tensor
 
 from ...activations import Activation
 from .elementwise import bias_act, derivative, gradient, sum_of
@@ -18,7 +19,7 @@ from .matmul import (
     linear_gradient,
     operation_act,
 )
-from .norm import norm_act, norm_combine, norm_gradient
+from .row_norm import inexact_columns, row_norm, row_norm_gradient, row_norm_slow_because
 
 __all__ = [
     "ADDS_BIAS",
@@ -33,13 +34,15 @@ __all__ = [
     "gradient",
     "has_epilogue",
     "has_faster_linear",
+    "inexact_columns",
     "inverse",
     "linear",
     "linear_gradient",
-    "norm_act",
-    "norm_combine",
-    "norm_gradient",
+    "norm_passes",
     "operation_act",
+    "row_norm",
+    "row_norm_gradient",
+    "row_norm_slow_because",
     "slow_because",
     "sum_of",
 ]
@@ -59,3 +62,7 @@ def slow_because(activation: Activation, dtype: torch.dtype) -> str | None:
     if activation.fitted_derivative(dtype) is None:
         return None
     return f"a fit of {activation.name}'s derivative takes dozens of torch operations"
+
+
+def norm_passes(tensor: Tensor, activation: Activation) -> None:
+    """None: torch's own kernels serve."""

@@ -3,7 +3,7 @@
 import torch
 
 from ...activations import Activation
-from ..torch import norm_act, norm_combine, norm_gradient
+from ..torch import inexact_columns, norm_passes, row_norm, row_norm_gradient, row_norm_slow_because
 from .codegen import computes
 from .elementwise import bias_act, gate, gate_gradient, gradient, inverse
 from .operations import (
@@ -28,13 +28,15 @@ __all__ = [
     "gradient",
     "has_epilogue",
     "has_faster_linear",
+    "inexact_columns",
     "inverse",
     "linear",
     "linear_gradient",
-    "norm_act",
-    "norm_combine",
-    "norm_gradient",
+    "norm_passes",
     "operation_act",
+    "row_norm",
+    "row_norm_gradient",
+    "row_norm_slow_because",
     "slow_because",
 ]
 

@@ -1,0 +1,78 @@
+"""Batch norm and the activation behind it in float32: two passes forward and two backward, one over memory each."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...activations import Activation
+from ...utils.layout import is_dense, layout_along
+from . import build, loops
+from .elementwise import KERNELS
+from .loops import Kernel
+from .table import inverse_table
+
+#: The moments are taken about the mean of so many values of a channel, in each of two dimensions.
+SAMPLE = 16
+
+
+class NormPasses(NamedTuple):
+    """The passes of a batch norm whose activation has an inverse."""
+
+    forward: Kernel
+    backward: Kernel
+
+    def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean and the variance, without Bessel's correction, of each channel of x."""
+        along, count = layout_along(x, 1), x.numel() // x.shape[1]
+        part = x if x.dim() > 2 else x.t().unsqueeze(0)
+        while part.dim() > 3:
+            part = part.select(2, 0)
+        center = part[:SAMPLE, :, :SAMPLE].mean((0, 2))
+        for _ in range(2):
+            total, square = loops.moments(x, center, along)
+            shift = total / count
+            var = (square / count).addcmul_(shift, shift, value=-1)
+            # Where the sample's mean is far off, the difference has lost digits: a second time, about the mean.
+            if bool((shift.square() <= var).all()):
+                break
+            center = center + shift
+        return center + shift, var.clamp_min_(0)
+
+    def norm_act(self, x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """``y = f(z)`` with ``z = (x - mean) scale + shift``, y with its branch; the smallest and the largest z of each
+        channel."""
+        y, *ends = loops.norm_forward(self.forward, x, mean, scale, shift, layout_along(x, 1))
+        return y, (ends[0], ends[1])
+
+    def gradient(self, dy: Tensor, y: Tensor, center: Tensor, overwrite: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """``dz = dy * f'`` and z from y, over which z may be written; for each channel the sums of dz and of
+        ``dz (z - center)``."""
+        dy = dy if dy.stride() == y.stride() else torch.empty_like(y).copy_(dy)
+        z = y if overwrite else torch.empty_like(y)
+        dz, total, product = loops.norm_gradient(self.backward, dy, y, z, center, layout_along(y, 1))
+        return dz, z, total, product
+
+    def combine(self, dz: Tensor, z: Tensor, scale: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
+        """``scale dz + slope z + offset`` over dz, the factors along the channels."""
+        return loops.combine(dz, z, scale, slope, offset, layout_along(dz, 1))
+
+
+def norm_passes(tensor: Tensor, activation: Activation) -> NormPasses | None:
+    """The passes over x or y, or None where torch's own kernels serve."""
+    return _passes(activation, tensor.dtype) if tensor.numel() and is_dense(tensor) else None
+
+
+@functools.lru_cache(KERNELS)
+def _passes(activation: Activation, dtype: torch.dtype) -> NormPasses | None:
+    loop = activation.native.loop
+    if loop is None or dtype is not torch.float32 or not activation.has_inverse or build.shared_object() is None:
+        return None
+    function = loop(**activation.parameters)
+    inverse = inverse_table(activation)
+    if inverse is None and function[0] not in loops.INVERTED:
+        return None
+    return NormPasses(Kernel(dtype, function, activation.fold), Kernel(dtype, function, inverse=inverse))

@@ -1,0 +1,93 @@
+"""Norms over the last dimensions, each row by statistics of its own: layer norm and RMS norm, by torch."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Kept(NamedTuple):
+    """xhat of the columns whose output does not tell it."""
+
+    columns: Tensor
+    #: (rows, columns), in x's dtype.
+    xhat: Tensor
+
+    def of_rows(self, rows: slice) -> Kept:
+        return self._replace(xhat=self.xhat[rows])
+
+
+def in_a_row(p: Tensor, dtype: torch.dtype) -> Tensor:
+    """A parameter in one contiguous dimension, in ``dtype`` and apart from the graph."""
+    if p.dtype is dtype and p.dim() == 1 and p.is_contiguous():  # most are: each call asks
+        return p.detach()
+    return p.detach().reshape(-1).to(dtype).contiguous()
+
+
+class RowNorm(NamedTuple):
+    """``xhat (offset + w) + b`` over the last dimensions, which together are a row.
+
+    Layer norm (Ba et al. 2016): ``xhat = (x - mean) / sqrt(var + eps)``. RMS norm (Zhang & Sennrich 2019):
+    ``xhat = x / sqrt(mean(x^2) + eps)``, and no b.
+    """
+
+    function: str
+    shape: tuple[int, ...]
+    #: None stands for the spacing of numbers at 1 in float32, or in float64 for float64, as in ``F.rms_norm``.
+    eps: float | None
+    #: Whether the mean is subtracted.
+    is_centred: bool
+    #: What is added to the weight; 1 in Gemma.
+    offset: float = 0.0
+    #: Whether xhat is rounded to x's dtype before the weight multiplies it, as in LLaMA and T5.
+    rounds_first: bool = False
+
+    @property
+    def columns(self) -> int:
+        """How many numbers a row has."""
+        return math.prod(self.shape)
+
+    def epsilon(self, dtype: torch.dtype) -> float:
+        if self.eps is not None:
+            return self.eps
+        return torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+
+    def __call__(self, x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
+        """By PyTorch's own operations, which autograd differentiates."""
+        if self.is_centred:
+            return F.layer_norm(x, self.shape, w, b, self.epsilon(x.dtype))
+        if not self.offset and not self.rounds_first:
+            return F.rms_norm(x, self.shape, w, self.epsilon(x.dtype))
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean_square = wide.square().mean(tuple(range(-len(self.shape), 0)), keepdim=True)
+        xhat = wide * (mean_square + self.epsilon(x.dtype)).rsqrt()
+        return self.scaled(xhat, x.dtype, w)
+
+    def scaled(self, xhat: Tensor, dtype: torch.dtype, w: Tensor | None) -> Tensor:
+        """``xhat (offset + w)`` of RMS norms, in x's dtype; xhat in float32 or float64."""
+        if self.rounds_first:
+            xhat = xhat.to(dtype)
+        if w is None:
+            return xhat.to(dtype)
+        return (xhat * (w.to(xhat.dtype) + self.offset if self.offset else w)).to(dtype)
+
+    def gain(self, w: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """``offset + w``, all in a row and in ``dtype``; None for 1."""
+        if w is None:
+            return None
+        gain = in_a_row(w, dtype)
+        return gain + self.offset if self.offset else gain
+
+    def xhat(self, y: Tensor, w: Tensor | None, b: Tensor | None, kept: Kept | None) -> Tensor:
+        """xhat from rows of y: (rows, columns), in float32 or wider."""
+        found = y.to(torch.promote_types(y.dtype, torch.float32), copy=True)
+        if b is not None:
+            found -= in_a_row(b, found.dtype)
+        gain = self.gain(w, found.dtype)
+        if gain is not None:
+            found /= gain
+        return found if kept is None else found.index_copy_(1, kept.columns, kept.xhat.to(found.dtype))
