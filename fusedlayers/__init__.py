@@ -61,6 +61,8 @@ from .nn.conv import CONV_TYPES, FusedConvAct1d, FusedConvAct2d, FusedConvAct3d
 from .nn.dense import LINEAR_TYPES, FusedDenseAct
 from .nn.mlp import FusedGatedMLP, FusedMLP
 from .nn.norm import NORM_TYPES, FusedBatchNormAct1d, FusedBatchNormAct2d, FusedBatchNormAct3d
+from .nn.row_norm import LayerNorm, RMSNorm
+from .norms import layer_norm, rms_norm
 from .profiling.explanation import explain
 from .profiling.memory_use import memory_report
 
@@ -116,10 +118,12 @@ __all__ = [
     "InvertiblePixelShuffle",
     "InvertibleSequential",
     "InvertibleSplit",
+    "LayerNorm",
     "LeakyReLU",
     "LogSigmoid",
     "Mish",
     "NonZero",
+    "RMSNorm",
     "ReLU6",
     "SiLU",
     "Softplus",
@@ -144,6 +148,7 @@ __all__ = [
     "in_backward_mode",
     "in_dry_mode",
     "invertible_checkpoint",
+    "layer_norm",
     "leaky_relu",
     "logsigmoid",
     "memory_report",
@@ -153,6 +158,7 @@ __all__ = [
     "plan_of",
     "quick_gelu",
     "relu6",
+    "rms_norm",
     "selu",
     "silu",
     "softplus",

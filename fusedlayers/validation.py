@@ -12,6 +12,7 @@ from torch.overrides import has_torch_function
 
 from . import backends
 from .activations import DTYPES, Activation
+from .backends.norms import RowNorm
 from .backends.operations import BatchNorm, Convolution, Matmul, Operation, Pointwise, Weight, elements
 from .ops.mlp_forward import BlockOptions, Linear
 
@@ -290,6 +291,40 @@ def check_statistics(function: str, input: Tensor, norm: BatchNorm) -> None:
         raise ValueError(f"{function}: one value per channel has no variance, got {_shape(input)} in training")
     if norm.eps < 0 or (norm.training and norm.eps == 0):
         raise ValueError(f"{function}: eps must be positive, got {norm.eps}")
+
+
+def normalized_shape(function: str, shape: object) -> tuple[int, ...]:
+    """The dimensions that a norm takes together, as a tuple."""
+    if type(shape) is tuple and {int} == {*map(type, shape)}:  # as most are given
+        return shape
+    found = (shape,) if is_whole(shape) else shape
+    if not isinstance(found, Sequence) or isinstance(found, str) or not all(is_whole(size) for size in found):
+        raise TypeError(f"{function}: normalized_shape must be an int or a sequence of them, got {shape!r}")
+    if not found:
+        raise ValueError(f"{function}: normalized_shape must have at least one dimension, got {shape!r}")
+    return tuple(int(size) if isinstance(size, Integral) else size for size in found)
+
+
+def check_norm_save(function: str, save: str) -> None:
+    """Refuse what norms over rows do not save."""
+    if save not in ("auto", "output", "input"):
+        raise ValueError(f"{function}: save must be 'auto', 'output' or 'input', got {save!r}")
+
+
+def check_row_norm(norm: RowNorm, x: Tensor, w: Tensor | None, b: Tensor | None, save: str) -> None:
+    """All checks of a norm over rows, before anything is computed."""
+    function, shape = norm.function, norm.shape
+    check_norm_save(function, save)
+    check_tensors(function, {"input": x}, weight=w, bias=b)
+    if x.is_nested:
+        return  # which does not tell its sizes
+    if x.shape[-len(shape) :] != shape:
+        raise ValueError(
+            f"{function}: the last dimensions of input {_shape(x)} must be normalized_shape {shape}; pass those"
+        )
+    for name, p in (("weight", w), ("bias", b)):
+        if p is not None and p.shape != shape:
+            raise ValueError(f"{function}: expected {name} {shape}, of normalized_shape, got {_shape(p)}")
 
 
 def check_residual(function: str, residual: Tensor, shape: tuple[int, ...]) -> None:

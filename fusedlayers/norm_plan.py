@@ -1,0 +1,122 @@
+"""Decides what a layer norm or an RMS norm does, as ``plan.py`` does for a layer: once for each situation.
+
+What the values of the weights decide is no part of it: of columns whose output does not tell its input more is saved
+(``ops/row_norm.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from . import asking, backends, plan, validation
+from ._torch import autocast_is_active, dispatch_mode_count
+from .backends.norms import RowNorm
+from .call import followed_by, is_capturing, needs_gradient
+from .plan import Plan
+from .utils.bounded_cache import BoundedCache
+
+#: Layer norms of fewer bytes are left to PyTorch under ``save="auto"``. An autograd.Function in Python adds 60 to 150
+#: us to a call. Forward and backward alone, float32, one and two threads (AMD EPYC), took 1.6 to 1.9 times eager's time
+#: at 768 KiB, 1.2 at 3 MiB, 0.9 to 1.1 at 12 MiB. RMS norms took 0.3 to 0.9 times eager's from 192 KiB on.
+LAYER_NORM_BYTES = 1 << 20
+
+#: Plans by facts.
+_plans: BoundedCache[Plan] = BoundedCache(1024)
+
+
+def plan_row_norm(norm: RowNorm, x: Tensor, w: Tensor | None, b: Tensor | None, save: str) -> Plan:
+    """For ``norm(x, w, b)``.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit together. Nothing has been computed by then.
+    """
+    if torch.compiler.is_compiling() or not validation.are_torchs_own((x,), (w, b)):
+        validation.check_row_norm(norm, x, w, b, save)
+        found = _make_plan(norm, x, w, b, save)
+    else:
+        facts = _facts(norm, x, w, b, save)
+        known = _plans.get(facts)
+        if known is None:
+            validation.check_row_norm(norm, x, w, b, save)
+            known = _plans.put(facts, _make_plan(norm, x, w, b, save))
+        found = known
+    if asking.questions:
+        asking.answer(found, lambda: _make_plan(norm, x, w, b, save, is_compiling=True))
+    return found
+
+
+def _facts(norm: RowNorm, x: Tensor, w: Tensor | None, b: Tensor | None, save: str) -> Hashable:
+    """What can be read off a call: equal facts, equal plans."""
+    of_parameters = tuple(
+        p is not None and (p.dtype, p.layout, p.is_cpu or p.device, p.requires_grad, p.is_neg(), p.shape)
+        for p in (w, b)
+    )
+    return (
+        norm,
+        save,
+        x.shape[-len(norm.shape) :] if norm.shape else (),
+        x.numel() * x.itemsize < _least_bytes(norm),
+        x.numel() == 0,
+        (x.dtype, x.layout, x.is_cpu or x.device, x.requires_grad, x.is_neg()),
+        of_parameters,
+        torch.is_grad_enabled(),
+        autocast_is_active() and validation.is_autocast(x.device.type),
+        followed_by(),
+        dispatch_mode_count(),
+        x.is_cuda and is_capturing(x),
+    )
+
+
+def _make_plan(
+    norm: RowNorm, x: Tensor, w: Tensor | None, b: Tensor | None, save: str, *, is_compiling: bool = False
+) -> Plan:
+    because = _plain_because(norm, x, w, b, save, is_compiling or torch.compiler.is_compiling())
+    if because is not None:
+        return Plan("composite", "eager", f"not fused: {because}")
+    if not needs_gradient(x, w, b):
+        return Plan("composite", "nothing", "saves nothing: no gradient is needed")
+    return Plan("fused", "output", describe_row_norm(save), backend=backends.choose(x))
+
+
+def _plain_because(
+    norm: RowNorm, x: Tensor, w: Tensor | None, b: Tensor | None, save: str, is_compiling: bool
+) -> str | None:
+    """Why PyTorch computes the norm, or None."""
+    if is_compiling:
+        return "a compiled graph cannot look at the weights"
+    if save == "input":
+        return "its input is saved"
+    because = validation.unusual_because(x, w, b) or followed_by()
+    if because is not None:
+        return because
+    if is_capturing(x):
+        return "a CUDA graph does not look at the weights again"
+    if any(p is not None and p.dtype is not x.dtype and not _is_wider(p, x) for p in (w, b)):
+        return "dtypes are mixed"
+    if not x.is_cpu and x.itemsize == 2 and validation.is_autocast(x.device.type):
+        return "autocast computes it in float32"
+    if not x.numel():
+        return "the input is empty"
+    if save == "output":
+        return None
+    if x.numel() * x.itemsize < _least_bytes(norm):
+        return f"results of less than {_least_bytes(norm) >> 10} KiB are left to PyTorch"
+    return backends.choose(x).row_norm_slow_because(x.dtype)
+
+
+def _least_bytes(norm: RowNorm) -> int:
+    """From how many bytes on outputs are saved under ``save="auto"``."""
+    return LAYER_NORM_BYTES if norm.is_centred else plan.SMALL_BYTES
+
+
+def _is_wider(p: Tensor, x: Tensor) -> bool:
+    """Whether torch's norms of 16-bit x take such a parameter."""
+    return x.is_cpu and x.itemsize == 2 and p.dtype is torch.float32
+
+
+def describe_row_norm(save: str) -> str:
+    """What a norm saves, for people."""
+    return "saves the input" if save == "input" else "saves the output, which tells the input"

@@ -1,0 +1,196 @@
+"""Layer norm and RMS norm in one node that saves its output, which the next layer saves anyway, and not its input.
+
+``y = xhat gain + b``, so ``xhat = (y - b) / gain``; xhat and one number for each row are all that backward needs (as
+Apex's ``memory_efficient=True``; there small factors are clamped). y is rounded, and tells xhat only where the gain is
+neither too small nor much smaller than b. Of the other columns xhat is saved beside y. Which these are is seen from the
+weights of each call.
+
+The norm of x does not change when its mean does. Second derivatives are therefore those of the norm of
+``xhat / inverse_std``, which is x less its mean.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..backends import Backend
+from ..backends.norms import Kept, RowNorm, in_a_row
+from .buffer_reuse import is_ours_alone, saved_under_hooks
+from .edge import Edge, Joined
+from .pointwise import apart, is_batched
+
+#: How many times its factor's size a column's shift may be. xhat then errs by so many roundings of y, and one.
+RATIO = 4.0
+#: Where xhat is to be saved of more than this part of the columns, x is saved as it is.
+MOST = 0.5
+
+
+def row_norm(norm: RowNorm, backend: Backend, x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
+    """``norm(x, w, b)``, of which y tells xhat, at least that of most columns."""
+    columns = inexact_columns(norm, backend, w, b, x.dtype)
+    if columns is not None and len(columns) > MOST * norm.columns:
+        return norm(x, w, b)
+    edge = Edge.apply(x) if x.requires_grad else None
+    return _RowNorm.apply(x, w, b, edge, norm, backend, columns)
+
+
+class _RowNorm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor | None,
+        b: Tensor | None,
+        edge: Tensor | None,
+        norm: RowNorm,
+        backend: Backend,
+        columns: Tensor | None,
+    ) -> Tensor:
+        x = x.contiguous()
+        y, inverse_std = backend.row_norm(norm, x, w, b)
+        kept = None if columns is None else _xhat_of(norm, x, inverse_std, columns)
+        ctx.save_for_backward(y, inverse_std, w, b, columns, kept)
+        ctx.edge = edge  # not among what is saved: hooks would copy it, at the size that it says it has
+        ctx.settings = norm, backend, saved_under_hooks()
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (dy,) = grads
+        y, inverse_std, w, b, columns, kept_xhat = ctx.saved_tensors
+        norm, backend, hooked = ctx.settings
+        kept = None if columns is None else Kept(columns, kept_xhat)
+        needs_x, needs_w, needs_b, *_ = ctx.needs_input_grad
+        if torch.is_grad_enabled() or is_batched(dy):
+            found = _differentiable(ctx.edge, dy, y, inverse_std, w, b, kept, norm, (needs_x, needs_w, needs_b))
+            return *found, None, None, None, None
+        overwrite = not hooked and is_ours_alone(y)
+        dx, of_w, of_b = backend.row_norm_gradient(
+            norm, dy.contiguous(), y, w, b, inverse_std, kept, needs_x=needs_x, overwrite=overwrite
+        )
+        dx = dx.detach() if dx is y else dx  # which is a result, and knows its node
+        dw = of_w.view(norm.shape).to(w.dtype) if needs_w else None
+        db = of_b.view(norm.shape).to(b.dtype) if needs_b else None
+        return dx, dw, db, None, None, None, None
+
+
+def _xhat_of(norm: RowNorm, x: Tensor, inverse_std: Tensor, columns: Tensor) -> Tensor:
+    """xhat of these columns, from x."""
+    rows = x.view(-1, norm.columns)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    found = rows[:, columns].to(wide)
+    if norm.is_centred:
+        found -= rows.mean(1, keepdim=True, dtype=wide)
+    return (found * inverse_std.unsqueeze(1).to(wide)).to(x.dtype)
+
+
+def _differentiable(
+    edge: Tensor | None,
+    dy: Tensor,
+    y: Tensor,
+    inverse_std: Tensor,
+    w: Tensor | None,
+    b: Tensor | None,
+    kept: Kept | None,
+    norm: RowNorm,
+    needs: tuple[bool, ...],
+) -> list[Tensor | None]:
+    """The gradients of x, w and b, in operations that autograd can differentiate again."""
+    with torch.no_grad():
+        xhat = norm.xhat(y.detach().view(-1, norm.columns), w, b, kept)
+        x = (xhat / inverse_std.unsqueeze(1)).to(y.dtype).view(y.shape)
+    x = x if edge is None else Joined.apply(edge, x)
+    with torch.enable_grad():
+        sources = apart(x, w, b)
+        z = norm(*sources)
+        wanted = [t for t, need in zip(sources, needs, strict=True) if need and t is not None]
+        found = iter(torch.autograd.grad(z, wanted, dy, create_graph=True))
+    return [next(found) if need else None for need in needs]
+
+
+# --- which columns outputs tell ---------------------------------------------------------------------------------------
+
+
+def inexact_columns(
+    norm: RowNorm, backend: Backend, w: Tensor | None, b: Tensor | None, dtype: torch.dtype
+) -> Tensor | None:
+    """The columns of which outputs of ``dtype`` do not tell xhat, or None where there are none."""
+    if w is None:
+        return None
+    if w.is_cpu:
+        return _look(norm, backend, w, b, dtype)
+    return _remembered(norm, backend, w, b, dtype)
+
+
+def _look(norm: RowNorm, backend: Backend, w: Tensor, b: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    wide = torch.promote_types(w.dtype, torch.float32)
+    gain = norm.gain(w, wide)
+    assert gain is not None
+    shift = None if b is None else in_a_row(b, wide)
+    return backend.inexact_columns(gain, shift, RATIO, *_limits(dtype, norm.columns))
+
+
+@functools.lru_cache(256)
+def _limits(dtype: torch.dtype, columns: int) -> tuple[float, float]:
+    """Between which sizes of the factor outputs are neither subnormal nor infinite; the largest xhat is the root of the
+    number of columns."""
+    numbers = torch.finfo(dtype)
+    return numbers.smallest_normal, numbers.max / (columns**0.5 + RATIO)
+
+
+class _Seen:
+    """What a look at the weights of a norm on a GPU has found."""
+
+    def __init__(self, norm: RowNorm, b: Tensor | None, dtype: torch.dtype) -> None:
+        self.norm, self.dtype = norm, dtype
+        self.b = None if b is None else weakref.ref(b)
+        self.versions: tuple[int, int] | None = None
+        self.columns: Tensor | None = None
+
+    def shift(self) -> Tensor | None:
+        return None if self.b is None else self.b()
+
+
+#: By weight: one norm each. A look makes the CPU wait for the GPU, so one look serves all norms whose weights changed.
+_seen: Any = WeakIdKeyDictionary()
+
+
+def _remembered(norm: RowNorm, backend: Backend, w: Tensor, b: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The same, looked at once for each version of the weights: writes past the version counter (``.data``) are not
+    noticed."""
+    seen = _seen.get(w)
+    if seen is None or seen.norm != norm or seen.dtype is not dtype or seen.shift() is not b:
+        seen = _seen[w] = _Seen(norm, b, dtype)
+    if seen.versions != _versions(w, b):
+        _look_at_all(backend, w.device)
+    return seen.columns
+
+
+def _versions(w: Tensor, b: Tensor | None) -> tuple[int, int]:
+    return w._version, 0 if b is None else b._version
+
+
+def _look_at_all(backend: Backend, device: torch.device) -> None:
+    """Look at all norms of a device whose weights have changed; the CPU waits for the GPU once, if all is well."""
+    stale = [(w, seen.shift(), seen) for w, seen in _seen.items() if w.device == device]
+    stale = [(w, b, seen) for w, b, seen in stale if seen.versions != _versions(w, b)]
+    worst = []
+    for w, b, seen in stale:
+        least, most = _limits(seen.dtype, seen.norm.columns)
+        gain = seen.norm.gain(w, torch.promote_types(w.dtype, torch.float32))
+        assert gain is not None
+        size = gain.abs()
+        excess = torch.maximum(least - size, size - most)
+        if b is not None:
+            excess = torch.maximum(excess, in_a_row(b, gain.dtype).abs() - RATIO * size)
+        worst.append(excess.max())
+    for (w, b, seen), found in zip(stale, torch.stack(worst).tolist(), strict=True):
+        seen.columns = None if found <= 0 else _look(seen.norm, backend, w, b, seen.dtype)
+        seen.versions = _versions(w, b)
