@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from . import _torch, validation
+from . import _torch, backends, validation
 from .activations import Activation, measure_inverse_error, resolve
 from .backends.operations import MATMUL, BatchNorm, Matmul, Operation, Pointwise, Recompute, Weight
 from .block_plan import BlockPlan
@@ -22,6 +22,7 @@ from .call import autocast_dtype, needs_gradient, plan_dense, plan_for
 from .ops.autocast import shared_cast
 from .ops.batch_norm import inverse_error_of, norm_act
 from .ops.conv import Conv
+from .ops.dropout import ActDropout, serves
 from .ops.linear import Dense, Epilogue
 from .ops.mlp import MLP
 from .ops.mlp_forward import BlockOptions, Dropout, Linear, unpacked, without_gradients
@@ -41,6 +42,41 @@ def run_pointwise(
         x, b = operation(x, None, b), None
     origin = Origin(x, None, None, operation.__call__) if plan.keeps_origin else None
     return BiasAct.apply(plan, x, b, None, origin, False, *operands)
+
+
+def dropped(y: Tensor, p: float) -> Tensor:
+    """PyTorch's dropout."""
+    return F.dropout(y, p) if p else y
+
+
+def run_dropout(
+    operation: Operation,
+    x: Tensor,
+    w: Weight,
+    b: Tensor | None,
+    residual: Tensor | None,
+    activation: Activation,
+    p: float,
+    save: str,
+) -> Tensor:
+    """``F.dropout(activation(operation(x, w, b) + residual), p)``, the last two in one node where outputs tell both."""
+    given, is_view = x, not torch.compiler.is_compiling() and operation.returns_view(x)
+    if is_view:
+        x, residual = _flattened(operation, x, residual)
+    is_own = not (isinstance(operation, Pointwise) and b is None and residual is None)
+    z = operation(x, w, b)
+    if residual is not None:
+        z = z + residual if z is x else z.add_(residual)
+    along = Pointwise(operation.dim)
+    is_usual = validation.are_torchs_own((z,))
+    plan, record, operands = plan_for(
+        along, z, None, None, None, activation, save, (along, z.dim()), z.numel(), False, is_usual
+    )
+    if plan.path in ("fused", "in_place") and plan.saved == "output" and not operands and serves(z, record, p):
+        y = ActDropout.apply(z, record, p, plan.backend or backends.choose(z), is_own)
+    else:
+        y = F.dropout(run_pointwise(plan, along, z, None, record, operands), p)
+    return operation.unflattened(y, given) if is_view else y
 
 
 def run_synchronised(

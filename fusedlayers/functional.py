@@ -17,9 +17,10 @@ from .activations import Activation, resolve
 from .backends.operations import MATMUL, BatchNorm, Convolution, Pointwise
 from .block_plan import plan_block
 from .call import needs_gradient, plan_dense, plan_for
-from .execute import PATHS, run_block, run_pointwise, run_synchronised
+from .execute import PATHS, dropped, run_block, run_dropout, run_pointwise, run_synchronised
 from .ops.mlp_forward import BlockOptions, Linear
 from .plan import choose_save
+from .validation import check_call, check_dropout
 
 #: Into how many chunks the rows of a block are cut. What is hidden and needed for a moment only is made for one of them
 #: at a time, in two buffers, or three of a gated block.
@@ -36,6 +37,7 @@ def dense_bias_act(
     activation: object = "gelu",
     *,
     residual: Tensor | None = None,
+    dropout: float = 0.0,
     save: str = "auto",
 ) -> Tensor:
     """``activation(F.linear(input, weight, bias) + residual)`` that keeps one hidden-sized buffer.
@@ -49,6 +51,8 @@ def dense_bias_act(
         activation: a name (see ``fusedlayers.activations()``), an ``nn.Module``, a torch function, a
             ``functools.partial``, any callable, or None. What is not in the table is computed by plain PyTorch.
         residual: (..., out), or None: added before the activation.
+        dropout: the probability with which outputs are dropped, and the others divided by one less it, as ``F.dropout``
+            does with the same numbers; 0 in evaluation. On CPUs no mask is saved: the output tells what was dropped.
         save: what is kept for backward. "output": y, written over the matmul's buffer (folded activations carry the
             branch in the last mantissa bit of negative outputs). "input": the pre-activation z, exact to the last bit.
             "recompute": neither; z is computed again from ``input``. "auto": "output" where the derivative can be had
@@ -76,10 +80,15 @@ def dense_bias_act(
         tensors = (input, weight, bias, residual)
         if has_torch_function(tensors):
             if not record.is_fusible:  # it has no name in a graph
-                return PATHS["composite"](None, MATMUL, input, weight, bias, residual, record, ())
+                y = PATHS["composite"](None, MATMUL, input, weight, bias, residual, record, ())
+                return dropped(y, dropout)
             return handle_torch_function(
-                dense_bias_act, tensors, input, weight, bias, record, residual=residual, save=save
+                dense_bias_act, tensors, input, weight, bias, record, residual=residual, dropout=dropout, save=save
             )
+    if dropout:
+        check_dropout("dense_bias_act", dropout)
+        check_call(MATMUL, input, weight, bias, residual)
+        return run_dropout(MATMUL, input, weight, bias, residual, record, dropout, save)
     plan, record, operands = plan_dense(input, weight, bias, residual, record, save, is_usual)
     return PATHS[plan.path](plan, MATMUL, input, weight, bias, residual, record, operands)
 
@@ -95,6 +104,7 @@ def conv_bias_act(
     groups: int = 1,
     *,
     residual: Tensor | None = None,
+    dropout: float = 0.0,
     save: str = "auto",
 ) -> Tensor:
     """``activation(conv(input, weight, bias) + residual)`` that keeps one buffer of the output's size.
@@ -109,6 +119,7 @@ def conv_bias_act(
         activation: as for ``dense_bias_act``. Tensors of its own that run along channels have the shape (out, 1, ...).
         stride, padding, dilation, groups: as for ``F.conv2d``; padding may be "same" or "valid".
         residual: like the result, or None: added before the activation.
+        dropout: as for ``dense_bias_act``.
         save: as for ``dense_bias_act``.
 
     Returns:
@@ -131,10 +142,10 @@ def conv_bias_act(
         if has_torch_function(tensors):  # a proxy does not tell its dimensions
             if not record.is_fusible:
                 z = conv_bias_act(input, weight, bias, None, stride, padding, dilation, groups, residual=residual)
-                return record.plain(z)
+                return dropped(record.plain(z), dropout)
             return handle_torch_function(
                 conv_bias_act, tensors, input, weight, bias, record, stride, padding, dilation, groups,
-                residual=residual, save=save,
+                residual=residual, dropout=dropout, save=save,
             )  # fmt: skip
     dims = validation.spatial_dims(weight)
     convolution = Convolution(
@@ -143,6 +154,10 @@ def conv_bias_act(
         validation.sizes("conv_bias_act", "dilation", dilation, dims),
         groups,
     )
+    if dropout:
+        check_dropout("conv_bias_act", dropout)
+        check_call(convolution, input, weight, bias, residual)
+        return run_dropout(convolution, input, weight, bias, residual, record, dropout, save)
     tensors = input, weight, bias, residual
     sizes = (convolution, type(groups), input.shape) if is_usual else None
     plan, record, operands = plan_for(convolution, *tensors, record, save, sizes, is_usual=is_usual)
@@ -156,6 +171,7 @@ def bias_act(
     *,
     dim: int = -1,
     inplace: bool = False,
+    dropout: float = 0.0,
     save: str = "auto",
 ) -> Tensor:
     """``activation(input + bias)``, the bias along ``dim``, in one pass and keeping one buffer.
@@ -166,6 +182,7 @@ def bias_act(
         activation: as for ``dense_bias_act``.
         dim: the dimension along which the bias runs.
         inplace: write the result over ``input``, under the same rules as ``F.relu(inplace=True)``.
+        dropout: as for ``dense_bias_act``; not with ``inplace``.
         save: as for ``dense_bias_act``; "recompute" keeps ``input`` itself, which ``inplace`` would destroy.
 
     Returns:
@@ -188,10 +205,18 @@ def bias_act(
         tensors = (input, bias)
         if has_torch_function(tensors):
             if not record.is_fusible and bias is None and not inplace:
-                return record.plain(input)
-            return handle_torch_function(bias_act, tensors, *tensors, record, dim=dim, inplace=inplace, save=save)
+                return dropped(record.plain(input), dropout)
+            return handle_torch_function(
+                bias_act, tensors, *tensors, record, dim=dim, inplace=inplace, dropout=dropout, save=save
+            )
     if inplace and save == "recompute":
         raise ValueError("bias_act: save='recompute' needs the input, which inplace=True overwrites; drop one of them")
+    if dropout:
+        check_dropout("bias_act", dropout)
+        if inplace:
+            raise ValueError("bias_act: dropout and inplace=True; drop one of them")
+        check_call(Pointwise(dim), input, None, bias, None)
+        return run_dropout(Pointwise(dim), input, None, bias, None, record, dropout, save)
     operation = _POINTWISE if bias is None else Pointwise(dim)
     sizes = operation, type(dim), input.dim() if bias is None or not is_usual else input.shape
     count = input.numel() if is_usual else None

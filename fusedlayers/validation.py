@@ -148,14 +148,19 @@ def check_block_options(options: BlockOptions) -> None:
             f"{function}: save='output' cannot be had: a product does not tell its factors; use save='auto', "
             "'input' or 'recompute'"
         )
-    if isinstance(dropout, bool) or not isinstance(dropout, Real):
-        raise TypeError(f"{function}: dropout must be a number, got {type(dropout).__name__}: {dropout!r}")
-    if not 0 <= dropout <= 1:
-        raise ValueError(f"{function}: dropout must lie in [0, 1], got {dropout}")
+    check_dropout(function, dropout)
     if not is_whole(chunks):
         raise TypeError(f"{function}: chunks must be an int, got {type(chunks).__name__}: {chunks!r}")
     if chunks < 1:
         raise ValueError(f"{function}: chunks must be at least 1, got {chunks}")
+
+
+def check_dropout(function: str, dropout: object) -> None:
+    """Refuse what is no probability."""
+    if isinstance(dropout, bool) or not isinstance(dropout, Real):
+        raise TypeError(f"{function}: dropout must be a number, got {type(dropout).__name__}: {dropout!r}")
+    if not 0 <= float(dropout) <= 1:
+        raise ValueError(f"{function}: dropout must lie in [0, 1], got {dropout}")
 
 
 def check_last(

@@ -134,6 +134,15 @@ class Backend(Protocol):
         """``dz = dy * f'``, the gradient of the bias, and those of the operands: None where not requested."""
         ...
 
+    def act_dropout(self, z: Tensor, keep: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
+        """``activation(z)`` and the dropout behind it in ``out``, which may be z; what was dropped is marked as
+        ``torch/dropout.py`` says. All are dense and laid out alike."""
+        ...
+
+    def act_dropout_gradient(self, dy: Tensor, y: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
+        """The gradient through both, from y, in ``out``, which may be y; all are dense and laid out alike."""
+        ...
+
     def gate(
         self, z: Tensor, up: Tensor, activation: Activation, operands: Sequence[Tensor], out: Tensor | None
     ) -> Tensor:

@@ -65,6 +65,8 @@ class FusedAct(WithActivation):
     torchs: ClassVar[Any]
     weight: Any
     bias: Any
+    #: The probability with which outputs are dropped in training, of layers that take it.
+    dropout: float = 0.0
 
     def __init__(self, layer: nn.Module, activation: object, save: str) -> None:
         super().__init__()
@@ -113,7 +115,8 @@ class FusedAct(WithActivation):
     def extra_repr(self) -> str:
         resolved, torchs = self._specialised(resolve(self.activation)), self.torchs.extra_repr(self)
         kept = self.keeps(resolved, self._dtype())
-        return ", ".join([torchs, f"activation={resolved!r}", kept, *self.decided()])
+        dropped = [f"dropout={self.dropout}"] if self.dropout else []
+        return ", ".join([torchs, f"activation={resolved!r}", *dropped, kept, *self.decided()])
 
     def _dtype(self) -> torch.dtype:
         dtype: torch.dtype = self.weight.dtype

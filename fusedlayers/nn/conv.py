@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..functional import conv_bias_act
+from ..validation import check_dropout
 from .base import FusedAct
 
 _Sizes = int | Sequence[int]
@@ -40,32 +41,37 @@ class _FusedConvAct(FusedAct):
         bias: bool = True,
         padding_mode: str = "zeros",
         *,
+        dropout: float = 0.0,
         save: str = "auto",
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_dropout(type(self).__name__, dropout)
         layer = self.torchs(
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode,
             device=device, dtype=dtype,
         )  # fmt: skip
         super().__init__(layer, activation, save)
+        if dropout:
+            self.dropout = dropout
 
     def _example_shape(self) -> tuple[int, ...]:
         return 2, self.out_channels, *(5 + 2 * i for i in range(len(self.stride)))
 
     def forward(self, input: Tensor) -> Tensor:
-        return conv_act(self, input, self.activation, self.save)
+        return conv_act(self, input, self.activation, self.save, self.dropout if self.training else 0.0)
 
 
-def conv_act(layer: Any, input: Tensor, activation: object, save: str) -> Tensor:
-    """``activation(layer(input))`` for an ``nn.Conv1d``, ``nn.Conv2d`` or ``nn.Conv3d``."""
+def conv_act(layer: Any, input: Tensor, activation: object, save: str, dropout: float = 0.0) -> Tensor:
+    """``F.dropout(activation(layer(input)), dropout)`` for an ``nn.Conv1d``, ``nn.Conv2d`` or ``nn.Conv3d``."""
     padding = layer.padding
     if layer.padding_mode != "zeros":
         input = F.pad(input, layer._reversed_padding_repeated_twice, mode=layer.padding_mode)
         padding = 0  # for every dimension
     return conv_bias_act(
-        input, layer.weight, layer.bias, activation, layer.stride, padding, layer.dilation, layer.groups, save=save
-    )
+        input, layer.weight, layer.bias, activation, layer.stride, padding, layer.dilation, layer.groups,
+        dropout=dropout, save=save,
+    )  # fmt: skip
 
 
 class FusedConvAct1d(_FusedConvAct):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .. import backends
 from ..activations import resolve
 from ..functional import dense_bias_act
+from ..validation import check_dropout
 from .base import FusedAct
 
 
@@ -22,6 +23,7 @@ class FusedDenseAct(FusedAct):
     Args:
         in_features, out_features, bias, device, dtype: as for ``nn.Linear``.
         activation: as for ``fusedlayers.dense_bias_act``. A module with parameters becomes a submodule.
+        dropout: the probability with which outputs are dropped in training, as by an ``nn.Dropout`` behind it.
         save: as for ``fusedlayers.dense_bias_act``.
 
     Shapes: (..., in_features) -> (..., out_features).
@@ -42,11 +44,15 @@ class FusedDenseAct(FusedAct):
         activation: object = "gelu",
         bias: bool = True,
         *,
+        dropout: float = 0.0,
         save: str = "auto",
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_dropout("FusedDenseAct", dropout)
         super().__init__(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype), activation, save)
+        if dropout:
+            self.dropout = dropout
 
     def _example_shape(self) -> tuple[int, ...]:
         return 2, self.out_features
@@ -56,7 +62,8 @@ class FusedDenseAct(FusedAct):
         return [*backends.choose(self.weight).describe_matmuls(self.weight, activation)]
 
     def forward(self, input: Tensor) -> Tensor:
-        return dense_bias_act(input, self.weight, self.bias, self.activation, save=self.save)
+        dropout = self.dropout if self.training else 0.0
+        return dense_bias_act(input, self.weight, self.bias, self.activation, dropout=dropout, save=self.save)
 
 
 #: Dense layers, torch's and this library's: for code that chooses parameters or their first values by the class.

@@ -6,6 +6,7 @@ from ...activations import Activation
 from .. import torch as reference
 from ..torch import ADDS_BIAS, HAS_EPILOGUES, computes, describe_matmuls, has_epilogue, linear_gradient
 from . import build
+from .dropout import act_dropout, act_dropout_gradient
 from .elementwise import (
     bias_act,
     gate,
@@ -21,6 +22,8 @@ from .row_norm import inexact_columns, row_norm, row_norm_gradient, row_norm_slo
 __all__ = [
     "ADDS_BIAS",
     "HAS_EPILOGUES",
+    "act_dropout",
+    "act_dropout_gradient",
     "bias_act",
     "computes",
     "describe_matmuls",

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ...activations import Activation
+from .dropout import act_dropout, act_dropout_gradient, drop, slope, stored
 from .elementwise import bias_act, derivative, gradient, sum_of
 from .gated import gate, gate_gradient
 from .inverse import inverse
@@ -24,10 +25,13 @@ from .row_norm import inexact_columns, row_norm, row_norm_gradient, row_norm_slo
 __all__ = [
     "ADDS_BIAS",
     "HAS_EPILOGUES",
+    "act_dropout",
+    "act_dropout_gradient",
     "bias_act",
     "computes",
     "derivative",
     "describe_matmuls",
+    "drop",
     "faster_linear",
     "gate",
     "gate_gradient",
@@ -43,7 +47,9 @@ __all__ = [
     "row_norm",
     "row_norm_gradient",
     "row_norm_slow_because",
+    "slope",
     "slow_because",
+    "stored",
     "sum_of",
 ]
 

@@ -3,7 +3,15 @@
 import torch
 
 from ...activations import Activation
-from ..torch import inexact_columns, norm_passes, row_norm, row_norm_gradient, row_norm_slow_because
+from ..torch import (
+    act_dropout,
+    act_dropout_gradient,
+    inexact_columns,
+    norm_passes,
+    row_norm,
+    row_norm_gradient,
+    row_norm_slow_because,
+)
 from .codegen import computes
 from .elementwise import bias_act, gate, gate_gradient, gradient, inverse
 from .operations import (
@@ -19,6 +27,8 @@ from .operations import (
 __all__ = [
     "ADDS_BIAS",
     "HAS_EPILOGUES",
+    "act_dropout",
+    "act_dropout_gradient",
     "bias_act",
     "computes",
     "describe_matmuls",

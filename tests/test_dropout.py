@@ -1,0 +1,396 @@
+"""An activation and the dropout behind it in one buffer: the numbers that F.dropout drops, gradients from the marks,
+what is saved, and where PyTorch computes it."""
+
+import copy
+import itertools
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import derivative
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fusedlayers as fl
+from fusedlayers.activations import Activation, resolve, rows
+from fusedlayers.backends import cpu
+from fusedlayers.backends import torch as reference
+from fusedlayers.memory import saved_bytes
+from fusedlayers.ops import dropout
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TABLE = [row.bind() for row in rows()]
+SERVED = [(a, dtype) for a in TABLE for dtype in DTYPES if a.output_refusal(dtype) is None]
+SERVED = [(a, dtype) for a, dtype in SERVED if not a.is_identity and dropout.tells_scaled(a, dtype)]
+every_served = pytest.mark.parametrize(("activation", "dtype"), SERVED, ids=str)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+each_p = pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def _ours(z: Tensor, activation: Any, p: float, **options: Any) -> Tensor:
+    torch.manual_seed(7)
+    return fl.bias_act(z, None, activation, dropout=p, **options)
+
+
+def _eager(z: Tensor, activation: Any, p: float) -> Tensor:
+    torch.manual_seed(7)
+    return F.dropout(resolve(activation).plain(z), p)
+
+
+def _dropped(z: Tensor, p: float) -> Tensor:
+    """What of z the next dropout drops after a seed of 7."""
+    torch.manual_seed(7)
+    return ~torch.empty_like(z, dtype=torch.bool).bernoulli_(1 - p)
+
+
+def _is_fused(y: Tensor) -> bool:
+    return type(y.grad_fn).__name__ in ("ActDropoutBackward", "ViewBackward0", "SqueezeBackward1")
+
+
+def _z(dtype: torch.dtype, shape: tuple[int, ...] = (60, 300)) -> Tensor:
+    return (torch.randn(shape) * 2).to(dtype)
+
+
+def test_most_activations_are_served() -> None:
+    names = {a.name for a, _ in SERVED}
+    assert {"relu", "gelu", "gelu_tanh", "silu", "tanh", "sigmoid", "elu", "leaky_relu", "mish", "selu"} <= names
+    # An output on a flat part, times a factor and its inverse, may leave it.
+    assert names.isdisjoint({"relu6", "hardtanh", "hardsigmoid"})
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+@every_served
+@each_p
+def test_what_is_dropped_is_what_torch_drops(activation: Activation, dtype: torch.dtype, p: float) -> None:
+    z = _z(dtype)
+    y = _ours(z.clone().requires_grad_(), activation, p).detach()
+    state = torch.get_rng_state()
+    expected = _eager(z, activation, p)
+    assert torch.equal(state, torch.get_rng_state()) and y.dtype is dtype
+    # A branch takes a unit, and torch rounds 1 / (1 - p) to 16 bits.
+    unit = torch.finfo(dtype).eps
+    torch.testing.assert_close(y, expected, rtol=8 * unit, atol=unit)
+    assert torch.equal((y == 0) & y.signbit(), _dropped(z, p))
+
+
+@each_dtype
+def test_the_generator_is_followed_in_any_layout(dtype: torch.dtype) -> None:
+    for z in (
+        torch.randn(4, 30, 9, 9).contiguous(memory_format=torch.channels_last),
+        torch.randn(300, 60).t(),
+        torch.randn(20, 3, 40).transpose(0, 1),
+    ):
+        z = z.to(dtype)
+        ours, eager = _ours(z.clone().requires_grad_(), "silu", 0.3), _eager(z, "silu", 0.3)
+        assert _is_fused(ours) and torch.equal(ours == 0, eager == 0) and ours.stride() == eager.stride()
+
+
+@each_dtype
+def test_zeros_infinities_and_nan(dtype: torch.dtype) -> None:
+    special = torch.tensor([0.0, -0.0, -200.0, -1.0, 1.0, math.inf, -math.inf, math.nan])
+    for name in ("relu", "gelu", "silu", "tanh", "elu", "leaky_relu"):
+        z = special[special != math.inf] if name == "gelu" else special  # of which torch's kernels make NaN
+        z = z.repeat(400).to(dtype).requires_grad_()
+        ours, eager, dropped = _ours(z, name, 0.5), _eager(z, name, 0.5), _dropped(z, 0.5)
+        assert torch.equal(ours.isnan(), eager.isnan()) and torch.equal(ours.isinf(), eager.isinf())
+        assert not bool(ours[~dropped & (ours == 0)].signbit().any())
+        found, expected = (torch.autograd.grad(y, z, torch.ones_like(y))[0] for y in (ours, eager))
+        finite = z.detach().isfinite()
+        torch.testing.assert_close(found[finite], expected[finite], rtol=2e-2, atol=2e-2)
+        assert bool(found[finite & dropped].eq(0).all())
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+@every_served
+@each_p
+def test_gradients_are_nearly_as_good_as_without(activation: Activation, dtype: torch.dtype, p: float) -> None:
+    """The factor and its inverse are two roundings more."""
+    z = _z(dtype, (200, 300))
+    dy = torch.randn(z.shape)
+    leaf = z.clone().requires_grad_()
+    y = fl.bias_act(leaf, None, activation, dropout=p)
+    assert _is_fused(y)
+    keep = ~((y == 0) & y.signbit())
+    (dz,) = torch.autograd.grad(y, leaf, dy.to(dtype))
+    exact = derivative(activation.function, z.double()) * dy.to(dtype).double() * keep / (1 - p)
+    plain = z.clone().requires_grad_()
+    (without,) = torch.autograd.grad(fl.bias_act(plain, None, activation, save="output"), plain, dy.to(dtype))
+    error = float((dz.double() - exact).norm() / exact.norm())
+    floor = float((without.double() * keep / (1 - p) - exact).norm() / exact.norm())
+    assert error <= 2 * floor + 2 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("name", ["gelu", "silu", "relu", "tanh", "mish"])
+def test_every_number_of_16_bits(name: str, dtype: torch.dtype) -> None:
+    z = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+    z = z[z.isfinite() & (z.abs() < 1e4)]
+    activation = resolve(name)
+    for p in (0.1, 0.5):
+        leaf = z.clone().requires_grad_()
+        y = fl.bias_act(leaf, None, activation, dropout=p, save="output")
+        keep = ~((y == 0) & y.signbit())
+        (dz,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
+        exact = derivative(activation.function, z.double()) * keep / (1 - p)
+        worst = float((dz.double() - exact).abs().max())
+        plain = z.clone().requires_grad_()
+        (without,) = torch.autograd.grad(fl.bias_act(plain, None, activation, save="output"), plain, torch.ones_like(z))
+        floor = float((without.double() - derivative(activation.function, z.double())).abs().max())
+        assert worst * (1 - p) <= 2 * floor + 4 * torch.finfo(dtype).eps
+        assert bool(dz[~keep].eq(0).all())
+
+
+@every_served
+def test_the_loops_compute_what_the_reference_does(activation: Activation, dtype: torch.dtype) -> None:
+    z, dy = _z(dtype), _z(dtype)
+    keep = torch.empty_like(z, dtype=torch.bool).bernoulli_(0.7)
+    results = []
+    for backend, overwrite in itertools.product((cpu, reference), (False, True)):
+        given = z.clone()
+        y = backend.act_dropout(given, keep, activation, 0.3, given if overwrite else torch.empty_like(z))
+        assert (y is given) is overwrite and (overwrite or torch.equal(given, z))
+        y = y if not results else results[0][1].clone()  # next to a fold the derivative magnifies a rounding
+        dz = backend.act_dropout_gradient(dy, y.clone(), activation, 0.3, torch.empty_like(y))
+        out = y.clone()
+        assert torch.equal(backend.act_dropout_gradient(dy, out, activation, 0.3, out), dz)
+        results.append((given if overwrite else y, y, dz))
+    unit = torch.finfo(dtype).eps
+    for found, _, dz in results:
+        torch.testing.assert_close(found, results[0][0], rtol=16 * unit, atol=4 * unit)
+        assert torch.equal(found.signbit() & (found == 0), ~keep)
+        # The loops round y (1 - p), which next to a fold moves the derivative by the root of a unit.
+        allowed = 4 * unit**0.5 if activation.is_folded and dtype is torch.float32 else max(4 * unit, 2e-5)
+        torch.testing.assert_close(dz, results[0][2], rtol=16 * unit, atol=allowed)
+
+
+@pytest.mark.parametrize("name", ["gelu", "tanh", "silu"])
+def test_second_derivatives_and_batches(name: str) -> None:
+    x = torch.randn(40, 50, requires_grad=True)
+    results = []
+    for call in (_ours, _eager):
+        y = call(x, name, 0.3)
+        (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x, retain_graph=True)
+        batches = torch.stack([torch.ones_like(y), y.detach()])
+        results.append([first, second, torch.autograd.grad(y, x, batches, is_grads_batched=True)[0]])
+    torch.testing.assert_close(results[0], results[1], rtol=1e-3, atol=2e-3)
+
+
+# --- what is saved, and buffers ---------------------------------------------------------------------------------------
+
+
+@each_dtype
+@pytest.mark.parametrize("name", ["gelu", "relu", "silu"])
+def test_one_buffer_is_saved_and_no_mask(name: str, dtype: torch.dtype) -> None:
+    x, w, b = torch.randn(64, 32), torch.randn(256, 32), torch.randn(256)
+    x, w, b = (t.to(dtype).requires_grad_() for t in (x, w, b))
+    hidden = 64 * 256 * dtype.itemsize
+    ours = saved_bytes(lambda: fl.dense_bias_act(x, w, b, name, dropout=0.1))
+    eager = saved_bytes(lambda: F.dropout(resolve(name).plain(F.linear(x, w, b)), 0.1))
+    assert ours == hidden and eager >= 2 * hidden
+    last = torch.randn(8, 256).to(dtype).requires_grad_()
+    assert saved_bytes(lambda: F.linear(fl.dense_bias_act(x, w, b, name, dropout=0.1), last)) == hidden
+
+
+def test_backward_twice_and_outputs_that_others_hold() -> None:
+    x = torch.randn(50, 60, requires_grad=True)
+    y = fl.bias_act(x, None, "gelu", dropout=0.3)
+    before = y.detach().clone()
+    first, second = (torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for _ in range(2))
+    y.sum().backward()
+    assert x.grad is not None and torch.equal(first, second) and torch.equal(first, x.grad)
+    assert torch.equal(y.detach(), before)
+    assert torch.equal(x.detach(), x.detach().clone())
+
+
+def test_an_input_is_not_overwritten() -> None:
+    for x in (torch.randn(50, 60, requires_grad=True), torch.randn(50, 60, requires_grad=True) * 1):
+        before = x.detach().clone()
+        fl.bias_act(x, None, "gelu", dropout=0.3).sum().backward()
+        assert torch.equal(x.detach(), before)
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+LAYERS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
+    "dense": (lambda: fl.FusedDenseAct(12, 80, "gelu", dropout=0.3), (30, 12)),
+    "dense, three dimensions": (lambda: fl.FusedDenseAct(12, 80, "silu", bias=False, dropout=0.3), (5, 6, 12)),
+    "dense, one dimension": (lambda: fl.FusedDenseAct(12, 800, "tanh", dropout=0.3), (12,)),
+    "conv": (lambda: fl.FusedConvAct2d(3, 8, 3, "gelu", dropout=0.3), (4, 3, 11, 11)),
+    "conv, no batch": (lambda: fl.FusedConvAct1d(3, 8, 3, "relu", dropout=0.3), (3, 90)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name: str) -> None:
+    make, shape = LAYERS[name]
+    layer, x = make(), torch.randn(shape, requires_grad=True)
+    plain = layer.torchs(*_arguments(layer))
+    plain.load_state_dict(layer.state_dict())
+    activation = resolve(layer.activation).plain
+    results = []
+    for call in (layer, lambda x: F.dropout(activation(plain(x)), 0.3)):
+        torch.manual_seed(3)
+        y = call(x)
+        if call is layer:
+            assert _is_fused(y) and "dropout=0.3" in repr(layer)
+        sources = [x, *(layer if call is layer else plain).parameters()]
+        results.append([y, *torch.autograd.grad(y.square().sum(), sources)])
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
+    layer.eval()
+    torch.testing.assert_close(layer(x), activation(plain(x)))
+
+
+def _arguments(layer: Any) -> tuple[Any, ...]:
+    if isinstance(layer, fl.FusedDenseAct):
+        return layer.in_features, layer.out_features, layer.bias is not None
+    return layer.in_channels, layer.out_channels, layer.kernel_size
+
+
+def test_a_residual_is_added_before() -> None:
+    x, w, residual = torch.randn(30, 12), torch.randn(80, 12), torch.randn(30, 80)
+    torch.manual_seed(7)
+    ours = fl.dense_bias_act(x.requires_grad_(), w, None, "gelu", residual=residual, dropout=0.2)
+    eager = _eager(F.linear(x, w) + residual, "gelu", 0.2)
+    torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-5)
+
+
+# --- contexts ---------------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_hooks_and_autocast() -> None:
+    layer, x = fl.FusedDenseAct(12, 80, "gelu", dropout=0.3), torch.randn(30, 12, requires_grad=True)
+
+    def step(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        torch.manual_seed(5)
+        return [*torch.autograd.grad(call(x).float().square().sum(), [x, *layer.parameters()])]
+
+    expected = step(layer)
+    torch.testing.assert_close(step(lambda x: checkpoint(layer, x, use_reentrant=False)), expected)
+    with torch.autograd.graph.save_on_cpu():
+        torch.testing.assert_close(step(layer), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+        assert y.dtype is torch.bfloat16 and _is_fused(y)
+        torch.testing.assert_close(step(layer), expected, rtol=0.1, atol=0.3)
+
+
+@pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
+def test_compiled_layers_are_the_compilers() -> None:
+    layer, x = fl.FusedDenseAct(12, 80, "gelu", dropout=0.3), torch.randn(30, 12, requires_grad=True)
+    y = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+    assert 0.2 < float((y == 0).float().mean()) < 0.4
+    y.sum().backward()
+
+
+def test_what_outputs_do_not_tell_is_pytorchs() -> None:
+    x = torch.randn(50, 60, requires_grad=True)
+    calls: list[tuple[Any, dict[str, Any]]] = [
+        ("relu6", {}),
+        (nn.Softmax(-1), {}),
+        (nn.PReLU(), {}),
+        ("gelu", {"save": "input"}),
+        (None, {}),
+        (torch.sin, {}),
+    ]
+    for activation, options in calls:
+        y, expected = _ours(x, activation, 0.3, **options), _eager(x, activation, 0.3)
+        assert type(y.grad_fn).__name__ != "ActDropoutBackward"
+        torch.testing.assert_close(y, expected)
+        got, right = (torch.autograd.grad(t.square().sum(), x)[0] for t in (y, expected))
+        torch.testing.assert_close(got, right)
+    with torch.no_grad():
+        torch.testing.assert_close(_ours(x, "gelu", 0.3), _eager(x, "gelu", 0.3))
+
+
+def test_all_or_nothing() -> None:
+    x = torch.randn(50, 60, requires_grad=True)
+    assert torch.equal(fl.bias_act(x, None, "gelu", dropout=0.0), fl.bias_act(x, None, "gelu"))
+    y = fl.bias_act(x, None, "gelu", dropout=1.0)
+    assert bool((y == 0).all()) and bool((torch.autograd.grad(y.sum(), x)[0] == 0).all())
+
+
+def test_the_probability_may_change_from_step_to_step() -> None:
+    layer, x = fl.FusedDenseAct(12, 800, "gelu", dropout=0.1), torch.randn(30, 12)
+    for p in (0.1, 0.25, 0.5, 0.0):
+        layer.dropout = p
+        assert float((layer(x) == 0).float().mean()) == pytest.approx(p, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("p", "error"), [(-0.1, ValueError), (1.5, ValueError), (math.nan, ValueError), ("a", TypeError), (True, TypeError)]
+)
+def test_bad_probabilities(p: Any, error: type[Exception]) -> None:
+    x, w = torch.randn(8, 12), torch.randn(8, 12)
+    calls: list[Callable[[], Any]] = [
+        lambda: fl.dense_bias_act(x, w, None, "gelu", dropout=p),
+        lambda: fl.bias_act(x, None, "gelu", dropout=p),
+        lambda: fl.conv_bias_act(x[None], torch.randn(4, 8, 3), None, "gelu", dropout=p),
+        lambda: fl.FusedDenseAct(3, 4, dropout=p),
+        lambda: fl.FusedConvAct1d(3, 4, 3, dropout=p),
+    ]
+    for call in calls:
+        with pytest.raises(error, match="dropout must"):
+            call()
+    with pytest.raises(ValueError, match=re.escape("bias_act: dropout and inplace=True")):
+        fl.bias_act(x, None, "gelu", inplace=True, dropout=0.5)
+    with pytest.raises(ValueError, match="expected input"):
+        fl.dense_bias_act(x, torch.randn(3, 4), None, "gelu", dropout=0.5)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A transformer's, with the usual dropouts."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 4, dropout=0.1, batch_first=True)
+        kind: Any = fl.LayerNorm if fused else nn.LayerNorm
+        self.norm1, self.norm2 = kind(32), kind(32)
+        self.up: Any = fl.FusedDenseAct(32, 128, "gelu", dropout=0.1) if fused else nn.Linear(32, 128)
+        self.down, self.fused = nn.Linear(128, 32), fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm1(x)
+        x = x + F.dropout(self.attention(h, h, h, need_weights=False)[0], 0.1)
+        h = self.up(self.norm2(x))
+        h = h if self.fused else F.dropout(F.gelu(h), 0.1)
+        return x + F.dropout(self.down(h), 0.1)
+
+
+def test_a_transformer_trains_as_by_pytorch() -> None:
+    data, target = torch.randn(16, 24, 32), torch.randn(16, 24, 32)
+    losses: list[list[float]] = []
+    state = None
+    for fused in (True, False):
+        torch.manual_seed(0)
+        net = nn.Sequential(Block(fused), Block(fused))
+        state = state or copy.deepcopy(net.state_dict())
+        net.load_state_dict(state)
+        optimizer = torch.optim.SGD(net.parameters(), 0.02, momentum=0.9)
+        torch.manual_seed(1)
+        losses.append([])
+        for _ in range(200):
+            loss = (net(data) - target).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(float(loss.detach()))
+    assert losses[0][-1] < losses[0][0]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
