@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import fusedlayers as fl
 from fusedlayers.memory import saved_bytes
 
-DROP_IN_MODULES = [name for name in fl.__all__ if hasattr(nn, name) and name != "Linear"]
-DROP_IN_FUNCTIONS = [name for name in fl.__all__ if hasattr(F, name)]
+DROP_IN_MODULES = [name for name in fl.__all__ if hasattr(nn, name) and not name.endswith("Norm")]
+DROP_IN_FUNCTIONS = [name for name in fl.__all__ if hasattr(F, name) and not name.endswith("_norm")]
 
 #: Arguments other than the defaults, in torch's order.
 OTHER_ARGUMENTS: dict[str, dict[str, Any]] = {

@@ -257,7 +257,8 @@ def rms_norm(norm: RowNorm, x: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor
     failed = _functions()["rms_forward"](
         ctypes.addressof(described), x.data_ptr(), y.data_ptr(), inverse_std.data_ptr(), norm.epsilon(x.dtype)
     )
-    _raise_if(failed, "rms_norm")
+    if failed:
+        raise _no_memory("rms_norm")
     return y, inverse_std
 
 
@@ -281,7 +282,8 @@ def row_norm_gradient(
         None if dx is None else dx.data_ptr(),
         *(of_w.data_ptr(), of_b.data_ptr()),
     )
-    _raise_if(failed, "row_norm_gradient")
+    if failed:
+        raise _no_memory("row_norm_gradient")
     if dx is not None:
         torch.autograd.graph.increment_version(dx)
     return of_w, of_b
@@ -309,9 +311,8 @@ def _row_norm(
     )
 
 
-def _raise_if(failed: int, name: str) -> None:
-    if failed:
-        raise MemoryError(f"{name}: no memory for what rows and sums need")
+def _no_memory(name: str) -> MemoryError:
+    return MemoryError(f"{name}: no memory for what rows and sums need")
 
 
 def _call(
@@ -324,7 +325,8 @@ def _call(
     threads = 1 if count <= GRAIN else torch.get_num_threads()
     address, _layout = _matrix(count, along, threads)  # which must live as long as the call
     failed = _functions()[name](kernel.address, *addresses, address)
-    _raise_if(failed, name)
+    if failed:
+        raise _no_memory(name)
     if writes:
         torch.autograd.graph.increment_version(tensor)
 
