@@ -176,6 +176,14 @@ def test_the_loops_compute_what_the_reference_does(activation: Activation, dtype
         torch.testing.assert_close(dz, results[0][2], rtol=16 * unit, atol=allowed)
 
 
+@each_dtype
+def test_a_derivative_that_is_infinite_at_zero_is_not_that_of_what_was_dropped(dtype: torch.dtype) -> None:
+    y, cbrt = torch.tensor([-0.0, 1.0], dtype=dtype), resolve("cbrt")
+    for backend in (cpu, reference):
+        dz = backend.act_dropout_gradient(torch.ones_like(y), y.clone(), cbrt, 0.5, torch.empty_like(y))
+        assert float(dz[0]) == 0.0 and 0.0 < float(dz[1]) < 10.0
+
+
 @pytest.mark.parametrize("name", ["gelu", "tanh", "silu"])
 def test_second_derivatives_and_batches(name: str) -> None:
     x = torch.randn(40, 50, requires_grad=True)
