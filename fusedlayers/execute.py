@@ -66,7 +66,7 @@ def run_dropout(
     is_own = not (isinstance(operation, Pointwise) and b is None and residual is None)
     z = operation(x, w, b)
     if residual is not None:
-        z = z + residual if z is x else z.add_(residual)
+        z = z + residual if z is x or residual.dtype is not z.dtype else z.add_(residual)
     along = Pointwise(operation.dim)
     is_usual = validation.are_torchs_own((z,))
     plan, record, operands = plan_for(

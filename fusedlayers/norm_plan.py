@@ -78,7 +78,7 @@ def _make_plan(
         return Plan("composite", "eager", f"not fused: {because}")
     if not needs_gradient(x, w, b):
         return Plan("composite", "nothing", "saves nothing: no gradient is needed")
-    return Plan("fused", "output", describe_row_norm(save), backend=backends.choose(x))
+    return Plan("fused", "output", "saves the output, which tells the input", backend=backends.choose(x))
 
 
 def _plain_because(
@@ -115,8 +115,3 @@ def _least_bytes(norm: RowNorm) -> int:
 def _is_wider(p: Tensor, x: Tensor) -> bool:
     """Whether torch's norms of 16-bit x take such a parameter."""
     return x.is_cpu and x.itemsize == 2 and p.dtype is torch.float32
-
-
-def describe_row_norm(save: str) -> str:
-    """What a norm saves, for people."""
-    return "saves the input" if save == "input" else "saves the output, which tells the input"

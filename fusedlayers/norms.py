@@ -44,7 +44,8 @@ def layer_norm(
         ValueError: shapes or devices that do not fit together, or an unknown ``save``.
 
     Saved: the output, one number for each row, ``weight`` and ``bias``, neither of which may be edited in place before
-    backward. Where more than half of the columns do not tell their input, the input instead of the output.
+    backward. Of columns that do not tell their input also the
+    normalised input; where these are more than a quarter, the input instead of all that.
 
     Source: Ba, Kiros & Hinton 2016, "Layer Normalization".
 

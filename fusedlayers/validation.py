@@ -320,6 +320,9 @@ def check_row_norm(norm: RowNorm, x: Tensor, w: Tensor | None, b: Tensor | None,
     """All checks of a norm over rows, before anything is computed."""
     function, shape = norm.function, norm.shape
     check_norm_save(function, save)
+    for name, number in (("eps", norm.eps), ("weight_offset", norm.offset)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, Real)):
+            raise TypeError(f"{function}: {name} must be a number, got {type(number).__name__}")
     check_tensors(function, {"input": x}, weight=w, bias=b)
     if x.is_nested:
         return  # which does not tell its sizes

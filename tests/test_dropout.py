@@ -111,6 +111,29 @@ def test_zeros_infinities_and_nan(dtype: torch.dtype) -> None:
         assert bool(found[finite & dropped].eq(0).all())
 
 
+def test_outputs_that_only_the_factor_makes_infinite() -> None:
+    for name, dtype in itertools.product(("gelu", "relu", "elu", "silu"), DTYPES):
+        z = torch.full((4000,), 0.7 * torch.finfo(dtype).max, dtype=dtype)
+        if name == "gelu":
+            z = z / 2  # of which torch's kernels make NaN
+        ours, eager = _ours(z.requires_grad_(), name, 0.5), _eager(z, name, 0.5)
+        assert torch.equal(ours.isnan(), eager.isnan()) and torch.equal(ours == 0, eager == 0)
+        found = torch.autograd.grad(ours, z, torch.ones_like(z))[0]
+        assert bool(found[ours == 0].eq(0).all())
+
+
+def test_marks_that_underflow_where_subnormal_numbers_are_flushed() -> None:
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush them")
+    try:
+        for name, value in (("hardswish", -5.0), ("gelu", -50.0), ("silu", -200.0)):
+            z = torch.full((1000,), value, requires_grad=True)
+            _ours(z, name, 0.5).sum().backward()
+            assert z.grad is not None and float(z.grad.abs().max()) < 1e-6
+    finally:
+        torch.set_flush_denormal(False)
+
+
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
@@ -275,6 +298,14 @@ def test_a_residual_is_added_before() -> None:
     ours = fl.dense_bias_act(x.requires_grad_(), w, None, "gelu", residual=residual, dropout=0.2)
     eager = _eager(F.linear(x, w) + residual, "gelu", 0.2)
     torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-5)
+
+
+def test_a_residual_of_another_dtype_under_autocast() -> None:
+    x, w, residual = torch.randn(400, 130, requires_grad=True), torch.randn(130, 130), torch.randn(400, 130)
+    with torch.autocast("cpu", torch.bfloat16):
+        for p in (0.0, 0.3):
+            y = fl.dense_bias_act(x, w, None, "gelu", residual=residual, dropout=p)
+            assert y.dtype is torch.float32
 
 
 # --- contexts ---------------------------------------------------------------------------------------------------------

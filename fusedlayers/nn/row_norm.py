@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..norm_plan import describe_row_norm
 from ..norms import layer_norm, rms_norm
 from ..validation import check_norm_save
 
@@ -22,7 +21,7 @@ class LayerNorm(nn.LayerNorm):
 
     >>> import fusedlayers as fl
     >>> fl.LayerNorm(8)
-    LayerNorm((8,), eps=1e-05, elementwise_affine=True, bias=True, saves the output, which tells the input)
+    LayerNorm((8,), eps=1e-05, elementwise_affine=True, bias=True, save='auto')
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class LayerNorm(nn.LayerNorm):
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, save=self.save)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {describe_row_norm(self.save)}"
+        return f"{super().extra_repr()}, save={self.save!r}"
 
 
 class RMSNorm(nn.RMSNorm):
@@ -57,7 +56,7 @@ class RMSNorm(nn.RMSNorm):
 
     >>> import fusedlayers as fl
     >>> fl.RMSNorm(8, eps=1e-6, rounds_first=True)
-    RMSNorm((8,), eps=1e-06, elementwise_affine=True, rounds_first=True, saves the output, which tells the input)
+    RMSNorm((8,), eps=1e-06, elementwise_affine=True, rounds_first=True, save='auto')
     """
 
     def __init__(
@@ -90,4 +89,4 @@ class RMSNorm(nn.RMSNorm):
     def extra_repr(self) -> str:
         options = f", weight_offset={self.weight_offset}" if self.weight_offset else ""
         options += ", rounds_first=True" if self.rounds_first else ""
-        return f"{super().extra_repr()}{options}, {describe_row_norm(self.save)}"
+        return f"{super().extra_repr()}{options}, save={self.save!r}"

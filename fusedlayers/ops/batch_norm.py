@@ -132,7 +132,7 @@ class NormAct(Function):
             dx, dw, db = _differentiable(dy, x, w, b, again, activation, norm.dim, needs)
             return dx, dw, db, None, None, None, None
 
-        if y is not None and not norm.is_synchronised and type(dy) is Tensor:
+        if y is not None and not norm.is_synchronised and type(dy) is Tensor and not dy.is_neg() and dy.data_ptr():
             passes = backend.norm_passes(y, activation)
             if passes is not None:
                 dx, dw, db = _in_passes(passes, ctx, dy, y, known, b, x, channels, overwrite)

@@ -43,7 +43,7 @@ class ActDropout(Function):
         activation, p, backend, hooked = ctx.settings
         if torch.is_grad_enabled() or is_batched(dy):
             wide = upcast(y)
-            is_kept = (wide != 0) | ~wide.signbit()
+            is_kept = reference.is_kept(wide)
             slope = reference.slope(activation, wide, y.dtype, p, differentiable=True)
             given = upcast(dy) * is_kept
             dz = torch.where(is_kept, given * (slope * (1 / (1 - p))), given)

@@ -80,7 +80,7 @@ def gradient(
 ) -> tuple[Tensor | None, ...]:
     """``dz = dy * f'``, the gradient of the bias, and those of the operands: None where not requested."""
     kernel = gradient_kernel(activation, saved.dtype, request.saved)
-    if kernel is None or not saved.numel() or type(dy) is not Tensor:  # such as one without memory
+    if kernel is None or not saved.numel() or type(dy) is not Tensor or dy.is_neg() or not dy.data_ptr():
         return reference.gradient(dy, saved, activation, operands, request, dim=dim)
     overwrite = request.overwrite
     if not (saved.is_contiguous() or is_dense(saved)):  # an output written over a view with gaps, or a user's input
@@ -112,7 +112,7 @@ def gate_gradient(
     """Write the gradients of z and up over these, contiguous all, and return those of the operands; dy is overwritten
     too."""
     kernel = gate_kernel(activation, z.dtype)
-    if kernel is None or type(dy) is not Tensor:
+    if kernel is None or type(dy) is not Tensor or dy.is_neg() or not dy.data_ptr():
         return reference.gate_gradient(dy, z, up, activation, operands, needs)
     loops.gate_gradient(kernel, dy, z, up)
     return ()

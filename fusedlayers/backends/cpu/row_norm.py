@@ -34,7 +34,7 @@ def row_norm_gradient(
     overwrite: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """The gradients of x, in y if ``overwrite``, and of the rows that w and b are, in float32 or wider."""
-    if type(dy) is not Tensor or not _has_loops(y.dtype):
+    if type(dy) is not Tensor or dy.is_neg() or not dy.data_ptr() or not _has_loops(y.dtype):
         return reference.row_norm_gradient(
             norm, dy, y, w, b, inverse_std, kept, needs_x=needs_x, overwrite=overwrite
         )  # fmt: skip

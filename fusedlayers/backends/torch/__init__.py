@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...activations import Activation
-from .dropout import act_dropout, act_dropout_gradient, drop, slope, stored
+from .dropout import act_dropout, act_dropout_gradient, dropped, is_kept, plain_zeros, slope, stored
 from .elementwise import bias_act, derivative, gradient, sum_of
 from .gated import gate, gate_gradient
 from .inverse import inverse
@@ -31,7 +31,7 @@ __all__ = [
     "computes",
     "derivative",
     "describe_matmuls",
-    "drop",
+    "dropped",
     "faster_linear",
     "gate",
     "gate_gradient",
@@ -40,10 +40,12 @@ __all__ = [
     "has_faster_linear",
     "inexact_columns",
     "inverse",
+    "is_kept",
     "linear",
     "linear_gradient",
     "norm_passes",
     "operation_act",
+    "plain_zeros",
     "row_norm",
     "row_norm_gradient",
     "row_norm_slow_because",

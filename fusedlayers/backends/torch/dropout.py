@@ -21,8 +21,10 @@ def act_dropout(z: Tensor, keep: Tensor, activation: Activation, p: float, out: 
     """The output, in ``out``, which may be z; all are dense and laid out alike."""
 
     def store(part: Tensor, kept: Tensor, result: Tensor) -> None:
-        result.copy_(stored(activation, upcast(part), part.dtype, p))
-        drop(result, kept)
+        wide = upcast(part)
+        lost = dropped(activation.function(wide).to(part.dtype))
+        result.copy_(stored(activation, wide, part.dtype, p))
+        result.copy_(torch.where(kept, plain_zeros(result), lost))
 
     for_each(store, z, keep, out)
     return out
@@ -37,10 +39,19 @@ def stored(activation: Activation, z: Tensor, dtype: torch.dtype, p: float) -> T
     return branch_bit.encode(y.to(torch.float32), fold.marks(z), dtype, fold.ambiguous, bounded=fold.bounded)
 
 
-def drop(y: Tensor, keep: Tensor) -> None:
-    """Mark what is dropped of y, in place."""
-    y.add_(0.0)  # -0 becomes +0
-    y.copy_(torch.where(keep, y, (y - y).neg_()))
+def dropped(y: Tensor) -> Tensor:
+    """What is stored instead of outputs y, before the factor, that are dropped: -0, or NaN where y is not finite."""
+    return (y - y).neg_()
+
+
+def plain_zeros(y: Tensor) -> Tensor:
+    """y, in place, with +0 for -0."""
+    return y.add_(0.0)
+
+
+def is_kept(y: Tensor) -> Tensor:
+    """Where stored y was not dropped."""
+    return (y != 0) | ~y.signbit()
 
 
 def act_dropout_gradient(dy: Tensor, y: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
@@ -51,10 +62,10 @@ def act_dropout_gradient(dy: Tensor, y: Tensor, activation: Activation, p: float
 
 def _multiply(activation: Activation, p: float, dy: Tensor, y: Tensor, out: Tensor) -> None:
     wide = upcast(y)
-    is_kept = (wide != 0) | ~wide.signbit()
-    given = upcast(dy) * is_kept
+    kept = is_kept(wide)
+    given = upcast(dy) * kept
     # The derivative of what was dropped is not known, and may be infinite at 0.
-    out.copy_(torch.where(is_kept, given * (slope(activation, wide, y.dtype, p) * (1 / (1 - p))), given))
+    out.copy_(torch.where(kept, given * (slope(activation, wide, y.dtype, p) * (1 / (1 - p))), given))
 
 
 def slope(activation: Activation, y: Tensor, dtype: torch.dtype, p: float, *, differentiable: bool = False) -> Tensor:
