@@ -408,9 +408,9 @@ static void invert_formula(const kernel *k, const float *y, float *z) {
 
 /* The derivative of hardswish from y = z (z + 3) / 6, a parabola between its kinks: with d, the distance from its
    minimum less what the mark moves outputs by (``FoldedDerivative.margin``), (2z + 3) / 6 = sqrt(2d / 3). Marked outputs
-   below ``jumped`` belong to z < -3: no z above has one. */
+   below ``jumped`` belong to z < -3: the number after -3 has one of 1.2e-7. */
 static void hardswish_from_output(float margin, const float *y, float *slope) {
-  const float jumped = 2e-7f;
+  const float jumped = 1e-7f;
   EACH {
     float d = (y[i] + 0.375f) - margin, root = __builtin_sqrtf((d < margin ? margin : d) * 0.666666667f);
     int32_t is_left = y[i] < 0.0f ? bits_of(y[i]) & 1 : 0;
