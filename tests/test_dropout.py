@@ -79,8 +79,10 @@ def test_what_is_dropped_is_what_torch_drops(activation: Activation, dtype: torc
     expected = _eager(z, activation, p)
     assert torch.equal(state, torch.get_rng_state()) and y.dtype is dtype
     # A branch takes a unit, and torch rounds 1 / (1 - p) to 16 bits.
-    unit = torch.finfo(dtype).eps
-    torch.testing.assert_close(y, expected, rtol=8 * unit, atol=unit)
+    exact = activation.function(z.double()) / (1 - p) * ~_dropped(z, p)
+    errors = [float((t.double() - exact).abs().max()) for t in (y, expected)]
+    assert errors[0] <= 2 * errors[1] + 8 * torch.finfo(dtype).eps * float(exact.abs().max())
+    assert torch.equal(y == 0, expected == 0) or activation.is_folded  # whose underflow is marked
     assert torch.equal((y == 0) & y.signbit(), _dropped(z, p))
 
 
@@ -141,7 +143,8 @@ def test_marks_that_underflow_where_subnormal_numbers_are_flushed() -> None:
 @each_p
 def test_gradients_are_nearly_as_good_as_without(activation: Activation, dtype: torch.dtype, p: float) -> None:
     """The factor and its inverse are two roundings more."""
-    z = _z(dtype, (200, 300))
+    # Next to a fold few numbers have nearly all of the error.
+    z = _z(dtype, (1000, 2000) if activation.is_folded and dtype is torch.float32 else (200, 300))
     dy = torch.randn(z.shape)
     leaf = z.clone().requires_grad_()
     y = fl.bias_act(leaf, None, activation, dropout=p)
