@@ -34,7 +34,7 @@ from ..utils.isolation import in_clean_state
 from ..utils.layout import along, channels_last_format, other_dims, sum_along
 from .buffer_reuse import is_ours_alone, saved_under_hooks
 from .edge import Edge, Joined
-from .pointwise import apart, differentiable_gradients, is_batched
+from .pointwise import apart, differentiable_gradients, gradients_through, is_batched
 
 #: Smaller inputs are saved: to find out whether they must be would take longer than to read them.
 WORTH_IT = 1 << 14
@@ -301,10 +301,8 @@ def _differentiable(
         sources = apart(x, w, b)
         z = again(*sources)
         dz, *_ = differentiable_gradients(dy, z, activation, False, (), (), dim)
-        wanted = [t for t, need in zip(sources, needs, strict=True) if need and t is not None]
         assert dz is not None
-        found = iter(torch.autograd.grad(z, wanted, dz, create_graph=True))
-    return [next(found) if need else None for need in needs]
+        return gradients_through(z, dz, sources, needs)
 
 
 def _of(parameter: Tensor | None, channels: Tensor) -> Tensor | None:

@@ -141,6 +141,13 @@ def apart(*tensors: Tensor | None) -> list[Any]:
     return [t if t is None else t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors]
 
 
+def gradients_through(z: Tensor, dz: Tensor, sources: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Any]:
+    """The gradients of those sources that need one, which autograd can differentiate again."""
+    wanted = [t for t, need in zip(sources, needs, strict=True) if need and t is not None]
+    found = iter(torch.autograd.grad(z, wanted, dz, create_graph=True))
+    return [next(found) if need else None for need in needs]
+
+
 def differentiable_gradients(
     dy: Tensor,
     saved: Tensor,

@@ -24,7 +24,7 @@ from ..backends import Backend
 from ..backends.norms import Kept, RowNorm, in_a_row
 from .buffer_reuse import is_ours_alone, saved_under_hooks
 from .edge import Edge, Joined
-from .pointwise import apart, is_batched
+from .pointwise import apart, gradients_through, is_batched
 
 #: How many times its factor's size a column's shift may be. xhat then errs by so many roundings of y, and one.
 RATIO = 4.0
@@ -110,10 +110,7 @@ def _differentiable(
     x = x if edge is None else Joined.apply(edge, x)
     with torch.enable_grad():
         sources = apart(x, w, b)
-        z = norm(*sources)
-        wanted = [t for t, need in zip(sources, needs, strict=True) if need and t is not None]
-        found = iter(torch.autograd.grad(z, wanted, dy, create_graph=True))
-    return [next(found) if need else None for need in needs]
+        return gradients_through(norm(*sources), dy, sources, needs)
 
 
 # --- which columns outputs tell ---------------------------------------------------------------------------------------
