@@ -8,6 +8,7 @@ from .checkpoint.recompute import sublinear
 from .checkpoint.sequential import SublinearSequential
 from .functional import bias_act, conv_bias_act, dense_bias_act, gated_mlp, mlp
 from .fusion.fuse import fuse, unfuse
+from .gates import bmm, gated_act, grouped_mm, linear, matmul
 from .invertible.activation import InvertibleActivation
 from .invertible.batchnorm import InvertibleBatchNorm1d, InvertibleBatchNorm2d, InvertibleBatchNorm3d
 from .invertible.call import dry_mode, in_backward_mode, in_dry_mode
@@ -133,6 +134,7 @@ __all__ = [
     "activation",
     "activations",
     "bias_act",
+    "bmm",
     "celu",
     "conv_bias_act",
     "dense_bias_act",
@@ -140,8 +142,10 @@ __all__ = [
     "elu",
     "explain",
     "fuse",
+    "gated_act",
     "gated_mlp",
     "gelu",
+    "grouped_mm",
     "hardsigmoid",
     "hardswish",
     "hardtanh",
@@ -150,7 +154,9 @@ __all__ = [
     "invertible_checkpoint",
     "layer_norm",
     "leaky_relu",
+    "linear",
     "logsigmoid",
+    "matmul",
     "memory_report",
     "mish",
     "mlp",

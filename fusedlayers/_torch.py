@@ -12,7 +12,8 @@ Private attributes of torch's objects are used where the objects are, and nowher
   ``_backward_pre_hooks``, ``_compiled_call_impl``, ``_save_to_state_dict``, ``_load_from_state_dict``,
   ``_non_persistent_buffers_set``, ``_reversed_padding_repeated_twice`` (convolutions), ``_check_input_dim`` (batch
   norms); state dicts: ``_metadata``; styles of tensor parallelism: ``_prepare_input_fn``, ``_prepare_output_fn``;
-* nodes of autograd: ``_sequence_nr``, ``_raw_saved_*``, ``_saved_self``, ``_forward_cls`` (of a Function's node);
+* nodes of autograd: ``_sequence_nr``, ``_raw_saved_*``, ``_saved_self``, ``_saved_other``,
+  ``_forward_cls`` (of a Function's node);
 * operators: ``_schema``, ``_overloadpacket``.
 
 Unless a comment says otherwise, torch 2.11 and 2.13 have the same.

@@ -19,12 +19,7 @@ import torch
 from . import validation
 from .activations import Activation, Saved, measure_inverse_error
 from .backends import Backend
-from .backends.operations import (
-    MATMUL,
-    BatchNorm,
-    Operation,
-    Pointwise,
-)
+from .backends.operations import GATE, MATMUL, BatchNorm, Operation, Pointwise
 
 #: Results of fewer bytes are left to plain PyTorch under ``save="auto"``: at most so much is forgone by a call. A fused
 #: call costs the time of an autograd.Function in Python. Forward and backward of 64 -> 256 features, float32, relu and
@@ -162,6 +157,9 @@ def make_plan(key: PlanKey) -> Plan:
         reason = describe(activation, save, dtype)
     if saved == "nothing":
         return Plan("composite", "eager", reason)
+    if operation == GATE and any(needs) and not key.is_compiling:
+        dim = -1 if key.operand_dim is None else key.operand_dim
+        return Plan("fused", "input", "saves gate and up", activation, backend, dim=dim)
     if key.is_compiling:
         # The compiler chooses what it saves of an activation's input, or instead of it.
         kept: Saved | Literal["eager"] = "eager" if saved == "input" else saved

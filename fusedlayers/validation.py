@@ -163,6 +163,23 @@ def check_dropout(function: str, dropout: object) -> None:
         raise ValueError(f"{function}: dropout must lie in [0, 1], got {dropout}")
 
 
+def check_gate(gate: Tensor, up: Tensor | None, packing: object, packings: Sequence[str]) -> None:
+    """All checks of a gate's tensors, before anything is computed."""
+    if packing not in packings:
+        raise ValueError(f"gated_act: packing must be one of {', '.join(packings)}, got {packing!r}")
+    check_tensors("gated_act", {"gate": gate}, up=up)
+    if gate.is_nested:
+        return  # which does not tell its sizes
+    if up is None:
+        if not gate.dim() or gate.shape[-1] % 2:
+            raise ValueError(f"gated_act: without up gate holds both, (..., 2 hidden), got {_shape(gate)}")
+        return
+    if packing != packings[0]:
+        raise ValueError(f"gated_act: packing={packing!r} says how gate holds both, but there is up; drop one of them")
+    if gate.shape != up.shape:
+        raise ValueError(f"gated_act: gate {_shape(gate)} and up {_shape(up)} must have the same shape")
+
+
 def check_last(
     function: str,
     weights: dict[str, Tensor],

@@ -29,7 +29,7 @@ ATTRIBUTES = {
     *("_backward_pre_hooks", "_compiled_call_impl", "_save_to_state_dict", "_load_from_state_dict", "_metadata"),
     *("_reversed_padding_repeated_twice", "_check_input_dim", "_non_persistent_buffers_set"),
     *("_prepare_input_fn", "_prepare_output_fn"),
-    *("_sequence_nr", "_saved_self", "_forward_cls", "_schema", "_overloadpacket"),
+    *("_sequence_nr", "_saved_self", "_saved_other", "_forward_cls", "_schema", "_overloadpacket"),
 }
 ELSEWHERE = {"_replace", "_SubParsersAction", "_lru_cache_wrapper"}  # collections', argparse's and functools'
 

@@ -146,7 +146,8 @@ class Backend(Protocol):
     def gate(
         self, z: Tensor, up: Tensor, activation: Activation, operands: Sequence[Tensor], out: Tensor | None
     ) -> Tensor:
-        """``activation(z, *operands) * up``, contiguous all, in ``out`` (which may be z) or in a new buffer."""
+        """``activation(z, *operands) * up``, in ``out`` (which may be z) or in a new buffer. Without operands rows may
+        have gaps between them, and elements too; with operands all are contiguous."""
         ...
 
     def gate_gradient(
@@ -157,9 +158,10 @@ class Backend(Protocol):
         activation: Activation,
         operands: Sequence[Tensor],
         needs: tuple[bool, ...],
+        out: tuple[Tensor, Tensor] | None = None,
     ) -> Sequence[Tensor | None]:
-        """Write the gradients of z and up over these, contiguous all, and return those of the operands; dy is
-        overwritten too."""
+        """Write the gradients of z and up into ``out``, or else over these and over dy; return those of the operands.
+        Layouts as for ``gate``."""
         ...
 
     def linear_gradient(

@@ -312,6 +312,10 @@ class Pointwise(NamedTuple):
         return y
 
 
+#: What the activation of a gate is applied to.
+GATE = Pointwise(-1, "gated_act")
+
+
 class BatchNormRecompute(NamedTuple):
     """Batch norm by statistics that are known, and do not count again among the running ones."""
 

@@ -428,6 +428,7 @@ typedef struct {
   const kernel *k;
   const char *in[3];
   char *out[2];
+  const int64_t *gaps; /* bytes between the rows of each in and out, or NULL where there are none */
   const float *vector[3]; /* numbers along the channels, or NULL */
   int finds;
   float *partial[2];
@@ -564,9 +565,9 @@ static void put_wide(const kernel *k, char *to, int64_t at, int n, const float *
 
 /* The activation of z and its derivative. */
 static void activate(const kernel *k, const char *from, int64_t at, int n, float *y, float *slope) {
-  if (k->dtype == FLOAT32) {
+  if (k->outputs == NULL) {
     float z[BLOCK];
-    const float *block = block_of(from, at, n, 4, z);
+    const float *block = wide_block(k, from, at, n, z);
     if (slope == NULL) outputs_of[k->function](k->parameter, block, y);
     else both_of[k->function](k->parameter, block, y, slope);
   } else {
@@ -684,7 +685,11 @@ static void columns_task(const pass *p, step *one, const layout *l, int64_t grou
     memcpy(p->partial[r] + group * l->columns + first, found[r], (size_t)(end - first) * 4);
 }
 
-static void piece_task(const pass *p, step *one, const layout *l, int64_t row, int64_t piece, int64_t task) {
+static void piece_task(const pass *given, step *one, const layout *l, int64_t row, int64_t piece, int64_t task) {
+  pass own = *given, *p = &own;
+  for (int i = 0; p->gaps != NULL && i < 5; i++)
+    if (i < 3) p->in[i] += row * p->gaps[i];
+    else p->out[i - 3] += row * p->gaps[i];
   const int64_t first = piece * PIECE, end = first + PIECE < l->columns ? first + PIECE : l->columns;
   float vector[3][BLOCK], found[2][BLOCK];
   channels c = {{NULL}, {found[0], found[1]}};
@@ -901,13 +906,14 @@ int combine(const kernel *k, const void *a, const void *b, const float *scale, c
   return walk(&p, combine_step, l, NULL);
 }
 
-int gate(const kernel *k, const void *z, const void *up, void *out, const layout *l) {
-  pass p = {.k = k, .in = {z, up}, .out = {out}};
+int gate(const kernel *k, const void *z, const void *up, void *out, const int64_t *gaps, const layout *l) {
+  pass p = {.k = k, .in = {z, up}, .out = {out}, .gaps = gaps};
   return walk(&p, gate_step, l, NULL);
 }
 
-int gate_gradient(const kernel *k, const void *dy, const void *z, const void *up, void *dz, void *dup, const layout *l) {
-  pass p = {.k = k, .in = {dy, z, up}, .out = {dz, dup}};
+int gate_gradient(const kernel *k, const void *dy, const void *z, const void *up, void *dz, void *dup,
+                  const int64_t *gaps, const layout *l) {
+  pass p = {.k = k, .in = {dy, z, up}, .out = {dz, dup}, .gaps = gaps};
   return walk(&p, gate_gradient_step, l, NULL);
 }
 

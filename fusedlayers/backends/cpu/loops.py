@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...derivative.features import Fold
-from ...utils.layout import Layout
+from ...utils.layout import Layout, is_dense
 from ..norms import RowNorm
 from . import build
 
@@ -234,16 +235,49 @@ def combine(a: Tensor, b: Tensor, scale: Tensor, slope: Tensor, offset: Tensor, 
 
 
 def gate(kernel: Kernel, z: Tensor, up: Tensor, out: Tensor) -> Tensor:
-    """The activation of z times ``up``, in ``out``, which may be either."""
-    _call("gate", kernel, out, None, z.data_ptr(), up.data_ptr(), out.data_ptr())
+    """The activation of z times ``up``, in ``out``, which may be either. All are laid out alike, or in rows with gaps
+    between them."""
+    tensors = z, up, out
+    along = _rows(tensors)
+    gaps = None if along is None else _gaps(z, up, None, out)
+    address = None if gaps is None else ctypes.addressof(gaps)
+    _call("gate", kernel, out, along, *(t.data_ptr() for t in tensors), address)
     return out
 
 
-def gate_gradient(kernel: Kernel, dy: Tensor, z: Tensor, up: Tensor) -> None:
-    """Write the gradients of z and ``up`` over these."""
-    addresses = dy.data_ptr(), z.data_ptr(), up.data_ptr(), z.data_ptr(), up.data_ptr()
-    _call("gate_gradient", kernel, z, None, *addresses)
-    torch.autograd.graph.increment_version(up)
+def gate_gradient(kernel: Kernel, dy: Tensor, z: Tensor, up: Tensor, dz: Tensor, dup: Tensor) -> None:
+    """The gradients of z and ``up`` in dz and dup, which may be these. All are laid out alike, or in rows with gaps
+    between them."""
+    tensors = dy, z, up, dz, dup
+    along = _rows(tensors)
+    gaps = None if along is None else _gaps(*tensors)
+    address = None if gaps is None else ctypes.addressof(gaps)
+    _call("gate_gradient", kernel, dz, along, *(t.data_ptr() for t in tensors), address)
+    torch.autograd.graph.increment_version(dup)
+
+
+def has_rows(tensor: Tensor) -> bool:
+    """Whether it consists of rows without gaps, all of them equally far apart."""
+    shape, strides = tensor.shape, tensor.stride()
+    if not shape or strides[-1] != 1:
+        return False
+    within = range(len(shape) - 2)
+    return all(strides[i] == shape[i + 1] * strides[i + 1] for i in within)
+
+
+def _rows(tensors: Sequence[Tensor]) -> Layout | None:
+    """How they are walked: row by row where they are not laid out alike."""
+    first, *others = tensors
+    strides = first.stride()
+    if all(other.stride() == strides for other in others) and is_dense(first):
+        return None
+    return Layout(1, first.numel() // first.shape[-1], first.shape[-1])
+
+
+def _gaps(*tensors: Tensor | None) -> Any:
+    """The bytes between the rows of up to three arguments and two results."""
+    found = (0 if t is None or t.dim() < 2 else (t.stride(-2) - t.shape[-1]) * t.itemsize for t in tensors)
+    return (c_int64 * 5)(*found)
 
 
 # --- norms, each row by statistics of its own -------------------------------------------------------------------------
@@ -373,8 +407,8 @@ def _functions() -> dict[str, Any]:
         "gradient": 6,
         "norm_gradient": 9,
         "combine": 8,
-        "gate": 5,
-        "gate_gradient": 7,
+        "gate": 6,
+        "gate_gradient": 8,
         "rms_forward": 5,
         "row_norm_gradient": 7,
         "inexact_columns": 7,

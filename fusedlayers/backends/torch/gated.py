@@ -9,16 +9,21 @@ from torch import Tensor
 
 from ...activations import Activation
 from ..base import GradientRequest
-from .chunks import for_each
+from .chunks import by_rows, for_each
 from .elementwise import bias_act, gradient
 
 
 def gate(z: Tensor, up: Tensor, activation: Activation, operands: Sequence[Tensor], out: Tensor | None) -> Tensor:
-    """``activation(z, *operands) * up``, contiguous all, in ``out`` (which may be z) or in a new buffer."""
+    """``activation(z, *operands) * up``, in ``out`` (which may be z) or in a new buffer; with operands contiguous."""
     out = torch.empty_like(z) if out is None else out
+
+    def multiply(z: Tensor, up: Tensor, out: Tensor) -> None:
+        torch.mul(_activated(z, activation, operands), up, out=out)
+
     if operands:  # which run along channels, and a chunk has none
-        return torch.mul(_activated(z, activation, operands), up, out=out)
-    for_each(lambda z, up, out: torch.mul(_activated(z, activation), up, out=out), z, up, out)
+        multiply(z, up, out)
+    else:
+        by_rows(lambda *tensors: for_each(multiply, *tensors), (z, up), (out,))
     return out
 
 
@@ -29,22 +34,25 @@ def gate_gradient(
     activation: Activation,
     operands: Sequence[Tensor],
     needs: tuple[bool, ...],
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> list[Tensor | None]:
-    """Write the gradients of z and up over these, contiguous all, and return those of the operands; dy is overwritten
-    too."""
+    """Write the gradients of z and up into ``out``, or else over these and over dy; return those of the operands, with
+    which all are contiguous."""
     request = GradientRequest("input", True, False, needs)
     shares: list[Tensor | None] = []
 
-    def differentiate(dy: Tensor, z: Tensor, up: Tensor) -> None:
+    def differentiate(dy: Tensor, z: Tensor, up: Tensor, dz: Tensor, dup: Tensor) -> None:
         of_up = _activated(z, activation, operands).mul_(dy)
-        dy.mul_(up)
-        up.copy_(of_up)
-        shares[:] = gradient(dy, z, activation, operands, request, dim=-1)[2:]
+        of_activated = dy * up if out is not None else dy.mul_(up)
+        dup.copy_(of_up)
+        if out is not None:
+            dz.copy_(z)
+        shares[:] = gradient(of_activated, dz, activation, operands, request, dim=-1)[2:]
 
     if operands:
-        differentiate(dy, z, up)
+        differentiate(dy, z, up, *(out or (z, up)))
     else:
-        for_each(differentiate, dy, z, up)
+        by_rows(lambda *tensors: for_each(differentiate, *tensors), (dy, z, up), out or (z, up))
     return shares
 
 

@@ -196,7 +196,7 @@ def bias_act(
 
 
 def gate(z: Tensor, up: Tensor, activation: Activation, operands: Sequence[Tensor], out: Tensor | None) -> Tensor:
-    """``activation(z, *operands) * up``, contiguous all, in ``out`` (which may be z) or in a new buffer."""
+    """``activation(z, *operands) * up``, in ``out`` (which may be z) or in a new buffer; with operands contiguous."""
     function = device_function(activation, "forward", given="input", dtype=z.dtype)
     return _launch_forward(function, z, None, None, operands, -1, out, up=up)
 
@@ -208,11 +208,22 @@ def gate_gradient(
     activation: Activation,
     operands: Sequence[Tensor],
     needs: tuple[bool, ...],
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> list[Tensor | None]:
-    """Write the gradients of z and up over these, contiguous all, and return those of the operands."""
+    """Write the gradients of z and up into ``out``, or else over these; return those of the operands, with which all
+    are contiguous."""
+    if out is not None and not (is_dense(out[0]) and out[0].stride() == out[1].stride()):
+        own = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in out)
+        shares = gate_gradient(dy, z.contiguous(), up, activation, operands, needs, own)  # type: ignore[arg-type]
+        for t, computed in zip(out, own, strict=True):
+            t.copy_(computed)
+        return shares
     request = GradientRequest("input", True, False, needs)
     by_channel = [p.numel() > 1 for p, need in zip(operands, needs, strict=True) if need]
-    sums = iter(_launch_gradient(dy, z, z, activation, operands, request, -1, by_channel, up=up))
+    dz, dup = out or (z, up)
+    if dup is not up:
+        dup.copy_(up)  # the kernel reads it, and writes its gradient over it
+    sums = iter(_launch_gradient(dy, z, dz, activation, operands, request, -1, by_channel, up=dup))
     return [next(sums).to(p.dtype) if need else None for p, need in zip(operands, needs, strict=True)]
 
 
@@ -236,15 +247,17 @@ def _launch_forward(
     if y.numel() == 0:
         return y if out is None else out
     matrix = _as_matrix(y, dim if b is not None or _run(operands) else None)
+    has_up = up is not None
     rows, columns = _tile(matrix)
     grid = (triton.cdiv(matrix.rows, rows) * triton.cdiv(matrix.columns, columns),)
+    up = y if up is None else _as_laid_out(up, y)
     with on(y):
         bias_act_kernel[grid](
             _as_laid_out(z, y), y if b is None else b.contiguous(),
-            y if residual is None else _as_laid_out(residual, y), y if up is None else up, pack(operands, y), y,
+            y if residual is None else _as_laid_out(residual, y), up, pack(operands, y), y,
             *matrix[:3],
             FORWARD=function, AXIS=matrix.axis,
-            HAS_BIAS=b is not None, HAS_RESIDUAL=residual is not None, HAS_UP=up is not None,
+            HAS_BIAS=b is not None, HAS_RESIDUAL=residual is not None, HAS_UP=has_up,
             ROWS=rows, COLUMNS=columns, INDEX=_index_type(y), **OPTIONS,
         )  # fmt: skip
     if out is None or y is out:

@@ -1,0 +1,179 @@
+"""Gates for blocks of one's own, and the matrix products behind them: two hidden buffers where PyTorch keeps four."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils.checkpoint import checkpoint
+
+from . import backends, validation
+from .activations import Activation, resolve
+from .backends.operations import GATE
+from .call import autocast_dtype, followed_by, needs_gradient, plan_for
+from .ops import gate as gates
+from .ops import product as products
+from .ops.autocast import shared_cast
+from .ops.gate import Gate, GatedAct, Packing
+
+
+def gated_act(
+    gate: Tensor, up: Tensor | None = None, activation: object = "silu", *, packing: Packing = "gate_up"
+) -> Tensor:
+    """``activation(gate) * up`` in one pass, that keeps its two factors, and not ``activation(gate)`` as well.
+
+    A product does not tell its factors, so these are kept. What multiplies the result by a weight needs it for the
+    weight's gradient: ``fusedlayers.linear``, ``matmul``, ``bmm`` and ``grouped_mm`` compute it from the factors once
+    more, and do not keep it. A block of both keeps two hidden buffers.
+
+    Args:
+        gate: (..., hidden), float16, bfloat16, float32 or float64; or both halves, (..., 2 hidden), without ``up``.
+        up: of the shape and dtype of ``gate``, or None.
+        activation: as for ``fusedlayers.dense_bias_act``; None for a bilinear gate.
+        packing: how both lie in ``gate``: "gate_up" and "up_gate", one behind the other; "interleaved", in turn, the
+            gate's first.
+
+    Returns:
+        (..., hidden), of the same dtype.
+
+    Raises:
+        TypeError: something that is not a tensor, or not of a floating dtype.
+        ValueError: shapes, dtypes or devices that do not fit together, an unknown activation or packing.
+
+    Saved: ``gate`` and ``up``. Results of less than 128 KiB, and gates of which only one half needs a gradient, are
+    left to PyTorch.
+
+    Source: Shazeer 2020, "GLU Variants Improve Transformer".
+
+    >>> import torch, fusedlayers as fl
+    >>> fl.gated_act(torch.tensor([[-1.0, 2.0, 3.0, 4.0]]), activation="relu")
+    tensor([[0., 8.]])
+    """
+    record = resolve(activation, "gated_act")
+    given = (gate,) if up is None else (gate, up)
+    is_usual = validation.are_torchs_own((gate,), (up,))
+    if not is_usual:
+        validation.check_tensors("gated_act", {"gate": gate}, up=up)
+        if has_torch_function(given):
+            if not record.is_fusible:  # it has no name in a graph
+                return _composite(gate, up, record, packing)
+            return handle_torch_function(gated_act, given, gate, up, record, packing=packing)
+    validation.check_gate(gate, up, packing, get_args(Packing))
+    half, other = gates.split(gate, packing) if up is None else (gate, up)
+    if half.dtype is not other.dtype:
+        return _composite(gate, up, record, packing)
+    sizes = GATE, half.shape
+    plan, traced, operands = plan_for(GATE, half, None, None, None, record, "auto", sizes, None, False, is_usual)
+    if plan.path == "compiled" and needs_gradient(*given):
+        # Else the compiler saves activation(gate) beside both.
+        return checkpoint(_composite, gate, up, record, packing, use_reentrant=False)
+    is_whole = needs_gradient(half) and needs_gradient(other) and validation.unusual_because(other) is None
+    if plan.path != "fused" or not is_whole or plan.dim != -1 or not gates.serves(half, other):
+        return _composite(gate, up, record, packing)
+    return GatedAct.apply(Gate(traced, plan.backend, packing if up is None else None), *given, *operands)
+
+
+def _composite(gate: Tensor, up: Tensor | None, activation: Activation, packing: Packing) -> Tensor:
+    """By PyTorch's own operations."""
+    half, other = gates.split(gate, packing) if up is None else (gate, up)
+    return activation.plain(half) * other
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear`` that does not keep an ``input`` whose factors are kept: what ``gated_act`` or ``a * b`` returned.
+
+    Backward multiplies the factors once more for the weight's gradient, with the same result.
+
+    Args:
+        input, weight, bias: as for ``F.linear``.
+
+    Returns, Raises: as ``F.linear``.
+
+    Saved: ``weight``; of an input that is the unchanged product of two saved tensors nothing more, else ``input``.
+    Under saved-tensor hooks and ``torch.compile``, and of products that were reshaped, what ``F.linear`` saves.
+
+    >>> import torch, fusedlayers as fl
+    >>> fl.linear(fl.gated_act(torch.ones(1, 2), torch.ones(1, 2), None), torch.ones(3, 2))
+    tensor([[2., 2., 2.]])
+    """
+    return _multiply("linear", input, weight, bias)
+
+
+def matmul(input: Tensor, other: Tensor) -> Tensor:
+    """``torch.matmul`` that does not keep an ``input`` whose factors are kept, as ``fusedlayers.linear``.
+
+    Args:
+        input: (..., n, in) with at least two dimensions.
+        other: (in, out), or (..., in, out) with the leading dimensions of ``input``. Others are left to PyTorch.
+
+    Returns, Raises: as ``torch.matmul``. Saved: as ``fusedlayers.linear``.
+
+    >>> import torch, fusedlayers as fl
+    >>> fl.matmul(torch.ones(1, 2) * 2, torch.ones(2, 3))
+    tensor([[4., 4., 4.]])
+    """
+    return _multiply("matmul", input, other)
+
+
+def bmm(input: Tensor, mat2: Tensor) -> Tensor:
+    """``torch.bmm`` that does not keep an ``input`` whose factors are kept, as ``fusedlayers.linear``: for experts that
+    are multiplied as a batch.
+
+    >>> import torch, fusedlayers as fl
+    >>> fl.bmm(torch.ones(4, 1, 2), torch.ones(4, 2, 3)).shape
+    torch.Size([4, 1, 3])
+    """
+    return _multiply("bmm", input, mat2)
+
+
+def grouped_mm(input: Tensor, mat2: Tensor, offs: Tensor) -> Tensor:
+    """``F.grouped_mm`` of rows in groups that does not keep an ``input`` whose factors are kept, as
+    ``fusedlayers.linear``: for experts whose tokens lie one behind the other.
+
+    Args:
+        input: (tokens, in).
+        mat2: (groups, in, out).
+        offs: (groups,), int32: where each group's tokens end.
+
+    Returns, Raises: as ``F.grouped_mm``, which has kernels for bfloat16 on GPUs and for all floating dtypes on CPUs.
+
+    Saved: as ``fusedlayers.linear``.
+
+    >>> import torch, fusedlayers as fl
+    >>> fl.grouped_mm(torch.ones(4, 16), torch.ones(2, 16, 16), torch.tensor([1, 4], dtype=torch.int32)).shape
+    torch.Size([4, 16])
+    """
+    return _multiply("grouped_mm", input, mat2, ends=offs)
+
+
+def _multiply(name: str, h: Tensor, w: Tensor, b: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
+    is_usual = validation.are_torchs_own((h, w), (b, ends)) and validation.unusual_because(h, w, b) is None
+    product = None
+    if is_usual and not torch.compiler.is_compiling() and needs_gradient(w) and followed_by() is None:
+        product = products.product_of(h)
+    if product is not None:
+        cast = autocast_dtype(h)
+        if cast is not None and cast is h.dtype:
+            w, b = shared_cast(w, cast), None if b is None else b.to(cast)
+        fits = _fits(name, h, w)
+        if fits and products.serves(h, w, (b,)) and (cast is None or cast is h.dtype):
+            matmul = products.MatrixProduct(name, backends.choose(h), ends)
+            return products.OfProduct.apply(h, w, b, matmul, product)
+    if name == "linear":
+        return F.linear(h, w, b)
+    if name == "grouped_mm":
+        return F.grouped_mm(h, w, offs=ends)
+    return torch.bmm(h, w) if name == "bmm" else torch.matmul(h, w)
+
+
+def _fits(name: str, h: Tensor, w: Tensor) -> bool:
+    """Whether these are shapes that ``MatrixProduct`` multiplies; PyTorch refuses the others, or broadcasts them."""
+    if name == "linear":
+        return w.dim() == 2 and h.shape[-1] == w.shape[1]
+    if name == "grouped_mm":
+        return h.dim() == 2 and w.dim() == 3 and h.shape[1] == w.shape[1]
+    is_batch = h.dim() == w.dim() >= 3 and h.shape[:-2] == w.shape[:-2]
+    return h.shape[-1] == w.shape[-2] and (is_batch or (w.dim() == 2 and name == "matmul")) if w.dim() >= 2 else False

@@ -1,0 +1,401 @@
+"""Gates that save their two factors, and the matrix products behind them, which multiply these once more."""
+
+import copy
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gpu import DEVICE
+from reference import compare, leaves, relative
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import fusedlayers as fl
+from fusedlayers import backends
+from fusedlayers.activations import resolve
+from fusedlayers.memory import saved_bytes
+from fusedlayers.ops.gate import Gate, split
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+PACKINGS = ("gate_up", "up_gate", "interleaved")
+ACTIVATIONS = ("silu", "gelu", "relu", "sigmoid", "gelu_tanh", "mish", "softsign")
+each_dtype = pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+ENDS = torch.tensor([3, 20, 32], dtype=torch.int32)
+
+#: Each product with torch's, the shapes of what is multiplied and of the weight, and how often eager holds the former.
+PRODUCTS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[int, ...], tuple[int, ...]]] = {
+    "linear": (fl.linear, F.linear, (4, 8, 64), (24, 64)),
+    "matmul": (fl.matmul, torch.matmul, (4, 8, 64), (64, 24)),
+    "batched": (fl.matmul, torch.matmul, (2, 4, 8, 64), (2, 4, 64, 24)),
+    "bmm": (fl.bmm, torch.bmm, (4, 8, 64), (4, 64, 24)),
+    "grouped": (
+        lambda h, w: fl.grouped_mm(h, w, ENDS), lambda h, w: F.grouped_mm(h, w, offs=ENDS), (32, 64), (3, 64, 24)
+    ),
+}  # fmt: skip
+#: What torch's compiler and torch.func use of torch is deprecated.
+_compiles = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
+each_product = pytest.mark.parametrize("name", PRODUCTS)
+
+
+def _gated(gate: Tensor, up: Tensor, activation: Any) -> Tensor:
+    return fl.gated_act(gate, up, activation)
+
+
+def _is_saved_by(y: Tensor) -> str:
+    return type(y.grad_fn).__name__
+
+
+# --- the gate ---------------------------------------------------------------------------------------------------------
+
+
+@each_dtype
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_gates_are_as_exact_as_torch(name: str, dtype: torch.dtype) -> None:
+    activation = resolve(name)
+    gate, up = leaves((7, 5, 300), (7, 5, 300), dtype=dtype)
+    assert _is_saved_by(fl.gated_act(gate, up, activation)) == "GatedActBackward"
+    compare(_gated, lambda g, u, act: act(g) * u, activation, gate, up, folded=False)
+
+
+@each_dtype
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("shape", [(600,), (1, 600), (33, 598), (3, 5, 2), (40, 3, 4096)], ids=str)
+def test_packed_halves(packing: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    (packed,) = leaves(shape, dtype=dtype)
+
+    def ours(packed: Tensor, act: Any) -> Tensor:
+        return fl.gated_act(packed, activation=act, packing=packing)
+
+    def eager(packed: Tensor, act: Any) -> Tensor:
+        gate, up = split(packed, packing)
+        return act(gate) * up
+
+    compare(ours, eager, resolve("gelu"), packed, folded=False)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda t: t.t(),
+    "channels last": lambda t: t.view(4, 8, 5, 10).contiguous(memory_format=torch.channels_last),
+    "rows with gaps": lambda t: t[:, 10:],
+    "every second": lambda t: t[::2],
+    "every second column": lambda t: t[:, ::2],
+    "expanded": lambda t: t[:1].expand(40, 40),
+    "one row": lambda t: t[3],
+    "three dimensions of a permuted": lambda t: t.view(4, 10, 40).permute(1, 0, 2),
+}
+
+
+@pytest.mark.parametrize("first", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_layouts(first: str, dtype: torch.dtype) -> None:
+    both = leaves((40, 40), (40, 40), dtype=dtype)
+    view = LAYOUTS[first]
+    for other in (view, lambda t: view(t).contiguous()):
+
+        def ours(gate: Tensor, up: Tensor, act: Any, other: Any = other) -> Tensor:
+            return fl.gated_act(view(gate), other(up), act)
+
+        compare(ours, lambda g, u, act: act(view(g)) * view(u), resolve("silu"), *both, folded=False)
+        compare(
+            lambda u, g, act, f=ours: f(g, u, act), lambda u, g, act: act(view(g)) * view(u), resolve("silu"), *both
+        )
+
+
+@pytest.mark.parametrize("name", ["cpu", "triton"])
+def test_backends_agree_on_rows_with_gaps(name: str) -> None:
+    packed, dy = torch.randn(50, 700, device=DEVICE), torch.randn(50, 350, device=DEVICE)
+    if name == "cpu":
+        packed, dy = packed.cpu(), dy.cpu()
+    for packing in PACKINGS:
+        found = []
+        for backend in (backends.torch, importlib.import_module(f"fusedlayers.backends.{name}")):
+            gate = Gate(resolve("mish"), backend, packing)  # type: ignore[arg-type]
+            found.append([gate.product([packed], ()), *gate.gradients(dy, [packed], (), ())])
+        for ours, reference in zip(*found, strict=True):
+            torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-6)
+
+
+def test_a_users_function_that_reads_parameters() -> None:
+    slope = torch.nn.Parameter(torch.full((300,), 0.2))
+
+    def leaky(z: Tensor) -> Tensor:
+        return torch.where(z > 0, z, slope * z)
+
+    for packing, shape in ((None, (50, 300)), ("interleaved", (50, 600))):
+        tensors = leaves(*([shape] * (2 if packing is None else 1)))
+        ours = fl.gated_act(*tensors, activation=leaky, **({} if packing is None else {"packing": packing}))
+        gate, up = tensors if packing is None else split(tensors[0], "interleaved")
+        eager = leaky(gate) * up
+        assert _is_saved_by(ours) == "GatedActBackward"
+        dy = torch.randn_like(ours)
+        for a, b in zip(*(torch.autograd.grad(y, (*tensors, slope), dy) for y in (ours, eager)), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_what_is_left_to_pytorch() -> None:
+    gate, up = leaves((40, 40), (40, 40))
+    assert _is_saved_by(fl.gated_act(gate, up.detach())) == "MulBackward0"
+    assert _is_saved_by(fl.gated_act(gate.detach(), up)) == "MulBackward0"
+    assert _is_saved_by(fl.gated_act(gate, up, None)) == "MulBackward0"  # which saves no more
+    assert _is_saved_by(fl.gated_act(gate, up, lambda z: z.cumsum(0))) == "MulBackward0"
+    assert _is_saved_by(fl.gated_act(gate[:2, :2], up[:2, :2])) == "MulBackward0"
+    assert fl.gated_act(gate, up.double()).dtype is torch.float64
+    assert fl.gated_act(gate.detach(), up.detach()).grad_fn is None
+    assert fl.gated_act(torch.ones(0, 4).requires_grad_(), torch.ones(0, 4).requires_grad_()).shape == (0, 4)
+    (plan,) = fl.plan_of(fl.gated_act, gate, up)
+    assert (plan.path, plan.saved, str(plan)) == ("fused", "input", "saves gate and up")
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+@each_product
+def test_the_factors_are_saved_and_their_product_is_not(name: str) -> None:
+    ours, eager, shape, w_shape = PRODUCTS[name]
+    gate, up, w = leaves(shape, shape, w_shape)
+    one = gate.numel() * gate.itemsize
+    hidden = [lambda: gate * 1, lambda: up * 1]
+
+    def run(product: Any, multiply: Any) -> Any:
+        return lambda: product(multiply(hidden[0](), hidden[1]()), w)
+
+    ends = 12 if name == "grouped" else 0
+    assert saved_bytes(run(ours, fl.gated_act)) <= 2 * one + ends
+    assert saved_bytes(run(ours, lambda g, u: fl.silu(g) * u)) <= 2 * one + ends  # torch's product of a saved output
+    assert saved_bytes(run(eager, lambda g, u: F.silu(g) * u)) >= 4 * one
+
+
+@each_product
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_of_products(name: str, dtype: torch.dtype) -> None:
+    ours, eager, shape, w_shape = PRODUCTS[name]
+    gate, up, w = leaves(shape, shape, w_shape, dtype=dtype)
+    y = ours(fl.gated_act(gate, up), w)
+    assert _is_saved_by(y) == "OfProductBackward"
+    if name == "grouped":  # CPUs multiply groups of the dtypes that GPUs do; float64 is not among them
+        dy = torch.randn_like(y)
+        theirs = eager(F.silu(gate) * up, w)
+        for a, b in zip(*(torch.autograd.grad(r, (gate, up, w), dy) for r in (y, theirs)), strict=True):
+            assert relative(a, b.double()) <= 8 * torch.finfo(dtype).eps
+        return
+    compare(
+        lambda g, u, w, act: ours(fl.gated_act(g, u, act), w), lambda g, u, w, act: eager(act(g) * u, w),
+        resolve("silu"), gate, up, w, folded=False,
+    )  # fmt: skip
+
+
+def test_a_bias() -> None:
+    gate, up, w, b = leaves((3, 5, 20), (3, 5, 20), (7, 20), (7,), dtype=torch.bfloat16)
+    compare(
+        lambda g, u, w, b, act: fl.linear(fl.gated_act(g, u, act), w, b),
+        lambda g, u, w, b, act: F.linear(act(g) * u, w, b),
+        resolve("gelu"), gate, up, w, b, folded=False,
+    )  # fmt: skip
+
+
+def test_products_that_are_not_what_they_seem() -> None:
+    """Edited, reshaped, broadcast, or with one factor that needs no gradient: torch's own, with torch's gradients."""
+    a, b, w = leaves((40, 40), (40, 40), (8, 40))
+    makers: dict[str, Callable[[], Tensor]] = {
+        "edited": lambda: fl.gated_act(a, b).mul_(2),
+        "written to": lambda: fl.gated_act(a, b).index_fill_(0, torch.tensor([1]), 3.0),
+        "reshaped": lambda: fl.gated_act(a, b).view(1600).view(40, 40),
+        "broadcast": lambda: a * b[:1],
+        "a number": lambda: a * 2.0,
+        "a constant": lambda: a * torch.randn(40, 40, generator=torch.Generator().manual_seed(0)),
+        "detached": lambda: (a * b).detach().requires_grad_(),
+        "a part": lambda: (a * b)[:8],
+    }
+    for name, make in makers.items():
+        h = make()
+        assert _is_saved_by(fl.linear(h, w)) != "OfProductBackward", name
+        (ours,), (eager,) = (torch.autograd.grad(f(make(), w).sin().sum(), w) for f in (fl.linear, F.linear))
+        assert torch.equal(ours, eager), name
+    h = a * b
+    with torch.no_grad():
+        h.add_(1)  # its node does not know
+    assert _is_saved_by(fl.linear(h, w)) == "MmBackward0"
+    h = fl.gated_act(a, b)
+    with torch.no_grad():
+        h.add_(1)
+    assert _is_saved_by(fl.linear(h, w)) == "MmBackward0"
+
+
+def test_factors_that_are_edited_before_backward() -> None:
+    """As in eager PyTorch, backward says so; it says so too if they were edited before the matmul."""
+    for edits_first in (True, False):
+        gate, up, w = leaves((40, 40), (40, 40), (8, 40))
+        gate = gate * 1
+        h = fl.gated_act(gate, up)
+        if edits_first:
+            with torch.no_grad():
+                gate.add_(1)
+        y = fl.linear(h, w)
+        with torch.no_grad():
+            gate.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_a_product_whose_graph_was_freed() -> None:
+    a, b, w = leaves((40, 40), (40, 40), (8, 40))
+    for h in (a * b, fl.gated_act(a, b)):
+        h.sum().backward()
+        assert _is_saved_by(fl.linear(h, w)) == "MmBackward0"
+
+
+def test_a_frozen_weight_keeps_nothing_of_its_input() -> None:
+    gate, up, w = leaves((40, 40), (40, 40), (8, 40))
+    one = gate.numel() * gate.itemsize
+    w = w.detach()
+    assert saved_bytes(lambda: fl.linear(fl.gated_act(gate * 1, up * 1), w), exclude=w) == 2 * one
+
+
+def test_second_derivatives_batched_gradients_and_retained_graphs() -> None:
+    gate, up, w = leaves((4, 34), (4, 34), (5, 34), dtype=torch.float64)
+    assert torch.autograd.gradgradcheck(lambda g, u, w: fl.linear(fl.gated_act(g, u), w), (gate, up, w))
+    (packed,) = leaves((4, 68), dtype=torch.float64)
+    for packing in PACKINGS:
+        assert torch.autograd.gradgradcheck(lambda p, k=packing: fl.gated_act(p, packing=k), packed)
+    for call, eager in (
+        (lambda: fl.linear(fl.gated_act(gate, up), w), lambda: F.linear(F.silu(gate) * up, w)),
+        (lambda: fl.matmul(fl.gated_act(gate, up), w.t()), lambda: F.linear(F.silu(gate) * up, w)),
+    ):
+        y, expected = call(), eager()
+        dys = torch.randn(3, *y.shape, dtype=y.dtype)
+        ours = torch.autograd.grad(y, (gate, up, w), dys, is_grads_batched=True, retain_graph=True)
+        theirs = torch.autograd.grad(expected, (gate, up, w), dys, is_grads_batched=True)
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b)
+        first = torch.autograd.grad(y, (gate, up, w), dys[0], retain_graph=True)
+        for a, b in zip(first, torch.autograd.grad(y, (gate, up, w), dys[0]), strict=True):
+            assert torch.equal(a, b)
+
+
+@_compiles
+def test_transforms_and_forward_mode() -> None:
+    gate, up, w = (t.detach() for t in leaves((4, 300), (4, 300), (5, 300)))
+
+    def block(g: Tensor, u: Tensor, linear: Any = fl.linear, gated: Any = fl.gated_act) -> Tensor:
+        return linear(gated(g, u), w)
+
+    eager = lambda g, u: block(g, u, F.linear, lambda g, u: F.silu(g) * u)  # noqa: E731
+    torch.testing.assert_close(torch.func.vmap(block)(gate, up), torch.func.vmap(eager)(gate, up))
+    for a, b in zip(*(torch.func.jvp(f, (gate, up), (up, gate)) for f in (block, eager)), strict=True):
+        torch.testing.assert_close(a, b)
+    for a, b in zip(*(torch.func.jacrev(f)(gate, up) for f in (block, eager)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_and_hooks_keep_what_they_keep(use_reentrant: bool) -> None:
+    x, w1, w2, w3 = leaves((40, 30), (60, 30), (60, 30), (20, 60))
+
+    def block(x: Tensor, linear: Any = fl.linear, gated: Any = fl.gated_act) -> Tensor:
+        return linear(gated(F.linear(x, w1), F.linear(x, w2)), w3).mul(0.01).sin()
+
+    expected = torch.autograd.grad(block(x, F.linear, lambda g, u: F.silu(g) * u).sum(), (w1, w2, w3))
+    sources = (w1, w2, w3)
+    y = checkpoint(block, x, use_reentrant=use_reentrant)
+    y.sum().backward()
+    for source, truth in zip(sources, expected, strict=True):
+        torch.testing.assert_close(source.grad, truth)
+    with torch.autograd.graph.save_on_cpu():
+        y = block(x)
+    for ours, truth in zip(torch.autograd.grad(y.sum(), sources), expected, strict=True):
+        torch.testing.assert_close(ours, truth)
+    unpacked = 0
+
+    def unpack(t: Tensor) -> Tensor:
+        nonlocal unpacked
+        unpacked += 1
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        block(x)
+    assert not unpacked  # nothing was brought back in the forward pass
+
+
+def test_autocast_casts_as_torch_does() -> None:
+    x, w1, w2, w3, b = leaves((40, 30), (60, 30), (60, 30), (20, 60), (20,))
+    results, kept = [], []
+    for linear, gated in ((fl.linear, fl.gated_act), (F.linear, lambda g, u: F.silu(g) * u)):
+
+        def block(linear: Any = linear, gated: Any = gated) -> Tensor:
+            return linear(gated(F.linear(x, w1), F.linear(x, w2)), w3, b)
+
+        with torch.autocast("cpu", torch.bfloat16):
+            y = block()
+            kept.append(saved_bytes(block))
+        assert y.dtype is torch.bfloat16
+        results.append(torch.autograd.grad(y, (x, w1, w2, w3, b), torch.ones_like(y)))
+    for ours, eager in zip(*results, strict=True):
+        assert ours.dtype is eager.dtype and relative(ours, eager.double()) < 0.02
+    assert kept[1] - kept[0] == 2 * 40 * 60 * 2
+
+
+@_compiles
+def test_compiled_with_the_same_bytes() -> None:
+    gate, up, w = leaves((64, 128), (64, 128), (32, 128))
+
+    def block(g: Tensor, u: Tensor) -> Tensor:
+        return fl.linear(fl.gated_act(g * 1, u * 1), w)
+
+    compiled = torch.compile(block, fullgraph=True)
+    dy = torch.randn(64, 32)
+    for a, b in zip(*(torch.autograd.grad(f(gate, up), (gate, up, w), dy) for f in (compiled, block)), strict=True):
+        torch.testing.assert_close(a, b)
+    assert saved_bytes(compiled, gate, up) <= saved_bytes(block, gate, up)
+
+
+def test_subclasses_and_graphs_see_torchs_own() -> None:
+    class Block(torch.nn.Module):
+        def forward(self, gate: Tensor, up: Tensor, w: Tensor) -> Tensor:
+            return fl.linear(fl.gated_act(gate, up, "relu"), w)
+
+    graph = torch.fx.symbolic_trace(Block())
+    gate, up, w = leaves((40, 40), (40, 40), (8, 40))
+    torch.testing.assert_close(graph(gate, up, w), F.linear(gate.relu() * up, w))
+    assert copy.deepcopy(graph)(gate, up, w).shape == (40, 8)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((torch.ones(2, 4), torch.ones(2, 3)), ValueError, r"gate \(2, 4\) and up \(2, 3\) must have the same shape"),
+        ((torch.ones(2, 3),), ValueError, r"without up gate holds both, \(\.\.\., 2 hidden\), got \(2, 3\)"),
+        ((torch.tensor(1.0),), ValueError, "without up gate holds both"),
+        ((torch.ones(2, 4, dtype=torch.int64),), TypeError, "gate must have a floating dtype"),
+        ((torch.ones(2, 4), [1.0]), TypeError, "up must be a tensor, got list"),
+        ((torch.ones(2, 4), torch.ones(2, 4, device="meta")), ValueError, "up is on meta"),
+        ((torch.ones(2, 4), None, "swiglu"), ValueError, "swiglu"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arguments: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        fl.gated_act(*arguments)
+
+
+def test_packings_that_there_are_not() -> None:
+    with pytest.raises(ValueError, match="packing must be one of gate_up, up_gate, interleaved, got 'last'"):
+        fl.gated_act(torch.ones(2, 4), packing="last")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="but there is up; drop one of them"):
+        fl.gated_act(torch.ones(2, 4), torch.ones(2, 4), packing="up_gate")
+
+
+def test_products_refuse_as_torch_does() -> None:
+    a, b, w = leaves((40, 40), (40, 40), (8, 30))
+    for ours, torchs in ((fl.linear, F.linear), (fl.matmul, torch.matmul), (fl.bmm, torch.bmm)):
+        for arguments in ((a * b, w), (a * b, w.double()), (a * b, "w"), (torch.ones(2, 2), torch.ones(3, 3, 3))):
+            with pytest.raises((RuntimeError, TypeError)) as expected:
+                torchs(*arguments)
+            with pytest.raises(type(expected.value)) as found:
+                ours(*arguments)
+            assert str(found.value) == str(expected.value)
+    assert fl.linear(torch.ones(2, 3, dtype=torch.int64), torch.ones(4, 3, dtype=torch.int64)).dtype is torch.int64
