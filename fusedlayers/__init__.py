@@ -6,6 +6,7 @@ from .activations import activation, activations
 from .asking import plan_of
 from .checkpoint.recompute import sublinear
 from .checkpoint.sequential import SublinearSequential
+from .dropouts import dropout
 from .functional import bias_act, conv_bias_act, dense_bias_act, gated_mlp, mlp
 from .fusion.fuse import fuse, unfuse
 from .gates import bmm, gated_act, grouped_mm, linear, matmul
@@ -60,6 +61,7 @@ from .nn.activations import (
 )
 from .nn.conv import CONV_TYPES, FusedConvAct1d, FusedConvAct2d, FusedConvAct3d
 from .nn.dense import LINEAR_TYPES, FusedDenseAct
+from .nn.dropout import Dropout
 from .nn.mlp import FusedGatedMLP, FusedMLP
 from .nn.norm import NORM_TYPES, FusedBatchNormAct1d, FusedBatchNormAct2d, FusedBatchNormAct3d
 from .nn.row_norm import LayerNorm, RMSNorm
@@ -91,6 +93,7 @@ __all__ = [
     "SELU",
     "AdditiveCoupling",
     "AffineCoupling",
+    "Dropout",
     "FusedBatchNormAct1d",
     "FusedBatchNormAct2d",
     "FusedBatchNormAct3d",
@@ -138,6 +141,7 @@ __all__ = [
     "celu",
     "conv_bias_act",
     "dense_bias_act",
+    "dropout",
     "dry_mode",
     "elu",
     "explain",

@@ -68,6 +68,7 @@ __all__ = [
     "TreeSpec",
     "addmm_activation",
     "autocast_is_active",
+    "backward_pass",
     "batch_norm_with_statistics",
     "core_decompositions",
     "decompositions_of",
@@ -153,6 +154,8 @@ def is_exporting() -> bool:
 saved_tensors_hooks_on_top: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 #: () -> bool: whether the backward pass that is running keeps its graph (``retain_graph``).
 graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+#: () -> int: the number of the backward pass that is running on this thread; -1 outside of one.
+backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 #: (storage._cdata) -> int: how many C++ owners a storage has.
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 #: () -> int: the number that the next node of the graph made on this thread will get.

@@ -26,7 +26,7 @@ from .ops.dropout import ActDropout, serves
 from .ops.linear import Dense, Epilogue
 from .ops.mlp import MLP
 from .ops.mlp_forward import BlockOptions, Dropout, Linear, unpacked, without_gradients
-from .ops.pointwise import BiasAct, Origin
+from .ops.pointwise import BiasAct, Origin, mark_place, place_of
 from .plan import Plan
 
 Operands = Sequence[Tensor]
@@ -41,7 +41,12 @@ def run_pointwise(
     if not plan.bias_in_kernel:
         x, b = operation(x, None, b), None
     origin = Origin(x, None, None, operation.__call__) if plan.keeps_origin else None
-    return BiasAct.apply(plan, x, b, None, origin, False, *operands)
+    is_alone = plan.saved == "output" and b is None and not operands and not plan.overwrites
+    place = place_of(x) if is_alone and x.requires_grad else None
+    y = BiasAct.apply(plan, x, b, None, origin, False, *operands)
+    if place is not None:
+        mark_place(y, place)
+    return y
 
 
 def dropped(y: Tensor, p: float) -> Tensor:
@@ -73,7 +78,7 @@ def run_dropout(
         along, z, None, None, None, activation, save, (along, z.dim()), z.numel(), False, is_usual
     )
     if plan.path in ("fused", "in_place") and plan.saved == "output" and not operands and serves(z, record, p):
-        y = ActDropout.apply(z, record, p, plan.backend or backends.choose(z), is_own)
+        y = ActDropout.apply(z, None, record, p, plan.backend or backends.choose(z), is_own)
     else:
         y = F.dropout(run_pointwise(plan, along, z, None, record, operands), p)
     return operation.unflattened(y, given) if is_view else y

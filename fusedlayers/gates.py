@@ -15,9 +15,10 @@ from .activations import Activation, resolve
 from .backends.operations import GATE
 from .call import autocast_dtype, followed_by, needs_gradient, plan_for
 from .ops import gate as gates
-from .ops import product as products
 from .ops.autocast import shared_cast
+from .ops.dropout import dropped_product_of
 from .ops.gate import Gate, GatedAct, Packing
+from .ops.product import MatrixProduct, OfProduct, factors_of, serves
 
 
 def gated_act(
@@ -151,17 +152,16 @@ def grouped_mm(input: Tensor, mat2: Tensor, offs: Tensor) -> Tensor:
 
 def _multiply(name: str, h: Tensor, w: Tensor, b: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
     is_usual = validation.are_torchs_own((h, w), (b, ends)) and validation.unusual_because(h, w, b) is None
-    product = None
     if is_usual and not torch.compiler.is_compiling() and needs_gradient(w) and followed_by() is None:
-        product = products.product_of(h)
-    if product is not None:
-        cast = autocast_dtype(h)
-        if cast is not None and cast is h.dtype:
-            w, b = shared_cast(w, cast), None if b is None else b.to(cast)
-        fits = _fits(name, h, w)
-        if fits and products.serves(h, w, (b,)) and (cast is None or cast is h.dtype):
-            matmul = products.MatrixProduct(name, backends.choose(h), ends)
-            return products.OfProduct.apply(h, w, b, matmul, product)
+        product = dropped_product_of(h)
+        if product is not None and _fits(name, h, w):
+            cast = autocast_dtype(h)
+            if cast is not None and cast is h.dtype:
+                w, b = shared_cast(w, cast), None if b is None else b.to(cast)
+            factors = factors_of(product) if serves(h, w, (b,)) and cast in (None, h.dtype) else None
+            if factors is not None:
+                matmul = MatrixProduct(name, backends.choose(h), ends)
+                return OfProduct.apply(h, w, b, matmul, product, factors)
     if name == "linear":
         return F.linear(h, w, b)
     if name == "grouped_mm":

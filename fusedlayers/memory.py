@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._torch import backward_pass
 from .utils.autograd_graph import attributes_of, checkpoints_of, leaves_of, nodes_of
 from .utils.storages import strided_parts, tensors_in
 
@@ -30,9 +31,10 @@ def saved_bytes(function: Callable[..., Any], *args: Any, exclude: Any = ()) -> 
     count as the data set. Left out are parameters (every ``nn.Parameter`` and every leaf that requires grad, their
     views included) and the storages of the tensors in ``exclude``.
 
-    Where the call builds several graphs one after the other (a training loop), the result is the largest number of
-    bytes that was held at once. A call that includes its own backward pass can be measured too. Compiled functions
-    can be measured; compile them by one call beforehand, or the copies made while compiling may count.
+    What counts is what the graph holds when the call returns, or when a backward pass in it begins: a node may have
+    been abandoned for a later one, and freed with what it saved. Where the call builds several graphs one after the
+    other (a training loop), the result is the largest of these numbers. Compiled functions can be measured; compile
+    them by one call beforehand, or the copies made while compiling may count.
 
     Args:
         function: any callable of tensors; the graph is found through the tensors it returns.
@@ -53,7 +55,7 @@ def saved_bytes(function: Callable[..., Any], *args: Any, exclude: Any = ()) -> 
         ledger.limit(tensor)
     for tensor in excluded:
         ledger.leave_out(tensor)
-    with torch.autograd.graph.saved_tensors_hooks(ledger.pack, _unpack):
+    with torch.autograd.graph.saved_tensors_hooks(ledger.pack, ledger.unpack):
         result = function(*args)
     return ledger.total_bytes(result)
 
@@ -84,7 +86,7 @@ def peak_bytes(function: Callable[..., Any], *args: Any, device: torch.device | 
 
 
 class _Ledger:
-    """The storages that graphs hold right now, and the most bytes they have held at once."""
+    """The storages that graphs hold right now, and the most bytes they held where a backward pass read them."""
 
     def __init__(self) -> None:
         self._holders: dict[int, int] = {}  # storage address -> how many saved tensors keep it alive
@@ -92,7 +94,7 @@ class _Ledger:
         self._limits: dict[int, int] = {}
         self._left_out: set[int] = set()
         self._live_bytes = 0
-        self._peak_bytes = 0
+        self._most_bytes = 0
 
     def limit(self, tensor: Tensor) -> None:
         """Count the storage of this argument for no more than the arguments' own extent."""
@@ -116,6 +118,18 @@ class _Ledger:
     #: For ``ops/buffer_reuse.py``.
     pack.only_looks = True  # type: ignore[attr-defined]
 
+    def unpack(self, saved: "_Saved") -> Tensor:
+        if backward_pass() != -1:
+            self._note()
+        # Under hooks autograd skips this check, and would compute wrong gradients.
+        if saved.tensor._version != saved.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a tensor of shape {tuple(saved.tensor.shape)} was saved at version {saved.version} and is at version "
+                f"{saved.tensor._version} now."
+            )
+        return saved.tensor
+
     def release(self, keys: Iterable[int]) -> None:
         for key in keys:
             self._holders[key] -= 1
@@ -124,7 +138,8 @@ class _Ledger:
                 self._live_bytes -= self._bytes.pop(key)
 
     def total_bytes(self, result: Any) -> int:
-        """Return the peak, corrected by what only the finished graph of ``result`` shows: leaves and attributes."""
+        """Return the largest number, corrected by what only the finished graph of ``result`` shows: leaves and
+        attributes."""
         nodes = nodes_of(tensors_in(result))
         # Compiled code saves detached views, whose base is not known to be a parameter.
         leaf_keys = {part.untyped_storage()._cdata for leaf in leaves_of(nodes) for part in strided_parts(leaf)}
@@ -137,7 +152,11 @@ class _Ledger:
             if not _is_parameter(tensor):
                 for part in strided_parts(tensor):
                     self._hold(part)
-        return self._peak_bytes - parameter_bytes
+        self._note()
+        return self._most_bytes - parameter_bytes
+
+    def _note(self) -> None:
+        self._most_bytes = max(self._most_bytes, self._live_bytes)
 
     def _hold(self, part: Tensor) -> int:
         storage = part.untyped_storage()
@@ -147,7 +166,6 @@ class _Ledger:
             nbytes = 0 if key in self._left_out else storage.nbytes()
             self._bytes[key] = min(nbytes, self._limits.get(key, nbytes))
             self._live_bytes += self._bytes[key]
-            self._peak_bytes = max(self._peak_bytes, self._live_bytes)
         return key
 
 
@@ -165,17 +183,6 @@ class _Saved:
 
     def __del__(self) -> None:
         self.ledger.release(self.keys)
-
-
-def _unpack(saved: _Saved) -> Tensor:
-    # Under hooks autograd skips this check, and would compute wrong gradients.
-    if saved.tensor._version != saved.version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"a tensor of shape {tuple(saved.tensor.shape)} was saved at version {saved.version} and is at version "
-            f"{saved.tensor._version} now."
-        )
-    return saved.tensor
 
 
 def _is_parameter(tensor: Tensor) -> bool:

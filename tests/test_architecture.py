@@ -24,7 +24,7 @@ LAYERS = [
     ["ops.", "validation"],
     ["plan", "call", "block_plan", "norm_plan"],
     ["execute"],
-    ["functional", "gates", "norms", "memory"],
+    ["functional", "dropouts", "gates", "norms", "memory"],
     ["nn."],
     ["checkpoint.", "invertible."],
     ["fusion.", "profiling."],

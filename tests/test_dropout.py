@@ -186,12 +186,12 @@ def test_the_loops_compute_what_the_reference_does(activation: Activation, dtype
     results = []
     for backend, overwrite in itertools.product((cpu, reference), (False, True)):
         given = z.clone()
-        y = backend.act_dropout(given, keep, activation, 0.3, given if overwrite else torch.empty_like(z))
+        y = backend.drop_marked(given, keep, activation, 0.3, given if overwrite else torch.empty_like(z))
         assert (y is given) is overwrite and (overwrite or torch.equal(given, z))
         y = y if not results else results[0][1].clone()  # next to a fold the derivative magnifies a rounding
-        dz = backend.act_dropout_gradient(dy, y.clone(), activation, 0.3, torch.empty_like(y))
+        dz = backend.drop_marked_gradient(dy, y.clone(), activation, 0.3, torch.empty_like(y))
         out = y.clone()
-        assert torch.equal(backend.act_dropout_gradient(dy, out, activation, 0.3, out), dz)
+        assert torch.equal(backend.drop_marked_gradient(dy, out, activation, 0.3, out), dz)
         results.append((given if overwrite else y, y, dz))
     unit = torch.finfo(dtype).eps
     for found, _, dz in results:
@@ -206,7 +206,7 @@ def test_the_loops_compute_what_the_reference_does(activation: Activation, dtype
 def test_a_derivative_that_is_infinite_at_zero_is_not_that_of_what_was_dropped(dtype: torch.dtype) -> None:
     y, cbrt = torch.tensor([-0.0, 1.0], dtype=dtype), resolve("cbrt")
     for backend in (cpu, reference):
-        dz = backend.act_dropout_gradient(torch.ones_like(y), y.clone(), cbrt, 0.5, torch.empty_like(y))
+        dz = backend.drop_marked_gradient(torch.ones_like(y), y.clone(), cbrt, 0.5, torch.empty_like(y))
         assert float(dz[0]) == 0.0 and 0.0 < float(dz[1]) < 10.0
 
 

@@ -313,6 +313,16 @@ def _() -> None:
         assert _torch.saved_tensors_hooks_on_top(True) == (pack, abs)
 
 
+@check("backward_pass")
+def _() -> None:
+    x = torch.ones(2, requires_grad=True)
+    seen: list[int] = []
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(_torch.backward_pass()))
+    y.sum().backward()
+    assert seen[0] >= 0 and _torch.backward_pass() == -1
+
+
 @check("graph_is_kept")
 def _() -> None:
     x = torch.ones(2, requires_grad=True)

@@ -134,12 +134,21 @@ class Backend(Protocol):
         """``dz = dy * f'``, the gradient of the bias, and those of the operands: None where not requested."""
         ...
 
-    def act_dropout(self, z: Tensor, keep: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
-        """``activation(z)`` and the dropout behind it in ``out``, which may be z; what was dropped is marked as
-        ``torch/dropout.py`` says. All are dense and laid out alike."""
+    def drop(self, x: Tensor, keep: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        """``x factor`` where ``keep`` says so, else ``x 0``, in a new tensor; and the bits of ``keep``. Both are dense
+        and laid out alike."""
         ...
 
-    def act_dropout_gradient(self, dy: Tensor, y: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
+    def drop_gradient(self, dy: Tensor, bits: Tensor, factor: float) -> Tensor:
+        """The gradient of x, in a new tensor, for dense dy, laid out like x."""
+        ...
+
+    def drop_marked(self, y: Tensor, keep: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
+        """The dropout of the activation's outputs y, which carry the branch, in ``out``, which may be y; what was
+        dropped is marked as ``torch/dropout.py`` says. All are dense and laid out alike."""
+        ...
+
+    def drop_marked_gradient(self, dy: Tensor, y: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
         """The gradient through both, from y, in ``out``, which may be y; all are dense and laid out alike."""
         ...
 

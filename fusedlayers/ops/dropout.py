@@ -1,14 +1,18 @@
-"""An activation and the dropout behind it in one node that saves its output, and no mask.
+"""Dropout that keeps a bit for each element; behind an activation one node for both, that keeps the output alone.
 
-A dropped output is a zero with a sign that no other zero has (``backends/torch/dropout.py``). The derivative is that at
-the output times ``1 - p``. The mask is torch's own: for the same seed the same numbers are dropped as by ``F.dropout``,
-and the generator goes on from the same state.
+A dropped output of an activation is a zero with a sign that no other zero has (``backends/torch/dropout.py``).
+The derivative is that at the output times ``1 - p``. The mask is torch's own: for the same seed the same numbers are
+dropped as by ``F.dropout``, and the generator goes on from the same state.
+
+An activation does not know that a dropout follows. Where it was computed by a node that saves its output, and reads no
+bias, the dropout begins where that node began, at the activation's input (``pointwise.mark_place``). The activation's
+node then has no successor, and is freed with what it saved, as soon as its result is.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,16 +24,89 @@ from ..backends import torch as reference
 from ..utils.isolation import in_clean_state
 from ..utils.layout import is_dense
 from .buffer_reuse import is_ours_alone, saved_under_hooks
-from .pointwise import is_batched
+from .pointwise import BiasAct, is_batched
+from .product import Product, product_of
+
+
+class Mask(NamedTuple):
+    """What was dropped, without the tensor that says so: how it is laid out, and what the rest was multiplied by."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    factor: float
+    backend: Backend
+
+    def factors(self, bits: Tensor, dtype: torch.dtype) -> Tensor:
+        """What each element was multiplied by."""
+        return reference.unpacked(bits, self.shape, self.strides).to(dtype) * self.factor
+
+    def apply(self, x: Tensor, bits: Tensor) -> Tensor:
+        """x, of this shape, times these."""
+        if x.stride() != self.strides or type(x) is not Tensor or x.is_neg() or not x.data_ptr():
+            x = torch.empty_strided(self.shape, self.strides, dtype=x.dtype, device=x.device).copy_(x)
+        return self.backend.drop_gradient(x, bits, self.factor)
+
+
+class Dropout(Function):
+    """``F.dropout(x, p)``. Of a product whose factors are saved, ``product`` says how it is made."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, backend: Backend, product: Product | None) -> Tensor:
+        keep = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
+        ctx.mask = Mask(x.shape, x.stride(), factor_of(p, x.dtype), backend)
+        y, bits = backend.drop(x, keep, ctx.mask.factor)
+        ctx.save_for_backward(bits)
+        ctx.product, ctx.version = product, y._version
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (dy,) = grads
+        (bits,) = ctx.saved_tensors
+        if torch.is_grad_enabled() or is_batched(dy):
+            return dy * ctx.mask.factors(bits, dy.dtype), None, None, None
+        return ctx.mask.apply(dy, bits), None, None, None
+
+
+def dropped_product_of(h: Tensor) -> Product | None:
+    """What h is the product of; also where some of the product has been dropped."""
+    node: Any = h.grad_fn
+    if getattr(node, "_forward_cls", None) is not Dropout:
+        return product_of(h)
+    product, mask = node.product, node.mask
+    if product is None or h._version != node.version:
+        return None
+
+    def multiply(*saved: Tensor) -> Tensor:
+        *factors, bits = saved
+        return mask.apply(product.multiply(*factors), bits)
+
+    def composite(*saved: Tensor) -> Tensor:
+        *factors, bits = saved
+        made = product.composite(*factors)
+        return made * mask.factors(bits, made.dtype)
+
+    def read() -> tuple[Tensor, ...] | None:
+        factors = product.read()
+        return None if factors is None else (*factors, *node.saved_tensors)
+
+    return Product(read, multiply, composite)
 
 
 class ActDropout(Function):
-    """``F.dropout(activation(z), p)``, over z where that is the caller's to overwrite."""
+    """``F.dropout(activation(z), p)``, over z where that is the caller's to overwrite; or for ``y = activation(z)``,
+    which carries the branch, and then z is a tensor without values at its place in the graph."""
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, activation: Activation, p: float, backend: Backend, overwrites: bool) -> Tensor:
-        keep = torch.empty_like(z, dtype=torch.bool).bernoulli_(1 - p)
-        y = backend.act_dropout(z, keep, activation, p, z if overwrites else torch.empty_like(z))
+    def forward(
+        ctx: Any, z: Tensor, y: Tensor | None, activation: Activation, p: float, backend: Backend, overwrites: bool
+    ) -> Tensor:
+        keep = torch.empty_like(z if y is None else y, dtype=torch.bool).bernoulli_(1 - p)
+        if y is None:
+            out = backend.bias_act(z, None, activation, dim=-1, encode=True, out=z if overwrites else None)
+            y = backend.drop_marked(out, keep, activation, p, out)
+        else:
+            y = backend.drop_marked(y, keep, activation, p, torch.empty_like(y))
         if overwrites:
             ctx.mark_dirty(z)
         ctx.save_for_backward(y)
@@ -47,20 +124,41 @@ class ActDropout(Function):
             slope = reference.slope(activation, wide, y.dtype, p, differentiable=True)
             given = upcast(dy) * is_kept
             dz = torch.where(is_kept, given * (slope * (1 / (1 - p))), given)
-            return dz.to(y.dtype), None, None, None, None
+            return dz.to(y.dtype), None, None, None, None, None
         overwrite = not hooked and is_ours_alone(y)
         out = y if overwrite else torch.empty_like(y)
         if dy.stride() != y.stride():
             dy = torch.empty_like(y).copy_(dy)
-        dz = backend.act_dropout_gradient(dy, y, activation, p, out)
-        return dz.detach() if dz is y else dz, None, None, None, None
+        dz = backend.drop_marked_gradient(dy, y, activation, p, out)
+        return dz.detach() if dz is y else dz, None, None, None, None, None
+
+
+def joined(y: Tensor, p: float, backend: Backend) -> Tensor | None:
+    """The dropout of y in one node with the activation that made it; None where y is no such result, or was edited."""
+    node: Any = y.grad_fn
+    if getattr(node, "_forward_cls", None) is not BiasAct or node.place is None or y._version != node.version:
+        return None
+    activation = node.plan.activation
+    if not serves(y, activation, p):
+        return None
+    return ActDropout.apply(node.place, y.detach(), activation, p, backend, False)
+
+
+def has_torchs_mask(x: Tensor, p: float) -> bool:
+    """Whether ``Dropout`` drops the numbers of x that ``F.dropout`` would."""
+    return 0 < p < 1 and x.is_cpu and is_dense(x) and _has_torchs_mask(x.dtype)
+
+
+@functools.lru_cache(256)
+@in_clean_state
+def factor_of(p: float, dtype: torch.dtype) -> float:
+    """What ``F.dropout`` multiplies by: in dtype."""
+    return float(torch.ones((), dtype=dtype).div_(1 - p))
 
 
 def serves(z: Tensor, activation: Activation, p: float) -> bool:
     """Whether ``ActDropout`` computes it: outputs tell the derivative after a factor too, and the mask is torch's."""
-    if not 0 < p < 1 or not is_dense(z) or activation.operand_dims or not tells_scaled(activation, z.dtype):
-        return False
-    return z.is_cpu and _has_torchs_mask(z.dtype)
+    return has_torchs_mask(z, p) and not activation.operand_dims and tells_scaled(activation, z.dtype)
 
 
 @functools.lru_cache(256)

@@ -14,6 +14,7 @@ They are two nodes and not one because dy is then freed before the matmul's grad
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +26,7 @@ from .. import _torch
 from ..activations import Activation, upcast
 from ..backends import GradientRequest
 from ..backends.operations import Recompute
+from ..utils.isolation import in_clean_state
 from ..utils.layout import along, operand_along, sum_along
 from .buffer_reuse import is_ours_alone
 
@@ -46,6 +48,9 @@ class BiasAct(Function):
 
     With ``plan.saved == "input"`` the caller has added b and the residual. ``is_done``: z is y already, because the
     matmul had the activation as its epilogue. ``origin`` is given where the plan says ``keeps_origin``.
+
+    Of an activation that stands alone the node has a ``place``: that of z in the graph. An operation that follows may
+    begin there, and make one node of both.
     """
 
     @staticmethod
@@ -81,7 +86,7 @@ class BiasAct(Function):
             ctx.biases = b, operation_b
             bias = b if operation_b is None else operation_b
             ctx.bias_version = None if bias is None else bias._version
-        ctx.plan = plan
+        ctx.plan, ctx.place, ctx.version = plan, None, None
         return y
 
     @staticmethod
@@ -117,6 +122,25 @@ class BiasAct(Function):
             dz = dz.detach() if dz is saved else dz  # which is a result, and knows its node
             dp = [None if d is None else d.view_as(p) for d, p in zip(dp, operands, strict=True)]
         return None, dz if needs_z else None, db, dz if needs_residual else None, None, None, *dp
+
+
+def place_of(z: Tensor) -> Tensor:
+    """A tensor at z's place in the graph, without values, and without a hold on those of z."""
+    place = torch.ops.aten._unsafe_view.default(z, z.shape)  # an alias that is no view of z
+    place.data = _nothing(z.dtype, z.device)
+    return place
+
+
+@functools.cache
+@in_clean_state
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+def mark_place(y: Tensor, place: Tensor) -> None:
+    """Tell the node of y where z is."""
+    node: Any = y.grad_fn
+    node.place, node.version = place, y._version
 
 
 def is_batched(dy: Tensor) -> bool:

@@ -24,41 +24,44 @@ from .pointwise import is_batched
 class Product(NamedTuple):
     """What a tensor is the product of."""
 
-    factors: tuple[Tensor, ...]
-    #: The product, and the same in operations that autograd can differentiate.
+    #: The factors, as its node has saved them, or None where it has not saved them all. It fails once they were freed,
+    #: or edited in place.
+    read: Callable[[], tuple[Tensor, ...] | None]
+    #: The product of the factors, and the same in operations that autograd can differentiate.
     multiply: Callable[..., Tensor]
     composite: Callable[..., Tensor]
 
 
 def product_of(h: Tensor) -> Product | None:
-    """What h is the product of, as far as its node has saved that; None where it is none, or was edited since, or where
-    saved-tensor hooks would be asked to bring the factors back."""
+    """What h is the product of; None where it is none, or was edited since."""
     node: Any = h.grad_fn
-    if node is None or hooks_move_tensors():
-        return None
     if getattr(node, "_forward_cls", None) is GatedAct:
+        gate, count = node.gate, node.count
         if h._version != node.version:
             return None
-        gate, count = node.gate, node.count
-        factors = _saved(lambda: node.saved_tensors)
-        if factors is None:
-            return None
         return Product(
-            factors,
+            lambda: node.saved_tensors,
             lambda *saved: gate.product(saved[:count], saved[count:]),
             lambda *saved: gate.composite(saved[:count], saved[count:]),
         )
-    if h._version or node.name() != "MulBackward0":
+    if node is None or h._version or node.name() != "MulBackward0":
         return None
-    factors = _saved(lambda: (node._saved_self, node._saved_other))
-    if factors is None or any(t is None or t.shape != h.shape or t.dtype is not h.dtype for t in factors):
-        return None
-    return Product(factors, torch.mul, torch.mul)
+    shape, dtype = h.shape, h.dtype
+
+    def read() -> tuple[Tensor, ...] | None:
+        factors = node._saved_self, node._saved_other
+        is_whole = all(t is not None and t.shape == shape and t.dtype is dtype for t in factors)
+        return factors if is_whole else None
+
+    return Product(read, torch.mul, torch.mul)
 
 
-def _saved(read: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...] | None:
+def factors_of(product: Product) -> tuple[Tensor, ...] | None:
+    """Its factors; None where they are not to be had, or saved-tensor hooks would have to bring them back."""
+    if hooks_move_tensors():
+        return None
     try:
-        return read()
+        return product.read()
     except RuntimeError:  # freed by a backward pass, or edited in place, which backward will refuse
         return None
 
@@ -94,10 +97,18 @@ class OfProduct(Function):
     """``matmul(h, w, b)`` for an h whose factors are saved in its place."""
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, w: Tensor, b: Tensor | None, matmul: MatrixProduct, product: Product) -> Tensor:
+    def forward(
+        ctx: Any,
+        h: Tensor,
+        w: Tensor,
+        b: Tensor | None,
+        matmul: MatrixProduct,
+        product: Product,
+        factors: Sequence[Tensor],
+    ) -> Tensor:
         # Another node has saved the factors as well, so that nothing is kept for this one alone.
-        ctx.save_for_backward(w, *product.factors)
-        ctx.matmul, ctx.product = matmul, product._replace(factors=())
+        ctx.save_for_backward(w, *factors)
+        ctx.matmul, ctx.multiply, ctx.composite = matmul, product.multiply, product.composite
         return matmul(h, w, b)
 
     @staticmethod
@@ -105,17 +116,17 @@ class OfProduct(Function):
         (dy,) = grads
         needs_h, needs_w, needs_b, *_ = ctx.needs_input_grad
         w, *factors = ctx.saved_tensors
-        matmul, product, of_h, of_w, of_b = ctx.matmul, ctx.product, None, None, None
+        matmul, of_h, of_w, of_b = ctx.matmul, None, None, None
         differentiable = torch.is_grad_enabled() or is_batched(dy)
         if needs_w:
-            h = product.composite(*factors) if differentiable else product.multiply(*factors)
+            h = ctx.composite(*factors) if differentiable else ctx.multiply(*factors)
             of_w = matmul.of_w(dy, h, w)
             del h
         if needs_h:
             of_h = matmul.of_h(dy, w, differentiable=differentiable)
         if needs_b:
             of_b = dy.reshape(-1, dy.shape[-1]).sum(0)
-        return of_h, of_w, of_b, None, None
+        return of_h, of_w, of_b, None, None, None
 
 
 def serves(h: Tensor, w: Tensor, others: Sequence[Tensor | None] = ()) -> bool:

@@ -6,7 +6,7 @@ from ...activations import Activation
 from .. import torch as reference
 from ..torch import ADDS_BIAS, HAS_EPILOGUES, computes, describe_matmuls, has_epilogue, linear_gradient
 from . import build
-from .dropout import act_dropout, act_dropout_gradient
+from .dropout import drop, drop_gradient, drop_marked, drop_marked_gradient
 from .elementwise import (
     bias_act,
     gate,
@@ -22,11 +22,13 @@ from .row_norm import inexact_columns, row_norm, row_norm_gradient, row_norm_slo
 __all__ = [
     "ADDS_BIAS",
     "HAS_EPILOGUES",
-    "act_dropout",
-    "act_dropout_gradient",
     "bias_act",
     "computes",
     "describe_matmuls",
+    "drop",
+    "drop_gradient",
+    "drop_marked",
+    "drop_marked_gradient",
     "faster_linear",
     "gate",
     "gate_gradient",

@@ -1,7 +1,7 @@
-"""An activation and the dropout behind it on a CPU: the reference's chunks, with the loops for what takes long.
+"""Dropout on a CPU, alone and behind an activation, by the loops.
 
 Functions of 16-bit numbers are tables of all 65,536, which hold the factor ``1 / (1 - p)`` and what a dropped output
-means. For float32 the loops know neither: each chunk is scaled before and after.
+means. The loops' derivatives from float32 outputs know neither: there each chunk is scaled before and after.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .. import torch as reference
 from ..base import GradientRequest
 from ..torch.chunks import for_each
 from . import build, loops
-from .elementwise import KERNELS, all_values, bias_act, gradient, gradient_kernel
+from .elementwise import KERNELS, all_values, gradient, gradient_kernel
 from .loops import Kernel
 
 #: The bits of -0.
@@ -26,42 +26,45 @@ DROPPED = -(2**31)
 TINY = 2.0**-120
 
 
-def act_dropout(z: Tensor, keep: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
-    """The output, in ``out``, which may be z; all are dense and laid out alike."""
-    if z.dtype is torch.float64 or build.shared_object() is None:
-        return reference.act_dropout(z, keep, activation, p, out)
-    if z.dtype.itemsize == 2:
-        stored, dropped = _stored_kernels(activation, z.dtype, p)
+def drop(x: Tensor, keep: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """``x factor`` where ``keep`` says so, else ``x 0``, in a new tensor; and the bits of ``keep``. Both are dense and
+    laid out alike."""
+    if x.dtype is torch.float64 or build.shared_object() is None:
+        return reference.drop(x, keep, factor)
+    return loops.drop(x, keep, factor)
+
+
+def drop_gradient(dy: Tensor, bits: Tensor, factor: float) -> Tensor:
+    """The gradient of x, in a new tensor, for dense dy, laid out like x."""
+    if dy.dtype is torch.float64 or build.shared_object() is None:
+        return reference.drop_gradient(dy, bits, factor)
+    return loops.drop_gradient(dy, bits, factor)
+
+
+def drop_marked(y: Tensor, keep: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
+    """The dropout of outputs y, which carry the branch, in ``out``, which may be y; all are dense and laid out
+    alike."""
+    if y.dtype is torch.float64 or build.shared_object() is None:
+        return reference.drop_marked(y, keep, activation, p, out)
+    if y.dtype.itemsize == 2:
+        stored, dropped = _stored_kernels(activation, y.dtype, p)
 
         def look_up(part: Tensor, kept: Tensor, result: Tensor) -> None:
             lost = loops.forward(dropped, part, None, None, torch.empty_like(part), None)
             loops.forward(stored, part, None, None, result, None)
             result.copy_(torch.where(kept, result, lost))
 
-        for_each(look_up, z, keep, out)
+        for_each(look_up, y, keep, out)
         return out
-    mark = None if not activation.is_folded else Kernel(z.dtype, fold=activation.fold)
-
-    def store(part: Tensor, kept: Tensor, result: Tensor) -> None:
-        values = bias_act(part, None, activation, dim=-1, encode=False, out=None if mark is not None else result)
-        lost = reference.dropped(values)
-        values.mul_(1 / (1 - p))
-        if mark is not None:
-            loops.encode(mark, part, values, result)
-        result.copy_(torch.where(kept, reference.plain_zeros(result), lost))
-
-    if mark is None and out is not z:
-        z = out.copy_(z)  # so that the activation is computed in place
-    for_each(store, z, keep, out)
-    return out
+    return loops.drop_marked(y, keep, 1 / (1 - p), activation.fold, out)
 
 
-def act_dropout_gradient(dy: Tensor, y: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
+def drop_marked_gradient(dy: Tensor, y: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
     """``dy keep / (1 - p) f'``, in ``out``, which may be y; all are dense and laid out alike."""
     if y.dtype.itemsize == 2 and build.shared_object() is not None:
         return loops.gradient(_slope_kernel(activation, y.dtype, p), dy, y, out, None, None)
     if y.dtype is torch.float64 or (activation.is_folded and gradient_kernel(activation, y.dtype, "output") is None):
-        return reference.act_dropout_gradient(dy, y, activation, p, out)
+        return reference.drop_marked_gradient(dy, y, activation, p, out)
     request = GradientRequest("output", True, False)
 
     def multiply(of_y: Tensor, part: Tensor, result: Tensor) -> None:
@@ -84,10 +87,10 @@ def act_dropout_gradient(dy: Tensor, y: Tensor, activation: Activation, p: float
 @functools.lru_cache(KERNELS)
 @in_clean_state
 def _stored_kernels(activation: Activation, dtype: torch.dtype, p: float) -> tuple[Kernel, Kernel]:
-    """What is stored for every input: if it is kept, and if it is dropped."""
-    z = all_values(dtype)
-    kept = reference.plain_zeros(reference.stored(activation, z, dtype, p).to(dtype))
-    return Kernel(dtype, values=kept), Kernel(dtype, values=reference.dropped(activation.function(z).to(dtype)))
+    """What is stored for every output: if it is kept, and if it is dropped."""
+    y = all_values(dtype)
+    kept = reference.plain_zeros(reference.scaled(activation, y.float(), dtype, p).to(dtype))
+    return Kernel(dtype, values=kept), Kernel(dtype, values=reference.dropped(y.to(dtype)))
 
 
 @functools.lru_cache(KERNELS)

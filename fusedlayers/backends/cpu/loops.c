@@ -635,6 +635,58 @@ static void combine_step(const pass *p, int64_t at, int n, const channels *c) {
   FIRST_N to[i] = scale[i] * a[i] + (slope[i] * b[i] + offset[i]);
 }
 
+/* in: x and whether it is kept, 0 or 1; out: x factor, or x 0, and eight of the latter in a byte. */
+static void drop_step(const pass *p, int64_t at, int n, const channels *c) {
+  const float factor = p->k->parameter;
+  float y[BLOCK], x[BLOCK];
+  uint8_t copy[BLOCK];
+  const uint8_t *keep = block_of(p->in[1], at, n, 1, copy);
+  const float *from = wide_block(p->k, p->in[0], at, n, x);
+  EACH y[i] = from[i] * (keep[i] ? factor : 0.0f);
+  put_wide(p->k, p->out[0], at, n, y);
+  for (int i = 0; i < n; i += 8) {
+    uint64_t eight;
+    memcpy(&eight, keep + i, 8);
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+    eight = __builtin_bswap64(eight);
+#endif
+    p->out[1][(at + i) / 8] = (char)((eight * 0x0102040810204080u) >> 56);
+  }
+}
+
+/* in: dy and the bits. */
+static void drop_gradient_step(const pass *p, int64_t at, int n, const channels *c) {
+  const float factor = p->k->parameter;
+  float dx[BLOCK], dy[BLOCK];
+  uint8_t bits[BLOCK / 8] = {0};
+  memcpy(bits, p->in[1] + at / 8, (size_t)(n + 7) / 8);
+  const float *from = wide_block(p->k, p->in[0], at, n, dy);
+  EACH dx[i] = from[i] * ((bits[i >> 3] >> (i & 7)) & 1 ? factor : 0.0f);
+  put_wide(p->k, p->out[0], at, n, dx);
+}
+
+/* in: float32 outputs and whether they are kept; out: what is stored (backends/torch/dropout.py). */
+static void drop_marked_step(const pass *p, int64_t at, int n, const channels *c) {
+  const mark *m = &p->k->mark;
+  const float factor = p->k->parameter;
+  float x[BLOCK], y[BLOCK];
+  uint8_t copy[BLOCK];
+  const float *from = block_of(p->in[0], at, n, 4, x);
+  const uint8_t *keep = block_of(p->in[1], at, n, 1, copy);
+  EACH y[i] = from[i] * factor + 0.0f; /* -0 becomes +0 */
+  if (m->ambiguous != NEVER) {
+    const int32_t negative = m->ambiguous != POSITIVE ? -1 : 0, positive = m->ambiguous != NEGATIVE ? -1 : 0;
+    EACH {
+      int32_t bits = bits_of(from[i]), concerned = bits < 0 ? negative : positive;
+      int32_t magnitude = bits_of(y[i]) & MAGNITUDE, plain = magnitude == 0 || magnitude >= INFINITE ? 0 : concerned;
+      int32_t found = (bits_of(y[i]) & ~plain) | (bits_of(y[i]) & -2 & plain) | (bits & 1 & plain);
+      y[i] = float_of(found);
+    }
+  }
+  EACH y[i] = keep[i] ? y[i] : -(from[i] - from[i]);
+  put(p->out[0], at, n, 4, y);
+}
+
 /* in: z and the other factor. */
 static void gate_step(const pass *p, int64_t at, int n, const channels *c) {
   float y[BLOCK], x[BLOCK];
@@ -904,6 +956,21 @@ int combine(const kernel *k, const void *a, const void *b, const float *scale, c
             void *out, const layout *l) {
   pass p = {.k = k, .in = {a, b}, .out = {out}, .vector = {scale, slope, offset}};
   return walk(&p, combine_step, l, NULL);
+}
+
+int drop(const kernel *k, const void *x, const void *keep, void *y, void *bits, const layout *l) {
+  pass p = {.k = k, .in = {x, keep}, .out = {y, bits}};
+  return walk(&p, drop_step, l, NULL);
+}
+
+int drop_gradient(const kernel *k, const void *dy, const void *bits, void *dx, const layout *l) {
+  pass p = {.k = k, .in = {dy, bits}, .out = {dx}};
+  return walk(&p, drop_gradient_step, l, NULL);
+}
+
+int drop_marked(const kernel *k, const void *y, const void *keep, void *out, const layout *l) {
+  pass p = {.k = k, .in = {y, keep}, .out = {out}};
+  return walk(&p, drop_marked_step, l, NULL);
 }
 
 int gate(const kernel *k, const void *z, const void *up, void *out, const int64_t *gaps, const layout *l) {

@@ -234,6 +234,33 @@ def combine(a: Tensor, b: Tensor, scale: Tensor, slope: Tensor, offset: Tensor, 
     return a
 
 
+def drop(x: Tensor, keep: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """``x factor`` where ``keep`` says so, else ``x 0``, in a new tensor, and the bits of ``keep``."""
+    y, bits = torch.empty_like(x), torch.empty(-(-x.numel() // 8), dtype=torch.uint8)
+    addresses = (t.data_ptr() for t in (x, keep, y, bits))
+    _call("drop", _dropping(x.dtype, factor), y, None, *addresses)
+    return y, bits
+
+
+def drop_gradient(dy: Tensor, bits: Tensor, factor: float) -> Tensor:
+    """``dy factor`` where the bits say so, else ``dy 0``, in a new tensor."""
+    dx = torch.empty_like(dy)
+    addresses = (t.data_ptr() for t in (dy, bits, dx))
+    _call("drop_gradient", _dropping(dy.dtype, factor), dx, None, *addresses)
+    return dx
+
+
+def drop_marked(y: Tensor, keep: Tensor, factor: float, fold: Fold | None, out: Tensor) -> Tensor:
+    """What is stored of float32 outputs y and their dropout, in ``out``, which may be y."""
+    _call("drop_marked", _dropping(y.dtype, factor, fold), out, None, y.data_ptr(), keep.data_ptr(), out.data_ptr())
+    return out
+
+
+@functools.lru_cache(64)
+def _dropping(dtype: torch.dtype, factor: float, fold: Fold | None = None) -> Kernel:
+    return Kernel(dtype, (FUNCTIONS[0], factor), fold)
+
+
 def gate(kernel: Kernel, z: Tensor, up: Tensor, out: Tensor) -> Tensor:
     """The activation of z times ``up``, in ``out``, which may be either. All are laid out alike, or in rows with gaps
     between them."""
@@ -407,6 +434,9 @@ def _functions() -> dict[str, Any]:
         "gradient": 6,
         "norm_gradient": 9,
         "combine": 8,
+        "drop": 6,
+        "drop_gradient": 5,
+        "drop_marked": 5,
         "gate": 6,
         "gate_gradient": 8,
         "rms_forward": 5,

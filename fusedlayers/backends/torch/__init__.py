@@ -7,7 +7,18 @@ import torch
 from torch import Tensor
 
 from ...activations import Activation
-from .dropout import act_dropout, act_dropout_gradient, dropped, is_kept, plain_zeros, slope, stored
+from .dropout import (
+    drop,
+    drop_gradient,
+    drop_marked,
+    drop_marked_gradient,
+    dropped,
+    is_kept,
+    plain_zeros,
+    scaled,
+    slope,
+    unpacked,
+)
 from .elementwise import bias_act, derivative, gradient, sum_of
 from .gated import gate, gate_gradient
 from .inverse import inverse
@@ -25,12 +36,14 @@ from .row_norm import inexact_columns, row_norm, row_norm_gradient, row_norm_slo
 __all__ = [
     "ADDS_BIAS",
     "HAS_EPILOGUES",
-    "act_dropout",
-    "act_dropout_gradient",
     "bias_act",
     "computes",
     "derivative",
     "describe_matmuls",
+    "drop",
+    "drop_gradient",
+    "drop_marked",
+    "drop_marked_gradient",
     "dropped",
     "faster_linear",
     "gate",
@@ -49,10 +62,11 @@ __all__ = [
     "row_norm",
     "row_norm_gradient",
     "row_norm_slow_because",
+    "scaled",
     "slope",
     "slow_because",
-    "stored",
     "sum_of",
+    "unpacked",
 ]
 
 #: torch's matmuls add it on the way.

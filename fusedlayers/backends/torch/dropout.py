@@ -1,7 +1,9 @@
-"""An activation and the dropout behind it in one buffer, and the gradient through both from it.
+"""Dropout that saves a bit for each element, or nothing besides an activation's output.
 
-Of the output y ``f(z) / (1 - p)`` is stored, with the branch of a folded f in its last bit, and -0 where it was
-dropped; a zero of f is stored as +0. Dropped infinities and NaN are NaN, as in ``F.dropout``. No mask is saved.
+Alone: the mask, eight elements a byte, in the order of memory.
+
+Behind an activation: of its output f(z), ``f(z) / (1 - p)`` is stored, with the branch of a folded f in its last bit,
+and -0 where it was dropped; a zero of f is stored as +0. Dropped infinities and NaN are NaN, as in ``F.dropout``.
 """
 
 from __future__ import annotations
@@ -16,27 +18,52 @@ from ...derivative import branch_bit
 from ...derivative.folded import FoldedDerivative
 from .chunks import for_each
 
+#: What each of the eight elements of a byte counts for.
+_BITS = 2 ** torch.arange(8, dtype=torch.uint8)
 
-def act_dropout(z: Tensor, keep: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
-    """The output, in ``out``, which may be z; all are dense and laid out alike."""
+
+def drop(x: Tensor, keep: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """``x factor`` where ``keep`` says so, else ``x 0``, in a new tensor; and the bits of ``keep``. Both are dense and
+    laid out alike."""
+    y = x * (keep.to(x.dtype) * factor)
+    flat = keep.as_strided((keep.numel(),), (1,))
+    padded = torch.nn.functional.pad(flat.view(torch.uint8), (0, -flat.numel() % 8))
+    return y, (padded.view(-1, 8) * _BITS.to(x.device)).sum(1, dtype=torch.uint8)
+
+
+def drop_gradient(dy: Tensor, bits: Tensor, factor: float) -> Tensor:
+    """The gradient of x, in a new tensor, for dense dy, laid out like x."""
+    return dy * (unpacked(bits, dy.shape, dy.stride()).to(dy.dtype) * factor)
+
+
+def unpacked(bits: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
+    """The mask of these bits, for a dense tensor of this layout."""
+    keep = torch.empty_strided(shape, strides, dtype=torch.bool, device=bits.device)
+    flat = (bits.unsqueeze(1) & _BITS.to(bits.device) != 0).flatten()
+    keep.as_strided((keep.numel(),), (1,)).copy_(flat[: keep.numel()])
+    return keep
+
+
+def drop_marked(y: Tensor, keep: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
+    """The dropout of outputs y, which carry the branch, in ``out``, which may be y; all are dense and laid out
+    alike."""
 
     def store(part: Tensor, kept: Tensor, result: Tensor) -> None:
-        wide = upcast(part)
-        lost = dropped(activation.function(wide).to(part.dtype))
-        result.copy_(stored(activation, wide, part.dtype, p))
+        lost = dropped(part)
+        result.copy_(scaled(activation, upcast(part), part.dtype, p))
         result.copy_(torch.where(kept, plain_zeros(result), lost))
 
-    for_each(store, z, keep, out)
+    for_each(store, y, keep, out)
     return out
 
 
-def stored(activation: Activation, z: Tensor, dtype: torch.dtype, p: float) -> Tensor:
-    """What is stored of an output that is not dropped, for float32 (or wider) z."""
-    y = activation.function(z) * (1 / (1 - p))
-    fold = activation.fold
-    if fold is None:
-        return y
-    return branch_bit.encode(y.to(torch.float32), fold.marks(z), dtype, fold.ambiguous, bounded=fold.bounded)
+def scaled(activation: Activation, y: Tensor, dtype: torch.dtype, p: float) -> Tensor:
+    """What is stored of outputs y of ``dtype`` that are not dropped, in float32 or wider."""
+    fold, factor = activation.fold, 1 / (1 - p)
+    if fold is None or dtype is torch.float64:
+        return y * factor
+    marked = branch_bit.decode(y, dtype, fold.ambiguous)
+    return branch_bit.encode(y * factor, marked, dtype, fold.ambiguous, bounded=fold.bounded)
 
 
 def dropped(y: Tensor) -> Tensor:
@@ -54,7 +81,7 @@ def is_kept(y: Tensor) -> Tensor:
     return (y != 0) | ~y.signbit()
 
 
-def act_dropout_gradient(dy: Tensor, y: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
+def drop_marked_gradient(dy: Tensor, y: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
     """``dy keep / (1 - p) f'``, in ``out``, which may be y; all are dense and laid out alike."""
     for_each(functools.partial(_multiply, activation, p), dy, y, out)
     return out

@@ -4,8 +4,10 @@ import torch
 
 from ...activations import Activation
 from ..torch import (
-    act_dropout,
-    act_dropout_gradient,
+    drop,
+    drop_gradient,
+    drop_marked,
+    drop_marked_gradient,
     inexact_columns,
     norm_passes,
     row_norm,
@@ -27,11 +29,13 @@ from .operations import (
 __all__ = [
     "ADDS_BIAS",
     "HAS_EPILOGUES",
-    "act_dropout",
-    "act_dropout_gradient",
     "bias_act",
     "computes",
     "describe_matmuls",
+    "drop",
+    "drop_gradient",
+    "drop_marked",
+    "drop_marked_gradient",
     "faster_linear",
     "gate",
     "gate_gradient",

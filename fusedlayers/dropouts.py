@@ -1,0 +1,55 @@
+"""Dropout that keeps a bit for each element, and none behind an activation that keeps its output."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import backends, plan, validation
+from .call import followed_by
+from .ops.dropout import Dropout, has_torchs_mask, joined
+from .ops.product import product_of
+
+
+def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """``F.dropout`` that keeps a bit for each element, and not a number.
+
+    It drops the numbers that ``F.dropout`` would with the same seed, and returns the same values. Behind an activation
+    of this package that saved its output (``fusedlayers.gelu``, ``GELU()``, ``bias_act`` without a bias) both become
+    one node, which keeps its own output and nothing else; the activation's is freed with its result.
+
+    Args:
+        input: any shape and floating dtype.
+        p: the probability with which elements become 0; the others are divided by ``1 - p``.
+        training: whether anything is dropped.
+        inplace: as for ``F.dropout``, which then computes it.
+
+    Returns:
+        a tensor like ``input``; ``input`` itself if nothing is dropped.
+
+    Raises:
+        TypeError, ValueError: as ``F.dropout``.
+
+    Saved: the output behind an activation, else a bit for each element. Left to PyTorch, which saves a number for each
+    element on CPUs and a byte on GPUs: inputs on GPUs, inputs of less than 128 KiB, or with gaps in memory, p = 1, and
+    all of it under ``torch.compile`` and transforms.
+
+    Source: Srivastava et al. 2014, "Dropout".
+
+    >>> import torch, fusedlayers as fl
+    >>> sorted(set(fl.dropout(torch.ones(1000), 0.5).tolist()))
+    [0.0, 2.0]
+    """
+    is_ours = training and not inplace and not torch.compiler.is_compiling() and validation.are_torchs_own((input,))
+    if is_ours and input.requires_grad and torch.is_grad_enabled() and _serves(input, p):
+        backend = backends.choose(input)
+        y = joined(input, p, backend)
+        return Dropout.apply(input, p, backend, product_of(input)) if y is None else y
+    return F.dropout(input, p, training, inplace)
+
+
+def _serves(x: Tensor, p: object) -> bool:
+    if x.numel() * x.itemsize < plan.SMALL_BYTES or not isinstance(p, float) or followed_by() is not None:
+        return False
+    return validation.unusual_because(x) is None and x.dtype in validation.DTYPES and has_torchs_mask(x, p)
