@@ -394,45 +394,190 @@ def test_bad_probabilities(p: Any, error: type[Exception]) -> None:
         fl.dense_bias_act(x, torch.randn(3, 4), None, "gelu", dropout=0.5)
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- dropout alone, and behind an activation that did not know of it --------------------------------------------------
 
 
-class Block(nn.Module):
-    """A transformer's, with the usual dropouts."""
-
-    def __init__(self, fused: bool) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(32, 4, dropout=0.1, batch_first=True)
-        kind: Any = fl.LayerNorm if fused else nn.LayerNorm
-        self.norm1, self.norm2 = kind(32), kind(32)
-        self.up: Any = fl.FusedDenseAct(32, 128, "gelu", dropout=0.1) if fused else nn.Linear(32, 128)
-        self.down, self.fused = nn.Linear(128, 32), fused
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm1(x)
-        x = x + F.dropout(self.attention(h, h, h, need_weights=False)[0], 0.1)
-        h = self.up(self.norm2(x))
-        h = h if self.fused else F.dropout(F.gelu(h), 0.1)
-        return x + F.dropout(self.down(h), 0.1)
+def _both(function: Callable[[Callable[..., Tensor]], Tensor], *sources: Tensor) -> list[list[Tensor]]:
+    """What ``function`` computes with this package's dropout and with torch's, from one seed, and its gradients."""
+    found = []
+    for drop in (fl.dropout, F.dropout):
+        torch.manual_seed(7)
+        y = function(drop)
+        after = torch.get_rng_state()
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype)
+        found.append([y.detach(), after, *torch.autograd.grad(y, sources, dy)])
+    return found
 
 
-def test_a_transformer_trains_as_by_pytorch() -> None:
-    data, target = torch.randn(16, 24, 32), torch.randn(16, 24, 32)
-    losses: list[list[float]] = []
-    state = None
-    for fused in (True, False):
-        torch.manual_seed(0)
-        net = nn.Sequential(Block(fused), Block(fused))
-        state = state or copy.deepcopy(net.state_dict())
-        net.load_state_dict(state)
-        optimizer = torch.optim.SGD(net.parameters(), 0.02, momentum=0.9)
-        torch.manual_seed(1)
-        losses.append([])
-        for _ in range(200):
-            loss = (net(data) - target).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses[-1].append(float(loss.detach()))
-    assert losses[0][-1] < losses[0][0]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@each_p
+def test_alone_it_computes_what_torch_does(dtype: torch.dtype, p: float) -> None:
+    x = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, 6e4]).to(dtype).repeat(400)
+    x = torch.cat([x, torch.randn(2001).to(dtype)]).requires_grad_()
+    ours, torchs = _both(lambda drop: drop(x, p), x)
+    for a, b in zip(ours, torchs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("count", [513, 514, 519, 520, 767, 768, 16384, 16391, 40_001])
+@pytest.mark.parametrize("backend", [cpu, reference])
+def test_bits_of_any_number_of_elements(count: int, backend: Any) -> None:
+    x, dy = torch.randn(2, count)
+    keep = torch.rand(count) < 0.5
+    y, bits = backend.drop(x, keep, 2.0)
+    assert bits.dtype is torch.uint8 and bits.shape == ((count + 7) // 8,)
+    assert torch.equal(y, x * keep * 2) and torch.equal(backend.drop_gradient(dy, bits, 2.0), dy * keep * 2)
+    assert torch.equal(reference.unpacked(bits, x.shape, x.stride()), keep)
+
+
+def test_it_keeps_a_bit_for_each_element() -> None:
+    x = torch.randn(100, 80, requires_grad=True)
+    assert saved_bytes(lambda: fl.dropout(x, 0.1)) == x.numel() // 8
+    assert saved_bytes(lambda: fl.Dropout(0.1)(x)) == x.numel() // 8
+    assert saved_bytes(lambda: F.dropout(x, 0.1)) == x.numel() * 4
+
+
+@pytest.mark.parametrize(
+    "view", [lambda t: t.t(), lambda t: t.view(4, 10, 6, 5).contiguous(memory_format=torch.channels_last)]
+)
+def test_layouts_of_inputs_and_gradients(view: Any) -> None:
+    x = torch.randn(40, 30, requires_grad=True)
+    ours, torchs = _both(lambda drop: drop(view(x), 0.3).contiguous().sin(), x)
+    for a, b in zip(ours, torchs, strict=True):
+        assert torch.equal(a, b)
+    for dy in (torch.ones(()).expand(40, 30), torch.randn(30, 40).t(), torch._neg_view(torch.randn(40, 30))):
+        torch.manual_seed(7)
+        y = fl.dropout(x, 0.3)
+        assert type(y.grad_fn).__name__ == "DropoutBackward"
+        torch.testing.assert_close(torch.autograd.grad(y, x, dy)[0], dy / 0.7 * (y != 0))
+
+
+def test_what_is_left_to_torch() -> None:
+    x = torch.randn(40, 30, requires_grad=True)
+    for y in (
+        fl.dropout(x[:, ::2], 0.3), fl.dropout(x[:2, :2], 0.3), fl.dropout(x, 1.0), fl.dropout(x * 1, 0.3, True, True),
+    ):  # fmt: skip
+        assert "Mul" in type(y.grad_fn).__name__
+    assert fl.dropout(x, 0.0) is x and fl.dropout(x, 0.3, False) is x and fl.Dropout(0.3).eval()(x) is x
+    assert fl.dropout(x.detach(), 0.3).grad_fn is None
+    for arguments in ((x, 1.5), (x, -0.1), (x, "0.1"), (x, None), ([1.0], 0.1)):
+        with pytest.raises((ValueError, TypeError, AttributeError)) as torchs:
+            F.dropout(*arguments)
+        with pytest.raises(type(torchs.value), match=re.escape(str(torchs.value))):
+            fl.dropout(*arguments)
+
+
+JOINED = {"gelu": fl.gelu, "silu": fl.silu, "relu": lambda x: fl.bias_act(x, None, "relu"), "elu": fl.elu}
+
+
+@pytest.mark.parametrize("name", JOINED)
+@each_dtype
+def test_behind_an_activation_both_keep_one_buffer(name: str, dtype: torch.dtype) -> None:
+    x, w = torch.randn(40, 300).to(dtype).requires_grad_(), torch.randn(5, 300).to(dtype).requires_grad_()
+    act = JOINED[name]
+    y = fl.dropout(act(x), 0.3)
+    assert type(y.grad_fn).__name__ == "ActDropoutBackward"
+    assert saved_bytes(lambda: F.linear(fl.dropout(act(x * 1), 0.3), w)) == x.numel() * x.itemsize
+    ours, torchs = _both(lambda drop: drop(act(x), 0.3), x)
+    unit = torch.finfo(dtype).eps
+    torch.testing.assert_close(ours[0], torchs[0], rtol=2 * unit, atol=2 * unit)
+    assert torch.equal(ours[1], torchs[1])
+    torch.testing.assert_close(
+        ours[2], torchs[2], rtol=4 * unit, atol=4 * unit**0.5 if name in ("gelu", "silu") else unit
+    )
+
+
+def test_an_activation_that_others_read_too() -> None:
+    """Its node stays, and gives its own share of the gradient."""
+    x = torch.randn(40, 300, requires_grad=True)
+
+    def both(drop: Callable[..., Tensor]) -> Tensor:
+        y = fl.gelu(x.exp())
+        return drop(y, 0.3) * y.sin() + drop(y, 0.5)
+
+    ours, torchs = _both(both, x)
+    torch.testing.assert_close(ours[0], torchs[0])
+    torch.testing.assert_close(ours[2], torchs[2], rtol=1e-3, atol=1e-3)
+
+
+def test_an_activation_that_was_edited_is_dropped_alone() -> None:
+    x = torch.randn(40, 300, requires_grad=True)
+    y = fl.gelu(x)
+    with torch.no_grad():
+        y.mul_(2)
+    assert type(fl.dropout(y, 0.3).grad_fn).__name__ == "DropoutBackward"
+    for made in (
+        lambda: fl.gelu(x).mul_(2),
+        lambda: fl.gelu(x).view(300, 40),
+        lambda: fl.bias_act(x, torch.zeros(300)),
+    ):
+        assert type(fl.dropout(made(), 0.3).grad_fn).__name__ == "DropoutBackward"
+
+
+def test_joined_dropouts_under_checkpoints_hooks_and_second_derivatives() -> None:
+    x = torch.randn(40, 300, requires_grad=True)
+
+    def block(x: Tensor, drop: Any = fl.dropout) -> Tensor:
+        return drop(drop(fl.tanh(x) if hasattr(fl, "tanh") else fl.elu(x.sin()), 0.3).exp(), 0.2)
+
+    results = []
+    for drop, wrap in (
+        (F.dropout, None),
+        (fl.dropout, None),
+        (fl.dropout, True),
+        (fl.dropout, False),
+        (fl.dropout, "cpu"),
+    ):
+        torch.manual_seed(7)
+        if wrap == "cpu":
+            with torch.autograd.graph.save_on_cpu():
+                y = block(x, drop)
+        else:
+            y = block(x, drop) if wrap is None else checkpoint(block, x, drop, use_reentrant=wrap)
+        (grad,) = torch.autograd.grad(y.square().sum(), x) if wrap is not True else _through(y, x)
+        results.append((y.detach(), grad))
+    for found in results[1:]:
+        torch.testing.assert_close(found, results[0])
+    torch.manual_seed(7)
+    y = block(x)
+    (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    torch.manual_seed(7)
+    (expected,) = torch.autograd.grad(block(x, F.dropout).square().sum(), x, create_graph=True)
+    for a, b in zip(*(torch.autograd.grad(g.square().sum(), x) for g in (first, expected)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    y = block(x)
+    batched = torch.autograd.grad(y, x, torch.ones(3, *y.shape), is_grads_batched=True, retain_graph=True)[0]
+    torch.testing.assert_close(batched[1], torch.autograd.grad(y.sum(), x)[0])
+
+
+def _through(y: Tensor, x: Tensor) -> tuple[Tensor]:
+    x.grad = None
+    y.square().sum().backward()
+    assert x.grad is not None
+    return (x.grad,)
+
+
+@pytest.mark.parametrize("gated", [lambda g, u: fl.gated_act(g, u), lambda g, u: fl.silu(g) * u], ids=["one", "two"])
+def test_a_dropped_gate_keeps_its_factors_and_bits(gated: Any) -> None:
+    gate, up, w = torch.randn(40, 300), torch.randn(40, 300), torch.randn(5, 300)
+    gate, up, w = (t.requires_grad_() for t in (gate, up, w))
+    one = gate.numel() * 4
+    ours, torchs = _both(lambda drop: fl.linear(drop(gated(gate * 1, up * 1), 0.3), w), gate, up, w)
+    for a, b in zip(ours, torchs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert saved_bytes(lambda: fl.linear(fl.dropout(gated(gate * 1, up * 1), 0.3), w)) == 2 * one + one // 32
+    edited = fl.dropout(gated(gate, up), 0.3)
+    with torch.no_grad():
+        edited.add_(1)
+    assert type(fl.linear(edited, w).grad_fn).__name__ == "MmBackward0"
+
+
+def test_transforms_and_modules_that_are_copied() -> None:
+    x = torch.randn(4, 300)
+    torch.manual_seed(7)
+    y = torch.func.vmap(lambda x: fl.dropout(fl.gelu(x), 0.3), randomness="different")(x)
+    assert y.shape == x.shape
+    module = copy.deepcopy(fl.Dropout(0.3))
+    assert (
+        isinstance(module, nn.Dropout) and repr(module) == "Dropout(p=0.3, inplace=False)" and not module.state_dict()
+    )
