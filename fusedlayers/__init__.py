@@ -59,13 +59,14 @@ from .nn.activations import (
     softsign,
     squared_relu,
 )
+from .nn.batch_norm import NORM_TYPES, FusedBatchNormAct1d, FusedBatchNormAct2d, FusedBatchNormAct3d
 from .nn.conv import CONV_TYPES, FusedConvAct1d, FusedConvAct2d, FusedConvAct3d
 from .nn.dense import LINEAR_TYPES, FusedDenseAct
 from .nn.dropout import Dropout
+from .nn.group_norm import FusedGroupNormAct, GroupNorm
 from .nn.mlp import FusedGatedMLP, FusedMLP
-from .nn.norm import NORM_TYPES, FusedBatchNormAct1d, FusedBatchNormAct2d, FusedBatchNormAct3d
 from .nn.row_norm import LayerNorm, RMSNorm
-from .norms import layer_norm, rms_norm
+from .norms import group_norm, layer_norm, rms_norm
 from .profiling.explanation import explain
 from .profiling.memory_use import memory_report
 
@@ -103,7 +104,9 @@ __all__ = [
     "FusedConvAct3d",
     "FusedDenseAct",
     "FusedGatedMLP",
+    "FusedGroupNormAct",
     "FusedMLP",
+    "GroupNorm",
     "Hardsigmoid",
     "Hardswish",
     "Hardtanh",
@@ -149,6 +152,7 @@ __all__ = [
     "gated_act",
     "gated_mlp",
     "gelu",
+    "group_norm",
     "grouped_mm",
     "hardsigmoid",
     "hardswish",

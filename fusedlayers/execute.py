@@ -26,7 +26,8 @@ from .ops.dropout import ActDropout, serves
 from .ops.linear import Dense, Epilogue
 from .ops.mlp import MLP
 from .ops.mlp_forward import BlockOptions, Dropout, Linear, unpacked, without_gradients
-from .ops.pointwise import BiasAct, Origin, mark_place, place_of
+from .ops.place import place_of
+from .ops.pointwise import BiasAct, Origin, mark_place
 from .plan import Plan
 
 Operands = Sequence[Tensor]

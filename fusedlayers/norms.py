@@ -1,4 +1,4 @@
-"""Norms that save their output: ``layer_norm`` and ``rms_norm``, like torch's."""
+"""Norms that save their output: ``layer_norm``, ``rms_norm`` and ``group_norm``, like torch's."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import validation
-from .backends.norms import RowNorm
-from .norm_plan import plan_row_norm
+from .backends.norms import GroupNorm, RowNorm
+from .norm_plan import plan_norm
+from .ops.group_norm import group_norm as run_group_norm
 from .ops.row_norm import row_norm
 
 
@@ -98,6 +99,51 @@ def rms_norm(
     return _apply(norm, input, weight, None, save)
 
 
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    save: str = "auto",
+) -> Tensor:
+    """``F.group_norm`` that saves its output, and not its input.
+
+    An activation behind it that saves its input saves the same tensor (``fusedlayers.FusedGroupNormAct``).
+
+    Args:
+        input: (batch, channels, ...), float16, bfloat16, float32 or float64, contiguous or channels-last.
+        num_groups: into how many groups the channels are divided.
+        weight, bias: (channels,) or None.
+        eps: is added to the variance.
+        save: as for ``layer_norm``; "auto" leaves results of less than 4 MiB to PyTorch.
+
+    Returns:
+        a tensor of the input's shape, dtype and layout.
+
+    Raises:
+        TypeError, ValueError: as ``layer_norm``; channels that cannot be divided so.
+
+    Saved: the output, one number for each group of a sample, ``weight`` and ``bias``; of channels that do not tell
+    their input also the normalised input, as ``layer_norm``.
+
+    Source: Wu & He 2018, "Group Normalization".
+
+    >>> import torch, fusedlayers as fl
+    >>> fl.group_norm(torch.tensor([[1.0, 3.0]]), 1, eps=0.0)
+    tensor([[-1.,  1.]])
+    """
+    tensors = input, weight, bias
+    if not validation.are_torchs_own((input,), (weight, bias)) and has_torch_function(tensors):
+        return handle_torch_function(group_norm, tensors, input, num_groups, weight, bias, eps, save=save)
+    norm = GroupNorm(num_groups, eps)
+    plan = plan_norm(norm, input, weight, bias, save)
+    if plan.path != "fused":
+        return norm(input, weight, bias)
+    return run_group_norm(norm, plan.backend, input, weight, bias)
+
+
 def _apply(norm: RowNorm, x: Tensor, w: Tensor | None, b: Tensor | None, save: str) -> Tensor:
-    plan = plan_row_norm(norm, x, w, b, save)
+    plan = plan_norm(norm, x, w, b, save)
     return norm(x, w, b) if plan.path != "fused" else row_norm(norm, plan.backend, x, w, b)

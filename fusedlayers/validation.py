@@ -12,7 +12,7 @@ from torch.overrides import has_torch_function
 
 from . import backends
 from .activations import DTYPES, Activation
-from .backends.norms import RowNorm
+from .backends.norms import GroupNorm, RowNorm
 from .backends.operations import BatchNorm, Convolution, Matmul, Operation, Pointwise, Weight, elements
 from .ops.mlp_forward import BlockOptions, Linear
 
@@ -350,6 +350,30 @@ def check_row_norm(norm: RowNorm, x: Tensor, w: Tensor | None, b: Tensor | None,
     for name, p in (("weight", w), ("bias", b)):
         if p is not None and p.shape != shape:
             raise ValueError(f"{function}: expected {name} {shape}, of normalized_shape, got {_shape(p)}")
+
+
+def check_group_norm(norm: GroupNorm, x: Tensor, w: Tensor | None, b: Tensor | None, save: str) -> None:
+    """All checks of a group norm, before anything is computed."""
+    function, groups = norm.function, norm.groups
+    check_norm_save(function, save)
+    if not is_whole(groups):
+        raise TypeError(f"{function}: num_groups must be an int, got {type(groups).__name__}: {groups!r}")
+    if isinstance(norm.eps, bool) or not isinstance(norm.eps, Real):
+        raise TypeError(f"{function}: eps must be a number, got {type(norm.eps).__name__}")
+    check_tensors(function, {"input": x}, weight=w, bias=b)
+    if x.is_nested:
+        return  # which does not tell its sizes
+    if x.dim() < 2:
+        raise ValueError(f"{function}: expected input (batch, channels, ...), got {_shape(x)}")
+    if groups < 1 or x.shape[1] % groups:
+        raise ValueError(
+            f"{function}: the channels of input {_shape(x)}, {x.shape[1]}, must be a multiple of num_groups, {groups}"
+        )
+    for name, p in (("weight", w), ("bias", b)):
+        if p is not None and p.shape != (x.shape[1],):
+            raise ValueError(f"{function}: expected {name} ({x.shape[1]},), one for each channel, got {_shape(p)}")
+    if x.numel() and x[0].numel() == groups:
+        raise ValueError(f"{function}: expected more than 1 value per group, got input {_shape(x)}")
 
 
 def check_residual(function: str, residual: Tensor, shape: tuple[int, ...]) -> None:

@@ -820,7 +820,7 @@ def _writes() -> dict[str, Callable[[], tuple[list[Tensor], list[Tensor]]]]:
 
     def combine() -> tuple[list[Tensor], list[Tensor]]:
         a, b, factor = torch.randn(30, 40), torch.randn(30, 40), torch.randn(40)
-        loops.combine(a, b, factor, factor, factor, layout)
+        loops.combine(a, b, factor, factor, factor, layout, a)
         return [a], [b, factor]
 
     return {call.__name__: call for call in (

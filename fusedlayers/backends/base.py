@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..activations import Activation
-from .norms import Kept, RowNorm
+from .norms import GroupNorm, Kept, RowNorm
 from .operations import Operation, Weight
 
 
@@ -215,6 +215,23 @@ class Backend(Protocol):
     ) -> tuple[Tensor | None, Tensor, Tensor]:
         """The gradients of x, in y if ``overwrite``, and of the rows that w and b are, in float32 or wider; dy and y
         are contiguous."""
+        ...
+
+    def group_norm_gradient(
+        self,
+        norm: GroupNorm,
+        dy: Tensor,
+        y: Tensor,
+        w: Tensor | None,
+        b: Tensor | None,
+        inverse_std: Tensor,
+        kept: Kept | None,
+        *,
+        needs_x: bool,
+        overwrite: bool,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients of x, of w and of b, of the last two in any floating dtype; y may be overwritten, and dy is
+        laid out like it."""
         ...
 
     def row_norm_slow_because(self, dtype: torch.dtype) -> str | None:

@@ -1,20 +1,24 @@
-"""Norms over the last dimensions, each row by statistics of its own: layer norm and RMS norm, by torch."""
+"""Norms by torch whose output tells their input: over the last dimensions, each row by statistics of its own (layer
+norm and RMS norm), and over groups of channels."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..utils.layout import channels_last_format
+
 
 class Kept(NamedTuple):
-    """xhat of the columns whose output does not tell it."""
+    """xhat of the columns, or channels, whose output does not tell it."""
 
     columns: Tensor
-    #: (rows, columns), in x's dtype.
+    #: (rows, columns), or (samples, channels, ...), in x's dtype.
     xhat: Tensor
 
     def of_rows(self, rows: slice) -> Kept:
@@ -45,6 +49,10 @@ class RowNorm(NamedTuple):
     offset: float = 0.0
     #: Whether xhat is rounded to x's dtype before the weight multiplies it, as in LLaMA and T5.
     rounds_first: bool = False
+
+    def sizes(self, x: Tensor) -> Hashable:
+        """What of x's layout the checks and a plan depend on."""
+        return x.shape[-len(self.shape) :] if self.shape else ()
 
     @property
     def columns(self) -> int:
@@ -91,3 +99,35 @@ class RowNorm(NamedTuple):
         if gain is not None:
             found /= gain
         return found if kept is None else found.index_copy_(1, kept.columns, kept.xhat.to(found.dtype))
+
+
+class GroupNorm(NamedTuple):
+    """``xhat w + b`` with ``xhat = (x - mean) / sqrt(var + eps)``, statistics of each group of channels of a sample (Wu
+    & He 2018)."""
+
+    groups: int
+    eps: float
+    function: str = "group_norm"
+
+    def __call__(self, x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
+        """By PyTorch's own operations, which autograd differentiates."""
+        return F.group_norm(x, self.groups, w, b, self.eps)
+
+    def sizes(self, x: Tensor) -> Hashable:
+        """What of x's layout the checks and a plan depend on."""
+        return x.dim() and x.shape[0], x.shape[1] if x.dim() > 1 else None, self.reads(x)
+
+    def extents(self, x: Tensor) -> tuple[int, int, int]:
+        """The samples, the channels, and the elements of each."""
+        samples, channels = x.shape[:2]
+        return samples, channels, x.numel() // (samples * channels)
+
+    def of_channels(self, of_groups: Tensor, x: Tensor) -> Tensor:
+        """A number for each channel of each sample, in float32 or wider, from one for each group."""
+        samples, channels, _ = self.extents(x)
+        wide = of_groups.to(torch.promote_types(x.dtype, torch.float32)).view(samples, self.groups)
+        return wide.repeat_interleave(channels // self.groups, 1).view(samples, channels, *(1,) * (x.dim() - 2))
+
+    def reads(self, x: Tensor) -> bool:
+        """Whether torch's kernels read x as it is laid out."""
+        return x.is_contiguous() or channels_last_format(x) is not None

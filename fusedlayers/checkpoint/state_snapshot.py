@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .._torch import NormBase, is_traceable_wrapper_subclass, no_dispatch
-from ..nn.norm import NORM_TYPES
+from ..nn.batch_norm import NORM_TYPES
 from ..utils.module_state import Attributes
 from .free_state import FreeState
 

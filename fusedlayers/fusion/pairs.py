@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..activations import Activation, must_call_reason, resolve
 from ..functional import bias_act, dense_bias_act
+from ..nn.batch_norm import FusedBatchNormAct1d, FusedBatchNormAct2d, FusedBatchNormAct3d, norm_layer_act
 from ..nn.conv import conv_act
-from ..nn.norm import FusedBatchNormAct1d, FusedBatchNormAct2d, FusedBatchNormAct3d, norm_layer_act
 from .chain import Chain
 from .derived import Mixin
 from .known import Known, activation_of, is_kept_by_torch, known_of

@@ -33,7 +33,7 @@ from ..backends.operations import BatchNorm, BatchNormRecompute
 from ..utils.isolation import in_clean_state
 from ..utils.layout import along, channels_last_format, other_dims, sum_along
 from .buffer_reuse import is_ours_alone, saved_under_hooks
-from .edge import Edge, Joined
+from .place import AtPlace, place_of
 from .pointwise import apart, differentiable_gradients, gradients_through, is_batched
 
 #: Smaller inputs are saved: to find out whether they must be would take longer than to read them.
@@ -61,8 +61,8 @@ def norm_act(
     inverse_error: InverseError | None,
 ) -> Tensor:
     """``activation(norm(x, w, b))`` that keeps its output as far as that tells x, and else x."""
-    edge = None if inverse_error is None or not x.requires_grad else Edge.apply(x)
-    return NormAct.apply(x, w, b, edge, norm, activation, inverse_error)
+    place = None if inverse_error is None or not x.requires_grad else place_of(x)
+    return NormAct.apply(x, w, b, place, norm, activation, inverse_error)
 
 
 class NormAct(Function):
@@ -75,7 +75,7 @@ class NormAct(Function):
         x: Tensor,
         w: Tensor | None,
         b: Tensor | None,
-        edge: Tensor | None,
+        place: Tensor | None,
         norm: BatchNorm,
         activation: Activation,
         inverse_error: InverseError | None,
@@ -103,8 +103,7 @@ class NormAct(Function):
             ctx.save_for_backward(y, None, None, mean, inverse_std, w, b)
         else:
             ctx.save_for_backward(y, x.index_select(1, channels), channels, mean, inverse_std, w, b)
-        # Not among what is saved: hooks would copy it, at the size that it says it has.
-        ctx.edge = edge if keeps_output else None
+        ctx.place = place if keeps_output else None
         ctx.settings = norm, activation, backend, saved_under_hooks()
         is_scaled = x.is_cpu and (x.is_contiguous() or channels_last_format(x) is not None)
         ctx.is_scaled = is_scaled and passes is None
@@ -128,7 +127,7 @@ class NormAct(Function):
             if y is not None:
                 with torch.no_grad():
                     x = _values(backend.inverse(y, activation, None), known, b, x, channels)
-            x = x if ctx.edge is None else Joined.apply(ctx.edge, x)
+            x = x if ctx.place is None else AtPlace.apply(ctx.place, x)
             dx, dw, db = _differentiable(dy, x, w, b, again, activation, norm.dim, needs)
             return dx, dw, db, None, None, None, None
 

@@ -14,7 +14,6 @@ They are two nodes and not one because dy is then freed before the matmul's grad
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +25,6 @@ from .. import _torch
 from ..activations import Activation, upcast
 from ..backends import GradientRequest
 from ..backends.operations import Recompute
-from ..utils.isolation import in_clean_state
 from ..utils.layout import along, operand_along, sum_along
 from .buffer_reuse import is_ours_alone
 
@@ -124,19 +122,6 @@ class BiasAct(Function):
         return None, dz if needs_z else None, db, dz if needs_residual else None, None, None, *dp
 
 
-def place_of(z: Tensor) -> Tensor:
-    """A tensor at z's place in the graph, without values, and without a hold on those of z."""
-    place = torch.ops.aten._unsafe_view.default(z, z.shape)  # an alias that is no view of z
-    place.data = _nothing(z.dtype, z.device)
-    return place
-
-
-@functools.cache
-@in_clean_state
-def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=dtype, device=device)
-
-
 def mark_place(y: Tensor, place: Tensor) -> None:
     """Tell the node of y where z is."""
     node: Any = y.grad_fn
@@ -165,10 +150,12 @@ def apart(*tensors: Tensor | None) -> list[Any]:
     return [t if t is None else t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors]
 
 
-def gradients_through(z: Tensor, dz: Tensor, sources: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Any]:
+def gradients_through(
+    z: Tensor, dz: Tensor, sources: Sequence[Tensor | None], needs: Sequence[bool], *, create_graph: bool = True
+) -> list[Any]:
     """The gradients of those sources that need one, which autograd can differentiate again."""
     wanted = [t for t, need in zip(sources, needs, strict=True) if need and t is not None]
-    found = iter(torch.autograd.grad(z, wanted, dz, create_graph=True))
+    found = iter(torch.autograd.grad(z, wanted, dz, create_graph=create_graph))
     return [next(found) if need else None for need in needs]
 
 

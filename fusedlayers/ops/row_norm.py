@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..backends import Backend
 from ..backends.norms import Kept, RowNorm, in_a_row
 from .buffer_reuse import is_ours_alone, saved_under_hooks
-from .edge import Edge, Joined
+from .place import AtPlace, place_of
 from .pointwise import apart, gradients_through, is_batched
 
 #: How many times its factor's size a column's shift may be. xhat then errs by so many roundings of y, and one.
@@ -38,8 +38,8 @@ def row_norm(norm: RowNorm, backend: Backend, x: Tensor, w: Tensor | None, b: Te
     columns = inexact_columns(norm, backend, w, b, x.dtype)
     if columns is not None and len(columns) > MOST * norm.columns:
         return norm(x, w, b)
-    edge = Edge.apply(x) if x.requires_grad else None
-    return _RowNorm.apply(x, w, b, edge, norm, backend, columns)
+    place = place_of(x) if x.requires_grad else None
+    return _RowNorm.apply(x, w, b, place, norm, backend, columns)
 
 
 class _RowNorm(Function):
@@ -49,7 +49,7 @@ class _RowNorm(Function):
         x: Tensor,
         w: Tensor | None,
         b: Tensor | None,
-        edge: Tensor | None,
+        place: Tensor | None,
         norm: RowNorm,
         backend: Backend,
         columns: Tensor | None,
@@ -58,7 +58,7 @@ class _RowNorm(Function):
         y, inverse_std = backend.row_norm(norm, x, w, b)
         kept = None if columns is None else _xhat_of(norm, x, inverse_std, columns)
         ctx.save_for_backward(y, inverse_std, w, b, columns, kept)
-        ctx.edge = edge  # not among what is saved: hooks would copy it, at the size that it says it has
+        ctx.place = place
         ctx.settings = norm, backend, saved_under_hooks()
         return y
 
@@ -70,7 +70,7 @@ class _RowNorm(Function):
         kept = None if columns is None else Kept(columns, kept_xhat)
         needs_x, needs_w, needs_b, *_ = ctx.needs_input_grad
         if torch.is_grad_enabled() or is_batched(dy):
-            found = _differentiable(ctx.edge, dy, y, inverse_std, w, b, kept, norm, (needs_x, needs_w, needs_b))
+            found = _differentiable(ctx.place, dy, y, inverse_std, w, b, kept, norm, (needs_x, needs_w, needs_b))
             return *found, None, None, None, None
         overwrite = not hooked and is_ours_alone(y)
         dx, of_w, of_b = backend.row_norm_gradient(
@@ -93,7 +93,7 @@ def _xhat_of(norm: RowNorm, x: Tensor, inverse_std: Tensor, columns: Tensor) -> 
 
 
 def _differentiable(
-    edge: Tensor | None,
+    place: Tensor | None,
     dy: Tensor,
     y: Tensor,
     inverse_std: Tensor,
@@ -107,7 +107,7 @@ def _differentiable(
     with torch.no_grad():
         xhat = norm.xhat(y.detach().view(-1, norm.columns), w, b, kept)
         x = (xhat / inverse_std.unsqueeze(1)).to(y.dtype).view(y.shape)
-    x = x if edge is None else Joined.apply(edge, x)
+    x = x if place is None else AtPlace.apply(place, x)
     with torch.enable_grad():
         sources = apart(x, w, b)
         return gradients_through(norm(*sources), dy, sources, needs)
@@ -132,11 +132,11 @@ def _look(norm: RowNorm, backend: Backend, w: Tensor, b: Tensor | None, dtype: t
     gain = norm.gain(w, wide)
     assert gain is not None
     shift = None if b is None else in_a_row(b, wide)
-    return backend.inexact_columns(gain, shift, RATIO, *_limits(dtype, norm.columns))
+    return backend.inexact_columns(gain, shift, RATIO, *limits(dtype, norm.columns))
 
 
 @functools.lru_cache(256)
-def _limits(dtype: torch.dtype, columns: int) -> tuple[float, float]:
+def limits(dtype: torch.dtype, columns: int) -> tuple[float, float]:
     """Between which sizes of the factor outputs are neither subnormal nor infinite; the largest xhat is the root of the
     number of columns."""
     numbers = torch.finfo(dtype)
@@ -181,7 +181,7 @@ def _look_at_all(backend: Backend, device: torch.device) -> None:
     stale = [(w, b, seen) for w, b, seen in stale if seen.versions != _versions(w, b)]
     worst = []
     for w, b, seen in stale:
-        least, most = _limits(seen.dtype, seen.norm.columns)
+        least, most = limits(seen.dtype, seen.norm.columns)
         gain = seen.norm.gain(w, torch.promote_types(w.dtype, torch.float32))
         assert gain is not None
         size = gain.abs()

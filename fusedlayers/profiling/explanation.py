@@ -21,8 +21,8 @@ from ..call import with_operands
 from ..functional import bias_act
 from ..memory import saved_bytes
 from ..nn.base import FusedAct, WithActivation
+from ..nn.batch_norm import NORM_TYPES, FusedBatchNormAct1d, FusedBatchNormAct2d
 from ..nn.mlp import FusedBlock, FusedGatedMLP
-from ..nn.norm import NORM_TYPES, FusedBatchNormAct1d, FusedBatchNormAct2d
 from ..ops.batch_norm import WORTH_IT
 from ..plan import describe, save_beside_input
 from ..utils.isolation import in_clean_state

@@ -15,6 +15,7 @@ from .elementwise import (
     gradient_kernel,
     inverse,
 )
+from .group_norm import group_norm_gradient
 from .norm import norm_passes
 from .onednn import faster_linear, has_faster_linear, linear, operation_act
 from .row_norm import inexact_columns, row_norm, row_norm_gradient, row_norm_slow_because
@@ -33,6 +34,7 @@ __all__ = [
     "gate",
     "gate_gradient",
     "gradient",
+    "group_norm_gradient",
     "has_epilogue",
     "has_faster_linear",
     "inexact_columns",

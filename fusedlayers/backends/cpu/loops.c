@@ -15,7 +15,7 @@
 #include <immintrin.h>
 #endif
 
-enum { BLOCK = 256, TILE = 2048, ROWS = 32, PIECE = 16384 };
+enum { BLOCK = 256, LANES = 8, TILE = 2048, ROWS = 32, PIECE = 16384 };
 /* Bytes ahead of which lines are fetched that will be written only. */
 enum { AHEAD = 2048 };
 #define EACH _Pragma("omp simd") for (int i = 0; i < BLOCK; i++)
@@ -431,6 +431,7 @@ typedef struct {
   const int64_t *gaps; /* bytes between the rows of each in and out, or NULL where there are none */
   const float *vector[3]; /* numbers along the channels, or NULL */
   int finds;
+  int finds_in_float32; /* or in the kernel's dtype */
   float *partial[2];
 } pass;
 
@@ -523,6 +524,20 @@ static void norm_forward_step(const pass *p, int64_t at, int n, const channels *
   if (n < BLOCK) put(p->out[0], at, n, 4, y);
 }
 
+/* A block of a tensor of dtype k->dtype, in float32. */
+static const float *wide_block(const kernel *k, const char *from, int64_t at, int n, float *x) {
+  if (k->dtype == FLOAT32) return block_of(from, at, n, 4, x);
+  uint16_t half[BLOCK];
+  widen(k->dtype, block_of(from, at, n, 2, half), x);
+  return x;
+}
+
+static void put_wide(const kernel *k, char *to, int64_t at, int n, const float *x) {
+  uint16_t half[BLOCK];
+  if (k->dtype != FLOAT32) narrow(k->dtype, x, half);
+  put(to, at, n, k->dtype == FLOAT32 ? 4 : 2, k->dtype == FLOAT32 ? (const void *)x : half);
+}
+
 /* Finds the sums of in - center, and of its square. */
 static void moments_step(const pass *p, int64_t at, int n, const channels *c) {
   const float *center = c->vector[0], *x = (const float *)p->in[0] + at;
@@ -531,6 +546,18 @@ static void moments_step(const pass *p, int64_t at, int n, const channels *c) {
     float d = x[i] - center[i];
     sum[i] += d;
     square[i] += d * d;
+  }
+}
+
+/* in: dy, y. Finds the sums of dy and of dy (y - center). */
+static void products_step(const pass *p, int64_t at, int n, const channels *c) {
+  float wide_dy[BLOCK], wide_y[BLOCK];
+  const float *dy = wide_block(p->k, p->in[0], at, n, wide_dy), *y = wide_block(p->k, p->in[1], at, n, wide_y);
+  const float *center = c->vector[0];
+  float *sum = c->found[0], *product = c->found[1];
+  FIRST_N {
+    sum[i] += dy[i];
+    product[i] += dy[i] * (y[i] - center[i]);
   }
 }
 
@@ -547,20 +574,6 @@ static void inverse_step(const pass *p, int64_t at, int n, const channels *c) {
   if (p->in[0] != p->out[0]) fetch(p->out[0], at, 4);
   invert(p->k, block_of(p->in[0], at, n, 4, y), z);
   put(p->out[0], at, n, 4, z);
-}
-
-/* A block of a tensor of dtype k->dtype, in float32. */
-static const float *wide_block(const kernel *k, const char *from, int64_t at, int n, float *x) {
-  if (k->dtype == FLOAT32) return block_of(from, at, n, 4, x);
-  uint16_t half[BLOCK];
-  widen(k->dtype, block_of(from, at, n, 2, half), x);
-  return x;
-}
-
-static void put_wide(const kernel *k, char *to, int64_t at, int n, const float *x) {
-  uint16_t half[BLOCK];
-  if (k->dtype != FLOAT32) narrow(k->dtype, x, half);
-  put(to, at, n, k->dtype == FLOAT32 ? 4 : 2, k->dtype == FLOAT32 ? (const void *)x : half);
 }
 
 /* The activation of z and its derivative. */
@@ -630,9 +643,10 @@ static void norm_gradient_step(const pass *p, int64_t at, int n, const channels 
 /* out[0] = scale in[0] + slope in[1] + offset. */
 static void combine_step(const pass *p, int64_t at, int n, const channels *c) {
   const float *scale = c->vector[0], *slope = c->vector[1], *offset = c->vector[2];
-  const float *a = (const float *)p->in[0] + at, *b = (const float *)p->in[1] + at;
-  float *to = (float *)p->out[0] + at;
+  float wide_a[BLOCK], wide_b[BLOCK], to[BLOCK];
+  const float *a = wide_block(p->k, p->in[0], at, n, wide_a), *b = wide_block(p->k, p->in[1], at, n, wide_b);
   FIRST_N to[i] = scale[i] * a[i] + (slope[i] * b[i] + offset[i]);
+  put_wide(p->k, p->out[0], at, n, to);
 }
 
 /* in: x and whether it is kept, 0 or 1; out: x factor, or x 0, and eight of the latter in a byte. */
@@ -658,10 +672,17 @@ static void drop_step(const pass *p, int64_t at, int n, const channels *c) {
 static void drop_gradient_step(const pass *p, int64_t at, int n, const channels *c) {
   const float factor = p->k->parameter;
   float dx[BLOCK], dy[BLOCK];
-  uint8_t bits[BLOCK / 8] = {0};
-  memcpy(bits, p->in[1] + at / 8, (size_t)(n + 7) / 8);
+  uint8_t keep[BLOCK] = {0};
+  for (int i = 0; i < n; i += 8) { /* each bit to the first of a byte of its own */
+    uint64_t eight = (uint8_t)p->in[1][(at + i) / 8] * 0x0101010101010101u & 0x8040201008040201u;
+    eight = (eight + 0x7f7f7f7f7f7f7f7fu) >> 7 & 0x0101010101010101u;
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+    eight = __builtin_bswap64(eight);
+#endif
+    memcpy(keep + i, &eight, 8);
+  }
   const float *from = wide_block(p->k, p->in[0], at, n, dy);
-  EACH dx[i] = from[i] * ((bits[i >> 3] >> (i & 7)) & 1 ? factor : 0.0f);
+  EACH dx[i] = from[i] * (keep[i] ? factor : 0.0f);
   put_wide(p->k, p->out[0], at, n, dx);
 }
 
@@ -754,8 +775,14 @@ static void piece_task(const pass *given, step *one, const layout *l, int64_t ro
   for (int64_t column = first; column < end; column += BLOCK)
     one(p, row * l->columns + column, (int)(end - column < BLOCK ? end - column : BLOCK), &c);
   for (int r = 0; r < 2 && p->finds; r++) {
-    double total = found[r][0];
-    for (int i = 1; i < BLOCK; i++) total = joined(p, r, total, found[r][i]);
+    float *x = found[r]; /* in halves, which compilers vectorise: short rows have little else to do */
+    for (int half = BLOCK / 2; half >= LANES; half /= 2) {
+      if (p->finds == SUMS) { _Pragma("omp simd") for (int i = 0; i < half; i++) x[i] += x[i + half]; }
+      else if (r) { _Pragma("omp simd") for (int i = 0; i < half; i++) x[i] = x[i] > x[i + half] ? x[i] : x[i + half]; }
+      else { _Pragma("omp simd") for (int i = 0; i < half; i++) x[i] = x[i] < x[i + half] ? x[i] : x[i + half]; }
+    }
+    double total = x[0];
+    for (int i = 1; i < LANES; i++) total = joined(p, r, total, x[i]);
     p->partial[r][task] = (float)total;
   }
 }
@@ -789,7 +816,8 @@ static int walk(pass *p, step *one, const layout *l, void *found[2]) {
         for (int64_t row = channel; row < rows; row += l->channels)
           for (int64_t i = row * parts; i < (row + 1) * parts; i++) total = joined(p, r, total, p->partial[r][i]);
       float padded[BLOCK] = {(float)total};
-      put_wide(p->k, found[r], channel, 1, padded);
+      if (p->finds_in_float32) ((float *)found[r])[channel] = padded[0];
+      else put_wide(p->k, found[r], channel, 1, padded);
     }
   free(partial);
   return 0;
@@ -925,6 +953,12 @@ int moments(const kernel *k, const void *x, const float *center, void *sum, void
   return walk(&p, moments_step, l, (void *[2]){sum, square});
 }
 
+int products(const kernel *k, const void *dy, const void *y, const float *center, float *sum, float *product,
+             const layout *l) {
+  pass p = {.k = k, .in = {dy, y}, .vector = {center}, .finds = SUMS, .finds_in_float32 = 1};
+  return walk(&p, products_step, l, (void *[2]){sum, product});
+}
+
 int norm_forward(const kernel *k, const void *x, const float *mean, const float *scale, const float *shift, void *y,
                  void *smallest, void *largest, const layout *l) {
   pass p = {.k = k, .in = {x}, .out = {y}, .vector = {mean, scale, shift}, .finds = RANGE};
@@ -1003,6 +1037,75 @@ int rms_forward(const row_norm *r, const void *x, void *y, float *inverse_std, d
     free(scratch);
   }
   return failed;
+}
+
+/* Groups of channels, contiguous each, by statistics of its own: ``y = xhat gain + shift`` with a number for each
+   channel. */
+typedef struct {
+  int32_t dtype, threads;
+  int64_t samples, groups, channels, count; /* channels of a group, elements of a channel */
+  const float *gain, *shift;
+} group_norm;
+
+/* The sums of x, whose last lanes are 0 or not read. */
+static float sum_of(float *x) {
+  for (int half = BLOCK / 2; half >= LANES; half /= 2) { _Pragma("omp simd") for (int i = 0; i < half; i++) x[i] += x[i + half]; }
+  float total = x[0];
+  for (int i = 1; i < LANES; i++) total += x[i];
+  return total;
+}
+
+/* The gradient of a group, which is read twice, the second time from the cache. dx may be y, or NULL. */
+static void group_gradient(const group_norm *g, const char *dy, const char *y, float inverse_std, char *dx, int64_t group,
+                           float *of_gain, float *of_shift) {
+  const kernel k = {.dtype = g->dtype};
+  const int size = g->dtype == FLOAT32 ? 4 : 2;
+  const int64_t channels = g->channels, count = g->count, start = group * channels * count;
+  const float *gain = g->gain + group % g->groups * channels, *shift = g->shift + group % g->groups * channels;
+  double mean = 0, slope = 0;
+  for (int64_t c = 0; c < channels; c++) {
+    float sum[BLOCK] = {0}, product[BLOCK] = {0}, a[BLOCK], b[BLOCK];
+    const float center = shift[c];
+    for (int64_t i = 0; i < count; i += BLOCK) {
+      const int n = count - i < BLOCK ? (int)(count - i) : BLOCK;
+      const int64_t at = start + c * count + i;
+      if (dx != NULL && dx != y) fetch(dx, at, size);
+      const float *of_y = wide_block(&k, dy, at, n, a), *from = wide_block(&k, y, at, n, b);
+      _Pragma("omp simd") for (int j = 0; j < BLOCK; j++) {
+        sum[j] += of_y[j];
+        product[j] += of_y[j] * (from[j] - center);
+      }
+    }
+    of_shift[c] = sum_of(sum);
+    const float found = sum_of(product);
+    of_gain[c] = found / gain[c];
+    mean += (double)of_shift[c] * gain[c];
+    slope += found;
+  }
+  if (dx == NULL) return;
+  mean /= (double)(channels * count);
+  slope /= (double)(channels * count);
+  for (int64_t c = 0; c < channels; c++) {
+    const float scale = inverse_std * gain[c], of_value = (float)(-inverse_std * slope / gain[c]);
+    const float offset = (float)(-inverse_std * mean) - of_value * shift[c];
+    for (int64_t i = 0; i < count; i += BLOCK) {
+      const int n = count - i < BLOCK ? (int)(count - i) : BLOCK;
+      const int64_t at = start + c * count + i;
+      float a[BLOCK], b[BLOCK], found[BLOCK];
+      const float *of_y = wide_block(&k, dy, at, n, a), *from = wide_block(&k, y, at, n, b);
+      EACH found[i] = scale * of_y[i] + (of_value * from[i] + offset);
+      put_wide(&k, dx, at, n, found);
+    }
+  }
+}
+
+/* dx may be y, or NULL; of_gain and of_shift have a number for each channel of each sample. */
+int group_norm_gradient(const group_norm *g, const void *dy, const void *y, const float *inverse_std, void *dx,
+                        float *of_gain, float *of_shift) {
+#pragma omp parallel for schedule(static) num_threads(g->threads) if (g->threads > 1)
+  for (int64_t group = 0; group < g->samples * g->groups; group++)
+    group_gradient(g, dy, y, inverse_std[group], dx, group, of_gain + group * g->channels, of_shift + group * g->channels);
+  return 0;
 }
 
 /* dx may be y, or NULL; dw and db may be NULL. */

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...derivative.features import Fold
 from ...utils.layout import Layout, is_dense
-from ..norms import RowNorm
+from ..norms import GroupNorm, RowNorm
 from . import build
 
 if TYPE_CHECKING:
@@ -93,6 +93,14 @@ class _RowNorm(ctypes.Structure):
     )
 
 
+class _GroupNorm(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int32) for name in ("dtype", "threads")),
+        *((name, c_int64) for name in ("samples", "groups", "channels", "count")),
+        *((name, c_void_p) for name in ("gain", "shift")),
+    )
+
+
 class Kernel:
     """What a pass computes."""
 
@@ -145,7 +153,9 @@ def _of(table: DerivativeTable) -> _Table:
     )
 
 
-_PLAIN = Kernel(torch.float32)
+@functools.cache
+def _plain(dtype: torch.dtype) -> Kernel:
+    return Kernel(dtype)
 
 
 def slopes(table: DerivativeTable, y: Tensor) -> Tensor:
@@ -199,7 +209,7 @@ def moments(x: Tensor, center: Tensor, along: Layout) -> tuple[Tensor, Tensor]:
     total, square = x.new_empty(2, along.channels).unbind()
     vector = _vector(center, along)
     addresses = (t.data_ptr() for t in (x, vector, total, square))
-    _call("moments", _PLAIN, x, along, *addresses, writes=False)
+    _call("moments", _plain(x.dtype), x, along, *addresses, writes=False)
     return total, square
 
 
@@ -227,11 +237,21 @@ def norm_gradient(
     return dz, total, product
 
 
-def combine(a: Tensor, b: Tensor, scale: Tensor, slope: Tensor, offset: Tensor, along: Layout) -> Tensor:
-    """``scale a + slope b + offset`` over a, the factors along the channels."""
+def products(dy: Tensor, y: Tensor, center: Tensor, along: Layout) -> tuple[Tensor, Tensor]:
+    """For each channel the sums of dy and of ``dy (y - center)``, in float32."""
+    total, product = torch.empty(2, along.channels).unbind()
+    vector = _vector(center, along)
+    addresses = (t.data_ptr() for t in (dy, y, vector, total, product))
+    _call("products", _plain(y.dtype), y, along, *addresses, writes=False)
+    return total, product
+
+
+def combine(a: Tensor, b: Tensor, scale: Tensor, slope: Tensor, offset: Tensor, along: Layout, out: Tensor) -> Tensor:
+    """``scale a + slope b + offset`` in ``out``, which may be either, the factors along the channels."""
     vectors = [_vector(t, along) for t in (scale, slope, offset)]
-    _call("combine", _PLAIN, a, along, a.data_ptr(), b.data_ptr(), *(t.data_ptr() for t in vectors), a.data_ptr())
-    return a
+    addresses = (t.data_ptr() for t in (a, b, *vectors, out))
+    _call("combine", _plain(a.dtype), out, along, *addresses)
+    return out
 
 
 def drop(x: Tensor, keep: Tensor, factor: float) -> tuple[Tensor, Tensor]:
@@ -350,6 +370,26 @@ def row_norm_gradient(
     return of_w, of_b
 
 
+def group_norm_gradient(
+    norm: GroupNorm, dy: Tensor, y: Tensor, gain: Tensor, shift: Tensor, inverse_std: Tensor, dx: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The gradient of x in dx, which may be y; those of w and b, of each sample, in float32. All are contiguous."""
+    samples, channels, count = norm.extents(y)
+    of_w, of_b = torch.empty(2, samples, channels).unbind()
+    threads = 1 if y.numel() <= GRAIN else torch.get_num_threads()
+    sizes = samples, norm.groups, channels // norm.groups, count
+    described = _GroupNorm(DTYPES[y.dtype], threads, *sizes, gain.data_ptr(), shift.data_ptr())
+    _functions()["group_norm_gradient"](
+        ctypes.addressof(described),
+        *(t.data_ptr() for t in (dy, y, inverse_std)),
+        None if dx is None else dx.data_ptr(),
+        *(of_w.data_ptr(), of_b.data_ptr()),
+    )
+    if dx is not None:
+        torch.autograd.graph.increment_version(dx)
+    return of_w, of_b
+
+
 def inexact_columns(gain: Tensor, b: Tensor | None, ratio: float, least: float, most: float) -> Tensor | None:
     """The columns, in a row of float32 factors, that are too small, too large, or much smaller than b; None where none
     is."""
@@ -433,6 +473,7 @@ def _functions() -> dict[str, Any]:
         "invert_outputs": 4,
         "gradient": 6,
         "norm_gradient": 9,
+        "products": 7,
         "combine": 8,
         "drop": 6,
         "drop_gradient": 5,
@@ -441,6 +482,7 @@ def _functions() -> dict[str, Any]:
         "gate_gradient": 8,
         "rms_forward": 5,
         "row_norm_gradient": 7,
+        "group_norm_gradient": 7,
         "inexact_columns": 7,
     }
     found = {}

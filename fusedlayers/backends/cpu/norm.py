@@ -58,7 +58,7 @@ class NormPasses(NamedTuple):
 
     def combine(self, dz: Tensor, z: Tensor, scale: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
         """``scale dz + slope z + offset`` over dz, the factors along the channels."""
-        return loops.combine(dz, z, scale, slope, offset, layout_along(dz, 1))
+        return loops.combine(dz, z, scale, slope, offset, layout_along(dz, 1), dz)
 
 
 def norm_passes(tensor: Tensor, activation: Activation) -> NormPasses | None:

@@ -10,13 +10,14 @@ from ..norms import Kept, RowNorm, in_a_row
 from . import build, loops
 
 
-def _has_loops(dtype: torch.dtype) -> bool:
+def has_loops(dtype: torch.dtype) -> bool:
+    """Whether the loops read it, and are there."""
     return dtype in loops.DTYPES and build.shared_object() is not None
 
 
 def row_norm(norm: RowNorm, x: Tensor, w: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor]:
     """The norm of contiguous x, and by what each row was multiplied: (rows,), in float32 or x's dtype."""
-    if norm.is_centred or not _has_loops(x.dtype):
+    if norm.is_centred or not has_loops(x.dtype):
         return reference.row_norm(norm, x, w, b)
     return loops.rms_norm(norm, x, w)
 
@@ -34,7 +35,7 @@ def row_norm_gradient(
     overwrite: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """The gradients of x, in y if ``overwrite``, and of the rows that w and b are, in float32 or wider."""
-    if type(dy) is not Tensor or dy.is_neg() or not dy.data_ptr() or not _has_loops(y.dtype):
+    if type(dy) is not Tensor or dy.is_neg() or not dy.data_ptr() or not has_loops(y.dtype):
         return reference.row_norm_gradient(
             norm, dy, y, w, b, inverse_std, kept, needs_x=needs_x, overwrite=overwrite
         )  # fmt: skip

@@ -21,6 +21,7 @@ from .dropout import (
 )
 from .elementwise import bias_act, derivative, gradient, sum_of
 from .gated import gate, gate_gradient
+from .group_norm import centred, group_norm_gradient
 from .inverse import inverse
 from .matmul import (
     describe_matmuls,
@@ -37,6 +38,7 @@ __all__ = [
     "ADDS_BIAS",
     "HAS_EPILOGUES",
     "bias_act",
+    "centred",
     "computes",
     "derivative",
     "describe_matmuls",
@@ -49,6 +51,7 @@ __all__ = [
     "gate",
     "gate_gradient",
     "gradient",
+    "group_norm_gradient",
     "has_epilogue",
     "has_faster_linear",
     "inexact_columns",

@@ -1,0 +1,82 @@
+"""Group norm in one node that saves its output, and not its input; as ``row_norm.py``, whose idea it shares.
+
+Each group of channels of a sample has statistics of its own, each channel a weight: ``y = xhat w + b``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ..backends import Backend
+from ..backends import torch as reference
+from ..backends.norms import GroupNorm, Kept, in_a_row
+from .buffer_reuse import is_ours_alone, saved_under_hooks
+from .place import AtPlace, place_of
+from .pointwise import apart, gradients_through, is_batched
+from .row_norm import MOST, RATIO, limits
+
+
+def group_norm(norm: GroupNorm, backend: Backend, x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
+    """``norm(x, w, b)``, of which y tells xhat, at least that of most channels."""
+    channels = None
+    if w is not None:
+        wide = torch.promote_types(w.dtype, torch.float32)
+        shift = None if b is None else in_a_row(b, wide)
+        sizes = limits(x.dtype, x[0].numel() // norm.groups)
+        channels = backend.inexact_columns(in_a_row(w, wide), shift, RATIO, *sizes)
+        if channels is not None and len(channels) > MOST * len(w):
+            return norm(x, w, b)
+    return _GroupNorm.apply(x, w, b, place_of(x) if x.requires_grad else None, norm, backend, channels)
+
+
+class _GroupNorm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor | None,
+        b: Tensor | None,
+        place: Tensor | None,
+        norm: GroupNorm,
+        backend: Backend,
+        channels: Tensor | None,
+    ) -> Tensor:
+        y, mean, inverse_std = torch.native_group_norm(x, w, b, *norm.extents(x), norm.groups, norm.eps)
+        kept = None
+        if channels is not None:
+            own_mean, own_std = (norm.of_channels(t, x).index_select(1, channels) for t in (mean, inverse_std))
+            kept = ((x.index_select(1, channels) - own_mean) * own_std).to(x.dtype)
+        ctx.save_for_backward(y, inverse_std, w, b, channels, kept)
+        ctx.place, ctx.settings = place, (norm, backend, saved_under_hooks())
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (dy,) = grads
+        y, inverse_std, w, b, channels, kept_xhat = ctx.saved_tensors
+        norm, backend, hooked = ctx.settings
+        kept = None if channels is None else Kept(channels, kept_xhat)
+        needs_x, needs_w, needs_b, *_ = ctx.needs_input_grad
+        again = torch.is_grad_enabled()  # else not: torch's second derivatives of group norm know no batches
+        if again or is_batched(dy):
+            with torch.no_grad():
+                x = reference.centred(norm, y.detach(), w, b, inverse_std, kept, None)
+            x = x if ctx.place is None else AtPlace.apply(ctx.place, x)
+            with torch.enable_grad():
+                sources = apart(x, w, b)
+                found = gradients_through(norm(*sources), dy, sources, (needs_x, needs_w, needs_b), create_graph=again)
+            return *found, None, None, None, None
+        overwrite = not hooked and is_ours_alone(y)
+        if dy.stride() != y.stride():
+            dy = torch.empty_like(y).copy_(dy)
+        dx, dw, db = backend.group_norm_gradient(
+            norm, dy, y, w, b, inverse_std, kept, needs_x=needs_x, overwrite=overwrite
+        )
+        dx = dx.detach() if dx is y else dx  # which is a result, and knows its node
+        dw = dw.to(w.dtype) if needs_w else None
+        db = db.to(b.dtype) if needs_b else None
+        return dx, dw, db, None, None, None, None
