@@ -19,7 +19,7 @@ from . import asking, backends, plan, validation
 from ._torch import autocast_is_active
 from .activations import Activation, Saved
 from .backends import Backend
-from .call import autocast_dtype, followed_by, is_capturing, needs_gradient, with_operands
+from .call import autocast_dtype, followed_by, needs_gradient, with_operands
 from .ops.mlp_forward import Block, BlockOptions, Linear
 from .plan import choose_save, describe
 from .utils.bounded_cache import BoundedCache
@@ -227,8 +227,6 @@ def plan_block(
             facts += (None,) if t is None else (t.dtype, t.is_cpu or t.device, t.shape)
     else:
         plain_because = followed_by()
-        if plain_because is None and options.dropout and is_capturing(x):
-            plain_because = "a CUDA graph would record the seed of the dropout"
         if activation.needs_tracing and plain_because is None:
             validation.check_block(options, x, first, last)  # what is traced must have a shape and a dtype
             dtype = autocast_dtype(x) or x.dtype

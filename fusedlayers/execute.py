@@ -245,11 +245,13 @@ def run_block(
         return after_activation(activated, others, options.dropout, last)
     if block is None:
         return run_by_layer(options, input, first, last, activation)
-    block = block._replace(dropout=_dropout(options)) if options.dropout else block
     x = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
     if plan.cast is not None:
         x, *casts = (shared_cast(t, plan.cast) for t in (x, *(w for w, _ in (*first, last))))
         *first, last = (Linear(w, b) for w, (_, b) in zip(casts, (*first, last), strict=True))
+    if options.dropout:
+        dropout = Dropout.draw(float(options.dropout), len(x), last.w.shape[1], x.dtype, x.device)
+        block = block._replace(dropout=dropout)
     weights, biases = zip(*first, strict=True)
     if plan.path == "fused":
         y = MLP.apply(block, len(first), x, *last, *weights, *biases, *operands)
@@ -258,11 +260,6 @@ def run_block(
             block, x, block.unpacked([Linear.of(*layer) for layer in first]), Linear.of(*last), operands
         )
     return y if input.dim() == 2 else y.view(*input.shape[:-1], y.shape[-1])
-
-
-def _dropout(options: BlockOptions) -> Dropout:
-    # From the generator that checkpoints put back before they recompute, whatever the device.
-    return Dropout(options.dropout, int(torch.randint(2**62, (), device="cpu")))
 
 
 def run_by_layer(
@@ -287,14 +284,12 @@ def _layers(
     cast = autocast_dtype(input) if others else None
     input = input if cast is None else shared_cast(input, cast)  # once for both halves of a gate
     save = "auto" if options.save == "recompute" else options.save  # which would save more, layer by layer
+    if options.dropout and not others and activation.is_fusible and not torch.compiler.is_compiling():
+        return F.linear(run_dropout(MATMUL, input, w, b, None, activation, options.dropout, save), *last)
     is_usual = validation.are_torchs_own((input, w), (b,))
     plan, record, operands = plan_dense(input, w, b, None, activation, save, is_usual)
     activated = PATHS[plan.path](plan, MATMUL, input, w, b, None, record, operands)
-    factors = [F.linear(input, *other) for other in others]
-    if not options.dropout or torch.compiler.is_compiling():
-        return after_activation(activated, factors, options.dropout, last)
-    # The mask is the one that the node of the whole block would make, whatever needs a gradient.
-    return F.linear(_dropout(options).apply(functools.reduce(torch.mul, factors, activated)), *last)
+    return after_activation(activated, [F.linear(input, *other) for other in others], options.dropout, last)
 
 
 def _compiled_layers(

@@ -285,8 +285,8 @@ def mlp(
         weight2: (out, hidden).
         bias2: (out,) or None.
         activation: as for ``fusedlayers.dense_bias_act``.
-        dropout: the probability with which hidden numbers are zeroed; 0 in evaluation. The mask is not kept: it is made
-            again from a seed, which is drawn from torch's generator for CPUs.
+        dropout: the probability with which hidden numbers are dropped, the same ones as by ``F.dropout``; 0 in
+            evaluation. A bit for each is saved.
         save: what is saved of the hidden layer. "output": what the activation returns. "input": what it is given, from
             which backward recomputes the other. "recompute": nothing; forward and backward run over chunks of rows (as
             "auto" where input or weights would be saved for this alone, and be more).

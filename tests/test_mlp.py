@@ -18,7 +18,6 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
-from fusedlayers import block_plan
 from fusedlayers.activations import Activation, resolve, rows
 from fusedlayers.memory import peak_bytes, saved_bytes
 from fusedlayers.ops import mlp, mlp_forward
@@ -107,7 +106,7 @@ every_kind_saved = pytest.mark.parametrize(("kind", "save"), KINDS_SAVED, ids=st
 def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small blocks are cut into chunks too."""
     torch.manual_seed(0)
-    monkeypatch.setattr(mlp_forward, "LEAST_ROWS", 4)
+    monkeypatch.setattr(mlp_forward, "LEAST_ROWS", 8)
 
 
 def _save_for(activation: object, save: str, dtype: torch.dtype = torch.float32) -> str:
@@ -600,10 +599,34 @@ def _backward(y: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("save", ["auto", "recompute"])
-def test_a_mask_is_not_kept(save: str) -> None:
+def test_a_bit_is_kept_for_each_hidden_number(save: str) -> None:
     x, *params = PLAIN.leaves()
     kept = saved_bytes(lambda: fl.mlp(x, *params, "gelu", dropout=0.5, save=save), exclude=x)
-    assert kept == (ROWS * HIDDEN * 4 if save == "auto" else 0)
+    assert kept == (ROWS * HIDDEN * 4 if save == "auto" else 0) + -(-ROWS * HIDDEN // 8)
+
+
+@every_kind_saved
+@pytest.mark.parametrize("p", [0.1, 1.0])
+def test_what_is_dropped_is_what_torch_drops(kind: Kind, save: str, p: float) -> None:
+    tensors = kind.leaves()
+    x, *params = tensors
+    outs, states = [], []
+    for drop in (None, F.dropout):
+        torch.manual_seed(11)
+        if drop is None:
+            y = kind.function(*tensors, "silu", dropout=p, save=_save_for("silu", save))
+        else:
+            *first, w, b = params
+            parts = [F.linear(x, *pair) for pair in zip(first[::2], first[1::2], strict=True)]
+            if kind.halves == 2:
+                parts = list(parts[0].chunk(2, -1))
+            hidden = functools.reduce(torch.mul, parts[1:], F.silu(parts[0]))
+            y = F.linear(drop(hidden, p), w, b)
+        states.append(torch.get_rng_state())
+        outs.append([y.detach(), *torch.autograd.grad(y.square().sum(), tensors)])
+    assert torch.equal(*states)
+    for a, b in zip(*outs, strict=True):
+        assert reference.relative(a, b) < 1e-4
 
 
 # --- contexts ---------------------------------------------------------------------------------------------------------
@@ -958,15 +981,10 @@ def test_masks_do_not_depend_on_chunks(kind: Kind) -> None:
 
 
 @every_kind
-def test_recorded_dropouts_are_torchs(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A seed would be recorded as it is, and the mask be the same at every replay."""
+def test_recorded_dropouts_are_torchs(kind: Kind) -> None:
+    """A mask would be recorded as it is, and be the same at every replay."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     x, *params = (t.detach() for t in kind.leaves())
     traced = make_fx(lambda x: kind.function(x, *params, "gelu", dropout=0.5))(x)
     assert not torch.equal(traced(x), traced(x))
-
-    masks: list[int] = []
-    monkeypatch.setattr(mlp_forward.Dropout, "mask", lambda self, *arguments: masks.append(self.seed))
-    monkeypatch.setattr(block_plan, "is_capturing", lambda input: True)
-    assert kind.function(x, *params, "gelu", dropout=0.5).shape == (ROWS, OUT) and masks == []

@@ -1,7 +1,4 @@
-"""What an MLP block is, but for its tensors, and what it computes: whole, or for a chunk of rows at a time.
-
-The mask of a dropout is made again from a seed.
-"""
+"""What an MLP block is, but for its tensors, and what it computes: whole, or for a chunk of rows at a time."""
 
 from __future__ import annotations
 
@@ -13,47 +10,45 @@ from torch import Tensor
 
 from ..activations import Activation, Saved
 from ..backends import ActivationGradients, Backend, GradientRequest
+from ..backends import torch as reference
 from ..backends.operations import MATMUL
-from ..utils.isolation import in_clean_state
+from .dropout import factor_of
 
 #: Rows of a chunk, at least: with fewer a product reads its weight, and writes the weight's gradient, for too little.
 LEAST_ROWS = 256
 
 
 class Dropout(NamedTuple):
-    """Zeroes hidden numbers with probability ``p``, and scales the others up; the same ones each time, however the rows
-    are cut into chunks: every ``LEAST_ROWS`` rows have a generator of their own."""
+    """Drops hidden numbers and scales the others up; which ones, a bit for each says."""
 
-    p: float
-    seed: int
+    factor: float
+    #: Of the whole hidden layer, row by row.
+    bits: Tensor
 
-    def mask(self, hidden: Tensor, first: int = 0) -> Tensor:
-        """What is kept of rows that begin with the ``first``, a multiple of ``LEAST_ROWS``."""
-        mask = torch.empty_like(hidden, dtype=torch.bool, memory_format=torch.contiguous_format)
-        generator = torch.Generator(hidden.device)
-        for i, rows in enumerate(mask.split(LEAST_ROWS)):
-            rows.bernoulli_(1.0 - self.p, generator=generator.manual_seed(self.seed + first // LEAST_ROWS + i))
-        return mask
+    @classmethod
+    def draw(cls, p: float, rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> Dropout:
+        """Those that ``F.dropout`` would drop of a hidden layer of this size."""
+        keep = torch.zeros(rows, hidden, dtype=torch.bool, device=device)
+        if p < 1:
+            if device.type == "cpu":
+                keep.bernoulli_(1 - p)
+            else:
+                _, keep = torch.native_dropout(torch.empty(rows, hidden, dtype=dtype, device=device), p, True)
+        return cls(factor_of(p, dtype) if p < 1 else 0.0, reference.packed(keep))
+
+    def factors(self, hidden: Tensor, first: int = 0) -> Tensor:
+        """What each number is multiplied by, of rows that begin with the ``first``, a multiple of ``LEAST_ROWS``."""
+        rows, columns = hidden.shape
+        start = first * columns // 8
+        bits = self.bits[start : start - (-rows * columns // 8)]
+        return reference.unpacked(bits, hidden.shape, (columns, 1)).to(hidden.dtype).mul_(self.factor)
 
     def apply(self, hidden: Tensor) -> Tensor:
-        """(..., hidden), in operations that autograd can differentiate. Under vmap, which refuses what is random, the
-        mask is made where that does not reach: on another thread, but on this one's stream."""
-        stream = torch.cuda.current_stream(hidden.device) if hidden.is_cuda else None
-        rows = hidden.detach().flatten(0, -2)
-
-        @in_clean_state
-        def make() -> Tensor:
-            with torch.cuda.stream(stream), torch.no_grad():
-                return self.mask(rows)
-
-        return hidden * make().view(hidden.shape) * self.scale
-
-    @property
-    def scale(self) -> float:
-        return 0.0 if self.p == 1.0 else 1.0 / (1.0 - self.p)
+        """In operations that autograd can differentiate."""
+        return hidden * self.factors(hidden)
 
     def overwrite(self, hidden: Tensor, first: int) -> None:
-        hidden.mul_(self.mask(hidden, first)).mul_(self.scale)
+        hidden.mul_(self.factors(hidden, first))
 
 
 class Linear(NamedTuple):

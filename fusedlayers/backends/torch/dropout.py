@@ -18,30 +18,33 @@ from ...derivative import branch_bit
 from ...derivative.folded import FoldedDerivative
 from .chunks import for_each
 
-#: What each of the eight elements of a byte counts for.
-_BITS = 2 ** torch.arange(8, dtype=torch.uint8)
+
+def packed(keep: Tensor) -> Tensor:
+    """The bits of a dense mask, in the order of memory: the first element is the lowest bit of the first byte."""
+    flat = keep.as_strided((keep.numel(),), (1,)).view(torch.uint8)
+    eights = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(torch.int64)
+    # Each of eight bytes, 0 or 1, is added into the highest one at a bit of its own.
+    return (eights * 0x0102040810204080 >> 56).to(torch.uint8)
+
+
+def unpacked(bits: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
+    """The mask of these bits, for a dense tensor of this layout."""
+    # A copy of the byte in each of eight, of which each keeps one bit, and moves it to the lowest.
+    eights = bits.to(torch.int64).mul_(0x0101010101010101).bitwise_and_(0x8040201008040201 - 2**64)
+    eights.add_(0x7F7F7F7F7F7F7F7F).bitwise_right_shift_(7).bitwise_and_(0x0101010101010101)
+    return eights.view(torch.uint8).view(torch.bool).as_strided(shape, strides)
 
 
 def drop(x: Tensor, keep: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     """``x factor`` where ``keep`` says so, else ``x 0``, in a new tensor; and the bits of ``keep``. Both are dense and
     laid out alike."""
     y = x * (keep.to(x.dtype) * factor)
-    flat = keep.as_strided((keep.numel(),), (1,))
-    padded = torch.nn.functional.pad(flat.view(torch.uint8), (0, -flat.numel() % 8))
-    return y, (padded.view(-1, 8) * _BITS.to(x.device)).sum(1, dtype=torch.uint8)
+    return y, packed(keep)
 
 
 def drop_gradient(dy: Tensor, bits: Tensor, factor: float) -> Tensor:
     """The gradient of x, in a new tensor, for dense dy, laid out like x."""
     return dy * (unpacked(bits, dy.shape, dy.stride()).to(dy.dtype) * factor)
-
-
-def unpacked(bits: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
-    """The mask of these bits, for a dense tensor of this layout."""
-    keep = torch.empty_strided(shape, strides, dtype=torch.bool, device=bits.device)
-    flat = (bits.unsqueeze(1) & _BITS.to(bits.device) != 0).flatten()
-    keep.as_strided((keep.numel(),), (1,)).copy_(flat[: keep.numel()])
-    return keep
 
 
 def drop_marked(y: Tensor, keep: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
