@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,7 @@ from .ops.linear import Dense, Epilogue
 from .ops.mlp import MLP
 from .ops.mlp_forward import BlockOptions, Dropout, Linear, unpacked, without_gradients
 from .ops.place import place_of
-from .ops.pointwise import BiasAct, Origin, mark_place
+from .ops.pointwise import BiasAct, Origin
 from .plan import Plan
 
 Operands = Sequence[Tensor]
@@ -46,7 +47,8 @@ def run_pointwise(
     place = place_of(x) if is_alone and x.requires_grad else None
     y = BiasAct.apply(plan, x, b, None, origin, False, *operands)
     if place is not None:
-        mark_place(y, place)
+        node: Any = y.grad_fn
+        node.place, node.version = place, y._version
     return y
 
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 import fusedlayers as fl
 from fusedlayers.memory import saved_bytes
 
-DROP_IN_MODULES = [name for name in fl.__all__ if hasattr(nn, name) and not name.endswith("Norm")]
-DROP_IN_FUNCTIONS = [name for name in fl.__all__ if hasattr(F, name) and not name.endswith("_norm")]
+_ACTIVATIONS = [name for name in fl.__all__ if getattr(fl, name).__module__ == "fusedlayers.nn.activations"]
+DROP_IN_MODULES = [name for name in _ACTIVATIONS if hasattr(nn, name)]
+DROP_IN_FUNCTIONS = [name for name in _ACTIVATIONS if hasattr(F, name)]
 
 #: Arguments other than the defaults, in torch's order.
 OTHER_ARGUMENTS: dict[str, dict[str, Any]] = {

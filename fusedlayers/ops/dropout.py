@@ -5,7 +5,7 @@ The derivative is that at the output times ``1 - p``. The mask is torch's own: f
 dropped as by ``F.dropout``, and the generator goes on from the same state.
 
 An activation does not know that a dropout follows. Where it was computed by a node that saves its output, and reads no
-bias, the dropout begins where that node began, at the activation's input (``pointwise.mark_place``). The activation's
+bias, the dropout begins where that node began, at the activation's input (``BiasAct``). The activation's
 node then has no successor, and is freed with what it saved, as soon as its result is.
 """
 

@@ -59,6 +59,7 @@ class _GroupNorm(Function):
         (dy,) = grads
         y, inverse_std, w, b, channels, kept_xhat = ctx.saved_tensors
         norm, backend, hooked = ctx.settings
+        y = y if norm.reads(y) else y.contiguous()  # hooks may have laid it out in another way
         kept = None if channels is None else Kept(channels, kept_xhat)
         needs_x, needs_w, needs_b, *_ = ctx.needs_input_grad
         again = torch.is_grad_enabled()  # else not: torch's second derivatives of group norm know no batches

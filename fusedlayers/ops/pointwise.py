@@ -47,8 +47,8 @@ class BiasAct(Function):
     With ``plan.saved == "input"`` the caller has added b and the residual. ``is_done``: z is y already, because the
     matmul had the activation as its epilogue. ``origin`` is given where the plan says ``keeps_origin``.
 
-    Of an activation that stands alone the node has a ``place``: that of z in the graph. An operation that follows may
-    begin there, and make one node of both.
+    Of an activation that stands alone the node is given the ``place`` of z in the graph, and the version of y. An
+    operation that follows may begin there, and make one node of both.
     """
 
     @staticmethod
@@ -120,12 +120,6 @@ class BiasAct(Function):
             dz = dz.detach() if dz is saved else dz  # which is a result, and knows its node
             dp = [None if d is None else d.view_as(p) for d, p in zip(dp, operands, strict=True)]
         return None, dz if needs_z else None, db, dz if needs_residual else None, None, None, *dp
-
-
-def mark_place(y: Tensor, place: Tensor) -> None:
-    """Tell the node of y where z is."""
-    node: Any = y.grad_fn
-    node.place, node.version = place, y._version
 
 
 def is_batched(dy: Tensor) -> bool:
