@@ -460,7 +460,9 @@ def _before(function: str, module: nn.Module, x: Tensor) -> int:
     return names.index(function)
 
 
-_ACTIVATIONS = [name for name in fl.__all__ if getattr(fl, name).__module__ == "fusedlayers.nn.activations"]
+_ACTIVATIONS = [
+    name for name in fl.__all__ if getattr(getattr(fl, name), "__module__", "") == "fusedlayers.nn.activations"
+]
 ACTIVATION_MODULES = [name for name in _ACTIVATIONS if hasattr(nn, name)]
 
 

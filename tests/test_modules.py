@@ -16,7 +16,9 @@ from torch import Tensor, nn
 import fusedlayers as fl
 from fusedlayers.memory import saved_bytes
 
-_ACTIVATIONS = [name for name in fl.__all__ if getattr(fl, name).__module__ == "fusedlayers.nn.activations"]
+_ACTIVATIONS = [
+    name for name in fl.__all__ if getattr(getattr(fl, name), "__module__", "") == "fusedlayers.nn.activations"
+]
 DROP_IN_MODULES = [name for name in _ACTIVATIONS if hasattr(nn, name)]
 DROP_IN_FUNCTIONS = [name for name in _ACTIVATIONS if hasattr(F, name)]
 
