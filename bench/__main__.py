@@ -12,7 +12,7 @@ COMMANDS = {
     "mlp": ("mlp", "the same on MLP blocks, with and without a gate, beside the bare matmuls"),
     "conv": ("conv", "the same on convolutions, in both memory formats"),
     "norm": ("norm", "the same on convolutions with a batch norm between them and the activation"),
-    "row_norm": ("row_norm", "the same on layer norms and RMS norms"),
+    "parts": ("parts", "the same on norms, gates and dropout"),
     "matmul": ("matmul", "matmuls with an activation as their epilogue, beside the vendor's bare ones"),
     "pointwise": ("pointwise", "bandwidth of the forward and backward kernels against a copy"),
     "custom": ("custom", "activations with trainable parameters, in ResNet-18: bytes, time, exactness of gradients"),

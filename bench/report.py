@@ -47,6 +47,17 @@ MLP_ROWS = (
     ("Gemma-2B", "gelu"),
     ("T5-base 1.1", "gelu"),
 )
+PART_ROWS = (
+    ("BERT-base", "layer norm"),
+    ("LLaMA-7B", "llama's norm"),
+    ("diffusion", "group norm, silu"),
+    ("LLaMA-7B", "silu gate"),
+    ("LLaMA-7B", "packed silu gate"),
+    ("experts", "silu gate, bmm"),
+    ("BERT-base", "dropout"),
+    ("BERT-base", "gelu, dropout"),
+    ("LLaMA-7B", "silu gate, dropout"),
+)
 MAIN_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 OTHER_DTYPE = {"cpu": "bfloat16", "cuda": "float32"}
 
@@ -163,6 +174,15 @@ def conv_table(run: dict[str, Any]) -> str:
 def norm_table(run: dict[str, Any]) -> str:
     """The same with a batch norm between."""
     return _layers_table(run, "Convolution + batch norm + activation", NORM_ROWS, _models(run["cases"]), _conv_sizes)
+
+
+def parts_table(run: dict[str, Any]) -> str:
+    """Norms, gates and dropout, and the product behind them."""
+    return _layers_table(run, "Part, and the product behind it", PART_ROWS, _models(run["cases"]), _part_sizes)
+
+
+def _part_sizes(row: dict[str, Any]) -> str:
+    return " x ".join(map(str, row["input"]))
 
 
 def _conv_sizes(row: dict[str, Any]) -> str:
@@ -364,4 +384,5 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "mlp": partial(_tables, subject="mlp", table=mlp_table),
     "models": partial(_tables, subject="models", table=models_table),
     "norm": partial(_tables, subject="norm", table=norm_table),
+    "parts": partial(_tables, subject="parts", table=parts_table),
 }

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import backends, plan, validation
-from .call import followed_by
-from .ops.dropout import Dropout, has_torchs_mask, joined
-from .ops.product import product_of
+from .execute import dropped
 
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -41,15 +37,5 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     >>> sorted(set(fl.dropout(torch.ones(1000), 0.5).tolist()))
     [0.0, 2.0]
     """
-    is_ours = training and not inplace and not torch.compiler.is_compiling() and validation.are_torchs_own((input,))
-    if is_ours and input.requires_grad and torch.is_grad_enabled() and _serves(input, p):
-        backend = backends.choose(input)
-        y = joined(input, p, backend)
-        return Dropout.apply(input, p, backend, product_of(input)) if y is None else y
-    return F.dropout(input, p, training, inplace)
-
-
-def _serves(x: Tensor, p: object) -> bool:
-    if x.numel() * x.itemsize < plan.SMALL_BYTES or not isinstance(p, float) or followed_by() is not None:
-        return False
-    return validation.unusual_because(x) is None and x.dtype in validation.DTYPES and has_torchs_mask(x, p)
+    is_ours = training and not inplace and isinstance(p, float) and 0 < p < 1
+    return dropped(input, p) if is_ours else F.dropout(input, p, training, inplace)

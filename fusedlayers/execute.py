@@ -16,19 +16,21 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from . import _torch, backends, validation
-from .activations import Activation, measure_inverse_error, resolve
+from . import plan as decision
+from .activations import DTYPES, Activation, measure_inverse_error, resolve
 from .backends.operations import MATMUL, BatchNorm, Matmul, Operation, Pointwise, Recompute, Weight
 from .block_plan import BlockPlan
-from .call import autocast_dtype, needs_gradient, plan_dense, plan_for
+from .call import autocast_dtype, followed_by, needs_gradient, plan_dense, plan_for
 from .ops.autocast import shared_cast
 from .ops.batch_norm import inverse_error_of, norm_act
 from .ops.conv import Conv
-from .ops.dropout import ActDropout, serves
+from .ops.dropout import ActDropout, Dropout, has_torchs_mask, joined, serves
 from .ops.linear import Dense, Epilogue
 from .ops.mlp import MLP
-from .ops.mlp_forward import BlockOptions, Dropout, Linear, unpacked, without_gradients
+from .ops.mlp_forward import BlockDropout, BlockOptions, Linear, unpacked, without_gradients
 from .ops.place import place_of
 from .ops.pointwise import BiasAct, Origin
+from .ops.product import product_of
 from .plan import Plan
 
 Operands = Sequence[Tensor]
@@ -53,8 +55,16 @@ def run_pointwise(
 
 
 def dropped(y: Tensor, p: float) -> Tensor:
-    """PyTorch's dropout."""
-    return F.dropout(y, p) if p else y
+    """``F.dropout(y, p)`` that keeps a bit for each element, and none behind an activation that has saved its output;
+    by PyTorch where that cannot be, or is not worth a node in Python."""
+    is_ours = not torch.compiler.is_compiling() and validation.are_torchs_own((y,)) and needs_gradient(y)
+    is_ours = is_ours and y.dtype in DTYPES and y.numel() * y.itemsize >= decision.SMALL_BYTES
+    is_ours = is_ours and followed_by() is None and validation.unusual_because(y) is None
+    if not is_ours or not has_torchs_mask(y, p):
+        return F.dropout(y, p) if p else y
+    backend = backends.choose(y)
+    joint = joined(y, p, backend)
+    return Dropout.apply(y, p, backend, product_of(y)) if joint is None else joint
 
 
 def run_dropout(
@@ -83,7 +93,7 @@ def run_dropout(
     if plan.path in ("fused", "in_place") and plan.saved == "output" and not operands and serves(z, record, p):
         y = ActDropout.apply(z, None, record, p, plan.backend or backends.choose(z), is_own)
     else:
-        y = F.dropout(run_pointwise(plan, along, z, None, record, operands), p)
+        y = dropped(run_pointwise(plan, along, z, None, record, operands), p)
     return operation.unflattened(y, given) if is_view else y
 
 
@@ -252,7 +262,7 @@ def run_block(
         x, *casts = (shared_cast(t, plan.cast) for t in (x, *(w for w, _ in (*first, last))))
         *first, last = (Linear(w, b) for w, (_, b) in zip(casts, (*first, last), strict=True))
     if options.dropout:
-        dropout = Dropout.draw(float(options.dropout), len(x), last.w.shape[1], x.dtype, x.device)
+        dropout = BlockDropout.draw(float(options.dropout), len(x), last.w.shape[1], x.dtype, x.device)
         block = block._replace(dropout=dropout)
     weights, biases = zip(*first, strict=True)
     if plan.path == "fused":

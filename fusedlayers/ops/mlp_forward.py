@@ -18,7 +18,7 @@ from .dropout import factor_of
 LEAST_ROWS = 256
 
 
-class Dropout(NamedTuple):
+class BlockDropout(NamedTuple):
     """Drops hidden numbers and scales the others up; which ones, a bit for each says."""
 
     factor: float
@@ -26,7 +26,7 @@ class Dropout(NamedTuple):
     bits: Tensor
 
     @classmethod
-    def draw(cls, p: float, rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> Dropout:
+    def draw(cls, p: float, rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> BlockDropout:
         """Those that ``F.dropout`` would drop of a hidden layer of this size."""
         keep = torch.zeros(rows, hidden, dtype=torch.bool, device=device)
         if p < 1:
@@ -87,7 +87,7 @@ class Block(NamedTuple):
     is_gated: bool
     #: Whether one product makes gate and up.
     is_packed: bool
-    dropout: Dropout | None
+    dropout: BlockDropout | None
     #: Into how many chunks the rows are cut, at most.
     chunks: int
     backend: Backend
