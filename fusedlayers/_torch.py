@@ -78,6 +78,7 @@ __all__ = [
     "dispatch_mode_count",
     "elementwise_dtypes",
     "ensure_cuda_guard",
+    "foreach",
     "forward_ad_level",
     "functorch_is_active",
     "gpu_sleep",
@@ -104,6 +105,7 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
+    "unsafe_view",
 ]
 
 # --- who follows what is computed -------------------------------------------------------------------------------------
@@ -154,6 +156,10 @@ def is_exporting() -> bool:
 saved_tensors_hooks_on_top: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 #: () -> bool: whether the backward pass that is running keeps its graph (``retain_graph``).
 graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+#: (tensor, shape) -> Tensor: an alias that autograd takes for no view.
+unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
+#: (name) -> the function of a list of tensors that ``torch.<name>`` is for one: few launches for all of them.
+foreach: Callable[[str], Callable[..., list[Tensor]]] = functools.cache(lambda name: getattr(torch, f"_foreach_{name}"))
 #: () -> int: the number of the backward pass that is running on this thread; -1 outside of one.
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 #: (storage._cdata) -> int: how many C++ owners a storage has.

@@ -13,7 +13,9 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
 
     It drops the numbers that ``F.dropout`` would with the same seed, and returns the same values. Behind an activation
     of this package that saved its output (``fusedlayers.gelu``, ``GELU()``, ``bias_act`` without a bias) both become
-    one node, which keeps its own output and nothing else; the activation's is freed with its result.
+    one node, which keeps its own output and nothing else; the activation's is freed with its result. That result is
+    then no part of the graph: hooks on it prevent this, and hooks that it gets afterwards see nothing. Like every saved
+    output the dropout's must not be edited in place.
 
     Args:
         input: any shape and floating dtype.

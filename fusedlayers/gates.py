@@ -94,7 +94,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns, Raises: as ``F.linear``.
 
     Saved: ``weight``; of an input that is the unchanged product of two saved tensors nothing more, else ``input``.
-    Under saved-tensor hooks and ``torch.compile``, and of products that were reshaped, what ``F.linear`` saves.
+    Under saved-tensor hooks and ``torch.compile``, and of products that were reshaped, what ``F.linear`` saves. Writes
+    past the version counter (``.data``, NumPy) to the input, after it was multiplied, are not noticed.
 
     >>> import torch, fusedlayers as fl
     >>> fl.linear(fl.gated_act(torch.ones(1, 2), torch.ones(1, 2), None), torch.ones(3, 2))
@@ -154,7 +155,7 @@ def _multiply(name: str, h: Tensor, w: Tensor, b: Tensor | None = None, ends: Te
     is_usual = validation.are_torchs_own((h, w), (b, ends)) and validation.unusual_because(h, w, b) is None
     if is_usual and not torch.compiler.is_compiling() and needs_gradient(w) and followed_by() is None:
         product = dropped_product_of(h)
-        if product is not None and _fits(name, h, w):
+        if product is not None and _fits(name, h, w) and (b is None or b.dim() == 1):
             cast = autocast_dtype(h)
             if cast is not None and cast is h.dtype:
                 w, b = shared_cast(w, cast), None if b is None else b.to(cast)
@@ -175,5 +176,7 @@ def _fits(name: str, h: Tensor, w: Tensor) -> bool:
         return w.dim() == 2 and h.shape[-1] == w.shape[1]
     if name == "grouped_mm":
         return h.dim() == 2 and w.dim() == 3 and h.shape[1] == w.shape[1]
+    if w.dim() < 2 or h.shape[-1] != w.shape[-2]:
+        return False
     is_batch = h.dim() == w.dim() >= 3 and h.shape[:-2] == w.shape[:-2]
-    return h.shape[-1] == w.shape[-2] and (is_batch or (w.dim() == 2 and name == "matmul")) if w.dim() >= 2 else False
+    return is_batch or (w.dim() == 2 and name == "matmul")

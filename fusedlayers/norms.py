@@ -26,8 +26,9 @@ def layer_norm(
     """``F.layer_norm`` that saves its output, which the next layer saves anyway, and not its input.
 
     The output determines the normalised input, which together with one number for each row is all that backward needs.
-    That holds of columns whose weight is neither next to 0 nor less than a quarter of the bias; of the others the
-    normalised input is saved too. Each call looks at its weights for that.
+    The output does not determine it in columns whose weight is next to 0, or less than a quarter of the bias: there the
+    normalised input is saved too. Each call looks at its weights for that; on a GPU each version of them is looked at
+    once.
 
     Args:
         input: (..., *normalized_shape), float16, bfloat16, float32 or float64.
@@ -44,9 +45,9 @@ def layer_norm(
         TypeError: something that is not a tensor, or not of a floating dtype.
         ValueError: shapes or devices that do not fit together, or an unknown ``save``.
 
-    Saved: the output, one number for each row, ``weight`` and ``bias``, neither of which may be edited in place before
-    backward. Of columns that do not tell their input also the
-    normalised input; where these are more than a quarter, the input instead of all that.
+    Saved: the output, one number for each row, ``weight`` and ``bias``, none of which may be edited in place before
+    backward. Of columns whose output does not determine the input also the normalised input; where these are more than
+    a quarter, the input instead of all that.
 
     Source: Ba, Kiros & Hinton 2016, "Layer Normalization".
 

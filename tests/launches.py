@@ -27,6 +27,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import fusedlayers as fl
 from bench import fake_gpu
+from fusedlayers.ops import row_norm
 
 
 class Operators(TorchDispatchMode):
@@ -90,6 +91,15 @@ class Swish(torch.nn.Module):
         return z * torch.sigmoid(self.beta * z)
 
 
+def _norm(function: Callable[..., Tensor], parameters: int) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """Weights of 1; on a GPU they are looked at once for each version, and here not at all."""
+    row_norm._look = lambda *arguments: None
+    tensors = _tensors((ROWS, WIDTH), *[(WIDTH,)] * parameters)
+    with torch.no_grad():
+        tensors[1].fill_(1.0)
+    return function, tensors
+
+
 #: Name -> a call and its tensors.
 CALLS: dict[str, Callable[[], tuple[Callable[..., Tensor], list[Tensor]]]] = {
     "dense gelu": lambda: _dense(activation="gelu"),
@@ -104,6 +114,12 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., Tensor], list[Tensor]]]] = {
     "mlp, one chunk": lambda: (
         lambda x, w1, b1, w2, b2: fl.mlp(x, w1, b1, w2, b2, "gelu", chunks=1),
         _tensors((ROWS, 256), (WIDTH, 256), (WIDTH,), (256, WIDTH), (256,)),
+    ),
+    "layer norm": lambda: _norm(lambda x, w, b: fl.layer_norm(x, WIDTH, w, b), 2),
+    "rms norm": lambda: _norm(lambda x, w: fl.rms_norm(x, WIDTH, w, rounds_first=True), 1),
+    "gate and product": lambda: (
+        lambda gate, up, w: fl.linear(fl.gated_act(gate, up), w),
+        _tensors((ROWS, WIDTH), (ROWS, WIDTH), (256, WIDTH)),
     ),
     "gated mlp": lambda: (
         lambda x, g, u, d: fl.gated_mlp(x, g, None, u, None, d, None, "silu"),

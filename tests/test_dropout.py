@@ -581,3 +581,32 @@ def test_transforms_and_modules_that_are_copied() -> None:
     assert (
         isinstance(module, nn.Dropout) and repr(module) == "Dropout(p=0.3, inplace=False)" and not module.state_dict()
     )
+
+
+def test_who_asks_for_an_activations_gradient_gets_it() -> None:
+    x = torch.randn(40, 300, requires_grad=True)
+    y = fl.gelu(x)
+    y.retain_grad()
+    fl.dropout(y, 0.5).sum().backward()
+    assert y.grad is not None and set(y.grad.unique().tolist()) == {0.0, 2.0}
+    seen: list[Tensor] = []
+    y = fl.gelu(x)
+    y.register_hook(seen.append)
+    fl.dropout(y, 0.5).sum().backward()
+    assert len(seen) == 1
+
+
+def test_kinks_are_not_crossed() -> None:
+    """A factor and its inverse move an output of 3, where hardswish has a kink, to the other side."""
+    assert not any(dropout.tells_scaled(resolve("hardswish"), dtype) for dtype in DTYPES)
+    for dtype in DTYPES:
+        x = torch.full((40, 300), 3.0, dtype=dtype, requires_grad=True)
+        ours, torchs = _both(lambda drop, x=x: drop(fl.bias_act(x, None, "hardswish"), 0.1), x)
+        torch.testing.assert_close(ours[2], torchs[2])
+
+
+@pytest.mark.parametrize("name", ["relu", "leaky_relu", "tanh"])
+def test_float64_is_exact(name: str) -> None:
+    x = torch.randn(40, 300, dtype=torch.float64, requires_grad=True)
+    ours, eager = (torch.autograd.grad(f(x, name, 0.1).sum(), x)[0] for f in (_ours, _eager))
+    torch.testing.assert_close(ours, eager, rtol=1e-13, atol=1e-13)

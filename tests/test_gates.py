@@ -399,3 +399,60 @@ def test_products_refuse_as_torch_does() -> None:
                 ours(*arguments)
             assert str(found.value) == str(expected.value)
     assert fl.linear(torch.ones(2, 3, dtype=torch.int64), torch.ones(4, 3, dtype=torch.int64)).dtype is torch.int64
+
+
+def test_numbers_that_are_not_real_are_torchs() -> None:
+    a, b, w = (torch.randn(8, 40, dtype=torch.complex64).requires_grad_() for _ in range(3))
+    for ours, torchs in ((fl.linear, F.linear), (lambda h, w: fl.matmul(h, w.t()), lambda h, w: h @ w.t())):
+        found, expected = (torch.autograd.grad(f(a * b, w).abs().sum(), (a, b, w)) for f in (ours, torchs))
+        torch.testing.assert_close(found, expected)
+
+
+def test_ends_of_groups_that_were_edited_are_noticed() -> None:
+    gate, up, w = leaves((32, 64), (32, 64), (3, 64, 24))
+    ends = ENDS.clone()
+    y = fl.grouped_mm(fl.gated_act(gate, up), w, ends)
+    ends.sub_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(torch.ones_like(y))
+
+
+@pytest.mark.parametrize("shape", [(7,), (1, 7), (5, 1), (1,), ()])
+def test_biases_that_torch_broadcasts(shape: tuple[int, ...]) -> None:
+    gate, up, w, b = leaves((5, 60), (5, 60), (7, 60), shape)
+    found, expected = (
+        torch.autograd.grad(f(g(gate, up), w, b).sin().sum(), (gate, up, w, b))
+        for f, g in ((fl.linear, fl.gated_act), (F.linear, lambda g, u: F.silu(g) * u))
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def _laid_out_otherwise(t: Tensor) -> Tensor:
+    return t.mT.contiguous().mT if t.dim() > 1 else t
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_factors_that_hooks_have_laid_out_in_another_way(packed: bool) -> None:
+    sources = leaves((4, 16, 64)) if packed else leaves((4, 16, 32), (4, 16, 32))
+    with torch.autograd.graph.saved_tensors_hooks(_laid_out_otherwise, lambda t: t):
+        y = fl.gated_act(*sources)
+    gate, up = split(sources[0], "gate_up") if packed else sources
+    expected = torch.autograd.grad((F.silu(gate) * up).sin().sum(), sources)
+    torch.testing.assert_close(torch.autograd.grad(y.sin().sum(), sources), expected)
+
+
+@pytest.mark.parametrize("gated", [fl.gated_act, lambda g, u: fl.silu(g) * u], ids=["one", "two"])
+def test_factors_that_hooks_have_got_are_left_with_them(gated: Any) -> None:
+    """A checkpoint would compute them once more in the forward pass."""
+    gate, up, w = leaves((40, 40), (40, 40), (8, 40))
+    runs = 0
+
+    def block(gate: Tensor, up: Tensor) -> Tensor:
+        nonlocal runs
+        runs += 1
+        return gated(gate.sin(), up)
+
+    y = fl.linear(checkpoint(block, gate, up, use_reentrant=False), w)
+    assert runs == 1 and _is_saved_by(y) == "MmBackward0"
+    h = checkpoint(lambda g, u: fl.dropout(gated(g, u), 0.3), gate, up, use_reentrant=False)
+    assert _is_saved_by(fl.linear(h, w)) == "MmBackward0"

@@ -27,6 +27,9 @@ LAUNCHES = {
     "scalar parameter": (3, 5),
     "mlp": (3, 326),
     "mlp, one chunk": (3, 9),
+    "layer norm": (1, 2),
+    "rms norm": (1, 2),
+    "gate and product": (2, 5),
     "gated mlp": (50, 311),
     "dense gelu, epilogues": (1, 6),
     "dense relu, epilogues": (1, 6),
@@ -35,6 +38,9 @@ LAUNCHES = {
     "scalar parameter, epilogues": (3, 5),
     "mlp, epilogues": (2, 7),
     "mlp, one chunk, epilogues": (2, 7),
+    "layer norm, epilogues": (1, 2),
+    "rms norm, epilogues": (1, 2),
+    "gate and product, epilogues": (2, 5),
     "gated mlp, epilogues": (50, 295),
 }
 
@@ -58,7 +64,8 @@ def test_launches(measured: dict[str, Any]) -> None:
     more = {name: found for name, found in counts.items() if any(map(int.__gt__, found, LAUNCHES[name]))}
     assert more == {}, LAUNCHES
     # A driver that is asked for nothing would count nothing.
-    assert all(sum(found["forward"]["kernels"].values()) >= 1 for found in measured.values())
+    ours = [found for name, found in measured.items() if not name.startswith("layer norm")]  # whose forward is torch's
+    assert all(sum(found["forward"]["kernels"].values()) >= 1 for found in ours)
     assert measured["dense gelu, epilogues"]["forward"]["kernels"] == {"linear_act_kernel": 1}
     assert measured["mlp, epilogues"]["backward"]["kernels"] == {"linear_gradient_kernel": 1}
 
@@ -67,8 +74,9 @@ def test_scratch(measured: dict[str, Any]) -> None:
     hidden = 8192 * 1024 * 2
     for name, found in measured.items():
         # A number of an activation's own is packed.
-        hidden_buffers = 2 if name.startswith("gated") else name.startswith("mlp")
-        assert found["forward"]["scratch_bytes"] <= hidden_buffers * (hidden + (512 << 10)) + 4, name
+        hidden_buffers = 2 if name.startswith("gated") else name.startswith(("mlp", "gate "))
+        statistics = 2 * 8192 * 4 if "norm" in name else 0
+        assert found["forward"]["scratch_bytes"] <= hidden_buffers * (hidden + (512 << 10)) + statistics + 4, name
     # Partial sums of the bias's gradient, beside dz where nothing may be overwritten.
     assert measured["bias_act"]["backward"]["scratch_bytes"] <= 2 << 20
     assert measured["gelu"]["backward"]["scratch_bytes"] == 0

@@ -313,6 +313,20 @@ def _() -> None:
         assert _torch.saved_tensors_hooks_on_top(True) == (pack, abs)
 
 
+@check("foreach")
+def _() -> None:
+    tensors = [torch.tensor([-2.0, 1.0]), torch.tensor([3.0])]
+    assert torch.stack(_torch.foreach("max")(_torch.foreach("abs")(tensors))).tolist() == [2.0, 3.0]
+    assert [t.tolist() for t in _torch.foreach("add")(tensors, [1.0, 0.0])] == [[-1.0, 2.0], [3.0]]
+
+
+@check("unsafe_view")
+def _() -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    y = _torch.unsafe_view(x, (3, 2))
+    assert not y._is_view() and y.data_ptr() == x.data_ptr() and y.grad_fn is not None
+
+
 @check("backward_pass")
 def _() -> None:
     x = torch.ones(2, requires_grad=True)

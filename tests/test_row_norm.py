@@ -481,6 +481,19 @@ def test_checkpoints_and_hooks(case: tuple[Tensor, ...]) -> None:
         assert all(map(torch.equal, _run(_ours, "layer", dy, x, w, b), expected))
 
 
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_outputs_that_hooks_have_laid_out_in_another_way(kind: str) -> None:
+    x, dy = torch.randn(4, 16, 32, requires_grad=True), torch.randn(4, 16, 32)
+    w, b = _parameters(kind, 32, torch.float32)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.mT.contiguous().mT if t.dim() > 1 else t, lambda t: t):
+        y = _ours(kind, x, w, b)
+    assert _node(y) is not None
+    expected = torch.autograd.grad(_eager(kind, x, w, b), x, dy)
+    torch.testing.assert_close(torch.autograd.grad(y, x, dy, retain_graph=True), expected)
+    again = torch.autograd.grad(y, x, dy, create_graph=True)
+    torch.testing.assert_close(again, expected)
+
+
 # torch.func takes deprecated parts of torch itself.
 @pytest.mark.filterwarnings(r"ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_transforms_are_pytorchs(case: tuple[Tensor, ...]) -> None:

@@ -213,7 +213,7 @@ class Backend(Protocol):
         needs_x: bool,
         overwrite: bool,
     ) -> tuple[Tensor | None, Tensor, Tensor]:
-        """The gradients of x, in y if ``overwrite``, and of the rows that w and b are, in float32 or wider; dy and y
+        """The gradients of x, in y if ``overwrite``, and of the rows that w and b are, in a floating dtype; dy and y
         are contiguous."""
         ...
 

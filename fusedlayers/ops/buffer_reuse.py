@@ -30,7 +30,12 @@ def hooks_move_tensors() -> bool:
     backward would bring it back, or compute it once more; hooks that only look, as ``memory.saved_bytes`` has, say so
     by ``only_looks``."""
     hooks = saved_tensors_hooks_on_top(True)
-    return hooks is not None and not getattr(hooks[0], "only_looks", False)
+    return hooks is not None and hooks_move(hooks[0])
+
+
+def hooks_move(hook: Any) -> bool:
+    """The same of one hook, or of None."""
+    return hook is not None and not getattr(hook, "only_looks", False)
 
 
 def is_ours_alone(saved: Tensor) -> bool:

@@ -23,7 +23,7 @@ from ..backends import Backend
 from ..backends import torch as reference
 from ..utils.isolation import in_clean_state
 from ..utils.layout import is_dense
-from .buffer_reuse import is_ours_alone, saved_under_hooks
+from .buffer_reuse import hooks_move_tensors, is_ours_alone, saved_under_hooks
 from .pointwise import BiasAct, is_batched
 from .product import Product, product_of
 
@@ -56,7 +56,7 @@ class Dropout(Function):
         ctx.mask = Mask(x.shape, x.stride(), factor_of(p, x.dtype), backend)
         y, bits = backend.drop(x, keep, ctx.mask.factor)
         ctx.save_for_backward(bits)
-        ctx.product, ctx.version = product, y._version
+        ctx.product, ctx.version = None if hooks_move_tensors() else product, y._version
         return y
 
     @staticmethod
@@ -121,7 +121,7 @@ class ActDropout(Function):
         if torch.is_grad_enabled() or is_batched(dy):
             wide = upcast(y)
             is_kept = reference.is_kept(wide)
-            slope = reference.slope(activation, wide, y.dtype, p, differentiable=True)
+            slope = reference.slope(activation, wide, y.dtype, p, differentiable=True).to(wide.dtype)
             given = upcast(dy) * is_kept
             dz = torch.where(is_kept, given * (slope * (1 / (1 - p))), given)
             return dz.to(y.dtype), None, None, None, None, None
@@ -137,6 +137,8 @@ def joined(y: Tensor, p: float, backend: Backend) -> Tensor | None:
     """The dropout of y in one node with the activation that made it; None where y is no such result, or was edited."""
     node: Any = y.grad_fn
     if getattr(node, "_forward_cls", None) is not BiasAct or node.place is None or y._version != node.version:
+        return None
+    if y.retains_grad or y._backward_hooks:  # who asks for the gradient of y
         return None
     activation = node.plan.activation
     if not serves(y, activation, p):
@@ -166,8 +168,11 @@ def serves(z: Tensor, activation: Activation, p: float) -> bool:
 def tells_scaled(activation: Activation, dtype: torch.dtype) -> bool:
     """Whether an output that has lost a unit by a factor and its inverse tells the derivative as well. An output on a
     flat part does not, unless that is 0 (ReLU6, hard sigmoid)."""
-    z = torch.linspace(-12.0, 12.0, 2049, dtype=torch.float64) + 0.0137
-    z = z.to(dtype)
+    if dtype.itemsize == 2 and not tells_scaled(activation, torch.float32):
+        return False  # a kink is found where a root is small
+    z = torch.cat([torch.linspace(-12.0, 12.0, 2049, dtype=torch.float64) + 0.0137, torch.arange(-24, 25) / 2]).to(
+        dtype
+    )
     y = upcast(activation.encoded(upcast(z), dtype).to(dtype))
     expected = reference.derivative(activation, upcast(z).double())
     unit = torch.finfo(dtype).eps

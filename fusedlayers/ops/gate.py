@@ -16,6 +16,7 @@ from torch.autograd import Function
 from ..activations import Activation
 from ..backends import Backend
 from ..utils.layout import is_dense, operand_along
+from .buffer_reuse import hooks_move_tensors
 from .pointwise import apart, gradients_through, is_batched
 
 Packing = Literal["gate_up", "up_gate", "interleaved"]
@@ -43,7 +44,7 @@ class Gate(NamedTuple):
         self, dy: Tensor, factors: Sequence[Tensor], operands: Sequence[Tensor], needs: tuple[bool, ...]
     ) -> list[Tensor | None]:
         """Of what was given, and of the operands."""
-        alike = factors[0].stride() == factors[-1].stride()
+        alike = self.packing is None and factors[0].stride() == factors[1].stride()
         layout = torch.preserve_format if alike else torch.contiguous_format
         found = [torch.empty_like(t, memory_format=layout) for t in factors]
         gate, up = self._laid_out(factors, operands)
@@ -80,7 +81,7 @@ class GatedAct(Function):
         ctx.gate, ctx.count = gate, 2 if gate.packing is None else 1
         y = gate.product(tensors[: ctx.count], tensors[ctx.count :])
         ctx.save_for_backward(*tensors)
-        ctx.version = y._version
+        ctx.version, ctx.is_moved = y._version, hooks_move_tensors()
         return y
 
     @staticmethod
@@ -93,7 +94,7 @@ class GatedAct(Function):
                 sources = apart(*tensors)
                 return None, *gradients_through(gate.composite(sources[:count], sources[count:]), dy, sources, needs)
         found = gate.gradients(dy, tensors[:count], tensors[count:], tuple(needs[count:]))
-        shaped = [None if d is None else d.view_as(t) for d, t in zip(found, tensors, strict=True)]
+        shaped = [None if d is None else d.reshape(t.shape) for d, t in zip(found, tensors, strict=True)]
         return None, *shaped
 
 

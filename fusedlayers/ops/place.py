@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from .._torch import unsafe_view
 from ..utils.isolation import in_clean_state
 
 
 def place_of(x: Tensor) -> Tensor:
     """A tensor at x's place in the graph, without values, and without a hold on those of x. It is not to be saved by
     ``save_for_backward``: hooks would copy it, at the size that it says it has."""
-    place = torch.ops.aten._unsafe_view.default(x, x.shape)  # an alias that is no view of x
+    place = unsafe_view(x, x.shape)  # an alias that is no view of x
     place.data = _nothing(x.dtype, x.device)
     return place
 

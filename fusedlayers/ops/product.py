@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..backends import Backend
-from .buffer_reuse import hooks_move_tensors
+from ..utils.autograd_graph import RAW
+from .buffer_reuse import hooks_move, hooks_move_tensors
 from .gate import GatedAct
 from .pointwise import is_batched
 
@@ -33,11 +34,12 @@ class Product(NamedTuple):
 
 
 def product_of(h: Tensor) -> Product | None:
-    """What h is the product of; None where it is none, or was edited since."""
+    """What h is the product of; None where it is none, or was edited since, or where saved-tensor hooks got the
+    factors: to read them would bring them back, or compute them once more."""
     node: Any = h.grad_fn
     if getattr(node, "_forward_cls", None) is GatedAct:
         gate, count = node.gate, node.count
-        if h._version != node.version:
+        if h._version != node.version or node.is_moved:
             return None
         return Product(
             lambda: node.saved_tensors,
@@ -45,6 +47,8 @@ def product_of(h: Tensor) -> Product | None:
             lambda *saved: gate.composite(saved[:count], saved[count:]),
         )
     if node is None or h._version or node.name() != "MulBackward0":
+        return None
+    if any(hooks_move(getattr(node, f"{RAW}{name}").unpack_hook) for name in ("self", "other")):
         return None
     shape, dtype = h.shape, h.dtype
 
@@ -107,16 +111,16 @@ class OfProduct(Function):
         factors: Sequence[Tensor],
     ) -> Tensor:
         # Another node has saved the factors as well, so that nothing is kept for this one alone.
-        ctx.save_for_backward(w, *factors)
-        ctx.matmul, ctx.multiply, ctx.composite = matmul, product.multiply, product.composite
+        ctx.save_for_backward(w, matmul.ends, *factors)
+        ctx.matmul, ctx.multiply, ctx.composite = matmul._replace(ends=None), product.multiply, product.composite
         return matmul(h, w, b)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (dy,) = grads
         needs_h, needs_w, needs_b, *_ = ctx.needs_input_grad
-        w, *factors = ctx.saved_tensors
-        matmul, of_h, of_w, of_b = ctx.matmul, None, None, None
+        w, ends, *factors = ctx.saved_tensors
+        matmul, of_h, of_w, of_b = ctx.matmul._replace(ends=ends), None, None, None
         differentiable = torch.is_grad_enabled() or is_batched(dy)
         if needs_w:
             h = ctx.composite(*factors) if differentiable else ctx.multiply(*factors)
@@ -131,6 +135,6 @@ class OfProduct(Function):
 
 def serves(h: Tensor, w: Tensor, others: Sequence[Tensor | None] = ()) -> bool:
     """Whether ``OfProduct`` computes a product with w by these, which are plain tensors of one dtype and device."""
-    if not (w.requires_grad and h.dim() >= 2 and h.numel() and w.numel()):
+    if not (w.requires_grad and h.dtype.is_floating_point and h.dim() >= 2 and h.numel() and w.numel()):
         return False
     return all(t is None or (t.dtype is h.dtype and t.device == h.device) for t in (w, *others))

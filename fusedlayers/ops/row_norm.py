@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .._torch import foreach
 from ..backends import Backend
 from ..backends.norms import Kept, RowNorm, in_a_row
 from .buffer_reuse import is_ours_alone, saved_under_hooks
@@ -67,6 +68,7 @@ class _RowNorm(Function):
         (dy,) = grads
         y, inverse_std, w, b, columns, kept_xhat = ctx.saved_tensors
         norm, backend, hooked = ctx.settings
+        y = y if y.is_contiguous() else y.contiguous()  # hooks may have laid it out in another way
         kept = None if columns is None else Kept(columns, kept_xhat)
         needs_x, needs_w, needs_b, *_ = ctx.needs_input_grad
         if torch.is_grad_enabled() or is_batched(dy):
@@ -179,16 +181,24 @@ def _look_at_all(backend: Backend, device: torch.device) -> None:
     """Look at all norms of a device whose weights have changed; the CPU waits for the GPU once, if all is well."""
     stale = [(w, seen.shift(), seen) for w, seen in _seen.items() if w.device == device]
     stale = [(w, b, seen) for w, b, seen in stale if seen.versions != _versions(w, b)]
-    worst = []
-    for w, b, seen in stale:
-        least, most = limits(seen.dtype, seen.norm.columns)
-        gain = seen.norm.gain(w, torch.promote_types(w.dtype, torch.float32))
-        assert gain is not None
-        size = gain.abs()
-        excess = torch.maximum(least - size, size - most)
-        if b is not None:
-            excess = torch.maximum(excess, in_a_row(b, gain.dtype).abs() - RATIO * size)
-        worst.append(excess.max())
-    for (w, b, seen), found in zip(stale, torch.stack(worst).tolist(), strict=True):
-        seen.columns = None if found <= 0 else _look(seen.norm, backend, w, b, seen.dtype)
+    found_of: dict[int, float] = {}
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for i, (w, _, _) in enumerate(stale):
+        by_dtype.setdefault(w.dtype, []).append(i)
+    for places in by_dtype.values():  # few launches for all of them
+        weights = [in_a_row(stale[i][0], stale[i][0].dtype) for i in places]
+        offsets = [stale[i][2].norm.offset for i in places]
+        sizes = foreach("abs")(foreach("add")(weights, offsets) if any(offsets) else weights)
+        shifts = [in_a_row(w if b is None else b, w.dtype) for w, b in ((stale[i][0], stale[i][1]) for i in places)]
+        allowed = foreach("mul")(sizes, RATIO)
+        excess = foreach("sub")(foreach("abs")(shifts), allowed)
+        ends = [*foreach("max")(sizes), *foreach("max")(foreach("neg")(sizes)), *foreach("max")(excess)]
+        largest, smallest, shifted = torch.stack(ends).float().view(3, -1).tolist()
+        for i, high, low, over in zip(places, largest, smallest, shifted, strict=True):
+            least, most = limits(stale[i][2].dtype, stale[i][2].norm.columns)
+            no_shift = stale[i][1] is None
+            found_of[i] = max(least + low, high - most, -1.0 if no_shift else over)
+    for i, (w, b, seen) in enumerate(stale):
+        # NaN is no number that passes.
+        seen.columns = None if found_of[i] <= 0 else _look(seen.norm, backend, w, b, seen.dtype)
         seen.versions = _versions(w, b)

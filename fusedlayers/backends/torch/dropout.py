@@ -95,7 +95,8 @@ def _multiply(activation: Activation, p: float, dy: Tensor, y: Tensor, out: Tens
     kept = is_kept(wide)
     given = upcast(dy) * kept
     # The derivative of what was dropped is not known, and may be infinite at 0.
-    out.copy_(torch.where(kept, given * (slope(activation, wide, y.dtype, p) * (1 / (1 - p))), given))
+    factors = slope(activation, wide, y.dtype, p).to(wide.dtype) * (1 / (1 - p))
+    out.copy_(torch.where(kept, given * factors, given))
 
 
 def slope(activation: Activation, y: Tensor, dtype: torch.dtype, p: float, *, differentiable: bool = False) -> Tensor:

@@ -11,9 +11,6 @@ from ..torch import (
     group_norm_gradient,
     inexact_columns,
     norm_passes,
-    row_norm,
-    row_norm_gradient,
-    row_norm_slow_because,
 )
 from .codegen import computes
 from .elementwise import bias_act, gate, gate_gradient, gradient, inverse
@@ -26,6 +23,7 @@ from .operations import (
     linear_gradient,
     operation_act,
 )
+from .row_norm import row_norm, row_norm_gradient, row_norm_slow_because
 
 __all__ = [
     "ADDS_BIAS",

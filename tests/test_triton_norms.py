@@ -1,0 +1,105 @@
+"""Layer norm and RMS norm on Triton, beside the reference; and how they are launched."""
+
+from typing import Any
+
+import pytest
+import torch
+from gpu import DEVICE, INTERPRETED
+from torch import Tensor
+
+from fusedlayers.backends import torch as reference
+from fusedlayers.backends.norms import Kept, RowNorm
+
+triton = pytest.importorskip("fusedlayers.backends.triton")
+row_norm = pytest.importorskip("fusedlayers.backends.triton.row_norm")
+
+pytestmark = pytest.mark.usefixtures("interpreter_converts")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KINDS = {
+    "layer": {"is_centred": True},
+    "rms": {"is_centred": False},
+    "llama": {"is_centred": False, "rounds_first": True},
+    "gemma": {"is_centred": False, "offset": 1.0},
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def _case(kind: str, dtype: torch.dtype, rows: int, columns: int) -> tuple[RowNorm, list[Any]]:
+    generator = torch.Generator().manual_seed(0)
+    randn = lambda *shape: torch.randn(shape, generator=generator).to(dtype).to(DEVICE)  # noqa: E731
+    norm = RowNorm("norm", (columns,), 1e-6, **KINDS[kind])  # type: ignore[arg-type]
+    w = (torch.rand(columns, generator=generator) + 0.5 - norm.offset).to(dtype).to(DEVICE)
+    return norm, [
+        randn(rows, columns) + 0.5,
+        w,
+        randn(columns) * 0.3 if kind == "layer" else None,
+        randn(rows, columns),
+    ]
+
+
+def _close(a: Tensor, b: Tensor, dtype: torch.dtype, scale: float = 4) -> None:
+    unit = torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        a.float(), b.float(), rtol=scale * unit, atol=scale * unit * float(b.float().abs().max())
+    )
+
+
+@every_kind
+@every_dtype
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 48), (7, 256), (600, 33)])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_it_computes_what_the_reference_does(
+    kind: str, dtype: torch.dtype, rows: int, columns: int, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_norm, "PROGRAMS", 3)  # several rows each, and the last program has fewer
+    rows = min(rows, 17) if INTERPRETED else rows
+    norm, (x, w, b, dy) = _case(kind, dtype, rows, columns)
+    y, std = triton.row_norm(norm, x, w, b)
+    expected, of_rows = reference.row_norm(norm, x, w, b)
+    _close(y, expected, dtype)
+    _close(std, of_rows, torch.float32, 64)
+    kept = None
+    if keeps and columns > 1:
+        own = torch.tensor([0, columns - 1], device=DEVICE)
+        kept = Kept(own, torch.randn(rows, 2, generator=torch.Generator().manual_seed(1)).to(dtype).to(DEVICE))
+    arguments = (norm, dy, expected, w, b, of_rows, kept)
+    truth = reference.row_norm_gradient(*arguments, needs_x=True, overwrite=False)
+    for overwrite in (False, True):
+        given = expected.clone()
+        version = given._version
+        found = triton.row_norm_gradient(norm, dy, given, w, b, of_rows, kept, needs_x=True, overwrite=overwrite)
+        assert (found[0] is given) is overwrite and (given._version > version) is overwrite
+        for a, r in zip(found, truth, strict=True):
+            assert a is found[0] or a.dtype is (torch.float32 if b is None and a is found[2] else dtype)
+            _close(a, r, dtype if a is found[0] else a.dtype, 8 if a.dtype.itemsize == 2 else 64)
+    without = triton.row_norm_gradient(*arguments, needs_x=False, overwrite=False)
+    assert without[0] is None and torch.equal(without[1], found[1])
+
+
+def test_wide_rows_and_float64_are_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_norm, "WIDEST", 32)
+    for kind, dtype in (("rms", torch.float32), ("layer", torch.float64)):
+        norm, (x, w, b, dy) = _case(kind, torch.float32, 4, 48)
+        x, w, b, dy = (None if t is None else t.to(dtype) for t in (x, w, b, dy))
+        y, std = triton.row_norm(norm, x, w, b)
+        expected, of_rows = reference.row_norm(norm, x, w, b)
+        assert torch.equal(y, expected) and torch.equal(std, of_rows)
+        found = triton.row_norm_gradient(norm, dy, y, w, b, std, None, needs_x=True, overwrite=False)
+        truth = reference.row_norm_gradient(norm, dy, y, w, b, std, None, needs_x=True, overwrite=False)
+        assert all(torch.equal(a, r) for a, r in zip(found, truth, strict=True))
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="warps are wider")
+@pytest.mark.parametrize(("columns", "width", "warps"), [(1, 1, 1), (768, 1024, 4), (4096, 4096, 16), (8192, 8192, 32)])
+def test_rows_fit_registers(columns: int, width: int, warps: int) -> None:
+    assert row_norm.options(columns) == {"COLUMNS": width, "num_warps": warps, "enable_fp_fusion": True}
+
+
+def test_without_weights() -> None:
+    norm, (x, _, _, dy) = _case("layer", torch.float32, 6, 40)
+    y, std = reference.row_norm(norm, x, None, None)
+    truth = reference.row_norm_gradient(norm, dy, y, None, None, std, None, needs_x=True, overwrite=False)
+    found = triton.row_norm_gradient(norm, dy, y, None, None, std, None, needs_x=True, overwrite=False)
+    for a, r in zip(found, truth, strict=True):
+        _close(a, r, torch.float32, 64)
