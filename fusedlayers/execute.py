@@ -62,9 +62,8 @@ def dropped(y: Tensor, p: float) -> Tensor:
     is_ours = is_ours and followed_by() is None and validation.unusual_because(y) is None
     if not is_ours or not has_torchs_mask(y, p):
         return F.dropout(y, p) if p else y
-    backend = backends.choose(y)
-    joint = joined(y, p, backend)
-    return Dropout.apply(y, p, backend, product_of(y)) if joint is None else joint
+    joint = joined(y, p)
+    return Dropout.apply(y, p, backends.choose(y), product_of(y)) if joint is None else joint
 
 
 def run_dropout(
@@ -91,7 +90,7 @@ def run_dropout(
         along, z, None, None, None, activation, save, (along, z.dim()), z.numel(), False, is_usual
     )
     if plan.path in ("fused", "in_place") and plan.saved == "output" and not operands and serves(z, record, p):
-        y = ActDropout.apply(z, None, record, p, plan.backend or backends.choose(z), is_own)
+        y = ActDropout.apply(z, None, record, p, plan.backend or backends.choose(z, record), is_own)
     else:
         y = dropped(run_pointwise(plan, along, z, None, record, operands), p)
     return operation.unflattened(y, given) if is_view else y

@@ -18,7 +18,7 @@ from .ops import gate as gates
 from .ops.autocast import shared_cast
 from .ops.dropout import dropped_product_of
 from .ops.gate import Gate, GatedAct, Packing
-from .ops.product import MatrixProduct, OfProduct, factors_of, serves
+from .ops.product import MatrixProduct, OfProduct, factors_of, multiplies
 
 
 def gated_act(
@@ -72,7 +72,7 @@ def gated_act(
         # Else the compiler saves activation(gate) beside both.
         return checkpoint(_composite, gate, up, record, packing, use_reentrant=False)
     is_whole = needs_gradient(half) and needs_gradient(other) and validation.unusual_because(other) is None
-    if plan.path != "fused" or not is_whole or plan.dim != -1 or not gates.serves(half, other):
+    if plan.path != "fused" or not is_whole or plan.dim != -1 or not gates.reads(half, other):
         return _composite(gate, up, record, packing)
     return GatedAct.apply(Gate(traced, plan.backend, packing if up is None else None), *given, *operands)
 
@@ -159,7 +159,7 @@ def _multiply(name: str, h: Tensor, w: Tensor, b: Tensor | None = None, ends: Te
             cast = autocast_dtype(h)
             if cast is not None and cast is h.dtype:
                 w, b = shared_cast(w, cast), None if b is None else b.to(cast)
-            factors = factors_of(product) if serves(h, w, (b,)) and cast in (None, h.dtype) else None
+            factors = factors_of(product) if multiplies(h, w, (b,)) and cast in (None, h.dtype) else None
             if factors is not None:
                 matmul = MatrixProduct(name, backends.choose(h), ends)
                 return OfProduct.apply(h, w, b, matmul, product, factors)

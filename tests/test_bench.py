@@ -1281,7 +1281,7 @@ def test_readme_without_results(tmp_path: Path) -> None:
         (
             README + "<!-- bench:other --><!-- /bench:other -->",
             r"no table is called 'other'; there are "
-            r"\['accuracy', 'containers', 'conv', 'custom', 'dense', 'mlp', 'models', 'norm'\]",
+            r"\['accuracy', 'containers', 'conv', 'custom', 'dense', 'mlp', 'models', 'norm', 'parts'\]",
         ),
     ],
 )

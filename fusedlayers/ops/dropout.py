@@ -52,7 +52,7 @@ class Dropout(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, backend: Backend, product: Product | None) -> Tensor:
-        keep = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
+        keep = drawn(x, p)
         ctx.mask = Mask(x.shape, x.stride(), factor_of(p, x.dtype), backend)
         y, bits = backend.drop(x, keep, ctx.mask.factor)
         ctx.save_for_backward(bits)
@@ -101,7 +101,7 @@ class ActDropout(Function):
     def forward(
         ctx: Any, z: Tensor, y: Tensor | None, activation: Activation, p: float, backend: Backend, overwrites: bool
     ) -> Tensor:
-        keep = torch.empty_like(z if y is None else y, dtype=torch.bool).bernoulli_(1 - p)
+        keep = drawn(z if y is None else y, p)
         if y is None:
             out = backend.bias_act(z, None, activation, dim=-1, encode=True, out=z if overwrites else None)
             y = backend.drop_marked(out, keep, activation, p, out)
@@ -119,11 +119,9 @@ class ActDropout(Function):
         (y,) = ctx.saved_tensors
         activation, p, backend, hooked = ctx.settings
         if torch.is_grad_enabled() or is_batched(dy):
-            wide = upcast(y)
-            is_kept = reference.is_kept(wide)
-            slope = reference.slope(activation, wide, y.dtype, p, differentiable=True).to(wide.dtype)
-            given = upcast(dy) * is_kept
-            dz = torch.where(is_kept, given * (slope * (1 / (1 - p))), given)
+            dz = reference.gradient_of_marked(
+                activation, upcast(dy), upcast(y), y.dtype, 1 - p, differentiable=True
+            )  # fmt: skip
             return dz.to(y.dtype), None, None, None, None, None
         overwrite = not hooked and is_ours_alone(y)
         out = y if overwrite else torch.empty_like(y)
@@ -133,7 +131,7 @@ class ActDropout(Function):
         return dz.detach() if dz is y else dz, None, None, None, None, None
 
 
-def joined(y: Tensor, p: float, backend: Backend) -> Tensor | None:
+def joined(y: Tensor, p: float) -> Tensor | None:
     """The dropout of y in one node with the activation that made it; None where y is no such result, or was edited."""
     node: Any = y.grad_fn
     if getattr(node, "_forward_cls", None) is not BiasAct or node.place is None or y._version != node.version:
@@ -143,12 +141,22 @@ def joined(y: Tensor, p: float, backend: Backend) -> Tensor | None:
     activation = node.plan.activation
     if not serves(y, activation, p):
         return None
-    return ActDropout.apply(node.place, y.detach(), activation, p, backend, False)
+    return ActDropout.apply(node.place, y.detach(), activation, p, node.plan.backend, False)
+
+
+def drawn(x: Tensor, p: float) -> Tensor:
+    """What ``F.dropout(x, p)`` would keep of x; its generator goes on as it would."""
+    if x.is_cpu:
+        return torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
+    _, keep = torch.native_dropout(x, p, True)
+    return keep
 
 
 def has_torchs_mask(x: Tensor, p: float) -> bool:
     """Whether ``Dropout`` drops the numbers of x that ``F.dropout`` would."""
-    return 0 < p < 1 and x.is_cpu and is_dense(x) and _has_torchs_mask(x.dtype)
+    if not (0 < p < 1 and is_dense(x)) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    return (x.is_cpu or x.is_cuda) and _has_torchs_mask(x.dtype, x.device)
 
 
 @functools.lru_cache(256)
@@ -178,7 +186,7 @@ def tells_scaled(activation: Activation, dtype: torch.dtype) -> bool:
     unit = torch.finfo(dtype).eps
     allowed = 4 * unit**0.5  # next to a fold the derivative is the root of what the output is off by
     for factor in (1 - unit, 1 + unit):
-        error = (reference.slope(activation, y, dtype, 1 - factor) - expected).abs()
+        error = (reference.slope(activation, y, dtype, factor) - expected).abs()
         if not float(error.max()) <= allowed * float(expected.abs().max()):
             return False
     return True
@@ -186,17 +194,18 @@ def tells_scaled(activation: Activation, dtype: torch.dtype) -> bool:
 
 @functools.cache
 @in_clean_state
-def _has_torchs_mask(dtype: torch.dtype) -> bool:
-    """Whether this build of torch drops by the numbers that ``ActDropout`` draws."""
-    ones = torch.ones(4099, dtype=dtype)
-    generator = torch.default_generator  # torch.manual_seed would seed those of GPUs too
+def _has_torchs_mask(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this build of torch drops by the numbers that ``drawn`` draws."""
+    ones = torch.ones(4099, dtype=dtype, device=device)
+    # torch.manual_seed would seed the generators of all devices.
+    generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[ones.get_device()]
     before = generator.get_state()
     try:
         generator.manual_seed(0)
         dropped = torch.nn.functional.dropout(ones, 0.3) == 0
         after = generator.get_state()
         generator.manual_seed(0)
-        keep = torch.empty_like(ones, dtype=torch.bool).bernoulli_(0.7)
+        keep = drawn(ones, 0.3)
         return torch.equal(dropped, ~keep) and torch.equal(after, generator.get_state())
     finally:
         generator.set_state(before)

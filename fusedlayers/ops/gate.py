@@ -106,7 +106,7 @@ def split(packed: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
     return (first, second) if packing == "gate_up" else (second, first)
 
 
-def serves(gate: Tensor, up: Tensor) -> bool:
+def reads(gate: Tensor, up: Tensor) -> bool:
     """Whether the layouts are those that ``Gate`` computes: alike and without gaps, or rows."""
     return gate.dim() > 0 and (
         (gate.stride() == up.stride() and is_dense(gate)) or torch.empty_like(gate).is_contiguous()

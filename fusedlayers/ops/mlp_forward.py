@@ -12,7 +12,7 @@ from ..activations import Activation, Saved
 from ..backends import ActivationGradients, Backend, GradientRequest
 from ..backends import torch as reference
 from ..backends.operations import MATMUL
-from .dropout import factor_of
+from .dropout import drawn, factor_of
 
 #: Rows of a chunk, at least: with fewer a product reads its weight, and writes the weight's gradient, for too little.
 LEAST_ROWS = 256
@@ -30,10 +30,7 @@ class BlockDropout(NamedTuple):
         """Those that ``F.dropout`` would drop of a hidden layer of this size."""
         keep = torch.zeros(rows, hidden, dtype=torch.bool, device=device)
         if p < 1:
-            if device.type == "cpu":
-                keep.bernoulli_(1 - p)
-            else:
-                _, keep = torch.native_dropout(torch.empty(rows, hidden, dtype=dtype, device=device), p, True)
+            keep = drawn(torch.empty(rows, hidden, dtype=dtype, device=device), p)
         return cls(factor_of(p, dtype) if p < 1 else 0.0, reference.packed(keep))
 
     def factors(self, hidden: Tensor, first: int = 0) -> Tensor:

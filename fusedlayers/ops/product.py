@@ -133,7 +133,7 @@ class OfProduct(Function):
         return of_h, of_w, of_b, None, None, None
 
 
-def serves(h: Tensor, w: Tensor, others: Sequence[Tensor | None] = ()) -> bool:
+def multiplies(h: Tensor, w: Tensor, others: Sequence[Tensor | None] = ()) -> bool:
     """Whether ``OfProduct`` computes a product with w by these, which are plain tensors of one dtype and device."""
     if not (w.requires_grad and h.dtype.is_floating_point and h.dim() >= 2 and h.numel() and w.numel()):
         return False

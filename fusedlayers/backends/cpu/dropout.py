@@ -89,7 +89,7 @@ def drop_marked_gradient(dy: Tensor, y: Tensor, activation: Activation, p: float
 def _stored_kernels(activation: Activation, dtype: torch.dtype, p: float) -> tuple[Kernel, Kernel]:
     """What is stored for every output: if it is kept, and if it is dropped."""
     y = all_values(dtype)
-    kept = reference.plain_zeros(reference.scaled(activation, y.float(), dtype, p).to(dtype))
+    kept = reference.plain_zeros(reference.scaled(activation, y.float(), dtype, 1 - p).to(dtype))
     return Kernel(dtype, values=kept), Kernel(dtype, values=reference.dropped(y.to(dtype)))
 
 
@@ -97,5 +97,5 @@ def _stored_kernels(activation: Activation, dtype: torch.dtype, p: float) -> tup
 @in_clean_state
 def _slope_kernel(activation: Activation, dtype: torch.dtype, p: float) -> Kernel:
     y = all_values(dtype)
-    slopes = reference.slope(activation, y, dtype, p) * (1 / (1 - p))
+    slopes = reference.slope(activation, y, dtype, 1 - p) * (1 / (1 - p))
     return Kernel(dtype, slopes=torch.where(reference.is_kept(y), slopes, 0.0).float())

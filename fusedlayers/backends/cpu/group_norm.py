@@ -30,51 +30,70 @@ def group_norm_gradient(
     With ``g = dy w`` and means over a group, ``dx = inverse_std (g - mean(g) - xhat mean(g xhat))``; y, with
     ``xhat = (y - b) / w``, is read as it is.
     """
-    samples, channels, count = norm.extents(y)
+    channels, count = y.shape[1], norm.extents(y)[2]
     if not has_loops(y.dtype) or count < 2 or type(dy) is not Tensor or dy.is_neg() or not dy.data_ptr():
         return reference.group_norm_gradient(
             norm, dy, y, w, b, inverse_std, kept, needs_x=needs_x, overwrite=overwrite
         )  # fmt: skip
-    gain, center = torch.ones(channels) if w is None else in_a_row(w, torch.float32), torch.zeros(channels)
-    center = center if b is None else in_a_row(b, torch.float32)
+    gain = torch.ones(channels) if w is None else in_a_row(w, torch.float32)
+    shift = torch.zeros(channels) if b is None else in_a_row(b, torch.float32)
     dx = (y if overwrite else torch.empty_like(y)) if needs_x else None
     if kept is None and y.is_contiguous():
-        of_w, of_b = loops.group_norm_gradient(norm, dy, y, gain, center, inverse_std.float(), dx)
+        of_w, of_b = loops.group_norm_gradient(norm, dy, y, gain, shift, inverse_std.float(), dx)
         return dx, of_w.sum(0), of_b.sum(0)
-    of_y, of_product = _sums(dy, y, center)
-    of_xhat = of_product / gain
+    of_b, of_w = _sums(dy, y, shift)
+    of_w /= gain
     if kept is not None:
-        own, xhat = dy.index_select(1, kept.columns).float(), kept.xhat.float()
-        of_xhat[:, kept.columns] = (own * xhat).flatten(2).sum(2)
-    dw, db = of_xhat.sum(0), of_y.sum(0)
-    if dx is None:
-        return None, dw, db
-    of_groups = lambda sums: norm.of_channels((sums * gain).view(samples, norm.groups, -1).sum(2), y).flatten(1)  # noqa: E731
-    size = count * channels // norm.groups
-    std = norm.of_channels(inverse_std, y).flatten(1)
-    mean, slope = of_groups(of_y) / size, of_groups(of_xhat) / size
-    scale, of_value = std * gain, -std * slope / gain
-    offset = -std * mean - of_value * center
-    if kept is not None:
-        shaped = lambda t: t[:, kept.columns].view(samples, -1, *(1,) * (y.dim() - 2))  # noqa: E731
-        of_kept = shaped(scale) * own - shaped(std) * (shaped(mean) + xhat * shaped(slope))
-        of_value[:, kept.columns] = offset[:, kept.columns] = 0.0
-    for part, layout in _parts(y):
-        factor, slope, shift = (t[part].flatten() for t in (scale, of_value, offset))
-        loops.combine(dy[part], y[part], factor, slope, shift, layout, dx[part])
-    if kept is not None:
-        dx.index_copy_(1, kept.columns, of_kept.to(dx.dtype))
-    return dx, dw, db
+        of_w[:, kept.columns] = (dy.index_select(1, kept.columns).float() * kept.xhat).flatten(2).sum(2)
+    if dx is not None:
+        _write_dx(norm, dy, y, gain, shift, inverse_std, kept, of_w, of_b, dx)
+    return dx, of_w.sum(0), of_b.sum(0)
 
 
-def _sums(dy: Tensor, y: Tensor, center: Tensor) -> tuple[Tensor, Tensor]:
-    """For each channel of each sample the sums of dy and of ``dy (y - center)``, in float32."""
+def _sums(dy: Tensor, y: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """For each channel of each sample the sums of dy and of ``dy (y - shift)``, in float32."""
     found = torch.empty(2, *y.shape[:2])
     for part, layout in _parts(y):
-        centers = center if layout.inner == 1 else center.repeat(len(y))
-        for of_all, of_part in zip(found, loops.products(dy[part], y[part], centers, layout), strict=True):
-            of_all[part] = of_part.view(-1, y.shape[1])
+        shifts = shift if layout.inner == 1 else shift.repeat(len(y))
+        for whole, computed in zip(found, loops.products(dy[part], y[part], shifts, layout), strict=True):
+            whole[part] = computed.view(-1, y.shape[1])
     return found[0], found[1]
+
+
+def _write_dx(
+    norm: GroupNorm,
+    dy: Tensor,
+    y: Tensor,
+    gain: Tensor,
+    shift: Tensor,
+    inverse_std: Tensor,
+    kept: Kept | None,
+    of_w: Tensor,
+    of_b: Tensor,
+    dx: Tensor,
+) -> None:
+    """dx, which may be y, from the sums of ``dy xhat`` and of dy for each channel of each sample."""
+    samples, channels, count = norm.extents(y)
+
+    def means(sums: Tensor) -> Tensor:
+        of_groups = (sums * gain).view(samples, norm.groups, -1).sum(2) / (count * channels // norm.groups)
+        return norm.of_channels(of_groups, y).flatten(1)
+
+    std, mean, slope = norm.of_channels(inverse_std, y).flatten(1), means(of_b), means(of_w)
+    # dx = of_dy dy + of_y y + rest
+    of_dy, of_y = std * gain, -std * slope / gain
+    rest = -std * mean - of_y * shift
+    own = None
+    if kept is not None:
+        shape = samples, len(kept.columns), *(1,) * (y.dim() - 2)
+        of_own, own_std, own_mean, own_slope = (t[:, kept.columns].view(shape) for t in (of_dy, std, mean, slope))
+        own = of_own * dy.index_select(1, kept.columns) - own_std * (own_mean + kept.xhat * own_slope)
+        of_y[:, kept.columns] = rest[:, kept.columns] = 0.0
+    for part, layout in _parts(y):
+        factor, slope_of_y, offset = (t[part].flatten() for t in (of_dy, of_y, rest))
+        loops.combine(dy[part], y[part], factor, slope_of_y, offset, layout, dx[part])
+    if kept is not None and own is not None:
+        dx.index_copy_(1, kept.columns, own.to(dx.dtype))
 
 
 def _parts(y: Tensor) -> list[tuple[slice, Layout]]:

@@ -53,20 +53,20 @@ def drop_marked(y: Tensor, keep: Tensor, activation: Activation, p: float, out: 
 
     def store(part: Tensor, kept: Tensor, result: Tensor) -> None:
         lost = dropped(part)
-        result.copy_(scaled(activation, upcast(part), part.dtype, p))
+        result.copy_(scaled(activation, upcast(part), part.dtype, 1 - p))
         result.copy_(torch.where(kept, plain_zeros(result), lost))
 
     for_each(store, y, keep, out)
     return out
 
 
-def scaled(activation: Activation, y: Tensor, dtype: torch.dtype, p: float) -> Tensor:
-    """What is stored of outputs y of ``dtype`` that are not dropped, in float32 or wider."""
-    fold, factor = activation.fold, 1 / (1 - p)
+def scaled(activation: Activation, y: Tensor, dtype: torch.dtype, rest: Tensor | float) -> Tensor:
+    """What is stored of outputs y of ``dtype`` that are not dropped, where ``rest`` are kept, in float32 or wider."""
+    fold, found = activation.fold, y * (1 / rest)
     if fold is None or dtype is torch.float64:
-        return y * factor
+        return found
     marked = branch_bit.decode(y, dtype, fold.ambiguous)
-    return branch_bit.encode(y * factor, marked, dtype, fold.ambiguous, bounded=fold.bounded)
+    return branch_bit.encode(found, marked, dtype, fold.ambiguous, bounded=fold.bounded)
 
 
 def dropped(y: Tensor) -> Tensor:
@@ -91,19 +91,34 @@ def drop_marked_gradient(dy: Tensor, y: Tensor, activation: Activation, p: float
 
 
 def _multiply(activation: Activation, p: float, dy: Tensor, y: Tensor, out: Tensor) -> None:
-    wide = upcast(y)
-    kept = is_kept(wide)
-    given = upcast(dy) * kept
+    out.copy_(gradient_of_marked(activation, upcast(dy), upcast(y), y.dtype, 1 - p))
+
+
+def gradient_of_marked(
+    activation: Activation,
+    dy: Tensor,
+    y: Tensor,
+    dtype: torch.dtype,
+    rest: Tensor | float,
+    *,
+    differentiable: bool = False,
+) -> Tensor:
+    """The gradient through an activation and its dropout, of which ``rest`` are kept, from stored y of ``dtype``, in
+    float32 or wider."""
+    kept = is_kept(y)
+    given = dy * kept
     # The derivative of what was dropped is not known, and may be infinite at 0.
-    factors = slope(activation, wide, y.dtype, p).to(wide.dtype) * (1 / (1 - p))
-    out.copy_(torch.where(kept, given * factors, given))
+    factors = slope(activation, y, dtype, rest, differentiable=differentiable).to(y.dtype) * (1 / rest)
+    return torch.where(kept, given * factors, given)
 
 
-def slope(activation: Activation, y: Tensor, dtype: torch.dtype, p: float, *, differentiable: bool = False) -> Tensor:
+def slope(
+    activation: Activation, y: Tensor, dtype: torch.dtype, rest: Tensor | float, *, differentiable: bool = False
+) -> Tensor:
     """f' from stored y, of ``dtype``, in float32 or wider."""
     fitted = activation.fitted_derivative(dtype)
     if isinstance(fitted, FoldedDerivative):
         marked = branch_bit.decode(y.to(torch.float32), dtype, fitted.fold.ambiguous)
         call = fitted.differentiable if differentiable else fitted
-        return call(y * (1 - p), marked)
-    return activation.derivative_given_output(y * (1 - p), dtype, differentiable=differentiable)
+        return call(y * rest, marked)
+    return activation.derivative_given_output(y * rest, dtype, differentiable=differentiable)

@@ -4,15 +4,12 @@ import torch
 
 from ...activations import Activation
 from ..torch import (
-    drop,
-    drop_gradient,
-    drop_marked,
-    drop_marked_gradient,
     group_norm_gradient,
     inexact_columns,
     norm_passes,
 )
 from .codegen import computes
+from .dropout import drop, drop_gradient, drop_marked, drop_marked_gradient
 from .elementwise import bias_act, gate, gate_gradient, gradient, inverse
 from .operations import (
     describe_matmuls,

@@ -1,0 +1,142 @@
+"""Dropout on a GPU, alone and behind an activation: one pass over memory each way.
+
+What is stored behind an activation, and the gradient from it, are printed from the reference's functions
+(``torch/dropout.py``), as activations are; p is an argument, so that it may change from step to step.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...activations import Activation
+from ...activations.tracing import trace
+from .. import torch as reference
+from .codegen import compile_function, print_function
+from .elementwise import OPTIONS, TILE, on
+
+
+@triton.jit
+def drop_kernel(x_ptr, keep_ptr, y_ptr, bits_ptr, count, factor, BYTES: tl.constexpr):
+    """y = x factor where it is kept, else x 0; and eight of the mask in a byte."""
+    byte = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
+    bit = tl.arange(0, 8)
+    place = byte[:, None] * 8 + bit[None, :]
+    inside = place < count
+    keep = tl.load(keep_ptr + place, mask=inside, other=0).to(tl.int32)
+    x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    y = x * tl.where(keep != 0, factor, 0.0)
+    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=inside)
+    bits = tl.sum(keep << bit[None, :], 1)
+    tl.store(bits_ptr + byte, bits.to(tl.uint8), mask=byte * 8 < count)
+
+
+@triton.jit
+def drop_gradient_kernel(dy_ptr, bits_ptr, dx_ptr, count, factor, BYTES: tl.constexpr):
+    """dx = dy factor where the bit is set, else dy 0."""
+    byte = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
+    bit = tl.arange(0, 8)
+    place = byte[:, None] * 8 + bit[None, :]
+    inside = place < count
+    bits = tl.load(bits_ptr + byte, mask=byte * 8 < count, other=0).to(tl.int32)
+    keep = (bits[:, None] >> bit[None, :]) & 1
+    dy = tl.load(dy_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    dx = dy * tl.where(keep != 0, factor, 0.0)
+    tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def drop_marked_kernel(y_ptr, keep_ptr, out_ptr, count, rest, SCALE: tl.constexpr, COUNT: tl.constexpr):
+    """What is stored of outputs y, of which ``rest`` are kept; out_ptr may be y_ptr."""
+    place = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
+    inside = place < count
+    y = tl.load(y_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    keep = tl.load(keep_ptr + place, mask=inside, other=0).to(tl.int32)
+    kept = SCALE(y, rest, y_ptr, 0, 1) + 0.0
+    out = tl.where(keep != 0, kept, -(y - y))
+    tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def drop_marked_gradient_kernel(dy_ptr, y_ptr, dz_ptr, count, rest, GRADIENT: tl.constexpr, COUNT: tl.constexpr):
+    """The gradient through both, from what was stored; dz_ptr may be y_ptr."""
+    place = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
+    inside = place < count
+    dy = tl.load(dy_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    dz = GRADIENT(dy, y, rest, y_ptr, 0, 1)
+    tl.store(dz_ptr + place, dz.to(dz_ptr.dtype.element_ty), mask=inside)
+
+
+def drop(x: Tensor, keep: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """``x factor`` where ``keep`` says so, else ``x 0``, in a new tensor; and the bits of ``keep``. Both are dense and
+    laid out alike."""
+    if x.dtype is torch.float64 or not x.numel():
+        return reference.drop(x, keep, factor)
+    y, bits = torch.empty_like(x), torch.empty(-(-x.numel() // 8), dtype=torch.uint8, device=x.device)
+    with on(x):
+        drop_kernel[(triton.cdiv(x.numel(), TILE),)](
+            x, keep.view(torch.uint8), y, bits, x.numel(), factor, BYTES=TILE // 8, **OPTIONS
+        )
+    return y, bits
+
+
+def drop_gradient(dy: Tensor, bits: Tensor, factor: float) -> Tensor:
+    """The gradient of x, in a new tensor, for dense dy, laid out like x."""
+    if dy.dtype is torch.float64 or not dy.numel():
+        return reference.drop_gradient(dy, bits, factor)
+    dx = torch.empty_like(dy)
+    with on(dy):
+        drop_gradient_kernel[(triton.cdiv(dy.numel(), TILE),)](
+            dy, bits, dx, dy.numel(), factor, BYTES=TILE // 8, **OPTIONS
+        )
+    return dx
+
+
+def drop_marked(y: Tensor, keep: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
+    """The dropout of outputs y, which carry the branch, in ``out``, which may be y; all are dense and laid out
+    alike."""
+    if y.dtype is torch.float64:
+        return reference.drop_marked(y, keep, activation, p, out)
+    if y.numel():
+        with on(y):
+            drop_marked_kernel[(triton.cdiv(y.numel(), TILE),)](
+                y, keep.view(torch.uint8), out, y.numel(), 1 - p,
+                SCALE=scale_function(activation, y.dtype), COUNT=TILE, **OPTIONS,
+            )  # fmt: skip
+    torch.autograd.graph.increment_version(out)
+    return out
+
+
+def drop_marked_gradient(dy: Tensor, y: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
+    """``dy keep / (1 - p) f'``, in ``out``, which may be y; all are dense and laid out alike."""
+    if y.dtype is torch.float64:
+        return reference.drop_marked_gradient(dy, y, activation, p, out)
+    if y.numel():
+        with on(y):
+            drop_marked_gradient_kernel[(triton.cdiv(y.numel(), TILE),)](
+                dy, y, out, y.numel(), 1 - p, GRADIENT=gradient_function(activation, y.dtype), COUNT=TILE, **OPTIONS
+            )
+    torch.autograd.graph.increment_version(out)
+    return out
+
+
+@functools.lru_cache(1024)
+def scale_function(activation: Activation, dtype: torch.dtype) -> Any:
+    """``(y, rest, ...) -> y / rest`` with y's branch, as a device function."""
+    scaled = trace(lambda y, rest: reference.scaled(activation, y, dtype, rest), ["y", "rest"])
+    return compile_function(print_function("scale", scaled))
+
+
+@functools.lru_cache(1024)
+def gradient_function(activation: Activation, dtype: torch.dtype) -> Any:
+    """``(dy, y, rest, ...) -> dz`` as a device function."""
+    of_both = trace(
+        lambda dy, y, rest: reference.gradient_of_marked(activation, dy, y, dtype, rest), ["dy", "y", "rest"]
+    )
+    return compile_function(print_function("gradient", of_both))

@@ -1,0 +1,71 @@
+"""Dropout on Triton, alone and behind an activation, beside the reference."""
+
+import pytest
+import torch
+from gpu import DEVICE, INTERPRETED, INTERPRETER_WARNINGS
+
+from fusedlayers.activations import Activation, resolve
+from fusedlayers.backends import torch as reference
+from fusedlayers.ops.dropout import tells_scaled
+
+triton = pytest.importorskip("fusedlayers.backends.triton")
+
+pytestmark = [
+    pytest.mark.usefixtures("interpreter_converts"),
+    pytest.mark.filterwarnings(*INTERPRETER_WARNINGS),
+]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NAMES = ("relu", "gelu", "silu", "tanh", "elu", "leaky_relu", "mish", "sigmoid")
+SERVED = [(resolve(name), dtype) for name in NAMES for dtype in DTYPES]
+SERVED = [(activation, dtype) for activation, dtype in SERVED if tells_scaled(activation, dtype)]
+COUNT = 2500 if INTERPRETED else 100_003
+
+
+def _mask(count: int) -> torch.Tensor:
+    return (torch.rand(count, generator=torch.Generator().manual_seed(0)) < 0.7).to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [1, 7, 8, 2047, COUNT])
+def test_alone(dtype: torch.dtype, count: int) -> None:
+    x, dy = (torch.randn(2, count, generator=torch.Generator().manual_seed(1)) * 3).to(dtype).to(DEVICE)
+    keep, factor = _mask(count), float(torch.ones((), dtype=dtype).div_(0.7))
+    found, expected = triton.drop(x, keep, factor), reference.drop(x, keep, factor)
+    for ours, truth in zip(found, expected, strict=True):
+        assert torch.equal(ours, truth)
+    assert torch.equal(triton.drop_gradient(dy, found[1], factor), reference.drop_gradient(dy, expected[1], factor))
+
+
+@pytest.mark.parametrize(("activation", "dtype"), SERVED, ids=str)
+def test_behind_an_activation(activation: Activation, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(2)
+    z, dy = (torch.randn(2, COUNT, generator=generator) * 2).to(DEVICE)
+    z[:4] = torch.tensor([0.0, -0.0, 300.0, -300.0])
+    y, dy, keep = activation.encoded(z.to(dtype).float(), dtype).to(dtype), dy.to(dtype), _mask(COUNT)
+    unit = torch.finfo(dtype).eps
+    expected = reference.drop_marked(y, keep, activation, 0.3, torch.empty_like(y))
+    for out in (torch.empty_like(y), y.clone()):
+        given = out if torch.equal(out, y) else y
+        stored = triton.drop_marked(given, keep, activation, 0.3, out)
+        assert stored is out
+        torch.testing.assert_close(stored, expected, rtol=2 * unit, atol=1e-7)
+        assert torch.equal((stored == 0) & stored.signbit(), ~keep)
+    truth = reference.drop_marked_gradient(dy, expected, activation, 0.3, torch.empty_like(y))
+    for out in (torch.empty_like(y), expected.clone()):
+        given = out if torch.equal(out, expected) else expected
+        dz = triton.drop_marked_gradient(dy, given, activation, 0.3, out)
+        torch.testing.assert_close(dz, truth, rtol=8 * unit, atol=8 * unit + 1e-5)
+    assert not dz[~keep].any()
+
+
+def test_float64_and_nothing_are_the_references() -> None:
+    x = torch.randn(100, dtype=torch.float64, device=DEVICE)
+    y, bits = triton.drop(x, _mask(100), 2.0)
+    assert torch.equal(y, x * _mask(100) * 2) and torch.equal(triton.drop_gradient(x, bits, 2.0), y)
+    empty = torch.empty(0, device=DEVICE)
+    assert triton.drop(empty, _mask(0), 2.0)[1].shape == (0,)
+    relu = resolve("relu")
+    assert triton.drop_marked(empty, _mask(0), relu, 0.5, empty).shape == (0,)
+    stored = triton.drop_marked(x.relu(), _mask(100), relu, 0.5, torch.empty_like(x))
+    assert torch.equal(stored, x.relu() * _mask(100) * 2)
+    assert triton.drop_marked_gradient(x, stored, relu, 0.5, torch.empty_like(x)).shape == (100,)
