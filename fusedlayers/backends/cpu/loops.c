@@ -432,6 +432,8 @@ typedef struct {
   const float *vector[3]; /* numbers along the channels, or NULL */
   int finds;
   int finds_in_float32; /* or in the kernel's dtype */
+  float rest;           /* the part that a dropout keeps */
+  int keeps_bit;        /* whether its outputs carry the branch */
   float *partial[2];
 } pass;
 
@@ -594,6 +596,16 @@ static void activate(const kernel *k, const char *from, int64_t at, int n, float
 
 /* in: dy and what was saved. Of float32 the derivative from the input is the function's own, that from the output
    a table, or where the function has a mark a formula. */
+static void slopes_of(const kernel *k, const float *saved, float *slope) {
+  float unused[BLOCK];
+  if (k->slope.cubics != NULL) {
+    look_up_fold(&k->slope, saved, slope); /* which has a number for a NaN too */
+    EACH slope[i] = saved[i] == saved[i] ? slope[i] : saved[i];
+  } else if (k->table.cubics != NULL) look_up(&k->table, saved, slope);
+  else if (k->mark.ambiguous) hardswish_from_output(k->parameter, saved, slope);
+  else both_of[k->function](k->parameter, saved, unused, slope);
+}
+
 static void gradient_step(const pass *p, int64_t at, int n, const channels *c) {
   const kernel *k = p->k;
   float dz[BLOCK], saved[BLOCK], wide[BLOCK];
@@ -603,14 +615,7 @@ static void gradient_step(const pass *p, int64_t at, int n, const channels *c) {
     const float *slopes = k->slopes;
     const uint16_t *bits = block_of(p->in[1], at, n, 2, half);
     EACH dz[i] = slopes[bits[i]];
-  } else if (k->slope.cubics != NULL) {
-    /* The table has a number for a NaN too. */
-    const float *y = block_of(p->in[1], at, n, 4, saved);
-    look_up_fold(&k->slope, y, dz);
-    EACH dz[i] = y[i] == y[i] ? dz[i] : y[i];
-  } else if (k->table.cubics != NULL) look_up(&k->table, block_of(p->in[1], at, n, 4, saved), dz);
-  else if (k->mark.ambiguous) hardswish_from_output(k->parameter, block_of(p->in[1], at, n, 4, saved), dz);
-  else both_of[k->function](k->parameter, block_of(p->in[1], at, n, 4, saved), wide, dz);
+  } else slopes_of(k, block_of(p->in[1], at, n, 4, saved), dz);
   const float *dy = wide_block(k, p->in[0], at, n, wide);
   EACH dz[i] *= dy[i];
   put_wide(k, p->out[0], at, n, dz);
@@ -686,9 +691,20 @@ static void drop_gradient_step(const pass *p, int64_t at, int n, const channels 
   put_wide(p->k, p->out[0], at, n, dx);
 }
 
-/* in: float32 outputs and whether they are kept; out: what is stored (backends/torch/dropout.py). */
+/* in: outputs and whether they are kept; out: what is stored (backends/torch/dropout.py), of 16 bits by a table. */
 static void drop_marked_step(const pass *p, int64_t at, int n, const channels *c) {
   const mark *m = &p->k->mark;
+  if (p->k->dtype != FLOAT32) {
+    uint16_t half[BLOCK], found[BLOCK];
+    uint8_t copy[BLOCK];
+    const uint16_t *h = block_of(p->in[0], at, n, 2, half), *values = p->k->values;
+    const uint8_t *keep = block_of(p->in[1], at, n, 1, copy);
+    const uint16_t infinite = p->k->dtype == BFLOAT16 ? 0x7f80 : 0x7c00;
+    for (int i = 0; i < BLOCK; i++) found[i] = values[h[i]];
+    EACH found[i] = keep[i] ? found[i] : (h[i] & 0x7fff) < infinite ? (uint16_t)0x8000 : (uint16_t)0x7fff;
+    put(p->out[0], at, n, 2, found);
+    return;
+  }
   const float factor = p->k->parameter;
   float x[BLOCK], y[BLOCK];
   uint8_t copy[BLOCK];
@@ -706,6 +722,39 @@ static void drop_marked_step(const pass *p, int64_t at, int n, const channels *c
   }
   EACH y[i] = keep[i] ? y[i] : -(from[i] - from[i]);
   put(p->out[0], at, n, 4, y);
+}
+
+/* Derivatives from outputs of functions without a fold. */
+static void slopes_by_formula(const kernel *k, const float *y, float *slope) {
+  const float p = k->parameter;
+  switch (k->function) {
+    case RELU: EACH slope[i] = y[i] > 0.0f ? 1.0f : 0.0f; break;
+    case SIGMOID: EACH slope[i] = y[i] * (1.0f - y[i]); break;
+    case TANGENT: EACH slope[i] = 1.0f - y[i] * y[i]; break;
+    case LEAKY_RELU: EACH slope[i] = y[i] > 0.0f ? 1.0f : p; break;
+    default: EACH slope[i] = y[i] > 0.0f ? 1.0f : y[i] + p; /* ELU */
+  }
+}
+
+/* The gradient through a function and the dropout behind it. in: dy and what was stored of float32 outputs; its
+   derivative is that of ``stored rest``, which has lost the branch. */
+static void drop_marked_gradient_step(const pass *p, int64_t at, int n, const channels *c) {
+  const float rest = p->rest, factor = 1.0f / rest;
+  float x[BLOCK], dy[BLOCK], y[BLOCK], slope[BLOCK];
+  if (p->in[1] != p->out[0]) fetch(p->out[0], at, 4);
+  const float *stored = block_of(p->in[1], at, n, 4, x), *of_y = block_of(p->in[0], at, n, 4, dy);
+  EACH { /* a mark that has underflowed is next to the subnormal numbers, which a processor may be told to flush */
+    float product = stored[i] * rest, value = __builtin_fabsf(stored[i]) < 0x1p-120f ? stored[i] : product;
+    int32_t bits = (bits_of(value) & ~1) | (bits_of(stored[i]) & 1);
+    y[i] = p->keeps_bit ? float_of(bits) : value;
+  }
+  if (p->k->slope.cubics == NULL && p->k->table.cubics == NULL && !p->k->mark.ambiguous) slopes_by_formula(p->k, y, slope);
+  else slopes_of(p->k, y, slope);
+  EACH {
+    float given = of_y[i] * (bits_of(stored[i]) == SIGN ? 0.0f : factor);
+    slope[i] = bits_of(stored[i]) == SIGN ? given : given * slope[i];
+  }
+  put(p->out[0], at, n, 4, slope);
 }
 
 /* in: z and the other factor. */
@@ -1005,6 +1054,12 @@ int drop_gradient(const kernel *k, const void *dy, const void *bits, void *dx, c
 int drop_marked(const kernel *k, const void *y, const void *keep, void *out, const layout *l) {
   pass p = {.k = k, .in = {y, keep}, .out = {out}};
   return walk(&p, drop_marked_step, l, NULL);
+}
+
+int drop_marked_gradient(const kernel *k, const void *dy, const void *y, void *dz, const float *rest, const void *folded,
+                         const layout *l) {
+  pass p = {.k = k, .in = {dy, y}, .out = {dz}, .rest = *rest, .keeps_bit = folded != NULL};
+  return walk(&p, drop_marked_gradient_step, l, NULL);
 }
 
 int gate(const kernel *k, const void *z, const void *up, void *out, const int64_t *gaps, const layout *l) {

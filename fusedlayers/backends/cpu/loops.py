@@ -36,6 +36,8 @@ BENDS = {"straight": 0, "root from below": 1, "root from above": 2, "ratio": 3}
 FUNCTIONS = ("gelu", "gelu_tanh", "swish", "mish", "hardswish", "relu", "sigmoid", "tanh", "leaky_relu", "elu")
 #: Those with a fold whose derivative it computes from outputs by a formula. The others have tables.
 DERIVED_FROM_OUTPUTS = ("hardswish",)
+#: Those without a fold whose derivative it has a formula for, from outputs.
+BY_FORMULA = ("relu", "sigmoid", "tanh", "leaky_relu", "elu")
 #: Those without a fold that it inverts.
 INVERTED = ("leaky_relu", "elu")
 _NO_AXIS, _ALONG_COLUMNS, _ALONG_ROWS = range(3)
@@ -258,7 +260,7 @@ def drop(x: Tensor, keep: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     """``x factor`` where ``keep`` says so, else ``x 0``, in a new tensor, and the bits of ``keep``."""
     y, bits = torch.empty_like(x), torch.empty(-(-x.numel() // 8), dtype=torch.uint8)
     addresses = (t.data_ptr() for t in (x, keep, y, bits))
-    _call("drop", _dropping(x.dtype, factor), y, None, *addresses)
+    _call("drop", dropping(x.dtype, factor), y, None, *addresses)
     return y, bits
 
 
@@ -266,18 +268,29 @@ def drop_gradient(dy: Tensor, bits: Tensor, factor: float) -> Tensor:
     """``dy factor`` where the bits say so, else ``dy 0``, in a new tensor."""
     dx = torch.empty_like(dy)
     addresses = (t.data_ptr() for t in (dy, bits, dx))
-    _call("drop_gradient", _dropping(dy.dtype, factor), dx, None, *addresses)
+    _call("drop_gradient", dropping(dy.dtype, factor), dx, None, *addresses)
     return dx
 
 
-def drop_marked(y: Tensor, keep: Tensor, factor: float, fold: Fold | None, out: Tensor) -> Tensor:
-    """What is stored of float32 outputs y and their dropout, in ``out``, which may be y."""
-    _call("drop_marked", _dropping(y.dtype, factor, fold), out, None, y.data_ptr(), keep.data_ptr(), out.data_ptr())
+def drop_marked(kernel: Kernel, y: Tensor, keep: Tensor, out: Tensor) -> Tensor:
+    """What is stored of outputs y and their dropout, in ``out``, which may be y."""
+    _call("drop_marked", kernel, out, None, y.data_ptr(), keep.data_ptr(), out.data_ptr())
+    return out
+
+
+def drop_marked_gradient(kernel: Kernel, dy: Tensor, y: Tensor, rest: float, is_folded: bool, out: Tensor) -> Tensor:
+    """The gradient through a function and the dropout behind it, from what was stored of float32 outputs, in ``out``,
+    which may be y; ``kernel`` is that of the function's gradient from its output."""
+    number = c_float(rest)
+    address = ctypes.addressof(number)
+    addresses = dy.data_ptr(), y.data_ptr(), out.data_ptr(), address, address if is_folded else None
+    _call("drop_marked_gradient", kernel, out, None, *addresses)
     return out
 
 
 @functools.lru_cache(64)
-def _dropping(dtype: torch.dtype, factor: float, fold: Fold | None = None) -> Kernel:
+def dropping(dtype: torch.dtype, factor: float, fold: Fold | None = None) -> Kernel:
+    """The kernel that multiplies what a dropout keeps."""
     return Kernel(dtype, (FUNCTIONS[0], factor), fold)
 
 
@@ -478,6 +491,7 @@ def _functions() -> dict[str, Any]:
         "drop": 6,
         "drop_gradient": 5,
         "drop_marked": 5,
+        "drop_marked_gradient": 7,
         "gate": 6,
         "gate_gradient": 8,
         "rms_forward": 5,
