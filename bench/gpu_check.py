@@ -32,10 +32,28 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import ROOT, conv, dense, gpu_items, layers, matmul, mlp, norm, pointwise
+from . import ROOT, conv, dense, gpu_items, layers, matmul, mlp, norm, parts, pointwise
 
-GRIDS = {"matmul": matmul, "pointwise": pointwise, "dense": dense, "mlp": mlp, "conv": conv, "norm": norm}
-KERNEL_TESTS = ("triton", "triton_operands", "gemm", "dispatch", "codegen", "mlp_triton", "capture")
+GRIDS = {
+    "matmul": matmul,
+    "pointwise": pointwise,
+    "dense": dense,
+    "mlp": mlp,
+    "conv": conv,
+    "norm": norm,
+    "parts": parts,
+}
+KERNEL_TESTS = (
+    "triton",
+    "triton_operands",
+    "gemm",
+    "dispatch",
+    "codegen",
+    "mlp_triton",
+    "capture",
+    "triton_norms",
+    "triton_dropout",
+)
 _GRACE_SECONDS = 5  # from the polite signal to the one that cannot be refused
 #: A case may take so long; the first of a process compiles, and starts CUDA.
 CASE_SECONDS, FIRST_CASE_SECONDS = 60.0, 120.0
@@ -57,8 +75,16 @@ HALVES = {
         Item("sanitizer", 60),
         Item("matmul", 60),
         Item("pointwise", 30),
+        Item("saving", 25),
     ),
-    2: (Item("tests", 180), Item("dense", 60), Item("mlp", 80), Item("conv", 60), Item("norm", 50)),
+    2: (
+        Item("tests", 160),
+        Item("dense", 60),
+        Item("mlp", 70),
+        Item("conv", 60),
+        Item("norm", 40),
+        Item("parts", 30),
+    ),
 }
 
 

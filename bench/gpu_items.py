@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import fusedlayers as fl
@@ -382,6 +383,59 @@ def _host_time(step: Callable[[], None], calls: int = 50) -> float:
     return round(measure.spread(times)["median"], 1)
 
 
+# --- norms and dropout, by what users call --------------------------------------------------------------------------
+
+
+def _saving() -> Iterator[Case]:
+    for dtype in DTYPES:
+        for name in ("alone", "behind gelu"):
+            yield Case(f"dropout {name}/{_short(dtype)}", partial(_check_dropout, name, dtype))
+        for name in ("layer norm", "rms norm"):
+            yield Case(f"{name}/{_short(dtype)}", partial(_check_norm, name, dtype))
+
+
+def _check_dropout(name: str, dtype: torch.dtype) -> Findings:
+    """The same numbers are dropped as by torch from one seed, and alone all results are the same."""
+    x, dy = (_normal(2048, 1024, dtype=dtype, seed=i) for i in range(2))
+    x.requires_grad_()
+    results = []
+    for drop, act in ((fl.dropout, fl.gelu), (F.dropout, F.gelu)):
+        torch.manual_seed(0)
+        y = drop(x if name == "alone" else act(x), 0.1)
+        results.append([y.detach(), *torch.autograd.grad(y, x, dy)])
+    (y, dx), (expected, expected_dx) = results
+    if name == "alone":
+        _the_same([y, dx], [expected, expected_dx], "results")
+        return {}
+    _expect_equal((y == 0).to(dtype), (expected == 0).to(dtype), "what was dropped")
+    error = float((dx.double() - expected_dx.double()).norm() / expected_dx.double().norm().clamp_min(1e-30))
+    if not is_fake() and not error <= 8 * torch.finfo(dtype).eps + 1e-4:
+        raise Wrong(f"the gradient differs from eager's by {error:.2e} of its norm")
+    return {"error": error}
+
+
+def _check_norm(name: str, dtype: torch.dtype) -> Findings:
+    """Gradients from the output err at most twice what eager's err, and a rounding of the output."""
+    x, dy = (_normal(2048, 1024, dtype=dtype, seed=i) for i in range(2))
+    parameters = [_normal(1024, dtype=dtype, seed=2) * 0.2 + 1, _normal(1024, dtype=dtype, seed=3) * 0.2]
+    tensors = [x, *parameters[: 2 if name == "layer norm" else 1]]
+    own: Any = fl.layer_norm if name == "layer norm" else fl.rms_norm
+    torchs: Any = F.layer_norm if name == "layer norm" else F.rms_norm
+    results = []
+    for function, wide in ((partial(own, save="output"), dtype), (torchs, dtype), (torchs, torch.float64)):
+        leaves = [t.detach().to(wide).requires_grad_() for t in tensors]
+        y = function(leaves[0], (1024,), *leaves[1:], eps=1e-5)
+        results.append(torch.autograd.grad(y, leaves, dy.to(wide)))
+    found: Findings = {}
+    for number, (ours, eager, exact) in enumerate(zip(*results, strict=True)):
+        norm = exact.norm().clamp_min(1e-30)
+        errors = [float((t.double() - exact).norm() / norm) for t in (ours, eager)]
+        found[f"error_{number}"] = errors[0]
+        if not is_fake() and not errors[0] <= 2 * errors[1] + torch.finfo(dtype).eps:
+            raise Wrong(f"gradient {number} errs by {errors[0]:.2e} of its norm, eager's by {errors[1]:.2e}")
+    return found
+
+
 # --- where kernels run ------------------------------------------------------------------------------------------------
 
 
@@ -497,5 +551,6 @@ ITEMS: dict[str, Callable[[], Iterator[Case]]] = {
     "tilings": _tilings,
     "sanitizer": _sanitizer,
     "host": _host,
+    "saving": _saving,
     "contexts": _contexts,
 }
