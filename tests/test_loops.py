@@ -322,7 +322,7 @@ def test_few_numbers_are_left_to_one_thread_and_others_to_as_many_as_torch_has(
         used.append(loops._Layout.from_address(addresses[-1]).threads)
         return 0
 
-    monkeypatch.setattr(loops, "_functions", lambda: {"forward": note})
+    monkeypatch.setattr(loops, "functions", lambda: {"forward": note})
     for threads, count in itertools.product((1, 2, 3), (loops.GRAIN, loops.GRAIN + 1)):
         with_threads(threads)
         _forward(torch.zeros(count), resolve("gelu"))
@@ -747,7 +747,7 @@ def test_what_a_call_reads_lives_until_it_returns(monkeypatch: pytest.MonkeyPatc
 
     loops._matrix.cache_clear()
     monkeypatch.setattr(loops, "_Layout", make)
-    monkeypatch.setattr(loops, "_functions", lambda: {"forward": forward})
+    monkeypatch.setattr(loops, "functions", lambda: {"forward": forward})
     _forward(torch.randn(1000), resolve("gelu"))
     assert alive == [True]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from ...utils.layout import Layout
 from .. import torch as reference
 from ..norms import GroupNorm, Kept, in_a_row
-from . import loops
+from . import loops, norm_loops
 from .row_norm import has_loops
 
 
@@ -39,7 +39,7 @@ def group_norm_gradient(
     shift = torch.zeros(channels) if b is None else in_a_row(b, torch.float32)
     dx = (y if overwrite else torch.empty_like(y)) if needs_x else None
     if kept is None and y.is_contiguous():
-        of_w, of_b = loops.group_norm_gradient(norm, dy, y, gain, shift, inverse_std.float(), dx)
+        of_w, of_b = norm_loops.group_norm_gradient(norm, dy, y, gain, shift, inverse_std.float(), dx)
         return dx, of_w.sum(0), of_b.sum(0)
     of_b, of_w = _sums(dy, y, shift)
     of_w /= gain

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ...derivative.features import Fold
 from ...utils.layout import Layout, is_dense
-from ..norms import GroupNorm, RowNorm
 from . import build
 
 if TYPE_CHECKING:
@@ -83,23 +82,6 @@ class _Layout(ctypes.Structure):
         *((name, c_int64) for name in ("count", "columns", "channels")),
         ("axis", c_int32),
         ("threads", c_int32),
-    )
-
-
-class _RowNorm(ctypes.Structure):
-    _fields_ = (
-        *((name, c_int32) for name in ("dtype", "is_centred", "rounds_first", "threads")),
-        *((name, c_int64) for name in ("rows", "columns")),
-        *((name, c_void_p) for name in ("gain", "shift", "kept_columns", "kept")),
-        ("kept_count", c_int64),
-    )
-
-
-class _GroupNorm(ctypes.Structure):
-    _fields_ = (
-        *((name, c_int32) for name in ("dtype", "threads")),
-        *((name, c_int64) for name in ("samples", "groups", "channels", "count")),
-        *((name, c_void_p) for name in ("gain", "shift")),
     )
 
 
@@ -340,92 +322,7 @@ def _gaps(*tensors: Tensor | None) -> Any:
     return (c_int64 * 5)(*found)
 
 
-# --- norms, each row by statistics of its own -------------------------------------------------------------------------
-
-
-def rms_norm(norm: RowNorm, x: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The RMS norm of contiguous x in a new tensor, and by what each row was multiplied, in float32."""
-    y, inverse_std = torch.empty_like(x), x.new_empty(x.numel() // norm.columns, dtype=torch.float32)
-    gain = norm.gain(w, torch.float32)
-    described = _row_norm(norm, x, gain, None, None)
-    failed = _functions()["rms_forward"](
-        ctypes.addressof(described), x.data_ptr(), y.data_ptr(), inverse_std.data_ptr(), norm.epsilon(x.dtype)
-    )
-    if failed:
-        raise _no_memory("rms_norm")
-    return y, inverse_std
-
-
-def row_norm_gradient(
-    norm: RowNorm,
-    dy: Tensor,
-    y: Tensor,
-    gain: Tensor | None,
-    shift: Tensor | None,
-    inverse_std: Tensor,
-    kept: tuple[Tensor, Tensor] | None,
-    dx: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The gradient of x in dx, which may be y; those of w and b, in float32. All are contiguous; ``kept``: columns, and
-    their xhat."""
-    of_w, of_b = y.new_empty(2, norm.columns, dtype=torch.float32).unbind()
-    described = _row_norm(norm, y, gain, shift, kept)
-    failed = _functions()["row_norm_gradient"](
-        ctypes.addressof(described),
-        *(t.data_ptr() for t in (dy, y, inverse_std)),
-        None if dx is None else dx.data_ptr(),
-        *(of_w.data_ptr(), of_b.data_ptr()),
-    )
-    if failed:
-        raise _no_memory("row_norm_gradient")
-    if dx is not None:
-        torch.autograd.graph.increment_version(dx)
-    return of_w, of_b
-
-
-def group_norm_gradient(
-    norm: GroupNorm, dy: Tensor, y: Tensor, gain: Tensor, shift: Tensor, inverse_std: Tensor, dx: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The gradient of x in dx, which may be y; those of w and b, of each sample, in float32. All are contiguous."""
-    samples, channels, count = norm.extents(y)
-    of_w, of_b = torch.empty(2, samples, channels).unbind()
-    threads = 1 if y.numel() <= GRAIN else torch.get_num_threads()
-    sizes = samples, norm.groups, channels // norm.groups, count
-    described = _GroupNorm(DTYPES[y.dtype], threads, *sizes, gain.data_ptr(), shift.data_ptr())
-    _functions()["group_norm_gradient"](
-        ctypes.addressof(described),
-        *(t.data_ptr() for t in (dy, y, inverse_std)),
-        None if dx is None else dx.data_ptr(),
-        *(of_w.data_ptr(), of_b.data_ptr()),
-    )
-    if dx is not None:
-        torch.autograd.graph.increment_version(dx)
-    return of_w, of_b
-
-
-def inexact_columns(gain: Tensor, b: Tensor | None, ratio: float, least: float, most: float) -> Tensor | None:
-    """The columns, in a row of float32 factors, that are too small, too large, or much smaller than b; None where none
-    is."""
-    found = torch.empty(len(gain), dtype=torch.int64)
-    b_address = None if b is None else b.data_ptr()
-    count = _functions()["inexact_columns"](gain.data_ptr(), b_address, len(gain), ratio, least, most, found.data_ptr())
-    return found[:count].clone() if count else None  # which is saved
-
-
-def _row_norm(
-    norm: RowNorm, x: Tensor, gain: Tensor | None, shift: Tensor | None, kept: tuple[Tensor, Tensor] | None
-) -> _RowNorm:
-    rows, columns = x.numel() // norm.columns, norm.columns
-    threads = 1 if x.numel() <= GRAIN else torch.get_num_threads()
-    addresses = (None if t is None else t.data_ptr() for t in (gain, shift, *(kept or (None, None))))
-    return _RowNorm(
-        *(DTYPES[x.dtype], norm.is_centred, norm.rounds_first, threads, rows, columns),
-        *addresses,
-        0 if kept is None else len(kept[0]),
-    )
-
-
-def _no_memory(name: str) -> MemoryError:
+def no_memory(name: str) -> MemoryError:
     return MemoryError(f"{name}: no memory for what rows and sums need")
 
 
@@ -438,9 +335,9 @@ def _call(
         return
     threads = 1 if count <= GRAIN else torch.get_num_threads()
     address, _layout = _matrix(count, along, threads)  # which must live as long as the call
-    failed = _functions()[name](kernel.address, *addresses, address)
+    failed = functions()[name](kernel.address, *addresses, address)
     if failed:
-        raise _no_memory(name)
+        raise no_memory(name)
     if writes:
         torch.autograd.graph.increment_version(tensor)
 
@@ -475,7 +372,7 @@ def _matrix(count: int, along: Layout | None, threads: int) -> tuple[int, _Layou
 
 
 @functools.cache
-def _functions() -> dict[str, Any]:
+def functions() -> dict[str, Any]:
     library = build.shared_object()
     assert library is not None
     pointers = {

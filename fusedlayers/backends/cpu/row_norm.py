@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import torch as reference
 from ..norms import Kept, RowNorm, in_a_row
-from . import build, loops
+from . import build, loops, norm_loops
 
 
 def has_loops(dtype: torch.dtype) -> bool:
@@ -19,7 +19,7 @@ def row_norm(norm: RowNorm, x: Tensor, w: Tensor | None, b: Tensor | None) -> tu
     """The norm of contiguous x, and by what each row was multiplied: (rows,), in float32 or x's dtype."""
     if norm.is_centred or not has_loops(x.dtype):
         return reference.row_norm(norm, x, w, b)
-    return loops.rms_norm(norm, x, w)
+    return norm_loops.rms_norm(norm, x, w)
 
 
 def row_norm_gradient(
@@ -42,14 +42,16 @@ def row_norm_gradient(
     dx = (y if overwrite else torch.empty_like(y)) if needs_x else None
     shift = None if b is None else in_a_row(b, torch.float32)
     wide = None if kept is None else kept._replace(xhat=kept.xhat.float())
-    return dx, *loops.row_norm_gradient(norm, dy, y, norm.gain(w, torch.float32), shift, inverse_std.float(), wide, dx)
+    return dx, *norm_loops.row_norm_gradient(
+        norm, dy, y, norm.gain(w, torch.float32), shift, inverse_std.float(), wide, dx
+    )
 
 
 def inexact_columns(gain: Tensor, b: Tensor | None, ratio: float, least: float, most: float) -> Tensor | None:
     """The columns whose factor is too small, too large, or much smaller than b; None where there is none."""
     if gain.dtype is not torch.float32 or build.shared_object() is None:
         return reference.inexact_columns(gain, b, ratio, least, most)
-    return loops.inexact_columns(gain, b, ratio, least, most)
+    return norm_loops.inexact_columns(gain, b, ratio, least, most)
 
 
 def row_norm_slow_because(dtype: torch.dtype) -> str | None:

@@ -1,0 +1,111 @@
+"""Norms by ``loops.c``, each row, or group of channels, by statistics of its own: its structures and addresses."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from ..norms import GroupNorm, RowNorm
+from .loops import DTYPES, GRAIN, functions, no_memory
+
+
+class _RowNorm(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int32) for name in ("dtype", "is_centred", "rounds_first", "threads")),
+        *((name, c_int64) for name in ("rows", "columns")),
+        *((name, c_void_p) for name in ("gain", "shift", "kept_columns", "kept")),
+        ("kept_count", c_int64),
+    )
+
+
+class _GroupNorm(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int32) for name in ("dtype", "threads")),
+        *((name, c_int64) for name in ("samples", "groups", "channels", "count")),
+        *((name, c_void_p) for name in ("gain", "shift")),
+    )
+
+
+def rms_norm(norm: RowNorm, x: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The RMS norm of contiguous x in a new tensor, and by what each row was multiplied, in float32."""
+    y, inverse_std = torch.empty_like(x), x.new_empty(x.numel() // norm.columns, dtype=torch.float32)
+    gain = norm.gain(w, torch.float32)
+    described = _row_norm(norm, x, gain, None, None)
+    failed = functions()["rms_forward"](
+        ctypes.addressof(described), x.data_ptr(), y.data_ptr(), inverse_std.data_ptr(), norm.epsilon(x.dtype)
+    )
+    if failed:
+        raise no_memory("rms_norm")
+    return y, inverse_std
+
+
+def row_norm_gradient(
+    norm: RowNorm,
+    dy: Tensor,
+    y: Tensor,
+    gain: Tensor | None,
+    shift: Tensor | None,
+    inverse_std: Tensor,
+    kept: tuple[Tensor, Tensor] | None,
+    dx: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The gradient of x in dx, which may be y; those of w and b, in float32. All are contiguous; ``kept``: columns, and
+    their xhat."""
+    of_w, of_b = y.new_empty(2, norm.columns, dtype=torch.float32).unbind()
+    described = _row_norm(norm, y, gain, shift, kept)
+    failed = functions()["row_norm_gradient"](
+        ctypes.addressof(described),
+        *(t.data_ptr() for t in (dy, y, inverse_std)),
+        None if dx is None else dx.data_ptr(),
+        *(of_w.data_ptr(), of_b.data_ptr()),
+    )
+    if failed:
+        raise no_memory("row_norm_gradient")
+    if dx is not None:
+        torch.autograd.graph.increment_version(dx)
+    return of_w, of_b
+
+
+def group_norm_gradient(
+    norm: GroupNorm, dy: Tensor, y: Tensor, gain: Tensor, shift: Tensor, inverse_std: Tensor, dx: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The gradient of x in dx, which may be y; those of w and b, of each sample, in float32. All are contiguous."""
+    samples, channels, count = norm.extents(y)
+    of_w, of_b = torch.empty(2, samples, channels).unbind()
+    threads = 1 if y.numel() <= GRAIN else torch.get_num_threads()
+    sizes = samples, norm.groups, channels // norm.groups, count
+    described = _GroupNorm(DTYPES[y.dtype], threads, *sizes, gain.data_ptr(), shift.data_ptr())
+    functions()["group_norm_gradient"](
+        ctypes.addressof(described),
+        *(t.data_ptr() for t in (dy, y, inverse_std)),
+        None if dx is None else dx.data_ptr(),
+        *(of_w.data_ptr(), of_b.data_ptr()),
+    )
+    if dx is not None:
+        torch.autograd.graph.increment_version(dx)
+    return of_w, of_b
+
+
+def inexact_columns(gain: Tensor, b: Tensor | None, ratio: float, least: float, most: float) -> Tensor | None:
+    """The columns, in a row of float32 factors, that are too small, too large, or much smaller than b; None where none
+    is."""
+    found = torch.empty(len(gain), dtype=torch.int64)
+    b_address = None if b is None else b.data_ptr()
+    count = functions()["inexact_columns"](gain.data_ptr(), b_address, len(gain), ratio, least, most, found.data_ptr())
+    return found[:count].clone() if count else None  # which is saved
+
+
+def _row_norm(
+    norm: RowNorm, x: Tensor, gain: Tensor | None, shift: Tensor | None, kept: tuple[Tensor, Tensor] | None
+) -> _RowNorm:
+    rows, columns = x.numel() // norm.columns, norm.columns
+    threads = 1 if x.numel() <= GRAIN else torch.get_num_threads()
+    addresses = (None if t is None else t.data_ptr() for t in (gain, shift, *(kept or (None, None))))
+    return _RowNorm(
+        *(DTYPES[x.dtype], norm.is_centred, norm.rounds_first, threads, rows, columns),
+        *addresses,
+        0 if kept is None else len(kept[0]),
+    )
