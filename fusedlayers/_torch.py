@@ -9,11 +9,11 @@ Private attributes of torch's objects are used where the objects are, and nowher
 * tensors: ``_version``, ``_base``, ``_is_view``, ``_post_accumulate_grad_hooks``, and of sparse ones ``_indices``,
   ``_values``; storages: ``_cdata``;
 * modules: ``_parameters``, ``_buffers``, ``_modules``, ``_forward_hooks``, ``_forward_pre_hooks``, ``_backward_hooks``,
-  ``_backward_pre_hooks``, ``_compiled_call_impl``, ``_save_to_state_dict``, ``_load_from_state_dict``,
+  ``_backward_pre_hooks``, ``_save_to_state_dict``, ``_load_from_state_dict``,
   ``_non_persistent_buffers_set``, ``_reversed_padding_repeated_twice`` (convolutions), ``_check_input_dim`` (batch
   norms); state dicts: ``_metadata``; styles of tensor parallelism: ``_prepare_input_fn``, ``_prepare_output_fn``;
-* nodes of autograd: ``_sequence_nr``, ``_raw_saved_*``, ``_saved_self``, ``_saved_other``,
-  ``_forward_cls`` (of a Function's node);
+* nodes of autograd: ``_sequence_nr``, ``_raw_saved_*``, ``_saved_self``, ``_saved_other``, ``_saved_approximate``,
+  ``_saved_result1``, ``_saved_result2``, ``_forward_cls`` (of a Function's node);
 * operators: ``_schema``, ``_overloadpacket``.
 
 Unless a comment says otherwise, torch 2.11 and 2.13 have the same.
@@ -22,8 +22,7 @@ Unless a comment says otherwise, torch 2.11 and 2.13 have the same.
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -33,31 +32,25 @@ from torch._C._autograd import SavedTensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
-from torch.nn.modules import module as nn_module
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
-from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils import parametrize
 from torch.utils import checkpoint
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 __all__ = [
     "CPU_FLASH_ATTENTION",
     "EFFICIENT_ZEROS",
     "FAKE_TENSOR_LOGGER",
     "FLASH_ATTENTION",
-    "GLOBAL_MODULE_HOOKS",
     "LOCAL_SCALAR",
     "PRELU",
     "PRELU_BACKWARD",
     "PROXY_MODE",
     "SELECTIVE_CHECKPOINT_MODES",
     "TO_COPY",
-    "ConvBase",
     "DisableTorchFunction",
-    "DropoutBase",
     "FakeTensor",
     "InductorWrapper",
     "NormBase",
@@ -71,8 +64,8 @@ __all__ = [
     "backward_pass",
     "batch_norm_with_statistics",
     "core_decompositions",
+    "current_function_mode",
     "decompositions_of",
-    "disable_current_modes",
     "disable_dynamo",
     "dispatch_mode_at",
     "dispatch_mode_count",
@@ -83,13 +76,12 @@ __all__ = [
     "functorch_is_active",
     "gpu_sleep",
     "graph_is_kept",
+    "grouped_mm",
     "infrastructure_mode",
     "is_exporting",
     "is_legacy_batched",
     "is_traceable_wrapper_subclass",
-    "loaded_dynamo",
     "make_fx",
-    "make_subclass",
     "no_dispatch",
     "onednn_convolution",
     "onednn_has_bfloat16",
@@ -102,7 +94,6 @@ __all__ = [
     "torchscript_state",
     "tree_flatten",
     "tree_leaves",
-    "tree_map",
     "tree_map_only",
     "tree_unflatten",
     "unsafe_view",
@@ -135,13 +126,6 @@ SELECTIVE_CHECKPOINT_MODES: tuple[type, ...] = (
 )
 #: () -> int: the depth of ``parametrize.cached()`` contexts.
 parametrizations_are_cached: Callable[[], int] = functools.partial(getattr, parametrize, "_cache_enabled")
-#: The hooks for all modules of the process, by number.
-GLOBAL_MODULE_HOOKS: tuple[Mapping[int, Any], ...] = (
-    nn_module._global_forward_hooks,
-    nn_module._global_forward_pre_hooks,
-    nn_module._global_backward_hooks,
-    nn_module._global_backward_pre_hooks,
-)
 
 
 def is_exporting() -> bool:
@@ -152,6 +136,10 @@ def is_exporting() -> bool:
 
 # --- the autograd graph and its saved tensors -------------------------------------------------------------------------
 
+#: What ``F.grouped_mm`` calls, in which ``TorchFunctionMode``s see it.
+grouped_mm: Callable[..., Any] = torch._grouped_mm
+#: () -> the innermost ``TorchFunctionMode``, or None.
+current_function_mode: Callable[[], Any] = torch.overrides._get_current_function_mode
 #: (ignore_if_tracing) -> the innermost pair of saved-tensor hooks, or None.
 saved_tensors_hooks_on_top: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 #: () -> bool: whether the backward pass that is running keeps its graph (``retain_graph``).
@@ -171,10 +159,6 @@ sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr
 
 # --- modes, subclasses and containers ---------------------------------------------------------------------------------
 
-#: () -> context in which no dispatch mode is active.
-disable_current_modes: Callable[[], Any] = _disable_current_modes
-#: (class, tensor) -> the tensor's data as an instance of a subclass.
-make_subclass: Callable[..., Any] = Tensor._make_subclass
 #: The logger that prints the traceback of errors under fake tensors.
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 
@@ -187,7 +171,6 @@ FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 # no_dispatch: context in which operators run on real tensors, whatever modes are active.
 # tree_flatten: the leaves of nested containers, and how they nest.
 # tree_leaves: the leaves of nested containers.
-# tree_map: a function applied to every leaf of nested containers.
 # tree_map_only: a function applied to the leaves of one class.
 # tree_unflatten: leaves put back into nested containers.
 
@@ -195,10 +178,6 @@ FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 
 #: Of batch norms, and of instance norms, lazy ones too.
 NormBase: type[_NormBase] = _NormBase
-#: Of convolutions, transposed ones too.
-ConvBase: type[_ConvNd] = _ConvNd
-#: Of all dropouts.
-DropoutBase: type[_DropoutNd] = _DropoutNd
 
 # --- operators --------------------------------------------------------------------------------------------------------
 
@@ -245,11 +224,6 @@ RecordFunction: Any = torch._C._profiler._RecordFunctionFast
 InductorWrapper: Any = torch._TorchCompileInductorWrapper
 #: Decorator: dynamo calls the function and does not trace it. ``torch.compiler.disable`` would import dynamo at once.
 disable_dynamo: Callable[..., Any] = torch._disable_dynamo
-
-
-def loaded_dynamo() -> Any:
-    """``torch._dynamo``, whose import takes a second; None where nobody has imported it, so that nothing compiles."""
-    return sys.modules.get("torch._dynamo")
 
 
 def make_fx(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -11,11 +11,13 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.checkpoint import checkpoint
 
 from . import backends, validation
+from . import plan as decision
 from .activations import Activation, resolve
 from .backends.operations import GATE
 from .call import autocast_dtype, followed_by, needs_gradient, plan_for
 from .ops import gate as gates
 from .ops.autocast import shared_cast
+from .ops.buffer_reuse import hooks_move_tensors
 from .ops.dropout import dropped_product_of
 from .ops.gate import Gate, GatedAct, Packing
 from .ops.product import MatrixProduct, OfProduct, factors_of, multiplies
@@ -63,17 +65,56 @@ def gated_act(
                 return _composite(gate, up, record, packing)
             return handle_torch_function(gated_act, given, gate, up, record, packing=packing)
     validation.check_gate(gate, up, packing, get_args(Packing))
+    y = _in_one_node(gate, up, record, packing, is_usual)
+    return _composite(gate, up, record, packing) if y is None else y
+
+
+def multiply(input: Tensor, other: Tensor) -> Tensor:
+    """``input * other``; where one of them is what ``F.silu`` or ``F.gelu`` returned, and has not been edited, in one
+    node that keeps the activation's input, as ``gated_act``. The activation's own node is then freed with its result.
+    """
+    for gated, up in ((input, other), (other, input)) if not torch.compiler.is_compiling() else ():
+        gate = gate_of(gated, up)
+        if gate is not None:
+            y = _in_one_node(gate[0], up, gate[1], "gate_up", True)
+            if y is not None:
+                return y
+    return torch.mul(input, other)
+
+
+def gate_of(gated: object, up: object) -> tuple[Tensor, Activation] | None:
+    """The input and the activation of which ``gated`` is the result, by PyTorch's own node."""
+    node: Any = getattr(gated, "grad_fn", None)
+    if node is None or node.name() not in ("SiluBackward0", "GeluBackward0"):
+        return None
+    if not isinstance(gated, Tensor) or not isinstance(up, Tensor) or gated._version or gated._backward_hooks:
+        return None
+    is_alike = gated.shape == up.shape and gated.dtype is up.dtype and up.requires_grad
+    if not is_alike or gated.retains_grad or not validation.are_torchs_own((gated, up), ()) or hooks_move_tensors():
+        return None
+    name = "silu" if node.name() == "SiluBackward0" else {"none": "gelu", "tanh": "gelu_tanh"}[node._saved_approximate]
+    try:
+        return node._saved_self, resolve(name)
+    except RuntimeError:  # freed, or edited in place, which backward will refuse
+        return None
+
+
+def _in_one_node(
+    gate: Tensor, up: Tensor | None, record: Activation, packing: Packing, is_usual: bool
+) -> Tensor | None:
+    """None where PyTorch's own operations are to compute it."""
     half, other = gates.split(gate, packing) if up is None else (gate, up)
     if half.dtype is not other.dtype:
-        return _composite(gate, up, record, packing)
+        return None
     sizes = GATE, half.shape
     plan, traced, operands = plan_for(GATE, half, None, None, None, record, "auto", sizes, None, False, is_usual)
+    given = (gate,) if up is None else (gate, up)
     if plan.path == "compiled" and needs_gradient(*given):
         # Else the compiler saves activation(gate) beside both.
         return checkpoint(_composite, gate, up, record, packing, use_reentrant=False)
     is_whole = needs_gradient(half) and needs_gradient(other) and validation.unusual_because(other) is None
     if plan.path != "fused" or not is_whole or plan.dim != -1 or not gates.reads(half, other):
-        return _composite(gate, up, record, packing)
+        return None
     return GatedAct.apply(Gate(traced, plan.backend, packing if up is None else None), *given, *operands)
 
 
@@ -94,8 +135,9 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns, Raises: as ``F.linear``.
 
     Saved: ``weight``; of an input that is the unchanged product of two saved tensors nothing more, else ``input``.
-    Under saved-tensor hooks and ``torch.compile``, and of products that were reshaped, what ``F.linear`` saves. Writes
-    past the version counter (``.data``, NumPy) to the input, after it was multiplied, are not noticed.
+    Of products of less than 128 KiB, or that were reshaped, and under saved-tensor hooks and ``torch.compile``, what
+    ``F.linear`` saves. Writes past the version counter (``.data``, NumPy) to the input, after it was multiplied, are
+    not noticed.
 
     >>> import torch, fusedlayers as fl
     >>> fl.linear(fl.gated_act(torch.ones(1, 2), torch.ones(1, 2), None), torch.ones(3, 2))
@@ -153,7 +195,8 @@ def grouped_mm(input: Tensor, mat2: Tensor, offs: Tensor) -> Tensor:
 
 def _multiply(name: str, h: Tensor, w: Tensor, b: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
     is_usual = validation.are_torchs_own((h, w), (b, ends)) and validation.unusual_because(h, w, b) is None
-    if is_usual and not torch.compiler.is_compiling() and needs_gradient(w) and followed_by() is None:
+    is_usual = is_usual and not torch.compiler.is_compiling() and h.numel() * h.itemsize >= decision.SMALL_BYTES
+    if is_usual and needs_gradient(w) and followed_by() is None:
         product = dropped_product_of(h)
         if product is not None and _fits(name, h, w) and (b is None or b.dim() == 1):
             cast = autocast_dtype(h)

@@ -119,7 +119,7 @@ def _plain_because(
     if save == "output":
         return None
     if x.numel() * x.itemsize < _least_bytes(norm):
-        return f"results of less than {_least_bytes(norm) >> 10} KiB are left to PyTorch"
+        return f"{plan.TOO_SMALL} {_least_bytes(norm) >> 10} KiB are left to PyTorch"
     return backends.choose(x).row_norm_slow_because(x.dtype)
 
 

@@ -36,6 +36,9 @@ MEDIUM_BYTES = 2 << 20
 Size = Literal["small", "medium", "large"]
 """How many bytes a result has: less than ``SMALL_BYTES``, less than ``MEDIUM_BYTES``, or more."""
 
+#: How the reason begins where a result is left to PyTorch for its size.
+TOO_SMALL = "results of less than"
+
 Path = Literal["composite", "compiled", "no_grad", "in_place", "fused", "tells_input"]
 """How a call is computed.
 
@@ -250,7 +253,7 @@ def _plain_because(key: PlanKey) -> str | None:
     if key.is_compiling:
         return "torch.compile sees a user's function as it is" if activation.needs_tracing else None
     if key.size == "small" and key.save == "auto" and not key.is_inplace:
-        return f"results of less than {SMALL_BYTES >> 10} KiB are left to PyTorch"
+        return f"{TOO_SMALL} {SMALL_BYTES >> 10} KiB are left to PyTorch"
     return _slow_because(key)
 
 

@@ -108,39 +108,62 @@ def _efficientnet() -> nn.Module:
     return model
 
 
+#: Of two blocks of LLaMA's kind.
+_GATED = {"rms_norm": 5, "gate": 2, "product": 2}
+#: Of two blocks of BERT's or ViT's kind.
+_DENSE = {"layer_norm": 5, "gelu": 2}
+
 CASES = [
-    Case("bert", lambda: hf.BertModel(hf.BertConfig(**_SIZES, **_NO_DROPOUT)), tokens, {"dense": 3}, 3),
-    Case("roberta", lambda: hf.RobertaModel(hf.RobertaConfig(**_SIZES, **_NO_DROPOUT)), tokens, {"dense": 3}, 3),
-    Case("gpt-2", _gpt2, with_labels, {"mlp": 2}, 2),
-    Case("vit", lambda: hf.ViTModel(hf.ViTConfig(**_VISION, **_IMAGES)), images, {"mlp": 2, "dense": 1}, 3),
-    Case("dinov2", _dinov2, images, {"mlp": 2}, 2),
-    Case("dinov2-swiglu", lambda: _dinov2(use_swiglu_ffn=True), images, {"gated mlp": 2}, 2),
+    Case("bert", lambda: hf.BertModel(hf.BertConfig(**_SIZES, **_NO_DROPOUT)), tokens, _DENSE, 28),
+    Case(
+        "roberta",
+        lambda: hf.RobertaModel(hf.RobertaConfig(**_SIZES, **_NO_DROPOUT)),
+        tokens,
+        {"layer_norm": 5, "gelu": 2},
+        28,
+    ),
+    Case("gpt-2", _gpt2, with_labels, {"layer_norm": 5, "gelu_tanh": 2}, 15),
+    Case("vit", lambda: hf.ViTModel(hf.ViTConfig(**_VISION, **_IMAGES)), images, _DENSE, 24),
+    Case("dinov2", _dinov2, images, _DENSE, 20),
+    Case("dinov2-swiglu", lambda: _dinov2(use_swiglu_ffn=True), images, {"layer_norm": 5, "gate": 2, "product": 2}, 22),
     Case(
         "whisper-encoder",
         _whisper,
         lambda: {"input_features": torch.randn(2, 16, 2 * TOKENS)},
-        {"dense": 2, "conv": 2},
-        0,
+        {"layer_norm": 5, "gelu": 3},
+        19,
     ),
-    Case("t5-relu", lambda: _t5("relu"), with_labels, {"mlp": 4}, 4),
-    Case("t5-gated-gelu", lambda: _t5("gated-gelu"), with_labels, {"gated mlp": 4}, 4),
-    Case("llama", lambda: _decoder("Llama"), with_labels, {"gated mlp": 2}, 2),
-    Case("mistral", lambda: _decoder("Mistral", num_key_value_heads=2), with_labels, {"gated mlp": 2}, 2),
-    Case("gemma", lambda: _decoder("Gemma", num_key_value_heads=2, head_dim=16), with_labels, {"gated mlp": 2}, 2),
-    Case("phi-3", lambda: _decoder("Phi3"), with_labels, {"gated mlp": 2}, 2),
+    Case("t5-relu", lambda: _t5("relu"), with_labels, {"rms_norm": 12}, 65),
+    Case(
+        "t5-gated-gelu",
+        lambda: _t5("gated-gelu"),
+        with_labels,
+        {"rms_norm": 12, "gelu_tanh": 4, "product": 4},
+        69,
+    ),
+    Case("llama", lambda: _decoder("Llama"), with_labels, _GATED, 22),
+    Case("mistral", lambda: _decoder("Mistral", num_key_value_heads=2), with_labels, _GATED, 22),
+    Case(
+        "gemma",
+        lambda: _decoder("Gemma", num_key_value_heads=2, head_dim=16),
+        with_labels,
+        _GATED,
+        22,
+    ),
+    Case("phi-3", lambda: _decoder("Phi3"), with_labels, _GATED, 20),
     Case(
         "convnext",
         lambda: hf.ConvNextModel(hf.ConvNextConfig(hidden_sizes=[16, 32], depths=[1, 1], num_stages=2)),
         images,
-        {"dense": 2},
-        2,
+        _DENSE,
+        7,
     ),
     Case(
         "resnet",
         lambda: hf.ResNetModel(hf.ResNetConfig(embedding_size=16, hidden_sizes=[32, 64], depths=[2, 2])),
         images,
-        {"norm": 9},
-        9,
+        {},
+        15,
     ),
     Case(
         "regnet",
@@ -148,15 +171,15 @@ CASES = [
             hf.RegNetConfig(embedding_size=16, hidden_sizes=[32, 64], depths=[1, 1], groups_width=16)
         ),
         images,
-        {"norm": 5, "conv": 4},
+        {},
         9,
     ),
-    Case("efficientnet", _efficientnet, images, {"norm": 15, "conv": 14}, 29),
+    Case("efficientnet", _efficientnet, images, {"batch_norm": 6, "silu": 22}, 58),
     Case(
         "mobilenet-v2",
         lambda: hf.MobileNetV2Model(hf.MobileNetV2Config(depth_multiplier=0.35, image_size=32)),
         images,
-        {"norm": 35},
-        0,
+        {},
+        87,
     ),
 ]

@@ -109,12 +109,6 @@ SLOW: dict[str, dict[str, int]] = {
     "test_functional": {
         "test_first_and_second_derivatives": 12,
     },
-    "test_fuse": {
-        "test_activations_that_differ_between_modes_are_left": 3,
-        "test_blocks_compiled": 0,
-        "test_functions_that_differ_far_from_zero": 1,
-        "test_what_an_activation_reads_may_change": 3,
-    },
     "test_gemm": {
         "test_every_activation_forward": 5,
         "test_every_activations_gradient": 2,

@@ -146,16 +146,24 @@ _ARGUMENTS = {nn.Threshold: (1.0, 0.0)}
 
 @pytest.mark.parametrize(
     ("row", "target", "arguments"),
-    [pytest.param(r, t, a, id=f"{r.name}-{t.__name__}") for r in rows() for t, a in r.stands_for],
+    # A ReLU6 is one of hardtanh's if its limits have been changed (test_fuse.py).
+    [
+        pytest.param(r, t, a, id=f"{r.name}-{t.__name__}")
+        for r in rows()
+        for t, a in r.stands_for
+        if (r.name, t) != ("hardtanh", nn.ReLU6)
+    ],
 )
 def test_what_a_row_stands_for_resolves_to_it(row: Row, target: object, arguments: dict[str, object]) -> None:
+    if target is nn.ReLU6:  # whose constructor has no limits
+        arguments = {}
     if isinstance(target, type):
         made = target(*_ARGUMENTS.get(target, ()), **arguments)
     else:
         needed = row.parameters if target is F.threshold else {}  # which has no defaults
         made = functools.partial(target, **arguments, **needed) if arguments or needed else target
     assert resolve(made) is row.bind()
-    if row.parameters:
+    if row.parameters and target is not nn.ReLU6:  # whose constructor has no limits
         values = {name: value + 2.0 for name, value in row.parameters.items()}
         changed = target(**values, **arguments) if isinstance(target, type) else functools.partial(target, **values)
         assert resolve(changed) is row.bind(**values)

@@ -296,7 +296,9 @@ def test_fuse_inside_and_around() -> None:
     for segments in (1, 3, [1, 2, 2, 3, 1]):  # also between a layer and its activation
         net = nn.Sequential(fl.SublinearSequential(*parts(), segments=segments))
         report = fl.fuse(net, x)
-        assert len(report.replaced) == len(expected_report.replaced) == 4
+        # What is recomputed anyway is fused too, for the backward pass.
+        assert {place.activation for place in expected_report.replaced} == {"gelu", None}
+        assert {"gelu", None} <= {place.activation for place in report.replaced}
         for a, b in zip(outcome(net, x)[:-2], outcome(plain, x)[:-2], strict=True):
             torch.testing.assert_close(a, b)
         assert net[0].plan is not None

@@ -132,7 +132,7 @@ TABLE = (
         "relu6",
         F.relu6,
         derivative_given_output=lambda y: torch.where((y > 0) & (y < 6), 1.0, 0.0),
-        stands_for=((nn.ReLU6, {}), (F.relu6, {})),
+        stands_for=((nn.ReLU6, {"min_val": 0.0, "max_val": 6.0}), (F.relu6, {})),
         native=Native(aten.relu6_.default, (aten.hardtanh_backward, lambda dy, y: (dy, y, 0, 6))),
     ),
     Row(
@@ -141,7 +141,7 @@ TABLE = (
         {"min_val": -1.0, "max_val": 1.0},
         derivative_given_output=lambda y, min_val, max_val: torch.where((y > min_val) & (y < max_val), 1.0, 0.0),
         flat_levels=("min_val", "max_val"),
-        stands_for=((nn.Hardtanh, {}), (F.hardtanh, {})),
+        stands_for=((nn.Hardtanh, {}), (nn.ReLU6, {}), (F.hardtanh, {})),
         native=Native(
             aten.hardtanh_.default, (aten.hardtanh_backward, lambda dy, y, min_val, max_val: (dy, y, min_val, max_val))
         ),

@@ -1,46 +1,43 @@
-"""Functions that a model's code calls, made into one function of a tensor."""
+"""Operations of a graph, one after the other, as one function of a tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
 
+from ..activations import DTYPES, Activation, resolve
 from ..utils.bounded_cache import BoundedCache
-from .calls import Call, Value
+from .stand_in import computed_by
+
+#: Python's statements that write over their first operand.
+_STATEMENTS = frozenset(
+    {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "setitem"}
+)
+#: Functions outside the table of which PyTorch keeps the outputs too.
+_OF_THEIR_RESULT = frozenset({"exp", "exp_", "expm1", "exp2", "sqrt", "sqrt_", "rsqrt", "reciprocal", "tan"})
 
 
 class Slot(NamedTuple):
-    """In the arguments of a step of a chain: the chain's input, which is number 0, or the result of a step."""
+    """In the arguments of a step: the chain's input, which is number 0, or the result of a step."""
 
     number: int
 
 
-Steps = list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
+Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class Chain:
-    """A function of one tensor that consists of calls of functions, one after the other.
+    """The function of z that nodes compute, the last of them its result."""
 
-    Equal ones are one object, as long as they are remembered: what is found out about it is found out once, however
-    many places of a model, or graphs of the compiler, call the same functions.
-    """
-
-    steps: Steps
-    __name__: str
-
-    def __new__(cls, calls: Sequence[Call], input: Value) -> Chain:
-        slots = {input: Slot(0)}
-        steps: Steps = []
-        for number, call in enumerate(calls, 1):
-            function: Any = call.target
-            steps.append((function, _replaced(call.args, slots), _replaced(call.kwargs, slots)))
-            slots[call.gives[0]] = Slot(number)
-        return _chain(steps, ", ".join(call.name for call in calls))
-
-    def __reduce__(self) -> Any:
-        return _chain, (self.steps, self.__name__)
+    def __init__(self, z: Node, nodes: Sequence[Node]) -> None:
+        slots = {z: Slot(0)} | {node: Slot(number) for number, node in enumerate(nodes, 1)}
+        self.steps: list[Step] = [_step(node, slots) for node in nodes]
+        self.__name__ = ", ".join(map(name_of, nodes))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Chain) and self.steps == other.steps
@@ -49,45 +46,54 @@ class Chain:
         return hash(self.__name__)
 
     def __call__(self, z: Tensor) -> Tensor:
-        values = {Slot(0): z}
+        values: dict[Slot, Any] = {Slot(0): z}
         for number, (function, args, kwargs) in enumerate(self.steps, 1):
             # Whether it writes over its argument is for others to decide.
             options = {name: value for name, value in kwargs.items() if name != "inplace"}
             values[Slot(number)] = function(*_replaced(args, values), **_replaced(options, values))
-        return values[Slot(len(self.steps))]
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether it may write over its input."""
-        _, _, options = self.steps[0]
-        return self.__name__.partition(",")[0].endswith("_") or bool(options.get("inplace"))
-
-    def begins_with(self, function: Any, args: Any, kwargs: Any, input: object) -> bool:
-        """Whether it begins with this call, of ``input``."""
-        wanted, wanted_args, wanted_kwargs = self.steps[0]
-        if function != wanted or len(args) != len(wanted_args) or kwargs.keys() != wanted_kwargs.keys():
-            return False
-        pairs = [*zip(args, wanted_args, strict=True), *((kwargs[name], wanted_kwargs[name]) for name in kwargs)]
-        return all(found is input if isinstance(stated, Slot) else _are_equal(found, stated) for found, stated in pairs)
+        result: Tensor = values[Slot(len(self.steps))]
+        return result
 
 
-def _are_equal(found: object, stated: object) -> bool:
-    """A tensor of one number equals that number, but may be a parameter."""
-    return found is stated or (type(found) is type(stated) and not isinstance(found, Tensor) and found == stated)
+_activations: BoundedCache[Activation | bool] = BoundedCache()
 
 
-_chains: BoundedCache[Chain] = BoundedCache()
+def activation_of_chain(chain: Chain, dtype: torch.dtype) -> Activation | None:
+    """What a chain computes, if that is an activation of which PyTorch keeps the input."""
+    if chain.__name__ in _OF_THEIR_RESULT:
+        return None
+    found = _activations.get(chain)
+    if found is None:
+        activation = resolve(chain)
+        dtype = dtype if dtype in DTYPES else torch.float32
+        found = _activations.put(chain, computed_by(activation, dtype) or False)
+    return found or None  # type: ignore[return-value]
 
 
-def _chain(steps: Steps, name: str) -> Chain:
-    chain = object.__new__(Chain)
-    chain.steps, chain.__name__ = steps, name
-    return _chains.get(chain) or _chains.put(chain, chain)
+def writes(node: Node) -> bool:
+    """Whether a call may write over its first argument, which PyTorch says by its name or an option."""
+    name = name_of(node)
+    is_named_so = name.endswith("_") and not name.endswith("__")
+    is_asked_to = bool(node.kwargs.get("inplace")) or "out" in node.kwargs
+    return node.op.startswith("call_") and (is_named_so or is_asked_to or name.strip("_") in _STATEMENTS)
+
+
+def name_of(node: Node) -> str:
+    target: Any = node.target
+    return target if isinstance(target, str) else str(getattr(target, "__name__", type(target).__name__))
+
+
+def _step(node: Node, slots: Mapping[Node, Slot]) -> Step:
+    target: Any = getattr(Tensor, str(node.target)) if node.op == "call_method" else node.target
+    # A graph's lists and dicts are immutable ones of its own.
+    args: Any = map_arg(tuple(node.args), lambda other: slots.get(other, other))
+    kwargs: Any = map_arg(dict(node.kwargs), lambda other: slots.get(other, other))
+    return target, args, dict(kwargs)
 
 
 def _replaced(tree: Any, values: Mapping[Any, Any]) -> Any:
     """Arguments with what stands for tensors replaced."""
-    if isinstance(tree, Value | Slot):
+    if isinstance(tree, Slot):
         return values[tree]
     if isinstance(tree, tuple | list):
         return type(tree)(_replaced(part, values) for part in tree)

@@ -14,7 +14,6 @@ matmul needs its output in memory.
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -27,10 +26,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from .._torch import InductorWrapper
 from ..activations import DTYPES, Activation
 from ..ops.compiled import output_saved
-from .calls import Value
-from .chain import Chain
-from .known import found_in, is_kept_by_torch
-from .tracing import call_of
+from .chain import Chain, activation_of_chain, writes
+from .recording import KEPT_BY_TORCH
 
 _PRODUCTS = {operator.mul, torch.mul, torch.multiply, "mul", "multiply"}
 #: What reads an operand that must lie in memory, and keeps it for the gradient of the other.
@@ -55,7 +52,7 @@ def rewrite(graph: Graph) -> None:
     for region in [*_regions(graph)]:
         y = region.nodes[-1]
         product = _product(y)
-        if any(_writes(user) for node in _views(y) for user in node.users):
+        if any(writes(user) for node in _views(y) for user in node.users):
             continue  # what is kept must stay
         if product is not None:
             _compute_again([*region.nodes, *_views(product)])
@@ -85,7 +82,6 @@ class Region(NamedTuple):
 def _regions(graph: Graph) -> Iterator[Region]:
     """The activations in a graph whose derivatives torch does not have from their outputs anyway."""
     order = {node: number for number, node in enumerate(graph.nodes)}
-    known: dict[Chain, Activation | None] = {}
     inside: set[Node] = set()
     for z in graph.nodes:
         if z in inside or z.op in ("placeholder", "get_attr", "output") or not _needs_gradient(z):
@@ -93,11 +89,8 @@ def _regions(graph: Graph) -> Iterator[Region]:
         nodes = _between(z, order)
         if not nodes:
             continue
-        chain = _chain(z, nodes)
-        if chain not in known:
-            known[chain] = found_in(chain, (2, 6), _tensor(z).dtype)
-        activation = known[chain]
-        if activation is not None and not is_kept_by_torch(activation):
+        activation = activation_of_chain(Chain(z, nodes), _tensor(z).dtype)
+        if activation is not None and (activation.row is None or activation.row.name not in KEPT_BY_TORCH):
             inside.update(nodes)
             yield Region(z, nodes, activation)
 
@@ -114,7 +107,7 @@ def _between(z: Node, order: dict[Node, int]) -> list[Node]:
         if is_new and inside.issuperset(node.all_input_nodes) and _is_like(node, z) and _needs_gradient(node):
             inside.add(node)
             pending.update(user for user in node.users if user not in inside)
-    if any(_writes(node) for node in inside - {z}) and not _is_alone_in_memory(z):
+    if any(writes(node) for node in inside - {z}) and not _is_alone_in_memory(z):
         return []
     nodes = sorted(inside - {z}, key=order.__getitem__)
     while nodes:
@@ -123,10 +116,6 @@ def _between(z: Node, order: dict[Node, int]) -> list[Node]:
             return nodes
         nodes = before
     return []
-
-
-def _writes(node: Node) -> bool:
-    return node.op.startswith("call_") and call_of(node, defaultdict(Value)).writes
 
 
 def _is_alone_in_memory(z: Node) -> bool:
@@ -183,12 +172,6 @@ def _compute_again(nodes: Sequence[Node]) -> None:
     for node in nodes:
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         node.meta["ac_graph_id"] = _count
-
-
-def _chain(z: Node, nodes: Sequence[Node]) -> Chain:
-    values: defaultdict[Node, Value] = defaultdict(Value)
-    calls = [call_of(node, values) for node in nodes]
-    return Chain(calls, values[z])
 
 
 def _tensor(node: Node) -> Any:

@@ -1,171 +1,297 @@
-"""``fuse`` and ``unfuse``: whole models, rewritten in place."""
+"""``fuse`` and ``unfuse``: the operations of a model keep less, and its code runs as it is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ..activations import record as table
 from ..memory import saved_bytes
-from ..utils.formatting import first_line, size_text
+from ..utils.formatting import first_line, pattern_of, size_text
 from ..utils.module_state import unchanged
 from ..utils.storages import has_data, tensors_in
-from .derived import Mixin, change_back, is_changed
-from .patterns import Flow
-from .recording import record
-from .report import FuseReport
-from .rewriting import Rewriting
-from .sites import Lost, strict
-from .tracing import trace
+from .blocks import find_blocks
+from .operations import CHECKPOINT, GATE, OPERATIONS, PRODUCT
+from .recording import Place, record
+from .region import Region, region_of
+from .report import FuseReport, Replaced, Skipped
+from .stand_in import recognise
+
+#: Operations that spare something only together with others: nobody would ask why these are left.
+_AUXILIARY = frozenset({GATE, PRODUCT, "batch_norm"})
 
 
-def fuse(model: nn.Module, example_inputs: Any = None, *, save: str = "auto") -> FuseReport:
-    """Fuse, in place, the layers of a model with the activations after them, and its MLPs; say what was done.
+def fuse(model: nn.Module, example_inputs: Any = None, *, save: str = "auto", dry_run: bool = False) -> FuseReport:
+    """Let the operations of a model keep less for the backward pass, in place; say where, and how much is spared.
 
-    What is found: a dense layer (``nn.Linear``, transformers' ``Conv1D``), a convolution or a batch norm whose output
-    one activation (a module or a function) reads, and nobody else; modules that are MLPs of two layers, or gated ones;
-    and activations alone, which then keep their output instead of their input. The modules stay where they are, with
-    their parameters, hooks, names and ``state_dict`` keys; ``unfuse`` puts their classes back. Whoever calls a fused
-    layer from somewhere else, wraps it, hooks it or exchanges the activation gets the plain layer.
+    The model's code runs as it is. While a module runs that was seen to call such operations, this package computes
+    them: activations, dropouts, and both together; layer, RMS and group norms; batch norms with the activation
+    after them; matrix products of a product, as gated MLPs and experts have. Activations and RMS norms that a module
+    spells out in plain operations are recognised too. Classes, parameters, hooks, names and ``state_dict`` keys stay;
+    random numbers are drawn as before; ``unfuse`` undoes it.
 
     Args:
-        model: any module; it is run, or followed by ``torch.fx``, but its buffers and the random generators are put
-            back.
+        model: any module; it is run, but its buffers and the random generators are put back.
         example_inputs: what the model is called with: a tensor, a tuple of positional arguments, or a mapping of
-            keywords. One pass decides which values go where; MLPs are taken if outputs and gradients agree on what they
-            were given in it. Without, ``nn.Sequential`` and modules that ``torch.fx`` can follow are fused.
-        save: what MLPs keep of their hidden layers, as for ``fusedlayers.mlp`` ("auto", "input" or "recompute").
+            keywords. Places that spare nothing on them are left as they are. Without, only modules are found whose
+            class says what they compute, and nothing is measured.
+        save: "auto"; "recompute" for MLPs that keep their input alone, and run forward once more in the backward pass.
+        dry_run: whether to change nothing, and only report.
 
     Returns:
-        a report: what was replaced, what was skipped and why, and with example inputs the bytes saved for backward.
+        a report: the places, what each spares, what was skipped and why, and the bytes saved for backward in all.
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: an unknown ``save``; a lazy module that has not been called.
+        ValueError: an unknown ``save``; a lazy module that has not been called; inputs that the model does not run on.
 
     >>> import torch, fusedlayers as fl
-    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.LayerNorm(32))
-    >>> print(fl.fuse(model, torch.randn(64, 8)))
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
+    >>> print(fl.fuse(model, torch.randn(1024, 8)))
     Sequential: 1 place fused
     <BLANKLINE>
-       pattern       modules  for the backward pass it
-    1  dense + gelu  0 + 1    saves the output (branch in its last bit)
+       pattern  module  spares   for the backward pass it
+    1  gelu     1       256 KiB  saves the output (branch in its last bit)
     <BLANKLINE>
-    saved for backward: 16.5 KiB before, 8.50 KiB now (-48.5 %)
+    saved for backward: 512 KiB before, 256 KiB now (-50.0 %)
     """
-    _check_model(model)
-    if save not in ("auto", "input", "recompute"):
-        raise ValueError(f"fuse: save must be 'auto', 'input' or 'recompute', got {save!r}")
-    if example_inputs is None:
-        with unchanged([*model.modules()], ()):
-            rewriting = Rewriting(model, Flow(trace(model)), save)
-            with _undone_if_raised(rewriting):
-                rewriting.layers()
-                rewriting.activations()
-            return rewriting.report()
-    return fuse_on(model, *_arguments(example_inputs), save)
-
-
-def fuse_on(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], save: str = "auto") -> FuseReport:
-    """``fuse`` with ``model(*args, **kwargs)`` for the example."""
-    _check_model(model)
-    inputs = [*tensors_in((args, kwargs))]
-    with unchanged([*model.modules()], inputs) as restore_random_state:
-
-        def measured() -> int | None:
-            restore_random_state()
-            return _saved_bytes(model, args, kwargs)
-
-        before = measured()
-        restore_random_state()
-        try:
-            passes, unseen = [record(model, args, kwargs)], None
-        except Exception as error:  # without gradients not all that runs with them does
-            passes, unseen = [*trace(model)], f"{type(error).__name__}: {first_line(error)}"
-        rewriting = Rewriting(model, Flow(passes), save)
-        if unseen is not None:
-            rewriting.note(f"it could not be followed with these inputs, as it is without any: {unseen}")
-        with _undone_if_raised(rewriting):
-            after = _tried(rewriting, measured)
-            if before is not None and after is not None and after > before:
-                rewriting.leave_all(f"fused, it would keep {size_text(after - before)} more for the backward pass")
-                after = before
-    is_known = before is not None and after is not None and (before or after)
-    return replace(rewriting.report(), saved_bytes=(before, after) if is_known else None)  # type: ignore[arg-type]
-
-
-def _tried(rewriting: Rewriting, measured: Callable[[], int | None]) -> int | None:
-    """Fuse what then works; return what a pass keeps."""
-    rewriting.layers()
-    after = _trial(rewriting, measured)
-    alone = rewriting.activations()
-    if not alone:
-        return after
-    with_them = _trial(rewriting, measured)
-    # As much is as good: a checkpoint, of which nothing shows here, may spare it when it computes again.
-    if after is None or with_them is None or with_them <= after:
-        return with_them
-    for activation in alone:
-        rewriting.leave(activation, "its input is kept anyway")
-    return after
-
-
-def _trial(rewriting: Rewriting, measured: Callable[[], int | None]) -> int | None:
-    """Run the fused model; what does not run is put back."""
-    while True:
-        try:
-            with strict():
-                return measured()
-        except Lost as lost:
-            if not rewriting.has_changed(lost.layer):
-                return measured()  # one that was fused before
-            rewriting.leave(lost.layer, "what it computes reaches its activation in a way that torch does not show")
-        except Exception as error:  # whatever a model's code does with what it is not used to
-            if not rewriting.is_done:
-                raise
-            rewriting.leave_all(f"fused, it raised {type(error).__name__}: {first_line(error)}")
-
-
-@contextmanager
-def _undone_if_raised(rewriting: Rewriting) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        rewriting.undo()
-        raise
-
-
-def unfuse(model: nn.Module) -> None:
-    """Put back what ``fuse`` has changed: every module is again what it was, parameters and all.
-
-    Raises:
-        TypeError: ``model`` is no module.
-        ValueError: modules have been given other classes since (by ``fully_shard``, a parametrization); nothing is
-            changed then.
-    """
-    _check_module("unfuse", model)
-    modules: Any = model.named_modules()
-    changed = {name: module for name, module in modules if isinstance(module, Mixin)}
-    others = [name or "the model" for name, module in changed.items() if not is_changed(module)]
-    if others:
-        raise ValueError(
-            f"unfuse: {', '.join(others)}: the class has been changed once more after fuse, by a parametrization or "
-            "fully_shard; undo that first"
-        )
-    for module in changed.values():
-        change_back(module)  # type: ignore[arg-type]  # a module with a mixin
-
-
-def _check_model(model: nn.Module) -> None:
     _check_module("fuse", model)
     lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
     if lazy:
         raise ValueError(f"fuse: {lazy[0]} has no shape yet; call the model once, and then fuse")
+    if save not in ("auto", "recompute"):
+        raise ValueError(f"fuse: save must be 'auto' or 'recompute', got {save!r}")
+    if example_inputs is None:
+        return _Fusing(model, save, dry_run).by_classes()
+    return fuse_on(model, *_arguments(example_inputs), save, dry_run)
+
+
+def fuse_on(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], save: str = "auto", dry_run: bool = False
+) -> FuseReport:
+    """``fuse`` with ``model(*args, **kwargs)`` for the example."""
+    _check_module("fuse", model)
+    return _Fusing(model, save, dry_run).on(args, kwargs)
+
+
+def unfuse(model: nn.Module) -> None:
+    """Undo ``fuse``: every module is again what it was. A model that was not fused stays as it is.
+
+    Raises:
+        TypeError: ``model`` is no module.
+    """
+    _check_module("unfuse", model)
+    for module in model.modules():
+        region = region_of(module)
+        if region is not None:
+            region.remove()
+
+
+@dataclass(eq=False)
+class _Group:
+    """The places of repeated blocks: the same operation at paths that differ in their numbers."""
+
+    places: list[Place]
+    spared: int | None = None
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return tuple(place.path for place in self.places)
+
+    @property
+    def first(self) -> Place:
+        return self.places[0]
+
+    def switch(self, on: bool) -> None:
+        for place in self.places:
+            Region.of(place.module).switch(place.kind, place.stand_in, on=on)
+
+
+class _Fusing:
+    """One call of ``fuse``."""
+
+    def __init__(self, model: nn.Module, save: str, dry_run: bool) -> None:
+        self._model, self._save, self._dry_run = model, save, dry_run
+        self._skipped: list[_Group] = []
+        self._notes: list[str] = []
+        if any(region_of(module) for module in model.modules()):
+            self._notes.append("The model was fused before; its places were decided anew.")
+        #: What to put back if nothing is to be changed, or an error ends it.
+        self._before = [region for module in model.modules() if (region := region_of(module)) is not None]
+
+    def by_classes(self) -> FuseReport:
+        """By the classes of modules alone."""
+        unfuse(self._model)
+        self._notes.append(
+            "Without example inputs only modules were looked at whose class says what they compute. Pass inputs to "
+            "find what the code of other modules calls, and to see what each place spares."
+        )
+        groups = _grouped([*_places_of_classes(self._model)])
+        return self._finish(groups, None)
+
+    def on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FuseReport:
+        model = self._model
+        unfuse(model)
+        try:
+            with unchanged([*model.modules()], [*tensors_in((args, kwargs))]) as restore_random_state, _eagerly():
+
+                def measured() -> int | None:
+                    restore_random_state()
+                    return _saved_bytes(model, args, kwargs)
+
+                try:
+                    before = measured()
+                    restore_random_state()
+                    recording = record(model, args, kwargs)
+                except Exception as error:
+                    raise ValueError(
+                        f"fuse: the model does not run on these inputs: {type(error).__name__}: {first_line(error)}"
+                    ) from error
+                blocks = [*find_blocks(model, recording)] if self._save == "recompute" else []
+                groups = self._chosen(_grouped(recording.places, blocks), before, measured)
+                after = measured()
+            known = (before, after) if before is not None and after is not None and (before or after) else None
+            return self._finish(groups, known)
+        except BaseException:
+            self._put_back()
+            raise
+
+    def _chosen(self, groups: list[_Group], before: int | None, measured: Callable[[], int | None]) -> list[_Group]:
+        """Switch on what spares something."""
+        chosen = []
+        for group in groups:
+            useless = group.first.useless_because
+            if useless is not None and group.first.kind in _AUXILIARY:
+                continue
+            if group.first.under is not None or useless is not None:
+                group.first.under = group.first.under or useless
+                self._skipped.append(group)
+            else:
+                group.switch(True)
+                chosen.append(group)
+        total = measured()
+        if before is None or total is None:
+            return chosen
+        for group in list(chosen):
+            group.switch(False)
+            without = measured()
+            assert without is not None
+            group.spared = without - total
+            first = group.first
+            if group.spared > 0 or (group.spared == 0 and (first.is_small or first.is_recomputed)):
+                group.switch(True)
+                continue
+            group.first.under = "PyTorch keeps no more here"
+            if group.first.kind not in _AUXILIARY:
+                self._skipped.append(group)
+            chosen.remove(group)
+            total = without
+        if total > before:
+            for group in chosen:
+                group.switch(False)
+                group.first.under = f"fused, the model would keep {size_text(total - before)} more"
+            self._skipped += chosen
+            return []
+        return chosen
+
+    def _finish(self, groups: list[_Group], known: tuple[int, int] | None) -> FuseReport:
+        for group in groups:
+            for place in group.places:
+                region = Region.of(place.module)
+                region.switch(place.kind, place.stand_in, on=True)
+                region.places[place.kind] = f"{place.name} {_saves(place)}"
+        for module in self._model.modules():
+            region_ = region_of(module)
+            if region_ is not None and region_.is_empty:
+                region_.remove()
+        if self._dry_run:
+            self._put_back()
+        return FuseReport(
+            type(self._model).__name__,
+            tuple(Replaced(group.paths, *group.first.names, _saves(group.first), group.spared) for group in groups),
+            tuple(Skipped(group.paths, *group.first.names, group.first.under or "") for group in self._skipped),
+            known,
+            tuple(self._notes),
+            self._dry_run,
+        )
+
+    def _put_back(self) -> None:
+        unfuse(self._model)
+        for region in self._before:
+            region.attach()
+
+
+def _grouped(places: Sequence[Place], blocks: Sequence[Place] = ()) -> list[_Group]:
+    groups: dict[object, _Group] = {}
+    for place in (*blocks, *places):
+        if any(place is not block and _is_in(place.path, block.path) for block in blocks):
+            continue
+        key = place.kind, place.name, pattern_of(place.path), place.under, place.useless_because
+        groups.setdefault(key, _Group([])).places.append(place)
+    return list(groups.values())
+
+
+def _is_in(path: str, outer: str) -> bool:
+    return not outer or path == outer or path.startswith(f"{outer}.")
+
+
+def _saves(place: Place) -> str:
+    if place.saves is not None:
+        return place.saves
+    if place.kind == PRODUCT:
+        return "saves the factors, and not their product"
+    if place.kind == GATE:
+        return "saves the inputs of both factors"
+    if place.kind == "dropout":
+        return "saves nothing behind an activation, else a bit for each element"
+    if place.kind == "batch_norm":
+        return "saves nothing before an activation whose output tells its input"
+    if place.kind == CHECKPOINT:
+        return "saves the input of the block, and recomputes the rest"
+    return "saves the output"
+
+
+def _places_of_classes(model: nn.Module) -> Iterator[Place]:
+    """The modules of PyTorch's classes, and those that spell an activation or a norm out."""
+    kinds: dict[Any, str] = {
+        nn.Dropout: "dropout",
+        nn.LayerNorm: "layer_norm",
+        nn.RMSNorm: "rms_norm",
+        nn.GroupNorm: "group_norm",
+        nn.BatchNorm1d: "batch_norm",
+        nn.BatchNorm2d: "batch_norm",
+        nn.BatchNorm3d: "batch_norm",
+        nn.Linear: PRODUCT,
+    }
+    for kind, entries in table.stand_ins.items():
+        function = next((f for f, _ in entries[0][0].stands_for if f in OPERATIONS), None)
+        if isinstance(kind, type) and function is not None:
+            kinds[kind] = OPERATIONS[F.hardtanh].kind if kind is nn.ReLU6 else OPERATIONS[function].kind
+    has_dropout = any(isinstance(module, nn.Dropout) for module in model.modules())
+    for path, module in model.named_modules():
+        kind = kinds.get(type(module))
+        if kind is not None:
+            place = Place(path, module, kind, kind)
+            if has_dropout:
+                place.readers.add("dropout")
+            is_useless = place.is_activation and place.useless_because is not None
+            if not is_useless and not (kind == "dropout" and module.inplace):
+                yield place
+            continue
+        stand_in = recognise(module, torch.float32)
+        if stand_in is not None:
+            yield Place(path, module, stand_in.kind, stand_in.name, stand_in)
+
+
+def _eagerly() -> Any:
+    """What is compiled runs as it was written, so that its operations are seen."""
+    return torch.compiler.set_stance("force_eager")
 
 
 def _check_module(function: str, model: object) -> None:
@@ -181,7 +307,7 @@ def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _saved_bytes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     """None where there is not enough memory, for who fuses a model may have too little; and of shapes without data,
-    with which fused layers compute what plain ones do."""
+    with which fused operations compute what PyTorch's do."""
     try:
         kept = saved_bytes(lambda: model(*args, **kwargs), exclude=[*model.buffers(), args, kwargs])
     except torch.OutOfMemoryError:

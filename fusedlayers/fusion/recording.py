@@ -1,213 +1,290 @@
-"""The calls of one forward pass, recorded while it runs."""
+"""What a forward pass calls: which modules call operations of which this package keeps less."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from .._torch import (
-    DisableTorchFunction,
-    TorchDispatchMode,
-    disable_current_modes,
-    loaded_dynamo,
-    tree_leaves,
-    tree_map,
-)
-from ..utils.storages import strided_parts, tensors_in
-from .calls import Call, Value
+from .. import plan as decision
+from .._torch import DisableTorchFunction, saved_tensors_hooks_on_top
+from ..activations import DTYPES
+from ..asking import plan_of
+from .operations import CHECKPOINT, GATE, OPERATIONS, PRODUCT, Operation, activation_of, is_gate, reads_product
+from .stand_in import StandIn, recognise
 
-#: Of the argument of what may be a block this much is kept, of the first two dimensions.
-SAMPLE = (2, 64)
-
-
-def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-    """The call of the model. What it returns is let go of, and nothing is kept for a backward pass."""
-    recorder = _Recorder(model)
-    with torch.no_grad(), _uncompiled(), recorder.hooked(), recorder:
-        result = model(*args, **kwargs)
-    recorder.values.mark_kept()
-    del result
-    assert recorder.first is not None
-    return recorder.first
+#: Activations of which PyTorch keeps the output too: there is something to spare only where a dropout follows.
+KEPT_BY_TORCH = frozenset({"relu", "tanh", "sigmoid"})
+#: Operations besides activations that have a plan.
+_PLANNED = frozenset({"layer_norm", "rms_norm", "group_norm"})
+#: Of which no result is saved.
+_RESULT_IS_FREE = frozenset({"batch_norm", GATE, PRODUCT})
+_OTHERS = _PLANNED | _RESULT_IS_FREE | {"dropout", CHECKPOINT}
+#: Attributes of a result: the places that made it; and of a product of which some was dropped, those that made that.
+_MAKERS, _PRODUCT_OF = "_fusedlayers_places", "_fusedlayers_product"
 
 
-def is_compiled(module: nn.Module) -> bool:
-    dynamo = loaded_dynamo()
-    is_wrapper = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
-    return is_wrapper or module._compiled_call_impl is not None or isinstance(module, torch.jit.ScriptModule)
+@dataclass(eq=False)
+class Place:
+    """Calls of one kind of operation by one module.
+
+    Attributes:
+        path: of the module.
+        module: which calls them by its own code.
+        kind: of the operations; of a module that was recognised as a whole, what it is.
+        name: what is computed, for people: an activation's name, or the kind.
+        stand_in: what the module was recognised as, or None.
+        saves: what the first call keeps, for people; None where only the call itself decides.
+        under: why the calls must stay PyTorch's, or None.
+        is_recomputed: whether a call was under a checkpoint around the module: what it spares shows in the backward
+            pass.
+        readers: what reads the result: "activation" (one whose output may tell its input), "dropout", "gate" or
+            "product".
+        gated: of a gate, the activations in it.
+    """
+
+    path: str
+    module: nn.Module
+    kind: str
+    name: str
+    stand_in: StandIn | None = None
+    saves: str | None = None
+    under: str | None = None
+    is_recomputed: bool = False
+    readers: set[str] = field(default_factory=set)
+    gated: list[Place] = field(default_factory=list)
+
+    @property
+    def is_activation(self) -> bool:
+        return self.kind not in _OTHERS
+
+    @property
+    def names(self) -> tuple[str, str | None]:
+        """The pattern and the activation, for reports."""
+        return ("activation", self.name) if self.is_activation else (self.name, None)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether PyTorch computes the example, because it is small, and this package would compute a larger one."""
+        return self.saves is not None and decision.TOO_SMALL in self.saves
+
+    @property
+    def useless_because(self) -> str | None:
+        """Why there is nothing to spare, as the calls before and after tell; or None."""
+        if self.kind == "batch_norm":
+            return None if "activation" in self.readers else "no activation reads it whose output tells its input"
+        if self.kind == GATE:
+            return None if "product" in self.readers else "no matrix product reads it"
+        if self.is_activation and "gate" in self.readers:
+            return "the gate keeps its input"
+        is_kept = self.name in KEPT_BY_TORCH and "dropout" not in self.readers
+        return "PyTorch keeps the output as well" if is_kept else None
 
 
-def _uncompiled() -> AbstractContextManager[Any]:
-    return torch.compiler.set_stance("force_eager") if loaded_dynamo() is not None else nullcontext()
+class Recording(NamedTuple):
+    """Of a forward pass.
+
+    Attributes:
+        places: what it passed.
+        functions: by the path of a module, the names of PyTorch's functions that computed tensors in it.
+    """
+
+    places: list[Place]
+    functions: dict[str, list[str]]
 
 
-class _Values:
-    """The values that tensors are."""
+def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+    """What ``model(*args, **kwargs)`` calls."""
+    recorder = _Recorder()
+    with recorder.watching(model), recorder, torch.enable_grad():
+        model(*args, **kwargs)
+    return Recording(recorder.found(), recorder.functions)
 
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, Value]] = {}
-        self._in_storage: dict[StorageWeakRef, list[Value]] = {}
 
-    def of(self, tensor: Tensor) -> Value:
-        ref, version, value = self._known.get(id(tensor), (None, 0, None))
-        if value is not None and ref is not None and ref() is tensor:
-            if not self.is_outdated(tensor):
-                return value
-            value.is_kept = True
-        value, version = Value(), 0 if tensor.is_inference() else tensor._version
-        self._known[id(tensor)] = weakref.ref(tensor), version, value
-        for part in strided_parts(tensor):
-            self._in_storage.setdefault(StorageWeakRef(part.untyped_storage()), []).append(value)
-        return value
+@dataclass(eq=False)
+class _Running:
+    """A module that is running."""
 
-    def is_outdated(self, tensor: Tensor) -> bool:
-        """Whether it has been written to since it was passed on the last time."""
-        ref, version, _ = self._known.get(id(tensor), (None, 0, None))
-        return ref is not None and ref() is tensor and not tensor.is_inference() and tensor._version != version
+    path: str
+    module: nn.Module
+    #: The saved-tensor hooks that it began under.
+    hooks: Any
+    #: How many tensors its own code has computed.
+    computed: int = 0
+    #: By which functions it, and what it called, has.
+    functions: list[str] = field(default_factory=list)
 
-    def mark_written(self, tree: Any) -> None:
-        for part in (part for tensor in tensors_in(tree) for part in strided_parts(tensor)):
-            for value in self._in_storage.get(StorageWeakRef(part.untyped_storage()), ()):
-                value.is_written = True
 
-    def mark_kept(self) -> None:
-        """Those that are still there."""
-        for ref, *_ in list(self._known.values()):
-            tensor = ref()
-            if tensor is not None:
-                self.of(tensor).is_kept = True
+class _Alone(NamedTuple):
+    """A module that computes a tensor like its input, by several operations; and that input."""
 
-    def in_(self, tree: Any) -> tuple[Value, ...]:
-        with DisableTorchFunction():
-            return tuple(dict.fromkeys(self.of(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)))
+    place: Place
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
 
 
 class _Recorder(TorchFunctionMode):
-    """Sees torch's functions, and by hooks the modules."""
-
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.first: Call | None = None
-        self._model = model
-        self.values = _Values()
-        self._running: list[Call] = []
-        self._is_in_function = False
+        self.functions: dict[str, list[str]] = {}
+        self._running: list[_Running] = []
+        self._places: dict[tuple[str, str], Place] = {}
+        self._alone: dict[str, _Alone] = {}
 
     @contextmanager
-    def hooked(self) -> Iterator[None]:
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """By hooks, which module is running."""
         with ExitStack() as stack:
-            for name, module in self._model.named_modules():
-                if is_compiled(module):
+            for path, module in model.named_modules():
+                if isinstance(module, torch.jit.ScriptModule):
                     continue
-                before = self._enter_as(name)
-                handles = (
-                    module.register_forward_pre_hook(before, prepend=False, with_kwargs=True),
+                for handle in (
+                    module.register_forward_pre_hook(self._enter_as(path), with_kwargs=True),
                     module.register_forward_hook(self._leave, prepend=True, with_kwargs=True, always_call=True),
-                )
-                for handle in handles:
+                ):
                     stack.callback(handle.remove)
-            stack.enter_context(_Unseen(self))
             yield
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        call = self._begun(func, name_of(func), args, kwargs)
-        self._is_in_function = True
-        try:
-            result = func(*args, **kwargs)
-        finally:
-            self._is_in_function = False
-        if type(result) is Tensor and self.values.is_outdated(result):
-            # The function has written over what it returns. By another object it shows whether the code goes on with
-            # what it gets, as in ``z = z.relu_()``, or with what it had, as after a statement ``z.relu_()``.
-            result = _alias(result)
-        call.gives = self.values.in_(result)
-        return result
-
-    def unseen(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation of ATen's: one that no function of torch's led to is noted itself."""
-        call = None if self._is_in_function else self._begun(func, str(func), args, kwargs)
-        stated = func._schema.arguments
-        given = {**dict(zip((argument.name for argument in stated), args, strict=False)), **kwargs}
-        for argument in stated:
-            if argument.is_write:
-                self.values.mark_written(given.get(argument.name))
-        result = func(*args, **kwargs)
-        if call is not None:
-            call.gives = self.values.in_(result)
-        return result
-
-    def _begun(self, target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        within = self._running[-1] if self._running else None
-        call = Call(target, name, within)
-        with DisableTorchFunction():
-            call.args, call.kwargs = (
-                tree_map(lambda leaf: self.values.of(leaf) if isinstance(leaf, Tensor) else leaf, part)
-                for part in (args, kwargs)
-            )
-            call.reads = self.values.in_((args, kwargs))
-        if within is not None:
-            within.calls.append(call)
-        if call.reads and call.writes:  # be it only in another mode
-            call.reads[0].is_written = True
-        return call
+    def found(self) -> list[Place]:
+        """The places; of modules that are recognised as a whole in the place of those in them."""
+        places = [*self._places.values()]
+        for path, (whole, shape, dtype, device) in self._alone.items():
+            stand_in = recognise(whole.module, dtype)
+            if stand_in is None:
+                continue
+            x = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
+            whole.stand_in, whole.kind, whole.name = stand_in, stand_in.kind, stand_in.name
+            whole.saves = _plan_text(stand_in, whole.module, (x,), {})
+            places = [place for place in places if place.path != path] + [whole]
+        return places
 
     def _enter_as(self, path: str) -> Any:
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            call = self._begun(module, path, args, kwargs)
-            if self.first is None:
-                self.first = call
-            if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and _may_be_block(module):
-                call.sample = _begin_of(args[0])
-            self._running.append(call)
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._running.append(_Running(path, module, saved_tensors_hooks_on_top(True)))
 
         return enter
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         while self._running:  # those that an exception has ended come off with it
-            call = self._running.pop()
-            if call.target is module:
-                call.gives = self.values.in_(result)
-                return
+            running = self._running.pop()
+            if running.module is not module:
+                continue
+            self.functions.setdefault(running.path, running.functions)
+            if self._running:
+                self._running[-1].functions += running.functions
+            if len(args) == 1 and not kwargs and _is_like(args[0], result) and running.computed > 1:
+                x = args[0]
+                is_recomputed = running.hooks is not None or not torch.is_grad_enabled()
+                whole = Place(running.path, module, "", "", is_recomputed=is_recomputed)
+                whole = self._alone.setdefault(running.path, _Alone(whole, x.shape, x.dtype, x.device)).place
+                # What reads the result of the last operation reads that of the module.
+                result.__dict__[_MAKERS] = [*_makers(result), whole]
+            return
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        running, operation = self._running[-1] if self._running else None, OPERATIONS.get(func)
+        place = None
+        if running is not None and operation is not None and args and isinstance(args[0], Tensor):
+            place = self._noted(running, operation, func, args, kwargs)
+        saved = [(maker, t, t._version) for t in _tensors(args) for maker in _makers(t)]
+        result = func(*args, **kwargs)
+        for maker, tensor, version in saved:
+            if tensor._version != version and maker.kind not in _RESULT_IS_FREE:
+                maker.under = "its result is written over in place"
+        if running is not None and isinstance(result, Tensor):
+            running.computed += 1
+            running.functions.append(getattr(func, "__name__", ""))
+            if place is not None:
+                result.__dict__[_MAKERS] = [place]
+            if func is F.dropout and args and _is_product(args[0]):
+                result.__dict__[_PRODUCT_OF] = [*_makers(args[0])]
+        return result
+
+    def _noted(self, running: _Running, operation: Operation, func: Any, args: Any, kwargs: Any) -> Place | None:
+        """The place of a call, if it is of interest."""
+        x, kind = args[0], operation.kind
+        if type(running.module).__module__.startswith("fusedlayers.") or x.dtype not in DTYPES:
+            return None
+        name: str | None = kind
+        if kind not in _OTHERS:
+            activation = activation_of(func, args, kwargs)
+            name = None if activation is None else activation.name
+        if name is None or not self._is_of_interest(kind, name, x, args, kwargs):
+            return None
+        place = self._places.get((running.path, kind))
+        if place is None:
+            place = self._places[running.path, kind] = Place(running.path, running.module, kind, name)
+            if kind == "dropout" and kwargs.get("inplace"):
+                place.under = "it drops in place"
+            elif torch.is_grad_enabled() and saved_tensors_hooks_on_top(True) != running.hooks:
+                place.under = "the module's code puts it under a checkpoint, or other saved-tensor hooks"
+            elif place.is_activation or kind in _PLANNED:
+                place.saves = _plan_text(operation.run, func, args, kwargs)
+            elif kind in ("dropout", GATE, PRODUCT) and x.numel() * x.itemsize < decision.SMALL_BYTES:
+                place.saves = f"{decision.TOO_SMALL} {decision.SMALL_BYTES >> 10} KiB are left to PyTorch"
+        place.is_recomputed |= running.hooks is not None or not torch.is_grad_enabled()
+        if kind == GATE:
+            place.gated += [maker for factor in _tensors(args[:2]) for maker in _makers(factor) if maker.is_activation]
+        return place
+
+    def _is_of_interest(self, kind: str, name: str, x: Tensor, args: Any, kwargs: Any) -> bool:
+        """Whether something may be spared. What made x gets to know who reads it."""
+        if kind == PRODUCT:
+            gates = [place for place in x.__dict__.get(_PRODUCT_OF, _makers(x)) if place.kind == GATE]
+            for gate in gates:
+                gate.readers.add(PRODUCT)
+                for activation in gate.gated:
+                    activation.readers.add(GATE)
+            return _PRODUCT_OF in x.__dict__ or _is_product(x)
+        if kind == GATE:
+            return is_gate(args)
+        if torch.is_grad_enabled() and not x.requires_grad:
+            return False
+        if kind in _OTHERS or name not in KEPT_BY_TORCH:
+            for maker in _makers(x):
+                maker.readers.add(kind if kind in _OTHERS else "activation")
+        if kind == "dropout":
+            return bool(kwargs.get("training", True) and kwargs.get("p", 0.5))
+        return kind != "batch_norm" or bool(kwargs.get("training") or args[5:6] == (True,))
 
 
-class _Unseen(TorchDispatchMode):
-    """Sees ATen's operations, those too that are called from an autograd Function or from C++."""
-
-    def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._recorder.unseen(func, args, kwargs or {})
+def _is_product(x: object) -> bool:
+    return isinstance(x, Tensor) and reads_product((x,))
 
 
-def name_of(function: Any) -> str:
-    """What people call a function: ``gelu``; of a property what it is of: ``shape``."""
-    name = getattr(function, "__name__", None) or type(function).__name__
-    if name == "__get__":
-        return str(getattr(getattr(function, "__self__", None), "__name__", name))
-    return str(name)
+def _tensors(args: Any) -> Iterator[Tensor]:
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif isinstance(arg, tuple | list):
+            yield from _tensors(arg)
 
 
-def _may_be_block(module: nn.Module) -> bool:
-    return sum(1 for _ in module.children()) >= 2
+def _makers(tensor: Tensor) -> list[Place]:
+    """The places that made a tensor, or what it is a view of."""
+    with DisableTorchFunction():
+        base = tensor._base
+    found: list[Place] = tensor.__dict__.get(_MAKERS) or ([] if base is None else base.__dict__.get(_MAKERS)) or []
+    return found
 
 
-def _alias(tensor: Tensor) -> Tensor:
-    with DisableTorchFunction(), disable_current_modes():
-        return torch.ops.aten.alias.default(tensor)
+def _plan_text(function: Any, *args: Any) -> str | None:
+    """What the plan of a call says."""
+    try:
+        (plan,) = plan_of(function, *args)
+    except Exception:  # it refuses what PyTorch is about to refuse
+        return None
+    return str(plan).removeprefix("not fused: ")
 
 
-def _begin_of(tensor: Tensor) -> Tensor:
-    with DisableTorchFunction(), disable_current_modes():
-        for dim, size in enumerate(SAMPLE[: max(0, tensor.dim() - 1)]):
-            tensor = tensor.narrow(dim, 0, min(size, tensor.shape[dim]))
-        return tensor.clone()
+def _is_like(x: object, y: object) -> bool:
+    is_pair = isinstance(x, Tensor) and isinstance(y, Tensor) and (y.requires_grad or not torch.is_grad_enabled())
+    return is_pair and x.shape == y.shape and x.dtype in DTYPES  # type: ignore[attr-defined]

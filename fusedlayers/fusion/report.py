@@ -6,31 +6,37 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..utils.formatting import merged_path, pattern_of, size_text
+from ..utils.formatting import merged_path, size_text
 
 
 @dataclass(frozen=True)
 class Replaced:
-    """A place in the model that is fused.
+    """Places in the model that are fused, alike in all repeated blocks.
 
     Attributes:
-        modules: the paths of what is fused: a layer and its activation; the module that is an MLP; an activation.
-        pattern: "dense", "conv" or "norm", with the activation after it; "mlp", "gated mlp"; "activation" alone.
-        activation: its name.
+        modules: the paths of the modules in whose code they are.
+        pattern: "activation", "dropout", "layer_norm", "rms_norm", "group_norm", "batch_norm", "product" (a matrix
+            product of a product, as behind a gate), or "mlp" for what is recomputed as a whole.
+        activation: the name of an activation, else None.
         saves: what is kept of it for the backward pass, in a few words.
+        saved_bytes: how many bytes fewer a forward pass on the example inputs keeps because of these places, while all
+            others are fused; None without example inputs.
     """
 
     modules: tuple[str, ...]
     pattern: str
-    activation: str
+    activation: str | None
     saves: str
+    saved_bytes: int | None = None
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A place that looks as if it could be fused, and why it is not."""
+    """Places that look as if they could be fused, and why they are not."""
 
-    module: str
+    modules: tuple[str, ...]
+    pattern: str
+    activation: str | None
     reason: str
 
 
@@ -44,12 +50,16 @@ class FuseReport:
         skipped: what is not, and why.
         saved_bytes: what a forward pass on the example inputs kept for the backward pass before, and what one keeps
             now; None without example inputs, or where the outputs need no gradient.
+        notes: what to know of the report itself.
+        dry_run: whether nothing was changed.
     """
 
     name: str
     replaced: tuple[Replaced, ...]
     skipped: tuple[Skipped, ...]
     saved_bytes: tuple[int, int] | None = None
+    notes: tuple[str, ...] = ()
+    dry_run: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values, for JSON."""
@@ -57,48 +67,62 @@ class FuseReport:
         return {
             "name": self.name,
             "replaced": [asdict(place) | {"modules": list(place.modules)} for place in self.replaced],
-            "skipped": [asdict(place) for place in self.skipped],
+            "skipped": [asdict(place) | {"modules": list(place.modules)} for place in self.skipped],
             "saved_bytes": {"before": before, "after": after},
+            "notes": list(self.notes),
+            "dry_run": self.dry_run,
         }
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
+    def _reasons(self) -> Iterator[str]:
+        """A line for all places with the same reason."""
+        lines: dict[tuple[str, str], list[str]] = {}
+        for skip in self.skipped:
+            lines.setdefault((skip.activation or skip.pattern, skip.reason), []).append(path_text(skip.modules))
+        for (name, reason), paths in lines.items():
+            yield f"  {name}: {reason} ({_first_of(paths)})"
+
     def _lines(self) -> Iterator[str]:
-        count = len(self.replaced)
-        yield f"{self.name}: {count} place{'' if count == 1 else 's'} fused"
-        groups: dict[object, list[Replaced]] = {}
-        for place in self.replaced:
-            key = place.pattern, place.activation, place.saves, *map(pattern_of, place.modules)
-            groups.setdefault(key, []).append(place)
-        lines = [(str(len(places)), *_columns(places)) for places in groups.values()]
-        if lines:
+        count = sum(len(place.modules) for place in self.replaced)
+        would = "would be fused" if self.dry_run else "fused"
+        yield f"{self.name}: {count} place{'' if count == 1 else 's'} {would}"
+        if self.replaced:
             yield ""
-            header = "", "pattern", "modules", "for the backward pass it"
-            widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
-            for line in (header, *lines):
-                number, *texts = line
+            header = "", "pattern", "module", "spares", "for the backward pass it"
+            rows = [
+                (str(len(p.modules)), p.activation or p.pattern, path_text(p.modules), _spared(p.saved_bytes), p.saves)
+                for p in self.replaced
+            ]
+            widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+            for row in (header, *rows):
+                number, *texts = row
                 padded = (f"{text:<{width}}" for text, width in zip(texts, widths[1:], strict=True))
                 yield "  ".join((f"{number:>{widths[0]}}", *padded)).rstrip()
-        skipped: dict[tuple[str, object], list[str]] = {}
-        for skip in self.skipped:
-            skipped.setdefault((skip.reason, pattern_of(skip.module)), []).append(skip.module)
-        if skipped:
+        if self.skipped:
             yield ""
             yield "not fused:"
-            for (reason, _), modules in skipped.items():
-                yield f"  {merged_path(modules) or self.name}: {reason}"
+            yield from self._reasons()
         if self.saved_bytes is not None:
             before, after = self.saved_bytes
             yield ""
             change = f" ({100 * (after - before) / before:+.1f} %)" if before else ""
-            yield f"saved for backward: {size_text(before)} before, {size_text(after)} now{change}"
+            now = "then" if self.dry_run else "now"
+            yield f"saved for backward: {size_text(before)} before, {size_text(after)} {now}{change}"
+        for note in self.notes:
+            yield ""
+            yield note
 
 
-def _columns(places: list[Replaced]) -> tuple[str, str, str]:
-    first = places[0]
-    pattern = first.activation if first.pattern == "activation" else f"{first.pattern} + {first.activation}"
-    if "mlp" in first.pattern:
-        pattern = f"{first.pattern}, {first.activation}"
-    paths = [merged_path(paths) for paths in zip(*(place.modules for place in places), strict=True)]
-    return pattern, " + ".join(paths) or "the model", first.saves
+def _first_of(paths: list[str]) -> str:
+    return ", ".join(paths[:2]) + (f" and {len(paths) - 2} more" if len(paths) > 2 else "")
+
+
+def _spared(count: int | None) -> str:
+    return "" if count is None else size_text(count)
+
+
+def path_text(modules: tuple[str, ...]) -> str:
+    """One path for the modules of repeated blocks."""
+    return merged_path(modules) or "the model"

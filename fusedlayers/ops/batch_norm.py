@@ -62,7 +62,30 @@ def norm_act(
 ) -> Tensor:
     """``activation(norm(x, w, b))`` that keeps its output as far as that tells x, and else x."""
     place = None if inverse_error is None or not x.requires_grad else place_of(x)
-    return NormAct.apply(x, w, b, place, norm, activation, inverse_error)
+    return NormAct.apply(x, w, b, place, None, norm, activation, inverse_error, None)
+
+
+def act_after_norm(
+    norm: BatchNorm,
+    x: Tensor,
+    w: Tensor | None,
+    b: Tensor | None,
+    z: Tensor,
+    statistics: tuple[Tensor, Tensor],
+    activation: Activation,
+    inverse_error: InverseError,
+    inplace: bool,
+) -> Tensor:
+    """``activation(z)`` in one node with the batch norm that has made z of x, by these statistics. The norm's own node
+    then has no successor, and is freed with what it saved as soon as z is.
+
+    ``inplace``: write over z, which must not be a view.
+    """
+    place = place_of(x) if x.requires_grad else None
+    # Without its place in the graph z is a plain input of the new node, which may write over it.
+    z = z.detach_() if inplace else z.detach()
+    made = *statistics, inplace
+    return NormAct.apply(x, w, b, place, z, norm, activation, inverse_error, made)
 
 
 class NormAct(Function):
@@ -76,13 +99,15 @@ class NormAct(Function):
         w: Tensor | None,
         b: Tensor | None,
         place: Tensor | None,
+        z: Tensor | None,
         norm: BatchNorm,
         activation: Activation,
         inverse_error: InverseError | None,
+        made: tuple[Tensor, Tensor, bool] | None,
     ) -> Tensor:
         backend = backends.choose(x, activation)
         passes = None
-        if inverse_error is not None and not norm.is_synchronised:
+        if inverse_error is not None and made is None and not norm.is_synchronised:
             passes = backend.norm_passes(x, activation)
         channels = None
         if passes is not None and inverse_error is not None:
@@ -91,12 +116,20 @@ class NormAct(Function):
             y, ends = passes.norm_act(x, mean, known.scale, torch.zeros_like(mean) if b is None else b)
             channels = _inexact_channels(y, ends, known, b, inverse_error)
         else:
-            z, mean, inverse_std = norm.with_statistics(x, w, b)
+            if made is None:
+                z, mean, inverse_std = norm.with_statistics(x, w, b)
+            else:
+                mean, inverse_std, _ = made
             if inverse_error is not None:
+                assert z is not None
                 channels = _inexact_channels(z, None, Known(mean, inverse_std, w), b, inverse_error)
         keeps_output = inverse_error is not None and (channels is None or len(channels) <= MOST * x.shape[1])
         if passes is None:
-            y = backend.bias_act(z, None, activation, dim=norm.dim, encode=keeps_output, out=z)
+            assert z is not None
+            is_ours = made is None or made[-1]
+            y = backend.bias_act(z, None, activation, dim=norm.dim, encode=keeps_output, out=z if is_ours else None)
+            if made is not None and is_ours:
+                ctx.mark_dirty(z)
         if not keeps_output:
             ctx.save_for_backward(None, x, None, mean, inverse_std, w, b)
         elif channels is None:
@@ -129,13 +162,13 @@ class NormAct(Function):
                     x = _values(backend.inverse(y, activation, None), known, b, x, channels)
             x = x if ctx.place is None else AtPlace.apply(ctx.place, x)
             dx, dw, db = _differentiable(dy, x, w, b, again, activation, norm.dim, needs)
-            return dx, dw, db, None, None, None, None
+            return dx, dw, db, None, None, None, None, None, None
 
         if y is not None and not norm.is_synchronised and type(dy) is Tensor and not dy.is_neg() and dy.data_ptr():
             passes = backend.norm_passes(y, activation)
             if passes is not None:
                 dx, dw, db = _in_passes(passes, ctx, dy, y, known, b, x, channels, overwrite)
-                return dx, dw if needs[1] else None, db if needs[2] else None, None, None, None, None
+                return dx, dw if needs[1] else None, db if needs[2] else None, None, None, None, None, None, None
         wanted = GradientRequest("input", False, False)
         if y is None:
             dz, *_ = backend.gradient(dy, again(x, w, b), activation, (), wanted._replace(overwrite=True), dim=norm.dim)
@@ -156,7 +189,7 @@ class NormAct(Function):
         dx, dw, db = norm.gradients(dz, x, known.w, known.mean, known.inverse_std, asked)
         if offset is not None and dw is not None and db is not None:
             dw = (dw.double() - offset * db.double()).to(dw.dtype)
-        return dx, dw, db if needs[2] else None, None, None, None, None
+        return dx, dw, db if needs[2] else None, None, None, None, None, None, None
 
 
 def _in_passes(
@@ -195,6 +228,9 @@ def _in_passes(
         center = center.index_copy(0, channels, own_mean)
         gain = gain.index_copy(0, channels, inverse_std[channels])
     dw = product * gain
+    offset = _offset(known, b, channels) if ctx.is_scaled else None
+    if offset is not None:
+        dw = (dw.double() - offset * db.double()).to(dw.dtype)
     if not ctx.needs_input_grad[0]:
         return None, dw, db
     if not norm.training:

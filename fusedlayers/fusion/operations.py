@@ -1,0 +1,191 @@
+"""The operations of PyTorch in whose place this package computes, keeping less for the backward pass.
+
+An ``Operation`` is called with what PyTorch's function was called with. It returns what that would return, and leaves
+to PyTorch what its plan says: small results, unusual tensors, options that it does not know.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import gates, norms
+from .._torch import grouped_mm
+from ..activations import Activation, record
+from ..batch_norms import after_batch_norm, batch_norm
+from ..dropouts import dropout
+from ..functional import bias_act
+from ..ops.dropout import dropped_product_of
+from ..ops.product import factors_of
+from ..utils.bounded_cache import BoundedCache
+
+Arguments = tuple[Any, ...]
+Options = dict[str, Any]
+
+
+class Operation(NamedTuple):
+    """``run(function, args, kwargs)`` in the place of ``function(*args, **kwargs)``.
+
+    ``kind``: what reports call it; PyTorch's functions that are the same operation share it.
+    """
+
+    kind: str
+    run: Callable[[Any, Arguments, Options], Any]
+
+
+def _operations() -> dict[Any, Operation]:
+    found = {
+        function: Operation(form.target.__name__, functools.partial(_activated, form)) for function, form in _forms()
+    }
+    for ours, functions in _SAME.items():
+        for function in functions:
+            kind = _KINDS.get(ours) or function.__name__
+            found[function] = Operation(kind, functools.partial(_instead, ours))
+    found[grouped_mm] = Operation(PRODUCT, _multiplied_in_groups)
+    return found
+
+
+#: What a module that is recomputed as a whole has in the place of an operation.
+CHECKPOINT = "mlp"
+#: What reports call a matrix product of a product of two tensors: it need not keep that, if it keeps these.
+PRODUCT = "product"
+#: What they call the product of an activation with another tensor, which keeps the input of both.
+GATE = "gate"
+_KINDS: dict[Any, str] = {
+    gates.multiply: GATE,
+    gates.linear: PRODUCT,
+    gates.matmul: PRODUCT,
+    gates.bmm: PRODUCT,
+}
+#: Functions of this package that take the arguments of PyTorch's.
+_SAME: dict[Any, tuple[Any, ...]] = {
+    dropout: (F.dropout,),
+    norms.layer_norm: (F.layer_norm,),
+    norms.rms_norm: (F.rms_norm,),
+    norms.group_norm: (F.group_norm,),
+    batch_norm: (F.batch_norm,),
+    gates.multiply: (torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__),
+    gates.linear: (F.linear,),
+    gates.matmul: (torch.matmul, Tensor.matmul, Tensor.__matmul__),
+    gates.bmm: (torch.bmm, Tensor.bmm),
+}
+
+
+def _instead(ours: Callable[..., Any], function: Any, args: Arguments, kwargs: Options) -> Any:
+    return ours(*args, **kwargs)
+
+
+def _multiplied_in_groups(function: Any, args: Arguments, kwargs: Options) -> Any:
+    options = {name: value for name, value in kwargs.items() if value is not None}
+    is_plain = len(args) == 2 and options.keys() == {"offs"}
+    return gates.grouped_mm(*args, **options) if is_plain else function(*args, **kwargs)
+
+
+def is_gate(args: Arguments) -> bool:
+    """Whether a product with these arguments is one of an activation's result."""
+    a, b = args[:2] if len(args) >= 2 else (None, None)
+    return gates.gate_of(a, b) is not None or gates.gate_of(b, a) is not None
+
+
+def reads_product(args: Arguments) -> bool:
+    """Whether a matrix product with these arguments reads a product of two tensors that are saved."""
+    product = dropped_product_of(args[0]) if isinstance(args[0], Tensor) else None
+    return product is not None and factors_of(product) is not None
+
+
+# --- activations ------------------------------------------------------------------------------------------------------
+
+
+class _Form(NamedTuple):
+    """A form of an activation function.
+
+    ``target``: the function that the table lists; ``names``: of its parameters behind the first, in order.
+    """
+
+    target: Any
+    names: tuple[str, ...]
+    is_in_place: bool
+
+
+def _forms() -> Iterator[tuple[Any, _Form]]:
+    """PyTorch's activation functions, in all their forms: ``F.relu``, ``torch.relu``, ``Tensor.relu`` and those that
+    write over their input."""
+    for target in record.stand_ins:
+        name = getattr(target, "__name__", "")
+        if isinstance(target, type) or not callable(target) or not name:
+            continue
+        names = _parameters(target)
+        yield target, _Form(target, names, is_in_place=False)
+        for space in (torch, F, Tensor):
+            for form in (name, f"{name}_"):
+                function = getattr(space, form, None)
+                if function is not None and function not in record.stand_ins:
+                    yield function, _Form(target, names, is_in_place=form != name)
+
+
+def _parameters(target: Any) -> tuple[str, ...]:
+    """The names of a function's parameters behind the first."""
+    try:
+        return tuple(inspect.signature(target).parameters)[1:]
+    except ValueError:  # a built-in function; its row lists them in order
+        return tuple(record.stand_ins[target][0][0].parameters)
+
+
+#: Activations by form, arguments and options.
+_records: BoundedCache[Activation | bool] = BoundedCache(1024)
+
+
+def _activated(form: _Form, function: Any, args: Arguments, kwargs: Options) -> Any:
+    activation = _activation_of(form, args, kwargs)
+    if activation is None or not isinstance(args[0], Tensor):
+        return function(*args, **kwargs)
+    x, inplace = args[0], form.is_in_place or bool(kwargs.get("inplace"))
+    joined = None if torch.compiler.is_compiling() else after_batch_norm(x, activation, inplace)
+    return joined if joined is not None else bias_act(x, None, activation, inplace=inplace)
+
+
+def activation_of(function: Any, args: Arguments, kwargs: Options) -> Activation | None:
+    """What ``function(*args, **kwargs)`` is as an activation of its first argument, or None."""
+    run: Any = OPERATIONS[function].run
+    return _activation_of(run.args[0], args, kwargs)
+
+
+def _activation_of(form: _Form, args: Arguments, kwargs: Options) -> Activation | None:
+    if not args:
+        return None
+    if torch.compiler.is_compiling():  # which guards every cache that it reads
+        return _bound(form, args[1:], kwargs)
+    try:
+        key = form, args[1:], tuple(kwargs.items())
+        found = _records.get(key)
+    except TypeError:  # a tensor among the options, say
+        return None
+    if found is None:
+        found = _records.put(key, _bound(form, args[1:], kwargs) or False)
+    return found or None  # type: ignore[return-value]
+
+
+def _bound(form: _Form, options: Arguments, kwargs: Options) -> Activation | None:
+    named = dict(kwargs)
+    if len(options) > len(form.names):
+        return None
+    for name, value in zip(form.names, options, strict=False):
+        named[name] = value
+    named.pop("inplace", None)
+    for row, arguments, required in record.stand_ins[form.target]:
+        parameters = {name: value for name, value in named.items() if name not in arguments}
+        is_selected = all(named.get(name) == value for name, value in arguments.items())
+        is_whole = is_selected and all(name in parameters for name in required)
+        if is_whole and all(name in row.parameters and isinstance(v, (int, float)) for name, v in parameters.items()):
+            return row.bind(**parameters)
+    return None
+
+
+#: By PyTorch's functions, as a ``TorchFunctionMode`` sees them.
+OPERATIONS = _operations()

@@ -1,0 +1,161 @@
+"""A region: a module in whose forward pass operations keep less. The module's own code runs; its calls of PyTorch's
+functions are met one at a time (``TorchFunctionMode``), and those that were chosen are computed by this package.
+
+A region is the instance's ``forward``: an object that calls the class's forward, whatever that is at the time. No class
+is changed, no hook is added, and copies and pickles of a module have regions of their own. It steps aside where nothing
+is saved: without gradients, and in programs that ``torch.export`` or TorchScript trace.
+
+An operation under saved-tensor hooks that were pushed after the region began is left alone. A checkpoint in the
+module's code pushes such hooks, and computes again outside the region: there PyTorch's operations would save their
+input where ours had saved their output, with the same shape, and gradients would be silently wrong.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from .._torch import current_function_mode, is_exporting, saved_tensors_hooks_on_top, torchscript_state
+from .operations import CHECKPOINT, OPERATIONS
+from .stand_in import StandIn
+
+
+class Region:
+    """What a fused module has in the place of ``forward``.
+
+    Attributes:
+        module: whose forward pass this is.
+        kinds: of operations that keep less (``Operation.kind``).
+        stand_in: what a module made of plain operations was recognised as, or None.
+        places: for people, what is kept, by kind.
+        replaced: what the instance had in the place of its class's forward before, or None.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.kinds: set[str] = set()
+        self.stand_in: StandIn | None = None
+        self.places: dict[str, str] = {}
+        self.replaced: Callable[..., Any] | None = vars(module).get("forward")
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Region:
+        """The module's region; a new one, of no kinds, where it has none."""
+        found = region_of(module)
+        if found is None:
+            found = cls(module)
+            found.attach()
+        return found
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.kinds and self.stand_in is None
+
+    def switch(self, kind: str, stand_in: StandIn | None, *, on: bool) -> None:
+        """Let operations of this kind keep less, or the module that was recognised; or no more."""
+        if stand_in is not None:
+            self.stand_in = stand_in if on else None
+        elif on:
+            self.kinds.add(kind)
+        else:
+            self.kinds.discard(kind)
+
+    def attach(self) -> None:
+        vars(self.module)["forward"] = self
+        vars(self.module).setdefault("extra_repr", Remark(self.module))
+
+    def remove(self) -> None:
+        """Let the module be what it was."""
+        own = vars(self.module)
+        del own["forward"]
+        if self.replaced is not None:
+            own["forward"] = self.replaced
+        if isinstance(own.get("extra_repr"), Remark):
+            del own["extra_repr"]
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The forward pass without this, for ``inspect.signature``."""
+        return self._forward_of(self.module)
+
+    def _forward_of(self, module: nn.Module) -> Callable[..., Any]:
+        return self.replaced if self.replaced is not None else type(module).forward.__get__(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            if is_exporting():
+                return self._forward_of(self.module)(*args, **kwargs)
+            with Interception(self.kinds, None):
+                return self._forward_of(self.module)(*args, **kwargs)
+        module = self._called_module(inspect.currentframe())
+        forward = self._forward_of(module)
+        if not torch.is_grad_enabled() or torchscript_state() is not None:
+            return forward(*args, **kwargs)
+        if self.stand_in is not None:
+            y = self.stand_in(module, args, kwargs)
+            if y is not None:
+                return y
+        if CHECKPOINT in self.kinds:
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        hooks = saved_tensors_hooks_on_top(True)
+        mode = current_function_mode()
+        if type(mode) is not Interception:
+            with Interception(self.kinds, hooks):
+                return forward(*args, **kwargs)
+        # In another region: a second mode would see each of its operations twice.
+        before = mode.kinds, mode.hooks
+        mode.kinds, mode.hooks = self.kinds, hooks
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            mode.kinds, mode.hooks = before
+
+    def _called_module(self, frame: Any) -> nn.Module:
+        """The module that is called. ``copy.copy`` of a module, and the replicas of ``nn.DataParallel``, share its
+        attributes, this one too."""
+        caller = frame.f_back.f_locals.get("self")
+        is_copy = caller is not self.module and isinstance(caller, nn.Module) and vars(caller).get("forward") is self
+        return caller if is_copy else self.module
+
+
+class Interception(TorchFunctionMode):
+    """Meets the calls of PyTorch's functions in a region."""
+
+    def __init__(self, kinds: set[str], hooks: Any) -> None:
+        self.kinds = kinds
+        #: The saved-tensor hooks that the region began under.
+        self.hooks = hooks
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operation = OPERATIONS.get(func)
+        if operation is None or operation.kind not in self.kinds:
+            return func(*args, **(kwargs or {}))
+        is_own = torch.compiler.is_compiling() or saved_tensors_hooks_on_top(True) == self.hooks
+        if not is_own or not torch.is_grad_enabled():
+            return func(*args, **(kwargs or {}))
+        return operation.run(func, args, kwargs or {})
+
+
+class Remark:
+    """``extra_repr`` of a fused module: its own, and what is kept."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self) -> str:
+        region, own = region_of(self.module), type(self.module).extra_repr(self.module)
+        if region is None:
+            return own
+        remark = "fused: " + ", ".join(sorted(region.kinds) or [str(region.stand_in)])
+        return f"{own}, {remark}" if own else remark
+
+
+def region_of(module: nn.Module) -> Region | None:
+    found = vars(module).get("forward")
+    return found if isinstance(found, Region) else None

@@ -1,0 +1,171 @@
+"""Modules that spell an activation or an RMS norm out in plain operations, as the models of transformers do.
+
+Such a module is recognised by what it computes: it has no children, and its free variables (``free_variables.py``) say
+everything that its code reads. At each call they are found anew: a module that reads something else by then, or whose
+class was given another forward pass, is looked at again. One that is not recognised runs as it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .._torch import autocast_is_active
+from ..activations import DTYPES, Activation
+from ..activations.free_variables import FreeVariables, find_variables
+from ..call import followed_by, with_operands
+from ..functional import bias_act
+from ..norms import rms_norm
+from ..utils.bounded_cache import BoundedCache
+from ..utils.isolation import in_clean_state
+from ..validation import is_autocast
+
+
+class SpelledNorm(NamedTuple):
+    """An RMS norm over the last dimension, by the options of ``fusedlayers.rms_norm``."""
+
+    eps: float
+    weight_offset: float
+    rounds_first: bool
+
+    def __call__(self, x: Tensor, weight: Tensor | None, save: str = "auto") -> Tensor:
+        return rms_norm(
+            x,
+            x.shape[-1],
+            weight,
+            self.eps,
+            weight_offset=self.weight_offset if weight is not None else 0.0,
+            rounds_first=self.rounds_first,
+            save=save,
+        )
+
+
+class StandIn(NamedTuple):
+    """What a module was recognised as: "activation" or "rms_norm", and a name for people."""
+
+    kind: str
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Tensor | None:
+        """What the module computes, or None where its own code is to run."""
+        if len(args) != 1 or kwargs or type(args[0]) is not Tensor or args[0].dtype not in DTYPES or followed_by():
+            return None
+        (x,) = args
+        if self.kind == "activation":
+            return bias_act(x, None, _activation(module))
+        if autocast_is_active() and is_autocast(x.device.type):
+            return None
+        variables = find_variables(_twin(module))
+        norm = _norm(variables, x.dtype)
+        return None if norm is None else norm(x, next(iter(variables.tensors), None))
+
+
+def recognise(module: nn.Module, dtype: torch.dtype) -> StandIn | None:
+    """What a module without children computes, if that is an activation or an RMS norm."""
+    if not _may_be_recognised(module):
+        return None
+    variables = find_variables(_twin(module))
+    if variables.refusal is None and _norm(variables, dtype) is not None:
+        return StandIn("rms_norm", "rms_norm")
+    found = computed_by(_activation(module), dtype)
+    return None if found is None else StandIn("activation", found.name)
+
+
+def computed_by(activation: Activation, dtype: torch.dtype) -> Activation | None:
+    """What a function computes, if that is an activation that bends."""
+    # Here, because tracing takes parts of torch whose import takes a second.
+    from ..activations.custom import without_logging
+
+    with without_logging():  # what is no activation is not worth a word
+        found, operands, _ = with_operands(activation, (2, 6), dtype)
+        is_one = found.is_fusible and not found.is_identity and not _is_straight(found, operands)
+    return found if is_one else None
+
+
+def _may_be_recognised(module: nn.Module) -> bool:
+    kind = type(module)
+    is_plain = not any(True for _ in module.children()) and not isinstance(module, torch.jit.ScriptModule)
+    is_users = not kind.__module__.startswith(("torch.", "fusedlayers."))
+    return is_plain and is_users and all(p.dim() <= 1 for p in (*module.parameters(), *module.buffers()))
+
+
+def _twin(module: nn.Module) -> Any:
+    """The module as it would be without its region."""
+    twin: Any = object.__new__(type(module))
+    twin.__dict__ = {name: value for name, value in vars(module).items() if name not in ("forward", "extra_repr")}
+    return twin
+
+
+def _activation(module: nn.Module) -> Activation:
+    return Activation(type(module).__name__, _twin(module), needs_tracing=True)
+
+
+def _is_straight(activation: Activation, operands: tuple[Tensor, ...]) -> bool:
+    """Whether it does no more than to scale and to shift, of which PyTorch keeps no input either."""
+    size = max((p.numel() for p in operands), default=1)
+    z = torch.linspace(-4, 4, 9, dtype=torch.float64, device="cpu").unsqueeze(1).expand(9, size)
+    y = activation.function(z, *(p.detach().to("cpu", torch.float64).flatten() for p in operands))
+    bends = y[2:] - 2 * y[1:-1] + y[:-2]
+    return bool((bends.abs() <= 1e-9 * y.abs().max()).all())
+
+
+# --- RMS norms --------------------------------------------------------------------------------------------------------
+
+#: By what a module reads, and the dtype of its input.
+_norms: BoundedCache[SpelledNorm | bool] = BoundedCache(256)
+_COMMON_EPS = (1e-5, 1e-6, 1e-8, 1e-12, torch.finfo(torch.float32).eps)
+
+
+def _norm(variables: FreeVariables, dtype: torch.dtype) -> SpelledNorm | None:
+    if variables.refusal is not None or len(variables.tensors) > 1 or any(t.dim() != 1 for t in variables.tensors):
+        return None
+    key: Hashable = variables.key, dtype
+    found = _norms.get(key)
+    if found is None:
+        found = _norms.put(key, _recognised(variables, dtype) or False)
+    return found or None  # type: ignore[return-value]
+
+
+@in_clean_state
+def _recognised(variables: FreeVariables, dtype: torch.dtype) -> SpelledNorm | None:
+    """The norm with which a module agrees, to the last bit but for sums that are rounded in another order."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.rand(t.shape, generator=generator).add_(0.5).to(t.dtype) for t in variables.tensors]
+    width = weights[0].numel() if weights else 64
+    x = torch.randn(2, 3, width, generator=generator).to(dtype)
+    inputs = [x, x * 1e-3, x * 30]
+    module = variables.rebind(weights)
+    try:
+        with torch.no_grad():
+            expected = [module(x.clone()) for x in inputs]
+    except Exception:  # whatever code does with what it is not made for
+        return None
+    if any(not isinstance(y, Tensor) or y.shape != x.shape or y.dtype is not dtype for y in expected):
+        return None
+    for norm in _candidates(module):
+        with torch.no_grad():
+            found = [norm(x, next(iter(weights), None), save="input") for x in inputs]
+        if all(_agree(*pair) for pair in zip(found, expected, strict=True)):
+            return norm
+    return None
+
+
+def _candidates(module: Any) -> Iterator[SpelledNorm]:
+    numbers = [value for value in vars(module).values() if isinstance(value, float) and 0 < value < 1]
+    for eps, offset, rounds_first in itertools.product((*numbers, *_COMMON_EPS), (0.0, 1.0), (True, False)):
+        yield SpelledNorm(eps, offset, rounds_first)
+
+
+def _agree(found: Tensor, expected: Tensor) -> bool:
+    unit = torch.finfo(found.dtype).eps
+    difference = (found.double() - expected.double()).abs()
+    is_near = bool((difference <= 2 * unit * expected.double().abs()).all())
+    # In 16 bits another order of roundings shows in every third number.
+    return is_near and (found.dtype.itemsize > 2 or float((difference > 0).double().mean()) < 0.02)
