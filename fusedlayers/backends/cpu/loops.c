@@ -991,37 +991,37 @@ static void xhat_of(const row_norm *r, const factors *f, const char *y, int64_t 
 }
 
 /* The gradient of a row's x, from y; adds to the sums of dy xhat and of dy. With g = dy gain and means over the row,
-   dx = inverse_std (g - mean(g) - xhat mean(g xhat)), of RMS norms without mean(g). dx may be y. */
+   dx = inverse_std (g - mean(g) - xhat mean(g xhat)), of RMS norms without mean(g). dx may be y. xhat and g are room for
+   a row each, which the second half reads instead of finding them again. */
 static void row_gradient(const row_norm *r, const factors *f, const char *dy, const char *y, float inverse_std, char *dx,
-                         int64_t row, float *of_w, float *of_b) {
+                         int64_t row, float *of_w, float *of_b, float *xhat, float *g) {
   const int64_t columns = r->columns, first = row * columns;
-  float h[BLOCK], copy[BLOCK];
+  float copy[BLOCK];
   double mean = 0, product = 0;
   int64_t k = 0;
   EACH_BLOCK {
     const float *gain = f->gain + column, *d = wide_view(r->dtype, dy, first + column, (int)n, copy);
-    float *w = of_w + column, *b = of_b + column, sum = 0, by_xhat = 0;
+    float *w = of_w + column, *b = of_b + column, *h = xhat + column, *to = g + column, sum = 0, by_xhat = 0;
     if (dx != NULL && dx != y) fetch(dx, first + column, size_of(r->dtype));
     xhat_of(r, f, y, row, column, (int)n, &k, h);
     _Pragma("omp simd reduction(+ : sum, by_xhat)") for (int i = 0; i < n; i++) {
-      float g = d[i] * gain[i];
+      float scaled = d[i] * gain[i];
       w[i] += d[i] * h[i];
       b[i] += d[i];
-      sum += g;
-      by_xhat += g * h[i];
+      to[i] = scaled;
+      sum += scaled;
+      by_xhat += scaled * h[i];
     }
     mean += sum;
     product += by_xhat;
   }
   if (dx == NULL) return;
   const float offset = r->is_centred ? (float)(mean / (double)columns) : 0.0f, slope = (float)(product / (double)columns);
-  k = 0;
   EACH_BLOCK {
-    const float *gain = f->gain + column, *d = wide_view(r->dtype, dy, first + column, (int)n, copy);
-    float *to = r->dtype == FLOAT32 ? (float *)dx + first + column : h;
-    xhat_of(r, f, y, row, column, (int)n, &k, h);
-    FIRST_N to[i] = inverse_std * (d[i] * gain[i] - offset - h[i] * slope);
-    if (r->dtype != FLOAT32) narrow_to(r->dtype, dx, first + column, (int)n, h);
+    const float *from = g + column, *h = xhat + column;
+    float *to = r->dtype == FLOAT32 ? (float *)dx + first + column : copy;
+    FIRST_N to[i] = inverse_std * (from[i] - offset - h[i] * slope);
+    if (r->dtype != FLOAT32) narrow_to(r->dtype, dx, first + column, (int)n, copy);
   }
 }
 
@@ -1212,12 +1212,15 @@ int row_norm_gradient(const row_norm *r, const void *dy, const void *y, const fl
     shift[i] = r->shift == NULL ? 0.0f : r->shift[i];
   }
   const factors f = {gain, inverse_gain, shift};
-#pragma omp parallel for schedule(static) num_threads(r->threads) if (r->threads > 1)
+  int failed = 0;
+#pragma omp parallel for schedule(static) num_threads(r->threads) if (r->threads > 1) reduction(| : failed)
   for (int64_t task = 0; task < tasks; task++) {
-    float *sums = partial + task * 2 * room;
+    float *sums = partial + task * 2 * room, *xhat = malloc((size_t)room * 8);
     memset(sums, 0, (size_t)room * 8);
-    for (int64_t row = task * step; row < (task + 1) * step && row < r->rows; row++)
-      row_gradient(r, &f, dy, y, inverse_std[row], dx, row, sums, sums + room);
+    failed |= xhat == NULL;
+    for (int64_t row = task * step; xhat != NULL && row < (task + 1) * step && row < r->rows; row++)
+      row_gradient(r, &f, dy, y, inverse_std[row], dx, row, sums, sums + room, xhat, xhat + room);
+    free(xhat);
   }
 #pragma omp parallel for schedule(static) num_threads(r->threads) if (r->threads > 1)
   for (int64_t block = 0; block < room / BLOCK; block++)
@@ -1232,7 +1235,7 @@ int row_norm_gradient(const row_norm *r, const void *dy, const void *y, const fl
       for (int i = 0; i < n && to != NULL; i++) to[at + i] = (float)total[i];
     }
   free(partial);
-  return 0;
+  return failed;
 }
 
 /* The columns whose y does not tell xhat (ops/row_norm.py): in ``found``; how many. Without b all of it is 0. */
