@@ -11,7 +11,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#if defined(__F16C__)
+#if defined(__F16C__) || defined(__AVX__)
 #include <immintrin.h>
 #endif
 
@@ -51,6 +51,9 @@ typedef struct {
   const float *cubics;
 } fold_table;
 
+/* The part of a normal distribution below z: cubics about z = i / steps, from i = first to last (cubics.py). */
+typedef struct { float steps, first, last; const float *cubics; } normal;
+
 typedef struct {
   int32_t dtype, function;
   float parameter;
@@ -60,6 +63,7 @@ typedef struct {
   const uint16_t *values; /* 16 bits: the stored output for every input */
   const float *outputs;   /* 16 bits: the same, neither marked nor rounded */
   const float *slopes;    /* 16 bits: the derivative for every saved number */
+  normal normal;          /* of gelu */
 } kernel;
 
 typedef struct { int64_t count, columns, channels; int32_t axis, threads; } layout;
@@ -111,22 +115,59 @@ static void narrow(int dtype, const float *x, uint16_t *h) {
 #endif
 }
 
+/* --- cubics --------------------------------------------------------------------------------------------------------- */
+
+/* Cubics at places in their intervals; ``at[i]`` is where the four coefficients of one begin. */
+static void cubics_at(const float *cubics, const int32_t *at, const float *place, float *found) {
+#if defined(__AVX__) /* eight at a time, transposed in registers: compilers take them one by one through memory */
+  for (int i = 0; i < BLOCK; i += 8) {
+    __m256 pair[4], low, high, other_low, other_high;
+    for (int j = 0; j < 4; j++)
+      pair[j] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(cubics + at[i + j])),
+                                     _mm_loadu_ps(cubics + at[i + j + 4]), 1);
+    low = _mm256_unpacklo_ps(pair[0], pair[2]), high = _mm256_unpackhi_ps(pair[0], pair[2]);
+    other_low = _mm256_unpacklo_ps(pair[1], pair[3]), other_high = _mm256_unpackhi_ps(pair[1], pair[3]);
+    const __m256 x = _mm256_loadu_ps(place + i);
+    const __m256 c0 = _mm256_unpacklo_ps(low, other_low), c1 = _mm256_unpackhi_ps(low, other_low);
+    const __m256 c2 = _mm256_unpacklo_ps(high, other_high), c3 = _mm256_unpackhi_ps(high, other_high);
+    _mm256_storeu_ps(found + i, c0 + x * (c1 + x * (c2 + x * c3)));
+  }
+#else
+  float c[4 * BLOCK];
+  for (int i = 0; i < BLOCK; i++) memcpy(c + 4 * i, cubics + at[i], 16);
+  EACH found[i] = c[4 * i] + place[i] * (c[4 * i + 1] + place[i] * (c[4 * i + 2] + place[i] * c[4 * i + 3]));
+#endif
+}
+
+/* The part of a normal distribution below z. It has a table because polynomials, an exponential and a division take
+   twice as long, and round more often. */
+static void normal_below(const normal *t, const float *z, float *below) {
+  int32_t at[BLOCK];
+  float place[BLOCK];
+  const float steps = t->steps, first = t->first, last = t->last, rounds = 12582912.0f - first;
+  EACH { /* NaN has the first interval: what is found is multiplied by z */
+    float x = z[i] * steps;
+    x = x > first ? x : first;
+    x = x < last ? x : last;
+    float m = x + rounds; /* whose last bits count intervals */
+    place[i] = x - (m - rounds);
+    at[i] = 4 * (bits_of(m) & 0xffff);
+  }
+  cubics_at(t->cubics, at, place, below);
+}
+
 /* --- functions ------------------------------------------------------------------------------------------------------ */
 
 /* exp(x) for x <= 0, NaN for NaN: 2^n, in two factors because the result may be subnormal, times a polynomial of what
-   remains (least relative error on [-log(2)/2, log(2)/2], 3e-9). */
+   remains (least relative error on [-log(2)/2, log(2)/2], 3e-9). The sum m ends in the exponent of 2^(n + 64). */
 static inline float exp_(float x) {
+  const float rounds = 12582912.0f + 127 + 64;
   float c = x < -104.0f ? -104.0f : x;
-  float m = c * 1.44269504088896341f + 12582912.0f, n = m - 12582912.0f;
+  float m = c * 1.44269504088896341f + rounds, n = m - rounds;
   float r = (c - n * 0.693145751953125f) - n * 1.42860677e-6f;
-  float p = 1.3813140e-3f;
-  p = p * r + 8.3694193e-3f;
-  p = p * r + 4.1668457e-2f;
-  p = p * r + 1.6666515e-1f;
-  p = p * r + 4.9999993e-1f;
-  p = p * r * r + r + 1.0f;
-  int32_t k = bits_of(m) - 0x4b400000, half = k >> 1;
-  return p * float_of((half + 127) << 23) * float_of((k - half + 127) << 23);
+  float square = r * r, p = (1.3813140e-3f * r + 8.3694193e-3f) * square + (4.1668457e-2f * r + 1.6666515e-1f);
+  p = (p * r + 4.9999993e-1f) * square + r + 1.0f; /* in pairs, which do not wait for each other */
+  return p * float_of((int32_t)((uint32_t)bits_of(m) << 23)) * 0x1p-64f;
 }
 
 /* log(1 + x) for x > -1: log(u) with u = 1 + x rounded (musl's logf), times x over what was added. */
@@ -140,69 +181,59 @@ static inline float log1p_(float x) {
   return added == 0.0f ? x : log * quotient;
 }
 
-static inline float sigmoid_(float x) {
-  float e = exp_(-__builtin_fabsf(x));
-  return (x < 0.0f ? e : 1.0f) / (1.0f + e);
-}
-
-/* erfc(x) as in backends/triton/special.py, with the polynomials of fitted.py. */
-static inline float erfc_(float x) {
-  float a = __builtin_fabsf(x), t = 1.0f / (1.0f + 0.5f * a), s = t * 3.5588235294117645f - 1.588235294117647f;
-  float far = -2.2257702880779107e-06f;
-  far = far * s + 1.0882830470077604e-05f;
-  far = far * s + 3.5143852831727905e-05f;
-  far = far * s - 0.00022956344790871065f;
-  far = far * s - 0.0008745405053336924f;
-  far = far * s + 0.003981380168346248f;
-  far = far * s + 0.04205573552952096f;
-  far = far * s + 0.1765957138918426f;
-  far = far * s + 0.47546674391498395f;
-  far = t * exp_(-a * a) * far;
-  far = x < 0 ? 2.0f - far : far;
-  float v = a * a * 3.5555555555555554f - 1.0f;
-  float near = -1.1890034744184892e-06f;
-  near = near * v + 2.6061908204764544e-05f;
-  near = near * v - 0.0004808715646344626f;
-  near = near * v + 0.007314458876925889f;
-  near = near * v - 0.0896037671598469f;
-  near = near * v + 0.030952817065665137f;
-  near = (1.0f - x) - x * near;
-  return a < 0.75f ? near : far;
-}
-
-/* Each is the output y and the derivative of one number z; what is not used costs nothing. p is a parameter. Python
-   names them in this order. */
+/* Each is the output y and the derivative of one number z; what is not used costs nothing. p is a parameter, e what
+   ``prepare`` finds. Python names them in this order. */
 #define FUNCTIONS(X) X(gelu) X(gelu_tanh) X(swish) X(mish) X(hardswish) X(relu) X(sigmoid) X(tangent) X(leaky_relu) X(elu)
+enum functions { GELU, GELU_TANH, SWISH, MISH, HARDSWISH, RELU, SIGMOID, TANGENT, LEAKY_RELU, ELU };
 
-static inline void gelu(float z, float p, float *y, float *slope) {
-  float above = 0.5f * erfc_(z * -0.7071067811865476f);
-  *y = z * above;
-  *slope = above + z * 0.3989422804014327f * exp_(-0.5f * z * z);
+/* The exponentials of a block, or of gelu the part of a normal distribution below z. In a loop of its own, because a
+   processor overlaps few turns of a long one, whose instructions wait for each other. */
+static void prepare(const kernel *k, const float *z, float *e) {
+  const float p = k->parameter;
+  switch (k->function) {
+    case GELU: normal_below(&k->normal, z, e); break;
+    case GELU_TANH: EACH {
+      float size = 1.5957691216057308f * __builtin_fabsf(z[i]);
+      e[i] = exp_(-size * (1.0f + 0.044715f * z[i] * z[i]));
+    } break;
+    case SWISH: EACH e[i] = exp_(-__builtin_fabsf(p * z[i])); break;
+    case MISH:
+    case SIGMOID: EACH e[i] = exp_(-__builtin_fabsf(z[i])); break;
+    case TANGENT: EACH e[i] = exp_(-2.0f * __builtin_fabsf(z[i])); break;
+    case ELU: EACH e[i] = exp_(z[i] > 0.0f ? 0.0f : z[i]);
+  }
 }
 
-static inline void swish(float z, float p, float *y, float *slope) {
-  float s = sigmoid_(p * z);
+static inline void gelu(float z, float p, float e, float *y, float *slope) {
+  *y = z * e;
+  *slope = e + z * 0.3989422804014327f * exp_(-0.5f * z * z);
+}
+
+/* The sigmoid function of x with e = exp(-|x|). */
+static inline float sigmoid_(float x, float e) { return (x < 0.0f ? e : 1.0f) / (1.0f + e); }
+
+static inline void swish(float z, float p, float e, float *y, float *slope) {
+  float s = sigmoid_(p * z, e);
   *y = z * s;
   *slope = s + p * z * s * (1.0f - s);
 }
 
-static inline void gelu_tanh(float z, float p, float *y, float *slope) {
-  float square = z * z, s = sigmoid_(1.5957691216057308f * z * (1.0f + 0.044715f * square));
-  float inner = 1.5957691216057308f * z * (1.0f + 0.134145f * square);
+static inline void gelu_tanh(float z, float p, float e, float *y, float *slope) {
+  float s = sigmoid_(z, e), inner = 1.5957691216057308f * z * (1.0f + 0.134145f * z * z);
   *y = z * s;
   *slope = s + inner * s * (1.0f - s);
 }
 
 /* tanh(log(1 + u)) = (u^2 + 2u) / (u^2 + 2u + 2) with u = exp(z), both over u^2 where that is above 1. */
-static inline void mish(float z, float p, float *y, float *slope) {
-  float e = exp_(-__builtin_fabsf(z)), square = e * e;
+static inline void mish(float z, float p, float e, float *y, float *slope) {
+  float square = e * e;
   float above = z < 0.0f ? square + 2.0f * e : 1.0f + 2.0f * e, below = above + (z < 0.0f ? 2.0f : 2.0f * square);
   float t = above / below, rise = 4.0f * (1.0f + e) * (z < 0.0f ? e : square) / (below * below);
   *y = z * t;
   *slope = t + z * rise;
 }
 
-static inline void hardswish(float z, float p, float *y, float *slope) {
+static inline void hardswish(float z, float p, float e, float *y, float *slope) {
   float c = z + 3.0f;
   c = c < 0.0f ? 0.0f : c;
   c = c > 6.0f ? 6.0f : c;
@@ -212,43 +243,40 @@ static inline void hardswish(float z, float p, float *y, float *slope) {
   *slope = z >= 3.0f ? 1.0f : middle;
 }
 
-static inline void relu(float z, float p, float *y, float *slope) {
+static inline void relu(float z, float p, float e, float *y, float *slope) {
   *y = z <= 0.0f ? 0.0f : z;
   *slope = z <= 0.0f ? 0.0f : z == z ? 1.0f : z;
 }
 
-static inline void sigmoid(float z, float p, float *y, float *slope) {
-  *y = sigmoid_(z);
+static inline void sigmoid(float z, float p, float e, float *y, float *slope) {
+  *y = sigmoid_(z, e);
   *slope = *y * (1.0f - *y);
 }
 
 /* Near 0 a polynomial (Cephes' tanhf), because the quotient would lose digits there. */
-static inline void tangent(float z, float p, float *y, float *slope) {
-  float a = __builtin_fabsf(z), e = exp_(-2.0f * a), square = z * z;
-  float q = -5.70498872745e-3f;
+static inline void tangent(float z, float p, float e, float *y, float *slope) {
+  float square = z * z, q = -5.70498872745e-3f;
   q = q * square + 2.06390887954e-2f;
   q = q * square - 5.37397155531e-2f;
   q = q * square + 1.33314422036e-1f;
   q = q * square - 3.33332819422e-1f;
   float near = z + z * square * q, far = __builtin_copysignf((1.0f - e) / (1.0f + e), z);
-  *y = a < 0.625f ? near : far;
+  *y = __builtin_fabsf(z) < 0.625f ? near : far;
   *slope = 1.0f - *y * *y;
 }
 
-static inline void leaky_relu(float z, float p, float *y, float *slope) {
+static inline void leaky_relu(float z, float p, float e, float *y, float *slope) {
   *y = z > 0.0f ? z : p * z;
   *slope = z > 0.0f ? 1.0f : z == z ? p : z;
 }
 
 /* exp(z) - 1 cancels near 0: there it is its series. */
-static inline void elu(float z, float p, float *y, float *slope) {
-  float c = z > 0.0f ? 0.0f : z, e = exp_(c);
+static inline void elu(float z, float p, float e, float *y, float *slope) {
+  float c = z > 0.0f ? 0.0f : z;
   float q = 1.0f + c * (0.5f + c * (0.16666667f + c * (4.1666668e-2f + c * (8.3333333e-3f + c * 1.3888889e-3f))));
   *y = z > 0.0f ? z : p * (c > -0.25f ? c * q : e - 1.0f);
   *slope = z > 0.0f ? 1.0f : p * e;
 }
-
-enum functions { GELU, GELU_TANH, SWISH, MISH, HARDSWISH, RELU, SIGMOID, TANGENT, LEAKY_RELU, ELU };
 
 /* The branch bit (derivative/branch_bit.py) of functions that have it in negative outputs, set left of ``position``. */
 #define SIGN INT32_MIN
@@ -257,28 +285,29 @@ enum functions { GELU, GELU_TANH, SWISH, MISH, HARDSWISH, RELU, SIGMOID, TANGENT
 #define LARGEST 0x7f7fffff
 #define SMALLEST 0x00800001
 
+/* The bit is cleared and set without a branch: left of ``position`` outputs have a limit, the smallest normal number. */
 static inline float marked(float z, float y, float position) {
-  int32_t bit = z < position ? 1 : 0, least = z < position ? SMALLEST : 0;
-  int32_t even = (bits_of(y) & MAGNITUDE & -2) | bit, found = (even < least ? least : even) | SIGN;
-  int32_t concerned = y < 0.0f ? 1 : bit;
-  return float_of(concerned ? found : bits_of(y));
+  int32_t mask = -(z < position), most = INFINITE ^ (mask & (INFINITE ^ (SIGN | (SMALLEST - 1))));
+  float limited = float_of(most) < y ? float_of(most) : y; /* a NaN as it is */
+  uint32_t found = (uint32_t)bits_of(limited);
+  return float_of((int32_t)(found & ~(found >> 31)) | (mask & 1));
 }
 
 #define OUTPUT_OF(NAME) \
-  static void NAME##_output(float p, const float *z, float *y) { EACH { \
+  static void NAME##_output(float p, const float *e, const float *z, float *y) { EACH { \
     float output, slope; \
-    NAME(z[i], p, &output, &slope); \
+    NAME(z[i], p, e[i], &output, &slope); \
     y[i] = output; } }
 #define BOTH_OF(NAME) \
-  static void NAME##_both(float p, const float *z, float *y, float *slope) { EACH { \
+  static void NAME##_both(float p, const float *e, const float *z, float *y, float *slope) { EACH { \
     float output, derivative; \
-    NAME(z[i], p, &output, &derivative); \
+    NAME(z[i], p, e[i], &output, &derivative); \
     y[i] = output; \
     slope[i] = derivative; } }
 #define MARKED_OF(NAME) \
-  static void NAME##_marked(float p, float position, const float *z, float *y) { EACH { \
+  static void NAME##_marked(float p, const float *e, float position, const float *z, float *y) { EACH { \
     float output, slope; \
-    NAME(z[i], p, &output, &slope); \
+    NAME(z[i], p, e[i], &output, &slope); \
     y[i] = marked(z[i], output, position); } }
 FUNCTIONS(OUTPUT_OF)
 FUNCTIONS(MARKED_OF)
@@ -286,9 +315,18 @@ FUNCTIONS(BOTH_OF)
 #define NAME_OUTPUT(NAME) NAME##_output,
 #define NAME_MARKED(NAME) NAME##_marked,
 #define NAME_BOTH(NAME) NAME##_both,
-static void (*const outputs_of[])(float, const float *, float *) = {FUNCTIONS(NAME_OUTPUT)};
-static void (*const marked_of[])(float, float, const float *, float *) = {FUNCTIONS(NAME_MARKED)};
-static void (*const both_of[])(float, const float *, float *, float *) = {FUNCTIONS(NAME_BOTH)};
+static void (*const outputs_of[])(float, const float *, const float *, float *) = {FUNCTIONS(NAME_OUTPUT)};
+static void (*const marked_of[])(float, const float *, float, const float *, float *) = {FUNCTIONS(NAME_MARKED)};
+static void (*const both_of[])(float, const float *, const float *, float *, float *) = {FUNCTIONS(NAME_BOTH)};
+
+/* A kernel's function of a block, with its mark where it has one; or without, and the derivative. */
+static void compute(const kernel *k, const float *z, float *y, float *slope) {
+  float e[BLOCK];
+  prepare(k, z, e);
+  if (slope != NULL) both_of[k->function](k->parameter, e, z, y, slope);
+  else if (k->mark.ambiguous) marked_of[k->function](k->parameter, e, k->mark.position, z, y);
+  else outputs_of[k->function](k->parameter, e, z, y);
+}
 
 /* --- the branch bit (derivative/branch_bit.py) ---------------------------------------------------------------------- */
 
@@ -321,7 +359,7 @@ static void encode(const mark *m, const float *z, const float *y, float *out) {
 /* --- the derivative from float32 outputs (table.py) ----------------------------------------------------------------- */
 
 static void look_up(const table *t, const float *y, float *slope) {
-  float s[BLOCK], c[4 * BLOCK];
+  float s[BLOCK];
   int32_t index[BLOCK];
   const float low = t->low, high = t->high, zero = t->zero, scale = t->scale, first = t->first, last = t->last;
   if (t->ambiguous == NEVER) EACH s[i] = y[i];
@@ -356,8 +394,7 @@ static void look_up(const table *t, const float *y, float *slope) {
     f = f < last ? f : last;
     index[i] = 4 * (int32_t)(f - first);
   }
-  for (int i = 0; i < BLOCK; i++) memcpy(c + 4 * i, t->cubics + index[i], 16);
-  EACH slope[i] = c[4 * i] + s[i] * (c[4 * i + 1] + s[i] * (c[4 * i + 2] + s[i] * c[4 * i + 3]));
+  cubics_at(t->cubics, index, s, slope);
   if (t->ambiguous != NEVER) {
     const float underflow = t->underflow;
     EACH slope[i] = (bits_of(y[i]) & MAGNITUDE) == SMALLEST ? underflow : slope[i];
@@ -377,18 +414,17 @@ enum { REST = 19 };
 static void look_up_fold(const fold_table *t, const float *y, float *found) {
   const float origin_high = t->origin_high, origin_low = t->origin_low, nearest = t->nearest, tail = t->tail, down = t->down;
   int32_t index[BLOCK];
-  float place[BLOCK], c[4 * BLOCK];
+  float place[BLOCK];
   EACH {
     float d = (y[i] - origin_high) - origin_low;
     d = d < nearest ? nearest : d;
     int32_t is_marked = bits_of(y[i]) & (int32_t)((uint32_t)bits_of(y[i]) << 31); /* a set last bit counts if negative */
-    int32_t of_tail = y[i] > tail ? is_marked >> 31 : 0;
-    int32_t w = (of_tail & bits_of(y[i] * down)) | (~of_tail & (bits_of(d) | is_marked));
-    place[i] = (float)(w & ((1 << REST) - 1)) * (1.0f / (1 << REST));
-    index[i] = 4 * ((w >> REST) + (1 << (31 - REST)));
+    int32_t of_tail = y[i] > tail ? is_marked : 0, w = of_tail < 0 ? bits_of(y[i] * down) : bits_of(d) | is_marked;
+    float rest = (float)(w & ((1 << REST) - 1)) * (1.0f / (1 << REST));
+    place[i] = y[i] == y[i] ? rest : y[i];
+    index[i] = w >> (REST - 2) & -4;
   }
-  for (int i = 0; i < BLOCK; i++) memcpy(c + 4 * i, t->cubics + index[i], 16);
-  EACH found[i] = c[4 * i] + place[i] * (c[4 * i + 1] + place[i] * (c[4 * i + 2] + place[i] * c[4 * i + 3]));
+  cubics_at(t->cubics + (1 << (33 - REST)), index, place, found); /* the first cubic is that of the least w */
 }
 
 static void invert(const kernel *k, const float *y, float *z) {
@@ -491,8 +527,7 @@ static void forward_step(const pass *p, int64_t at, int n, const channels *c) {
     float x[BLOCK], last[BLOCK];
     const float *z = pre_activation(p, at, n, bias, x);
     float *y = n == BLOCK ? (float *)p->out[0] + at : last;
-    if (k->mark.ambiguous) marked_of[k->function](k->parameter, k->mark.position, z, y);
-    else outputs_of[k->function](k->parameter, z, y);
+    compute(k, z, y, NULL);
     if (n < BLOCK) put(p->out[0], at, n, 4, y);
   } else {
     uint16_t half[BLOCK];
@@ -521,8 +556,7 @@ static void norm_forward_step(const pass *p, int64_t at, int n, const channels *
     float number = z[i] == z[i] ? z[i] : __builtin_inff(); /* where there is a NaN the range has no end */
     largest[i] = number > largest[i] ? number : largest[i];
   }
-  if (k->mark.ambiguous) marked_of[k->function](k->parameter, k->mark.position, z, y);
-  else outputs_of[k->function](k->parameter, z, y);
+  compute(k, z, y, NULL);
   if (n < BLOCK) put(p->out[0], at, n, 4, y);
 }
 
@@ -583,8 +617,7 @@ static void activate(const kernel *k, const char *from, int64_t at, int n, float
   if (k->outputs == NULL) {
     float z[BLOCK];
     const float *block = wide_block(k, from, at, n, z);
-    if (slope == NULL) outputs_of[k->function](k->parameter, block, y);
-    else both_of[k->function](k->parameter, block, y, slope);
+    compute(k, block, y, slope);
   } else {
     uint16_t half[BLOCK];
     const uint16_t *z = block_of(from, at, n, 2, half);
@@ -598,27 +631,26 @@ static void activate(const kernel *k, const char *from, int64_t at, int n, float
    a table, or where the function has a mark a formula. */
 static void slopes_of(const kernel *k, const float *saved, float *slope) {
   float unused[BLOCK];
-  if (k->slope.cubics != NULL) {
-    look_up_fold(&k->slope, saved, slope); /* which has a number for a NaN too */
-    EACH slope[i] = saved[i] == saved[i] ? slope[i] : saved[i];
-  } else if (k->table.cubics != NULL) look_up(&k->table, saved, slope);
+  if (k->slope.cubics != NULL) look_up_fold(&k->slope, saved, slope);
+  else if (k->table.cubics != NULL) look_up(&k->table, saved, slope);
   else if (k->mark.ambiguous) hardswish_from_output(k->parameter, saved, slope);
-  else both_of[k->function](k->parameter, saved, unused, slope);
+  else compute(k, saved, unused, slope);
 }
 
 static void gradient_step(const pass *p, int64_t at, int n, const channels *c) {
   const kernel *k = p->k;
-  float dz[BLOCK], saved[BLOCK], wide[BLOCK];
+  const int is_direct = k->dtype == FLOAT32 && n == BLOCK;
+  float slope[BLOCK], saved[BLOCK], wide[BLOCK], *dz = is_direct ? (float *)p->out[0] + at : slope;
   if (p->in[1] != p->out[0]) fetch(p->out[0], at, k->dtype == FLOAT32 ? 4 : 2);
   if (k->dtype != FLOAT32) {
     uint16_t half[BLOCK];
     const float *slopes = k->slopes;
     const uint16_t *bits = block_of(p->in[1], at, n, 2, half);
-    EACH dz[i] = slopes[bits[i]];
-  } else slopes_of(k, block_of(p->in[1], at, n, 4, saved), dz);
+    EACH slope[i] = slopes[bits[i]];
+  } else slopes_of(k, block_of(p->in[1], at, n, 4, saved), slope);
   const float *dy = wide_block(k, p->in[0], at, n, wide);
-  EACH dz[i] *= dy[i];
-  put_wide(k, p->out[0], at, n, dz);
+  EACH dz[i] = slope[i] * dy[i];
+  if (!is_direct) put_wide(k, p->out[0], at, n, dz);
   float *sum = c->found[0];
   if (p->finds) FIRST_N sum[i] += dz[i];
 }
@@ -633,7 +665,7 @@ static void norm_gradient_step(const pass *p, int64_t at, int n, const channels 
   if (p->in[1] != p->out[1]) fetch(p->out[1], at, 4);
   if (k->inverse.cubics != NULL) invert(k, block_of(p->in[1], at, n, 4, y), z);
   else invert_formula(k, block_of(p->in[1], at, n, 4, y), z);
-  both_of[k->function](k->parameter, z, unused, dz);
+  compute(k, z, unused, dz);
   const float *dy = block_of(p->in[0], at, n, 4, y);
   float *to_dz = (float *)p->out[0] + at, *to_z = (float *)p->out[1] + at, *sum = c->found[0], *product = c->found[1];
   FIRST_N {
@@ -701,7 +733,10 @@ static void drop_marked_step(const pass *p, int64_t at, int n, const channels *c
     const uint8_t *keep = block_of(p->in[1], at, n, 1, copy);
     const uint16_t infinite = p->k->dtype == BFLOAT16 ? 0x7f80 : 0x7c00;
     for (int i = 0; i < BLOCK; i++) found[i] = values[h[i]];
-    EACH found[i] = keep[i] ? found[i] : (h[i] & 0x7fff) < infinite ? (uint16_t)0x8000 : (uint16_t)0x7fff;
+    EACH {
+      uint16_t dropped = (uint16_t)(h[i] & 0x7fff) < infinite ? 0x8000 : 0x7fff;
+      found[i] = keep[i] ? found[i] : dropped;
+    }
     put(p->out[0], at, n, 2, found);
     return;
   }
@@ -956,37 +991,37 @@ static void xhat_of(const row_norm *r, const factors *f, const char *y, int64_t 
 }
 
 /* The gradient of a row's x, from y; adds to the sums of dy xhat and of dy. With g = dy gain and means over the row,
-   dx = inverse_std (g - mean(g) - xhat mean(g xhat)), of RMS norms without mean(g). dx may be y. */
+   dx = inverse_std (g - mean(g) - xhat mean(g xhat)), of RMS norms without mean(g). dx may be y. xhat and g are room for
+   a row each, which the second half reads instead of finding them again. */
 static void row_gradient(const row_norm *r, const factors *f, const char *dy, const char *y, float inverse_std, char *dx,
-                         int64_t row, float *of_w, float *of_b) {
+                         int64_t row, float *of_w, float *of_b, float *xhat, float *g) {
   const int64_t columns = r->columns, first = row * columns;
-  float h[BLOCK], copy[BLOCK];
+  float copy[BLOCK];
   double mean = 0, product = 0;
   int64_t k = 0;
   EACH_BLOCK {
     const float *gain = f->gain + column, *d = wide_view(r->dtype, dy, first + column, (int)n, copy);
-    float *w = of_w + column, *b = of_b + column, sum = 0, by_xhat = 0;
+    float *w = of_w + column, *b = of_b + column, *h = xhat + column, *to = g + column, sum = 0, by_xhat = 0;
     if (dx != NULL && dx != y) fetch(dx, first + column, size_of(r->dtype));
     xhat_of(r, f, y, row, column, (int)n, &k, h);
     _Pragma("omp simd reduction(+ : sum, by_xhat)") for (int i = 0; i < n; i++) {
-      float g = d[i] * gain[i];
+      float scaled = d[i] * gain[i];
       w[i] += d[i] * h[i];
       b[i] += d[i];
-      sum += g;
-      by_xhat += g * h[i];
+      to[i] = scaled;
+      sum += scaled;
+      by_xhat += scaled * h[i];
     }
     mean += sum;
     product += by_xhat;
   }
   if (dx == NULL) return;
   const float offset = r->is_centred ? (float)(mean / (double)columns) : 0.0f, slope = (float)(product / (double)columns);
-  k = 0;
   EACH_BLOCK {
-    const float *gain = f->gain + column, *d = wide_view(r->dtype, dy, first + column, (int)n, copy);
-    float *to = r->dtype == FLOAT32 ? (float *)dx + first + column : h;
-    xhat_of(r, f, y, row, column, (int)n, &k, h);
-    FIRST_N to[i] = inverse_std * (d[i] * gain[i] - offset - h[i] * slope);
-    if (r->dtype != FLOAT32) narrow_to(r->dtype, dx, first + column, (int)n, h);
+    const float *from = g + column, *h = xhat + column;
+    float *to = r->dtype == FLOAT32 ? (float *)dx + first + column : copy;
+    FIRST_N to[i] = inverse_std * (from[i] - offset - h[i] * slope);
+    if (r->dtype != FLOAT32) narrow_to(r->dtype, dx, first + column, (int)n, copy);
   }
 }
 
@@ -1177,12 +1212,15 @@ int row_norm_gradient(const row_norm *r, const void *dy, const void *y, const fl
     shift[i] = r->shift == NULL ? 0.0f : r->shift[i];
   }
   const factors f = {gain, inverse_gain, shift};
-#pragma omp parallel for schedule(static) num_threads(r->threads) if (r->threads > 1)
+  int failed = 0;
+#pragma omp parallel for schedule(static) num_threads(r->threads) if (r->threads > 1) reduction(| : failed)
   for (int64_t task = 0; task < tasks; task++) {
-    float *sums = partial + task * 2 * room;
+    float *sums = partial + task * 2 * room, *xhat = malloc((size_t)room * 8);
     memset(sums, 0, (size_t)room * 8);
-    for (int64_t row = task * step; row < (task + 1) * step && row < r->rows; row++)
-      row_gradient(r, &f, dy, y, inverse_std[row], dx, row, sums, sums + room);
+    failed |= xhat == NULL;
+    for (int64_t row = task * step; xhat != NULL && row < (task + 1) * step && row < r->rows; row++)
+      row_gradient(r, &f, dy, y, inverse_std[row], dx, row, sums, sums + room, xhat, xhat + room);
+    free(xhat);
   }
 #pragma omp parallel for schedule(static) num_threads(r->threads) if (r->threads > 1)
   for (int64_t block = 0; block < room / BLOCK; block++)
@@ -1197,7 +1235,7 @@ int row_norm_gradient(const row_norm *r, const void *dy, const void *y, const fl
       for (int i = 0; i < n && to != NULL; i++) to[at + i] = (float)total[i];
     }
   free(partial);
-  return 0;
+  return failed;
 }
 
 /* The columns whose y does not tell xhat (ops/row_norm.py): in ``found``; how many. Without b all of it is 0. */

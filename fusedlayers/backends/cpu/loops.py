@@ -17,6 +17,7 @@ from torch import Tensor
 from ...derivative.features import Fold
 from ...utils.layout import Layout, is_dense
 from . import build
+from .cubics import normal
 
 if TYPE_CHECKING:
     from .table import DerivativeTable, FoldTable
@@ -64,6 +65,10 @@ class _FoldTable(ctypes.Structure):
     )
 
 
+class _Normal(ctypes.Structure):
+    _fields_ = (("steps", c_float), ("first", c_float), ("last", c_float), ("cubics", c_void_p))
+
+
 class _Kernel(ctypes.Structure):
     _fields_ = (
         ("dtype", c_int32),
@@ -74,6 +79,7 @@ class _Kernel(ctypes.Structure):
         ("slope", _FoldTable),
         ("inverse", _FoldTable),
         *((name, c_void_p) for name in ("values", "outputs", "slopes")),
+        ("normal", _Normal),
     )
 
 
@@ -109,6 +115,7 @@ class Kernel:
         mark = _Mark()
         if fold is not None:
             mark = _Mark(AMBIGUOUS[fold.ambiguous], fold.marked == "left", fold.bounded, fold.position)
+        below = normal() if function is not None and name == "gelu" else None
         self._kept = table, slope, inverse, values, outputs, slopes  # whose addresses follow
         addresses = (None if t is None else t.data_ptr() for t in (values, outputs, slopes))
         self._kernel = _Kernel(
@@ -119,6 +126,7 @@ class Kernel:
             _Table() if table is None else _of(table),
             *(_FoldTable() if t is None else _FoldTable(*t.numbers, t.cubics.data_ptr()) for t in (slope, inverse)),
             *addresses,
+            _Normal() if below is None else _Normal(*below[:3], below.cubics.data_ptr()),
         )
         self.address = ctypes.addressof(self._kernel)
 
@@ -273,7 +281,7 @@ def drop_marked_gradient(kernel: Kernel, dy: Tensor, y: Tensor, rest: float, is_
 @functools.lru_cache(64)
 def dropping(dtype: torch.dtype, factor: float, fold: Fold | None = None) -> Kernel:
     """The kernel that multiplies what a dropout keeps."""
-    return Kernel(dtype, (FUNCTIONS[0], factor), fold)
+    return Kernel(dtype, ("relu", factor), fold)
 
 
 def gate(kernel: Kernel, z: Tensor, up: Tensor, out: Tensor) -> Tensor:

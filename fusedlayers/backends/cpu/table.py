@@ -37,6 +37,7 @@ from ...derivative.piecewise import TINY, Flat, Segments
 from ...derivative.polynomial import PRECISIONS
 from ...utils.isolation import in_clean_state
 from . import loops
+from .cubics import PLACES, cubics
 
 #: How many intervals are tried.
 INTERVALS = 1024, 8192
@@ -105,13 +106,13 @@ class DerivativeTable:
         self.cubics = self._evaluate(fitted)
 
     def _evaluate(self, fitted: FoldedDerivative | MonotoneDerivative) -> Tensor:
-        c = torch.arange(self.first, self.last + 1, dtype=torch.float64).unsqueeze(1) + _PLACES
+        c = torch.arange(self.first, self.last + 1, dtype=torch.float64).unsqueeze(1) + PLACES
         s = self.scale.unbend(c / self.scale.scale + self.scale.zero)
         if self.fold is not None and self.fold.ambiguous == "negative":
             # The falling branch ends at 0.
             s = s.clamp_min(-math.sqrt(max(0.0, -self.fold.extremum - 1e-12)))
         values = _at(fitted, s)
-        return _cubics(values).contiguous()
+        return cubics(values).contiguous()
 
 
 @functools.lru_cache(64)
@@ -355,7 +356,7 @@ class FoldTable:
         start = torch.arange(-(2**31), 2**31, 2**self.REST, dtype=torch.int64).to(torch.int32).view(torch.float32)
         following = (start.view(torch.int32) + (2**self.REST - 1)).view(torch.float32)
         low, high = (t.double().unsqueeze(1) for t in (start, following))
-        w = low + (high - low) * (2**self.REST / (2**self.REST - 1)) * _PLACES
+        w = low + (high - low) * (2**self.REST / (2**self.REST - 1)) * PLACES
         size, falling = w.abs(), w.signbit()
         in_tail = falling & (size < nearest / 2)
         distance = torch.where(in_tail, 1.0, size.clamp_min(nearest))
@@ -365,7 +366,7 @@ class FoldTable:
         values = polynomials(distance, y, falling)
         # The last finite interval stands for infinity too. Numbers that are none stay that, whatever is found.
         settled = values[int((start == math.inf).nonzero()) - 1]
-        self.cubics = _cubics(torch.where(w.isfinite() & ~values.isnan(), values, settled)).contiguous()
+        self.cubics = cubics(torch.where(w.isfinite() & ~values.isnan(), values, settled)).contiguous()
 
 
 @functools.lru_cache(64)
@@ -374,13 +375,3 @@ def inverse_table(activation: Activation) -> FoldTable | None:
     """The table for an activation whose inverse is fitted, or None."""
     fitted = activation.fitted_inverse()
     return None if fitted is None else FoldTable(fitted)
-
-
-#: Four places within an interval, not at its ends: what is fitted may jump there.
-_PLACES = 0.5 - 0.49 * torch.tensor([math.cos(k * math.pi / 8) for k in (1, 3, 5, 7)], dtype=torch.float64)
-
-
-def _cubics(values: Tensor) -> Tensor:
-    """The coefficients of the cubics through values at the four places of each interval."""
-    powers = _PLACES.unsqueeze(1) ** torch.arange(4)
-    return torch.linalg.solve(powers, values.T).T.float()
