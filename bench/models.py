@@ -266,10 +266,13 @@ class Subject:
             # Two examples show what a batch does.
             examples = {key: tensor[:2] for key, tensor in self.inputs.items()}
             report = fl.fuse(model, examples, save="recompute" if name == RECOMPUTE else "auto")
-            places = dict(Counter(place.pattern for place in report.replaced))
+            places = {}
+            for place in report.replaced:
+                computed = place.activation or place.pattern
+                places[computed] = places.get(computed, 0) + len(place.modules)
         if name == COMPILE:
             model.compile(dynamic=False)
-        elif not places or (name == RECOMPUTE and not any("mlp" in pattern for pattern in places)):
+        elif not places or (name == RECOMPUTE and "mlp" not in places):
             return None, places
         return Subject(model, self.inputs, self.dy), places
 

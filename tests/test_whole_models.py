@@ -1,4 +1,5 @@
-"""Whole models with this package's layers put in by hand: what they save, and that they train as eager PyTorch does."""
+"""Whole models, fused by one call or with this package's layers put in by hand: what they save, and that they train as
+eager PyTorch does."""
 
 import copy
 import warnings
@@ -92,10 +93,43 @@ def _convnext() -> tuple[nn.Module, dict[str, Any]]:
     return hf.ConvNextModel(config), {"pixel_values": torch.randn(1, 3, 96, 96)}
 
 
+def _bert_with_dropout() -> tuple[nn.Module, dict[str, Any]]:
+    config = hf.BertConfig(
+        vocab_size=100, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=512
+    )
+    return hf.BertModel(config, add_pooling_layer=False), {"input_ids": torch.randint(0, 100, (1, 256))}
+
+
+def _decoder(name: str, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
+    config = getattr(hf, f"{name}Config")(
+        vocab_size=100, hidden_size=128, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, **options,
+    )  # fmt: skip
+    model = getattr(hf, f"{name}Model")(config)
+    return model, {"input_ids": torch.randint(3, 100, (1, 256)), "use_cache": False}
+
+
+def _efficientnet() -> tuple[nn.Module, dict[str, Any]]:
+    config = hf.EfficientNetConfig(
+        width_coefficient=0.5, depth_coefficient=0.5, hidden_dim=640, dropout_rate=0.0, drop_connect_rate=0.0
+    )
+    model = hf.EfficientNetModel(config)
+    for module in model.modules():  # which transformers initialises to next to nothing
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.ones_(module.weight)
+    return model, {"pixel_values": torch.randn(4, 3, 96, 96)}
+
+
 def _encoder_layer() -> tuple[nn.Module, dict[str, Any]]:
     return nn.TransformerEncoderLayer(128, 8, 512, batch_first=True, activation="gelu"), {
         "src": torch.randn(4, 32, 128)
     }
+
+
+def _fused(model: nn.Module, inputs: dict[str, Any]) -> nn.Module:
+    model = copy.deepcopy(model)
+    fl.fuse(model, inputs)
+    return model
 
 
 #: Each model, and by how much its saved bytes are to fall.
@@ -107,18 +141,31 @@ MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], float]] 
     "convnext": (_convnext, 0.42),
     "encoder layer with dropout": (_encoder_layer, 0.35),
 }
+#: The same of those that are fused by one call.
+FUSED = {
+    **MODELS,
+    "bert with dropout": (_bert_with_dropout, 0.26),
+    "gemma 3": (lambda: _decoder("Gemma3Text", head_dim=32), 0.45),
+    "qwen 3": (lambda: _decoder("Qwen3", head_dim=32), 0.45),
+    "mixtral": (lambda: _decoder("Mixtral", num_local_experts=4), 0.25),
+    "efficientnet": (_efficientnet, 0.50),
+}
 
 
 def _output(result: Any) -> Tensor:
     return result if isinstance(result, Tensor) else result[0]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_models_save_less_and_compute_the_same(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "is_fused"),
+    [*((name, True) for name in FUSED), *((name, False) for name in MODELS)],
+    ids=[*FUSED, *(f"{name}, by hand" for name in MODELS)],
+)
+def test_models_save_less_and_compute_the_same(name: str, is_fused: bool) -> None:
     torch.manual_seed(0)
-    make, falls = MODELS[name]
+    make, falls = FUSED[name]
     model, inputs = make()
-    ours = _by_hand(model.train())
+    ours = _fused(model.train(), inputs) if is_fused else _by_hand(model.train())
     kept = [saved_bytes(lambda m=m: _output(m(**inputs)), exclude=m.buffers()) for m in (ours, model)]
     assert 1 - kept[0] / kept[1] >= falls
     found = []
@@ -134,15 +181,16 @@ def test_models_save_less_and_compute_the_same(name: str) -> None:
         assert float((a - exact).norm()) <= 2 * float((b - exact).norm()) + 1e-5 * float(exact.norm())
 
 
-def test_losses_with_dropout_are_those_of_eager() -> None:
+@pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "by hand"])
+def test_losses_with_dropout_are_those_of_eager(is_fused: bool) -> None:
     """200 steps of a small transformer, from the same seed."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True, activation="gelu")
     eager = nn.Sequential(
         nn.Linear(8, 32), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(32, 8)
     )
-    ours = _by_hand(eager)
-    assert any(isinstance(m, fl.Dropout) for m in ours.modules())
+    ours = _fused(eager, {"input": torch.randn(8, 12, 8)}) if is_fused else _by_hand(eager)
+    assert "fused" in repr(ours) if is_fused else any(isinstance(m, fl.Dropout) for m in ours.modules())
     x, target = torch.randn(8, 12, 8), torch.randn(8, 12, 8)
     losses = []
     for model in (ours, eager):

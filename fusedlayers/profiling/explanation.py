@@ -13,7 +13,7 @@ from os import PathLike
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..activations import Activation, measure_inverse_error, resolve
 from ..activations.free_variables import find_variables
@@ -27,6 +27,7 @@ from ..ops.batch_norm import WORTH_IT
 from ..plan import describe, save_beside_input
 from ..utils.isolation import in_clean_state
 from . import explanation_plot
+from .model_explanation import ModelExplanation, explain_model, is_model
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: Inputs that derivatives are compared on.
@@ -104,12 +105,13 @@ class Explanation:
         return "\n".join(_lines(self))
 
 
-def explain(activation: object) -> Explanation:
+def explain(activation: object) -> Explanation | ModelExplanation:
     """Say what a layer keeps of an activation, and why; measure what that costs; show the generated code.
 
     Args:
         activation: as for ``fusedlayers.dense_bias_act``: a name, a module, any callable. Or a fused layer or block,
-            for its own activation and ``save``; of a batch norm it is said what that keeps with the activation.
+            for its own activation and ``save``; of a batch norm it is said what that keeps with the activation. Or a
+            model, for a table of its fused places and of what each keeps.
 
     Raises:
         ValueError, TypeError: as ``fusedlayers.dense_bias_act``, for what is not an activation.
@@ -118,6 +120,8 @@ def explain(activation: object) -> Explanation:
     >>> fl.explain(torch.tanh).kind
     'monotone'
     """
+    if isinstance(activation, nn.Module) and is_model(activation):
+        return explain_model(activation)
     layer = activation if isinstance(activation, WithActivation) else None
     resolved = resolve(activation if layer is None else layer.activation, "explain")
     shape = _shape(resolved)

@@ -7,6 +7,7 @@ from pathlib import Path
 from ..activations import activations
 from ..utils import command_line
 from .explanation import explain
+from .model_explanation import ModelExplanation
 
 
 def register(commands: "command_line.Commands") -> None:
@@ -30,6 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
         command_line.check_output_files("explain", arguments.plot)
         found = explain(activation_named(arguments.activation))
         if arguments.plot is not None:
+            if isinstance(found, ModelExplanation):
+                raise ValueError("only activations can be drawn")
             found.plot(arguments.plot)
     print(json.dumps(found.to_dict(), indent=1) if arguments.json else found)
     return 0

@@ -31,7 +31,7 @@ def unchanged(
     parts = (part.detach() for tensor in dict.fromkeys(kept) for part in strided_parts(tensor))
     copies = [(part, part.clone()) for part in parts if has_data(part)]
     own_attributes = [Attributes.of(module) for module in pythons] if attributes else []
-    reset_random = _random_state()
+    reset_random = random_state()
     try:
         yield reset_random
     finally:
@@ -120,7 +120,7 @@ def isolated_gradients(leaves: Sequence[Tensor]) -> Iterator[None]:
             leaf.grad = grad
 
 
-def _random_state() -> Callable[[], None]:
+def random_state() -> Callable[[], None]:
     """Record the state of Python's, NumPy's and torch's generators; return a function that resets them to it."""
     python, cpu = random.getstate(), torch.get_rng_state()
     numpy: Any = sys.modules.get("numpy")

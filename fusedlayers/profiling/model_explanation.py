@@ -1,0 +1,62 @@
+"""``explain(model)``: what every fused place of a model keeps for the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..fusion.region import region_of
+from ..nn.base import WithActivation
+from ..nn.mlp import FusedBlock
+from ..utils.formatting import merged_path, pattern_of
+
+
+@dataclass(frozen=True)
+class ModelExplanation:
+    """What ``explain`` found in a model; ``str()`` is a table.
+
+    Attributes:
+        name: of the model's class.
+        places: the paths of modules that keep less than PyTorch's, and what they keep, in a few words.
+    """
+
+    name: str
+    places: tuple[tuple[str, str], ...]
+
+    def to_dict(self) -> dict[str, object]:
+        """The report as plain values, for JSON."""
+        return {"name": self.name, "places": [list(place) for place in self.places]}
+
+    def __str__(self) -> str:
+        if not self.places:
+            return f"{self.name}: nothing is fused; fusedlayers.fuse(model, inputs) does that"
+        groups: dict[tuple[tuple[str, ...], str], list[str]] = {}
+        for path, text in self.places:
+            groups.setdefault((pattern_of(path), text), []).append(path)
+        rows = [(merged_path(paths) or "the model", text) for (_, text), paths in groups.items()]
+        width = max(len(path) for path, _ in rows)
+        return "\n".join([f"{self.name}:", *(f"  {path:<{width}}  {text}" for path, text in rows)])
+
+
+def is_model(module: nn.Module) -> bool:
+    """Whether a module is more than an activation or a layer: something in it is fused, or it has layers in it."""
+    if isinstance(module, WithActivation | FusedBlock):
+        return False
+    has_layers = any(True for _ in module.children()) and any(p.dim() > 1 for p in module.parameters())
+    return has_layers or any(region_of(inner) is not None for inner in module.modules())
+
+
+def explain_model(model: nn.Module) -> ModelExplanation:
+    """What the fused places of a model keep now."""
+    return ModelExplanation(type(model).__name__, tuple(_places(model)))
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, str]]:
+    for path, module in model.named_modules():
+        region = region_of(module)
+        for text in region.places.values() if region is not None else ():
+            yield path, text
+        if isinstance(module, WithActivation | FusedBlock):
+            yield path, f"{type(module).__name__}: {module.extra_repr()}"
