@@ -33,8 +33,16 @@ class _ChannelsFirst(fl.LayerNorm):
         return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
-def _exchanged(layer: Any) -> nn.Module | None:
+class _OfProduct(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return fl.linear(input, self.weight, self.bias)
+
+
+def _exchanged(path: str, layer: Any) -> nn.Module | None:
     """The layer of this package for one of torch's or transformers'."""
+    if path.endswith("down_proj"):
+        made = _OfProduct(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        return made.to(layer.weight.dtype)
     if type(layer) is nn.LayerNorm:
         return fl.LayerNorm(layer.normalized_shape, layer.eps)
     if type(layer) is nn.Dropout:
@@ -51,7 +59,7 @@ def _by_hand(model: nn.Module) -> nn.Module:
     """A copy with this package's norms, dropouts and MLP blocks."""
     model = copy.deepcopy(model)
     for path, layer in list(model.named_modules()):
-        new = _exchanged(layer)
+        new = _exchanged(path, layer)
         if new is not None:
             new.load_state_dict(layer.state_dict())
             parent, _, name = path.rpartition(".")

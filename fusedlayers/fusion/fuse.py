@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -175,7 +176,10 @@ class _Fusing:
             else:
                 group.switch(True)
                 chosen.append(group)
-        total = measured()
+        try:
+            total = measured()
+        except Exception as error:  # whatever a model's code does with what it is not used to
+            return self._leave(chosen, f"fused, it raised {type(error).__name__}: {first_line(error)}")
         if before is None or total is None:
             return chosen
         for group in list(chosen):
@@ -187,18 +191,22 @@ class _Fusing:
             if group.spared > 0 or (group.spared == 0 and (first.is_small or first.is_recomputed)):
                 group.switch(True)
                 continue
-            group.first.under = "PyTorch keeps no more here"
-            if group.first.kind not in _AUXILIARY:
-                self._skipped.append(group)
             chosen.remove(group)
             total = without
+            if first.kind not in _AUXILIARY:
+                first.under = "PyTorch keeps no more here"
+                self._skipped.append(group)
         if total > before:
-            for group in chosen:
-                group.switch(False)
-                group.first.under = f"fused, the model would keep {size_text(total - before)} more"
-            self._skipped += chosen
-            return []
+            return self._leave(chosen, f"fused, the model would keep {size_text(total - before)} more")
         return chosen
+
+    def _leave(self, groups: list[_Group], reason: str) -> list[_Group]:
+        """Switch groups off again."""
+        for group in groups:
+            group.switch(False)
+            group.first.under = reason
+        self._skipped += groups
+        return []
 
     def _finish(self, groups: list[_Group], known: tuple[int, int] | None) -> FuseReport:
         for group in groups:
@@ -267,12 +275,11 @@ def _places_of_classes(model: nn.Module) -> Iterator[Place]:
         nn.BatchNorm1d: "batch_norm",
         nn.BatchNorm2d: "batch_norm",
         nn.BatchNorm3d: "batch_norm",
-        nn.Linear: PRODUCT,
     }
     for kind, entries in table.stand_ins.items():
         function = next((f for f, _ in entries[0][0].stands_for if f in OPERATIONS), None)
         if isinstance(kind, type) and function is not None:
-            kinds[kind] = OPERATIONS[F.hardtanh].kind if kind is nn.ReLU6 else OPERATIONS[function].kind
+            kinds[kind] = OPERATIONS[function].kind
     has_dropout = any(isinstance(module, nn.Dropout) for module in model.modules())
     for path, module in model.named_modules():
         kind = kinds.get(type(module))
@@ -290,8 +297,9 @@ def _places_of_classes(model: nn.Module) -> Iterator[Place]:
 
 
 def _eagerly() -> Any:
-    """What is compiled runs as it was written, so that its operations are seen."""
-    return torch.compiler.set_stance("force_eager")
+    """What is compiled runs as it was written, so that its operations are seen. Where nothing has been compiled yet the
+    compiler, which takes a second to import, is not asked."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 
 def _check_module(function: str, model: object) -> None:

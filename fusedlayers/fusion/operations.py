@@ -40,9 +40,7 @@ class Operation(NamedTuple):
 
 
 def _operations() -> dict[Any, Operation]:
-    found = {
-        function: Operation(form.target.__name__, functools.partial(_activated, form)) for function, form in _forms()
-    }
+    found = {function: Operation(form.kind, functools.partial(_activated, form)) for function, form in _forms()}
     for ours, functions in _SAME.items():
         for function in functions:
             kind = _KINDS.get(ours) or function.__name__
@@ -111,6 +109,11 @@ class _Form(NamedTuple):
     target: Any
     names: tuple[str, ...]
     is_in_place: bool
+
+    @property
+    def kind(self) -> str:
+        # nn.ReLU6 calls the one or the other, by the version of torch.
+        return "hardtanh" if self.target is F.relu6 else str(self.target.__name__)
 
 
 def _forms() -> Iterator[tuple[Any, _Form]]:

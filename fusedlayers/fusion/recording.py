@@ -202,7 +202,7 @@ class _Recorder(TorchFunctionMode):
         if running is not None and isinstance(result, Tensor):
             running.computed += 1
             running.functions.append(getattr(func, "__name__", ""))
-            if place is not None:
+            if place is not None and result.grad_fn is not None:  # else it is the input itself, and may be the user's
                 result.__dict__[_MAKERS] = [place]
             if func is F.dropout and args and _is_product(args[0]):
                 result.__dict__[_PRODUCT_OF] = [*_makers(args[0])]
