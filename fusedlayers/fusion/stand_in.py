@@ -22,6 +22,7 @@ from ..functional import bias_act
 from ..norms import rms_norm
 from ..utils.bounded_cache import BoundedCache
 from ..utils.isolation import in_clean_state
+from ..utils.layout import copies_are_contiguous
 from ..validation import is_autocast
 
 
@@ -60,7 +61,7 @@ class StandIn(NamedTuple):
         (x,) = args
         if self.kind == "activation":
             return bias_act(x, None, _activation(module))
-        if autocast_is_active() and is_autocast(x.device.type):
+        if (autocast_is_active() and is_autocast(x.device.type)) or not copies_are_contiguous(x):
             return None
         variables = find_variables(_twin(module))
         norm = _norm(variables, x.dtype)
