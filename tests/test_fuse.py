@@ -1068,3 +1068,27 @@ def test_what_reads_a_product_may_be_edited(x: Tensor) -> None:
     fl.fuse(model, x)
     assert _kinds(model) == {"1": {"gate"}, "1.down": {"product"}}
     _same(model, eager, x)
+
+
+@pytest.mark.parametrize("make", [QuickGELU, lambda: RMSNorm(IN)])
+def test_hooks_of_spelled_modules_run_once(x: Tensor, make: Callable[[], nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(IN, IN), make(), nn.Linear(IN, 2))
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x)
+    for each in (model, eager):
+        each[1].register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+        each[1].register_forward_hook(lambda module, args, y: y * 3)
+    _same(model, eager, x)
+    assert region_of(model[1]) is not None and _bytes(model, x) < _bytes(eager, x)
+
+
+@pytest.mark.parametrize("make", [QuickGELU, lambda: RMSNorm(IN)])
+@pytest.mark.parametrize("with_inputs", [True, False])
+def test_spelled_modules_with_a_forward_of_their_own_are_left(
+    x: Tensor, make: Callable[[], nn.Module], with_inputs: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(IN, IN), make(), nn.Linear(IN, 2))
+    model[1].forward = lambda x: x * 3
+    expected = model(x)
+    fl.fuse(model, *((x,) if with_inputs else ()))
+    torch.testing.assert_close(model(x), expected)

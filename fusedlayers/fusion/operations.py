@@ -41,8 +41,8 @@ class Operation(NamedTuple):
 
 
 def _rms_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """``F.rms_norm``: what ``fusedlayers.rms_norm`` makes is contiguous, and PyTorch's result is laid out like its input.
-    Code may view it, and a dropout draws its numbers in the order of memory."""
+    """``F.rms_norm``. What ``fusedlayers.rms_norm`` makes is contiguous, where PyTorch's result is laid out like the
+    input: code may view it, and a dropout draws its numbers in the order of memory."""
     return (norms.rms_norm if copies_are_contiguous(input) else F.rms_norm)(input, *args, **kwargs)
 
 
