@@ -306,7 +306,12 @@ def _autocast(block: Steps, frame: Frame, steps: list[Instruction]) -> None:
 
 
 def _checkpoint(block: Steps, frame: Frame, what: Any, reentrant: bool) -> None:
-    function = getattr(block, what) if isinstance(what, str) else block.section(what, frame)
+    if reentrant:  # whose backward pass would start again at what a closure brings
+        inner = Frame(frame.h)
+        inner.kept = {name: value.detach() for name, value in frame.kept.items()}
+    else:
+        inner = frame
+    function = getattr(block, what) if isinstance(what, str) else block.section(what, inner)
     frame.h = checkpoint(function, frame.h, use_reentrant=reentrant)
 
 
