@@ -172,6 +172,9 @@ SLOW: dict[str, dict[str, int]] = {
     "test_plan": {
         "test_under_the_compiler": 1,
     },
+    "test_programs": {
+        "test_programs": 4,
+    },
     "test_races": {
         "test_elementwise": 1,
         "test_matmuls": 1,

@@ -992,3 +992,119 @@ def test_compiled_parts(x: Tensor) -> None:
     fl.fuse(model, x)
     assert _kinds(model) == {"0.act": {"gelu"}}
     model(x).sum().backward()
+
+
+# --- what random programs have found ----------------------------------------------------------------------------------
+
+
+class Edits(nn.Module):
+    """A part, and an edit of its result in place, when told to; or an activation in place behind it."""
+
+    def __init__(self, part: nn.Module, *, edit: bool = True) -> None:
+        super().__init__()
+        self.up, self.part, self.down, self.edit = nn.Conv2d(3, 8, 1), part, nn.Conv2d(8, 2, 1), edit
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.part(F.gelu(self.up(x)))
+        if self.edit:
+            y += 0.1
+        return self.down(y)
+
+
+def _joined() -> nn.Module:
+    return nn.Sequential(nn.GELU(), nn.Dropout(0.1))
+
+
+def test_a_place_that_is_left_within_another_region() -> None:
+    """The module's own operations keep less; those of the same kind in its part, whose result is edited, must not."""
+    model, x = Edits(nn.GELU()), torch.randn(8, 3, 16, 16)
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x)
+    assert _kinds(model) == {"": {"gelu"}, "part": set()}
+    assert "fused" not in repr(model.part)
+    _same(model, eager, x)
+    fl.unfuse(model)
+    assert not _kinds(model)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [nn.GELU, lambda: nn.SiLU(inplace=True), _joined, lambda: nn.GroupNorm(4, 8), lambda: nn.LayerNorm(16)],
+)
+@pytest.mark.parametrize("with_norm", [True, False])
+def test_edits_of_outputs_within_checkpoints_are_noticed(make: Callable[[], nn.Module], with_norm: bool) -> None:
+    """PyTorch looks at no tensor that a checkpoint brings back."""
+    part = nn.Sequential(nn.BatchNorm2d(8), make()) if with_norm else make()
+    model, x = Edits(part, edit=False), torch.randn(8, 3, 16, 16)
+    fl.fuse(model, x)
+    assert _kinds(model).keys() & {"part", "part.1", "part.1.0"}
+
+    class Outer(nn.Sequential):
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    Outer(model)(x).sum().backward()
+    model.edit = True
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        Outer(model)(x).sum().backward()
+
+
+@pytest.mark.parametrize("make", [nn.LogSigmoid, lambda: nn.RMSNorm(ROWS), lambda: RMSNorm(ROWS), nn.GELU])
+def test_results_are_laid_out_as_pytorchs(x: Tensor, make: Callable[[], nn.Module]) -> None:
+    """Code that follows may view them, and a dropout draws numbers in the order of memory."""
+
+    class Transposes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.part, self.last = nn.Linear(IN, HIDDEN), make(), nn.Linear(HIDDEN, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.part(self.first(x).t())
+            self.strides = h.stride()
+            return self.last(F.dropout(h, 0.5).t())
+
+    model = Transposes()
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x)
+    _same(model, eager, x)
+    assert model.strides == eager.strides
+
+
+def test_what_reads_a_product_may_be_edited(x: Tensor) -> None:
+    """Also with more than two dimensions, where the result is a view of its buffer."""
+
+    class Residual(Gated):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            y += x
+            return y
+
+    model, x = nn.Sequential(nn.Linear(IN, IN), Residual(), nn.Linear(IN, 2)), x.view(4, -1, IN)
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x)
+    assert _kinds(model) == {"1": {"gate"}, "1.down": {"product"}}
+    _same(model, eager, x)
+
+
+@pytest.mark.parametrize("make", [QuickGELU, lambda: RMSNorm(IN)])
+def test_hooks_of_spelled_modules_run_once(x: Tensor, make: Callable[[], nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(IN, IN), make(), nn.Linear(IN, 2))
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x)
+    for each in (model, eager):
+        each[1].register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+        each[1].register_forward_hook(lambda module, args, y: y * 3)
+    _same(model, eager, x)
+    assert region_of(model[1]) is not None and _bytes(model, x) < _bytes(eager, x)
+
+
+@pytest.mark.parametrize("make", [QuickGELU, lambda: RMSNorm(IN)])
+@pytest.mark.parametrize("with_inputs", [True, False])
+def test_spelled_modules_with_a_forward_of_their_own_are_left(
+    x: Tensor, make: Callable[[], nn.Module], with_inputs: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(IN, IN), make(), nn.Linear(IN, 2))
+    model[1].forward = lambda x: x * 3
+    expected = model(x)
+    fl.fuse(model, *((x,) if with_inputs else ()))
+    torch.testing.assert_close(model(x), expected)

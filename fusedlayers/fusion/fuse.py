@@ -173,6 +173,8 @@ class _Fusing:
             if group.first.under is not None or useless is not None:
                 group.first.under = group.first.under or useless
                 self._skipped.append(group)
+                for place in group.places:
+                    Region.of(place.module)
             else:
                 group.switch(True)
                 chosen.append(group)
@@ -214,10 +216,7 @@ class _Fusing:
                 region = Region.of(place.module)
                 region.switch(place.kind, place.stand_in, on=True)
                 region.places[place.kind] = f"{place.name} {_saves(place)}"
-        for module in self._model.modules():
-            region_ = region_of(module)
-            if region_ is not None and region_.is_empty:
-                region_.remove()
+        self._remove_needless()
         if self._dry_run:
             self._put_back()
         return FuseReport(
@@ -228,6 +227,15 @@ class _Fusing:
             tuple(self._notes),
             self._dry_run,
         )
+
+    def _remove_needless(self) -> None:
+        """Regions of no kinds, but those within others, whose operations they keep out."""
+        regions = [region for module in self._model.modules() if (region := region_of(module)) is not None]
+        outer = [region for region in regions if region.kinds]
+        within = {id(inner) for region in outer for inner in region.module.modules() if inner is not region.module}
+        for region in regions:
+            if region.is_empty and id(region.module) not in within:
+                region.remove()
 
     def _put_back(self) -> None:
         unfuse(self._model)

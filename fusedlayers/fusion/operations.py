@@ -24,6 +24,7 @@ from ..functional import bias_act
 from ..ops.dropout import dropped_product_of
 from ..ops.product import factors_of
 from ..utils.bounded_cache import BoundedCache
+from ..utils.layout import copies_are_contiguous
 
 Arguments = tuple[Any, ...]
 Options = dict[str, Any]
@@ -37,6 +38,12 @@ class Operation(NamedTuple):
 
     kind: str
     run: Callable[[Any, Arguments, Options], Any]
+
+
+def _rms_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """``F.rms_norm``. What ``fusedlayers.rms_norm`` makes is contiguous, where PyTorch's result is laid out like the
+    input: code may view it, and a dropout draws its numbers in the order of memory."""
+    return (norms.rms_norm if copies_are_contiguous(input) else F.rms_norm)(input, *args, **kwargs)
 
 
 def _operations() -> dict[Any, Operation]:
@@ -65,7 +72,7 @@ _KINDS: dict[Any, str] = {
 _SAME: dict[Any, tuple[Any, ...]] = {
     dropout: (F.dropout,),
     norms.layer_norm: (F.layer_norm,),
-    norms.rms_norm: (F.rms_norm,),
+    _rms_norm: (F.rms_norm,),
     norms.group_norm: (F.group_norm,),
     batch_norm: (F.batch_norm,),
     gates.multiply: (torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__),
@@ -149,6 +156,8 @@ def _activated(form: _Form, function: Any, args: Arguments, kwargs: Options) -> 
     if activation is None or not isinstance(args[0], Tensor):
         return function(*args, **kwargs)
     x, inplace = args[0], form.is_in_place or bool(kwargs.get("inplace"))
+    if form.target is F.logsigmoid and x.is_cpu and not copies_are_contiguous(x):
+        return function(*args, **kwargs)  # whose result is contiguous
     joined = None if torch.compiler.is_compiling() else after_batch_norm(x, activation, inplace)
     return joined if joined is not None else bias_act(x, None, activation, inplace=inplace)
 

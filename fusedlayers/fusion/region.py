@@ -29,6 +29,9 @@ from .stand_in import StandIn
 class Region:
     """What a fused module has in the place of ``forward``.
 
+    It holds for the modules that this one calls too, but for those that have regions of their own: one of no kinds
+    leaves a module to PyTorch.
+
     Attributes:
         module: whose forward pass this is.
         kinds: of operations that keep less (``Operation.kind``).
@@ -150,7 +153,7 @@ class Remark:
 
     def __call__(self) -> str:
         region, own = region_of(self.module), type(self.module).extra_repr(self.module)
-        if region is None:
+        if region is None or region.is_empty:
             return own
         remark = "fused: " + ", ".join(sorted(region.kinds) or [str(region.stand_in)])
         return f"{own}, {remark}" if own else remark

@@ -22,6 +22,7 @@ from ..functional import bias_act
 from ..norms import rms_norm
 from ..utils.bounded_cache import BoundedCache
 from ..utils.isolation import in_clean_state
+from ..utils.layout import copies_are_contiguous
 from ..validation import is_autocast
 
 
@@ -60,7 +61,7 @@ class StandIn(NamedTuple):
         (x,) = args
         if self.kind == "activation":
             return bias_act(x, None, _activation(module))
-        if autocast_is_active() and is_autocast(x.device.type):
+        if (autocast_is_active() and is_autocast(x.device.type)) or not copies_are_contiguous(x):
             return None
         variables = find_variables(_twin(module))
         norm = _norm(variables, x.dtype)
@@ -92,14 +93,17 @@ def computed_by(activation: Activation, dtype: torch.dtype) -> Activation | None
 def _may_be_recognised(module: nn.Module) -> bool:
     kind = type(module)
     is_plain = not any(True for _ in module.children()) and not isinstance(module, torch.jit.ScriptModule)
-    is_users = not kind.__module__.startswith(("torch.", "fusedlayers."))
+    is_users = not kind.__module__.startswith(("torch.", "fusedlayers.")) and "forward" not in vars(module)
     return is_plain and is_users and all(p.dim() <= 1 for p in (*module.parameters(), *module.buffers()))
 
 
 def _twin(module: nn.Module) -> Any:
-    """The module as it would be without its region."""
+    """The module as it would be without its region, and without hooks: who calls the module runs these."""
     twin: Any = object.__new__(type(module))
-    twin.__dict__ = {name: value for name, value in vars(module).items() if name not in ("forward", "extra_repr")}
+    none = {name: value for name, value in vars(nn.Module()).items() if "hook" in name}
+    twin.__dict__ = {**vars(module), **none}
+    for name in ("forward", "extra_repr"):
+        twin.__dict__.pop(name, None)
     return twin
 
 

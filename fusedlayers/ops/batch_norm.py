@@ -33,6 +33,7 @@ from ..backends.operations import BatchNorm, BatchNormRecompute
 from ..utils.isolation import in_clean_state
 from ..utils.layout import along, channels_last_format, other_dims, sum_along
 from .buffer_reuse import is_ours_alone, saved_under_hooks
+from .edits import check_unedited, version_for_backward
 from .place import AtPlace, place_of
 from .pointwise import apart, differentiable_gradients, gradients_through, is_batched
 
@@ -138,6 +139,8 @@ class NormAct(Function):
             ctx.save_for_backward(y, x.index_select(1, channels), channels, mean, inverse_std, w, b)
         ctx.place = place if keeps_output else None
         ctx.settings = norm, activation, backend, saved_under_hooks()
+        is_dirty = made is not None and made[-1] and passes is None
+        ctx.expected = version_for_backward(y, is_dirty=is_dirty) if keeps_output else None
         is_scaled = x.is_cpu and (x.is_contiguous() or channels_last_format(x) is not None)
         ctx.is_scaled = is_scaled and passes is None
         return y
@@ -146,6 +149,7 @@ class NormAct(Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (dy,) = grads
         y, x, channels, mean, inverse_std, w, b = ctx.saved_tensors
+        check_unedited(y, ctx.expected)
         norm, activation, backend, hooked = ctx.settings
         needs = ctx.needs_input_grad[:3]
         overwrite = y is not None and not hooked and is_ours_alone(y)

@@ -24,6 +24,7 @@ from ..backends import torch as reference
 from ..utils.isolation import in_clean_state
 from ..utils.layout import is_dense
 from .buffer_reuse import hooks_move_tensors, is_ours_alone, saved_under_hooks
+from .edits import check_unedited, version_for_backward
 from .pointwise import BiasAct, is_batched
 from .product import Product, product_of
 
@@ -111,12 +112,14 @@ class ActDropout(Function):
             ctx.mark_dirty(z)
         ctx.save_for_backward(y)
         ctx.settings = activation, p, backend, saved_under_hooks()
+        ctx.expected = version_for_backward(y, is_dirty=overwrites)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (dy,) = grads
         (y,) = ctx.saved_tensors
+        check_unedited(y, ctx.expected)
         activation, p, backend, hooked = ctx.settings
         if torch.is_grad_enabled() or is_batched(dy):
             dz = reference.gradient_of_marked(

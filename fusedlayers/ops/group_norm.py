@@ -15,6 +15,7 @@ from ..backends import Backend
 from ..backends import torch as reference
 from ..backends.norms import GroupNorm, Kept, in_a_row
 from .buffer_reuse import is_ours_alone, saved_under_hooks
+from .edits import check_unedited, version_for_backward
 from .place import AtPlace, place_of
 from .pointwise import apart, gradients_through, is_batched
 from .row_norm import MOST, RATIO, limits
@@ -52,12 +53,14 @@ class _GroupNorm(Function):
             kept = ((x.index_select(1, channels) - own_mean) * own_std).to(x.dtype)
         ctx.save_for_backward(y, inverse_std, w, b, channels, kept)
         ctx.place, ctx.settings = place, (norm, backend, saved_under_hooks())
+        ctx.expected = version_for_backward(y)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (dy,) = grads
         y, inverse_std, w, b, channels, kept_xhat = ctx.saved_tensors
+        check_unedited(y, ctx.expected)
         norm, backend, hooked = ctx.settings
         y = y if norm.reads(y) else y.contiguous()  # hooks may have laid it out in another way
         kept = None if channels is None else Kept(channels, kept_xhat)

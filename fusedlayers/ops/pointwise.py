@@ -27,6 +27,7 @@ from ..backends import GradientRequest
 from ..backends.operations import Recompute
 from ..utils.layout import along, operand_along, sum_along
 from .buffer_reuse import is_ours_alone
+from .edits import check_unedited, version_for_backward
 
 if TYPE_CHECKING:
     from ..plan import Plan
@@ -85,6 +86,7 @@ class BiasAct(Function):
             bias = b if operation_b is None else operation_b
             ctx.bias_version = None if bias is None else bias._version
         ctx.plan, ctx.place, ctx.version = plan, None, None
+        ctx.expected = version_for_backward(y, is_dirty=plan.overwrites) if plan.saved == "output" else None
         return y
 
     @staticmethod
@@ -94,6 +96,7 @@ class BiasAct(Function):
         _, needs_z, needs_b, needs_residual, _, _, *needs = ctx.needs_input_grad
         is_differentiable = torch.is_grad_enabled() or is_batched(dy)
         saved, *operands = ctx.saved_tensors
+        check_unedited(saved, ctx.expected)
         given_output = plan.saved == "output"
         # y may be overwritten where nobody else holds it, and a z that is recomputed is this call's own.
         overwrite = given_output and not plan.is_hooked and is_ours_alone(saved)

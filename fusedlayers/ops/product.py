@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from .._torch import unsafe_view
 from ..backends import Backend
 from ..utils.autograd_graph import RAW
 from .buffer_reuse import hooks_move, hooks_move_tensors
@@ -113,7 +114,9 @@ class OfProduct(Function):
         # Another node has saved the factors as well, so that nothing is kept for this one alone.
         ctx.save_for_backward(w, matmul.ends, *factors)
         ctx.matmul, ctx.multiply, ctx.composite = matmul._replace(ends=None), product.multiply, product.composite
-        return matmul(h, w, b)
+        y = matmul(h, w, b)
+        # With more than two dimensions it is a view of its own buffer, which autograd lets nobody write over.
+        return unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -24,6 +24,7 @@ from .._torch import foreach
 from ..backends import Backend
 from ..backends.norms import Kept, RowNorm, in_a_row
 from .buffer_reuse import is_ours_alone, saved_under_hooks
+from .edits import check_unedited, version_for_backward
 from .place import AtPlace, place_of
 from .pointwise import apart, gradients_through, is_batched
 
@@ -61,12 +62,14 @@ class _RowNorm(Function):
         ctx.save_for_backward(y, inverse_std, w, b, columns, kept)
         ctx.place = place
         ctx.settings = norm, backend, saved_under_hooks()
+        ctx.expected = version_for_backward(y)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (dy,) = grads
         y, inverse_std, w, b, columns, kept_xhat = ctx.saved_tensors
+        check_unedited(y, ctx.expected)
         norm, backend, hooked = ctx.settings
         y = y if y.is_contiguous() else y.contiguous()  # hooks may have laid it out in another way
         kept = None if columns is None else Kept(columns, kept_xhat)

@@ -56,6 +56,11 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or torch.empty_like(tensor).stride() == tensor.stride()
 
 
+def copies_are_contiguous(tensor: Tensor) -> bool:
+    """Whether what PyTorch computes of it element by element is contiguous."""
+    return tensor.is_contiguous() or torch.empty_like(tensor).is_contiguous()
+
+
 def channels_last_format(tensor: Tensor) -> torch.memory_format | None:
     """The channels-last format of ``tensor``, or None if it has none or is contiguous as well."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
