@@ -912,7 +912,7 @@ def test_overhead_covers_what_it_says() -> None:
             len(eager.wanted)
             == len(ours.wanted)
             == {"bias_act": 2, "module": 1, "function": 1}.get(
-                case.operation, {"mlp": 5, "gated_mlp": 7}.get(case.operation, 3)
+                case.operation, {"mlp": 5, "gated_mlp": 7, "fuse": 5}.get(case.operation, 3)
             )
         )
         hidden = {"mlp": 4, "gated_mlp": 4}.get(case.operation, 1)  # the hidden layer is as many times wider

@@ -710,15 +710,17 @@ def test_without_gradients_regions_step_aside(x: Tensor) -> None:
         assert torch.equal(model(x), eager(x))
 
 
-def test_the_inference_path_of_transformer_layers_stays() -> None:
+def test_the_inference_path_of_transformer_layers_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.TransformerEncoderLayer(IN, 4, HIDDEN, batch_first=True)
     x = torch.randn(2, 16, IN)
     fl.fuse(model, x)
     assert region_of(model) is not None
     model.eval()
-    with torch.no_grad(), torch.profiler.profile() as profile:
+    fast, calls = torch._transformer_encoder_layer_fwd, []
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *args: calls.append(1) or fast(*args))
+    with torch.no_grad():
         model(x)
-    assert any(event.name == "aten::_transformer_encoder_layer_fwd" for event in profile.events())
+    assert calls == [1]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
