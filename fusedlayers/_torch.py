@@ -22,6 +22,7 @@ Unless a comment says otherwise, torch 2.11 and 2.13 have the same.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -69,6 +70,7 @@ __all__ = [
     "disable_dynamo",
     "dispatch_mode_at",
     "dispatch_mode_count",
+    "dynamo_is_loaded",
     "elementwise_dtypes",
     "ensure_cuda_guard",
     "foreach",
@@ -224,6 +226,11 @@ RecordFunction: Any = torch._C._profiler._RecordFunctionFast
 InductorWrapper: Any = torch._TorchCompileInductorWrapper
 #: Decorator: dynamo calls the function and does not trace it. ``torch.compiler.disable`` would import dynamo at once.
 disable_dynamo: Callable[..., Any] = torch._disable_dynamo
+
+
+def dynamo_is_loaded() -> bool:
+    """Whether anybody has imported ``torch._dynamo``, which takes a second, so that something may be compiled."""
+    return "torch._dynamo" in sys.modules
 
 
 def make_fx(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

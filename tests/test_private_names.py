@@ -532,7 +532,7 @@ def _() -> None:
     assert _torch.InductorWrapper("default", {"max_autotune": False}, None).compiler_name == "inductor"
 
 
-@check("disable_dynamo")
+@check("disable_dynamo", "dynamo_is_loaded")
 def _() -> None:
     compiling: list[bool] = []
 
@@ -542,7 +542,10 @@ def _() -> None:
         return x + 1
 
     assert torch.equal(torch.compile(lambda x: function(x) * 2, backend="eager")(torch.ones(2)), torch.full((2,), 4.0))
-    assert compiling == [False]
+    assert compiling == [False] and _torch.dynamo_is_loaded()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(sys.modules, "torch._dynamo")
+        assert not _torch.dynamo_is_loaded()
 
 
 @check("core_decompositions", "decompositions_of")

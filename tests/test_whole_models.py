@@ -103,15 +103,15 @@ def _convnext() -> tuple[nn.Module, dict[str, Any]]:
 
 def _bert_with_dropout() -> tuple[nn.Module, dict[str, Any]]:
     config = hf.BertConfig(
-        vocab_size=100, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=512
+        vocab_size=100, hidden_size=256, num_hidden_layers=2, num_attention_heads=4, intermediate_size=1024
     )
-    return hf.BertModel(config, add_pooling_layer=False), {"input_ids": torch.randint(0, 100, (1, 256))}
+    return hf.BertModel(config), {"input_ids": torch.randint(0, 100, (1, 256))}
 
 
-def _decoder(name: str, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
+def _decoder(name: str, intermediate_size: int = 512, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
     config = getattr(hf, f"{name}Config")(
-        vocab_size=100, hidden_size=128, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, **options,
+        vocab_size=100, hidden_size=128, intermediate_size=intermediate_size, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, **options,
     )  # fmt: skip
     model = getattr(hf, f"{name}Model")(config)
     return model, {"input_ids": torch.randint(3, 100, (1, 256)), "use_cache": False}
@@ -152,11 +152,12 @@ MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], float]] 
 #: The same of those that are fused by one call.
 FUSED = {
     **MODELS,
-    "bert with dropout": (_bert_with_dropout, 0.26),
-    "gemma 3": (lambda: _decoder("Gemma3Text", head_dim=32), 0.45),
+    "bert with dropout": (_bert_with_dropout, 0.25),  # 0.267 with what the pooler's output keeps
+    "gemma 3": (lambda: _decoder("Gemma3Text", 1024, head_dim=32), 0.45),
     "qwen 3": (lambda: _decoder("Qwen3", head_dim=32), 0.45),
     "mixtral": (lambda: _decoder("Mixtral", num_local_experts=4), 0.25),
-    "efficientnet": (_efficientnet, 0.50),
+    # Its depthwise convolutions keep copies with a margin of zeros.
+    "efficientnet": (_efficientnet, 0.40),
 }
 
 
@@ -179,6 +180,8 @@ def test_models_save_less_and_compute_the_same(name: str, is_fused: bool) -> Non
     found = []
     for m in (ours, model, copy.deepcopy(model).double()):
         is_exact = m is not ours and m is not model
+        if is_exact and name == "mixtral":  # grouped products are not for float64
+            m.config._experts_implementation = "eager"
         of_m = {k: v.double() if is_exact and k in ("pixel_values", "src") else v for k, v in inputs.items()}
         torch.manual_seed(1)
         y = _output(m(**of_m))

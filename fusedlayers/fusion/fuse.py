@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from .._torch import dynamo_is_loaded
 from ..activations import record as table
 from ..memory import saved_bytes
 from ..utils.formatting import first_line, pattern_of, size_text
@@ -307,7 +307,7 @@ def _places_of_classes(model: nn.Module) -> Iterator[Place]:
 def _eagerly() -> Any:
     """What is compiled runs as it was written, so that its operations are seen. Where nothing has been compiled yet the
     compiler, which takes a second to import, is not asked."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager") if dynamo_is_loaded() else contextlib.nullcontext()
 
 
 def _check_module(function: str, model: object) -> None:
