@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers import norm_plan
+from fusedlayers.fusion import operations
+from fusedlayers.fusion.operations import activation_of
 from fusedlayers.fusion.region import region_of
 from fusedlayers.memory import saved_bytes
 
@@ -615,6 +617,15 @@ def test_activations_in_place(make: Callable[[], nn.Module]) -> None:
     assert _kinds(model).keys() == {"norm", "act"}
     eager.load_state_dict(model.state_dict())
     _same(model, eager, x)
+
+
+def test_options_that_only_pytorch_knows() -> None:
+    """A result that goes into a given tensor, which no cache may hold; and ``inplace`` by position."""
+    x, out = torch.randn(ROWS, IN), torch.empty(ROWS, IN)
+    assert activation_of(torch.tanh, (x,), {"out": out}) is None
+    assert not any(out is option for key in operations._records for _, option in key[-1])  # type: ignore[index]
+    assert activation_of(F.leaky_relu, (x, 0.1, True), {}) is None
+    assert activation_of(F.leaky_relu, (x, 0.1), {"inplace": True}) is not None
 
 
 # --- contexts ---------------------------------------------------------------------------------------------------------

@@ -169,15 +169,12 @@ def activation_of(function: Any, args: Arguments, kwargs: Options) -> Activation
 
 
 def _activation_of(form: _Form, args: Arguments, kwargs: Options) -> Activation | None:
-    if not args:
+    if not args or any(isinstance(option, Tensor) for option in (*args[1:], *kwargs.values())):
         return None
     if torch.compiler.is_compiling():  # which guards every cache that it reads
         return _bound(form, args[1:], kwargs)
-    try:
-        key = form, args[1:], tuple(kwargs.items())
-        found = _records.get(key)
-    except TypeError:  # a tensor among the options, say
-        return None
+    key = form, args[1:], tuple(kwargs.items())
+    found = _records.get(key)
     if found is None:
         found = _records.put(key, _bound(form, args[1:], kwargs) or False)
     return found or None  # type: ignore[return-value]
@@ -189,7 +186,8 @@ def _bound(form: _Form, options: Arguments, kwargs: Options) -> Activation | Non
         return None
     for name, value in zip(form.names, options, strict=False):
         named[name] = value
-    named.pop("inplace", None)
+    if named.pop("inplace", False) and not kwargs.get("inplace"):
+        return None  # by position, where nobody looks for it
     for row, arguments, required in record.stand_ins[form.target]:
         parameters = {name: value for name, value in named.items() if name not in arguments}
         is_selected = all(named.get(name) == value for name, value in arguments.items())

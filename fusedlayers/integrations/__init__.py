@@ -30,6 +30,25 @@ def fuse_on_first_batch(model: nn.Module, batches: Iterable[Any], save: str = "a
     raise ValueError("fuse: there is no batch to look at")
 
 
+class FusesOnce:
+    """What the callbacks share.
+
+    Args:
+        save: as for ``fusedlayers.fuse``.
+
+    Attributes:
+        report: what was fused; None before training.
+    """
+
+    def __init__(self, save: str = "auto") -> None:
+        self.save = save
+        self.report: FuseReport | None = None
+
+    def fuse(self, model: nn.Module, batches: Iterable[Any]) -> None:
+        """Fuse the model on the first batch."""
+        self.report = fuse_on_first_batch(model, batches, self.save)
+
+
 def _moved(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Tensor):
         return batch.to(device)
