@@ -450,7 +450,8 @@ def _contexts() -> Iterator[Case]:
 
 
 def _step(seed: int = 0) -> tuple[Callable[[], list[Tensor]], list[Tensor]]:
-    sizes = ((4096, 512), (2048, 512), (2048,))
+    rows = 512 if is_fake() else 4096  # where nothing is launched, a CPU multiplies
+    sizes = ((rows, 512), (2048, 512), (2048,))
     made = (_normal(*s, dtype=torch.bfloat16, seed=seed + i, scale=0.05) for i, s in enumerate(sizes))
     x, w, b = (tensor.requires_grad_() for tensor in made)
 
@@ -509,7 +510,7 @@ def _on_threads() -> Findings:
         try:
             step, _ = _step(seed)
             expected = step()
-            for _ in range(20):
+            for _ in range(1 if is_fake() else 20):
                 _the_same(step(), expected, f"on thread {seed}")
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")

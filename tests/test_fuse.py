@@ -1,10 +1,12 @@
 """``fuse``: what it finds, what that spares, and that a model computes and trains as it did, whatever its code does."""
 
 import copy
+import dataclasses
 import inspect
 import io
 import pickle
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -302,6 +304,7 @@ def test_report_as_values(x: Tensor) -> None:
                 "activation": "gelu",
                 "saves": "saves the output (branch in its last bit)",
                 "saved_bytes": HIDDEN_BYTES,
+                "time_ms": None,
             }
         ],
         "skipped": [
@@ -315,6 +318,7 @@ def test_report_as_values(x: Tensor) -> None:
         "saved_bytes": {"before": before, "after": after},
         "notes": [],
         "dry_run": False,
+        "step_ms": {"before": None, "after": None},
     }
     assert before - after == HIDDEN_BYTES
     table = str(report)
@@ -337,9 +341,31 @@ def test_dry_run_changes_nothing(x: Tensor) -> None:
     assert {name: {**vars(module)} for name, module in model.named_modules()} == before
     assert "1 place would be fused" in str(report) and report.dry_run
     fused = fl.fuse(model, x)
-    assert fused.replaced == report.replaced and fused.saved_bytes == report.saved_bytes
+    untimed = tuple(dataclasses.replace(place, time_ms=None) for place in report.replaced)
+    assert fused.replaced == untimed and fused.saved_bytes == report.saved_bytes
     fl.fuse(model, x, dry_run=True)
     assert _kinds(model) == {"0.act": {"gelu"}}
+
+
+def test_dry_run_times_a_step(x: Tensor) -> None:
+    """A place that sleeps where it is fused takes that much longer."""
+    model = nn.Sequential(MLP(), nn.Dropout(0.5), MLP(), nn.Linear(IN, 2))
+
+    def sleep_if_fused(module: nn.Module, *_: Any) -> None:
+        region = region_of(module)
+        time.sleep(0.05 if region is not None and region.kinds else 0)
+
+    model[0].act.register_forward_hook(sleep_if_fused)
+    random, gradients = torch.get_rng_state(), [p.grad for p in model.parameters()]
+    report = fl.fuse(model, x, dry_run=True)
+    assert torch.equal(torch.get_rng_state(), random) and gradients == [p.grad for p in model.parameters()]
+    (place,) = [place for place in report.replaced if place.activation == "gelu"]
+    assert report.step_ms is not None and place.time_ms is not None
+    before, after = report.step_ms
+    assert after - before > 25 and place.time_ms > 25
+    assert f"+{place.time_ms:.2g} ms" in str(report) and f"{before:.3g} ms before, {after:.3g} ms then" in str(report)
+    assert report.to_dict()["step_ms"] == {"before": before, "after": after}
+    assert fl.fuse(model, x).step_ms is None and fl.fuse(model, dry_run=True).step_ms is None
 
 
 def test_fusing_twice_decides_anew(x: Tensor) -> None:

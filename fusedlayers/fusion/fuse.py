@@ -23,6 +23,7 @@ from .recording import Place, record
 from .region import Region, region_of
 from .report import FuseReport, Replaced, Skipped
 from .stand_in import recognise
+from .timing import step_times
 
 #: Operations that spare something only together with others: nobody would ask why these are left.
 _AUXILIARY = frozenset({GATE, PRODUCT, "batch_norm"})
@@ -43,7 +44,8 @@ def fuse(model: nn.Module, example_inputs: Any = None, *, save: str = "auto", dr
             keywords. Places that spare nothing on them are left as they are. Without, only modules are found whose
             class says what they compute, and nothing is measured.
         save: "auto"; "recompute" for MLPs that keep their input alone, and run forward once more in the backward pass.
-        dry_run: whether to change nothing, and only report.
+        dry_run: whether to change nothing, and only report; how long a step would take as well, which takes some
+            steps for each line of the report.
 
     Returns:
         a report: the places, what each spares, what was skipped and why, and the bytes saved for backward in all.
@@ -100,6 +102,7 @@ class _Group:
 
     places: list[Place]
     spared: int | None = None
+    time_ms: float | None = None
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -157,8 +160,10 @@ class _Fusing:
                 blocks = [*find_blocks(model, recording)] if self._save == "recompute" else []
                 groups = self._chosen(_grouped(recording.places, blocks), before, measured)
                 after = measured()
-            known = (before, after) if before is not None and after is not None and (before or after) else None
-            return self._finish(groups, known)
+                known = (before, after) if before is not None and after is not None and (before or after) else None
+                is_timed = self._dry_run and known is not None and groups
+                step_ms = self._step_ms(groups, args, kwargs, restore_random_state) if is_timed else None
+            return self._finish(groups, known, step_ms)
         except BaseException:
             self._put_back()
             raise
@@ -202,6 +207,24 @@ class _Fusing:
             return self._leave(chosen, f"fused, the model would keep {size_text(total - before)} more")
         return chosen
 
+    def _step_ms(
+        self, groups: list[_Group], args: tuple[Any, ...], kwargs: dict[str, Any], restore_random_state: Any
+    ) -> tuple[float, float]:
+        """The time of a step before and after; each group gets to know what is its own."""
+
+        def only(chosen: list[_Group]) -> Callable[[], None]:
+            def switch() -> None:
+                for group in groups:
+                    group.switch(group in chosen)
+
+            return switch
+
+        variants = [only([]), *(only([group for group in groups if group is not out]) for out in groups), only(groups)]
+        before, *without, after = step_times(self._model, args, kwargs, variants, restore_random_state)
+        for group, time_ms in zip(groups, without, strict=True):
+            group.time_ms = after - time_ms
+        return before, after
+
     def _leave(self, groups: list[_Group], reason: str) -> list[_Group]:
         """Switch groups off again."""
         for group in groups:
@@ -210,7 +233,9 @@ class _Fusing:
         self._skipped += groups
         return []
 
-    def _finish(self, groups: list[_Group], known: tuple[int, int] | None) -> FuseReport:
+    def _finish(
+        self, groups: list[_Group], known: tuple[int, int] | None, step_ms: tuple[float, float] | None = None
+    ) -> FuseReport:
         for group in groups:
             for place in group.places:
                 region = Region.of(place.module)
@@ -221,11 +246,12 @@ class _Fusing:
             self._put_back()
         return FuseReport(
             type(self._model).__name__,
-            tuple(Replaced(group.paths, *group.first.names, _saves(group.first), group.spared) for group in groups),
+            tuple(Replaced(g.paths, *g.first.names, _saves(g.first), g.spared, g.time_ms) for g in groups),
             tuple(Skipped(group.paths, *group.first.names, group.first.under or "") for group in self._skipped),
             known,
             tuple(self._notes),
             self._dry_run,
+            step_ms,
         )
 
     def _remove_needless(self) -> None:

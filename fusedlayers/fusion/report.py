@@ -21,6 +21,8 @@ class Replaced:
         saves: what is kept of it for the backward pass, in a few words.
         saved_bytes: how many bytes fewer a forward pass on the example inputs keeps because of these places, while all
             others are fused; None without example inputs.
+        time_ms: how much longer a step of forward and backward takes because of these places; negative where it takes
+            less. None unless it was a dry run on example inputs.
     """
 
     modules: tuple[str, ...]
@@ -28,6 +30,7 @@ class Replaced:
     activation: str | None
     saves: str
     saved_bytes: int | None = None
+    time_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class FuseReport:
             now; None without example inputs, or where the outputs need no gradient.
         notes: what to know of the report itself.
         dry_run: whether nothing was changed.
+        step_ms: how long a step of forward and backward takes before, and with these places; of a dry run.
     """
 
     name: str
@@ -60,10 +64,12 @@ class FuseReport:
     saved_bytes: tuple[int, int] | None = None
     notes: tuple[str, ...] = ()
     dry_run: bool = False
+    step_ms: tuple[float, float] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values, for JSON."""
         before, after = self.saved_bytes or (None, None)
+        before_ms, after_ms = self.step_ms or (None, None)
         return {
             "name": self.name,
             "replaced": [asdict(place) | {"modules": list(place.modules)} for place in self.replaced],
@@ -71,6 +77,7 @@ class FuseReport:
             "saved_bytes": {"before": before, "after": after},
             "notes": list(self.notes),
             "dry_run": self.dry_run,
+            "step_ms": {"before": before_ms, "after": after_ms},
         }
 
     def __str__(self) -> str:
@@ -90,11 +97,15 @@ class FuseReport:
         yield f"{self.name}: {count} place{'' if count == 1 else 's'} {would}"
         if self.replaced:
             yield ""
-            header = "", "pattern", "module", "spares", "for the backward pass it"
-            rows = [
-                (str(len(p.modules)), p.activation or p.pattern, path_text(p.modules), _spared(p.saved_bytes), p.saves)
-                for p in self.replaced
-            ]
+            header = (
+                "",
+                "pattern",
+                "module",
+                "spares",
+                *["takes"] * (self.step_ms is not None),
+                "for the backward pass it",
+            )
+            rows = [(str(len(p.modules)), p.activation or p.pattern, *_columns(p)) for p in self.replaced]
             widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
             for row in (header, *rows):
                 number, *texts = row
@@ -110,6 +121,8 @@ class FuseReport:
             change = f" ({100 * (after - before) / before:+.1f} %)" if before else ""
             now = "then" if self.dry_run else "now"
             yield f"saved for backward: {size_text(before)} before, {size_text(after)} {now}{change}"
+        if self.step_ms is not None:
+            yield "forward and backward: {:.3g} ms before, {:.3g} ms then".format(*self.step_ms)
         for note in self.notes:
             yield ""
             yield note
@@ -119,8 +132,12 @@ def _first_of(paths: list[str]) -> str:
     return ", ".join(paths[:2]) + (f" and {len(paths) - 2} more" if len(paths) > 2 else "")
 
 
-def _spared(count: int | None) -> str:
-    return "" if count is None else size_text(count)
+def _columns(place: Replaced) -> Iterator[str]:
+    yield path_text(place.modules)
+    yield "" if place.saved_bytes is None else size_text(place.saved_bytes)
+    if place.time_ms is not None:
+        yield f"{place.time_ms:+.2g} ms"
+    yield place.saves
 
 
 def path_text(modules: tuple[str, ...]) -> str:
