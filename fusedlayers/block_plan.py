@@ -24,6 +24,10 @@ from .ops.mlp_forward import Block, BlockOptions, Linear
 from .plan import choose_save, describe
 from .utils.bounded_cache import BoundedCache
 
+#: Into how many chunks the rows of a block are cut, at most, where nobody says. What is hidden and needed for a moment
+#: only is made for one of them at a time, in two buffers, or three of a gated block.
+CHUNKS = 16
+
 
 class BlockNeeds(NamedTuple):
     """What needs gradients; nothing does while gradients are switched off."""
@@ -159,10 +163,17 @@ def describe_block(options: BlockOptions, activation: Activation, dtype: torch.d
 
 def _block(key: BlockKey, saved: Saved) -> Block:
     options = key.options
-    block = Block(
-        key.activation, saved, options.is_gated, key.is_packed, None, options.chunks, key.backend, key.cast is not None
-    )
-    return block._replace(chunks=_chunks(key, block))
+    block = Block(key.activation, saved, options.is_gated, key.is_packed, None, 1, key.backend, key.cast is not None)
+    wanted = _default_chunks(key, saved) if options.chunks is None else options.chunks
+    return block._replace(chunks=_chunks(key, block._replace(chunks=wanted)))
+
+
+def _default_chunks(key: BlockKey, saved: Saved) -> int:
+    least_bytes = key.backend.CHUNK_BYTES
+    if not least_bytes:
+        return CHUNKS
+    hidden_bytes = key.rows * key.hidden_features * key.dtype.itemsize
+    return min(CHUNKS, max(1, hidden_bytes // least_bytes)) if saved == "recompute" else 1
 
 
 def _chunks(key: BlockKey, block: Block) -> int:

@@ -22,10 +22,6 @@ from .ops.mlp_forward import BlockOptions, Linear
 from .plan import choose_save
 from .validation import check_call, check_dropout
 
-#: Into how many chunks the rows of a block are cut. What is hidden and needed for a moment only is made for one of them
-#: at a time, in two buffers, or three of a gated block.
-CHUNKS = 16
-
 #: Of ``bias_act`` without a bias, whatever its ``dim``.
 _POINTWISE = Pointwise(-1)
 
@@ -274,7 +270,7 @@ def mlp(
     *,
     dropout: float = 0.0,
     save: str = "auto",
-    chunks: int = CHUNKS,
+    chunks: int | None = None,
 ) -> Tensor:
     """``F.linear(dropout(activation(F.linear(input, weight1, bias1))), weight2, bias2)`` that keeps one hidden buffer.
 
@@ -291,7 +287,9 @@ def mlp(
             which backward recomputes the other. "recompute": nothing; forward and backward run over chunks of rows (as
             "auto" where input or weights would be saved for this alone, and be more).
             "auto": "output" where the derivative can be had from it within the dtype's rounding floor, else "input".
-        chunks: into how many chunks the rows are cut where something hidden is needed for a moment only.
+        chunks: into how many chunks the rows are cut where something hidden is needed for a moment only. None: 16 on
+            CPUs; on GPUs, where each chunk launches kernels of its own, one, or with "recompute" as many as have 32 MiB
+            hidden each, up to 16.
 
     Returns:
         (..., out), of the same dtype.
@@ -331,7 +329,7 @@ def gated_mlp(
     *,
     dropout: float = 0.0,
     save: str = "auto",
-    chunks: int = CHUNKS,
+    chunks: int | None = None,
 ) -> Tensor:
     """``F.linear(dropout(activation(gate) * up), weight_down, bias_down)`` with ``gate = F.linear(input, weight_gate,
     bias_gate)`` and ``up`` likewise, that keeps two hidden buffers (Shazeer 2020: SwiGLU, GEGLU, ReGLU, GLU, and with

@@ -149,6 +149,8 @@ def check_block_options(options: BlockOptions) -> None:
             "'input' or 'recompute'"
         )
     check_dropout(function, dropout)
+    if chunks is None:
+        return
     if not is_whole(chunks):
         raise TypeError(f"{function}: chunks must be an int, got {type(chunks).__name__}: {chunks!r}")
     if chunks < 1:

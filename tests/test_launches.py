@@ -17,31 +17,31 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has a d
 
 SCRIPT = Path(__file__).with_name("launches.py")
 
-#: Name -> launches of forward and of backward, at most: Triton's kernels and torch's operators. 8192 rows of 256
-#: features in bfloat16, 1024 hidden.
+#: Name -> launches of forward and of backward, at most: Triton's kernels and torch's operators. 4096 rows of 256
+#: features in bfloat16, 3072 hidden. Eager PyTorch launches 6 for a dense layer, 10 for an MLP, 15 for a gated one.
 LAUNCHES = {
-    "dense gelu": (2, 6),
-    "dense relu": (2, 6),
-    "bias_act": (1, 4),
+    "dense gelu": (2, 4),
+    "dense relu": (2, 4),
+    "bias_act": (1, 2),
     "gelu": (1, 1),
-    "scalar parameter": (3, 5),
-    "mlp": (3, 326),
-    "mlp, one chunk": (3, 9),
+    "scalar parameter": (3, 4),
+    "mlp": (3, 7),
+    "mlp, recomputing": (3, 9),
     "layer norm": (1, 2),
     "rms norm": (1, 2),
     "gate and product": (2, 5),
-    "gated mlp": (50, 311),
-    "dense gelu, epilogues": (1, 6),
-    "dense relu, epilogues": (1, 6),
-    "bias_act, epilogues": (1, 4),
+    "gated mlp": (4, 8),
+    "dense gelu, epilogues": (1, 4),
+    "dense relu, epilogues": (1, 4),
+    "bias_act, epilogues": (1, 2),
     "gelu, epilogues": (1, 1),
-    "scalar parameter, epilogues": (3, 5),
-    "mlp, epilogues": (2, 7),
-    "mlp, one chunk, epilogues": (2, 7),
+    "scalar parameter, epilogues": (3, 4),
+    "mlp, epilogues": (2, 6),
+    "mlp, recomputing, epilogues": (3, 7),
     "layer norm, epilogues": (1, 2),
     "rms norm, epilogues": (1, 2),
     "gate and product, epilogues": (2, 5),
-    "gated mlp, epilogues": (50, 295),
+    "gated mlp, epilogues": (4, 6),
 }
 
 
@@ -67,16 +67,18 @@ def test_launches(measured: dict[str, Any]) -> None:
     ours = [found for name, found in measured.items() if not name.startswith("layer norm")]  # whose forward is torch's
     assert all(sum(found["forward"]["kernels"].values()) >= 1 for found in ours)
     assert measured["dense gelu, epilogues"]["forward"]["kernels"] == {"linear_act_kernel": 1}
-    assert measured["mlp, epilogues"]["backward"]["kernels"] == {"linear_gradient_kernel": 1}
+    assert measured["mlp, epilogues"]["backward"]["kernels"] == {"linear_gradient_kernel": 1, "sums_kernel": 1}
 
 
 def test_scratch(measured: dict[str, Any]) -> None:
-    hidden = 8192 * 1024 * 2
+    """Beside arguments and results a launch gets what was saved, the gradient of the hidden buffer, and 1 % of that."""
+    hidden = 4096 * 3072 * 2
+    buffers = {"mlp": (1, 2), "mlp, recomputing": (1, 2), "gate and product": (1, 1), "gated mlp": (3, 3)}
+    buffers |= {"dense gelu": (0, 1), "dense relu": (0, 1)}  # y, over which dz is written
     for name, found in measured.items():
-        # A number of an activation's own is packed.
-        hidden_buffers = 2 if name.startswith("gated") else name.startswith(("mlp", "gate "))
-        statistics = 2 * 8192 * 4 if "norm" in name else 0
-        assert found["forward"]["scratch_bytes"] <= hidden_buffers * (hidden + (512 << 10)) + statistics + 4, name
-    # Partial sums of the bias's gradient, beside dz where nothing may be overwritten.
-    assert measured["bias_act"]["backward"]["scratch_bytes"] <= 2 << 20
-    assert measured["gelu"]["backward"]["scratch_bytes"] == 0
+        in_forward, in_backward = buffers.get(name.removesuffix(", epilogues"), (0, 0))
+        if "norm" in name:  # 512 programs have a row of sums each
+            in_backward = 0.51
+        assert found["forward"]["scratch_bytes"] <= (in_forward + 0.001) * hidden, name
+        # A matmul's epilogue writes a row of sums for each row of tiles.
+        assert found["backward"]["scratch_bytes"] <= (in_backward + (0.016 if "epi" in name else 0.01)) * hidden, name

@@ -17,6 +17,7 @@ from fusedlayers.memory import saved_bytes
 from fusedlayers.ops import mlp_forward
 
 pytest.importorskip("triton")
+from fusedlayers.backends import triton
 
 pytestmark = [
     pytest.mark.filterwarnings(*INTERPRETER_WARNINGS),
@@ -42,6 +43,7 @@ def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small blocks are cut into chunks too."""
     torch.manual_seed(0)
     monkeypatch.setattr(mlp_forward, "LEAST_ROWS", 16)
+    monkeypatch.setattr(triton, "CHUNK_BYTES", 0)
 
 
 @pytest.fixture

@@ -73,8 +73,12 @@ class Backend(Protocol):
         """``linear`` where ``has_faster_linear`` holds."""
         ...
 
-    def linear(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        """``x w^T + b`` in a new buffer: (..., in), (out, in), (out,) -> (..., out)."""
+    def linear(self, x: Tensor, w: Tensor, b: Tensor | None, *, out: Tensor | None = None) -> Tensor:
+        """``x w^T + b``, in ``out`` or in a new buffer: (..., in), (out, in), (out,) -> (..., out)."""
+        ...
+
+    def add_linear(self, total: Tensor, x: Tensor, w: Tensor) -> None:
+        """``total + x w^T`` over ``total``, which has the dtype of both."""
         ...
 
     def operation_act(
@@ -212,7 +216,7 @@ class Backend(Protocol):
         *,
         needs_x: bool,
         overwrite: bool,
-    ) -> tuple[Tensor | None, Tensor, Tensor]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of x, in y if ``overwrite``, and of the rows that w and b are, in a floating dtype; dy and y
         are contiguous."""
         ...
@@ -246,6 +250,9 @@ class Backend(Protocol):
         """z with ``activation(z) = y``, in ``out`` (which may be y) or in a new buffer; y carries the branch."""
         ...
 
+    #: How many hidden bytes a chunk of a block's rows has, at least; a block that recomputes nothing is one chunk then.
+    #: 0 where small chunks are as fast as large ones.
+    CHUNK_BYTES: int
     #: Whether the bias is best added by ``bias_act`` instead of by the matmul.
     ADDS_BIAS: bool
     #: Whether ``has_epilogue`` may hold.

@@ -12,7 +12,7 @@ from .. import backends
 from ..activations import DTYPES, Activation, must_call_reason, resolve
 from ..block_plan import describe_block
 from ..execute import after_activation
-from ..functional import CHUNKS, bias_act, gated_mlp, mlp
+from ..functional import bias_act, gated_mlp, mlp
 from ..ops.mlp_forward import BlockOptions
 from ..validation import check_block_options
 from .base import WithActivation
@@ -25,9 +25,11 @@ class FusedBlock(WithActivation):
 
     is_gated: ClassVar[bool]
     dropout: float
-    chunks: int
+    chunks: int | None
 
-    def _set_block(self, layers: Mapping[str, Any], activation: object, dropout: float, save: str, chunks: int) -> None:
+    def _set_block(
+        self, layers: Mapping[str, Any], activation: object, dropout: float, save: str, chunks: int | None
+    ) -> None:
         check_block_options(BlockOptions(type(self).__name__, dropout, save, chunks, self.is_gated))
         for name, layer in layers.items():
             self.add_module(name, layer)
@@ -36,7 +38,7 @@ class FusedBlock(WithActivation):
         self._set(activation, save)
 
     @classmethod
-    def _of(cls, layers: Mapping[str, Any], activation: object, dropout: float, save: str, chunks: int) -> Self:
+    def _of(cls, layers: Mapping[str, Any], activation: object, dropout: float, save: str, chunks: int | None) -> Self:
         """A block of layers that are there, which are shared."""
         for name, layer in layers.items():
             if type(layer) is not nn.Linear:
@@ -183,7 +185,7 @@ class FusedMLP(FusedBlock):
         *,
         dropout: float = 0.0,
         save: str = "auto",
-        chunks: int = CHUNKS,
+        chunks: int | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -202,7 +204,7 @@ class FusedMLP(FusedBlock):
         *,
         dropout: float = 0.0,
         save: str = "auto",
-        chunks: int = CHUNKS,
+        chunks: int | None = None,
     ) -> Self:
         """A block of these two layers, which it shares.
 
@@ -274,7 +276,7 @@ class FusedGatedMLP(FusedBlock):
         packed: bool = False,
         dropout: float = 0.0,
         save: str = "auto",
-        chunks: int = CHUNKS,
+        chunks: int | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -295,7 +297,7 @@ class FusedGatedMLP(FusedBlock):
         *,
         dropout: float = 0.0,
         save: str = "auto",
-        chunks: int = CHUNKS,
+        chunks: int | None = None,
     ) -> Self:
         """A block of these layers, which it shares; without ``up``, ``gate`` makes both, the gate's rows first.
 

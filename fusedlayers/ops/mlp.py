@@ -143,9 +143,10 @@ def _gradients(
     # The contiguous copy is made here so that it can be freed here: a caller's frame may hold what it has passed on, as
     # it does once torch's compiler has hooked itself into how Python evaluates frames.
     dy = dy.contiguous()
-    totals = _Totals(block, w, layers, operands, needs)
+    totals = _Totals(block, w, layers, operands, needs, len(x))
     recomputes = not saved
-    dx = torch.empty_like(x) if needs.x and recomputes else None
+    is_cut = block.chunk_rows(len(x)) < len(x)
+    dx = torch.empty_like(x) if needs.x and recomputes and is_cut else None
     db = dy.sum(0) if needs.b else None
     chunks: Iterable[slice] = block.rows(x)
     if block.is_whole:
@@ -157,14 +158,13 @@ def _gradients(
         parts = [part[rows] for part in saved] or block.pre_activations(x[rows], layers)
         totals.through_last(dy[rows], parts, rows.start)
         if recomputes and needs.hidden:
-            of_rows = totals.through_first(parts, x[rows])
-            if dx is not None and of_rows is not None:
-                dx[rows] = of_rows
+            of_rows = totals.through_first(parts, x[rows], None if dx is None else dx[rows])
+            dx = dx if is_cut else of_rows
             del of_rows
         del parts
     del dy  # which may be a copy
     if not recomputes:
-        dx = totals.through_first(saved, x)
+        dx = totals.through_first(saved, x, None)
     return [dx, totals.of_w.take() if needs.w else None, db, *totals.take()]
 
 
@@ -178,13 +178,15 @@ class _Totals:
         layers: Sequence[Linear],
         operands: Sequence[Tensor],
         needs: NeededGradients,
+        rows: int,
     ) -> None:
         self.block, self.w, self.layers, self.operands, self.needs = block, w, layers, operands, needs
-        self.of_w = _Sum()
+        self.rows = rows
+        self.of_w = _Sum(rows)
         self.of_operands = [torch.zeros_like(p, dtype=torch.float64) for p in operands]
         halves = 2 if block.is_packed else 1
-        self.of_biases = [_Sum() if need else None for need in needs.biases * halves]
-        self.of_weights = [_Sum() if need else None for need in needs.weights]
+        self.of_biases = [_Sum(rows) if need else None for need in needs.biases * halves]
+        self.of_weights = [_Sum(rows) if need else None for need in needs.weights]
         #: Of packed weights, in whose halves the sums are: to join them afterwards would take their bytes twice.
         self.of_packed: Tensor | None = None
         if block.is_packed:
@@ -225,22 +227,23 @@ class _Totals:
         for total, share in zip(self.of_operands, through.operands, strict=True) if through.operands else ():
             total += 0.0 if share is None else share.view_as(total)
 
-    def through_first(self, of_parts: list[Tensor], x: Tensor) -> Tensor | None:
+    def through_first(self, of_parts: list[Tensor], x: Tensor, out: Tensor | None) -> Tensor | None:
         """From the gradients of the pre-activations, each of which is freed when it has been read, to those of the
-        first layers, and of x, which is returned."""
+        first layers, and of x, which is returned, in ``out`` if given."""
         dx = None
         if self.block.is_packed and self.needs.weights[0] and self.of_packed is None:
             self.of_packed = x.new_empty(2 * of_parts[0].shape[1], x.shape[1])
-            self.of_weights = [_Sum(half) for half in self.of_packed.chunk(2)]
+            self.of_weights = [_Sum(self.rows, half) for half in self.of_packed.chunk(2)]
         for (w, _), of_weight, of_bias in zip(self.layers, self.of_weights, self.of_biases, strict=True):
             of_part = of_parts.pop(0)
             if of_weight is not None:
                 of_weight.add_product(of_part, x)
             if of_bias is not None and not self.adds_bias:
                 of_bias.add(of_part.sum(0))
-            if self.needs.x:
-                share = self.block.backend.linear(of_part, w.t(), None)
-                dx = share if dx is None else dx.add_(share)
+            if dx is not None:
+                self.block.backend.add_linear(dx, of_part, w.t())
+            elif self.needs.x:
+                dx = self.block.backend.linear(of_part, w.t(), None, out=out)
         return dx
 
     def take(self) -> list[Tensor | None]:
@@ -254,11 +257,24 @@ class _Totals:
         return [*of_weights, *of_biases, *(total.to(p.dtype) if need else None for total, p, need in of_operands)]
 
 
-class _Sum:
-    """A sum over chunks of rows. 16-bit shares of several chunks are added in float32. The result is in ``out``, if
-    given."""
+@functools.cache
+def _has_wide_products(device: torch.device) -> bool:
+    """Whether matmuls of 16-bit numbers add to float32 numbers, which CUDA's do and others do not."""
+    a = torch.full((16, 16), 2.0, dtype=torch.bfloat16, device=device)
+    total = torch.ones(16, 16, device=device)
+    try:
+        torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False
+    return bool((total == 65).all())
 
-    def __init__(self, out: Tensor | None = None) -> None:
+
+class _Sum:
+    """A sum over chunks of so many rows. 16-bit shares of several chunks are added in float32. The result is in
+    ``out``, if given."""
+
+    def __init__(self, rows: int, out: Tensor | None = None) -> None:
+        self.rows = rows
         self.dtype = torch.float32
         self.sum: Tensor | None = None
         self.out = out
@@ -275,7 +291,12 @@ class _Sum:
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """``a^T b``."""
-        if self.sum is None and self.out is not None:
+        is_in_float32 = len(b) < self.rows and b.dtype.itemsize == 2 and b.is_cuda and _has_wide_products(b.device)
+        if is_in_float32:
+            if self.sum is None:
+                self.dtype, self.sum = b.dtype, b.new_zeros(a.shape[1], b.shape[1], dtype=torch.float32)
+            torch.addmm(self.sum, a.t(), b, out_dtype=torch.float32, out=self.sum)
+        elif self.sum is None and self.out is not None:
             self.add(torch.mm(a.t(), b, out=self.out))
         elif self.sum is None or b.dtype.itemsize == 2:
             self.add(a.t() @ b)

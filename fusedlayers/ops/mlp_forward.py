@@ -68,7 +68,8 @@ class BlockOptions(NamedTuple):
     function: str
     dropout: float
     save: str
-    chunks: int
+    #: None leaves it to the plan.
+    chunks: int | None
     is_gated: bool
 
     def halves(self, first: Sized) -> int:
@@ -188,11 +189,13 @@ def run_last(
     kept: Sequence[Tensor],
 ) -> Tensor:
     """The last layer, chunk by chunk, from the saved tensors or, where there are none, from x."""
-    out = x.new_empty(x.shape[0], last.w.shape[0])
+    is_cut = block.chunk_rows(len(x)) < len(x)
+    out = x.new_empty(len(x), last.w.shape[0]) if is_cut else None
     for rows in block.rows(x):
         parts = [part[rows] for part in kept] or block.pre_activations(x[rows], layers)
-        out[rows] = block.backend.linear(block.hidden(parts, operands, rows.start, overwrite=not kept), *last)
-    return out
+        hidden = block.hidden(parts, operands, rows.start, overwrite=not kept)
+        of_rows = block.backend.linear(hidden, *last, out=None if out is None else out[rows])
+    return of_rows if out is None else out
 
 
 def without_gradients(

@@ -82,8 +82,8 @@ class _RowNorm(Function):
             norm, dy.contiguous(), y, w, b, inverse_std, kept, needs_x=needs_x, overwrite=overwrite
         )
         dx = dx.detach() if dx is y else dx  # which is a result, and knows its node
-        dw = of_w.view(norm.shape).to(w.dtype) if needs_w else None
-        db = of_b.view(norm.shape).to(b.dtype) if needs_b else None
+        dw = of_w.view(norm.shape).to(w.dtype) if needs_w and of_w is not None else None
+        db = of_b.view(norm.shape).to(b.dtype) if needs_b and of_b is not None else None
         return dx, dw, db, None, None, None, None
 
 

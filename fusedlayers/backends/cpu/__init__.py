@@ -4,7 +4,7 @@ import torch
 
 from ...activations import Activation
 from .. import torch as reference
-from ..torch import ADDS_BIAS, HAS_EPILOGUES, computes, describe_matmuls, has_epilogue, linear_gradient
+from ..torch import ADDS_BIAS, CHUNK_BYTES, HAS_EPILOGUES, computes, describe_matmuls, has_epilogue, linear_gradient
 from . import build
 from .dropout import drop, drop_gradient, drop_marked, drop_marked_gradient
 from .elementwise import (
@@ -17,12 +17,14 @@ from .elementwise import (
 )
 from .group_norm import group_norm_gradient
 from .norm import norm_passes
-from .onednn import faster_linear, has_faster_linear, linear, operation_act
+from .onednn import add_linear, faster_linear, has_faster_linear, linear, operation_act
 from .row_norm import inexact_columns, row_norm, row_norm_gradient, row_norm_slow_because
 
 __all__ = [
     "ADDS_BIAS",
+    "CHUNK_BYTES",
     "HAS_EPILOGUES",
+    "add_linear",
     "bias_act",
     "computes",
     "describe_matmuls",

@@ -46,11 +46,15 @@ def faster_linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     return onednn_linear(x, w, b, "none", [], "")
 
 
-def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-    """``x w^T + b`` in a new buffer."""
-    if has_faster_linear(x, w):
-        return onednn_linear(x, w, b, "none", [], "")
-    return F.linear(x, w, b)
+def linear(x: Tensor, w: Tensor, b: Tensor | None, *, out: Tensor | None = None) -> Tensor:
+    """``x w^T + b``, in ``out`` or in a new buffer."""
+    y = faster_linear(x, w, b) if has_faster_linear(x, w) else F.linear(x, w, b)
+    return y if out is None else out.copy_(y)
+
+
+def add_linear(total: Tensor, x: Tensor, w: Tensor) -> None:
+    """``total + x w^T`` over ``total``."""
+    total.add_(linear(x, w, None))
 
 
 def operation_act(

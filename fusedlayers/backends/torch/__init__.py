@@ -26,6 +26,7 @@ from .gated import gate, gate_gradient
 from .group_norm import centred, group_norm_gradient
 from .inverse import inverse
 from .matmul import (
+    add_linear,
     describe_matmuls,
     faster_linear,
     has_epilogue,
@@ -38,7 +39,9 @@ from .row_norm import inexact_columns, row_norm, row_norm_gradient, row_norm_slo
 
 __all__ = [
     "ADDS_BIAS",
+    "CHUNK_BYTES",
     "HAS_EPILOGUES",
+    "add_linear",
     "bias_act",
     "centred",
     "computes",
@@ -78,6 +81,7 @@ __all__ = [
 
 #: torch's matmuls add it on the way.
 ADDS_BIAS = False
+CHUNK_BYTES = 0
 HAS_EPILOGUES = False
 
 

@@ -18,12 +18,18 @@ def has_faster_linear(x: Tensor, w: Tensor) -> bool:
     return False
 
 
-def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-    """``x w^T + b`` in a new buffer."""
-    return F.linear(x, w, b)
+def linear(x: Tensor, w: Tensor, b: Tensor | None, *, out: Tensor | None = None) -> Tensor:
+    """``x w^T + b``, in ``out`` or in a new buffer."""
+    y = F.linear(x, w, b)
+    return y if out is None else out.copy_(y)
 
 
-faster_linear = linear
+faster_linear = F.linear
+
+
+def add_linear(total: Tensor, x: Tensor, w: Tensor) -> None:
+    """``total + x w^T`` over ``total``."""
+    total.add_(linear(x, w, None))
 
 
 def operation_act(

@@ -12,6 +12,7 @@ from .codegen import computes
 from .dropout import drop, drop_gradient, drop_marked, drop_marked_gradient
 from .elementwise import bias_act, gate, gate_gradient, gradient, inverse
 from .operations import (
+    add_linear,
     describe_matmuls,
     faster_linear,
     has_epilogue,
@@ -24,7 +25,9 @@ from .row_norm import row_norm, row_norm_gradient, row_norm_slow_because
 
 __all__ = [
     "ADDS_BIAS",
+    "CHUNK_BYTES",
     "HAS_EPILOGUES",
+    "add_linear",
     "bias_act",
     "computes",
     "describe_matmuls",
@@ -55,6 +58,8 @@ __all__ = [
 ADDS_BIAS = True
 #: A matmul may apply the activation before it writes its result.
 HAS_EPILOGUES = True
+#: Each chunk launches kernels of its own: with so many hidden bytes their time on the device is longer than the host's.
+CHUNK_BYTES = 32 << 20
 
 
 def slow_because(activation: Activation, dtype: torch.dtype) -> str | None:

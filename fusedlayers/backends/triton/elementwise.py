@@ -5,11 +5,11 @@ along the columns in dense layers and channels-last tensors, along the rows in c
 the whole tensor is one row.
 
 Arithmetic is float32; inputs and outputs are 16- or 32-bit floats. The gradients of the bias and of the tensors that an
-activation reads (its operands) are summed in a fixed order: every program adds up its own rows, and torch adds the
-partial sums.
+activation reads (its operands) are summed in a fixed order: every program adds up its own rows, and ``sums.py`` adds
+the partial sums.
 
-Cost: one read of each input and one write of each output; partial sums of at most ``PROGRAMS`` rows. Limits: tensors
-with gaps, or with other strides than their result, are copied first.
+Cost: one read of each input and one write of each output, and some partial sums. Limits: tensors with gaps, or with
+other strides than their result, are copied first.
 """
 
 from __future__ import annotations
@@ -26,13 +26,17 @@ from ...activations import Activation
 from ...utils.layout import is_dense, layout_along
 from ..base import GradientRequest
 from .codegen import device_function, pack
+from .sums import Sum, each
 
 #: Elements per tile, and threads that share them: 8 each, which is one or two 16-byte loads of each operand. (With 16,
 #: gelu's derivative in float32 spilled registers on sm_100.)
 TILE = 2048
 THREADS = 256
-#: Programs per backward launch, about: enough to fill any device several times, few enough for short partial sums.
+#: Programs per backward launch, about: enough to fill any device several times.
 PROGRAMS = 2048
+#: The same where they sum, and the columns of a tile then: all partial sums take 128 KiB. On an H100 with its 132
+#: multiprocessors, for which there are no measurements yet, that is half of the warps that fit.
+SUMMING_PROGRAMS, SUMMED_COLUMNS = 512, 64
 #: Neighbours that are added before they join a running sum. A thread has at least four, so a sum takes a quarter of the
 #: registers: with ten operands 100 to 130 in all instead of 170 to 210, where six spill on sm_100.
 GROUP = tl.constexpr(4)
@@ -93,6 +97,12 @@ def _group(sum_, axis):
     # Not where neighbours are of different channels; and a bias alone, the result 0, has registers enough.
     result, by_channel = sum_
     return GROUP.value if result > 0 and (axis == "row" or not by_channel) else 1
+
+
+@triton.constexpr_function
+def _written(sums, channels):
+    """How many numbers a program writes of each sum, at most."""
+    return channels if any(by_channel for _, by_channel in sums) else 1
 
 
 @triton.jit
@@ -158,7 +168,7 @@ def gradient_kernel(
             column += COLUMNS
         else:
             row += ROWS
-    width = tl.num_programs(0) * (ROWS if AXIS == "row" else COLUMNS)
+    width = tl.num_programs(0) * _written(SUMS, ROWS if AXIS == "row" else COLUMNS)
     for i in tl.static_range(len(SUMS)):
         start = partial_ptr + (i * tl.num_programs(1) + tl.program_id(1)) * width
         if not SUMS[i][1]:
@@ -219,12 +229,12 @@ def gate_gradient(
             t.copy_(computed)
         return shares
     request = GradientRequest("input", True, False, needs)
-    by_channel = [p.numel() > 1 for p, need in zip(operands, needs, strict=True) if need]
+    wanted = [Sum.of(p) for p, need in zip(operands, needs, strict=True) if need]
     dz, dup = out or (z, up)
     if dup is not up:
         dup.copy_(up)  # the kernel reads it, and writes its gradient over it
-    sums = iter(_launch_gradient(dy, z, dz, activation, operands, request, -1, by_channel, up=dup))
-    return [next(sums).to(p.dtype) if need else None for p, need in zip(operands, needs, strict=True)]
+    sums = iter(_launch_gradient(dy, z, dz, activation, operands, request, -1, wanted, up=dup))
+    return [next(sums) if need else None for need in needs]
 
 
 def inverse(y: Tensor, activation: Activation, out: Tensor | None) -> Tensor:
@@ -277,20 +287,15 @@ def gradient(
 ) -> tuple[Tensor | None, ...]:
     """``dz = dy * f'``, the gradient of the bias, and those of the operands: None where not requested."""
     dz = saved if request.overwrite and is_dense(saved) else torch.empty_like(saved)
-    summed = [p.numel() > 1 for p, need in zip(operands, request.needs_operands, strict=True) if need]
-    by_channel = [True] * request.needs_bias + summed
+    wanted = [Sum(True, dz.dtype)] * request.needs_bias
+    wanted += [Sum.of(p) for p, need in zip(operands, request.needs_operands, strict=True) if need]
     if dz.numel():
-        sums = iter(_launch_gradient(dy, saved, dz, activation, operands, request, dim, by_channel))
+        sums = iter(_launch_gradient(dy, saved, dz, activation, operands, request, dim, wanted))
     else:
-        sums = iter([dz.new_zeros(dz.shape[dim] if by else 1) for by in by_channel])
+        sums = iter([dz.new_zeros(dz.shape[dim] if one.by_channel else 1, dtype=one.dtype) for one in wanted])
     if dz is saved:
         torch.autograd.graph.increment_version(dz)
-    db = next(sums).to(dz.dtype) if request.needs_bias else None
-    return (
-        dz,
-        db,
-        *(next(sums).to(p.dtype) if n else None for p, n in zip(operands, request.needs_operands, strict=True)),
-    )
+    return dz, *(next(sums) if need else None for need in (request.needs_bias, *request.needs_operands))
 
 
 def _launch_gradient(
@@ -301,22 +306,23 @@ def _launch_gradient(
     operands: Sequence[Tensor],
     request: GradientRequest,
     dim: int,
-    by_channel: Sequence[bool],
+    wanted: Sequence[Sum],
     up: Tensor | None = None,
 ) -> list[Tensor]:
     """Write dz, and the gradient of ``up`` over it; return the sums: of dz for a bias, then of the operands' shares."""
     # A saved input is the user's tensor: it may have gaps.
     dy, saved = _as_laid_out(dy, dz), _as_laid_out(saved, dz)
     matrix = _as_matrix(dz, dim if request.needs_bias or _run(operands) else None)
-    rows, columns = _tile(matrix)
+    rows, columns = _tile(matrix, sums=bool(wanted))
     across, along = triton.cdiv(matrix.columns, columns), triton.cdiv(matrix.rows, rows)
     if matrix.axis == "row":
         across, along = along, across
-    steps = triton.cdiv(along, max(1, PROGRAMS // across))
+    most = min(PROGRAMS, SUMMING_PROGRAMS) if wanted else PROGRAMS
+    steps = triton.cdiv(along, max(1, most // across))
     programs = triton.cdiv(along, steps)
-    width = across * (rows if matrix.axis == "row" else columns)
-    partial = dz.new_empty((len(by_channel), programs, width), dtype=torch.float32)
-    first = 0 if request.needs_bias else 1
+    sums = tuple((i, one.by_channel) for i, one in enumerate(wanted, 0 if request.needs_bias else 1))
+    width = across * _written(sums, rows if matrix.axis == "row" else columns)
+    partial = dz.new_empty((len(wanted), programs, width), dtype=torch.float32)
     function = device_function(
         activation, "gradient", given=request.saved, dtype=saved.dtype, needs=request.needs_operands
     )
@@ -325,14 +331,10 @@ def _launch_gradient(
         gradient_kernel[across, programs](
             dy, saved, dz if up is None else up, pack(operands, dz), dz, partial, *matrix[:3], steps,
             GRADIENT=function, FORWARD=forward, AXIS=matrix.axis, HAS_UP=up is not None,
-            SUMS=tuple((first + i, by) for i, by in enumerate(by_channel)),
-            ROWS=rows, COLUMNS=columns, INDEX=_index_type(dz), **OPTIONS,
+            SUMS=sums, ROWS=rows, COLUMNS=columns, INDEX=_index_type(dz), **OPTIONS,
         )  # fmt: skip
-    count = {"none": 0, "column": matrix.columns, "row": matrix.rows}[matrix.axis]
-    return [
-        sums[:, :count].sum(0).view(-1, matrix.channels).sum(0) if by else sums[:, :across].sum()
-        for sums, by in zip(partial, by_channel, strict=True)
-    ]
+        outer = matrix.rows // matrix.channels if matrix.axis == "row" else 1
+        return each(wanted, partial, matrix.channels, outer, across)
 
 
 def _run(operands: Sequence[Tensor]) -> bool:
@@ -355,11 +357,11 @@ def _as_matrix(tensor: Tensor, dim: int | None) -> Matrix:
     return Matrix(outer * channels, inner, channels, "row")
 
 
-def _tile(matrix: Matrix) -> tuple[int, int]:
+def _tile(matrix: Matrix, *, sums: bool = False) -> tuple[int, int]:
     columns = min(TILE, max(16, triton.next_power_of_2(matrix.columns)))
     if matrix.axis != "none":
         # A tile of several rows shares its bias, and its sums, among them.
-        columns = min(columns, 256)
+        columns = min(columns, SUMMED_COLUMNS if sums and matrix.axis == "column" else 256)
     return (1 if matrix.axis == "none" else min(TILE // columns, triton.next_power_of_2(matrix.rows))), columns
 
 

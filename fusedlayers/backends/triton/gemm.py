@@ -29,6 +29,7 @@ from ...activations import Activation
 from ..base import ActivationGradients, GradientRequest
 from .codegen import device_function, pack
 from .elementwise import on
+from .sums import Sum, each
 
 
 @triton.jit
@@ -319,9 +320,10 @@ def linear_gradient(
     function = device_function(activation, "gradient", given=request.saved, dtype=z.dtype, needs=request.needs_operands)
     forward = device_function(activation, "forward", given="input", dtype=z.dtype) if several else None
     made = torch.empty_like(z) if hidden else None
-    used = [p for p, need in zip(operands, request.needs_operands, strict=True) if need]
-    sums = tuple(range(0 if request.needs_bias else 1, 1 + len(used)))
-    partial = z.new_empty((len(sums), triton.cdiv(rows, tiling.block_m), columns), dtype=torch.float32)
+    wanted = [Sum(True, z.dtype)] * request.needs_bias
+    wanted += [Sum.of(p) for p, need in zip(operands, request.needs_operands, strict=True) if need]
+    first = 0 if request.needs_bias else 1
+    partial = z.new_empty((len(wanted), triton.cdiv(rows, tiling.block_m), columns), dtype=torch.float32)
     if z.numel():
         launch = _Launch(tiling, z, inner, (dy, w, *parts), several=several)
         m, n, k, width = tiling.block_m, tiling.block_n, tiling.block_k, launch.width
@@ -332,17 +334,20 @@ def linear_gradient(
                 block if up is None else launch.block(up, m, width), pack(operands, z),
                 block if made is None else launch.block(made, m, width), partial,
                 rows, columns, inner, GRADIENT=function, FORWARD=forward,
-                HAS_UP=up is not None, HAS_HIDDEN=hidden, SUMS=sums, **launch.options,
+                HAS_UP=up is not None, HAS_HIDDEN=hidden,
+                SUMS=tuple(range(first, first + len(wanted))), **launch.options,
             )  # fmt: skip
+            found = each(wanted, partial, columns, 1, columns)
+    else:
+        found = [z.new_zeros(columns if one.by_channel else 1, dtype=one.dtype) for one in wanted]
     for part in parts:
         torch.autograd.graph.increment_version(part)
-    totals = iter(partial.sum(1))
-    db = next(totals).to(z.dtype) if request.needs_bias else None
-    shares: list[Tensor | None] = []
-    for p, need in zip(operands, request.needs_operands, strict=True):
-        total = next(totals) if need else None
-        shares.append(None if total is None else (total if p.numel() > 1 else total.sum()).to(p.dtype))
-    return ActivationGradients(made, db, shares)
+    sums = iter(found)
+    return ActivationGradients(
+        made,
+        next(sums) if request.needs_bias else None,
+        [next(sums) if need else None for need in request.needs_operands],
+    )
 
 
 class _Launch:

@@ -30,12 +30,19 @@ def has_faster_linear(x: Tensor, w: Tensor) -> bool:
     return False
 
 
-def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-    """``x w^T + b`` in a new buffer."""
-    return F.linear(x, w, b)
+def linear(x: Tensor, w: Tensor, b: Tensor | None, *, out: Tensor | None = None) -> Tensor:
+    """``x w^T + b``, in ``out`` or in a new buffer."""
+    if out is None:
+        return F.linear(x, w, b)
+    return torch.mm(x, w.t(), out=out) if b is None else torch.addmm(b, x, w.t(), out=out)
 
 
-faster_linear = linear
+faster_linear = F.linear
+
+
+def add_linear(total: Tensor, x: Tensor, w: Tensor) -> None:
+    """``total + x w^T`` over ``total``, by the matmul itself."""
+    torch.addmm(total, x, w.t(), out=total)
 
 
 def operation_act(

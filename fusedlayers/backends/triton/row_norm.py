@@ -20,14 +20,13 @@ from torch import Tensor
 from .. import torch as reference
 from ..norms import Kept, RowNorm
 from .elementwise import on
+from .sums import add_up
 
 #: The longest row that registers hold: 8 numbers of each operand for every one of 1,024 threads, of which the compiler
 #: spills 152 bytes on sm_90, and none on sm_80 and gfx942. With 16 it spills up to 912.
 WIDEST = 1 << 13
 #: Programs of a backward launch, about, each with a row of sums: several for each multiprocessor.
 PROGRAMS = 512
-#: Columns that a program adds up the sums of.
-SUMMED = 32
 
 
 @triton.jit
@@ -105,8 +104,10 @@ def row_norm_gradient_kernel(
         if HAS_KEPT:
             own = tl.load(kept_ptr + row * kept + place, mask=present & (place >= 0), other=0.0).to(tl.float32)
             xhat = tl.where(place >= 0, own, xhat)
-        of_w += dy * xhat
-        of_b += dy
+        if HAS_W:
+            of_w += dy * xhat
+        if HAS_B:
+            of_b += dy
         if NEEDS_X:
             inverse_std = tl.load(inverse_std_ptr + row, mask=row < rows, other=0.0).to(tl.float32)
             g = dy * gain
@@ -116,23 +117,12 @@ def row_norm_gradient_kernel(
             else:
                 dx = (g - xhat * slope) * inverse_std
             tl.store(dx_ptr + row * columns + column, dx.to(dx_ptr.dtype.element_ty), mask=present)
-    partial = partial_ptr + tl.program_id(0).to(tl.int64) * 2 * columns
-    tl.store(partial + column, of_w, mask=inside)
-    tl.store(partial + columns + column, of_b, mask=inside)
-
-
-@triton.jit
-def sums_kernel(partial_ptr, of_w_ptr, of_b_ptr, programs, columns, COLUMNS: tl.constexpr):
-    """The sums of all programs, in the dtype of the weights."""
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < columns
-    of_w = tl.zeros((COLUMNS,), tl.float32)
-    of_b = tl.zeros((COLUMNS,), tl.float32)
-    for program in range(programs):
-        of_w += tl.load(partial_ptr + program * 2 * columns + column, mask=inside, other=0.0)
-        of_b += tl.load(partial_ptr + program * 2 * columns + columns + column, mask=inside, other=0.0)
-    tl.store(of_w_ptr + column, of_w.to(of_w_ptr.dtype.element_ty), mask=inside)
-    tl.store(of_b_ptr + column, of_b.to(of_b_ptr.dtype.element_ty), mask=inside)
+    partial = partial_ptr + tl.program_id(0) * columns
+    if HAS_W:
+        tl.store(partial + column, of_w, mask=inside)
+        partial += tl.num_programs(0) * columns
+    if HAS_B:
+        tl.store(partial + column, of_b, mask=inside)
 
 
 def row_norm(norm: RowNorm, x: Tensor, w: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -159,7 +149,7 @@ def row_norm_gradient(
     *,
     needs_x: bool,
     overwrite: bool,
-) -> tuple[Tensor | None, Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of x, in y if ``overwrite``, and of the rows that w and b are, in a floating dtype."""
     if not _serves(norm, y):
         return reference.row_norm_gradient(
@@ -173,7 +163,7 @@ def row_norm_gradient(
         place[kept.columns] = torch.arange(len(kept.columns), dtype=torch.int32, device=y.device)
     steps = triton.cdiv(rows, PROGRAMS)
     programs = triton.cdiv(rows, steps)
-    partial = y.new_empty(programs, 2, columns, dtype=torch.float32)
+    partial = y.new_empty((w is not None) + (b is not None), programs, columns, dtype=torch.float32)
     with on(y):
         row_norm_gradient_kernel[(programs,)](
             dy, y, y if w is None else w.contiguous(), y if b is None else b.contiguous(), inverse_std,
@@ -182,12 +172,11 @@ def row_norm_gradient(
             IS_CENTRED=norm.is_centred, HAS_W=w is not None, HAS_B=b is not None,
             HAS_KEPT=kept is not None, NEEDS_X=dx is not None, **options(columns),
         )  # fmt: skip
-        of_w, of_b = (y.new_empty(columns, dtype=torch.float32 if p is None else p.dtype) for p in (w, b))
-        sums_kernel[(triton.cdiv(columns, SUMMED),)](
-            partial, of_w, of_b, programs, columns, COLUMNS=SUMMED, num_warps=1
-        )
+        dtypes = [p.dtype for p in (w, b) if p is not None]
+        sums = iter(add_up(partial, columns, 1, dtypes[0]) if dtypes else ())
     if dx is not None:
         torch.autograd.graph.increment_version(dx)
+    of_w, of_b = (None if p is None else next(sums) for p in (w, b))
     return dx, of_w, of_b
 
 

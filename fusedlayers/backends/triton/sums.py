@@ -1,0 +1,76 @@
+"""The second half of a sum over rows: kernels write what each of their programs has summed, and this adds that up.
+
+Idea: one launch reads the float32 partial sums, adds them in a fixed order, and writes the result in its dtype, where
+``torch.sum`` and a cast are two. Programs side by side share no channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+#: Partial sums that a program holds at a time, of at most ``CHANNELS`` channels: 128 bytes are read in a row.
+TILE, CHANNELS = 2048, 32
+
+
+@triton.jit(do_not_specialize=["programs", "outer"])
+def sums_kernel(
+    partial_ptr,
+    out_ptr,
+    programs,
+    outer,
+    channels,
+    sum_stride,
+    program_stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """out = the sums over programs and over ``outer`` runs of the channels; a sum for each of the grid's rows."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    own_ptr = partial_ptr + tl.program_id(1) * sum_stride
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, programs * outer, ROWS):
+        run = first + tl.arange(0, ROWS)[:, None]
+        place = (run // outer) * program_stride + (run % outer) * channels + column[None, :]
+        inside = (run < programs * outer) & (column < channels)[None, :]
+        total += tl.load(own_ptr + place, mask=inside, other=0.0)
+    result = tl.sum(total, 0).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + tl.program_id(1) * channels + column, result, mask=column < channels)
+
+
+class Sum(NamedTuple):
+    """What a gradient's kernel sums: one number for each channel, or one in all; and the dtype of the result."""
+
+    by_channel: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, operand: Tensor) -> Sum:
+        return cls(operand.numel() > 1, operand.dtype)
+
+
+def add_up(partial: Tensor, channels: int, outer: int, dtype: torch.dtype) -> Tensor:
+    """(sums, programs, outer x channels or more) -> (sums, channels), in ``dtype``. It is launched on the current
+    device."""
+    count, programs, _ = partial.shape
+    out = partial.new_empty(count, channels, dtype=dtype)
+    columns = min(CHANNELS, triton.next_power_of_2(channels))
+    sums_kernel[triton.cdiv(channels, columns), count](
+        partial, out, programs, outer, channels, partial.stride(0), partial.stride(1),
+        ROWS=TILE // columns, COLUMNS=columns, num_warps=8,
+    )  # fmt: skip
+    return out
+
+
+def each(wanted: Sequence[Sum], partial: Tensor, channels: int, outer: int, width: int) -> list[Tensor]:
+    """The sums that were wanted, from (sums, programs, ...): of ``outer`` runs of the channels, or of ``width`` numbers
+    that each program has written."""
+    return [
+        add_up(own, *((channels, outer) if one.by_channel else (1, width)), one.dtype)[0]
+        for one, own in zip(wanted, partial.unsqueeze(1), strict=True)
+    ]
