@@ -32,6 +32,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fusedlayers.backends import kernels
+
 from . import ROOT, conv, dense, gpu_items, layers, matmul, mlp, norm, parts, pointwise
 
 GRIDS = {
@@ -130,7 +132,7 @@ class Check:
         self.lines: list[dict[str, Any]] = []
         self.denied: list[str] = []
         out.mkdir(parents=True, exist_ok=True)
-        names = ("results.jsonl", "summary.md", "log.txt", *(f"{grid}.json" for grid in GRIDS))
+        names = ("results.jsonl", "summary.md", "log.txt", "tuned.json", *(f"{grid}.json" for grid in GRIDS))
         for name in names:
             (out / name).unlink(missing_ok=True)  # an old file must not pass for a result of this run
 
@@ -210,11 +212,13 @@ class Check:
             return [sys.executable, "-m", "pytest", *plain, *parallel, *collect, *files]
         device = ["--device", "cpu" if self.fake else "cuda"]
         command = [sys.executable, "-m", "bench", name, *device, "--out", str(self.out)]
+        command += ["--tune"] if name in ("dense", "mlp") and not self.fake else []
         return [*command, "--budget", str(round(10 if self.fake else seconds))]
 
     def _environment(self) -> dict[str, str]:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        environment |= {kernels.FILE_VARIABLE: str(self.out / "tuned.json")}
         environment |= {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", gpu_items.DENIED: ";".join(self.denied)}
         return environment | ({gpu_items.FAKE: "1"} if self.fake else {})
 

@@ -155,6 +155,7 @@ def add_arguments(parser: argparse.ArgumentParser, subject: Subject) -> None:
     parser.add_argument(
         "--budget", type=float, default=subject.budget_seconds, metavar="SECONDS", help="start no case after this"
     )
+    parser.add_argument("--tune", action="store_true", help="first measure which kernels each case takes (GPUs)")
     files = f"{name}.json and {name}.png" if subject.plot else f"{name}.json"
     parser.add_argument("--out", type=Path, help=f"folder for {files}; a full run has a default")
 
@@ -177,7 +178,10 @@ def main(subject: Subject, options: argparse.Namespace) -> int:
     # A part of the grid must not replace a committed result of all of it: it is written only where the user says.
     if out is None and not (options.only or options.quick or options.dtype or set(default) - set(variants)):
         out = RESULTS / machine.slug(device, torch.get_num_threads())
-    result = run(subject, todo, device, variants=variants, quick=options.quick, budget_seconds=options.budget, out=out)
+    result = run(
+        subject, todo, device, variants=variants, quick=options.quick, budget_seconds=options.budget, out=out,
+        tune=options.tune,
+    )  # fmt: skip
     print("\n".join(subject.acceptance(result)))
     if out is not None:
         print(f"\nwrote {out / f'{subject.name}.json'}")
@@ -195,12 +199,14 @@ def run(
     quick: bool = False,
     budget_seconds: float | None = None,
     out: Path | None = None,
+    tune: bool = False,
 ) -> dict[str, Any]:
     """Measure the cases in order, within the budget, and write ``out/<subject>.json`` after each."""
     todo = list(todo)
     variants = subject.default_variants(device.type, quick) if variants is None else list(variants)
     end = time.monotonic() + (subject.budget_seconds if budget_seconds is None else budget_seconds)
     result = grid.begin(subject.name, device, subject.definitions, quick=quick, not_run=[case.id for case in todo])
+    result["tuned"] = tune
     machine.warn_if_busy(result)
     if _compiles(variants):
         _load_compiler(device)
@@ -213,6 +219,8 @@ def run(
             # comes may take longer than what came.
             spare = left - 1.25 * sharing * statistics.mean(plain)
             work = subject.build(case, device, quick)
+            if tune:
+                _tune(work)
             chosen = _affordable(variants, work, {n: statistics.mean(s) for n, s in preparing.items()}, spare)
             share = 0.05 if quick else min(left / sharing, subject.case_seconds)
             row, seconds_of = measure_case(case, work, device, chosen, seconds=share, quick=quick)
@@ -225,6 +233,18 @@ def run(
             grid.add(result, row, out)
             print(_line(row), flush=True)
     return result
+
+
+def _tune(work: Work) -> None:
+    """As ``fusedlayers tune`` does for a model."""
+    from fusedlayers.backends.triton import dispatch, tuning
+
+    found = _functions(OURS, work)
+    assert found is not None
+    session = tuning.Session()
+    with dispatch.asking(session.ask):
+        _step(found[0], *work.operands_of(OURS)[0])()
+    session.save()
 
 
 def _compiles(variants: Iterable[str]) -> bool:

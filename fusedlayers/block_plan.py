@@ -195,7 +195,7 @@ def _chunks(key: BlockKey, block: Block) -> int:
 
 # --- from a call to its plan ------------------------------------------------------------------------------------------
 
-_plans: BoundedCache[BlockPlan] = BoundedCache(1024)
+_plans: BoundedCache[BlockPlan] = plan.plan_cache(1024)
 
 
 def plan_block(

@@ -34,11 +34,11 @@ from .backends import Backend
 from .backends.cpu import onednn
 from .backends.operations import MATMUL, Convolution, Matmul, Operation, Pointwise, Weight
 from .ops import batch_norm
-from .plan import Needs, Plan, PlanKey, Size, make_plan
+from .plan import Needs, Plan, PlanKey, Size, make_plan, plan_cache
 from .utils.bounded_cache import BoundedCache
 
 #: Plans by facts. A large model has some hundreds; changing lengths and shapes push out the oldest.
-_plans: BoundedCache[Plan] = BoundedCache(4096)
+_plans: BoundedCache[Plan] = plan_cache(4096)
 
 Planned = tuple[Plan, Activation, tuple[Tensor, ...]]
 """The plan for a call, its activation, and the tensors that this reads."""

@@ -8,11 +8,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from . import tuning_command as tune
 from .demo import command as demo
 from .profiling import explanation_command as explain
 from .profiling import memory_command as report
 
-COMMANDS = (demo, explain, report)
+COMMANDS = (demo, explain, report, tune)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

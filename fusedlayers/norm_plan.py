@@ -29,7 +29,7 @@ GROUP_NORM_BYTES = 4 << 20
 Norm = RowNorm | GroupNorm
 
 #: Plans by facts.
-_plans: BoundedCache[Plan] = BoundedCache(1024)
+_plans: BoundedCache[Plan] = plan.plan_cache(1024)
 
 
 def plan_norm(norm: Norm, x: Tensor, w: Tensor | None, b: Tensor | None, save: str) -> Plan:

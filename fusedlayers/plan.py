@@ -12,7 +12,7 @@ dropout, and what depends on values.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -20,6 +20,7 @@ from . import validation
 from .activations import Activation, Saved, measure_inverse_error
 from .backends import Backend
 from .backends.operations import GATE, MATMUL, BatchNorm, Operation, Pointwise
+from .utils.bounded_cache import BoundedCache
 
 #: Results of fewer bytes are left to plain PyTorch under ``save="auto"``: at most so much is forgone by a call. A fused
 #: call costs the time of an autograd.Function in Python. Forward and backward of 64 -> 256 features, float32, relu and
@@ -133,6 +134,22 @@ class Plan(NamedTuple):
 
     def __str__(self) -> str:
         return self.reason
+
+
+_caches: list[BoundedCache[Any]] = []
+
+
+def plan_cache(limit: int) -> BoundedCache[Any]:
+    """A cache of plans, by the facts that they were made from."""
+    cache: BoundedCache[Any] = BoundedCache(limit)
+    _caches.append(cache)
+    return cache
+
+
+def forget_plans() -> None:
+    """Something that is no fact of a call has changed: the next call of each kind is planned anew."""
+    for cache in _caches:
+        cache.forget()
 
 
 def make_plan(key: PlanKey) -> Plan:

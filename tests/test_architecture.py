@@ -23,14 +23,15 @@ LAYERS = [
     ["backends."],
     ["ops.", "validation"],
     ["plan", "call", "block_plan", "norm_plan"],
-    ["execute"],
+    ["execute", "kernels"],
     ["functional", "batch_norms", "dropouts", "gates", "norms", "memory"],
     ["nn."],
     ["checkpoint.", "invertible."],
     ["fusion.", "profiling."],
-    ["integrations."],
+    ["integrations.", "tuning"],
     [""],
     ["demo."],
+    ["tuning_command"],
     ["cli", "__main__"],
 ]
 

@@ -552,6 +552,8 @@ def test_quack_is_compared_in_its_own_layout(swapped: bool, monkeypatch: pytest.
     monkeypatch.setattr(mlp, "_quack", lambda case, device: as_on_gpus(case, torch.device("cuda")))
     cases = [case for case in shapes.block_cases("cpu") if case.shape.hidden_features < 4000]
     cases = [case for case in cases if case.dtype == "bfloat16" or case.shape.name == "ViT-B"]
+    # Of a few rows, for some CPUs multiply bfloat16 a hundred times more slowly.
+    cases = [dataclasses.replace(case, shape=dataclasses.replace(case.shape, tokens={"cpu": 64})) for case in cases]
     result = mlp.run(cases, CPU, variants=("eager", "quack"), quick=True)
     # Not float32, not tanh, which this quack lacks, and not a gelu that would be another one.
     skipped = {"skipped": "not available here"}

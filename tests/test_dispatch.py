@@ -1,5 +1,8 @@
-"""Which matmul is chosen: by times that the tests make up, on a device that need not be there."""
+"""Which matmul is chosen, by rule and by times that the tests make up, on a device that need not be there; and what
+computes where a kernel cannot be launched."""
 
+import importlib
+import importlib.util
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -15,15 +18,20 @@ from reference import assert_as_good_as_torch
 from torch import Tensor
 
 import fusedlayers as fl
+from fusedlayers import backends, cli
+from fusedlayers import tuning as public
 from fusedlayers.activations import resolve
-from fusedlayers.backends import GradientRequest
+from fusedlayers.backends import GradientRequest, kernels
+from fusedlayers.backends import torch as reference
 from fusedlayers.call import with_operands
 from fusedlayers.memory import saved_bytes
 
 pytest.importorskip("triton")
 
+from triton.runtime.errors import OutOfResources
+
 from fusedlayers.backends import triton as backend  # after the line that skips without it
-from fusedlayers.backends.triton import dispatch, gemm, operations
+from fusedlayers.backends.triton import dispatch, elementwise, fallback, gemm, operations, sums, tuning
 from fusedlayers.backends.triton.dispatch import LIBRARY, Question
 from fusedlayers.backends.triton.gemm import Tiling
 
@@ -39,11 +47,8 @@ TILING = Tiling(16, 32, 16, 1, 4, 2)
 def forgets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[], None]]:
     """A process that knows nothing, and an empty cache folder; call it for another process."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-    def forget() -> None:
-        dispatch._answers.cache_clear()
-        dispatch._Remembered.of.cache_clear()
-
+    monkeypatch.delenv(kernels.FILE_VARIABLE, raising=False)
+    forget = dispatch.tuned.cache_clear
     forget()
     yield forget
     forget()
@@ -58,7 +63,8 @@ class Bench:
         self.rows: list[int] = []
         self.last = ""
         self.candidates = CANDIDATES
-        monkeypatch.setattr(dispatch, "_time", self.time)
+        self.session = tuning.Session()
+        monkeypatch.setattr(tuning, "_time", self.time)
 
     def scratch(self, rows: int) -> Callable[[str], list[Tensor]]:
         self.rows.append(rows)
@@ -79,6 +85,105 @@ class Bench:
         self.candidates = candidates
         return dispatch.choose(question, CPU, self)
 
+    def tune(self, *questions: Question) -> list[Path]:
+        with dispatch.asking(self.session.ask):
+            for question in questions or (QUESTION,):
+                self.choose(question)
+        return self.session.save()
+
+
+# --- choosing ---------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_timed_unless_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two processes to which the candidates' times look different choose the same, and write nothing."""
+    for times in ({"narrow": 1.0, "wide": 3.0}, {"narrow": 3.0, "wide": 1.0}):
+        bench = Bench(monkeypatch, library=2.0, **times)
+        assert bench.choose() == LIBRARY and bench.rows == []
+    assert list(tmp_path.iterdir()) == []
+
+
+RULE = dispatch.Rule("9", 2, 1024)
+
+
+@pytest.mark.parametrize(
+    "architecture, dtype, inner, expected",
+    [
+        ("9", torch.bfloat16, 1024, "wide"),
+        ("9", torch.bfloat16, 1025, LIBRARY),
+        ("9", torch.float32, 768, LIBRARY),
+        ("8", torch.bfloat16, 768, LIBRARY),
+    ],
+    ids=str,
+)
+def test_the_table_decides(
+    architecture: str, dtype: torch.dtype, inner: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "architecture", lambda device: architecture)
+    bench = Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0)
+    question = QUESTION._replace(dtype=dtype, inner=inner)
+    assert bench.choose(question) == LIBRARY
+    monkeypatch.setattr(dispatch, "RULES", (RULE,))
+    assert bench.choose(question) == expected
+    assert bench.choose(question, candidates=[LIBRARY]) == LIBRARY
+    assert bench.choose(question._replace(rows=64, columns=64, inner=64)) == LIBRARY
+
+
+def test_architectures_are_those_of_the_tilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert dispatch.architecture(torch.device("cuda", 7)) == "9" and dispatch.architecture(CPU) == ""
+    assert all(rule.architecture in gemm.TILINGS for rule in (*dispatch.RULES, RULE))
+
+
+def test_what_was_tuned_comes_before_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0)
+    bench.tune()
+    monkeypatch.setattr(dispatch, "architecture", lambda device: "9")
+    monkeypatch.setattr(dispatch, "RULES", (RULE,))
+    assert bench.choose() == "narrow" and bench.choose(QUESTION._replace(inner=1000)) == "wide"
+    assert bench.choose(candidates=[LIBRARY, "wide"]) == "wide"  # of what there is for this call
+    with fl.use_kernels("rule"):
+        assert bench.choose() == "wide" and dispatch.answers_for("gelu", 3072, 768, CPU) == []
+    assert bench.choose() == "narrow" and len(bench.rows) == 1
+
+
+def test_the_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGPU:
+        is_cpu, is_cuda, dtype = False, True, torch.float32
+
+    tensor: Any = OnGPU()
+    assert backends.choose(tensor) is backend
+    with fl.use_kernels("off"):
+        assert backends.choose(tensor) is reference
+        with fl.use_kernels("tuned"):
+            assert backends.choose(tensor) is backend
+    assert backends.choose(tensor) is backend
+    with pytest.raises(ValueError, match="use_kernels: got 'none', expected one of 'off', 'rule', 'tuned'"):
+        fl.use_kernels("none").__enter__()
+
+
+@pytest.mark.parametrize("word, expected", [("", "tuned"), ("OFF", "off"), ("rule", "rule")])
+def test_the_environment_says_what_may_run(word: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels._State, "kernels", None)
+    monkeypatch.setenv(kernels.VARIABLE, word)
+    assert kernels.allowed() == expected
+    monkeypatch.setattr(kernels._State, "kernels", None)
+    monkeypatch.setenv(kernels.VARIABLE, "fast")
+    with pytest.raises(ValueError, match="FUSEDLAYERS_KERNELS: got 'fast', expected one of"):
+        kernels.allowed()
+
+
+def test_plans_are_made_anew_where_the_kernels_are_switched(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    choose = backends.choose
+    monkeypatch.setattr(backends, "choose", lambda *arguments: made.append(kernels.allowed()) or choose(*arguments))
+    x = torch.randn(64, 1024, requires_grad=True)
+    for _ in range(2):
+        fl.layer_norm(x, 1024, save="output")
+        with fl.use_kernels("rule"):
+            fl.layer_norm(x, 1024, save="output")
+    assert made[-3:] == ["rule", "tuned", "rule"]
+
 
 # --- measuring --------------------------------------------------------------------------------------------------------
 
@@ -86,27 +191,33 @@ class Bench:
 @pytest.mark.parametrize("best", CANDIDATES)
 def test_the_fastest_is_chosen(best: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, **{**dict.fromkeys(CANDIDATES, 100.0), best: 80.0})
-    assert bench.choose() == best
-    assert bench.choose() == best and len(bench.rows) == 1  # measured once
+    bench.tune(QUESTION, QUESTION)
+    assert bench.rows == [8192] and bench.choose() == best  # measured once
     (answer,) = dispatch.answers_for("gelu", 3072, 768, CPU)
     ratio = "the next takes 1.25x its time" if best == LIBRARY else "0.80x the library's time"
-    assert answer == f"layer, up to 8192 rows of bfloat16: {best} (measured: {ratio})"
+    assert answer == f"layer, up to 8192 rows of bfloat16: {best} (tuned: {ratio})"
     assert dispatch.answers_for("gelu", 768, 3072, CPU) == [answer]
     assert dispatch.answers_for("silu", 3072, 768, CPU) == dispatch.answers_for("gelu", 3072, 769, CPU) == []
 
 
+@pytest.mark.parametrize("time, expected", [(97.0, "wide"), (97.1, LIBRARY)])
+def test_a_win_of_less_than_three_percent_is_none(time: float, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, library=100.0, narrow=99.0, wide=time)
+    bench.tune()
+    assert bench.choose() == expected
+
+
 def test_rows_are_told_apart_by_powers_of_two_up_to_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0)
-    for rows in (4097, 8192, 8193, 16384, 16385, 1 << 30):
-        assert bench.choose(QUESTION._replace(rows=rows)) == "narrow"
+    counts = 4097, 8192, 8193, 16384, 16385, 1 << 30
+    bench.tune(*(QUESTION._replace(rows=rows) for rows in counts))
     assert bench.rows == [8192, 16384]
+    assert all(bench.choose(QUESTION._replace(rows=rows)) == "narrow" for rows in counts)
 
 
-def test_small_products_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_products_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0)
-    assert bench.choose(QUESTION._replace(rows=64, columns=64, inner=64)) == LIBRARY
-    assert bench.choose(QUESTION._replace(inner=0)) == LIBRARY
-    assert bench.choose(candidates=[LIBRARY]) == LIBRARY
+    assert bench.tune(QUESTION._replace(rows=64, columns=64, inner=64), QUESTION._replace(inner=0)) == []
     assert bench.rows == []
 
 
@@ -118,115 +229,99 @@ def test_what_is_wrong_is_not_used(
     bench.results["narrow"] = result if isinstance(result, Exception) else torch.full((2, 4), result)
     question = QUESTION._replace(dtype=torch.float16)
     with caplog.at_level(logging.WARNING):
-        assert bench.choose(question) == "wide"
+        bench.tune(question)
+    assert bench.choose(question) == "wide"
     said = "no such instruction" if isinstance(result, Exception) else "its results differ from the library's "
     said += "in what is no number" if result != result else ""
     assert "a fused matmul (narrow) is not used" in caplog.text and said in caplog.text
     bench.results["wide"] = RuntimeError()
+    bench.tune(question._replace(inner=1024))
     assert bench.choose(question._replace(inner=1024)) == LIBRARY
 
 
 def test_rounding_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0)
     bench.results["narrow"] = torch.full((2, 4), 1.01)
+    bench.tune()
     assert bench.choose() == "narrow"  # which is a unit in bfloat16
 
 
-def test_without_memory_a_rule_decides_and_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_memory_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     bench = Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0)
 
     def scratch(rows: int) -> Any:
         raise torch.OutOfMemoryError("none left")
 
     monkeypatch.setattr(bench, "scratch", scratch)
+    bench.tune()
+    assert bench.session.skipped == {QUESTION.in_general: "there is no memory to measure it"}
     assert bench.choose() == LIBRARY
-    (answer,) = dispatch.answers_for("gelu", 3072, 768, CPU)
-    assert answer.endswith("library (by rule: no memory was left to measure)")
-    assert list(tmp_path.iterdir()) == []
 
 
-# --- without measuring ------------------------------------------------------------------------------------------------
-
-
-def test_deterministic_algorithms_are_chosen_by_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0)
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    monkeypatch.setattr(dispatch, "by_rule", lambda *arguments: "wide")
-    assert bench.choose() == "wide" and bench.rows == []
-    assert dispatch.answers_for("gelu", 3072, 768, CPU) == []
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
-    assert bench.choose() == "narrow"
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert bench.choose() == "wide"  # whatever was measured before
+@pytest.mark.parametrize("free, rows", [(1 << 33, 8192), (1 << 28, 1024), (1 << 22, None)])
+def test_scratch_memory_is_at_most_half_of_what_is_free(
+    free: int, rows: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1 << 34))
+    question = QUESTION.in_general
+    if rows is None:
+        with pytest.raises(torch.OutOfMemoryError):
+            tuning._rows(question, torch.device("cuda"))
+        return
+    assert tuning._rows(question, torch.device("cuda")) == rows
+    assert 2 * (rows * 12 + 2 * 768) * 3072 <= free // 2
 
 
 def test_nothing_is_timed_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0)
-    monkeypatch.setattr(dispatch, "_is_capturing", lambda device: True)
-    assert bench.choose() == LIBRARY and bench.rows == []
-    monkeypatch.setattr(dispatch, "_is_capturing", lambda device: False)
-    assert bench.choose() == "narrow"
-    monkeypatch.setattr(dispatch, "_is_capturing", lambda device: True)
-    assert bench.choose() == "narrow"  # which is known by now
-
-
-@pytest.mark.parametrize(
-    "capability, dtype, inner, expected",
-    [
-        ((9, 0), torch.bfloat16, 1024, "wide"),
-        ((9, 0), torch.bfloat16, 1025, LIBRARY),
-        ((9, 0), torch.float32, 768, LIBRARY),
-        ((10, 0), torch.float16, 768, "wide"),
-        ((8, 0), torch.bfloat16, 768, LIBRARY),
-    ],
-    ids=str,
-)
-def test_the_rule(
-    capability: tuple[int, int], dtype: torch.dtype, inner: int, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    question = QUESTION._replace(dtype=dtype, inner=inner)
-    assert dispatch.by_rule(question, torch.device("cuda"), CANDIDATES) == expected
+    monkeypatch.setattr(tuning, "_is_capturing", lambda device: True)
+    bench.tune()
+    assert bench.rows == [] and bench.session.skipped == {QUESTION.in_general: "a CUDA graph is being captured"}
 
 
 # --- remembering ------------------------------------------------------------------------------------------------------
 
 
-def test_the_next_process_does_not_measure(
+def test_the_next_process_reads_what_was_tuned(
     forgets: Callable[[], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0).choose()
+    (path,) = Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0).tune()
+    assert path.parent == tmp_path / "fusedlayers" and list(path.parent.iterdir()) == [path]
     forgets()
     later = Bench(monkeypatch, library=1.0, narrow=2.0, wide=3.0)
-    assert later.choose() == "narrow" and later.rows == []
-    assert later.choose(candidates=[LIBRARY, "wide"]) == LIBRARY  # of what there is for this call
-    assert later.choose(QUESTION._replace(inner=1024)) == LIBRARY and later.rows == [8192]
-    (path,) = (tmp_path / "fusedlayers").iterdir()
-    kept = json.loads(path.read_text())
-    assert kept["torch"] == torch.__version__ and len(kept["kernels"]) == 16 and kept["device"] == "cpu"
-    assert kept["times_us"]["layer gelu bfloat16 8192x3072x768"] == {"library": 2.0, "narrow": 1.0, "wide": 3.0}
+    assert later.choose() == "narrow" and later.choose(QUESTION._replace(inner=1024)) == LIBRARY and later.rows == []
+    written = json.loads(path.read_text())
+    assert written["about"]["torch"] == torch.__version__ and written["about"]["device"] == "cpu"
+    assert written["choices"] == {
+        "layer gelu bfloat16 8192x3072x768": {
+            "candidate": "narrow",
+            "times_us": {"library": 2.0, "narrow": 1.0, "wide": 3.0},
+        }
+    }
+    later.tune(QUESTION._replace(inner=1024))  # beside what was known
+    forgets()
+    assert later.choose() == "narrow" and len(dispatch.tuned(CPU)) == 2
 
 
-def test_other_versions_have_other_times(forgets: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0).choose()
+def test_the_file_can_be_named(
+    forgets: Callable[[], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "shared" / "tuned.json"
+    monkeypatch.setenv(kernels.FILE_VARIABLE, str(path))
+    assert Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0).tune() == [path]
+    assert Bench(monkeypatch).choose() == "narrow"
     forgets()
     monkeypatch.setattr(torch, "__version__", "0.0.0")
-    later = Bench(monkeypatch, library=1.0, narrow=2.0, wide=3.0)
-    assert later.choose() == LIBRARY and later.rows == [8192]
+    for _ in range(2):
+        assert Bench(monkeypatch).choose() == LIBRARY
+    assert caplog.text.count("is not used, for it was tuned with torch ") == 1 and ", here 0.0.0" in caplog.text
 
 
-def test_new_candidates_are_measured(forgets: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    Bench(monkeypatch, library=2.0, narrow=1.0).choose(candidates=[LIBRARY, "narrow"])
+def test_other_versions_have_other_files(forgets: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0).tune()
     forgets()
-    later = Bench(monkeypatch, library=2.0, narrow=1.0, wide=0.5)
-    assert later.choose() == "wide"
-
-
-def test_processes_add_to_one_file(forgets: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = dispatch._Remembered(CPU), dispatch._Remembered(CPU)
-    first.put("one", {"library": 1.0})
-    second.put("two", {"library": 2.0})
-    assert dispatch._Remembered(CPU).times == {"one": {"library": 1.0}, "two": {"library": 2.0}}
+    monkeypatch.setattr(torch, "__version__", "0.0.0")
+    assert Bench(monkeypatch).choose() == LIBRARY
 
 
 ENTRY = str(QUESTION.in_general)
@@ -235,55 +330,56 @@ ENTRY = str(QUESTION.in_general)
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "{", "[]", '{"times_us": 3}', "\x00", "[" * 100_000),
+        *("", "{", "[]", '{"choices": 3}', "\x00", "[" * 100_000),
         *(
-            json.dumps({"times_us": {ENTRY: entry}})
-            for entry in (
-                *(3, "library narrow wide", ["library", "narrow", "wide"], {"narrow": 1.0, "wide": 2.0}),
-                *({"library": time, "narrow": 1.0, "wide": 2.0} for time in ("a", 0, -1, None, True, [1])),
+            json.dumps({"about": {}, "choices": {question: entry}})
+            for question, entry in (
+                *((ENTRY, entry) for entry in (3, {}, {"candidate": "wide", "times_us": {"library": 1.0}})),
+                *(
+                    (ENTRY, {"candidate": "wide", "times_us": {"library": time, "wide": 1.0}})
+                    for time in ("a", 0, -1, None, True, [1])
+                ),
+                *((text, {"candidate": "library", "times_us": {"library": 1.0}}) for text in ("gelu", "a b c d")),
             )
         ),
     ],
-    ids=range(16),
+    ids=range(17),
 )
 def test_a_broken_file_is_none(
-    text: str, forgets: Callable[[], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    text: str,
+    forgets: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0).choose()
-    (path,) = (tmp_path / "fusedlayers").iterdir()
+    (path,) = Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0).tune()
     path.write_text(text)
     forgets()
-    later = Bench(monkeypatch, library=1.0, narrow=2.0, wide=3.0)
-    assert later.choose() == LIBRARY and later.rows == [8192]
-    assert json.loads(path.read_text())["times_us"]
+    later = Bench(monkeypatch, library=3.0, narrow=2.0, wide=1.0)
+    assert later.choose() == later.choose() == LIBRARY
+    assert caplog.text.count(f"{path} cannot be read") == 1 and "run fusedlayers tune" in caplog.text
+    later.tune()
+    assert later.choose() == "wide"
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_cannot_be_written_is_an_error_of_tune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "fusedlayers").write_text("a file")
-    with caplog.at_level(logging.INFO):
-        assert Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0).choose() == "narrow"
-    assert "are not kept for the next process" in caplog.text
+    with pytest.raises(OSError):
+        Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0).tune()
 
-
-def test_without_a_home_folder_times_are_kept_for_this_process(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
     def home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", home)
-    bench = Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0)
-    with caplog.at_level(logging.INFO):
-        assert bench.choose() == bench.choose() == "narrow" and len(bench.rows) == 1
-    assert "Could not determine home directory" in caplog.text
+    assert Bench(monkeypatch).choose() == LIBRARY
+    with pytest.raises(OSError, match="there is no home folder; name a file in FUSEDLAYERS_TUNED"):
+        Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0).tune()
 
 
-def test_times_are_kept_in_the_home_folder_if_nothing_else_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_is_in_the_home_folder_if_nothing_else_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert dispatch.cache_folder() == Path.home() / ".cache" / "fusedlayers"
+    path = dispatch.tuned_path(CPU)
+    assert path is not None and path.parent == Path.home() / ".cache" / "fusedlayers"
 
 
 # --- what layers make of it -------------------------------------------------------------------------------------------
@@ -383,18 +479,21 @@ def test_second_derivatives(fused: list[str], on_triton: Switch) -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-4)
 
 
-def test_layers_and_blocks_say_what_was_measured(on_triton: Switch) -> None:
+def test_layers_and_blocks_say_what_was_tuned(monkeypatch: pytest.MonkeyPatch, on_triton: Switch) -> None:
     on_triton(True)
-    answers = dispatch._answers(CPU)
-    answers[QUESTION.in_general] = dispatch.Answer("wide", "measured: 0.80x the library's time")
-    gradient = Question("gradient hidden", "gelu", torch.float16, 256, 3072, 768)
-    answers[gradient] = dispatch.Answer(LIBRARY, "measured: the next takes 1.25x its time")
+    choices = {
+        QUESTION.in_general: dispatch.Choice("wide", {LIBRARY: 10.0, "wide": 8.0}),
+        Question("gradient hidden", "gelu", torch.float16, 256, 3072, 768): dispatch.Choice(
+            LIBRARY, {LIBRARY: 10.0, "wide": 12.5, "narrow": None}
+        ),
+    }
+    monkeypatch.setattr(dispatch, "tuned", lambda device: choices)
     layer, plain = fl.FusedDenseAct(768, 3072, "gelu"), fl.FusedDenseAct(768, 3072, "silu")
-    line = "layer, up to 8192 rows of bfloat16: wide (measured: 0.80x the library's time)"
-    assert line in repr(layer) and "measured" not in repr(plain)
+    line = "layer, up to 8192 rows of bfloat16: wide (tuned: 0.80x the library's time)"
+    assert line in repr(layer) and "tuned" not in repr(plain)
     explained = fl.explain(layer)
     assert explained.matmuls == (
-        "gradient hidden, up to 256 rows of float16: library (measured: the next takes 1.25x its time)",
+        "gradient hidden, up to 256 rows of float16: library (tuned: the next takes 1.25x its time)",
         line,
     )
     assert f"  matmul: {line}" in str(explained) and explained.to_dict()["matmuls"] == list(explained.matmuls)
@@ -403,7 +502,155 @@ def test_layers_and_blocks_say_what_was_measured(on_triton: Switch) -> None:
     block, gated = fl.FusedMLP(768, 3072), fl.FusedGatedMLP(768, 3072, activation="gelu")
     assert repr(block).count(line) == 2 and repr(gated).count(line) == 1
     block.fc1.register_forward_hook(lambda *arguments: None)
-    assert "measured" not in repr(block)
+    assert "tuned" not in repr(block)
+
+
+# --- tune -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_tuned(
+    on_triton: Switch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_triton(True)
+    monkeypatch.setattr(public, "_have_kernels", lambda devices: True)
+    monkeypatch.setattr(dispatch, "SMALL", 0)
+    monkeypatch.setattr(dispatch, "tf32_is_allowed", lambda: True)
+    monkeypatch.setattr(gemm, "tilings", lambda device, itemsize: {"tiled": TILING})
+    times = iter(range(1000))
+    monkeypatch.setattr(tuning, "_time", lambda function: 100.0 if next(times) % 2 == 0 else 80.0)
+    monkeypatch.setattr(tuning, "ROUNDS", 1)
+    model = torch.nn.Sequential(torch.nn.Dropout(0.1), fl.FusedMLP(24, 40, 24, save="output")).to(DEVICE)
+    state, x = torch.get_rng_state(), torch.randn(37, 24, device=DEVICE)
+    torch.set_rng_state(state)
+    asked: list[str] = []
+    report = fl.tune(model, x, on_question=asked.append)
+    assert torch.equal(torch.get_rng_state(), state) and all(p.grad is None for p in model.parameters())
+    assert list(report.choices) == asked and len(asked) == 2 and not report.skipped
+    assert all(choice == "tiled (tuned: 0.80x the library's time)" for choice in report.choices.values())
+    assert f"written to {report.files[0]}" in str(report) and report.files[0].parent == tmp_path / "fusedlayers"
+    assert any("tiled (tuned" in line for line in backend.describe_matmuls(model[1].fc1.weight, resolve("gelu")))
+    assert "nothing to choose" in str(fl.tune(torch.nn.Linear(2, 2).to(DEVICE), torch.ones(2, device=DEVICE)))
+
+    (tmp_path / "made.py").write_text("import torch\ndef make(): return torch.nn.Linear(2, 2), torch.ones(2)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cli.main(["tune", "made:make"]) == 0
+    assert "nothing to choose" in capsys.readouterr().out
+
+
+def test_what_cannot_be_tuned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    model, x = torch.nn.Linear(2, 2), torch.ones(2)
+    with pytest.raises(TypeError, match=r"tune: model must be an nn.Module, got int: 3"):
+        fl.tune(3, x)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="tune: the model is on cpu, expected a GPU"):
+        fl.tune(model, x)
+    monkeypatch.setattr(public, "_have_kernels", lambda devices: True)
+    with fl.use_kernels("off"), pytest.raises(ValueError, match="tune: the kernels are switched off by FUSEDLAYERS_K"):
+        fl.tune(model, x)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="tune: Triton is not installed"):
+        fl.tune(model, x)
+    assert cli.main(["tune", "os"]) == 2 and "expected MODULE:FACTORY" in capsys.readouterr().err
+
+
+# --- kernels that cannot be launched ----------------------------------------------------------------------------------
+
+
+ERROR = "no kernel image is available for execution on the device"
+
+
+@pytest.mark.parametrize("error", [OutOfResources(9, 1, "registers"), RuntimeError(ERROR), OSError("no cc")], ids=str)
+def test_torch_computes_what_cannot_be_launched(
+    error: Exception, on_triton: Switch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    on_triton(True)
+    monkeypatch.setattr(fallback, "_failed", set())
+    monkeypatch.setattr(fallback, "_warned", set())
+    launched: list[str] = []
+
+    class Broken:
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*arguments: Any, **options: Any) -> None:
+                launched.append("")
+                raise error
+
+            return launch
+
+    norms = importlib.import_module("fusedlayers.backends.triton.row_norm")  # its name is a function's too
+    for module, kernel in (
+        *((elementwise, f"{name}_kernel") for name in ("bias_act", "gradient")),
+        (sums, "sums_kernel"),
+        *((norms, f"{name}_kernel") for name in ("rms_norm", "row_norm_gradient")),
+    ):
+        monkeypatch.setattr(module, kernel, Broken())
+    x, w, b = (torch.randn(s, device=DEVICE, requires_grad=True) for s in ((64, 24), (40, 24), (40,)))
+    norm_weight = torch.ones(40, device=DEVICE, requires_grad=True)
+
+    def step(dense: Any, norm: Any) -> list[Tensor]:
+        y = norm(dense(x, w, b))
+        return [y.detach(), *torch.autograd.grad(y.sin().sum(), (x, w, b, norm_weight))]
+
+    def torchs() -> list[Tensor]:
+        return step(lambda *t: F.linear(*t).tanh(), lambda y: F.rms_norm(y, (40,), norm_weight, 1e-5))
+
+    for _ in range(2):
+        count = len(launched)
+        found = step(
+            lambda *t: fl.dense_bias_act(*t, "tanh", save="output"),
+            lambda y: fl.rms_norm(y, 40, norm_weight, 1e-5, save="output"),
+        )
+        for ours, theirs in zip(found, torchs(), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert 0 < count == len(launched)  # no second try
+    assert caplog.text.count("a Triton kernel cannot run on") == 1
+
+
+def test_sums_that_cannot_be_launched_are_torchs(on_triton: Switch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By then the gradient has been written over the saved output."""
+    on_triton(True)
+    monkeypatch.setattr(fallback, "_failed", set())
+
+    class Broken:
+        def __getitem__(self, grid: Any) -> Any:
+            raise OutOfResources(9, 1, "registers")
+
+    monkeypatch.setattr(sums, "sums_kernel", Broken())
+    x, w, b = (torch.randn(s, device=DEVICE, requires_grad=True) for s in ((64, 24), (40, 24), (40,)))
+    found = torch.autograd.grad(fl.dense_bias_act(x, w, b, "tanh").sum(), (x, w, b))
+    for ours, theirs in zip(found, torch.autograd.grad(F.linear(x, w, b).tanh().sum(), (x, w, b)), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_a_matmul_that_cannot_be_launched_is_the_librarys(fused: list[str], on_triton: Switch) -> None:
+    on_triton(True)
+    fallback._failed.clear()
+
+    def broken(*arguments: Any, **options: Any) -> Any:
+        raise OutOfResources(9, 1, "shared memory")
+
+    x, w, b = (torch.randn(s, device=DEVICE, requires_grad=True) for s in ((64, 24), (40, 24), (40,)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gemm, "linear_act", broken)
+        patch.setattr(gemm, "linear_gradient", broken)
+        w2 = torch.randn(24, 40, device=DEVICE, requires_grad=True)
+        for _ in range(2):
+            y = fl.mlp(x, w, b, w2, None, "tanh")
+            expected = F.linear(F.linear(x, w, b).tanh(), w2)
+            torch.testing.assert_close(y, expected, atol=1e-4, rtol=1e-4)
+            for ours, theirs in zip(*(torch.autograd.grad(r.sum(), (x, w, b, w2)) for r in (y, expected)), strict=True):
+                torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    fallback._failed.clear()
+
+
+def test_other_errors_are_raised(on_triton: Switch, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_triton(True)
+
+    class Broken:
+        def __getitem__(self, grid: Any) -> Any:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(elementwise, "bias_act_kernel", Broken())
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        fl.bias_act(torch.randn(64, 40, device=DEVICE, requires_grad=True), None, "tanh", save="output")
 
 
 # --- scratch numbers --------------------------------------------------------------------------------------------------
@@ -506,7 +753,7 @@ def test_differences(change: str) -> None:
         ours[3, 5] = 0
     else:
         ours *= 1 + 2**-9
-    found = dispatch._differs([ours], [expected], torch.bfloat16)
+    found = tuning._differs([ours], [expected], torch.bfloat16)
     assert (found is None) == (change == "half a unit")
     assert change != "a NaN" or found == "in what is no number"
 

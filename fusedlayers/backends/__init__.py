@@ -8,7 +8,7 @@ import importlib.util
 from torch import Tensor, float64
 
 from ..activations import Activation
-from . import cpu
+from . import cpu, kernels
 from . import torch as reference
 from .base import ActivationGradients, Backend, GradientRequest, NormPasses
 
@@ -21,14 +21,14 @@ DEVICES = ("cpu", "cuda")
 
 def choose(tensor: Tensor, activation: Activation | None = None) -> Backend:
     """The backend for a tensor's device: compiled loops on CPUs, Triton on GPUs where it is installed, torch
-    operations elsewhere.
+    operations elsewhere, and where the kernels are switched off (``kernels.py``).
 
     float64 stays with torch operations on GPUs too (the kernels compute in float32), and so does what cannot be printed
     as device code.
     """
     if tensor.is_cpu:
         return cpu
-    if tensor.is_cuda and tensor.dtype is not float64:
+    if tensor.is_cuda and tensor.dtype is not float64 and kernels.allowed() != "off":
         backend = _for_gpus()
         return backend if activation is None or backend.computes(activation) else reference
     return reference

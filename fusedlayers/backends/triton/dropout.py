@@ -19,6 +19,7 @@ from ...activations.tracing import trace
 from .. import torch as reference
 from .codegen import compile_function, print_function
 from .elementwise import OPTIONS, TILE, on
+from .fallback import or_reference
 
 
 @triton.jit
@@ -73,6 +74,7 @@ def drop_marked_gradient_kernel(dy_ptr, y_ptr, dz_ptr, count, rest, GRADIENT: tl
     tl.store(dz_ptr + place, dz.to(dz_ptr.dtype.element_ty), mask=inside)
 
 
+@or_reference(reference.drop)
 def drop(x: Tensor, keep: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     """``x factor`` where ``keep`` says so, else ``x 0``, in a new tensor; and the bits of ``keep``. Both are dense and
     laid out alike."""
@@ -86,6 +88,7 @@ def drop(x: Tensor, keep: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     return y, bits
 
 
+@or_reference(reference.drop_gradient)
 def drop_gradient(dy: Tensor, bits: Tensor, factor: float) -> Tensor:
     """The gradient of x, in a new tensor, for dense dy, laid out like x."""
     if dy.dtype is torch.float64 or not dy.numel():
@@ -98,6 +101,7 @@ def drop_gradient(dy: Tensor, bits: Tensor, factor: float) -> Tensor:
     return dx
 
 
+@or_reference(reference.drop_marked)
 def drop_marked(y: Tensor, keep: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
     """The dropout of outputs y, which carry the branch, in ``out``, which may be y; all are dense and laid out
     alike."""
@@ -113,6 +117,7 @@ def drop_marked(y: Tensor, keep: Tensor, activation: Activation, p: float, out: 
     return out
 
 
+@or_reference(reference.drop_marked_gradient)
 def drop_marked_gradient(dy: Tensor, y: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
     """``dy keep / (1 - p) f'``, in ``out``, which may be y; all are dense and laid out alike."""
     if y.dtype is torch.float64:

@@ -24,8 +24,10 @@ from torch import Tensor
 
 from ...activations import Activation
 from ...utils.layout import is_dense, layout_along
+from .. import torch as reference
 from ..base import GradientRequest
 from .codegen import device_function, pack
+from .fallback import or_reference
 from .sums import Sum, each
 
 #: Elements per tile, and threads that share them: 8 each, which is one or two 16-byte loads of each operand. (With 16,
@@ -188,6 +190,7 @@ class Matrix(NamedTuple):
     axis: Literal["none", "column", "row"]
 
 
+@or_reference(reference.bias_act)
 def bias_act(
     z: Tensor,
     b: Tensor | None,
@@ -205,12 +208,14 @@ def bias_act(
     return _launch_forward(forward, z, b, residual, operands, dim, out)
 
 
+@or_reference(reference.gate)
 def gate(z: Tensor, up: Tensor, activation: Activation, operands: Sequence[Tensor], out: Tensor | None) -> Tensor:
     """``activation(z, *operands) * up``, in ``out`` (which may be z) or in a new buffer; with operands contiguous."""
     function = device_function(activation, "forward", given="input", dtype=z.dtype)
     return _launch_forward(function, z, None, None, operands, -1, out, up=up)
 
 
+@or_reference(reference.gate_gradient)
 def gate_gradient(
     dy: Tensor,
     z: Tensor,
@@ -237,6 +242,7 @@ def gate_gradient(
     return [next(sums) if need else None for need in needs]
 
 
+@or_reference(reference.inverse)
 def inverse(y: Tensor, activation: Activation, out: Tensor | None) -> Tensor:
     """z with ``activation(z) = y``, in ``out`` (which may be y) or in a new buffer; y carries the branch."""
     function = device_function(activation, "inverse", given="output", dtype=y.dtype)
@@ -276,6 +282,7 @@ def _launch_forward(
     return out.copy_(y)
 
 
+@or_reference(reference.gradient)
 def gradient(
     dy: Tensor,
     saved: Tensor,

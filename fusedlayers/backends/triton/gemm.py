@@ -28,6 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...activations import Activation
 from ..base import ActivationGradients, GradientRequest
 from .codegen import device_function, pack
+from .dispatch import architecture
 from .elementwise import on
 from .sums import Sum, each
 
@@ -266,9 +267,7 @@ _LIKE = {"12": "8"}
 @functools.cache
 def tilings(device: torch.device, itemsize: int) -> dict[str, Tiling]:
     """The tilings for a device, by name; none for GPUs without tensor cores for these types."""
-    if device.type != "cuda":
-        return {}
-    major = "cdna" if torch.version.hip else str(torch.cuda.get_device_capability(device)[0])
+    major = architecture(device)
     return {str(t): t for t in TILINGS.get(_LIKE.get(major, major), {}).get(itemsize, ())}
 
 

@@ -23,6 +23,7 @@ from . import dispatch, gemm
 from .codegen import source
 from .dispatch import LIBRARY, Question
 from .elementwise import bias_act, gate, gate_gradient, gradient
+from .fallback import ERRORS, has_failed, remember
 
 
 def has_faster_linear(x: Tensor, w: Tensor) -> bool:
@@ -58,7 +59,7 @@ def operation_act(
     """``activation(operation(x, w, b), *operands)`` in one new buffer; ``encode`` puts the branch in it."""
     if isinstance(operation, Matmul) and x.is_contiguous():
         layer = Layer(operation.flattened(x), w, b, activation, operands, encode)
-        return operation.unflattened(layer.run(layer.choose()), x)
+        return operation.unflattened(layer.run_best(), x)
     return _in_two_steps(operation, x, w, b, activation, operands, encode)
 
 
@@ -97,6 +98,15 @@ class Layer(NamedTuple):
             x.shape[1],
         )
         return dispatch.choose(question, x.device, self)
+
+    def run_best(self) -> Tensor:
+        candidate = self.choose()
+        if candidate != LIBRARY and not has_failed(candidate, self):
+            try:
+                return self.run(candidate)
+            except ERRORS as error:
+                remember(error, candidate, self)
+        return self.run(LIBRARY)
 
     @property
     def candidates(self) -> list[str]:
@@ -213,7 +223,13 @@ def linear_gradient(
     where one step takes longer than several."""
     job = Backwards(dy, w, parts, activation, operands, request, hidden)
     candidate = job.choose()
-    return None if candidate == LIBRARY else job.run(candidate)
+    if candidate == LIBRARY or has_failed(candidate, job):
+        return None
+    try:
+        return job.run(candidate)
+    except ERRORS as error:
+        remember(error, candidate, job)
+        return None
 
 
 def describe_matmuls(w: Tensor, activation: Activation) -> list[str]:

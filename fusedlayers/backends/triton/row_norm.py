@@ -20,6 +20,7 @@ from torch import Tensor
 from .. import torch as reference
 from ..norms import Kept, RowNorm
 from .elementwise import on
+from .fallback import or_reference
 from .sums import add_up
 
 #: The longest row that registers hold: 8 numbers of each operand for every one of 1,024 threads, of which the compiler
@@ -125,6 +126,7 @@ def row_norm_gradient_kernel(
         tl.store(partial + column, of_b, mask=inside)
 
 
+@or_reference(reference.row_norm)
 def row_norm(norm: RowNorm, x: Tensor, w: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor]:
     """The norm of contiguous x, and by what each row was multiplied: (rows,), in float32 or x's dtype."""
     if norm.is_centred or not _serves(norm, x):
@@ -138,6 +140,7 @@ def row_norm(norm: RowNorm, x: Tensor, w: Tensor | None, b: Tensor | None) -> tu
     return y, inverse_std
 
 
+@or_reference(reference.row_norm_gradient)
 def row_norm_gradient(
     norm: RowNorm,
     dy: Tensor,

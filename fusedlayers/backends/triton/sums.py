@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .fallback import or_reference
+
 #: Partial sums that a program holds at a time, of at most ``CHANNELS`` channels: 128 bytes are read in a row.
 TILE, CHANNELS = 2048, 32
 
@@ -54,6 +56,11 @@ class Sum(NamedTuple):
         return cls(operand.numel() > 1, operand.dtype)
 
 
+def _by_torch(partial: Tensor, channels: int, outer: int, dtype: torch.dtype) -> Tensor:
+    return partial[..., : outer * channels].reshape(len(partial), -1, channels).sum(1).to(dtype)
+
+
+@or_reference(_by_torch)
 def add_up(partial: Tensor, channels: int, outer: int, dtype: torch.dtype) -> Tensor:
     """(sums, programs, outer x channels or more) -> (sums, channels), in ``dtype``. It is launched on the current
     device."""

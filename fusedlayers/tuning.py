@@ -1,0 +1,111 @@
+"""``tune``: measure on this GPU which kernels are the fastest for a model, and keep that for all later runs."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .backends import kernels
+from .kernels import use_kernels
+from .profiling.step import Step
+from .utils.module_state import isolated_gradients, unchanged
+from .utils.storages import tensors_in
+
+
+@dataclass(frozen=True)
+class TuneReport:
+    """What ``tune`` has measured; ``str()`` is a line for each.
+
+    Attributes:
+        choices: by the matmul, in words, what is taken from now on and why.
+        skipped: what could not be measured, and why.
+        files: where it is written down.
+    """
+
+    choices: Mapping[str, str]
+    skipped: Mapping[str, str]
+    files: tuple[Path, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{question}: {choice}" for question, choice in self.choices.items()]
+        lines += [f"{question}: not measured, {reason}" for question, reason in self.skipped.items()]
+        lines += [f"written to {path}" for path in self.files]
+        return "\n".join(lines or ["There is nothing to choose: no matmul of this model may have an epilogue."])
+
+
+def tune(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    on_question: Callable[[str], None] = lambda question: None,
+) -> TuneReport:
+    """Run a training step of ``model(inputs)``, and measure the candidates for each matmul with an activation in it.
+
+    A candidate is taken if its results are the vendor's within rounding, and it takes at most 0.97 of its time. What is
+    found is written to a file for this device and these versions of torch, Triton and this package, in the user's cache
+    or where the environment variable ``FUSEDLAYERS_TUNED`` says. All processes that read the same file choose alike.
+    The model, its gradients and the random numbers stay as they are.
+
+    Args:
+        model: on a GPU, with layers of this package in it.
+        inputs: a tensor, a tuple of positional arguments, or a mapping of keywords.
+        loss: from the model's result to what is differentiated; by default the mean of all it returns.
+        on_question: is told what is measured next.
+
+    Returns:
+        a report of what was chosen.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: there is no GPU, or no Triton; the kernels are switched off; there is nothing to differentiate.
+        OSError: the file cannot be written.
+
+    >>> import torch, fusedlayers as fl
+    >>> fl.tune(torch.nn.Linear(2, 2), torch.ones(2))
+    Traceback (most recent call last):
+      ...
+    ValueError: tune: the model is on cpu, expected a GPU; there is nothing to tune elsewhere
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"tune: model must be an nn.Module, got {type(model).__name__}: {model!r}")
+    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (inputs, {})
+    args = tuple(args) if isinstance(args, tuple | list) else (args,)
+    tensors = [*tensors_in((model, args, kwargs))]
+    devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"} or {torch.device("cpu")}
+    if not _have_kernels(devices):
+        found = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"tune: the model is on {found}, expected a GPU; there is nothing to tune elsewhere")
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError("tune: Triton is not installed; without it there are no kernels to tune")
+    if kernels.allowed() == "off":
+        raise ValueError(f"tune: the kernels are switched off by {kernels.VARIABLE} or use_kernels; switch them on")
+    from .backends.triton import dispatch, tuning
+
+    session = tuning.Session(lambda question: on_question(str(question)))
+    step = Step(model, args, kwargs, loss)
+    leaves = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
+    with (
+        use_kernels("rule"),
+        unchanged([*model.modules()], tensors_in((args, kwargs))),
+        isolated_gradients(leaves),
+        dispatch.asking(session.ask),
+    ):
+        step.run()
+    files = session.save()
+    answers = {question: choice for known in session.choices.values() for question, choice in known.items()}
+    return TuneReport(
+        {str(question): str(choice) for question, choice in answers.items()},
+        {str(question): reason for question, reason in session.skipped.items()},
+        tuple(files),
+    )
+
+
+def _have_kernels(devices: set[torch.device]) -> bool:
+    return any(device.type == "cuda" for device in devices)
