@@ -94,7 +94,7 @@ SLOW: dict[str, dict[str, int]] = {
     "test_dispatch": {
         "test_candidates_are_run_on_numbers_of_their_own": 2,
         "test_dense_layers": 2,
-        "test_layers_and_blocks_say_what_was_measured": 0,
+        "test_layers_and_blocks_say_what_was_tuned": 0,
     },
     "test_distributed": {
         "test_losses_gradients_and_saved_bytes_of_each_process": 0,

@@ -290,7 +290,7 @@ def test_the_peak_after_an_error_of_the_compiler() -> None:
 
 def test_sums_of_16_bits_are_added_to_without_a_float32_copy() -> None:
     share = torch.randn(512, 512).bfloat16()
-    total = mlp._Sum()
+    total = mlp._Sum(3)
     for _ in range(2):
         total.add(share.clone())
     assert peak_bytes(lambda: total.add(share), device="cpu") <= share.numel() * 4 / 16
