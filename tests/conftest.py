@@ -94,6 +94,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(gemm, "tilings", lambda device, itemsize: {"tiled": tiling})
     monkeypatch.setattr(dispatch, "tf32_is_allowed", lambda: True)
     monkeypatch.setattr(dispatch, "choose", lambda question, device, job: job.candidates[-1])
+    monkeypatch.setattr(dispatch, "is_settled", lambda device: False)
     launched: list[str] = []
 
     def counted(name: str) -> Callable[..., Any]:

@@ -555,6 +555,23 @@ def test_what_cannot_be_tuned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 # --- kernels that cannot be launched ----------------------------------------------------------------------------------
 
 
+class Broken:
+    """A kernel that cannot be launched."""
+
+    arg_names = ()
+
+    def __init__(self, error: Exception, launched: list[str] | None = None) -> None:
+        self.error, self.launched = error, launched
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*arguments: Any, **options: Any) -> None:
+            if self.launched is not None:
+                self.launched.append("")
+            raise self.error
+
+        return launch
+
+
 ERROR = "no kernel image is available for execution on the device"
 
 
@@ -566,22 +583,14 @@ def test_torch_computes_what_cannot_be_launched(
     monkeypatch.setattr(fallback, "_failed", set())
     monkeypatch.setattr(fallback, "_warned", set())
     launched: list[str] = []
-
-    class Broken:
-        def __getitem__(self, grid: Any) -> Any:
-            def launch(*arguments: Any, **options: Any) -> None:
-                launched.append("")
-                raise error
-
-            return launch
-
+    broken = Broken(error, launched)
     norms = importlib.import_module("fusedlayers.backends.triton.row_norm")  # its name is a function's too
     for module, kernel in (
         *((elementwise, f"{name}_kernel") for name in ("bias_act", "gradient")),
         (sums, "sums_kernel"),
         *((norms, f"{name}_kernel") for name in ("rms_norm", "row_norm_gradient")),
     ):
-        monkeypatch.setattr(module, kernel, Broken())
+        monkeypatch.setattr(module, kernel, broken)
     x, w, b = (torch.randn(s, device=DEVICE, requires_grad=True) for s in ((64, 24), (40, 24), (40,)))
     norm_weight = torch.ones(40, device=DEVICE, requires_grad=True)
 
@@ -609,11 +618,7 @@ def test_sums_that_cannot_be_launched_are_torchs(on_triton: Switch, monkeypatch:
     on_triton(True)
     monkeypatch.setattr(fallback, "_failed", set())
 
-    class Broken:
-        def __getitem__(self, grid: Any) -> Any:
-            raise OutOfResources(9, 1, "registers")
-
-    monkeypatch.setattr(sums, "sums_kernel", Broken())
+    monkeypatch.setattr(sums, "sums_kernel", Broken(OutOfResources(9, 1, "registers")))
     x, w, b = (torch.randn(s, device=DEVICE, requires_grad=True) for s in ((64, 24), (40, 24), (40,)))
     found = torch.autograd.grad(fl.dense_bias_act(x, w, b, "tanh").sum(), (x, w, b))
     for ours, theirs in zip(found, torch.autograd.grad(F.linear(x, w, b).tanh().sum(), (x, w, b)), strict=True):
@@ -643,12 +648,8 @@ def test_a_matmul_that_cannot_be_launched_is_the_librarys(fused: list[str], on_t
 
 def test_other_errors_are_raised(on_triton: Switch, monkeypatch: pytest.MonkeyPatch) -> None:
     on_triton(True)
-
-    class Broken:
-        def __getitem__(self, grid: Any) -> Any:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(elementwise, "bias_act_kernel", Broken())
+    error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    monkeypatch.setattr(elementwise, "bias_act_kernel", Broken(error))
     with pytest.raises(RuntimeError, match="illegal memory access"):
         fl.bias_act(torch.randn(64, 40, device=DEVICE, requires_grad=True), None, "tanh", save="output")
 

@@ -118,11 +118,14 @@ class Choice(NamedTuple):
         return f"{LIBRARY} (tuned: " + (f"the next takes {min(ratios.values()):.2f}x its time)" if ratios else "alone)")
 
 
+def is_settled(device: torch.device) -> bool:
+    """Whether all products are the library's: nobody need ask."""
+    return not (RULES or _asked or (kernels.allowed() == "tuned" and tuned(device)))
+
+
 def choose(question: Question, device: torch.device, job: Job) -> str:
     """The candidate for a job."""
     choices = tuned(device) if kernels.allowed() == "tuned" else {}
-    if not (choices or RULES or _asked):  # nothing but the library can come of it
-        return LIBRARY
     if question.rows * question.columns * question.inner < SMALL:
         return LIBRARY
     candidates = job.candidates

@@ -18,8 +18,9 @@ from ...activations import Activation
 from ...activations.tracing import trace
 from .. import torch as reference
 from .codegen import compile_function, print_function
-from .elementwise import OPTIONS, TILE, on
+from .elementwise import OPTIONS, TILE
 from .fallback import or_reference
+from .launch import cdiv, on
 
 
 @triton.jit
@@ -82,7 +83,7 @@ def drop(x: Tensor, keep: Tensor, factor: float) -> tuple[Tensor, Tensor]:
         return reference.drop(x, keep, factor)
     y, bits = torch.empty_like(x), torch.empty(-(-x.numel() // 8), dtype=torch.uint8, device=x.device)
     with on(x):
-        drop_kernel[(triton.cdiv(x.numel(), TILE),)](
+        drop_kernel[(cdiv(x.numel(), TILE),)](
             x, keep.view(torch.uint8), y, bits, x.numel(), factor, BYTES=TILE // 8, **OPTIONS
         )
     return y, bits
@@ -95,9 +96,7 @@ def drop_gradient(dy: Tensor, bits: Tensor, factor: float) -> Tensor:
         return reference.drop_gradient(dy, bits, factor)
     dx = torch.empty_like(dy)
     with on(dy):
-        drop_gradient_kernel[(triton.cdiv(dy.numel(), TILE),)](
-            dy, bits, dx, dy.numel(), factor, BYTES=TILE // 8, **OPTIONS
-        )
+        drop_gradient_kernel[(cdiv(dy.numel(), TILE),)](dy, bits, dx, dy.numel(), factor, BYTES=TILE // 8, **OPTIONS)
     return dx
 
 
@@ -109,7 +108,7 @@ def drop_marked(y: Tensor, keep: Tensor, activation: Activation, p: float, out: 
         return reference.drop_marked(y, keep, activation, p, out)
     if y.numel():
         with on(y):
-            drop_marked_kernel[(triton.cdiv(y.numel(), TILE),)](
+            drop_marked_kernel[(cdiv(y.numel(), TILE),)](
                 y, keep.view(torch.uint8), out, y.numel(), 1 - p,
                 SCALE=scale_function(activation, y.dtype), COUNT=TILE, **OPTIONS,
             )  # fmt: skip
@@ -124,7 +123,7 @@ def drop_marked_gradient(dy: Tensor, y: Tensor, activation: Activation, p: float
         return reference.drop_marked_gradient(dy, y, activation, p, out)
     if y.numel():
         with on(y):
-            drop_marked_gradient_kernel[(triton.cdiv(y.numel(), TILE),)](
+            drop_marked_gradient_kernel[(cdiv(y.numel(), TILE),)](
                 dy, y, out, y.numel(), 1 - p, GRADIENT=gradient_function(activation, y.dtype), COUNT=TILE, **OPTIONS
             )
     torch.autograd.graph.increment_version(out)

@@ -23,11 +23,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ...activations import Activation
+from ...utils.bounded_cache import BoundedCache
 from ...utils.layout import is_dense, layout_along
 from .. import torch as reference
 from ..base import GradientRequest
 from .codegen import device_function, pack
 from .fallback import or_reference
+from .launch import Launch, cdiv, next_power_of_2, on
 from .sums import Sum, each
 
 #: Elements per tile, and threads that share them: 8 each, which is one or two 16-byte loads of each operand. (With 16,
@@ -181,6 +183,11 @@ def gradient_kernel(
             tl.store(start + tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.sum(totals[i], 1))
 
 
+#: By what they depend on. The kernels and functions in a key are held by its launch.
+_launches: BoundedCache[Launch] = BoundedCache(1024)
+_gradient_launches: BoundedCache[_GradientLaunch] = BoundedCache(1024)
+
+
 class Matrix(NamedTuple):
     """A tensor as rows and columns, and along which of these channels run."""
 
@@ -262,19 +269,21 @@ def _launch_forward(
     y = out if out is not None and is_dense(out) else torch.empty_like(z)
     if y.numel() == 0:
         return y if out is None else out
-    matrix = _as_matrix(y, dim if b is not None or _run(operands) else None)
-    has_up = up is not None
-    rows, columns = _tile(matrix)
-    grid = (triton.cdiv(matrix.rows, rows) * triton.cdiv(matrix.columns, columns),)
-    up = y if up is None else _as_laid_out(up, y)
+    # All that the launch depends on, for that is kept. (The sizes of tiles are tests' to change.)
+    has_channels = b is not None or _run(operands)
+    key = (
+        *(id(bias_act_kernel), id(function), TILE, y.get_device(), y.shape, y.stride(), z.dtype, dim, has_channels),
+        *(None if t is None else t.dtype for t in (b, residual, up)),
+    )
+    launch = _launches.get(key)
+    if launch is None:
+        launch = _forward_launch(function, y, dim if has_channels else None, b, residual, up)
+        _launches.put(key, launch)
     with on(y):
-        bias_act_kernel[grid](
+        launch(
             _as_laid_out(z, y), y if b is None else b.contiguous(),
-            y if residual is None else _as_laid_out(residual, y), up, pack(operands, y), y,
-            *matrix[:3],
-            FORWARD=function, AXIS=matrix.axis,
-            HAS_BIAS=b is not None, HAS_RESIDUAL=residual is not None, HAS_UP=has_up,
-            ROWS=rows, COLUMNS=columns, INDEX=_index_type(y), **OPTIONS,
+            y if residual is None else _as_laid_out(residual, y), y if up is None else _as_laid_out(up, y),
+            pack(operands, y), y,
         )  # fmt: skip
     if out is None or y is out:
         torch.autograd.graph.increment_version(y)
@@ -319,29 +328,82 @@ def _launch_gradient(
     """Write dz, and the gradient of ``up`` over it; return the sums: of dz for a bias, then of the operands' shares."""
     # A saved input is the user's tensor: it may have gaps.
     dy, saved = _as_laid_out(dy, dz), _as_laid_out(saved, dz)
-    matrix = _as_matrix(dz, dim if request.needs_bias or _run(operands) else None)
-    rows, columns = _tile(matrix, sums=bool(wanted))
-    across, along = triton.cdiv(matrix.columns, columns), triton.cdiv(matrix.rows, rows)
-    if matrix.axis == "row":
-        across, along = along, across
-    most = min(PROGRAMS, SUMMING_PROGRAMS) if wanted else PROGRAMS
-    steps = triton.cdiv(along, max(1, most // across))
-    programs = triton.cdiv(along, steps)
-    sums = tuple((i, one.by_channel) for i, one in enumerate(wanted, 0 if request.needs_bias else 1))
-    width = across * _written(sums, rows if matrix.axis == "row" else columns)
-    partial = dz.new_empty((len(wanted), programs, width), dtype=torch.float32)
+    has_channels = request.needs_bias or _run(operands)
     function = device_function(
         activation, "gradient", given=request.saved, dtype=saved.dtype, needs=request.needs_operands
     )
     forward = None if up is None else device_function(activation, "forward", given="input", dtype=saved.dtype)
+    key = (
+        *(id(gradient_kernel), id(function), id(forward), TILE, PROGRAMS),
+        *(dz.get_device(), dz.shape, dz.stride(), dy.dtype, saved.dtype, dim, has_channels, request.needs_bias),
+        *wanted,
+    )
+    known = _gradient_launches.get(key)
+    if known is None:
+        known = _gradient_launch(
+            function, forward, dz, dim if has_channels else None, wanted, first=0 if request.needs_bias else 1
+        )
+        _gradient_launches.put(key, known)
+    partial = dz.new_empty(known.partial, dtype=torch.float32)
     with on(dz):
-        gradient_kernel[across, programs](
-            dy, saved, dz if up is None else up, pack(operands, dz), dz, partial, *matrix[:3], steps,
-            GRADIENT=function, FORWARD=forward, AXIS=matrix.axis, HAS_UP=up is not None,
-            SUMS=sums, ROWS=rows, COLUMNS=columns, INDEX=_index_type(dz), **OPTIONS,
-        )  # fmt: skip
-        outer = matrix.rows // matrix.channels if matrix.axis == "row" else 1
-        return each(wanted, partial, matrix.channels, outer, across)
+        known.launch(dy, saved, dz if up is None else up, pack(operands, dz), dz, partial)
+        return each(wanted, partial, *known.runs)
+
+
+def _forward_launch(
+    function: Any, y: Tensor, dim: int | None, b: Tensor | None, residual: Tensor | None, up: Tensor | None
+) -> Launch:
+    matrix = _as_matrix(y, dim)
+    rows, columns = _tile(matrix)
+    constants = {
+        "FORWARD": function,
+        "AXIS": matrix.axis,
+        "HAS_BIAS": b is not None,
+        "HAS_RESIDUAL": residual is not None,
+        "HAS_UP": up is not None,
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "INDEX": _index_type(y),
+        **OPTIONS,
+    }
+    return Launch(bias_act_kernel, [cdiv(matrix.rows, rows) * cdiv(matrix.columns, columns)], matrix[:3], constants)
+
+
+class _GradientLaunch(NamedTuple):
+    launch: Launch
+    #: The shape of the partial sums.
+    partial: tuple[int, int, int]
+    #: Of each: how many channels there are, in how many runs; and how many numbers that are no channels'.
+    runs: tuple[int, int, int]
+
+
+def _gradient_launch(
+    function: Any, forward: Any, dz: Tensor, dim: int | None, wanted: Sequence[Sum], *, first: int
+) -> _GradientLaunch:
+    matrix = _as_matrix(dz, dim)
+    rows, columns = _tile(matrix, sums=bool(wanted))
+    across, along = cdiv(matrix.columns, columns), cdiv(matrix.rows, rows)
+    if matrix.axis == "row":
+        across, along = along, across
+    most = min(PROGRAMS, SUMMING_PROGRAMS) if wanted else PROGRAMS
+    steps = cdiv(along, max(1, most // across))
+    programs = cdiv(along, steps)
+    sums = tuple((i, one.by_channel) for i, one in enumerate(wanted, first))
+    width = across * _written(sums, rows if matrix.axis == "row" else columns)
+    constants = {
+        "GRADIENT": function,
+        "FORWARD": forward,
+        "AXIS": matrix.axis,
+        "HAS_UP": forward is not None,
+        "SUMS": sums,
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "INDEX": _index_type(dz),
+        **OPTIONS,
+    }
+    launch = Launch(gradient_kernel, [across, programs], [*matrix[:3], steps], constants)
+    outer = matrix.rows // matrix.channels if matrix.axis == "row" else 1
+    return _GradientLaunch(launch, (len(wanted), programs, width), (matrix.channels, outer, across))
 
 
 def _run(operands: Sequence[Tensor]) -> bool:
@@ -365,18 +427,13 @@ def _as_matrix(tensor: Tensor, dim: int | None) -> Matrix:
 
 
 def _tile(matrix: Matrix, *, sums: bool = False) -> tuple[int, int]:
-    columns = min(TILE, max(16, triton.next_power_of_2(matrix.columns)))
+    columns = min(TILE, max(16, next_power_of_2(matrix.columns)))
     if matrix.axis != "none":
         # A tile of several rows shares its bias, and its sums, among them.
         columns = min(columns, SUMMED_COLUMNS if sums and matrix.axis == "column" else 256)
-    return (1 if matrix.axis == "none" else min(TILE // columns, triton.next_power_of_2(matrix.rows))), columns
+    return (1 if matrix.axis == "none" else min(TILE // columns, next_power_of_2(matrix.rows))), columns
 
 
 def _index_type(tensor: Tensor) -> Any:
     # A tile may reach past the end by its own size before it is masked.
     return tl.int64 if tensor.numel() + TILE * PROGRAMS >= 2**31 else tl.int32
-
-
-def on(tensor: Tensor) -> Any:
-    """Triton launches on the current device, which need not be the tensor's. (Interpreted tensors lie on none.)"""
-    return torch.cuda.device_of(tensor)

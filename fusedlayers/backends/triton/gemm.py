@@ -29,7 +29,7 @@ from ...activations import Activation
 from ..base import ActivationGradients, GradientRequest
 from .codegen import device_function, pack
 from .dispatch import architecture
-from .elementwise import on
+from .launch import cdiv, on
 from .sums import Sum, each
 
 
@@ -322,7 +322,7 @@ def linear_gradient(
     wanted = [Sum(True, z.dtype)] * request.needs_bias
     wanted += [Sum.of(p) for p, need in zip(operands, request.needs_operands, strict=True) if need]
     first = 0 if request.needs_bias else 1
-    partial = z.new_empty((len(wanted), triton.cdiv(rows, tiling.block_m), columns), dtype=torch.float32)
+    partial = z.new_empty((len(wanted), cdiv(rows, tiling.block_m), columns), dtype=torch.float32)
     if z.numel():
         launch = _Launch(tiling, z, inner, (dy, w, *parts), several=several)
         m, n, k, width = tiling.block_m, tiling.block_n, tiling.block_k, launch.width
@@ -354,7 +354,7 @@ class _Launch:
 
     def __init__(self, tiling: Tiling, out: Tensor, inner: int, matrices: Sequence[Tensor], *, several: bool) -> None:
         rows, columns = out.shape
-        tiles = triton.cdiv(rows, tiling.block_m) * triton.cdiv(columns, tiling.block_n)
+        tiles = cdiv(rows, tiling.block_m) * cdiv(columns, tiling.block_n)
         self.grid = (min(tiles, tiling.programs * _processors(out.device)),)
         self.described = tiling.described and all(map(_can_be_described, matrices))
         self.options = tiling.constants(self.described, several=several) | tiling.options

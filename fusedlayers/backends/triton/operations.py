@@ -57,7 +57,7 @@ def operation_act(
     encode: bool = False,
 ) -> Tensor:
     """``activation(operation(x, w, b), *operands)`` in one new buffer; ``encode`` puts the branch in it."""
-    if isinstance(operation, Matmul) and x.is_contiguous():
+    if isinstance(operation, Matmul) and x.is_contiguous() and not dispatch.is_settled(x.device):
         layer = Layer(operation.flattened(x), w, b, activation, operands, encode)
         return operation.unflattened(layer.run_best(), x)
     return _in_two_steps(operation, x, w, b, activation, operands, encode)
@@ -140,7 +140,7 @@ class Layer(NamedTuple):
 
 def has_epilogue(x: Tensor, w: Tensor, b: Tensor | None, activation: Activation, *, encode: bool) -> bool:
     """Whether ``operation_act`` applies the activation in the matmul's epilogue, without a pass of its own."""
-    return Layer(x, w, b, activation, (), encode).choose() != LIBRARY
+    return not dispatch.is_settled(x.device) and Layer(x, w, b, activation, (), encode).choose() != LIBRARY
 
 
 class Backwards(NamedTuple):
@@ -221,6 +221,8 @@ def linear_gradient(
 ) -> ActivationGradients | None:
     """Write the gradients of the pre-activations of ``linear(hidden, w)`` over ``parts``; None, and nothing written,
     where one step takes longer than several."""
+    if dispatch.is_settled(dy.device):
+        return None
     job = Backwards(dy, w, parts, activation, operands, request, hidden)
     candidate = job.choose()
     if candidate == LIBRARY or has_failed(candidate, job):

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from .. import torch as reference
 from ..norms import Kept, RowNorm
-from .elementwise import on
 from .fallback import or_reference
+from .launch import cdiv, next_power_of_2, on
 from .sums import add_up
 
 #: The longest row that registers hold: 8 numbers of each operand for every one of 1,024 threads, of which the compiler
@@ -164,8 +164,8 @@ def row_norm_gradient(
     if kept is not None:
         place = torch.full((columns,), -1, dtype=torch.int32, device=y.device)
         place[kept.columns] = torch.arange(len(kept.columns), dtype=torch.int32, device=y.device)
-    steps = triton.cdiv(rows, PROGRAMS)
-    programs = triton.cdiv(rows, steps)
+    steps = cdiv(rows, PROGRAMS)
+    programs = cdiv(rows, steps)
     partial = y.new_empty((w is not None) + (b is not None), programs, columns, dtype=torch.float32)
     with on(y):
         row_norm_gradient_kernel[(programs,)](
@@ -194,5 +194,5 @@ def _serves(norm: RowNorm, x: Tensor) -> bool:
 
 def options(columns: int) -> dict[str, Any]:
     """The width of a row in registers, and how many warps share it: 8 numbers for each thread."""
-    width, warp = triton.next_power_of_2(columns), 64 if torch.version.hip else 32
+    width, warp = next_power_of_2(columns), 64 if torch.version.hip else 32
     return {"COLUMNS": width, "num_warps": max(1, width // (8 * warp)), "enable_fp_fusion": True}

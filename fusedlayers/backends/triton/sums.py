@@ -14,10 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...utils.bounded_cache import BoundedCache
 from .fallback import or_reference
+from .launch import Launch, cdiv, next_power_of_2
 
 #: Partial sums that a program holds at a time, of at most ``CHANNELS`` channels: 128 bytes are read in a row.
 TILE, CHANNELS = 2048, 32
+
+
+_launches: BoundedCache[Launch] = BoundedCache(1024)
 
 
 @triton.jit(do_not_specialize=["programs", "outer"])
@@ -64,13 +69,16 @@ def _by_torch(partial: Tensor, channels: int, outer: int, dtype: torch.dtype) ->
 def add_up(partial: Tensor, channels: int, outer: int, dtype: torch.dtype) -> Tensor:
     """(sums, programs, outer x channels or more) -> (sums, channels), in ``dtype``. It is launched on the current
     device."""
-    count, programs, _ = partial.shape
+    count, programs, width = partial.shape
     out = partial.new_empty(count, channels, dtype=dtype)
-    columns = min(CHANNELS, triton.next_power_of_2(channels))
-    sums_kernel[triton.cdiv(channels, columns), count](
-        partial, out, programs, outer, channels, partial.stride(0), partial.stride(1),
-        ROWS=TILE // columns, COLUMNS=columns, num_warps=8,
-    )  # fmt: skip
+    key = id(sums_kernel), count, programs, width, channels, outer, dtype, partial.get_device(), partial.stride()
+    launch = _launches.get(key)
+    if launch is None:
+        columns = min(CHANNELS, next_power_of_2(channels))
+        numbers = programs, outer, channels, partial.stride(0), partial.stride(1)
+        constants = {"ROWS": TILE // columns, "COLUMNS": columns, "num_warps": 8}
+        launch = _launches.put(key, Launch(sums_kernel, [cdiv(channels, columns), count], numbers, constants))
+    launch(partial, out)
     return out
 
 
@@ -79,5 +87,5 @@ def each(wanted: Sequence[Sum], partial: Tensor, channels: int, outer: int, widt
     that each program has written."""
     return [
         add_up(own, *((channels, outer) if one.by_channel else (1, width)), one.dtype)[0]
-        for one, own in zip(wanted, partial.unsqueeze(1), strict=True)
+        for one, own in zip(wanted, [partial] if len(wanted) == 1 else partial.unsqueeze(1), strict=True)
     ]
