@@ -17,6 +17,8 @@ class Launch(NamedTuple):
     grid: tuple[int, ...]
     #: The storages that it is given, and their bytes.
     storages: dict[int, int]
+    #: What it is given, in order; of tensors and functions only their type.
+    numbers: tuple[Any, ...] = ()
 
 
 class FakeDriver:
@@ -38,7 +40,11 @@ class FakeDriver:
             if not self.notes:
                 return
             storages = [t.untyped_storage() for t in arguments if isinstance(t, Tensor)]
-            self.launches.append(Launch(name, (x, y, z), {s.data_ptr(): s.nbytes() for s in storages}))
+            # The first six are the stream, the function, what Triton knows of both, and its hooks.
+            numbers = tuple(
+                a if isinstance(a, bool | int | float | str | tuple) else id(type(a)) for a in arguments[6:]
+            )
+            self.launches.append(Launch(name, (x, y, z), {s.data_ptr(): s.nbytes() for s in storages}, numbers))
 
         return launch
 

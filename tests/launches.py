@@ -145,15 +145,23 @@ def measure() -> dict[str, Any]:
         for name, make in CALLS.items():
             call, tensors = make()
             with fake_gpu.epilogues() if has_epilogues else contextlib.nullcontext():
+                fake.launches.clear()
                 with Operators():
-                    y = call(*tensors)  # compiles
+                    y = call(*tensors)  # compiles; these launches are Triton's own, the others are those that are kept
                     dy = torch.zeros_like(y)
                     torch.autograd.grad(y, tensors, dy)
+                first = [(launch.kernel, launch.grid, launch.numbers) for launch in fake.launches]
                 made: list[Tensor] = []
                 forward = counted(fake, lambda: made.append(call(*tensors)) or made[0], tensors)  # noqa: B023
                 y = made.pop()
+                kept = [(launch.kernel, launch.grid, launch.numbers) for launch in fake.launches]
                 backward = counted(fake, lambda: torch.autograd.grad(y, tensors, dy), [*tensors, y, dy])  # noqa: B023
-            found[f"{name}, epilogues" if has_epilogues else name] = {"forward": forward, "backward": backward}
+                kept += [(launch.kernel, launch.grid, launch.numbers) for launch in fake.launches]
+            found[f"{name}, epilogues" if has_epilogues else name] = {
+                "forward": forward,
+                "backward": backward,
+                "is_launched_as_at_first": first == kept and len(first) > 0,
+            }
     return found
 
 

@@ -70,6 +70,11 @@ def test_launches(measured: dict[str, Any]) -> None:
     assert measured["mlp, epilogues"]["backward"]["kernels"] == {"linear_gradient_kernel": 1, "sums_kernel": 1}
 
 
+def test_launches_that_are_kept_are_tritons(measured: dict[str, Any]) -> None:
+    """The same grids, numbers and constants, in the same order."""
+    assert [name for name, found in measured.items() if not found["is_launched_as_at_first"]] == []
+
+
 def test_scratch(measured: dict[str, Any]) -> None:
     """Beside arguments and results a launch gets what was saved, the gradient of the hidden buffer, and 1 % of that."""
     hidden = 4096 * 3072 * 2
