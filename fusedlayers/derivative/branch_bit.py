@@ -63,6 +63,8 @@ def encode(
     Returns:
         float32 values that ``dtype`` holds exactly where they are ambiguous.
     """
+    if ambiguous == "negative" and bounded and dtype is not torch.float16:
+        return _encode_negative(y, marked, dtype)
     bits = y.view(torch.int32)
     magnitude = torch.bitwise_and(bits, _MAGNITUDE)
     bit = torch.where(marked, 1, 0).to(torch.int32)
@@ -92,6 +94,18 @@ def encode(
     return torch.where(concerned, encoded.view(torch.float32), y)
 
 
+def _encode_negative(y: Tensor, marked: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same for GELU and its like in eight operations of a GPU: the sign is rounded with the rest."""
+    bits, unit = y.view(torch.int32), 1 << LAST_BIT[dtype]
+    base = torch.where(marked, _SIGN + unit, _SIGN).to(torch.int32)  # what the result has to contain
+    if unit > 1:
+        bits = bits + (_SIGN + unit) - base
+    rounded = torch.bitwise_or(torch.bitwise_and(bits, -2 * unit), base)
+    smallest = _SIGN + 0x0080_0000 + unit  # the bits of -smallest_marked
+    rounded = torch.where(marked & (rounded < smallest), smallest, rounded)
+    return torch.where(marked | (y < 0), rounded.view(torch.float32), y)
+
+
 def decode(y: Tensor, dtype: torch.dtype, ambiguous: Ambiguous = "negative") -> Tensor:
     """Whether ``y``, values of ``dtype`` in float32, was encoded as marked."""
     bits = y.view(torch.int32)
@@ -112,6 +126,4 @@ def _round_to_parity(magnitude: Tensor, bit: Tensor, shift: int) -> Tensor:
     if shift == 0:
         return torch.bitwise_or(torch.bitwise_and(magnitude, -2), bit)
     base = torch.bitwise_left_shift(bit, shift)
-    steps = torch.bitwise_right_shift(magnitude - base + 2**shift, shift + 1)
-    steps = torch.where(steps < 0, 0, steps)
-    return torch.bitwise_left_shift(steps, shift + 1) + base
+    return torch.bitwise_or(torch.bitwise_and(magnitude + (1 << shift) - base, -2 << shift), base)

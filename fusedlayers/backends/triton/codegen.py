@@ -23,6 +23,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -61,6 +62,8 @@ _TEMPLATES = {
     "eq": "{0} == {1}",
     "erf": "tl.erf({0})",
     "erfc": "_erfc({0}, _ERFC_FAR, _ERFC_NEAR)",
+    "erfc_in_bfloat16": "_erfc_coarse({0}, _LOG2_ERFC_BFLOAT16)",
+    "erfc_in_float16": "_erfc_coarse({0}, _LOG2_ERFC_FLOAT16)",
     "erfinv": "_erfinv({0}, _ERFINV_NEAR, _ERFINV_FAR)",
     "exp": "tl.exp({0})",
     "exp2": "tl.exp2({0})",
@@ -111,6 +114,9 @@ _TEMPLATES = {
     "trunc": "_trunc({0})",
     "where": "tl.where({0}, {1}, {2})",
 }
+
+#: Operations that are shorter where results are rounded to 16 bits.
+_COARSE = {"erfc"}
 
 #: Powers that are shorter otherwise, by the exponent.
 _POWERS: dict[Any, str] = {
@@ -183,9 +189,19 @@ def device_function(
     Raises:
         NotPointwise: the function cannot be printed; the message names the operation.
     """
-    # Other functions are shared by all dtypes, and compiled once.
-    coded = given == "output" and activation.depends_on_dtype
-    return _compile(activation, role, given, dtype if coded else torch.float32, needs)
+    return _compile(activation, role, given, dtype, needs)
+
+
+def coarse(pointwise: Trace, dtype: torch.dtype) -> Trace:
+    """The same in operations that are as accurate as results in ``dtype``."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return pointwise
+    suffix = str(dtype).replace("torch.", "_in_")
+    operations = (
+        replace(o, op=o.op + suffix) if o.op in _COARSE and o.dtype is torch.float32 else o
+        for o in pointwise.operations
+    )
+    return replace(pointwise, operations=tuple(operations))
 
 
 @functools.lru_cache(4096)
@@ -220,7 +236,8 @@ def source(activation: Activation, role: Role, *, given: str, dtype: torch.dtype
         inputs = ["dy", "z"]
         function = activation.gradient_function(needs)
     name = f"{re.sub('[^A-Za-z0-9_]', '_', activation.name).strip('_')}_{role}"
-    return print_function(name, trace(function, [*inputs, *operands]), operands, as_tuple=role == "gradient")
+    printed = coarse(trace(function, [*inputs, *operands]), dtype)
+    return print_function(name, printed, operands, as_tuple=role == "gradient")
 
 
 def pack(operands: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -340,8 +357,10 @@ def _compile(activation: Activation, role: Role, given: str, dtype: torch.dtype,
     return compile_function(source(activation, role, given=given, dtype=dtype, needs=needs))
 
 
+@functools.lru_cache(4096)
 def compile_function(text: str) -> Any:
-    """``text``, one device function, jitted. Triton reads the text of what it compiles, through linecache."""
+    """``text``, one device function, jitted; dtypes of the same text share it. Triton reads the text of what it
+    compiles, through linecache."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     filename = f"<fusedlayers generated {digest}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)

@@ -40,6 +40,14 @@ def _erfc(x, FAR: tl.constexpr, NEAR: tl.constexpr):
 
 
 @triton.jit
+def _erfc_coarse(x, LOG2: tl.constexpr):
+    # 2^P(|x|), for results in 16 bits: one polynomial, of log2 erfc, and no quotient. From 10.3 on it is 0.
+    a = tl.minimum(tl.abs(x), 10.3)
+    e = tl.exp2(LOG2(a))
+    return tl.where(x < 0, 2.0 - e, e)
+
+
+@triton.jit
 def _erfcx(x, ERFCX: tl.constexpr):
     # As erfc, with t down to 0; erfcx(-x) = 2 exp(x^2) - erfcx(x).
     a = tl.abs(x)
@@ -142,6 +150,6 @@ def _i1(x, I1E: tl.constexpr):
 
 FUNCTIONS = {
     function.__name__: function
-    for function in (_digamma, _erfc, _erfcx, _erfinv, _i0, _i0e, _i1, _i1e, _lgamma, _ndtri)
+    for function in (_digamma, _erfc, _erfc_coarse, _erfcx, _erfinv, _i0, _i0e, _i1, _i1e, _lgamma, _ndtri)
 }
 """What printed functions may call, by name."""
