@@ -31,7 +31,12 @@ KERNELS = {
 }
 _SECOND = "_2"
 #: As ``gemm.TILINGS`` names GPUs.
-_ARCHITECTURES = {"sm_80": "8", "sm_89": "8", "sm_90": "9", "sm_100": "10", "gfx942": "cdna"}
+_ARCHITECTURES = {
+    **dict.fromkeys(("sm_80", "sm_86", "sm_89", "sm_120"), "8"),
+    "sm_90": "9",
+    **dict.fromkeys(("sm_100", "sm_103"), "10"),
+    **dict.fromkeys(("gfx90a", "gfx942", "gfx950"), "cdna"),
+}
 
 
 def kernels_of(activation: Activation, dtype: torch.dtype) -> tuple[str, ...]:
@@ -49,7 +54,7 @@ def recipe(kernel: str, activation: Activation, dtype: torch.dtype, target: str)
     if activation.output_refusal(dtype) is not None:
         given = "input"
     several = is_gated or hidden
-    constants = tiling.constants(tiling.described, several=several)
+    constants = tiling.constants(tiling.described, dtype, several=several)
     m, n, k, width = tiling.block_m, tiling.block_n, tiling.block_k, tiling.block_n >> constants["CUTS"]
     if is_gradient:
         function = gemm.linear_gradient_kernel

@@ -17,6 +17,15 @@ TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
+    # Like one of those: Turing (without bfloat16's instructions), Ampere and Blackwell for consumers, Blackwell Ultra,
+    # and AMD's CDNA 2 and 4 and RDNA 3.
+    "sm_75": GPUTarget("cuda", 75, 32),
+    "sm_86": GPUTarget("cuda", 86, 32),
+    "sm_103": GPUTarget("cuda", 103, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
+    "gfx90a": GPUTarget("hip", "gfx90a", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+    "gfx1100": GPUTarget("hip", "gfx1100", 32),
 }
 #: As a signature names pointers.
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}

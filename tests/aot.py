@@ -112,6 +112,8 @@ def reports_of(arguments: Sequence[str]) -> list[dict[str, Any]]:
     """An object per kernel."""
     if arguments[:1] == ["bench"]:
         return _reports_of_bench(arguments[1:])
+    if arguments[:1] == ["instructions"]:
+        return [_instructions(*case.split("/")) for case in arguments[1:]]
     parser = argparse.ArgumentParser(description="Compile the elementwise kernels ahead of time.")
     parser.add_argument("target", choices=TARGETS)
     parser.add_argument("case", nargs="*", help="name/dtype/bias/index/kernels (default: */bfloat16/column/int32/*)")
@@ -127,6 +129,20 @@ def reports_of(arguments: Sequence[str]) -> list[dict[str, Any]]:
                 compile_kernel(options.target, activation, kernel, getattr(torch, dtype), bias, getattr(tl, index))
             )
     return reports
+
+
+def _instructions(target: str, name: str, kernel: str, dtype: str, bias: str) -> dict[str, Any]:
+    """The instructions for each element: what a thread has more of where it has twice as many elements."""
+    counts = []
+    tile = elementwise.TILE
+    for factor in (1, 2):
+        elementwise.TILE = factor * tile
+        try:
+            recipe = elementwise_recipe.recipe(kernel, resolve(name), getattr(torch, dtype), target, bias)
+        finally:
+            elementwise.TILE = tile
+        counts.append(machine_code.instructions(recipe.compile(target)).count)
+    return {"case": f"{name} {kernel} {bias}", "instructions": (counts[1] - counts[0]) * elementwise.THREADS / tile}
 
 
 def _reports_of_bench(arguments: Sequence[str]) -> list[dict[str, Any]]:

@@ -36,6 +36,7 @@ SLOW: dict[str, dict[str, int]] = {
         "test_gates_compile_without_spills": 0,
         "test_gelu_compiles_without_spills": 0,
         "test_inverses_compile_without_spills": 0,
+        "test_other_devices": 0,
         "test_the_command_shows_what_the_compiler_made": 0,
         "test_what_users_bring_compiles_without_spills": 0,
     },

@@ -213,7 +213,7 @@ class Tiling(NamedTuple):
     def __str__(self) -> str:
         return f"{self.block_m}x{self.block_n}x{self.block_k}, {self.warps} warps"
 
-    def constants(self, described: bool, *, several: bool) -> dict[str, Any]:
+    def constants(self, described: bool, dtype: torch.dtype, *, several: bool) -> dict[str, Any]:
         """Of both kernels; ``several`` is whether the epilogue writes several buffers."""
         return {
             "BLOCK_M": self.block_m,
@@ -221,7 +221,8 @@ class Tiling(NamedTuple):
             "BLOCK_K": self.block_k,
             "GROUP": GROUP,
             "CUTS": self.cuts + several,
-            "PRECISION": "tf32",
+            # Of 16-bit operands AMD's compiler takes no other.
+            "PRECISION": "tf32" if dtype is torch.float32 else "ieee",
             "DESCRIBED": described,
             "INDEX": tl.int32,
             "FLATTEN": self.flatten,
@@ -357,7 +358,7 @@ class _Launch:
         tiles = cdiv(rows, tiling.block_m) * cdiv(columns, tiling.block_n)
         self.grid = (min(tiles, tiling.programs * _processors(out.device)),)
         self.described = tiling.described and all(map(_can_be_described, matrices))
-        self.options = tiling.constants(self.described, several=several) | tiling.options
+        self.options = tiling.constants(self.described, out.dtype, several=several) | tiling.options
         self.width = tiling.block_n >> self.options["CUTS"]
         # A block may reach past the end by its own rows before it is masked.
         largest = max(matrix.numel() for matrix in matrices) + 256 * max(columns, inner)
