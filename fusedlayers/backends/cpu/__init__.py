@@ -4,7 +4,16 @@ import torch
 
 from ...activations import Activation
 from .. import torch as reference
-from ..torch import ADDS_BIAS, CHUNK_BYTES, HAS_EPILOGUES, computes, describe_matmuls, has_epilogue, linear_gradient
+from ..torch import (
+    ADDS_BIAS,
+    CHUNK_BYTES,
+    HAS_EPILOGUES,
+    computes,
+    describe_matmuls,
+    has_epilogue,
+    has_gradient_epilogue,
+    linear_gradient,
+)
 from . import build
 from .dropout import drop, drop_gradient, drop_marked, drop_marked_gradient
 from .elementwise import (
@@ -39,6 +48,7 @@ __all__ = [
     "group_norm_gradient",
     "has_epilogue",
     "has_faster_linear",
+    "has_gradient_epilogue",
     "inexact_columns",
     "inverse",
     "linear",
