@@ -62,8 +62,6 @@ _TEMPLATES = {
     "eq": "{0} == {1}",
     "erf": "tl.erf({0})",
     "erfc": "_erfc({0}, _ERFC_FAR, _ERFC_NEAR)",
-    "erfc_in_bfloat16": "_erfc_coarse({0}, _LOG2_ERFC_BFLOAT16)",
-    "erfc_in_float16": "_erfc_coarse({0}, _LOG2_ERFC_FLOAT16)",
     "erfinv": "_erfinv({0}, _ERFINV_NEAR, _ERFINV_FAR)",
     "exp": "tl.exp({0})",
     "exp2": "tl.exp2({0})",
@@ -115,8 +113,11 @@ _TEMPLATES = {
     "where": "tl.where({0}, {1}, {2})",
 }
 
-#: Operations that are shorter where results are rounded to 16 bits.
-_COARSE = {"erfc"}
+#: Operations that are shorter where the result is rounded to 16 bits.
+_COARSE = {
+    "erfc_in_bfloat16": "_erfc_coarse({0}, _LOG2_ERFC_BFLOAT16)",
+    "erfc_in_float16": "_erfc_coarse({0}, _LOG2_ERFC_FLOAT16)",
+}
 
 #: Powers that are shorter otherwise, by the exponent.
 _POWERS: dict[Any, str] = {
@@ -198,7 +199,7 @@ def coarse(pointwise: Trace, dtype: torch.dtype) -> Trace:
         return pointwise
     suffix = str(dtype).replace("torch.", "_in_")
     operations = (
-        replace(o, op=o.op + suffix) if o.op in _COARSE and o.dtype is torch.float32 else o
+        replace(o, op=o.op + suffix) if o.op + suffix in _COARSE and o.dtype is torch.float32 else o
         for o in pointwise.operations
     )
     return replace(pointwise, operations=tuple(operations))
@@ -236,8 +237,10 @@ def source(activation: Activation, role: Role, *, given: str, dtype: torch.dtype
         inputs = ["dy", "z"]
         function = activation.gradient_function(needs)
     name = f"{re.sub('[^A-Za-z0-9_]', '_', activation.name).strip('_')}_{role}"
-    printed = coarse(trace(function, [*inputs, *operands]), dtype)
-    return print_function(name, printed, operands, as_tuple=role == "gradient")
+    traced = trace(function, [*inputs, *operands])
+    if role == "forward":  # a derivative from z may be next to 0, where more is asked of it
+        traced = coarse(traced, dtype)
+    return print_function(name, traced, operands, as_tuple=role == "gradient")
 
 
 def pack(operands: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -326,7 +329,7 @@ def _expression(operation: TracedOperation, inlined: Mapping[str, str]) -> str:
 
 def _template(operation: TracedOperation) -> str:
     op, dtype = operation.op, operation.dtype
-    template = _TEMPLATES.get(op)
+    template = _TEMPLATES.get(op) or _COARSE.get(op)
     if template is None:
         raise NotPointwise(f"{op} has no Triton counterpart here")
     if op == "pow" and dtype.is_floating_point:
