@@ -65,13 +65,13 @@ def recipe(
         activation, role, given=given, dtype=dtype, needs=needs
     )
     # As Triton specialises at launch: an argument of 1 is a constant.
-    ones = ("rows", "channels", "steps") if bias == "none" else ()
+    ones = ("channels",) if bias == "none" else ()
     constants |= {name: 1 for name in ones if name in function.arg_names}
     arguments = [name for name in function.arg_names if name not in constants]
     types = {name: POINTERS[dtype] if name.endswith("_ptr") else "i32" for name in arguments}
     types |= {name: "*fp32" for name in ("operand_ptr", "partial_ptr") if name in arguments}
     options = elementwise.options(TARGETS[target].warp_size)
-    return Recipe(function, types, constants, [name for name in arguments if name != "steps"], options)
+    return Recipe(function, types, constants, [name for name in arguments if name not in ("rows", "steps")], options)
 
 
 FAMILY = Family(KERNELS, kernels_of, recipe)

@@ -73,7 +73,7 @@ def recipe(kernel: str, activation: Activation, dtype: torch.dtype, target: str)
         types |= {name: f"tensordesc<{pointer[1:]}[{rows}, {columns}]>" for name, (rows, columns) in blocks.items()}
     else:
         types |= dict.fromkeys(blocks, pointer)
-    aligned = [name for name, type_ in types.items() if not type_.startswith("tensordesc")]
+    aligned = [name for name, type_ in types.items() if name != "rows" and not type_.startswith("tensordesc")]
     return Recipe(function, types, constants, aligned, tiling.options)
 
 

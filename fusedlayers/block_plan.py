@@ -27,6 +27,8 @@ from .utils.bounded_cache import BoundedCache
 #: Into how many chunks the rows of a block are cut, at most, where nobody says. What is hidden and needed for a moment
 #: only is made for one of them at a time, in two buffers, or three of a gated block.
 CHUNKS = 16
+#: The same where a matmul's epilogue makes the product that it needs: a quarter of a hidden buffer at a time.
+EPILOGUE_CHUNKS = 4
 
 
 class BlockNeeds(NamedTuple):
@@ -163,9 +165,14 @@ def describe_block(options: BlockOptions, activation: Activation, dtype: torch.d
 
 def _block(key: BlockKey, saved: Saved) -> Block:
     options = key.options
-    block = Block(key.activation, saved, options.is_gated, key.is_packed, None, 1, key.backend, key.cast is not None)
+    has_casts = key.cast is not None
+    block = Block(key.activation, saved, options.is_gated, key.is_packed, None, 1, key.backend, is_cast=has_casts)
     wanted = _default_chunks(key, saved) if options.chunks is None else options.chunks
-    return block._replace(chunks=_chunks(key, block._replace(chunks=wanted)))
+    chunks = _chunks(key, block._replace(chunks=wanted))
+    with_epilogues = chunks
+    if options.chunks is None and saved != "recompute":
+        with_epilogues = max(chunks, _chunks(key, block._replace(chunks=EPILOGUE_CHUNKS)))
+    return block._replace(chunks=chunks, epilogue_chunks=with_epilogues)
 
 
 def _default_chunks(key: BlockKey, saved: Saved) -> int:

@@ -89,7 +89,9 @@ def tune(
     from .backends.triton import dispatch, tuning
 
     session = tuning.Session(lambda question: on_question(str(question)))
-    step = Step(model, args, kwargs, loss)
+    for device in devices:
+        tuning.check_target(device)
+    step = Step(model, args, kwargs, loss, "tune")
     leaves = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
     with (
         use_kernels("rule"),

@@ -8,6 +8,7 @@ The fixtures are for tests of the Triton kernels.
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,6 +60,14 @@ def nothing_outlives_a_test() -> Iterator[None]:
 
 
 Switch = Callable[[bool], None]
+
+
+@pytest.fixture(autouse=True)
+def no_kernel_was_replaced() -> Iterator[None]:
+    """Where torch computes for a kernel that cannot be launched, a test of the kernel would see nothing."""
+    yield
+    fallback = sys.modules.get("fusedlayers.backends.triton.fallback")
+    assert fallback is None or not fallback._failed
 
 
 @pytest.fixture
@@ -124,9 +133,12 @@ SPLITS: dict[str, dict[str, Any]] = {
 @pytest.fixture(params=SPLITS)
 def split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     from fusedlayers.backends.triton import elementwise
+    from fusedlayers.utils.bounded_cache import BoundedCache
 
     for name, value in SPLITS[request.param].items():
         monkeypatch.setattr(elementwise, name, value)
+    for launches in ("_launches", "_gradient_launches"):  # what is kept was made in another way
+        monkeypatch.setattr(elementwise, launches, BoundedCache())
     name: str = request.param
     return name
 

@@ -28,7 +28,7 @@ from fusedlayers.memory import saved_bytes
 
 pytest.importorskip("triton")
 
-from triton.runtime.errors import OutOfResources
+from triton.runtime.errors import InterpreterError, OutOfResources
 
 from fusedlayers.backends import triton as backend  # after the line that skips without it
 from fusedlayers.backends.triton import dispatch, elementwise, fallback, gemm, operations, sums, tuning
@@ -46,6 +46,7 @@ TILING = Tiling(16, 32, 16, 1, 4, 2)
 @pytest.fixture(autouse=True)
 def forgets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[], None]]:
     """A process that knows nothing, and an empty cache folder; call it for another process."""
+    monkeypatch.setattr(fallback, "_failed", set())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(kernels.FILE_VARIABLE, raising=False)
     forget = dispatch.tuned.cache_clear
@@ -147,10 +148,12 @@ def test_what_was_tuned_comes_before_the_table(monkeypatch: pytest.MonkeyPatch) 
     assert bench.choose() == "narrow" and len(bench.rows) == 1
 
 
-def test_the_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     class OnGPU:
         is_cpu, is_cuda, dtype = False, True, torch.float32
 
+    monkeypatch.setattr(backend, "missing_because", lambda: None)
+    backends._for_gpus.cache_clear()
     tensor: Any = OnGPU()
     assert backends.choose(tensor) is backend
     with fl.use_kernels("off"):
@@ -158,6 +161,11 @@ def test_the_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> Non
         with fl.use_kernels("tuned"):
             assert backends.choose(tensor) is backend
     assert backends.choose(tensor) is backend
+    backends._for_gpus.cache_clear()
+    monkeypatch.setattr(backend, "missing_because", lambda: "AssertionError: libcuda.so cannot found!")
+    assert backends.choose(tensor) is backends.choose(tensor) is reference
+    backends._for_gpus.cache_clear()
+    assert caplog.text.count("Triton has no driver for this GPU") == 1 and "libcuda.so" in caplog.text
     with pytest.raises(ValueError, match="use_kernels: got 'none', expected one of 'off', 'rule', 'tuned'"):
         fl.use_kernels("none").__enter__()
 
@@ -363,7 +371,7 @@ def test_a_broken_file_is_none(
 
 def test_a_folder_that_cannot_be_written_is_an_error_of_tune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "fusedlayers").write_text("a file")
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match=r"tune: .* cannot be written .*; name another file in FUSEDLAYERS_TUNED"):
         Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0).tune()
 
     def home() -> Path:
@@ -372,7 +380,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_of_tune(monkeypatch: pytest
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", home)
     assert Bench(monkeypatch).choose() == LIBRARY
-    with pytest.raises(OSError, match="there is no home folder; name a file in FUSEDLAYERS_TUNED"):
+    with pytest.raises(OSError, match="tune: there is no home folder; name a file in FUSEDLAYERS_TUNED"):
         Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0).tune()
 
 
@@ -580,7 +588,6 @@ def test_torch_computes_what_cannot_be_launched(
     error: Exception, on_triton: Switch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     on_triton(True)
-    monkeypatch.setattr(fallback, "_failed", set())
     monkeypatch.setattr(fallback, "_warned", set())
     launched: list[str] = []
     broken = Broken(error, launched)
@@ -609,14 +616,15 @@ def test_torch_computes_what_cannot_be_launched(
         )
         for ours, theirs in zip(found, torchs(), strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-    assert 0 < count == len(launched)  # no second try
-    assert caplog.text.count("a Triton kernel cannot run on") == 1
+    if not isinstance(error, OSError):  # the system may be in order the next time
+        assert 0 < count == len(launched)  # no second try
+    assert sum(record.levelno == logging.WARNING for record in caplog.records) == 1
+    assert "cannot run on" in caplog.text and "torch operations compute in its place" in caplog.text
 
 
 def test_sums_that_cannot_be_launched_are_torchs(on_triton: Switch, monkeypatch: pytest.MonkeyPatch) -> None:
     """By then the gradient has been written over the saved output."""
     on_triton(True)
-    monkeypatch.setattr(fallback, "_failed", set())
 
     monkeypatch.setattr(sums, "sums_kernel", Broken(OutOfResources(9, 1, "registers")))
     x, w, b = (torch.randn(s, device=DEVICE, requires_grad=True) for s in ((64, 24), (40, 24), (40,)))
@@ -627,7 +635,6 @@ def test_sums_that_cannot_be_launched_are_torchs(on_triton: Switch, monkeypatch:
 
 def test_a_matmul_that_cannot_be_launched_is_the_librarys(fused: list[str], on_triton: Switch) -> None:
     on_triton(True)
-    fallback._failed.clear()
 
     def broken(*arguments: Any, **options: Any) -> Any:
         raise OutOfResources(9, 1, "shared memory")
@@ -643,14 +650,21 @@ def test_a_matmul_that_cannot_be_launched_is_the_librarys(fused: list[str], on_t
             torch.testing.assert_close(y, expected, atol=1e-4, rtol=1e-4)
             for ours, theirs in zip(*(torch.autograd.grad(r.sum(), (x, w, b, w2)) for r in (y, expected)), strict=True):
                 torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-    fallback._failed.clear()
 
 
-def test_other_errors_are_raised(on_triton: Switch, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        InterpreterError("a mistake in the kernel"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_other_errors_are_raised(error: Exception, on_triton: Switch, monkeypatch: pytest.MonkeyPatch) -> None:
     on_triton(True)
-    error = RuntimeError("CUDA error: an illegal memory access was encountered")
     monkeypatch.setattr(elementwise, "bias_act_kernel", Broken(error))
-    with pytest.raises(RuntimeError, match="illegal memory access"):
+    with pytest.raises(type(error)):
         fl.bias_act(torch.randn(64, 40, device=DEVICE, requires_grad=True), None, "tanh", save="output")
 
 

@@ -368,6 +368,17 @@ def test_dry_run_times_a_step(x: Tensor) -> None:
     assert fl.fuse(model, x).step_ms is None and fl.fuse(model, dry_run=True).step_ms is None
 
 
+def test_a_dry_run_of_what_cannot_be_timed(x: Tensor) -> None:
+    class Reentrant(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=True)
+
+    model = nn.Sequential(nn.Linear(IN, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, IN), Reentrant())
+    report = fl.fuse(model, x, dry_run=True)
+    assert report.replaced and report.step_ms is None
+    assert any("No step could be timed" in note for note in report.notes)
+
+
 def test_fusing_twice_decides_anew(x: Tensor) -> None:
     model = nn.Sequential(MLP(), nn.Linear(IN, 2))
     first, second = fl.fuse(model, x), fl.fuse(model, x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 
 from torch import Tensor, float64
 
@@ -14,6 +15,8 @@ from .base import ActivationGradients, Backend, GradientRequest, NormPasses
 
 __all__ = ["DEVICES", "ActivationGradients", "Backend", "GradientRequest", "NormPasses", "choose"]
 
+
+_log = logging.getLogger(__name__)
 
 #: Device types that have been tried. On others layers are left to plain PyTorch.
 DEVICES = ("cpu", "cuda")
@@ -41,4 +44,8 @@ def _for_gpus() -> Backend:
         return reference
     from . import triton
 
-    return triton
+    reason = triton.missing_because()
+    if reason is None:
+        return triton
+    _log.warning("Triton has no driver for this GPU, and torch operations compute in its place: %s", reason)
+    return reference

@@ -103,7 +103,7 @@ class Backend(Protocol):
         ...
 
     def describe_matmuls(self, w: Tensor, activation: Activation) -> Sequence[str]:
-        """Lines for people: how layers and blocks multiply by ``w``, as far as this process has measured that."""
+        """Lines for people: how layers and blocks multiply by ``w``, as far as that was tuned."""
         ...
 
     def bias_act(

@@ -99,7 +99,7 @@ def _encode_negative(y: Tensor, marked: Tensor, dtype: torch.dtype) -> Tensor:
     bits, unit = y.view(torch.int32), 1 << LAST_BIT[dtype]
     base = torch.where(marked, _SIGN + unit, _SIGN).to(torch.int32)  # what the result has to contain
     if unit > 1:
-        bits = bits + (_SIGN + unit) - base
+        bits = bits + torch.bitwise_xor(base, _SIGN + unit)  # 0 where marked, else a unit
     rounded = torch.bitwise_or(torch.bitwise_and(bits, -2 * unit), base)
     smallest = _SIGN + 0x0080_0000 + unit  # the bits of -smallest_marked
     rounded = torch.where(marked & (rounded < smallest), smallest, rounded)

@@ -209,7 +209,7 @@ class _Fusing:
 
     def _step_ms(
         self, groups: list[_Group], args: tuple[Any, ...], kwargs: dict[str, Any], restore_random_state: Any
-    ) -> tuple[float, float]:
+    ) -> tuple[float, float] | None:
         """The time of a step before and after; each group gets to know what is its own."""
 
         def only(chosen: list[_Group]) -> Callable[[], None]:
@@ -220,7 +220,12 @@ class _Fusing:
             return switch
 
         variants = [only([]), *(only([group for group in groups if group is not out]) for out in groups), only(groups)]
-        before, *without, after = step_times(self._model, args, kwargs, variants, restore_random_state)
+        try:
+            before, *without, after = step_times(self._model, args, kwargs, variants, restore_random_state)
+        except Exception as error:  # a backward pass that cannot be run from here, or memory for the gradients
+            self._notes.append(f"No step could be timed: {type(error).__name__}: {first_line(error)}")
+            only(groups)()
+            return None
         for group, time_ms in zip(groups, without, strict=True):
             group.time_ms = after - time_ms
         return before, after

@@ -25,7 +25,7 @@ def step_times(
 ) -> list[float]:
     """The milliseconds of forward and backward, for each of the ``variants``: functions that make the model one. No
     gradient is accumulated."""
-    step = Step(model, args, kwargs)
+    step = Step(model, args, kwargs, function="fuse")
     leaves = [t for t in (*model.parameters(), *tensors_of((args, kwargs))) if t.requires_grad]
     times: list[list[float]] = [[] for _ in variants]
     for number in range(ROUNDS + 1):

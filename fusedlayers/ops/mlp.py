@@ -259,9 +259,20 @@ class _Totals:
         return [*of_weights, *of_biases, *(total.to(p.dtype) if need else None for total, p, need in of_operands)]
 
 
-@functools.cache
+_wide_products: dict[torch.device, bool] = {}
+
+
 def _has_wide_products(device: torch.device) -> bool:
-    """Whether matmuls of 16-bit numbers add to float32 numbers, which CUDA's do and others do not."""
+    """Whether matmuls of 16-bit numbers add to float32 numbers, which CUDA's do and others do not. That is tried, unless
+    a CUDA graph is being captured."""
+    if device not in _wide_products:
+        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return False
+        _wide_products[device] = _adds_to_float32(device)
+    return _wide_products[device]
+
+
+def _adds_to_float32(device: torch.device) -> bool:
     a = torch.full((16, 16), 2.0, dtype=torch.bfloat16, device=device)
     total = torch.ones(16, 16, device=device)
     try:
@@ -293,7 +304,7 @@ class _Sum:
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """``a^T b``."""
-        is_in_float32 = len(b) < self.rows and b.dtype.itemsize == 2 and b.is_cuda and _has_wide_products(b.device)
+        is_in_float32 = len(b) < self.rows and b.dtype.itemsize == 2 and _has_wide_products(b.device)
         if is_in_float32:
             if self.sum is None:
                 self.dtype, self.sum = b.dtype, b.new_zeros(a.shape[1], b.shape[1], dtype=torch.float32)

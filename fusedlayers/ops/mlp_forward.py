@@ -16,8 +16,6 @@ from .dropout import drawn, factor_of
 
 #: Rows of a chunk, at least: with fewer a product reads its weight, and writes the weight's gradient, for too little.
 LEAST_ROWS = 256
-#: Chunks in which a matmul's epilogue makes the product that it needs: a quarter of a hidden buffer.
-EPILOGUE_CHUNKS = 4
 
 
 class BlockDropout(NamedTuple):
@@ -91,6 +89,8 @@ class Block(NamedTuple):
     #: Into how many chunks the rows are cut, at most.
     chunks: int
     backend: Backend
+    #: The same where a matmul's epilogue makes the product that it needs.
+    epilogue_chunks: int = 1
     #: Whether autocast has cast the weights, and biases are still to be cast.
     is_cast: bool = False
 
@@ -152,7 +152,7 @@ class Block(NamedTuple):
         self, dy: Tensor, w: Tensor, parts: Sequence[Tensor], operands: Sequence[Tensor], request: GradientRequest
     ) -> Block:
         """With so many chunks that a recomputed product takes little, if ``through`` takes one step for each."""
-        cut = self._replace(chunks=max(self.chunks, EPILOGUE_CHUNKS))
+        cut = self._replace(chunks=self.epilogue_chunks)
         rows = slice(0, cut.chunk_rows(len(dy)))
         if self.dropout is not None or not self.backend.has_gradient_epilogue(
             dy[rows], w, [part[rows] for part in parts], self.activation, operands, request, hidden=True

@@ -21,6 +21,8 @@ class Step:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     loss: Callable[[Any], Tensor] | None = None
+    #: Whom errors name.
+    function: str = "memory_report"
 
     def forward(self) -> Tensor:
         """The loss of one call. No reference to the outputs is held."""
@@ -29,7 +31,7 @@ class Step:
             loss = self.loss(result)
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
                 raise ValueError(
-                    f"memory_report: loss returned {_described(loss)}, expected a tensor with one element that "
+                    f"{self.function}: loss returned {_described(loss)}, expected a tensor with one element that "
                     "requires grad; return the scalar that you would call backward() on"
                 )
             return loss
@@ -53,7 +55,7 @@ class Step:
         else:
             reason = "let a parameter or an input require grad, and return what is computed from it"
         return (
-            f"memory_report: the model returned {_described(result)}, expected a floating-point tensor that requires "
+            f"{self.function}: the model returned {_described(result)}, expected a floating-point tensor that requires "
             f"grad, alone or in a tuple, list, mapping or dataclass: {reason}"
         )
 

@@ -1,6 +1,7 @@
 """Triton kernels: the backend for GPUs."""
 
 import torch
+from triton.runtime import driver
 
 from ...activations import Activation
 from ..torch import (
@@ -48,6 +49,7 @@ __all__ = [
     "inverse",
     "linear",
     "linear_gradient",
+    "missing_because",
     "norm_passes",
     "operation_act",
     "row_norm",
@@ -62,6 +64,15 @@ ADDS_BIAS = True
 HAS_EPILOGUES = True
 #: Each chunk launches kernels of its own: with so many hidden bytes their time on the device is longer than the host's.
 CHUNK_BYTES = 32 << 20
+
+
+def missing_because() -> str | None:
+    """Why no kernel can run here, or None."""
+    try:
+        driver.active.get_current_target()
+    except Exception as error:  # of whatever kind: a driver that is not there, or that Triton does not know
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def slow_because(activation: Activation, dtype: torch.dtype) -> str | None:

@@ -238,7 +238,9 @@ def source(activation: Activation, role: Role, *, given: str, dtype: torch.dtype
         function = activation.gradient_function(needs)
     name = f"{re.sub('[^A-Za-z0-9_]', '_', activation.name).strip('_')}_{role}"
     traced = trace(function, [*inputs, *operands])
-    if role == "forward":  # a derivative from z may be next to 0, where more is asked of it
+    # Not of a user's function, which may subtract it from a number next to it; nor of a derivative from z, which may be
+    # next to 0, where more is asked of it.
+    if role == "forward" and activation.row is not None and not (activation.is_traced or activation.row.is_custom):
         traced = coarse(traced, dtype)
     return print_function(name, traced, operands, as_tuple=role == "gradient")
 

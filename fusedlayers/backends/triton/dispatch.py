@@ -151,10 +151,12 @@ def by_rule(question: Question, device: torch.device, candidates: Sequence[str])
 
 
 def architecture(device: torch.device) -> str:
-    """The compute capability's first number, or "cdna"; "" for what is no GPU."""
+    """The compute capability's first number, or "cdna"; "" for AMD's other GPUs, and what is no GPU."""
     if device.type != "cuda":
         return ""
-    return "cdna" if torch.version.hip else str(torch.cuda.get_device_capability(device)[0])
+    if torch.version.hip:
+        return "cdna" if torch.cuda.get_device_properties(device).gcnArchName.startswith("gfx9") else ""
+    return str(torch.cuda.get_device_capability(device)[0])
 
 
 def answers_for(activation: str, columns: int, inner: int, device: torch.device) -> list[str]:
@@ -200,6 +202,8 @@ def tuned(device: torch.device) -> Mapping[Question, Choice]:
         about = dict(content["about"])
         choices = {Question.parse(text): _choice(entry) for text, entry in content["choices"].items()}
     except FileNotFoundError:
+        if kernels.FILE_VARIABLE in os.environ:
+            _log.warning("%s, which %s names, is not there: run fusedlayers tune", path, kernels.FILE_VARIABLE)
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         _log.warning("%s cannot be read (%s), and is not used: run fusedlayers tune", path, type(error).__name__)

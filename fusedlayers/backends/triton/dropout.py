@@ -23,7 +23,7 @@ from .fallback import or_reference
 from .launch import cdiv, on
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def drop_kernel(x_ptr, keep_ptr, y_ptr, bits_ptr, count, factor, BYTES: tl.constexpr):
     """y = x factor where it is kept, else x 0; and eight of the mask in a byte."""
     byte = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
@@ -38,7 +38,7 @@ def drop_kernel(x_ptr, keep_ptr, y_ptr, bits_ptr, count, factor, BYTES: tl.const
     tl.store(bits_ptr + byte, bits.to(tl.uint8), mask=byte * 8 < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def drop_gradient_kernel(dy_ptr, bits_ptr, dx_ptr, count, factor, BYTES: tl.constexpr):
     """dx = dy factor where the bit is set, else dy 0."""
     byte = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
@@ -52,7 +52,7 @@ def drop_gradient_kernel(dy_ptr, bits_ptr, dx_ptr, count, factor, BYTES: tl.cons
     tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def drop_marked_kernel(y_ptr, keep_ptr, out_ptr, count, rest, SCALE: tl.constexpr, COUNT: tl.constexpr):
     """What is stored of outputs y, of which ``rest`` are kept; out_ptr may be y_ptr."""
     place = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
@@ -64,7 +64,7 @@ def drop_marked_kernel(y_ptr, keep_ptr, out_ptr, count, rest, SCALE: tl.constexp
     tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def drop_marked_gradient_kernel(dy_ptr, y_ptr, dz_ptr, count, rest, GRADIENT: tl.constexpr, COUNT: tl.constexpr):
     """The gradient through both, from what was stored; dz_ptr may be y_ptr."""
     place = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)

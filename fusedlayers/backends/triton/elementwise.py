@@ -57,7 +57,7 @@ def options(warp_size: int) -> dict[str, Any]:
 OPTIONS = options(64 if torch.version.hip else 32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def bias_act_kernel(
     z_ptr,
     b_ptr,
@@ -109,7 +109,7 @@ def _written(sums, channels):
     return channels if any(by_channel for _, by_channel in sums) else 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "steps"])
 def gradient_kernel(
     dy_ptr,
     saved_ptr,
@@ -272,7 +272,18 @@ def _launch_forward(
     # All that the launch depends on, for that is kept. (The sizes of tiles are tests' to change.)
     has_channels = b is not None or _run(operands)
     key = (
-        *(id(bias_act_kernel), id(function), TILE, y.get_device(), y.shape, y.stride(), z.dtype, dim, has_channels),
+        *(
+            id(bias_act_kernel),
+            id(function),
+            TILE,
+            y.get_device(),
+            y.shape,
+            y.stride(),
+            y.dtype,
+            z.dtype,
+            dim,
+            has_channels,
+        ),
         *(None if t is None else t.dtype for t in (b, residual, up)),
     )
     launch = _launches.get(key)

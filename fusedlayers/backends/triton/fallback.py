@@ -1,7 +1,8 @@
-"""Where a kernel cannot be compiled or launched, torch operations compute what it would have, and one line says so.
+"""Where a kernel cannot be compiled for a device, or launched on it, torch operations compute what it would have, and
+a line says so.
 
 That happens on GPUs that Triton does not know, without a C compiler for its launcher, and where a kernel asks for more
-than a device has. Nothing has been written by then. Other errors of the driver are raised as they are.
+than a device has. Nothing has been written by then. Other errors, those in a kernel's own code above all, are raised.
 """
 
 from __future__ import annotations
@@ -14,19 +15,20 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from triton.errors import TritonError
+from triton.runtime.errors import OutOfResources, PTXASError
 
 from ...activations import Activation
+from ..norms import RowNorm
 
 _log = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: What Triton's compiler, the assembler and the launcher's compiler raise; of RuntimeErrors those with these words.
-ERRORS = (TritonError, OSError, subprocess.CalledProcessError, RuntimeError)
+#: What the assembler, the launcher and its compiler raise; of RuntimeErrors those with these words.
+ERRORS = (OutOfResources, PTXASError, OSError, subprocess.CalledProcessError, RuntimeError)
 WORDS = ("no kernel image", "kernel image is invalid", "unsupported", "PassManager", "Failed to find C compiler")
 
-#: What could not be launched, with which activation, dtype and device.
+#: What could not be launched, with which activation or norm, dtype and device.
 _failed: set[Hashable] = set()
 _warned: set[torch.device] = set()
 
@@ -42,7 +44,7 @@ def or_reference(reference: Callable[..., Any]) -> Callable[[F], F]:
             try:
                 return function(*args, **kwargs)
             except ERRORS as error:
-                remember(error, function.__name__, args)
+                note(error, function.__name__, args)
             return reference(*args, **kwargs)
 
         return call  # type: ignore[return-value]
@@ -50,20 +52,21 @@ def or_reference(reference: Callable[..., Any]) -> Callable[[F], F]:
     return decorate
 
 
-def remember(error: BaseException, name: str, args: tuple[Any, ...]) -> None:
-    """Note that a kernel cannot be launched, if that is what the error says, and say so once for each device; else
-    raise it."""
+def note(error: BaseException, name: str, args: tuple[Any, ...]) -> None:
+    """Say that a kernel cannot be launched, if the error says that, once for each device; else raise it. It is not
+    tried again, unless the system was at fault (a full disk, say)."""
     if isinstance(error, RuntimeError) and not any(word in str(error) for word in WORDS):
         raise error
-    _failed.add(_key(name, args))
+    if not isinstance(error, OSError):
+        _failed.add(_key(name, args))
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
-    if device not in _warned:
-        _warned.add(device)
-        text = next(iter(str(error).splitlines()), "")
-        _log.warning(
-            "a Triton kernel cannot run on %s, and torch operations compute in its place: %s: %s",
-            *(device, type(error).__name__, text),
-        )
+    text = next(iter(str(error).splitlines()), "")
+    _log.log(
+        logging.INFO if device in _warned else logging.WARNING,
+        "a Triton kernel (%s) cannot run on %s, and torch operations compute in its place: %s: %s",
+        *(name, device, type(error).__name__, text),
+    )
+    _warned.add(device)
 
 
 def has_failed(name: str, args: tuple[Any, ...]) -> bool:
@@ -72,4 +75,4 @@ def has_failed(name: str, args: tuple[Any, ...]) -> bool:
 
 def _key(name: str, args: tuple[Any, ...]) -> Hashable:
     like = next(arg for arg in args if isinstance(arg, Tensor))
-    return name, like.device, like.dtype, next((arg for arg in args if isinstance(arg, Activation)), None)
+    return name, like.device, like.dtype, *(arg for arg in args if isinstance(arg, Activation | RowNorm))

@@ -122,10 +122,10 @@ POLYNOMIALS = {
     "_LGAMMA_FAR": Target(_lgamma_rest, 1e-4, special.GAMMA_NEAR.value**-2),
     "_LGAMMA_NEAR": Target(_lgamma_quotient, 0.0, special.GAMMA_NEAR.value - 1, NEGLIGIBLE / 2),
     # Up to where log2's argument is sqrt(2). Its terms are small beside the 3 that they are added to.
-    # A sixteenth of the rounding of bfloat16, and a tenth of float16's. Up to where erfc has left float32's range.
+    "_LOG": Target(_atanh_quotient, 0.0, 0.0295, 2.0**-20),
+    # A sixteenth of the rounding of bfloat16, and of float16's. Up to where erfc has left float32's range.
     "_LOG2_ERFC_BFLOAT16": Target(_log2_erfc, 0.0, 10.3, 2.0**-13),
     "_LOG2_ERFC_FLOAT16": Target(_log2_erfc, 0.0, 10.3, 2.0**-16),
-    "_LOG": Target(_atanh_quotient, 0.0, 0.0295, 2.0**-20),
     # p down to the smallest subnormal.
     "_NDTRI_TAIL": Target(_ndtri_ratio, 1 / 14.5, 1 / 2.1),
 }

@@ -5,9 +5,9 @@
 
 Idea: accumulators are float32 and are not rounded before the activation. The grid is persistent: as many programs as
 the device has multiprocessors, which take the tiles in turn, in an order in which programs that run at the same time
-share their operands in the L2 cache. The gradients of bias and operands are summed for each tile; torch adds these
-partial sums in a fixed order. The copy engine fetches blocks of operands where the device has one (tensor descriptors:
-Hopper, Blackwell); elsewhere they are loaded through pointers.
+share their operands in the L2 cache. The gradients of bias and operands are summed for each tile; ``sums.py`` adds
+these partial sums in a fixed order. The copy engine fetches blocks of operands where the device has one (tensor
+descriptors: Hopper, Blackwell); elsewhere they are loaded through pointers.
 
 Cost: no pass over memory besides the matmul's own. Limits: a vendor's matmul may be faster by more than the pass costs,
 so ``dispatch.py`` chooses; rows that are no multiples of 16 bytes are fetched through pointers, and are slow.
@@ -115,7 +115,7 @@ def _strips(tile, CUTS: tl.constexpr):
     return strips
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def linear_act_kernel(
     x, w, b_ptr, operand_ptr, y,
     rows, columns, inner,
@@ -140,7 +140,7 @@ def linear_act_kernel(
             _store(y, m, column, rows, columns, f, BLOCK_M, WIDTH, DESCRIBED, INDEX)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def linear_gradient_kernel(
     dy, w, saved, up, operand_ptr, hidden, partial_ptr,
     rows, columns, inner,
@@ -235,7 +235,8 @@ class Tiling(NamedTuple):
 
 
 #: By architecture (compute capability, or "cdna") and bytes of a number. None spills registers, which tests check.
-#: Which is the fastest depends on the sizes, and is measured (``dispatch.py``).
+#: Which is the fastest depends on the sizes, and is measured on request
+#: (``tuning.py``).
 TILINGS: dict[str, dict[int, tuple[Tiling, ...]]] = {
     "8": {
         2: (Tiling(128, 128, 64, 2, 8, 3), Tiling(128, 128, 32, 2, 8, 4)),

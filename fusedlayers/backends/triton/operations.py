@@ -20,10 +20,10 @@ from ...activations import Activation
 from ..base import ActivationGradients, GradientRequest
 from ..operations import MATMUL, Matmul, Operation, Weight
 from . import dispatch, gemm
-from .codegen import source
+from .codegen import computes, source
 from .dispatch import LIBRARY, Question
 from .elementwise import bias_act, gate, gate_gradient, gradient
-from .fallback import ERRORS, has_failed, remember
+from .fallback import ERRORS, has_failed, note
 
 
 def has_faster_linear(x: Tensor, w: Tensor) -> bool:
@@ -105,7 +105,7 @@ class Layer(NamedTuple):
             try:
                 return self.run(candidate)
             except ERRORS as error:
-                remember(error, candidate, self)
+                note(error, candidate, self)
         return self.run(LIBRARY)
 
     @property
@@ -230,7 +230,7 @@ def linear_gradient(
     try:
         return job.run(candidate)
     except ERRORS as error:
-        remember(error, candidate, job)
+        note(error, candidate, job)
         return None
 
 
@@ -253,7 +253,9 @@ def has_gradient_epilogue(
 
 
 def describe_matmuls(w: Tensor, activation: Activation) -> list[str]:
-    """Lines for people: how layers and blocks multiply by ``w``, as far as this process has measured that."""
+    """Lines for people: how layers and blocks multiply by ``w``, as far as that was tuned."""
+    if not computes(activation):
+        return []
     columns, inner = w.shape
     return dispatch.answers_for(_identity(activation), columns, inner, w.device)
 

@@ -58,7 +58,7 @@ def rms_norm_kernel(
     tl.store(inverse_std_ptr + row, inverse_std)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "steps"])
 def row_norm_gradient_kernel(
     dy_ptr,
     y_ptr,

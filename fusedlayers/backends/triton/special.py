@@ -42,7 +42,7 @@ def _erfc(x, FAR: tl.constexpr, NEAR: tl.constexpr):
 @triton.jit
 def _erfc_coarse(x, LOG2: tl.constexpr):
     # 2^P(|x|), for results in 16 bits: one polynomial, of log2 erfc, and no quotient. From 10.3 on it is 0.
-    a = tl.minimum(tl.abs(x), 10.3)
+    a = tl.minimum(tl.abs(x), 10.3, tl.PropagateNan.ALL)
     e = tl.exp2(LOG2(a))
     return tl.where(x < 0, 2.0 - e, e)
 

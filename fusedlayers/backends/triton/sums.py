@@ -36,13 +36,14 @@ def sums_kernel(
     program_stride,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    INDEX: tl.constexpr,
 ):
     """out = the sums over programs and over ``outer`` runs of the channels; a sum for each of the grid's rows."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     own_ptr = partial_ptr + tl.program_id(1) * sum_stride
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, programs * outer, ROWS):
-        run = first + tl.arange(0, ROWS)[:, None]
+        run = (first + tl.arange(0, ROWS)[:, None]).to(INDEX)
         place = (run // outer) * program_stride + (run % outer) * channels + column[None, :]
         inside = (run < programs * outer) & (column < channels)[None, :]
         total += tl.load(own_ptr + place, mask=inside, other=0.0)
@@ -76,7 +77,8 @@ def add_up(partial: Tensor, channels: int, outer: int, dtype: torch.dtype) -> Te
     if launch is None:
         columns = min(CHANNELS, next_power_of_2(channels))
         numbers = programs, outer, channels, partial.stride(0), partial.stride(1)
-        constants = {"ROWS": TILE // columns, "COLUMNS": columns, "num_warps": 8}
+        index = tl.int64 if partial.numel() + TILE * channels >= 2**31 else tl.int32
+        constants = {"ROWS": TILE // columns, "COLUMNS": columns, "INDEX": index, "num_warps": 8}
         launch = _launches.put(key, Launch(sums_kernel, [cdiv(channels, columns), count], numbers, constants))
     launch(partial, out)
     return out

@@ -80,9 +80,7 @@ class Session:
         """
         paths = []
         for device, choices in self.choices.items():
-            path = dispatch.tuned_path(device)
-            if path is None:
-                raise OSError(f"there is no home folder; name a file in {kernels.FILE_VARIABLE}")
+            path = check_target(device)
             dispatch.tuned.cache_clear()  # others may have written since
             entries = {
                 str(question): {"candidate": choice.candidate, "times_us": choice.times_us}
@@ -94,10 +92,32 @@ class Session:
         return paths
 
 
+def check_target(device: torch.device) -> Path:
+    """The file for a device.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = dispatch.tuned_path(device)
+    if path is None:
+        raise OSError(f"tune: there is no home folder; name a file in {kernels.FILE_VARIABLE}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _temporary(path).touch()
+        _temporary(path).unlink()
+    except OSError as error:
+        text = f"tune: {path} cannot be written ({error}); name another file in {kernels.FILE_VARIABLE}"
+        raise OSError(text) from error
+    return path
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
+
+
 def _write(path: Path, content: Any) -> None:
     """Other processes see the whole file, or the one before."""
-    temporary = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary(path)
     try:
         temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
         os.replace(temporary, path)
