@@ -18,6 +18,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
+from fusedlayers import block_plan
 from fusedlayers.activations import Activation, resolve, rows
 from fusedlayers.memory import peak_bytes, saved_bytes
 from fusedlayers.ops import mlp, mlp_forward
@@ -295,6 +296,38 @@ def test_sums_of_16_bits_are_added_to_without_a_float32_copy() -> None:
         total.add(share.clone())
     assert peak_bytes(lambda: total.add(share), device="cpu") <= share.numel() * 4 / 16
     torch.testing.assert_close(total.take(), share * 3)
+
+
+def test_matmuls_add_16_bit_products_in_float32_where_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, whose addmm takes ``out_dtype``."""
+    added: list[torch.Size] = []
+    addmm = torch.addmm
+
+    def with_dtype(total: Tensor, a: Tensor, b: Tensor, *, out_dtype: Any = None, out: Any = None) -> Tensor:
+        if out_dtype is None:
+            return addmm(total, a, b, out=out)
+        assert out is total and total.dtype is out_dtype is torch.float32 and a.dtype is b.dtype is torch.bfloat16
+        added.append(total.shape)
+        return out.add_(a.float() @ b.float())
+
+    monkeypatch.setattr(mlp, "_has_wide_products", lambda device: True)
+    monkeypatch.setattr(torch, "addmm", with_dtype)
+    monkeypatch.setattr(block_plan, "_chunks", lambda key, block: block.chunks)
+    made = (torch.randn(2048, 16), torch.randn(64, 16), torch.randn(16, 64))
+    tensors = [t.bfloat16().requires_grad_() for t in made]
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+
+    def gradients(y: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(y.double().square().mean(), leaves)
+
+    x, w1, w2 = tensors
+    found = gradients(fl.mlp(x, w1, None, w2, None, "relu", save="recompute", chunks=4), tensors)
+    assert sorted(added) == sorted([w1.shape, w2.shape] * 4)
+    theirs = gradients(F.linear(F.linear(x, w1).relu(), w2), tensors)
+    truth = gradients(F.linear(F.linear(exact[0], exact[1]).relu(), exact[2]), exact)
+    for ours, other, true in zip(found, theirs, truth, strict=True):
+        assert ours.dtype is torch.bfloat16
+        reference.assert_as_good_as_torch(ours, other, true)
 
 
 def test_more_chunks_need_less() -> None:

@@ -263,8 +263,8 @@ _wide_products: dict[torch.device, bool] = {}
 
 
 def _has_wide_products(device: torch.device) -> bool:
-    """Whether matmuls of 16-bit numbers add to float32 numbers, which CUDA's do and others do not. That is tried, unless
-    a CUDA graph is being captured."""
+    """Whether matmuls of 16-bit numbers add to float32 numbers, as CUDA's do. That is tried once, and not while a CUDA
+    graph is captured."""
     if device not in _wide_products:
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return False

@@ -16,11 +16,15 @@ from torch import Tensor
 
 from ...activations import Activation
 from ...activations.tracing import trace
+from ...utils.bounded_cache import BoundedCache
 from .. import torch as reference
 from .codegen import compile_function, print_function
 from .elementwise import OPTIONS, TILE
 from .fallback import or_reference
-from .launch import cdiv, on
+from .launch import Launch, cdiv, on
+
+#: By what they depend on.
+_launches: BoundedCache[Launch] = BoundedCache(1024)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -82,10 +86,9 @@ def drop(x: Tensor, keep: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     if x.dtype is torch.float64 or not x.numel():
         return reference.drop(x, keep, factor)
     y, bits = torch.empty_like(x), torch.empty(-(-x.numel() // 8), dtype=torch.uint8, device=x.device)
+    launch = _launch(drop_kernel, x, factor, {"BYTES": TILE // 8})
     with on(x):
-        drop_kernel[(cdiv(x.numel(), TILE),)](
-            x, keep.view(torch.uint8), y, bits, x.numel(), factor, BYTES=TILE // 8, **OPTIONS
-        )
+        launch(x, keep.view(torch.uint8), y, bits)
     return y, bits
 
 
@@ -95,8 +98,9 @@ def drop_gradient(dy: Tensor, bits: Tensor, factor: float) -> Tensor:
     if dy.dtype is torch.float64 or not dy.numel():
         return reference.drop_gradient(dy, bits, factor)
     dx = torch.empty_like(dy)
+    launch = _launch(drop_gradient_kernel, dy, factor, {"BYTES": TILE // 8})
     with on(dy):
-        drop_gradient_kernel[(cdiv(dy.numel(), TILE),)](dy, bits, dx, dy.numel(), factor, BYTES=TILE // 8, **OPTIONS)
+        launch(dy, bits, dx)
     return dx
 
 
@@ -107,11 +111,10 @@ def drop_marked(y: Tensor, keep: Tensor, activation: Activation, p: float, out: 
     if y.dtype is torch.float64:
         return reference.drop_marked(y, keep, activation, p, out)
     if y.numel():
+        constants = {"SCALE": scale_function(activation, y.dtype), "COUNT": TILE}
+        launch = _launch(drop_marked_kernel, y, 1 - p, constants)
         with on(y):
-            drop_marked_kernel[(cdiv(y.numel(), TILE),)](
-                y, keep.view(torch.uint8), out, y.numel(), 1 - p,
-                SCALE=scale_function(activation, y.dtype), COUNT=TILE, **OPTIONS,
-            )  # fmt: skip
+            launch(y, keep.view(torch.uint8), out)
     torch.autograd.graph.increment_version(out)
     return out
 
@@ -122,12 +125,23 @@ def drop_marked_gradient(dy: Tensor, y: Tensor, activation: Activation, p: float
     if y.dtype is torch.float64:
         return reference.drop_marked_gradient(dy, y, activation, p, out)
     if y.numel():
+        constants = {"GRADIENT": gradient_function(activation, y.dtype), "COUNT": TILE}
+        launch = _launch(drop_marked_gradient_kernel, y, 1 - p, constants)
         with on(y):
-            drop_marked_gradient_kernel[(cdiv(y.numel(), TILE),)](
-                dy, y, out, y.numel(), 1 - p, GRADIENT=gradient_function(activation, y.dtype), COUNT=TILE, **OPTIONS
-            )
+            launch(dy, y, out)
     torch.autograd.graph.increment_version(out)
     return out
+
+
+def _launch(kernel: Any, x: Tensor, number: float, constants: dict[str, Any]) -> Launch:
+    """A launch over all of x, whose dtype the others have; what it depends on is kept."""
+    functions = (value if isinstance(value, int) else id(value) for value in constants.values())
+    key = id(kernel), x.numel(), number, x.dtype, x.get_device(), *functions
+    known = _launches.get(key)
+    if known is None:
+        launch = Launch(kernel, [cdiv(x.numel(), TILE)], [x.numel(), number], constants | OPTIONS)
+        known = _launches.put(key, launch)
+    return known
 
 
 @functools.lru_cache(1024)

@@ -17,10 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...utils.bounded_cache import BoundedCache
 from .. import torch as reference
 from ..norms import Kept, RowNorm
 from .fallback import or_reference
-from .launch import cdiv, next_power_of_2, on
+from .launch import Launch, cdiv, next_power_of_2, on
 from .sums import add_up
 
 #: The longest row that registers hold: 8 numbers of each operand for every one of 1,024 threads, of which the compiler
@@ -28,6 +29,10 @@ from .sums import add_up
 WIDEST = 1 << 13
 #: Programs of a backward launch, about, each with a row of sums: several for each multiprocessor.
 PROGRAMS = 512
+
+
+#: By what they depend on.
+_launches: BoundedCache[Launch] = BoundedCache(1024)
 
 
 @triton.jit
@@ -132,11 +137,15 @@ def row_norm(norm: RowNorm, x: Tensor, w: Tensor | None, b: Tensor | None) -> tu
     if norm.is_centred or not _serves(norm, x):
         return reference.row_norm(norm, x, w, b)
     y, inverse_std = torch.empty_like(x), x.new_empty(x.numel() // norm.columns, dtype=torch.float32)
+    rows = len(inverse_std)
+    key = id(rms_norm_kernel), norm, rows, x.dtype, None if w is None else w.dtype, x.get_device()
+    launch = _launches.get(key)
+    if launch is None:
+        constants = {"HAS_W": w is not None, "ROUNDS_FIRST": norm.rounds_first, **options(norm.columns)}
+        numbers = norm.columns, norm.epsilon(x.dtype), norm.offset
+        launch = _launches.put(key, Launch(rms_norm_kernel, [rows], numbers, constants))
     with on(x):
-        rms_norm_kernel[(len(inverse_std),)](
-            x, y if w is None else w.contiguous(), y, inverse_std, norm.columns, norm.epsilon(x.dtype), norm.offset,
-            HAS_W=w is not None, ROUNDS_FIRST=norm.rounds_first, **options(norm.columns),
-        )  # fmt: skip
+        launch(x, y if w is None else w.contiguous(), y, inverse_std)
     return y, inverse_std
 
 
@@ -167,13 +176,27 @@ def row_norm_gradient(
     steps = cdiv(rows, PROGRAMS)
     programs = cdiv(rows, steps)
     partial = y.new_empty((w is not None) + (b is not None), programs, columns, dtype=torch.float32)
+    count = 0 if kept is None else len(kept.columns)
+    key = (
+        *(id(row_norm_gradient_kernel), norm, rows, programs, count, needs_x, y.get_device(), y.dtype, dy.dtype),
+        *(inverse_std.dtype, *(None if p is None else p.dtype for p in (w, b))),
+    )
+    launch = _launches.get(key)
+    if launch is None:
+        constants = {
+            "IS_CENTRED": norm.is_centred,
+            "HAS_W": w is not None,
+            "HAS_B": b is not None,
+            "HAS_KEPT": kept is not None,
+            "NEEDS_X": needs_x,
+            **options(columns),
+        }
+        numbers = rows, columns, count, steps, norm.offset
+        launch = _launches.put(key, Launch(row_norm_gradient_kernel, [programs], numbers, constants))
     with on(y):
-        row_norm_gradient_kernel[(programs,)](
+        launch(
             dy, y, y if w is None else w.contiguous(), y if b is None else b.contiguous(), inverse_std,
             y if place is None else place, y if kept is None else kept.xhat, y if dx is None else dx, partial,
-            rows, columns, 0 if kept is None else len(kept.columns), steps, norm.offset,
-            IS_CENTRED=norm.is_centred, HAS_W=w is not None, HAS_B=b is not None,
-            HAS_KEPT=kept is not None, NEEDS_X=dx is not None, **options(columns),
         )  # fmt: skip
         dtypes = [p.dtype for p in (w, b) if p is not None]
         sums = iter(add_up(partial, columns, 1, dtypes[0]) if dtypes else ())
