@@ -228,3 +228,11 @@ def test_cases_say_what_came_of_them(monkeypatch: pytest.MonkeyPatch, capsys: py
         gpu_items._compare(torchs * 1.01, torchs, right, floor=1e-3)
     with pytest.raises(gpu_items.Wrong, match="2 of 8 numbers differ"):
         gpu_items._expect_equal(torch.tensor([1.0] * 6 + [2.0, torch.nan]), torchs, "repeat 1")
+
+
+def test_the_hosts_part_is_measured_without_a_gpu(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench", "overhead", "--fake-gpu", "--quick", "--only", "dense/gelu"]
+    process = subprocess.run([*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    (row,) = json.loads((tmp_path / "host.json").read_text())["cases"]
+    assert row["group"] == "host" and row["variants"]["fusedlayers"]["forward_backward"]["ratio"] > 0
