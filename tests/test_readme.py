@@ -93,6 +93,12 @@ def an_invertible_net_learns_what_a_plain_one_learns(out):
     assert float(loss) == pytest.approx(float(plain_loss), abs=0.05)
 
 
+def trainers_learn_alike(out):
+    assert "2 places fused" in out
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", out)]
+    assert len(losses) >= 2 and max(losses) < 0.8 and max(losses) - min(losses) < 0.05
+
+
 EXAMPLES = {
     "deep_resnet": resnets_learn_alike_in_less_memory,
     "revnet": an_invertible_net_learns_what_a_plain_one_learns,
@@ -100,6 +106,7 @@ EXAMPLES = {
     "finetune_bert": fused_bert_learns_under_the_trainer,
     "mlp_block": block_example_halves_what_is_saved,
     "train_digits": digits_are_told_apart_and_half_is_saved,
+    "trainers": trainers_learn_alike,
 }
 
 #: What needs fewer steps, or smaller images, to show enough.
@@ -108,6 +115,7 @@ SHORTER = {
     "finetune_bert": ["--steps", "100"],
     "revnet": ["--epochs", "2"],
     "train_digits": ["--epochs", "8"],
+    "trainers": ["--epochs", "2"],
 }
 
 
