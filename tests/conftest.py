@@ -71,6 +71,18 @@ def no_kernel_was_replaced() -> Iterator[None]:
 
 
 @pytest.fixture
+def has_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Triton finds a GPU's driver, as far as the choice of a backend asks."""
+    from fusedlayers import backends
+    from fusedlayers.backends import triton
+
+    monkeypatch.setattr(triton, "missing_because", lambda: None)
+    backends._for_gpus.cache_clear()
+    yield
+    backends._for_gpus.cache_clear()
+
+
+@pytest.fixture
 def on_triton(monkeypatch: pytest.MonkeyPatch) -> Switch:
     """What switches between Triton and what there is without it, on whatever device the tests run."""
     from fusedlayers import backends, block_plan, call, plan

@@ -148,12 +148,11 @@ def test_what_was_tuned_comes_before_the_table(monkeypatch: pytest.MonkeyPatch) 
     assert bench.choose() == "narrow" and len(bench.rows) == 1
 
 
+@pytest.mark.usefixtures("has_driver")
 def test_the_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     class OnGPU:
         is_cpu, is_cuda, dtype = False, True, torch.float32
 
-    monkeypatch.setattr(backend, "missing_because", lambda: None)
-    backends._for_gpus.cache_clear()
     tensor: Any = OnGPU()
     assert backends.choose(tensor) is backend
     with fl.use_kernels("off"):
@@ -164,7 +163,6 @@ def test_the_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, caplog
     backends._for_gpus.cache_clear()
     monkeypatch.setattr(backend, "missing_because", lambda: "AssertionError: libcuda.so cannot found!")
     assert backends.choose(tensor) is backends.choose(tensor) is reference
-    backends._for_gpus.cache_clear()
     assert caplog.text.count("Triton has no driver for this GPU") == 1 and "libcuda.so" in caplog.text
     with pytest.raises(ValueError, match="use_kernels: got 'none', expected one of 'off', 'rule', 'tuned'"):
         fl.use_kernels("none").__enter__()

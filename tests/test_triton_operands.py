@@ -243,6 +243,7 @@ def test_functions_without_parameters(published: Published, on_triton: Switch) -
     assert float((dz.cpu().double() - told).abs().max()) <= 16 * torch.finfo(torch.float32).eps * max(1.0, steepest)
 
 
+@pytest.mark.usefixtures("has_driver")
 def test_functions_that_cannot_be_printed_fall_to_torch_operations(caplog: pytest.LogCaptureFixture) -> None:
     on_gpu = types.SimpleNamespace(is_cpu=False, is_cuda=True, dtype=torch.float32)
     unprintable = traced(lambda z: z * torch.special.airy_ai(z), (64, 48)).activation
