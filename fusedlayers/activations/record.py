@@ -303,11 +303,6 @@ class Activation:
         return function
 
     @property
-    def depends_on_dtype(self) -> bool:
-        """Whether code for outputs depends on their dtype: by a branch bit, a rounded level or a fit."""
-        return self.is_folded or bool(self._row.flat_levels) or isinstance(self._row.derivative_given_output, Analysis)
-
-    @property
     def is_fusible(self) -> bool:
         return self.fallback_reason is None and not self.needs_tracing
 
