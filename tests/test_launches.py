@@ -71,6 +71,7 @@ def test_launches(measured: dict[str, Any]) -> None:
     assert all(sum(found["forward"]["kernels"].values()) >= 1 for found in ours)
     assert measured["dense gelu, epilogues"]["forward"]["kernels"] == {"linear_act_kernel": 1}
     assert measured["mlp, epilogues"]["backward"]["kernels"] == {"linear_gradient_kernel": 1, "sums_kernel": 1}
+    assert measured["gated mlp, epilogues"]["backward"]["kernels"] == {"linear_gradient_kernel": 4}
 
 
 def test_launches_that_are_kept_are_tritons(measured: dict[str, Any]) -> None:

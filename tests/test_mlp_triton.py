@@ -1,5 +1,6 @@
 """MLP blocks on Triton's kernels, with epilogues and without: on a GPU where there is one, else in the interpreter."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -93,6 +94,24 @@ def test_gradients(case: Any, activation: str, dtype: torch.dtype, kernels: list
         # Whole where nothing is needed for a moment only, or sums of 16 bits would be; else three chunks.
         whole = case[3] == "output" or dtype.itemsize == 2
         assert kernels == [*["linear_act"] * (case[3] == "output"), *["linear_gradient"] * (1 if whole else 3)]
+
+
+@pytest.mark.parametrize(("chunks", "steps"), [(None, 3), (1, 1)])
+@pytest.mark.parametrize("case", [case for case in CASES if case[3] == "input"], ids=lambda case: case[0].__name__)
+def test_an_epilogue_makes_its_product_in_parts(
+    case: Any, chunks: int | None, steps: int, fused: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU a block is one chunk, but where an epilogue makes the product; and where a user says so."""
+    monkeypatch.setattr(triton, "CHUNK_BYTES", 32 << 20)
+    function, eager, first, save = case
+    tensors = leaves(first)
+    check(
+        (functools.partial(function, chunks=chunks), eager, first, save),
+        "gelu",
+        tensors,
+        torch.randn(ROWS, OUT).to(DEVICE),
+    )
+    assert fused == ["linear_gradient"] * steps
 
 
 @with_either

@@ -196,20 +196,6 @@ class Backend(Protocol):
         """
         ...
 
-    def has_gradient_epilogue(
-        self,
-        dy: Tensor,
-        w: Tensor,
-        parts: Sequence[Tensor],
-        activation: Activation,
-        operands: Sequence[Tensor],
-        request: GradientRequest,
-        *,
-        hidden: bool,
-    ) -> bool:
-        """Whether ``linear_gradient`` computes that."""
-        ...
-
     def norm_passes(self, tensor: Tensor, activation: Activation) -> NormPasses | None:
         """The passes over x or y, or None where torch's own kernels serve."""
         ...

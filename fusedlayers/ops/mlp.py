@@ -148,9 +148,12 @@ def _gradients(
     is_cut = block.chunk_rows(len(x)) < len(x)
     dx = torch.empty_like(x) if needs.x and recomputes and is_cut else None
     db = dy.sum(0) if needs.b else None
-    if needs.w and w is not None and not (recomputes or block.is_whole):
-        block = totals.block = block.for_epilogues(dy, w, saved, operands, totals.wanted)
     chunks: Iterable[slice] = block.rows(x)
+    if needs.w and not (recomputes or block.is_whole) and block.epilogue_chunks > block.chunks:
+        # One step makes the product that it needs: a part of it at a time, if the first part shows that it can be had.
+        first, *rest = block._replace(chunks=block.epilogue_chunks).rows(x)
+        if totals.in_one_step(dy[first], [part[first] for part in saved], hidden=True):
+            chunks = rest
     if block.is_whole:
         if needs.w:
             totals.of_w.add_product(dy, saved[0])

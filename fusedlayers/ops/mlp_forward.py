@@ -148,18 +148,6 @@ class Block(NamedTuple):
             return None
         return self.backend.linear_gradient(dy, w, parts, self.activation, operands, request, hidden=hidden)
 
-    def for_epilogues(
-        self, dy: Tensor, w: Tensor, parts: Sequence[Tensor], operands: Sequence[Tensor], request: GradientRequest
-    ) -> Block:
-        """With so many chunks that a recomputed product takes little, if ``through`` takes one step for each."""
-        cut = self._replace(chunks=self.epilogue_chunks)
-        rows = slice(0, cut.chunk_rows(len(dy)))
-        if self.dropout is not None or not self.backend.has_gradient_epilogue(
-            dy[rows], w, [part[rows] for part in parts], self.activation, operands, request, hidden=True
-        ):
-            return self
-        return cut
-
     def gradients(
         self, dy: Tensor, parts: Sequence[Tensor], operands: Sequence[Tensor], request: GradientRequest, first: int
     ) -> ActivationGradients:

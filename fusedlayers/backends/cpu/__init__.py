@@ -11,7 +11,6 @@ from ..torch import (
     computes,
     describe_matmuls,
     has_epilogue,
-    has_gradient_epilogue,
     linear_gradient,
 )
 from . import build
@@ -48,7 +47,6 @@ __all__ = [
     "group_norm_gradient",
     "has_epilogue",
     "has_faster_linear",
-    "has_gradient_epilogue",
     "inexact_columns",
     "inverse",
     "linear",

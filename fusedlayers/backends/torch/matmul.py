@@ -66,20 +66,6 @@ def linear_gradient(
     """None: ``linear``, and ``gradient`` or ``gate_gradient`` after it, are as fast."""
 
 
-def has_gradient_epilogue(
-    dy: Tensor,
-    w: Tensor,
-    parts: Sequence[Tensor],
-    activation: Activation,
-    operands: Sequence[Tensor],
-    request: GradientRequest,
-    *,
-    hidden: bool,
-) -> bool:
-    """Whether ``linear_gradient`` computes that: never."""
-    return False
-
-
 def describe_matmuls(w: Tensor, activation: Activation) -> list[str]:
     """Lines for people: how layers and blocks multiply by ``w``, where that is measured. Here it is not."""
     return []

@@ -234,24 +234,6 @@ def linear_gradient(
         return None
 
 
-def has_gradient_epilogue(
-    dy: Tensor,
-    w: Tensor,
-    parts: Sequence[Tensor],
-    activation: Activation,
-    operands: Sequence[Tensor],
-    request: GradientRequest,
-    *,
-    hidden: bool,
-) -> bool:
-    """Whether ``linear_gradient`` computes that."""
-    if dispatch.is_settled(dy.device):
-        return False
-    job = Backwards(dy, w, parts, activation, operands, request, hidden)
-    candidate = job.choose()
-    return candidate != LIBRARY and not has_failed(candidate, job)
-
-
 def describe_matmuls(w: Tensor, activation: Activation) -> list[str]:
     """Lines for people: how layers and blocks multiply by ``w``, as far as that was tuned."""
     if not computes(activation):
