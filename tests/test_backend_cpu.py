@@ -469,7 +469,7 @@ def onednn_always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Use oneDNN whatever this machine would choose."""
     if not onednn._has_onednn():
         pytest.skip("this torch has no oneDNN")
-    monkeypatch.setattr(onednn, "_is_amd", lambda: True)
+    monkeypatch.setattr(onednn, "_is_amd_with_avx512", lambda: True)
     monkeypatch.setattr(onednn, "LARGE_MATMUL", 1 << 20)
     onednn._onednn_wins.cache_clear()
     yield
@@ -526,18 +526,29 @@ def test_onednn_applies_the_activation(activation: Activation, dtype: torch.dtyp
     assert float(ours.abs().max()) <= 3 * float(eagers.abs().max()) + 1e-6
 
 
+PROCESSORS = [
+    ({"cpu_name": "AMD EPYC", "avx512_f": True}, True),
+    ({"cpu_name": "AMD EPYC", "avx512_f": False}, False),
+    ({"cpu_name": "Intel Xeon", "avx512_f": True}, False),
+    ({}, False),
+]
+
+
 @pytest.mark.parametrize("has", [True, False])
-@pytest.mark.parametrize("amd", [True, False])
-def test_onednn_is_used_where_it_wins(has: bool, amd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("processor", "wins"), PROCESSORS)
+def test_onednn_is_used_where_it_wins(
+    has: bool, processor: dict[str, object], wins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if has and not onednn._has_onednn():
         pytest.skip("this torch has no oneDNN")
     monkeypatch.setattr(onednn, "_has_onednn", lambda: has)
-    monkeypatch.setattr(onednn, "_is_amd", lambda: amd)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: processor)
     monkeypatch.setattr(onednn, "LARGE_MATMUL", 1 << 20)
     onednn._onednn_wins.cache_clear()
+    onednn._is_amd_with_avx512.cache_clear()
     try:
         x, w, b = _operands("contiguous", torch.float32)
-        assert cpu.has_faster_linear(x, w) == (has and amd)
+        assert cpu.has_faster_linear(x, w) == (has and wins)
         assert not cpu.has_faster_linear(x[:2], w)  # too small to pay
         assert not cpu.has_faster_linear(x.double(), w.double())
         assert not cpu.has_faster_linear(x.half(), w.half())
@@ -547,6 +558,7 @@ def test_onednn_is_used_where_it_wins(has: bool, amd: bool, monkeypatch: pytest.
             torch.testing.assert_close(cpu.operation_act(MATMUL, x, w, b, activation), expected, rtol=1e-4, atol=1e-4)
     finally:
         onednn._onednn_wins.cache_clear()
+        onednn._is_amd_with_avx512.cache_clear()
 
 
 @pytest.mark.usefixtures("onednn_always")

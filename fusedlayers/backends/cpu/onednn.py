@@ -1,8 +1,9 @@
 """Matmuls and convolutions, through oneDNN where that is faster than torch's default.
 
-torch multiplies float32 matrices with MKL, which on AMD processors is slower than the oneDNN that torch also carries;
-16-bit matrices go to oneDNN anyway. oneDNN can apply some activations while it writes the result. Its operators are
-internal to torch, so they are probed for, and ``F.linear`` remains the fallback.
+torch multiplies float32 matrices with MKL, which uses AVX2 on AMD processors. The oneDNN that torch also carries uses
+AVX-512 where the processor has it, and is faster there; where it has not, oneDNN takes 1.03 to 1.9 times MKL's time
+(transformers' layers, 2 threads). 16-bit matrices go to oneDNN anyway. oneDNN can apply some activations while it writes
+the result. Its operators are internal to torch, so they are probed for, and ``F.linear`` remains the fallback.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def _are_flops_counted() -> bool:
 @functools.cache
 def _onednn_wins(dtype: torch.dtype, with_post_op: bool) -> bool:
     if dtype is torch.float32:
-        return _has_onednn() and _is_amd()
+        return _has_onednn() and _is_amd_with_avx512()
     return dtype is torch.bfloat16 and with_post_op and _has_onednn() and _has_bfloat16()
 
 
@@ -135,5 +136,6 @@ def _has_bfloat16() -> bool:
 
 
 @functools.cache
-def _is_amd() -> bool:
-    return str(torch.cpu.get_capabilities().get("cpu_name", "")).startswith("AMD")
+def _is_amd_with_avx512() -> bool:
+    found = torch.cpu.get_capabilities()
+    return str(found.get("cpu_name", "")).startswith("AMD") and bool(found.get("avx512_f"))
