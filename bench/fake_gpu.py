@@ -42,7 +42,7 @@ class FakeDriver:
             storages = [t.untyped_storage() for t in arguments if isinstance(t, Tensor)]
             # The first six are the stream, the function, what Triton knows of both, and its hooks.
             numbers = tuple(
-                a if isinstance(a, bool | int | float | str | tuple) else id(type(a)) for a in arguments[6:]
+                a if isinstance(a, bool | int | float | str | tuple) else type(a).__name__ for a in arguments[6:]
             )
             self.launches.append(Launch(name, (x, y, z), {s.data_ptr(): s.nbytes() for s in storages}, numbers))
 

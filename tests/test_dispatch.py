@@ -97,7 +97,7 @@ class Bench:
 
 
 def test_nothing_is_timed_unless_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Two processes to which the candidates' times look different choose the same, and write nothing."""
+    """However the candidates' times look, the choice is the same, and nothing is written."""
     for times in ({"narrow": 1.0, "wide": 3.0}, {"narrow": 3.0, "wide": 1.0}):
         bench = Bench(monkeypatch, library=2.0, **times)
         assert bench.choose() == LIBRARY and bench.rows == []
@@ -144,7 +144,7 @@ def test_what_was_tuned_comes_before_the_table(monkeypatch: pytest.MonkeyPatch) 
     assert bench.choose() == "narrow" and bench.choose(QUESTION._replace(inner=1000)) == "wide"
     assert bench.choose(candidates=[LIBRARY, "wide"]) == "wide"  # of what there is for this call
     with fl.use_kernels("rule"):
-        assert bench.choose() == "wide" and dispatch.answers_for("gelu", 3072, 768, CPU) == []
+        assert bench.choose() == "wide" and dispatch.answers_for("gelu", 3072, 768, CPU) == ["matmuls by rule"]
     assert bench.choose() == "narrow" and len(bench.rows) == 1
 
 
@@ -203,7 +203,8 @@ def test_the_fastest_is_chosen(best: str, monkeypatch: pytest.MonkeyPatch) -> No
     ratio = "the next takes 1.25x its time" if best == LIBRARY else "0.80x the library's time"
     assert answer == f"layer, up to 8192 rows of bfloat16: {best} (tuned: {ratio})"
     assert dispatch.answers_for("gelu", 768, 3072, CPU) == [answer]
-    assert dispatch.answers_for("silu", 3072, 768, CPU) == dispatch.answers_for("gelu", 3072, 769, CPU) == []
+    for other in (("silu", 3072, 768), ("gelu", 3072, 769)):
+        assert dispatch.answers_for(*other, CPU) == ["matmuls by rule, nothing is tuned"]
 
 
 @pytest.mark.parametrize("time, expected", [(97.0, "wide"), (97.1, LIBRARY)])
@@ -496,19 +497,35 @@ def test_layers_and_blocks_say_what_was_tuned(monkeypatch: pytest.MonkeyPatch, o
     monkeypatch.setattr(dispatch, "tuned", lambda device: choices)
     layer, plain = fl.FusedDenseAct(768, 3072, "gelu"), fl.FusedDenseAct(768, 3072, "silu")
     line = "layer, up to 8192 rows of bfloat16: wide (tuned: 0.80x the library's time)"
-    assert line in repr(layer) and "tuned" not in repr(plain)
+    assert line in repr(layer) and repr(plain).endswith("matmuls by rule, nothing is tuned)")
     explained = fl.explain(layer)
     assert explained.matmuls == (
         "gradient hidden, up to 256 rows of float16: library (tuned: the next takes 1.25x its time)",
         line,
     )
     assert f"  matmul: {line}" in str(explained) and explained.to_dict()["matmuls"] == list(explained.matmuls)
-    assert fl.explain(plain).matmuls == fl.explain("gelu").matmuls == ()
+    assert fl.explain(plain).matmuls == ("matmuls by rule, nothing is tuned",) and fl.explain("gelu").matmuls == ()
+    with fl.use_kernels("rule"):
+        assert repr(layer).endswith("matmuls by rule)")
 
     block, gated = fl.FusedMLP(768, 3072), fl.FusedGatedMLP(768, 3072, activation="gelu")
     assert repr(block).count(line) == 2 and repr(gated).count(line) == 1
     block.fc1.register_forward_hook(lambda *arguments: None)
-    assert "tuned" not in repr(block)
+    assert "matmul" not in repr(block)
+
+
+@pytest.mark.usefixtures("has_driver")
+def test_layers_say_why_no_kernel_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    w, gelu = torch.ones(4, 4), resolve("gelu")
+    assert backends.describe_matmuls(w, gelu) == ["matmuls by rule, nothing is tuned"]
+    assert backends.describe_matmuls(w.double(), gelu) == []
+    with fl.use_kernels("off"):
+        assert backends.describe_matmuls(w, gelu) == ["matmuls are PyTorch's: kernels are off"]
+    monkeypatch.setattr(backend, "missing_because", lambda: "no driver")
+    backends._for_gpus.cache_clear()
+    assert backends.describe_matmuls(w, gelu) == ["matmuls are PyTorch's: Triton does not run here"]
 
 
 # --- tune -------------------------------------------------------------------------------------------------------------
@@ -534,7 +551,7 @@ def test_a_model_is_tuned(
     assert list(report.choices) == asked and len(asked) == 2 and not report.skipped
     assert all(choice == "tiled (tuned: 0.80x the library's time)" for choice in report.choices.values())
     assert f"written to {report.files[0]}" in str(report) and report.files[0].parent == tmp_path / "fusedlayers"
-    assert any("tiled (tuned" in line for line in backend.describe_matmuls(model[1].fc1.weight, resolve("gelu")))
+    assert any("tiled (tuned" in line for line in backends.describe_matmuls(model[1].fc1.weight, resolve("gelu")))
     assert "nothing to choose" in str(fl.tune(torch.nn.Linear(2, 2).to(DEVICE), torch.ones(2, device=DEVICE)))
 
     (tmp_path / "made.py").write_text("import torch\ndef make(): return torch.nn.Linear(2, 2), torch.ones(2)\n")

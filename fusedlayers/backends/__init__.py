@@ -13,7 +13,7 @@ from . import cpu, kernels
 from . import torch as reference
 from .base import ActivationGradients, Backend, GradientRequest, NormPasses
 
-__all__ = ["DEVICES", "ActivationGradients", "Backend", "GradientRequest", "NormPasses", "choose"]
+__all__ = ["DEVICES", "ActivationGradients", "Backend", "GradientRequest", "NormPasses", "choose", "describe_matmuls"]
 
 
 _log = logging.getLogger(__name__)
@@ -35,6 +35,19 @@ def choose(tensor: Tensor, activation: Activation | None = None) -> Backend:
         backend = _for_gpus()
         return backend if activation is None or backend.computes(activation) else reference
     return reference
+
+
+def describe_matmuls(w: Tensor, activation: Activation) -> list[str]:
+    """Lines for people: which kernels layers and blocks run on a GPU to multiply by ``w``."""
+    backend = choose(w, activation)
+    if backend is cpu or w.dtype is float64:
+        return []
+    if backend is reference:
+        reason = "kernels are off" if kernels.allowed() == "off" else "Triton does not run here"
+        return [f"matmuls are PyTorch's: {reason}"] if w.is_cuda and backend is choose(w) else []
+    from .triton import operations
+
+    return operations.describe_matmuls(w, activation)
 
 
 @functools.cache

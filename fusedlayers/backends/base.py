@@ -102,10 +102,6 @@ class Backend(Protocol):
         """Whether ``operation_act`` applies the activation in the matmul's epilogue, without a pass of its own."""
         ...
 
-    def describe_matmuls(self, w: Tensor, activation: Activation) -> Sequence[str]:
-        """Lines for people: how layers and blocks multiply by ``w``, as far as that was tuned."""
-        ...
-
     def bias_act(
         self,
         z: Tensor,

@@ -3,12 +3,9 @@
 A recomputed segment saves its input. While it is recomputed, everything that its children save is held, besides what
 the segments before it have saved; what belonged to later segments is gone by then.
 
-Among the plans whose peak fits the budget, dynamic programming over (bytes saved so far, cost so far) finds the one of
-least cost; states that are no better than another one in both are dropped. Without a budget, the smallest one that any
-plan fits in is used (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", for children of any size).
-
-The time is quadratic in the number of children for each state. Of many children not all states are continued, so that a
-plan may be more expensive than the best one; it still fits the budget.
+Among the plans whose peak fits the budget, ``search.py`` finds the one of least cost. Without a budget, the smallest one
+that any plan fits in is used (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", for children of any
+size).
 
 Not counted are gradients, and what operators allocate for themselves.
 """
@@ -18,25 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from operator import itemgetter
-from typing import NamedTuple
 
 from ..utils.formatting import size_text
 from .measurement import ChildCosts
 from .recompute import Recompute
-
-#: How finely the smallest budget is searched for: in steps of this part of what eager PyTorch saves.
-BUDGET_STEPS = 1024
-#: How many states are continued, all together; a few children have as many as they need.
-MAX_STATES = 4096
-
-
-class Segment(NamedTuple):
-    """Children from ``start`` to before ``stop``."""
-
-    start: int
-    stop: int
-    recompute: Recompute
+from .search import START, Option, Segment, cheapest, smallest_budget
 
 
 @dataclass(frozen=True)
@@ -75,16 +58,16 @@ def plan_within_budget(children: Sequence[ChildCosts], budget: int | None, modes
     Raises:
         ValueError: no plan is that small.
     """
-    sums = _PrefixSums(children)
-    smallest = _smallest_budget(sums, modes)
+    sums = _PrefixSums(children, modes)
+    smallest = smallest_budget(sums)
     if budget is None:
         budget = smallest
     elif budget < smallest:
         raise ValueError(
             f"memory_budget_bytes={budget} is less than any plan needs: these {len(children)} children save "
-            f"{sums.eager()} bytes without recomputation, and {smallest} at least"
+            f"{sums.most_bytes()} bytes without recomputation, and {smallest} at least"
         )
-    return _plan(sums, _cheapest_segments(sums, budget, modes))
+    return _plan(sums, cheapest(sums, budget).segments())
 
 
 def plan_balanced(children: Sequence[ChildCosts], count: int, mode: Recompute) -> Plan:
@@ -119,28 +102,11 @@ def segments_of_lengths(lengths: Sequence[int], mode: Recompute) -> tuple[Segmen
     return (*found[:-1], *(Segment(*last[:2], "nothing") for last in found[-1:]))
 
 
-class _Option(NamedTuple):
-    """A segment that ends before ``stop``.
-
-    Attributes:
-        saved: bytes that it saves besides its input.
-        extra: bytes that it holds in addition while it is recomputed.
-        cost: of the recomputation.
-        saves_output: whether its output is among what must be held.
-    """
-
-    stop: int
-    saved: int
-    extra: int
-    cost: float
-    saves_output: bool
-
-
 class _PrefixSums:
     """What any run of consecutive children adds up to, from sums over the first ones."""
 
-    def __init__(self, children: Sequence[ChildCosts]) -> None:
-        self.children = children
+    def __init__(self, children: Sequence[ChildCosts], modes: Sequence[Recompute] = ()) -> None:
+        self.children, self._modes = children, modes
         selective = [child.selective or child for child in children]
         #: For segments whose products' results are saved.
         self._selective = self if selective == list(children) else _PrefixSums(selective)
@@ -175,34 +141,32 @@ class _PrefixSums:
         last = self.edge(j) if self.children[j - 1].saves_output else 0
         return self._saved[j] - self._saved[i] + self._edges[j] - self._edges[i + 1] + last
 
-    def eager(self) -> int:
+    def most_bytes(self) -> int:
         return self.inside(0, len(self))
 
     def input_bytes(self, i: int, mode: Recompute) -> int:
         """What a segment that begins with i saves of its input."""
         return self.edge(i) if mode != "nothing" or self.children[i].saves_input else 0
 
-    def option(self, i: int, j: int, mode: Recompute) -> _Option:
+    def option(self, i: int, j: int, mode: Recompute) -> Option:
         if mode == "cheap" and self._selective is not self:
             return self._selective.option(i, j, mode)
         last = self.children[j - 1]
         if mode == "nothing":
             assert j == i + 1
-            return _Option(j, last.saved_bytes, 0, 0.0, last.saves_output)
+            return Option(j, last.saved_bytes, 0, 0.0, last.saves_output)
         inside = self.inside(i, j)
         if mode == "all":
-            return _Option(j, 0, inside, self._cost[j] - self._cost[i], False)
+            return Option(j, 0, inside, self._cost[j] - self._cost[i], False)
         saved = self._products[j] - self._products[i] + self._product_edges[j] - self._product_edges[i + 1]
         shared = self._shared[j] - self._shared[i] + self._shared_edges[j] - self._shared_edges[i + 1]
         if last.output_is_product and not last.saves_output:
             inside += self.edge(j)
         cost = self._cost_without_products[j] - self._cost_without_products[i]
-        return _Option(j, saved, inside - shared, cost, last.output_is_product)
+        return Option(j, saved, inside - shared, cost, last.output_is_product)
 
-    def options(self, i: int, modes: Sequence[Recompute]) -> Iterator[tuple[Recompute, int, list[_Option]]]:
-        """For a segment that begins with i, for each mode: what it saves of its input, and the options, of which each
-        holds more than those before it."""
-        for mode in modes:
+    def options(self, i: int) -> Iterator[tuple[Recompute, int, list[Option]]]:
+        for mode in self._modes:
             stops = range(i + 1, i + 2 if mode == "nothing" else len(self) + 1)
             yield mode, self.input_bytes(i, mode), [self.option(i, j, mode) for j in stops]
 
@@ -211,101 +175,12 @@ class _PrefixSums:
         return self._cost[-1]
 
 
-class _State(NamedTuple):
-    """A plan for the first children: bytes saved, cost, whether the last output is among what must be held, the worst
-    moment, the last segment, and the state before it."""
-
-    saved: int
-    cost: float
-    saves_output: bool
-    peak: int
-    segment: Segment | None = None
-    before: _State | None = None
-
-    def after(self, segment: Segment, option: _Option, edge: int, input_bytes: int) -> _State:
-        saved = self.saved + (edge if self.saves_output else input_bytes) + option.saved
-        peak = max(self.peak, saved + option.extra)
-        return _State(saved, self.cost + option.cost, option.saves_output, peak, segment, self)
-
-    def segments(self) -> tuple[Segment, ...]:
-        found = []
-        state: _State | None = self
-        while state is not None and state.segment is not None:
-            found.append(state.segment)
-            state = state.before
-        return tuple(reversed(found))
-
-
-_START = _State(0, 0.0, False, 0)
-
-
-def _smallest_budget(sums: _PrefixSums, modes: Sequence[Recompute]) -> int:
-    """The smallest budget that a plan fits in. To fit, saving less is all that counts, so that one state each will
-    do."""
-    options = [list(sums.options(i, modes)) for i in range(len(sums))]
-    never = sums.eager() + 1
-
-    def fits(budget: int) -> bool:
-        # The least that can be saved, by whether that includes the last output.
-        least = [{False: never, True: never} for _ in range(len(sums) + 1)]
-        least[0][False] = 0
-        for i in range(len(sums)):
-            for saves_input, before in least[i].items():
-                for _, input_bytes, found in options[i]:
-                    at = before + (sums.edge(i) if saves_input else input_bytes)
-                    for stop, saved, extra, _, saves_output in found:
-                        if at + saved + extra > budget:
-                            break
-                        least[stop][saves_output] = min(least[stop][saves_output], at + saved)
-        return min(least[-1].values()) < never
-
-    # To a thousandth of what all children save: nobody needs it closer.
-    step = max(1, sums.eager() // BUDGET_STEPS)
-    too_small, enough = -1, -(-sums.eager() // step)
-    while enough - too_small > 1:
-        middle = (too_small + enough) // 2
-        if fits(middle * step):
-            enough = middle
-        else:
-            too_small = middle
-    return enough * step
-
-
-def _cheapest_segments(sums: _PrefixSums, budget: int, modes: Sequence[Recompute]) -> tuple[Segment, ...]:
-    states: list[list[_State]] = [[] for _ in range(len(sums) + 1)]
-    states[0].append(_START)
-    for i in range(len(sums)):
-        options = list(sums.options(i, modes))
-        for state in _pareto_front(states[i], max(8, MAX_STATES // len(sums))):
-            for mode, input_bytes, found in options:
-                for option in found:
-                    following = state.after(Segment(i, option.stop, mode), option, sums.edge(i), input_bytes)
-                    if following.peak > budget:
-                        break
-                    states[option.stop].append(following)
-    return min(states[-1], key=lambda state: (state.cost, state.peak)).segments()
-
-
-def _pareto_front(states: list[_State], most: int) -> list[_State]:
-    """Those that no other one beats in both bytes saved and cost, separately by whether the output is saved. Of many,
-    some are taken, with the one that saves least among them: if any plan fits, one that continues it does."""
-    found: list[_State] = []
-    for saves_output in (False, True):
-        front: list[_State] = []
-        for state in sorted((s for s in states if s.saves_output == saves_output), key=itemgetter(0, 1)):
-            if not front or state.cost < front[-1].cost:
-                front.append(state)
-        last = len(front) - 1
-        found += front if last < most else [front[k * last // (most - 1)] for k in range(most)]
-    return found
-
-
 def _plan(sums: _PrefixSums, segments: tuple[Segment, ...]) -> Plan:
-    state = _START
+    state = START
     for segment in segments:
         start, stop, mode = segment
         # A segment that is not recomputed is as many children that are not.
         for i, j in pairwise(range(start, stop + 1)) if mode == "nothing" else [(start, stop)]:
             state = state.after(segment, sums.option(i, j, mode), sums.edge(i), sums.input_bytes(i, mode))
     recomputed = state.cost / sums.cost if sums.cost else 0.0
-    return Plan(segments, state.saved, max(state.peak, state.saved), sums.eager(), recomputed)
+    return Plan(segments, state.saved, max(state.peak, state.saved), sums.most_bytes(), recomputed)

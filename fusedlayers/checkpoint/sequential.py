@@ -26,8 +26,9 @@ from .._torch import tree_map_only
 from ..utils.storages import tensors_in
 from .free_state import FreeState
 from .measurement import ChildCosts, measure
-from .planner import Plan, Segment, plan_balanced, plan_of_lengths, plan_within_budget, segments_of_lengths
+from .planner import Plan, plan_balanced, plan_of_lengths, plan_within_budget, segments_of_lengths
 from .recompute import Arguments, Recompute, can_recompute, check_recompute, run_checkpointed, run_compiled
+from .search import Segment
 from .state_snapshot import StateSnapshot, recomputed_region
 
 

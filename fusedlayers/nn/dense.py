@@ -59,7 +59,7 @@ class FusedDenseAct(FusedAct):
 
     def decided(self) -> list[str]:
         activation = self._specialised(resolve(self.activation))
-        return [*backends.choose(self.weight).describe_matmuls(self.weight, activation)]
+        return backends.describe_matmuls(self.weight, activation)
 
     def forward(self, input: Tensor) -> Tensor:
         dropout = self.dropout if self.training else 0.0

@@ -125,7 +125,7 @@ class FusedBlock(WithActivation):
         weights = [layer.weight for layer in self.layers().values()]
         if self.is_gated:
             weights = weights[-1:]  # the first ones' matmuls have no epilogue
-        return [line for w in weights for line in backends.choose(w).describe_matmuls(w, activation)]
+        return [line for w in weights for line in backends.describe_matmuls(w, activation)]
 
 
 def _called_because(layers: Mapping[str, Any]) -> str | None:

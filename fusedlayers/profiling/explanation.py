@@ -59,7 +59,7 @@ class Explanation:
         saved_bytes: kept for each element between two layers, by dtype: (eager, here).
         accuracy: of the derivative, by dtype.
         source: the generated Triton code; empty where there is none.
-        matmuls: of a layer on a GPU, how it is multiplied, as far as this process has measured that.
+        matmuls: of a layer on a GPU, which kernels multiply: by the rule, as tuned, or PyTorch's, and why.
     """
 
     name: str

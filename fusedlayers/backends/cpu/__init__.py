@@ -9,7 +9,6 @@ from ..torch import (
     CHUNK_BYTES,
     HAS_EPILOGUES,
     computes,
-    describe_matmuls,
     has_epilogue,
     linear_gradient,
 )
@@ -35,7 +34,6 @@ __all__ = [
     "add_linear",
     "bias_act",
     "computes",
-    "describe_matmuls",
     "drop",
     "drop_gradient",
     "drop_marked",

@@ -27,7 +27,6 @@ from .group_norm import centred, group_norm_gradient
 from .inverse import inverse
 from .matmul import (
     add_linear,
-    describe_matmuls,
     faster_linear,
     has_epilogue,
     has_faster_linear,
@@ -46,7 +45,6 @@ __all__ = [
     "centred",
     "computes",
     "derivative",
-    "describe_matmuls",
     "drop",
     "drop_gradient",
     "drop_marked",

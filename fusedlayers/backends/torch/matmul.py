@@ -64,8 +64,3 @@ def linear_gradient(
     hidden: bool,
 ) -> None:
     """None: ``linear``, and ``gradient`` or ``gate_gradient`` after it, are as fast."""
-
-
-def describe_matmuls(w: Tensor, activation: Activation) -> list[str]:
-    """Lines for people: how layers and blocks multiply by ``w``, where that is measured. Here it is not."""
-    return []

@@ -14,7 +14,6 @@ from .dropout import drop, drop_gradient, drop_marked, drop_marked_gradient
 from .elementwise import bias_act, gate, gate_gradient, gradient, inverse
 from .operations import (
     add_linear,
-    describe_matmuls,
     faster_linear,
     has_epilogue,
     has_faster_linear,
@@ -31,7 +30,6 @@ __all__ = [
     "add_linear",
     "bias_act",
     "computes",
-    "describe_matmuls",
     "drop",
     "drop_gradient",
     "drop_marked",

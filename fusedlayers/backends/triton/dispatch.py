@@ -100,6 +100,8 @@ class Rule(NamedTuple):
 #: 0.97 of the vendor's speed.
 RULES: tuple[Rule, ...] = ()
 
+BY_RULE = "matmuls by rule"
+
 Times = dict[str, float | None]
 """Microseconds for each candidate; None for those that fail, or are wrong."""
 
@@ -160,13 +162,15 @@ def architecture(device: torch.device) -> str:
 
 
 def answers_for(activation: str, columns: int, inner: int, device: torch.device) -> list[str]:
-    """Lines for people: what was tuned for an activation and a weight of these sizes."""
+    """Lines for people: what was tuned for an activation and a weight of these sizes; else, that the rule decides."""
+    if kernels.allowed() != "tuned":
+        return [BY_RULE]
     found = []
-    for question, choice in tuned(device).items() if kernels.allowed() == "tuned" else ():
+    for question, choice in tuned(device).items():
         if question.activation == activation and {question.columns, question.inner} == {columns, inner}:
             dtype = str(question.dtype).removeprefix("torch.")
             found.append(f"{question.role}, up to {question.rows} rows of {dtype}: {choice}")
-    return sorted(found)
+    return sorted(found) or [f"{BY_RULE}, nothing is tuned"]
 
 
 def tf32_is_allowed() -> bool:

@@ -235,9 +235,7 @@ def linear_gradient(
 
 
 def describe_matmuls(w: Tensor, activation: Activation) -> list[str]:
-    """Lines for people: how layers and blocks multiply by ``w``, as far as that was tuned."""
-    if not computes(activation):
-        return []
+    """Lines for people: how layers and blocks multiply by ``w``."""
     columns, inner = w.shape
     return dispatch.answers_for(_identity(activation), columns, inner, w.device)
 
