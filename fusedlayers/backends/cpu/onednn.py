@@ -2,8 +2,8 @@
 
 torch multiplies float32 matrices with MKL, which uses AVX2 on AMD processors. The oneDNN that torch also carries uses
 AVX-512 where the processor has it, and is faster there; where it has not, oneDNN takes 1.03 to 1.9 times MKL's time
-(transformers' layers, 2 threads). 16-bit matrices go to oneDNN anyway. oneDNN can apply some activations while it writes
-the result. Its operators are internal to torch, so they are probed for, and ``F.linear`` remains the fallback.
+(transformers' layers, 2 threads). 16-bit matrices go to oneDNN anyway. oneDNN can apply some activations while it
+writes the result. Its operators are internal to torch, so they are probed for; ``F.linear`` remains the fallback.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from ...activations import Activation
 from ..base import ActivationGradients, GradientRequest
 from ..operations import MATMUL, Matmul, Operation, Weight
 from . import dispatch, gemm
-from .codegen import computes, source
+from .codegen import source
 from .dispatch import LIBRARY, Question
 from .elementwise import bias_act, gate, gate_gradient, gradient
 from .fallback import ERRORS, has_failed, note
