@@ -4,8 +4,8 @@ A recomputed segment saves its input. While it is recomputed, everything that it
 the segments before it have saved; what belonged to later segments is gone by then.
 
 Among the plans whose peak fits the budget, ``search.py`` finds the one of least cost. Without a budget, the smallest
-one that any plan fits in is used (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", for children of any
-size).
+one that any plan fits in is used (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", for children of
+any size).
 
 Not counted are gradients, and what operators allocate for themselves.
 """
