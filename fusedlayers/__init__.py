@@ -7,6 +7,7 @@ from .asking import plan_of
 from .checkpoint.recompute import sublinear
 from .checkpoint.sequential import SublinearSequential
 from .dropouts import dropout
+from .fitting.fit import fit
 from .functional import bias_act, conv_bias_act, dense_bias_act, gated_mlp, mlp
 from .fusion.fuse import fuse, unfuse
 from .gates import bmm, gated_act, grouped_mm, linear, matmul
@@ -150,6 +151,7 @@ __all__ = [
     "dry_mode",
     "elu",
     "explain",
+    "fit",
     "fuse",
     "gated_act",
     "gated_mlp",

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 from . import tuning_command as tune
 from .demo import command as demo
+from .fitting import command as fit
 from .profiling import explanation_command as explain
 from .profiling import memory_command as report
 
-COMMANDS = (demo, explain, report, tune)
+COMMANDS = (demo, explain, fit, report, tune)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -28,6 +28,7 @@ LAYERS = [
     ["nn."],
     ["checkpoint.", "invertible."],
     ["fusion.", "profiling."],
+    ["fitting."],
     ["integrations.", "tuning"],
     [""],
     ["demo."],

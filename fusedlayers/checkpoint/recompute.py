@@ -66,10 +66,17 @@ def sublinear(function: Callable[..., Any], *args: Any, recompute: Recompute = "
     is_evaluated = isinstance(function, nn.Module) and not function.training
     if recompute == "nothing" or is_evaluated or not torch.is_grad_enabled():
         return function(*args, **kwargs)
+    return recomputed(function, function, args, kwargs, recompute)
+
+
+def recomputed(
+    function: Callable[..., Any], owner: object, args: tuple[Any, ...], kwargs: dict[str, Any], recompute: Recompute
+) -> Any:
+    """``sublinear`` for a function that has no state but that of ``owner``, the function or module it belongs to."""
     if torch.compiler.is_compiling():
         return run_compiled(function, args, kwargs, recompute)
     arguments = Arguments.of(args, kwargs)
-    free_state = FreeState.of(function, arguments.leaves)
+    free_state = FreeState.of(owner, arguments.leaves)
     if free_state.is_lazy or not can_recompute(arguments.leaves):
         return function(*args, **kwargs)
     return run_checkpointed(function, arguments, StateSnapshot(free_state, arguments.tensors), recompute)

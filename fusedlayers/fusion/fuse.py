@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from .._torch import dynamo_is_loaded
 from ..activations import record as table
 from ..memory import saved_bytes
+from ..profiling.step import Step
 from ..utils.formatting import first_line, pattern_of, size_text
 from ..utils.module_state import unchanged
 from ..utils.storages import has_data, tensors_in
@@ -64,15 +65,12 @@ def fuse(model: nn.Module, example_inputs: Any = None, *, save: str = "auto", dr
     <BLANKLINE>
     saved for backward: 512 KiB before, 256 KiB now (-50.0 %)
     """
-    _check_module("fuse", model)
-    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
-    if lazy:
-        raise ValueError(f"fuse: {lazy[0]} has no shape yet; call the model once, and then fuse")
+    check_model("fuse", model)
     if save not in ("auto", "recompute"):
         raise ValueError(f"fuse: save must be 'auto' or 'recompute', got {save!r}")
     if example_inputs is None:
-        return _Fusing(model, save, dry_run).by_classes()
-    return fuse_on(model, *_arguments(example_inputs), save, dry_run)
+        return Fusing(model, save, dry_run).by_classes()
+    return fuse_on(model, *arguments_from(example_inputs), save, dry_run)
 
 
 def fuse_on(
@@ -80,7 +78,7 @@ def fuse_on(
 ) -> FuseReport:
     """``fuse`` with ``model(*args, **kwargs)`` for the example."""
     _check_module("fuse", model)
-    return _Fusing(model, save, dry_run).on(args, kwargs)
+    return Fusing(model, save, dry_run).on(args, kwargs)
 
 
 def unfuse(model: nn.Module) -> None:
@@ -117,11 +115,16 @@ class _Group:
             Region.of(place.module).switch(place.kind, place.stand_in, on=on)
 
 
-class _Fusing:
-    """One call of ``fuse``."""
+class Fusing:
+    """One call of ``fuse``, or of the function with this name.
 
-    def __init__(self, model: nn.Module, save: str, dry_run: bool) -> None:
-        self._model, self._save, self._dry_run = model, save, dry_run
+    Attributes:
+        blocks: the MLPs of the model, once it has been run.
+    """
+
+    def __init__(self, model: nn.Module, save: str = "auto", dry_run: bool = False, function: str = "fuse") -> None:
+        self._model, self._save, self._dry_run, self._function = model, save, dry_run, function
+        self.blocks: list[Place] = []
         self._skipped: list[_Group] = []
         self._notes: list[str] = []
         if any(region_of(module) for module in model.modules()):
@@ -143,7 +146,7 @@ class _Fusing:
         model = self._model
         unfuse(model)
         try:
-            with unchanged([*model.modules()], [*tensors_in((args, kwargs))]) as restore_random_state, _eagerly():
+            with unchanged([*model.modules()], [*tensors_in((args, kwargs))]) as restore_random_state, eagerly():
 
                 def measured() -> int | None:
                     restore_random_state()
@@ -154,10 +157,9 @@ class _Fusing:
                     restore_random_state()
                     recording = record(model, args, kwargs)
                 except Exception as error:
-                    raise ValueError(
-                        f"fuse: the model does not run on these inputs: {type(error).__name__}: {first_line(error)}"
-                    ) from error
-                blocks = [*find_blocks(model, recording)] if self._save == "recompute" else []
+                    raise does_not_run(self._function, error) from error
+                self.blocks = [*find_blocks(model, recording)]
+                blocks = self.blocks if self._save == "recompute" else []
                 groups = self._chosen(_grouped(recording.places, blocks), before, measured)
                 after = measured()
                 known = (before, after) if before is not None and after is not None and (before or after) else None
@@ -219,9 +221,10 @@ class _Fusing:
 
             return switch
 
+        step = Step(self._model, args, kwargs, function=self._function)
         variants = [only([]), *(only([group for group in groups if group is not out]) for out in groups), only(groups)]
         try:
-            before, *without, after = step_times(self._model, args, kwargs, variants, restore_random_state)
+            before, *without, after = step_times(step, variants, restore_random_state)
         except Exception as error:  # a backward pass that cannot be run from here, or memory for the gradients
             self._notes.append(f"No step could be timed: {type(error).__name__}: {first_line(error)}")
             only(groups)()
@@ -335,10 +338,25 @@ def _places_of_classes(model: nn.Module) -> Iterator[Place]:
             yield Place(path, module, stand_in.kind, stand_in.name, stand_in)
 
 
-def _eagerly() -> Any:
+def eagerly() -> Any:
     """What is compiled runs as it was written, so that its operations are seen. Where nothing has been compiled yet the
     compiler, which takes a second to import, is not asked."""
     return torch.compiler.set_stance("force_eager") if dynamo_is_loaded() else contextlib.nullcontext()
+
+
+def check_model(function: str, model: object) -> None:
+    """Raise where this is no module, or one of lazy parameters that have no shape."""
+    _check_module(function, model)
+    assert isinstance(model, nn.Module)
+    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        raise ValueError(f"{function}: {lazy[0]} has no shape yet; call the model once, and then {function}")
+
+
+def does_not_run(function: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"{function}: the model does not run on these inputs: {type(error).__name__}: {first_line(error)}"
+    )
 
 
 def _check_module(function: str, model: object) -> None:
@@ -346,7 +364,7 @@ def _check_module(function: str, model: object) -> None:
         raise TypeError(f"{function}: model must be an nn.Module, got {type(model).__name__}: {model!r}")
 
 
-def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_from(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example_inputs, Mapping):
         return (), dict(example_inputs)
     return (tuple(example_inputs) if isinstance(example_inputs, tuple | list) else (example_inputs,)), {}

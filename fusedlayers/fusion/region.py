@@ -12,6 +12,7 @@ input where ours had saved their output, with the same shape, and gradients woul
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 
 from .._torch import current_function_mode, is_exporting, saved_tensors_hooks_on_top, torchscript_state
+from ..checkpoint.recompute import Recompute, recomputed
 from .operations import CHECKPOINT, OPERATIONS
 from .stand_in import StandIn
 
@@ -36,6 +37,7 @@ class Region:
         module: whose forward pass this is.
         kinds: of operations that keep less (``Operation.kind``).
         stand_in: what a module made of plain operations was recognised as, or None.
+        recompute: what of the whole forward pass is computed again in the backward pass.
         places: for people, what is kept, by kind.
         replaced: what the instance had in the place of its class's forward before, or None.
     """
@@ -44,6 +46,7 @@ class Region:
         self.module = module
         self.kinds: set[str] = set()
         self.stand_in: StandIn | None = None
+        self.recompute: Recompute = "nothing"
         self.places: dict[str, str] = {}
         self.replaced: Callable[..., Any] | None = vars(module).get("forward")
 
@@ -58,12 +61,18 @@ class Region:
 
     @property
     def is_empty(self) -> bool:
-        return not self.kinds and self.stand_in is None
+        return not self.kinds and self.stand_in is None and self.recompute == "nothing"
+
+    @property
+    def is_attached(self) -> bool:
+        return region_of(self.module) is self
 
     def switch(self, kind: str, stand_in: StandIn | None, *, on: bool) -> None:
         """Let operations of this kind keep less, or the module that was recognised; or no more."""
         if stand_in is not None:
             self.stand_in = stand_in if on else None
+        elif kind == CHECKPOINT:
+            self.recompute = "all" if on else "nothing"
         elif on:
             self.kinds.add(kind)
         else:
@@ -94,8 +103,9 @@ class Region:
         if torch.compiler.is_compiling():
             if is_exporting():
                 return self._forward_of(self.module)(*args, **kwargs)
-            with Interception(self.kinds, None):
-                return self._forward_of(self.module)(*args, **kwargs)
+            if self.recompute != "nothing":
+                return recomputed(self._compiled, self.module, args, kwargs, self.recompute)
+            return self._compiled(*args, **kwargs)
         module = self._called_module(inspect.currentframe())
         forward = self._forward_of(module)
         if not torch.is_grad_enabled() or torchscript_state() is not None:
@@ -104,8 +114,16 @@ class Region:
             y = self.stand_in(module, args, kwargs)
             if y is not None:
                 return y
-        if CHECKPOINT in self.kinds:
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        if self.recompute != "nothing":
+            return recomputed(functools.partial(self._intercepted, module), module, args, kwargs, self.recompute)
+        return self._intercepted(module, *args, **kwargs)
+
+    def _compiled(self, *args: Any, **kwargs: Any) -> Any:
+        with Interception(self.kinds, None):
+            return self._forward_of(self.module)(*args, **kwargs)
+
+    def _intercepted(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        forward = self._forward_of(module)
         hooks = saved_tensors_hooks_on_top(True)
         mode = current_function_mode()
         if type(mode) is not Interception:

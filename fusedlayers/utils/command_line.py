@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 #: How the messages of the functions behind the commands begin.
-_FUNCTION = re.compile(r"\A(explain|memory_report|fuse|tune): ")
+_FUNCTION = re.compile(r"\A(explain|fit|memory_report|fuse|tune): ")
 
 
 @contextlib.contextmanager

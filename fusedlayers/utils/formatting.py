@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from itertools import groupby
 
@@ -18,6 +19,20 @@ def size_text(size: int) -> str:
     """Bytes, with a unit and three digits."""
     unit, scale = unit_for(size)
     return f"{size / scale:.{0 if size >= 100 * scale or scale == 1 else 1 if size >= 10 * scale else 2}f} {unit}"
+
+
+def size_from(text: str) -> int:
+    """The bytes that "8GiB", "1.5 MB" or "4096" say.
+
+    Raises:
+        ValueError: it is no size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(?:([KMGT]?)(i?)B)?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"expected bytes, such as 8GiB or 500MB, got {text!r}")
+    number, prefix, binary = match.groups()
+    power = "KMGT".find((prefix or " ").upper()) + 1
+    return int(float(number) * (1024 if binary else 1000) ** power)
 
 
 def pattern_of(module: str) -> tuple[str, ...]:

@@ -108,12 +108,14 @@ def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
 
 
 @contextmanager
-def isolated_gradients(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Let gradients be accumulated into copies, or from nothing where there are none, and put the old ones back."""
+def isolated_gradients(leaves: Sequence[Tensor], *, zeros: bool = False) -> Iterator[None]:
+    """Let gradients be accumulated into copies, or where there are none into nothing, or zeros; put the old ones
+    back."""
     before = [leaf.grad for leaf in leaves]
     try:
         for leaf, grad in zip(leaves, before, strict=True):
-            leaf.grad = None if grad is None else grad.clone()
+            empty = torch.zeros_like(leaf) if zeros else None
+            leaf.grad = empty if grad is None else grad.clone()
         yield
     finally:
         for leaf, grad in zip(leaves, before, strict=True):

@@ -1,0 +1,145 @@
+"""What ``fit`` found: which plan it chose, what that was predicted to take, and took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from os import PathLike
+from typing import Any
+
+from ..fusion.report import path_text
+from ..utils.formatting import size_text
+from .blocks import Mode
+from .plans import Of, Plan
+
+#: What each mode does, for people.
+WORDS: dict[Mode, str] = {
+    "eager": "as PyTorch",
+    "outputs": "keep outputs",
+    "mlp": "keep outputs, recompute the MLP",
+    "cheap": "recompute all but matmuls, convolutions and attention",
+    "all": "recompute all",
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Blocks that are trained in the same way.
+
+    Attributes:
+        modules: their paths; "" for what lies outside of all blocks.
+        mode: "eager", "outputs", "mlp", "cheap" or "all".
+        time_ms: how much longer a step takes because of them, as predicted; negative where it takes less.
+    """
+
+    modules: tuple[str, ...]
+    mode: Mode
+    time_ms: float
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Bytes that count for the budget, and milliseconds of a step; None where that was not measured."""
+
+    bytes: int
+    time_ms: float | None
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """What ``fit`` returns. ``str()`` is a table, ``plot(path)`` a picture.
+
+    Attributes:
+        name: of the model's class.
+        of: what counts: "saved" or "peak".
+        budget_bytes: of the plan.
+        choices: how the blocks are trained.
+        eager: the model as it was, measured.
+        predicted: the chosen plan.
+        measured: the same, measured; None if it was only planned.
+        checkpointed: every block recomputed, predicted.
+        plans: those that no other is better than, from the smallest to the fastest.
+        skipped: by reason, the blocks that can be trained as PyTorch does alone, or the ways that failed.
+        notes: what to know of the report itself.
+    """
+
+    name: str
+    of: Of
+    budget_bytes: int
+    choices: tuple[Choice, ...]
+    eager: Measurement
+    predicted: Measurement
+    measured: Measurement | None
+    checkpointed: Measurement
+    plans: tuple[Plan, ...]
+    skipped: dict[str, tuple[str, ...]]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def smallest_bytes(self) -> int:
+        """The smallest budget that can be met."""
+        return self.plans[0].bytes
+
+    @property
+    def less(self) -> Plan | None:
+        """The next plan that takes fewer bytes."""
+        return max((p for p in self.plans if p.bytes < self.predicted.bytes), key=lambda p: p.bytes, default=None)
+
+    @property
+    def faster(self) -> Plan | None:
+        """The next plan that takes less time."""
+        faster = (p for p in self.plans if p.time_ms < (self.predicted.time_ms or 0.0))
+        return min(faster, key=lambda p: p.bytes, default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values, for JSON."""
+        own = asdict(self) | {"smallest_bytes": self.smallest_bytes}
+        own["choices"] = [choice | {"modules": list(choice["modules"])} for choice in own["choices"]]
+        own["plans"] = [{"bytes": plan.bytes, "time_ms": plan.time_ms} for plan in self.plans]
+        own["skipped"] = {reason: list(paths) for reason, paths in self.skipped.items()}
+        return own
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw time over bytes: the plans, the chosen one, eager PyTorch and a checkpoint of every block.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        from . import plot
+
+        plot.draw(self, path)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        what = "saved for backward" if self.of == "saved" else "allocated at the peak"
+        yield f"{self.name}: {size_text(self.budget_bytes)} {what} allowed"
+        yield ""
+        rows = [("way to train", "step", "blocks")]
+        for choice in self.choices:
+            where = path_text(choice.modules) if choice.modules != ("",) else "the rest of the model"
+            rows.append((WORDS[choice.mode], f"{choice.time_ms:+.3g} ms", where))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            yield "  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip()
+        if self.skipped:
+            yield ""
+            for reason, paths in self.skipped.items():
+                yield f"left to PyTorch: {path_text(paths)}: {reason}"
+        yield ""
+        lines = [("eager PyTorch", self.eager), ("this plan, predicted", self.predicted)]
+        if self.measured is not None:
+            lines.append(("this plan, measured", self.measured))
+        lines.append(("every block recomputed, predicted", self.checkpointed))
+        for name, plan in (("the next smaller plan", self.less), ("the next faster plan", self.faster)):
+            if plan is not None:
+                lines.append((name, Measurement(plan.bytes, plan.time_ms)))
+        lines.append(("the smallest plan", Measurement(self.plans[0].bytes, self.plans[0].time_ms)))
+        width = max(len(name) for name, _ in lines)
+        for name, found in lines:
+            time = "" if found.time_ms is None else f"{found.time_ms:>10.4g} ms a step"
+            yield f"{name:<{width}}  {size_text(found.bytes):>9}{time}"
+        for note in self.notes:
+            yield ""
+            yield note
