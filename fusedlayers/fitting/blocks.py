@@ -8,15 +8,18 @@ Swin is looked at layer by layer, but a mixture of experts as a whole.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
-from .._torch import saved_tensors_hooks_on_top, tree_leaves
+from .._torch import saved_tensors_hooks_on_top, sequence_number, tree_leaves
 from ..fusion.region import Region, region_of
-from ..utils.storages import tensors_in
+from ..utils.autograd_graph import nodes_of, saved_by
+from ..utils.storages import storages_of, tensors_in
 from .calls import Call
 
 #: The ways to train a block: as PyTorch does; outputs kept in the place of inputs (``fuse``); that, and its MLPs
@@ -40,6 +43,8 @@ class Block:
         calls: how often it is called.
         first: its first call; None where it was not called, or where its own code recomputes it.
         follows: whether its input is the output of the block before it.
+        shares_input, shares_output: whether others than this block, and the one that it follows or that follows it,
+            save its input, or its output.
     """
 
     path: str
@@ -49,6 +54,8 @@ class Block:
     calls: int = 0
     first: Call | None = None
     follows: bool = False
+    shares_input: bool = False
+    shares_output: bool = False
     skipped_because: str | None = None
     regions: dict[nn.Module, Region] = field(default_factory=dict)
 
@@ -113,39 +120,87 @@ def _outermost(paths: Sequence[str]) -> list[str]:
     return [path for path in paths if not any(other != path and is_within(path, other) for other in paths)]
 
 
-@contextlib.contextmanager
-def watching(blocks: Sequence[Block]) -> Iterator[Callable[[], list[Block]]]:
-    """While a model runs, note the calls of its blocks; yield what returns those that were called, in order."""
-    called: list[Block] = []
-    hooks = saved_tensors_hooks_on_top(True)
-    last: list[Tensor] = []
+class Watch:
+    """Notes the calls of blocks in one run of a model.
 
-    def enter(block: Block) -> Any:
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            block.calls += 1
-            if block.calls > 1:
-                block.follows = False
-                return
-            called.append(block)
-            if saved_tensors_hooks_on_top(True) != hooks:
-                block.skipped_because = "the model's own code recomputes it, or moves what it saves"
-                return
-            inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
-            block.follows = len(inputs) == 1 and any(_shares(inputs[0], t) for t in last)
-            block.first = Call.of(args, kwargs)
+    Attributes:
+        blocks: those that were called, in order.
+    """
 
-        return note
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self._visits: list[_Visit] = []
+        self._hooks = saved_tensors_hooks_on_top(True)
 
-    def leave(module: nn.Module, args: Any, result: Any) -> None:
-        last[:] = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    @contextlib.contextmanager
+    def watching(self, blocks: Sequence[Block]) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for block in blocks:
+                enter = functools.partial(self._enter, block)
+                stack.callback(block.module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                stack.callback(block.module.register_forward_hook(self._leave).remove)
+            yield
 
-    with contextlib.ExitStack() as stack:
-        for block in blocks:
-            stack.callback(block.module.register_forward_pre_hook(enter(block), with_kwargs=True).remove)
-            stack.callback(block.module.register_forward_hook(leave).remove)
-        yield lambda: called
-        last.clear()
+    def _enter(self, block: Block, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+        before = self._visits[-1] if self._visits else None
+        self._visits.append(_Visit(block, inputs, [], sequence_number()))
+        block.calls += 1
+        if block.calls > 1:
+            block.follows = False
+            return
+        self.blocks.append(block)
+        if saved_tensors_hooks_on_top(True) != self._hooks:
+            block.skipped_because = "the model's own code recomputes it, or moves what it saves"
+            return
+        block.follows = before is not None and len(inputs) == 1 and not _storages(inputs).isdisjoint(before.results)
+        block.first = Call.of(args, kwargs)
+
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        visit = self._visits[-1]
+        visit.outputs += [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        visit.end = sequence_number()
+
+    def finish(self, outputs: Iterable[Tensor], existing: Iterable[Tensor]) -> int:
+        """Note what blocks share with the rest of the model, which has made ``outputs``; return the bytes that are
+        saved behind the last block, but for those of ``existing`` tensors."""
+        savers: dict[int, list[int]] = {}
+        sizes: dict[int, int] = {}
+        for node in nodes_of(outputs):
+            for storage in storages_of(saved_by(node)):
+                savers.setdefault(storage._cdata, []).append(node._sequence_nr())
+                sizes[storage._cdata] = storage.nbytes()
+        for visit, following in itertools.zip_longest(self._visits, self._visits[1:]):
+            other = following if following is not None and following.block.follows else visit
+            visit.block.shares_output |= visit.is_saved_elsewhere(visit.outputs, other, savers)
+        for before, visit in zip([None, *self._visits], self._visits, strict=False):
+            other = before if before is not None and visit.block.follows else visit
+            visit.block.shares_input |= visit.is_saved_elsewhere(visit.inputs, other, savers)
+        end = max((visit.end for visit in self._visits), default=0)
+        owned = _storages(existing)
+        self._visits.clear()
+        return sum(sizes[key] for key, numbers in savers.items() if min(numbers) >= end and key not in owned)
 
 
-def _shares(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+@dataclass(eq=False)
+class _Visit:
+    """A call of a block: its tensors, and the numbers that autograd gave the nodes made in it."""
+
+    block: Block
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    start: int
+    end: int = 0
+
+    @property
+    def results(self) -> set[int]:
+        return _storages(self.outputs)
+
+    def is_saved_elsewhere(self, tensors: Sequence[Tensor], other: _Visit, savers: Mapping[int, list[int]]) -> bool:
+        """Whether a node saves one that was made neither in this call nor in ``other``."""
+        numbers = [number for key in _storages(tensors) for number in savers.get(key, ())]
+        return any(not (self.start <= number < self.end or other.start <= number < other.end) for number in numbers)
+
+
+def _storages(tensors: Iterable[Tensor]) -> set[int]:
+    return {storage._cdata for storage in storages_of(tensors)}

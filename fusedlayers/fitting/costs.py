@@ -15,7 +15,7 @@ from ..profiling.step import Step
 from ..utils.autograd_graph import checkpoints_of, nodes_of, saved_by
 from ..utils.formatting import first_line
 from ..utils.module_state import isolated_gradients
-from ..utils.storages import strided_parts, tensors_in
+from ..utils.storages import storages_of, tensors_in
 from .blocks import Block, Mode
 
 #: How often each way is timed, in turns: so often at least, and for so many milliseconds.
@@ -127,8 +127,7 @@ def saved_storages(outputs: Iterable[Tensor]) -> dict[int, int]:
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    storages = (part.untyped_storage() for tensor in tensors for part in strided_parts(tensor))
-    return {storage._cdata: storage.nbytes() for storage in storages}
+    return {storage._cdata: storage.nbytes() for storage in storages_of(tensors)}
 
 
 def _fresh(block: Block) -> tuple[Step, Sequence[Tensor]]:

@@ -18,13 +18,15 @@ from ..utils.formatting import pattern_of, size_text
 from ..utils.module_state import unchanged
 from ..utils.storages import tensors_in
 from .agreement import agreed
-from .blocks import Block, Mode, find_blocks, watching
+from .blocks import Block, Mode, Watch, find_blocks
 from .costs import Costs, Measured, measure, step_peak
 from .plans import Of, Plan, Plans, Rest
 from .report import Choice, FitReport, Measurement
 
 #: A plan that takes more than predicted is replaced by that of a smaller budget, so often.
 TRIES = 5
+#: How the blocks are trained to see what the model's end holds, besides as PyTorch does.
+WAYS_TO_END: tuple[Mode, ...] = ("outputs", "all")
 
 
 def fit(
@@ -178,12 +180,13 @@ class _Fitting:
                 saved[row.module] = saved.get(row.module, 0) + row.bytes
         blocks = find_blocks(model, saved)
         self._reset_random()
-        with watching(blocks) as called:
-            step.forward()
-        for block in called():
+        watch = Watch()
+        with watch.watching(blocks):
+            self._saved_at_end = watch.finish([step.forward()], tensors_in((model, step.args, step.kwargs)))
+        for block in watch.blocks:
             if block.skipped_because is not None:
                 self._skipped.setdefault(block.skipped_because, []).append(block.path)
-        self._blocks = [block for block in called() if block.first is not None]
+        self._blocks = [block for block in watch.blocks if block.first is not None]
         if not self._blocks:
             self._notes.append("No repeated blocks were found: operations may keep their outputs, and no more.")
         (time_ms,) = step_times(step, [lambda: None], self._reset_random)
@@ -226,7 +229,7 @@ class _Fitting:
         modes: list[Mode] = ["eager", "outputs"] if self._rest.fused else ["eager"]
         switches = {mode: functools.partial(self._train_as, ["eager"] * count, mode) for mode in modes}
         times = dict(zip(modes, step_times(self._step, [*switches.values()], self._reset_random), strict=True))
-        none = Rest(dict.fromkeys(modes, 0), dict.fromkeys(modes, 0.0), 0)
+        none = Rest(dict.fromkeys(modes, 0), dict.fromkeys(modes, 0.0), 0, 0)
         saved_by_blocks = Plans(self._blocks, self._costs, none, "saved").plan(["eager"] * count, "eager")
         saved = {}
         for mode, switch in switches.items():
@@ -236,17 +239,16 @@ class _Fitting:
         times = {mode: time - saved_by_blocks.time_ms for mode, time in times.items()}
         extra = 0
         if self._of == "peak":
-            # The model's end may hold the most. It holds no more than was seen in either way.
-            plans = Plans(self._blocks, self._costs, Rest(saved, times, 0), "saved")
-            everything: list[Mode] = ["all"] * count
-            self._train_as(everything, "eager")
-            at_the_end = (
-                eager_bytes - plans.plan(["eager"] * count, "eager").bytes,
-                self._bytes() - plans.plan(everything, "eager").bytes,
-            )
-            extra = max(0, min(at_the_end))
+            # The model's end may hold the most: no more than is seen in any of these ways.
+            plans = Plans(self._blocks, self._costs, Rest(saved, times, 0, 0), "saved")
+            peaks: dict[Mode, int] = {"eager": eager_bytes}
+            for mode in WAYS_TO_END:
+                self._train_as([mode] * count, "eager")
+                peaks[mode] = self._bytes()
+            extra = max(0, min(peak - plans.plan([mode] * count, "eager").bytes for mode, peak in peaks.items()))
         self._as_pytorch()
-        return Rest(saved, times, extra)
+        at_end = min(self._saved_at_end, *saved.values())
+        return Rest({mode: size - at_end for mode, size in saved.items()}, times, at_end, extra)
 
     # --- choosing -----------------------------------------------------------------------------------------------------
 

@@ -36,12 +36,14 @@ class Rest(NamedTuple):
     """What lies outside of the blocks.
 
     Attributes:
-        saved_bytes, time_ms: by mode.
+        saved_bytes, time_ms: by mode; of the bytes those that are saved until the last block's backward pass.
+        end_bytes: those that are saved behind the last block.
         extra_bytes: what is held besides what is saved, when the model's last operations run.
     """
 
     saved_bytes: dict[Mode, int]
     time_ms: dict[Mode, float]
+    end_bytes: int
     extra_bytes: int
 
 
@@ -61,7 +63,9 @@ class Plans:
 
     def edge(self, i: int) -> int:
         """What a block reads of the one before it."""
-        return max(costs.input_bytes for costs in self._costs[i - 1].values()) if self._follows[i] else 0
+        if not self._follows[i] or self._blocks[i - 1].shares_input:
+            return 0
+        return max(costs.input_bytes for costs in self._costs[i - 1].values())
 
     def options(self, i: int) -> Iterator[tuple[Mode, int, list[Option]]]:
         is_peak = self._of == "peak"
@@ -69,14 +73,16 @@ class Plans:
             for mode, saved in self._rest.saved_bytes.items():
                 yield mode, 0, [Option(1, saved, 0, self._rest.time_ms[mode], False)]
         elif i == len(self) - 1:
-            yield "eager", 0, [Option(i + 1, 0, self._rest.extra_bytes if is_peak else 0, 0.0, False)]
+            extra = self._rest.extra_bytes if is_peak else 0
+            yield "eager", 0, [Option(i + 1, self._rest.end_bytes, extra, 0.0, False)]
         else:
-            calls, shares_output = self._blocks[i - 1].calls, self._follows[i + 1]
+            block, is_followed = self._blocks[i - 1], self._follows[i + 1]
             for mode, costs in self._costs[i - 1].items():
-                saved = calls * (costs.saved_bytes + (0 if shares_output else costs.output_bytes))
+                of_output = 0 if block.shares_output else costs.output_bytes
+                saved = block.calls * (costs.saved_bytes + (0 if is_followed else of_output))
                 extra = costs.extra_bytes if is_peak else 0
-                option = Option(i + 1, saved, extra, calls * costs.time_ms, shares_output and costs.output_bytes > 0)
-                yield mode, calls * costs.input_bytes, [option]
+                option = Option(i + 1, saved, extra, block.calls * costs.time_ms, is_followed and of_output > 0)
+                yield mode, 0 if block.shares_input else block.calls * costs.input_bytes, [option]
 
     # --- what is asked of them ----------------------------------------------------------------------------------------
 

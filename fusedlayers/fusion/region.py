@@ -101,10 +101,6 @@ class Region:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            if is_exporting():
-                return self._forward_of(self.module)(*args, **kwargs)
-            if self.recompute != "nothing":
-                return recomputed(self._compiled, self.module, args, kwargs, self.recompute)
             return self._compiled(*args, **kwargs)
         module = self._called_module(inspect.currentframe())
         forward = self._forward_of(module)
@@ -119,8 +115,19 @@ class Region:
         return self._intercepted(module, *args, **kwargs)
 
     def _compiled(self, *args: Any, **kwargs: Any) -> Any:
-        with Interception(self.kinds, None):
-            return self._forward_of(self.module)(*args, **kwargs)
+        """For the compiler, which lets no mode begin within a checkpoint: there everything is PyTorch's."""
+        global _is_in_checkpoint
+        forward = self._forward_of(self.module)
+        if is_exporting() or _is_in_checkpoint:
+            return forward(*args, **kwargs)
+        if self.recompute == "nothing":
+            with Interception(self.kinds, None):
+                return forward(*args, **kwargs)
+        _is_in_checkpoint = True
+        try:
+            return recomputed(forward, self.module, args, kwargs, self.recompute)
+        finally:
+            _is_in_checkpoint = False
 
     def _intercepted(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         forward = self._forward_of(module)
@@ -143,6 +150,10 @@ class Region:
         caller = frame.f_back.f_locals.get("self")
         is_copy = caller is not self.module and isinstance(caller, nn.Module) and vars(caller).get("forward") is self
         return caller if is_copy else self.module
+
+
+#: Whether the compiler is reading a region that is recomputed.
+_is_in_checkpoint = False
 
 
 class Interception(TorchFunctionMode):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,10 @@ def strided_parts(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
     elif tensor.layout == torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
+
+
+def storages_of(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
+    return (part.untyped_storage() for tensor in tensors for part in strided_parts(tensor))
 
 
 def has_data(tensor: Tensor) -> bool:

@@ -1,0 +1,537 @@
+"""``fit``: budgets hold as measured, plans are the best by their own costs, and training is that of the model as it
+was."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
+
+import fusedlayers as fl
+from fusedlayers import cli
+from fusedlayers.fitting import costs as costs_file
+from fusedlayers.fitting.blocks import MODES, Block, find_blocks
+from fusedlayers.fitting.calls import Call
+from fusedlayers.fitting.costs import Costs, step_peak
+from fusedlayers.fitting.plans import Plans, Rest
+from fusedlayers.fusion import timing
+from fusedlayers.fusion.region import region_of
+from fusedlayers.memory import saved_bytes
+from fusedlayers.profiling.step import Step
+
+
+@pytest.fixture(autouse=True)
+def times_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which plan is the fastest is not tested by the clock: each way is timed once."""
+    monkeypatch.setattr(costs_file, "ROUNDS", 1)
+    monkeypatch.setattr(costs_file, "TIME_MS", 0.0)
+    monkeypatch.setattr(timing, "ROUNDS", 1)
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """A transformer's block, with a mask that all blocks share."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out, self.drop = nn.Linear(width, 3 * width), nn.Linear(width, width), nn.Dropout(0.1)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor, *, mask: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.drop(self.out(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)))
+        return x + self.drop(self.mlp(self.norm2(x)))
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.layers = nn.ModuleList(Attention() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.zeros(x.shape[1], x.shape[1])
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x, mask=mask)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.SiLU(inplace=True)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.body(x))
+
+
+def _convolutions() -> nn.Module:
+    stages = [nn.Sequential(*(Residual(width) for _ in range(2))) for width in (8, 16)]
+    down = nn.Conv2d(8, 16, 3, 2, 1)
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), stages[0], down, stages[1], nn.Flatten(), nn.LazyLinear(4))
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "transformer": lambda: (Transformer(), torch.randn(4, 64, 16)),
+    "encoder": lambda: (
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 256, 0.1, "gelu", batch_first=True), 3),
+        torch.randn(4, 64, 64),
+    ),
+    "convolutions": lambda: (_convolutions(), torch.randn(8, 3, 32, 32)),
+}
+
+
+#: Bytes of the largest tensor between two blocks.
+BETWEEN = {"transformer": 4 * 64 * 64 * 4, "encoder": 4 * 64 * 64 * 4, "convolutions": 8 * 8 * 32 * 32 * 4}
+
+
+def _made(name: str) -> tuple[Any, Tensor]:
+    torch.manual_seed(0)
+    model, x = MODELS[name]()
+    with torch.no_grad():
+        model(x[:2])
+    return model.train(), x
+
+
+def _bytes(model: nn.Module, x: Tensor, of: str) -> int:
+    step = Step(model, (x,), {})
+    if of == "peak":
+        return step_peak(step, [*model.parameters()])
+    return saved_bytes(step.forward, exclude=[*model.buffers(), x])
+
+
+def _regions(model: nn.Module) -> list[Any]:
+    return [region for module in model.modules() if (region := region_of(module)) is not None]
+
+
+# --- budgets ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of, fraction", [("saved", 0.7), ("saved", 0.45), ("peak", 0.85), ("peak", 0.7)])
+@pytest.mark.parametrize("name", MODELS)
+def test_budgets_hold(name: str, of: str, fraction: float) -> None:
+    model, x = _made(name)
+    if (name, fraction) == ("convolutions", 0.7) and of == "peak":
+        pytest.skip("the first block's backward pass takes more than that")
+    _bytes(model, x, of)
+    before = _bytes(model, x, of)
+    random_state = torch.get_rng_state()
+    report = fl.fit(model, x, fraction=fraction, of=of)  # type: ignore[arg-type]
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert report.measured is not None and report.eager.bytes == before
+    assert report.measured.bytes <= report.budget_bytes == int(fraction * before)
+    assert _bytes(model, x, of) == report.measured.bytes
+    # At the peak a tensor between two blocks may have been freed, or not yet.
+    between = 0 if of == "saved" else BETWEEN[name]
+    assert abs(report.predicted.bytes - report.measured.bytes) <= between
+    fl.unfuse(model)
+    assert _regions(model) == [] and _bytes(model, x, of) == before
+
+
+def test_every_way_saves_what_was_predicted() -> None:
+    model, x = _made("transformer")
+    seen = set()
+    for report in (fl.fit(model, x, fraction=k / 10) for k in range(1, 11)):
+        assert report.measured is not None and report.measured.bytes == report.predicted.bytes <= report.budget_bytes
+        seen |= {choice.mode for choice in report.choices}
+    assert seen >= {"all", "outputs"}
+
+
+def test_a_budget_that_cannot_be_met_names_the_smallest() -> None:
+    model, x = _made("transformer")
+    fl.fuse(model, x)
+    before = [(region.module, set(region.kinds)) for region in _regions(model)]
+    with pytest.raises(
+        ValueError, match=r"fit: a budget of 1000 B cannot be met: as it is the model saves \d"
+    ) as error:
+        fl.fit(model, x, memory_budget_bytes=1000)
+    assert [(region.module, set(region.kinds)) for region in _regions(model)] == before != []
+    smallest = int(str(error.value).split("(")[1].split(" bytes")[0])
+    report = fl.fit(model, x, memory_budget_bytes=smallest)
+    assert report.measured is not None and report.measured.bytes <= smallest and report.less is None
+
+
+def test_planning_changes_nothing() -> None:
+    model, x = _made("convolutions")
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    report = fl.fit(model, x, fraction=0.5, plan_only=True)
+    assert report.measured is None and report.predicted.bytes <= report.budget_bytes
+    assert _regions(model) == [] and all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def _random_plans(seed: int) -> Plans:
+    draw = random.Random(seed)
+    blocks, costs = [], []
+    for i in range(draw.randint(1, 4)):
+        block = Block(str(i), nn.Identity(), calls=draw.choice((1, 1, 2)), follows=i > 0 and draw.random() < 0.7)
+        blocks.append(block)
+        costs.append(
+            {
+                mode: Costs(*(draw.randint(0, 100) for _ in range(3)), draw.randint(0, 300), draw.uniform(1, 10))
+                for mode in ("eager", *draw.sample(MODES[1:], draw.randint(1, 3)))
+            }
+        )
+    rest = Rest({"eager": 50, "outputs": 30}, {"eager": 5.0, "outputs": 6.0}, 20, draw.randint(0, 100))
+    return Plans(blocks, costs, rest, draw.choice(("saved", "peak")))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_plans_are_the_best_by_their_own_costs(seed: int) -> None:
+    plans = _random_plans(seed)
+    modes = [[mode for mode, _, _ in plans.options(i)] for i in range(len(plans) - 1)]
+    every = [plans.plan(chosen[1:], chosen[0]) for chosen in itertools.product(*modes)]
+    least = min(plan.bytes for plan in every)
+    most = max(plan.bytes for plan in every)
+    assert least <= plans.smallest() <= least + most / 1000 + 1
+    for budget in (plans.smallest(), (plans.smallest() + most) // 2, most):
+        best = min(plan.time_ms for plan in every if plan.bytes <= budget)
+        found = plans.best(budget)
+        assert found.time_ms == pytest.approx(best) and found.bytes <= budget
+    front = plans.undominated()
+    assert all(a.bytes < b.bytes and a.time_ms > b.time_ms for a, b in itertools.pairwise(front))
+
+
+def test_blocks_share_what_one_reads_of_the_other() -> None:
+    blocks = [Block(str(i), nn.Identity(), calls=1, follows=i > 0) for i in range(3)]
+    kept: dict[Any, Costs] = {"eager": Costs(100, 0, 10, 0, 1.0), "all": Costs(0, 10, 0, 0, 2.0)}
+    plans = Plans(blocks, [kept] * 3, Rest({"eager": 7}, {"eager": 1.0}, 0, 0), "saved")
+    # The output that the first saves is the input that the second does; the last one's belongs to nobody else.
+    assert plans.plan(["eager", "all", "eager"], "eager").bytes == 7 + 100 + 10 + 0 + 110
+    assert plans.plan(["all", "all", "all"], "eager").bytes == 7 + 30
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def _losses(model: nn.Module, x: Tensor, autocast: bool = False) -> list[float]:
+    torch.manual_seed(7)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.005), []
+    for _ in range(20):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_are_those_of_the_model_as_it_was(name: str) -> None:
+    model, x = _made(name)
+    fitted = copy.deepcopy(model)
+    fl.fit(fitted, x, fraction=0.45)
+    again = copy.deepcopy(fitted)
+    expected = _losses(model, x)
+    assert _losses(fitted, x) == pytest.approx(expected, rel=1e-4) == _losses(again, x)
+    assert fitted.state_dict().keys() == model.state_dict().keys()
+    for (name, ours), theirs in zip(fitted.named_buffers(), model.buffers(), strict=True):  # each statistic, once
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_gradients_of_each_way(mode: Any) -> None:
+    model, x = _made("transformer")
+    block, given = model.layers[1], torch.randn(4, 64, 64)
+    fl.fuse(model, x)
+    found = Block("layers.1", block)
+    found.prepare([block.mlp])
+    assert found.modes == list(MODES)
+    results = []
+    for each in ("eager", mode):
+        found.train_as(each)
+        leaf = given.clone().requires_grad_()
+        torch.manual_seed(1)
+        y = block(leaf, mask=torch.zeros(64, 64))
+        results.append((y, *torch.autograd.grad(y.square().sum(), [leaf, *block.parameters()])))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.detach().abs().max()))
+    found.train_as("eager")
+    assert [region for region in _regions(block)] == []
+
+
+def test_autocast() -> None:
+    model, x = _made("transformer")
+    fitted = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        report = fl.fit(fitted, x, fraction=0.5)
+        assert report.measured is not None and report.measured.bytes <= report.budget_bytes
+    expected = _losses(model, x, autocast=True)
+    assert _losses(fitted, x, autocast=True) == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_compiled() -> None:
+    model, x = _made("transformer")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    model(x).sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    fl.fit(model, x, fraction=0.3)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled(x).sum().backward()
+    for p, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, grad, rtol=1e-3, atol=1e-4 * float(grad.abs().max()))
+    torch._dynamo.reset()
+
+
+def _distributed(rank: int, count: int) -> Any:
+    found = {}
+    for name in ("ddp", "fsdp"):
+        model, x = _made("transformer")
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        mine = x.chunk(count)[rank]
+        costs_file.TIME_MS, costs_file.ROUNDS = 0.0, 1
+        report = fl.fit(model, mine, fraction=0.4)
+        if name == "ddp":
+            wrapped: nn.Module = DDP(model)
+        else:
+            for layer in model.layers:
+                fully_shard(layer)
+            wrapped = fully_shard(model)
+        loss = wrapped(mine).square().mean()
+        loss.backward()
+        grads = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in wrapped.parameters()]
+        modes = [(choice.modules, choice.mode) for choice in report.choices]
+        assert report.measured is not None
+        found[name] = modes, report.measured.bytes <= report.budget_bytes, [grad.clone() for grad in grads]
+    return found
+
+
+def test_distributed(tmp_path: Path) -> None:
+    """All processes choose alike, and gradients are those of one process."""
+    results = processes.results(_distributed, 2, tmp_path)
+    model, x = _made("transformer")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    model(x).square().mean().backward()
+    for name in ("ddp", "fsdp"):
+        assert results[0][name][0] == results[1][name][0] and all(found[name][1] for found in results)
+        for ours, p in zip(results[0][name][2], model.parameters(), strict=True):
+            torch.testing.assert_close(ours, p.grad, rtol=1e-3, atol=1e-5)
+
+
+# --- blocks -----------------------------------------------------------------------------------------------------------
+
+
+def _paths(model: nn.Module, saved: dict[str, int]) -> list[str]:
+    return [block.path for block in find_blocks(model, saved)]
+
+
+def test_inner_blocks_count_where_they_keep_most() -> None:
+    model = _convolutions()
+    stages = {f"{stage}.{i}": 10 for stage in (1, 3) for i in range(2)}
+    assert _paths(model, stages) == ["1.0", "1.1", "3.0", "3.1"]
+    assert _paths(model, {**stages, "1": 6, "3": 1}) == ["1", "3.0", "3.1"]
+    assert _paths(model, {**stages, "1.0": 10**4}) == ["1.0"]  # the others keep next to nothing
+    assert _paths(nn.Sequential(nn.Linear(2, 2), nn.GELU()), {"0": 10}) == []
+
+
+class Shared(nn.Module):
+    """Calls one block several times, another by a list of arguments, and one that remembers what it was called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self.blocks[0](x)
+        x = checkpoint(self.blocks[1], x, use_reentrant=False)  # type: ignore[assignment]
+        return self.blocks[2](x)  # type: ignore[no-any-return]
+
+
+def test_shared_and_checkpointed_blocks() -> None:
+    torch.manual_seed(0)
+    model, x = Shared(), torch.randn(512, 64)
+    report = fl.fit(model, x, fraction=0.3)
+    assert report.measured is not None and report.measured.bytes == report.predicted.bytes <= report.budget_bytes
+    assert report.skipped == {"the model's own code recomputes it, or moves what it saves": ("blocks.1",)}
+    assert "left to PyTorch: blocks.1: the model's own code" in str(report)
+
+
+class Cache(list[Tensor]):
+    """What a block writes to, as the cache of keys and values."""
+
+
+class Caching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(CachingBlock() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache = Cache()
+        for block in self.blocks:
+            x = block(x, cache)
+        return x
+
+
+class CachingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        y: Tensor = self.down(self.act(self.up(x)))
+        cache.append(y)
+        return y.new_ones(len(cache)).sum() * torch.cat([*cache]).view(len(cache), *y.shape).sum(0)
+
+
+def test_blocks_that_cannot_be_recomputed_are_not() -> None:
+    """Their recomputation would find what the first run has left in an argument."""
+    torch.manual_seed(0)
+    model, x = Caching(), torch.randn(256, 64)
+    report = fl.fit(model, x, fraction=0.9)
+    assert {choice.mode for choice in report.choices} <= {"eager", "outputs"}
+    assert any(reason.startswith("all does not work: ") for reason in report.skipped)
+    model(x).sum().backward()
+
+
+def test_a_model_without_blocks() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    report = fl.fit(model, torch.randn(512, 64), fraction=0.7)
+    assert [choice.mode for choice in report.choices] == ["outputs"] and "No repeated blocks" in str(report)
+
+
+def test_calls_are_made_again_as_they_were() -> None:
+    x = torch.randn(3, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        call = Call.of((2 * x, [x.detach(), 5]), {"flag": True})
+    (doubled, (constant, number)), kwargs, (source,) = call.arguments()
+    assert doubled.requires_grad and not doubled.is_leaf and not constant.requires_grad
+    assert number == 5 and kwargs == {"flag": True} and torch.equal(doubled, 2 * x)
+    doubled.mul_(2)  # as no leaf allows
+    torch.autograd.grad(doubled.sum(), source)
+    assert torch.equal(call.arguments()[0][0], 2 * x)
+    with call.autocasting():
+        assert torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled("cpu")
+
+
+# --- what is refused, and what is said --------------------------------------------------------------------------------
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "neither": ({}, "fit: give memory_budget_bytes or fraction, got neither"),
+    "both": ({"memory_budget_bytes": 1, "fraction": 0.5}, "got both"),
+    "negative": ({"memory_budget_bytes": -1}, "fit: memory_budget_bytes must be a number of bytes, got -1"),
+    "text": ({"memory_budget_bytes": "8GiB"}, "got '8GiB'"),
+    "zero": ({"fraction": 0}, "fit: fraction must be above 0 and at most 1, got 0"),
+    "more": ({"fraction": 1.5}, "got 1.5"),
+    "nan": ({"fraction": float("nan")}, "got nan"),
+    "of": ({"fraction": 0.5, "of": "all"}, "fit: of must be one of 'saved', 'peak', got 'all'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_budgets(name: str) -> None:
+    options, message = WRONG[name]
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        fl.fit(nn.Linear(2, 2), torch.ones(2), **options)
+
+
+def test_wrong_models_and_inputs() -> None:
+    with pytest.raises(TypeError, match=r"fit: model must be an nn.Module, got function"):
+        fl.fit(lambda x: x, torch.ones(2), fraction=0.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"fit: weight has no shape yet; call the model once, and then fit"):
+        fl.fit(nn.LazyLinear(2), torch.ones(2), fraction=0.5)
+    with pytest.raises(ValueError, match="fit: the model does not run on these inputs: RuntimeError: mat1 and mat2"):
+        fl.fit(nn.Linear(2, 2), torch.ones(1, 3), fraction=0.5)
+    with pytest.raises(ValueError, match=r"fit: the model returned .* all of its 2 parameters are frozen"):
+        fl.fit(nn.Linear(2, 2).requires_grad_(False), torch.ones(2), fraction=0.5)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"fit: .* gradients are switched off here"):
+        fl.fit(nn.Linear(2, 2), torch.ones(2), fraction=0.5)
+
+
+def test_the_report() -> None:
+    model, x = _made("transformer")
+    stages: list[tuple[str, float]] = []
+    report = fl.fit(model, x, fraction=0.5, on_stage=lambda stage, part: stages.append((stage, part)))
+    assert [part for _, part in stages] == sorted(part for _, part in stages) and stages[0][1] == 0.0
+    text = str(report)
+    for words in (
+        "Transformer: ",
+        "saved for backward allowed",
+        "eager PyTorch",
+        "this plan, measured",
+        "smallest plan",
+    ):
+        assert words in text
+    values = json.loads(json.dumps(report.to_dict()))
+    assert values["measured"]["bytes"] == report.measured.bytes  # type: ignore[union-attr]
+    assert values["smallest_bytes"] == report.plans[0].bytes == values["plans"][0]["bytes"]
+    if report.less is not None:
+        assert report.less.bytes < report.predicted.bytes
+    if report.faster is not None:
+        assert report.faster.bytes > report.predicted.bytes or report.faster.time_ms < report.predicted.time_ms  # type: ignore[operator]
+
+
+FACTORY = """
+import torch
+def make():
+    torch.manual_seed(0)
+    def block():
+        return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+    return torch.nn.Sequential(block(), block(), block()), torch.randn(512, 64)
+"""
+
+
+@pytest.fixture
+def factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    (tmp_path / "fit_made.py").write_text(FACTORY)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "fit_made:make"
+
+
+def test_the_command(factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    plot, values = tmp_path / "fit.png", tmp_path / "fit.json"
+    assert cli.main(["fit", factory, "--budget", "2MiB", "--plot", str(plot), "--json", str(values)]) == 0
+    assert "2.00 MiB saved for backward allowed" in capsys.readouterr().out and plot.stat().st_size > 10_000
+    assert json.loads(values.read_text())["budget_bytes"] == 2 << 20
+    assert cli.main(["fit", factory, "--fraction", "0.5", "--of", "peak"]) == 0
+    assert "allocated at the peak allowed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--budget", "lots"], "fusedlayers fit: expected bytes, such as 8GiB or 500MB, got 'lots'"),
+        (["--budget", "1kB"], "fusedlayers fit: a budget of 1000 B cannot be met"),
+        (["--fraction", "2"], "fusedlayers fit: fraction must be above 0 and at most 1, got 2.0"),
+        ([], "one of the arguments --budget --fraction is required"),
+        (["--budget", "1GB", "--fraction", "1"], "not allowed with argument"),
+    ],
+)
+def test_wrong_commands(arguments: list[str], message: str, factory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["fit", factory, *arguments]) == 2
+    assert message in capsys.readouterr().err
