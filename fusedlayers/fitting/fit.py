@@ -137,8 +137,9 @@ class _Fitting:
         try:
             with unchanged([*model.modules()], [*tensors_in((step.args, step.kwargs))]) as reset_random, eagerly():
                 self._reset_random = reset_random
-                eager = self._measure_eager()
-                plans = self._plans(eager.bytes)
+                eager_bytes = self._measure_eager()
+                plans = self._plans(eager_bytes)
+                eager = Measurement(eager_bytes, plans.plan(["eager"] * len(self._blocks), "eager").time_ms)
                 if budget is None:
                     assert fraction is not None
                     budget = int(fraction * eager.bytes)
@@ -164,8 +165,8 @@ class _Fitting:
         exclude = [*self._model.buffers(), self._step.args, self._step.kwargs]
         return saved_bytes(self._step.forward, exclude=exclude)
 
-    def _measure_eager(self) -> Measurement:
-        """The model as it is, and its blocks: which there are, and their calls."""
+    def _measure_eager(self) -> int:
+        """What the model takes as it is, and its blocks: which there are, and their calls."""
         model, step = self._model, self._step
         self._on_stage("measuring the model", 0.0)
         try:
@@ -189,8 +190,7 @@ class _Fitting:
         self._blocks = [block for block in watch.blocks if block.first is not None]
         if not self._blocks:
             self._notes.append("No repeated blocks were found: operations may keep their outputs, and no more.")
-        (time_ms,) = step_times(step, [lambda: None], self._reset_random)
-        return Measurement(self._bytes(), time_ms)
+        return self._bytes()
 
     def _plans(self, eager_bytes: int) -> Plans:
         """Measure what the blocks cost, and the rest of the model."""

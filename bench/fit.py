@@ -1,0 +1,271 @@
+"""``python -m bench fit``: whole models within budgets, by ``fl.fit``, by checkpoints of blocks, and by torch.compile's
+activation memory budget.
+
+Budgets are parts of what the eager model saves. For each, ``fit`` chooses a plan; torch's own checkpoint is put around
+as many of the model's blocks, from the first on, as it takes; and, with ``--compile``, the compiler gets that part for
+its budget, and ``fit``'s model is compiled too. All variants of a budget take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fusedlayers as fl
+from fusedlayers.memory import saved_bytes
+
+from . import RESULTS, grid, machine, measure
+
+DEFINITIONS = {
+    "budget": "the part of eager's saved bytes that is allowed",
+    "saved_bytes": "kept for the backward pass by a forward pass, without inputs, parameters and buffers",
+    "predicted_bytes": "what fit predicted for its plan",
+    "predicted_ratio": "the time of a step that fit predicted, over eager's",
+    "checkpoint": "torch's own, not reentrant, around the first blocks, as many as it takes",
+    "compile": "torch.compile with activation_memory_budget",
+    "compiled fit": "torch.compile of the model after fit",
+    "ratio": "median over rounds of time / eager's (compiled variants: compiled's) in the same round, with quartiles",
+}
+BUDGETS = (0.7, 0.5, 0.3)
+BUDGET_SECONDS = 540.0
+_CASE_SECONDS = 12.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and the paths of the containers of its blocks: "," is between several, "|" between names of one."""
+
+    id: str
+    build: Callable[[], tuple[nn.Module, dict[str, Tensor] | Tensor]]
+    blocks: str
+
+
+def _of_transformers(name: str, *, inputs: str, shape: tuple[int, ...], dtype: str, **sizes: Any) -> Any:
+    import transformers as hf  # here, because the other benchmarks run without it
+
+    attention = {} if name == "ResNet" else {"attn_implementation": "sdpa"}
+    model = hf.AutoModel.from_config(getattr(hf, f"{name}Config")(**sizes), dtype=getattr(torch, dtype), **attention)
+    given = torch.randn(shape) if inputs == "pixel_values" else torch.randint(3, 1000, shape)
+    return model, {inputs: given}
+
+
+def _encoder() -> tuple[nn.Module, Tensor]:
+    layer = nn.TransformerEncoderLayer(256, 4, 1024, 0.1, "gelu", batch_first=True)
+    return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False), torch.randn(4, 256, 256)
+
+
+_SIZES: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 6}
+_TEXT = partial(_of_transformers, inputs="input_ids", shape=(4, 256), vocab_size=1000, **_SIZES)
+_MISTRAL = partial(_TEXT, "Mistral", intermediate_size=896, num_key_value_heads=2, use_cache=False)
+_IMAGES = partial(_of_transformers, inputs="pixel_values", dtype="float32")
+CASES = (
+    Case("encoder/float32", _encoder, "layers"),
+    Case("bert/float32", partial(_TEXT, "Bert", dtype="float32", intermediate_size=1024), "encoder.layer"),
+    Case("mistral/float32", partial(_MISTRAL, dtype="float32"), "layers"),
+    Case("mistral/bfloat16", partial(_MISTRAL, dtype="bfloat16"), "layers"),
+    Case(
+        "vit/float32",
+        partial(_IMAGES, "ViT", shape=(8, 3, 128, 128), image_size=128, intermediate_size=1024, **_SIZES),
+        "layers|encoder.layer",
+    ),
+    Case(
+        "resnet-50/float32",
+        partial(_IMAGES, "ResNet", shape=(4, 3, 128, 128)),
+        ",".join(f"encoder.stages.{stage}.layers" for stage in range(4)),
+    ),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", metavar="REGEX", help="cases whose id matches, e.g. 'mistral'")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
+    parser.add_argument("--compile", action="store_true", help="torch.compile too, which takes minutes a case on a CPU")
+    parser.add_argument("--quick", action="store_true", help="one budget and few rounds: to see that it works")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", default=BUDGET_SECONDS, help="start no case after")
+    parser.add_argument("--out", type=Path, help="folder for fit.json and fit.png; a full run has a default")
+
+
+def main(options: argparse.Namespace) -> int:
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    device = torch.device(options.device)
+    todo = [case for case in CASES if re.search(options.only or "", case.id)]
+    if not todo:
+        print(f"bench fit: no case matches --only {options.only!r}; there are {[case.id for case in CASES]}")
+        return 2
+    out = options.out
+    if out is None and not (options.only or options.quick):
+        out = RESULTS / machine.slug(device, torch.get_num_threads())
+    result = grid.begin("fit", device, DEFINITIONS, quick=options.quick, not_run=[case.id for case in todo])
+    machine.warn_if_busy(result)
+    for case, _, _ in grid.until(time.monotonic() + options.budget, todo):
+        row = measure_case(case, device, quick=options.quick, compiles=options.compile)
+        grid.add(result, row, out)
+        print("\n".join(_lines(row)), flush=True)
+    if out is not None:
+        draw(result, out / "fit.png")
+        print(f"\nwrote {out / 'fit.json'}")
+    return 0
+
+
+@dataclass(frozen=True)
+class Subject:
+    model: nn.Module
+    inputs: Any
+
+    def forward(self) -> Tensor:
+        result = self.model(**self.inputs) if isinstance(self.inputs, dict) else self.model(self.inputs)
+        return result if isinstance(result, Tensor) else result[0]
+
+    def step(self) -> None:
+        self.forward().square().mean().backward()
+        self.model.zero_grad(set_to_none=True)
+
+    def saved(self) -> int:
+        return saved_bytes(self.forward, exclude=[self.model, self.inputs])
+
+    def copy(self) -> Subject:
+        """One that shares the parameters."""
+        return Subject(copy.deepcopy(self.model, {id(p): p for p in self.model.parameters()}), self.inputs)
+
+
+def measure_case(case: Case, device: torch.device, *, quick: bool = False, compiles: bool = False) -> dict[str, Any]:
+    """The JSON row of a case."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, inputs = case.build()
+        given = {k: v.to(device) for k, v in inputs.items()} if isinstance(inputs, dict) else inputs.to(device)
+    eager = Subject(model.to(device).train(), given)
+    saved = eager.saved()
+    rows = []
+    for budget in BUDGETS[1:2] if quick else BUDGETS:
+        subjects: dict[str, Subject] = {"eager": eager}
+        row: dict[str, Any] = {"budget": budget, "variants": {"eager": {"saved_bytes": saved}}}
+        found = row["variants"]
+        fitted = eager.copy()
+        try:
+            report = fl.fit(fitted.model, given, memory_budget_bytes=int(budget * saved))
+            assert report.predicted.time_ms is not None and report.eager.time_ms is not None
+            subjects["fit"] = fitted
+            found["fit"] = {
+                "predicted_bytes": report.predicted.bytes,
+                "predicted_ratio": round(report.predicted.time_ms / report.eager.time_ms, 4),
+                "modes": {f"{choice.mode} {'+'.join(choice.modules)}": choice.time_ms for choice in report.choices},
+            }
+        except ValueError as error:
+            found["fit"] = grid.failed(error)
+        for subject in with_checkpoints(eager, case.blocks):
+            if subject.saved() <= budget * saved:
+                subjects["checkpoint"] = subject
+                found["checkpoint"] = {}
+                break
+        else:
+            found["checkpoint"] = {"skipped": "the budget is below what checkpoints of all blocks save"}
+        _measure(subjects, found, "eager", device, quick)
+        if compiles:
+            _measure_compiled(eager, subjects.get("fit"), budget, found, device, quick)
+        rows.append(row)
+    return {"id": case.id, "saved_bytes": saved, "budgets": rows}
+
+
+def _measure(
+    subjects: dict[str, Subject], found: dict[str, Any], baseline: str, device: torch.device, quick: bool
+) -> None:
+    seconds = 0.0 if quick else _CASE_SECONDS
+    steps = {name: subject.step for name, subject in subjects.items()}
+    times = measure.interleave(steps, device, seconds=seconds, min_rounds=2 if quick else 7, max_rounds=50, warm_up=1)
+    for name, values in times.items():
+        found.setdefault(name, {})["forward_backward"] = measure.summary(values, times[baseline])
+        found[name]["saved_bytes"] = subjects[name].saved()
+
+
+def _measure_compiled(
+    eager: Subject, fitted: Subject | None, budget: float, found: dict[str, Any], device: torch.device, quick: bool
+) -> None:
+    from torch._functorch import config
+
+    subjects = {}
+    for name, subject, part in (("compiled", eager, 1.0), ("compile", eager, budget), ("compiled fit", fitted, 1.0)):
+        if subject is None:
+            continue
+        torch._dynamo.reset()
+        own = subject.copy()
+        own.model.compile(dynamic=False)
+        try:
+            with config.patch(activation_memory_budget=part):
+                own.step()
+            subjects[name] = own
+        except Exception as error:
+            found[name] = grid.failed(error)
+    if "compiled" in subjects:
+        _measure(subjects, found, "compiled", device, quick)
+
+
+def with_checkpoints(eager: Subject, paths: str) -> Iterator[Subject]:
+    """With checkpoints around the first block, the first two, and so on."""
+    count = len(_blocks(eager.model, paths))
+    for number in range(1, count + 1):
+        subject = eager.copy()
+        for block in _blocks(subject.model, paths)[:number]:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        yield subject
+
+
+def _blocks(model: nn.Module, paths: str) -> list[nn.Module]:
+    modules = dict(model.named_modules())
+    found = [list(modules[path].children()) for part in paths.split(",") for path in part.split("|") if path in modules]
+    return [block for blocks in found for block in blocks]
+
+
+def _lines(row: dict[str, Any]) -> Iterator[str]:
+    for entry in row["budgets"]:
+        cells = []
+        for name, variant in entry["variants"].items():
+            if "saved_bytes" not in variant or "forward_backward" not in variant:
+                cells.append(f"{name}: {variant.get('error') or variant.get('skipped')}")
+                continue
+            part, ratio = variant["saved_bytes"] / row["saved_bytes"], variant["forward_backward"]["ratio"]
+            cells.append(f"{name} {part:.1%} {ratio:.2f}x")
+        yield f"{row['id']:<18} {entry['budget']:.0%}: {' | '.join(cells)}"
+
+
+MARKS = {
+    "fit": ("o", "#2166ac"),
+    "checkpoint": ("^", "#8a6752"),
+    "compile": ("D", "#e08214"),
+    "compiled fit": ("s", "#67a9cf"),
+}
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Time over bytes, a panel for each case."""
+    from matplotlib.figure import Figure
+
+    cases = result["cases"]
+    figure = Figure(figsize=(4 * min(3, len(cases)), 3.4 * -(-len(cases) // 3)), layout="constrained")
+    panels = figure.subplots(-(-len(cases) // 3), min(3, len(cases)), squeeze=False)
+    for axes, case in zip(panels.flat, cases, strict=False):
+        axes.plot(100, 1, "*", color="0.3", ms=11, label="eager, or compiled")
+        for name, (marker, color) in MARKS.items():
+            found = [entry["variants"].get(name, {}) for entry in case["budgets"]]
+            points = [(v["saved_bytes"], v["forward_backward"]["ratio"]) for v in found if "forward_backward" in v]
+            if points:
+                sizes, ratios = zip(*sorted(points), strict=True)
+                shares = [100 * size / case["saved_bytes"] for size in sizes]
+                axes.plot(shares, ratios, marker=marker, color=color, label=name)
+        axes.set(title=case["id"], xlabel="% of eager's saved bytes", ylabel="time of a step", xlim=(0, 105))
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, fontsize=7)
+    figure.savefig(path, dpi=110)
