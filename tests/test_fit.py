@@ -478,13 +478,7 @@ def test_the_report() -> None:
     report = fl.fit(model, x, fraction=0.5, on_stage=lambda stage, part: stages.append((stage, part)))
     assert [part for _, part in stages] == sorted(part for _, part in stages) and stages[0][1] == 0.0
     text = str(report)
-    for words in (
-        "Transformer: ",
-        "saved for backward allowed",
-        "eager PyTorch",
-        "this plan, measured",
-        "smallest plan",
-    ):
+    for words in ("Transformer: at most ", "eager PyTorch ", "this plan, measured ", "the smallest plan "):
         assert words in text
     values = json.loads(json.dumps(report.to_dict()))
     assert values["measured"]["bytes"] == report.measured.bytes  # type: ignore[union-attr]
@@ -492,7 +486,7 @@ def test_the_report() -> None:
     if report.less is not None:
         assert report.less.bytes < report.predicted.bytes
     if report.faster is not None:
-        assert report.faster.bytes > report.predicted.bytes or report.faster.time_ms < report.predicted.time_ms  # type: ignore[operator]
+        assert report.faster.bytes > report.predicted.bytes
 
 
 FACTORY = """
@@ -516,10 +510,10 @@ def test_the_command(factory: str, tmp_path: Path, capsys: pytest.CaptureFixture
     pytest.importorskip("matplotlib")
     plot, values = tmp_path / "fit.png", tmp_path / "fit.json"
     assert cli.main(["fit", factory, "--budget", "2MiB", "--plot", str(plot), "--json", str(values)]) == 0
-    assert "2.00 MiB saved for backward allowed" in capsys.readouterr().out and plot.stat().st_size > 10_000
+    assert "at most 2.00 MiB saved for backward" in capsys.readouterr().out and plot.stat().st_size > 10_000
     assert json.loads(values.read_text())["budget_bytes"] == 2 << 20
     assert cli.main(["fit", factory, "--fraction", "0.5", "--of", "peak"]) == 0
-    assert "allocated at the peak allowed" in capsys.readouterr().out
+    assert "allocated at the peak" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

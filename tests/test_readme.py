@@ -99,7 +99,16 @@ def trainers_learn_alike(out):
     assert len(losses) >= 2 and max(losses) < 0.8 and max(losses) - min(losses) < 0.05
 
 
+def fitted_models_learn_alike_within_budgets(out):
+    losses = re.findall(r"losses [a-z ]+: +([\d.]+) to ([\d.]+)", out)
+    assert len(losses) == 4
+    for as_it_is, within in (losses[:2], losses[2:]):
+        assert [float(loss) for loss in within] == pytest.approx([float(loss) for loss in as_it_is], abs=1e-3)
+    assert out.count("this plan, measured") == 2 and out.count("at most") == 2
+
+
 EXAMPLES = {
+    "fit_budget": fitted_models_learn_alike_within_budgets,
     "deep_resnet": resnets_learn_alike_in_less_memory,
     "revnet": an_invertible_net_learns_what_a_plain_one_learns,
     "custom_activation": custom_example_trains_alike_and_keeps_no_more,

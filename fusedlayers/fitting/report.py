@@ -114,7 +114,7 @@ class FitReport:
 
     def _lines(self) -> Iterator[str]:
         what = "saved for backward" if self.of == "saved" else "allocated at the peak"
-        yield f"{self.name}: {size_text(self.budget_bytes)} {what} allowed"
+        yield f"{self.name}: at most {size_text(self.budget_bytes)} {what}"
         yield ""
         rows = [("way to train", "step", "blocks")]
         for choice in self.choices:
