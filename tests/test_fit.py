@@ -21,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
+from bench import fit as bench
+from bench.__main__ import main as bench_main
 from fusedlayers import cli
 from fusedlayers.fitting import costs as costs_file
 from fusedlayers.fitting.blocks import MODES, Block, find_blocks
@@ -529,3 +531,16 @@ def test_the_command(factory: str, tmp_path: Path, capsys: pytest.CaptureFixture
 def test_wrong_commands(arguments: list[str], message: str, factory: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["fit", factory, *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    small = bench.Case("small/float32", lambda: MODELS["encoder"](), "layers")
+    monkeypatch.setattr(bench, "CASES", (small,))
+    assert bench_main(["fit", "--quick", "--out", str(tmp_path)]) == 0
+    assert "small/float32      50%: eager 100.0% 1.00x | fit " in capsys.readouterr().out
+    (case,) = json.loads((tmp_path / "fit.json").read_text())["cases"]
+    (entry,) = case["budgets"]
+    assert all(entry["variants"][name]["saved_bytes"] <= 0.5 * case["saved_bytes"] for name in ("fit", "checkpoint"))
+    assert (tmp_path / "fit.png").stat().st_size > 10_000
+    assert bench_main(["fit", "--only", "nothing"]) == 2
