@@ -3,6 +3,7 @@ was."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import json
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import processes
 import pytest
 import torch
@@ -27,8 +29,9 @@ from fusedlayers import cli
 from fusedlayers.fitting import costs as costs_file
 from fusedlayers.fitting.blocks import MODES, Block, find_blocks
 from fusedlayers.fitting.calls import Call
-from fusedlayers.fitting.costs import Costs, step_peak
+from fusedlayers.fitting.costs import Costs
 from fusedlayers.fitting.plans import Plans, Rest
+from fusedlayers.fitting.training import step_peak
 from fusedlayers.fusion import timing
 from fusedlayers.fusion.region import region_of
 from fusedlayers.memory import saved_bytes
@@ -207,8 +210,8 @@ def test_plans_are_the_best_by_their_own_costs(seed: int) -> None:
     every = [plans.plan(chosen[1:], chosen[0]) for chosen in itertools.product(*modes)]
     least = min(plan.bytes for plan in every)
     most = max(plan.bytes for plan in every)
-    assert least <= plans.smallest() <= least + most / 1000 + 1
-    for budget in (plans.smallest(), (plans.smallest() + most) // 2, most):
+    assert least <= plans.smallest().bytes <= least + most / 1000 + 1
+    for budget in (plans.smallest().bytes, (plans.smallest().bytes + most) // 2, most):
         best = min(plan.time_ms for plan in every if plan.bytes <= budget)
         found = plans.best(budget)
         assert found.time_ms == pytest.approx(best) and found.bytes <= budget
@@ -260,7 +263,7 @@ def test_gradients_of_each_way(mode: Any) -> None:
     block, given = model.layers[1], torch.randn(4, 64, 64)
     fl.fuse(model, x)
     found = Block("layers.1", block)
-    found.prepare([block.mlp])
+    found.find_regions([block.mlp])
     assert found.modes == list(MODES)
     results = []
     for each in ("eager", mode):
@@ -304,14 +307,24 @@ def test_compiled() -> None:
 
 
 def _distributed(rank: int, count: int) -> Any:
-    found = {}
+    costs_file.TIME_MS, costs_file.ROUNDS = 0.0, 1
+    found: dict[str, Any] = {}
+    model = nn.Sequential(*(nn.Sequential(*_mlp()) for _ in range(4)))
+    x = torch.randn(256 * (1 + rank), 32)
+    report = fl.fit(model, x, fraction=0.5)
+    found["uneven"] = report.choices, report.budget_bytes, report.measured, _bytes(model, x, "saved")
+    found["errors"] = []
+    for wrong, size in ((nn.Sequential(*(nn.Sequential(*_mlp()) for _ in range(2 + rank))), 32), (model, 32 - rank)):
+        try:
+            fl.fit(wrong, torch.randn(256, size), fraction=0.5)
+        except ValueError as error:
+            found["errors"].append(str(error))
     for name in ("ddp", "fsdp"):
         model, x = _made("transformer")
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
         mine = x.chunk(count)[rank]
-        costs_file.TIME_MS, costs_file.ROUNDS = 0.0, 1
         report = fl.fit(model, mine, fraction=0.4)
         if name == "ddp":
             wrapped: nn.Module = DDP(model)
@@ -331,6 +344,12 @@ def _distributed(rank: int, count: int) -> Any:
 def test_distributed(tmp_path: Path) -> None:
     """All processes choose alike, and gradients are those of one process."""
     results = processes.results(_distributed, 2, tmp_path)
+    (choices, budget, measured, first), (*others, second) = (found["uneven"] for found in results)
+    assert others[0] == choices and others[1] == budget and max(first, second) == measured.bytes <= budget
+    different = "fit: the processes have different models; call it before the model is split"
+    assert [found["errors"][0] for found in results] == [different] * 2
+    assert results[0]["errors"][1] == "fit: another process has raised an error"
+    assert results[1]["errors"][1].startswith("fit: the model does not run on these inputs")
     model, x = _made("transformer")
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -377,8 +396,8 @@ def test_shared_and_checkpointed_blocks() -> None:
     model, x = Shared(), torch.randn(512, 64)
     report = fl.fit(model, x, fraction=0.3)
     assert report.measured is not None and report.measured.bytes == report.predicted.bytes <= report.budget_bytes
-    assert report.skipped == {"the model's own code recomputes it, or moves what it saves": ("blocks.1",)}
-    assert "left to PyTorch: blocks.1: the model's own code" in str(report)
+    assert report.skipped == {"its own code recomputes something": ("blocks.1",)}
+    assert "left to PyTorch: blocks.1: its own code" in str(report)
 
 
 class Cache(list[Tensor]):
@@ -408,14 +427,156 @@ class CachingBlock(nn.Module):
         return y.new_ones(len(cache)).sum() * torch.cat([*cache]).view(len(cache), *y.shape).sum(0)
 
 
-def test_blocks_that_cannot_be_recomputed_are_not() -> None:
-    """Their recomputation would find what the first run has left in an argument."""
+def test_blocks_that_are_called_with_a_cache_are_left_alone() -> None:
+    """Their recomputation would find what the first run has left in it."""
     torch.manual_seed(0)
     model, x = Caching(), torch.randn(256, 64)
     report = fl.fit(model, x, fraction=0.9)
+    assert report.skipped == {"it is called with a Cache, which it may change": ("blocks.0", "blocks.1")}
+    with pytest.raises(ValueError, match=r"blocks\.0, blocks\.1: it is called with a Cache, which it may change"):
+        fl.fit(model, x, fraction=0.1)
+
+
+def _mlp() -> list[nn.Module]:
+    return [nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)]
+
+
+class Dropping(nn.Sequential):
+    """Draws from a generator that nobody resets."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x) * torch.from_numpy((np.random.rand(*x.shape) > 0.5).astype(np.float32))
+
+
+class Doubled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(2 * x)))  # type: ignore[no-any-return]
+
+
+class Writing(nn.Module):
+    """Writes over the input of its blocks, from which they would be recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.layers = nn.Linear(32, 32), nn.ModuleList(Doubled() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = x.add_(layer(x))
+        return x
+
+
+class Repeating(nn.Module):
+    """Blocks that differ in a number alone."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count, self.norm, self.body = count, nn.LayerNorm(32), nn.Sequential(*_mlp())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.count):
+            x = x + self.body(self.norm(x))
+        return x
+
+
+class Sharing(nn.Module):
+    """Blocks with one MLP."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.body = nn.LayerNorm(32), body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(self.norm(x))  # type: ignore[no-any-return]
+
+
+class Scales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(32, 32), nn.ModuleList(nn.Sequential(*_mlp()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            context = self.head[1](self.head[0](self.stem(x))).mean()
+        found = [self.head[0](self.stem(x[::step])) + context for step in (4, 1)]
+        return torch.cat([found[0], self.head[1](found[1])])
+
+
+def test_ways_that_change_gradients_are_left_out() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Dropping(*_mlp()) for _ in range(3))), torch.randn(512, 32)
+    report = fl.fit(model, x, fraction=0.8)
     assert {choice.mode for choice in report.choices} <= {"eager", "outputs"}
-    assert any(reason.startswith("all does not work: ") for reason in report.skipped)
-    model(x).sum().backward()
+    assert report.skipped["cannot recompute all: gradients differ"] == ("0", "1", "2")
+    with pytest.raises(ValueError, match="cannot recompute all: gradients differ"):
+        fl.fit(model, x, fraction=0.1)
+
+
+def test_ways_that_fail_in_the_model_are_left_out() -> None:
+    torch.manual_seed(0)
+    report = fl.fit(Writing(), torch.randn(512, 32), fraction=1.0)
+    (reason,) = [reason for reason in report.skipped if reason.startswith("cannot recompute all: ")]
+    assert "modified by an inplace operation" in reason and {choice.mode for choice in report.choices} == {"eager"}
+
+
+def test_blocks_that_differ_are_measured_apart() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Repeating(count) for count in (1, 2, 3))), torch.randn(512, 32)
+    for fraction in (0.1, 0.4, 0.7):
+        report = fl.fit(model, x, fraction=fraction)
+        assert report.measured is not None and report.measured.bytes == report.predicted.bytes <= report.budget_bytes
+
+
+def test_an_mlp_that_blocks_share_is_not_recomputed_by_itself() -> None:
+    torch.manual_seed(0)
+    body = nn.Sequential(*_mlp())
+    model, x = nn.Sequential(*(Sharing(body) for _ in range(3))), torch.randn(512, 32)
+    for fraction in (0.3, 0.5, 0.7):
+        report = fl.fit(model, x, fraction=fraction)
+        assert report.measured is not None and report.measured.bytes == report.predicted.bytes
+        assert "mlp" not in {choice.mode for choice in report.choices}
+
+
+def test_calls_that_differ_are_left_alone_and_those_without_gradients_do_not_count() -> None:
+    torch.manual_seed(0)
+    model, x = Scales(), torch.randn(512, 32)
+    report = fl.fit(model, x, fraction=0.8)
+    assert report.skipped == {"its calls in one step differ": ("head.0",)}
+    assert report.measured is not None and report.measured.bytes == report.predicted.bytes
+
+
+class Remembering(nn.Sequential):
+    calls = 0
+    last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.last = x.detach()
+        return x + super().forward(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("of", ["saved", "peak"])
+@pytest.mark.parametrize("fraction", [0.001, 0.9])
+def test_attributes_and_gradients_are_put_back(of: Any, fraction: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Remembering(*_mlp()) for _ in range(3)))
+    x = torch.randn(512, 32, requires_grad=True)
+    with contextlib.suppress(ValueError):
+        fl.fit(model, x, fraction=fraction, of=of)
+    assert [block.calls for block in model] == [0, 0, 0] and all(block.last is None for block in model)
+    assert x.grad is None and all(p.grad is None for p in model.parameters())
+
+
+def test_fused_modules_say_what_is_recomputed() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(*_mlp()) for _ in range(3)))
+    fl.fit(model, torch.randn(512, 32), fraction=0.1)
+    assert "fused: recomputed" in repr(model) and "None" not in repr(model)
 
 
 def test_a_model_without_blocks() -> None:
@@ -472,6 +633,10 @@ def test_wrong_models_and_inputs() -> None:
         fl.fit(nn.Linear(2, 2).requires_grad_(False), torch.ones(2), fraction=0.5)
     with torch.no_grad(), pytest.raises(ValueError, match=r"fit: .* gradients are switched off here"):
         fl.fit(nn.Linear(2, 2), torch.ones(2), fraction=0.5)
+    with pytest.raises(TypeError, match="fit: loss must be a function of the model's result, got 5"):
+        fl.fit(nn.Linear(2, 2), torch.ones(2), fraction=0.5, loss=5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="fit: got tensors on meta"):
+        fl.fit(nn.Linear(2, 2, device="meta"), torch.ones(2, device="meta"), fraction=0.5)
 
 
 def test_the_report() -> None:

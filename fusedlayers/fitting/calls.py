@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator
+from enum import Enum
+from types import NoneType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from .._torch import TreeSpec, tree_flatten, tree_unflatten
 from ..utils.storages import tensors_in
+
+#: What cannot be changed by a call.
+PLAIN = (NoneType, bool, int, float, complex, str, bytes, Enum, slice, torch.dtype, torch.device, torch.Size)
 
 
 class Call(NamedTuple):
@@ -32,14 +36,20 @@ class Call(NamedTuple):
         requires_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         kinds = {"cpu", *(tensor.device.type for tensor in tensors_in(leaves))} - {"meta"}
         autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
-        return cls([_copied(leaf) for leaf in leaves], structure, requires_grad, autocast)
+        leaves = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return cls(leaves, structure, requires_grad, autocast)
+
+    @property
+    def changeable(self) -> Any:
+        """An argument that the call may change, or that may hold tensors; None if there is none."""
+        return next((leaf for leaf in self.leaves if not isinstance(leaf, (Tensor, *PLAIN))), None)
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
         """Copies of the arguments, and the leaves of autograd among what they were computed from."""
         sources: list[Tensor] = []
         leaves: list[Any] = []
         for leaf, requires_grad in zip(self.leaves, self.requires_grad, strict=True):
-            fresh = _copied(leaf)
+            fresh = leaf.clone() if isinstance(leaf, Tensor) else leaf
             if requires_grad:
                 sources.append(torch.empty(0, device=fresh.device, requires_grad=True))
                 fresh = _Interior.apply(sources[-1], [fresh])
@@ -57,13 +67,13 @@ class Call(NamedTuple):
             yield
 
     @property
-    def signature(self) -> Any:
+    def form(self) -> Any:
         """What calls have in common that cost the same."""
         described = [
-            (tuple(leaf.shape), leaf.dtype, leaf.device, leaf.stride()) if isinstance(leaf, Tensor) else type(leaf)
+            (tuple(leaf.shape), leaf.dtype, leaf.device, leaf.stride()) if isinstance(leaf, Tensor) else leaf
             for leaf in self.leaves
         ]
-        return described, self.requires_grad, str(self.structure), self.autocast
+        return described, str(self.structure), self.autocast
 
 
 class _Interior(torch.autograd.Function):
@@ -76,12 +86,3 @@ class _Interior(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return torch.zeros(0, device=grads[0].device), None
-
-
-def _copied(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.detach().clone()
-    try:
-        return copy.deepcopy(leaf)  # a cache, say, that the call would write to
-    except Exception:
-        return leaf

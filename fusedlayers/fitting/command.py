@@ -13,7 +13,7 @@ from ..profiling.memory_command import FORMS, factory_from, step_from
 from ..utils import command_line
 from ..utils.formatting import size_from
 from .fit import fit_step
-from .plans import Of
+from .training import Of
 
 
 def register(commands: "command_line.Commands") -> None:

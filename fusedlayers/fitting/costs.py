@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..fusion.timing import now
-from ..memory import device_of, peak_bytes
 from ..profiling.step import Step
 from ..utils.autograd_graph import checkpoints_of, nodes_of, saved_by
-from ..utils.formatting import first_line
-from ..utils.module_state import isolated_gradients
 from ..utils.storages import storages_of, tensors_in
 from .blocks import Block, Mode
+from .training import Training, step_peak
 
-#: How often each way is timed, in turns: so often at least, and for so many milliseconds.
-ROUNDS, TIME_MS = 5, 60.0
+#: How often each way is timed, in turns: so often at least and at most, and for so many milliseconds.
+ROUNDS, MOST_ROUNDS, TIME_MS = 5, 100, 60.0
 
 
 class Costs(NamedTuple):
@@ -45,47 +43,35 @@ class Costs(NamedTuple):
         return max(0, self.peak_bytes - self.saved_bytes - self.output_bytes)
 
 
-class Measured(NamedTuple):
-    """The costs of a kind of blocks by mode; and of the others, why they cannot be trained so."""
-
-    costs: dict[Mode, Costs]
-    failed: dict[Mode, str]
-
-
-def measure(block: Block, *, with_peaks: bool, reset_random: Callable[[], None]) -> Measured:
-    """The block is left trained as PyTorch does."""
-    assert block.first is not None
-    failed: dict[Mode, str] = {}
-    saved: dict[Mode, tuple[int, int, int]] = {}
+def measure(block: Block, training: Training) -> dict[Mode, Costs]:
+    """The costs in each way to train the block, which is left trained as PyTorch does."""
+    assert block.call is not None
+    parts: dict[Mode, tuple[int, int, int]] = {}
     peaks: dict[Mode, int] = {}
-    times: dict[Mode, list[float]] = {}
+    times: dict[Mode, list[float]] = {mode: [] for mode in block.modes}
     try:
-        for mode in block.modes:
+        for mode in times:
             block.train_as(mode)
-            try:
-                with block.first.autocasting():
-                    _step(block)  # makes plans, compiles, and shows whether it runs
-                    saved[mode] = _saved(block)
-                    peaks[mode] = _peak(block) if with_peaks else 0
-            except Exception as error:  # whatever the block's code does with what it is not used to
-                failed[mode] = f"{type(error).__name__}: {first_line(error)}"
-                continue
-            times[mode] = []
-        spent = 0.0
-        while times and (len(times["eager"]) < ROUNDS or (spent < TIME_MS * len(times) and len(times["eager"]) < 100)):
+            _step_ms(block)  # makes plans, and compiles
+            parts[mode] = saved_parts(block)
+            peaks[mode] = _peak(block) if training.of == "peak" else 0
+        while not _is_timed(times):
             for mode, found in times.items():
                 block.train_as(mode)
-                reset_random()
-                with block.first.autocasting():
-                    found.append(_step(block))
-                spent += found[-1]
+                training.reset_random()
+                found.append(_step_ms(block))
     finally:
         block.train_as("eager")
-    costs = {mode: Costs(*saved[mode], peaks[mode], statistics.median(found)) for mode, found in times.items()}
-    return Measured(costs, failed)
+    return {mode: Costs(*parts[mode], peaks[mode], statistics.median(found)) for mode, found in times.items()}
 
 
-def _step(block: Block) -> float:
+def _is_timed(times: dict[Mode, list[float]]) -> bool:
+    rounds = len(times["eager"])
+    is_long = sum(map(sum, times.values())) >= TIME_MS * len(times)
+    return rounds >= ROUNDS and (is_long or rounds >= MOST_ROUNDS)
+
+
+def _step_ms(block: Block) -> float:
     """The milliseconds of a forward and a backward pass. No gradient is accumulated."""
     step, sources = _fresh(block)
     leaves = [*(p for p in block.module.parameters() if p.requires_grad), *sources]
@@ -99,13 +85,7 @@ def _peak(block: Block) -> int:
     return step_peak(step, [p for p in block.module.parameters() if p.requires_grad])
 
 
-def step_peak(step: Step, parameters: Sequence[Tensor]) -> int:
-    """The most that a forward and a backward pass have allocated. The gradients of parameters are there before."""
-    with isolated_gradients(parameters, zeros=True):
-        return peak_bytes(step.run, device=device_of((step.model, step.args, step.kwargs)))
-
-
-def _saved(block: Block) -> tuple[int, int, int]:
+def saved_parts(block: Block) -> tuple[int, int, int]:
     """What a call saves: of its own, of its input, and of its output."""
     step, _ = _fresh(block)
     output = block.module(*step.args, **step.kwargs)
@@ -131,6 +111,6 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def _fresh(block: Block) -> tuple[Step, Sequence[Tensor]]:
-    assert block.first is not None
-    args, kwargs, sources = block.first.arguments()
+    assert block.call is not None
+    args, kwargs, sources = block.call.arguments()
     return Step(block.module, args, kwargs, function="fit"), sources

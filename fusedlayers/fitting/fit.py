@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
@@ -10,23 +11,21 @@ from torch import Tensor, nn
 
 from ..fusion.fuse import Fusing, arguments_from, check_model, does_not_run, eagerly, unfuse
 from ..fusion.region import region_of
-from ..fusion.timing import step_times
-from ..memory import saved_bytes
 from ..profiling.memory_use import report_of
 from ..profiling.step import Step
-from ..utils.formatting import pattern_of, size_text
+from ..utils.formatting import first_line, pattern_of, size_text
 from ..utils.module_state import unchanged
 from ..utils.storages import tensors_in
-from .agreement import agreed
-from .blocks import Block, Mode, Watch, find_blocks
-from .costs import Costs, Measured, measure, step_peak
-from .plans import Of, Plan, Plans, Rest
-from .report import Choice, FitReport, Measurement
+from .agreement import agreed, everyone
+from .blocks import MODES, Block, Mode, find_blocks
+from .costs import Costs, measure, saved_parts
+from .plans import Plan, Plans, Rest
+from .report import WORDS, Choice, FitReport, Measurement
+from .training import Of, Training, are_alike
+from .watch import Watch
 
 #: A plan that takes more than predicted is replaced by that of a smaller budget, so often.
 TRIES = 5
-#: How the blocks are trained to see what the model's end holds, besides as PyTorch does.
-WAYS_TO_END: tuple[Mode, ...] = ("outputs", "all")
 
 
 def fit(
@@ -38,7 +37,7 @@ def fit(
     of: Of = "saved",
     loss: Callable[[Any], Tensor] | None = None,
     plan_only: bool = False,
-    on_stage: Callable[[str, float], None] = lambda stage, part: None,
+    on_stage: Callable[[str, float], None] | None = None,
 ) -> FitReport:
     """Let a model be trained within a number of bytes, in the least time, in place.
 
@@ -49,10 +48,16 @@ def fit(
     combinations the one that takes least time within the budget is chosen, applied and measured; where it takes more
     than was predicted, the next smaller one. ``unfuse`` undoes it.
 
-    Random numbers, statistics of batch norms and gradients are those of the model as it was.
+    Random numbers, statistics of batch norms and gradients are those of the model as it was: a way to train whose
+    gradients differ is left out. Left to PyTorch are blocks that recompute something by themselves, that are called
+    with objects which they may change (a cache), or in one step with inputs of several kinds.
+
+    In a distributed job all processes call it, with the same model, before that is wrapped or sharded; they follow the
+    plan of the first one, and the budget is for the process that takes most.
 
     Args:
-        model: any module, in training mode; it is run, but left as it was in all that is not said here.
+        model: any module, in training mode. It is run some fifty times; its buffers, gradients and attributes are put
+            back. Hooks of yours run, those that step an optimizer too.
         inputs: what it is called with: a tensor, a tuple of positional arguments, or a mapping of keywords. The budget
             is for inputs of this size.
         memory_budget_bytes: how much there may be.
@@ -92,13 +97,33 @@ def fit_step(
     fraction: float | None,
     of: Of,
     plan_only: bool,
-    on_stage: Callable[[str, float], None],
+    on_stage: Callable[[str, float], None] | None,
 ) -> FitReport:
     """``fit`` with this training step for the example."""
     check_model("fit", step.model)
-    _check_budget(memory_budget_bytes, fraction, of)
     assert isinstance(step.model, nn.Module)
-    return _Fitting(step.model, step, of, on_stage).run(memory_budget_bytes, fraction, plan_only)
+    _check_budget(memory_budget_bytes, fraction, of)
+    if step.loss is not None and not callable(step.loss):
+        raise TypeError(f"fit: loss must be a function of the model's result, got {step.loss!r}")
+    model = step.model
+    before = [region for module in model.modules() if (region := region_of(module)) is not None]
+    unfuse(model)
+    fitting = None
+    try:
+        tensors = [*tensors_in((step.args, step.kwargs))]
+        with unchanged([*model.modules()], tensors, attributes=True) as reset_random, eagerly():
+            fitting = _Fitting(model, Training(step, of, reset_random), on_stage or (lambda stage, part: None))
+            report = fitting.run(memory_budget_bytes, fraction, plan_only)
+    except BaseException:
+        fitting = None
+        raise
+    finally:
+        unfuse(model)
+        for region in before if fitting is None or plan_only else ():
+            region.attach()
+    if not plan_only:
+        fitting.apply(fitting.chosen)
+    return report
 
 
 def _check_budget(memory_budget_bytes: object, fraction: object, of: object) -> None:
@@ -118,137 +143,168 @@ def _check_budget(memory_budget_bytes: object, fraction: object, of: object) -> 
 
 
 class _Fitting:
-    """One call of ``fit``."""
+    """One call of ``fit``.
 
-    def __init__(self, model: nn.Module, step: Step, of: Of, on_stage: Callable[[str, float], None]) -> None:
-        self._model, self._step, self._of, self._on_stage = model, step, of, on_stage
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+    Attributes:
+        chosen: the plan, once there is one.
+    """
+
+    chosen: Plan
+
+    def __init__(self, model: nn.Module, training: Training, on_stage: Callable[[str, float], None]) -> None:
+        self._model, self._training, self._on_stage = model, training, on_stage
         self._blocks: list[Block] = []
         self._costs: list[dict[Mode, Costs]] = []
+        #: What lies outside of the blocks, which only ``fuse`` changes.
+        self._rest = Block("", model)
         self._skipped: dict[str, list[str]] = {}
         self._notes: list[str] = []
-        self._rest = Block("", model)
-        self._before = [region for module in model.modules() if (region := region_of(module)) is not None]
 
     def run(self, budget: int | None, fraction: float | None, plan_only: bool) -> FitReport:
-        model, step = self._model, self._step
-        is_done = False
-        unfuse(model)
+        self._on_stage("measuring the model", 0.0)
+        end_bytes, problem = 0, None
         try:
-            with unchanged([*model.modules()], [*tensors_in((step.args, step.kwargs))]) as reset_random, eagerly():
-                self._reset_random = reset_random
-                eager_bytes = self._measure_eager()
-                plans = self._plans(eager_bytes)
-                eager = Measurement(eager_bytes, plans.plan(["eager"] * len(self._blocks), "eager").time_ms)
-                if budget is None:
-                    assert fraction is not None
-                    budget = int(fraction * eager.bytes)
-                report = self._fitted(plans, budget, eager, plan_only)
-            is_done = not plan_only
-            return report
-        finally:
-            if not is_done:
-                unfuse(model)
-                for region in self._before:
-                    region.attach()
+            end_bytes = self._find_blocks()
+        except ValueError as error:
+            problem = error
+        if any(everyone(problem is not None)):  # none is left waiting for the others
+            raise problem or ValueError("fit: another process has raised an error")
+        self._on_stage("finding what may keep outputs", 0.2)
+        self._find_regions()
+        if len(set(everyone(repr([(block.path, block.modes) for block in self._blocks])))) > 1:
+            raise ValueError("fit: the processes have different models; call it before the model is split")
+        eager_bytes = max(everyone(self._training.bytes()))
+        peaks = self._check_modes()
+        self._measure_blocks()
+        self._on_stage("measuring the rest of the model", 0.6)
+        rest = self._measure_rest(end_bytes, {"eager": eager_bytes, **peaks})
+        plans = Plans(self._blocks, agreed(self._costs), agreed(rest), self._training.of)
+        if budget is None:
+            assert fraction is not None
+            budget = math.floor(fraction * eager_bytes)
+        return self._fitted(plans, budget, eager_bytes, plan_only)
 
     # --- measuring ----------------------------------------------------------------------------------------------------
 
-    def _bytes(self) -> int:
-        """What counts, of the model as it is now."""
-        self._reset_random()
-        if self._of == "peak":
-            return step_peak(self._step, self._parameters)
-        return self._saved()
-
-    def _saved(self) -> int:
-        exclude = [*self._model.buffers(), self._step.args, self._step.kwargs]
-        return saved_bytes(self._step.forward, exclude=exclude)
-
-    def _measure_eager(self) -> int:
-        """What the model takes as it is, and its blocks: which there are, and their calls."""
-        model, step = self._model, self._step
-        self._on_stage("measuring the model", 0.0)
+    def _find_blocks(self) -> int:
+        """The blocks, and their calls; return the bytes that are saved behind them."""
+        step = self._training.step
         try:
             rows = report_of(step, lambda stage: None).rows
         except Exception as error:
-            if isinstance(error, ValueError) and str(error).startswith("fit: "):
-                raise
-            raise does_not_run("fit", error) from error
+            raise _readable(error) from error
         saved: dict[str, int] = {}
         for row in rows:
             if row.kind == "activation":
                 saved[row.module] = saved.get(row.module, 0) + row.bytes
-        blocks = find_blocks(model, saved)
-        self._reset_random()
+        blocks = find_blocks(self._model, saved)
+        self._training.reset_random()
         watch = Watch()
         with watch.watching(blocks):
-            self._saved_at_end = watch.finish([step.forward()], tensors_in((model, step.args, step.kwargs)))
-        for block in watch.blocks:
-            if block.skipped_because is not None:
-                self._skipped.setdefault(block.skipped_because, []).append(block.path)
-        self._blocks = [block for block in watch.blocks if block.first is not None]
-        if not self._blocks:
+            loss = step.forward()
+        end_bytes = watch.finish([loss], tensors_in((self._model, step.args, step.kwargs)))
+        for block in blocks:
+            if block not in watch.blocks:
+                self._skip("it is not called with these inputs, or without gradients", block)
+            elif block.skipped_because is not None:
+                self._skip(block.skipped_because, block)
+            else:
+                self._blocks.append(block)
+        self._blocks.sort(key=watch.blocks.index)
+        if not blocks:
             self._notes.append("No repeated blocks were found: operations may keep their outputs, and no more.")
-        return self._bytes()
+        return end_bytes
 
-    def _plans(self, eager_bytes: int) -> Plans:
-        """Measure what the blocks cost, and the rest of the model."""
-        self._on_stage("finding what may keep outputs", 0.2)
+    def _find_regions(self) -> None:
+        self._training.reset_random()
         fusing = Fusing(self._model, function="fit")
-        fusing.on(self._step.args, self._step.kwargs)
-        mlps = [place.module for place in fusing.blocks]
+        fusing.on(self._training.step.args, self._training.step.kwargs)
+        inside = [module for block in self._blocks for module in block.module.modules()]
+        # An MLP that blocks share cannot be recomputed in one of them alone.
+        mlps = [place.module for place in fusing.mlps if inside.count(place.module) == 1]
         for block in self._blocks:
-            block.prepare(mlps)
-        inside = {module for block in self._blocks for module in block.module.modules()}
-        self._rest.prepare([])
-        self._rest.fused = {module for module in self._rest.fused if module not in inside}
-        self._rest.regions = {module: region for module, region in self._rest.regions.items() if module not in inside}
-
-        measured: dict[Any, Measured] = {}
+            block.find_regions(mlps)
+        self._rest.find_regions([], without=frozenset(inside))
         self._as_pytorch()
-        for block in self._blocks:
-            assert block.first is not None
-            key = _kind(block)
-            if key not in measured:
-                self._on_stage(f"measuring {block.path}", 0.4 + 0.2 * len(self._costs) / len(self._blocks))
-                measured[key] = measure(block, with_peaks=self._of == "peak", reset_random=self._reset_random)
-            found = measured[key]
-            for mode, reason in found.failed.items():
-                self._skipped.setdefault(f"{mode} does not work: {reason}", []).append(block.path)
-            self._costs.append(found.costs)
-        for block in self._blocks:
-            block.first = None  # the inputs
-        works = [i for i, costs in enumerate(self._costs) if "eager" in costs]
-        self._blocks, self._costs = [self._blocks[i] for i in works], [self._costs[i] for i in works]
-        self._on_stage("measuring the rest of the model", 0.6)
-        return Plans(self._blocks, agreed(self._costs), agreed(self._measure_rest(eager_bytes)), self._of)
 
-    def _measure_rest(self, eager_bytes: int) -> Rest:
+    def _check_modes(self) -> dict[Mode, int]:
+        """Leave out the ways to train that do not work, or change gradients; what the others take at the peak."""
+        expected = self._training.gradients()
+        is_repeatable = are_alike(self._training.gradients(), expected)
+        if not is_repeatable and self._blocks:
+            self._notes.append("Gradients differ from run to run, so that nothing may be recomputed.")
+        peaks: dict[Mode, int] = {}
+        for mode in MODES[1:]:
+            blocks = [block for block in self._blocks if mode in block.modes]
+            if not blocks:
+                continue
+            reason, peak = None, 0
+            self._train_as([mode] * len(self._blocks), "eager")
+            try:
+                if mode != "outputs" and not (is_repeatable and are_alike(self._training.gradients(), expected)):
+                    reason = "gradients differ"
+                elif self._training.of == "peak":
+                    peak = self._training.bytes()
+            except Exception as error:  # whatever a model's code does with what it is not used to
+                reason = f"{type(error).__name__}: {first_line(error)}"
+            reasons, all_peaks = zip(*everyone((reason, peak)), strict=True)
+            peaks[mode] = max(all_peaks)
+            reason = next((found for found in reasons if found is not None), None)
+            if reason is not None:
+                del peaks[mode]
+                self._skip(f"cannot {WORDS[mode]}: {reason}", *blocks)
+                for block in blocks:
+                    block.without.add(mode)
+        self._as_pytorch()
+        return peaks
+
+    def _measure_blocks(self) -> None:
+        """One of each kind."""
+        measured: dict[Any, dict[Mode, Costs]] = {}
+        works = []
+        for i, block in enumerate(self._blocks):
+            assert block.call is not None
+            try:
+                with block.call.autocasting():
+                    key = block.kind, saved_parts(block)  # blocks may differ in what their kind does not show
+                    if key not in measured:
+                        self._on_stage(f"measuring {block.path}", 0.4 + 0.2 * i / len(self._blocks))
+                        measured[key] = measure(block, self._training)
+            except Exception as error:
+                self._skip(f"it does not run by itself: {type(error).__name__}: {first_line(error)}", block)
+                continue
+            finally:
+                block.call = None  # its tensors are not needed any more
+            works.append(block)
+            self._costs.append(measured[key])
+        self._blocks = works
+
+    def _measure_rest(self, end_bytes: int, peaks: dict[Mode, int]) -> Rest:
         count = len(self._blocks)
         modes: list[Mode] = ["eager", "outputs"] if self._rest.fused else ["eager"]
         switches = {mode: functools.partial(self._train_as, ["eager"] * count, mode) for mode in modes}
-        times = dict(zip(modes, step_times(self._step, [*switches.values()], self._reset_random), strict=True))
-        none = Rest(dict.fromkeys(modes, 0), dict.fromkeys(modes, 0.0), 0, 0)
-        saved_by_blocks = Plans(self._blocks, self._costs, none, "saved").plan(["eager"] * count, "eager")
+        times = dict(zip(modes, self._training.times_ms([*switches.values()]), strict=True))
+        nothing = Rest(dict.fromkeys(modes, 0), dict.fromkeys(modes, 0.0), 0, 0)
+        in_blocks = Plans(self._blocks, self._costs, nothing, "saved").of_mode("eager")
         saved = {}
         for mode, switch in switches.items():
             switch()
-            self._reset_random()
-            saved[mode] = self._saved() - saved_by_blocks.bytes
-        times = {mode: time - saved_by_blocks.time_ms for mode, time in times.items()}
-        extra = 0
-        if self._of == "peak":
-            # The model's end may hold the most: no more than is seen in any of these ways.
-            plans = Plans(self._blocks, self._costs, Rest(saved, times, 0, 0), "saved")
-            peaks: dict[Mode, int] = {"eager": eager_bytes}
-            for mode in WAYS_TO_END:
-                self._train_as([mode] * count, "eager")
-                peaks[mode] = self._bytes()
-            extra = max(0, min(peak - plans.plan([mode] * count, "eager").bytes for mode, peak in peaks.items()))
+            saved[mode] = self._training.saved() - in_blocks.bytes
+        if min(saved.values()) < 0:
+            self._notes.append("Blocks share what they save, so that predictions are too high.")
+            saved = {mode: max(0, size) for mode, size in saved.items()}
+        times = {mode: time - in_blocks.time_ms for mode, time in times.items()}
+        # The model's end may hold the most: no more than is seen whichever way the blocks are trained.
+        plans = Plans(self._blocks, self._costs, Rest(saved, times, 0, 0), "saved")
+        is_peak = self._training.of == "peak"
+        at_end = [peak - plans.of_mode(mode).bytes for mode, peak in peaks.items()] if is_peak else []
         self._as_pytorch()
-        at_end = min(self._saved_at_end, *saved.values())
-        return Rest({mode: size - at_end for mode, size in saved.items()}, times, at_end, extra)
+        end_bytes = min(end_bytes, *saved.values())
+        before_end = {mode: size - end_bytes for mode, size in saved.items()}
+        return Rest(before_end, times, end_bytes, max(0, min(at_end, default=0)))
+
+    def _skip(self, reason: str, *blocks: Block) -> None:
+        self._skipped.setdefault(reason, []).extend(block.path for block in blocks)
 
     # --- choosing -----------------------------------------------------------------------------------------------------
 
@@ -260,35 +316,55 @@ class _Fitting:
     def _as_pytorch(self) -> None:
         self._train_as(["eager"] * len(self._blocks), "eager")
 
-    def _apply(self, plan: Plan) -> None:
+    def apply(self, plan: Plan) -> None:
         self._train_as(plan.modes[1:], plan.modes[0])
 
-    def _fitted(self, plans: Plans, budget: int, eager: Measurement, plan_only: bool) -> FitReport:
-        smallest, allowed, tries = plans.smallest(), budget, 1 if plan_only else TRIES
-        while tries and allowed >= smallest:
+    def _fitted(self, plans: Plans, budget: int, eager_bytes: int, plan_only: bool) -> FitReport:
+        eager = Measurement(eager_bytes, plans.of_mode("eager").time_ms)
+        smallest = plans.smallest()
+        if plan_only:
+            if smallest.bytes > budget:
+                raise self._unmet(budget, eager_bytes, smallest.bytes)
+            self.chosen = plans.best(budget)
+            return self._report(plans, budget, eager, None)
+        self._on_stage("measuring the plan", 0.8)
+        allowed = budget
+        for _ in range(TRIES):
+            if allowed < smallest.bytes:
+                break
             plan = plans.best(allowed)
-            if plan_only:
-                return self._report(plans, plan, budget, eager, None)
-            self._on_stage("measuring the plan", 0.8)
-            self._apply(plan)
-            found = agreed(self._bytes())
+            found = self._bytes_of(plan)
             if found <= budget:
-                before_ms, after_ms = step_times(
-                    self._step, [self._as_pytorch, functools.partial(self._apply, plan)], self._reset_random
-                )
-                eager = Measurement(eager.bytes, before_ms)
-                return self._report(plans, plan, budget, eager, Measurement(found, after_ms))
-            allowed, tries = min(allowed - (found - budget), plan.bytes) - 1, tries - 1
-        what = "saves" if self._of == "saved" else "allocates"
-        least = max(smallest, smallest + budget - allowed)
-        raise ValueError(
-            f"fit: a budget of {size_text(budget)} cannot be met: as it is the model {what} {size_text(eager.bytes)}, "
-            f"and the smallest plan needs about {size_text(least)} ({least} bytes)"
+                return self._measured(plans, plan, found, budget, eager)
+            allowed = min(allowed - (found - budget), plan.bytes) - 1
+        # Predictions may be too high.
+        found = self._bytes_of(smallest)
+        if found <= budget:
+            return self._measured(plans, smallest, found, budget, eager)
+        raise self._unmet(budget, eager_bytes, found)
+
+    def _bytes_of(self, plan: Plan) -> int:
+        self.apply(plan)
+        try:
+            return max(everyone(self._training.bytes()))
+        except Exception as error:
+            raise _readable(error) from error
+
+    def _measured(self, plans: Plans, plan: Plan, found: int, budget: int, eager: Measurement) -> FitReport:
+        self.chosen = plan
+        before_ms, after_ms = self._training.times_ms([self._as_pytorch, functools.partial(self.apply, plan)])
+        return self._report(plans, budget, Measurement(eager.bytes, before_ms), Measurement(found, after_ms))
+
+    def _unmet(self, budget: int, eager_bytes: int, smallest: int) -> ValueError:
+        what = "saves" if self._training.of == "saved" else "allocates"
+        reasons = "".join(f"; {', '.join(paths[:2])}: {reason}" for reason, paths in self._skipped.items())
+        return ValueError(
+            f"fit: a budget of {size_text(budget)} cannot be met: as it is the model {what} {size_text(eager_bytes)}, "
+            f"and with the smallest plan {size_text(smallest)} ({smallest} bytes){reasons}"
         )
 
-    def _report(
-        self, plans: Plans, plan: Plan, budget: int, eager: Measurement, measured: Measurement | None
-    ) -> FitReport:
+    def _report(self, plans: Plans, budget: int, eager: Measurement, measured: Measurement | None) -> FitReport:
+        plan = self.chosen
         groups: dict[Any, list[int]] = {}
         for i, block in enumerate(self._blocks):
             groups.setdefault((plan.modes[i + 1], pattern_of(block.path)), []).append(i)
@@ -298,10 +374,10 @@ class _Fitting:
         ]
         if self._rest.fused:
             choices.append(Choice(("",), plan.modes[0], plans.added_ms(0, plan.modes[0])))
-        everything = plans.plan(["all"] * len(self._blocks), "eager")
+        everything = plans.of_mode("all")
         return FitReport(
             type(self._model).__name__,
-            self._of,
+            self._training.of,
             budget,
             tuple(choices),
             eager,
@@ -314,11 +390,9 @@ class _Fitting:
         )
 
 
-def _kind(block: Block) -> Any:
-    """What blocks have in common that cost the same."""
-    assert block.first is not None
-    tensors = [
-        (name, tuple(t.shape), t.dtype, t.requires_grad)
-        for name, t in (*block.module.named_parameters(), *block.module.named_buffers())
-    ]
-    return repr((type(block.module), str(block.module), tensors, block.module.training, block.first.signature))
+def _readable(error: Exception) -> Exception:
+    """An error of ours as it is, of the user's code as one of ours."""
+    text = str(error)
+    if isinstance(error, ValueError) and text.startswith(("fit: ", "memory_report: ")):
+        return ValueError(text.replace("memory_report: ", "fit: ", 1))
+    return does_not_run("fit", error)

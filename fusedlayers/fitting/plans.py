@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from ..checkpoint.search import START, Option, Segment, State, cheapest, smallest_budget
 from .blocks import Block, Mode
 from .costs import Costs
+from .training import Of
 
-#: What a budget counts: bytes that are saved for the backward pass, or the most that is allocated in a step.
-Of = Literal["saved", "peak"]
 #: How many budgets are tried for the picture.
 BUDGETS = 24
 
@@ -59,7 +58,7 @@ class Plans:
         return len(self._blocks) + 2
 
     def most_bytes(self) -> int:
-        return max(self.plan([mode] * len(self._blocks), mode).bytes for mode in ("eager", "all"))
+        return max(self.of_mode(mode).bytes for mode in ("eager", "all"))
 
     def edge(self, i: int) -> int:
         """What a block reads of the one before it."""
@@ -86,9 +85,9 @@ class Plans:
 
     # --- what is asked of them ----------------------------------------------------------------------------------------
 
-    def smallest(self) -> int:
-        """The smallest budget that a plan fits in."""
-        return cheapest(self, smallest_budget(self)).peak
+    def smallest(self) -> Plan:
+        """The plan of the smallest budget."""
+        return self._plan(cheapest(self, smallest_budget(self)))
 
     def best(self, budget: int) -> Plan:
         """The fastest within a budget that is no smaller."""
@@ -105,9 +104,13 @@ class Plans:
             state = state.after(Segment(i, i + 1, mode), option, self.edge(i), input_bytes)
         return self._plan(state)
 
+    def of_mode(self, mode: Mode) -> Plan:
+        """All blocks trained in one way, as far as they can be, and the rest as PyTorch does."""
+        return self.plan([mode] * len(self._blocks), "eager")
+
     def undominated(self) -> list[Plan]:
         """Of plans for many budgets, those that no other is better than, from the smallest to the fastest."""
-        least, most = self.smallest(), self.most_bytes()
+        least, most = self.smallest().bytes, self.most_bytes()
         tried = {self.best(least + (most - least) * k // BUDGETS) for k in range(BUDGETS + 1)}
         found: list[Plan] = []
         for plan in sorted(tried, key=lambda plan: (plan.bytes, plan.time_ms)):

@@ -10,7 +10,8 @@ from typing import Any
 from ..fusion.report import path_text
 from ..utils.formatting import size_text
 from .blocks import Mode
-from .plans import Of, Plan
+from .plans import Plan
+from .training import Of
 
 #: What each mode does, for people.
 WORDS: dict[Mode, str] = {

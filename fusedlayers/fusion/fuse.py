@@ -18,7 +18,7 @@ from ..profiling.step import Step
 from ..utils.formatting import first_line, pattern_of, size_text
 from ..utils.module_state import unchanged
 from ..utils.storages import has_data, tensors_in
-from .blocks import find_blocks
+from .mlps import find_mlps
 from .operations import CHECKPOINT, GATE, OPERATIONS, PRODUCT
 from .recording import Place, record
 from .region import Region, region_of
@@ -119,12 +119,12 @@ class Fusing:
     """One call of ``fuse``, or of the function with this name.
 
     Attributes:
-        blocks: the MLPs of the model, once it has been run.
+        mlps: those of the model, once it has been run.
     """
 
     def __init__(self, model: nn.Module, save: str = "auto", dry_run: bool = False, function: str = "fuse") -> None:
         self._model, self._save, self._dry_run, self._function = model, save, dry_run, function
-        self.blocks: list[Place] = []
+        self.mlps: list[Place] = []
         self._skipped: list[_Group] = []
         self._notes: list[str] = []
         if any(region_of(module) for module in model.modules()):
@@ -158,8 +158,8 @@ class Fusing:
                     recording = record(model, args, kwargs)
                 except Exception as error:
                     raise does_not_run(self._function, error) from error
-                self.blocks = [*find_blocks(model, recording)]
-                blocks = self.blocks if self._save == "recompute" else []
+                self.mlps = [*find_mlps(model, recording)]
+                blocks = self.mlps if self._save == "recompute" else []
                 groups = self._chosen(_grouped(recording.places, blocks), before, measured)
                 after = measured()
                 known = (before, after) if before is not None and after is not None and (before or after) else None

@@ -184,7 +184,9 @@ class Remark:
         region, own = region_of(self.module), type(self.module).extra_repr(self.module)
         if region is None or region.is_empty:
             return own
-        remark = "fused: " + ", ".join(sorted(region.kinds) or [str(region.stand_in)])
+        kept = sorted(region.kinds) or ([] if region.stand_in is None else [str(region.stand_in)])
+        recomputed = {"all": ["recomputed"], "cheap": ["recomputed but for products"], "nothing": []}[region.recompute]
+        remark = "fused: " + ", ".join(kept + recomputed)
         return f"{own}, {remark}" if own else remark
 
 

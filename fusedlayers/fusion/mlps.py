@@ -20,7 +20,7 @@ _BESIDE = frozenset(
 )
 
 
-def find_blocks(model: nn.Module, recording: Recording) -> Iterator[Place]:
+def find_mlps(model: nn.Module, recording: Recording) -> Iterator[Place]:
     """The MLPs of a model as places to be recomputed, the outermost module of each."""
     modules = dict(model.named_modules())
     found: list[str] = []
