@@ -369,11 +369,16 @@ def test_dry_run_times_a_step(x: Tensor) -> None:
 
 
 def test_a_dry_run_of_what_cannot_be_timed(x: Tensor) -> None:
-    class Reentrant(MLP):
+    class Raising(nn.Identity):
         def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(super().forward, x, use_reentrant=True)
+            def refuse(gradient: Tensor) -> None:
+                raise RuntimeError("no gradients here")
 
-    model = nn.Sequential(nn.Linear(IN, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, IN), Reentrant())
+            x = x.clone()
+            x.register_hook(refuse)
+            return x
+
+    model = nn.Sequential(nn.Linear(IN, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, IN), Raising())
     report = fl.fuse(model, x, dry_run=True)
     assert report.replaced and report.step_ms is None
     assert any("No step could be timed" in note for note in report.notes)

@@ -44,18 +44,15 @@ class Call(NamedTuple):
         """An argument that the call may change, or that may hold tensors; None if there is none."""
         return next((leaf for leaf in self.leaves if not isinstance(leaf, (Tensor, *PLAIN))), None)
 
-    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
-        """Copies of the arguments, and the leaves of autograd among what they were computed from."""
-        sources: list[Tensor] = []
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Copies of the arguments. Those that required grad are no leaves, so that they may be written over."""
         leaves: list[Any] = []
         for leaf, requires_grad in zip(self.leaves, self.requires_grad, strict=True):
             fresh = leaf.clone() if isinstance(leaf, Tensor) else leaf
             if requires_grad:
-                sources.append(torch.empty(0, device=fresh.device, requires_grad=True))
-                fresh = _Interior.apply(sources[-1], [fresh])
+                fresh = _Interior.apply(torch.empty(0, device=fresh.device, requires_grad=True), [fresh])
             leaves.append(fresh)
-        args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any]]", tree_unflatten(leaves, self.structure))
-        return args, kwargs, sources
+        return cast("tuple[tuple[Any, ...], dict[str, Any]]", tree_unflatten(leaves, self.structure))
 
     @contextlib.contextmanager
     def autocasting(self) -> Iterator[None]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from ..fusion.timing import now
+from ..fusion.timing import step_time
 from ..profiling.step import Step
 from ..utils.autograd_graph import checkpoints_of, nodes_of, saved_by
 from ..utils.storages import storages_of, tensors_in
@@ -72,22 +71,17 @@ def _is_timed(times: dict[Mode, list[float]]) -> bool:
 
 
 def _step_ms(block: Block) -> float:
-    """The milliseconds of a forward and a backward pass. No gradient is accumulated."""
-    step, sources = _fresh(block)
-    leaves = [*(p for p in block.module.parameters() if p.requires_grad), *sources]
-    start = now()
-    torch.autograd.grad(step.forward(), leaves, allow_unused=True)
-    return 1e3 * (now() - start)
+    return step_time(_fresh(block), [*block.module.parameters()])
 
 
 def _peak(block: Block) -> int:
-    step, _ = _fresh(block)
+    step = _fresh(block)
     return step_peak(step, [p for p in block.module.parameters() if p.requires_grad])
 
 
 def saved_parts(block: Block) -> tuple[int, int, int]:
     """What a call saves: of its own, of its input, and of its output."""
-    step, _ = _fresh(block)
+    step = _fresh(block)
     output = block.module(*step.args, **step.kwargs)
     given = [*tensors_in((step.args, step.kwargs))]
     owned = _storages([*tensors_in(block.module), *(t for t in given if not t.requires_grad)])
@@ -110,7 +104,6 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {storage._cdata: storage.nbytes() for storage in storages_of(tensors)}
 
 
-def _fresh(block: Block) -> tuple[Step, Sequence[Tensor]]:
+def _fresh(block: Block) -> Step:
     assert block.call is not None
-    args, kwargs, sources = block.call.arguments()
-    return Step(block.module, args, kwargs, function="fit"), sources
+    return Step(block.module, *block.call.arguments(), function="fit")
