@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .._torch import CPU_FLASH_ATTENTION, FLASH_ATTENTION, TorchDispatchMode, tree_map_only
 from ..utils.autograd_graph import attributes_of, nodes_of
 from ..utils.module_state import unchanged
-from ..utils.storages import strided_parts, tensors_in
+from ..utils.storages import sizes_of, tensors_in
 from .selective import products
 from .state_snapshot import recomputed_region
 
@@ -93,10 +93,10 @@ def _measured(child: nn.Module, inputs: tuple[Any, ...], *, is_selective: bool) 
         output = child(*inputs)
     # Attributes of autograd contexts bypass the hooks: an invertible chain holds its output so.
     saved += [tensor for node in nodes_of(tensors_in(output)) for tensor in attributes_of(node)]
-    owned = _sizes([*child.parameters(), *child.buffers()])
-    of_inputs, of_output = _sizes(tensors_in(inputs)), _sizes(tensors_in(output))
-    of_saved = {key: size for key, size in _sizes(saved).items() if key not in owned}
-    of_products = _sizes(costs.results)
+    owned = sizes_of([*child.parameters(), *child.buffers()])
+    of_inputs, of_output = sizes_of(tensors_in(inputs)), sizes_of(tensors_in(output))
+    of_saved = {key: size for key, size in sizes_of(saved).items() if key not in owned}
+    of_products = sizes_of(costs.results)
     edges = of_inputs.keys() | of_output.keys()
     return ChildCosts(
         input_bytes=sum(of_inputs.values()),
@@ -173,8 +173,3 @@ def _operations_per_byte(tensors: Iterable[Tensor]) -> float:
 
 def _bytes_moved(*trees: Any) -> float:
     return float(sum(tensor.nbytes for tensor in tensors_in(trees) if tensor.layout == torch.strided))
-
-
-def _sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
-    storages = (part.untyped_storage() for tensor in tensors for part in strided_parts(tensor))
-    return {storage._cdata: storage.nbytes() for storage in storages}

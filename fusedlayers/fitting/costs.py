@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
 from typing import NamedTuple
-
-from torch import Tensor
 
 from ..fusion.timing import step_time
 from ..profiling.step import Step
 from ..utils.autograd_graph import checkpoints_of, nodes_of, saved_by
-from ..utils.storages import storages_of, tensors_in
+from ..utils.storages import sizes_of, tensors_in
 from .blocks import Block, Mode
 from .training import Training, step_peak
 
@@ -84,24 +81,15 @@ def saved_parts(block: Block) -> tuple[int, int, int]:
     step = _fresh(block)
     output = block.module(*step.args, **step.kwargs)
     given = [*tensors_in((step.args, step.kwargs))]
-    owned = _storages([*tensors_in(block.module), *(t for t in given if not t.requires_grad)])
-    inputs, outputs = _storages(t for t in given if t.requires_grad), _storages(tensors_in(output))
-    saved = {key: size for key, size in saved_storages(tensors_in(output)).items() if key not in owned}
+    nodes = nodes_of(tensors_in(output))
+    kept = [tensor for node in nodes for tensor in saved_by(node)]
+    kept += [tensor for _, tensors in checkpoints_of(nodes) for tensor in tensors]
+    owned = sizes_of([*tensors_in(block.module), *(t for t in given if not t.requires_grad)])
+    inputs, outputs = sizes_of(t for t in given if t.requires_grad), sizes_of(tensors_in(output))
+    saved = {key: size for key, size in sizes_of(kept).items() if key not in owned}
     of_input = sum(size for key, size in saved.items() if key in inputs)
     of_output = sum(size for key, size in saved.items() if key in outputs.keys() - inputs.keys())
     return sum(saved.values()) - of_input - of_output, of_input, of_output
-
-
-def saved_storages(outputs: Iterable[Tensor]) -> dict[int, int]:
-    """The bytes of the storages that the graph of these tensors keeps, by address."""
-    nodes = nodes_of(outputs)
-    found = [tensor for node in nodes for tensor in saved_by(node)]
-    found += [tensor for _, tensors in checkpoints_of(nodes) for tensor in tensors]
-    return _storages(found)
-
-
-def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    return {storage._cdata: storage.nbytes() for storage in storages_of(tensors)}
 
 
 def _fresh(block: Block) -> Step:

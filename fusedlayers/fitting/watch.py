@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .._torch import sequence_number, tree_leaves
 from ..utils.autograd_graph import checkpoints_of, nodes_of, saved_by
-from ..utils.storages import storages_of, tensors_in
+from ..utils.storages import sizes_of, tensors_in
 from .blocks import Block
 from .calls import Call
 
@@ -33,7 +33,7 @@ class _Visit:
 
     def is_saved_elsewhere(self, tensors: Sequence[Tensor], other: _Visit, savers: Mapping[int, list[int]]) -> bool:
         """Whether a node saves one that was made neither in this call nor in ``other``."""
-        numbers = [number for key in _addresses(tensors) for number in savers.get(key, ())]
+        numbers = [number for key in sizes_of(tensors) for number in savers.get(key, ())]
         return not all(self.made(number) or other.made(number) for number in numbers)
 
 
@@ -82,7 +82,7 @@ class Watch:
         if block.calls == 1:
             self.blocks.append(block)
             block.call = call
-            is_handed_on = before is not None and not _addresses(inputs).isdisjoint(_addresses(before.outputs))
+            is_handed_on = before is not None and not sizes_of(inputs).keys().isdisjoint(sizes_of(before.outputs))
             block.follows = len(inputs) == 1 and is_handed_on
         elif block.call is not None and call.form != block.call.form:
             block.skipped_because = "its calls in one step differ"
@@ -102,9 +102,10 @@ class Watch:
         savers: dict[int, list[int]] = {}
         sizes: dict[int, int] = {}
         for node in nodes:
-            for storage in storages_of(saved_by(node)):
-                savers.setdefault(storage._cdata, []).append(node._sequence_nr())
-                sizes[storage._cdata] = storage.nbytes()
+            found = sizes_of(saved_by(node))
+            sizes |= found
+            for key in found:
+                savers.setdefault(key, []).append(node._sequence_nr())
         visits, self._visits = self._visits, []
         for before, visit, after in zip([None, *visits], visits, [*visits[1:], None], strict=False):
             block = visit.block
@@ -115,9 +116,5 @@ class Watch:
         for (node, _), visit in itertools.product(checkpoints_of(nodes), visits):
             if visit.made(node._sequence_nr()):
                 visit.block.skipped_because = "its own code recomputes something"
-        end, owned = max((visit.end for visit in visits), default=0), _addresses(existing)
+        end, owned = max((visit.end for visit in visits), default=0), sizes_of(existing)
         return sum(sizes[key] for key, numbers in savers.items() if min(numbers) >= end and key not in owned)
-
-
-def _addresses(tensors: Iterable[Tensor]) -> set[int]:
-    return {storage._cdata for storage in storages_of(tensors)}

@@ -28,6 +28,11 @@ def storages_of(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
     return (part.untyped_storage() for tensor in tensors for part in strided_parts(tensor))
 
 
+def sizes_of(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """The bytes of the tensors' storages, by address."""
+    return {storage._cdata: storage.nbytes() for storage in storages_of(tensors)}
+
+
 def has_data(tensor: Tensor) -> bool:
     """Whether there is memory behind it: meta and fake tensors are shapes."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
