@@ -107,6 +107,9 @@ SLOW: dict[str, dict[str, int]] = {
         "test_pictures": 1,
         "test_the_command_as_users_call_it": 0,
     },
+    "test_fit": {
+        "test_whole_models": 2,
+    },
     "test_functional": {
         "test_first_and_second_derivatives": 12,
     },

@@ -177,8 +177,8 @@ class _Fitting:
         peaks = self._check_modes()
         self._measure_blocks()
         self._on_stage("measuring the rest of the model", 0.6)
-        rest = self._measure_rest(end_bytes, {"eager": eager_bytes, **peaks})
-        plans = Plans(self._blocks, agreed(self._costs), agreed(rest), self._training.of)
+        rests = self._measure_rest(end_bytes, {"eager": eager_bytes, **peaks})
+        plans = Plans(self._blocks, agreed(self._costs), agreed(rests), self._training.of)
         if budget is None:
             assert fraction is not None
             budget = math.floor(fraction * eager_bytes)
@@ -247,8 +247,8 @@ class _Fitting:
                     peak = self._training.bytes()
             except Exception as error:  # whatever a model's code does with what it is not used to
                 reason = f"{type(error).__name__}: {first_line(error)}"
-            reasons, all_peaks = zip(*everyone((reason, peak)), strict=True)
-            peaks[mode] = max(all_peaks)
+            reasons, of_all = zip(*everyone((reason, peak)), strict=True)
+            peaks[mode] = max(of_all)
             reason = next((found for found in reasons if found is not None), None)
             if reason is not None:
                 del peaks[mode]
@@ -279,29 +279,34 @@ class _Fitting:
             self._costs.append(measured[key])
         self._blocks = works
 
-    def _measure_rest(self, end_bytes: int, peaks: dict[Mode, int]) -> Rest:
+    def _measure_rest(self, end_bytes: int, peaks: dict[Mode, int]) -> dict[Mode, Rest]:
+        """What lies outside of the blocks. ``peaks``: of the model, by how all blocks are trained."""
         count = len(self._blocks)
         modes: list[Mode] = ["eager", "outputs"] if self._rest.fused else ["eager"]
         switches = {mode: functools.partial(self._train_as, ["eager"] * count, mode) for mode in modes}
         times = dict(zip(modes, self._training.times_ms([*switches.values()]), strict=True))
-        nothing = Rest(dict.fromkeys(modes, 0), dict.fromkeys(modes, 0.0), 0, 0)
-        in_blocks = Plans(self._blocks, self._costs, nothing, "saved").of_mode("eager")
-        saved = {}
+        in_blocks = Plans(self._blocks, self._costs, {"eager": Rest(0, 0, 0, 0.0)}, "saved")
+        in_eager = in_blocks.of_mode("eager")
+        rests: dict[Mode, Rest] = {}
         for mode, switch in switches.items():
             switch()
-            saved[mode] = self._training.saved() - in_blocks.bytes
-        if min(saved.values()) < 0:
-            self._notes.append("Blocks share what they save, so that predictions are too high.")
-            saved = {mode: max(0, size) for mode, size in saved.items()}
-        times = {mode: time - in_blocks.time_ms for mode, time in times.items()}
-        # The model's end may hold the most: no more than is seen whichever way the blocks are trained.
-        plans = Plans(self._blocks, self._costs, Rest(saved, times, 0, 0), "saved")
-        is_peak = self._training.of == "peak"
-        at_end = [peak - plans.of_mode(mode).bytes for mode, peak in peaks.items()] if is_peak else []
+            saved = self._training.saved() - in_eager.bytes
+            if saved < 0:
+                self._notes.append("Blocks share what they save, so that predictions are too high.")
+                saved = 0
+            if mode != "eager" and self._training.of == "peak":
+                peaks = {way: self._peak([way] * count, mode) for way in peaks}
+            # The model's end may hold the most: no more than is seen whichever way the blocks are trained.
+            at_end = [peak - in_blocks.of_mode(way).bytes - saved for way, peak in peaks.items()]
+            extra = max(0, min(at_end)) if self._training.of == "peak" else 0
+            behind = min(end_bytes, saved)
+            rests[mode] = Rest(saved - behind, behind, extra, times[mode] - in_eager.time_ms)
         self._as_pytorch()
-        end_bytes = min(end_bytes, *saved.values())
-        before_end = {mode: size - end_bytes for mode, size in saved.items()}
-        return Rest(before_end, times, end_bytes, max(0, min(at_end, default=0)))
+        return rests
+
+    def _peak(self, modes: Sequence[Mode], rest: Mode) -> int:
+        self._train_as(modes, rest)
+        return max(everyone(self._training.bytes()))
 
     def _skip(self, reason: str, *blocks: Block) -> None:
         self._skipped.setdefault(reason, []).extend(block.path for block in blocks)
