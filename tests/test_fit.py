@@ -186,16 +186,16 @@ def test_planning_changes_nothing() -> None:
 
 def _of_transformers(name: str, dtype: torch.dtype = torch.float32, **sizes: Any) -> tuple[nn.Module, Any]:
     hf = pytest.importorskip("transformers")
-    width = 128 if dtype is torch.float32 else 64  # processors without bfloat16 are slow
-    options = {"hidden_size": width, "num_attention_heads": 4, "num_hidden_layers": 3, "intermediate_size": 3 * width}
+    options = {"hidden_size": 128, "num_attention_heads": 4, "num_hidden_layers": 3, "intermediate_size": 384}
     if name == "ResNet":
         options = {"hidden_sizes": [64, 128], "embedding_size": 16, "depths": [3, 3], "layer_type": "bottleneck"}
     images = name in ("ViT", "ResNet")
     config = getattr(hf, f"{name}Config")(**options, **({} if images else {"vocab_size": 100}), **sizes)
     model = hf.AutoModel.from_config(config, dtype=dtype)
-    return model, {"pixel_values": torch.randn(8, 3, 64, 64)} if images else {
-        "input_ids": torch.randint(3, 99, (2, 256))
-    }
+    if images:
+        return model, {"pixel_values": torch.randn(8, 3, 64, 64)}
+    tokens = 256 if dtype is torch.float32 else 128  # processors without bfloat16 are slow
+    return model, {"input_ids": torch.randint(3, 99, (2, tokens))}
 
 
 _MISTRAL = {"num_key_value_heads": 2, "use_cache": False}
