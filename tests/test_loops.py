@@ -3,6 +3,7 @@ autograd. ``test_backend_cpu.py`` is about what they compute, ``test_build.py`` 
 
 import ctypes
 import functools
+import gc
 import itertools
 import math
 import platform
@@ -28,6 +29,7 @@ from fusedlayers.activations import Activation, resolve, rows
 from fusedlayers.backends import GradientRequest, cpu
 from fusedlayers.backends import torch as reference
 from fusedlayers.backends.cpu import build, elementwise, loops
+from fusedlayers.backends.cpu.cubics import normal
 from fusedlayers.call import with_operands
 from fusedlayers.derivative import branch_bit
 from fusedlayers.utils.layout import layout_along
@@ -750,6 +752,17 @@ def test_what_a_call_reads_lives_until_it_returns(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(loops, "functions", lambda: {"forward": forward})
     _forward(torch.randn(1000), resolve("gelu"))
     assert alive == [True]
+
+
+def test_kernels_hold_the_tables_that_they_read() -> None:
+    normal.cache_clear()
+    kernel, cubics = loops.Kernel(torch.float32, ("gelu", 0.0)), weakref.ref(normal().cubics)
+    normal.cache_clear()
+    gc.collect()
+    assert cubics() is not None
+    del kernel
+    gc.collect()
+    assert cubics() is None
 
 
 def test_a_second_backward_pass_is_refused_where_it_reads_what_the_first_has_overwritten() -> None:

@@ -116,7 +116,7 @@ class Kernel:
         if fold is not None:
             mark = _Mark(AMBIGUOUS[fold.ambiguous], fold.marked == "left", fold.bounded, fold.position)
         below = normal() if function is not None and name == "gelu" else None
-        self._kept = table, slope, inverse, values, outputs, slopes  # whose addresses follow
+        self._kept = table, slope, inverse, values, outputs, slopes, below  # whose addresses follow
         addresses = (None if t is None else t.data_ptr() for t in (values, outputs, slopes))
         self._kernel = _Kernel(
             DTYPES[dtype],
