@@ -122,10 +122,21 @@ def main(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Subject:
+    """``part``: the compiler's budget, which it asks for at each call."""
+
     model: nn.Module
     inputs: Any
+    part: float | None = None
 
     def forward(self) -> Tensor:
+        if self.part is None:
+            return self._forward()
+        from torch._functorch import config
+
+        with config.patch(activation_memory_budget=self.part):
+            return self._forward()
+
+    def _forward(self) -> Tensor:
         result = self.model(**self.inputs) if isinstance(self.inputs, dict) else self.model(self.inputs)
         return result if isinstance(result, Tensor) else result[0]
 
@@ -136,9 +147,9 @@ class Subject:
     def saved(self) -> int:
         return saved_bytes(self.forward, exclude=[self.model, self.inputs])
 
-    def copy(self) -> Subject:
+    def copy(self, part: float | None = None) -> Subject:
         """One that shares the parameters."""
-        return Subject(copy.deepcopy(self.model, {id(p): p for p in self.model.parameters()}), self.inputs)
+        return Subject(copy.deepcopy(self.model, {id(p): p for p in self.model.parameters()}), self.inputs, part)
 
 
 def measure_case(case: Case, device: torch.device, *, quick: bool = False, compiles: bool = False) -> dict[str, Any]:
@@ -194,23 +205,24 @@ def _measure(
 def _measure_compiled(
     eager: Subject, fitted: Subject | None, budget: float, found: dict[str, Any], device: torch.device, quick: bool
 ) -> None:
-    from torch._functorch import config
-
     subjects = {}
+    torch._dynamo.reset()
     for name, subject, part in (("compiled", eager, 1.0), ("compile", eager, budget), ("compiled fit", fitted, 1.0)):
         if subject is None:
             continue
-        torch._dynamo.reset()
-        own = subject.copy()
+        own = subject.copy(part)
         own.model.compile(dynamic=False)
         try:
-            with config.patch(activation_memory_budget=part):
-                own.step()
+            own.step()
             subjects[name] = own
         except Exception as error:
             found[name] = grid.failed(error)
-    if "compiled" in subjects:
+    if "compiled" not in subjects:
+        return
+    try:
         _measure(subjects, found, "compiled", device, quick)
+    except Exception as error:
+        found["compiled"] = grid.failed(error)
 
 
 def with_checkpoints(eager: Subject, paths: str) -> Iterator[Subject]:
