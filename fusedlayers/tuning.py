@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .backends import kernels
+from .fusion.fuse import arguments_from
 from .kernels import use_kernels
 from .profiling.step import Step
 from .utils.module_state import isolated_gradients, unchanged
@@ -75,8 +76,7 @@ def tune(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"tune: model must be an nn.Module, got {type(model).__name__}: {model!r}")
-    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (inputs, {})
-    args = tuple(args) if isinstance(args, tuple | list) else (args,)
+    args, kwargs = arguments_from(inputs)
     tensors = [*tensors_in((model, args, kwargs))]
     devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"} or {torch.device("cpu")}
     if not _have_kernels(devices):

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from ..fusion.region import Region, region_of
+from ..utils.formatting import is_within
 from .calls import Call
 
 #: The ways to train a block: as PyTorch does; outputs kept in the place of inputs (``fuse``); that, and its MLPs
@@ -124,10 +125,6 @@ def find_blocks(model: nn.Module, saved: Mapping[str, int]) -> list[Block]:
     least = SMALL_PART * sum(saved.values())
     paths = [path for outer in _outermost([*candidates]) for path in chosen(outer)]
     return [Block(path, candidates[path]) for path in paths if size(path) > least]
-
-
-def is_within(path: str, outer: str) -> bool:
-    return path == outer or path.startswith(f"{outer}.")
 
 
 def _outermost(paths: Sequence[str]) -> list[str]:

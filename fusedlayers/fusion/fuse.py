@@ -15,7 +15,7 @@ from .._torch import dynamo_is_loaded
 from ..activations import record as table
 from ..memory import saved_bytes
 from ..profiling.step import Step
-from ..utils.formatting import first_line, pattern_of, size_text
+from ..utils.formatting import first_line, is_within, pattern_of, size_text
 from ..utils.module_state import unchanged
 from ..utils.storages import has_data, tensors_in
 from .mlps import find_mlps
@@ -280,15 +280,11 @@ class Fusing:
 def _grouped(places: Sequence[Place], blocks: Sequence[Place] = ()) -> list[_Group]:
     groups: dict[object, _Group] = {}
     for place in (*blocks, *places):
-        if any(place is not block and _is_in(place.path, block.path) for block in blocks):
+        if any(place is not block and is_within(place.path, block.path) for block in blocks):
             continue
         key = place.kind, place.name, pattern_of(place.path), place.under, place.useless_because
         groups.setdefault(key, _Group([])).places.append(place)
     return list(groups.values())
-
-
-def _is_in(path: str, outer: str) -> bool:
-    return not outer or path == outer or path.startswith(f"{outer}.")
 
 
 def _saves(place: Place) -> str:

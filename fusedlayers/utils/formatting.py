@@ -35,6 +35,11 @@ def size_from(text: str) -> int:
     return int(float(number) * (1024 if binary else 1000) ** power)
 
 
+def is_within(path: str, outer: str) -> bool:
+    """Whether the module of this path is that of ``outer``, or in it; the path of the model is empty."""
+    return not outer or path == outer or path.startswith(f"{outer}.")
+
+
 def pattern_of(module: str) -> tuple[str, ...]:
     """A path with its numbers replaced by ``*``: the same for all repeated blocks."""
     return tuple("*" if part.isdecimal() else part for part in module.split("."))
