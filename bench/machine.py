@@ -27,11 +27,16 @@ def device_name(device: torch.device) -> str:
 
 
 def slug(device: torch.device, threads: int) -> str:
-    """A folder name: ``nvidia-h100``, ``amd-epyc-4-threads``."""
+    """A folder name: ``nvidia-h100``, ``amd-epyc-avx2-4-threads``."""
     words = re.findall(r"[a-z0-9]+", _NOISE.sub(" ", device_name(device).replace("-SXM", " SXM")).lower())
     if device.type == "cpu":
-        words += [str(threads), "threads"]
+        words += [_instructions(), str(threads), "threads"]
     return "-".join(words)
+
+
+def _instructions() -> str:
+    """The vector instructions that PyTorch uses here: processors of one name differ in them, and results with them."""
+    return torch.backends.cpu.get_cpu_capability().lower()
 
 
 def _load_average() -> float | None:
@@ -49,7 +54,7 @@ def warn_if_busy(description: dict[str, Any]) -> None:
 def _rivals() -> dict[str, str]:
     """The versions of other libraries that are measured where they are installed."""
     found = {}
-    for name in ("liger-kernel", "quack-kernels"):
+    for name in ("liger-kernel", "quack-kernels", "optiacts", "inplace-abn"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
@@ -64,8 +69,9 @@ def describe(device: torch.device) -> dict[str, Any]:
     except ImportError:
         triton_version = None
     threads = torch.get_num_threads()
+    name = device_name(device) if device.type == "cuda" else f"{device_name(device)} ({_instructions().upper()})"
     return {
-        "device": {"kind": device.type, "name": device_name(device), "slug": slug(device, threads)},
+        "device": {"kind": device.type, "name": name, "slug": slug(device, threads)},
         "threads": threads,
         "load_average": _load_average(),
         "versions": {

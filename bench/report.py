@@ -1,93 +1,48 @@
-"""``python -m bench readme``: the README's tables, written from the committed results and never by hand."""
+"""``python -m bench readme``: the tables and the picture of the documents, written from the committed results."""
 
 import argparse
 import difflib
-import json
 import re
-from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-from . import MAIN_FORMAT, RESULTS, ROOT
+from . import RESULTS, ROOT
+from .overview import picture
+from .tables import TABLES
 
-#: What a reader looks for first: their model, by shape and activation. One table a device: in its main dtype, and the
-#: last two in the other one as well.
-ROWS = (
-    ("BERT-base", "gelu"),
-    ("BERT-large", "relu"),
-    ("ViT-B", "gelu"),
-    ("GPT-2 large", "gelu"),
-    ("LLaMA-7B-like", "silu"),
-)
-CONV_ROWS = (
-    ("ResNet-50 3x3", "relu"),
-    ("ResNet-50 1x1 stride 2", "relu"),
-    ("WaveNet", "tanh"),
-    ("ResNet3D-18 3x3x3", "relu"),
-    ("MobileNetV2 3x3 depthwise", "relu6"),
-    ("ConvNeXt-T 7x7 depthwise", "gelu"),
-    ("X3D-M 3x3x3 depthwise", "silu"),
-    ("wav2vec 2.0 extractor", "gelu"),
-    ("MobileNetV3 3x3 depthwise stride 2", "hardswish"),
-)
-NORM_ROWS = (
-    ("ResNet-50 3x3", "relu"),
-    ("Darknet-53 3x3", "leaky_relu"),
-    ("CSPDarknet-53 3x3", "mish"),
-    ("EfficientNet-B0 1x1", "silu"),
-    ("EfficientNet-B0 3x3 depthwise", "silu"),
-    ("YOLOv5 3x3 stride 2", "silu"),
-)
-MLP_ROWS = (
-    ("BERT-base", "gelu"),
-    ("GPT-2 large", "gelu"),
-    ("ViT-B", "gelu"),
-    ("LLaMA-7B", "silu"),
-    ("Gemma-2B", "gelu"),
-    ("T5-base 1.1", "gelu"),
-)
-PART_ROWS = (
-    ("BERT-base", "layer norm"),
-    ("LLaMA-7B", "llama's norm"),
-    ("diffusion", "group norm, silu"),
-    ("LLaMA-7B", "silu gate"),
-    ("LLaMA-7B", "packed silu gate"),
-    ("experts", "silu gate, bmm"),
-    ("BERT-base", "dropout"),
-    ("BERT-base", "gelu, dropout"),
-    ("LLaMA-7B", "silu gate, dropout"),
-)
-MAIN_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
-OTHER_DTYPE = {"cpu": "bfloat16", "cuda": "float32"}
+DOCUMENTS = (ROOT / "README.md", ROOT / "bench" / "README.md")
+PICTURE = RESULTS / "overview.svg"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the README is out of date")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if something is out of date")
+    parser.add_argument("--documents", type=Path, nargs="+", default=DOCUMENTS, metavar="FILE")
     parser.add_argument("--results", type=Path, default=RESULTS)
 
 
 def main(options: argparse.Namespace) -> int:
-    old = options.readme.read_text(encoding="utf-8")
     try:
-        new = fill(old, options.results)
+        wanted = {path: fill(path.read_text(encoding="utf-8"), options.results) for path in options.documents}
     except ValueError as error:
-        print(f"bench readme: {options.readme}: {error}")
+        print(f"bench readme: {error}")
         return 1
+    drawn = picture(options.results)
+    if drawn is not None:
+        wanted[options.results / PICTURE.name] = drawn
+    return max([_bring_up_to_date(path, text, options) for path, text in wanted.items()])
+
+
+def _bring_up_to_date(path: Path, new: str, options: argparse.Namespace) -> int:
+    old = path.read_text(encoding="utf-8") if path.exists() else ""
     if new == old:
-        print(f"{options.readme} is up to date")
+        print(f"{path} is up to date")
         return 0
     if options.check:
-        print(f"{options.readme} differs from {options.results}; run `python -m bench readme` and commit the result:")
-        print(
-            "\n".join(
-                difflib.unified_diff(old.splitlines(), new.splitlines(), "README.md", "generated", lineterm="", n=1)
-            )
-        )
+        print(f"{path} differs from {options.results}; run `python -m bench readme` and commit the result:")
+        lines = difflib.unified_diff(old.splitlines(), new.splitlines(), path.name, "generated", lineterm="", n=1)
+        print("\n".join(lines))
         return 1
-    options.readme.write_text(new, encoding="utf-8")
-    print(f"wrote {options.readme}")
+    path.write_text(new, encoding="utf-8")
+    print(f"wrote {path}")
     return 0
 
 
@@ -95,10 +50,8 @@ def fill(text: str, results: Path) -> str:
     """Return ``text`` with what stands between each pair of markers replaced by the table of that name."""
     found = re.findall(r"<!-- (/?)bench:(\w+) -->", text)
     names = [name for closing, name in found if not closing]
-    if found != [(closing, name) for name in names for closing in ("", "/")]:
-        raise ValueError("each `<!-- bench:NAME -->` needs its `<!-- /bench:NAME -->` behind it, once")
-    if "dense" not in names:
-        raise ValueError("no `<!-- bench:dense -->` marker, where the table belongs")
+    if not names or found != [(closing, name) for name in names for closing in ("", "/")]:
+        raise ValueError("there must be `<!-- bench:NAME -->`, each with its `<!-- /bench:NAME -->` behind it, once")
     for name in names:
         if name not in TABLES:
             raise ValueError(f"no table is called {name!r}; there are {sorted(TABLES)}")
@@ -106,283 +59,3 @@ def fill(text: str, results: Path) -> str:
         head, rest = text.split(start)
         text = f"{head}{start}\n{TABLES[name](results)}\n{end}{rest.split(end)[1]}"
     return text
-
-
-def _tables(results: Path, subject: str, table: Callable[[dict[str, Any]], str]) -> str:
-    """A table for each device with a committed run, GPUs first."""
-    runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob(f"*/{subject}.json"))]
-    runs = [run for run in runs if not run["quick"]]
-    if not runs:
-        return f"No result is committed yet; `python -m bench {subject}` makes one."
-    runs.sort(key=lambda run: (run["device"]["kind"] != "cuda", run["device"]["slug"]))
-    return "\n\n".join(table(run) for run in runs)
-
-
-def _measured_on(run: dict[str, Any]) -> str:
-    threads = f", {run['threads']} threads" if run["device"]["kind"] == "cpu" else ""
-    return f"{run['device']['name']}{threads}, torch {run['versions']['torch'].split('+')[0]}, {run['date']}:"
-
-
-def dense_table(run: dict[str, Any]) -> str:
-    """Hidden layers of known models, forward+backward: bytes kept and time, against eager and torch.compile."""
-    return _layers_table(run, "Linear + activation (rows)", ROWS, _models(run["cases"]), _dense_sizes)
-
-
-def _dense_sizes(row: dict[str, Any]) -> str:
-    return f"{row['tokens']} x {row['in_features']} to {row['hidden_features']}"
-
-
-def mlp_table(run: dict[str, Any]) -> str:
-    """MLP blocks of known models, forward+backward: bytes kept, those at the worst moment, and time, the bare matmuls'
-    too."""
-    kind = run["device"]["kind"]
-    keys = [(*row, MAIN_DTYPE[kind]) for row in MLP_ROWS] + [(*row, OTHER_DTYPE[kind]) for row in MLP_ROWS[::5]]
-    lines = [
-        _measured_on(run),
-        "",
-        "| MLP block (rows) | saved MiB: eager | **here** | recomputed | peak MiB: eager | **here** | recomputed "
-        "| time: eager | bare matmuls | **here** | recomputed |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    rows = _models(run["cases"])
-    lines += [_mlp_row(rows[key]) for key in keys if key in rows]
-    return "\n".join(lines)
-
-
-def _mlp_row(row: dict[str, Any]) -> str:
-    eager, ours, recomputed, bare = (
-        row["variants"].get(name, {}) for name in ("eager", "fusedlayers", "recompute", "matmuls")
-    )
-    gated = "gated " if row["gated"] else ""
-    cells = [f"{row['shape']}, {gated}{row['activation']}, {row['dtype']} ({_dense_sizes(row)})"]
-    for what in ("saved_bytes", "peak_bytes"):
-        cells += [_mib(eager, what), f"**{_mib(ours, what)}**", _mib(recomputed, what)]
-    cells += [_milliseconds(eager), _ratio(bare), f"**{_ratio(ours)}**", _ratio(recomputed)]
-    return f"| {' | '.join(cells)} |"
-
-
-def conv_table(run: dict[str, Any]) -> str:
-    """The same of convolutions, in the device's main memory format where there are two."""
-    formats: dict[str, set[str]] = {}
-    for row in run["cases"]:
-        formats.setdefault(row["shape"], set()).add(row["format"])
-    main = MAIN_FORMAT[run["device"]["kind"]]
-    rows = _models(row for row in run["cases"] if row["format"] == main or formats[row["shape"]] == {row["format"]})
-    return _layers_table(run, f"Convolution + activation ({main})", CONV_ROWS, rows, _conv_sizes)
-
-
-def norm_table(run: dict[str, Any]) -> str:
-    """The same with a batch norm between."""
-    return _layers_table(run, "Convolution + batch norm + activation", NORM_ROWS, _models(run["cases"]), _conv_sizes)
-
-
-def parts_table(run: dict[str, Any]) -> str:
-    """Norms, gates and dropout, and the product behind them."""
-    return _layers_table(run, "Part, and the product behind it", PART_ROWS, _models(run["cases"]), _part_sizes)
-
-
-def _part_sizes(row: dict[str, Any]) -> str:
-    return " x ".join(map(str, row["input"]))
-
-
-def _conv_sizes(row: dict[str, Any]) -> str:
-    return f"{' x '.join(map(str, row['input']))} to {row['output'][1]}"
-
-
-Rows = dict[tuple[str, str, str], dict[str, Any]]
-
-
-def _models(rows: Iterable[dict[str, Any]]) -> Rows:
-    """The models' layers, by shape, activation and dtype."""
-    return {(row["shape"], row["activation"], row["dtype"]): row for row in rows if row["group"] == "model"}
-
-
-def _layers_table(
-    run: dict[str, Any],
-    title: str,
-    wanted: tuple[tuple[str, str], ...],
-    rows: Rows,
-    sizes: Callable[[dict[str, Any]], str],
-) -> str:
-    kind = run["device"]["kind"]
-    keys = [(*row, MAIN_DTYPE[kind]) for row in wanted] + [(*row, OTHER_DTYPE[kind]) for row in wanted[-2:]]
-    lines = [
-        _measured_on(run),
-        "",
-        f"| {title} | saved MiB: eager | torch.compile | **here** | time: eager | torch.compile | **here** |",
-        "|---|--:|--:|--:|--:|--:|--:|",
-    ]
-    lines += [_layer_row(rows[key], sizes(rows[key])) for key in keys if key in rows]
-    return "\n".join(lines)
-
-
-def _layer_row(row: dict[str, Any], sizes: str) -> str:
-    eager, compiled, ours = (row["variants"].get(name, {}) for name in ("eager", "compile", "fusedlayers"))
-    layer = f"{row['shape']}, {row['activation']}, {row['dtype']} ({sizes})"
-    saved = [_mib(variant) for variant in (eager, compiled, ours)]
-    times = [_milliseconds(eager), _ratio(compiled), _ratio(ours)]
-    saved[2], times[2] = f"**{saved[2]}**", f"**{times[2]}**"
-    return f"| {layer} | {' | '.join(saved + times)} |"
-
-
-def _mib(variant: dict[str, Any], what: str = "saved_bytes") -> str:
-    return f"{variant[what] / 2**20:.1f}" if what in variant else "-"
-
-
-def _milliseconds(variant: dict[str, Any]) -> str:
-    return f"{variant['forward_backward']['median_us'] / 1e3:.3g} ms"
-
-
-def _ratio(variant: dict[str, Any]) -> str:
-    return f"{variant['forward_backward']['ratio']:.2f}x" if "forward_backward" in variant else "-"
-
-
-def custom_table(run: dict[str, Any]) -> str:
-    """Activations with trainable parameters in ResNet-18: bytes kept, also as a multiple of ReLU's, and time."""
-    rows = {row["activation"]: row["variants"] for row in run["cases"] if row["group"] == "resnet18"}
-    batch = next((row["input"][0] for row in run["cases"] if row["group"] == "resnet18"), 0)
-    lines = [
-        _measured_on(run),
-        "",
-        f"| ResNet-18, float32, {batch} images of 32 x 32 | saved MiB: eager | **here** | of ReLU's: eager | **here** "
-        "| time: eager | **here** |",
-        "|---|--:|--:|--:|--:|--:|--:|",
-    ]
-    relu = rows.get("relu", {}).get("eager", {})
-    for activation, variants in rows.items():
-        eager, ours = variants["eager"], variants["fusedlayers"]
-        cells = [
-            *(_mib(eager), f"**{_mib(ours)}**"),
-            *(_times_saved(eager, relu), f"**{_times_saved(ours, relu)}**"),
-            *(_milliseconds(eager), f"**{_ratio(ours)}**"),
-        ]
-        lines.append(f"| {activation} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _times_saved(variant: dict[str, Any], relu: dict[str, Any]) -> str:
-    return f"{variant['saved_bytes'] / relu['saved_bytes']:.2f}x" if "saved_bytes" in variant and relu else "-"
-
-
-def models_table(run: dict[str, Any]) -> str:
-    """Whole models: bytes kept, those at the worst moment, and time, with output-saving activations and after fuse."""
-    lines = [
-        _measured_on(run),
-        "",
-        "| Model (input) | saved MiB: eager | activations alone | **fuse** | recomputed "
-        "| peak MiB: eager | activations alone | **fuse** | recomputed "
-        "| time: eager | activations alone | **fuse** | recomputed |",
-        "|---|" + "--:|" * 12,
-    ]
-    for row in run["cases"]:
-        eager, activations, ours, recomputed = (
-            row["variants"].get(name, {}) for name in ("eager", "activations", "fusedlayers", "recompute")
-        )
-        cells = [f"{_model_name(row)}, {row['dtype']} ({' x '.join(map(str, row['input']))})"]
-        for what in ("saved_bytes", "peak_bytes"):
-            cells += [_mib(eager, what), _change(activations, eager, what)]
-            cells += [f"**{_change(ours, eager, what)}**", _change(recomputed, eager, what)]
-        cells += [_seconds(eager), _ratio(activations), f"**{_ratio(ours)}**", _ratio(recomputed)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-#: How the README says what a variant of ``bench containers`` does.
-CONTAINERS = {
-    "eager": "`nn.Sequential`",
-    "checkpoint_sequential-4": "`checkpoint_sequential`, 4 segments",
-    "same-memory-4": "**here**, in that memory",
-    "checkpoint_sequential-8": "`checkpoint_sequential`, 8 segments",
-    "same-memory-8": "**here**, in that memory",
-    "checkpoint_sequential-16": "`checkpoint_sequential`, 16 segments",
-    "same-memory-16": "**here**, in that memory",
-    "sublinear": "**here**, as little as can be",
-    "cheap": '**here**, `recompute="cheap"` and a budget of 0.6',
-    "fused": "**here**, with `FusedBatchNormAct2d`",
-}
-
-
-def containers_table(run: dict[str, Any]) -> str:
-    """ResNet-152 that runs partly twice: its memory and its speed; and networks that are inverted, by depth."""
-    by_id = {row["id"]: row for row in run["cases"]}
-    lines = [_measured_on(run)]
-    resnet = by_id.get("resnet152")
-    if resnet is not None:
-        images = " x ".join(map(str, resnet["input"]))
-        lines += [
-            "",
-            f"| ResNet-152, float32 ({images}) | saved MiB | peak MiB | of eager's | speed |",
-            "|---|--:|--:|--:|--:|",
-        ]
-        eager = resnet["variants"]["eager"]
-        for name, title in CONTAINERS.items():
-            variant = resnet["variants"].get(name, {})
-            if "peak_bytes" in variant:
-                of_eager = f"{variant['peak_bytes'] / eager['peak_bytes']:.2f}x"
-                cells = [title, _mib(variant), _mib(variant, "peak_bytes"), of_eager, _speed(variant)]
-                lines.append(f"| {' | '.join(cells)} |")
-    revnets = [row for key, row in by_id.items() if key.startswith("revnet/")]
-    if revnets:
-        others = [name for name in ("memcnn", "invtorch") if any(name in row["variants"] for row in revnets)]
-        titles = ["eager", "**here**", *others]
-        heads = [f"saved MiB: {' | '.join(titles)}", f"speed: {' | '.join(titles[1:])}"]
-        lines += ["", f"| RevNet, float32 | {' | '.join(heads)} |", "|---|" + "--:|" * (2 * len(titles) - 1)]
-        for row in revnets:
-            variants = [row["variants"].get(name, {}) for name in ("eager", "invertible", *others)]
-            cells = [f"{row['layers']} blocks ({' x '.join(map(str, row['input']))})"]
-            cells += [*map(_mib, variants), *map(_speed, variants[1:])]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _speed(variant: dict[str, Any]) -> str:
-    return f"{1 / variant['forward_backward']['ratio']:.2f}x" if "forward_backward" in variant else "-"
-
-
-def _model_name(row: dict[str, Any]) -> str:
-    return row["model"] if row["layers"] is None else f"{row['model']}, {row['layers']} layers"
-
-
-def _change(variant: dict[str, Any], eager: dict[str, Any], what: str) -> str:
-    return f"{100 * (variant[what] - eager[what]) / eager[what]:+.1f} %" if what in variant else "-"
-
-
-def _seconds(variant: dict[str, Any]) -> str:
-    return f"{variant['forward_backward']['median_us'] / 1e6:.3g} s" if "forward_backward" in variant else "-"
-
-
-def accuracy_table(results: Path) -> str:
-    """Derivatives of two folded activations, from one run: every device computes the same within rounding."""
-    paths = sorted(results.glob("*/accuracy.json"))
-    if not paths:
-        return "No result is committed yet; `python -m bench accuracy` makes one."
-    run = json.loads(paths[0].read_text(encoding="utf-8"))
-    lines = [
-        f"{run['device']['name']}, torch {run['versions']['torch'].split('+')[0]}, {run['count']:,} inputs:",
-        "",
-        "| | output, rms: eager | **here** "
-        "| derivative, rms: eager | **here** | derivative, largest: eager | **here** |",
-        "|---|--:|--:|--:|--:|--:|--:|",
-    ]
-    for case in run["cases"]:
-        if case["activation"] in ("gelu", "silu"):
-            cells = [
-                f"{case[variant][key]:.1e}"
-                for key in ("output_rms", "derivative_rms", "derivative_max")
-                for variant in ("eager", "fusedlayers")
-            ]
-            lines.append(f"| {case['activation']}, {case['dtype']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-TABLES: dict[str, Callable[[Path], str]] = {
-    "accuracy": accuracy_table,
-    "conv": partial(_tables, subject="conv", table=conv_table),
-    "containers": partial(_tables, subject="containers", table=containers_table),
-    "custom": partial(_tables, subject="custom", table=custom_table),
-    "dense": partial(_tables, subject="dense", table=dense_table),
-    "mlp": partial(_tables, subject="mlp", table=mlp_table),
-    "models": partial(_tables, subject="models", table=models_table),
-    "norm": partial(_tables, subject="norm", table=norm_table),
-    "parts": partial(_tables, subject="parts", table=parts_table),
-}

@@ -90,7 +90,7 @@ def _make_plan(
         return Plan("composite", "eager", f"not fused: {because}")
     if not needs_gradient(x, w, b):
         return Plan("composite", "nothing", "saves nothing: no gradient is needed")
-    return Plan("fused", "output", "saves the output, which tells the input", backend=backends.choose(x))
+    return Plan("fused", "output", "saves the output, which determines the input", backend=backends.choose(x))
 
 
 def _plain_because(

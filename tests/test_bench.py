@@ -34,8 +34,8 @@ from bench import (
     overhead,
     plot,
     pointwise,
-    report,
     shapes,
+    tables,
 )
 from bench.__main__ import main as bench_main
 from bench.reference import CUSTOM_ACTIVATIONS, BatchNormAct, resnet
@@ -93,12 +93,13 @@ def test_a_drift_of_the_machine_leaves_the_ratio_alone() -> None:
         ("NVIDIA H100 80GB HBM3", "nvidia-h100"),
         ("NVIDIA A100-SXM4-80GB", "nvidia-a100"),
         ("NVIDIA GeForce RTX 4090", "nvidia-geforce-rtx-4090"),
-        ("AMD EPYC 7R13 Processor", "amd-epyc-7r13-4-threads"),
-        ("AMD EPYC", "amd-epyc-4-threads"),
-        ("Intel(R) Xeon(R) Platinum 8488C CPU @ 2.40GHz", "intel-xeon-platinum-8488c-4-threads"),
+        ("AMD EPYC 7R13 Processor", "amd-epyc-7r13-avx2-4-threads"),
+        ("AMD EPYC", "amd-epyc-avx2-4-threads"),
+        ("Intel(R) Xeon(R) Platinum 8488C CPU @ 2.40GHz", "intel-xeon-platinum-8488c-avx2-4-threads"),
     ],
 )
 def test_slugs_name_the_device(name: str, slug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_instructions", lambda: "avx2")
     monkeypatch.setattr(machine, "device_name", lambda device: name)
     assert machine.slug(torch.device("cuda" if "NVIDIA" in name else "cpu"), 4) == slug
 
@@ -413,7 +414,7 @@ def test_the_conv_grid_covers_every_shape_format_activation_and_dtype(kind: str)
     assert [case.shape for case in first] == list(shapes.CONVOLUTIONS), "every shape before any second format"
     assert {case.format for case in first if len(case.shape.kernel) > 1} == {MAIN_FORMAT[kind]}
     names = {shape.name: shape.activation for shape in shapes.CONVOLUTIONS}
-    assert all(names[name] == activation for name, activation in report.CONV_ROWS)
+    assert all(names[name] == activation for name, activation in tables.CONV_ROWS)
 
 
 def test_conv_acceptance() -> None:
@@ -523,7 +524,7 @@ def test_mlp_results_have_everything_a_reader_needs(tmp_path: Path) -> None:
     variants = result["cases"][0]["variants"]
     assert variants["liger"] == {"skipped": "not available here"} and "ratio" in variants["matmuls"]["forward"]
     assert "the block" in result["definitions"]["saved_bytes"]
-    table = report.mlp_table(result)
+    table = tables.mlp_table(result)
     assert "ViT-B, gelu, float32 (49 x 768 to 3072) | 1.1 | **0.6** | 0.0 |" in table
 
 
@@ -634,7 +635,7 @@ def test_norm_results_have_everything_a_reader_needs(tmp_path: Path) -> None:
     result = norm.run([case], CPU, variants=("eager", "fusedlayers"), quick=True, out=tmp_path)
     assert json.loads((tmp_path / "norm.json").read_text())["cases"] == result["cases"]
     assert norm.acceptance(result) == ["saved bytes at most eager's: 1 of 1 cases"]
-    assert "EfficientNet-B0 1x1, silu, float32 (1 x 24 x 28 x 28 to 144)" in report.norm_table(result)
+    assert "EfficientNet-B0 1x1, silu, float32 (1 x 24 x 28 x 28 to 144)" in tables.norm_table(result)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
@@ -645,7 +646,7 @@ def test_the_norm_grid_covers_every_shape_activation_and_dtype(kind: str) -> Non
     groups = [case.group for case in cases]
     assert groups == sorted(groups), "the models' own activations come first"
     names = {shape.name: shape.activation for shape in shapes.NORMED}
-    assert all(names[name] == activation for name, activation in report.NORM_ROWS)
+    assert all(names[name] == activation for name, activation in tables.NORM_ROWS)
 
 
 # --- pointwise --------------------------------------------------------------------------------------------------------
@@ -1115,187 +1116,3 @@ def test_models_that_are_measured_by_default(kind: str) -> None:
     assert len({*ids}) == len(ids) and {"bert-base/float32/4", "resnet-50/float32/4"} < {*ids}
     assert ("mistral-7b/bfloat16/1" in ids) == ("compile" in models.default_variants(kind, False)) == (kind == "cuda")
     assert "compile" not in models.default_variants(kind, True)
-
-
-# --- readme -----------------------------------------------------------------------------------------------------------
-
-
-def measured(microseconds: float, ratio: float, saved_mib: float) -> dict[str, Any]:
-    return {"forward_backward": {"median_us": microseconds, "ratio": ratio}, "saved_bytes": int(saved_mib * 2**20)}
-
-
-def a_run(cases: list[dict[str, Any]], kind: str = "cpu") -> dict[str, Any]:
-    return {
-        "device": {"kind": kind, "name": f"Some {kind}", "slug": kind},
-        "threads": 4,
-        "versions": {"torch": "2.13.0+cpu"},
-        "date": "2030-01-02",
-        "quick": False,
-        "cases": cases,
-    }
-
-
-def commit(run: dict[str, Any], name: str, results: Path) -> None:
-    folder = results / run["device"]["slug"]
-    folder.mkdir(parents=True)
-    (folder / f"{name}.json").write_text(json.dumps(run))
-
-
-def a_committed_run(results: Path, kind: str = "cpu") -> None:
-    row = {
-        "group": "model",
-        "shape": "BERT-base",
-        "activation": "gelu",
-        "dtype": report.MAIN_DTYPE[kind],
-        "tokens": 512,
-        "in_features": 768,
-        "hidden_features": 3072,
-        "variants": {
-            "eager": measured(12345.6, 1.0, 12),
-            "compile": {"error": "no compiler"},
-            "fusedlayers": measured(9000.0, 0.7289, 6),
-        },
-    }
-    cases = [row, {**row, "activation": "tanh"}, {**row, "group": "acceptance"}]
-    commit(a_run(cases, kind), "dense", results)
-
-
-README = "# Title\n\n<!-- bench:dense -->\nold\n<!-- /bench:dense -->\n\nend\n"
-TABLE_ROW = "| BERT-base, gelu, float32 (512 x 768 to 3072) | 12.0 | - | **6.0** | 12.3 ms | - | **0.73x** |"
-
-
-def readme(path: Path, results: Path, *flags: str) -> int:
-    return bench_main(["readme", "--readme", str(path), "--results", str(results), *flags])
-
-
-def test_readme_round_trip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, results = tmp_path / "README.md", tmp_path / "results"
-    path.write_text(README)
-    a_committed_run(results)
-    assert readme(path, results, "--check") == 1
-    assert "-old" in capsys.readouterr().out and path.read_text() == README
-    assert readme(path, results) == 0
-    text = path.read_text()
-    assert TABLE_ROW in text.splitlines() and text.count("BERT-base") == 1 and "old" not in text
-    assert "Some cpu, 4 threads, torch 2.13.0, 2030-01-02:" in text
-    assert text.startswith("# Title\n\n<!-- bench:dense -->\n") and text.endswith("\n<!-- /bench:dense -->\n\nend\n")
-    assert readme(path, results, "--check") == 0
-    assert readme(path, results) == 0 and path.read_text() == text
-
-    a_committed_run(results, kind="cuda")
-    assert readme(path, results, "--check") == 1
-    assert readme(path, results) == 0
-    assert path.read_text().index("Some cuda, torch") < path.read_text().index("Some cpu")
-
-
-def table_of(name: str, run: dict[str, Any], results: Path) -> list[str]:
-    """The lines of the README's table when the folder of results, which was empty before, has this run on a CPU."""
-    text = f"{README}<!-- bench:{name} -->\n<!-- /bench:{name} -->\n"
-    assert f"`python -m bench {name}` makes one" in report.fill(text, results)
-    commit(run, name, results)
-    lines = report.fill(text, results).split(f"<!-- bench:{name} -->")[1].strip().splitlines()
-    assert lines[0] == "Some cpu, 4 threads, torch 2.13.0, 2030-01-02:"
-    return lines
-
-
-def test_the_models_table(tmp_path: Path) -> None:
-    def row(layers: int | None, **variants: Any) -> dict[str, Any]:
-        eager = {"saved_bytes": 200 * 2**20, "peak_bytes": 400 * 2**20}
-        return {
-            "model": "BERT-base",
-            "layers": layers,
-            "dtype": "float32",
-            "input": [4, 512],
-            "variants": {"eager": eager, **variants},
-        }
-
-    time_of = {"forward_backward": {"median_us": 5432100.0, "ratio": 0.987}}
-    ours = {"saved_bytes": 150 * 2**20, "peak_bytes": 300 * 2**20}
-    run = a_run([row(None, fusedlayers=ours), row(4, recompute={"skipped": "no"})])
-    run["cases"][1]["variants"]["eager"] |= time_of
-    run["cases"][1]["variants"]["activations"] = {**ours, **time_of}
-    lines = table_of("models", run, tmp_path)
-    assert lines[2].count("|") == lines[3].count("|") == lines[4].count("|")
-    assert lines[4:-1] == [
-        "| BERT-base, float32 (4 x 512) | 200.0 | - | **-25.0 %** | - | 400.0 | - | **-25.0 %** | - "
-        "| - | - | **-** | - |",
-        "| BERT-base, 4 layers, float32 (4 x 512) | 200.0 | -25.0 % | **-** | - | 400.0 | -25.0 % | **-** | - "
-        "| 5.43 s | 0.99x | **-** | - |",
-    ]
-
-
-def test_the_conv_table(tmp_path: Path) -> None:
-    def row(shape: str, activation: str, format: str, sizes: list[int], **more: Any) -> dict[str, Any]:
-        variants = {
-            "eager": measured(12345.6, 1, 12),
-            "compile": measured(1, 1.1, 12),
-            "fusedlayers": measured(1, 0.9, 6),
-        }
-        row = {"group": "model", "shape": shape, "activation": activation, "format": format, "dtype": "float32"}
-        return {**row, "input": sizes, "output": [sizes[0], 7, *sizes[2:]], "variants": variants, **more}
-
-    cases = [
-        row("WaveNet", "tanh", "contiguous", [2, 3, 99]),
-        row("ResNet-50 3x3", "relu", "channels_last", [1, 1, 1, 1]),
-        row("ResNet-50 3x3", "relu", "contiguous", [4, 64, 56, 56]),
-        row("ResNet-50 3x3", "relu", "contiguous", [1, 1, 1, 1], group="other"),
-    ]
-    lines = table_of("conv", a_run(cases), tmp_path)
-    assert "(contiguous)" in lines[2]
-    cells = "12.0 | 12.0 | **6.0** | 12.3 ms | 1.10x | **0.90x** |"
-    assert lines[4:-1] == [
-        f"| ResNet-50 3x3, relu, float32 (4 x 64 x 56 x 56 to 7) | {cells}",
-        f"| WaveNet, tanh, float32 (2 x 3 x 99 to 7) | {cells}",
-    ]
-    # On GPUs the other format is the main one; a sequence has none.
-    table = report.conv_table(a_run([{**row, "dtype": "bfloat16"} for row in cases], "cuda"))
-    assert "(1 x 1 x 1 x 1 to 7)" in table and "64 x 56" not in table and "WaveNet" in table
-
-
-def test_the_custom_table(tmp_path: Path) -> None:
-    def row(activation: str, eager: float, ours: dict[str, Any], group: str = "resnet18") -> dict[str, Any]:
-        variants = {"eager": measured(123456.7, 1.0, eager), "fusedlayers": ours}
-        return {"group": group, "activation": activation, "input": [16, 3, 32, 32], "variants": variants}
-
-    fused = measured(1.0, 0.789, 50)
-    cases = [row("relu", 40, fused), row("snake", 120, fused), row("prelu", 60, {"error": "no"})]
-    cases.append(row("alone", 1, fused, group="alone"))
-    lines = table_of("custom", a_run(cases), tmp_path)
-    assert "ResNet-18, float32, 16 images of 32 x 32" in lines[2]
-    assert lines[4:-1] == [
-        "| relu | 40.0 | **50.0** | 1.00x | **1.25x** | 123 ms | **0.79x** |",
-        "| snake | 120.0 | **50.0** | 3.00x | **1.25x** | 123 ms | **0.79x** |",
-        "| prelu | 60.0 | **-** | 1.50x | **-** | 123 ms | **-** |",
-    ]
-    # Without ReLU there is nothing to compare with.
-    table = report.custom_table(a_run(cases[1:]))
-    assert "| snake | 120.0 | **50.0** | - | **-** | 123 ms | **0.79x** |" in table
-
-
-def test_readme_without_results(tmp_path: Path) -> None:
-    assert "No result is committed yet" in report.fill(README, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("no marker", "no `<!-- bench:dense -->` marker"),
-        ("<!-- bench:dense -->", "needs its `<!-- /bench:dense -->`".replace("dense", "NAME")),
-        ("<!-- /bench:dense --><!-- bench:dense -->", "needs its"),
-        (
-            README + "<!-- bench:other --><!-- /bench:other -->",
-            r"no table is called 'other'; there are "
-            r"\['accuracy', 'containers', 'conv', 'custom', 'dense', 'mlp', 'models', 'norm', 'parts'\]",
-        ),
-    ],
-)
-def test_readme_markers_must_be_right(text: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        report.fill(text, tmp_path)
-    path = tmp_path / "README.md"
-    path.write_text(text)
-    assert readme(path, tmp_path) == 1 and path.read_text() == text
-
-
-def test_the_readme_shows_the_committed_results() -> None:
-    assert bench_main(["readme", "--check"]) == 0, "run `python -m bench readme` and commit README.md"

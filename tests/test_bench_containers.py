@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import containers, curve, report
+from bench import containers, curve, tables
 from bench.__main__ import main as bench_main
 
 CPU = torch.device("cpu")
@@ -125,7 +125,7 @@ def test_acceptance_says_what_is_met() -> None:
 
 
 def test_the_readmes_tables() -> None:
-    lines = report.containers_table(a_result()).splitlines()
+    lines = tables.containers_table(a_result()).splitlines()
     assert "| ResNet-152, float32 (16 x 3 x 9 x 9) | saved MiB | peak MiB | of eager's | speed |" in lines
     assert "| `nn.Sequential` | 90.0 | 100.0 | 1.00x | 1.00x |" in lines
     assert "| **here**, as little as can be | 1.0 | 20.0 | 0.20x | 0.80x |" in lines

@@ -106,8 +106,8 @@ def test_kinds_and_reasons(activation: object, kind: str, reason: str) -> None:
 @pytest.mark.parametrize(
     ("layer", "kept", "said"),
     [
-        (fl.FusedBatchNormAct2d(8, "silu"), (12, 4), "the output, which tells the input"),
-        (fl.FusedBatchNormAct1d(8, nn.LeakyReLU()), (12, 4), "the output, which tells the input"),
+        (fl.FusedBatchNormAct2d(8, "silu"), (12, 4), "the output, which determines the input"),
+        (fl.FusedBatchNormAct1d(8, nn.LeakyReLU()), (12, 4), "the output, which determines the input"),
         (fl.FusedBatchNormAct3d(8, "relu"), (8, 8), "its input and the output"),
         (fl.FusedBatchNormAct2d(8, "silu", save="recompute"), (12, 8), "its input"),
         (fl.FusedBatchNormAct2d(48, nn.PReLU(48)), (12, 8), "its input"),
@@ -422,10 +422,10 @@ def test_help_lists_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("layer", "reason"),
     [
-        (fl.FusedGatedMLP(4, 8), "the layer keeps its input, which tells the derivative"),
-        (fl.FusedMLP(4, 8, save="input"), "the layer keeps its input, which tells the derivative"),
-        (fl.FusedMLP(4, 8, save="recompute"), "the layer computes its input again, which tells the derivative"),
-        (fl.FusedDenseAct(4, 8, "tanh", save="input"), "the layer keeps its input, which tells the derivative"),
+        (fl.FusedGatedMLP(4, 8), "the layer keeps its input, which determines the derivative"),
+        (fl.FusedMLP(4, 8, save="input"), "the layer keeps its input, which determines the derivative"),
+        (fl.FusedMLP(4, 8, save="recompute"), "the layer computes its input again, which determines the derivative"),
+        (fl.FusedDenseAct(4, 8, "tanh", save="input"), "the layer keeps its input, which determines the derivative"),
     ],
     ids=str,
 )

@@ -273,7 +273,7 @@ def test_a_fused_model_can_be_asked(x: Tensor) -> None:
         "  0-1.act   gelu saves the output (branch in its last bit)",
         "  0-1.drop  dropout saves nothing behind an activation, else a bit for each element",
         "  2         FusedDenseAct: " + model[2].extra_repr(),  # type: ignore[operator]
-        "  3         rms_norm saves the output, which tells the input",
+        "  3         rms_norm saves the output, which determines the input",
     ]
     assert explanation.to_dict()["name"] == "Sequential"
     assert str(fl.explain(model[0].act)).startswith("GELU:\n  the model  gelu saves the output")

@@ -222,7 +222,7 @@ def test_modules_are_torchs() -> None:
     assert isinstance(ours, nn.GroupNorm) and ours.state_dict().keys() == torchs.state_dict().keys()
     assert repr(ours).endswith(", save='auto')") and fl.GroupNorm(4, 16, affine=False).weight is None
     (plan,) = fl.plan_of(ours, torch.randn(4, 16, 12, 12, requires_grad=True))
-    assert plan.path == "fused" and str(plan) == "saves the output, which tells the input"
+    assert plan.path == "fused" and str(plan) == "saves the output, which determines the input"
     assert fl.FusedGroupNormAct(4, 16).weight.shape == (16,)
 
 

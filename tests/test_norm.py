@@ -1016,12 +1016,12 @@ def test_from_modules_takes_a_layer_whose_statistics_were_taken_away_or_whose_bi
 def test_its_repr_says_what_is_saved() -> None:
     for activation, said in {
         "relu": "activation=relu, saves its input and the output: float32 outputs do not tell the input)",
-        "silu": "activation=silu, saves the output, which tells the input)",
-        nn.LeakyReLU(): "activation=leaky_relu, saves the output, which tells the input\n",
+        "silu": "activation=silu, saves the output, which determines the input)",
+        nn.LeakyReLU(): "activation=leaky_relu, saves the output, which determines the input\n",
         nn.LeakyReLU(0.0): "saves its input and the output: float32 outputs tell the input too coarsely\n",
         _wave: "saves its input: float32 outputs do not tell the input",
         nn.PReLU(): "saves its input: float32 outputs do not tell the input\n",
-        None: "activation=identity, saves the output, which tells the input)",
+        None: "activation=identity, saves the output, which determines the input)",
     }.items():
         layer = fl.FusedBatchNormAct2d(CHANNELS, activation)
         assert said in repr(layer) and f"{CHANNELS}, eps=1e-05, momentum=0.1" in repr(layer)
@@ -1036,7 +1036,7 @@ def test_its_repr_says_what_is_saved() -> None:
     for save, said in {
         "input": "saves its input and the activation's)",
         "recompute": "saves its input)",
-        "output": "saves the output, which tells the input)",
+        "output": "saves the output, which determines the input)",
     }.items():
         assert said in repr(fl.FusedBatchNormAct2d(CHANNELS, "silu", save=save))
     assert "not fused: " in repr(fl.FusedBatchNormAct2d(CHANNELS, nn.Softmax(dim=1)))

@@ -1,4 +1,4 @@
-"""What the README says is run: its code, its commands, and the examples. (``test_bench`` holds its tables.)"""
+"""What the documents say is run: their code, their commands, and the examples. (``test_bench_tables``: their tables.)"""
 
 import os
 import re
@@ -12,8 +12,7 @@ from fusedlayers.activations import record
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-#: Code, and what it prints where that is shown below it.
-BLOCKS = re.findall(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", README, re.DOTALL | re.MULTILINE)
+DOCUMENTS = ("README.md", "examples/README.md", "bench/README.md")
 COMMANDS = re.findall(r"^(pip install .*)$", README, re.MULTILINE)
 
 
@@ -22,17 +21,42 @@ def words(text):
     return re.sub(r"[+-]?\d+\.\d+", "", text).split()
 
 
-def test_code_blocks_run_in_order(capsys, monkeypatch):
-    monkeypatch.setattr(record, "_rows", dict(record._rows))  # what the README registers is for itself
+@pytest.mark.parametrize("document", DOCUMENTS[:2])
+def test_code_blocks_run_in_order(document, capsys, monkeypatch):
+    text = (ROOT / document).read_text(encoding="utf-8")
+    # Code, and what it prints where that is shown below it.
+    blocks = re.findall(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", text, re.DOTALL | re.MULTILINE)
+    monkeypatch.setattr(record, "_rows", dict(record._rows))  # what a document registers is for itself
     monkeypatch.setattr(record, "stand_ins", {target: list(rows) for target, rows in record.stand_ins.items()})
     namespace: dict[str, object] = {}
-    for number, (block, output) in enumerate(BLOCKS):
-        exec(compile(block, f"README.md, block {number}", "exec"), namespace)
+    for number, (block, output) in enumerate(blocks):
+        exec(compile(block, f"{document}, block {number}", "exec"), namespace)
         shown = [line.removeprefix("# ") for line in block.splitlines() if line.startswith("# FusedDenseAct(")]
         printed = capsys.readouterr().out
         assert all(line in printed for line in shown)
         assert not output or words(printed) == words(output)
-    assert len(BLOCKS) >= 8
+    assert len(blocks) >= 3
+
+
+def test_the_readme_is_read_in_two_minutes():
+    assert README.count("\n") <= 160
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document):
+    path = ROOT / document
+    for target in re.findall(r"\]\(([^)]+)\)", path.read_text(encoding="utf-8")):
+        file, _, anchor = target.partition("#")
+        linked = (path.parent / file).resolve() if file else path
+        assert linked.exists(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.+)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles], target
+
+
+def test_every_example_is_listed():
+    listed = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    assert all(f"]({path.name})" in listed for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb"))
 
 
 def test_ci_runs_the_readme_command():

@@ -549,7 +549,7 @@ def test_plans_say_what_happens(monkeypatch: pytest.MonkeyPatch) -> None:
         (found,) = fl.plan_of(layer, x)
         return found.path, str(found)
 
-    assert plan() == ("fused", "saves the output, which tells the input")
+    assert plan() == ("fused", "saves the output, which determines the input")
     with torch.no_grad():
         assert plan()[0] == "composite"
     assert plan()[0] == "fused"

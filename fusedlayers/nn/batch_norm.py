@@ -131,7 +131,7 @@ class FusedBatchNormAct2d(_FusedBatchNormAct):
 
     >>> import fusedlayers as fl
     >>> fl.FusedBatchNormAct2d(8, "silu").extra_repr()[-56:]
-    'activation=silu, saves the output, which tells the input'
+    'activation=silu, saves the output, which determines the input'
     """
 
     torchs = nn.BatchNorm2d
