@@ -130,7 +130,7 @@ class FusedBatchNormAct2d(_FusedBatchNormAct):
     """As ``FusedBatchNormAct1d``, for an ``nn.BatchNorm2d``: (batch, channels, height, width) -> the same.
 
     >>> import fusedlayers as fl
-    >>> fl.FusedBatchNormAct2d(8, "silu").extra_repr()[-56:]
+    >>> fl.FusedBatchNormAct2d(8, "silu").extra_repr()[-61:]
     'activation=silu, saves the output, which determines the input'
     """
 

@@ -130,7 +130,8 @@ def explain(activation: object) -> Explanation | ModelExplanation:
     given = _evaluated_from(record, layer)
     if layer is not None and given == "input" and kind in ("monotone", "folded"):
         again = layer.save == "recompute"
-        reason = f"the layer {'computes its input again' if again else 'keeps its input'}, which determines the derivative"
+        verb = "computes its input again" if again else "keeps its input"
+        reason = f"the layer {verb}, which determines the derivative"
     if _is_norm(layer) and measure_inverse_error(record, torch.float32) is not None:
         reason += (
             "; a batch norm in float32 keeps its input too, of channels where rounding of the output would show in "
