@@ -9,6 +9,7 @@ Python threads allocate on the CPU, and saved tensors of a compressed sparse or 
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any
@@ -55,9 +56,15 @@ def saved_bytes(function: Callable[..., Any], *args: Any, exclude: Any = ()) -> 
         ledger.limit(tensor)
     for tensor in excluded:
         ledger.leave_out(tensor)
-    with torch.autograd.graph.saved_tensors_hooks(ledger.pack, ledger.unpack):
+    with torch.autograd.graph.saved_tensors_hooks(*map(_not_compiled, (ledger.pack, ledger.unpack))):
         result = function(*args)
     return ledger.total_bytes(result)
+
+
+def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Where a compiled function breaks its graph, the compiler would trace the hooks that run between the parts."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return hook if dynamo is None else dynamo.disable(hook)
 
 
 def peak_bytes(function: Callable[..., Any], *args: Any, device: torch.device | str | None = None) -> int:

@@ -233,6 +233,16 @@ def test_peak_of_an_mlp_step(w: Tensor) -> None:
 
 
 @compiles
+def test_the_hooks_are_not_compiled_where_a_graph_breaks() -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, 0.1, "gelu", batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(2, 8, 32)
+    eager_bytes = saved_bytes(model, x)
+    model.compile(backend="eager")
+    model(x)
+    assert saved_bytes(model, x) == eager_bytes
+
+
+@compiles
 def test_peak_of_a_compiled_function_is_that_of_the_compiled_code() -> None:
     x = torch.randn(1024, 1024)
 
