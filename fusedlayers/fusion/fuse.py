@@ -39,6 +39,10 @@ def fuse(model: nn.Module, example_inputs: Any = None, *, save: str = "auto", dr
     spells out in plain operations are recognised too. Classes, parameters, hooks, names and ``state_dict`` keys stay;
     random numbers are drawn as before; ``unfuse`` undoes it.
 
+    PyTorch computes what code spells out beside other operations, what runs under a checkpoint that begins inside the
+    module, or under a selective one, and under ``torch.compile`` norms and dropouts. An output that code writes over in
+    place, on a path that the example did not take, makes backward raise.
+
     Args:
         model: any module; it is run, but its buffers and the random generators are put back.
         example_inputs: what the model is called with: a tensor, a tuple of positional arguments, or a mapping of

@@ -103,6 +103,9 @@ class FusedBatchNormAct1d(_FusedBatchNormAct):
     it would be more, because the weight is near 0 or values lie far out; forward looks at the weights and at the range
     of the values for that, which on a GPU means to wait for them. The bias is saved too, and must not be edited.
 
+    Along the normalised input the gradient of a folded activation errs by up to 1.4e-5 of the norm of dy times the
+    gain (PyTorch's: 2.5e-7), for weights from 0.05 to 2 and biases from -2 to 2. Under ``torch.compile`` x is kept too.
+
     Else batch norm keeps its input x. The activation's input is computed again from it, or is not needed: its output
     tells the derivative, and the next layer keeps that. So any activation costs what ReLU costs at most.
 
