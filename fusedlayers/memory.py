@@ -56,7 +56,7 @@ def saved_bytes(function: Callable[..., Any], *args: Any, exclude: Any = ()) -> 
         ledger.limit(tensor)
     for tensor in excluded:
         ledger.leave_out(tensor)
-    with torch.autograd.graph.saved_tensors_hooks(*map(_not_compiled, (ledger.pack, ledger.unpack))):
+    with torch.autograd.graph.saved_tensors_hooks(_not_compiled(ledger.pack), _not_compiled(ledger.unpack)):
         result = function(*args)
     return ledger.total_bytes(result)
 

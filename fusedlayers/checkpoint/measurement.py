@@ -13,17 +13,22 @@ Not counted is what operators allocate for themselves.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .._torch import CPU_FLASH_ATTENTION, FLASH_ATTENTION, TorchDispatchMode, tree_map_only
-from ..utils.autograd_graph import attributes_of, nodes_of
+from ..utils.autograd_graph import as_interior, attributes_of, nodes_of
 from ..utils.module_state import unchanged
 from ..utils.storages import sizes_of, tensors_in
 from .selective import products
 from .state_snapshot import recomputed_region
+
+_WAS_KEPT = (
+    "a child of SublinearSequential kept a tensor of the run in which the container measures its children; call the "
+    "container once before the first step"
+)
 
 #: How many operations a device does in a product while it moves a byte, about: 200 GFLOP/s and 13 GB/s of four cores,
 #: 400 TFLOP/s (TF32) and 3 TB/s of an H100.
@@ -116,20 +121,7 @@ def _measured(child: nn.Module, inputs: tuple[Any, ...], *, is_selective: bool) 
 def _detached_copy(tensor: Tensor) -> Tensor:
     """A copy without its graph, which is no leaf: a ReLU in place could not write to a leaf."""
     copy = tensor.detach().clone()
-    return cast("Tensor", _NonLeaf.apply(torch.empty(0, requires_grad=True), [copy])) if tensor.requires_grad else copy
-
-
-class _NonLeaf(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, source: Tensor, held: list[Tensor]) -> Tensor:
-        return held[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError(
-            "a child of SublinearSequential kept a tensor of the run in which the container measures its children; "
-            "call the container once before the first step"
-        )
+    return as_interior(copy, _WAS_KEPT) if tensor.requires_grad else copy
 
 
 class _Costs(TorchDispatchMode):

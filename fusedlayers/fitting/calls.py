@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._torch import TreeSpec, tree_flatten, tree_unflatten
+from ..utils.autograd_graph import as_interior
 from ..utils.storages import tensors_in
 
 #: What cannot be changed by a call.
@@ -50,7 +51,7 @@ class Call(NamedTuple):
         for leaf, requires_grad in zip(self.leaves, self.requires_grad, strict=True):
             fresh = leaf.clone() if isinstance(leaf, Tensor) else leaf
             if requires_grad:
-                fresh = _Interior.apply(torch.empty(0, device=fresh.device, requires_grad=True), [fresh])
+                fresh = as_interior(fresh)
             leaves.append(fresh)
         return cast("tuple[tuple[Any, ...], dict[str, Any]]", tree_unflatten(leaves, self.structure))
 
@@ -71,15 +72,3 @@ class Call(NamedTuple):
             for leaf in self.leaves
         ]
         return described, str(self.structure), self.autocast
-
-
-class _Interior(torch.autograd.Function):
-    """Makes a tensor an interior one of a graph, which may be written over, as a leaf may not."""
-
-    @staticmethod
-    def forward(ctx: Any, source: Tensor, held: list[Tensor]) -> Tensor:
-        return held[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return torch.zeros(0, device=grads[0].device), None
