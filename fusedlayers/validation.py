@@ -165,6 +165,13 @@ def check_dropout(function: str, dropout: object) -> None:
         raise ValueError(f"{function}: dropout must lie in [0, 1], got {dropout}")
 
 
+def check_features(function: str, **features: object) -> None:
+    """Refuse sizes that are no whole numbers: where arguments have slipped, ``nn.Linear`` speaks of ``empty()``."""
+    for name, value in features.items():
+        if not is_whole(value):
+            raise TypeError(f"{function}: {name} must be an int, got {type(value).__name__}: {value!r}")
+
+
 def check_gate(gate: Tensor, up: Tensor | None, packing: object, packings: Sequence[str]) -> None:
     """All checks of a gate's tensors, before anything is computed."""
     if packing not in packings:

@@ -90,6 +90,20 @@ def test_its_repr_says_what_is_saved(arguments: tuple[object, ...], said: str) -
     assert said in repr(fl.FusedDenseAct(12, 40, *arguments))
 
 
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: fl.FusedDenseAct(64, "gelu"), "FusedDenseAct: out_features must be an int, got str: 'gelu'"),
+        (lambda: fl.FusedMLP(64, "gelu", 256), "FusedMLP: hidden_features must be an int, got str: 'gelu'"),
+        (lambda: fl.FusedMLP(64, 256, "gelu"), "FusedMLP: out_features must be an int, got str: 'gelu'"),
+        (lambda: fl.FusedGatedMLP(64, 2.5), "FusedGatedMLP: hidden_features must be an int, got float: 2.5"),
+    ],
+)
+def test_arguments_that_slipped_are_named(make: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=f"^{words}$"):
+        make()
+
+
 def test_its_repr_knows_the_dtype_and_the_choice() -> None:
     assert "saves the input: the fitted" in repr(fl.FusedDenseAct(12, 40, "gelu", dtype=torch.float64))
     assert "saves nothing and recomputes" in repr(fl.FusedDenseAct(12, 40, "gelu", save="recompute"))

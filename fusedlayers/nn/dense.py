@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .. import backends
 from ..activations import resolve
 from ..functional import dense_bias_act
-from ..validation import check_dropout
+from ..validation import check_dropout, check_features
 from .base import FusedAct
 
 
@@ -49,6 +49,7 @@ class FusedDenseAct(FusedAct):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_features("FusedDenseAct", in_features=in_features, out_features=out_features)
         check_dropout("FusedDenseAct", dropout)
         super().__init__(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype), activation, save)
         if dropout:

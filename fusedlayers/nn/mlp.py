@@ -14,7 +14,7 @@ from ..block_plan import describe_block
 from ..execute import after_activation
 from ..functional import bias_act, gated_mlp, mlp
 from ..ops.mlp_forward import BlockOptions
-from ..validation import check_block_options
+from ..validation import check_block_options, check_features
 from .base import WithActivation
 
 _SEPARATE = ("gate_proj", "up_proj")
@@ -190,8 +190,9 @@ class FusedMLP(FusedBlock):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        fc1 = nn.Linear(in_features, hidden_features, bias, device=device, dtype=dtype)
         out_features = in_features if out_features is None else out_features
+        check_features("FusedMLP", in_features=in_features, hidden_features=hidden_features, out_features=out_features)
+        fc1 = nn.Linear(in_features, hidden_features, bias, device=device, dtype=dtype)
         fc2 = nn.Linear(hidden_features, out_features, bias, device=device, dtype=dtype)
         self._set_block({"fc1": fc1, "fc2": fc2}, activation, dropout, save, chunks)
 
@@ -281,9 +282,11 @@ class FusedGatedMLP(FusedBlock):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        out_features = in_features if out_features is None else out_features
+        features = {"in_features": in_features, "hidden_features": hidden_features, "out_features": out_features}
+        check_features("FusedGatedMLP", **features)
         sizes = {"gate_up_proj": 2 * hidden_features} if packed else dict.fromkeys(_SEPARATE, hidden_features)
         layers = {name: nn.Linear(in_features, size, bias, device=device, dtype=dtype) for name, size in sizes.items()}
-        out_features = in_features if out_features is None else out_features
         layers["down_proj"] = nn.Linear(hidden_features, out_features, bias, device=device, dtype=dtype)
         self._set_block(layers, activation, dropout, save, chunks)
 
