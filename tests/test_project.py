@@ -1,0 +1,128 @@
+"""What the project says of itself: the workflow, the hooks, the metadata, CONTRIBUTING and the changelog name only what
+exists, and agree with one another."""
+
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fusedlayers as fl
+from bench.__main__ import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+RUN = ROOT / ".ci" / "run"
+CONTRIBUTING = (ROOT / ".github" / "CONTRIBUTING.md").read_text(encoding="utf-8")
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+PARTS = {"lint", "types", "tests", "slow", "package"}
+
+
+def loaded(*parts: str) -> Any:
+    yaml = pytest.importorskip("yaml")
+    return yaml.safe_load(ROOT.joinpath(*parts).read_text(encoding="utf-8"))
+
+
+# --- continuous integration -------------------------------------------------------------------------------------------
+
+
+def rows_of(job: dict[str, Any]) -> list[dict[str, str]]:
+    """What ``matrix`` is in each run of a job."""
+    matrix = dict(job.get("strategy", {}).get("matrix", {}))
+    rows = matrix.pop("include", None) or [{}]
+    for name, values in matrix.items():
+        rows = [{**row, name: value} for row in rows for value in values]
+    return rows
+
+
+def test_the_workflow_runs_every_part_and_nothing_else() -> None:
+    jobs = loaded(".github", "workflows", "ci.yml")["jobs"].values()
+    commands = [step["run"] for job in jobs for step in job["steps"] if "run" in step]
+    assert sorted(commands) == sorted(f".ci/run {part}" for part in PARTS)
+
+
+def test_the_workflow_reads_what_its_matrices_have() -> None:
+    for name, job in loaded(".github", "workflows", "ci.yml")["jobs"].items():
+        read = set(re.findall(r"\bmatrix\.(\w+)", str(job)))
+        assert all(read == row.keys() for row in rows_of(job)), name
+
+
+def test_versions_are_those_of_the_metadata() -> None:
+    jobs = loaded(".github", "workflows", "ci.yml")["jobs"]
+    rows = rows_of(jobs["tests"])
+    pythons = [c.rpartition(" ")[2] for c in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", c)]
+    assert sorted({row["python"] for row in rows}) == pythons
+    assert PROJECT["requires-python"] == f">={pythons[0]}"
+    (least,) = (d.partition(">=")[2] for d in PROJECT["dependencies"] if d.startswith("torch>="))
+    (readmes,) = re.findall(r"^pip install (torch==\S+) .* pytest$", RUN.read_text(encoding="utf-8"), re.MULTILINE)
+    assert {row["torch"] for row in rows} == {f"torch=={least}.0", readmes, "torch"}
+    assert f"TORCH:-{readmes}}}" in RUN.read_text(encoding="utf-8")
+    assert {row["python"] for row in rows_of(jobs["package"])} == {pythons[0], pythons[-1]}
+
+
+def test_ci_run_says_which_parts_there_are() -> None:
+    assert os.access(RUN, os.X_OK)
+    done = subprocess.run([RUN, "lint", "docs"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "no part 'docs'" in done.stderr
+    assert set(re.findall(r"\w+", done.stderr.partition("there are")[2])) - {"and"} == PARTS
+
+
+def test_hooks_run_the_tools_that_the_tests_install() -> None:
+    installed = {re.split(r"\W", requirement)[0] for requirement in PROJECT["optional-dependencies"]["test"]}
+    hooks = [hook for repository in loaded(".pre-commit-config.yaml")["repos"] for hook in repository["hooks"]]
+    assert {hook["entry"].split()[0] for hook in hooks} == {"ruff", "mypy"} <= installed
+
+
+# --- documents --------------------------------------------------------------------------------------------------------
+
+CODE = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", CONTRIBUTING)
+PATH = re.compile(r"\.?\w[\w.-]*/[\w./*-]*|\w[\w-]*\.(?:py|md|toml|yml)")
+#: What commands write.
+WRITTEN = {"dist/", "dist/*", "summary.md"}
+
+
+def test_paths_in_contributing_exist() -> None:
+    paths = {word for code in CODE for word in code.split() if PATH.fullmatch(word)} - WRITTEN
+    assert len(paths) > 30
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+
+
+def test_names_in_contributing_exist() -> None:
+    pairs = re.findall(r"`(\w+)` (?:in|of)\s+`([\w./]+\.(?:py|c))`", CONTRIBUTING)
+    assert len(pairs) > 10
+    for name, path in pairs:
+        assert re.search(
+            rf"^(?:def |class |    def )?{name}\b", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE
+        )
+    sources = [RUN, *(path for folder in ("fusedlayers", "bench", "tests") for path in (ROOT / folder).rglob("*.py"))]
+    words = {word for path in sources for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
+    names = {code for code in CODE if re.fullmatch(r"\w+", code)}
+    assert len(names) > 20 and names <= words
+
+
+def test_commands_in_contributing_exist() -> None:
+    commands = [code.split() for code in CODE]
+    measurements = {words[3] for words in commands if words[:3] == ["python", "-m", "bench"]}
+    assert len(measurements) > 3 and measurements <= {*COMMANDS, "NAME"}
+    parts = {part for words in commands if ".ci/run" in words for part in words[words.index(".ci/run") + 1 :]}
+    assert len(parts) > 2 and parts <= PARTS
+
+
+def test_code_in_contributing_runs() -> None:
+    namespace: dict[str, Any] = {}
+    blocks = re.findall(r"^( *)```python\n(.*?)^ *```$", CONTRIBUTING, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 3
+    for number, (indent, block) in enumerate(blocks):
+        code = re.sub(rf"^{indent}", "", block, flags=re.MULTILINE)
+        exec(compile(code, f"CONTRIBUTING.md, block {number}", "exec"), namespace)
+
+
+def test_the_changelog_names_what_is_exported() -> None:
+    names = set(re.findall(r"`fl\.(\w+)", CHANGELOG))
+    assert len(names) > 40 and names <= set(fl.__all__)
+    headings = re.findall(r"^## \[(.*?)\]", CHANGELOG, re.MULTILINE)
+    assert headings[0] == "Unreleased"
+    assert headings[1:] == [] or headings[1] == fl.__version__
