@@ -44,8 +44,9 @@ def dense_bias_act(
         input: (..., in), float16, bfloat16, float32 or float64.
         weight: (out, in), of the same dtype and device; under autocast both are cast as ``F.linear`` casts them.
         bias: (out,) or None.
-        activation: a name (see ``fusedlayers.activations()``), an ``nn.Module``, a torch function, a
-            ``functools.partial``, any callable, or None. What is not in the table is computed by plain PyTorch.
+        activation: a name (see ``fusedlayers.activations()``; case, hyphens and underscores do not matter), an
+            ``nn.Module``, a torch function, a ``functools.partial``, any callable, or None. What is not in the table is
+            computed by plain PyTorch.
         residual: (..., out), or None: added before the activation.
         dropout: the probability with which outputs are dropped, and the others divided by one less it, as ``F.dropout``
             does with the same numbers; 0 in evaluation. On CPUs no mask is saved: the output tells what was dropped.

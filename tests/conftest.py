@@ -50,11 +50,17 @@ def nothing_outlives_a_test() -> Iterator[None]:
 
     rows, by_name = dict(record._rows), dict(record.by_name)
     stand_ins = {target: list(entries) for target, entries in record.stand_ins.items()}
+    by_spelling = dict(record.by_spelling)
     yield
     call._plans.clear()
     block_plan._plans.clear()
     if len(record._rows) != len(rows):
-        for table, before in ((record._rows, rows), (record.by_name, by_name), (record.stand_ins, stand_ins)):
+        for table, before in (
+            (record._rows, rows),
+            (record.by_name, by_name),
+            (record.by_spelling, by_spelling),
+            (record.stand_ins, stand_ins),
+        ):
             table.clear()
             table.update(before)  # type: ignore[arg-type]
 

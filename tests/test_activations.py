@@ -4,6 +4,7 @@ import copy
 import functools
 import math
 import pickle
+import re
 from collections.abc import Callable
 
 import pytest
@@ -268,6 +269,68 @@ def test_positional_arguments_in_a_partial_are_not_parameters() -> None:
 def test_unknown_names_list_the_known_ones() -> None:
     with pytest.raises(ValueError, match="unknown activation 'gleu'.*" + ".*".join(activations())):
         resolve("gleu")
+
+
+@pytest.mark.parametrize(
+    ("unknown", "meant"),
+    [
+        ("gelo", "gelu"),
+        ("GELO", "gelu"),
+        ("leakyrely", "leaky_relu"),
+        ("gelu_tahn", "gelu_tanh"),
+        ("xyz", None),
+        ("", None),
+    ],
+)
+def test_unknown_names_name_the_closest_one(unknown: str, meant: str | None) -> None:
+    listed = "the known ones are: " if meant is None else f"did you mean {meant!r}? The known ones are: "
+    with pytest.raises(
+        ValueError, match=f"^resolve: unknown activation {unknown!r}; {re.escape(listed)}identity, relu"
+    ):
+        resolve(unknown)
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
+def test_names_are_found_however_they_are_spelled(row: Row) -> None:
+    name = row.name
+    for spelling in (
+        name.upper(),
+        name.title(),
+        name.replace("_", "-"),
+        name.replace("_", ""),
+        f"{name[:1]}_{name[1:]}",
+    ):
+        assert resolve(spelling) is resolve(name)
+
+
+#: torch's classes that need no arguments (Threshold does), by the rows that they stand for.
+CLASSES = {
+    target: row
+    for row in rows()
+    for target, _ in row.stands_for
+    if isinstance(target, type) and target is not nn.Threshold
+}
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_torchs_classes_are_spelled_like_their_rows(kind: type[nn.Module]) -> None:
+    assert resolve(kind.__name__) is resolve(kind())
+
+
+def test_spellings_are_names_everywhere() -> None:
+    x, w = torch.randn(40, 8), torch.randn(30, 8)
+    expected = F.leaky_relu(F.linear(x, w))
+    for name in ("LeakyReLU", "leakyrelu", "LEAKY_RELU", "leaky-relu"):
+        torch.testing.assert_close(fl.dense_bias_act(x, w, None, name), expected)
+        layer = fl.FusedDenseAct(8, 30, name)
+        assert layer.activation == name and "activation=leaky_relu" in repr(layer)
+    compiled = torch.compile(lambda x: fl.dense_bias_act(x, w, None, "LeakyReLU"), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x.requires_grad_()), expected)
+
+
+def test_names_are_looked_up_before_spellings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "spelled", None)
+    assert resolve("leaky_relu").name == "leaky_relu"
 
 
 @pytest.mark.parametrize("nonsense", [3, 1.5, ["gelu"], True])

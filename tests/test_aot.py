@@ -239,7 +239,10 @@ def test_both_readings_of_accesses_agree() -> None:
             "no target is called 'sm_9'; there are ['sm_80', 'sm_89', 'sm_90', 'sm_100', 'gfx942', ",
         ),
         (["--kernel", "foward"], "no kernel is called 'foward'; there are ['forward', 'derivative_given_output',"),
-        (["--activation", "gelo"], "--activation: unknown activation 'gelo'; the known ones are: identity, relu,"),
+        (
+            ["--activation", "gelo"],
+            "--activation: unknown activation 'gelo'; did you mean 'gelu'? The known ones are: identity, relu,",
+        ),
         (["--kernel", "inverse"], "no kernel of ['inverse'] exists for ['gelu'] in ['bfloat16']"),
     ],
 )

@@ -612,7 +612,9 @@ def test_what_must_be_there(missing: str) -> None:
 
 @pytest.mark.parametrize("function", [lambda a: fl.dense_bias_act(X, W, B, a), lambda a: fl.bias_act(X, None, a)])
 def test_activations_that_do_not_exist(function: Callable[[object], Tensor]) -> None:
-    with pytest.raises(ValueError, match="unknown activation 'gleu'; the known ones are: ") as error:
+    with pytest.raises(
+        ValueError, match=r"unknown activation 'gleu'; did you mean 'gelu'\? The known ones are: "
+    ) as error:
         function("gleu")
     _said(error, *fl.activations())
     with pytest.raises(TypeError, match="activation must be a name, a module, a function or None, got int: 3"):

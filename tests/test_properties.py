@@ -445,7 +445,7 @@ def test_bad_input(name: str, activation: str, save: str) -> None:
 
 #: Activation, options, and what is said of them.
 REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
-    "name": ("gleu", {}, ValueError, "unknown activation 'gleu'; the known ones are: "),
+    "name": ("gleu", {}, ValueError, "unknown activation 'gleu'; did you mean 'gelu'? The known ones are: "),
     "number": (3, {}, TypeError, "activation must be a name, a module, a function or None, got int: 3"),
     "class": (nn.GELU, {}, TypeError, "activation must be an instance"),
     "save": ("gelu", {"save": "all"}, ValueError, "save must be one of auto, output, input, recompute, got 'all'"),

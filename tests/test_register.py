@@ -23,7 +23,7 @@ def only_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a test registers is forgotten after it: other tests iterate over the table."""
     torch.manual_seed(0)
     stand_ins = {target: list(entries) for target, entries in record.stand_ins.items()}
-    for name in ("_rows", "by_name"):
+    for name in ("_rows", "by_name", "by_spelling"):
         monkeypatch.setattr(record, name, dict(getattr(record, name)))
     monkeypatch.setattr(record, "stand_ins", stand_ins)
     return
@@ -200,6 +200,24 @@ def test_wrong_derivatives_are_refused_with_a_counterexample(
     assert "wrong" not in fl.activations()
     with pytest.raises(ValueError, match="unknown activation 'wrong'"):
         fl.bias_act(torch.ones(3), None, "wrong")
+
+
+def test_registered_names_have_spellings() -> None:
+    fl.activation(_laplace, name="Two_Sided")
+    assert resolve("two-sided") is resolve("TwoSided") is resolve("Two_Sided")
+    with pytest.raises(ValueError, match=r"unknown activation 'two_sidde'; did you mean 'Two_Sided'\?"):
+        resolve("two_sidde")
+    fl.activation(_laplace, name="Two_Sided")  # once more
+    assert resolve("two-sided") is resolve("Two_Sided")
+
+
+def test_a_spelling_that_names_share_is_refused() -> None:
+    before = resolve("gelu")
+    fl.activation(_laplace, name="Gelu")
+    assert resolve("gelu") is before and resolve("Gelu").function is _laplace
+    said = "bias_act: activation 'GELU' may be any of gelu, Gelu; write it as one of these"
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        fl.bias_act(torch.ones(3), None, "GELU")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -16,19 +17,17 @@ from .record import Activation, activations
 def resolve(activation: object, function: str = "resolve") -> Activation:
     """The record for a name, an ``nn.Module``, a torch function, a ``functools.partial``, any callable, or None.
 
+    Names are found as they are written, or else by their spelling: "ReLU" and "leaky-relu" are names too.
+
     Errors name ``function`` as the function that was called.
 
     Raises:
-        ValueError: an unknown name; the message lists the known ones.
+        ValueError: an unknown name; the message lists the known ones. A spelling that several names share.
         TypeError: an object that cannot be called, or the class of a module.
     """
     if isinstance(activation, str):
         found = record.by_name.get(activation)
-        if found is None:
-            raise ValueError(
-                f"{function}: unknown activation {activation!r}; the known ones are: {', '.join(activations())}"
-            )
-        return found
+        return found if found is not None else record.by_name[_name_spelled_like(activation, function)]
     if activation is None:
         return record.by_name["identity"]
     if isinstance(activation, Activation):
@@ -44,6 +43,17 @@ def resolve(activation: object, function: str = "resolve") -> Activation:
             f"got {type(activation).__name__}: {activation!r}"
         )
     return _resolve_function(activation)
+
+
+def _name_spelled_like(name: str, function: str) -> str:
+    names = record.by_spelling.get(record.spelled(name), ())
+    if len(names) == 1:
+        return names[0]
+    if names:
+        raise ValueError(f"{function}: activation {name!r} may be any of {', '.join(names)}; write it as one of these")
+    close = difflib.get_close_matches(record.spelled(name), record.by_spelling, n=1)
+    listed = f"did you mean {record.by_spelling[close[0]][0]!r}? The" if close else "the"
+    raise ValueError(f"{function}: unknown activation {name!r}; {listed} known ones are: {', '.join(activations())}")
 
 
 def _resolve_module(module: nn.Module) -> Activation:

@@ -340,6 +340,8 @@ class WithOperands(NamedTuple):
 _rows: dict[str, Row] = {}
 #: Each row with its default parameters.
 by_name: dict[str, Activation] = {}
+#: Names by how they are spelled (``spelled``). Those that users register may share a spelling.
+by_spelling: dict[str, tuple[str, ...]] = {}
 #: By replaced module or function: the row, the arguments that select it, and the arguments that have no default.
 stand_ins: dict[Any, list[tuple[Row, Mapping[str, object], frozenset[str]]]] = {}
 
@@ -357,11 +359,20 @@ def register(row: Row) -> Row:
             raise ValueError(f"activation {row.name!r} is already registered")
         for entries in stand_ins.values():
             entries[:] = [entry for entry in entries if entry[0] is not old]
+    else:
+        spelling = spelled(row.name)
+        by_spelling[spelling] = (*by_spelling.get(spelling, ()), row.name)
     _rows[row.name] = row
     by_name[row.name] = row.bind()
     for target, arguments in row.stands_for:
         register_stand_in(row.name, target, arguments)
     return row
+
+
+def spelled(name: str) -> str:
+    """A name without what people write in different ways: case, underscores and hyphens. torch's classes are spelled
+    like the rows that they stand for: ``LeakyReLU`` like ``leaky_relu``."""
+    return name.lower().replace("_", "").replace("-", "")
 
 
 def _defined_at(function: Function) -> tuple[object, object]:

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from ..activations import activations
+from ..activations import activations, resolve
 from ..utils import command_line
 from .explanation import explain
 from .model_explanation import ModelExplanation
@@ -41,12 +41,10 @@ def run(arguments: argparse.Namespace) -> int:
 def activation_named(name: str) -> object:
     """The activation of that name, or what `module:attribute` names; a class that needs no arguments is called."""
     if ":" not in name:
-        if name not in activations():
-            raise ValueError(
-                f"unknown activation {name!r}; the known ones are: {', '.join(activations())}; "
-                "others are written as module:attribute"
-            )
-        return name
+        try:
+            return resolve(name, "explain")
+        except ValueError as error:
+            raise ValueError(f"{error}; others are written as module:attribute") from error
     found = command_line.import_object(name)
     if not isinstance(found, type):
         return found
