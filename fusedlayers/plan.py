@@ -131,6 +131,8 @@ class Plan(NamedTuple):
     #: Whether backward can recompute z from the operation's own arguments.
     keeps_origin: bool = False
     is_hooked: bool = False
+    #: Whose call it is, for errors in backward.
+    function: str = ""
 
     def __str__(self) -> str:
         return self.reason
@@ -224,6 +226,7 @@ def make_plan(key: PlanKey) -> Plan:
         # Second derivatives then go through the exact z and not the rounded y.
         keeps_origin=saved == "recompute" or (saved == "output" and holds_arguments and not key.has_residual),
         is_hooked=key.is_hooked,
+        function=operation.function,
     )
 
 

@@ -24,7 +24,7 @@ from ..backends import torch as reference
 from ..utils.isolation import in_clean_state
 from ..utils.layout import is_dense
 from .buffer_reuse import hooks_move_tensors, is_ours_alone, saved_under_hooks
-from .edits import check_unedited, version_for_backward
+from .edits import saved_tensors, version_for_backward
 from .pointwise import BiasAct, is_batched
 from .product import Product, product_of
 
@@ -118,9 +118,8 @@ class ActDropout(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (dy,) = grads
-        (y,) = ctx.saved_tensors
-        check_unedited(y, ctx.expected)
         activation, p, backend, hooked = ctx.settings
+        (y,) = saved_tensors(ctx, "dropout", activation)
         if torch.is_grad_enabled() or is_batched(dy):
             dz = reference.gradient_of_marked(
                 activation, upcast(dy), upcast(y), y.dtype, 1 - p, differentiable=True

@@ -1,16 +1,26 @@
-"""Edits in place of an output that a node has saved, in what a checkpoint computes again.
+"""Edits in place of an output that a node has saved.
 
-Autograd refuses to run backward from a saved tensor that was edited, but not where saved-tensor hooks have put it
-there, as a checkpoint's do: PyTorch's own operations then read what was written over it. Where a model's code edits the
-output of an operation of PyTorch that saves its input, that is right in PyTorch; so here the nodes look themselves.
+PyTorch's own layers save the input of most activations, so code may edit their output. Autograd refuses to run backward
+from a saved tensor that was edited; that error says here what to do.
+
+Autograd does not look at what saved-tensor hooks have put there, as a checkpoint's do: PyTorch's own operations then
+read what was written over it. Where a model's code edits the output of an operation of PyTorch that saves its input,
+that is right in PyTorch; so here the nodes look themselves.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor
 from torch.utils import checkpoint
 
 from .._torch import saved_tensors_hooks_on_top
+from ..activations import Activation
+from ..utils.autograd_graph import raw_saved
+
+#: How autograd's error begins, which people search for.
+_EDITED = "one of the variables needed for gradient computation has been modified by an inplace operation"
 
 
 def version_for_backward(y: Tensor, *, is_dirty: bool = False) -> int | None:
@@ -25,13 +35,42 @@ def version_for_backward(y: Tensor, *, is_dirty: bool = False) -> int | None:
     return y._version + is_dirty if is_checkpoints else None
 
 
-def check_unedited(y: Tensor | None, version: int | None) -> None:
-    """Raises:
-    RuntimeError: ``y``, that backward has unpacked, was edited since it was saved.
+def saved_tensors(ctx: Any, function: str, activation: Activation | None = None) -> tuple[Any, ...]:
+    """``ctx.saved_tensors`` of a node that saves its output as the first of them, or None in its place.
+
+    Args:
+        ctx: its ``expected`` is what ``version_for_backward`` has said of the output.
+        function, activation: whose output it is, for the error.
+
+    Raises:
+        RuntimeError: what was saved has been edited, or freed.
     """
-    if y is not None and version is not None and y._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: an "
-            f"output of shape {tuple(y.shape)}, saved within a checkpoint, is at version {y._version}; expected "
-            f"version {version} instead."
-        )
+    try:
+        saved: tuple[Any, ...] = ctx.saved_tensors
+    except RuntimeError as error:
+        if _EDITED not in str(error) or any(map(_was_edited, [*raw_saved(ctx)][1:])):
+            raise
+        raise _output_was_edited(function, activation, str(error)) from error
+    y, expected = saved[0], ctx.expected
+    if expected is not None and y is not None and y._version != expected:
+        found = f"an output of shape {tuple(y.shape)}, saved within a checkpoint, is at version {y._version}"
+        raise _output_was_edited(function, activation, f"{_EDITED}: {found}; expected version {expected} instead.")
+    return saved
+
+
+def _was_edited(saved: Any) -> bool:
+    """Whether a saved tensor that is no output of its node was edited."""
+    try:
+        saved.unpack()
+    except RuntimeError as error:
+        return _EDITED in str(error)
+    return False
+
+
+def _output_was_edited(function: str, activation: Activation | None, reason: str) -> RuntimeError:
+    output = "output" if activation is None else f"{activation} output"
+    return RuntimeError(
+        f"{function}: its {output} was edited in place after the forward pass, and backward reads it. Say "
+        f'save="input" in this call or layer, or edit a copy; where fl.fuse or fl.fit made this choice, call fl.unfuse '
+        f"on that module. PyTorch says: {reason}"
+    )

@@ -15,7 +15,7 @@ from ..backends import Backend
 from ..backends import torch as reference
 from ..backends.norms import GroupNorm, Kept, in_a_row
 from .buffer_reuse import is_ours_alone, saved_under_hooks
-from .edits import check_unedited, version_for_backward
+from .edits import saved_tensors, version_for_backward
 from .place import AtPlace, place_of
 from .pointwise import apart, gradients_through, is_batched
 from .row_norm import MOST, RATIO, limits
@@ -59,9 +59,8 @@ class _GroupNorm(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (dy,) = grads
-        y, inverse_std, w, b, channels, kept_xhat = ctx.saved_tensors
-        check_unedited(y, ctx.expected)
         norm, backend, hooked = ctx.settings
+        y, inverse_std, w, b, channels, kept_xhat = saved_tensors(ctx, norm.function)
         y = y if norm.reads(y) else y.contiguous()  # hooks may have laid it out in another way
         kept = None if channels is None else Kept(channels, kept_xhat)
         needs_x, needs_w, needs_b, *_ = ctx.needs_input_grad

@@ -27,7 +27,7 @@ from ..backends import GradientRequest
 from ..backends.operations import Recompute
 from ..utils.layout import along, operand_along, sum_along
 from .buffer_reuse import is_ours_alone
-from .edits import check_unedited, version_for_backward
+from .edits import saved_tensors, version_for_backward
 
 if TYPE_CHECKING:
     from ..plan import Plan
@@ -96,10 +96,8 @@ class BiasAct(Function):
         plan = ctx.plan
         _, needs_z, needs_b, needs_residual, _, _, *needs = ctx.needs_input_grad
         is_differentiable = torch.is_grad_enabled() or is_batched(dy)
-        saved, *operands = ctx.saved_tensors
-        if ctx.expected is not None:
-            check_unedited(saved, ctx.expected)
         given_output = plan.saved == "output"
+        saved, *operands = saved_tensors(ctx, plan.function, plan.activation) if given_output else ctx.saved_tensors
         # y may be overwritten where nobody else holds it, and a z that is recomputed is this call's own.
         overwrite = given_output and not plan.is_hooked and is_ours_alone(saved)
         if plan.saved == "recompute":

@@ -24,7 +24,7 @@ from .._torch import foreach
 from ..backends import Backend
 from ..backends.norms import Kept, RowNorm, in_a_row
 from .buffer_reuse import is_ours_alone, saved_under_hooks
-from .edits import check_unedited, version_for_backward
+from .edits import saved_tensors, version_for_backward
 from .place import AtPlace, place_of
 from .pointwise import apart, gradients_through, is_batched
 
@@ -68,9 +68,8 @@ class _RowNorm(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (dy,) = grads
-        y, inverse_std, w, b, columns, kept_xhat = ctx.saved_tensors
-        check_unedited(y, ctx.expected)
         norm, backend, hooked = ctx.settings
+        y, inverse_std, w, b, columns, kept_xhat = saved_tensors(ctx, norm.function)
         y = y if y.is_contiguous() else y.contiguous()  # hooks may have laid it out in another way
         kept = None if columns is None else Kept(columns, kept_xhat)
         needs_x, needs_w, needs_b, *_ = ctx.needs_input_grad

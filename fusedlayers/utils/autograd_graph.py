@@ -41,7 +41,7 @@ def saved_by(node: Any) -> Iterator[Tensor]:
     Nothing is unpacked: that would read from disk, or recompute, what hooks have moved or dropped. A node written in
     C++ outside torch does not show what it saves.
     """
-    for saved in () if is_leaf(node) else _raw(node):
+    for saved in () if is_leaf(node) else raw_saved(node):
         yield from _tensors(saved.data)
     yield from attributes_of(node)
 
@@ -54,7 +54,7 @@ def checkpoints_of(nodes: Iterable[Any]) -> Iterator[tuple[Any, list[Tensor]]]:
     """
     seen = set()
     for node in nodes:
-        for saved in () if is_leaf(node) else _raw(node):
+        for saved in () if is_leaf(node) else raw_saved(node):
             for cell in getattr(saved.unpack_hook, "__closure__", None) or ():
                 frame = cell.cell_contents
                 if id(frame) not in seen and type(frame).__module__ == "torch.utils.checkpoint":
@@ -82,7 +82,8 @@ def attributes_of(node: Any) -> Iterator[Tensor]:
     yield from _tensors(getattr(node, "__dict__", {}))
 
 
-def _raw(node: Any) -> Iterator[Any]:
+def raw_saved(node: Any) -> Iterator[Any]:
+    """A node's saved tensors, packed as they are; those of a Function in the order in which it saved them."""
     for name in dir(node):
         if name.startswith(RAW):
             raw = getattr(node, name)

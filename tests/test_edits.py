@@ -1,0 +1,134 @@
+"""Edits in place of an output that is saved: the error says what to do, and what it says to do helps."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fusedlayers as fl
+from fusedlayers.memory import saved_bytes
+
+TORCHS = "one of the variables needed for gradient computation has been modified by an inplace operation"
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def _leaf(*shape: int) -> Tensor:
+    return torch.randn(shape, requires_grad=True)
+
+
+X, W, B = _leaf(64, 32), _leaf(48, 32), _leaf(48)
+IMAGE, KERNEL = _leaf(2, 4, 16, 16), _leaf(4, 4, 3, 3)
+SLOPED = nn.LeakyReLU(0.2)
+
+
+#: Name -> a call that takes ``save``, and how the error begins if that is "output".
+CALLS: dict[str, tuple[Callable[[str], Tensor], str]] = {
+    "dense": (lambda save: fl.dense_bias_act(X, W, B, "gelu", save=save), "dense_bias_act: its gelu output"),
+    "dense, three dimensions": (
+        lambda save: fl.dense_bias_act(X.view(4, 16, 32), W, B, SLOPED, save=save),
+        "dense_bias_act: its leaky_relu(negative_slope=0.2) output",
+    ),
+    "dense, dropout": (
+        lambda save: fl.dense_bias_act(X, W, B, "silu", dropout=0.25, save=save),
+        "dropout: its silu output",
+    ),
+    "conv": (lambda save: fl.conv_bias_act(IMAGE, KERNEL, None, "silu", save=save), "conv_bias_act: its silu output"),
+    "bias_act": (lambda save: fl.bias_act(X, None, "mish", save=save), "bias_act: its mish output"),
+    "layer_norm": (lambda save: fl.layer_norm(X, 32, save=save), "layer_norm: its output"),
+    "rms_norm": (lambda save: fl.rms_norm(X, 32, save=save), "rms_norm: its output"),
+    "group_norm": (lambda save: fl.group_norm(IMAGE, 2, save=save), "group_norm: its output"),
+    "batch_norm": (
+        lambda save: fl.FusedBatchNormAct2d(4, SLOPED, save=save)(torch.cat([IMAGE] * 32)),
+        "FusedBatchNormAct2d: its leaky_relu(negative_slope=0.2) output",
+    ),
+}
+
+
+def _gradients(call: Callable[[], Tensor]) -> list[Tensor]:
+    torch.manual_seed(1)
+    found = torch.autograd.grad(call().square().sum(), [X, IMAGE], allow_unused=True)
+    return [gradient for gradient in found if gradient is not None]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_error_says_what_to_do(name: str) -> None:
+    call, begins = CALLS[name]
+    y = call("output")
+    y.mul_(2)
+    with pytest.raises(RuntimeError) as caught:
+        y.sum().backward()
+    said = str(caught.value)
+    assert said.startswith(f"{begins} was edited in place after the forward pass, and backward reads it. ")
+    assert all(part in said for part in ('save="input"', "edit a copy", "fl.unfuse", TORCHS)), said
+    assert isinstance(caught.value.__cause__, RuntimeError) and str(caught.value.__cause__) in said
+
+    for edited, unedited in (
+        (lambda: call("input").mul_(2), lambda: 2 * call("input")),
+        (lambda: call("output").clone().mul_(2), lambda: 2 * call("output")),
+    ):
+        torch.testing.assert_close(_gradients(edited), _gradients(unedited))
+
+
+@pytest.mark.parametrize("edited", ["input", "weight"])
+@pytest.mark.parametrize("save", ["output", "input", "recompute"])
+def test_of_other_edits_pytorch_says_what_it_says(edited: str, save: str) -> None:
+    """Also where the input is what a node of the same kind has saved."""
+    x, w = fl.bias_act(X, None, "gelu"), W.detach().clone().requires_grad_()
+    y = fl.dense_bias_act(x, w, B, "gelu", save=save)
+    with torch.no_grad():
+        (x if edited == "input" else w).mul_(2)
+    with pytest.raises(RuntimeError, match=f"^{TORCHS}"):
+        y.sum().backward()
+
+
+def test_of_a_graph_that_was_freed_pytorch_says_what_it_says() -> None:
+    loss = fl.dense_bias_act(X, W, B, "gelu").sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match=r"^Trying to backward through the graph a second time"):
+        loss.backward()
+
+
+class _Edits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 8)
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(self.up(x))
+        if self.factor != 1:
+            y *= self.factor
+        return self.down(y)
+
+
+def test_of_a_fused_model_the_module_is_unfused() -> None:
+    model = _Edits()
+    fl.fuse(model, X)
+    model.factor = 2.0
+    with pytest.raises(RuntimeError, match=r"^bias_act: its gelu output was edited .* fl\.unfuse on that module"):
+        model(X).sum().backward()
+    fl.unfuse(model.act)
+    model(X).sum().backward()
+
+
+def _edited(x: Tensor) -> Tensor:
+    return fl.dense_bias_act(x, W, B, "gelu").mul_(2).sin()
+
+
+@pytest.mark.parametrize("under", ["checkpoint", "memory report"])
+def test_under_saved_tensor_hooks(under: str) -> None:
+    """Where autograd does not look at versions, but nodes and hooks of this package do."""
+    results = []
+    with torch.utils.checkpoint.set_checkpoint_early_stop(False):  # it would end before the edit
+        if under == "checkpoint":
+            results.append(checkpoint(_edited, X, use_reentrant=False))
+        else:
+            saved_bytes(lambda: results.append(_edited(X)))
+        with pytest.raises(RuntimeError, match=f"^dense_bias_act: its gelu output was edited .*{TORCHS}"):
+            results[0].sum().backward()
