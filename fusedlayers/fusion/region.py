@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -81,15 +81,24 @@ class Region:
     def attach(self) -> None:
         vars(self.module)["forward"] = self
         vars(self.module).setdefault("extra_repr", Remark(self.module))
+        vars(self.module)["__prepare_scriptable__"] = self.refuse_script
 
     def remove(self) -> None:
         """Let the module be what it was."""
         own = vars(self.module)
         del own["forward"]
+        own.pop("__prepare_scriptable__", None)  # which pickles of earlier versions do not have
         if self.replaced is not None:
             own["forward"] = self.replaced
         if isinstance(own.get("extra_repr"), Remark):
             del own["extra_repr"]
+
+    def refuse_script(self) -> NoReturn:
+        """``__prepare_scriptable__`` of the module (``utils/torchscript.py``)."""
+        raise RuntimeError(
+            f"torch.jit.script: {type(self.module).__name__} was changed by fusedlayers.fuse or fusedlayers.fit, and "
+            "TorchScript cannot compile it; call fusedlayers.unfuse(model) first"
+        )
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:

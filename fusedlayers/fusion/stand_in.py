@@ -102,7 +102,7 @@ def _twin(module: nn.Module) -> Any:
     twin: Any = object.__new__(type(module))
     none = {name: value for name, value in vars(nn.Module()).items() if "hook" in name}
     twin.__dict__ = {**vars(module), **none}
-    for name in ("forward", "extra_repr"):
+    for name in ("forward", "extra_repr", "__prepare_scriptable__"):
         twin.__dict__.pop(name, None)
     return twin
 

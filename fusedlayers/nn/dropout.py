@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ..dropouts import dropout
+from ..utils.torchscript import refuse_script
 
 
 class Dropout(nn.Dropout):
@@ -18,6 +19,8 @@ class Dropout(nn.Dropout):
     >>> fl.Dropout(0.1)
     Dropout(p=0.1, inplace=False)
     """
+
+    __prepare_scriptable__ = refuse_script
 
     def forward(self, input: Tensor) -> Tensor:
         return dropout(input, self.p, self.training, self.inplace)

@@ -11,6 +11,7 @@ from .. import plan
 from ..activations import Activation
 from ..functional import bias_act
 from ..norms import group_norm
+from ..utils.torchscript import refuse_script
 from ..validation import check_norm_save
 from .base import FusedAct
 
@@ -26,6 +27,8 @@ class GroupNorm(nn.GroupNorm):
     >>> fl.GroupNorm(2, 8)(torch.ones(1, 8, 4)).shape
     torch.Size([1, 8, 4])
     """
+
+    __prepare_scriptable__ = refuse_script
 
     def __init__(
         self,

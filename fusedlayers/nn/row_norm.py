@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..norms import layer_norm, rms_norm
+from ..utils.torchscript import refuse_script
 from ..validation import check_norm_save
 
 
@@ -23,6 +24,8 @@ class LayerNorm(nn.LayerNorm):
     >>> fl.LayerNorm(8)
     LayerNorm((8,), eps=1e-05, elementwise_affine=True, bias=True, save='auto')
     """
+
+    __prepare_scriptable__ = refuse_script
 
     def __init__(
         self,
@@ -58,6 +61,8 @@ class RMSNorm(nn.RMSNorm):
     >>> fl.RMSNorm(8, eps=1e-6, rounds_first=True)
     RMSNorm((8,), eps=1e-06, elementwise_affine=True, rounds_first=True, save='auto')
     """
+
+    __prepare_scriptable__ = refuse_script
 
     def __init__(
         self,
