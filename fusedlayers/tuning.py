@@ -16,11 +16,12 @@ from .fusion.fuse import arguments_from
 from .kernels import use_kernels
 from .profiling.step import Step
 from .utils.module_state import isolated_gradients, unchanged
+from .utils.reports import Report
 from .utils.storages import tensors_in
 
 
 @dataclass(frozen=True)
-class TuneReport:
+class TuneReport(Report):
     """What ``tune`` has measured; ``str()`` is a line for each.
 
     Attributes:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..utils.plotting import EAGER, FONT, HERE, INK, legend, new_figure, style
 from .training import Outcome, Settings
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MIB = 2**20
-COLORS = {"eager": "#a9b1bb", "fused": "#d1495b"}
+COLORS = {"eager": EAGER, "fused": HERE}
 LEGEND = """\
 saved: kept by the forward pass for the backward pass, parameters left out
 peak: most allocated at once in both passes"""
@@ -77,33 +78,23 @@ def table(outcomes: Outcomes) -> "Table":
 
 def plot(outcomes: Outcomes, title: str, path: Path) -> None:
     """Draw loss curves, memory and time to a PNG file; matplotlib's global state stays as it is."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=10)
-    losses, memory, duration = figure.subplots(1, 3, width_ratios=[5, 4, 2], gridspec_kw={"wspace": 0.1})
+    figure = new_figure("demo", 4, title)
+    losses, memory, duration = figure.subplots(1, 3, width_ratios=[5, 4, 2])
 
     for (name, outcome), width in zip(outcomes.items(), (5, 1.2), strict=True):
         steps = range(1, len(outcome.losses) + 1)  # the curves coincide, so the first is drawn wide, below the other
         losses.plot(steps, outcome.losses, color=COLORS[name], linewidth=width, label=name)
     differences = [abs(a - b) for a, b in zip(*(outcome.losses for outcome in outcomes.values()), strict=True)]
-    losses.set(title=f"Loss, nats per byte (they differ by at most {max(differences):.1g})", xlabel="training step")
-    losses.grid(alpha=0.3)
-    losses.legend(frameon=False)
+    difference = f"Loss (they differ by at most {max(differences):.1g})"
+    style(losses, title=difference, xlabel="training step", ylabel="nats per byte")
+    legend(losses)
     quantities = {"saved for backward": lambda o: o.saved_bytes / MIB, "peak": lambda o: o.peak_bytes / MIB}
-    draw_bars(memory, outcomes, quantities)
-    memory.set_title("Memory, MiB")
-    draw_bars(duration, outcomes, {"median step": lambda o: o.step_ms})
-    duration.set_title("Time, ms")
-    for axes in (losses, memory, duration):
-        axes.title.set_fontsize(11)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    draw_bars(memory, outcomes, quantities, "Memory, MiB")
+    draw_bars(duration, outcomes, {"median step": lambda o: o.step_ms}, "Time, ms")
+    figure.savefig(path)
 
 
-def draw_bars(axes: "Axes", outcomes: Outcomes, quantities: dict[str, Quantity]) -> None:
+def draw_bars(axes: "Axes", outcomes: Outcomes, quantities: dict[str, Quantity], title: str) -> None:
     """Draw a bar of each variant for each quantity, labelled with its value and its change from eager."""
     eager = [quantity(outcomes["eager"]) for quantity in quantities.values()]
     for offset, (name, outcome) in zip((-0.2, 0.2), outcomes.items(), strict=True):
@@ -112,7 +103,9 @@ def draw_bars(axes: "Axes", outcomes: Outcomes, quantities: dict[str, Quantity])
         if name != "eager":
             labels = [f"{new:.1f}\n({new / old - 1:+.0%})" for new, old in zip(values, eager, strict=True)]
         bars = axes.bar([group + offset for group in range(len(values))], values, width=0.38, color=COLORS[name])
-        axes.bar_label(bars, labels, padding=2)
+        axes.bar_label(bars, labels, padding=2, fontsize=FONT, color=INK)
+    style(axes, title=title)
     axes.set_xticks(range(len(quantities)), list(quantities))
+    axes.grid(False)
     axes.set_yticks([])  # each bar states its value
     axes.margins(y=0.12)

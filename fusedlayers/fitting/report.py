@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..fusion.report import path_text
 from ..utils.formatting import size_text
+from ..utils.reports import DrawnReport
 from .blocks import Mode
 from .plans import Plan
 from .training import Of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 #: What each mode does, for people.
 WORDS: dict[Mode, str] = {
@@ -47,7 +50,7 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class FitReport:
+class FitReport(DrawnReport):
     """What ``fit`` returns. ``str()`` is a table, ``plot(path)`` a picture.
 
     Attributes:
@@ -100,15 +103,15 @@ class FitReport:
         own["skipped"] = {reason: list(paths) for reason, paths in self.skipped.items()}
         return own
 
-    def plot(self, path: str | PathLike[str]) -> None:
-        """Draw time over bytes: the plans, the chosen one, eager PyTorch and a checkpoint of every block.
+    def figure(self) -> Figure:
+        """Time over bytes: the plans, the chosen one, eager PyTorch and a checkpoint of every block.
 
         Raises:
             ImportError: matplotlib is not installed.
         """
         from . import plot
 
-        plot.draw(self, path)
+        return plot.draw(self)
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..utils.formatting import merged_path, size_text
+from ..utils.reports import Report
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Skipped:
 
 
 @dataclass(frozen=True)
-class FuseReport:
+class FuseReport(Report):
     """What ``fuse`` returns; ``str()`` is a table.
 
     Attributes:

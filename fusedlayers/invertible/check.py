@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..checkpoint.state_snapshot import StateSnapshot
 from ..utils.module_state import unchanged
+from ..utils.reports import Report
 from ..utils.storages import tensors_in
 from .call import InvertibleFunction, is_float
 
@@ -49,7 +50,7 @@ class CheckRow:
 
 
 @dataclass(frozen=True)
-class CheckReport:
+class CheckReport(Report):
     """What ``InvertibleModule.check`` has found. It is true if everything is within the tolerance.
 
     Attributes:

@@ -7,26 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..utils.formatting import size_text
-from ..utils.plotting import new_figure
+from ..utils.plotting import BLUE, DARK, FONT, GREEN, GREY, INK, LEMON, ORANGE, SKY, WIDTH, WINE, new_figure
 from .row_groups import entries_in, groups_of
 from .saved_rows import Row
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 #: Colours of operations, the largest first; all others are grey.
-DARK = ("#46729f", "#c25450", "#4f8045", "#85619a", "#8a6752")
-LIGHT = ("#f2a65a", "#8ecac6", "#e3c25c", "#eea6c0")
-COLORS = (DARK[0], LIGHT[0], DARK[1], LIGHT[1], DARK[2], LIGHT[2], DARK[3], LIGHT[3], DARK[4])
-OTHERS = "#b7bcc3"
+COLORS = (BLUE, ORANGE, GREEN, SKY, WINE, LEMON)
 MODULES = ("#dfe5ec", "#e7ecf1", "#eef1f5", "#f4f6f9")
-INK = "#22303c"
-WIDTH, HEIGHT, FONT = 14, 8.5, 8
+HEIGHT = 6
 #: Width of an operation, in columns.
 OPERATION = 1.7
 #: Height of a line of text as a share of the picture, and characters per inch.
-LINE, CHARACTERS = 0.0175, 14.5
+LINE, CHARACTERS = 0.025, 14.5
 
 
 @dataclass
@@ -48,16 +46,15 @@ class Box:
         return 1 + max((child.depth for child in self.children.values() if not child.operation), default=0)
 
 
-def draw(rows: Sequence[Row], model: str, title: str, path: str | PathLike[str]) -> None:
-    """Draw the saved activations of a model of this name into a file, whose suffix says the format."""
-    figure = new_figure("memory_report", (WIDTH, HEIGHT))
+def draw(rows: Sequence[Row], model: str, title: str) -> Figure:
+    """The saved activations of a model of this name."""
+    figure = new_figure("memory_report", HEIGHT, title)
     root = tree(rows, model)
     axes = figure.subplots()
     axes.set(xlim=(0, root.depth + OPERATION), ylim=(1, 0))
     axes.set_axis_off()
     _draw(axes, root, 0, 0.0, root.bytes, root.depth, _colors(root))
-    axes.set_title(title, loc="left", color=INK)
-    figure.savefig(path, dpi=120)
+    return figure
 
 
 def tree(rows: Sequence[Row], model: str) -> Box:
@@ -117,7 +114,7 @@ def _leaves(box: Box) -> Iterator[Box]:
 def _draw(axes: Any, box: Box, column: int, top: float, whole: int, columns: int, colors: dict[str, str]) -> None:
     height = box.bytes / whole
     right = columns + OPERATION if box.operation else column + 1
-    color = colors.get(box.operation, OTHERS) if box.operation else MODULES[column % len(MODULES)]
+    color = colors.get(box.operation, GREY) if box.operation else MODULES[column % len(MODULES)]
     axes.fill_between([column, right], top, top + height, facecolor=color, edgecolor="white", linewidth=1)
     lines = int(height / LINE)
     if lines:

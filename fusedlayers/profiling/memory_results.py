@@ -6,20 +6,23 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..utils.formatting import size_text, unit_for
+from ..utils.reports import DrawnReport, NothingToDraw, Report
 from . import memory_plot
 from .row_groups import Entry, entries_of, groups_of
 from .saved_rows import KINDS, Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 #: How many lines a table has at most, before the rest is summed up.
 LINES = 16
 
 
 @dataclass(frozen=True)
-class MemoryReport:
+class MemoryReport(DrawnReport):
     """What ``memory_report`` found. ``str()`` is a table, ``plot(path)`` a picture, ``compare(after)`` another table.
 
     Attributes:
@@ -63,20 +66,22 @@ class MemoryReport:
         sums = {"saved_bytes": self.saved_bytes, "rest_bytes": self.rest_bytes}
         return own | sums | {"parts": dict(self.parts), "rows": rows}
 
-    def plot(self, path: str | PathLike[str]) -> None:
-        """Draw what is saved into a file, whose suffix says the format: modules beside the modules they consist of.
+    def figure(self) -> Figure:
+        """What is saved: modules beside the modules that they consist of, and the operations that save.
 
         Raises:
             ImportError: matplotlib is not installed.
             ValueError: nothing is saved.
         """
         if not self.saved_bytes:
-            raise ValueError(f"memory_report: {self.name} saves nothing for backward, so that there is nothing to draw")
+            raise NothingToDraw(
+                f"memory_report: {self.name} saves nothing for backward, so that there is nothing to draw"
+            )
         title = (
             f"{self.name}: {size_text(self.saved_bytes)} saved for backward; "
             f"peak of forward and backward: {size_text(self.peak_bytes)} ({self.device})"
         )
-        memory_plot.draw(self.rows, self.name, title, path)
+        return memory_plot.draw(self.rows, self.name, title)
 
     def compare(self, after: MemoryReport) -> Comparison:
         """This report and a later one, side by side."""
@@ -87,7 +92,7 @@ class MemoryReport:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Report):
     """What ``MemoryReport.compare`` returns; ``str()`` is a table."""
 
     before: MemoryReport

@@ -11,10 +11,11 @@ from ..fusion.region import region_of
 from ..nn.base import WithActivation
 from ..nn.mlp import FusedBlock
 from ..utils.formatting import merged_path, pattern_of
+from ..utils.reports import Report
 
 
 @dataclass(frozen=True)
-class ModelExplanation:
+class ModelExplanation(Report):
     """What ``explain`` found in a model; ``str()`` is a table.
 
     Attributes:

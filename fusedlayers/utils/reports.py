@@ -1,0 +1,49 @@
+"""What reports share: how notebooks show them, and how their pictures are written."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from os import PathLike
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Report:
+    """A report whose ``str()`` is a table. A notebook shows the table, because it asks for ``_repr_html_``."""
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+class NothingToDraw(ValueError):
+    """A report has no picture, for the reason that the message gives."""
+
+
+class DrawnReport(Report):
+    """A report that has a picture too. A notebook shows both; without matplotlib, the table."""
+
+    def figure(self) -> Figure:
+        """The picture, as a matplotlib figure that belongs to no window.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: there is nothing to draw.
+        """
+        raise NotImplementedError
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Write ``figure()`` into a file, whose suffix says the format. Raises what ``figure`` raises."""
+        self.figure().savefig(path)
+
+    def _repr_html_(self) -> str:
+        table, image = super()._repr_html_(), io.BytesIO()
+        try:
+            self.figure().savefig(image, format="png")
+        except (ImportError, NothingToDraw):
+            return table
+        source = f"data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}"
+        return f'{table}<img src="{source}" style="max-width: 100%; width: 900px">'
