@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from fusedlayers.activations import resolve
 from fusedlayers.cli import main
 from fusedlayers.profiling import explanation_command
 from fusedlayers.profiling.explanation import COUNT, DTYPES, Explanation
+from fusedlayers.profiling.explanation_plot import pair_of
 
 Function = Callable[[Tensor], Tensor]
 
@@ -295,15 +297,75 @@ def test_pictures(activation: object, tmp_path: Path) -> None:
     for suffix, start in (("png", b"\x89PNG"), ("svg", b"<?xml")):
         report.plot(tmp_path / f"picture.{suffix}")
         assert (tmp_path / f"picture.{suffix}").read_bytes().startswith(start)
-    assert {curve.shape for curve in report.curves.values()} == {report.curves["z"].shape}
+    curves = report.curves
+    errors = [error for of_dtype in curves.errors.values() for error in of_dtype]
+    assert {curve.shape for curve in (curves.y, curves.slope, *errors)} == {curves.z.shape}
+
+
+FOLDED = {
+    **{name: name for name in fl.activations() if resolve(name).is_folded},
+    "abs": torch.abs,
+    "falling": lambda z: -F.gelu(z),
+    "far": lambda z: F.silu(z + 3),
+}
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_the_last_bit_tells_two_inputs_with_one_output_apart(name: str) -> None:
+    curves = fl.explain(FOLDED[name]).curves
+    pair = pair_of(curves, curves.fold)
+    marked, other = pair.bits
+    assert marked[:-3] == other[:-3] and (marked[-3:], other[-3:]) == ("[1]", "[0]")
+    assert curves.fold.marks(torch.tensor(pair.z)).tolist() == [True, False]
+    function = resolve(FOLDED[name]).function
+    z = torch.tensor(pair.z, dtype=torch.float64)
+    assert function(z).tolist() == pytest.approx([pair.y] * 2, abs=0.003)
+    assert derivative(function, z).tolist() == pytest.approx(pair.slope, abs=1e-6)
+    assert pair.slope[0] * pair.slope[1] < 0
+    assert f"{torch.tensor(pair.y).bfloat16().view(torch.int16).item() & 0xFFFF:016b}" == re.sub(r"[ \[\]]", "", other)
+    # And so does a layer.
+    y = fl.bias_act(z.float().repeat(1024).requires_grad_(), None, FOLDED[name]).detach()
+    assert (y.view(torch.int32) & 1)[:2].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("activation", "panel"),
+    [
+        ("gelu", "Derivative over the output: the last bit tells the branch"),
+        ("tanh", "Derivative over the output: one value for each"),
+        (torch.cos, "Derivative over the output (not saved)"),
+        (fl.FusedDenseAct(4, 8, "gelu", save="input"), "Derivative over the output (not saved)"),
+        (fl.FusedGatedMLP(4, 8), "Derivative over the output (not saved)"),
+    ],
+    ids=["gelu", "tanh", "cos", "gelu, save=input", "gated"],
+)
+def test_a_picture_is_of_what_the_layer_does(activation: object, panel: str) -> None:
+    pytest.importorskip("matplotlib")
+    report = fl.explain(activation)
+    assert panel in [axes.get_title(loc="left") for axes in report.figure().axes]
+    here, eager, rounding = report.curves.errors["float32"]
+    assert (report.curves.fold is not None) == (activation == "gelu")
+    if report.curves.given == "input":  # as exact as PyTorch's; the outputs of gelu err by 1e-5
+        assert float(here.max()) < 1e-6
+    # The picture and the table measure the same thing.
+    assert float(here.max()) <= 2 * report.accuracy["float32"].largest and float(rounding.max()) <= float(eager.max())
+
+
+def test_different_dtypes_may_keep_different_things() -> None:
+    pytest.importorskip("matplotlib")
+    title = fl.explain(lambda z: z * torch.tanh(torch.exp(z))).figure().get_suptitle()
+    assert title.startswith(
+        "<lambda> saves the output (branch in its last bit), in float16 saves the input\nit turns once"
+    )
 
 
 def test_a_picture_of_what_raises_an_error_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    with pytest.raises(
-        ValueError, match="<lambda> or its derivative raises an error, so that there is nothing to draw"
-    ):
-        fl.explain(lambda z: z.no_such_method()).plot(tmp_path / "picture.png")
+    with pytest.raises(ValueError, match="Softmax is left to PyTorch, so that there is nothing to draw"):
+        fl.explain(nn.Softmax(-1)).plot(tmp_path / "picture.png")
+    report = fl.explain("relu")
+    with pytest.raises(ValueError, match="relu or its derivative raises an error, so that there is nothing to draw"):
+        replace(report, curves=None).plot(tmp_path / "picture.png")
     assert not list(tmp_path.iterdir())
 
 

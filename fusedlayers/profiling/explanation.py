@@ -9,8 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +25,13 @@ from ..nn.mlp import FusedBlock, FusedGatedMLP
 from ..ops.batch_norm import WORTH_IT
 from ..plan import describe, save_beside_input
 from ..utils.isolation import in_clean_state
+from ..utils.reports import DrawnReport, NothingToDraw
 from . import explanation_plot
+from .explanation_plot import FAR, Curves, inputs_within
 from .model_explanation import ModelExplanation, explain_model, is_model
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: Inputs that derivatives are compared on.
@@ -47,8 +51,8 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
-class Explanation:
-    """What ``explain`` found. ``str()`` is a report, ``plot(path)`` draws it.
+class Explanation(DrawnReport):
+    """What ``explain`` found. ``str()`` is a table with the generated code, ``plot(path)`` a picture.
 
     Attributes:
         name: of the activation.
@@ -70,7 +74,7 @@ class Explanation:
     accuracy: Mapping[str, Accuracy]
     source: str
     matmuls: tuple[str, ...] = ()
-    curves: Mapping[str, Tensor] = field(repr=False, default_factory=dict)
+    curves: Curves | None = field(repr=False, default=None)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values, for JSON."""
@@ -88,18 +92,20 @@ class Explanation:
             "matmuls": list(self.matmuls),
         }
 
-    def plot(self, path: str | PathLike[str]) -> None:
-        """Draw the function, its derivative, the derivative as a layer has it, and the error, into a file.
+    def figure(self) -> Figure:
+        """The function, its derivative over what is saved, the derivative's errors, and bytes.
 
         Raises:
             ImportError: matplotlib is not installed.
-            ValueError: the function or its derivative raises an error.
+            ValueError: PyTorch computes the function, or it raises an error.
         """
-        if not self.curves:
-            raise ValueError(
+        if self.kind == "fallback":
+            raise NothingToDraw(f"explain: {self.name} is left to PyTorch, so that there is nothing to draw")
+        if self.curves is None or not self.accuracy:
+            raise NothingToDraw(
                 f"explain: {self.name} or its derivative raises an error, so that there is nothing to draw"
             )
-        explanation_plot.draw(self.curves, f"{self.name}: {self.kind}", path)
+        return explanation_plot.draw(self, self.curves)
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -151,7 +157,7 @@ def explain(activation: object) -> Explanation | ModelExplanation:
         {_name(dtype): errors for dtype, errors in accuracy.items()} if kind != "fallback" else {},
         "" if kind == "fallback" or record.is_identity else _source(record, given),
         () if layer is None else tuple(layer.decided()),
-        _curves(resolved, shape),
+        None if kind == "fallback" else _curves(resolved, record, shape, layer, given),
     )
 
 
@@ -211,28 +217,36 @@ def _in_dtype(record: Activation, dtype: torch.dtype) -> tuple[Callable[..., Ten
     return function, function
 
 
+def _errors(record: Activation, z: Tensor, layer: WithActivation | None) -> tuple[Tensor, list[Tensor]]:
+    """The derivative in float64; and how far from it are the layer's, PyTorch's, and itself rounded to z's dtype."""
+    function, activation = _in_dtype(record, z.dtype)
+    exact = _derivative(_in_dtype(record, torch.float64)[0], z.double())
+    here = _derivative(functools.partial(_applied, activation, _save(record, z.dtype, layer)), z)
+    slopes = here, _derivative(function, z), exact.to(z.dtype)
+    return exact, [(slope.double() - exact).abs() for slope in slopes]
+
+
+def _save(record: Activation, dtype: torch.dtype, layer: WithActivation | None) -> str:
+    """What of ``bias_act`` has the derivative that the layer has."""
+    if layer is None or layer.save != "auto":
+        return "auto" if layer is None else layer.save
+    if _is_norm(layer) and measure_inverse_error(record, dtype) is None:
+        return save_beside_input(record, dtype)
+    return "input" if isinstance(layer, FusedGatedMLP) else "auto"
+
+
 @in_clean_state
 def _measure(
     record: Activation, shape: tuple[int, ...], dtype: torch.dtype, layer: WithActivation | None
 ) -> tuple[tuple[float, float], Accuracy]:
     z = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    function, activation = _in_dtype(record, dtype)
-    exact = _derivative(_in_dtype(record, torch.float64)[0], z.double())
+    exact, errors = _errors(record, z, layer)
     real = exact.isfinite()  # elsewhere there is nothing to compare with
     scale = float(exact[real].norm()) or 1.0
+    here, eager, floor = ((float(error[real].norm()) / scale, float(error[real].max())) for error in errors)
 
-    save = "auto" if layer is None else layer.save
-    if save == "auto" and _is_norm(layer) and measure_inverse_error(record, dtype) is None:
-        save = save_beside_input(record, dtype)
-    if save == "auto" and isinstance(layer, FusedGatedMLP):
-        save = "input"
-    fused = functools.partial(_applied, activation, save)
-
-    def errors(slope: Tensor) -> tuple[float, float]:
-        error = (slope.double() - exact)[real]
-        return float(error.norm()) / scale, float(error.abs().max())
-
-    here, eager, floor = (errors(s) for s in (_derivative(fused, z), _derivative(function, z), exact.to(dtype)))
+    function, activation = _in_dtype(record, dtype)
+    fused = functools.partial(_applied, activation, _save(record, dtype, layer))
     layers: tuple[Callable[[Tensor], Tensor], ...] = (function, fused)
     if isinstance(layer, FusedAct) and _is_norm(layer):
         kind = FusedBatchNormAct1d if len(shape) == 2 else FusedBatchNormAct2d
@@ -285,26 +299,29 @@ def _kept_bytes(function: Callable[[Tensor], Tensor], z: Tensor, dtype: torch.dt
 
 
 @in_clean_state
-def _curves(resolved: Activation, shape: tuple[int, ...]) -> Mapping[str, Tensor]:
-    """What ``plot`` draws: over z the function, its derivative, and that as a layer has it in float32 and bfloat16; of
-    the first channel. Empty if the function raises an error."""
+def _curves(
+    resolved: Activation, record: Activation, shape: tuple[int, ...], layer: WithActivation | None, given: str
+) -> Curves | None:
+    """What the picture shows, of the first channel. None if the function raises an error."""
+    fold = record.fold if given == "output" else None
     points = min(4096, max(64, 4 * COUNT // shape[1]))
-    line = torch.linspace(-6, 6, points)
-    z = line.view(-1, *[1] * (len(shape) - 1)).repeat(1, *[shape[1], 1, 1][: len(shape) - 1])
-    curves = {"z": z}
+    copies = -(-COUNT // (points * shape[1]))  # less would be left to PyTorch
+    line = torch.linspace(*inputs_within(FAR, fold), points)
+    z = line.repeat(copies).view(-1, *[1] * (len(shape) - 1)).repeat(1, *[shape[1], 1, 1][: len(shape) - 1])
+
+    def first(values: Tensor) -> Tensor:
+        return values.detach()[:points, 0].flatten()
+
     try:
         function = _in_dtype(resolved, torch.float64)[0]
-        curves["y"] = function(z.double()).detach()
-        curves["derivative"] = _derivative(function, z.double())
+        y, slope = function(z.double()), _derivative(function, z.double())
+        errors = {}
         for dtype in (torch.float32, torch.bfloat16):
-            activation = _in_dtype(resolved, dtype)[1]
-            exact = _derivative(function, z.to(dtype).double())
-            slope = _derivative(functools.partial(_applied, activation, "auto"), z.to(dtype)).double()
-            curves[f"{_name(dtype)} derivative"] = slope
-            curves[f"{_name(dtype)} error"] = (slope - exact).abs()
-        return {name: curve[:, 0].flatten() for name, curve in curves.items()}
+            here, eager, rounding = map(first, _errors(resolved, z.to(dtype), layer)[1])
+            errors[_name(dtype)] = here, eager, rounding
+        return Curves(line.double(), first(y), first(slope), errors, given, fold)
     except Exception:  # a user's function may raise anything
-        return {}
+        return None
 
 
 def _evaluated_from(record: Activation, layer: WithActivation | None) -> str:
