@@ -3,14 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+from fusedlayers.utils.plotting import BLUE, GREEN, ORANGE, WINE
+
 #: By the beginning of a variant's name.
 _STYLES = {
-    "budget": ("o-", "#2166ac", "fusedlayers, memory_budget_bytes"),
-    "same-memory": ("x", "#2166ac", "fusedlayers, in checkpoint_sequential's memory"),
-    "sublinear": ("s", "#2166ac", "fusedlayers"),
-    "cheap": ("^", "#1b7837", "fusedlayers, cheap"),
-    "fused": ("P", "#7b3294", "fusedlayers, fused batch norm"),
-    "checkpoint_sequential": ("D--", "#e08214", "torch.utils.checkpoint_sequential"),
+    "budget": ("o-", BLUE, "fusedlayers, memory_budget_bytes"),
+    "same-memory": ("x", BLUE, "fusedlayers, in checkpoint_sequential's memory"),
+    "sublinear": ("s", BLUE, "fusedlayers"),
+    "cheap": ("^", GREEN, "fusedlayers, cheap"),
+    "fused": ("P", WINE, "fusedlayers, fused batch norm"),
+    "checkpoint_sequential": ("D--", ORANGE, "torch.utils.checkpoint_sequential"),
     "eager": ("*", "0.15", "eager"),
 }
 

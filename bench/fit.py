@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers.memory import saved_bytes
+from fusedlayers.utils.plotting import BLUE, GREEN, ORANGE, SKY
 
 from . import RESULTS, grid, machine, measure
 
@@ -254,10 +255,10 @@ def _lines(row: dict[str, Any]) -> Iterator[str]:
 
 
 MARKS = {
-    "fit": ("o", "#2166ac"),
-    "checkpoint": ("^", "#8a6752"),
-    "compile": ("D", "#e08214"),
-    "compiled fit": ("s", "#67a9cf"),
+    "fit": ("o", BLUE),
+    "checkpoint": ("^", GREEN),
+    "compile": ("D", ORANGE),
+    "compiled fit": ("s", SKY),
 }
 
 

@@ -6,6 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fusedlayers.utils.plotting import BLUE, GREEN, ORANGE, SKY, WINE
+
 _PANELS = (
     ("forward", "forward time"),
     ("forward_backward", "forward + backward time"),
@@ -45,8 +47,8 @@ DENSE = Picture(
     title="Dense layer with activation",
     groups=("acceptance", "model", "small"),
     styles={
-        "compile": Style("D", "#e08214", "torch.compile"),
-        "fusedlayers": Style("o", "#2166ac", "fusedlayers"),
+        "compile": Style("D", ORANGE, "torch.compile"),
+        "fusedlayers": Style("o", BLUE, "fusedlayers"),
     },
     row_height=0.24,
     name=lambda row: f"{row['activation']}, {row['shape']}, {row['tokens']} rows",
@@ -56,12 +58,12 @@ MLP = Picture(
     groups=("model", "other"),
     styles={
         "matmuls": Style("|", "0.15", "bare matmuls", is_yardstick=True),
-        "compile": Style("D", "#e08214", "torch.compile"),
+        "compile": Style("D", ORANGE, "torch.compile"),
         "max-autotune": Style("d", "#a6611a", "torch.compile, max-autotune"),
-        "liger": Style("^", "#7b3294", "Liger Kernel"),
-        "quack": Style("v", "#1b7837", "quack"),
-        "recompute": Style("s", "#92c5de", "fusedlayers, recomputed"),
-        "fusedlayers": Style("o", "#2166ac", "fusedlayers"),
+        "liger": Style("^", WINE, "Liger Kernel"),
+        "quack": Style("v", GREEN, "quack"),
+        "recompute": Style("s", SKY, "fusedlayers, recomputed"),
+        "fusedlayers": Style("o", BLUE, "fusedlayers"),
     },
     row_height=0.34,
     name=lambda row: f"{row['shape']}, {'gated ' * row['gated']}{row['activation']}, {row['tokens']} rows",
