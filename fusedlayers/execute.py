@@ -24,34 +24,17 @@ from .call import autocast_dtype, followed_by, needs_gradient, plan_dense, plan_
 from .ops.autocast import shared_cast
 from .ops.batch_norm import inverse_error_of, norm_act
 from .ops.conv import Conv
-from .ops.dropout import ActDropout, Dropout, has_torchs_mask, joined, serves
+from .ops.dropout import act_dropout, drop, has_torchs_mask, joined, serves
 from .ops.linear import Dense, Epilogue
 from .ops.mlp import MLP
-from .ops.mlp_forward import BlockDropout, BlockOptions, Linear, unpacked, without_gradients
+from .ops.mlp_forward import Block, BlockDropout, BlockOptions, Linear, unpacked, without_gradients
 from .ops.place import place_of
 from .ops.pointwise import BiasAct, Origin
 from .ops.product import product_of
 from .plan import Plan
+from .utils.profile_ranges import profile_range, range_name
 
 Operands = Sequence[Tensor]
-
-
-def run_pointwise(
-    plan: Plan, operation: Pointwise, x: Tensor, b: Tensor | None, activation: Activation, operands: Operands
-) -> Tensor:
-    """``activation(x + b, *operands)``."""
-    if plan.path != "fused":
-        return PATHS[plan.path](plan, operation, x, None, b, None, activation, operands)
-    if not plan.bias_in_kernel:
-        x, b = operation(x, None, b), None
-    origin = Origin(x, None, None, operation.__call__) if plan.keeps_origin else None
-    is_alone = plan.saved == "output" and b is None and not operands and not plan.overwrites
-    place = place_of(x) if is_alone and x.requires_grad else None
-    y = BiasAct.apply(plan, x, b, None, origin, False, *operands)
-    if place is not None:
-        node: Any = y.grad_fn
-        node.place, node.version = place, y._version
-    return y
 
 
 def dropped(y: Tensor, p: float) -> Tensor:
@@ -63,7 +46,7 @@ def dropped(y: Tensor, p: float) -> Tensor:
     if not is_ours or not has_torchs_mask(y, p):
         return F.dropout(y, p) if p else y
     joint = joined(y, p)
-    return Dropout.apply(y, p, backends.choose(y), product_of(y)) if joint is None else joint
+    return drop(y, p, backends.choose(y), product_of(y)) if joint is None else joint
 
 
 def run_dropout(
@@ -90,9 +73,9 @@ def run_dropout(
         along, z, None, None, None, activation, save, (along, z.dim()), z.numel(), False, is_usual
     )
     if plan.path in ("fused", "in_place") and plan.saved == "output" and not operands and serves(z, record, p):
-        y = ActDropout.apply(z, None, record, p, plan.backend or backends.choose(z, record), is_own)
+        y = act_dropout(z, None, record, p, plan.backend or backends.choose(z, record), is_own)
     else:
-        y = dropped(run_pointwise(plan, along, z, None, record, operands), p)
+        y = dropped(POINTWISE[plan.path](plan, along, z, None, None, None, record, operands), p)
     return operation.unflattened(y, given) if is_view else y
 
 
@@ -109,7 +92,7 @@ def run_synchronised(
     operation, z = Pointwise(1), z if residual is None else z + residual
     sizes = operation, z.dim()
     plan, record, operands = plan_for(operation, z, None, None, None, activation, save, sizes, z.numel())
-    return run_pointwise(plan, operation, z, None, record, operands)
+    return POINTWISE[plan.path](plan, operation, z, None, None, None, record, operands)
 
 
 def _composite(
@@ -177,6 +160,23 @@ def _fused(
     return operation.unflattened(y, given) if plan.flattens else y
 
 
+def _fused_pointwise(
+    plan: Plan, operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None,
+    activation: Activation, operands: Operands,
+) -> Tensor:  # fmt: skip
+    """By a backend's kernel, for gradients, where nothing but a bias comes before the activation."""
+    if not plan.bias_in_kernel:
+        x, b = operation(x, None, b), None
+    origin = Origin(x, None, None, operation.__call__) if plan.keeps_origin else None
+    is_alone = plan.saved == "output" and b is None and not operands and not plan.overwrites
+    place = place_of(x) if is_alone and x.requires_grad else None
+    y = BiasAct.apply(plan, x, b, None, origin, False, *operands)
+    if place is not None:
+        node: Any = y.grad_fn
+        node.place, node.version = place, y._version
+    return y
+
+
 def _without_gradients(
     plan: Plan, operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None,
     activation: Activation, operands: Operands,
@@ -224,15 +224,23 @@ def _tells_input(
     return norm_act(operation, x, w, b, activation, measure_inverse_error(activation, x.dtype))
 
 
+def _range_name(plan: Plan, operation: Operation, *arguments: Any) -> str:
+    *_, activation, _ = arguments
+    return range_name("batch_norm" if isinstance(operation, BatchNorm) else operation.function, activation.name)
+
+
+_in_profiles = profile_range(_range_name)
 #: What carries out each path of a plan: ``activation(operation(x, w, b) + residual, *operands)``.
 PATHS: dict[str, Callable[..., Tensor]] = {
     "composite": _composite,
     "compiled": _compiled,
-    "no_grad": _without_gradients,
-    "in_place": _in_place,
-    "fused": _fused,
+    "no_grad": _in_profiles(_without_gradients),
+    "in_place": _in_profiles(_in_place),
+    "fused": _in_profiles(_fused),
     "tells_input": _tells_input,
 }
+#: The same for ``activation(x + b, *operands)``.
+POINTWISE: dict[str, Callable[..., Tensor]] = {**PATHS, "fused": _in_profiles(_fused_pointwise)}
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------------
@@ -248,14 +256,27 @@ def run_block(
     operands: Operands,
 ) -> Tensor:
     """An MLP block."""
-    block = plan.block
     if plan.path == "composite":
         layers = _apart(options, first)
         activated = activation.plain(F.linear(input, *layers[0]))
         others = [F.linear(input, *layer) for layer in layers[1:]] if options.is_gated else ()
         return after_activation(activated, others, options.dropout, last)
-    if block is None:
+    if plan.block is None:
         return run_by_layer(options, input, first, last, activation)
+    return _whole_block(plan, plan.block, options, input, first, last, operands)
+
+
+@profile_range(lambda plan, block, options, *_: range_name(options.function, block.activation.name))
+def _whole_block(
+    plan: BlockPlan,
+    block: Block,
+    options: BlockOptions,
+    input: Tensor,
+    first: Sequence[Linear],
+    last: Linear,
+    operands: Operands,
+) -> Tensor:
+    """In one node, or without gradients in chunks of rows."""
     x = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
     if plan.cast is not None:
         x, *casts = (shared_cast(t, plan.cast) for t in (x, *(w for w, _ in (*first, last))))

@@ -17,7 +17,7 @@ from .activations import Activation, resolve
 from .backends.operations import MATMUL, BatchNorm, Convolution, Pointwise
 from .block_plan import plan_block
 from .call import needs_gradient, plan_dense, plan_for
-from .execute import PATHS, dropped, run_block, run_dropout, run_pointwise, run_synchronised
+from .execute import PATHS, POINTWISE, dropped, run_block, run_dropout, run_synchronised
 from .ops.mlp_forward import BlockOptions, Linear
 from .plan import choose_save
 from .validation import check_call, check_dropout
@@ -225,7 +225,7 @@ def bias_act(
         # Autograd refuses some views, but only after a Function has written; copy_ asks first.
         if not plan.overwrites or (input._is_view() and needs_gradient(input, bias)):
             return input.copy_(bias_act(input.clone(), bias, record, dim=dim, save=save))
-    return run_pointwise(plan, operation, input, bias, traced, operands)
+    return POINTWISE[plan.path](plan, operation, input, None, bias, None, traced, operands)
 
 
 def batch_norm_act(

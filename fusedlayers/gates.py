@@ -19,8 +19,8 @@ from .ops import gate as gates
 from .ops.autocast import shared_cast
 from .ops.buffer_reuse import hooks_move_tensors
 from .ops.dropout import dropped_product_of
-from .ops.gate import Gate, GatedAct, Packing
-from .ops.product import MatrixProduct, OfProduct, factors_of, multiplies
+from .ops.gate import Gate, Packing
+from .ops.product import MatrixProduct, factors_of, multiplies, of_product
 
 
 def gated_act(
@@ -115,7 +115,7 @@ def _in_one_node(
     is_whole = needs_gradient(half) and needs_gradient(other) and validation.unusual_because(other) is None
     if plan.path != "fused" or not is_whole or plan.dim != -1 or not gates.reads(half, other):
         return None
-    return GatedAct.apply(Gate(traced, plan.backend, packing if up is None else None), *given, *operands)
+    return gates.gated_act(Gate(traced, plan.backend, packing if up is None else None), *given, *operands)
 
 
 def _composite(gate: Tensor, up: Tensor | None, activation: Activation, packing: Packing) -> Tensor:
@@ -205,7 +205,7 @@ def _multiply(name: str, h: Tensor, w: Tensor, b: Tensor | None = None, ends: Te
             factors = factors_of(product) if multiplies(h, w, (b,)) and cast in (None, h.dtype) else None
             if factors is not None:
                 matmul = MatrixProduct(name, backends.choose(h), ends)
-                return OfProduct.apply(h, w, b, matmul, product, factors)
+                return of_product(h, w, b, matmul, product, factors)
     if name == "linear":
         return F.linear(h, w, b)
     if name == "grouped_mm":

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fusedlayers as fl
 from fusedlayers import asking, block_plan, call, execute, functional, plan
-from fusedlayers.execute import PATHS
+from fusedlayers.execute import PATHS, POINTWISE
 from fusedlayers.memory import saved_bytes
 
 #: By their output, folded, by their input, read by nobody, a user's own.
@@ -521,10 +521,9 @@ def test_facts_tell_situations_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "SMALL_BYTES", 1 << 11)
     monkeypatch.setattr(plan, "MEDIUM_BYTES", 1 << 14)
     taken: list[Any] = []
-    for name, path in PATHS.items():
-        monkeypatch.setitem(PATHS, name, partial(_noting, taken, path))
-    for module in (functional, execute):
-        monkeypatch.setattr(module, "run_pointwise", partial(_noting, taken, execute.run_pointwise))
+    for paths in (PATHS, POINTWISE):
+        for name, path in paths.items():
+            monkeypatch.setitem(paths, name, partial(_noting, taken, path))
     monkeypatch.setattr(functional, "run_block", partial(_noting, taken, execute.run_block))
 
     situations = list(_situations())

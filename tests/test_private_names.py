@@ -520,10 +520,13 @@ def _() -> None:
     assert torch.cuda.is_available() or not torch.cuda.is_initialized()
 
 
-@check("RecordFunction")
+@check("RecordFunction", "profiler_is_active")
 def _() -> None:
+    assert not _torch.profiler_is_active()
     with torch.profiler.profile(acc_events=True) as profile, _torch.RecordFunction("marked"):
+        assert _torch.profiler_is_active()
         torch.ones(2)
+    assert not _torch.profiler_is_active()
     assert "marked" in {event.name for event in profile.events()}
 
 

@@ -32,6 +32,7 @@ from ..backends import GradientRequest, NormPasses
 from ..backends.operations import BatchNorm, BatchNormRecompute
 from ..utils.isolation import in_clean_state
 from ..utils.layout import along, channels_last_format, other_dims, sum_along
+from ..utils.profile_ranges import profile_range, range_name
 from .buffer_reuse import is_ours_alone, saved_under_hooks
 from .edits import saved_tensors, version_for_backward
 from .place import AtPlace, place_of
@@ -53,6 +54,7 @@ def inverse_error_of(activation: Activation, x: Tensor) -> InverseError | None:
     return measure_inverse_error(activation, x.dtype)
 
 
+@profile_range(lambda norm, x, w, b, activation, *_: range_name("batch_norm", activation.name))
 def norm_act(
     norm: BatchNorm,
     x: Tensor,
@@ -66,6 +68,7 @@ def norm_act(
     return NormAct.apply(x, w, b, place, None, norm, activation, inverse_error, None)
 
 
+@profile_range(lambda norm, x, w, b, z, statistics, activation, *_: range_name("batch_norm", activation.name))
 def act_after_norm(
     norm: BatchNorm,
     x: Tensor,

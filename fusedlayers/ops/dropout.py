@@ -23,6 +23,7 @@ from ..backends import Backend
 from ..backends import torch as reference
 from ..utils.isolation import in_clean_state
 from ..utils.layout import is_dense
+from ..utils.profile_ranges import profile_range
 from .buffer_reuse import hooks_move_tensors, is_ours_alone, saved_under_hooks
 from .edits import saved_tensors, version_for_backward
 from .pointwise import BiasAct, is_batched
@@ -48,8 +49,14 @@ class Mask(NamedTuple):
         return self.backend.drop_gradient(x, bits, self.factor)
 
 
-class Dropout(Function):
+@profile_range(lambda *_: "dropout")
+def drop(x: Tensor, p: float, backend: Backend, product: Product | None) -> Tensor:
     """``F.dropout(x, p)``. Of a product whose factors are saved, ``product`` says how it is made."""
+    return Dropout.apply(x, p, backend, product)
+
+
+class Dropout(Function):
+    """``drop`` in one node."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, backend: Backend, product: Product | None) -> Tensor:
@@ -94,9 +101,17 @@ def dropped_product_of(h: Tensor) -> Product | None:
     return Product(read, multiply, composite)
 
 
-class ActDropout(Function):
+@profile_range(lambda z, y, activation, *_: f"{activation.name}_dropout")
+def act_dropout(
+    z: Tensor, y: Tensor | None, activation: Activation, p: float, backend: Backend, overwrites: bool
+) -> Tensor:
     """``F.dropout(activation(z), p)``, over z where that is the caller's to overwrite; or for ``y = activation(z)``,
     which carries the branch, and then z is a tensor without values at its place in the graph."""
+    return ActDropout.apply(z, y, activation, p, backend, overwrites)
+
+
+class ActDropout(Function):
+    """``act_dropout`` in one node."""
 
     @staticmethod
     def forward(
@@ -143,7 +158,7 @@ def joined(y: Tensor, p: float) -> Tensor | None:
     activation = node.plan.activation
     if not serves(y, activation, p):
         return None
-    return ActDropout.apply(node.place, y.detach(), activation, p, node.plan.backend, False)
+    return act_dropout(node.place, y.detach(), activation, p, node.plan.backend, False)
 
 
 def drawn(x: Tensor, p: float) -> Tensor:

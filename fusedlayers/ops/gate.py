@@ -16,6 +16,7 @@ from torch.autograd import Function
 from ..activations import Activation
 from ..backends import Backend
 from ..utils.layout import is_dense, operand_along
+from ..utils.profile_ranges import profile_range, range_name
 from .buffer_reuse import hooks_move_tensors
 from .pointwise import apart, gradients_through, is_batched
 
@@ -73,8 +74,14 @@ class Gate(NamedTuple):
         return self.activation.function(gate, *(operand_along(p, -1, gate.dim()) for p in operands)) * up
 
 
-class GatedAct(Function):
+@profile_range(lambda gate, *_: range_name("gated_act", gate.activation.name))
+def gated_act(gate: Gate, *tensors: Tensor) -> Tensor:
     """``gate.product``; ``tensors`` are its factors, or the one that holds both, and then the operands."""
+    return GatedAct.apply(gate, *tensors)
+
+
+class GatedAct(Function):
+    """``gated_act`` in one node."""
 
     @staticmethod
     def forward(ctx: Any, gate: Gate, *tensors: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch.autograd import Function
 from ..backends import Backend
 from ..backends import torch as reference
 from ..backends.norms import GroupNorm, Kept, in_a_row
+from ..utils.profile_ranges import profile_range
 from .buffer_reuse import is_ours_alone, saved_under_hooks
 from .edits import saved_tensors, version_for_backward
 from .place import AtPlace, place_of
@@ -21,6 +22,7 @@ from .pointwise import apart, gradients_through, is_batched
 from .row_norm import MOST, RATIO, limits
 
 
+@profile_range(lambda norm, *_: norm.function)
 def group_norm(norm: GroupNorm, backend: Backend, x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
     """``norm(x, w, b)``, of which y tells xhat, at least that of most channels."""
     channels = None

@@ -18,6 +18,7 @@ from torch.autograd import Function
 from .._torch import unsafe_view
 from ..backends import Backend
 from ..utils.autograd_graph import RAW
+from ..utils.profile_ranges import profile_range
 from .buffer_reuse import hooks_move, hooks_move_tensors
 from .gate import GatedAct
 from .pointwise import is_batched
@@ -98,8 +99,16 @@ class MatrixProduct(NamedTuple):
         return dy.t() @ h if self.name == "linear" else h.mT @ dy
 
 
-class OfProduct(Function):
+@profile_range(lambda h, w, b, matmul, *_: matmul.name)
+def of_product(
+    h: Tensor, w: Tensor, b: Tensor | None, matmul: MatrixProduct, product: Product, factors: Sequence[Tensor]
+) -> Tensor:
     """``matmul(h, w, b)`` for an h whose factors are saved in its place."""
+    return OfProduct.apply(h, w, b, matmul, product, factors)
+
+
+class OfProduct(Function):
+    """``of_product`` in one node."""
 
     @staticmethod
     def forward(

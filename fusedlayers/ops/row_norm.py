@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .._torch import foreach
 from ..backends import Backend
 from ..backends.norms import Kept, RowNorm, in_a_row
+from ..utils.profile_ranges import profile_range
 from .buffer_reuse import is_ours_alone, saved_under_hooks
 from .edits import saved_tensors, version_for_backward
 from .place import AtPlace, place_of
@@ -35,6 +36,7 @@ RATIO = 4.0
 MOST = 0.25
 
 
+@profile_range(lambda norm, *_: norm.function)
 def row_norm(norm: RowNorm, backend: Backend, x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
     """``norm(x, w, b)``, of which y tells xhat, at least that of most columns."""
     columns = inexact_columns(norm, backend, w, b, x.dtype)
