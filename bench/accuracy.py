@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fusedlayers as fl
 from fusedlayers.activations import Activation, resolve, rows
+from fusedlayers.utils import progress
 
 from . import RESULTS, grid, machine
 
@@ -42,13 +43,15 @@ def main(options: argparse.Namespace) -> int:
 
 def run(device: torch.device, count: int = COUNT) -> dict[str, Any]:
     result = grid.begin("accuracy", device, DEFINITIONS, count=count)
-    for row in rows():
-        for dtype in DTYPES if row.name != "identity" else ():
-            case = measure_case(resolve(row.name), getattr(torch, dtype), device, count)
-            result["cases"].append({"activation": row.name, "dtype": dtype, **case})
+    todo = [(row.name, dtype) for row in rows() if row.name != "identity" for dtype in DTYPES]
+    with progress.shown() as on_stage:
+        for number, (name, dtype) in enumerate(todo):
+            on_stage(f"{name} {dtype}", number / len(todo))
+            case = measure_case(resolve(name), getattr(torch, dtype), device, count)
+            result["cases"].append({"activation": name, "dtype": dtype, **case})
             ours, eager = case["fusedlayers"], case["eager"]
             print(
-                f"{row.name:<14}{dtype:<10}derivative rms {ours['derivative_rms']:.1e} (eager "
+                f"{name:<14}{dtype:<10}derivative rms {ours['derivative_rms']:.1e} (eager "
                 f"{eager['derivative_rms']:.1e}), largest {ours['derivative_max']:.1e} ({eager['derivative_max']:.1e})"
             )
     return result

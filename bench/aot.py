@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusedlayers.activations import Activation, activations, resolve
+from fusedlayers.utils import progress
 
 from . import machine_code
 
@@ -65,9 +66,11 @@ def main(options: argparse.Namespace) -> int:
 
     print(f"Triton {triton.__version__}; global accesses are instructions x bytes a thread\n\n{_header()}", flush=True)
     rows = []
-    for family, kernel, activation, dtype, target in todo:
-        rows.append(compile_kernel(family, kernel, activation, dtype, target))
-        print(_line(rows[-1]), flush=True)
+    with progress.shown() as on_stage:
+        for number, (family, kernel, activation, dtype, target) in enumerate(todo):
+            on_stage(f"{kernel} {activation.name} {dtype} {target}", number / len(todo))
+            rows.append(compile_kernel(family, kernel, activation, dtype, target))
+            print(_line(rows[-1]), flush=True)
     if options.json is not None:
         versions = {"torch": torch.__version__, "triton": triton.__version__}
         result = {"schema": 1, "subject": "aot", "versions": versions, "kernels": rows}

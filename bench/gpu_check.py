@@ -27,12 +27,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from fusedlayers.backends import kernels
+from fusedlayers.utils import progress
 
 from . import ROOT, conv, dense, gpu_items, layers, matmul, mlp, norm, parts, pointwise
 
@@ -117,8 +119,11 @@ def main(options: argparse.Namespace) -> int:
         print(f"bench gpu-check: there is no item {unknown[0]!r}; there are {sorted(names)}", file=sys.stderr)
         return 2
     check = Check(options.out.resolve(), options.fake, options.scale)
-    for item in items:
-        if not options.only or item.name in options.only:
+    todo = [item for item in items if not options.only or item.name in options.only]
+    seconds = [*accumulate((item.seconds for item in todo), initial=0.0)]
+    with progress.shown() as on_stage:
+        for item, done in zip(todo, seconds, strict=False):
+            on_stage(item.name, done / seconds[-1])
             check.run(item)
     print((check.out / "summary.md").read_text(encoding="utf-8"))
     return 0 if check.passed else 1

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from fusedlayers.utils import progress
+
 from . import machine
 
 Case = TypeVar("Case")
@@ -26,12 +28,18 @@ def begin(subject: str, device: torch.device, definitions: Mapping[str, str], **
 
 
 def until(end: float, todo: Sequence[Case]) -> Iterator[tuple[Case, float, int]]:
-    """Each case that can start before ``end``, with the seconds that are left and the cases that share them."""
-    for number, case in enumerate(todo):
-        left = end - time.monotonic()
-        if left <= 0:
-            return
-        yield case, left, len(todo) - number
+    """Each case that can start before ``end``, with the seconds that are left and the cases that share them.
+
+    Shows how far the run has come: by its cases, or by its seconds where these are used up first.
+    """
+    begun = time.monotonic()
+    with progress.shown() as on_stage:
+        for number, case in enumerate(todo):
+            now = time.monotonic()
+            if now >= end:
+                return
+            on_stage(str(getattr(case, "id", case)), max(number / len(todo), (now - begun) / (end - begun)))
+            yield case, end - now, len(todo) - number
 
 
 def add(result: dict[str, Any], row: dict[str, Any], out: Path | None) -> None:

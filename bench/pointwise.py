@@ -9,7 +9,7 @@ import argparse
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +28,18 @@ DEFINITIONS = {
     "backward": "dy, y -> dz and the bias gradient: three tensors moved",
     "of_copy": "bandwidth over that of a copy of the same tensor: median and quartiles over interleaved rounds",
 }
+
+
+class Case(NamedTuple):
+    size: tuple[int, int]
+    dtype: str
+    activation: str
+
+    @property
+    def id(self) -> str:
+        """Size, activation and dtype: ``4096x3072/gelu/float32``."""
+        rows, columns = self.size
+        return f"{rows}x{columns}/{self.activation}/{self.dtype}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,15 +70,15 @@ def run(
 ) -> dict[str, Any]:
     end = time.monotonic() + budget_seconds
     todo = [
-        (size, dtype, activation)
+        Case(size, dtype, activation)
         for dtype in dtypes
         for size in reversed(sizes or SIZES[device.type])
         for activation in shapes.ACTIVATIONS
     ]
-    result = grid.begin("pointwise", device, DEFINITIONS, not_run=[_id(*case) for case in todo])
+    result = grid.begin("pointwise", device, DEFINITIONS, not_run=[case.id for case in todo])
     machine.warn_if_busy(result)
     for case, left, sharing in grid.until(end, todo):
-        row = measure_case(*case, device=device, seconds=min(left / sharing, 2.0))
+        row = measure_case(case, device, min(left / sharing, 2.0))
         grid.add(result, row, out)
         print(
             f"{row['id']:<36} copy {row['copy']['gb_per_s']:.0f} GB/s | forward {row['forward']['of_copy']:.2f} "
@@ -76,10 +88,9 @@ def run(
     return result
 
 
-def measure_case(
-    size: tuple[int, int], dtype: str, activation: str, *, device: torch.device, seconds: float
-) -> dict[str, Any]:
-    rows, columns = size
+def measure_case(case: Case, device: torch.device, seconds: float) -> dict[str, Any]:
+    """Return the JSON row of a case."""
+    (rows, columns), dtype, activation = case
     z = torch.randn(rows, columns, device=device).to(getattr(torch, dtype)).requires_grad_()
     bias = torch.randn(columns, device=device).to(z.dtype).requires_grad_()
     dy = torch.randn_like(z)
@@ -95,7 +106,7 @@ def measure_case(
         device,
         seconds=seconds,
     )
-    row: dict[str, Any] = {"id": _id(size, dtype, activation), "rows": rows, "columns": columns}
+    row: dict[str, Any] = {"id": case.id, "rows": rows, "columns": columns}
     row |= {"dtype": dtype, "activation": activation, "tensor_bytes": z.nbytes}
     for name, tensors_moved in (("copy", 2), ("forward", 2), ("backward", 3)):
         time_us = measure.spread(times[name])
@@ -121,7 +132,3 @@ def acceptance(result: dict[str, Any]) -> list[str]:
         for row in result["cases"]
         for name in ("forward", "backward")
     ]
-
-
-def _id(size: tuple[int, int], dtype: str, activation: str) -> str:
-    return f"{size[0]}x{size[1]}/{activation}/{dtype}"

@@ -1,4 +1,4 @@
-"""How reports print sizes, and the paths of similar modules."""
+"""How reports print sizes, durations, and the paths of similar modules."""
 
 from __future__ import annotations
 
@@ -33,6 +33,14 @@ def size_from(text: str) -> int:
     number, prefix, binary = match.groups()
     power = "KMGT".find((prefix or " ").upper()) + 1
     return int(float(number) * (1024 if binary else 1000) ** power)
+
+
+def duration_text(seconds: float) -> str:
+    """Seconds, in whole ones, minutes, or hours and minutes."""
+    minutes = round(seconds / 60)
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def is_within(path: str, outer: str) -> bool:

@@ -1,0 +1,76 @@
+"""How far a long run has come: a bar on stderr in a terminal, elsewhere a line now and then.
+
+Functions of the library take a callback and show nothing by themselves; commands hand them what ``shown`` yields.
+
+The bar is drawn when it is told something and at no other time: a thread that redraws it would take the interpreter
+from what is being measured. The price is that the estimate stands still within a stage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+
+from .formatting import duration_text
+
+OnStage = Callable[[str, float], None]
+"""Is told what is done next, and which part of all has been done: 0 to 1."""
+
+#: Between two lines, where no bar can be drawn. A run that takes less says nothing.
+LINE_SECONDS = 10
+
+
+@contextlib.contextmanager
+def shown() -> Iterator[OnStage]:
+    """Yield what is told of each stage. Nothing is written to stdout, and the bar is gone at the end."""
+    began = time.monotonic()
+
+    def left(part: float) -> str:
+        """By what has been done; nothing while that is nothing."""
+        return f", about {duration_text((time.monotonic() - began) * (1 - part) / part)} left" if part > 0 else ""
+
+    with _bar() if _can_draw() else _lines() as write:
+        yield lambda stage, part: write(f"{stage}{left(part)}", part)
+
+
+def _can_draw() -> bool:
+    if not sys.stderr.isatty() or find_spec("rich") is None:
+        return False
+    from rich.console import Console
+
+    return not Console(stderr=True).is_dumb_terminal
+
+
+@contextlib.contextmanager
+def _bar() -> Iterator[OnStage]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+    columns = BarColumn(), TaskProgressColumn(), TextColumn("{task.description}", markup=False)
+    # Lines that go to the same terminal are moved above the bar; those that go elsewhere are none of its business.
+    shares_terminal = sys.stdout.isatty()
+    with Progress(
+        *columns,
+        console=Console(stderr=True),
+        transient=True,
+        auto_refresh=False,
+        redirect_stdout=shares_terminal,
+    ) as progress:
+        task = progress.add_task("", total=1.0)
+        yield lambda text, part: progress.update(task, completed=part, description=text, refresh=True)
+
+
+@contextlib.contextmanager
+def _lines() -> Iterator[OnStage]:
+    last = time.monotonic()
+
+    def write(text: str, part: float) -> None:
+        nonlocal last
+        if time.monotonic() - last >= LINE_SECONDS:
+            last = time.monotonic()
+            print(f"{part:4.0%} {text}", file=sys.stderr, flush=True)
+
+    yield write
