@@ -2,7 +2,8 @@
 
 import io
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -14,7 +15,7 @@ from fusedlayers.activations import activations, resolve
 from fusedlayers.cli import main
 from fusedlayers.demo.corpus import batches, standard_library_bytes
 from fusedlayers.demo.model import BYTES, ByteTransformer, EagerDenseAct
-from fusedlayers.demo.report import COLORS, MIB, Outcomes, plot, progress, table
+from fusedlayers.demo.report import COLORS, MIB, Outcomes, losses_to, plot, table
 from fusedlayers.demo.training import Outcome, Settings, compare, trainers
 
 TINY = Settings(
@@ -189,20 +190,15 @@ def test_table_states_the_figures_and_their_ratios() -> None:
     assert ["fused", "/", "eager", "0.75", "0.90", "0.80"] in rows
 
 
-@pytest.mark.parametrize(
-    ("terminal", "expected"), [(True, "2/2"), (False, "step 2/2: loss 2.500 eager, 2.400 fused\n")]
-)
-def test_progress_in_a_terminal_and_elsewhere(terminal: bool, expected: str) -> None:
-    from rich.console import Console
-
-    console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
-    on_step: Callable[[Outcomes], None]
-    with progress(2, console) as on_step:
-        for _ in range(2):
-            on_step(MADE_UP)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert expected in text
-    assert ("\x1b" in text) == terminal
+def test_progress_says_the_losses_a_hundred_times() -> None:
+    said: list[tuple[str, float]] = []
+    losses_to(lambda stage, part: said.append((stage, part)), 4)(MADE_UP)
+    assert said == [("step 2/4: loss 2.500 eager, 2.400 fused", 0.5)]
+    said.clear()
+    for steps in (1, 2, 3):
+        growing = {name: Outcome(0, 0, losses=[1.0] * steps) for name in MADE_UP}
+        losses_to(lambda stage, part: said.append((stage, part)), 200)(growing)
+    assert [part for _, part in said] == [0.01]
 
 
 def test_plot_draws_both_variants_and_leaves_matplotlib_alone(tmp_path: Path) -> None:
@@ -222,16 +218,20 @@ def test_plot_draws_both_variants_and_leaves_matplotlib_alone(tmp_path: Path) ->
     assert 0.05 < fused < eager < 0.3  # shares of the picture; the bars of fewer bytes are smaller
 
 
-def test_command_prints_a_table_and_writes_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_command_prints_a_table_and_writes_a_picture(
+    is_terminal: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "demo.png"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    monkeypatch.setenv("TERM", "xterm")
     sizes = [
         f"--{name}={getattr(TINY, name)}" for name in ("batch", "context", "width", "layers", "activation", "seed")
     ]
     assert main(["demo", "--device=cpu", *sizes, "--steps=3", f"--out={path}"]) == 0
     output = capsys.readouterr()
-    assert output.err == ""
+    assert ("loss" in output.err) == is_terminal and (output.err == "") != is_terminal
     assert "\x1b" not in output.out
-    assert "step 3/3: loss" in output.out
     saved = {name: float(re.findall(rf"^\W*{name}\W+([\d.]+)", output.out, re.M)[0]) for name in ("eager", "fused")}
     assert saved["eager"] - saved["fused"] == pytest.approx(4 * HIDDEN_ELEMENTS / MIB, abs=0.011)
     assert str(path) in output.out

@@ -1,7 +1,6 @@
 """The options of `fusedlayers demo`."""
 
 import argparse
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,9 @@ from typing import Any
 import torch
 
 from ..activations import activations
-from ..utils import command_line
+from ..utils import command_line, progress
 from .corpus import standard_library_bytes
-from .report import LEGEND, describe, plot, progress, table
+from .report import LEGEND, describe, losses_to, plot, table
 from .training import Settings, compare
 
 EXTRAS = ("rich", "matplotlib")
@@ -42,20 +41,24 @@ def register(commands: "command_line.Commands") -> None:
     parser.add_argument(
         "--dtype", choices=DTYPES, help="16-bit ones run as autocast over float32 parameters; float16 on cuda"
     )
-    parser.add_argument("--steps", type=whole_number(), metavar="N", help="training steps of each variant")
-    parser.add_argument("--batch", type=whole_number(), metavar="N", help="excerpts a step")
-    parser.add_argument("--context", type=whole_number(maximum=8192), metavar="N", help="bytes in an excerpt")
+    parser.add_argument("--steps", type=command_line.whole_number(), metavar="N", help="training steps of each variant")
+    parser.add_argument("--batch", type=command_line.whole_number(), metavar="N", help="excerpts a step")
+    parser.add_argument(
+        "--context", type=command_line.whole_number(maximum=8192), metavar="N", help="bytes in an excerpt"
+    )
     parser.add_argument(
         "--width",
-        type=whole_number(32, 65536, multiple=32),
+        type=command_line.whole_number(32, 65536, multiple=32),
         metavar="N",
         help="of the residual stream; a multiple of 32",
     )
-    parser.add_argument("--layers", type=whole_number(), metavar="N", help="transformer blocks")
+    parser.add_argument("--layers", type=command_line.whole_number(), metavar="N", help="transformer blocks")
     parser.add_argument(
-        "--seed", type=whole_number(0), default=0, metavar="N", help="of weights and batches (default: 0)"
+        "--seed", type=command_line.whole_number(0), default=0, metavar="N", help="of weights and batches (default: 0)"
     )
-    parser.add_argument("--threads", type=whole_number(), metavar="N", help="CPU threads (default: torch's choice)")
+    parser.add_argument(
+        "--threads", type=command_line.whole_number(), metavar="N", help="CPU threads (default: torch's choice)"
+    )
     parser.add_argument("--out", type=png, default="fusedlayers-demo.png", metavar="PNG", help="(default: %(default)s)")
     parser.set_defaults(run=run, error=parser.error)
 
@@ -69,22 +72,21 @@ def run(arguments: argparse.Namespace) -> int:
 
     settings = settings_from(arguments)
     console = Console(highlight=False)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(arguments.threads or threads)
     try:
-        corpus = standard_library_bytes()
-        console.print(describe(settings), soft_wrap=True)
-        with progress(settings.steps, console) as on_step:
-            outcomes = compare(settings, corpus, on_step)
-        console.print(table(outcomes), LEGEND, sep="\n")
-        plot(outcomes, describe(settings), arguments.out)
-        console.print(f"picture: {arguments.out}", soft_wrap=True)
+        with command_line.threads(arguments.threads):
+            corpus = standard_library_bytes()
+            console.print(describe(settings), soft_wrap=True)
+            with progress.shown() as on_stage:
+                outcomes = compare(settings, corpus, losses_to(on_stage, settings.steps))
+            console.print(table(outcomes), LEGEND, sep="\n")
+            plot(outcomes, describe(settings), arguments.out)
+            console.print(f"picture: {arguments.out}", soft_wrap=True)
+    except BrokenPipeError:
+        raise
     except torch.OutOfMemoryError:
         arguments.error(f"ran out of memory on {settings.device}; try a smaller --batch than {settings.batch}")
     except OSError as error:  # no corpus to read, or no picture to write
         arguments.error(str(error))
-    finally:
-        torch.set_num_threads(threads)
     return 0
 
 
@@ -110,18 +112,6 @@ def device(text: str) -> torch.device:
         found = torch.cuda.device_count()
         raise argparse.ArgumentTypeError(f"{text!r} asked for, but torch sees {found} CUDA devices; try --device cpu")
     return where
-
-
-def whole_number(minimum: int = 1, maximum: int = 2**31 - 1, multiple: int = 1) -> Callable[[str], int]:
-    """Make a reader of whole numbers."""
-    expected = f"a whole number from {minimum} to {maximum}" + (f", a multiple of {multiple}" if multiple > 1 else "")
-
-    def read(text: str) -> int:
-        if not text.isdecimal() or not minimum <= int(text) <= maximum or int(text) % multiple:
-            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
-        return int(text)
-
-    return read
 
 
 def png(text: str) -> Path:

@@ -1,18 +1,17 @@
-"""Show a comparison: progress while it runs, then a table and a picture."""
+"""Show a comparison: the losses while it runs, then a table and a picture."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..utils.plotting import EAGER, FONT, HERE, INK, legend, new_figure, style
+from ..utils.progress import OnStage
 from .training import Outcome, Settings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from rich.console import Console
     from rich.table import Table
 
 MIB = 2**20
@@ -35,26 +34,16 @@ def describe(settings: Settings) -> str:
     )
 
 
-@contextmanager
-def progress(steps: int, console: "Console") -> Iterator[Callable[[Outcomes], None]]:
-    """Yield an `on_step` for `compare`: a moving bar in a terminal, elsewhere a line for every tenth of the way."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+def losses_to(on_stage: OnStage, steps: int) -> Callable[[Outcomes], None]:
+    """An `on_step` for `compare`, which says the losses for every hundredth of the way: drawing takes time too."""
 
-    def losses(outcomes: Outcomes) -> str:
-        return "loss " + ", ".join(f"{outcome.losses[-1]:.3f} {name}" for name, outcome in outcomes.items())
-
-    def print_some(outcomes: Outcomes) -> None:
+    def on_step(outcomes: Outcomes) -> None:
         done = len(outcomes["fused"].losses)
-        if done * 10 // steps > (done - 1) * 10 // steps:
-            console.print(f"step {done}/{steps}: {losses(outcomes)}")
+        if done * 100 // steps > (done - 1) * 100 // steps:
+            losses = ", ".join(f"{outcome.losses[-1]:.3f} {name}" for name, outcome in outcomes.items())
+            on_stage(f"step {done}/{steps}: loss {losses}", done / steps)
 
-    if not console.is_terminal:
-        yield print_some
-        return
-    columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, TextColumn("{task.description}"), console=console) as bar:
-        task = bar.add_task("", total=steps)
-        yield lambda outcomes: bar.update(task, advance=1, description=losses(outcomes))
+    return on_step
 
 
 def table(outcomes: Outcomes) -> "Table":

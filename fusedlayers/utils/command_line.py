@@ -5,19 +5,30 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import inspect
 import os
 import re
+import select
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
 
 from . import plotting
+from .formatting import first_line
 
 if TYPE_CHECKING:
     #: What a command adds its parser to.
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
+T = TypeVar("T")
+
+#: What a shell says of a program that ends because nobody reads its output: 128 and the number of SIGPIPE.
+BROKEN_PIPE = 141
 #: How the messages of the functions behind the commands begin.
 _FUNCTION = re.compile(r"\A(explain|fit|memory_report|fuse|tune): ")
 
@@ -39,6 +50,46 @@ def usage_errors(command: str, *errors: type[Exception], only_ours: bool = False
         raise SystemExit(2) from error
 
 
+def after_broken_pipe(error: BrokenPipeError) -> int:
+    """The exit code where nobody reads stdout any more (``... | head -1``).
+
+    Raises:
+        BrokenPipeError: stdout is in order: the pipe is one of the user's code.
+    """
+    if hasattr(select, "poll"):  # not on Windows
+        # Flushing would not tell: what could not be written need not have been kept.
+        stdout = select.poll()
+        stdout.register(sys.stdout.fileno(), 0)
+        if not stdout.poll(0):
+            raise error
+    # What is still buffered must go somewhere, or Python complains of it when it exits.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return BROKEN_PIPE
+
+
+@contextlib.contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """torch computes with so many CPU threads; None leaves the number as it is."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def whole_number(minimum: int = 1, maximum: int = 2**31 - 1, multiple: int = 1) -> Callable[[str], int]:
+    """Make a reader of whole numbers."""
+    expected = f"a whole number from {minimum} to {maximum}" + (f", a multiple of {multiple}" if multiple > 1 else "")
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or not minimum <= int(text) <= maximum or int(text) % multiple:
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+        return int(text)
+
+    return read
+
+
 def check_output_files(function: str, plot: Path | None, *others: Path | None) -> None:
     """Raise before a long run what ``function``'s ``plot``, and writing the other files, would raise after it."""
     if plot is not None:
@@ -56,20 +107,67 @@ def _check_writable(path: Path) -> None:
         path.unlink()
 
 
-def import_object(name: str) -> object:
+def import_object(name: str, form: str = "MODULE:ATTRIBUTE") -> object:
     """The object that ``module:attribute`` names; modules of the working directory are found.
 
     Raises:
-        ValueError: the module has no such attribute; the message lists what it has.
+        ValueError: it is no such name, the module raises an error, or it has no such attribute; the message lists what
+            it has.
         ImportError: there is no such module.
     """
-    module_name, _, attribute = name.partition(":")
+    module_name, colon, attribute = name.partition(":")
+    if not colon or not all(part.isidentifier() for part in module_name.split(".")):
+        raise ValueError(f"expected {form}, got {name!r}; write package.module:function")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it
-    found: object = importlib.import_module(module_name)
+    with _users_code(f"importing {module_name}", "a module that can be imported", "correct it"):
+        found: object = importlib.import_module(module_name)
     for part in attribute.split("."):
         if not hasattr(found, part):
             public = [key for key in dir(found) if not key.startswith("_") and callable(getattr(found, key, None))]
             raise ValueError(f"{module_name!r} has no {attribute!r}; it has: {', '.join(public)}")
         found = getattr(found, part)
     return found
+
+
+def called(function: Callable[[], T], name: str, advice: str) -> T:
+    """What a function of the user's returns.
+
+    Raises:
+        ValueError: it needs arguments; or it raises an error, whose traceback is printed.
+    """
+    needed = _required_parameters(function)
+    if needed:
+        raise ValueError(f"{name} needs arguments ({', '.join(needed)}), expected none; {advice}")
+    with _users_code(name, "no error", "correct it, or name another function"):
+        return function()
+
+
+def _required_parameters(function: Callable[..., object]) -> list[str]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of functions in C, which may not say
+        return []
+    several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in several]
+
+
+@contextlib.contextmanager
+def _users_code(what: str, expected: str, advice: str) -> Iterator[None]:
+    """Raise ValueError for what the user's code raises, and print its traceback without our own frames. A module that
+    is missing needs none."""
+    try:
+        yield
+    except ImportError:
+        raise
+    except Exception as error:
+        traceback.print_exception(type(error), error, _from_users_code(error.__traceback__))
+        text = f"{what} raised {type(error).__name__}: {first_line(error)}"
+        raise ValueError(f"{text} (traceback above), expected {expected}; {advice}") from error
+
+
+def _from_users_code(trace: TracebackType | None) -> TracebackType | None:
+    ours = "fusedlayers.", "contextlib", "importlib"
+    while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith(ours):
+        trace = trace.tb_next
+    return trace
