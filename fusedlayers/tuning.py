@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from .kernels import use_kernels
 from .profiling.step import Step
 from .utils.module_state import isolated_gradients, unchanged
 from .utils.reports import Report
+from .utils.progress import OnStage
 from .utils.storages import tensors_in
 
 
@@ -47,6 +49,7 @@ def tune(
     *,
     loss: Callable[[Any], Tensor] | None = None,
     on_question: Callable[[str], None] = lambda question: None,
+    on_stage: OnStage | None = None,
 ) -> TuneReport:
     """Run a training step of ``model(inputs)``, and measure the candidates for each matmul with an activation in it.
 
@@ -60,6 +63,7 @@ def tune(
         inputs: a tensor, a tuple of positional arguments, or a mapping of keywords.
         loss: from the model's result to what is differentiated; by default the mean of all it returns.
         on_question: is told what is measured next.
+        on_stage: is told the same, and which part of all has been measured. The step runs once more for that, to count.
 
     Returns:
         a report of what was chosen.
@@ -75,10 +79,18 @@ def tune(
       ...
     ValueError: tune: the model is on cpu, expected a GPU; there is nothing to tune elsewhere
     """
+    return tune_step(Step(model, *arguments_from(inputs), loss), on_stage, on_question)
+
+
+def tune_step(
+    step: Step, on_stage: OnStage | None = None, on_question: Callable[[str], None] = lambda question: None
+) -> TuneReport:
+    """``tune`` with this training step for the example."""
+    step = replace(step, function="tune")
+    model = step.model
     if not isinstance(model, nn.Module):
         raise TypeError(f"tune: model must be an nn.Module, got {type(model).__name__}: {model!r}")
-    args, kwargs = arguments_from(inputs)
-    tensors = [*tensors_in((model, args, kwargs))]
+    tensors = [*tensors_in((model, step.args, step.kwargs))]
     devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"} or {torch.device("cpu")}
     if not _have_kernels(devices):
         found = ", ".join(sorted(map(str, devices)))
@@ -89,18 +101,31 @@ def tune(
         raise ValueError(f"tune: the kernels are switched off by {kernels.VARIABLE} or use_kernels; switch them on")
     from .backends.triton import dispatch, tuning
 
-    session = tuning.Session(lambda question: on_question(str(question)))
+    leaves = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
+
+    def run(ask: Callable[..., None]) -> None:
+        with (
+            use_kernels("rule"),
+            unchanged([*model.modules()], tensors_in((step.args, step.kwargs))),
+            isolated_gradients(leaves),
+            dispatch.asking(ask),
+        ):
+            step.run()
+
+    def say(question: dispatch.Question) -> None:
+        on_question(str(question))
+        if on_stage is not None:
+            on_stage(f"measuring {question}", min(1.0, next(numbers) / max(1, len(counted))))
+
+    session = tuning.Session(say)
     for device in devices:
         tuning.check_target(device)
-    step = Step(model, args, kwargs, loss, "tune")
-    leaves = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
-    with (
-        use_kernels("rule"),
-        unchanged([*model.modules()], tensors_in((args, kwargs))),
-        isolated_gradients(leaves),
-        dispatch.asking(session.ask),
-    ):
-        step.run()
+    counted: set[tuple[dispatch.Question, torch.device]] = set()
+    numbers = itertools.count()
+    if on_stage is not None:
+        on_stage("counting matmuls", 0.0)
+        run(lambda question, device, job: counted.add((question, device)))
+    run(session.ask)
     files = session.save()
     answers = {question: choice for known in session.choices.values() for question, choice in known.items()}
     return TuneReport(

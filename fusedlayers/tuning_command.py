@@ -1,11 +1,10 @@
 """The options of `fusedlayers tune`."""
 
 import argparse
-import sys
 
-from .profiling.memory_command import FORMS, factory_from, step_from
-from .tuning import tune
-from .utils import command_line
+from .profiling import factory
+from .tuning import tune_step
+from .utils import command_line, progress
 
 
 def register(commands: "command_line.Commands") -> None:
@@ -17,22 +16,18 @@ def register(commands: "command_line.Commands") -> None:
         "epilogue, and writes down which kernel is the fastest. Later runs on such a GPU, with the same versions, "
         "read it; without it nothing is guessed. In a distributed job one process tunes, before the job.",
     )
-    parser.add_argument(
-        "factory", metavar="MODULE:FACTORY", help=f"a function that returns the model and example inputs: {FORMS}"
-    )
+    factory.add_argument(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what was chosen, or why nothing can be. What the model or the factory raises comes with its traceback."""
+    """Print what was chosen, or why nothing can be. What the model raises comes with its traceback."""
     with command_line.usage_errors("tune", ValueError, ImportError):
-        factory = factory_from(arguments.factory)
-    made = factory()
-    with command_line.usage_errors("tune", ValueError, TypeError, OSError, only_ours=True):
-        step = step_from(made, arguments.factory)
-        print(tune(step.model, step.args or step.kwargs, on_question=_say))  # type: ignore[arg-type]  # it asks
+        step = factory.step_named(arguments.factory)
+    with (
+        command_line.usage_errors("tune", ValueError, TypeError, OSError, only_ours=True),
+        progress.shown() as on_stage,
+    ):
+        found = tune_step(step, on_stage)
+    print(found)
     return 0
-
-
-def _say(question: str) -> None:
-    print(f"measuring {question}", file=sys.stderr, flush=True)

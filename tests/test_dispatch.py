@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -546,18 +547,30 @@ def test_a_model_is_tuned(
     state, x = torch.get_rng_state(), torch.randn(37, 24, device=DEVICE)
     torch.set_rng_state(state)
     asked: list[str] = []
-    report = fl.tune(model, x, on_question=asked.append)
+    stages: list[tuple[str, float]] = []
+    report = fl.tune(model, x, on_question=asked.append, on_stage=lambda *stage: stages.append(stage))
     assert torch.equal(torch.get_rng_state(), state) and all(p.grad is None for p in model.parameters())
     assert list(report.choices) == asked and len(asked) == 2 and not report.skipped
+    measured = [(f"measuring {question}", number / 2) for number, question in enumerate(asked)]
+    assert stages == [("counting matmuls", 0.0), *measured]
     assert all(choice == "tiled (tuned: 0.80x the library's time)" for choice in report.choices.values())
     assert f"written to {report.files[0]}" in str(report) and report.files[0].parent == tmp_path / "fusedlayers"
     assert any("tiled (tuned" in line for line in backends.describe_matmuls(model[1].fc1.weight, resolve("gelu")))
     assert "nothing to choose" in str(fl.tune(torch.nn.Linear(2, 2).to(DEVICE), torch.ones(2, device=DEVICE)))
 
-    (tmp_path / "made.py").write_text("import torch\ndef make(): return torch.nn.Linear(2, 2), torch.ones(2)\n")
+    # Arguments of both kinds arrive.
+    (tmp_path / "made.py").write_text(
+        "import torch\n"
+        "class Scaled(torch.nn.Linear):\n"
+        "    def forward(self, x, *, by): return by * super().forward(x)\n"
+        "def make(): return Scaled(2, 2), (torch.ones(2),), {'by': 3.0}\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
     assert cli.main(["tune", "made:make"]) == 0
-    assert "nothing to choose" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "nothing to choose" in out and "\x1b" not in out and "counting matmuls" in err
 
 
 def test_what_cannot_be_tuned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -394,6 +394,16 @@ class Scaled(Wave):
     def __init__(self, scale):
         super().__init__()
 
+def made():
+    return Wave(), torch.ones(2)
+
+def nothing(z):
+    return None
+
+class Broken(Wave):
+    def __init__(self):
+        raise TypeError("its own")
+
 class Namespace:
     inner = staticmethod(torch.tanh)
 """
@@ -449,7 +459,10 @@ def test_json_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["MODULE:curved"], ["has no 'curved'; it has: ", "bent", "Wave"]),
         (["MODULE:"], ["has no ''", "bent"]),
         (["MODULE:Namespace.outer"], ["has no 'Namespace.outer'; it has: inner"]),
-        (["MODULE:Scaled"], ["Scaled needs arguments", "name an instance"]),
+        (["MODULE:Scaled"], ["Scaled needs arguments (scale), expected none; name an instance of it"]),
+        (["MODULE:Broken"], ["Broken raised TypeError: its own (traceback above), expected no error"]),
+        (["MODULE:made"], ["made does not compute: ", "takes 0 positional arguments but 1 was given; expected a func"]),
+        (["MODULE:nothing"], ["nothing does not compute: it does not return one tensor", "or a model; name one"]),
         (["MODULE:SCALE"], ["explain: activation must be a name", "Parameter"]),
     ],
 )
@@ -459,7 +472,7 @@ def test_wrong_usage(
     pytest.importorskip("matplotlib")
     assert main(["explain", *(a.replace("MODULE", user_module) for a in arguments)]) == 2
     output = capsys.readouterr()
-    assert output.out == "" and output.err.startswith("fusedlayers explain: ")
+    assert output.out == "" and "fusedlayers explain: " in output.err
     assert all(part in output.err for part in expected), output.err
 
 

@@ -8,6 +8,7 @@ import copy
 import itertools
 import json
 import random
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -733,14 +734,20 @@ def factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     yield "fit_made:make"
 
 
-def test_the_command(factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib")
+    pytest.importorskip("rich")
     plot, values = tmp_path / "fit.png", tmp_path / "fit.json"
     assert cli.main(["fit", factory, "--budget", "2MiB", "--plot", str(plot), "--json", str(values)]) == 0
     assert "at most 2.00 MiB saved for backward" in capsys.readouterr().out and plot.stat().st_size > 10_000
     assert json.loads(values.read_text())["budget_bytes"] == 2 << 20
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
     assert cli.main(["fit", factory, "--fraction", "0.5", "--of", "peak"]) == 0
-    assert "allocated at the peak" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "allocated at the peak" in out and "\x1b" not in out and "measuring the plan, about " in err
 
 
 @pytest.mark.parametrize(

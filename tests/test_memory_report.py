@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedlayers as fl
 from fusedlayers.cli import main
 from fusedlayers.memory import saved_bytes
-from fusedlayers.profiling.memory_command import FORMS
+from fusedlayers.profiling.factory import FORMS
 from fusedlayers.profiling.row_groups import groups_of
 from fusedlayers.profiling.saved_rows import Row
 
@@ -803,6 +803,12 @@ def misnamed():
 def broken():
     raise KeyError("the factory's own")
 
+def sized(width, *, depth, seed=0):
+    return tensor()
+
+def nothing():
+    return "model", torch.randn(32, 8)
+
 NUMBER = 3
 """
 
@@ -858,6 +864,12 @@ def test_the_command_as_users_call_it(user_module: str) -> None:
     ("arguments", "expected"),
     [
         (["MODULE.tensor"], ["expected MODULE:FACTORY, got", "package.module:function"]),
+        ([":tensor"], ["expected MODULE:FACTORY, got ':tensor'"]),
+        ([".relative:tensor"], ["expected MODULE:FACTORY, got '.relative:tensor'"]),
+        (["MODULE:sized"], ["sized needs arguments (width, depth), expected none; write def example(): return model"]),
+        (["MODULE:LAYER"], ["LAYER is a Linear, expected a function", "write def example(): return model, inputs"]),
+        (["MODULE:nothing"], ["nothing returned (str, Tensor), expected ", FORMS, "; write def example()"]),
+        (["MODULE:tensor", "--threads", "0"], ["argument --threads: expected a whole number from 1", "got '0'"]),
         (["no_such_module:f"], ["No module named 'no_such_module'"]),
         (["MODULE:missing"], ["has no 'missing'; it has: ", "tensor"]),
         (["MODULE:NUMBER"], ["NUMBER is a int, expected a function that returns a model and inputs"]),
@@ -876,8 +888,9 @@ def test_wrong_usage(
     pytest.importorskip("matplotlib")
     assert main(["report", *(a.replace("MODULE", user_module) for a in arguments)]) == 2
     error = capsys.readouterr().err
+    *usage, error = error.splitlines()
     assert error.startswith("fusedlayers report: ") and all(part in error for part in expected), error
-    assert error.count("\n") == 1
+    assert not usage or usage[0].startswith("usage: ")
 
 
 @pytest.mark.parametrize("path", ["a.picture", "no/such/directory/a.png", "directory.png"])
@@ -921,18 +934,76 @@ def test_files_stay_as_they_are_when_there_is_no_report(user_module: str, tmp_pa
     files = lambda: sorted(path for path in tmp_path.iterdir() if path.name != "__pycache__")  # noqa: E731
     before = files()
     for plot in ("new.png", "link.png"):
-        with pytest.raises(KeyError, match="the factory's own"):
-            main(["report", f"{user_module}:broken", "--json", "old.json", "--plot", plot])
+        assert main(["report", f"{user_module}:broken", "--json", "old.json", "--plot", plot]) == 2
     assert files() == before and (tmp_path / "link.png").read_text() == "of an earlier run"
 
 
-def test_errors_of_the_model_and_the_factory_keep_their_traceback(user_module: str) -> None:
+def test_errors_of_the_model_keep_their_traceback(user_module: str) -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         main(["report", f"{user_module}:wrong"])
     with pytest.raises(TypeError, match="unexpected keyword argument 'inputs'"):
         main(["report", f"{user_module}:misnamed"])
-    with pytest.raises(KeyError, match="the factory's own"):
-        main(["report", f"{user_module}:broken"])
+
+
+def test_an_error_of_the_factory_comes_with_its_own_lines(user_module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", f"{user_module}:broken"]) == 2
+    first, *where, last = capsys.readouterr().err.splitlines()
+    assert first == "Traceback (most recent call last):"
+    assert last == (
+        f'fusedlayers report: {user_module}:broken raised KeyError: "the factory\'s own" (traceback above), '
+        "expected no error; correct it, or name another function"
+    )
+    assert sum("File" in line for line in where) == 1 and f"{user_module}.py" in where[0]  # none of ours
+
+
+def test_an_error_in_the_module_comes_with_its_own_lines(
+    user_module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "unfinished.py").write_text("import torch\n\nWIDTH = 1 / 0\n")
+    assert main(["report", "unfinished:make"]) == 2
+    first, *where, last = capsys.readouterr().err.splitlines()
+    assert first == "Traceback (most recent call last):" and "unfinished.py" in where[0]
+    assert last.startswith("fusedlayers report: importing unfinished raised ZeroDivisionError: division by zero")
+
+
+ATTENTION = """
+import torch
+from torch.nn import functional as F
+
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = torch.nn.Linear(64, 192)
+
+    def forward(self, x):
+        q, k, v = self.project(x).unflatten(2, (3, 1, 64)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v)
+
+def make():
+    return Attention(), torch.randn(1, 512, 64)
+"""
+
+
+def test_the_command_measures_with_one_thread(
+    user_module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "attention.py").write_text(ATTENTION)
+    before, peaks, plain = torch.get_num_threads(), {}, tmp_path / "report.json"
+    try:
+        for torchs, arguments in ((1, []), (4, []), (1, ["--threads", "4"])):
+            torch.set_num_threads(torchs)
+            assert main(["report", "attention:make", "--json", str(plain), *arguments]) == 0
+            assert torch.get_num_threads() == torchs
+            values = json.loads(plain.read_text())
+            out = capsys.readouterr().out
+            assert f"\nmeasured with {values['threads']} CPU thread" in out
+            peaks[torchs, *arguments] = values["threads"], values["peak_bytes"]
+    finally:
+        torch.set_num_threads(before)
+    assert peaks[1,] == peaks[4,] and peaks[1,][0] == 1
+    # Each thread has scratch space of its own, or there would be nothing to keep stable.
+    threads, more = peaks[1, "--threads", "4"]
+    assert threads == 4 and more > 1.2 * peaks[1,][1]
 
 
 def test_progress_in_a_terminal(
@@ -943,7 +1014,7 @@ def test_progress_in_a_terminal(
     monkeypatch.setenv("TERM", "xterm")
     assert main(["report", f"{user_module}:tensor"]) == 0
     output = capsys.readouterr()
-    assert "measuring the peak" in output.err and output.out.startswith("Sequential on cpu")
+    assert "measuring the peak, about " in output.err and output.out.startswith("Sequential on cpu")
 
 
 def test_help_lists_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,11 @@ def run(arguments: argparse.Namespace) -> int:
     with command_line.usage_errors("explain", ValueError, TypeError, ImportError, OSError):
         command_line.check_output_files("explain", arguments.plot)
         found = explain(activation_named(arguments.activation))
+        if not isinstance(found, ModelExplanation) and not found.saved_bytes:
+            raise ValueError(
+                f"{arguments.activation} does not compute: {found.reason}; expected a function of one tensor that "
+                "returns one of its shape, or a model; name one"
+            )
         if arguments.plot is not None:
             if isinstance(found, ModelExplanation):
                 raise ValueError("only activations can be drawn")
@@ -46,9 +51,4 @@ def activation_named(name: str) -> object:
         except ValueError as error:
             raise ValueError(f"{error}; others are written as module:attribute") from error
     found = command_line.import_object(name)
-    if not isinstance(found, type):
-        return found
-    try:
-        return found()
-    except TypeError as error:
-        raise ValueError(f"{name} needs arguments; name an instance of it ({error})") from error
+    return command_line.called(found, name, "name an instance of it") if isinstance(found, type) else found

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..memory import device_of, peak_bytes
 from ..utils.autograd_graph import is_leaf, leaves_of, nodes_of
 from ..utils.module_state import isolated_gradients, unchanged
+from ..utils.progress import OnStage
 from ..utils.storages import tensors_in
 from .allocation_tracker import LEAVES, PARAMETERS, SAVED, AllocationTracker, Peak
 from .memory_results import MemoryReport
@@ -31,6 +32,7 @@ def memory_report(
     followed tensor by tensor, once measured. The model is left as it was, with its gradients, buffers (statistics of
     batch norms), mode, hooks and parameters, and so are the states of the random number generators; hooks of yours run.
 
+    On a CPU some operators allocate a buffer for each thread, so that the peak depends on ``torch.get_num_threads()``.
     Not seen is memory that libraries take from the system behind torch's back. What saved-tensor hooks made is listed
     if it lies in tuples, lists and dicts. Compiled code is one operation, and its forward pass enters the estimate by
     what it saved alone.
@@ -50,15 +52,11 @@ def memory_report(
     >>> fl.memory_report(model, torch.randn(64, 8)).saved_bytes  # gelu's input and its output
     16384
     """
-    return report_of(Step(model, args, kwargs, loss), lambda stage: None)
+    return report_of(Step(model, args, kwargs, loss))
 
 
-#: The runs that ``report_of`` announces.
-STAGES = ("warming up", "following tensors", "measuring the peak")
-
-
-def report_of(step: Step, on_stage: Callable[[str], None]) -> MemoryReport:
-    """``memory_report``; calls ``on_stage`` with the name of each run before it begins."""
+def report_of(step: Step, on_stage: OnStage = lambda stage, part: None) -> MemoryReport:
+    """``memory_report``; calls ``on_stage`` before each of the three runs."""
     if not callable(step.model):
         raise TypeError(
             f"memory_report: model must be a module or a function, got {type(step.model).__name__}; "
@@ -68,7 +66,7 @@ def report_of(step: Step, on_stage: Callable[[str], None]) -> MemoryReport:
     inputs = list(tensors_of((step.args, step.kwargs)))
     device = _device([*tensors_in(tracker.modules), *inputs])
     with unchanged(tracker.modules, inputs) as restore_random_state:
-        on_stage(STAGES[0])
+        on_stage("warming up", 0.0)
         loss = step.forward()
         nodes = nodes_of([loss])
         compiled = any(str(node.name()).startswith("CompiledFunction") for node in nodes)
@@ -77,12 +75,12 @@ def report_of(step: Step, on_stage: Callable[[str], None]) -> MemoryReport:
             loss.backward()
         del loss, nodes
 
-        on_stage(STAGES[1])
+        on_stage("following tensors", 0.2)
         restore_random_state()
         with isolated_gradients(leaves):
             rows, peak = _follow(step, tracker, device, inputs, leaves, compiled)
 
-        on_stage(STAGES[2])
+        on_stage("measuring the peak", 0.85)
         restore_random_state()
         with isolated_gradients(leaves):
             measured = peak_bytes(step.run, device=device)
