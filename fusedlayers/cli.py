@@ -8,24 +8,38 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from . import __version__
 from . import tuning_command as tune
 from .demo import command as demo
 from .fitting import command as fit
 from .profiling import explanation_command as explain
 from .profiling import memory_command as report
+from .utils import command_line
 
 COMMANDS = (demo, explain, fit, report, tune)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0, 2 for wrong usage (the reason goes to stderr), 130 when interrupted.
+    """Run a command and return its exit code: 0, 2 for wrong usage (the reason goes to stderr), 130 when interrupted,
+    141 when nobody reads the output any more.
 
     Example:
         >>> from fusedlayers.cli import main
         >>> main(["demo", "--steps", "0"])
         2
     """
+    try:
+        try:
+            return _run(argv)
+        finally:
+            print(end="", flush=True)  # here, and not when Python exits, which would complain
+    except BrokenPipeError as error:
+        return command_line.after_broken_pipe(error)
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="fusedlayers", description="Fused layers for PyTorch that keep one buffer.")
+    parser.add_argument("--version", action="version", version=f"fusedlayers {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.register(commands)

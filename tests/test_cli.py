@@ -1,17 +1,25 @@
 """The command line: what it accepts, what it refuses, and how it says so."""
 
+import contextlib
+import os
 import pkgutil
+import signal
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+import fusedlayers as fl
+from bench.__main__ import main as bench_main
+from fusedlayers import cli
 from fusedlayers.activations import activations
 from fusedlayers.cli import main
 from fusedlayers.demo import command as demo
+from fusedlayers.utils import command_line
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -21,6 +29,11 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     assert "demo" in capsys.readouterr().out
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"fusedlayers {fl.__version__}\n"
 
 
 def test_demo_help_lists_activations_and_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,3 +135,50 @@ def test_a_run_that_fails_says_why(
     assert main(["demo", "--batch", "3", "--threads", str(threads + 1), "--out", str(tmp_path / "demo.png")]) == code
     assert expected in capsys.readouterr().err.splitlines()[-1]
     assert torch.get_num_threads() == threads
+
+
+# --- broken pipes -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def unread() -> Iterator[None]:
+    """stdout is a pipe that nobody reads. Closing it flushes, as Python does when it exits."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as stdout, contextlib.redirect_stdout(stdout):
+        yield
+
+
+@pytest.mark.parametrize("program", [main, bench_main])
+def test_nobody_reads_the_help(program: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
+    with unread():
+        assert program(["--help"]) == command_line.BROKEN_PIPE
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("size", [10, 100_000])  # what is buffered, and what is written at once
+def test_nobody_reads_what_a_command_prints(
+    size: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_run", lambda argv: print("x" * size) or 0)
+    with unread():
+        assert main([]) == command_line.BROKEN_PIPE == 128 + signal.SIGPIPE
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_pipe_of_the_users_own_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    monkeypatch.setattr(cli, "_run", raising(BrokenPipeError("to a worker")))
+    with (
+        os.fdopen(reading),
+        os.fdopen(writing, "w") as stdout,
+        contextlib.redirect_stdout(stdout),
+        pytest.raises(BrokenPipeError, match="to a worker"),
+    ):
+        main([])
+
+
+def test_the_demo_passes_a_broken_pipe_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "compare", raising(BrokenPipeError()))
+    monkeypatch.setattr(command_line, "after_broken_pipe", lambda error: command_line.BROKEN_PIPE)
+    assert main(["demo", "--steps", "1"]) == command_line.BROKEN_PIPE
