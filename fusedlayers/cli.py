@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
+from . import doctor_command as doctor
 from . import tuning_command as tune
 from .demo import command as demo
 from .fitting import command as fit
@@ -16,12 +17,12 @@ from .profiling import explanation_command as explain
 from .profiling import memory_command as report
 from .utils import command_line
 
-COMMANDS = (demo, explain, fit, report, tune)
+COMMANDS = (demo, doctor, explain, fit, report, tune)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0, 2 for wrong usage (the reason goes to stderr), 130 when interrupted,
-    141 when nobody reads the output any more.
+    """Run a command and return its exit code: 0, 1 if `doctor` finds something broken, 2 for wrong usage (the reason
+    goes to stderr), 130 when interrupted, 141 when nobody reads the output any more.
 
     Example:
         >>> from fusedlayers.cli import main

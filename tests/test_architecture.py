@@ -32,7 +32,7 @@ LAYERS = [
     ["integrations.", "tuning"],
     [""],
     ["demo."],
-    ["tuning_command"],
+    ["tuning_command", "doctor", "doctor_command"],
     ["cli", "__main__"],
 ]
 

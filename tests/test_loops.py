@@ -65,7 +65,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _needs_gcc_and_avx2() -> list[str]:
-    compiler = build._compiler()
+    compiler = build.find_compiler()
     assert compiler is not None
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
     if "Free Software Foundation" not in version:
@@ -164,7 +164,7 @@ def conversions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     (folder / "wrapper.c").write_text(WRAPPER.format(undefined=undefined, source=build.SOURCE))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "SOURCE", folder / "wrapper.c")
-        build._build(build._compiler() or [], folder / "wrapper.so")
+        build._build(build.find_compiler() or [], folder / "wrapper.so")
     return ctypes.CDLL(str(folder / "wrapper.so"))
 
 

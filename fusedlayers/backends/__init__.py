@@ -13,7 +13,16 @@ from . import cpu, kernels
 from . import torch as reference
 from .base import ActivationGradients, Backend, GradientRequest, NormPasses
 
-__all__ = ["DEVICES", "ActivationGradients", "Backend", "GradientRequest", "NormPasses", "choose", "describe_matmuls"]
+__all__ = [
+    "DEVICES",
+    "ActivationGradients",
+    "Backend",
+    "GradientRequest",
+    "NormPasses",
+    "choose",
+    "describe_matmuls",
+    "no_triton_because",
+]
 
 
 _log = logging.getLogger(__name__)
@@ -50,15 +59,22 @@ def describe_matmuls(w: Tensor, activation: Activation) -> list[str]:
     return operations.describe_matmuls(w, activation)
 
 
-@functools.cache
-def _for_gpus() -> Backend:
+def no_triton_because() -> str | None:
+    """Why Triton does not run here, or None where it does."""
     # Triton is imported on the first use of a GPU, not with the package: it takes long, and need not be there.
     if importlib.util.find_spec("triton") is None:
-        return reference
+        return "Triton is not installed"
     from . import triton
 
-    reason = triton.missing_because()
+    return triton.missing_because()
+
+
+@functools.cache
+def _for_gpus() -> Backend:
+    reason = no_triton_because()
     if reason is None:
+        from . import triton
+
         return triton
-    _log.warning("Triton has no driver for this GPU, and torch operations compute in its place: %s", reason)
+    _log.warning("Triton does not run on this GPU, and torch operations compute in its place: %s", reason)
     return reference

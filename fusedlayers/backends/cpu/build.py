@@ -28,6 +28,8 @@ from pathlib import Path
 
 import torch
 
+#: Of the environment: whether there are to be loops.
+VARIABLE = "FUSEDLAYERS_CPU_LOOPS"
 SOURCE = Path(__file__).with_name("loops.c")
 #: Not -ffast-math: a library built with it makes the processor flush subnormal numbers, in torch's arithmetic too.
 OPTIONS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
@@ -63,9 +65,9 @@ def _found() -> tuple[ctypes.CDLL | None, str | None]:
 
 @functools.cache
 def _find() -> tuple[ctypes.CDLL | None, str | None]:
-    if os.environ.get("FUSEDLAYERS_CPU_LOOPS", "").lower() in ("off", "0", "no", "false"):
-        return None, "FUSEDLAYERS_CPU_LOOPS switches the compiled loops off"
-    compiler = _compiler()
+    if are_switched_off():
+        return None, f"{VARIABLE} switches the compiled loops off"
+    compiler = find_compiler()
     if compiler is None:
         _log.info("no C compiler was found: activations whose derivative is fitted are left to PyTorch on CPUs")
         return None, "there is no C compiler to build the loops with"
@@ -75,12 +77,16 @@ def _find() -> tuple[ctypes.CDLL | None, str | None]:
         detail = getattr(error, "stderr", None) or error
         _unsaid.append(
             "fusedlayers: the loops for CPUs could not be built or loaded, so activations whose derivative is fitted "
-            f"are left to PyTorch there; FUSEDLAYERS_CPU_LOOPS=off silences this. {str(detail).strip()[-500:]}"
+            f"are left to PyTorch there; {VARIABLE}=off silences this. {str(detail).strip()[-500:]}"
         )
         return None, f"the loops could not be built with {compiler[0]}"
 
 
-def _compiler() -> list[str] | None:
+def are_switched_off() -> bool:
+    return os.environ.get(VARIABLE, "").lower() in ("off", "0", "no", "false")
+
+
+def find_compiler() -> list[str] | None:
     """The command that ``$CC`` names, or the first one found."""
     for command in (os.environ.get("CC", ""), "cc", "gcc", "clang"):
         try:
@@ -95,11 +101,10 @@ def _compiler() -> list[str] | None:
 def _load(compiler: list[str]) -> ctypes.CDLL:
     name = f"loops-{_hash(compiler)}.so"
     problem: OSError | subprocess.SubprocessError | None = None
-    for folder in _folders():
+    for folder in cache_folders():
         path = folder / name
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if not _is_ours(folder):
+            if not _made(folder):
                 continue
             if _is_whole(path):
                 try:
@@ -123,22 +128,40 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
-def _folders() -> tuple[Path, Path]:
+def cache_folders() -> tuple[Path, Path]:
+    """Where the library may be kept, tried in turn."""
     user = getattr(os, "getuid", lambda: "user")()
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(cache) / "fusedlayers", Path(tempfile.gettempdir()) / f"fusedlayers-{user}"
 
 
-def _is_ours(folder: Path) -> bool:
-    """Whether nobody else can put code there."""
+def refused_because(folder: Path) -> str | None:
+    """Why nothing can be built in a cache folder, which is made if need be; or None."""
+    try:
+        if not _made(folder):
+            return "others may write to it"
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _made(folder: Path) -> bool:
+    """Make a folder, and return whether nobody else can put code there."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not hasattr(os, "getuid"):
         return True
     found = folder.stat()
     return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
+def version_of(compiler: list[str]) -> str:
+    """What a compiler says of itself."""
+    return subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=TIMEOUT_SECONDS).stdout
+
+
 def _hash(compiler: list[str]) -> str:
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=TIMEOUT_SECONDS).stdout
+    version = version_of(compiler)
     features = sorted((k, v) for k, v in torch.cpu.get_capabilities().items() if isinstance(v, (bool, str)))
     parts = SOURCE.read_text(), compiler, version, OPTIONS, NATIVE, features, sys.platform, torch.__version__
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]

@@ -85,6 +85,17 @@ def operation_act(
     return bias_act(z, None, activation, operands, dim=operation.dim, encode=encode, out=z)
 
 
+def describe_matmuls(dtype: torch.dtype) -> str:
+    """For people: whose matmuls layers call on this processor."""
+    if not onednn_is_enabled():
+        return "PyTorch's: oneDNN is switched off"
+    if not _onednn_wins(dtype, True):
+        return "PyTorch's"
+    with_activation = f"with an activation that it knows from {LARGE_WITH_ACTIVATION:,} multiply-adds on"
+    alone = f", without from {LARGE_MATMUL:,}" if _onednn_wins(dtype, False) else ""
+    return f"oneDNN's {with_activation}{alone}; else PyTorch's"
+
+
 @functools.lru_cache(64)
 def _post_op(activation: Activation) -> tuple[str, list[float], str] | None:
     """What oneDNN calls the activation, or None."""
