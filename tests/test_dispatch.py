@@ -169,6 +169,18 @@ def test_the_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, caplog
         fl.use_kernels("none").__enter__()
 
 
+def test_without_triton_a_gpu_is_left_to_torch_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    backends._for_gpus.cache_clear()
+    try:
+        assert backends._for_gpus() is backends._for_gpus() is reference
+    finally:
+        backends._for_gpus.cache_clear()
+    assert caplog.text.count("torch operations compute in its place: Triton is not installed") == 1
+
+
 @pytest.mark.parametrize("word, expected", [("", "tuned"), ("OFF", "off"), ("rule", "rule")])
 def test_the_environment_says_what_may_run(word: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels._State, "kernels", None)
