@@ -17,8 +17,8 @@ from .fusion.fuse import arguments_from
 from .kernels import use_kernels
 from .profiling.step import Step
 from .utils.module_state import isolated_gradients, unchanged
-from .utils.reports import Report
 from .utils.progress import OnStage
+from .utils.reports import Report
 from .utils.storages import tensors_in
 
 
