@@ -75,7 +75,8 @@ def _tables(results: Path, subject: str, table: Callable[[dict[str, Any]], str])
 
 
 def measured_on(run: dict[str, Any]) -> str:
-    threads = f", {run['threads']} threads" if run["device"]["kind"] == "cpu" else ""
+    count = run["threads"]
+    threads = f", {count} thread{'s' * (count != 1)}" if run["device"]["kind"] == "cpu" else ""
     return f"{run['device']['name']}{threads}, torch {run['versions']['torch'].split('+')[0]}, {run['date']}:"
 
 
@@ -113,7 +114,7 @@ def _mlp_row(row: dict[str, Any]) -> str:
     cells = [f"{row['shape']}, {gated}{row['activation']}, {row['dtype']} ({_dense_sizes(row)})"]
     for what in ("saved_bytes", "peak_bytes"):
         cells += [_mib(eager, what), f"**{_mib(ours, what)}**", _mib(recomputed, what)]
-    cells += [_milliseconds(eager), _ratio(bare), f"**{_ratio(ours)}**", _ratio(recomputed)]
+    cells += [_time(eager), _ratio(bare), f"**{_ratio(ours)}**", _ratio(recomputed)]
     return f"| {' | '.join(cells)} |"
 
 
@@ -183,7 +184,7 @@ def _layer_row(row: dict[str, Any], sizes: str) -> str:
     eager, compiled, ours = (row["variants"].get(name, {}) for name in ("eager", "compile", "fusedlayers"))
     layer = f"{row['shape']}, {row['activation']}, {row['dtype']} ({sizes})"
     saved = [_mib(variant) for variant in (eager, compiled, ours)]
-    times = [_milliseconds(eager), _ratio(compiled), _ratio(ours)]
+    times = [_time(eager), _ratio(compiled), _ratio(ours)]
     saved[2], times[2] = f"**{saved[2]}**", f"**{times[2]}**"
     return f"| {layer} | {' | '.join(saved + times)} |"
 
@@ -192,8 +193,11 @@ def _mib(variant: dict[str, Any], what: str = "saved_bytes") -> str:
     return f"{variant[what] / 2**20:.1f}" if what in variant else "-"
 
 
-def _milliseconds(variant: dict[str, Any]) -> str:
-    return f"{variant['forward_backward']['median_us'] / 1e3:.3g} ms"
+def _time(variant: dict[str, Any]) -> str:
+    if "forward_backward" not in variant:
+        return "-"
+    milliseconds = variant["forward_backward"]["median_us"] / 1e3
+    return f"{milliseconds:.3g} ms" if milliseconds < 999.5 else f"{milliseconds / 1e3:.3g} s"
 
 
 def _ratio(variant: dict[str, Any]) -> str:
@@ -217,7 +221,7 @@ def custom_table(run: dict[str, Any]) -> str:
         cells = [
             *(_mib(eager), f"**{_mib(ours)}**"),
             *(_times_saved(eager, relu), f"**{_times_saved(ours, relu)}**"),
-            *(_milliseconds(eager), f"**{_ratio(ours)}**"),
+            *(_time(eager), f"**{_ratio(ours)}**"),
         ]
         lines.append(f"| {activation} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -245,7 +249,7 @@ def models_table(run: dict[str, Any]) -> str:
         for what in ("saved_bytes", "peak_bytes"):
             cells += [_mib(eager, what), _change(activations, eager, what)]
             cells += [f"**{_change(ours, eager, what)}**", _change(recomputed, eager, what)]
-        cells += [_seconds(eager), _ratio(activations), f"**{_ratio(ours)}**", _ratio(recomputed)]
+        cells += [_time(eager), _ratio(activations), f"**{_ratio(ours)}**", _ratio(recomputed)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -288,7 +292,7 @@ def _overview(runs: dict[str, dict[str, Any]]) -> str:
         row = _models(_in_main_format(runs[subject])).get((shape, activation, dtype)) if subject in runs else None
         if row is not None:
             eager, ours = (row["variants"].get(name, {}) for name in ("eager", "fusedlayers"))
-            cells = [f"{title}: {shape}", _mib(eager), f"**{_mib(ours)}**", _milliseconds(eager), f"**{_ratio(ours)}**"]
+            cells = [f"{title}: {shape}", _mib(eager), f"**{_mib(ours)}**", _time(eager), f"**{_ratio(ours)}**"]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -302,8 +306,8 @@ PEERS = {
     "optiacts": ("optiacts", "outputs and a bit for each element"),
     "Liger": ("Liger", "gate and up"),
     "inplace_abn": ("inplace_abn", "outputs, and inverts them"),
-    "fusedlayers": ("**`fl.fuse`**", "outputs"),
-    "FusedMLP": ("**`FusedMLP`, `FusedGatedMLP`**", "outputs; gate and up"),
+    "fusedlayers": ("**`fl.fuse`**", "outputs; the factors of products"),
+    "FusedMLP": ("**`FusedMLP`, `FusedGatedMLP`**", "the same"),
     "recompute": ('**the same, `save="recompute"`**', "nothing: its matmuls run twice"),
 }
 
@@ -329,7 +333,7 @@ def _peer(variants: dict[str, Any], name: str) -> str:
     eager, variant = variants["eager"], variants.get(name, {})
     if "forward_backward" not in variant:
         return "does not run here" if variant else ""
-    cell = f"{_mib(variant)} MiB, {_milliseconds(variant) if name == 'eager' else _ratio(variant)}"
+    cell = f"{_mib(variant)} MiB, {_time(variant) if name == 'eager' else _ratio(variant)}"
     error = variant["gradient_error"]
     return f"{cell}, errs by {error:.0e}" if error > 10 * eager["gradient_error"] else cell
 
@@ -429,10 +433,6 @@ def model_name(row: dict[str, Any]) -> str:
 
 def _change(variant: dict[str, Any], eager: dict[str, Any], what: str) -> str:
     return f"{100 * (variant[what] - eager[what]) / eager[what]:+.1f} %" if what in variant else "-"
-
-
-def _seconds(variant: dict[str, Any]) -> str:
-    return f"{variant['forward_backward']['median_us'] / 1e6:.3g} s" if "forward_backward" in variant else "-"
 
 
 def accuracy_table(results: Path) -> str:

@@ -251,7 +251,7 @@ def test_the_peers_table(tmp_path: Path) -> None:
         "| PyTorch | inputs and outputs of operations | 12.0 MiB, 12.3 ms | 12.0 MiB, 12.3 ms |",
         "| optiacts | outputs and a bit for each element | 6.0 MiB, 1.10x, errs by 5e-03 |  |",
         "| Liger | gate and up | does not run here |  |",
-        "| **`fl.fuse`** | outputs | 6.0 MiB, 0.90x | 6.0 MiB, 0.90x |",
+        "| **`fl.fuse`** | outputs; the factors of products | 6.0 MiB, 0.90x | 6.0 MiB, 0.90x |",
     ]
 
 
