@@ -48,7 +48,6 @@ def tune(
     inputs: Any,
     *,
     loss: Callable[[Any], Tensor] | None = None,
-    on_question: Callable[[str], None] = lambda question: None,
     on_stage: OnStage | None = None,
 ) -> TuneReport:
     """Run a training step of ``model(inputs)``, and measure the candidates for each matmul with an activation in it.
@@ -62,8 +61,8 @@ def tune(
         model: on a GPU, with layers of this package in it.
         inputs: a tensor, a tuple of positional arguments, or a mapping of keywords.
         loss: from the model's result to what is differentiated; by default the mean of all it returns.
-        on_question: is told what is measured next.
-        on_stage: is told the same, and which part of all has been measured. The step runs once more for that, to count.
+        on_stage: is told what is measured next, and which part of all has been. The step runs once more for that, to
+            count.
 
     Returns:
         a report of what was chosen.
@@ -79,12 +78,10 @@ def tune(
       ...
     ValueError: tune: the model is on cpu, expected a GPU; there is nothing to tune elsewhere
     """
-    return tune_step(Step(model, *arguments_from(inputs), loss), on_stage, on_question)
+    return tune_step(Step(model, *arguments_from(inputs), loss), on_stage)
 
 
-def tune_step(
-    step: Step, on_stage: OnStage | None = None, on_question: Callable[[str], None] = lambda question: None
-) -> TuneReport:
+def tune_step(step: Step, on_stage: OnStage | None = None) -> TuneReport:
     """``tune`` with this training step for the example."""
     step = replace(step, function="tune")
     model = step.model
@@ -113,7 +110,6 @@ def tune_step(
             step.run()
 
     def say(question: dispatch.Question) -> None:
-        on_question(str(question))
         if on_stage is not None:
             on_stage(f"measuring {question}", min(1.0, next(numbers) / max(1, len(counted))))
 

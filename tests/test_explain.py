@@ -31,7 +31,7 @@ Function = Callable[[Tensor], Tensor]
 
 ROOT = Path(__file__).parents[1]
 KINDS = {"monotone": "monotone", "folded": "folded", "input": "needs input"}
-SLOWEST = 3.0  # seconds
+SLOWEST = 3.0  # seconds of the processor, whoever else computes
 
 
 def table(report: Explanation) -> list[str]:
@@ -57,10 +57,10 @@ def test_functions_of_the_literature(published: Published) -> None:
 
 @pytest.mark.parametrize("name", fl.activations())
 def test_names_of_the_table(name: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     report = fl.explain(name)
     assert len(str(report)) > 0
-    assert time.perf_counter() - start < SLOWEST
+    assert time.process_time() - start < SLOWEST
     record = fl.FusedDenseAct(8, 8, name)
     assert report.name == name and report.saves["float32"] in repr(record)
     assert report.source.startswith(f"def {name}_forward(") or name == "identity"
