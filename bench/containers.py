@@ -265,6 +265,10 @@ def _fused_norm_act(channels: int) -> nn.Module:
 # --- reversible networks ----------------------------------------------------------------------------------------------
 
 
+#: Of each coupling the networks of both halves.
+Networks = list[tuple[nn.Module, nn.Module]]
+
+
 def _revnet(depth: int, device: torch.device, quick: bool) -> Subject:
     shape = QUICK_STREAMS if quick else STREAMS[device.type]
     streams = torch.randn(shape[0], 2 * shape[1], *shape[2:])
@@ -277,7 +281,7 @@ def _revnet(depth: int, device: torch.device, quick: bool) -> Subject:
             nn.BatchNorm2d(channels), nn.ReLU(), convs[0], nn.BatchNorm2d(channels), nn.ReLU(), convs[1]
         )
 
-    def networks() -> list[tuple[nn.Module, nn.Module]]:
+    def networks() -> Networks:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return [(network().to(device), network().to(device)) for _ in range(depth)]
@@ -288,47 +292,49 @@ def _revnet(depth: int, device: torch.device, quick: bool) -> Subject:
             setattr(net, name, value)
         return Variant(net, lambda x: torch.cat(net(*x.chunk(2, 1)), 1))
 
-    def by_memcnn() -> Variant:
-        memcnn: Any = importlib.import_module("memcnn")
-        blocks = []
-        for f, g in networks():
-            coupling = memcnn.AdditiveCoupling(Fm=f, Gm=g)
-            blocks.append(memcnn.InvertibleModuleWrapper(coupling, keep_input=False, keep_input_inverse=False))
-        net = nn.Sequential(*blocks)
-        # It takes the memory of its input, which is the caller's here.
-        return Variant(net, lambda x: net(x.clone()))
-
-    def by_invtorch() -> Variant:
-        inn: Any = importlib.import_module("invtorch.nn")
-
-        class Coupling(inn.Module):
-            def __init__(self, f: nn.Module, g: nn.Module) -> None:
-                super().__init__()
-                self.f, self.g = f, g
-
-            def function(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
-                y1 = x1 + self.f(x2)
-                return y1, x2 + self.g(y1)
-
-            def inverse(self, y1: Tensor, y2: Tensor) -> tuple[Tensor, Tensor]:
-                x2 = y2 - self.g(y1)
-                return y1 - self.f(x2), x2
-
-        net = nn.ModuleList(Coupling(f, g) for f, g in networks())
-
-        def call(x: Tensor) -> Tensor:
-            streams = tuple(part.clone() for part in x.chunk(2, 1))
-            for block in net:
-                streams = block(*streams)
-            return torch.cat(streams, 1)
-
-        return Variant(net, call)
-
     variants: dict[str, Callable[[], Variant]] = {BASELINE: partial(ours, checkpoint=False), "invertible": ours}
-    for name, make in {"memcnn": by_memcnn, "invtorch": by_invtorch}.items():
-        if importlib.util.find_spec(name) is not None:
-            variants[name] = make
+    peers = {"memcnn": _by_memcnn, "invtorch": _by_invtorch}
+    installed = {name: make for name, make in peers.items() if importlib.util.find_spec(name) is not None}
+    variants |= {name: lambda make=make: make(networks()) for name, make in installed.items()}
     return Subject(x, dy, variants, depth)
+
+
+def _by_memcnn(networks: Networks) -> Variant:
+    memcnn: Any = importlib.import_module("memcnn")
+    blocks = []
+    for f, g in networks:
+        coupling = memcnn.AdditiveCoupling(Fm=f, Gm=g)
+        blocks.append(memcnn.InvertibleModuleWrapper(coupling, keep_input=False, keep_input_inverse=False))
+    net = nn.Sequential(*blocks)
+    # It takes the memory of its input, which is the caller's here.
+    return Variant(net, lambda x: net(x.clone()))
+
+
+def _by_invtorch(networks: Networks) -> Variant:
+    inn: Any = importlib.import_module("invtorch.nn")
+
+    class Coupling(inn.Module):
+        def __init__(self, f: nn.Module, g: nn.Module) -> None:
+            super().__init__()
+            self.f, self.g = f, g
+
+        def function(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
+            y1 = x1 + self.f(x2)
+            return y1, x2 + self.g(y1)
+
+        def inverse(self, y1: Tensor, y2: Tensor) -> tuple[Tensor, Tensor]:
+            x2 = y2 - self.g(y1)
+            return y1 - self.f(x2), x2
+
+    net = nn.ModuleList(Coupling(f, g) for f, g in networks)
+
+    def call(x: Tensor) -> Tensor:
+        streams = tuple(part.clone() for part in x.chunk(2, 1))
+        for block in net:
+            streams = block(*streams)
+        return torch.cat(streams, 1)
+
+    return Variant(net, call)
 
 
 # --- what came of it --------------------------------------------------------------------------------------------------

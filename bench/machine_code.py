@@ -103,7 +103,7 @@ def nvidia_instructions(sass: str) -> Instructions:
 
 
 def amd_instructions(assembly: str) -> Instructions:
-    """From AMD's assembly: ``\tglobal_load_dwordx4 v[0:3], ...``."""
+    r"""From AMD's assembly: ``\tglobal_load_dwordx4 v[0:3], ...``."""
     operations = re.findall(r"^\t([a-z]\w*_\w+)", assembly, re.MULTILINE)
     return _sorted_out([_kind(name, of_amd=True) for name in operations], [_amd_width(name) for name in operations])
 

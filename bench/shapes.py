@@ -200,7 +200,7 @@ class ConvCase:
     def id(self) -> str:
         """Group, shape, format, activation and dtype: ``model/resnet-50-3x3/channels_last/relu/float32``."""
         name = self.shape.name.lower().replace(" ", "-")
-        return "/".join((self.group, name, self.format, self.activation, self.dtype))
+        return f"{self.group}/{name}/{self.format}/{self.activation}/{self.dtype}"
 
 
 def conv_cases(kind: str, dtypes: tuple[str, ...] = ()) -> Iterator[ConvCase]:

@@ -205,7 +205,7 @@ def _chunks(key: BlockKey, block: Block) -> int:
 _plans: BoundedCache[BlockPlan] = plan.plan_cache(1024)
 
 
-def plan_block(
+def plan_block(  # noqa: C901  # one function: entering another one takes longer than any of these tests
     options: BlockOptions, x: Tensor, first: Sequence[Linear], last: Linear, activation: Activation
 ) -> tuple[BlockPlan, tuple[Tensor, ...]]:
     """The plan for a block's call, and the tensors that its activation reads."""

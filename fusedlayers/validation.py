@@ -289,6 +289,7 @@ def check_conv(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: 
 
 
 def check_norm(function: str, input: Tensor, dims: tuple[int, ...], norm: BatchNorm, **params: Tensor | None) -> None:
+    """Refuse an input, or parameters, that a batch norm does not take."""
     if not dims[0] <= input.dim() <= dims[-1]:  # ``in`` is false of numbers that torch.compile has made symbols of
         raise ValueError(
             f"{function}: expected input (batch, channels, ...) with {' or '.join(map(str, dims))} dimensions, "
@@ -386,11 +387,13 @@ def check_group_norm(norm: GroupNorm, x: Tensor, w: Tensor | None, b: Tensor | N
 
 
 def check_residual(function: str, residual: Tensor, shape: tuple[int, ...]) -> None:
+    """Refuse a residual of another shape than the result's."""
     if residual.shape != shape:
         raise ValueError(f"{function}: expected residual {shape}, like the result, got {_shape(residual)}")
 
 
 def check_bias(function: str, input: Tensor, bias: Tensor, dim: int) -> None:
+    """Refuse a bias that does not run along ``dim`` of the input."""
     if not isinstance(dim, int):
         raise TypeError(f"{function}: dim must be an int, got {type(dim).__name__}: {dim!r}")
     if not -input.dim() <= dim < input.dim():
@@ -421,6 +424,7 @@ def is_autocast(kind: str) -> bool:
 
 
 def check_writable(function: str, tensor: Tensor) -> None:
+    """Refuse to write over a leaf that requires grad, or over a view of one."""
     # torch makes these checks after a custom Function has written; they belong before.
     base = tensor._base if tensor._base is not None else tensor
     if torch.is_grad_enabled() and base.is_leaf and base.requires_grad:

@@ -186,7 +186,9 @@ def test_resolve_takes_records_and_none() -> None:
     assert resolve(resolve("mish")) is resolve("mish")
 
 
-@pytest.mark.parametrize("name, arguments", [("GELU", ("tanh",)), ("SiLU", ()), ("ELU", (0.5,)), ("LeakyReLU", (0.2,))])
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("GELU", ("tanh",)), ("SiLU", ()), ("ELU", (0.5,)), ("LeakyReLU", (0.2,))]
+)
 def test_drop_ins_resolve_like_the_modules_they_replace(name: str, arguments: tuple[object, ...]) -> None:
     resolved = resolve(getattr(fl, name)(*arguments))
     assert resolved is resolve(getattr(nn, name)(*arguments))

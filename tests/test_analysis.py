@@ -3,7 +3,7 @@
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -490,11 +490,11 @@ def test_derivatives_can_be_traced(published: Published) -> None:
 
 
 @pytest.fixture
-def triton_backend() -> Iterator[object]:
+def triton_backend() -> object:
     pytest.importorskip("triton")
     from fusedlayers.backends import triton as backend
 
-    yield backend
+    return backend
 
 
 @pytest.mark.filterwarnings(*INTERPRETER_WARNINGS)

@@ -499,7 +499,7 @@ def test_functions_are_accurate_everywhere(name: str) -> None:
     assert bool((((y - truth).abs() <= allowed) | (overflows & (y.sign() == truth.sign()))).all())
 
 
-@pytest.mark.parametrize("name", ("acos", "asin", "atan", "i0e", "lgamma", "digamma", "ndtri", "erfinv"))
+@pytest.mark.parametrize("name", ["acos", "asin", "atan", "i0e", "lgamma", "digamma", "ndtri", "erfinv"])
 def test_pieces_join(name: str) -> None:
     # Every float32 number from 3/32 to 5/2 in which the first bits vary: where they meet, and all else.
     function, _, _, absolute = ACCURATE[name]
@@ -508,7 +508,7 @@ def test_pieces_join(name: str) -> None:
     assert bool(((apply(printed(function), x) - truth).abs() <= 24 * UNIT * truth.abs() + max(absolute, 2e-7)).all())
 
 
-@pytest.mark.parametrize("order", (1, 2, 3, 6))
+@pytest.mark.parametrize("order", [1, 2, 3, 6])
 def test_polygamma_of_negative_arguments(order: int) -> None:
     # torch's own loses digits there: n = 1 is reflected with float32's pi, and the sums of the others start far out.
     # polygamma(n, x + 1) = polygamma(n, x) + (-1)^n n! / x^(n + 1).

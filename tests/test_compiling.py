@@ -82,7 +82,7 @@ def x() -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "act, name",
+    ("act", "name"),
     [(F.gelu, "gelu"), (F.silu, "silu"), (nn.Mish(), "mish"), (gelu_by_hand, "gelu_tanh"), (nn.ELU(), "elu")],
 )
 def test_activations_of_the_table_are_replaced(x: Tensor, act: Any, name: str) -> None:
@@ -185,7 +185,7 @@ def test_what_is_fused_already_is_left(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    "act, gated, buffers",
+    ("act", "gated", "buffers"),
     [(F.gelu, False, 1), (gelu_by_hand, False, 1), (odd, False, 1), (F.silu, True, 2), (gelu_by_hand, True, 2)],
 )
 def test_compiled(x: Tensor, act: Any, gated: bool, buffers: int) -> None:

@@ -124,7 +124,7 @@ class Gelu(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "function, name",
+    ("function", "name"),
     [
         (Gelu(), "gelu"),
         (lambda z: F.gelu(z, approximate="tanh"), "gelu_tanh"),
@@ -416,7 +416,7 @@ FALLBACKS: dict[str, tuple[Callable[[], Any], str]] = {
     "jumping line": (lambda: lambda z: torch.where(z > 0, z + 1, z), "backward needs truth values only"),
     "choice": (lambda: lambda z: torch.where(z > 0, Q["number"], Q["channels"]), "backward needs truth values only"),
     "autocast": (lambda: _by_autocast, "it asks for is_autocast_enabled"),
-    "environment": (lambda: lambda z: z.tanh() * float(os.environ.get("SLOPE", 2)), "it asks for environ"),
+    "environment": (lambda: lambda z: z.tanh() * float(os.environ.get("SLOPE", "2")), "it asks for environ"),
     "branch": (lambda: lambda z: z * 2 if z.sum() > 0 else z * Q["number"], "depends on the values of a tensor"),
     "branch by parameter": (lambda: lambda z: z * 2 if Q["number"] > 0 else z, "depends on the values of a tensor"),
     "item": (lambda: lambda z: z * Q["number"].item(), "turns a tensor into a number"),

@@ -109,7 +109,7 @@ RULE = dispatch.Rule("9", 2, 1024)
 
 
 @pytest.mark.parametrize(
-    "architecture, dtype, inner, expected",
+    ("architecture", "dtype", "inner", "expected"),
     [
         ("9", torch.bfloat16, 1024, "wide"),
         ("9", torch.bfloat16, 1025, LIBRARY),
@@ -181,7 +181,7 @@ def test_without_triton_a_gpu_is_left_to_torch_and_that_is_said(
     assert caplog.text.count("torch operations compute in its place: Triton is not installed") == 1
 
 
-@pytest.mark.parametrize("word, expected", [("", "tuned"), ("OFF", "off"), ("rule", "rule")])
+@pytest.mark.parametrize(("word", "expected"), [("", "tuned"), ("OFF", "off"), ("rule", "rule")])
 def test_the_environment_says_what_may_run(word: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels._State, "kernels", None)
     monkeypatch.setenv(kernels.VARIABLE, word)
@@ -220,7 +220,7 @@ def test_the_fastest_is_chosen(best: str, monkeypatch: pytest.MonkeyPatch) -> No
         assert dispatch.answers_for(*other, CPU) == ["matmuls by rule, nothing is tuned"]
 
 
-@pytest.mark.parametrize("time, expected", [(97.0, "wide"), (97.1, LIBRARY)])
+@pytest.mark.parametrize(("time", "expected"), [(97.0, "wide"), (97.1, LIBRARY)])
 def test_a_win_of_less_than_three_percent_is_none(time: float, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, library=100.0, narrow=99.0, wide=time)
     bench.tune()
@@ -278,7 +278,7 @@ def test_without_memory_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, tmp
     assert bench.choose() == LIBRARY
 
 
-@pytest.mark.parametrize("free, rows", [(1 << 33, 8192), (1 << 28, 1024), (1 << 22, None)])
+@pytest.mark.parametrize(("free", "rows"), [(1 << 33, 8192), (1 << 28, 1024), (1 << 22, None)])
 def test_scratch_memory_is_at_most_half_of_what_is_free(
     free: int, rows: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -721,7 +721,9 @@ def backwards(gated: bool, hidden: bool) -> operations.Backwards:
     return operations.Backwards(dy, w, parts, resolve("gelu"), (), GradientRequest("input", True, not gated), hidden)
 
 
-@pytest.mark.parametrize("gated, hidden", [(None, None), (False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("gated", "hidden"), [(None, None), (False, False), (False, True), (True, False), (True, True)]
+)
 def test_candidates_are_run_on_numbers_of_their_own(gated: Any, hidden: Any, fused: list[str]) -> None:
     job: Any = layer() if gated is None else backwards(gated, hidden)
     tensors = [t for field in job for t in (field if isinstance(field, list) else [field]) if isinstance(t, Tensor)]

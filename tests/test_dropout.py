@@ -159,7 +159,7 @@ def test_gradients_are_nearly_as_good_as_without(activation: Activation, dtype: 
     assert error <= 2 * floor + 2 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["gelu", "silu", "relu", "tanh", "mish"])
 def test_every_number_of_16_bits(name: str, dtype: torch.dtype) -> None:
     z = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)

@@ -9,7 +9,7 @@ import itertools
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,7 @@ def _regions(model: nn.Module) -> list[Any]:
 # --- budgets ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("of, fraction", [("saved", 0.7), ("saved", 0.45), ("peak", 0.85), ("peak", 0.7)])
+@pytest.mark.parametrize(("of", "fraction"), [("saved", 0.7), ("saved", 0.45), ("peak", 0.85), ("peak", 0.7)])
 @pytest.mark.parametrize("name", MODELS)
 def test_budgets_hold(name: str, of: str, fraction: float) -> None:
     model, x = _made(name)
@@ -322,7 +322,7 @@ def test_gradients_of_each_way(mode: Any) -> None:
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.detach().abs().max()))
     found.train_as("eager")
-    assert [region for region in _regions(block)] == []
+    assert list(_regions(block)) == []
 
 
 def test_autocast() -> None:
@@ -728,10 +728,10 @@ def make():
 
 
 @pytest.fixture
-def factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "fit_made.py").write_text(FACTORY)
     monkeypatch.syspath_prepend(tmp_path)
-    yield "fit_made:make"
+    return "fit_made:make"
 
 
 def test_the_command(
@@ -751,7 +751,7 @@ def test_the_command(
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    ("arguments", "message"),
     [
         (["--budget", "lots"], "fusedlayers fit: expected bytes, such as 8GiB or 500MB, got 'lots'"),
         (["--budget", "1kB"], "fusedlayers fit: a budget of 1000 B cannot be met"),

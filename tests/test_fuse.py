@@ -851,7 +851,7 @@ def test_exported(x: Tensor) -> None:
 def test_traced_for_torchscript(x: Tensor) -> None:
     model = nn.Sequential(MLP(), nn.Linear(IN, 2)).eval()
     fl.fuse(model, x)
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match=r"torch\.jit\.trace"):
         traced = torch.jit.trace(model, (x,))
     torch.testing.assert_close(traced(x), model(x))
 
@@ -1016,7 +1016,7 @@ def test_meta_devices(x: Tensor) -> None:
 
 
 def test_script_and_graph_modules(x: Tensor) -> None:
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match=r"torch\.jit\.script"):
         scripted = torch.jit.script(nn.Sequential(nn.Linear(IN, HIDDEN), nn.GELU()))
     graph = torch.fx.symbolic_trace(MLP())
     model = nn.Sequential(scripted, nn.Linear(HIDDEN, IN), graph, nn.Linear(IN, 2))

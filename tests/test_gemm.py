@@ -235,7 +235,7 @@ def test_operands(tiling: Tiling) -> None:
 
 
 @every_tiling
-@pytest.mark.parametrize("rows, columns", [(0, 16), (16, 0)])
+@pytest.mark.parametrize(("rows", "columns"), [(0, 16), (16, 0)])
 def test_nothing(rows: int, columns: int, tiling: Tiling) -> None:
     x, w, b = operands_of((rows, columns, 16), torch.float32)
     assert linear_act(x, w, b, GELU, (), encode=True, tiling=tiling).shape == (rows, columns)
@@ -301,7 +301,7 @@ def test_large_matrices_have_offsets_of_64_bits() -> None:
     assert index((1 << 21) - 256, 64, 1024) is tl.int64  # the last block reaches over the end
 
 
-@pytest.mark.parametrize("sizes, described", [((8, 16), True), ((8, 12), False), ((8, 0), False)])
+@pytest.mark.parametrize(("sizes", "described"), [((8, 16), True), ((8, 12), False), ((8, 0), False)])
 def test_rows_of_a_described_matrix_begin_at_multiples_of_16_bytes(sizes: tuple[int, int], described: bool) -> None:
     matrix = torch.empty(sizes, dtype=torch.bfloat16, device=DEVICE)
     assert gemm._can_be_described(matrix) is described

@@ -84,7 +84,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 GRID = covering(list(SUBJECTS), IN_PLACE, DTYPES, (False, True))
 
 
-@pytest.mark.parametrize("subject, name, dtype, adds", GRID)
+@pytest.mark.parametrize(("subject", "name", "dtype", "adds"), GRID)
 def test_it_is_what_the_function_computes(
     subject: str, name: str, dtype: torch.dtype, adds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,7 +154,7 @@ def test_contexts(name: str) -> None:
     assert torch.equal(torch.load(buffer, weights_only=False)(x), module(x))
 
 
-@pytest.mark.parametrize("subject", ("dense", "dense, three dimensions", "conv"))
+@pytest.mark.parametrize("subject", ["dense", "dense, three dimensions", "conv"])
 def test_under_autocast(subject: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call, shapes, operation, _ = SUBJECTS[subject]
     x, w, b = (torch.randn(shape, requires_grad=True) for shape in shapes)

@@ -228,7 +228,7 @@ def test_item_12_temp_mode() -> None:
     with scale.temp_mode(seed=False, checkpoint=False) as same:
         assert same is scale and not scale.seed and not scale.checkpoint and not scale.invertible
     assert scale.seed and scale.checkpoint and scale.invertible
-    with pytest.raises(KeyError), scale.temp_mode(reversed=True):
+    with pytest.raises(KeyError), scale.temp_mode(reversed=True):  # noqa: PT012  # what ends the block is raised in it
         assert scale.reversed
         raise KeyError
     assert not scale.reversed

@@ -649,7 +649,7 @@ def _refused_blocks() -> Iterator[Any]:
         yield pytest.param(call, error, f"{ours}.from_modules: {said}", id=said)
 
 
-@pytest.mark.parametrize("call, error, said", [*_refused_layers(), *_refused_blocks()])
+@pytest.mark.parametrize(("call", "error", "said"), [*_refused_layers(), *_refused_blocks()])
 def test_from_modules_refuses(call: Callable[[], Any], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(said)}"):
         call()

@@ -379,7 +379,7 @@ def test_a_channel_with_nan_is_known_by_its_range(shape: tuple[int, ...]) -> Non
 
 
 @pytest.mark.parametrize("shape", [(64, 5), (3, 300), (5, 4, 1000), (3, 5, 9, 20), (2, 3, 100, 200)], ids=str)
-@pytest.mark.parametrize("mean, first", [(0.0, None), (1e3, None), (-30.0, 0.0), (0.0, 1e4), (3.0, 3.0)])
+@pytest.mark.parametrize(("mean", "first"), [(0.0, None), (1e3, None), (-30.0, 0.0), (0.0, 1e4), (3.0, 3.0)])
 def test_moments(shape: tuple[int, ...], mean: float, first: float | None) -> None:
     """As exact as PyTorch's, wherever the mean lies, and whatever the first value of a channel."""
     for last in (False, True):

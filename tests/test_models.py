@@ -170,7 +170,7 @@ def test_saved_bytes_of_bert() -> None:
     assert saved(hf.BertModel(config), {"input_ids": torch.randint(3, 1000, (4, 128))}) <= 0.80
 
 
-@pytest.mark.parametrize("dtype, limit", [(torch.float32, 0.71), (torch.bfloat16, 0.74)])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 0.71), (torch.bfloat16, 0.74)])
 def test_saved_bytes_of_mistral(dtype: torch.dtype, limit: float) -> None:
     model, inputs = _mistral(dtype)
     assert saved(model, inputs) <= limit

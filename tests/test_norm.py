@@ -354,7 +354,9 @@ def test_what_is_frozen_gets_no_gradient(name: str, save: str, training: bool, f
 
 @pytest.mark.parametrize("training", [True, False])
 @some_names
-@pytest.mark.parametrize("shape, memory_format", [(SHAPES["2d"], "channels_last"), (SHAPES["3d"], "channels_last_3d")])
+@pytest.mark.parametrize(
+    ("shape", "memory_format"), [(SHAPES["2d"], "channels_last"), (SHAPES["3d"], "channels_last_3d")]
+)
 def test_channels_last_formats_are_kept(name: str, shape: tuple[int, ...], memory_format: str, training: bool) -> None:
     layout = getattr(torch, memory_format)
     layer, eager = _pair(make(name, len(shape)), len(shape), save="auto" if name in MAKERS else "recompute")
@@ -439,7 +441,7 @@ def test_channels_without_variance(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["elu", "silu", "snake", "function"])
-@pytest.mark.parametrize("mean, std", [(100.0, 1.0), (1000.0, 0.1), (0.0, 1e-4), (-3e4, 10.0), (0.0, 1e3)])
+@pytest.mark.parametrize(("mean", "std"), [(100.0, 1.0), (1000.0, 0.1), (0.0, 1e-4), (-3e4, 10.0), (0.0, 1e3)])
 def test_means_and_variances_of_every_size(name: str, dtype: torch.dtype, mean: float, std: float) -> None:
     layer, eager = _pair(make(name), save="recompute" if name == "silu" else "auto")
 
@@ -683,7 +685,7 @@ def _buffers(network: nn.Sequential, dtype: torch.dtype = torch.float32) -> floa
 @training_or_not
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    "make_activation, ours, eagers",
+    ("make_activation", "ours", "eagers"),
     [
         (nn.ReLU, 2, 2),
         (nn.ELU, 1, 3),
@@ -744,7 +746,7 @@ def test_a_residual_costs_nothing_that_is_not_kept_anyway(name: str, training: b
     assert kept // (4 * x.numel()) == buffers
 
 
-@pytest.mark.parametrize("save, buffers", [("auto", 1), ("output", 1), ("recompute", 2), ("input", 3)])
+@pytest.mark.parametrize(("save", "buffers"), [("auto", 1), ("output", 1), ("recompute", 2), ("input", 3)])
 def test_each_save_keeps_what_it_says(save: str, buffers: int) -> None:
     network = nn.Sequential(
         nn.Conv2d(3, CHANNELS, 3), fl.FusedBatchNormAct2d(CHANNELS, "silu", save=save), nn.Conv2d(CHANNELS, 3, 3)
@@ -840,7 +842,7 @@ def test_compiled(name: str, with_residual: bool) -> None:
 
 @compiles
 @pytest.mark.parametrize(
-    "backend, name",
+    ("backend", "name"),
     [
         ("aot_eager", "relu"),
         ("aot_eager", "silu"),

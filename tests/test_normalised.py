@@ -600,7 +600,7 @@ def test_torch_keeps_more(activation: nn.Module, buffers: int, training: bool) -
     assert _buffers([fl.FusedBatchNormAct2d(CHANNELS, activation)], torch.float32, training) == 1
 
 
-@pytest.mark.parametrize("save, buffers", [("auto", 1), ("output", 1), ("recompute", 2), ("input", 3)])
+@pytest.mark.parametrize(("save", "buffers"), [("auto", 1), ("output", 1), ("recompute", 2), ("input", 3)])
 def test_save_says_what_is_kept(save: str, buffers: int) -> None:
     assert _buffers([fl.FusedBatchNormAct2d(CHANNELS, "silu", save=save)], torch.float32, True) == buffers
 
@@ -743,7 +743,7 @@ def test_gradcheck_and_gradgradcheck(activation: Activation, training: bool) -> 
 
 
 @training_or_not
-@pytest.mark.parametrize("name, dtype", [("silu", torch.float32), ("elu", torch.float32), ("elu", torch.float64)])
+@pytest.mark.parametrize(("name", "dtype"), [("silu", torch.float32), ("elu", torch.float32), ("elu", torch.float64)])
 @pytest.mark.parametrize("odd", [0, 3, 12], ids=["all told", "some told", "few told"])
 def test_a_gradient_penalty_is_torchs(name: str, dtype: torch.dtype, training: bool, odd: int) -> None:
     layer, eager = _pair(_named(name), dtype=dtype)

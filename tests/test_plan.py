@@ -87,7 +87,7 @@ BOOLS = (True, False)
 GRID = covering(list(SUBJECTS), list(ACTIVATIONS), DTYPES, SAVES, BOOLS, BOOLS, BOOLS)
 
 
-@pytest.mark.parametrize("subject, name, dtype, save, trains_x, trains_w, trains_b", GRID)
+@pytest.mark.parametrize(("subject", "name", "dtype", "save", "trains_x", "trains_w", "trains_b"), GRID)
 def test_the_graph_keeps_what_the_plan_says(
     subject: str, name: str, dtype: torch.dtype, save: str, trains_x: bool, trains_w: bool, trains_b: bool
 ) -> None:
@@ -105,7 +105,7 @@ def test_the_graph_keeps_what_the_plan_says(
         assert fl.plan_of(module, x)[0].path in ("no_grad", "composite") and module(x).grad_fn is None
 
 
-@pytest.mark.parametrize("subject, name, save", covering(list(SUBJECTS), list(ACTIVATIONS), SAVES))
+@pytest.mark.parametrize(("subject", "name", "save"), covering(list(SUBJECTS), list(ACTIVATIONS), SAVES))
 def test_under_autocast(subject: str, name: str, save: str) -> None:
     make, shape, eager = SUBJECTS[subject]
     module: Any = make(ACTIVATIONS[name], save)
@@ -123,7 +123,7 @@ def test_under_autocast(subject: str, name: str, save: str) -> None:
 
 
 @compiles
-@pytest.mark.parametrize("subject, name, save", [("dense", "gelu", "auto"), ("dense", "relu", "output")])
+@pytest.mark.parametrize(("subject", "name", "save"), [("dense", "gelu", "auto"), ("dense", "relu", "output")])
 def test_under_the_compiler(subject: str, name: str, save: str) -> None:
     make, shape, eager = SUBJECTS[subject]
     module: Any = make(ACTIVATIONS[name], save)
@@ -138,7 +138,7 @@ def test_under_the_compiler(subject: str, name: str, save: str) -> None:
     assert _kept(compiled, x, module) == (allowed if name == "gelu" else allowed // 4)
 
 
-@pytest.mark.parametrize("dim", (2, 4))
+@pytest.mark.parametrize("dim", [2, 4])
 @pytest.mark.parametrize("name", ["silu", "relu", "tanh", None])
 def test_batch_norms(name: str | None, dim: int) -> None:
     kind = fl.FusedBatchNormAct1d if dim == 2 else fl.FusedBatchNormAct2d
@@ -317,7 +317,9 @@ ARGUMENTS: dict[str, tuple[Callable[..., Tensor], dict[str, tuple[tuple[int | No
 
 
 @pytest.mark.parametrize("rows", [30, 3], ids=["fused", "small"])
-@pytest.mark.parametrize("name, argument", [(name, argument) for name in ARGUMENTS for argument in ARGUMENTS[name][1]])
+@pytest.mark.parametrize(
+    ("name", "argument"), [(name, argument) for name in ARGUMENTS for argument in ARGUMENTS[name][1]]
+)
 def test_a_call_like_one_before_is_checked_where_it_differs(name: str, argument: str, rows: int) -> None:
     function, shapes = ARGUMENTS[name]
 
@@ -376,7 +378,7 @@ def test_checks_under_a_torch_function_mode() -> None:
 
 
 @pytest.mark.parametrize(
-    "options, error, message",
+    ("options", "error", "message"),
     [
         ({"dropout": False}, TypeError, "dropout must be a number, got bool"),
         ({"dropout": [0.1]}, TypeError, "dropout must be a number, got list"),

@@ -45,7 +45,7 @@ def _pairs(*others: Collection[Any], where: Callable[..., bool] = lambda *values
     )
 
 
-every_layer = pytest.mark.parametrize("name, activation, save", _pairs(SAVES))
+every_layer = pytest.mark.parametrize(("name", "activation", "save"), _pairs(SAVES))
 # torch's compiler uses deprecated parts of torch itself, and instantiates autograd Functions that it traces.
 compiles = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
 
@@ -66,7 +66,7 @@ def _check(
 
 
 @pytest.mark.parametrize(
-    "name, activation, dtype, save",
+    ("name", "activation", "dtype", "save"),
     _pairs((torch.float32, torch.float64, torch.bfloat16, torch.float16), SAVES),
 )
 def test_values_and_gradients(name: str, activation: str, dtype: torch.dtype, save: str) -> None:
@@ -108,7 +108,7 @@ FOLDED = product(SUBJECTS, ("gelu",), ("auto",), (torch.float32,), ("all", "all 
 
 
 @pytest.mark.parametrize(
-    "name, activation, save, dtype, trained",
+    ("name", "activation", "save", "dtype", "trained"),
     list(dict.fromkeys([*_pairs(SAVES, (torch.float64, torch.float32), list(TRAINED)), *FOLDED])),
 )
 def test_second_derivatives(name: str, activation: str, save: str, dtype: torch.dtype, trained: str) -> None:
@@ -206,7 +206,7 @@ CHECKPOINTS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("name, activation, save, kind", _pairs(SAVES, list(CHECKPOINTS)))
+@pytest.mark.parametrize(("name", "activation", "save", "kind"), _pairs(SAVES, list(CHECKPOINTS)))
 def test_checkpoints(name: str, activation: str, save: str, kind: str) -> None:
     twins = Twins.of(name, activation, save=save)
     x = twins.input()
@@ -253,7 +253,7 @@ def _is_cast(name: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "name, activation, save, dtype",
+    ("name", "activation", "save", "dtype"),
     _pairs(
         SAVES,
         (torch.bfloat16, torch.float16),
@@ -377,7 +377,7 @@ def test_forward_mode(name: str, activation: str, save: str) -> None:
 
 @compiles
 @pytest.mark.parametrize(
-    "name, activation, save", covering(list(SUBJECTS), ("tanh", "gelu", "leaky_relu", "sine"), SAVES)
+    ("name", "activation", "save"), covering(list(SUBJECTS), ("tanh", "gelu", "leaky_relu", "sine"), SAVES)
 )
 def test_compiled(name: str, activation: str, save: str) -> None:
     torch.compiler.reset()

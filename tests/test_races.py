@@ -115,7 +115,7 @@ def test_elementwise(kernel: str, dtype: torch.dtype, split: str, monkeypatch: p
     _the_same_in_each_order(lambda: KERNELS[kernel](dtype))
 
 
-@pytest.mark.parametrize("described", (False, True))
+@pytest.mark.parametrize("described", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", [(37, 53, 29), (48, 64, 32)], ids=str)
 def test_matmuls(sizes: tuple[int, int, int], dtype: torch.dtype, described: bool) -> None:

@@ -6,7 +6,7 @@ import io
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -466,10 +466,10 @@ def test_layouts_and_views() -> None:
 
 
 @pytest.fixture
-def case() -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+def case() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     w, b = _parameters("layer", 64, torch.float32)
     assert b is not None
-    yield torch.randn(40, 64), w, b, torch.randn(40, 64)
+    return torch.randn(40, 64), w, b, torch.randn(40, 64)
 
 
 def test_checkpoints_and_hooks(case: tuple[Tensor, ...]) -> None:

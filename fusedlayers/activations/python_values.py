@@ -90,6 +90,7 @@ def is_library(value: Any) -> bool:
 
 
 def is_installed_code(function: types.FunctionType) -> bool:
+    """Whether Python, torch or this package brought the function along."""
     return function.__code__.co_filename.startswith((*_LIBRARIES, "<frozen "))
 
 
@@ -109,6 +110,7 @@ def is_constant(value: object) -> bool:
 
 
 def is_buffer(value: object) -> bool:
+    """Whether the memory of a value can be written to behind its back."""
     try:
         memoryview(value)  # type: ignore[arg-type]  # raises if it is none
     except (TypeError, ValueError, BufferError):
@@ -117,6 +119,7 @@ def is_buffer(value: object) -> bool:
 
 
 def is_filled(cell: types.CellType) -> bool:
+    """Whether the variable of a closure has been set."""
     try:
         cell.cell_contents  # noqa: B018  # raises if the variable has not been set
     except ValueError:

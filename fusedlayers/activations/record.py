@@ -287,7 +287,6 @@ class Activation:
     def gradient_function(self, needs: tuple[bool, ...]) -> Callable[..., tuple[Tensor, ...]]:
         """A function from ``(dy, z, *operands)`` to dz and, for each operand with a true entry in ``needs``, ``dy``
         times the derivative by that operand. All results have the arguments' common shape."""
-
         stated = self._row.derivative
         if stated is not None:
             return lambda dy, z: (dy * stated(z, **self.parameters),)
@@ -402,6 +401,7 @@ def activations() -> tuple[str, ...]:
 
 
 def rows() -> tuple[Row, ...]:
+    """The lines of the table, in their order."""
     return tuple(_rows.values())
 
 

@@ -266,13 +266,17 @@ def _operation(
         arguments[1] = _append("mul", (arguments[1], alpha), meta.dtype, seen, operations)
     if not all(isinstance(a, (str, bool, int, float)) for a in arguments):
         raise NotPointwise(f"{op} is not pointwise")
-    if op == "mul" and 1 in arguments[1:]:
-        return arguments[0]
-    if op == "mul" and arguments[0] == 1:
-        return arguments[1]
-    if op == "pow" and arguments[1] == 1:
-        return arguments[0]
+    unchanged = _unchanged(op, arguments)
+    if unchanged is not None:
+        return unchanged
     return _append(_RENAMED.get(op, op), tuple(arguments), meta.dtype, seen, operations)
+
+
+def _unchanged(op: str, arguments: Sequence[Argument]) -> Argument | None:
+    """The argument that the operation returns as it is, or None."""
+    if op in ("mul", "pow") and arguments[1] == 1:
+        return arguments[0]
+    return arguments[1] if op == "mul" and arguments[0] == 1 else None
 
 
 def _append(

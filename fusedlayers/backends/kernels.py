@@ -36,4 +36,5 @@ def allowed() -> Kernels:
 
 
 def allow(kernels: Kernels) -> None:
+    """From now on these kernels may run, in all threads."""
     _State.kernels = kernels

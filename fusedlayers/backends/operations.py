@@ -394,4 +394,5 @@ Operation = Matmul | Convolution | BatchNorm | Pointwise
 
 
 def elements(shape: Sizes) -> int:
+    """How many elements a tensor of this shape has."""
     return math.prod(shape)

@@ -97,6 +97,7 @@ def plan_of_lengths(children: Sequence[ChildCosts], lengths: Sequence[int], mode
 
 
 def segments_of_lengths(lengths: Sequence[int], mode: Recompute) -> tuple[Segment, ...]:
+    """Segments of so many children each, of which the last is not recomputed."""
     ends = pairwise([0, *accumulate(lengths)])
     found = [Segment(start, stop, mode) for start, stop in ends if stop > start]
     return (*found[:-1], *(Segment(*last[:2], "nothing") for last in found[-1:]))

@@ -83,6 +83,7 @@ def recomputed(
 
 
 def check_recompute(name: str, recompute: str) -> None:
+    """Refuse an unknown ``recompute``."""
     if recompute not in RECOMPUTE:
         raise ValueError(f"{name}: recompute must be one of {', '.join(map(repr, RECOMPUTE))}, got {recompute!r}")
 

@@ -145,6 +145,7 @@ def _at_depth(depth: int) -> Iterator[None]:
 
 
 def recomputed_region() -> Any:
+    """What runs inside may be recomputed."""
     return _at_depth(_region.depth + 1)
 
 

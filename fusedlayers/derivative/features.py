@@ -204,6 +204,8 @@ def _find_turn(function: Function, z: Tensor, slope: Tensor, steepest: float) ->
 
 
 class Samples(NamedTuple):
+    """A function's values and slopes at some inputs."""
+
     z: Tensor
     y: Tensor
     slope: Tensor
@@ -242,13 +244,7 @@ def _assemble(
 ) -> Features:
     marks = {kink.position for kink in kinks} | _edges_of_flats(function, z, slope)
     marks |= {corner for corner in corners if all(abs(corner - mark) > 1e-5 for mark in marks)}
-    if turn is not None:
-        turn = _snapped(turn[0], marks), _snapped(turn[1], marks)
-        marks |= set(turn)
-    cuts = sorted(marks)
-    cuts = [cut for i, cut in enumerate(cuts) if i == 0 or cut - cuts[i - 1] > 1e-9 * max(1.0, abs(cut))]
-    if turn is not None:
-        turn = _snapped(turn[0], set(cuts)), _snapped(turn[1], set(cuts))
+    cuts, turn = _in_order(marks, turn)
     rises = float(slope[slope.abs() > NOISE * steepest][0]) > 0
     is_falling = rises if turn is not None else not rises
     sign = -1.0 if is_falling else 1.0
@@ -257,10 +253,7 @@ def _assemble(
 
     fold = None
     if turn is not None:
-        moving = (slope.abs() > NOISE * steepest).nonzero().view(-1)
-        arrives = [_has_arrived(y, slope, int(moving[i]), i, steepest) for i in (0, -1)]
-        far = [float(sign * y[i]) if arrives[i] else math.inf for i in (0, -1)]
-        fold = _fold(turn, outputs[turn[0]], far[0], far[1], is_falling, steepest)
+        fold = _fold(turn, outputs[turn[0]], *_far_outputs(sign * y, slope, steepest), is_falling, steepest)
 
     stretches, levels = [], []
     bounds = [-math.inf, *cuts, math.inf]
@@ -305,10 +298,27 @@ def _assemble(
         (lower, start), (upper, stop) = ends
         rising = value[first:last].cummax(0).values
         stretches.append(Stretch(rising, s[first:last], marked, lower, upper, start, stop))
-    levels += _points(kinks, stretches, sign, fold)
+    levels += _points(kinks, sign, fold)
     return Features(
         fold, is_falling, tuple(stretches), tuple(levels), tuple(kinks), steepest, (float(z[0]), float(z[-1]))
     )
+
+
+def _in_order(marks: set[float], turn: tuple[float, float] | None) -> tuple[list[float], tuple[float, float] | None]:
+    """The marks without those that lie next to another, and the turn's ends at two of them."""
+    if turn is not None:
+        turn = _snapped(turn[0], marks), _snapped(turn[1], marks)
+        marks = marks | set(turn)
+    cuts = sorted(marks)
+    cuts = [cut for i, cut in enumerate(cuts) if i == 0 or cut - cuts[i - 1] > 1e-9 * max(1.0, abs(cut))]
+    return cuts, None if turn is None else (_snapped(turn[0], set(cuts)), _snapped(turn[1], set(cuts)))
+
+
+def _far_outputs(y: Tensor, slope: Tensor, steepest: float) -> tuple[float, float]:
+    """What outputs tend to on the left and on the right; infinity where they tend to no limit."""
+    moving = (slope.abs() > NOISE * steepest).nonzero().view(-1)
+    left, right = (float(y[i]) if _has_arrived(y, slope, int(moving[i]), i, steepest) else math.inf for i in (0, -1))
+    return left, right
 
 
 def _has_arrived(y: Tensor, slope: Tensor, moving: int, end: int, steepest: float) -> bool:
@@ -363,7 +373,7 @@ def _fold(
     return Fold(position, -extremum if is_maximum else extremum, is_maximum, true_sign, marked, largest < 1e4)
 
 
-def _points(kinks: list[Kink], stretches: list[Stretch], sign: float, fold: Fold | None) -> list[Level]:
+def _points(kinks: list[Kink], sign: float, fold: Fold | None) -> list[Level]:
     """Kinks with a slope of their own: autograd returns neither side's, and the output carries no branch bit or is 0.
 
     If one side is flat, all its inputs have the kink's output, and their slope counts.

@@ -39,6 +39,7 @@ TINY = 2.0**-126
 
 
 def to_float32(value: float) -> float:
+    """The float32 number next to a value."""
     return struct.unpack("f", struct.pack("f", value))[0]
 
 
@@ -210,25 +211,38 @@ def _cover(stretch: Stretch, features: Features, tolerance: float, degree: int) 
         last, tail = count - 1, []
     here, segments = first, 0
     while here < last:
-        reached, variable, piece = here, None, None
-        for candidate in _variables(stretch, features, here):
-            end, found = _longest(candidate, stretch, features, here, last, tolerance, degree)
-            if end > reached:
-                reached, variable, piece = end, candidate, found
-            if reached == last:
-                break
+        reached, variable, piece = _farthest(stretch, here, last, tolerance, degree)
         segments += 1
-        if variable is None or piece is None or segments > MAXIMUM_SEGMENTS:
-            if piece is not None:
-                raise NeedsInput(f"needs more than {MAXIMUM_SEGMENTS} polynomials")
-            where = float(y[here]) * (-1 if features.is_falling else 1)
-            if float(slope[here].abs()) < 1e-2 * features.steepest:
-                raise NeedsInput(f"is too flat to be inverted where its output is {where:.3g}")
-            raise NeedsInput(f"has a derivative that no polynomial of degree {degree} follows where y = {where:.3g}")
+        if variable is None or piece is None:
+            raise _uncovered(stretch, features, here, degree)
+        if segments > MAXIMUM_SEGMENTS:
+            raise NeedsInput(f"needs more than {MAXIMUM_SEGMENTS} polynomials")
         yield _segment(stretch, features, here, reached, variable, piece)
         here = reached
     for index, value in tail:
         yield _segment(stretch, features, index, count - 1, Variable("output"), value)
+
+
+def _farthest(
+    stretch: Stretch, here: int, last: int, tolerance: float, degree: int
+) -> tuple[int, Variable | None, Piece | None]:
+    """How far a polynomial in any of the variables reaches; the variable, and the polynomial."""
+    reached, variable, piece = here, None, None
+    for candidate in _variables(stretch, here):
+        end, found = _longest(candidate, stretch, here, last, tolerance, degree)
+        if end > reached:
+            reached, variable, piece = end, candidate, found
+        if reached == last:
+            break
+    return reached, variable, piece
+
+
+def _uncovered(stretch: Stretch, features: Features, here: int, degree: int) -> NeedsInput:
+    """Why nothing covers what comes after a sample."""
+    where = float(stretch.y[here]) * (-1 if features.is_falling else 1)
+    if float(stretch.slope[here].abs()) < 1e-2 * features.steepest:
+        return NeedsInput(f"is too flat to be inverted where its output is {where:.3g}")
+    return NeedsInput(f"has a derivative that no polynomial of degree {degree} follows where y = {where:.3g}")
 
 
 def _segment(
@@ -251,7 +265,7 @@ def _segment(
     return Segment(max(start, -3.4e38), min(stop, 3.4e38), stretch.marked, owns_start, variable, polynomial)
 
 
-def _variables(stretch: Stretch, features: Features, here: int) -> Iterator[Variable]:
+def _variables(stretch: Stretch, here: int) -> Iterator[Variable]:
     y = stretch.y
     yield Variable("output")
     if stretch.lower in ("fold", "limit"):
@@ -282,7 +296,7 @@ def _variables(stretch: Stretch, features: Features, here: int) -> Iterator[Vari
 
 
 def _longest(
-    variable: Variable, stretch: Stretch, features: Features, here: int, last: int, tolerance: float, degree: int
+    variable: Variable, stretch: Stretch, here: int, last: int, tolerance: float, degree: int
 ) -> tuple[int, Piece | None]:
     end = last
     if variable.kind in ("tail", "inverse"):
@@ -311,7 +325,7 @@ def _attempt(
     variable: Variable, stretch: Stretch, first: int, last: int, tolerance: float, degree: int
 ) -> Piece | None:
     y, slope = stretch.y[first : last + 1], stretch.slope[first : last + 1]
-    y, slope = _with_end(y, slope, stretch, first, last)
+    y, slope = _with_end(y, slope, stretch, first)
     distance = (y - variable.anchor) if variable.is_above else (variable.anchor - y)
     if variable.kind == "tail":
         # Further out the polynomial keeps its last value, and the factor ``distance`` vanishes.
@@ -345,7 +359,7 @@ def _attempt(
     return piece if good else None
 
 
-def _with_end(y: Tensor, slope: Tensor, stretch: Stretch, first: int, last: int) -> tuple[Tensor, Tensor]:
+def _with_end(y: Tensor, slope: Tensor, stretch: Stretch, first: int) -> tuple[Tensor, Tensor]:
     """The samples with the start of the stretch added, where its slope is known to be 0."""
     if first == 0 and stretch.lower in ("fold", "limit") and float(y[0]) > stretch.start:
         smooth_fold = stretch.lower == "limit" or abs(float(slope[0])) < 1e-2 * float(slope.abs().max())

@@ -17,6 +17,7 @@ CHOSEN = ORANGE
 
 
 def draw(report: FitReport) -> Figure:
+    """The time of a step over the bytes that it takes, for the best plans and for what was measured."""
     title = f"{report.name}: {size_text(report.eager.bytes)} as it is, {size_text(report.budget_bytes)} allowed"
     figure = new_figure("fit", HEIGHT, title)
     axes = figure.subplots()

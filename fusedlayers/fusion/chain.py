@@ -79,6 +79,7 @@ def writes(node: Node) -> bool:
 
 
 def name_of(node: Node) -> str:
+    """The name of what a node calls."""
     target: Any = node.target
     return target if isinstance(target, str) else str(getattr(target, "__name__", type(target).__name__))
 

@@ -354,6 +354,7 @@ def check_model(function: str, model: object) -> None:
 
 
 def does_not_run(function: str, error: Exception) -> ValueError:
+    """The error for inputs that the model raises on."""
     return ValueError(
         f"{function}: the model does not run on these inputs: {type(error).__name__}: {first_line(error)}"
     )
@@ -365,6 +366,7 @@ def _check_module(function: str, model: object) -> None:
 
 
 def arguments_from(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments, from what a user passes as example inputs."""
     if isinstance(example_inputs, Mapping):
         return (), dict(example_inputs)
     return (tuple(example_inputs) if isinstance(example_inputs, tuple | list) else (example_inputs,)), {}

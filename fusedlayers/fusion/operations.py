@@ -181,11 +181,9 @@ def _activation_of(form: _Form, args: Arguments, kwargs: Options) -> Activation 
 
 
 def _bound(form: _Form, options: Arguments, kwargs: Options) -> Activation | None:
-    named = dict(kwargs)
     if len(options) > len(form.names):
         return None
-    for name, value in zip(form.names, options, strict=False):
-        named[name] = value
+    named = {**kwargs, **dict(zip(form.names, options, strict=False))}
     if named.pop("inplace", False) and not kwargs.get("inplace"):
         return None  # by position, where nobody looks for it
     for row, arguments, required in record.stand_ins[form.target]:

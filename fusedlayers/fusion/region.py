@@ -200,5 +200,6 @@ class Remark:
 
 
 def region_of(module: nn.Module) -> Region | None:
+    """The module's region, or None where it has none."""
     found = vars(module).get("forward")
     return found if isinstance(found, Region) else None

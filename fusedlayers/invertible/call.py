@@ -235,6 +235,7 @@ def _producer_of(arg: Tensor) -> _Producer | None:
 
 
 def is_float(arg: Any) -> bool:
+    """Whether this is a tensor that can have a gradient."""
     return isinstance(arg, Tensor) and (arg.is_floating_point() or arg.is_complex())
 
 
@@ -262,6 +263,7 @@ _state = _State()
 
 @contextmanager
 def in_mode(mode: Literal["dry", "backward", "plain"]) -> Iterator[None]:
+    """What runs inside runs in this mode, on this thread."""
     before, _state.mode = _state.mode, mode
     try:
         yield

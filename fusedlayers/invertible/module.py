@@ -296,15 +296,18 @@ def function_of(
 
 
 def as_tuple(values: Any) -> tuple[Any, ...]:
+    """The values of a function that returns one or several."""
     return values if isinstance(values, tuple) else (values,)
 
 
 def single_or_tuple(values: tuple[Any, ...]) -> Any:
+    """The inverse of ``as_tuple``."""
     return values[0] if len(values) == 1 else values
 
 
 @disable_dynamo  # which cannot follow a backward pass that computes inputs
 def run_inverted(steps: Iterable[InvertibleFunction], values: tuple[Any, ...], keep: tuple[Tensor, ...]) -> Any:
+    """Call functions one after the other, each by a node that computes its inputs from its outputs."""
     for step in steps:
         if step.free_state.is_lazy:  # the recomputation would draw the numbers that initialize parameters
             values = step.forward(*values)[: step.num_outputs]

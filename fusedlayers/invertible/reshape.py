@@ -130,6 +130,7 @@ class InvertibleSplit(InvertibleModule):
 
 
 def halved(name: str, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Both halves of x along a dimension; the first is the larger one where its size is odd."""
     size = x.shape[dim]
     if size < 2:
         raise ValueError(f"{name}: dimension {dim} of {tuple(x.shape)} cannot be halved")

@@ -27,6 +27,7 @@ def register(commands: "command_line.Commands") -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Print, and draw, what an activation or a layer saves and why."""
     with command_line.usage_errors("explain", ValueError, TypeError, ImportError, OSError):
         command_line.check_output_files("explain", arguments.plot)
         found = explain(activation_named(arguments.activation))

@@ -32,6 +32,7 @@ def leaves_of(nodes: Sequence[Any]) -> list[Tensor]:
 
 
 def is_leaf(node: Any) -> bool:
+    """Whether a node accumulates the gradient of a leaf."""
     return hasattr(node, "variable")  # as AccumulateGrad has
 
 

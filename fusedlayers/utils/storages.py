@@ -25,6 +25,7 @@ def strided_parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def storages_of(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
+    """The storages of the tensors, once for each that lies in one."""
     return (part.untyped_storage() for tensor in tensors for part in strided_parts(tensor))
 
 

@@ -157,7 +157,8 @@ def _made(folder: Path) -> bool:
 
 def version_of(compiler: list[str]) -> str:
     """What a compiler says of itself."""
-    return subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=TIMEOUT_SECONDS).stdout
+    command = [*compiler, "--version"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False).stdout
 
 
 def _hash(compiler: list[str]) -> str:
@@ -174,7 +175,7 @@ def _build(compiler: list[str], path: Path) -> None:
     try:
         for options in NATIVE:
             command = [*compiler, *OPTIONS, *options, *_openmp(), "-o", scratch, str(SOURCE)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
             if done.returncode == 0:
                 break
         done.check_returncode()

@@ -38,6 +38,7 @@ class Normal(NamedTuple):
 @functools.cache
 @in_clean_state
 def normal() -> Normal:
+    """The table of the normal distribution."""
     steps = 64  # a power of two, so that places are exact
     first, last = round(-14.25 * steps), round(5.75 * steps)
     places = PLACES - 0.5

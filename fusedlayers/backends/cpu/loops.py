@@ -331,6 +331,7 @@ def _gaps(*tensors: Tensor | None) -> Any:
 
 
 def no_memory(name: str) -> MemoryError:
+    """The error where a pass could not allocate what it needs."""
     return MemoryError(f"{name}: no memory for what rows and sums need")
 
 
@@ -381,6 +382,7 @@ def _matrix(count: int, along: Layout | None, threads: int) -> tuple[int, _Layou
 
 @functools.cache
 def functions() -> dict[str, Any]:
+    """The functions of ``loops.c``, by name."""
     library = build.shared_object()
     assert library is not None
     pointers = {

@@ -70,6 +70,7 @@ def note(error: BaseException, name: str, args: tuple[Any, ...]) -> None:
 
 
 def has_failed(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether this kernel could not be launched before for such arguments."""
     return bool(_failed) and _key(name, args) in _failed
 
 

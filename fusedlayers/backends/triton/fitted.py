@@ -149,6 +149,7 @@ def shortest(name: str) -> Piece:
 @functools.cache
 @in_clean_state
 def polynomial_source(name: str) -> str:
+    """The text of a device function that evaluates the polynomial of this name."""
     piece = shortest(name)
     return "\n".join(
         [
