@@ -1,11 +1,13 @@
 """Which module may import which, and what importing the package does to a process: next to nothing."""
 
 import ast
+import inspect
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 import slow
@@ -262,6 +264,20 @@ def test_everything_public_is_documented_and_named_once() -> None:
         documentation = getattr(fl, name).__doc__
         assert documentation and documentation.strip()
     assert (PACKAGE / "py.typed").exists()
+
+
+def test_methods_of_public_classes_are_documented() -> None:
+    import fusedlayers as fl
+
+    public = [getattr(fl, name) for name in fl.__all__]
+    ours = {
+        base for kind in public if isinstance(kind, type) for base in kind.__mro__ if "fusedlayers" in base.__module__
+    }
+    members = [(kind, name) for kind in ours for name in vars(kind) if not name.startswith("_")]
+    methods = [(kind, name) for kind, name in members if isinstance(vars(kind)[name], FunctionType | property)]
+    assert len(methods) > 50
+    # What PyTorch, or the class that a method begins with, says of it is inherited.
+    assert {f"{kind.__name__}.{name}" for kind, name in methods if not inspect.getdoc(getattr(kind, name))} == set()
 
 
 def test_what_is_called_slow_exists() -> None:

@@ -41,9 +41,11 @@ class _Coupling(InvertibleModule):
         raise NotImplementedError
 
     def transform(self, x: Tensor, parameters: Any) -> Tensor:
+        """One stream's output, from what the network made of the other."""
         raise NotImplementedError
 
     def inverse_transform(self, y: Tensor, parameters: Any) -> Tensor:
+        """The stream's input."""
         raise NotImplementedError
 
     def result_shape(self, stream: Tensor) -> tuple[int, ...]:

@@ -36,6 +36,7 @@ class _Weighted(InvertibleModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Draw an orthogonal weight, one for each group; the bias becomes 0."""
         with torch.no_grad():
             for part in self.weight.chunk(getattr(self, "groups", 1)):
                 nn.init.orthogonal_(part)

@@ -141,12 +141,14 @@ class InvertibleModule(nn.Module):
 
     @property
     def call_inverse(self) -> Callable[..., Any]:
+        """The inverse of ``call_function``."""
         return self.function if self.reversed else self.inverse
 
     # --- flags --------------------------------------------------------------------------------------------------------
 
     @property
     def checkpoint(self) -> bool:
+        """Whether anything is recomputed."""
         return self._checkpoint
 
     @checkpoint.setter
@@ -156,6 +158,7 @@ class InvertibleModule(nn.Module):
 
     @property
     def invertible(self) -> bool:
+        """Whether inputs are computed from the outputs."""
         return self._invertible
 
     @invertible.setter
@@ -165,6 +168,7 @@ class InvertibleModule(nn.Module):
 
     @property
     def reversed(self) -> bool:
+        """Whether ``forward`` calls ``inverse``."""
         return self._reversed
 
     @reversed.setter

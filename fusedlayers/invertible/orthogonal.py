@@ -29,6 +29,7 @@ class NonZero(nn.Module):
         return at_least(weight, self.least)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
+        """What is stored for a weight that is assigned."""
         return weight
 
     def extra_repr(self) -> str:

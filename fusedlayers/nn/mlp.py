@@ -313,6 +313,7 @@ class FusedGatedMLP(FusedBlock):
 
     @property
     def packed(self) -> bool:
+        """Whether gate and up are one layer."""
         return "gate_up_proj" in self._modules
 
     def layers(self) -> dict[str, Any]:
