@@ -292,10 +292,13 @@ def _revnet(depth: int, device: torch.device, quick: bool) -> Subject:
             setattr(net, name, value)
         return Variant(net, lambda x: torch.cat(net(*x.chunk(2, 1)), 1))
 
+    def by(make: Callable[[Networks], Variant]) -> Callable[[], Variant]:
+        return lambda: make(networks())
+
     variants: dict[str, Callable[[], Variant]] = {BASELINE: partial(ours, checkpoint=False), "invertible": ours}
     peers = {"memcnn": _by_memcnn, "invtorch": _by_invtorch}
     installed = {name: make for name, make in peers.items() if importlib.util.find_spec(name) is not None}
-    variants |= {name: lambda make=make: make(networks()) for name, make in installed.items()}
+    variants |= {name: by(make) for name, make in installed.items()}
     return Subject(x, dy, variants, depth)
 
 
@@ -313,7 +316,7 @@ def _by_memcnn(networks: Networks) -> Variant:
 def _by_invtorch(networks: Networks) -> Variant:
     inn: Any = importlib.import_module("invtorch.nn")
 
-    class Coupling(inn.Module):
+    class Coupling(inn.Module):  # type: ignore[misc]  # it need not be installed
         def __init__(self, f: nn.Module, g: nn.Module) -> None:
             super().__init__()
             self.f, self.g = f, g

@@ -227,7 +227,8 @@ class Subject:
     dy: Tensor
 
     def forward(self) -> Tensor:
-        return self.module(self.x)
+        y: Tensor = self.module(self.x)
+        return y
 
     def forward_backward(self) -> None:
         wanted = [*self.module.parameters(), *([self.x] if self.x.requires_grad else [])]

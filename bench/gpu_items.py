@@ -383,7 +383,8 @@ def _launches(step: Callable[[], None]) -> int | None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
         torch.cuda.synchronize()
-    return sum(event.device_type.name == "CUDA" for event in profile.events() or ())
+    kinds: list[str] = [event.device_type.name for event in profile.events() or ()]
+    return kinds.count("CUDA")
 
 
 def _host_time(step: Callable[[], None], calls: int = 50) -> float:

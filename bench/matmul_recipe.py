@@ -3,7 +3,7 @@
 Each GPU has one or two tilings for a dtype; a kernel of the second has a name that ends in ``_2``.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -77,8 +77,8 @@ def recipe(kernel: str, activation: Activation, dtype: torch.dtype, target: str)
     return Recipe(function, types, constants, aligned, tiling.options)
 
 
-def _pointers(function: object) -> list[str]:
-    return [name for name in function.arg_names if name.endswith("_ptr")]  # type: ignore[attr-defined]
+def _pointers(function: Any) -> list[str]:
+    return [name for name in function.arg_names if name.endswith("_ptr")]
 
 
 FAMILY = Family([*KERNELS, *(name + _SECOND for name in KERNELS)], kernels_of, recipe)

@@ -132,7 +132,8 @@ def _event_sample(function: Callable[[], Any], flush: torch.Tensor) -> float:
     function()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) * 1e3
+    time_us: float = start.elapsed_time(end) * 1e3
+    return time_us
 
 
 def _synchronize(device: torch.device) -> None:

@@ -146,7 +146,7 @@ def _liger(activation: str, device: torch.device) -> layers.Function | None:
     """Liger Kernel's gated block, where it is installed: its product of two hidden buffers is one kernel."""
     if device.type != "cuda" or importlib.util.find_spec("liger_kernel") is None or activation != "silu":
         return None
-    from liger_kernel.ops.swiglu import LigerSiLUMulFunction  # type: ignore[import-not-found]
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction  # type: ignore[import-not-found]  # a peer
 
     def block(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
         hidden = LigerSiLUMulFunction.apply(F.linear(x, w_gate), F.linear(x, w_up))
@@ -164,8 +164,8 @@ def _quack(case: shapes.BlockCase, device: torch.device) -> layers.Function | No
     if device.type != "cuda" or case.dtype == "float32":
         return None
     try:
-        from quack.activation import act_fn_map, gate_fn_map  # type: ignore[import-not-found]
-        from quack.mlp import mlp_func  # type: ignore[import-not-found]
+        from quack.activation import act_fn_map, gate_fn_map  # type: ignore[import-not-found]  # a peer
+        from quack.mlp import mlp_func  # type: ignore[import-not-found]  # a peer
     except ImportError:
         return None
     name = (_QUACK_GATES if case.is_gated else _QUACK_ACTIVATIONS).get(case.activation)

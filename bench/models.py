@@ -236,7 +236,8 @@ class Subject:
     dy: Tensor
 
     def forward(self) -> Tensor:
-        return self.model(**self.inputs)[0]
+        y: Tensor = self.model(**self.inputs)[0]
+        return y
 
     def forward_backward(self) -> None:
         measure.Above.apply(self.forward(), self.dy).backward()

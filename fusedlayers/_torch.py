@@ -35,9 +35,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parametrize
-from torch.utils import checkpoint
+from torch.utils import _python_dispatch, checkpoint
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 __all__ = [
@@ -156,7 +156,7 @@ backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 #: (storage._cdata) -> int: how many C++ owners a storage has.
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 #: () -> int: the number that the next node of the graph made on this thread will get.
-sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr
+sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]  # no stub has it
 
 # SavedTensor: a node's saved tensor, packed as it is.
 
@@ -170,7 +170,8 @@ FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 # OpOverload: the class of ``torch.ops.aten.add.Tensor``.
 # TorchDispatchMode: base of modes that see every operator. Its public documentation names this place.
 # TreeSpec: how containers nest, as ``tree_flatten`` returns it and ``tree_unflatten`` takes it.
-# is_traceable_wrapper_subclass: whether a tensor is made of inner tensors, as DTensor is.
+#: (tensor) -> bool: whether it is made of inner tensors, as DTensor is. (By torch's annotation no tensor is.)
+is_traceable_wrapper_subclass: Callable[[object], bool] = _python_dispatch.is_traceable_wrapper_subclass
 # no_dispatch: context in which operators run on real tensors, whatever modes are active.
 # tree_flatten: the leaves of nested containers, and how they nest.
 # tree_leaves: the leaves of nested containers.
@@ -228,7 +229,7 @@ RecordFunction: Any = torch._C._profiler._RecordFunctionFast
 #: What ``torch.compile(backend="inductor")`` calls: (mode, options, dynamic) -> a backend.
 InductorWrapper: Any = torch._TorchCompileInductorWrapper
 #: Decorator: dynamo calls the function and does not trace it. ``torch.compiler.disable`` would import dynamo at once.
-disable_dynamo: Callable[..., Any] = torch._disable_dynamo
+disable_dynamo: Callable[..., Any] = torch._disable_dynamo  # type: ignore[attr-defined]  # imported without "as"
 
 
 def dynamo_is_loaded() -> bool:

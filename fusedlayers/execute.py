@@ -211,8 +211,14 @@ def _compiled(
         # variable. A trace runs imports as it meets them.
         from .ops.compiled import output_saved
 
-        return output_saved(pre_activation(x, w, b, residual), activation.name, tuple(activation.parameters.items()))
-    return checkpoint(lambda *inputs: activation.plain(pre_activation(*inputs)), x, w, b, residual, use_reentrant=False)
+        y: Tensor = output_saved(
+            pre_activation(x, w, b, residual), activation.name, tuple(activation.parameters.items())
+        )
+    else:
+        y = checkpoint(
+            lambda *inputs: activation.plain(pre_activation(*inputs)), x, w, b, residual, use_reentrant=False
+        )
+    return y
 
 
 def _tells_input(
@@ -286,7 +292,7 @@ def _whole_block(
         block = block._replace(dropout=dropout)
     weights, biases = zip(*first, strict=True)
     if plan.path == "fused":
-        y = MLP.apply(block, len(first), x, *last, *weights, *biases, *operands)
+        y: Tensor = MLP.apply(block, len(first), x, *last, *weights, *biases, *operands)
     else:
         y = without_gradients(
             block, x, block.unpacked([Linear.of(*layer) for layer in first]), Linear.of(*last), operands
@@ -306,7 +312,8 @@ def run_by_layer(
     if not needs_gradient(input, *(t for layer in (*first, last) for t in layer)):
         return _compiled_layers(options, input, first, last, activation)
     by_layer = functools.partial(_compiled_layers, options, activation=activation)
-    return checkpoint(by_layer, input, first, last, use_reentrant=False)
+    y: Tensor = checkpoint(by_layer, input, first, last, use_reentrant=False)
+    return y
 
 
 def _layers(

@@ -111,7 +111,8 @@ def _in_one_node(
     given = (gate,) if up is None else (gate, up)
     if plan.path == "compiled" and needs_gradient(*given):
         # Else the compiler saves activation(gate) beside both.
-        return checkpoint(_composite, gate, up, record, packing, use_reentrant=False)
+        product: Tensor = checkpoint(_composite, gate, up, record, packing, use_reentrant=False)
+        return product
     is_whole = needs_gradient(half) and needs_gradient(other) and validation.unusual_because(other) is None
     if plan.path != "fused" or not is_whole or plan.dim != -1 or not gates.reads(half, other):
         return None

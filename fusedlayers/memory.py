@@ -123,7 +123,7 @@ class _Ledger:
         return _Saved(tensor, [self._hold(part) for part in strided_parts(tensor)], self)
 
     #: For ``ops/buffer_reuse.py``.
-    pack.only_looks = True  # type: ignore[attr-defined]
+    pack.only_looks = True  # type: ignore[attr-defined]  # a mark
 
     def unpack(self, saved: "_Saved") -> Tensor:
         if backward_pass() != -1:
@@ -137,7 +137,7 @@ class _Ledger:
             )
         return saved.tensor
 
-    unpack.only_looks = True  # type: ignore[attr-defined]
+    unpack.only_looks = True  # type: ignore[attr-defined]  # a mark
 
     def release(self, keys: Iterable[int]) -> None:
         for key in keys:
@@ -169,7 +169,7 @@ class _Ledger:
 
     def _hold(self, part: Tensor) -> int:
         storage = part.untyped_storage()
-        key = storage._cdata
+        key: int = storage._cdata
         self._holders[key] = self._holders.get(key, 0) + 1
         if key not in self._bytes:
             nbytes = 0 if key in self._left_out else storage.nbytes()
@@ -230,7 +230,7 @@ def cpu_events(function: Callable[..., Any], *args: Any) -> list[Any]:
 
 def is_cpu_allocation(event: Any) -> bool:
     """Whether the event is an allocation, or a release, of which ``event.nbytes()`` is negative."""
-    return event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU
+    return bool(event.name() == "[memory]" and event.device_type().name == "CPU")
 
 
 _CPU_ONLY: dict[str, Any] = {"activities": [torch.profiler.ProfilerActivity.CPU]}

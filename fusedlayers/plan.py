@@ -112,7 +112,7 @@ class Plan(NamedTuple):
     reason: str
     #: The record, and who computes; None where PyTorch computes.
     activation: Activation = None  # type: ignore[assignment]  # nobody reads it there
-    backend: Backend = None  # type: ignore[assignment]
+    backend: Backend = None  # type: ignore[assignment]  # nor this
     #: The dtype that autocast casts to, or None.
     cast: torch.dtype | None = None
     #: The dimension of z along which the bias and the activation's own tensors run.

@@ -347,7 +347,8 @@ def check_row_norm(norm: RowNorm, x: Tensor, w: Tensor | None, b: Tensor | None,
     """All checks of a norm over rows, before anything is computed."""
     function, shape = norm.function, norm.shape
     check_norm_save(function, save)
-    for name, number in (("eps", norm.eps), ("weight_offset", norm.offset)):
+    numbers: dict[str, object] = {"eps": norm.eps, "weight_offset": norm.offset}
+    for name, number in numbers.items():
         if number is not None and (isinstance(number, bool) or not isinstance(number, Real)):
             raise TypeError(f"{function}: {name} must be a number, got {type(number).__name__}")
     check_tensors(function, {"input": x}, weight=w, bias=b)
@@ -368,8 +369,9 @@ def check_group_norm(norm: GroupNorm, x: Tensor, w: Tensor | None, b: Tensor | N
     check_norm_save(function, save)
     if not is_whole(groups):
         raise TypeError(f"{function}: num_groups must be an int, got {type(groups).__name__}: {groups!r}")
-    if isinstance(norm.eps, bool) or not isinstance(norm.eps, Real):
-        raise TypeError(f"{function}: eps must be a number, got {type(norm.eps).__name__}")
+    eps: object = norm.eps
+    if isinstance(eps, bool) or not isinstance(eps, Real):
+        raise TypeError(f"{function}: eps must be a number, got {type(eps).__name__}")
     check_tensors(function, {"input": x}, weight=w, bias=b)
     if x.is_nested:
         return  # which does not tell its sizes

@@ -158,10 +158,10 @@ def measure(names: Collection[str]) -> dict[str, Any]:
                     torch.autograd.grad(y, tensors, dy)
                 first = [(launch.kernel, launch.grid, launch.numbers) for launch in fake.launches]
                 made: list[Tensor] = []
-                forward = counted(fake, lambda: made.append(call(*tensors)) or made[0], tensors)  # noqa: B023
+                forward = counted(fake, lambda: made.append(call(*tensors)) or made[0], tensors)  # noqa: B023  # called at once
                 y = made.pop()
                 kept = [(launch.kernel, launch.grid, launch.numbers) for launch in fake.launches]
-                backward = counted(fake, lambda: torch.autograd.grad(y, tensors, dy), [*tensors, y, dy])  # noqa: B023
+                backward = counted(fake, lambda: torch.autograd.grad(y, tensors, dy), [*tensors, y, dy])  # noqa: B023  # called at once
                 kept += [(launch.kernel, launch.grid, launch.numbers) for launch in fake.launches]
             found[f"{name}, epilogues" if has_epilogues else name] = {
                 "forward": forward,

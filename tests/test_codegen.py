@@ -19,7 +19,7 @@ from fusedlayers.derivative.polynomial import interpolate
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402  # after the line that skips without it
 
-from fusedlayers.backends.triton import codegen, device, fitted, special  # noqa: E402
+from fusedlayers.backends.triton import codegen, device, fitted, special  # noqa: E402  # only with Triton
 
 pytestmark = pytest.mark.filterwarnings(*INTERPRETER_WARNINGS)
 

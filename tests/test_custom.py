@@ -267,7 +267,7 @@ def test_a_registered_derivative_is_used_whenever_it_came() -> None:
     assert calls
 
 
-def identity(z: Tensor, p: Any = nn.Parameter(torch.tensor(2.0))) -> Tensor:  # noqa: B008
+def identity(z: Tensor, p: Any = nn.Parameter(torch.tensor(2.0))) -> Tensor:  # noqa: B008  # which is tested
     return z * p
 
 
@@ -275,7 +275,7 @@ def test_a_name_means_nothing() -> None:
     z = torch.randn(40, 16, requires_grad=True)
     for function in (identity, functools.partial(identity, p=3.0)):
         torch.testing.assert_close(fl.bias_act(z, None, function), function(z))
-    relu = lambda z: torch.tanh(z) * 2  # noqa: E731
+    relu = lambda z: torch.tanh(z) * 2
     relu.__name__ = "relu"
     torch.testing.assert_close(fl.bias_act(z, None, relu), relu(z))
 
@@ -818,7 +818,7 @@ def test_dense(name: str, leading: tuple[int, ...], save: str, dtype: torch.dtyp
 
 def test_the_straight_through_estimator_has_slope_one() -> None:
     z = 3 * torch.randn(40, 16).requires_grad_()
-    ste = lambda z: z + (torch.round(z) - z).detach()  # noqa: E731
+    ste = lambda z: z + (torch.round(z) - z).detach()
     y = fl.bias_act(z, None, ste)
     assert "PyTorch keeps nothing" in (_reason(ste) or "")
     assert torch.equal(y, ste(z)) and torch.equal(_gradients(y, torch.ones_like(y), [z])[0], torch.ones_like(z))
@@ -848,7 +848,7 @@ def test_a_parameter_that_an_earlier_layer_computes() -> None:
     results = []
     for apply in (lambda f: fl.bias_act(z, None, f), lambda f: f(z)):
         scale = torch.exp(source)
-        results.append(_gradients(apply(lambda z: _swish(z, scale)), torch.ones(40, 16), [z, source]))  # noqa: B023
+        results.append(_gradients(apply(lambda z: _swish(z, scale)), torch.ones(40, 16), [z, source]))  # noqa: B023  # called at once
     torch.testing.assert_close(*results)
 
 
@@ -879,7 +879,7 @@ def test_a_number_may_have_any_dtype(dtype: torch.dtype) -> None:
     z = torch.randn(40, 16).to(dtype).requires_grad_()
     for other in (torch.float32, torch.float64, torch.float16):
         p = nn.Parameter(torch.tensor(0.3, dtype=other))
-        function = lambda z, p=p: torch.where(z > 0, z, p)  # noqa: E731
+        function = lambda z, p=p: torch.where(z > 0, z, p)
         y, eager = fl.bias_act(z, None, function), function(z)
         assert torch.equal(y, eager) and y.dtype is eager.dtype
         for a, b in zip(*(_gradients(t, torch.ones_like(y), [z, p]) for t in (y, eager)), strict=True):
@@ -1217,8 +1217,8 @@ def test_between_two_linears_z_and_y_are_kept(name: str) -> None:
     w = nn.Parameter(torch.randn(24, 32))
     x = torch.randn(64, 24)
     elements = 64 * 32
-    run = lambda x: F.linear(layer(x), w)  # noqa: E731
-    eager = lambda x: F.linear(layer.activation(F.linear(x, layer.weight, layer.bias)), w)  # noqa: E731
+    run = lambda x: F.linear(layer(x), w)
+    eager = lambda x: F.linear(layer.activation(F.linear(x, layer.weight, layer.bias)), w)
     small = 4 * 3 * 32  # what is computed beforehand, from parameters
     ours = saved_bytes(run, x, exclude=x)
     assert 8 * elements <= ours <= 8 * elements + small

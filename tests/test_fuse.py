@@ -506,7 +506,7 @@ def test_what_changes_after_fuse_counts(x: Tensor, name: str, monkeypatch: pytes
 
 def test_patches_stay_when_unfused(x: Tensor) -> None:
     model = nn.Sequential(Functional(), nn.Linear(IN, 2))
-    own = lambda x: model[0].down(F.gelu(model[0].up(x))) + 1  # noqa: E731
+    own = lambda x: model[0].down(F.gelu(model[0].up(x))) + 1
     model[0].forward = own
     expected = model(x)
     fl.fuse(model, x)
@@ -681,7 +681,7 @@ class Checkpointed(MLP):
         self.which, self.use_reentrant = which, use_reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        run: Callable[..., Any] = lambda f, h: checkpoint(f, h, use_reentrant=self.use_reentrant)  # noqa: E731
+        run: Callable[..., Any] = lambda f, h: checkpoint(f, h, use_reentrant=self.use_reentrant)
         if self.which == "activation":
             return self.down(run(self.act, self.up(x)))
         if self.which == "function":

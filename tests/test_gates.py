@@ -282,7 +282,7 @@ def test_transforms_and_forward_mode() -> None:
     def block(g: Tensor, u: Tensor, linear: Any = fl.linear, gated: Any = fl.gated_act) -> Tensor:
         return linear(gated(g, u), w)
 
-    eager = lambda g, u: block(g, u, F.linear, lambda g, u: F.silu(g) * u)  # noqa: E731
+    eager = lambda g, u: block(g, u, F.linear, lambda g, u: F.silu(g) * u)
     torch.testing.assert_close(torch.func.vmap(block)(gate, up), torch.func.vmap(eager)(gate, up))
     for a, b in zip(*(torch.func.jvp(f, (gate, up), (up, gate)) for f in (block, eager)), strict=True):
         torch.testing.assert_close(a, b)

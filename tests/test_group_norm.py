@@ -160,7 +160,7 @@ def test_saved_bytes() -> None:
 def test_second_derivatives_and_batches() -> None:
     x, w, b = torch.randn(2, 4, 40), torch.rand(4) + 0.5, torch.rand(4)
     sources = [t.double().requires_grad_() for t in (x, w, b)]
-    call = lambda x, w, b: fl.group_norm(x, 2, w, b, save="output")  # noqa: E731
+    call = lambda x, w, b: fl.group_norm(x, 2, w, b, save="output")
     assert _is_ours(call(*sources)) and torch.autograd.gradgradcheck(call, sources)
     y, eager = call(*sources), F.group_norm(sources[0], 2, *sources[1:])
     dys = torch.randn(3, *y.shape, dtype=y.dtype)
@@ -171,7 +171,7 @@ def test_second_derivatives_and_batches() -> None:
 def test_contexts() -> None:
     x, w, b, dy = _case("images")
     expected = torch.autograd.grad(F.group_norm(x, 4, w, b).sin(), (x, w, b), dy)
-    run = lambda x: fl.group_norm(x, 4, w, b).sin()  # noqa: E731
+    run = lambda x: fl.group_norm(x, 4, w, b).sin()
     torch.testing.assert_close(torch.autograd.grad(checkpoint(run, x, use_reentrant=False), (x, w, b), dy), expected)
     for pack in (lambda t: t, lambda t: t.transpose(0, -1).contiguous().transpose(0, -1) if t.dim() > 3 else t):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):

@@ -73,8 +73,8 @@ def test_fault_gradient_of_a_batch_norm_s_input() -> None:
     """Naive is to take the statistics, which the inverse needs, for constants."""
     x = 3 + 2 * randn(8, 3)
     mean, std = x.mean(0), x.std(0, correction=0)
-    norm = lambda x: (x - x.mean(0)) / x.std(0, correction=0)  # noqa: E731
-    constant = lambda x: (x - mean) / std  # noqa: E731
+    norm = lambda x: (x - x.mean(0)) / x.std(0, correction=0)
+    constant = lambda x: (x - mean) / std
     wanted = step(norm, (x,))
     assert worst(step(lambda x: naive(constant, lambda y: y * std + mean, 1 * x), (x,)), wanted) > 0.1
     module = fl.InvertibleBatchNorm1d(3, eps=1e-30, affine=False).double()

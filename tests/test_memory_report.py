@@ -931,7 +931,7 @@ def test_files_stay_as_they_are_when_there_is_no_report(user_module: str, tmp_pa
     pytest.importorskip("matplotlib")
     (tmp_path / "old.json").write_text("of an earlier run")
     (tmp_path / "link.png").symlink_to("old.json")
-    files = lambda: sorted(path for path in tmp_path.iterdir() if path.name != "__pycache__")  # noqa: E731
+    files = lambda: sorted(path for path in tmp_path.iterdir() if path.name != "__pycache__")
     before = files()
     for plot in ("new.png", "link.png"):
         assert main(["report", f"{user_module}:broken", "--json", "old.json", "--plot", plot]) == 2

@@ -413,7 +413,7 @@ def test_tensors_that_are_the_same_or_made_from_one_another(save: str, create_gr
         x = mlp(x, w * x.mean(), None, w.t(), None)
         return x.square().sum()
 
-    prelu = lambda z: torch.where(z > 0, z, slope * z)  # noqa: E731
+    prelu = lambda z: torch.where(z > 0, z, slope * z)
     ours = run(
         functools.partial(fl.mlp, activation=prelu, save="input" if save == "auto" else save),
         functools.partial(fl.gated_mlp, activation=prelu, save=save),

@@ -762,7 +762,7 @@ def test_nothing_is_kept_without_gradients() -> None:
             x, residual = _x(), _x()
             before = x.detach().clone(), residual.detach().clone()
             with torch.no_grad():
-                assert saved_bytes(lambda: layer(x, residual)) == 0  # noqa: B023
+                assert saved_bytes(lambda: layer(x, residual)) == 0  # noqa: B023  # called at once
                 eager(x, residual)
                 y = layer(x, residual)
                 torch.testing.assert_close(y, eager(x, residual), **CLOSE)

@@ -1,10 +1,12 @@
 """What the project says of itself: the workflow, the hooks, the metadata, CONTRIBUTING and the changelog name only what
 exists, and agree with one another."""
 
+import ast
 import os
 import re
 import subprocess
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ import fusedlayers as fl
 from bench.__main__ import COMMANDS
 
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT, MYPY = PYPROJECT["project"], PYPROJECT["tool"]["mypy"]
 RUN = ROOT / ".ci" / "run"
 CONTRIBUTING = (ROOT / ".github" / "CONTRIBUTING.md").read_text(encoding="utf-8")
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
@@ -74,6 +77,30 @@ def test_hooks_run_the_tools_that_the_tests_install() -> None:
     installed = {re.split(r"\W", requirement)[0] for requirement in PROJECT["optional-dependencies"]["test"]}
     hooks = [hook for repository in loaded(".pre-commit-config.yaml")["repos"] for hook in repository["hooks"]]
     assert {hook["entry"].split()[0] for hook in hooks} == {"ruff", "mypy"} <= installed
+
+
+# --- types ------------------------------------------------------------------------------------------------------------
+
+
+def unannotated(path: Path) -> Iterator[str]:
+    """Functions of a module without annotations, but for those that Triton compiles or calls while it does."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    kernels = [node for node in functions if any(ast.unparse(d).startswith("triton.") for d in node.decorator_list)]
+    assert kernels, path
+    within = {id(inner) for kernel in kernels for inner in ast.walk(kernel)}
+    for node in functions:
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
+        bare = [a for a in arguments if a is not None and a.annotation is None and a.arg not in ("self", "cls")]
+        if id(node) not in within and (bare or node.returns is None):
+            yield f"{path.name}: {node.name}"
+
+
+def test_functions_beside_kernels_are_annotated() -> None:
+    (override,) = (o for o in MYPY["overrides"] if "disallow_untyped_defs" in o)
+    paths = [ROOT / f"{module.replace('.', '/')}.py" for module in override["module"]]
+    assert len(paths) > 5
+    assert [name for path in paths for name in unannotated(path)] == []
 
 
 # --- documents --------------------------------------------------------------------------------------------------------

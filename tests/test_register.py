@@ -283,7 +283,7 @@ def test_large_outputs_leave_few_digits_for_the_derivative(dtype: torch.dtype) -
     [
         (lambda z, p: z * p, "parameter 'p' of <lambda> must have a number as default"),
         (lambda z, p=None: z, "parameter 'p' of <lambda> must have a number as default"),
-        (lambda z, p=torch.ones(()): z * p, "functools.partial or an nn.Module"),  # noqa: B008
+        (lambda z, p=torch.ones(()): z * p, "functools.partial or an nn.Module"),  # noqa: B008  # which is refused
         (lambda z, *rest: z, "parameter 'rest'"),
         (lambda z, **rest: z, "parameter 'rest'"),
         (lambda: torch.ones(3), "takes no argument"),

@@ -115,7 +115,7 @@ def test_item_6_a_functional_form_with_several_inputs() -> None:
         module = nn.ModuleList(copy.deepcopy(initial))
         first.load_state_dict(module[0].state_dict())
         second.load_state_dict(module[1].state_dict())
-        net = lambda a, b, c: through(function, a, 2.0, b, names=["u", "v"], also={"c": c, "d": None})  # noqa: E731
+        net = lambda a, b, c: through(function, a, 2.0, b, names=["u", "v"], also={"c": c, "d": None})
         return outcome(net, *inputs) + [buffer.clone() for m in (first, second) for buffer in m.buffers()]
 
     initial = copy.deepcopy([first, second])

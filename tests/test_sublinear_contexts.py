@@ -194,7 +194,7 @@ def test_torch_func_and_tracers_see_plain_operations() -> None:
 
     def all_of(module: Any) -> list[Any]:
         values = {name: parameter.detach() * 2 for name, parameter in module.named_parameters()}
-        loss = lambda values, x: torch.func.functional_call(module, values, (x,)).square().sum()  # noqa: E731
+        loss = lambda values, x: torch.func.functional_call(module, values, (x,)).square().sum()
         with torch.autograd.forward_ad.dual_level():
             dual = module(torch.autograd.forward_ad.make_dual(x, x))
             tangent = torch.autograd.forward_ad.unpack_dual(dual).tangent

@@ -27,7 +27,7 @@ def _peak(net: nn.Module) -> int:
     """Of a forward and a backward pass, beside parameters and their gradients."""
     for parameter in net.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    step = lambda: net(images()).sum().backward()  # noqa: E731
+    step = lambda: net(images()).sum().backward()
     step()
     return peak_bytes(step)
 

@@ -27,7 +27,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 def _case(kind: str, dtype: torch.dtype, rows: int, columns: int) -> tuple[RowNorm, list[Any]]:
     generator = torch.Generator().manual_seed(0)
-    randn = lambda *shape: torch.randn(shape, generator=generator).to(dtype).to(DEVICE)  # noqa: E731
+    randn = lambda *shape: torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
     norm = RowNorm("norm", (columns,), 1e-6, **KINDS[kind])  # type: ignore[arg-type]
     w = (torch.rand(columns, generator=generator) + 0.5 - norm.offset).to(dtype).to(DEVICE)
     return norm, [

@@ -109,7 +109,8 @@ def _operands(split: Split, tensors: Sequence[Tensor], dtype: torch.dtype) -> tu
     if split.direct is not None:
         return tuple(tensors[i] for i in split.direct)
     wide = torch.promote_types(dtype, torch.float32)
-    return split.prologue(*(t.to(wide) if t.is_floating_point() else t for t in tensors))
+    operands: tuple[Tensor, ...] = split.prologue(*(t.to(wide) if t.is_floating_point() else t for t in tensors))
+    return operands
 
 
 def _unfused(activation: Activation, reason: str) -> Activation:

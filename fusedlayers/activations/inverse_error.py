@@ -114,7 +114,8 @@ def _tables_on(error: InverseError, device: torch.device) -> tuple[Tensor, Tenso
 def _normal() -> Tensor:
     """The ends of ``PARTS`` parts of equal probability."""
     part = torch.arange(PARTS + 1, dtype=torch.float64) / PARTS
-    return torch.special.ndtri(part.clamp(5e-4, 1 - 5e-4))
+    ends: Tensor = torch.special.ndtri(part.clamp(5e-4, 1 - 5e-4))
+    return ends
 
 
 @functools.lru_cache(1024)

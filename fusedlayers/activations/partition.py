@@ -213,12 +213,14 @@ class _Splitter:
         if node in self.numbers:
             return torch.tensor(self.numbers[node], dtype=node.meta["val"].dtype)
         if node.op == "get_attr":
-            value: Any = getattr(self.module, str(node.target))
-            real = getattr(value, "constant", None)  # a fake tensor that was made from numbers holds them there
+            value: Tensor = getattr(self.module, str(node.target))
+            # A fake tensor that was made from numbers holds them there.
+            real: Tensor | None = getattr(value, "constant", None)
             return value if real is None else real
         target: Any = node.target
         arguments = [self._evaluated(a) if isinstance(a, Node) else a for a in node.args]
-        return target(*arguments, **node.kwargs)
+        result: Tensor = target(*arguments, **node.kwargs)
+        return result
 
 
 def _dim(shape: Sequence[int]) -> int | None:

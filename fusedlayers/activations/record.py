@@ -260,7 +260,8 @@ class Activation:
         if fitted is not None:
             return fitted.differentiable(y) if differentiable else fitted(y)
         formula: Any = self._row.derivative_given_output
-        return formula(y, **self.rounded_parameters(dtype))
+        slope: Tensor = formula(y, **self.rounded_parameters(dtype))
+        return slope
 
     @property
     def has_inverse(self) -> bool:
@@ -273,7 +274,8 @@ class Activation:
         if fitted is not None:
             return fitted(y, branch_bit.decode(y.to(torch.float32), dtype, fitted.fold.ambiguous))
         formula: Any = self._row.inverse
-        return formula(y, **self.parameters)
+        z: Tensor = formula(y, **self.parameters)
+        return z
 
     def fitted_inverse(self) -> FoldedInverse | None:
         """The fit of the inverse, or None where the row states a formula."""
@@ -297,7 +299,8 @@ class Activation:
                 return self.function(z, *(next(given) if n else p for p, n in zip(operands, needs, strict=True)))
 
             wanted = [p for p, n in zip(operands, needs, strict=True) if n]
-            return torch.func.vjp(of_wanted, z, *wanted)[1](dy)
+            gradients: tuple[Tensor, ...] = torch.func.vjp(of_wanted, z, *wanted)[1](dy)
+            return gradients
 
         return function
 

@@ -115,7 +115,8 @@ def _aten_graph(
     functional = torch.func.functionalize(lambda *tensors: function(*tensors), remove="mutations_and_views")
     try:
         with muted(logging.getLogger(FAKE_TENSOR_LOGGER)):  # it prints tracebacks of caught exceptions
-            return make_fx(functional, decomposition_table=decompositions, tracing_mode="fake")(*examples)
+            graph: GraphModule = make_fx(functional, decomposition_table=decompositions, tracing_mode="fake")(*examples)
+            return graph
     except Exception as error:  # a trace may fail in any way
         raise NotPointwise(_untraceable_reason(error)) from error
 
@@ -255,7 +256,8 @@ def _operation(
         source = node.args[0]
         assert isinstance(source, Node)
         if source.meta["val"].dtype == meta.dtype:
-            return arguments[0]
+            copied: Argument = arguments[0]
+            return copied
         arguments = arguments[:1]
     if op == "view_copy":
         arguments = arguments[:1]

@@ -42,7 +42,8 @@ def reads_sizes(variables: FreeVariables, example: tuple[int, ...], dtype: torch
     function = variables.rebind(tensors)
     before = find_variables(function).key
     try:
-        with _SizeReads(tensors) as sizes:
+        sizes = _SizeReads(tensors)
+        with sizes:
             shape = _sweep_shape(example, tensors)
             z = torch.linspace(-4, 4, math.prod(shape)).reshape(shape).to(dtype)
             result = function(z.clone())

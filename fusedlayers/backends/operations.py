@@ -107,7 +107,8 @@ class Convolution(NamedTuple):
         """Of x, w and b; None where not needed. Needs a padding in numbers, and of x and w what the others are of."""
         padding = self.padding_in_numbers(w)
         sizes = self.stride, padding, self.dilation, False, (0,) * len(self.stride), self.groups
-        return torch.ops.aten.convolution_backward(dz, x, w, (w.shape[0],), *sizes, needs)
+        found: list[Tensor | None] = torch.ops.aten.convolution_backward(dz, x, w, (w.shape[0],), *sizes, needs)
+        return found
 
     def without_tensors(self) -> Convolution:
         return self
@@ -122,6 +123,10 @@ class Convolution(NamedTuple):
 
     def unflattened(self, y: Tensor, x: Tensor) -> Tensor:
         return y if x.dim() == y.dim() else y.squeeze(0)
+
+
+#: Of x, w and b.
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class BatchNorm(NamedTuple):
@@ -219,7 +224,7 @@ class BatchNorm(NamedTuple):
 
     def gradients(
         self, dz: Tensor, x: Tensor, w: Weight, mean: Tensor, inverse_std: Tensor, needs: Sequence[bool]
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    ) -> Gradients:
         """Of x, w and b; None where not needed."""
         backward = torch.ops.aten.native_batch_norm_backward.default
         if self.is_synchronised:
@@ -232,7 +237,8 @@ class BatchNorm(NamedTuple):
             dx = _synchronised_gradients(dz, x, scale, mean, inverse_std, (dw, db), self.group)
             return dx, dw if needs[1] else None, db if needs[2] else None
         if self.training:
-            return backward(dz, x, w, None, None, mean, inverse_std, True, self.eps, needs)
+            found: Gradients = backward(dz, x, w, None, None, mean, inverse_std, True, self.eps, needs)
+            return found
         # dx by a batch norm that does nothing but multiply; the others are the same in both modes.
         factor, one = inverse_std if w is None else inverse_std * w, torch.ones_like(mean)
         dx, _, _ = backward(dz, x, factor, one, one, None, None, False, 0.0, [needs[0], False, False])

@@ -155,7 +155,8 @@ def _operations(packet: Any, args: Any, kwargs: Any, result: Any) -> float:
         return float(count(*args, **kwargs, out_val=result))
     # oneDNN's: twice the weight's elements for each element of a channel of the result.
     weight, output = args[1], next(tensors_in(result))
-    return 2.0 * weight.numel() * output.numel() / weight.shape[0]
+    operations: float = 2.0 * weight.numel() * output.numel() / weight.shape[0]
+    return operations
 
 
 def _operations_per_byte(tensors: Iterable[Tensor]) -> float:

@@ -86,7 +86,10 @@ class SublinearSequential(nn.Sequential):
             raise ValueError(f"{name}: segments and memory_budget_bytes exclude each other; leave one of them out")
         if memory_budget_bytes is not None and not (_is_count(memory_budget_bytes) and memory_budget_bytes >= 0):
             raise ValueError(f"{name}: memory_budget_bytes must be a number of bytes, got {memory_budget_bytes!r}")
-        lengths = segments if isinstance(segments, Sequence) and not isinstance(segments, str) else [segments or 1]
+        given: object = segments
+        lengths: Sequence[Any] = (
+            given if isinstance(given, Sequence) and not isinstance(given, str) else [segments or 1]
+        )
         if segments == 0 or not lengths or not all(_is_count(length) and length > 0 for length in lengths):
             raise ValueError(f"{name}: segments must be a positive number, or a list of such, got {segments!r}")
         self.segments = segments

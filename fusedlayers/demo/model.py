@@ -50,7 +50,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = rearrange(self.qkv(x), "b t (three h d) -> three b h t d", three=3, h=HEADS)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.penalty)
-        return self.out(rearrange(y, "b h t d -> b t (h d)"))
+        result: Tensor = self.out(rearrange(y, "b h t d -> b t (h d)"))
+        return result
 
 
 class Block(nn.Module):
@@ -65,7 +66,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(x)
-        return x + self.mlp(x)
+        result: Tensor = x + self.mlp(x)
+        return result
 
 
 class ByteTransformer(nn.Sequential):

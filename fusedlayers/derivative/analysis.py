@@ -160,7 +160,7 @@ def _fitted(
     fold = features.fold
     if fold is not None and _is_like_gelu(features):
         with contextlib.suppress(ValueError):  # segments may fit where the short form does not
-            folded = fit.__wrapped__(function, precision)  # type: ignore[attr-defined]
+            folded = fit.__wrapped__(function, precision)  # type: ignore[attr-defined]  # of in_clean_state
             return lambda _: FoldedDerivative(fold, folded.of_distance)
     segments = fit_segments(features, precision)
 

@@ -265,7 +265,7 @@ def _assemble(
             continue
         value, s = value_and_slope(function, at)
         value = sign * value
-        marked = fold is not None and (b <= turn[0] if fold.marked == "left" else a >= turn[1])  # type: ignore[index]
+        marked = fold is not None and turn is not None and (b <= turn[0] if fold.marked == "left" else a >= turn[1])
         goes_left = turn is not None and b <= turn[0]
         if not goes_left and turn is not None and a < turn[1]:  # the fold's own flat part
             levels += [Level("bottom", outputs[turn[0]], 0.0, m, (a + b) / 2) for m in (False, True)]

@@ -40,7 +40,8 @@ TINY = 2.0**-126
 
 def to_float32(value: float) -> float:
     """The float32 number next to a value."""
-    return struct.unpack("f", struct.pack("f", value))[0]
+    rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    return rounded
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def activation_of_chain(chain: Chain, dtype: torch.dtype) -> Activation | None:
         activation = resolve(chain)
         dtype = dtype if dtype in DTYPES else torch.float32
         found = _activations.put(chain, computed_by(activation, dtype) or False)
-    return found or None  # type: ignore[return-value]
+    return found or None  # type: ignore[return-value]  # True is never put
 
 
 def writes(node: Node) -> bool:

@@ -16,7 +16,7 @@ _BESIDE = frozenset(
     """
     mul multiply __mul__ __rmul__ dropout chunk split unbind view reshape flatten unflatten contiguous transpose
     permute squeeze unsqueeze __getitem__ to float type_as
-    """.split()  # noqa: SIM905
+    """.split()  # noqa: SIM905  # shorter than a list
 )
 
 

@@ -177,7 +177,7 @@ def _activation_of(form: _Form, args: Arguments, kwargs: Options) -> Activation 
     found = _records.get(key)
     if found is None:
         found = _records.put(key, _bound(form, args[1:], kwargs) or False)
-    return found or None  # type: ignore[return-value]
+    return found or None  # type: ignore[return-value]  # True is never put
 
 
 def _bound(form: _Form, options: Arguments, kwargs: Options) -> Activation | None:

@@ -286,5 +286,6 @@ def _plan_text(function: Any, *args: Any) -> str | None:
 
 
 def _is_like(x: object, y: object) -> bool:
-    is_pair = isinstance(x, Tensor) and isinstance(y, Tensor) and (y.requires_grad or not torch.is_grad_enabled())
-    return is_pair and x.shape == y.shape and x.dtype in DTYPES  # type: ignore[attr-defined]
+    if not (isinstance(x, Tensor) and isinstance(y, Tensor)) or (torch.is_grad_enabled() and not y.requires_grad):
+        return False
+    return x.shape == y.shape and x.dtype in DTYPES

@@ -229,7 +229,8 @@ def left_inverse(weight: Tensor) -> Tensor:
     """The matrix that gives x from ``weight @ x``, computed in float64, except on MPS, which has no float64."""
     wide = weight if weight.device.type == "mps" else weight.to(torch.promote_types(weight.dtype, torch.float64))
     found = torch.linalg.inv(wide) if wide.shape[0] == wide.shape[1] else torch.linalg.pinv(wide)
-    return found.to(torch.promote_types(weight.dtype, torch.float32))
+    inverse: Tensor = found.to(torch.promote_types(weight.dtype, torch.float32))
+    return inverse
 
 
 def widened(y: Tensor, *others: Tensor | None) -> list[Any]:

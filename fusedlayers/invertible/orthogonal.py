@@ -64,7 +64,8 @@ def orthogonal(module: nn.Module, name: str = "weight") -> nn.Module:
     matrix = nn.Module()
     matrix.weight = nn.Parameter(weight.detach().flatten(1))
     inner = parametrizations.orthogonal(matrix, orthogonal_map=_MAP)
-    of_matrix: Any = inner.parametrizations.weight[0]  # type: ignore[union-attr, index]
+    registered: Any = inner.parametrizations
+    of_matrix = registered.weight[0]
     parametrize.register_parametrization(module, name, _OfMatrix(of_matrix, tuple(weight.shape)))
     return module
 
@@ -77,8 +78,10 @@ class _OfMatrix(nn.Module):
         self.of_matrix, self.shape = of_matrix, shape
 
     def forward(self, weight: Tensor) -> Tensor:
-        return self.of_matrix(weight.flatten(1)).view(self.shape)
+        found: Tensor = self.of_matrix(weight.flatten(1)).view(self.shape)
+        return found
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        found = self.of_matrix.right_inverse(weight.flatten(1))  # type: ignore[operator]
-        return found.view(self.shape)
+        of_matrix: Any = self.of_matrix
+        found: Tensor = of_matrix.right_inverse(weight.flatten(1)).view(self.shape)
+        return found

@@ -51,7 +51,8 @@ class InvertibleFlatten(InvertibleModule):
             return y.reshape(shape)
         assert self.unflattened is not None
         dims = y.dim() + len(self.unflattened) - 1  # of the input, from whose end start_dim may be counted
-        return y.unflatten(self.start_dim % dims, self.unflattened)
+        x: Tensor = y.unflatten(self.start_dim % dims, self.unflattened)
+        return x
 
     def described(self) -> str:
         return f"start_dim={self.start_dim}, end_dim={self.end_dim}"

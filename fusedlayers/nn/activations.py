@@ -91,7 +91,8 @@ class _SavesOutput(nn.Module):
         # Not resolve(self): a module with hooks is left to be called, and this is the call.
         record = activation_of_module(self, self.stands_in_for)
         if record is None:  # arguments that torch takes in the constructor and refuses here
-            return super().forward(input)
+            y: Tensor = super().forward(input)
+            return y
         return bias_act(input, None, record, inplace=self.inplace)
 
 

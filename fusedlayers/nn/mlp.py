@@ -102,7 +102,8 @@ class FusedBlock(WithActivation):
         return after_activation(activated, others, self.dropout if self.training else 0.0, self._last)
 
     def _dtype(self) -> torch.dtype:
-        return self._last.weight.dtype
+        dtype: torch.dtype = self._last.weight.dtype
+        return dtype
 
     def _example_shape(self) -> tuple[int, ...]:
         return 2, self._last.in_features

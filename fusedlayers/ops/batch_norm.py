@@ -65,7 +65,8 @@ def norm_act(
 ) -> Tensor:
     """``activation(norm(x, w, b))`` that keeps its output as far as that tells x, and else x."""
     place = None if inverse_error is None or not x.requires_grad else place_of(x)
-    return NormAct.apply(x, w, b, place, None, norm, activation, inverse_error, None)
+    y: Tensor = NormAct.apply(x, w, b, place, None, norm, activation, inverse_error, None)
+    return y
 
 
 @profile_range(lambda norm, x, w, b, z, statistics, activation, *_: range_name("batch_norm", activation.name))
@@ -89,7 +90,8 @@ def act_after_norm(
     # Without its place in the graph z is a plain input of the new node, which may write over it.
     z = z.detach_() if inplace else z.detach()
     made = *statistics, inplace
-    return NormAct.apply(x, w, b, place, z, norm, activation, inverse_error, made)
+    y: Tensor = NormAct.apply(x, w, b, place, z, norm, activation, inverse_error, made)
+    return y
 
 
 class NormAct(Function):

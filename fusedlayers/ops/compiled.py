@@ -35,7 +35,7 @@ class OutputSaved(Function):
         return (upcast(dy) * slope).to(y.dtype), None
 
 
-@torch.compiler.allow_in_graph
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]  # torch has not annotated it
 def output_saved(z: Tensor, name: str, parameters: tuple[tuple[str, float], ...]) -> Tensor:
     """``f(z)``, saving its output; the activation by name, because a graph holds tensors and constants only."""
     activation = resolve(name)
@@ -43,4 +43,5 @@ def output_saved(z: Tensor, name: str, parameters: tuple[tuple[str, float], ...]
     activation = activation.row.bind(**dict(parameters))
     if functorch_is_active():
         return activation.plain(z)
-    return OutputSaved.apply(z, activation)
+    y: Tensor = OutputSaved.apply(z, activation)
+    return y

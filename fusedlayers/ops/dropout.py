@@ -81,7 +81,8 @@ def dropped_product_of(h: Tensor) -> Product | None:
     node: Any = h.grad_fn
     if getattr(node, "_forward_cls", None) is not Dropout:
         return product_of(h)
-    product, mask = node.product, node.mask
+    product: Product | None = node.product
+    mask: Mask = node.mask
     if product is None or h._version != node.version:
         return None
 

@@ -33,7 +33,8 @@ def group_norm(norm: GroupNorm, backend: Backend, x: Tensor, w: Tensor | None, b
         channels = backend.inexact_columns(in_a_row(w, wide), shift, RATIO, *sizes)
         if channels is not None and len(channels) > MOST * len(w):
             return norm(x, w, b)
-    return _GroupNorm.apply(x, w, b, place_of(x) if x.requires_grad else None, norm, backend, channels)
+    y: Tensor = _GroupNorm.apply(x, w, b, place_of(x) if x.requires_grad else None, norm, backend, channels)
+    return y
 
 
 class _GroupNorm(Function):

@@ -257,7 +257,7 @@ class _Totals:
         of_biases = [None if one is None else one.take() for one in self.of_biases]
         if self.block.is_packed:
             of_weights = [self.of_packed]
-            of_biases = [torch.cat(of_biases) if self.needs.biases[0] else None]  # type: ignore[arg-type]
+            of_biases = [torch.cat(of_biases) if self.needs.biases[0] else None]  # type: ignore[arg-type]  # then all are
         of_operands = zip(self.of_operands, self.operands, self.needs.operands, strict=True)
         return [*of_weights, *of_biases, *(total.to(p.dtype) if need else None for total, p, need in of_operands)]
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -43,7 +44,8 @@ def row_norm(norm: RowNorm, backend: Backend, x: Tensor, w: Tensor | None, b: Te
     if columns is not None and len(columns) > MOST * norm.columns:
         return norm(x, w, b)
     place = place_of(x) if x.requires_grad else None
-    return _RowNorm.apply(x, w, b, place, norm, backend, columns)
+    y: Tensor = _RowNorm.apply(x, w, b, place, norm, backend, columns)
+    return y
 
 
 class _RowNorm(Function):
@@ -163,7 +165,7 @@ class _Seen:
 
 
 #: By weight: one norm each. A look makes the CPU wait for the GPU, so one look serves all norms whose weights changed.
-_seen: Any = WeakIdKeyDictionary()
+_seen: MutableMapping[Tensor, _Seen] = WeakIdKeyDictionary()
 
 
 def _remembered(norm: RowNorm, backend: Backend, w: Tensor, b: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -14,7 +14,8 @@ from .._torch import FakeTensor, is_traceable_wrapper_subclass, tree_leaves
 def strided_parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the plain tensors that hold the memory of ``tensor``: itself, or what a subclass or sparse layout wraps."""
     if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
+        wrapper: Any = tensor
+        for name in wrapper.__tensor_flatten__()[0]:
             part = getattr(tensor, name)
             if isinstance(part, Tensor):  # a DTensor names its mesh as well
                 yield from strided_parts(part)

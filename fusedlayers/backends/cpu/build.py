@@ -190,8 +190,8 @@ def _build(compiler: list[str], path: Path) -> None:
 
 def _openmp() -> list[str]:
     """Options for threads, which are then those of torch's own OpenMP library."""
-    if sys.platform != "darwin":
-        return ["-fopenmp"]
-    # Apple's compiler has no OpenMP library of its own; torch carries one.
-    folder = Path(torch.__file__).parent / "lib"
-    return ["-Xclang", "-fopenmp", f"-L{folder}", "-lomp", f"-Wl,-rpath,{folder}"]
+    if sys.platform == "darwin":
+        # Apple's compiler has no OpenMP library of its own; torch carries one.
+        folder = Path(torch.__file__).parent / "lib"
+        return ["-Xclang", "-fopenmp", f"-L{folder}", "-lomp", f"-Wl,-rpath,{folder}"]
+    return ["-fopenmp"]

@@ -18,7 +18,8 @@ PLACES = 0.5 - 0.49 * torch.tensor([math.cos(k * math.pi / 8) for k in (1, 3, 5,
 def cubics(values: Tensor, places: Tensor = PLACES) -> Tensor:
     """The coefficients of the cubics through values at the four places of each interval."""
     powers = places.unsqueeze(1) ** torch.arange(4)
-    return torch.linalg.solve(powers, values.T).T.float()
+    found: Tensor = torch.linalg.solve(powers, values.T).T.float()
+    return found
 
 
 class Normal(NamedTuple):

@@ -364,7 +364,7 @@ def _joined(along: Layout) -> int:
     channels = along.channels
     least = -(-BLOCK // channels)
     most = max(least, min(COLUMNS // channels, along.outer // ROWS))
-    padded = lambda rows: -(-rows * channels // BLOCK) * BLOCK / (rows * channels)  # noqa: E731
+    padded = lambda rows: -(-rows * channels // BLOCK) * BLOCK / (rows * channels)
     return min(range(least, most + 1), key=padded)
 
 

@@ -44,7 +44,8 @@ def has_faster_linear(x: Tensor, w: Tensor) -> bool:
 
 def faster_linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     """``linear`` where ``has_faster_linear`` holds."""
-    return onednn_linear(x, w, b, "none", [], "")
+    y: Tensor = onednn_linear(x, w, b, "none", [], "")
+    return y
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None, *, out: Tensor | None = None) -> Tensor:
@@ -74,12 +75,14 @@ def operation_act(
         if x.numel() * w.shape[0] < LARGE_WITH_ACTIVATION:
             z = F.linear(x, w, b)
         elif post_op and x.is_cpu and onednn_is_enabled() and _onednn_wins(x.dtype, True) and not _are_flops_counted():
-            return onednn_linear(x, w, b, *post_op)
+            multiplied: Tensor = onednn_linear(x, w, b, *post_op)
+            return multiplied
         else:
             z = linear(x, w, b)
     elif post_op is not None and isinstance(operation, Convolution) and _convolves(operation, x, w):
         p, s, d, g = operation.padding, operation.stride, operation.dilation, operation.groups
-        return onednn_convolution(x, w, b, p, s, d, g, *post_op)
+        convolved: Tensor = onednn_convolution(x, w, b, p, s, d, g, *post_op)
+        return convolved
     else:
         z = operation(x, w, b)
     return bias_act(z, None, activation, operands, dim=operation.dim, encode=encode, out=z)

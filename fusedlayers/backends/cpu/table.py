@@ -298,7 +298,7 @@ def _placed(
 ) -> Iterator[Scale]:
     """The scale of this kind that has the jumps on integers; none where there is no such scale."""
     bare = Scale(kind, low, high, 0.0, 1.0, half)
-    bend: Callable[[float], float] = lambda x: float(bare.bend(torch.tensor(x, dtype=torch.float64)))  # noqa: E731
+    bend: Callable[[float], float] = lambda x: float(bare.bend(torch.tensor(x, dtype=torch.float64)))
     ends = sorted((bend(low), bend(high)))
     if not ends[1] > ends[0]:  # float64 does not separate them
         return

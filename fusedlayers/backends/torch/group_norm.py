@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...utils.layout import along
 from ..norms import GroupNorm, Kept
+from ..operations import Gradients
 
 #: Elements of 16-bit numbers that are computed in float32 at once.
 PIECE = 1 << 18
@@ -23,13 +24,14 @@ def group_norm_gradient(
     *,
     needs_x: bool,
     overwrite: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+) -> Gradients:
     """The gradients of x, of w and of b; y may be overwritten, and dy is laid out like it."""
     x = centred(norm, y, w, b, inverse_std, kept, y if overwrite else None)
     if w is None:
         w = torch.ones(y.shape[1], dtype=y.dtype, device=y.device)
     zero, backward = torch.zeros_like(inverse_std), torch.ops.aten.native_group_norm_backward.default
-    return backward(dy, x, zero, inverse_std, w, *norm.extents(y), norm.groups, [needs_x, True, True])
+    found: Gradients = backward(dy, x, zero, inverse_std, w, *norm.extents(y), norm.groups, [needs_x, True, True])
+    return found
 
 
 def centred(

@@ -229,10 +229,10 @@ def source(activation: Activation, role: Role, *, given: str, dtype: torch.dtype
         function = activation.function if given == "input" else lambda z: activation.encoded(z, dtype)
     elif role == "inverse":
         inputs = ["y"]
-        function = lambda y: activation.input_given_output(y, dtype)  # noqa: E731  # as those beside it
+        function = lambda y: activation.input_given_output(y, dtype)
     elif given == "output":
         inputs = ["dy", "y"]
-        function = lambda dy, y: (dy * activation.derivative_given_output(y, dtype),)  # noqa: E731  # as those beside it
+        function = lambda dy, y: (dy * activation.derivative_given_output(y, dtype),)
     else:
         inputs = ["dy", "z"]
         function = activation.gradient_function(needs)

@@ -175,7 +175,7 @@ def answers_for(activation: str, columns: int, inner: int, device: torch.device)
 
 def tf32_is_allowed() -> bool:
     """The kernels multiply float32 as TF32, or not at all."""
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 #: Who wants to know what is asked: ``tuning.py``, for as long as it measures.

@@ -144,7 +144,7 @@ def gradient_kernel(
         first_column = tl.program_id(0).to(INDEX if AXIS == "none" else tl.int32) * COLUMNS
     row = first_row + tl.arange(0, ROWS)[:, None]
     column = first_column + tl.arange(0, COLUMNS)[None, :]
-    totals = ()
+    totals = ()  # whose length changes, which mypy does not expect
     for i in tl.static_range(len(SUMS)):
         totals += (tl.zeros((ROWS, COLUMNS // _group(SUMS[i], AXIS)), dtype=tl.float32),)  # type: ignore[assignment]
     for _ in range(steps):
@@ -166,7 +166,7 @@ def gradient_kernel(
             share = tl.where(inside, products[SUMS[i][0]], 0.0)
             if _group(SUMS[i], AXIS) > 1:
                 share = tl.sum(tl.reshape(share, (ROWS, COLUMNS // GROUP, GROUP)), 2)
-            added += (totals[i] + share,)  # type: ignore[assignment]
+            added += (totals[i] + share,)  # type: ignore[assignment]  # likewise
         totals = added
         if AXIS == "row":
             column += COLUMNS
@@ -235,8 +235,9 @@ def gate_gradient(
     """Write the gradients of z and up into ``out``, or else over these; return those of the operands, with which all
     are contiguous."""
     if out is not None and not (is_dense(out[0]) and out[0].stride() == out[1].stride()):
-        own = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in out)
-        shares = gate_gradient(dy, z.contiguous(), up, activation, operands, needs, own)  # type: ignore[arg-type]
+        of_z, of_up = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in out)
+        own = of_z, of_up
+        shares = gate_gradient(dy, z.contiguous(), up, activation, operands, needs, own)
         for t, computed in zip(out, own, strict=True):
             t.copy_(computed)
         return shares

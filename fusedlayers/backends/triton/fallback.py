@@ -47,7 +47,7 @@ def or_reference(reference: Callable[..., Any]) -> Callable[[F], F]:
                 note(error, function.__name__, args)
             return reference(*args, **kwargs)
 
-        return call  # type: ignore[return-value]
+        return call  # type: ignore[return-value]  # it takes and returns what the function does
 
     return decorate
 

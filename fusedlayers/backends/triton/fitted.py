@@ -39,7 +39,8 @@ class Target:
 
 
 def _erfcx_ratio(t: Tensor) -> Tensor:
-    return torch.special.erfcx(2 / t - 2) / t
+    ratio: Tensor = torch.special.erfcx(2 / t - 2) / t
+    return ratio
 
 
 def _log2_erfc(x: Tensor) -> Tensor:
@@ -61,7 +62,8 @@ def _erfinv_ratio_of_root(root: Tensor) -> Tensor:
 
 
 def _ndtri_ratio(inverse: Tensor) -> Tensor:
-    return -torch.special.ndtri(torch.exp(-0.5 / inverse**2)) * inverse
+    ratio: Tensor = -torch.special.ndtri(torch.exp(-0.5 / inverse**2)) * inverse
+    return ratio
 
 
 def _lgamma_quotient(d: Tensor) -> Tensor:
@@ -70,7 +72,8 @@ def _lgamma_quotient(d: Tensor) -> Tensor:
 
 def _lgamma_rest(square: Tensor) -> Tensor:
     x = torch.rsqrt(square)
-    return x * (torch.lgamma(x) - (x - 0.5) * (torch.log(x) - 1) - special.STIRLING.value)
+    rest: Tensor = x * (torch.lgamma(x) - (x - 0.5) * (torch.log(x) - 1) - special.STIRLING.value)
+    return rest
 
 
 def _digamma_rest(square: Tensor) -> Tensor:
@@ -80,12 +83,14 @@ def _digamma_rest(square: Tensor) -> Tensor:
 
 def _i0e_ratio(t: Tensor) -> Tensor:
     x = (1 / t - 1) / special.BESSEL_SCALE.value
-    return torch.special.i0e(x) * torch.sqrt(1 + x)
+    ratio: Tensor = torch.special.i0e(x) * torch.sqrt(1 + x)
+    return ratio
 
 
 def _i1e_ratio(t: Tensor) -> Tensor:
     x = ((1 / t - 1) / special.BESSEL_SCALE.value).clamp(min=1e-9)  # at 0 it would be 0 / 0
-    return torch.special.i1e(x) / x * (1 + x) ** 1.5
+    ratio: Tensor = torch.special.i1e(x) / x * (1 + x) ** 1.5
+    return ratio
 
 
 def _atan_quotient(square: Tensor) -> Tensor:

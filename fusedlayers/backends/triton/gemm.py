@@ -111,7 +111,7 @@ def _strips(tile, CUTS: tl.constexpr):
         halves = ()
         for i in tl.static_range(len(strips)):
             halves += _halves(strips[i])
-        strips = halves  # type: ignore[assignment]
+        strips = halves  # type: ignore[assignment]  # tuples of any length
     return strips
 
 

@@ -169,7 +169,7 @@ def _time_all(run: Run, candidates: Sequence[str], dtype: torch.dtype) -> Times:
     times: dict[str, list[float]] = {candidate: [] for candidate in good}
     for number in range(ROUNDS):
         for candidate in good[number % len(good) :] + good[: number % len(good)]:
-            times[candidate].append(_time(lambda candidate=candidate: run(candidate)))  # type: ignore[misc]
+            times[candidate].append(_time(lambda candidate=candidate: run(candidate)))  # type: ignore[misc]  # a default
     return {c: statistics.median(times[c]) if c in times else None for c in candidates}
 
 
@@ -203,7 +203,8 @@ def _time(function: Callable[[], object]) -> float:
         function()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) * 1e3 / CALLS
+    time_us: float = start.elapsed_time(end) * 1e3 / CALLS
+    return time_us
 
 
 def _is_capturing(device: torch.device) -> bool:
