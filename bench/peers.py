@@ -50,7 +50,8 @@ class MLP(nn.Module):
         self.up, self.act, self.down = nn.Linear(features, hidden), nn.GELU(), nn.Linear(hidden, features)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.up(x)))
+        y: Tensor = self.down(self.act(self.up(x)))
+        return y
 
 
 class GatedMLP(nn.Module):
@@ -64,7 +65,8 @@ class GatedMLP(nn.Module):
         self.act = nn.SiLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+        y: Tensor = self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+        return y
 
 
 class ConvNorm(nn.Module):
@@ -77,7 +79,8 @@ class ConvNorm(nn.Module):
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv2(self.act(self.norm(self.conv1(x))))
+        y: Tensor = self.conv2(self.act(self.norm(self.conv1(x))))
+        return y
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,8 @@ def _compiled(module: nn.Module, x: Tensor, part: float = 1.0) -> Forward:
 
     def forward(x: Tensor) -> Tensor:
         with config.patch(activation_memory_budget=part):
-            return compiled(x)
+            y: Tensor = compiled(x)
+        return y
 
     return forward
 

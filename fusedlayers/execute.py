@@ -170,7 +170,7 @@ def _fused_pointwise(
     origin = Origin(x, None, None, operation.__call__) if plan.keeps_origin else None
     is_alone = plan.saved == "output" and b is None and not operands and not plan.overwrites
     place = place_of(x) if is_alone and x.requires_grad else None
-    y = BiasAct.apply(plan, x, b, None, origin, False, *operands)
+    y: Tensor = BiasAct.apply(plan, x, b, None, origin, False, *operands)
     if place is not None:
         node: Any = y.grad_fn
         node.place, node.version = place, y._version

@@ -232,7 +232,9 @@ def test_command_prints_a_table_and_writes_a_picture(
     output = capsys.readouterr()
     assert ("loss" in output.err) == is_terminal and (output.err == "") != is_terminal
     assert "\x1b" not in output.out
-    saved = {name: float(re.findall(rf"^\W*{name}\W+([\d.]+)", output.out, re.M)[0]) for name in ("eager", "fused")}
+    saved = {
+        name: float(re.findall(rf"^\W*{name}\W+([\d.]+)", output.out, re.MULTILINE)[0]) for name in ("eager", "fused")
+    }
     assert saved["eager"] - saved["fused"] == pytest.approx(4 * HIDDEN_ELEMENTS / MIB, abs=0.011)
     assert str(path) in output.out
     assert path.stat().st_size > 20_000

@@ -25,7 +25,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*doctor.VARIABLES, "CC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(kernels._State, "kernels", None)
-    monkeypatch.setattr(doctor, "_devices", lambda: [])
+    monkeypatch.setattr(doctor, "_devices", list)
 
 
 @pytest.fixture

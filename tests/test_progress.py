@@ -124,9 +124,13 @@ def test_a_grid_that_raises_gives_the_terminal_back(
     pytest.importorskip("rich")
     terminal()
     stderr = sys.stderr
-    with pytest.raises(KeyError):
+
+    def measure() -> None:
         for case, _, _ in grid.until(time.monotonic() + 60, "ab"):
             raise KeyError(case)
+
+    with pytest.raises(KeyError):
+        measure()
     assert sys.stderr is stderr and SHOW_CURSOR in capsys.readouterr().err
 
 

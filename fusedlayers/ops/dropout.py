@@ -52,7 +52,8 @@ class Mask(NamedTuple):
 @profile_range(lambda *_: "dropout")
 def drop(x: Tensor, p: float, backend: Backend, product: Product | None) -> Tensor:
     """``F.dropout(x, p)``. Of a product whose factors are saved, ``product`` says how it is made."""
-    return Dropout.apply(x, p, backend, product)
+    y: Tensor = Dropout.apply(x, p, backend, product)
+    return y
 
 
 class Dropout(Function):
@@ -108,7 +109,8 @@ def act_dropout(
 ) -> Tensor:
     """``F.dropout(activation(z), p)``, over z where that is the caller's to overwrite; or for ``y = activation(z)``,
     which carries the branch, and then z is a tensor without values at its place in the graph."""
-    return ActDropout.apply(z, y, activation, p, backend, overwrites)
+    dropped: Tensor = ActDropout.apply(z, y, activation, p, backend, overwrites)
+    return dropped
 
 
 class ActDropout(Function):

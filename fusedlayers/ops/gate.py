@@ -77,7 +77,8 @@ class Gate(NamedTuple):
 @profile_range(lambda gate, *_: range_name("gated_act", gate.activation.name))
 def gated_act(gate: Gate, *tensors: Tensor) -> Tensor:
     """``gate.product``; ``tensors`` are its factors, or the one that holds both, and then the operands."""
-    return GatedAct.apply(gate, *tensors)
+    product: Tensor = GatedAct.apply(gate, *tensors)
+    return product
 
 
 class GatedAct(Function):

@@ -104,7 +104,8 @@ def of_product(
     h: Tensor, w: Tensor, b: Tensor | None, matmul: MatrixProduct, product: Product, factors: Sequence[Tensor]
 ) -> Tensor:
     """``matmul(h, w, b)`` for an h whose factors are saved in its place."""
-    return OfProduct.apply(h, w, b, matmul, product, factors)
+    y: Tensor = OfProduct.apply(h, w, b, matmul, product, factors)
+    return y
 
 
 class OfProduct(Function):

@@ -25,7 +25,7 @@ from ..nn.mlp import FusedBlock, FusedGatedMLP
 from ..ops.batch_norm import WORTH_IT
 from ..plan import describe, save_beside_input
 from ..utils.isolation import in_clean_state
-from ..utils.reports import DrawnReport, NothingToDraw
+from ..utils.reports import DrawnReport, NothingToDrawError
 from . import explanation_plot
 from .explanation_plot import FAR, Curves, inputs_within
 from .model_explanation import ModelExplanation, explain_model, is_model
@@ -100,9 +100,9 @@ class Explanation(DrawnReport):
             ValueError: PyTorch computes the function, or it raises an error.
         """
         if self.kind == "fallback":
-            raise NothingToDraw(f"explain: {self.name} is left to PyTorch, so that there is nothing to draw")
+            raise NothingToDrawError(f"explain: {self.name} is left to PyTorch, so that there is nothing to draw")
         if self.curves is None or not self.accuracy:
-            raise NothingToDraw(
+            raise NothingToDrawError(
                 f"explain: {self.name} or its derivative raises an error, so that there is nothing to draw"
             )
         return explanation_plot.draw(self, self.curves)

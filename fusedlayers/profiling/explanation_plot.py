@@ -58,6 +58,7 @@ class Curves:
 
 
 def inputs_within(distance: float, fold: Fold | None) -> tuple[float, float]:
+    """The inputs that are drawn: around 0 and the minimum."""
     position = 0.0 if fold is None else fold.position
     return min(0.0, position) - distance, max(0.0, position) + distance
 
@@ -74,6 +75,7 @@ class Pair:
 
 
 def draw(found: Explanation, curves: Curves) -> Figure:
+    """What an activation is, what its output tells, how exact that is, and the bytes."""
     figure = new_figure("explain", HEIGHT, _title(found))
     dtypes = [dtype for dtype in curves.errors if dtype in found.accuracy]
     panels = figure.subplot_mosaic([[[["function", "output"]]], [[[*dtypes, "bytes"]]]], height_ratios=[1.25, 1])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..utils.formatting import size_text, unit_for
-from ..utils.reports import DrawnReport, NothingToDraw, Report
+from ..utils.reports import DrawnReport, NothingToDrawError, Report
 from . import memory_plot
 from .row_groups import Entry, entries_of, groups_of
 from .saved_rows import KINDS, Row
@@ -74,7 +74,7 @@ class MemoryReport(DrawnReport):
             ValueError: nothing is saved.
         """
         if not self.saved_bytes:
-            raise NothingToDraw(
+            raise NothingToDrawError(
                 f"memory_report: {self.name} saves nothing for backward, so that there is nothing to draw"
             )
         title = (

@@ -29,7 +29,7 @@ def profile_range(name_of: Callable[..., str]) -> Callable[[F], F]:
 
     def decorated(function: Any) -> Any:
         @functools.wraps(function)
-        def run(*args: Any) -> Tensor:
+        def run(*args: Any) -> Any:
             if not profiler_is_active():
                 return function(*args)
             with RecordFunction(f"fusedlayers::{name_of(*args)}"):

@@ -19,7 +19,7 @@ class Report:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
-class NothingToDraw(ValueError):
+class NothingToDrawError(ValueError):
     """A report has no picture, for the reason that the message gives."""
 
 
@@ -43,7 +43,7 @@ class DrawnReport(Report):
         table, image = super()._repr_html_(), io.BytesIO()
         try:
             self.figure().savefig(image, format="png")
-        except (ImportError, NothingToDraw):
+        except (ImportError, NothingToDrawError):
             return table
         source = f"data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}"
         return f'{table}<img src="{source}" style="max-width: 100%; width: 900px">'

@@ -83,6 +83,7 @@ def _find() -> tuple[ctypes.CDLL | None, str | None]:
 
 
 def are_switched_off() -> bool:
+    """Whether the environment says that no loop runs."""
     return os.environ.get(VARIABLE, "").lower() in ("off", "0", "no", "false")
 
 
