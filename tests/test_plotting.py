@@ -135,7 +135,7 @@ ACTIVATIONS = [
 ]
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_no_text_lies_on_another_or_outside(activation: object, drawn_texts: DrawnTexts) -> None:
     check_texts(fl.explain(activation), drawn_texts)  # type: ignore[arg-type]
 
