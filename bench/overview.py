@@ -27,10 +27,11 @@ def picture(results: Path) -> str | None:
         'font-family="Helvetica, Arial, sans-serif" font-size="13">',
         f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
         _text(_LABELS, 24, "saved for the backward pass", size=15),
-        _text(_WIDTH - 16, 24, "time of a step", size=15, anchor="end"),
         _legend(_LABELS, _EAGER, "PyTorch"),
         _legend(_LABELS + 100, _HERE, "after fl.fuse(model, inputs)"),
     ]
+    if any("forward_backward" in row["variants"]["fusedlayers"] for row in rows):
+        parts.append(_text(_WIDTH - 16, 24, "time of a step", size=15, anchor="end"))
     for number, row in enumerate(rows):
         parts += _row(row, _TOP + _ROW * number)
     parts.append(_text(16, height - 10, measured_on(runs[0]).rstrip(":"), size=11))

@@ -204,8 +204,12 @@ def test_the_picture_has_a_row_for_each_model(tmp_path: Path) -> None:
     drawn = overview.picture(tmp_path)
     assert drawn is not None
     words = [element.text for element in ElementTree.fromstring(drawn).iter() if element.text and element.text.strip()]
-    assert {"BERT-base", "float32, 4 x 512", "200 MiB", "150 MiB  (-25 %)", "0.99x"} < {*words}
+    assert {"BERT-base", "float32, 4 x 512", "200 MiB", "150 MiB  (-25 %)", "time of a step", "0.99x"} < {*words}
     eager, here = (element for element in ElementTree.fromstring(drawn).iter() if element.get("height") == "14")
+    untimed = a_models_run()
+    del untimed["cases"][0]["variants"]["fusedlayers"]["forward_backward"]
+    (tmp_path / "cpu" / "models.json").write_text(json.dumps(untimed))
+    assert "time of a step" not in (overview.picture(tmp_path) or "time of a step")
     assert float(here.get("width", 0)) == pytest.approx(0.75 * float(eager.get("width", 0)), abs=0.1)
 
 
