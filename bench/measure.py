@@ -6,8 +6,10 @@ round), which a drift slower than a round leaves alone.
 """
 
 import gc
+import itertools
 import statistics
 import time
+import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor
 
 Times = dict[str, list[float]]  # name -> microseconds of one call, a value per round
 
+_NUMBERS = itertools.count()
 _SAMPLE_SECONDS = 5e-4  # a CPU sample lasts at least this long, so that the clock's own 0.1 us does not matter
 _FLUSH_BYTES = 256 << 20  # above every GPU's L2, and filling it gives Python the time to queue the next launches
 
@@ -139,3 +142,19 @@ def _event_sample(function: Callable[[], Any], flush: torch.Tensor) -> float:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def compiled(module: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """``torch.compile`` of a module, by code that no other has.
+
+    The compiler keeps what it has compiled by code objects, and what it guards does not tell copies of a module apart
+    that share their parameters: of several variants all would run what was compiled last.
+    """
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return module(*args, **kwargs)
+
+    name = f"forward_{next(_NUMBERS)}"
+    code = forward.__code__.replace(co_name=name, co_qualname=name)
+    own = types.FunctionType(code, forward.__globals__, name, None, forward.__closure__)
+    return torch.compile(own, dynamic=False, **options)

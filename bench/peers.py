@@ -96,8 +96,7 @@ class Block:
 def _compiled(module: nn.Module, x: Tensor, part: float = 1.0) -> Forward:
     from torch._functorch import config
 
-    torch._dynamo.reset()
-    compiled = torch.compile(module, dynamic=False)
+    compiled = measure.compiled(module)
 
     def forward(x: Tensor) -> Tensor:
         with config.patch(activation_memory_budget=part):

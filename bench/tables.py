@@ -282,8 +282,9 @@ def overview_table(results: Path) -> str:
 def _overview(runs: dict[str, dict[str, Any]]) -> str:
     latest = max(runs.values(), key=lambda run: run["date"])
     dtype = MAIN_DTYPE[latest["device"]["kind"]]
+    dates = sorted({run["date"] for run in runs.values()})
     lines = [
-        measured_on(latest),
+        measured_on({**latest, "date": " and ".join(dates)}),
         "",
         f"| Part ({dtype}, forward and backward) | saved MiB: PyTorch | **here** | time: PyTorch | **here** |",
         "|---|--:|--:|--:|--:|",
@@ -331,6 +332,8 @@ def peers_table(run: dict[str, Any]) -> str:
 
 def _peer(variants: dict[str, Any], name: str) -> str:
     eager, variant = variants["eager"], variants.get(name, {})
+    if "skipped" in variant:
+        return "not installed"
     if "forward_backward" not in variant:
         return "does not run here" if variant else ""
     cell = f"{_mib(variant)} MiB, {_time(variant) if name == 'eager' else _ratio(variant)}"

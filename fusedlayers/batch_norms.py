@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -44,6 +45,8 @@ def batch_norm(
 ) -> Tensor:
     """``F.batch_norm``, whose node and result an activation behind it may replace by one that saves its own output."""
     z = F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    if torch.compiler.is_compiling():  # a graph that is traced shows no nodes; batch norms are the compiler's
+        return z
     node: Any = z.grad_fn
     if training and node is not None and validation.are_torchs_own((input,), (weight, bias)):
         # The statistics of this batch are the node's; the running ones have been updated.
@@ -55,6 +58,8 @@ def batch_norm(
 def after_batch_norm(z: Tensor, activation: Activation, inplace: bool) -> Tensor | None:
     """``activation(z)`` of a batch norm's result, written over it or not, that saves its own output alone; None where
     nobody knows of a batch norm, or its output would not tell its input."""
+    if torch.compiler.is_compiling():
+        return None
     node: Any = z.grad_fn
     if node is None or node.metadata.get(_NOTE) is None:
         return None

@@ -39,6 +39,7 @@ from bench import (
 )
 from bench.__main__ import main as bench_main
 from bench.reference import CUSTOM_ACTIVATIONS, BatchNormAct, resnet
+from fusedlayers.memory import saved_bytes
 
 CPU = torch.device("cpu")
 TINY = shapes.Shape("Tiny", 8, 64, {"cpu": 12})  # 4 rows of it, when quick: not below plan.SMALL_BYTES in tests
@@ -69,6 +70,25 @@ def test_variants_take_turns_and_the_order_rotates() -> None:
 def test_fast_functions_are_timed_over_many_calls() -> None:
     (values,) = measure.interleave({"nothing": lambda: None}, CPU, seconds=0.01, min_rounds=3).values()
     assert 0 < min(values) < 50
+
+
+@pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
+def test_compiled_variants_do_not_run_each_others_code() -> None:
+    from torch._functorch import config
+
+    up, down = torch.nn.Linear(8, 32), torch.nn.Linear(32, 8)
+    x = torch.randn(16, 8)
+    saved = {}
+    variants = {
+        part: measure.compiled(torch.nn.Sequential(up, torch.nn.GELU(), down), backend="aot_eager_decomp_partition")
+        for part in (1.0, 0.1)
+    }
+    for _ in range(2):
+        for part, run in variants.items():
+            with config.patch(activation_memory_budget=part):
+                run(x)
+                saved[part] = saved_bytes(run, x, exclude=x)
+    assert saved[0.1] < saved[1.0]
 
 
 def test_a_busy_machine_is_mentioned(capsys: pytest.CaptureFixture[str]) -> None:

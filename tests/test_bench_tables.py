@@ -254,7 +254,7 @@ def test_the_peers_table(tmp_path: Path) -> None:
     assert lines[4:-1] == [
         "| PyTorch | inputs and outputs of operations | 12.0 MiB, 12.3 ms | 12.0 MiB, 12.3 ms |",
         "| optiacts | outputs and a bit for each element | 6.0 MiB, 1.10x, errs by 5e-03 |  |",
-        "| Liger | gate and up | does not run here |  |",
+        "| Liger | gate and up | not installed |  |",
         "| **`fl.fuse`** | outputs; the factors of products | 6.0 MiB, 0.90x | 6.0 MiB, 0.90x |",
     ]
 

@@ -17,7 +17,7 @@ EXTRAS = ("rich", "matplotlib")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # By device, sizes that run for about a minute or less and in which the hidden activations matter.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "cpu": {"dtype": "float32", "steps": 200, "batch": 16, "context": 128, "width": 128, "layers": 3},
+    "cpu": {"dtype": "float32", "steps": 100, "batch": 16, "context": 128, "width": 128, "layers": 3},
     "cuda": {"dtype": "bfloat16", "steps": 500, "batch": 32, "context": 512, "width": 512, "layers": 6},
 }
 

@@ -135,11 +135,13 @@ class FitReport(DrawnReport):
         lines = [("eager PyTorch", self.eager), ("this plan, predicted", self.predicted)]
         if self.measured is not None:
             lines.append(("this plan, measured", self.measured))
-        lines.append(("every block recomputed, predicted", self.checkpointed))
+        smallest = Measurement(self.plans[0].bytes, self.plans[0].time_ms)
+        if self.checkpointed.bytes != smallest.bytes:
+            lines.append(("every block recomputed, predicted", self.checkpointed))
         for name, plan in (("the next smaller plan", self.less), ("the next faster plan", self.faster)):
             if plan is not None:
                 lines.append((name, Measurement(plan.bytes, plan.time_ms)))
-        lines.append(("the smallest plan", Measurement(self.plans[0].bytes, self.plans[0].time_ms)))
+        lines.append(("the smallest plan", smallest))
         width = max(len(name) for name, _ in lines)
         for name, found in lines:
             time = "" if found.time_ms is None else f"{found.time_ms:>10.4g} ms a step"

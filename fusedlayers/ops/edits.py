@@ -71,6 +71,7 @@ def _output_was_edited(function: str, activation: Activation | None, reason: str
     output = "output" if activation is None else f"{activation} output"
     return RuntimeError(
         f"{function}: its {output} was edited in place after the forward pass, and backward reads it. Say "
-        f'save="input" in this call or layer, or edit a copy; where fl.fuse or fl.fit made this choice, call fl.unfuse '
-        f"on that module. PyTorch says: {reason}"
+        'save="input" in this call or layer, or edit a copy; in the place of fl.GELU and its kin, which have no save=, '
+        "take PyTorch's own; where fl.fuse or fl.fit made this choice, call fl.unfuse on that module. PyTorch says: "
+        f"{reason}"
     )
