@@ -839,6 +839,19 @@ def test_compiled(x: Tensor, make: Callable[[], nn.Module]) -> None:
     assert _bytes(compiled, x) < _bytes(eager, x)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::DeprecationWarning")
+def test_a_batch_norm_and_its_activation_compile_in_one_graph() -> None:
+    x = torch.randn(8, 32, 48, 48)
+    model = nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.SiLU(), nn.Conv2d(32, 32, 3))
+    eager = copy.deepcopy(model)
+    assert sorted(place.pattern for place in fl.fuse(model, x).replaced) == ["activation", "batch_norm"]
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for ours, theirs in zip(_step(compiled, x), _step(eager, x), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(model[1].running_mean, eager[1].running_mean)
+
+
 def test_exported(x: Tensor) -> None:
     """A program holds PyTorch's own operations, as of the plain model."""
     model = nn.Sequential(MLP(), Gated(), RMSNorm(IN), nn.Linear(IN, 2)).eval()
