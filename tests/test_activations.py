@@ -320,6 +320,13 @@ def test_torchs_classes_are_spelled_like_their_rows(kind: type[nn.Module]) -> No
     assert named.row is found.row and named.parameters == found.parameters
 
 
+@pytest.mark.parametrize(
+    ("name", "row"), [("swish", "silu"), ("gelu_new", "gelu_tanh"), ("GELU-PyTorch-tanh", "gelu_tanh")]
+)
+def test_other_names_that_people_know(name: str, row: str) -> None:
+    assert resolve(name) is resolve(row) and name not in fl.activations()
+
+
 def test_spellings_are_names_everywhere() -> None:
     x, w = torch.randn(40, 8), torch.randn(30, 8)
     expected = F.leaky_relu(F.linear(x, w))

@@ -300,6 +300,7 @@ TABLE = (
         derivative_given_output="fold",
         inverse="fold",
         stands_for=((nn.GELU, {"approximate": "tanh"}), (F.gelu, {"approximate": "tanh"})),
+        also_called=("gelu_new", "gelu_pytorch_tanh"),  # in configurations of transformers
         native=Native(
             gradient_given_input=functools.partial(aten.gelu_backward.default, approximate="tanh"),
             post_op=lambda: ("gelu", [], "tanh"),
@@ -319,6 +320,7 @@ TABLE = (
         derivative_given_output="fold",
         inverse="fold",
         stands_for=((nn.SiLU, {}), (F.silu, {})),
+        also_called=("swish",),
         native=Native(
             aten.silu_.default,
             gradient_given_input=aten.silu_backward.default,

@@ -82,6 +82,7 @@ class Row:
         plain: what to call where nothing is fused. Default: the first torch function in ``stands_for``.
         is_custom: a user registered it. It is traced and checked before it is used, and may be registered again.
         dtype_refusals: by dtype, why ``derivative_given_output`` is too inaccurate for outputs of that dtype.
+        also_called: other names that people know it by.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Row:
     plain: Function | None = None
     is_custom: bool = False
     dtype_refusals: Mapping[torch.dtype, str] = field(default_factory=dict)
+    also_called: tuple[str, ...] = ()
 
     def bind(self, **parameters: float) -> Activation:
         """The activation with these parameters: the same object for the same values.
@@ -362,8 +364,8 @@ def register(row: Row) -> Row:
         for entries in stand_ins.values():
             entries[:] = [entry for entry in entries if entry[0] is not old]
     else:
-        spelling = spelled(row.name)
-        by_spelling[spelling] = (*by_spelling.get(spelling, ()), row.name)
+        for spelling in map(spelled, (row.name, *row.also_called)):
+            by_spelling[spelling] = (*by_spelling.get(spelling, ()), row.name)
     _rows[row.name] = row
     by_name[row.name] = row.bind()
     for target, arguments in row.stands_for:

@@ -30,6 +30,7 @@ import torch
 
 #: Of the environment: whether there are to be loops.
 VARIABLE = "FUSEDLAYERS_CPU_LOOPS"
+_ON, _OFF = ("on", "1", "yes", "true"), ("off", "0", "no", "false")
 SOURCE = Path(__file__).with_name("loops.c")
 #: Not -ffast-math: a library built with it makes the processor flush subnormal numbers, in torch's arithmetic too.
 OPTIONS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
@@ -83,8 +84,15 @@ def _find() -> tuple[ctypes.CDLL | None, str | None]:
 
 
 def are_switched_off() -> bool:
-    """Whether the environment says that no loop runs."""
-    return os.environ.get(VARIABLE, "").lower() in ("off", "0", "no", "false")
+    """Whether the environment says that no loop runs.
+
+    Raises:
+        ValueError: it says something else than on or off.
+    """
+    value = os.environ.get(VARIABLE, "").lower()
+    if value not in ("", *_ON, *_OFF):
+        raise ValueError(f"{VARIABLE}: got {value!r}, expected 'on' or 'off'")
+    return value in _OFF
 
 
 def find_compiler() -> list[str] | None:
