@@ -244,7 +244,7 @@ def test_other_values_of_the_switch_leave_the_loops_on(
 
 def test_a_switch_that_is_neither_on_nor_off_is_refused(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSEDLAYERS_CPU_LOOPS", "nope")
-    with pytest.raises(ValueError, match="^FUSEDLAYERS_CPU_LOOPS: got 'nope', expected 'on' or 'off'$"):
+    with pytest.raises(ValueError, match=r"^FUSEDLAYERS_CPU_LOOPS: got 'nope', expected 'on' or 'off'$"):
         build.shared_object()
 
 
