@@ -6,7 +6,9 @@ what is broken: the reasons are those of the library, and cannot contradict it.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
+import importlib.util
 import logging
 import os
 import platform
@@ -124,6 +126,8 @@ def _version(name: str, purpose: str) -> str:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
+        if importlib.util.find_spec(name) is not None:  # under another name, as triton in torch's nightly builds
+            return str(importlib.import_module(name).__version__)
         return f"not installed; for {purpose}"
 
 

@@ -1,11 +1,15 @@
 """`fusedlayers doctor`: it says what the library itself says, and nothing that is broken breaks it."""
 
 import importlib.metadata
+import importlib.util
 import json
+import sys
 import tomllib
 import warnings
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -98,6 +102,11 @@ def test_what_is_not_installed_says_what_it_is_for(monkeypatch: pytest.MonkeyPat
         return version(name)
 
     monkeypatch.setattr(importlib.metadata, "version", without)
+    rich = ModuleType("rich")  # of a distribution with another name
+    rich.__spec__, rich.__version__ = ModuleSpec("rich", None), "14.9"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "rich", rich)
+    assert text_of("versions", "rich") == "14.9"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert text_of("versions", "rich") == "not installed; for the demo and bars of progress"
     assert "einops" in problem_of("versions", "einops")  # which must be there
 
