@@ -839,6 +839,15 @@ def test_compiled(x: Tensor, make: Callable[[], nn.Module]) -> None:
     assert _bytes(compiled, x) < _bytes(eager, x)
 
 
+def test_where_nothing_needs_a_gradient_the_report_says_so(x: Tensor) -> None:
+    model = nn.Sequential(nn.Linear(IN, 512), nn.GELU(), nn.Linear(512, IN))
+    with torch.no_grad():
+        assert "Nothing is saved for a backward pass: gradients are switched off" in str(fl.fuse(model, x))
+    assert "Nothing is saved" not in str(fl.fuse(model, x))
+    model.requires_grad_(False)
+    assert "Nothing is saved for a backward pass: all of its 4 parameters are frozen" in str(fl.fuse(model, x))
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::DeprecationWarning")
 def test_a_batch_norm_and_its_activation_compile_in_one_graph() -> None:
     x = torch.randn(8, 32, 48, 48)

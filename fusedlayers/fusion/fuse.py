@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from .._torch import dynamo_is_loaded
 from ..activations import record as table
 from ..memory import saved_bytes
-from ..profiling.step import Step
+from ..profiling.step import Step, no_gradient_because
 from ..utils.formatting import first_line, is_within, pattern_of, size_text
 from ..utils.module_state import unchanged
 from ..utils.storages import has_data, tensors_in
@@ -162,6 +162,8 @@ class Fusing:
                     recording = record(model, args, kwargs)
                 except Exception as error:
                     raise does_not_run(self._function, error) from error
+                if before == 0:
+                    self._notes.append(f"Nothing is saved for a backward pass: {no_gradient_because(model)}.")
                 self.mlps = [*find_mlps(model, recording)]
                 blocks = self.mlps if self._save == "recompute" else []
                 groups = self._chosen(_grouped(recording.places, blocks), before, measured)
@@ -207,7 +209,7 @@ class Fusing:
             chosen.remove(group)
             total = without
             if first.kind not in _AUXILIARY:
-                first.under = "PyTorch keeps no more here"
+                first.under = "it spares nothing: its input is kept anyway, or nothing else keeps its output"
                 self._skipped.append(group)
         if total > before:
             return self._leave(chosen, f"fused, the model would keep {size_text(total - before)} more")

@@ -47,17 +47,20 @@ class Step:
         self.forward().backward()
 
     def _no_gradient(self, result: Any) -> str:
-        parameters = [p for p in tensors_in(self.model) if isinstance(p, torch.nn.Parameter)]
-        if not torch.is_grad_enabled():
-            reason = "gradients are switched off here; call it outside torch.no_grad() and torch.inference_mode()"
-        elif parameters and not any(p.requires_grad for p in parameters):
-            reason = f"all of its {len(parameters)} parameters are frozen; unfreeze some, or let an input require grad"
-        else:
-            reason = "let a parameter or an input require grad, and return what is computed from it"
         return (
             f"{self.function}: the model returned {_described(result)}, expected a floating-point tensor that requires "
-            f"grad, alone or in a tuple, list, mapping or dataclass: {reason}"
+            f"grad, alone or in a tuple, list, mapping or dataclass: {no_gradient_because(self.model)}"
         )
+
+
+def no_gradient_because(model: Any) -> str:
+    """Why nothing that a model returns requires grad, and what to do."""
+    parameters = [p for p in tensors_in(model) if isinstance(p, torch.nn.Parameter)]
+    if not torch.is_grad_enabled():
+        return "gradients are switched off here; call it outside torch.no_grad() and torch.inference_mode()"
+    if parameters and not any(p.requires_grad for p in parameters):
+        return f"all of its {len(parameters)} parameters are frozen; unfreeze some, or let an input require grad"
+    return "let a parameter or an input require grad, and return what is computed from it"
 
 
 def tensors_of(result: Any) -> Iterator[Tensor]:
