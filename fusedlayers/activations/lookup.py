@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -51,6 +50,8 @@ def _name_spelled_like(name: str, function: str) -> str:
         return names[0]
     if names:
         raise ValueError(f"{function}: activation {name!r} may be any of {', '.join(names)}; write it as one of these")
+    import difflib  # which takes milliseconds, and only an error needs it
+
     close = difflib.get_close_matches(record.spelled(name), record.by_spelling, n=1)
     listed = f"did you mean {record.by_spelling[close[0]][0]!r}? The" if close else "the"
     raise ValueError(f"{function}: unknown activation {name!r}; {listed} known ones are: {', '.join(activations())}")
