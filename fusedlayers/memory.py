@@ -9,7 +9,6 @@ Python threads allocate on the CPU, and saved tensors of a compressed sparse or 
 """
 
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._torch import backward_pass
+from ._torch import backward_pass, dynamo_is_loaded
 from .utils.autograd_graph import attributes_of, checkpoints_of, leaves_of, nodes_of
 from .utils.storages import strided_parts, tensors_in
 
@@ -63,8 +62,7 @@ def saved_bytes(function: Callable[..., Any], *args: Any, exclude: Any = ()) -> 
 
 def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Where a compiled function breaks its graph, the compiler would trace the hooks that run between the parts."""
-    dynamo = sys.modules.get("torch._dynamo")
-    return hook if dynamo is None else dynamo.disable(hook)
+    return torch.compiler.disable(hook) if dynamo_is_loaded() else hook
 
 
 def peak_bytes(function: Callable[..., Any], *args: Any, device: torch.device | str | None = None) -> int:
