@@ -18,7 +18,7 @@ COMMANDS = {
     "custom": ("custom", "activations with trainable parameters, in ResNet-18: bytes, time, exactness of gradients"),
     "models": ("models", "whole models, eager and after fuse: bytes, time"),
     "fit": ("fit", "whole models within budgets: fit, checkpoints of blocks, torch.compile's budget"),
-    "peers": ("peers", "three blocks, by others who spare memory and by this library"),
+    "peers": ("peers", "three blocks, by others who save memory and by this library"),
     "containers": ("containers", "ResNet-152 and reversible networks that run partly twice: memory against speed"),
     "overhead": ("overhead", "what small calls cost beyond eager's, on one thread"),
     "accuracy": ("accuracy", "errors of output and derivative against float64, beside eager's"),

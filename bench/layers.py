@@ -27,7 +27,7 @@ from . import RESULTS, grid, machine, measure
 BASELINE, COMPILE, OURS = VARIANTS = ("eager", "compile", "fusedlayers")
 MAX_AUTOTUNE = "max-autotune"
 
-#: How torch.compile is asked. Without CUDA graphs: these spare launches only, which large layers hide anyway, and keep
+#: How torch.compile is asked. Without CUDA graphs: these avoid launches only, which large layers hide anyway, and keep
 #: memory of their own, which no count of bytes would show.
 _MODES = {COMPILE: "default", MAX_AUTOTUNE: "max-autotune-no-cudagraphs"}
 
@@ -252,7 +252,7 @@ def _compiles(variants: Iterable[str]) -> bool:
 
 
 def _affordable(variants: Iterable[str], work: Work, seconds_of: Mapping[str, float], spare: float) -> list[str]:
-    """The variants without those that would take longer to prepare than is to spare; what cannot be had takes none."""
+    """The variants that can be prepared in the time there is; what cannot be had takes none."""
     chosen = []
     for name in variants:
         seconds = 0.0 if name in work.others and work.others[name] is None else seconds_of.get(name, 0.0)

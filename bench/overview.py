@@ -9,10 +9,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from fusedlayers.utils.plotting import EAGER, HERE, INK
+
 from .tables import committed, measured_on, model_name
 
 _WIDTH, _LABELS, _BARS, _ROW, _TOP = 860, 236, 430, 46, 64
-_EAGER, _HERE, _INK = "#b5b5b5", "#2166ac", "#222222"
 
 
 def picture(results: Path) -> str | None:
@@ -27,8 +28,8 @@ def picture(results: Path) -> str | None:
         'font-family="Helvetica, Arial, sans-serif" font-size="13">',
         f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
         _text(_LABELS, 24, "saved for the backward pass", size=15),
-        _legend(_LABELS, _EAGER, "PyTorch"),
-        _legend(_LABELS + 100, _HERE, "after fl.fuse(model, inputs)"),
+        _legend(_LABELS, EAGER, "PyTorch"),
+        _legend(_LABELS + 100, HERE, "after fl.fuse(model, inputs)"),
     ]
     if any("forward_backward" in row["variants"]["fusedlayers"] for row in rows):
         parts.append(_text(_WIDTH - 16, 24, "time of a step", size=15, anchor="end"))
@@ -41,8 +42,8 @@ def picture(results: Path) -> str | None:
 def _row(row: dict[str, Any], top: int) -> list[str]:
     eager, here = row["variants"]["eager"], row["variants"]["fusedlayers"]
     inputs = f"{row['dtype']}, {' x '.join(map(str, row['input']))}"
-    parts = [_text(16, top + 16, model_name(row)), _text(16, top + 31, inputs, size=11, color="#666666")]
-    for y, variant, color in ((top + 4, eager, _EAGER), (top + 20, here, _HERE)):
+    parts = [_text(16, top + 16, model_name(row)), _text(16, top + 31, inputs, size=11)]
+    for y, variant, color in ((top + 4, eager, EAGER), (top + 20, here, HERE)):
         length = round(_BARS * variant["saved_bytes"] / eager["saved_bytes"], 1)
         parts.append(f'<rect x="{_LABELS}" y="{y}" width="{length}" height="14" fill="{color}"/>')
         words = f"{variant['saved_bytes'] / 2**20:,.0f} MiB"
@@ -58,5 +59,5 @@ def _legend(x: int, color: str, words: str) -> str:
     return f'<rect x="{x}" y="38" width="12" height="12" fill="{color}"/>' + _text(x + 18, 49, words)
 
 
-def _text(x: float, y: float, words: str, *, size: int = 13, color: str = _INK, anchor: str = "start") -> str:
-    return f'<text x="{x}" y="{y}" font-size="{size}" fill="{color}" text-anchor="{anchor}">{escape(words)}</text>'
+def _text(x: float, y: float, words: str, *, size: int = 13, anchor: str = "start") -> str:
+    return f'<text x="{x}" y="{y}" font-size="{size}" fill="{INK}" text-anchor="{anchor}">{escape(words)}</text>'

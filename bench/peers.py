@@ -1,4 +1,4 @@
-"""``python -m bench peers``: the same three blocks by others who spare memory, and by this library.
+"""``python -m bench peers``: the same three blocks by others who save memory, and by this library.
 
 A variant whose package is not installed, or does not run on this device, is a row that says so. Liger, inplace_abn and
 optiacts are no dependencies: install those that you want to see.

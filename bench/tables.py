@@ -1,59 +1,67 @@
 """The tables of the documents, from result files: text in Markdown, and nothing that was typed."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import MAIN_FORMAT
 
-#: What a reader looks for first: their model, by shape and activation. One table a device: in its main dtype, and the
-#: last two in the other one as well.
+
+class Wanted(NamedTuple):
+    """A row of a table: a shape and an activation, in the device's main dtype, or in both of its dtypes."""
+
+    shape: str
+    activation: str
+    in_both: bool = False
+
+
+#: What a reader looks for first: their model, by shape and activation. One table a device.
 ROWS = (
-    ("BERT-base", "gelu"),
-    ("BERT-large", "relu"),
-    ("ViT-B", "gelu"),
-    ("GPT-2 large", "gelu"),
-    ("LLaMA-7B-like", "silu"),
+    Wanted("BERT-base", "gelu"),
+    Wanted("BERT-large", "relu"),
+    Wanted("ViT-B", "gelu"),
+    Wanted("GPT-2 large", "gelu", in_both=True),
+    Wanted("LLaMA-7B-like", "silu", in_both=True),
 )
 CONV_ROWS = (
-    ("ResNet-50 3x3", "relu"),
-    ("ResNet-50 1x1 stride 2", "relu"),
-    ("WaveNet", "tanh"),
-    ("ResNet3D-18 3x3x3", "relu"),
-    ("MobileNetV2 3x3 depthwise", "relu6"),
-    ("ConvNeXt-T 7x7 depthwise", "gelu"),
-    ("X3D-M 3x3x3 depthwise", "silu"),
-    ("wav2vec 2.0 extractor", "gelu"),
-    ("MobileNetV3 3x3 depthwise stride 2", "hardswish"),
+    Wanted("ResNet-50 3x3", "relu"),
+    Wanted("ResNet-50 1x1 stride 2", "relu"),
+    Wanted("WaveNet", "tanh"),
+    Wanted("ResNet3D-18 3x3x3", "relu"),
+    Wanted("MobileNetV2 3x3 depthwise", "relu6"),
+    Wanted("ConvNeXt-T 7x7 depthwise", "gelu"),
+    Wanted("X3D-M 3x3x3 depthwise", "silu"),
+    Wanted("wav2vec 2.0 extractor", "gelu", in_both=True),
+    Wanted("MobileNetV3 3x3 depthwise stride 2", "hardswish", in_both=True),
 )
 NORM_ROWS = (
-    ("ResNet-50 3x3", "relu"),
-    ("Darknet-53 3x3", "leaky_relu"),
-    ("CSPDarknet-53 3x3", "mish"),
-    ("EfficientNet-B0 1x1", "silu"),
-    ("EfficientNet-B0 3x3 depthwise", "silu"),
-    ("YOLOv5 3x3 stride 2", "silu"),
+    Wanted("ResNet-50 3x3", "relu"),
+    Wanted("Darknet-53 3x3", "leaky_relu"),
+    Wanted("CSPDarknet-53 3x3", "mish"),
+    Wanted("EfficientNet-B0 1x1", "silu"),
+    Wanted("EfficientNet-B0 3x3 depthwise", "silu", in_both=True),
+    Wanted("YOLOv5 3x3 stride 2", "silu", in_both=True),
 )
 MLP_ROWS = (
-    ("BERT-base", "gelu"),
-    ("GPT-2 large", "gelu"),
-    ("ViT-B", "gelu"),
-    ("LLaMA-7B", "silu"),
-    ("Gemma-2B", "gelu"),
-    ("T5-base 1.1", "gelu"),
+    Wanted("BERT-base", "gelu", in_both=True),
+    Wanted("GPT-2 large", "gelu"),
+    Wanted("ViT-B", "gelu"),
+    Wanted("LLaMA-7B", "silu"),
+    Wanted("Gemma-2B", "gelu"),
+    Wanted("T5-base 1.1", "gelu", in_both=True),
 )
 PART_ROWS = (
-    ("BERT-base", "layer norm"),
-    ("LLaMA-7B", "llama's norm"),
-    ("diffusion", "group norm, silu"),
-    ("LLaMA-7B", "silu gate"),
-    ("LLaMA-7B", "packed silu gate"),
-    ("experts", "silu gate, bmm"),
-    ("BERT-base", "dropout"),
-    ("BERT-base", "gelu, dropout"),
-    ("LLaMA-7B", "silu gate, dropout"),
+    Wanted("BERT-base", "layer norm"),
+    Wanted("LLaMA-7B", "llama's norm"),
+    Wanted("diffusion", "group norm, silu"),
+    Wanted("LLaMA-7B", "silu gate"),
+    Wanted("LLaMA-7B", "packed silu gate"),
+    Wanted("experts", "silu gate, bmm"),
+    Wanted("BERT-base", "dropout"),
+    Wanted("BERT-base", "gelu, dropout", in_both=True),
+    Wanted("LLaMA-7B", "silu gate, dropout", in_both=True),
 )
 MAIN_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 OTHER_DTYPE = {"cpu": "bfloat16", "cuda": "float32"}
@@ -92,8 +100,6 @@ def _dense_sizes(row: dict[str, Any]) -> str:
 def mlp_table(run: dict[str, Any]) -> str:
     """MLP blocks of known models, forward+backward: bytes kept, those at the worst moment, and time, the bare matmuls'
     too."""
-    kind = run["device"]["kind"]
-    keys = [(*row, MAIN_DTYPE[kind]) for row in MLP_ROWS] + [(*row, OTHER_DTYPE[kind]) for row in MLP_ROWS[::5]]
     lines = [
         measured_on(run),
         "",
@@ -101,8 +107,7 @@ def mlp_table(run: dict[str, Any]) -> str:
         "| time: eager | bare matmuls | **here** | recomputed |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    rows = _models(run["cases"])
-    lines += [_mlp_row(rows[key]) for key in keys if key in rows]
+    lines += [_mlp_row(row) for row in _wanted(run, MLP_ROWS, _models(run["cases"]))]
     return "\n".join(lines)
 
 
@@ -161,22 +166,28 @@ def _models(rows: Iterable[dict[str, Any]]) -> Rows:
     return {(row["shape"], row["activation"], row["dtype"]): row for row in rows if row["group"] == "model"}
 
 
+def _wanted(run: dict[str, Any], wanted: Sequence[Wanted], rows: Rows) -> Iterator[dict[str, Any]]:
+    """Those that there are, in the device's main dtype, and then in the other one."""
+    kind = run["device"]["kind"]
+    keys = [(row.shape, row.activation, MAIN_DTYPE[kind]) for row in wanted]
+    keys += [(row.shape, row.activation, OTHER_DTYPE[kind]) for row in wanted if row.in_both]
+    return (rows[key] for key in keys if key in rows)
+
+
 def _layers_table(
     run: dict[str, Any],
     title: str,
-    wanted: tuple[tuple[str, str], ...],
+    wanted: Sequence[Wanted],
     rows: Rows,
     sizes: Callable[[dict[str, Any]], str],
 ) -> str:
-    kind = run["device"]["kind"]
-    keys = [(*row, MAIN_DTYPE[kind]) for row in wanted] + [(*row, OTHER_DTYPE[kind]) for row in wanted[-2:]]
     lines = [
         measured_on(run),
         "",
         f"| {title} | saved MiB: eager | torch.compile | **here** | time: eager | torch.compile | **here** |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
-    lines += [_layer_row(rows[key], sizes(rows[key])) for key in keys if key in rows]
+    lines += [_layer_row(row, sizes(row)) for row in _wanted(run, wanted, rows)]
     return "\n".join(lines)
 
 

@@ -41,11 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="fusedlayers", description="Fused layers for PyTorch that keep one buffer.")
     parser.add_argument("--version", action="version", version=f"fusedlayers {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in COMMANDS:
         command.register(commands)
     try:
         arguments = parser.parse_args(argv)
+        if not hasattr(arguments, "run"):
+            parser.print_help(sys.stderr)
+            return 2
         return int(arguments.run(arguments))
     except SystemExit as exit:  # argparse leaves this way, after --help and on wrong usage
         return exit.code if isinstance(exit.code, int) else 1

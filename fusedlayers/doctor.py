@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -116,10 +117,10 @@ def _versions() -> Iterator[Question]:
     yield "fusedlayers", lambda: f"{__version__} in {Path(__file__).parent}"
     yield "python", lambda: f"{platform.python_version()}, {sys.executable}"
     yield "torch", lambda: torch.__version__
-    yield "einops", lambda: importlib.metadata.version("einops")
-    yield "triton", lambda: _version("triton", "kernels for GPUs")
+    yield "einops", partial(importlib.metadata.version, "einops")
+    yield "triton", partial(_version, "triton", "kernels for GPUs")
     for name, purpose in OPTIONAL.items():
-        yield name, lambda name=name, purpose=purpose: _version(name, purpose)  # type: ignore[misc]
+        yield name, partial(_version, name, purpose)
 
 
 def _version(name: str, purpose: str) -> str:
@@ -139,10 +140,10 @@ def _cpu() -> Iterator[Question]:
     yield "threads", lambda: f"{torch.get_num_threads()} for torch, {os.cpu_count()} of the machine"
     yield "C compiler", _compiler
     yield "compiled loops", _loops
-    yield "arithmetic", lambda: _arithmetic(torch.device("cpu"))
+    yield "arithmetic", partial(_arithmetic, torch.device("cpu"))
     yield "torch's libraries", _libraries
-    yield "float32 matmuls", lambda: onednn.describe_matmuls(torch.float32)
-    yield "bfloat16 matmuls", lambda: onednn.describe_matmuls(torch.bfloat16)
+    yield "float32 matmuls", partial(onednn.describe_matmuls, torch.float32)
+    yield "bfloat16 matmuls", partial(onednn.describe_matmuls, torch.bfloat16)
 
 
 def _processor() -> str:
@@ -204,7 +205,7 @@ def _gpu() -> Iterator[Question]:
             ("tuned file", _tuned),  # before who reads it too, and would be warned in its place
             ("matmuls", _gpu_matmuls),
         ):
-            yield f"{device} {name}", lambda question=question, device=device: question(device)  # type: ignore[misc]
+            yield f"{device} {name}", partial(question, device)
 
 
 def _devices() -> list[torch.device]:
@@ -265,10 +266,10 @@ def _tuned(device: torch.device) -> str:
 
 def _settings() -> Iterator[Question]:
     yield kernels.VARIABLE, lambda: f"{_value(kernels.VARIABLE)}: kernels on GPUs are {kernels.allowed()!r}"
-    yield kernels.FILE_VARIABLE, lambda: _value(kernels.FILE_VARIABLE)
+    yield kernels.FILE_VARIABLE, partial(_value, kernels.FILE_VARIABLE)
     yield build.VARIABLE, lambda: f"{_value(build.VARIABLE)}: loops are {'off' if build.are_switched_off() else 'on'}"
     for name in sorted(name for name in os.environ if name.startswith("FUSEDLAYERS_") and name not in VARIABLES):
-        yield name, lambda name=name: _unknown(name)  # type: ignore[misc]
+        yield name, partial(_unknown, name)
     yield "cache", _cache
 
 

@@ -172,6 +172,14 @@ def check_features(function: str, **features: object) -> None:
             raise TypeError(f"{function}: {name} must be an int, got {type(value).__name__}: {value!r}")
 
 
+def check_window(function: str, **sizes: object) -> None:
+    """Refuse a convolution's sizes that are neither a whole number nor some: ``nn.Conv2d`` takes a string for three."""
+    for name, size in sizes.items():
+        parts = size if isinstance(size, tuple | list) else (size,)
+        if not all(map(is_whole, parts)):
+            raise TypeError(f"{function}: {name} must be an int, or one for each dimension, got {size!r}")
+
+
 def check_gate(gate: Tensor, up: Tensor | None, packing: object, packings: Sequence[str]) -> None:
     """All checks of a gate's tensors, before anything is computed."""
     if packing not in packings:

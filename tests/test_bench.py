@@ -434,7 +434,7 @@ def test_the_conv_grid_covers_every_shape_format_activation_and_dtype(kind: str)
     assert [case.shape for case in first] == list(shapes.CONVOLUTIONS), "every shape before any second format"
     assert {case.format for case in first if len(case.shape.kernel) > 1} == {MAIN_FORMAT[kind]}
     names = {shape.name: shape.activation for shape in shapes.CONVOLUTIONS}
-    assert all(names[name] == activation for name, activation in tables.CONV_ROWS)
+    assert all(names[row.shape] == row.activation for row in tables.CONV_ROWS)
 
 
 def test_conv_acceptance() -> None:
@@ -666,7 +666,7 @@ def test_the_norm_grid_covers_every_shape_activation_and_dtype(kind: str) -> Non
     groups = [case.group for case in cases]
     assert groups == sorted(groups), "the models' own activations come first"
     names = {shape.name: shape.activation for shape in shapes.NORMED}
-    assert all(names[name] == activation for name, activation in tables.NORM_ROWS)
+    assert all(names[row.shape] == row.activation for row in tables.NORM_ROWS)
 
 
 # --- pointwise --------------------------------------------------------------------------------------------------------

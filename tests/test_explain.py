@@ -24,7 +24,7 @@ from examples.custom_activation import ACTIVATIONS as MODULES
 from fusedlayers.activations import resolve
 from fusedlayers.cli import main
 from fusedlayers.profiling import explanation_command
-from fusedlayers.profiling.explanation import COUNT, DTYPES, Explanation
+from fusedlayers.profiling.explanation import COUNT, DTYPES
 from fusedlayers.profiling.explanation_plot import pair_of
 
 Function = Callable[[Tensor], Tensor]
@@ -32,11 +32,6 @@ Function = Callable[[Tensor], Tensor]
 ROOT = Path(__file__).parents[1]
 KINDS = {"monotone": "monotone", "folded": "folded", "input": "needs input"}
 SLOWEST = 3.0  # seconds of the processor, whoever else computes
-
-
-def table(report: Explanation) -> list[str]:
-    """The lines of the report above the code."""
-    return str(report).partition("\n\ndef ")[0].splitlines()
 
 
 # --- kinds and reasons ------------------------------------------------------------------------------------------------
@@ -97,7 +92,7 @@ def test_names_of_the_table(name: str) -> None:
 def test_kinds_and_reasons(activation: object, kind: str, reason: str) -> None:
     report = fl.explain(activation)
     assert report.kind == kind and reason in report.reason
-    first, second, *_ = table(report)
+    first, second, *_ = str(report).splitlines()
     assert first == f"{report.name}: {kind}" and second == f"  {report.reason}"
     if kind == "fallback":
         assert report.source == "" and report.accuracy == {}
@@ -249,7 +244,7 @@ def test_json_has_no_infinities() -> None:
 
 
 def test_the_report_is_a_table() -> None:
-    lines = table(fl.explain(lambda z: z * torch.tanh(torch.exp(z))))
+    lines = str(fl.explain(lambda z: z * torch.tanh(torch.exp(z)))).splitlines()
     header, *rows = lines[4:8]
     assert header.split() == ["eager", "here", "eager", "here", "rounding", "eager", "here"]
     starts = [header.index("eager"), header.index("here"), header.index("rounding"), header.rindex("here")]
@@ -420,7 +415,10 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_the_command_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "GELU"]) == 0
-    assert capsys.readouterr().out == f"{fl.explain('gelu')}\n"
+    report = fl.explain("gelu")
+    assert capsys.readouterr().out == f"{report}\n"
+    assert main(["explain", "GELU", "--source"]) == 0
+    assert capsys.readouterr().out == f"{report}\n\n{report.source.rstrip()}\n"
 
 
 @pytest.mark.parametrize(

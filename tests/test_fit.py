@@ -747,7 +747,7 @@ def test_the_command(
     monkeypatch.setenv("TERM", "xterm")
     assert cli.main(["fit", factory, "--fraction", "0.5", "--of", "peak"]) == 0
     out, err = capsys.readouterr()
-    assert "allocated at the peak" in out and "\x1b" not in out and "measuring the plan, about " in err
+    assert "allocated at the peak" in out and "\x1b" not in out and "measuring plans, about " in err
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,11 @@ def test_its_repr_says_what_is_saved(arguments: tuple[object, ...], said: str) -
         (lambda: fl.FusedMLP(64, "gelu", 256), "FusedMLP: hidden_features must be an int, got str: 'gelu'"),
         (lambda: fl.FusedMLP(64, 256, "gelu"), "FusedMLP: out_features must be an int, got str: 'gelu'"),
         (lambda: fl.FusedGatedMLP(64, 2.5), "FusedGatedMLP: hidden_features must be an int, got float: 2.5"),
+        (
+            lambda: fl.FusedConvAct2d(3, 8, "relu"),
+            "FusedConvAct2d: kernel_size must be an int, or one for each dimension, got 'relu'",
+        ),
+        (lambda: fl.FusedConvAct1d(3, "silu", 3), "FusedConvAct1d: out_channels must be an int, got str: 'silu'"),
     ],
 )
 def test_arguments_that_slipped_are_named(make: Any, words: str) -> None:

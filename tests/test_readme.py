@@ -92,7 +92,7 @@ def digits_are_told_apart_and_half_is_saved(out):
 
 
 def fused_bert_learns_under_the_trainer(out):
-    assert " places fused" in out and "gelu" in out
+    assert " operations fused" in out and "gelu" in out
     before, now = map(float, re.search(r"([\d.]+) MiB before, ([\d.]+) MiB now", out).groups())
     assert now < 0.9 * before
     before, after = map(float, re.search(r"accuracy: ([\d.]+)% before, ([\d.]+)% after", out).groups())
@@ -119,7 +119,7 @@ def an_invertible_net_learns_what_a_plain_one_learns(out):
 
 
 def trainers_learn_alike(out):
-    assert "2 places fused" in out
+    assert "2 operations fused" in out
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", out)]
     assert len(losses) >= 2 and max(losses) < 0.8 and max(losses) - min(losses) < 0.05
 

@@ -92,7 +92,7 @@ def _called_code(function: Any) -> Hashable:
     return code if isinstance(code, types.CodeType) else (type(function), getattr(function, "__name__", None))
 
 
-#: The names that were found in a function's code the last time, which spares a second walk.
+#: The names that were found in a function's code the last time, which avoids a second walk.
 _cached_names: dict[Hashable, frozenset[str]] = {}
 _CACHED = 512
 

@@ -43,6 +43,8 @@ class Block:
         regions: of the modules in it that may keep or recompute something.
         fused: the modules among them that ``fuse`` has found.
         mlps: those that may be recomputed by themselves.
+        keeps_outputs_recomputed: whether what is recomputed keeps outputs too. A recomputation holds less then, and
+            takes 0 to 9 % longer (a Mistral's block on two threads).
     """
 
     path: str
@@ -57,6 +59,7 @@ class Block:
     regions: dict[nn.Module, Region] = field(default_factory=dict)
     fused: frozenset[nn.Module] = frozenset()
     mlps: frozenset[nn.Module] = frozenset()
+    keeps_outputs_recomputed: bool = False
 
     def find_regions(self, mlps: Collection[nn.Module], without: Collection[nn.Module] = ()) -> None:
         """After ``fuse``: note the regions that it has made in this block, and which modules are MLPs."""
@@ -74,9 +77,11 @@ class Block:
             recomputed = dict.fromkeys(self.mlps, "all")
         elif mode in ("cheap", "all"):
             recomputed = {self.module: mode}
+        plain = set() if self.keeps_outputs_recomputed else {inner for m in recomputed for inner in m.modules()}
         for module, region in self.regions.items():
             region.recompute = recomputed.get(module, "nothing")
-            is_wanted = module in recomputed or (mode != "eager" and module in self.fused)
+            region.keeps_outputs = mode != "eager" and module in self.fused and module not in plain
+            is_wanted = module in recomputed or region.keeps_outputs
             if is_wanted and not region.is_attached:
                 region.attach()
             elif region.is_attached and not is_wanted:

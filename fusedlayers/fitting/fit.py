@@ -26,6 +26,13 @@ from .watch import Watch
 
 #: A plan that takes more than predicted is replaced by that of a smaller budget, so often.
 TRIES = 5
+#: Blocks are measured by themselves, a little wrongly. The best plans of these ways to train are run against each
+#: other: of all ways; of those that recompute a block as a whole or not at all; and checkpoints alone.
+FAMILIES: tuple[frozenset[Mode], ...] = (
+    frozenset(MODES),
+    frozenset({"eager", "outputs", "all"}),
+    frozenset({"eager", "all"}),
+)
 
 
 def fit(
@@ -44,9 +51,9 @@ def fit(
     Blocks are the repeated parts of a model: the layers of a transformer, the residual blocks of a ResNet. Each is
     measured by itself, once for each kind of blocks, in every way that it can be trained: as PyTorch does; its
     operations keeping their outputs (``fuse``); its MLP recomputed in the backward pass; everything but matmuls,
-    convolutions and attention recomputed (``sublinear(recompute="cheap")``); all of it recomputed. Of all
-    combinations the one that takes least time within the budget is chosen, applied and measured; where it takes more
-    than was predicted, the next smaller one. ``unfuse`` undoes it.
+    convolutions and attention recomputed (``sublinear(recompute="cheap")``); all of it recomputed. The fastest
+    combinations within the budget, as predicted, are run: one of all these ways, one that recomputes whole blocks
+    alone, and one of plain checkpoints. The fastest of them is applied. ``unfuse`` undoes it.
 
     Random numbers, statistics of batch norms and gradients are those of the model as it was: a way to train whose
     gradients differ is left out. Left to PyTorch are blocks that recompute something by themselves, that are called
@@ -226,6 +233,8 @@ class _Fitting:
         mlps = [place.module for place in fusing.mlps if inside.count(place.module) == 1]
         for block in self._blocks:
             block.find_regions(mlps)
+            # What a recomputation saves counts for the peak alone.
+            block.keeps_outputs_recomputed = self._training.of == "peak"
         self._rest.find_regions([], without=frozenset(inside))
         self._as_pytorch()
 
@@ -327,28 +336,42 @@ class _Fitting:
         self._train_as(plan.modes[1:], plan.modes[0])
 
     def _fitted(self, plans: Plans, budget: int, eager_bytes: int, plan_only: bool) -> FitReport:
-        eager = Measurement(eager_bytes, plans.of_mode("eager").time_ms)
         smallest = plans.smallest()
         if plan_only:
             if smallest.bytes > budget:
                 raise self._unmet(budget, eager_bytes, smallest.bytes)
             self.chosen = plans.best(budget)
-            return self._report(plans, budget, eager, None)
-        self._on_stage("measuring the plan", 0.6)
+            return self._report(plans, budget, Measurement(eager_bytes, plans.of_mode("eager").time_ms), None)
+        self._on_stage("measuring plans", 0.6)
+        found: dict[Plan, int] = {}
+        for family in FAMILIES:
+            found |= self._within(plans.of_modes(family), budget)
+        if not found:  # predictions may be too high
+            found[smallest] = self._bytes_of(smallest)
+            if found[smallest] > budget:
+                raise self._unmet(budget, eager_bytes, found[smallest])
+        candidates = [*found]
+        switches = [functools.partial(self.apply, plan) for plan in candidates]
+        eager_ms, *times = agreed(self._training.times_ms([self._as_pytorch, *switches]))
+        time_ms, chosen = min(zip(times, candidates, strict=True), key=lambda pair: pair[0])
+        # The machine may be slower or faster than it was when the blocks were measured.
+        plans = plans.scaled(eager_ms / plans.of_mode("eager").time_ms)
+        self.chosen = plans.plan(chosen.modes[1:], chosen.modes[0])
+        return self._report(plans, budget, Measurement(eager_bytes, eager_ms), Measurement(found[chosen], time_ms))
+
+    def _within(self, plans: Plans, budget: int) -> dict[Plan, int]:
+        """The fastest plan that keeps to a budget as measured, and the bytes that it takes; nothing if there is none
+        after some tries."""
         allowed = budget
         for _ in range(TRIES):
-            if allowed < smallest.bytes:
+            if allowed < plans.smallest().bytes:
                 break
             plan = plans.best(allowed)
             found = self._bytes_of(plan)
             if found <= budget:
-                return self._measured(plans, plan, found, budget, eager)
+                return {plan: found}
             allowed = min(allowed - (found - budget), plan.bytes) - 1
-        # Predictions may be too high.
-        found = self._bytes_of(smallest)
-        if found <= budget:
-            return self._measured(plans, smallest, found, budget, eager)
-        raise self._unmet(budget, eager_bytes, found)
+        return {}
 
     def _bytes_of(self, plan: Plan) -> int:
         self.apply(plan)
@@ -356,11 +379,6 @@ class _Fitting:
             return max(everyone(self._training.bytes()))
         except Exception as error:
             raise _readable(error) from error
-
-    def _measured(self, plans: Plans, plan: Plan, found: int, budget: int, eager: Measurement) -> FitReport:
-        self.chosen = plan
-        before_ms, after_ms = self._training.times_ms([self._as_pytorch, functools.partial(self.apply, plan)])
-        return self._report(plans, budget, Measurement(eager.bytes, before_ms), Measurement(found, after_ms))
 
     def _unmet(self, budget: int, eager_bytes: int, smallest: int) -> ValueError:
         what = "saves" if self._training.of == "saved" else "allocates"

@@ -3,9 +3,9 @@ takes. ``checkpoint/search.py`` finds the best."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ..checkpoint.search import START, Option, Segment, State, cheapest, smallest_budget
 from .blocks import Block, Mode
@@ -45,6 +45,9 @@ class Rest(NamedTuple):
     end_bytes: int
     extra_bytes: int
     time_ms: float
+
+
+Timed = TypeVar("Timed", Costs, Rest)
 
 
 class _Choices:
@@ -104,6 +107,10 @@ def _plan_of(state: State) -> Plan:
     return Plan(modes, max(state.peak, state.saved), state.cost)
 
 
+def _scaled(found: Timed, factor: float) -> Timed:
+    return found._replace(time_ms=factor * found.time_ms)
+
+
 class Plans:
     """All plans for these blocks.
 
@@ -115,8 +122,18 @@ class Plans:
     def __init__(
         self, blocks: Sequence[Block], costs: Sequence[dict[Mode, Costs]], rests: dict[Mode, Rest], of: Of
     ) -> None:
-        self._blocks, self._costs, self._rests = blocks, costs, rests
+        self._blocks, self._costs, self._rests, self._of = blocks, costs, rests, of
         self._choices = {mode: _Choices(blocks, costs, mode, rest, of) for mode, rest in rests.items()}
+
+    def of_modes(self, modes: Collection[Mode]) -> Plans:
+        """Those that train blocks in these ways alone."""
+        costs = [{mode: found for mode, found in of_block.items() if mode in modes} for of_block in self._costs]
+        return Plans(self._blocks, costs, self._rests, self._of)
+
+    def scaled(self, factor: float) -> Plans:
+        """The same on a machine that takes ``factor`` times as long."""
+        costs = [{mode: _scaled(cost, factor) for mode, cost in of_block.items()} for of_block in self._costs]
+        return Plans(self._blocks, costs, {m: _scaled(rest, factor) for m, rest in self._rests.items()}, self._of)
 
     def smallest(self) -> Plan:
         """The plan of the smallest budget."""

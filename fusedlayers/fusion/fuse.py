@@ -26,12 +26,12 @@ from .report import FuseReport, Replaced, Skipped
 from .stand_in import recognise
 from .timing import step_times
 
-#: Operations that spare something only together with others: nobody would ask why these are left.
+#: Operations that free something only together with others: nobody would ask why these are left.
 _AUXILIARY = frozenset({GATE, PRODUCT, "batch_norm"})
 
 
 def fuse(model: nn.Module, example_inputs: Any = None, *, save: str = "auto", dry_run: bool = False) -> FuseReport:
-    """Let the operations of a model keep less for the backward pass, in place; say where, and how much is spared.
+    """Let the operations of a model keep less for the backward pass, in place; say where, and how much that frees.
 
     The model's code runs as it is. While a module runs that was seen to call such operations, this package computes
     them: activations, dropouts, and both together; layer, RMS and group norms; batch norms with the activation
@@ -46,14 +46,14 @@ def fuse(model: nn.Module, example_inputs: Any = None, *, save: str = "auto", dr
     Args:
         model: any module; it is run, but its buffers and the random generators are put back.
         example_inputs: what the model is called with: a tensor, a tuple of positional arguments, or a mapping of
-            keywords. Places that spare nothing on them are left as they are. Without, only modules are found whose
+            keywords. Places that free nothing on them are left as they are. Without, only modules are found whose
             class says what they compute, and nothing is measured.
         save: "auto"; "recompute" for MLPs that keep their input alone, and run forward once more in the backward pass.
         dry_run: whether to change nothing, and only report; how long a step would take as well, which takes some
             steps for each line of the report.
 
     Returns:
-        a report: the places, what each spares, what was skipped and why, and the bytes saved for backward in all.
+        a report: the places, what each frees, what was skipped and why, and the bytes saved for backward in all.
 
     Raises:
         TypeError: ``model`` is no module.
@@ -62,10 +62,10 @@ def fuse(model: nn.Module, example_inputs: Any = None, *, save: str = "auto", dr
     >>> import torch, fusedlayers as fl
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
     >>> print(fl.fuse(model, torch.randn(1024, 8)))
-    Sequential: 1 place fused
+    Sequential: 1 operation fused
     <BLANKLINE>
-       pattern  module  spares   for the backward pass it
-    1  gelu     1       256 KiB  saves the output (branch in its last bit)
+       operation  module  frees    for the backward pass it
+    1  gelu       1       256 KiB  saves the output (branch in its last bit)
     <BLANKLINE>
     saved for backward: 512 KiB before, 256 KiB now (-50.0 %)
     """
@@ -103,7 +103,7 @@ class _Group:
     """The places of repeated blocks: the same operation at paths that differ in their numbers."""
 
     places: list[Place]
-    spared: int | None = None
+    freed: int | None = None
     time_ms: float | None = None
 
     @property
@@ -113,6 +113,14 @@ class _Group:
     @property
     def first(self) -> Place:
         return self.places[0]
+
+    @property
+    def is_too_small(self) -> bool:
+        """Whether PyTorch computes all of it on the example, and this package would on a larger one."""
+        return self.freed == 0 and self.first.is_small
+
+    def skipped(self, reason: str) -> Skipped:
+        return Skipped(self.paths, *self.first.names, reason)
 
     def switch(self, on: bool) -> None:
         for place in self.places:
@@ -140,8 +148,8 @@ class Fusing:
         """By the classes of modules alone."""
         unfuse(self._model)
         self._notes.append(
-            "Without example inputs only modules were looked at whose class says what they compute. Pass inputs to "
-            "find what the code of other modules calls, and to see what each place spares."
+            "Without example inputs, only modules whose class says what they compute are found. Pass example inputs to "
+            "find what the code of other modules calls (F.gelu, for example), and to see what each place frees."
         )
         groups = _grouped([*_places_of_classes(self._model)])
         return self._finish(groups, None)
@@ -177,7 +185,7 @@ class Fusing:
             raise
 
     def _chosen(self, groups: list[_Group], before: int | None, measured: Callable[[], int | None]) -> list[_Group]:
-        """Switch on what spares something."""
+        """Switch on what frees something."""
         chosen = []
         for group in groups:
             useless = group.first.useless_because
@@ -201,15 +209,15 @@ class Fusing:
             group.switch(False)
             without = measured()
             assert without is not None
-            group.spared = without - total
+            group.freed = without - total
             first = group.first
-            if group.spared > 0 or (group.spared == 0 and (first.is_small or first.is_recomputed)):
+            if group.freed > 0 or group.is_too_small or (group.freed == 0 and first.is_recomputed):
                 group.switch(True)
                 continue
             chosen.remove(group)
             total = without
             if first.kind not in _AUXILIARY:
-                first.under = "it spares nothing: its input is kept anyway, or nothing else keeps its output"
+                first.under = "it frees nothing: its input is kept anyway, or nothing else keeps its output"
                 self._skipped.append(group)
         if total > before:
             return self._leave(chosen, f"fused, the model would keep {size_text(total - before)} more")
@@ -258,10 +266,17 @@ class Fusing:
         self._remove_needless()
         if self._dry_run:
             self._put_back()
+        replaced, skipped = [], [group.skipped(group.first.under or "") for group in self._skipped]
+        for group in groups:
+            if group.is_too_small:
+                skipped.append(group.skipped(f"{group.first.saves}; larger are fused"))
+            else:
+                saves = _saves(group.first)
+                replaced.append(Replaced(group.paths, *group.first.names, saves, group.freed, group.time_ms))
         return FuseReport(
             type(self._model).__name__,
-            tuple(Replaced(g.paths, *g.first.names, _saves(g.first), g.spared, g.time_ms) for g in groups),
-            tuple(Skipped(group.paths, *group.first.names, group.first.under or "") for group in self._skipped),
+            tuple(replaced),
+            tuple(skipped),
             known,
             tuple(self._notes),
             self._dry_run,
@@ -301,7 +316,7 @@ def _saves(place: Place) -> str:
     if place.kind == GATE:
         return "saves the inputs of both factors"
     if place.kind == "dropout":
-        return "saves nothing behind an activation, else a bit for each element"
+        return "saves one bit for each element, and none behind an activation"
     if place.kind == "batch_norm":
         return "saves nothing before an activation whose output tells its input"
     if place.kind == CHECKPOINT:

@@ -19,7 +19,7 @@ from ..asking import plan_of
 from .operations import CHECKPOINT, GATE, OPERATIONS, PRODUCT, Operation, activation_of, is_gate, reads_product
 from .stand_in import StandIn, recognise
 
-#: Activations of which PyTorch keeps the output too: there is something to spare only where a dropout follows.
+#: Activations of which PyTorch keeps the output too: less can be kept only where a dropout follows.
 KEPT_BY_TORCH = frozenset({"relu", "tanh", "sigmoid"})
 #: Operations besides activations that have a plan.
 _PLANNED = frozenset({"layer_norm", "rms_norm", "group_norm"})
@@ -42,7 +42,7 @@ class Place:
         stand_in: what the module was recognised as, or None.
         saves: what the first call keeps, for people; None where only the call itself decides.
         under: why the calls must stay PyTorch's, or None.
-        is_recomputed: whether a call was under a checkpoint around the module: what it spares shows in the backward
+        is_recomputed: whether a call was under a checkpoint around the module: what it frees shows in the backward
             pass.
         readers: what reads the result: "activation" (one whose output may tell its input), "dropout", "gate" or
             "product".
@@ -76,7 +76,7 @@ class Place:
 
     @property
     def useless_because(self) -> str | None:
-        """Why there is nothing to spare, as the calls before and after tell; or None."""
+        """Why there is nothing to free, as the calls before and after tell; or None."""
         if self.kind == "batch_norm":
             return None if "activation" in self.readers else "no activation reads it whose output tells its input"
         if self.kind == GATE:
@@ -84,7 +84,7 @@ class Place:
         if self.is_activation and "gate" in self.readers:
             return "the gate keeps its input"
         is_kept = self.name in KEPT_BY_TORCH and "dropout" not in self.readers
-        return "PyTorch keeps the output as well" if is_kept else None
+        return "PyTorch saves no more than the output" if is_kept else None
 
 
 class Recording(NamedTuple):
@@ -230,13 +230,15 @@ class _Recorder(TorchFunctionMode):
                 place.saves = _plan_text(operation.run, func, args, kwargs)
             elif kind in ("dropout", GATE, PRODUCT) and x.numel() * x.itemsize < decision.SMALL_BYTES:
                 place.saves = f"{decision.TOO_SMALL} {decision.SMALL_BYTES >> 10} KiB are left to PyTorch"
+            elif kind == "dropout":
+                place.saves = _of_dropout(x)
         place.is_recomputed |= running.hooks is not None or not torch.is_grad_enabled()
         if kind == GATE:
             place.gated += [maker for factor in _tensors(args[:2]) for maker in _makers(factor) if maker.is_activation]
         return place
 
     def _is_of_interest(self, kind: str, name: str, x: Tensor, args: Any, kwargs: Any) -> bool:
-        """Whether something may be spared. What made x gets to know who reads it."""
+        """Whether something may be freed. What made x gets to know who reads it."""
         if kind == PRODUCT:
             gates = [place for place in x.__dict__.get(_PRODUCT_OF, _makers(x)) if place.kind == GATE]
             for gate in gates:
@@ -254,6 +256,13 @@ class _Recorder(TorchFunctionMode):
         if kind == "dropout":
             return bool(kwargs.get("training", True) and kwargs.get("p", 0.5))
         return kind != "batch_norm" or bool(kwargs.get("training") or args[5:6] == (True,))
+
+
+def _of_dropout(x: Tensor) -> str:
+    """What a dropout of x keeps."""
+    if any(maker.is_activation and maker.under is None for maker in _makers(x)):
+        return "saves the output, whose zeros tell what was dropped"
+    return "saves one bit for each element"
 
 
 def _is_product(x: object) -> bool:

@@ -38,9 +38,12 @@ class Region:
         kinds: of operations that keep less (``Operation.kind``).
         stand_in: what a module made of plain operations was recognised as, or None.
         recompute: what of the whole forward pass is computed again in the backward pass.
+        keeps_outputs: whether operations keep less; else it only recomputes.
         places: for people, what is kept, by kind.
         replaced: what the instance had in the place of its class's forward before, or None.
     """
+
+    keeps_outputs = True
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -115,7 +118,7 @@ class Region:
         forward = self._forward_of(module)
         if not torch.is_grad_enabled() or torchscript_state() is not None:
             return forward(*args, **kwargs)
-        if self.stand_in is not None:
+        if self.stand_in is not None and self.keeps_outputs:
             y = self.stand_in(module, args, kwargs)
             if y is not None:
                 return y
@@ -142,12 +145,13 @@ class Region:
         forward = self._forward_of(module)
         hooks = saved_tensors_hooks_on_top(True)
         mode = current_function_mode()
+        kinds = self.kinds if self.keeps_outputs else set()
         if type(mode) is not Interception:
-            with Interception(self.kinds, hooks):
+            with Interception(kinds, hooks):
                 return forward(*args, **kwargs)
         # In another region: a second mode would see each of its operations twice.
         before = mode.kinds, mode.hooks
-        mode.kinds, mode.hooks = self.kinds, hooks
+        mode.kinds, mode.hooks = kinds, hooks
         try:
             return forward(*args, **kwargs)
         finally:
@@ -194,6 +198,7 @@ class Remark:
         if region is None or region.is_empty:
             return own
         kept = sorted(region.kinds) or ([] if region.stand_in is None else [str(region.stand_in)])
+        kept = kept if region.keeps_outputs else []
         recomputed = {"all": ["recomputed"], "cheap": ["recomputed but for products"], "nothing": []}[region.recompute]
         remark = "fused: " + ", ".join(kept + recomputed)
         return f"{own}, {remark}" if own else remark

@@ -51,7 +51,7 @@ class FuseReport(Report):
     Attributes:
         name: of the model's class.
         replaced: what is fused.
-        skipped: what is not, and why.
+        skipped: what is not, and why; also what PyTorch computes because the example is small.
         saved_bytes: what a forward pass on the example inputs kept for the backward pass before, and what one keeps
             now; None without example inputs, or where the outputs need no gradient.
         notes: what to know of the report itself.
@@ -95,14 +95,17 @@ class FuseReport(Report):
     def _lines(self) -> Iterator[str]:
         count = sum(len(place.modules) for place in self.replaced)
         would = "would be fused" if self.dry_run else "fused"
-        yield f"{self.name}: {count} place{'' if count == 1 else 's'} {would}"
+        yield f"{self.name}: {count} operation{'' if count == 1 else 's'} {would}"
+        for note in self.notes:
+            yield ""
+            yield note
         if self.replaced:
             yield ""
             header = (
                 "",
-                "pattern",
+                "operation",
                 "module",
-                "spares",
+                "frees",
                 *["takes"] * (self.step_ms is not None),
                 "for the backward pass it",
             )
@@ -124,9 +127,6 @@ class FuseReport(Report):
             yield f"saved for backward: {size_text(before)} before, {size_text(after)} {now}{change}"
         if self.step_ms is not None:
             yield "forward and backward: {:.3g} ms before, {:.3g} ms then".format(*self.step_ms)
-        for note in self.notes:
-            yield ""
-            yield note
 
 
 def _first_of(paths: list[str]) -> str:

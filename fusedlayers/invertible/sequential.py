@@ -69,7 +69,7 @@ class InvertibleSequential(InvertibleModule, nn.Sequential):
     def forward(self, *inputs: Any, **options: Any) -> Any:
         if not self.invertible:
             return super().forward(*inputs, **options)
-        # In a recomputed region a single module saves more than it spares; a chain holds one output instead of all.
+        # In a recomputed region a single module saves more than it frees; a chain holds one output instead of all.
         with outside_recomputed_region():
             return super().forward(*inputs, **options)
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..functional import conv_bias_act
-from ..validation import check_dropout
+from ..validation import check_dropout, check_features, check_window
 from .base import FusedAct
 
 _Sizes = int | Sequence[int]
@@ -46,7 +46,10 @@ class _FusedConvAct(FusedAct):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_dropout(type(self).__name__, dropout)
+        name = type(self).__name__
+        check_features(name, in_channels=in_channels, out_channels=out_channels, groups=groups)
+        check_window(name, kernel_size=kernel_size, stride=stride, dilation=dilation)
+        check_dropout(name, dropout)
         layer = self.torchs(
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode,
             device=device, dtype=dtype,

@@ -52,7 +52,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Explanation(DrawnReport):
-    """What ``explain`` found. ``str()`` is a table with the generated code, ``plot(path)`` a picture.
+    """What ``explain`` found. ``str()`` is a table, ``source`` the generated code, ``plot(path)`` a picture.
 
     Attributes:
         name: of the activation.
@@ -382,9 +382,6 @@ def _lines(found: Explanation) -> Iterator[str]:
             yield f"  {', '.join(dtypes)}: {reason}"
     for line in found.matmuls:
         yield f"  matmul: {line}"
-    if found.source:
-        yield ""
-        yield found.source.rstrip()
 
 
 def _row(cells: Iterable[tuple[str, int]]) -> str:

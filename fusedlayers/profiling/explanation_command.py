@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..activations import activations, resolve
 from ..utils import command_line
-from .explanation import explain
+from .explanation import Explanation, explain
 from .model_explanation import ModelExplanation
 
 
@@ -15,13 +15,14 @@ def register(commands: "command_line.Commands") -> None:
     parser = commands.add_parser(
         "explain",
         help="say what a layer keeps of an activation, why, and how exact its derivative is",
-        description="Prints what a layer keeps of an activation and why, the bytes, the errors of its derivative, and "
-        "the generated device code.",
+        description="Prints what a layer keeps of an activation and why, the bytes, and the errors of its derivative; "
+        "or, of a fused model, what each module keeps.",
     )
     parser.add_argument(
         "activation", metavar="ACTIVATION", help="a name, or module:attribute; " + ", ".join(activations())
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the function, its derivative and its error")
+    parser.add_argument("--source", action="store_true", help="print the code that is generated for GPUs as well")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=run)
 
@@ -41,6 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
                 raise ValueError("only activations can be drawn")
             found.plot(arguments.plot)
     print(json.dumps(found.to_dict(), indent=1) if arguments.json else found)
+    if arguments.source and not arguments.json and isinstance(found, Explanation):
+        print("", found.source.rstrip() or "No code is generated.", sep="\n")
     return 0
 
 

@@ -57,7 +57,10 @@ def explain_model(model: nn.Module) -> ModelExplanation:
 def _places(model: nn.Module) -> Iterator[tuple[str, str]]:
     for path, module in model.named_modules():
         region = region_of(module)
-        for text in region.places.values() if region is not None else ():
-            yield path, text
+        if region is not None:
+            for text in region.places.values() if region.keeps_outputs else ():
+                yield path, text
+            if region.recompute != "nothing":
+                yield path, "saves its input, and recomputes " + ("all" if region.recompute == "all" else "the rest")
         if isinstance(module, WithActivation | FusedBlock):
             yield path, f"{type(module).__name__}: {module.extra_repr()}"

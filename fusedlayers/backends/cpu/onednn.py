@@ -31,7 +31,7 @@ from .elementwise import bias_act
 #: Forward and backward took 1.5 times PyTorch's time at 2^20, 1.10 to 1.19 at 2^23, 0.95 to 1.01 at 2^25 and 0.93 to
 #: 0.95 at 2^27 (AMD EPYC, 1 and 2 threads).
 LARGE_MATMUL = 1 << 26
-#: The same where oneDNN applies the activation too, which spares a pass, and for convolutions.
+#: The same where oneDNN applies the activation too, which avoids a pass, and for convolutions.
 LARGE_WITH_ACTIVATION = 1 << 20
 
 
