@@ -32,7 +32,7 @@ from fusedlayers.fitting.blocks import MODES, Block, find_blocks
 from fusedlayers.fitting.calls import Call
 from fusedlayers.fitting.costs import Costs
 from fusedlayers.fitting.plans import Plans, Rest
-from fusedlayers.fitting.training import step_peak
+from fusedlayers.fitting.training import Training, step_peak
 from fusedlayers.fusion import timing
 from fusedlayers.fusion.region import region_of
 from fusedlayers.memory import saved_bytes
@@ -176,6 +176,20 @@ def test_a_budget_that_cannot_be_met_names_the_smallest() -> None:
     assert report.measured is not None and report.measured.bytes <= smallest and report.less is None
 
 
+def test_the_fastest_of_the_candidates_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain checkpoints are the last of them. What was predicted is told for a machine as fast as it is now."""
+    model, x = _made("transformer")
+    monkeypatch.setattr(
+        Training, "times_ms", lambda self, variants: [50.0, *(9.0 - i for i in range(len(variants) - 1))]
+    )
+    report = fl.fit(model, x, fraction=0.5)
+    assert {choice.mode for choice in report.choices if choice.modules != ("",)} <= {"eager", "all"}
+    assert report.measured is not None and report.measured.time_ms is not None and report.measured.time_ms < 9
+    assert report.eager.time_ms == 50
+    added = sum(choice.time_ms for choice in report.choices)
+    assert report.predicted.time_ms == pytest.approx(50 + added)
+
+
 def test_planning_changes_nothing() -> None:
     model, x = _made("convolutions")
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -304,12 +318,14 @@ def test_losses_are_those_of_the_model_as_it_was(name: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("mode", MODES[1:])
-def test_gradients_of_each_way(mode: Any) -> None:
+@pytest.mark.parametrize(
+    ("mode", "keeps_outputs_recomputed"), [(mode, keeps) for mode in MODES[1:] for keeps in (False, True)]
+)
+def test_gradients_of_each_way(mode: Any, keeps_outputs_recomputed: bool) -> None:
     model, x = _made("transformer")
     block, given = model.layers[1], torch.randn(4, 64, 64)
     fl.fuse(model, x)
-    found = Block("layers.1", block)
+    found = Block("layers.1", block, keeps_outputs_recomputed=keeps_outputs_recomputed)
     found.find_regions([block.mlp])
     assert found.modes == list(MODES)
     results = []
@@ -321,6 +337,9 @@ def test_gradients_of_each_way(mode: Any) -> None:
         results.append((y, *torch.autograd.grad(y.square().sum(), [leaf, *block.parameters()])))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.detach().abs().max()))
+    whole = {"outputs": 0, "mlp": 0, "cheap": 1, "all": 1}[mode]
+    assert (len(_regions(block)) == 1) == (whole and not keeps_outputs_recomputed)
+    assert ("fused: gelu" in repr(block)) == (mode == "outputs" or keeps_outputs_recomputed)
     found.train_as("eager")
     assert list(_regions(block)) == []
 
