@@ -1,9 +1,10 @@
 """``python -m bench fit``: whole models within budgets, by ``fl.fit``, by checkpoints of blocks, and by torch.compile's
 activation memory budget.
 
-Budgets are parts of what the eager model saves. For each, ``fit`` chooses a plan; torch's own checkpoint is put around
-as many of the model's blocks, from the first on, as it takes; and, with ``--compile``, the compiler gets that part for
-its budget, and ``fit``'s model is compiled too. All variants of a budget take turns.
+torch's own checkpoint is put around as many of the model's blocks, from the first on, as it takes to save no more than
+a part of what eager PyTorch saves. What that saves is the budget of the others: ``fit`` chooses a plan; and, with
+``--compile``, the compiler gets it as the part of its own, and ``fit``'s model is compiled too. All variants of a
+budget take turns.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from fusedlayers.utils.plotting import BLUE, GREEN, ORANGE, SKY
 from . import RESULTS, grid, machine, measure
 
 DEFINITIONS = {
-    "budget": "the part of eager's saved bytes that is allowed",
+    "budget": "the part of eager's saved bytes that is allowed: what the checkpoints save, if they can save as little",
     "saved_bytes": "kept for the backward pass by a forward pass, without inputs, parameters and buffers",
     "predicted_bytes": "what fit predicted for its plan",
     "predicted_ratio": "the time of a step that fit predicted, over eager's",
@@ -39,6 +40,7 @@ DEFINITIONS = {
     "compiled fit": "torch.compile of the model after fit",
     "ratio": "median over rounds of time / eager's (compiled variants: compiled's) in the same round, with quartiles",
 }
+#: Parts of eager's saved bytes.
 BUDGETS = (0.7, 0.5, 0.3)
 BUDGET_SECONDS = 540.0
 _CASE_SECONDS = 12.0
@@ -165,13 +167,19 @@ def measure_case(case: Case, device: torch.device, *, quick: bool = False, compi
     eager = Subject(model.to(device).train(), given)
     saved = eager.saved()
     rows = []
-    for budget in BUDGETS[1:2] if quick else BUDGETS:
+    for part in BUDGETS[1:2] if quick else BUDGETS:
         subjects: dict[str, Subject] = {"eager": eager}
-        row: dict[str, Any] = {"budget": budget, "variants": {"eager": {"saved_bytes": saved}}}
-        found = row["variants"]
+        found: dict[str, Any] = {"eager": {"saved_bytes": saved}}
+        allowed = int(part * saved)
+        checkpointed = next((s for s in with_checkpoints(eager, case.blocks) if s.saved() <= allowed), None)
+        if checkpointed is None:
+            found["checkpoint"] = {"skipped": "the budget is below what checkpoints of all blocks save"}
+        else:
+            subjects["checkpoint"], found["checkpoint"] = checkpointed, {}
+            allowed = checkpointed.saved()
         fitted = eager.copy()
         try:
-            report = fl.fit(fitted.model, given, memory_budget_bytes=int(budget * saved))
+            report = fl.fit(fitted.model, given, memory_budget_bytes=allowed)
             assert report.predicted.time_ms is not None and report.eager.time_ms is not None
             subjects["fit"] = fitted
             found["fit"] = {
@@ -181,17 +189,10 @@ def measure_case(case: Case, device: torch.device, *, quick: bool = False, compi
             }
         except ValueError as error:
             found["fit"] = grid.failed(error)
-        for subject in with_checkpoints(eager, case.blocks):
-            if subject.saved() <= budget * saved:
-                subjects["checkpoint"] = subject
-                found["checkpoint"] = {}
-                break
-        else:
-            found["checkpoint"] = {"skipped": "the budget is below what checkpoints of all blocks save"}
         _measure(subjects, found, "eager", device, quick)
         if compiles:
-            _measure_compiled(eager, subjects.get("fit"), budget, found, device, quick)
-        rows.append(row)
+            _measure_compiled(eager, subjects.get("fit"), allowed / saved, found, device, quick)
+        rows.append({"budget": round(allowed / saved, 4), "variants": found})
     return {"id": case.id, "saved_bytes": saved, "budgets": rows}
 
 
@@ -254,7 +255,7 @@ def _lines(row: dict[str, Any]) -> Iterator[str]:
                 continue
             part, ratio = variant["saved_bytes"] / row["saved_bytes"], variant["forward_backward"]["ratio"]
             cells.append(f"{name} {part:.1%} {ratio:.2f}x")
-        yield f"{row['id']:<18} {entry['budget']:.0%}: {' | '.join(cells)}"
+        yield f"{row['id']:<18} {entry['budget']:.1%}: {' | '.join(cells)}"
 
 
 MARKS = {

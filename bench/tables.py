@@ -373,7 +373,7 @@ def fit_table(run: dict[str, Any]) -> str:
     ]
     for row in run["cases"]:
         for entry in row["budgets"]:
-            cells = [f"{row['id'].replace('/', ', ')}, {row['saved_bytes'] / 2**20:.1f}", f"{entry['budget']:.0%}"]
+            cells = [f"{row['id'].replace('/', ', ')}, {row['saved_bytes'] / 2**20:.1f}", f"{entry['budget']:.1%}"]
             cells += [_within(entry["variants"].get(name, {}), row["saved_bytes"]) for name in names]
             fit = entry["variants"].get("fit", {})
             predicted = "-"

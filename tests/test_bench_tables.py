@@ -269,6 +269,6 @@ def test_the_fit_table(tmp_path: Path) -> None:
     lines = table_of("fit", run, tmp_path)
     assert lines[2].endswith("| budget | checkpoints of blocks | **`fl.fit`** | predicted by `fit` |")
     assert lines[4:-1] == [
-        "| bert, float32, 100.0 | 70% | 65.0%, 1.30x | 60.0%, 1.05x | 61.0%, 1.10x |",
-        "| bert, float32, 100.0 | 30% | - | - | - |",
+        "| bert, float32, 100.0 | 70.0% | 65.0%, 1.30x | 60.0%, 1.05x | 61.0%, 1.10x |",
+        "| bert, float32, 100.0 | 30.0% | - | - | - |",
     ]
