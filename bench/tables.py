@@ -74,11 +74,11 @@ def committed(results: Path, subject: str) -> list[dict[str, Any]]:
     return sorted(runs, key=lambda run: (run["device"]["kind"] != "cuda", run["device"]["slug"]))
 
 
-def _tables(results: Path, subject: str, table: Callable[[dict[str, Any]], str]) -> str:
+def _tables(results: Path, subject: str, table: Callable[[dict[str, Any]], str], command: str = "") -> str:
     """A table for each device with a committed run."""
     runs = committed(results, subject)
     if not runs:
-        return f"No result is committed yet; `python -m bench {subject}` makes one."
+        return f"No result is committed yet; `python -m bench {command or subject}` makes one."
     return "\n\n".join(table(run) for run in runs)
 
 
@@ -211,8 +211,8 @@ def _time(variant: dict[str, Any]) -> str:
     return f"{milliseconds:.3g} ms" if milliseconds < 999.5 else f"{milliseconds / 1e3:.3g} s"
 
 
-def _ratio(variant: dict[str, Any]) -> str:
-    return f"{variant['forward_backward']['ratio']:.2f}x" if "forward_backward" in variant else "-"
+def _ratio(variant: dict[str, Any], mode: str = "forward_backward") -> str:
+    return f"{variant[mode]['ratio']:.2f}x" if mode in variant else "-"
 
 
 def custom_table(run: dict[str, Any]) -> str:
@@ -331,7 +331,7 @@ def peers_table(run: dict[str, Any]) -> str:
     lines = [
         measured_on(run),
         "",
-        f"| saved, time of forward and backward | keeps | {' | '.join(titles)} |",
+        f"| Saved MiB, and time of forward and backward | keeps | {' | '.join(titles)} |",
         "|---|---|" + "--:|" * len(cases),
     ]
     for name, (title, keeps) in PEERS.items():
@@ -349,7 +349,7 @@ def _peer(variants: dict[str, Any], name: str) -> str:
         return "does not run here" if variant else ""
     cell = f"{_mib(variant)} MiB, {_time(variant) if name == 'eager' else _ratio(variant)}"
     error = variant["gradient_error"]
-    return f"{cell}, errs by {error:.0e}" if error > 10 * eager["gradient_error"] else cell
+    return f"{cell}, dx errs by {error:.0e}" if error > 10 * eager["gradient_error"] else cell
 
 
 def fit_table(run: dict[str, Any]) -> str:
@@ -437,6 +437,32 @@ def containers_table(run: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+#: Of small calls, the groups of the benchmark that a document shows, and of which size; None: of all.
+SMALL_CALLS = {"small": None, "fused": 32768, "folded": 32768, "region": None, "host": None}
+
+
+def small_calls_table(run: dict[str, Any]) -> str:
+    """What a call costs besides arithmetic."""
+    lines = [
+        measured_on(run),
+        "",
+        "| Call (elements of its result) | with backward: eager | **here** | without gradients: eager | **here** |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for row in run["cases"]:
+        if row["group"] in SMALL_CALLS and SMALL_CALLS[row["group"]] in (None, row["elements"]):
+            eager, ours = (row["variants"].get(name, {}) for name in ("eager", "fusedlayers"))
+            cells = [f"{row['operation']}, {row['activation']} ({row['elements']})"]
+            for mode in ("forward_backward", "no_grad"):
+                cells += [_microseconds(eager, mode), f"**{_ratio(ours, mode)}**"]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _microseconds(variant: dict[str, Any], mode: str) -> str:
+    return f"{variant[mode]['median_us']:.3g} us" if mode in variant else "-"
+
+
 def _speed(variant: dict[str, Any]) -> str:
     return f"{1 / variant['forward_backward']['ratio']:.2f}x" if "forward_backward" in variant else "-"
 
@@ -480,9 +506,11 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "custom": partial(_tables, subject="custom", table=custom_table),
     "dense": partial(_tables, subject="dense", table=dense_table),
     "fit": partial(_tables, subject="fit", table=fit_table),
+    "host": partial(_tables, subject="host", table=small_calls_table, command="overhead --fake-gpu"),
     "mlp": partial(_tables, subject="mlp", table=mlp_table),
     "models": partial(_tables, subject="models", table=models_table),
     "norm": partial(_tables, subject="norm", table=norm_table),
+    "overhead": partial(_tables, subject="overhead", table=small_calls_table),
     "overview": overview_table,
     "parts": partial(_tables, subject="parts", table=parts_table),
     "peers": partial(_tables, subject="peers", table=peers_table),

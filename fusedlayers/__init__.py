@@ -1,4 +1,5 @@
-"""Bias and activation fused into the layer before them: one hidden-sized buffer where PyTorch keeps two."""
+"""Bias and activation fused into the layer before them: one hidden-sized buffer saved where PyTorch saves
+two."""
 
 from typing import TYPE_CHECKING, Any
 

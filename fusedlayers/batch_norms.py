@@ -1,4 +1,5 @@
-"""Batch norm, and the activation that follows it: one node for both, where the output of both tells the norm's input.
+"""Batch norm, and the activation that follows it: one node for both, where the output of both determines the norm's
+input.
 
 A batch norm does not know that an activation follows. ``batch_norm`` is PyTorch's own, and notes on the node that it
 made what that was given; ``after_batch_norm`` finds the note on its input.
@@ -57,7 +58,7 @@ def batch_norm(
 
 def after_batch_norm(z: Tensor, activation: Activation, inplace: bool) -> Tensor | None:
     """``activation(z)`` of a batch norm's result, written over it or not, that saves its own output alone; None where
-    nobody knows of a batch norm, or its output would not tell its input."""
+    nobody knows of a batch norm, or its output would not determine its input."""
     if torch.compiler.is_compiling():
         return None
     node: Any = z.grad_fn

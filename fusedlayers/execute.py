@@ -59,7 +59,7 @@ def run_dropout(
     p: float,
     save: str,
 ) -> Tensor:
-    """``F.dropout(activation(operation(x, w, b) + residual), p)``, the last two in one node where outputs tell both."""
+    """``F.dropout(activation(operation(x, w, b) + residual), p)``, the last two in one node where outputs allow it."""
     given, is_view = x, not torch.compiler.is_compiling() and operation.returns_view(x)
     if is_view:
         x, residual = _flattened(operation, x, residual)

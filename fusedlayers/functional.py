@@ -45,11 +45,12 @@ def dense_bias_act(
         weight: (out, in), of the same dtype and device; under autocast both are cast as ``F.linear`` casts them.
         bias: (out,) or None.
         activation: a name (see ``fusedlayers.activations()``; case, hyphens and underscores do not matter), an
-            ``nn.Module``, a torch function, a ``functools.partial``, any callable, or None. What is not in the table is
-            computed by plain PyTorch.
+            ``nn.Module``, a torch function, a ``functools.partial``, any callable, or None. A function that has no name
+            is traced, and computed by plain PyTorch if it is not pointwise.
         residual: (..., out), or None: added before the activation.
         dropout: the probability with which outputs are dropped, and the others divided by one less it, as ``F.dropout``
-            does with the same numbers; 0 in evaluation. On CPUs no mask is saved: the output tells what was dropped.
+            does with the same numbers; 0 in evaluation. No mask is saved where the output determines what was dropped,
+            else one bit for each element.
         save: what is kept for backward. "output": y, written over the matmul's buffer (folded activations carry the
             branch in the last mantissa bit of negative outputs). "input": the pre-activation z, exact to the last bit.
             "recompute": neither; z is computed again from ``input``. "auto": "output" where the derivative can be had
@@ -62,7 +63,7 @@ def dense_bias_act(
     Raises:
         TypeError: something that is not a tensor, or not of a floating dtype.
         ValueError: shapes, dtypes or devices that do not fit together, an unknown activation, or ``save="output"``
-            where the output does not tell the derivative. Nothing has been written by then.
+            where the output does not determine the derivative. Nothing has been written by then.
 
     Saved: the output or what ``save`` says, ``input`` if the weight needs a gradient, ``weight`` if the input does.
 
@@ -349,7 +350,7 @@ def gated_mlp(
         (..., out), of the same dtype.
 
     Raises:
-        TypeError, ValueError: as ``fusedlayers.mlp``; ``save="output"``, for the product does not tell its factors.
+        TypeError, ValueError: as ``fusedlayers.mlp``; ``save="output"``: a product does not determine its factors.
 
     Saved: as ``fusedlayers.mlp``, but two hidden buffers.
 

@@ -28,7 +28,7 @@ def gated_act(
 ) -> Tensor:
     """``activation(gate) * up`` in one pass, that keeps its two factors, and not ``activation(gate)`` as well.
 
-    A product does not tell its factors, so these are kept. What multiplies the result by a weight needs it for the
+    A product does not determine its factors, so these are kept. What multiplies the result by a weight needs it for the
     weight's gradient: ``fusedlayers.linear``, ``matmul``, ``bmm`` and ``grouped_mm`` compute it from the factors once
     more, and do not keep it. A block of both keeps two hidden buffers.
 

@@ -1,7 +1,7 @@
 """Decides what layer, RMS and group norms do, as ``plan.py`` does for a layer: once for each situation.
 
-What the values of the weights decide is no part of it: of columns whose output does not tell its input more is saved
-(``ops/row_norm.py``, ``ops/group_norm.py``).
+What the values of the weights decide is no part of it: of columns whose output does not determine its input more is
+saved (``ops/row_norm.py``, ``ops/group_norm.py``).
 """
 
 from __future__ import annotations

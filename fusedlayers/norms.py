@@ -126,7 +126,7 @@ def group_norm(
     Raises:
         TypeError, ValueError: as ``layer_norm``; channels that cannot be divided so.
 
-    Saved: the output, one number for each group of a sample, ``weight`` and ``bias``; of channels that do not tell
+    Saved: the output, one number for each group of a sample, ``weight`` and ``bias``; of channels that do not determine
     their input also the normalised input, as ``layer_norm``.
 
     Source: Wu & He 2018, "Group Normalization".

@@ -311,7 +311,7 @@ def describe_norm(activation: Activation, save: str, dtype: torch.dtype) -> str:
         return "saves its input"
     if _tells_input(activation, save, dtype):
         return "saves the output, which determines the input"
-    reason = "do not tell the input" if not activation.has_inverse else "tell the input too coarsely"
+    reason = "do not determine the input" if not activation.has_inverse else "determine the input too coarsely"
     has_output = "output" in (save, save_beside_input(activation, dtype))
     of_dtype = str(dtype).removeprefix("torch.")
     return f"saves its input{' and the output' if has_output else ''}: {of_dtype} outputs {reason}"

@@ -60,7 +60,8 @@ def tune(
     Args:
         model: on a GPU, with layers of this package in it.
         inputs: a tensor, a tuple of positional arguments, or a mapping of keywords.
-        loss: from the model's result to what is differentiated; by default the mean of all it returns.
+        loss: from the model's result to what is differentiated; by default the sum of the means of all
+            tensors that require grad.
         on_stage: is told what is measured next, and which part of all has been. The step runs once more for that, to
             count.
 

@@ -41,7 +41,7 @@ def unusual_because(*tensors: Tensor | None) -> str | None:
         if tensor.is_nested or tensor.layout is not torch.strided:
             return f"one of the tensors is {'nested' if tensor.is_nested else tensor.layout}"
         if not torch.compiler.is_compiling() and tensor.is_neg():
-            return "one of the tensors is to be negated when it is read"
+            return "one of the tensors has its negative bit set (Tensor.is_neg)"
         if tensor.device.type not in backends.DEVICES:
             return f"there is no backend for {tensor.device.type}"
     return None
@@ -69,7 +69,7 @@ def check_call(operation: Operation, x: Tensor, w: Weight, b: Tensor | None, res
     )
     check_tensors(function, given, residual=residual, **({} if isinstance(operation, BatchNorm) else {"bias": b}))
     if any(tensor is not None and tensor.is_nested for tensor in (x, residual)):
-        return  # which do not tell their sizes
+        return  # which do not have sizes
     if isinstance(operation, BatchNorm):
         check_norm(function, x, operation.allowed_dims, operation, weight=w, bias=b)
         check_one_dtype(function, x, residual=residual, autocast_casts=True)
@@ -106,7 +106,8 @@ def check_tensors(function: str, required: dict[str, object], **optional: object
             )
         device = device or tensor.device
         if tensor.device != device:
-            raise ValueError(f"{function}: {name} is on {tensor.device} but input is on {device}; move one of them")
+            first = next(iter(required))
+            raise ValueError(f"{function}: {name} is on {tensor.device} but {first} is on {device}; move one of them")
 
 
 def check_dense(
@@ -145,7 +146,7 @@ def check_block_options(options: BlockOptions) -> None:
     check_save(function, save)
     if save == "output" and is_gated:
         raise ValueError(
-            f"{function}: save='output' cannot be had: a product does not tell its factors; use save='auto', "
+            f"{function}: save='output' cannot be had: a product does not determine its factors; use save='auto', "
             "'input' or 'recompute'"
         )
     check_dropout(function, dropout)
@@ -189,7 +190,7 @@ def check_gate(gate: Tensor, up: Tensor | None, packing: object, packings: Seque
         return  # which does not tell its sizes
     if up is None:
         if not gate.dim() or gate.shape[-1] % 2:
-            raise ValueError(f"gated_act: without up gate holds both, (..., 2 hidden), got {_shape(gate)}")
+            raise ValueError(f"gated_act: without up, gate must hold both, (..., 2 * hidden), got {_shape(gate)}")
         return
     if packing != packings[0]:
         raise ValueError(f"gated_act: packing={packing!r} says how gate holds both, but there is up; drop one of them")
@@ -212,12 +213,12 @@ def check_last(
         if other.shape != w.shape:
             raise ValueError(f"{function}: {first} {_shape(w)} and {name} {_shape(other)} must have the same shape")
     if w.shape[0] % packed:
-        raise ValueError(f"{function}: without weight_up {first} holds both, (2 hidden, in), got {_shape(w)}")
+        raise ValueError(f"{function}: without weight_up, {first} must hold both, (2 * hidden, in), got {_shape(w)}")
     if last.dim() != 2 or last.shape[1] * packed != w.shape[0]:
-        rows, part = ("hidden", "the first") if packed == 1 else (f"{packed} hidden", "half the first")
+        rows, part = ("hidden", "") if packed == 1 else (f"{packed} * hidden", "half of ")
         raise ValueError(
             f"{function}: expected {names[0]} (out, hidden) for {first} ({rows}, in), got {_shape(last)} and "
-            f"{_shape(w)}; its second dimension must be {part} of {first}"
+            f"{_shape(w)}; {names[0]}.shape[1] must be {part}{first}.shape[0]"
         )
     _check_bias_of_outputs(function, last, bias, names)
 

@@ -1,7 +1,7 @@
 """Activations from the literature that the table does not hold: what users bring, and what is to become of them.
 
 Each is written from its paper's formula in plain torch operations. ``kind`` is what ``analyse`` is to find for float32
-outputs: "monotone", "folded", or "input" where the output does not tell the derivative. Functions with trainable
+outputs: "monotone", "folded", or "input" where the output does not determine the derivative. Functions with trainable
 parameters need their input in any case: the parameters' own gradients do.
 """
 

@@ -1,4 +1,4 @@
-"""What ``analyse`` decides about any function, and how well an output then tells the derivative."""
+"""What ``analyse`` decides about any function, and how well an output then determines the derivative."""
 
 import functools
 import math
@@ -120,7 +120,7 @@ REFUSALS: dict[str, tuple[Function, str]] = {
     "cube root": (lambda z: torch.sign(z) * z.abs() ** (1 / 3), "vertical tangent at z = 0"),
     "root elsewhere": (lambda z: torch.sign(z - 1) * (z - 1).abs().sqrt(), "vertical tangent at z = 1"),
     "flat as a cube": (lambda z: z**3 / (1 + z * z), "too flat to be inverted|more than 10 polynomials"),
-    "bell": (lambda z: torch.exp(-z * z), "is out of reach: a float32 output tells the derivative to within"),
+    "bell": (lambda z: torch.exp(-z * z), "is out of reach: a float32 output determines the derivative to within"),
     "cancels": (lambda z: torch.log(torch.cosh(z)), "is out of reach: computed in float32"),
     "staircase": (_stairs, r"has at least \d+ kinks|needs more than|turns at least"),
     "softmax": (lambda z: torch.softmax(z.reshape(-1), 0).reshape(z.shape), "does not map each element by itself"),

@@ -253,10 +253,24 @@ def test_the_peers_table(tmp_path: Path) -> None:
     assert lines[2].endswith("| MLP (4 x 8) | gated (2) |")
     assert lines[4:-1] == [
         "| PyTorch | inputs and outputs of operations | 12.0 MiB, 12.3 ms | 12.0 MiB, 12.3 ms |",
-        "| optiacts | outputs and a bit for each element | 6.0 MiB, 1.10x, errs by 5e-03 |  |",
+        "| optiacts | outputs and a bit for each element | 6.0 MiB, 1.10x, dx errs by 5e-03 |  |",
         "| Liger | gate and up | not installed |  |",
         "| **`fl.fuse`** | outputs; the factors of products | 6.0 MiB, 0.90x | 6.0 MiB, 0.90x |",
     ]
+
+
+def test_the_table_of_small_calls(tmp_path: Path) -> None:
+    def row(group: str, elements: int) -> dict[str, Any]:
+        variants = {"eager": {"forward_backward": {"median_us": 123.4, "ratio": 1.0}}, "fusedlayers": {}}
+        variants["fusedlayers"] = {mode: {"median_us": 1.0, "ratio": 1.25} for mode in ("forward_backward", "no_grad")}
+        return {"group": group, "operation": "dense", "activation": "relu", "elements": elements, "variants": variants}
+
+    run = a_run([row("small", 512), row("fused", 16384), row("fused", 32768), row("yardstick", 512)])
+    assert table_of("overhead", run, tmp_path)[4:-1] == [
+        "| dense, relu (512) | 123 us | **1.25x** | - | **1.25x** |",
+        "| dense, relu (32768) | 123 us | **1.25x** | - | **1.25x** |",
+    ]
+    assert "`python -m bench overhead --fake-gpu` makes one" in tables.TABLES["host"](tmp_path)
 
 
 def test_the_fit_table(tmp_path: Path) -> None:

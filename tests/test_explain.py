@@ -74,7 +74,7 @@ def test_names_of_the_table(name: str) -> None:
         (nn.GELU(), "folded", "it turns once, at z = -0.751792; negative outputs carry the branch in their last bit"),
         (torch.abs, "folded", "it turns once, at z = 0; positive outputs carry the branch in their last bit"),
         (lambda z: -F.gelu(z), "folded", "positive outputs carry the branch"),
-        (torch.tanh, "monotone", "the output tells the derivative"),
+        (torch.tanh, "monotone", "the output determines the derivative"),
         (nn.LeakyReLU(-0.5), "needs input", ""),
         (nn.PReLU(), "needs input", "PReLU reads tensors that training may change"),
         (nn.PReLU(48), "needs input", "PReLU reads tensors that training may change"),
@@ -122,7 +122,7 @@ def test_layers_say_what_they_keep(layer: nn.Module, kept: tuple[int, int], said
     report = fl.explain(layer)
     assert tuple(math.floor(bytes_) for bytes_ in report.saved_bytes["float32"]) == kept
     assert report.saves["float32"].startswith(f"saves {said}") and said in str(report)
-    # Of a batch norm that may not tell its input it is said where.
+    # Of a batch norm that may not determine its input it is said where.
     tells = isinstance(layer, fl.FusedBatchNormAct1d | fl.FusedBatchNormAct2d) and report.name in ("silu", "leaky_relu")
     assert ("; a batch norm in float32 keeps its input too, of channels where rounding" in report.reason) == tells
 
@@ -326,7 +326,7 @@ def test_the_last_bit_tells_two_inputs_with_one_output_apart(name: str) -> None:
 @pytest.mark.parametrize(
     ("activation", "panel"),
     [
-        ("gelu", "Derivative over the output: the last bit tells the branch"),
+        ("gelu", "Derivative over the output: the last bit is the branch"),
         ("tanh", "Derivative over the output: one value for each"),
         (torch.cos, "Derivative over the output (not saved)"),
         (fl.FusedDenseAct(4, 8, "gelu", save="input"), "Derivative over the output (not saved)"),

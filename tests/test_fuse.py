@@ -271,7 +271,7 @@ def test_a_fused_model_can_be_asked(x: Tensor) -> None:
     assert str(explanation).splitlines() == [
         "Sequential:",
         "  0-1.act   gelu saves the output (branch in its last bit)",
-        "  0-1.drop  dropout saves the output, whose zeros tell what was dropped",
+        "  0-1.drop  dropout saves the output, whose zeros show what was dropped",
         "  2         FusedDenseAct: " + model[2].extra_repr(),  # type: ignore[operator]
         "  3         rms_norm saves the output, which determines the input",
     ]

@@ -369,8 +369,8 @@ def test_subclasses_and_graphs_see_torchs_own() -> None:
     ("arguments", "error", "message"),
     [
         ((torch.ones(2, 4), torch.ones(2, 3)), ValueError, r"gate \(2, 4\) and up \(2, 3\) must have the same shape"),
-        ((torch.ones(2, 3),), ValueError, r"without up gate holds both, \(\.\.\., 2 hidden\), got \(2, 3\)"),
-        ((torch.tensor(1.0),), ValueError, "without up gate holds both"),
+        ((torch.ones(2, 3),), ValueError, r"without up, gate must hold both, \(\.\.\., 2 \* hidden\), got \(2, 3\)"),
+        ((torch.tensor(1.0),), ValueError, "without up, gate must hold both"),
         ((torch.ones(2, 4, dtype=torch.int64),), TypeError, "gate must have a floating dtype"),
         ((torch.ones(2, 4), [1.0]), TypeError, "up must be a tensor, got list"),
         ((torch.ones(2, 4), torch.ones(2, 4, device="meta")), ValueError, "up is on meta"),

@@ -816,15 +816,15 @@ def test_bad_arguments(change: dict[str, Any], error: type[Exception], message: 
     [
         ({"weight_up": torch.randn(9, 4), "bias_up": None}, ValueError, r"weight_up \(9, 4\) must have the same shape"),
         ({"weight_up": None, "bias_up": None, "weight_gate": torch.randn(9, 4), "bias_gate": None}, ValueError,
-         r"gated_mlp: without weight_up weight_gate holds both, \(2 hidden, in\), got \(9, 4\)"),
+         r"gated_mlp: without weight_up, weight_gate must hold both, \(2 \* hidden, in\), got \(9, 4\)"),
         ({"weight_up": None, "bias_up": None}, ValueError,
-         r"expected weight_down \(out, hidden\) for weight_gate \(2 hidden, in\), got \(4, 8\) and \(8, 4\); its "
-         "second dimension must be half the first of weight_gate"),
+         r"expected weight_down \(out, hidden\) for weight_gate \(2 \* hidden, in\), got \(4, 8\) and \(8, 4\); "
+         r"weight_down\.shape\[1\] must be half of weight_gate\.shape\[0\]"),
         ({"weight_up": None, "bias_up": None, "bias_gate": torch.randn(4)}, ValueError,
          r"gated_mlp: expected bias_gate \(8,\) for weight_gate \(8, 4\), got \(4,\)"),
         ({"weight_up": None}, ValueError, "bias_up without weight_up"),
         ({"weight_down": torch.randn(4, 9)}, ValueError, r"expected weight_down \(out, hidden\) for weight_gate"),
-        ({"save": "output"}, ValueError, "gated_mlp: save='output' cannot be had: a product does not tell its factors"),
+        ({"save": "output"}, ValueError, "gated_mlp: save='output' cannot be had: a product does not determine"),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )  # fmt: skip

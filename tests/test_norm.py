@@ -1017,23 +1017,23 @@ def test_from_modules_takes_a_layer_whose_statistics_were_taken_away_or_whose_bi
 
 def test_its_repr_says_what_is_saved() -> None:
     for activation, said in {
-        "relu": "activation=relu, saves its input and the output: float32 outputs do not tell the input)",
+        "relu": "activation=relu, saves its input and the output: float32 outputs do not determine the input)",
         "silu": "activation=silu, saves the output, which determines the input)",
         nn.LeakyReLU(): "activation=leaky_relu, saves the output, which determines the input\n",
-        nn.LeakyReLU(0.0): "saves its input and the output: float32 outputs tell the input too coarsely\n",
-        _wave: "saves its input: float32 outputs do not tell the input",
-        nn.PReLU(): "saves its input: float32 outputs do not tell the input\n",
+        nn.LeakyReLU(0.0): "saves its input and the output: float32 outputs determine the input too coarsely\n",
+        _wave: "saves its input: float32 outputs do not determine the input",
+        nn.PReLU(): "saves its input: float32 outputs do not determine the input\n",
         None: "activation=identity, saves the output, which determines the input)",
     }.items():
         layer = fl.FusedBatchNormAct2d(CHANNELS, activation)
         assert said in repr(layer) and f"{CHANNELS}, eps=1e-05, momentum=0.1" in repr(layer)
     for dtype, said in {
-        torch.float64: "saves its input: float64 outputs tell the input too coarsely)",
-        torch.bfloat16: "saves its input: bfloat16 outputs tell the input too coarsely)",
+        torch.float64: "saves its input: float64 outputs determine the input too coarsely)",
+        torch.bfloat16: "saves its input: bfloat16 outputs determine the input too coarsely)",
     }.items():
         assert said in repr(fl.FusedBatchNormAct2d(CHANNELS, "silu", dtype=dtype))
     assert repr(fl.FusedBatchNormAct2d(CHANNELS, "tanh", dtype=torch.float16)).endswith(
-        "saves its input and the output: float16 outputs tell the input too coarsely)"
+        "saves its input and the output: float16 outputs determine the input too coarsely)"
     )
     for save, said in {
         "input": "saves its input and the activation's)",

@@ -264,7 +264,7 @@ def test_what_is_told() -> None:
 )
 def test_parameters_for_which_outputs_tell_nothing(activation: nn.Module) -> None:
     layer = fl.FusedBatchNormAct2d(CHANNELS, activation)
-    assert "tells the input" not in repr(layer)
+    assert "determines the input" not in repr(layer)
     assert _node(layer(_x().requires_grad_())) is None
 
 
@@ -428,7 +428,7 @@ def test_a_deeper_network(names: tuple[str, ...], training: bool) -> None:
 
 
 def _odd(activation: Activation, dtype: torch.dtype, training: bool) -> tuple[Any, Eager, Tensor, list[int]]:
-    """A layer, torch's, an input, and of which of its channels outputs do not tell the input."""
+    """A layer, torch's, an input, and of which of its channels outputs do not determine the input."""
     found = measure_inverse_error(activation, dtype)
     assert found is not None
     layer, eager = _pair(activation, dtype=dtype)

@@ -329,7 +329,7 @@ def test_inverse(activation: Activation, dtype: torch.dtype) -> None:
     # What the row says, in float64, where it has a formula; a fit is that in float32, on the host.
     wide = y.cpu().float() if activation.is_folded else y.cpu().double()
     expected = activation.input_given_output(wide, dtype).double().to(DEVICE)
-    # A formula cancels as the outputs do, so far as these tell the input.
+    # A formula cancels as the outputs do, so far as these determine the input.
     tolerance = (EPSILON * 8 if dtype is torch.float32 else 0.51 * torch.finfo(dtype).eps) * expected.abs().clamp_min(1)
     slope = derivative(activation.function, expected).abs().clamp_min(1e-30)
     lost = 0.0 if activation.is_folded else (4 * EPSILON * y.double().abs() / slope).nan_to_num(0.0)

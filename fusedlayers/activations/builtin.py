@@ -34,7 +34,7 @@ _SOFTPLUS_SEAMLESS = 16.0
 
 def _given_positive(name: str, value: float, below: str) -> str | None:
     """``parameter_refusal`` of an activation that is one-to-one only if a parameter is not negative."""
-    return None if value >= 0 else f"with {name} = {value:g} {below}, so the output does not tell the derivative"
+    return None if value >= 0 else f"with {name} = {value:g} {below}, so the output does not determine the derivative"
 
 
 def _hardsigmoid(z: Tensor) -> Tensor:

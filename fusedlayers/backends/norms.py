@@ -1,5 +1,5 @@
-"""Norms by torch whose output tells their input: over the last dimensions, each row by statistics of its own (layer
-norm and RMS norm), and over groups of channels."""
+"""Norms by torch whose output determines their input: over the last dimensions, each row by statistics of its own
+(layer norm and RMS norm), and over groups of channels."""
 
 from __future__ import annotations
 

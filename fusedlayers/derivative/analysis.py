@@ -263,11 +263,11 @@ def _refuse_what_is_inaccurate(measured: Measured, steepest: float, dtype: torch
     scale = max(1.0, steepest)
     limit = GELU_ERRORS[dtype]
     for errors, allowance, whose in (
-        (measured.from_exact_output, ALLOWANCE, f"a {name} output tells the derivative to within {{}}"),
+        (measured.from_exact_output, ALLOWANCE, f"a {name} output determines the derivative to within {{}}"),
         (
             measured.from_float32_output,
             FLOAT32_ALLOWANCE,
-            f"computed in float32, a {name} output tells the derivative to {{}}",
+            f"computed in float32, a {name} output determines the derivative to {{}}",
         ),
     ):
         rms, largest = (allowance * bound * scale for bound in limit)

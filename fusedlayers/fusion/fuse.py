@@ -318,7 +318,7 @@ def _saves(place: Place) -> str:
     if place.kind == "dropout":
         return "saves one bit for each element, and none behind an activation"
     if place.kind == "batch_norm":
-        return "saves nothing before an activation whose output tells its input"
+        return "saves nothing before an activation whose output determines its input"
     if place.kind == CHECKPOINT:
         return "saves the input of the block, and recomputes the rest"
     return "saves the output"

@@ -44,7 +44,7 @@ class Place:
         under: why the calls must stay PyTorch's, or None.
         is_recomputed: whether a call was under a checkpoint around the module: what it frees shows in the backward
             pass.
-        readers: what reads the result: "activation" (one whose output may tell its input), "dropout", "gate" or
+        readers: what reads the result: "activation" (one whose output may determine its input), "dropout", "gate" or
             "product".
         gated: of a gate, the activations in it.
     """
@@ -78,7 +78,7 @@ class Place:
     def useless_because(self) -> str | None:
         """Why there is nothing to free, as the calls before and after tell; or None."""
         if self.kind == "batch_norm":
-            return None if "activation" in self.readers else "no activation reads it whose output tells its input"
+            return None if "activation" in self.readers else "no activation reads it whose output determines its input"
         if self.kind == GATE:
             return None if "product" in self.readers else "no matrix product reads it"
         if self.is_activation and "gate" in self.readers:
@@ -261,7 +261,7 @@ class _Recorder(TorchFunctionMode):
 def _of_dropout(x: Tensor) -> str:
     """What a dropout of x keeps."""
     if any(maker.is_activation and maker.under is None for maker in _makers(x)):
-        return "saves the output, whose zeros tell what was dropped"
+        return "saves the output, whose zeros show what was dropped"
     return "saves one bit for each element"
 
 

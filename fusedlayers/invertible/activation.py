@@ -54,7 +54,7 @@ class InvertibleActivation(InvertibleModule):
         found = resolve(activation, "InvertibleActivation")
         if not found.has_inverse or found.needs_input_reason is not None:
             reason = (
-                found.needs_input_reason or f"the output of {found!r} does not tell its input, or it is not known how"
+                found.needs_input_reason or f"the output of {found!r} does not determine its input, as far as is known"
             )
             raise ValueError(f"InvertibleActivation: {reason}; {', '.join(_invertible())} can be inverted")
         if not _tells(found):

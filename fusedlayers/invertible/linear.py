@@ -125,8 +125,8 @@ class _InvertibleConv(_Weighted):
         patch = in_channels // groups * math.prod(self.kernel_size)
         if patch > out_channels // groups:
             raise ValueError(
-                f"{name}: {out_channels // groups} output channels of a group do not tell the {patch} numbers that "
-                f"they are computed from; out_channels must be at least {patch * groups}"
+                f"{name}: {out_channels // groups} output channels of a group do not determine the {patch} numbers "
+                f"that they are computed from; out_channels must be at least {patch * groups}"
             )
         self._set_parameters((out_channels, in_channels // groups, *self.kernel_size), bias, device, dtype)
 

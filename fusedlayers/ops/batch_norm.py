@@ -63,7 +63,7 @@ def norm_act(
     activation: Activation,
     inverse_error: InverseError | None,
 ) -> Tensor:
-    """``activation(norm(x, w, b))`` that keeps its output as far as that tells x, and else x."""
+    """``activation(norm(x, w, b))`` that keeps its output as far as that determines x, and else x."""
     place = None if inverse_error is None or not x.requires_grad else place_of(x)
     y: Tensor = NormAct.apply(x, w, b, place, None, norm, activation, inverse_error, None)
     return y
@@ -264,8 +264,8 @@ class Known(NamedTuple):
 def _inexact_channels(
     z: Tensor, ends: tuple[Tensor, Tensor] | None, known: Known, b: Tensor | None, inverse_error: InverseError
 ) -> Tensor | None:
-    """The channels of which outputs do not tell the input, or None. ``ends`` are the smallest and the largest z of each
-    channel, of which a pass of ours has made z, and y in its place; or None."""
+    """The channels of which outputs do not determine the input, or None. ``ends`` are the smallest and the largest z of
+    each channel, of which a pass of ours has made z, and y in its place; or None."""
     mean, inverse_std, w = known
     size = torch.ones_like(mean) if w is None else w.abs()
     good = (mean * inverse_std).abs() <= CENTRED if ends is None else torch.ones_like(mean, dtype=torch.bool)

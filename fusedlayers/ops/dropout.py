@@ -187,15 +187,16 @@ def factor_of(p: float, dtype: torch.dtype) -> float:
 
 
 def serves(z: Tensor, activation: Activation, p: float) -> bool:
-    """Whether ``ActDropout`` computes it: outputs tell the derivative after a factor too, and the mask is torch's."""
+    """Whether ``ActDropout`` computes it: outputs determine the derivative after a factor too, and the mask is
+    torch's."""
     return has_torchs_mask(z, p) and not activation.operand_dims and tells_scaled(activation, z.dtype)
 
 
 @functools.lru_cache(256)
 @in_clean_state
 def tells_scaled(activation: Activation, dtype: torch.dtype) -> bool:
-    """Whether an output that has lost a unit by a factor and its inverse tells the derivative as well. An output on a
-    flat part does not, unless that is 0 (ReLU6, hard sigmoid)."""
+    """Whether an output that has lost a unit by a factor and its inverse determines the derivative as well. An output
+    on a flat part does not, unless that is 0 (ReLU6, hard sigmoid)."""
     if dtype.itemsize == 2 and not tells_scaled(activation, torch.float32):
         return False  # a kink is found where a root is small
     z = torch.cat([torch.linspace(-12.0, 12.0, 2049, dtype=torch.float64) + 0.0137, torch.arange(-24, 25) / 2]).to(

@@ -1,7 +1,7 @@
 """A gate, ``f(gate) * up``, that saves its two factors: where PyTorch also saves f(gate).
 
-A product does not tell its factors, so these are what can be saved. What multiplies the product by a weight needs it
-for the weight's gradient: it computes it from the factors once more (``product.py``).
+A product does not determine its factors, so these are what can be saved. What multiplies the product by a weight needs
+it for the weight's gradient: it computes it from the factors once more (``product.py``).
 """
 
 from __future__ import annotations

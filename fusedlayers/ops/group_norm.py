@@ -24,7 +24,7 @@ from .row_norm import MOST, RATIO, limits
 
 @profile_range(lambda norm, *_: norm.function)
 def group_norm(norm: GroupNorm, backend: Backend, x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
-    """``norm(x, w, b)``, of which y tells xhat, at least that of most channels."""
+    """``norm(x, w, b)``, of which y determines xhat, at least that of most channels."""
     channels = None
     if w is not None:
         wide = torch.promote_types(w.dtype, torch.float32)

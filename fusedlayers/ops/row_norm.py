@@ -1,9 +1,9 @@
 """Layer norm and RMS norm in one node that saves its output, which the next layer saves anyway, and not its input.
 
 ``y = xhat gain + b``, so ``xhat = (y - b) / gain``; xhat and one number for each row are all that backward needs (as
-Apex's ``memory_efficient=True``; there small factors are clamped). y is rounded, and tells xhat only where the gain is
-neither too small nor much smaller than b. Of the other columns xhat is saved beside y. Which these are is seen from the
-weights of each call.
+Apex's ``memory_efficient=True``; there small factors are clamped). y is rounded, and determines xhat only where the
+gain is neither too small nor much smaller than b. Of the other columns xhat is saved beside y. Which these are is seen
+from the weights of each call.
 
 The norm of x does not change when its mean does. Second derivatives are therefore those of the norm of
 ``xhat / inverse_std``, which is x less its mean.
@@ -39,7 +39,7 @@ MOST = 0.25
 
 @profile_range(lambda norm, *_: norm.function)
 def row_norm(norm: RowNorm, backend: Backend, x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
-    """``norm(x, w, b)``, of which y tells xhat, at least that of most columns."""
+    """``norm(x, w, b)``, of which y determines xhat, at least that of most columns."""
     columns = inexact_columns(norm, backend, w, b, x.dtype)
     if columns is not None and len(columns) > MOST * norm.columns:
         return norm(x, w, b)
@@ -127,7 +127,7 @@ def _differentiable(
 def inexact_columns(
     norm: RowNorm, backend: Backend, w: Tensor | None, b: Tensor | None, dtype: torch.dtype
 ) -> Tensor | None:
-    """The columns of which outputs of ``dtype`` do not tell xhat, or None where there are none."""
+    """The columns of which outputs of ``dtype`` do not determine xhat, or None where there are none."""
     if w is None:
         return None
     if w.is_cpu:

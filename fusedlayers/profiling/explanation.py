@@ -56,7 +56,7 @@ class Explanation(DrawnReport):
 
     Attributes:
         name: of the activation.
-        kind: "monotone", the output tells the derivative; "folded", it does with a branch bit; "needs input", the
+        kind: "monotone", the output determines the derivative; "folded", it does with a branch bit; "needs input", the
             pre-activation is kept; "fallback", plain PyTorch computes it.
         reason: why.
         saves: what a layer keeps, by dtype.
@@ -174,7 +174,7 @@ def _kind(record: Activation) -> tuple[str, str]:
     if refused is not None:
         return "needs input", refused
     if record.fold is None:
-        return "monotone", "the output tells the derivative"
+        return "monotone", "the output determines the derivative"
     where = {"negative": "negative outputs", "positive": "positive outputs", "both": "all outputs"}
     turn = f"it turns once, at z = {record.fold.position:.6g}"
     return "folded", f"{turn}; {where[record.fold.ambiguous]} carry the branch in their last bit"

@@ -150,7 +150,7 @@ def _draw_output(axes: Axes, curves: Curves, pair: Pair | None) -> None:
     low, high = _limits(curves.y[curves.within(WHOLE)])
     title = "Derivative over the output" + (": one value for each" if curves.given == "output" else " (not saved)")
     if pair is not None:
-        title = "Derivative over the output: the last bit tells the branch"
+        title = "Derivative over the output: the last bit is the branch"
         low, high = _range_of(pair.fold, low, high)
         axes.axvline(pair.fold.extremum, color=INK, lw=0.8, ls=":")
         _draw_points(axes, [(pair.y, slope) for slope in pair.slope])

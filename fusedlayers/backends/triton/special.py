@@ -31,8 +31,8 @@ def _erfc(x, FAR: tl.constexpr, NEAR: tl.constexpr):
     # Far from 0 as t exp(-x^2) P(t) with t = 1 / (1 + x/2): erfcx(x) / t, which P approximates, varies little over all
     # x in this variable, so that the relative error stays at rounding level until erfc underflows. Negative x by
     # erfc(-x) = 2 - erfc(x). Near 0 as (1 - x) - x Q(x^2), which is rounded little more than once. That is where GELU
-    # has its minimum, and an output there has to tell the derivative, whose largest error was twice that of torch's
-    # operations with P alone.
+    # has its minimum, and an output there has to determine the derivative, whose largest error was twice that of
+    # torch's operations with P alone.
     a = tl.abs(x)
     t = 1.0 / (1.0 + 0.5 * a)
     e = t * tl.exp(-a * a) * FAR(t)
