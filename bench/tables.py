@@ -280,14 +280,18 @@ OVERVIEW = (
 
 
 def overview_table(results: Path) -> str:
-    """A row for each kind of part, from the runs that have most of them on one device."""
-    runs: dict[str, dict[str, dict[str, Any]]] = {}
+    """A row for each kind of part: a table for GPUs and one for CPUs, each from the device with most of the runs, the
+    latest of them."""
+    devices: dict[str, dict[str, dict[str, Any]]] = {}
     for subject in dict.fromkeys(row[0] for row in OVERVIEW):
         for run in committed(results, subject):
-            runs.setdefault(run["device"]["slug"], {})[subject] = run
-    if not runs:
+            devices.setdefault(run["device"]["slug"], {})[subject] = run
+    best: dict[str, dict[str, dict[str, Any]]] = {}
+    for runs in sorted(devices.values(), key=lambda runs: (len(runs), max(run["date"] for run in runs.values()))):
+        best[next(iter(runs.values()))["device"]["kind"]] = runs
+    if not best:
         return "No result is committed yet; `python -m bench dense` makes one."
-    return "\n\n".join(_overview(found) for found in runs.values() if len(found) == max(map(len, runs.values())))
+    return "\n\n".join(_overview(best[kind]) for kind in ("cuda", "cpu") if kind in best)
 
 
 def _overview(runs: dict[str, dict[str, Any]]) -> str:

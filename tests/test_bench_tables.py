@@ -224,7 +224,7 @@ def test_the_picture_is_written_and_checked(tmp_path: Path, capsys: pytest.Captu
     assert readme(path, results, "--check") == 1 and "overview.svg differs" in capsys.readouterr().out
 
 
-def test_the_overview_has_a_row_for_each_part_of_the_device_with_most(tmp_path: Path) -> None:
+def test_the_overview_has_the_parts_of_the_devices_with_most(tmp_path: Path) -> None:
     text = f"{README}<!-- bench:overview --><!-- /bench:overview -->"
     assert "`python -m bench dense` makes one" in report.fill(text, tmp_path).split("bench:overview")[1]
     a_committed_run(tmp_path)
@@ -232,9 +232,15 @@ def test_the_overview_has_a_row_for_each_part_of_the_device_with_most(tmp_path: 
     row = {"group": "model", "shape": "LLaMA-7B", "activation": "llama's norm", "dtype": "float32"}
     row["variants"] = {"eager": measured(2000.0, 1.0, 16), "fusedlayers": measured(1.0, 0.5, 8)}
     (tmp_path / "cpu" / "parts.json").write_text(json.dumps(a_run([row])))
-    lines = report.fill(text, tmp_path).split("<!-- bench:overview -->")[1].splitlines()
-    assert lines[1] == "Some cpu, 4 threads, torch 2.13.0, 2030-01-02:"
-    assert lines[5:7] == [
+    other = a_run([{**row, "shape": "BERT-base", "activation": "gelu"}])
+    commit(
+        {**other, "date": "2040-01-01", "device": {"kind": "cpu", "name": "Other", "slug": "other"}}, "dense", tmp_path
+    )
+    filled = report.fill(text, tmp_path)
+    assert "Other" not in filled and filled.index("Some cuda, torch") < filled.index("Some cpu")
+    lines = filled.split("Some cpu")[1].splitlines()
+    assert lines[0] == ", 4 threads, torch 2.13.0, 2030-01-02:"
+    assert lines[4:6] == [
         "| Linear + GELU: BERT-base | 12.0 | **6.0** | 12.3 ms | **0.73x** |",
         "| RMS norm: LLaMA-7B | 16.0 | **8.0** | 2 ms | **0.50x** |",
     ]
