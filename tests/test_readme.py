@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import fusedlayers as fl
 from fusedlayers.activations import record
 
 ROOT = Path(__file__).parent.parent
@@ -58,6 +59,12 @@ def test_every_example_is_listed():
     listed = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
     names = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb")}
     assert names and all(f"]({name})" in listed for name in names)
+
+
+def test_every_name_is_listed():
+    listed = (ROOT / "examples" / "README.md").read_text(encoding="utf-8").partition("\n## All names\n")[2]
+    names = re.findall(r"`(\w+)`", listed)
+    assert sorted(names) == sorted(fl.__all__)
 
 
 def test_ci_runs_the_readme_command():
