@@ -268,7 +268,7 @@ class Subject:
             examples = {key: tensor[:2] for key, tensor in self.inputs.items()}
             report = fl.fuse(model, examples, save="recompute" if name == RECOMPUTE else "auto")
             places = {}
-            for place in report.replaced:
+            for place in (*report.replaced, *report.too_small):
                 computed = place.activation or place.pattern
                 places[computed] = places.get(computed, 0) + len(place.modules)
         if name == COMPILE:

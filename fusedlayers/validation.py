@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 
 import torch
@@ -176,7 +176,7 @@ def check_features(function: str, **features: object) -> None:
 def check_window(function: str, **sizes: object) -> None:
     """Refuse a convolution's sizes that are neither a whole number nor some: ``nn.Conv2d`` takes a string for three."""
     for name, size in sizes.items():
-        parts = size if isinstance(size, tuple | list) else (size,)
+        parts = size if isinstance(size, Iterable) and not isinstance(size, str) else (size,)
         if not all(map(is_whole, parts)):
             raise TypeError(f"{function}: {name} must be an int, or one for each dimension, got {size!r}")
 

@@ -184,7 +184,7 @@ def test_the_fastest_of_the_candidates_is_applied(monkeypatch: pytest.MonkeyPatc
     )
     report = fl.fit(model, x, fraction=0.5)
     assert {choice.mode for choice in report.choices if choice.modules != ("",)} <= {"eager", "all"}
-    assert report.measured is not None and report.measured.time_ms is not None and report.measured.time_ms < 9
+    assert report.measured is not None and report.measured.time_ms is not None and report.measured.time_ms <= 9
     assert report.eager.time_ms == 50
     added = sum(choice.time_ms for choice in report.choices)
     assert report.predicted.time_ms == pytest.approx(50 + added)
@@ -325,7 +325,8 @@ def test_gradients_of_each_way(mode: Any, keeps_outputs_recomputed: bool) -> Non
     model, x = _made("transformer")
     block, given = model.layers[1], torch.randn(4, 64, 64)
     fl.fuse(model, x)
-    found = Block("layers.1", block, keeps_outputs_recomputed=keeps_outputs_recomputed)
+    plain = frozenset() if keeps_outputs_recomputed else frozenset(block.modules())
+    found = Block("layers.1", block, plain_recomputed=plain)
     found.find_regions([block.mlp])
     assert found.modes == list(MODES)
     results = []
@@ -414,7 +415,7 @@ def test_distributed(tmp_path: Path) -> None:
     assert others[0] == choices and others[1] == budget and max(first, second) == measured.bytes <= budget
     different = "fit: the processes have different models; call it before the model is split"
     assert [found["errors"][0] for found in results] == [different] * 2
-    assert results[0]["errors"][1] == "fit: another process has raised an error"
+    assert results[0]["errors"][1].startswith("fit: another process has raised ValueError: fit: ")
     assert results[1]["errors"][1].startswith("fit: the model does not run on these inputs")
     model, x = _made("transformer")
     for module in model.modules():

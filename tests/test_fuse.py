@@ -264,6 +264,35 @@ def test_fused_places_are_marked(x: Tensor) -> None:
     assert str(model) == before
 
 
+class SmallAttention(nn.Module):
+    """Several operations whose result is like their input, and no activation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(x @ x.transpose(-1, -2), -1) @ x
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        (nn.GELU(), "saves the output, whose zeros show what was dropped"),
+        (nn.ReLU(), "saves the output, whose zeros show what was dropped"),
+        (nn.ReLU6(), "saves one bit for each element"),  # an output of 6 does not show a factor
+        (SmallAttention(), "saves one bit for each element"),
+        (QuickGELU(), "saves one bit for each element, and none behind an activation"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_what_a_dropout_keeps_is_said(before: nn.Module, said: str, x: Tensor) -> None:
+    report = fl.fuse(nn.Sequential(nn.Linear(IN, HIDDEN), before, nn.Dropout(0.1), nn.Linear(HIDDEN, IN)), x)
+    assert {place.pattern: place.saves for place in report.replaced}["dropout"] == said
+
+
+def test_a_recomputed_mlp_is_explained_once(x: Tensor) -> None:
+    model = nn.Sequential(MLP(), nn.Linear(IN, 2))
+    fl.fuse(model, x, save="recompute")
+    assert str(fl.explain(model)).count("recomputes the rest") == 1
+
+
 def test_a_fused_model_can_be_asked(x: Tensor) -> None:
     model = nn.Sequential(MLP(dropout=0.1), MLP(dropout=0.1), fl.FusedDenseAct(IN, IN), RMSNorm(IN), nn.Linear(IN, 2))
     fl.fuse(model, x)
@@ -315,6 +344,7 @@ def test_report_as_values(x: Tensor) -> None:
                 "reason": "PyTorch saves no more than the output",
             }
         ],
+        "too_small": [],
         "saved_bytes": {"before": before, "after": after},
         "notes": [],
         "dry_run": False,
@@ -410,8 +440,9 @@ def test_small_examples_are_fused_for_larger_ones(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(plan, "SMALL_BYTES", HIDDEN_BYTES)
     model = nn.Sequential(MLP(dropout=0.1), Gated(), nn.Linear(IN, 2))
     report = fl.fuse(model, torch.randn(ROWS // 4, IN))
-    assert not report.replaced and len(report.skipped) == 4
-    assert all(skip.reason.endswith("are left to PyTorch; larger are fused") for skip in report.skipped)
+    assert not report.replaced and not report.skipped and len(report.too_small) == 4
+    assert all(place.reason.endswith("are left to PyTorch") for place in report.too_small)
+    assert "\nfused for larger inputs:\n  " in str(report)
     x = torch.randn(ROWS, IN)
     fused = _bytes(model, x)
     fl.unfuse(model)

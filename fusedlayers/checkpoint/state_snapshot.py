@@ -32,7 +32,7 @@ from torch.nn.parameter import is_lazy
 
 from .._torch import NormBase, is_traceable_wrapper_subclass, no_dispatch
 from ..nn.batch_norm import NORM_TYPES
-from ..utils.module_state import Attributes
+from ..utils.module_state import Attributes, with_attributes
 from .free_state import FreeState
 
 
@@ -100,8 +100,7 @@ class StateSnapshot:
                         f"a tensor of shape {tuple(tensor.value.shape)}, which a recomputed function closes over, was "
                         "modified by an in-place operation after the forward pass"
                     )
-            for attributes in self._attributes:
-                stack.enter_context(attributes.restored())
+            stack.enter_context(with_attributes(self._attributes))
             for autocast in self._autocast:
                 if autocast != _Autocast.current(autocast.kind):  # torch's checkpoint restores most of them itself
                     stack.enter_context(autocast.context())
@@ -294,6 +293,8 @@ class _Parameter(NamedTuple):
     def restore(self, stack: ExitStack) -> None:
         own, tensor = self.module._parameters, self.tensor.value
         current = own.get(self.name)
+        if current is tensor and tensor.requires_grad == self.requires_grad:
+            return  # as most are
         # Sharded parameters are left to the engine's hooks, which run in the recomputation too.
         if current is None or is_traceable_wrapper_subclass(current) or is_traceable_wrapper_subclass(tensor):
             return

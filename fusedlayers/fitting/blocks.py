@@ -43,8 +43,8 @@ class Block:
         regions: of the modules in it that may keep or recompute something.
         fused: the modules among them that ``fuse`` has found.
         mlps: those that may be recomputed by themselves.
-        keeps_outputs_recomputed: whether what is recomputed keeps outputs too. A recomputation holds less then, and
-            takes 0 to 9 % longer (a Mistral's block on two threads).
+        plain_recomputed: the modules in it that keep no outputs while they are recomputed. A recomputation of modules
+            that do holds less, and takes 0 to 9 % longer (a Mistral's block on two threads).
     """
 
     path: str
@@ -59,7 +59,7 @@ class Block:
     regions: dict[nn.Module, Region] = field(default_factory=dict)
     fused: frozenset[nn.Module] = frozenset()
     mlps: frozenset[nn.Module] = frozenset()
-    keeps_outputs_recomputed: bool = False
+    plain_recomputed: frozenset[nn.Module] = frozenset()
 
     def find_regions(self, mlps: Collection[nn.Module], without: Collection[nn.Module] = ()) -> None:
         """After ``fuse``: note the regions that it has made in this block, and which modules are MLPs."""
@@ -77,7 +77,7 @@ class Block:
             recomputed = dict.fromkeys(self.mlps, "all")
         elif mode in ("cheap", "all"):
             recomputed = {self.module: mode}
-        plain = set() if self.keeps_outputs_recomputed else {inner for m in recomputed for inner in m.modules()}
+        plain = {inner for outer in recomputed for inner in outer.modules() if inner in self.plain_recomputed}
         for module, region in self.regions.items():
             region.recompute = recomputed.get(module, "nothing")
             region.keeps_outputs = mode != "eager" and module in self.fused and module not in plain

@@ -10,6 +10,7 @@ from ..fusion.timing import step_time
 from ..profiling.step import Step
 from ..utils.autograd_graph import checkpoints_of, nodes_of, saved_by
 from ..utils.storages import sizes_of, tensors_in
+from .agreement import agreed
 from .blocks import Block, Mode
 from .training import Training, step_peak
 
@@ -52,7 +53,7 @@ def measure(block: Block, training: Training) -> dict[Mode, Costs]:
             _step_ms(block)  # makes plans, and compiles
             parts[mode] = saved_parts(block)
             peaks[mode] = _peak(block) if training.of == "peak" else 0
-        while not _is_timed(times):
+        while not agreed(_is_timed(times)):
             for mode, found in times.items():
                 block.train_as(mode)
                 training.reset_random()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
@@ -16,7 +17,7 @@ from ..profiling.step import Step
 from ..utils.formatting import first_line, pattern_of, size_text
 from ..utils.module_state import unchanged
 from ..utils.storages import tensors_in
-from .agreement import agreed, everyone
+from .agreement import agreed, everyone, together
 from .blocks import MODES, Block, Mode, find_blocks
 from .costs import Costs, measure, saved_parts
 from .plans import Plan, Plans, Rest
@@ -26,6 +27,8 @@ from .watch import Watch
 
 #: A plan that takes more than predicted is replaced by that of a smaller budget, so often.
 TRIES = 5
+#: The first try is with one part in so many more than the budget: predictions may be a little too high.
+SLACK = 64
 #: Blocks are measured by themselves, a little wrongly. The best plans of these ways to train are run against each
 #: other: of all ways; of those that recompute a block as a whole or not at all; and checkpoints alone.
 FAMILIES: tuple[frozenset[Mode], ...] = (
@@ -63,7 +66,7 @@ def fit(
     plan of the first one, and the budget is for the process that takes most.
 
     Args:
-        model: any module, in training mode. It is run some fifty times; its buffers, gradients and attributes are put
+        model: any module, in training mode. It is run some eighty times; its buffers, gradients and attributes are put
             back. Hooks of yours run, those that step an optimizer too.
         inputs: what it is called with: a tensor, a tuple of positional arguments, or a mapping of keywords. The budget
             is for inputs of this size.
@@ -170,13 +173,7 @@ class _Fitting:
     def run(self, budget: int | None, fraction: float | None, plan_only: bool) -> FitReport:
         # Which part of all is done is that of a transformer of six layers on a CPU, whose 46 s these numbers divide.
         self._on_stage("measuring the model", 0.0)
-        end_bytes, problem = 0, None
-        try:
-            end_bytes = self._find_blocks()
-        except ValueError as error:
-            problem = error
-        if any(everyone(problem is not None)):  # none is left waiting for the others
-            raise problem or ValueError("fit: another process has raised an error")
+        end_bytes = together(self._find_blocks)[0]
         self._on_stage("finding what may keep outputs", 0.1)
         self._find_regions()
         if len(set(everyone(repr([(block.path, block.modes) for block in self._blocks])))) > 1:
@@ -228,14 +225,14 @@ class _Fitting:
         self._training.reset_random()
         fusing = Fusing(self._model, function="fit")
         fusing.on(self._training.step.args, self._training.step.kwargs)
-        inside = [module for block in self._blocks for module in block.module.modules()]
-        # An MLP that blocks share cannot be recomputed in one of them alone.
-        mlps = [place.module for place in fusing.mlps if inside.count(place.module) == 1]
+        inside = Counter(module for block in self._blocks for module in block.module.modules())
+        # What blocks share cannot be changed, or recomputed, in one of them alone.
+        own = frozenset(module for module, count in inside.items() if count == 1)
         for block in self._blocks:
-            block.find_regions(mlps)
+            block.find_regions([place.module for place in fusing.mlps if place.module in own])
             # What a recomputation saves counts for the peak alone.
-            block.keeps_outputs_recomputed = self._training.of == "peak"
-        self._rest.find_regions([], without=frozenset(inside))
+            block.plain_recomputed = own if self._training.of == "saved" else frozenset()
+        self._rest.find_regions([], without=inside.keys())
         self._as_pytorch()
 
     def _check_modes(self) -> dict[Mode, int]:
@@ -343,40 +340,44 @@ class _Fitting:
             self.chosen = plans.best(budget)
             return self._report(plans, budget, Measurement(eager_bytes, plans.of_mode("eager").time_ms), None)
         self._on_stage("measuring plans", 0.6)
+        taken: dict[Plan, int] = {}
         found: dict[Plan, int] = {}
         for family in FAMILIES:
-            found |= self._within(plans.of_modes(family), budget)
+            plan = self._within(plans.of_modes(family), budget, taken)
+            if plan is not None:
+                found[plan] = taken[plan]
         if not found:  # predictions may be too high
             found[smallest] = self._bytes_of(smallest)
             if found[smallest] > budget:
                 raise self._unmet(budget, eager_bytes, found[smallest])
         candidates = [*found]
         switches = [functools.partial(self.apply, plan) for plan in candidates]
-        eager_ms, *times = agreed(self._training.times_ms([self._as_pytorch, *switches]))
+        eager_ms, *times = together(lambda: self._training.times_ms([self._as_pytorch, *switches]))[0]
         time_ms, chosen = min(zip(times, candidates, strict=True), key=lambda pair: pair[0])
         # The machine may be slower or faster than it was when the blocks were measured.
         plans = plans.scaled(eager_ms / plans.of_mode("eager").time_ms)
         self.chosen = plans.plan(chosen.modes[1:], chosen.modes[0])
         return self._report(plans, budget, Measurement(eager_bytes, eager_ms), Measurement(found[chosen], time_ms))
 
-    def _within(self, plans: Plans, budget: int) -> dict[Plan, int]:
-        """The fastest plan that keeps to a budget as measured, and the bytes that it takes; nothing if there is none
-        after some tries."""
-        allowed = budget
+    def _within(self, plans: Plans, budget: int, taken: dict[Plan, int]) -> Plan | None:
+        """The fastest plan that keeps to a budget as measured; None if there is none after some tries. ``taken``: what
+        plans take, of those that were measured."""
+        allowed, least = budget + budget // SLACK, plans.smallest().bytes
         for _ in range(TRIES):
-            if allowed < plans.smallest().bytes:
+            if allowed < least:
                 break
             plan = plans.best(allowed)
-            found = self._bytes_of(plan)
-            if found <= budget:
-                return {plan: found}
-            allowed = min(allowed - (found - budget), plan.bytes) - 1
-        return {}
+            if plan not in taken:
+                taken[plan] = self._bytes_of(plan)
+            if taken[plan] <= budget:
+                return plan
+            allowed = min(allowed - (taken[plan] - budget), plan.bytes) - 1
+        return None
 
     def _bytes_of(self, plan: Plan) -> int:
         self.apply(plan)
         try:
-            return max(everyone(self._training.bytes()))
+            return max(together(self._training.bytes))
         except Exception as error:
             raise _readable(error) from error
 

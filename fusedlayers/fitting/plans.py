@@ -126,9 +126,10 @@ class Plans:
         self._choices = {mode: _Choices(blocks, costs, mode, rest, of) for mode, rest in rests.items()}
 
     def of_modes(self, modes: Collection[Mode]) -> Plans:
-        """Those that train blocks in these ways alone."""
+        """Those that train blocks, and the rest, in these ways alone."""
         costs = [{mode: found for mode, found in of_block.items() if mode in modes} for of_block in self._costs]
-        return Plans(self._blocks, costs, self._rests, self._of)
+        rests = {mode: rest for mode, rest in self._rests.items() if mode in modes}
+        return Plans(self._blocks, costs, rests, self._of)
 
     def scaled(self, factor: float) -> Plans:
         """The same on a machine that takes ``factor`` times as long."""

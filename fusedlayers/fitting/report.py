@@ -92,7 +92,8 @@ class FitReport(DrawnReport):
     @property
     def faster(self) -> Plan | None:
         """The next plan that takes less time."""
-        faster = (p for p in self.plans if p.time_ms < (self.predicted.time_ms or 0.0))
+        bytes_, time_ms = self.predicted.bytes, self.predicted.time_ms or 0.0
+        faster = (p for p in self.plans if p.bytes > bytes_ and p.time_ms < time_ms)
         return min(faster, key=lambda p: p.bytes, default=None)
 
     def to_dict(self) -> dict[str, Any]:

@@ -117,10 +117,10 @@ class _Group:
     @property
     def is_too_small(self) -> bool:
         """Whether PyTorch computes all of it on the example, and this package would on a larger one."""
-        return self.freed == 0 and self.first.is_small
+        return not self.freed and self.first.is_small
 
-    def skipped(self, reason: str) -> Skipped:
-        return Skipped(self.paths, *self.first.names, reason)
+    def skipped(self, reason: str | None) -> Skipped:
+        return Skipped(self.paths, *self.first.names, reason or "")
 
     def switch(self, on: bool) -> None:
         for place in self.places:
@@ -266,17 +266,15 @@ class Fusing:
         self._remove_needless()
         if self._dry_run:
             self._put_back()
-        replaced, skipped = [], [group.skipped(group.first.under or "") for group in self._skipped]
-        for group in groups:
-            if group.is_too_small:
-                skipped.append(group.skipped(f"{group.first.saves}; larger are fused"))
-            else:
-                saves = _saves(group.first)
-                replaced.append(Replaced(group.paths, *group.first.names, saves, group.freed, group.time_ms))
         return FuseReport(
             type(self._model).__name__,
-            tuple(replaced),
-            tuple(skipped),
+            tuple(
+                Replaced(group.paths, *group.first.names, _saves(group.first), group.freed, group.time_ms)
+                for group in groups
+                if not group.is_too_small
+            ),
+            tuple(group.skipped(group.first.under) for group in self._skipped),
+            tuple(group.skipped(group.first.saves) for group in groups if group.is_too_small),
             known,
             tuple(self._notes),
             self._dry_run,

@@ -14,8 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from .. import plan as decision
 from .._torch import DisableTorchFunction, saved_tensors_hooks_on_top
-from ..activations import DTYPES
+from ..activations import DTYPES, Activation
 from ..asking import plan_of
+from ..ops.dropout import tells_scaled
 from .operations import CHECKPOINT, GATE, OPERATIONS, PRODUCT, Operation, activation_of, is_gate, reads_product
 from .stand_in import StandIn, recognise
 
@@ -47,6 +48,9 @@ class Place:
         readers: what reads the result: "activation" (one whose output may determine its input), "dropout", "gate" or
             "product".
         gated: of a gate, the activations in it.
+        activation: of PyTorch's activation functions, the record; else None.
+        follows: of a dropout, what has made its input.
+        dtype: of the input.
     """
 
     path: str
@@ -59,6 +63,9 @@ class Place:
     is_recomputed: bool = False
     readers: set[str] = field(default_factory=set)
     gated: list[Place] = field(default_factory=list)
+    activation: Activation | None = None
+    follows: list[Place] = field(default_factory=list)
+    dtype: torch.dtype = torch.float32
 
     @property
     def is_activation(self) -> bool:
@@ -163,6 +170,9 @@ class _Recorder(TorchFunctionMode):
             whole.stand_in, whole.kind, whole.name = stand_in, stand_in.kind, stand_in.name
             whole.saves = _plan_text(stand_in, whole.module, (x,), {})
             places = [place for place in places if place.path != path] + [whole]
+        for place in places:
+            if place.kind == "dropout" and place.saves is None:
+                place.saves = _of_dropout(place, places)
         return places
 
     def _enter_as(self, path: str) -> Any:
@@ -213,15 +223,16 @@ class _Recorder(TorchFunctionMode):
         x, kind = args[0], operation.kind
         if type(running.module).__module__.startswith("fusedlayers.") or x.dtype not in DTYPES:
             return None
-        name: str | None = kind
-        if kind not in _OTHERS:
-            activation = activation_of(func, args, kwargs)
-            name = None if activation is None else activation.name
-        if name is None or not self._is_of_interest(kind, name, x, args, kwargs):
+        activation = None if kind in _OTHERS else activation_of(func, args, kwargs)
+        if activation is None and kind not in _OTHERS:
+            return None
+        name = kind if activation is None else activation.name
+        if not self._is_of_interest(kind, name, x, args, kwargs):
             return None
         place = self._places.get((running.path, kind))
         if place is None:
-            place = self._places[running.path, kind] = Place(running.path, running.module, kind, name)
+            place = self._places[running.path, kind] = Place(running.path, running.module, kind, name, dtype=x.dtype)
+            place.activation, place.follows = activation, [*_makers(x)] if kind == "dropout" else []
             if kind == "dropout" and kwargs.get("inplace"):
                 place.under = "it drops in place"
             elif torch.is_grad_enabled() and saved_tensors_hooks_on_top(True) != running.hooks:
@@ -230,8 +241,6 @@ class _Recorder(TorchFunctionMode):
                 place.saves = _plan_text(operation.run, func, args, kwargs)
             elif kind in ("dropout", GATE, PRODUCT) and x.numel() * x.itemsize < decision.SMALL_BYTES:
                 place.saves = f"{decision.TOO_SMALL} {decision.SMALL_BYTES >> 10} KiB are left to PyTorch"
-            elif kind == "dropout":
-                place.saves = _of_dropout(x)
         place.is_recomputed |= running.hooks is not None or not torch.is_grad_enabled()
         if kind == GATE:
             place.gated += [maker for factor in _tensors(args[:2]) for maker in _makers(factor) if maker.is_activation]
@@ -258,10 +267,15 @@ class _Recorder(TorchFunctionMode):
         return kind != "batch_norm" or bool(kwargs.get("training") or args[5:6] == (True,))
 
 
-def _of_dropout(x: Tensor) -> str:
-    """What a dropout of x keeps."""
-    if any(maker.is_activation and maker.under is None for maker in _makers(x)):
-        return "saves the output, whose zeros show what was dropped"
+def _of_dropout(place: Place, places: list[Place]) -> str | None:
+    """What a dropout keeps; None where the activation before it is one that only its call knows."""
+    before = [maker for maker in place.follows if maker in places and maker.is_activation and maker.under is None]
+    if any(maker.activation is None for maker in before):
+        return None
+    for maker in before:
+        keeps_output = maker.saves is not None and maker.saves.startswith("saves the output")
+        if keeps_output and maker.activation is not None and tells_scaled(maker.activation, place.dtype):
+            return "saves the output, whose zeros show what was dropped"
     return "saves one bit for each element"
 
 

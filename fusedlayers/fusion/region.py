@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, NoReturn
 
 import torch
@@ -65,6 +65,11 @@ class Region:
     @property
     def is_empty(self) -> bool:
         return not self.kinds and self.stand_in is None and self.recompute == "nothing"
+
+    @property
+    def active_kinds(self) -> Set[str]:
+        """The kinds of operations that keep less now."""
+        return self.kinds if self.keeps_outputs else frozenset()
 
     @property
     def is_attached(self) -> bool:
@@ -133,7 +138,7 @@ class Region:
         if is_exporting() or _is_in_checkpoint:
             return forward(*args, **kwargs)
         if self.recompute == "nothing":
-            with Interception(self.kinds, None):
+            with Interception(self.active_kinds, None):
                 return forward(*args, **kwargs)
         _is_in_checkpoint = True
         try:
@@ -145,8 +150,10 @@ class Region:
         forward = self._forward_of(module)
         hooks = saved_tensors_hooks_on_top(True)
         mode = current_function_mode()
-        kinds = self.kinds if self.keeps_outputs else set()
+        kinds = self.active_kinds
         if type(mode) is not Interception:
+            if not kinds:  # a mode takes time at each of torch's functions
+                return forward(*args, **kwargs)
             with Interception(kinds, hooks):
                 return forward(*args, **kwargs)
         # In another region: a second mode would see each of its operations twice.
@@ -172,7 +179,7 @@ _is_in_checkpoint = False
 class Interception(TorchFunctionMode):
     """Meets the calls of PyTorch's functions in a region."""
 
-    def __init__(self, kinds: set[str], hooks: Any) -> None:
+    def __init__(self, kinds: Set[str], hooks: Any) -> None:
         self.kinds = kinds
         #: The saved-tensor hooks that the region began under.
         self.hooks = hooks
@@ -195,11 +202,14 @@ class Remark:
 
     def __call__(self) -> str:
         region, own = region_of(self.module), type(self.module).extra_repr(self.module)
-        if region is None or region.is_empty:
+        if region is None:
             return own
-        kept = sorted(region.kinds) or ([] if region.stand_in is None else [str(region.stand_in)])
-        kept = kept if region.keeps_outputs else []
+        kept = sorted(region.active_kinds)
+        if region.stand_in is not None and region.keeps_outputs:
+            kept.append(str(region.stand_in))
         recomputed = {"all": ["recomputed"], "cheap": ["recomputed but for products"], "nothing": []}[region.recompute]
+        if not kept and not recomputed:
+            return own
         remark = "fused: " + ", ".join(kept + recomputed)
         return f"{own}, {remark}" if own else remark
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -51,7 +51,8 @@ class FuseReport(Report):
     Attributes:
         name: of the model's class.
         replaced: what is fused.
-        skipped: what is not, and why; also what PyTorch computes because the example is small.
+        skipped: what is not, and why.
+        too_small: what is fused, but PyTorch computes at the size of the example.
         saved_bytes: what a forward pass on the example inputs kept for the backward pass before, and what one keeps
             now; None without example inputs, or where the outputs need no gradient.
         notes: what to know of the report itself.
@@ -62,6 +63,7 @@ class FuseReport(Report):
     name: str
     replaced: tuple[Replaced, ...]
     skipped: tuple[Skipped, ...]
+    too_small: tuple[Skipped, ...] = ()
     saved_bytes: tuple[int, int] | None = None
     notes: tuple[str, ...] = ()
     dry_run: bool = False
@@ -75,6 +77,7 @@ class FuseReport(Report):
             "name": self.name,
             "replaced": [asdict(place) | {"modules": list(place.modules)} for place in self.replaced],
             "skipped": [asdict(place) | {"modules": list(place.modules)} for place in self.skipped],
+            "too_small": [asdict(place) | {"modules": list(place.modules)} for place in self.too_small],
             "saved_bytes": {"before": before, "after": after},
             "notes": list(self.notes),
             "dry_run": self.dry_run,
@@ -83,14 +86,6 @@ class FuseReport(Report):
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
-
-    def _reasons(self) -> Iterator[str]:
-        """A line for all places with the same reason."""
-        lines: dict[tuple[str, str], list[str]] = {}
-        for skip in self.skipped:
-            lines.setdefault((skip.activation or skip.pattern, skip.reason), []).append(path_text(skip.modules))
-        for (name, reason), paths in lines.items():
-            yield f"  {name}: {reason} ({_first_of(paths)})"
 
     def _lines(self) -> Iterator[str]:
         count = sum(len(place.modules) for place in self.replaced)
@@ -115,10 +110,11 @@ class FuseReport(Report):
                 number, *texts = row
                 padded = (f"{text:<{width}}" for text, width in zip(texts, widths[1:], strict=True))
                 yield "  ".join((f"{number:>{widths[0]}}", *padded)).rstrip()
-        if self.skipped:
-            yield ""
-            yield "not fused:"
-            yield from self._reasons()
+        for title, places in (("not fused:", self.skipped), ("fused for larger inputs:", self.too_small)):
+            if places:
+                yield ""
+                yield title
+                yield from _reasons(places)
         if self.saved_bytes is not None:
             before, after = self.saved_bytes
             yield ""
@@ -127,6 +123,15 @@ class FuseReport(Report):
             yield f"saved for backward: {size_text(before)} before, {size_text(after)} {now}{change}"
         if self.step_ms is not None:
             yield "forward and backward: {:.3g} ms before, {:.3g} ms then".format(*self.step_ms)
+
+
+def _reasons(places: Sequence[Skipped]) -> Iterator[str]:
+    """A line for all places with the same reason."""
+    lines: dict[tuple[str, str], list[str]] = {}
+    for place in places:
+        lines.setdefault((place.activation or place.pattern, place.reason), []).append(path_text(place.modules))
+    for (name, reason), paths in lines.items():
+        yield f"  {name}: {reason} ({_first_of(paths)})"
 
 
 def _first_of(paths: list[str]) -> str:

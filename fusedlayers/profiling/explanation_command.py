@@ -37,12 +37,12 @@ def run(arguments: argparse.Namespace) -> int:
                 f"{arguments.activation} does not compute: {found.reason}; expected a function of one tensor that "
                 "returns one of its shape, or a model; name one"
             )
-        if arguments.plot is not None:
-            if isinstance(found, ModelExplanation):
-                raise ValueError("only activations can be drawn")
+        if isinstance(found, ModelExplanation) and (arguments.plot is not None or arguments.source):
+            raise ValueError(f"{arguments.activation} is a model: --plot and --source are for activations")
+        if arguments.plot is not None and isinstance(found, Explanation):
             found.plot(arguments.plot)
     print(json.dumps(found.to_dict(), indent=1) if arguments.json else found)
-    if arguments.source and not arguments.json and isinstance(found, Explanation):
+    if arguments.source and isinstance(found, Explanation) and not arguments.json:  # which has it
         print("", found.source.rstrip() or "No code is generated.", sep="\n")
     return 0
 

@@ -144,7 +144,7 @@ def _rows(
 
 @contextmanager
 def _following_nodes(allocations: AllocationTracker, nodes: Sequence[Any], tracker: ModuleTracker) -> Iterator[None]:
-    """Determine the tracker of allocations which node of the backward pass is running, and for which module."""
+    """Tell the tracker of allocations which node of the backward pass is running, and for which module."""
     handles = []
     for node in nodes:
         name = operation_of(node)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ..fusion.operations import CHECKPOINT
 from ..fusion.region import region_of
 from ..nn.base import WithActivation
 from ..nn.mlp import FusedBlock
@@ -60,7 +61,9 @@ def _places(model: nn.Module) -> Iterator[tuple[str, str]]:
         if region is not None:
             for text in region.places.values() if region.keeps_outputs else ():
                 yield path, text
-            if region.recompute != "nothing":
-                yield path, "saves its input, and recomputes " + ("all" if region.recompute == "all" else "the rest")
+            if region.recompute == "cheap":
+                yield path, "saves its input and the results of products and attention, and recomputes the rest"
+            elif region.recompute == "all" and CHECKPOINT not in region.places:
+                yield path, "saves its input, and recomputes the rest"
         if isinstance(module, WithActivation | FusedBlock):
             yield path, f"{type(module).__name__}: {module.extra_repr()}"

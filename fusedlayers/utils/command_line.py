@@ -118,7 +118,9 @@ def import_object(name: str, form: str = "MODULE:ATTRIBUTE") -> object:
     module_name, colon, attribute = name.partition(":")
     if not colon or not all(part.isidentifier() for part in module_name.split(".")):
         path, _, function = name.partition(".py:")
-        example = f"{path.strip('./').replace('/', '.')}:{function}" if function else "package.module:function"
+        parts = path.removeprefix("./").split("/")
+        is_path = function and all(part.isidentifier() for part in parts)
+        example = f"{'.'.join(parts)}:{function}" if is_path else "package.module:function"
         raise ValueError(f"expected {form}, got {name!r}; write {example}")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it

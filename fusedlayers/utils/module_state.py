@@ -60,38 +60,48 @@ class Attributes(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module) -> Attributes:
-        values = cls._current(module)
+        values = _attributes_of(module)
         contents = {name: value.copy() for name, value in values.items() if type(value) in (list, dict, set)}
         return cls(module, values, contents)
 
-    @staticmethod
-    def _current(module: nn.Module) -> dict[str, Any]:
-        own = vars(module)
-        return {name: own[name] for name in own.keys() - _OF_EVERY_MODULE}
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """The module has these attributes, with copies of the containers; on exit it gets back those that it had."""
-        now = self._current(self.module)
-        self._set({**self.values, **{name: contents.copy() for name, contents in self.contents.items()}})
-        try:
-            yield
-        finally:
-            self._set(now)
-
     def put_back(self) -> None:
         """Set the attributes for good, and give the containers their old contents."""
-        self._set(self.values)
+        _set_attributes(self.module, self.values)
         for name, contents in self.contents.items():
             held = self.values[name]
             held.clear()
             held.extend(contents) if isinstance(held, list) else held.update(contents)
 
-    def _set(self, values: dict[str, Any]) -> None:
-        own = vars(self.module)
-        for name in own.keys() - _OF_EVERY_MODULE - values.keys():
-            del own[name]
-        own.update(values)
+
+@contextmanager
+def with_attributes(recorded: Sequence[Attributes]) -> Iterator[None]:
+    """The modules have these attributes, with copies of the containers; on exit they get back those that they had.
+    Most have them already, and nothing is set: a recomputed layer may have dozens of modules."""
+    before = [_attributes_of(own.module) for own in recorded]
+    for (module, values, contents), now in zip(recorded, before, strict=True):
+        if contents or not _are_same(values, now):
+            _set_attributes(module, {**values, **{name: value.copy() for name, value in contents.items()}})
+    try:
+        yield
+    finally:
+        for own, values in zip(recorded, before, strict=True):
+            if not _are_same(values, _attributes_of(own.module)):
+                _set_attributes(own.module, values)
+
+
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+
+
+def _are_same(values: dict[str, Any], others: dict[str, Any]) -> bool:
+    return values.keys() == others.keys() and all(value is others[name] for name, value in values.items())
+
+
+def _set_attributes(module: nn.Module, values: dict[str, Any]) -> None:
+    own = vars(module)
+    for name in own.keys() - _OF_EVERY_MODULE - values.keys():
+        del own[name]
+    own.update(values)
 
 
 @contextmanager
