@@ -450,7 +450,7 @@ def small_calls_table(run: dict[str, Any]) -> str:
     lines = [
         measured_on(run),
         "",
-        "| Call (elements; of blocks, hidden ones) | with backward: eager | **here** | no gradients: eager | **here** |",
+        "| Call (elements; of blocks, hidden ones) | with backward: eager | **here** | without: eager | **here** |",
         "|---|--:|--:|--:|--:|",
     ]
     for row in run["cases"]:
