@@ -268,9 +268,10 @@ class Subject:
             examples = {key: tensor[:2] for key, tensor in self.inputs.items()}
             report = fl.fuse(model, examples, save="recompute" if name == RECOMPUTE else "auto")
             places = {}
-            for place in (*report.replaced, *report.too_small):
-                computed = place.activation or place.pattern
-                places[computed] = places.get(computed, 0) + len(place.modules)
+            found = [(p.activation or p.pattern, p.modules) for p in report.replaced]
+            found += [(p.activation or p.pattern, p.modules) for p in report.too_small]
+            for computed, modules in found:
+                places[computed] = places.get(computed, 0) + len(modules)
         if name == COMPILE:
             model.compile(dynamic=False)
         elif not places or (name == RECOMPUTE and "mlp" not in places):

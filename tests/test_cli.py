@@ -75,7 +75,6 @@ def test_the_console_script_is_main_and_the_extras_are_declared() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], ["COMMAND"]),
         (["paint"], ["paint", "demo"]),
         (["demo", "--activation", "nope"], ["nope", *activations()]),
         (["demo", "--dtype", "int8"], ["int8", "bfloat16"]),

@@ -273,7 +273,8 @@ def test_it_works_without_triton() -> None:
         "importlib.util.find_spec = lambda name, *rest: None if name == 'triton' else find(name, *rest)\n"
         "import torch, fusedlayers as fl\n"
         "for activation in ('gelu', torch.cos, torch.nn.PReLU()):\n"
-        "    print(fl.explain(activation))\n"
+        "    report = fl.explain(activation)\n"
+        "    print(report, report.source)\n"
         "assert 'triton' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", script], cwd=ROOT, capture_output=True, text=True)

@@ -293,7 +293,7 @@ class _Parameter(NamedTuple):
     def restore(self, stack: ExitStack) -> None:
         own, tensor = self.module._parameters, self.tensor.value
         current = own.get(self.name)
-        if current is tensor and tensor.requires_grad == self.requires_grad:
+        if current is tensor and current is not None and current.requires_grad == self.requires_grad:
             return  # as most are
         # Sharded parameters are left to the engine's hooks, which run in the recomputation too.
         if current is None or is_traceable_wrapper_subclass(current) or is_traceable_wrapper_subclass(tensor):
