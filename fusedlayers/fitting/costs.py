@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
-from operator import truediv
 from typing import NamedTuple
 
-from ..fusion.timing import step_time
+from ..fusion.timing import medians, step_time
 from ..profiling.step import Step
 from ..utils.autograd_graph import checkpoints_of, nodes_of, saved_by
 from ..utils.storages import sizes_of, tensors_in
@@ -60,16 +58,8 @@ def measure(block: Block, training: Training) -> dict[Mode, Costs]:
                 found.append(_step_ms(block))
     finally:
         block.train_as("eager")
-    return {mode: Costs(*parts[mode], peaks[mode], ms) for mode, ms in _medians(times).items()}
-
-
-def _medians(times: dict[Mode, list[float]]) -> dict[Mode, float]:
-    """Of the times by themselves for eager PyTorch; of the others their ratio to that in the same round, because how
-    fast a machine is changes between rounds."""
-    eager = times["eager"]
-    median = statistics.median(eager)
-    ratios = {mode: statistics.median(map(truediv, found, eager)) for mode, found in times.items()}
-    return {mode: median * ratio for mode, ratio in ratios.items()}
+    each = zip(times, medians([*times.values()]), strict=True)
+    return {mode: Costs(*parts[mode], peaks[mode], time_ms) for mode, time_ms in each}
 
 
 def _is_timed(times: dict[Mode, list[float]]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from operator import truediv
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from ..profiling.step import Step
 from ..utils.module_state import isolated_gradients
 from ..utils.storages import tensors_in
 
-#: Each time is the median of so many steps. The variants take turns, so that a busy machine slows all of them.
+#: Each time is of so many steps. The variants take turns, so that a busy machine slows all of them.
 ROUNDS = 7
 
 
@@ -30,7 +31,14 @@ def step_times(
             time_ms = step_time(step, leaves)
             if number:  # the first step makes plans, and compiles
                 found.append(time_ms)
-    return [statistics.median(found) for found in times]
+    return medians(times)
+
+
+def medians(times: Sequence[Sequence[float]]) -> list[float]:
+    """The median of the first times; of the others that of their ratio to the first in the same round, because how fast
+    a machine is changes between rounds."""
+    first = times[0]
+    return [statistics.median(first) * statistics.median(map(truediv, found, first)) for found in times]
 
 
 def step_time(step: Step, leaves: Sequence[Tensor]) -> float:
