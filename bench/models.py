@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedlayers as fl
+from fusedlayers.fusion.report import Replaced, Skipped
 from fusedlayers.memory import peak_bytes, saved_bytes
 
 from . import RESULTS, grid, machine, measure
@@ -268,10 +269,10 @@ class Subject:
             examples = {key: tensor[:2] for key, tensor in self.inputs.items()}
             report = fl.fuse(model, examples, save="recompute" if name == RECOMPUTE else "auto")
             places = {}
-            found = [(p.activation or p.pattern, p.modules) for p in report.replaced]
-            found += [(p.activation or p.pattern, p.modules) for p in report.too_small]
-            for computed, modules in found:
-                places[computed] = places.get(computed, 0) + len(modules)
+            fused: list[Replaced | Skipped] = [*report.replaced, *report.too_small]
+            for place in fused:
+                computed = place.activation or place.pattern
+                places[computed] = places.get(computed, 0) + len(place.modules)
         if name == COMPILE:
             model.compile(dynamic=False)
         elif not places or (name == RECOMPUTE and "mlp" not in places):

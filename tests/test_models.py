@@ -80,7 +80,7 @@ def test_what_is_found(case: Case) -> None:
 def _counted(report: FuseReport) -> Counter[str]:
     """The places by what is computed there."""
     counted: Counter[str] = Counter()
-    for place in report.replaced:
+    for place in (*report.replaced, *report.too_small):
         counted[place.activation or place.pattern] += len(place.modules)
     return counted
 
