@@ -178,7 +178,7 @@ class _Fitting:
         self._find_regions()
         if len(set(everyone(repr([(block.path, block.modes) for block in self._blocks])))) > 1:
             raise ValueError("fit: the processes have different models; call it before the model is split")
-        eager_bytes = max(everyone(self._training.bytes()))
+        eager_bytes = self._bytes()
         self._on_stage("checking gradients", 0.15)
         peaks = self._check_modes()
         self._measure_blocks()
@@ -314,7 +314,11 @@ class _Fitting:
 
     def _peak(self, modes: Sequence[Mode], rest: Mode) -> int:
         self._train_as(modes, rest)
-        return max(everyone(self._training.bytes()))
+        return self._bytes()
+
+    def _bytes(self) -> int:
+        """What the budget counts, of the process that takes most."""
+        return max(together(self._training.bytes))
 
     def _skip(self, reason: str, *blocks: Block) -> None:
         self._skipped.setdefault(reason, []).extend(block.path for block in blocks)
@@ -377,7 +381,7 @@ class _Fitting:
     def _bytes_of(self, plan: Plan) -> int:
         self.apply(plan)
         try:
-            return max(together(self._training.bytes))
+            return self._bytes()
         except Exception as error:
             raise _readable(error) from error
 
