@@ -25,13 +25,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedlayers as fl
-from fusedlayers.activations import Activation, resolve, rows
+from fusedlayers.activations import Activation, measure_inverse_error, resolve, rows
 from fusedlayers.backends import GradientRequest, cpu
 from fusedlayers.backends import torch as reference
 from fusedlayers.backends.cpu import build, elementwise, loops
+from fusedlayers.backends.cpu import norm as cpu_norm
 from fusedlayers.backends.cpu.cubics import normal
 from fusedlayers.call import with_operands
 from fusedlayers.derivative import branch_bit
+from fusedlayers.ops import batch_norm
 from fusedlayers.utils.layout import layout_along
 
 ROOT = Path(__file__).parents[1]
@@ -376,6 +378,74 @@ def test_a_channel_with_nan_is_known_by_its_range(shape: tuple[int, ...]) -> Non
     assert math.isinf(float(largest[2])) or math.isnan(float(largest[2]))
     kept = torch.arange(5) != 2
     assert torch.equal(smallest[kept], z.amin(others)[kept]) and torch.equal(largest[kept], z.amax(others)[kept])
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("activation", ["silu", "elu", "leaky_relu"])
+def test_inexact_channels_are_those_that_torch_finds(activation: str, affine: bool) -> None:
+    record, channels, count = resolve(activation), 4000, 48
+    error = measure_inverse_error(record, torch.float32)
+    assert error is not None
+    z = torch.randn(1, channels, count) * torch.logspace(-2, 3, channels).view(-1, 1)
+    z[0, 7, 3], z[0, 11, 5] = math.nan, math.inf
+    mean, inverse_std = torch.randn(channels) * 30, torch.rand(channels) * 2
+    w = torch.randn(channels) * torch.logspace(-5, 2, channels)[torch.randperm(channels)] if affine else None
+    b = torch.randn(channels) if affine else None
+    if w is not None:
+        w[:6] = torch.tensor([0.0, -0.0, 1e-40, math.inf, math.nan, 2.0**-12])
+    known = batch_norm.Known(mean, inverse_std, w)
+    expected = batch_norm._inexact_channels(z, known, b, error)
+    endless = torch.where(z.isnan(), math.inf, z)
+    ends = endless.amin((0, 2)), endless.amax((0, 2))
+    found = cpu_norm.NormPasses.inexact_channels(error, *known, b, ends, count, batch_norm.CENTRED)
+    assert expected is not None and found is not None and 100 < len(expected) < channels - 100
+    assert torch.equal(found, expected)
+    good = torch.ones(channels, dtype=torch.bool).index_fill_(0, expected, False).nonzero().squeeze(1)
+    exact = batch_norm.Known(mean[good], inverse_std[good], None if w is None else w[good])
+    shift, ends = None if b is None else b[good], (ends[0][good], ends[1][good])
+    assert cpu_norm.NormPasses.inexact_channels(error, *exact, shift, ends, count, batch_norm.CENTRED) is None
+
+
+@pytest.mark.parametrize(
+    "shape", [(8, 20), (40, 5), (2, 300, 1, 1), (3, 7, 5, 7), (2, 5, 12, 12), (3, 4, 17, 61)], ids=str
+)
+@pytest.mark.parametrize("activation", ["silu", "elu"])
+def test_passes_of_a_batch_norm_over_rows_of_any_length(activation: str, shape: tuple[int, ...]) -> None:
+    """The ends, the output, z, the sums and the gradient of x, with the input of two channels kept."""
+    record, channels = resolve(activation), shape[1]
+    x, dy, kept = torch.randn(shape) + 0.3, torch.randn(shape), torch.tensor([1, channels - 1])
+    w, b = torch.rand(channels) + 0.5, torch.randn(channels)
+    passes = cpu.norm_passes(x, record)
+    assert passes is not None
+    dims = [0, *range(2, len(shape))]
+    mean, var = x.mean(dims), x.var(dims, correction=0)
+    inverse_std = (var + 1e-5).rsqrt()
+    z = F.batch_norm(x, mean, var, w, b, False, 0.0, 1e-5)
+    y = torch.empty_like(z)
+    ends = passes.act(z, y)
+    assert torch.equal(ends[0], z.amin(dims)) and torch.equal(ends[1], z.amax(dims))
+    torch.testing.assert_close(y, record.encoded(z, torch.float32), atol=2e-7, rtol=2e-6)
+
+    dz, v, total, product = passes.gradient(dy, y, b, False)
+    z64 = z.double().requires_grad_()
+    (exact,) = torch.autograd.grad(F.silu(z64) if activation == "silu" else F.elu(z64), z64, dy.double())
+    assert relative(dz, exact) < FOLDED_TOLERANCE[torch.float32] and relative(v, z) < FOLDED_TOLERANCE[torch.float32]
+    along = (1, -1, *(1,) * (len(shape) - 2))
+    of = lambda values, center: (values * (v.double() - center.double().view(along))).sum(dims)
+    torch.testing.assert_close(total.double(), dz.double().sum(dims), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(product.double(), of(dz.double(), b), atol=1e-5, rtol=1e-5)
+
+    v.index_copy_(1, kept, x[:, kept])
+    product.index_copy_(0, kept, (dz * (x - mean.view(along))).sum(dims)[kept])
+    count = x.numel() // channels
+    dw, *factors = passes.factors(mean, inverse_std, w, b, total, product, kept, count, False)
+    dx = passes.combine(dz.clone(), v, *factors)
+    x64, w64 = x.double().requires_grad_(), w.double().requires_grad_()
+    F.batch_norm(x64, None, None, w64, b.double(), True, 0.0, 1e-5).backward(dz.double())
+    assert (
+        relative(dx, x64.grad) < FOLDED_TOLERANCE[torch.float32]
+        and relative(dw, w64.grad) < FOLDED_TOLERANCE[torch.float32]
+    )
 
 
 @pytest.mark.parametrize("shape", [(64, 5), (3, 300), (5, 4, 1000), (3, 5, 9, 20), (2, 3, 100, 200)], ids=str)

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..activations import Activation
+from ..activations import Activation, InverseError
 from .norms import GroupNorm, Kept, RowNorm
 from .operations import Operation, Weight
 
@@ -44,9 +44,50 @@ class NormPasses(Protocol):
         channel."""
         ...
 
+    def act(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """``f(z)`` with its branch in y, which may be z; the smallest and the largest z of each channel."""
+        ...
+
+    def inexact_channels(
+        self,
+        error: InverseError,
+        mean: Tensor,
+        inverse_std: Tensor,
+        w: Tensor | None,
+        b: Tensor | None,
+        ends: tuple[Tensor, Tensor],
+        count: int,
+        centred: float,
+    ) -> Tensor | None:
+        """The channels, of ``count`` numbers each, of which y does not determine the input: by the smallest and the
+        largest z of each, and where the mean is more than ``centred`` standard deviations from 0. None where there is
+        none."""
+        ...
+
     def gradient(self, dy: Tensor, y: Tensor, center: Tensor, overwrite: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """``dz = dy * f'`` and z from y, over which z may be written; for each channel the sums of dz and of
         ``dz (z - center)``."""
+        ...
+
+    def factors(
+        self,
+        mean: Tensor,
+        inverse_std: Tensor,
+        w: Tensor | None,
+        b: Tensor | None,
+        total: Tensor,
+        product: Tensor,
+        kept: Tensor | None,
+        count: int,
+        rounds_shift: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The gradient of w, and the factors of that of x for ``combine``, from the sums that ``gradient`` finds over
+        the ``count`` numbers of each channel.
+
+        Args:
+            kept: the channels whose input is known instead of z, in order.
+            rounds_shift: whether z was made by a kernel of torch's whose error is known.
+        """
         ...
 
     def combine(self, dz: Tensor, z: Tensor, scale: Tensor, slope: Tensor, offset: Tensor) -> Tensor:

@@ -113,29 +113,34 @@ class NormAct(Function):
     ) -> Tensor:
         backend = backends.choose(x, activation)
         passes = None
-        if inverse_error is not None and made is None and not norm.is_synchronised:
-            passes = backend.norm_passes(x, activation)
-        channels = None
-        if passes is not None and inverse_error is not None:
+        if inverse_error is not None and not norm.is_synchronised:
+            passes = backend.norm_passes(x if z is None else z, activation)
+        is_dirty = made is not None and made[-1]
+        if made is not None:
+            mean, inverse_std, _ = made
+        elif passes is not None:
             mean, inverse_std = norm.statistics(x, passes.moments)
-            known = Known(mean, inverse_std, w)
-            y, ends = passes.norm_act(x, mean, known.scale, torch.zeros_like(mean) if b is None else b)
-            channels = _inexact_channels(y, ends, known, b, inverse_error)
         else:
-            if made is None:
-                z, mean, inverse_std = norm.with_statistics(x, w, b)
+            z, mean, inverse_std = norm.with_statistics(x, w, b)
+        known, channels = Known(mean, inverse_std, w), None
+        if passes is not None and inverse_error is not None:
+            count = x.numel() // len(mean)
+            if z is None:
+                y, ends = passes.norm_act(x, mean, known.scale, torch.zeros_like(mean) if b is None else b)
+                channels = passes.inexact_channels(inverse_error, *known, b, ends, count, math.inf)
             else:
-                mean, inverse_std, _ = made
-            if inverse_error is not None:
-                assert z is not None
-                channels = _inexact_channels(z, None, Known(mean, inverse_std, w), b, inverse_error)
+                y = z if is_dirty else torch.empty_like(z)
+                channels = passes.inexact_channels(inverse_error, *known, b, passes.act(z, y), count, CENTRED)
+        elif inverse_error is not None:
+            assert z is not None
+            channels = _inexact_channels(z, known, b, inverse_error)
         keeps_output = inverse_error is not None and (channels is None or len(channels) <= MOST * x.shape[1])
         if passes is None:
             assert z is not None
-            is_ours = made is None or made[-1]
-            y = backend.bias_act(z, None, activation, dim=norm.dim, encode=keeps_output, out=z if is_ours else None)
-            if made is not None and is_ours:
-                ctx.mark_dirty(z)
+            out = z if made is None or is_dirty else None
+            y = backend.bias_act(z, None, activation, dim=norm.dim, encode=keeps_output, out=out)
+        if is_dirty:
+            ctx.mark_dirty(z)
         if not keeps_output:
             ctx.save_for_backward(None, x, None, mean, inverse_std, w, b)
         elif channels is None:
@@ -144,10 +149,9 @@ class NormAct(Function):
             ctx.save_for_backward(y, x.index_select(1, channels), channels, mean, inverse_std, w, b)
         ctx.place = place if keeps_output else None
         ctx.settings = norm, activation, backend, saved_under_hooks()
-        is_dirty = made is not None and made[-1] and passes is None
         ctx.expected = version_for_backward(y, is_dirty=is_dirty) if keeps_output else None
         is_scaled = x.is_cpu and (x.is_contiguous() or channels_last_format(x) is not None)
-        ctx.is_scaled = is_scaled and passes is None
+        ctx.is_scaled = is_scaled and z is not None
         return y
 
     @staticmethod
@@ -219,9 +223,7 @@ def _in_passes(
     """
     norm, activation, backend, _ = ctx.settings
     mean, inverse_std, w = known
-    center = torch.zeros_like(mean) if b is None else b
-    gain = torch.ones_like(mean) if w is None else w.reciprocal()
-    dz, v, db, product = passes.gradient(dy, y, center, overwrite)
+    dz, v, db, product = passes.gradient(dy, y, torch.zeros_like(mean) if b is None else b, overwrite)
     if x is not None and channels is not None:
         own_mean = mean[channels]
         again = BatchNormRecompute(own_mean, inverse_std[channels], norm.eps, norm.training)
@@ -233,20 +235,13 @@ def _in_passes(
             of_all.index_copy_(1, channels, of_own)
         for of_all, of_own in ((db, sum_along(own, 1)), (product, sum_along(own * deviation, 1))):
             of_all.index_copy_(0, channels, of_own)
-        center = center.index_copy(0, channels, own_mean)
-        gain = gain.index_copy(0, channels, inverse_std[channels])
-    dw = product * gain
-    offset = _offset(known, b, channels) if ctx.is_scaled else None
-    if offset is not None:
-        dw = (dw.double() - offset * db.double()).to(dw.dtype)
+    rounds_shift = ctx.is_scaled and _rounds_shift_once()
+    dw, *factors = passes.factors(*known, b, db, product, channels, v.numel() // len(db), rounds_shift)
     if not ctx.needs_input_grad[0]:
         return None, dw, db
     if not norm.training:
         return dz.mul_(along(known.scale, 1, dz.dim())), dw, db
-    count = v.numel() / len(db)
-    slope = known.scale * gain * dw / -count
-    offset = known.scale * db / -count - slope * center
-    return passes.combine(dz, v, known.scale, slope, offset), dw, db
+    return passes.combine(dz, v, *factors), dw, db
 
 
 class Known(NamedTuple):
@@ -261,23 +256,18 @@ class Known(NamedTuple):
         return self.inverse_std if self.w is None else self.inverse_std * self.w
 
 
-def _inexact_channels(
-    z: Tensor, ends: tuple[Tensor, Tensor] | None, known: Known, b: Tensor | None, inverse_error: InverseError
-) -> Tensor | None:
-    """The channels of which outputs do not determine the input, or None. ``ends`` are the smallest and the largest z of
-    each channel, of which a pass of ours has made z, and y in its place; or None."""
+def _inexact_channels(z: Tensor, known: Known, b: Tensor | None, inverse_error: InverseError) -> Tensor | None:
+    """The channels of which outputs do not determine the input, or None."""
     mean, inverse_std, w = known
     size = torch.ones_like(mean) if w is None else w.abs()
-    good = (mean * inverse_std).abs() <= CENTRED if ends is None else torch.ones_like(mean, dtype=torch.bool)
+    good = (mean * inverse_std).abs() <= CENTRED
     if w is not None:
         good &= inverse_error.is_acceptable(torch.zeros_like(w) if b is None else b, w)
     # No value alone may err by more than all of them may together.
     allowed = inverse_error.limit * math.sqrt(z.numel() / z.shape[1]) * size.double()
-    if ends is None:
-        if bool(good.all() & (inverse_error.worst(torch.stack(torch.aminmax(z))) <= allowed.min()).all()):  # one wait
-            return None
-        ends = z.amin(other_dims(z, 1)), z.amax(other_dims(z, 1))
-    for end in ends:
+    if bool(good.all() & (inverse_error.worst(torch.stack(torch.aminmax(z))) <= allowed.min()).all()):  # one wait
+        return None
+    for end in (z.amin(other_dims(z, 1)), z.amax(other_dims(z, 1))):
         good &= inverse_error.worst(end) <= allowed
     return None if bool(good.all()) else (~good).nonzero().squeeze(1)
 

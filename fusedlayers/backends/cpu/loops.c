@@ -15,7 +15,7 @@
 #include <immintrin.h>
 #endif
 
-enum { BLOCK = 256, LANES = 8, TILE = 2048, ROWS = 32, PIECE = 16384 };
+enum { BLOCK = 256, LANES = 8, TILE = 2048, ROWS = 32, PIECE = 16384, RUN = 4096 };
 /* Bytes ahead of which lines are fetched that will be written only. */
 enum { AHEAD = 2048 };
 #define EACH _Pragma("omp simd") for (int i = 0; i < BLOCK; i++)
@@ -411,10 +411,8 @@ static void look_up(const table *t, const float *y, float *slope) {
 /* An interval is all numbers with the same sign, exponent and leading bits, of which this many are left. */
 enum { REST = 19 };
 
-static void look_up_fold(const fold_table *t, const float *y, float *found) {
+static void intervals(const fold_table *t, const float *y, int32_t *index, float *place) {
   const float origin_high = t->origin_high, origin_low = t->origin_low, nearest = t->nearest, tail = t->tail, down = t->down;
-  int32_t index[BLOCK];
-  float place[BLOCK];
   EACH {
     float d = (y[i] - origin_high) - origin_low;
     d = d < nearest ? nearest : d;
@@ -422,13 +420,29 @@ static void look_up_fold(const fold_table *t, const float *y, float *found) {
     int32_t of_tail = y[i] > tail ? is_marked : 0, w = of_tail < 0 ? bits_of(y[i] * down) : bits_of(d) | is_marked;
     float rest = (float)(w & ((1 << REST) - 1)) * (1.0f / (1 << REST));
     place[i] = y[i] == y[i] ? rest : y[i];
-    index[i] = w >> (REST - 2) & -4;
+    index[i] = (w >> (REST - 2) & -4) + (1 << (33 - REST)); /* the first is that of the least w */
   }
-  cubics_at(t->cubics + (1 << (33 - REST)), index, place, found); /* the first cubic is that of the least w */
+}
+
+static void look_up_fold(const fold_table *t, const float *y, float *found) {
+  int32_t index[BLOCK];
+  float place[BLOCK];
+  intervals(t, y, index, place);
+  cubics_at(t->cubics, index, place, found);
 }
 
 static void invert(const kernel *k, const float *y, float *z) {
   look_up_fold(&k->inverse, y, z);
+  EACH z[i] += y[i];
+}
+
+/* And the derivative, by another table with the same intervals. */
+static void invert_both(const kernel *k, const float *y, float *z, float *slope) {
+  int32_t index[BLOCK];
+  float place[BLOCK];
+  intervals(&k->inverse, y, index, place);
+  cubics_at(k->inverse.cubics, index, place, z);
+  cubics_at(k->slope.cubics, index, place, slope);
   EACH z[i] += y[i];
 }
 
@@ -543,14 +557,15 @@ static void forward_step(const pass *p, int64_t at, int n, const channels *c) {
   }
 }
 
-/* z is (in - mean) scale + shift. Finds its range. */
+/* z is (in - mean) scale + shift, or in where these are NULL. Finds its range. */
 static void norm_forward_step(const pass *p, int64_t at, int n, const channels *c) {
   const kernel *k = p->k;
   const float *mean = c->vector[0], *scale = c->vector[1], *shift = c->vector[2], *x = (const float *)p->in[0] + at;
   float *smallest = c->found[0], *largest = c->found[1], z[BLOCK] = {0}, last[BLOCK];
   float *y = n == BLOCK ? (float *)p->out[0] + at : last;
-  fetch(p->out[0], at, 4);
-  FIRST_N z[i] = (x[i] - mean[i]) * scale[i] + shift[i];
+  if (p->in[0] != p->out[0]) fetch(p->out[0], at, 4);
+  if (mean == NULL) memcpy(z, x, (size_t)n * 4);
+  else FIRST_N z[i] = (x[i] - mean[i]) * scale[i] + shift[i];
   FIRST_N smallest[i] = z[i] < smallest[i] ? z[i] : smallest[i];
   FIRST_N {
     float number = z[i] == z[i] ? z[i] : __builtin_inff(); /* where there is a NaN the range has no end */
@@ -663,9 +678,11 @@ static void norm_gradient_step(const pass *p, int64_t at, int n, const channels 
   float y[BLOCK], z[BLOCK], dz[BLOCK], unused[BLOCK];
   if (p->in[1] != p->out[0]) fetch(p->out[0], at, 4);
   if (p->in[1] != p->out[1]) fetch(p->out[1], at, 4);
-  if (k->inverse.cubics != NULL) invert(k, block_of(p->in[1], at, n, 4, y), z);
-  else invert_formula(k, block_of(p->in[1], at, n, 4, y), z);
-  compute(k, z, unused, dz);
+  if (k->inverse.cubics != NULL) invert_both(k, block_of(p->in[1], at, n, 4, y), z, dz);
+  else {
+    invert_formula(k, block_of(p->in[1], at, n, 4, y), z);
+    compute(k, z, unused, dz);
+  }
   const float *dy = block_of(p->in[0], at, n, 4, y);
   float *to_dz = (float *)p->out[0] + at, *to_z = (float *)p->out[1] + at, *sum = c->found[0], *product = c->found[1];
   FIRST_N {
@@ -871,15 +888,57 @@ static void piece_task(const pass *given, step *one, const layout *l, int64_t ro
   }
 }
 
+/* Of n numbers. */
+static float joined_all(const pass *p, int r, const float *x, int n) {
+  float total = p->finds == SUMS ? 0.0f : x[0];
+  if (p->finds == SUMS) { _Pragma("omp simd reduction(+ : total)") for (int i = 0; i < n; i++) total += x[i]; }
+  else if (r) { _Pragma("omp simd reduction(max : total)") for (int i = 0; i < n; i++) total = x[i] > total ? x[i] : total; }
+  else { _Pragma("omp simd reduction(min : total)") for (int i = 0; i < n; i++) total = x[i] < total ? x[i] : total; }
+  return total;
+}
+
+/* Rows that would not fill blocks: here blocks hold what follows each other, of several rows. Partial results: (row). */
+static void short_rows_task(const pass *p, step *one, const layout *l, int64_t first, int64_t last) {
+  float vector[3][BLOCK], found[2][BLOCK];
+  channels c = {{NULL}, {found[0], found[1]}};
+  for (int v = 0; v < 3; v++) c.vector[v] = p->vector[v] == NULL ? NULL : vector[v];
+  if (p->finds) start(p, (float *[2]){p->partial[0] + first, p->partial[1] + first}, (int)(last - first));
+  int64_t row = first, channel = first % l->channels, left = l->columns; /* of the row */
+  for (int64_t at = first * l->columns; at < last * l->columns; at += BLOCK) {
+    const int n = (int)(last * l->columns - at < BLOCK ? last * l->columns - at : BLOCK);
+    const int64_t row_before = row, left_before = left;
+    for (int i = 0, size; i < n; i += size) {
+      size = (int)(left < n - i ? left : n - i);
+      for (int v = 0; v < 3; v++)
+        if (p->vector[v] != NULL) {
+          const float number = p->vector[v][channel];
+          for (int j = i; j < i + size; j++) vector[v][j] = number;
+        }
+      if (!(left -= size)) row++, channel = channel + 1 < l->channels ? channel + 1 : 0, left = l->columns;
+    }
+    start(p, c.found, n);
+    one(p, at, n, &c);
+    row = row_before, left = left_before;
+    for (int i = 0, size; i < n; i += size) {
+      size = (int)(left < n - i ? left : n - i);
+      for (int r = 0; r < 2 && p->finds; r++)
+        p->partial[r][row] = (float)joined(p, r, p->partial[r][row], joined_all(p, r, found[r] + i, size));
+      if (!(left -= size)) row++, left = l->columns;
+    }
+  }
+}
+
 static int64_t over(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
 /* Go through all blocks. ``found`` receives what the pass finds along the channels, in the kernel's dtype. Returns 0, or
    1 where there is no memory. */
 static int walk(pass *p, step *one, const layout *l, void *found[2]) {
   const int by_columns = l->axis == ALONG_COLUMNS;
+  const int are_short = l->axis == ALONG_ROWS && p->gaps == NULL && l->columns < 4 * BLOCK && l->columns % BLOCK;
   const int64_t rows = over(l->count, l->columns), parts = over(l->columns, by_columns ? TILE : PIECE);
-  const int64_t groups = by_columns ? over(rows, ROWS) : rows, tasks = groups * parts;
-  const int64_t size = by_columns ? groups * l->columns : tasks;
+  const int64_t together = by_columns ? ROWS : are_short ? over(RUN, l->columns) : 1;
+  const int64_t groups = over(rows, together), tasks = groups * parts;
+  const int64_t size = by_columns ? groups * l->columns : rows * parts;
   float *partial = NULL;
   if (p->finds) {
     if ((partial = malloc((size_t)size * 8)) == NULL) return 1;
@@ -888,7 +947,9 @@ static int walk(pass *p, step *one, const layout *l, void *found[2]) {
   }
 #pragma omp parallel for schedule(static) num_threads(l->threads) if (l->threads > 1)
   for (int64_t task = 0; task < tasks; task++) {
+    const int64_t first = task * together, last = first + together < rows ? first + together : rows;
     if (by_columns) columns_task(p, one, l, task / parts, task % parts);
+    else if (are_short) short_rows_task(p, one, l, first, last);
     else piece_task(p, one, l, task / parts, task % parts, task);
   }
   for (int r = 0; r < 2 && p->finds; r++)
@@ -899,9 +960,8 @@ static int walk(pass *p, step *one, const layout *l, void *found[2]) {
       else
         for (int64_t row = channel; row < rows; row += l->channels)
           for (int64_t i = row * parts; i < (row + 1) * parts; i++) total = joined(p, r, total, p->partial[r][i]);
-      float padded[BLOCK] = {(float)total};
-      if (p->finds_in_float32) ((float *)found[r])[channel] = padded[0];
-      else put_wide(p->k, found[r], channel, 1, padded);
+      if (p->finds_in_float32 || p->k->dtype == FLOAT32) ((float *)found[r])[channel] = (float)total;
+      else put_wide(p->k, found[r], channel, 1, (float[BLOCK]){(float)total});
     }
   free(partial);
   return 0;
@@ -1236,6 +1296,80 @@ int row_norm_gradient(const row_norm *r, const void *dy, const void *y, const fl
     }
   free(partial);
   return failed;
+}
+
+/* A batch norm's gradient of x, ``scale dz + slope v + offset``, and that of w (``_in_passes`` in ops/batch_norm.py) from
+   the sums of dz and of dz (v - center). v is z, or x of the channels that were kept. w and b may be NULL. */
+int norm_factors(const float *mean, const float *inverse_std, const float *w, const float *b, const float *sum,
+                 const float *product, const int64_t *kept, int64_t kept_count, int64_t channels, int64_t count,
+                 int rounds_shift, float *dw, float *scale, float *slope, float *offset) {
+  int64_t next = 0;
+  for (int64_t c = 0; c < channels; c++) {
+    const int is_kept = next < kept_count && kept[next] == c;
+    const double weight = w == NULL ? 1.0 : w[c], bias = b == NULL ? 0.0 : b[c];
+    const double gain = is_kept ? inverse_std[c] : 1.0 / weight, center = is_kept ? mean[c] : bias;
+    const float factor = w == NULL ? inverse_std[c] : inverse_std[c] * w[c];
+    double gradient = product[c] * gain;
+    next += is_kept;
+    if (rounds_shift && w != NULL && !is_kept) { /* torch's z = x factor + shift, with a shift that is rounded */
+      const double shift = bias - mean[c] * (double)factor;
+      gradient -= ((float)shift - shift) / weight * sum[c];
+    }
+    dw[c] = (float)gradient;
+    scale[c] = factor;
+    const double per_v = -factor * gain * dw[c] / (double)count;
+    slope[c] = (float)per_v;
+    offset[c] = (float)(-factor * (double)sum[c] / (double)count - per_v * center);
+  }
+  return 0;
+}
+
+/* ``InverseError`` of activations/inverse_error.py: its tables, and what places numbers in them. */
+typedef struct {
+  const double *largest;
+  const uint8_t *acceptable;
+  double cell, cells, limit;
+  float steps, octaves, offset;
+} inverse_error;
+
+static double worst_of(const inverse_error *e, float z) {
+  double place = z / e->cell + (e->cells + 1), size = __builtin_fabs((double)z);
+  place = place > 0 ? place : 0; /* NaN too */
+  place = place < 2 * e->cells + 1 ? place : 2 * e->cells + 1;
+  const double error = e->largest[(int64_t)place] * (size > 1 ? size : 1);
+  return error == error ? error : __builtin_inf();
+}
+
+/* Of 2 half cells; NaN has the first. */
+static int64_t cell_of(float x, float half) {
+  x += half;
+  x = x > 0 ? x : 0;
+  return (int64_t)(x < 2 * half - 1 ? x : 2 * half - 1);
+}
+
+static int is_acceptable(const inverse_error *e, float mean, float std) {
+  const float rows = e->steps * e->octaves, columns = e->steps * e->offset;
+  const int32_t exponent = ((bits_of(std) & MAGNITUDE) >> 23) - 127; /* of a subnormal number beyond the table's end */
+  const float part = float_of((bits_of(std) & 0x7fffff) | 0x3f800000);
+  const int64_t row = cell_of(e->steps * ((float)exponent + 1.44269504f * log1p_(part - 1.0f)), rows);
+  return e->acceptable[row * 2 * (int64_t)columns + cell_of(mean / std * e->steps, columns)];
+}
+
+/* The channels of a batch norm whose y does not tell the input (``_inexact_channels`` in ops/batch_norm.py): in ``found``;
+   how many. */
+int inexact_channels(const inverse_error *e, const float *mean, const float *inverse_std, const float *w, const float *b,
+                     const float *smallest, const float *largest, int64_t channels, int64_t count, float centred,
+                     int64_t *found) {
+  const double allowed = e->limit * __builtin_sqrt((double)count);
+  int inexact = 0;
+  for (int64_t c = 0; c < channels; c++) {
+    const float size = w == NULL ? 1.0f : __builtin_fabsf(w[c]);
+    const double below = worst_of(e, smallest[c]), above = worst_of(e, largest[c]);
+    int is_good = __builtin_fabsf(mean[c] * inverse_std[c]) <= centred && (below > above ? below : above) <= allowed * size;
+    if (w != NULL) is_good = is_good && is_acceptable(e, b == NULL ? 0.0f : b[c], size);
+    if (!is_good) found[inexact++] = c;
+  }
+  return inexact;
 }
 
 /* The columns whose y does not tell xhat (ops/row_norm.py): in ``found``; how many. Without b all of it is 0. */

@@ -206,15 +206,15 @@ def moments(x: Tensor, center: Tensor, along: Layout) -> tuple[Tensor, Tensor]:
 
 
 def norm_forward(
-    kernel: Kernel, x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, along: Layout
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The activation of ``z = (x - mean) scale + shift`` in a new tensor; the smallest and the largest z of each
-    channel."""
-    y, (smallest, largest) = torch.empty_like(x), x.new_empty(2, along.channels).unbind()
-    vectors = [_vector(t, along) for t in (mean, scale, shift)]
-    addresses = (t.data_ptr() for t in (x, *vectors, y, smallest, largest))
-    _call("norm_forward", kernel, y, along, *addresses)
-    return y, smallest, largest
+    kernel: Kernel, x: Tensor, factors: tuple[Tensor, Tensor, Tensor] | None, y: Tensor, along: Layout
+) -> tuple[Tensor, Tensor]:
+    """The activation of z in y, which may be x; the smallest and the largest z of each channel. z is
+    ``(x - mean) scale + shift`` by ``factors``, or x."""
+    smallest, largest = x.new_empty(2, along.channels).unbind()
+    vectors = None if factors is None else [_vector(t, along) for t in factors]
+    addresses = (None,) * 3 if vectors is None else [t.data_ptr() for t in vectors]
+    _call("norm_forward", kernel, y, along, x.data_ptr(), *addresses, *(t.data_ptr() for t in (y, smallest, largest)))
+    return smallest, largest
 
 
 def norm_gradient(
@@ -405,6 +405,8 @@ def functions() -> dict[str, Any]:
         "row_norm_gradient": 7,
         "group_norm_gradient": 7,
         "inexact_columns": 7,
+        "norm_factors": 15,
+        "inexact_channels": 11,
     }
     found = {}
     for name, count in pointers.items():
@@ -413,4 +415,6 @@ def functions() -> dict[str, Any]:
         found[name] = function
     found["rms_forward"].argtypes = (*(c_void_p,) * 4, c_double)
     found["inexact_columns"].argtypes = (c_void_p, c_void_p, c_int64, c_float, c_float, c_float, c_void_p)
+    found["norm_factors"].argtypes = (*(c_void_p,) * 7, c_int64, c_int64, c_int64, c_int32, *(c_void_p,) * 4)
+    found["inexact_channels"].argtypes = (*(c_void_p,) * 7, c_int64, c_int64, c_float, c_void_p)
     return found

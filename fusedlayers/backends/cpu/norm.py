@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...activations import Activation
 from ...utils.layout import is_dense, layout_along
-from . import build, loops
+from . import build, loops, norm_loops
 from .elementwise import KERNELS
 from .loops import Kernel
-from .table import inverse_table
+from .table import FoldTable, derivative_table, inverse_table
 
 #: The moments are taken about the mean of so many values of a channel, in each of two dimensions.
 SAMPLE = 16
 
 
-class NormPasses(NamedTuple):
+@dataclass(frozen=True)
+class NormPasses:
     """The passes of a batch norm whose activation has an inverse."""
 
     forward: Kernel
@@ -45,8 +46,12 @@ class NormPasses(NamedTuple):
     def norm_act(self, x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """``y = f(z)`` with ``z = (x - mean) scale + shift``, y with its branch; the smallest and the largest z of each
         channel."""
-        y, *ends = loops.norm_forward(self.forward, x, mean, scale, shift, layout_along(x, 1))
-        return y, (ends[0], ends[1])
+        y = torch.empty_like(x)
+        return y, loops.norm_forward(self.forward, x, (mean, scale, shift), y, layout_along(x, 1))
+
+    def act(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """``f(z)`` with its branch in y, which may be z; the smallest and the largest z of each channel."""
+        return loops.norm_forward(self.forward, z, None, y, layout_along(z, 1))
 
     def gradient(self, dy: Tensor, y: Tensor, center: Tensor, overwrite: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """``dz = dy * f'`` and z from y, over which z may be written; for each channel the sums of dz and of
@@ -55,6 +60,10 @@ class NormPasses(NamedTuple):
         z = y if overwrite else torch.empty_like(y)
         dz, total, product = loops.norm_gradient(self.backward, dy, y, z, center, layout_along(y, 1))
         return dz, z, total, product
+
+    #: The channels that are inexact, and the factors of the gradient of x.
+    inexact_channels = staticmethod(norm_loops.inexact_channels)
+    factors = staticmethod(norm_loops.norm_factors)
 
     def combine(self, dz: Tensor, z: Tensor, scale: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
         """``scale dz + slope z + offset`` over dz, the factors along the channels."""
@@ -72,7 +81,10 @@ def _passes(activation: Activation, dtype: torch.dtype) -> NormPasses | None:
     if loop is None or dtype is not torch.float32 or not activation.has_inverse or build.shared_object() is None:
         return None
     function = loop(**activation.parameters)
-    inverse = inverse_table(activation)
-    if inverse is None and function[0] not in loops.INVERTED:
-        return None
-    return NormPasses(Kernel(dtype, function, activation.fold), Kernel(dtype, function, inverse=inverse))
+    forward, inverse = Kernel(dtype, function, activation.fold), inverse_table(activation)
+    if inverse is None:
+        return NormPasses(forward, Kernel(dtype, function)) if function[0] in loops.INVERTED else None
+    slope = derivative_table(activation)
+    # One look-up finds the intervals of both.
+    assert isinstance(slope, FoldTable) and slope.numbers == inverse.numbers
+    return NormPasses(forward, Kernel(dtype, slope=slope, inverse=inverse))

@@ -1,13 +1,16 @@
-"""Norms by ``loops.c``, each row, or group of channels, by statistics of its own: its structures and addresses."""
+"""Norms by ``loops.c``: its structures and addresses. Those whose rows, or groups of channels, have statistics of their
+own, and what a batch norm has along its channels."""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_int32, c_int64, c_void_p
+import functools
+from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
+from ...activations import InverseError, inverse_error
 from ..norms import GroupNorm, RowNorm
 from .loops import DTYPES, GRAIN, functions, no_memory
 
@@ -87,6 +90,75 @@ def group_norm_gradient(
     if dx is not None:
         torch.autograd.graph.increment_version(dx)
     return of_w, of_b
+
+
+class _InverseError(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("largest", "acceptable")),
+        *((name, c_double) for name in ("cell", "cells", "limit")),
+        *((name, c_float) for name in ("steps", "octaves", "offset")),
+    )
+
+
+@functools.lru_cache(64)
+def _described(error: InverseError) -> _InverseError:
+    """Its tables, which live as long as it: the cache holds it."""
+    largest, acceptable = error.largest.data_ptr(), error.acceptable.data_ptr()
+    sizes = inverse_error.STEPS, inverse_error.OCTAVES, inverse_error.OFFSET
+    return _InverseError(largest, acceptable, inverse_error.CELL, inverse_error.CELLS, error.limit, *sizes)
+
+
+def inexact_channels(
+    error: InverseError,
+    mean: Tensor,
+    inverse_std: Tensor,
+    w: Tensor | None,
+    b: Tensor | None,
+    ends: tuple[Tensor, Tensor],
+    count: int,
+    centred: float,
+) -> Tensor | None:
+    """The channels, of ``count`` numbers each, of which outputs do not determine the input; None where there is none.
+    ``ends``: the smallest and the largest z of each."""
+    found = torch.empty(len(mean), dtype=torch.int64)
+    described, rows = _described(error), [_in_float32(t) for t in (mean, inverse_std, w, b, *ends)]
+    inexact = functions()["inexact_channels"](
+        ctypes.addressof(described), *map(_address, rows), len(mean), count, centred, found.data_ptr()
+    )
+    return found[:inexact].clone() if inexact else None  # which is saved
+
+
+def norm_factors(
+    mean: Tensor,
+    inverse_std: Tensor,
+    w: Tensor | None,
+    b: Tensor | None,
+    total: Tensor,
+    product: Tensor,
+    kept: Tensor | None,
+    count: int,
+    rounds_shift: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A batch norm's gradient of w, and the factors of ``dx = scale dz + slope v + offset``, from the sums of dz and of
+    ``dz (v - center)`` over the ``count`` numbers of each channel. ``kept``: the channels whose v is x, in order."""
+    results = torch.empty(4, len(mean)).unbind()
+    rows = [_in_float32(t) for t in (mean, inverse_std, w, b, total, product)]
+    functions()["norm_factors"](
+        *map(_address, rows),
+        _address(kept),
+        0 if kept is None else len(kept),
+        *(len(mean), count, rounds_shift),
+        *map(_address, results),
+    )
+    return results[0], results[1], results[2], results[3]
+
+
+def _in_float32(along_channels: Tensor | None) -> Tensor | None:
+    return None if along_channels is None else along_channels.detach().float().contiguous()
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def inexact_columns(gain: Tensor, b: Tensor | None, ratio: float, least: float, most: float) -> Tensor | None:
