@@ -672,6 +672,66 @@ def test_nothing_behind_the_end_is_read_or_written() -> None:
 # --- the branch bit ---------------------------------------------------------------------------------------------------
 
 
+DEFAULTS = """
+import torch, fusedlayers as fl
+from fusedlayers import norm_plan, plan
+from fusedlayers.ops import batch_norm
+from torch import nn
+
+plan.SMALL_BYTES = norm_plan.LAYER_NORM_BYTES = norm_plan.GROUP_NORM_BYTES = batch_norm.WORTH_IT = 1 << 10
+torch.manual_seed(0)
+half, images, rows = torch.bfloat16, torch.randn(4, 16, 9, 9), torch.randn(64, 16)
+layers = [
+    (fl.FusedBatchNormAct2d(16, "silu"), images),
+    (fl.FusedBatchNormAct2d(16, "elu"), images),
+    (fl.FusedGroupNormAct(4, 16, "silu"), images),
+    (fl.GroupNorm(4, 16), images),
+    (fl.GroupNorm(4, 16), images.to(memory_format=torch.channels_last)),
+    (fl.LayerNorm(16), rows),
+    (fl.RMSNorm(16), rows),
+    (fl.FusedDenseAct(16, 32, "gelu"), rows),
+    (fl.FusedDenseAct(16, 32, "mish").to(half), rows.to(half)),
+    (fl.FusedConvAct2d(16, 8, 3, activation="hardswish"), images),
+    (fl.FusedGatedMLP(16, 32, activation="silu"), rows),
+    (nn.Sequential(fl.Dropout(0.5), nn.Linear(16, 16)), rows),
+]
+with torch.no_grad():
+    for layer, _ in layers:
+        for p in layer.parameters():
+            if p.dim() == 1:
+                p[3] = 0  # what outputs do not tell
+
+def step(layer, x):
+    torch.manual_seed(1)
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    return torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y) + y.detach())
+
+def steps(dtype, device):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+    try:
+        return [step(*case) for case in layers]
+    finally:
+        torch.set_default_dtype(before)
+        torch.set_default_device(None)
+
+found = [steps(*case) for case in ((half, None), (torch.float64, None), (torch.float32, "meta"))]
+for expected in [steps(torch.float32, None)]:
+    for of_defaults in found:
+        for (layer, _), ours, theirs in zip(layers, of_defaults, expected):
+            for a, b in zip(ours, theirs):
+                assert a.device.type == "cpu" and a.dtype is b.dtype and torch.equal(a, b), layer
+"""
+
+
+def test_the_callers_default_dtype_and_device_do_not_matter() -> None:
+    # What C writes to must be float32 and on the CPU, or it writes behind its end.
+    done = subprocess.run([sys.executable, "-c", DEFAULTS], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
+
+
 def _all_sizes() -> Tensor:
     sizes = torch.logspace(-44.8, 38, 20_001, dtype=torch.float64).float()
     return torch.cat([torch.linspace(-200, 200, 200_001), sizes, -sizes])

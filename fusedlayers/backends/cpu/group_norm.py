@@ -35,8 +35,8 @@ def group_norm_gradient(
         return reference.group_norm_gradient(
             norm, dy, y, w, b, inverse_std, kept, needs_x=needs_x, overwrite=overwrite
         )  # fmt: skip
-    gain = torch.ones(channels) if w is None else in_a_row(w, torch.float32)
-    shift = torch.zeros(channels) if b is None else in_a_row(b, torch.float32)
+    gain = y.new_ones(channels, dtype=torch.float32) if w is None else in_a_row(w, torch.float32)
+    shift = y.new_zeros(channels, dtype=torch.float32) if b is None else in_a_row(b, torch.float32)
     dx = (y if overwrite else torch.empty_like(y)) if needs_x else None
     if kept is None and y.is_contiguous():
         of_w, of_b = norm_loops.group_norm_gradient(norm, dy, y, gain, shift, inverse_std.float(), dx)
@@ -52,7 +52,7 @@ def group_norm_gradient(
 
 def _sums(dy: Tensor, y: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
     """For each channel of each sample the sums of dy and of ``dy (y - shift)``, in float32."""
-    found = torch.empty(2, *y.shape[:2])
+    found = y.new_empty(2, *y.shape[:2], dtype=torch.float32)
     for part, layout in _parts(y):
         shifts = shift if layout.inner == 1 else shift.repeat(len(y))
         for whole, computed in zip(found, loops.products(dy[part], y[part], shifts, layout), strict=True):

@@ -231,7 +231,7 @@ def norm_gradient(
 
 def products(dy: Tensor, y: Tensor, center: Tensor, along: Layout) -> tuple[Tensor, Tensor]:
     """For each channel the sums of dy and of ``dy (y - center)``, in float32."""
-    total, product = torch.empty(2, along.channels).unbind()
+    total, product = y.new_empty(2, along.channels, dtype=torch.float32).unbind()
     vector = _vector(center, along)
     addresses = (t.data_ptr() for t in (dy, y, vector, total, product))
     _call("products", _plain(y.dtype), y, along, *addresses, writes=False)
@@ -248,7 +248,7 @@ def combine(a: Tensor, b: Tensor, scale: Tensor, slope: Tensor, offset: Tensor, 
 
 def drop(x: Tensor, keep: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     """``x factor`` where ``keep`` says so, else ``x 0``, in a new tensor, and the bits of ``keep``."""
-    y, bits = torch.empty_like(x), torch.empty(-(-x.numel() // 8), dtype=torch.uint8)
+    y, bits = torch.empty_like(x), x.new_empty(-(-x.numel() // 8), dtype=torch.uint8)
     addresses = (t.data_ptr() for t in (x, keep, y, bits))
     _call("drop", dropping(x.dtype, factor), y, None, *addresses)
     return y, bits

@@ -77,7 +77,7 @@ def group_norm_gradient(
 ) -> tuple[Tensor, Tensor]:
     """The gradient of x in dx, which may be y; those of w and b, of each sample, in float32. All are contiguous."""
     samples, channels, count = norm.extents(y)
-    of_w, of_b = torch.empty(2, samples, channels).unbind()
+    of_w, of_b = y.new_empty(2, samples, channels, dtype=torch.float32).unbind()
     threads = 1 if y.numel() <= GRAIN else torch.get_num_threads()
     sizes = samples, norm.groups, channels // norm.groups, count
     described = _GroupNorm(DTYPES[y.dtype], threads, *sizes, gain.data_ptr(), shift.data_ptr())
@@ -120,7 +120,7 @@ def inexact_channels(
 ) -> Tensor | None:
     """The channels, of ``count`` numbers each, of which outputs do not determine the input; None where there is none.
     ``ends``: the smallest and the largest z of each."""
-    found = torch.empty(len(mean), dtype=torch.int64)
+    found = mean.new_empty(len(mean), dtype=torch.int64)
     described, rows = _described(error), [_in_float32(t) for t in (mean, inverse_std, w, b, *ends)]
     inexact = functions()["inexact_channels"](
         ctypes.addressof(described), *map(_address, rows), len(mean), count, centred, found.data_ptr()
@@ -141,7 +141,7 @@ def norm_factors(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A batch norm's gradient of w, and the factors of ``dx = scale dz + slope v + offset``, from the sums of dz and of
     ``dz (v - center)`` over the ``count`` numbers of each channel. ``kept``: the channels whose v is x, in order."""
-    results = torch.empty(4, len(mean)).unbind()
+    results = mean.new_empty(4, len(mean), dtype=torch.float32).unbind()
     rows = [_in_float32(t) for t in (mean, inverse_std, w, b, total, product)]
     functions()["norm_factors"](
         *map(_address, rows),
@@ -164,7 +164,7 @@ def _address(tensor: Tensor | None) -> int | None:
 def inexact_columns(gain: Tensor, b: Tensor | None, ratio: float, least: float, most: float) -> Tensor | None:
     """The columns, in a row of float32 factors, that are too small, too large, or much smaller than b; None where none
     is."""
-    found = torch.empty(len(gain), dtype=torch.int64)
+    found = gain.new_empty(len(gain), dtype=torch.int64)
     b_address = None if b is None else b.data_ptr()
     count = functions()["inexact_columns"](gain.data_ptr(), b_address, len(gain), ratio, least, most, found.data_ptr())
     return found[:count].clone() if count else None  # which is saved
