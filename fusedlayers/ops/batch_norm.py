@@ -129,7 +129,7 @@ class NormAct(Function):
                 y, ends = passes.norm_act(x, mean, known.scale, torch.zeros_like(mean) if b is None else b)
                 channels = passes.inexact_channels(inverse_error, *known, b, ends, count, math.inf)
             else:
-                y = z if is_dirty else torch.empty_like(z)
+                y = z if is_dirty else torch.empty_like(z)  # marked even where x is saved and nobody reads the mark
                 channels = passes.inexact_channels(inverse_error, *known, b, passes.act(z, y), count, CENTRED)
         elif inverse_error is not None:
             assert z is not None

@@ -15,6 +15,7 @@
 #include <immintrin.h>
 #endif
 
+/* Numbers that a task takes: TILE columns of ROWS rows, a PIECE of a long row, or a RUN of short ones. */
 enum { BLOCK = 256, LANES = 8, TILE = 2048, ROWS = 32, PIECE = 16384, RUN = 4096 };
 /* Bytes ahead of which lines are fetched that will be written only. */
 enum { AHEAD = 2048 };
@@ -888,7 +889,7 @@ static void piece_task(const pass *given, step *one, const layout *l, int64_t ro
   }
 }
 
-/* Of n numbers. */
+/* What a pass finds in n numbers together. */
 static float joined_all(const pass *p, int r, const float *x, int n) {
   float total = p->finds == SUMS ? 0.0f : x[0];
   if (p->finds == SUMS) { _Pragma("omp simd reduction(+ : total)") for (int i = 0; i < n; i++) total += x[i]; }
@@ -897,34 +898,31 @@ static float joined_all(const pass *p, int r, const float *x, int n) {
   return total;
 }
 
-/* Rows that would not fill blocks: here blocks hold what follows each other, of several rows. Partial results: (row). */
+/* Rows that would not fill blocks: here a block holds parts of several. Partial results are laid out (row). */
 static void short_rows_task(const pass *p, step *one, const layout *l, int64_t first, int64_t last) {
   float vector[3][BLOCK], found[2][BLOCK];
   channels c = {{NULL}, {found[0], found[1]}};
   for (int v = 0; v < 3; v++) c.vector[v] = p->vector[v] == NULL ? NULL : vector[v];
   if (p->finds) start(p, (float *[2]){p->partial[0] + first, p->partial[1] + first}, (int)(last - first));
-  int64_t row = first, channel = first % l->channels, left = l->columns; /* of the row */
   for (int64_t at = first * l->columns; at < last * l->columns; at += BLOCK) {
-    const int n = (int)(last * l->columns - at < BLOCK ? last * l->columns - at : BLOCK);
-    const int64_t row_before = row, left_before = left;
-    for (int i = 0, size; i < n; i += size) {
-      size = (int)(left < n - i ? left : n - i);
+    const int64_t rest = last * l->columns - at, row = at / l->columns;
+    const int n = (int)(rest < BLOCK ? rest : BLOCK);
+    int ends[BLOCK], parts = 0; /* part i is of row + i, and ends before ends[i] */
+    for (int64_t end = (row + 1) * l->columns - at; !parts || ends[parts - 1] < n; end += l->columns)
+      ends[parts++] = (int)(end < n ? end : n);
+    int64_t channel = row % l->channels;
+    for (int part = 0, i = 0; part < parts; i = ends[part++]) {
       for (int v = 0; v < 3; v++)
-        if (p->vector[v] != NULL) {
-          const float number = p->vector[v][channel];
-          for (int j = i; j < i + size; j++) vector[v][j] = number;
-        }
-      if (!(left -= size)) row++, channel = channel + 1 < l->channels ? channel + 1 : 0, left = l->columns;
+        for (int j = i; p->vector[v] != NULL && j < ends[part]; j++) vector[v][j] = p->vector[v][channel];
+      if (++channel == l->channels) channel = 0;
     }
     start(p, c.found, n);
     one(p, at, n, &c);
-    row = row_before, left = left_before;
-    for (int i = 0, size; i < n; i += size) {
-      size = (int)(left < n - i ? left : n - i);
-      for (int r = 0; r < 2 && p->finds; r++)
-        p->partial[r][row] = (float)joined(p, r, p->partial[r][row], joined_all(p, r, found[r] + i, size));
-      if (!(left -= size)) row++, left = l->columns;
-    }
+    for (int part = 0, i = 0; p->finds && part < parts; i = ends[part++])
+      for (int r = 0; r < 2; r++) {
+        float *total = p->partial[r] + row + part;
+        *total = (float)joined(p, r, *total, joined_all(p, r, found[r] + i, ends[part] - i));
+      }
   }
 }
 
@@ -934,6 +932,7 @@ static int64_t over(int64_t count, int64_t size) { return (count + size - 1) / s
    1 where there is no memory. */
 static int walk(pass *p, step *one, const layout *l, void *found[2]) {
   const int by_columns = l->axis == ALONG_COLUMNS;
+  /* Of longer rows the last block, which is padded, is a small part. */
   const int are_short = l->axis == ALONG_ROWS && p->gaps == NULL && l->columns < 4 * BLOCK && l->columns % BLOCK;
   const int64_t rows = over(l->count, l->columns), parts = over(l->columns, by_columns ? TILE : PIECE);
   const int64_t together = by_columns ? ROWS : are_short ? over(RUN, l->columns) : 1;
