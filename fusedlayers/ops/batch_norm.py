@@ -28,7 +28,7 @@ from torch.autograd import Function
 
 from .. import backends
 from ..activations import Activation, InverseError, measure_inverse_error
-from ..backends import GradientRequest, NormPasses
+from ..backends import Backend, GradientRequest, NormPasses
 from ..backends.operations import BatchNorm, BatchNormRecompute
 from ..utils.isolation import in_clean_state
 from ..utils.layout import along, channels_last_format, other_dims, sum_along
@@ -89,9 +89,17 @@ def act_after_norm(
     place = place_of(x) if x.requires_grad else None
     # Without its place in the graph z is a plain input of the new node, which may write over it.
     z = z.detach_() if inplace else z.detach()
-    made = *statistics, inplace
+    made = Made(*statistics, inplace)
     y: Tensor = NormAct.apply(x, w, b, place, z, norm, activation, inverse_error, made)
     return y
+
+
+class Made(NamedTuple):
+    """How z was made of x, and whether it is written over."""
+
+    mean: Tensor
+    inverse_std: Tensor
+    inplace: bool
 
 
 class NormAct(Function):
@@ -109,49 +117,32 @@ class NormAct(Function):
         norm: BatchNorm,
         activation: Activation,
         inverse_error: InverseError | None,
-        made: tuple[Tensor, Tensor, bool] | None,
+        made: Made | None,
     ) -> Tensor:
         backend = backends.choose(x, activation)
         passes = None
         if inverse_error is not None and not norm.is_synchronised:
             passes = backend.norm_passes(x if z is None else z, activation)
-        is_dirty = made is not None and made[-1]
-        if made is not None:
-            mean, inverse_std, _ = made
-        elif passes is not None:
-            mean, inverse_std = norm.statistics(x, passes.moments)
-        else:
-            z, mean, inverse_std = norm.with_statistics(x, w, b)
-        known, channels = Known(mean, inverse_std, w), None
         if passes is not None and inverse_error is not None:
-            count = x.numel() // len(mean)
-            if z is None:
-                y, ends = passes.norm_act(x, mean, known.scale, torch.zeros_like(mean) if b is None else b)
-                channels = passes.inexact_channels(inverse_error, *known, b, ends, count, math.inf)
-            else:
-                y = z if is_dirty else torch.empty_like(z)  # marked even where x is saved and nobody reads the mark
-                channels = passes.inexact_channels(inverse_error, *known, b, passes.act(z, y), count, CENTRED)
-        elif inverse_error is not None:
-            assert z is not None
-            channels = _inexact_channels(z, known, b, inverse_error)
-        keeps_output = inverse_error is not None and (channels is None or len(channels) <= MOST * x.shape[1])
-        if passes is None:
-            assert z is not None
-            out = z if made is None or is_dirty else None
-            y = backend.bias_act(z, None, activation, dim=norm.dim, encode=keeps_output, out=out)
+            y, known, channels = _forward_in_passes(passes, norm, x, w, b, z, made, inverse_error)
+        else:
+            y, known, channels = _forward_by_torch(backend, norm, x, w, b, z, made, activation, inverse_error)
+        keeps_output = _keeps_output(inverse_error, channels, x)
+        is_dirty = made is not None and made.inplace
         if is_dirty:
             ctx.mark_dirty(z)
         if not keeps_output:
-            ctx.save_for_backward(None, x, None, mean, inverse_std, w, b)
+            ctx.save_for_backward(None, x, None, known.mean, known.inverse_std, w, b)
         elif channels is None:
-            ctx.save_for_backward(y, None, None, mean, inverse_std, w, b)
+            ctx.save_for_backward(y, None, None, known.mean, known.inverse_std, w, b)
         else:
-            ctx.save_for_backward(y, x.index_select(1, channels), channels, mean, inverse_std, w, b)
+            ctx.save_for_backward(y, x.index_select(1, channels), channels, known.mean, known.inverse_std, w, b)
         ctx.place = place if keeps_output else None
         ctx.settings = norm, activation, backend, saved_under_hooks()
         ctx.expected = version_for_backward(y, is_dirty=is_dirty) if keeps_output else None
-        is_scaled = x.is_cpu and (x.is_contiguous() or channels_last_format(x) is not None)
-        ctx.is_scaled = is_scaled and z is not None
+        is_by_torch = passes is None or made is not None
+        has_layout = x.is_cpu and (x.is_contiguous() or channels_last_format(x) is not None)
+        ctx.rounds_shift = is_by_torch and has_layout and _torch_rounds_shift()
         return y
 
     @staticmethod
@@ -179,7 +170,7 @@ class NormAct(Function):
         if y is not None and not norm.is_synchronised and type(dy) is Tensor and not dy.is_neg() and dy.data_ptr():
             passes = backend.norm_passes(y, activation)
             if passes is not None:
-                dx, dw, db = _in_passes(passes, ctx, dy, y, known, b, x, channels, overwrite)
+                dx, dw, db = _gradients_in_passes(passes, ctx, dy, y, known, b, x, channels, overwrite)
                 return dx, dw if needs[1] else None, db if needs[2] else None, None, None, None, None, None, None
         wanted = GradientRequest("input", False, False)
         if y is None:
@@ -195,7 +186,7 @@ class NormAct(Function):
                 dz, *_ = backend.gradient(dy, z, activation, (), wanted, dim=norm.dim)
             x, known = _as_input(z, known, b, x, channels)
         offset = None
-        if y is not None and needs[1] and ctx.is_scaled:
+        if y is not None and needs[1] and ctx.rounds_shift:
             offset = _offset(Known(mean, inverse_std, w), b, channels)
         asked = (needs[0], needs[1], needs[2] or offset is not None)
         dx, dw, db = norm.gradients(dz, x, known.w, known.mean, known.inverse_std, asked)
@@ -204,7 +195,59 @@ class NormAct(Function):
         return dx, dw, db if needs[2] else None, None, None, None, None, None, None
 
 
-def _in_passes(
+def _forward_in_passes(
+    passes: NormPasses,
+    norm: BatchNorm,
+    x: Tensor,
+    w: Tensor | None,
+    b: Tensor | None,
+    z: Tensor | None,
+    made: Made | None,
+    inverse_error: InverseError,
+) -> tuple[Tensor, Known, Tensor | None]:
+    """y, what z is made with, and the channels that y does not tell, in a backend's passes."""
+    if made is None:
+        mean, inverse_std = norm.statistics(x, passes.moments)
+        known, centred = Known(mean, inverse_std, w), math.inf
+        y, ends = passes.norm_act(x, mean, known.scale, torch.zeros_like(mean) if b is None else b)
+    else:
+        assert z is not None
+        known, centred = Known(made.mean, made.inverse_std, w), CENTRED
+        y = z if made.inplace else torch.empty_like(z)
+        ends = passes.act(z, y)
+    return y, known, passes.inexact_channels(inverse_error, *known, b, ends, x.numel() // x.shape[1], centred)
+
+
+def _forward_by_torch(
+    backend: Backend,
+    norm: BatchNorm,
+    x: Tensor,
+    w: Tensor | None,
+    b: Tensor | None,
+    z: Tensor | None,
+    made: Made | None,
+    activation: Activation,
+    inverse_error: InverseError | None,
+) -> tuple[Tensor, Known, Tensor | None]:
+    """The same, z by torch's batch norm. y holds no branch where it is not kept."""
+    if made is None:
+        z, mean, inverse_std = norm.with_statistics(x, w, b)
+    else:
+        mean, inverse_std, _ = made
+    assert z is not None
+    known = Known(mean, inverse_std, w)
+    channels = None if inverse_error is None else _inexact_channels(z, known, b, inverse_error)
+    is_kept = _keeps_output(inverse_error, channels, x)
+    out = z if made is None or made.inplace else None
+    return backend.bias_act(z, None, activation, dim=norm.dim, encode=is_kept, out=out), known, channels
+
+
+def _keeps_output(inverse_error: InverseError | None, channels: Tensor | None, x: Tensor) -> bool:
+    """Whether y is saved, and not all of x."""
+    return inverse_error is not None and (channels is None or len(channels) <= MOST * x.shape[1])
+
+
+def _gradients_in_passes(
     passes: NormPasses,
     ctx: Any,
     dy: Tensor,
@@ -235,8 +278,7 @@ def _in_passes(
             of_all.index_copy_(1, channels, of_own)
         for of_all, of_own in ((db, sum_along(own, 1)), (product, sum_along(own * deviation, 1))):
             of_all.index_copy_(0, channels, of_own)
-    rounds_shift = ctx.is_scaled and _rounds_shift_once()
-    dw, *factors = passes.factors(*known, b, db, product, channels, v.numel() // len(db), rounds_shift)
+    dw, *factors = passes.factors(*known, b, db, product, channels, v.numel() // len(db), ctx.rounds_shift)
     if not ctx.needs_input_grad[0]:
         return None, dw, db
     if not norm.training:
@@ -291,7 +333,7 @@ def _as_input(
 def _offset(known: Known, b: Tensor | None, channels: Tensor | None) -> Tensor | None:
     """By how much torch's kernel for CPUs shifts the xhat of each channel, in float64; not those of ``channels``."""
     mean, inverse_std, w = known
-    if w is None or not _rounds_shift_once():
+    if w is None:
         return None
     scale = (inverse_std * w).double()
     exact = (0.0 if b is None else b.double()) - mean.double() * scale
@@ -301,10 +343,11 @@ def _offset(known: Known, b: Tensor | None, channels: Tensor | None) -> Tensor |
 
 @functools.cache
 @in_clean_state
-def _rounds_shift_once() -> bool:
+def _torch_rounds_shift() -> bool:
     """Whether this build of torch computes ``x scale + shift`` as ``_offset`` says: with fused multiply-adds."""
-    x = torch.linspace(29.0, 31.0, 4096).view(2, 8, 256)
-    mean, var, w, b = x.mean((0, 2)), x.var((0, 2)), torch.linspace(0.5, 2.0, 8), torch.linspace(-1.0, 1.0, 8)
+    spread = functools.partial(torch.linspace, dtype=torch.float32)
+    x = spread(29.0, 31.0, 4096).view(2, 8, 256)
+    mean, var, w, b = x.mean((0, 2)), x.var((0, 2)), spread(0.5, 2.0, 8), spread(-1.0, 1.0, 8)
     scale = ((var + 1e-5).rsqrt() * w).double().view(-1, 1)
     shift = (b.double().view(-1, 1) - mean.double().view(-1, 1) * scale).float().double()
     return torch.equal(torch.nn.functional.batch_norm(x, mean, var, w, b), (x.double() * scale + shift).float())
