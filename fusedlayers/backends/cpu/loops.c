@@ -862,9 +862,8 @@ static void columns_task(const pass *p, step *one, const layout *l, int64_t grou
 
 static void piece_task(const pass *given, step *one, const layout *l, int64_t row, int64_t piece, int64_t task) {
   pass own = *given, *p = &own;
-  for (int i = 0; p->gaps != NULL && i < 5; i++)
-    if (i < 3) p->in[i] += row * p->gaps[i];
-    else p->out[i - 3] += row * p->gaps[i];
+  for (int i = 0; p->gaps != NULL && i < 3; i++) p->in[i] += row * p->gaps[i];
+  for (int i = 0; p->gaps != NULL && i < 2; i++) p->out[i] += row * p->gaps[i + 3];
   const int64_t first = piece * PIECE, end = first + PIECE < l->columns ? first + PIECE : l->columns;
   float vector[3][BLOCK], found[2][BLOCK];
   channels c = {{NULL}, {found[0], found[1]}};
@@ -978,6 +977,9 @@ typedef struct {
   int64_t kept_count;
 } row_norm;
 
+/* Rows that are computed together. */
+enum { ABREAST = 4 };
+
 static int32_t size_of(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
 
 /* n <= BLOCK numbers, in float32, at least so many that a block can be written. */
@@ -1028,59 +1030,54 @@ static void rms_row(const row_norm *r, const char *from, char *to, float *invers
   }
 }
 
-/* A block in float32: itself, or a copy. */
-static const float *wide_view(int dtype, const char *from, int64_t at, int n, float *copy) {
-  if (dtype == FLOAT32) return (const float *)from + at;
-  wide_to(dtype, from, at, n, copy);
+/* What the gradients of all rows need of a column. */
+typedef struct { const float *gain, *inverse_gain, *shift, *zeros; } factors;
+
+/* A row in float32: itself, or a copy, which has room for whole blocks; with these numbers in the kept columns. */
+static const float *wide_row(const row_norm *r, const char *from, int64_t row, const float *kept, float *copy) {
+  const int64_t columns = r->columns, first = row * columns;
+  if (r->dtype == FLOAT32 && kept == NULL) return (const float *)from + first;
+  EACH_BLOCK wide_to(r->dtype, from, first + column, (int)n, copy + column);
+  for (int64_t k = 0; kept != NULL && k < r->kept_count; k++) copy[r->kept_columns[k]] = kept[row * r->kept_count + k];
   return copy;
 }
 
-/* What the gradients of all rows need of a column. */
-typedef struct { const float *gain, *inverse_gain, *shift; } factors;
-
-/* xhat of a block of a row. ``k`` counts the row's kept columns. */
-static void xhat_of(const row_norm *r, const factors *f, const char *y, int64_t row, int64_t column, int n, int64_t *k,
-                    float *h) {
-  const float *shift = f->shift + column, *inverse = f->inverse_gain + column;
-  float copy[BLOCK];
-  const float *out = wide_view(r->dtype, y, row * r->columns + column, n, copy);
-  FIRST_N h[i] = (out[i] - shift[i]) * inverse[i];
-  for (; *k < r->kept_count && r->kept_columns[*k] < column + n; ++*k)
-    h[r->kept_columns[*k] - column] = r->kept[row * r->kept_count + *k];
-}
-
-/* The gradient of a row's x, from y; adds to the sums of dy xhat and of dy. With g = dy gain and means over the row,
-   dx = inverse_std (g - mean(g) - xhat mean(g xhat)), of RMS norms without mean(g). dx may be y. xhat and g are room for
-   a row each, which the second half reads instead of finding them again. */
-static void row_gradient(const row_norm *r, const factors *f, const char *dy, const char *y, float inverse_std, char *dx,
-                         int64_t row, float *of_w, float *of_b, float *xhat, float *g) {
-  const int64_t columns = r->columns, first = row * columns;
-  float copy[BLOCK];
-  double mean = 0, product = 0;
-  int64_t k = 0;
-  EACH_BLOCK {
-    const float *gain = f->gain + column, *d = wide_view(r->dtype, dy, first + column, (int)n, copy);
-    float *w = of_w + column, *b = of_b + column, *h = xhat + column, *to = g + column, sum = 0, by_xhat = 0;
-    if (dx != NULL && dx != y) fetch(dx, first + column, size_of(r->dtype));
-    xhat_of(r, f, y, row, column, (int)n, &k, h);
-    _Pragma("omp simd reduction(+ : sum, by_xhat)") for (int i = 0; i < n; i++) {
-      float scaled = d[i] * gain[i];
-      w[i] += d[i] * h[i];
-      b[i] += d[i];
-      to[i] = scaled;
-      sum += scaled;
-      by_xhat += scaled * h[i];
-    }
-    mean += sum;
-    product += by_xhat;
+/* The gradient of x in some rows, ABREAST at most, from y; adds to the sums of dy xhat and of dy, which are read and
+   written once for all of these rows. With g = dy gain and means over the row,
+   dx = inverse_std (g - mean(g) - xhat mean(g xhat)), of RMS norms without mean(g). dx may be y. g and xhat are found
+   twice, which takes less time than to store them. ``room``: for 2 ABREAST rows. */
+static void rows_gradient(const row_norm *r, const factors *f, const char *dy, const char *y, const float *inverse_std,
+                          char *dx, int64_t row, int rows, float *w, float *b, float *room) {
+  const int64_t columns = r->columns, step = over(columns, BLOCK) * BLOCK;
+  const float *gain = f->gain, *shift = f->shift, *inverse = f->inverse_gain, *d[ABREAST], *from[ABREAST];
+  double mean[ABREAST] = {0}, product[ABREAST] = {0};
+  for (int k = 0; k < ABREAST; k++) { /* rows that are not there: of zeros, whose xhat is 0 */
+    d[k] = k < rows ? wide_row(r, dy, row + k, NULL, room + k * step) : f->zeros;
+    from[k] = k < rows ? wide_row(r, y, row + k, r->kept, room + (ABREAST + k) * step) : shift;
   }
-  if (dx == NULL) return;
-  const float offset = r->is_centred ? (float)(mean / (double)columns) : 0.0f, slope = (float)(product / (double)columns);
+  const float *d0 = d[0], *d1 = d[1], *d2 = d[2], *d3 = d[3];
+  const float *y0 = from[0], *y1 = from[1], *y2 = from[2], *y3 = from[3];
   EACH_BLOCK {
-    const float *from = g + column, *h = xhat + column;
-    float *to = r->dtype == FLOAT32 ? (float *)dx + first + column : copy;
-    FIRST_N to[i] = inverse_std * (from[i] - offset - h[i] * slope);
-    if (r->dtype != FLOAT32) narrow_to(r->dtype, dx, first + column, (int)n, copy);
+    float s0 = 0, s1 = 0, s2 = 0, s3 = 0, p0 = 0, p1 = 0, p2 = 0, p3 = 0;
+    _Pragma("omp simd reduction(+ : s0, s1, s2, s3, p0, p1, p2, p3)") for (int64_t i = column; i < column + n; i++) {
+      const float h0 = (y0[i] - shift[i]) * inverse[i], h1 = (y1[i] - shift[i]) * inverse[i];
+      const float h2 = (y2[i] - shift[i]) * inverse[i], h3 = (y3[i] - shift[i]) * inverse[i];
+      const float g0 = d0[i] * gain[i], g1 = d1[i] * gain[i], g2 = d2[i] * gain[i], g3 = d3[i] * gain[i];
+      w[i] += (d0[i] * h0 + d1[i] * h1) + (d2[i] * h2 + d3[i] * h3);
+      b[i] += (d0[i] + d1[i]) + (d2[i] + d3[i]);
+      s0 += g0, s1 += g1, s2 += g2, s3 += g3;
+      p0 += g0 * h0, p1 += g1 * h1, p2 += g2 * h2, p3 += g3 * h3;
+    }
+    mean[0] += s0, mean[1] += s1, mean[2] += s2, mean[3] += s3;
+    product[0] += p0, product[1] += p1, product[2] += p2, product[3] += p3;
+  }
+  for (int k = 0; k < rows && dx != NULL; k++) {
+    const float scale = inverse_std[row + k], slope = (float)(product[k] / (double)columns), *dk = d[k], *yk = from[k];
+    const float offset = r->is_centred ? (float)(mean[k] / (double)columns) : 0.0f;
+    float *to = r->dtype == FLOAT32 ? (float *)dx + (row + k) * columns : room + k * step;
+    _Pragma("omp simd") for (int64_t i = 0; i < columns; i++)
+      to[i] = scale * (dk[i] * gain[i] - offset - (yk[i] - shift[i]) * inverse[i] * slope);
+    if (r->dtype != FLOAT32) EACH_BLOCK narrow_to(r->dtype, dx, (row + k) * columns + column, (int)n, to + column);
   }
 }
 
@@ -1170,7 +1167,7 @@ int gate_gradient(const kernel *k, const void *dy, const void *z, const void *up
 /* Each task has sums of its own, so that these are the same for any number of threads. */
 enum { TASKS = 32, LEAST_ROWS = 8 };
 static int64_t rows_of_task(int64_t rows) {
-  const int64_t found = over(rows, TASKS);
+  const int64_t found = over(over(rows, TASKS), ABREAST) * ABREAST;
   return found < LEAST_ROWS ? LEAST_ROWS : found;
 }
 
@@ -1262,24 +1259,32 @@ int row_norm_gradient(const row_norm *r, const void *dy, const void *y, const fl
                       float *db) {
   const int64_t columns = r->columns, step = rows_of_task(r->rows), tasks = over(r->rows, step);
   const int64_t room = over(columns, BLOCK) * BLOCK;
-  float *partial = malloc((size_t)(tasks * 2 + 3) * (size_t)room * 4);
+  const int copies = r->dtype != FLOAT32 || r->kept_count ? 2 * ABREAST : 0;
+  float *partial = malloc((size_t)(tasks * 2 + 4) * (size_t)room * 4);
   if (partial == NULL) return 1;
-  float *gain = partial + tasks * 2 * room, *inverse_gain = gain + room, *shift = inverse_gain + room;
+  float *gain = partial + tasks * 2 * room, *inverse_gain = gain + room, *shift = inverse_gain + room, *zeros = shift + room;
   for (int64_t i = 0; i < columns; i++) {
     gain[i] = r->gain == NULL ? 1.0f : r->gain[i];
     inverse_gain[i] = 1.0f / gain[i];
     shift[i] = r->shift == NULL ? 0.0f : r->shift[i];
+    zeros[i] = 0;
   }
-  const factors f = {gain, inverse_gain, shift};
+  for (int64_t k = 0; k < r->kept_count; k++) /* what was saved there is xhat */
+    inverse_gain[r->kept_columns[k]] = 1.0f, shift[r->kept_columns[k]] = 0.0f;
+  const factors f = {gain, inverse_gain, shift, zeros};
   int failed = 0;
 #pragma omp parallel for schedule(static) num_threads(r->threads) if (r->threads > 1) reduction(| : failed)
   for (int64_t task = 0; task < tasks; task++) {
-    float *sums = partial + task * 2 * room, *xhat = malloc((size_t)room * 8);
+    const int64_t end = (task + 1) * step < r->rows ? (task + 1) * step : r->rows;
+    float *sums = partial + task * 2 * room, *copy = copies ? malloc((size_t)copies * (size_t)room * 4) : NULL;
+    const int is_there = copy != NULL || !copies;
     memset(sums, 0, (size_t)room * 8);
-    failed |= xhat == NULL;
-    for (int64_t row = task * step; xhat != NULL && row < (task + 1) * step && row < r->rows; row++)
-      row_gradient(r, &f, dy, y, inverse_std[row], dx, row, sums, sums + room, xhat, xhat + room);
-    free(xhat);
+    failed |= !is_there;
+    for (int64_t row = task * step; is_there && row < end; row += ABREAST) {
+      const int rows = (int)(end - row < ABREAST ? end - row : ABREAST);
+      rows_gradient(r, &f, dy, y, inverse_std, dx, row, rows, sums, sums + room, copy);
+    }
+    free(copy);
   }
 #pragma omp parallel for schedule(static) num_threads(r->threads) if (r->threads > 1)
   for (int64_t block = 0; block < room / BLOCK; block++)
@@ -1297,8 +1302,9 @@ int row_norm_gradient(const row_norm *r, const void *dy, const void *y, const fl
   return failed;
 }
 
-/* A batch norm's gradient of x, ``scale dz + slope v + offset``, and that of w (``_in_passes`` in ops/batch_norm.py) from
-   the sums of dz and of dz (v - center). v is z, or x of the channels that were kept. w and b may be NULL. */
+/* A batch norm's gradient of x, ``scale dz + slope v + offset``, and that of w (``_gradients_in_passes`` in
+   ops/batch_norm.py) from the sums of dz and of dz (v - center). v is z, or x of the channels that were kept. w and b
+   may be NULL. */
 int norm_factors(const float *mean, const float *inverse_std, const float *w, const float *b, const float *sum,
                  const float *product, const int64_t *kept, int64_t kept_count, int64_t channels, int64_t count,
                  int rounds_shift, float *dw, float *scale, float *slope, float *offset) {
@@ -1371,13 +1377,19 @@ int inexact_channels(const inverse_error *e, const float *mean, const float *inv
   return inexact;
 }
 
-/* The columns whose y does not tell xhat (ops/row_norm.py): in ``found``; how many. Without b all of it is 0. */
+static inline int is_inexact(float gain, float shift, float ratio, float least, float most) {
+  const float size = __builtin_fabsf(gain);
+  return !(size >= least && size <= most && __builtin_fabsf(shift) <= ratio * size);
+}
+
+/* Of how many columns y does not tell xhat (ops/row_norm.py); which they are in ``found``, unless that is NULL. Without b
+   all of it is 0. */
 int inexact_columns(const float *gain, const float *b, int64_t columns, float ratio, float least, float most,
                     int64_t *found) {
   int count = 0;
-  for (int64_t i = 0; i < columns; i++) {
-    const float size = __builtin_fabsf(gain[i]), shift = b == NULL ? 0.0f : __builtin_fabsf(b[i]);
-    if (!(size >= least && size <= most && shift <= ratio * size)) found[count++] = i;
-  }
+  _Pragma("omp simd reduction(+ : count)") for (int64_t i = 0; i < columns; i++)
+    count += is_inexact(gain[i], b == NULL ? 0.0f : b[i], ratio, least, most);
+  for (int64_t i = 0, at = 0; found != NULL && at < count; i++)
+    if (is_inexact(gain[i], b == NULL ? 0.0f : b[i], ratio, least, most)) found[at++] = i;
   return count;
 }

@@ -164,10 +164,14 @@ def _address(tensor: Tensor | None) -> int | None:
 def inexact_columns(gain: Tensor, b: Tensor | None, ratio: float, least: float, most: float) -> Tensor | None:
     """The columns, in a row of float32 factors, that are too small, too large, or much smaller than b; None where none
     is."""
-    found = gain.new_empty(len(gain), dtype=torch.int64)
-    b_address = None if b is None else b.data_ptr()
-    count = functions()["inexact_columns"](gain.data_ptr(), b_address, len(gain), ratio, least, most, found.data_ptr())
-    return found[:count].clone() if count else None  # which is saved
+    columns, look = len(gain), functions()["inexact_columns"]
+    given = gain.data_ptr(), None if b is None else b.data_ptr(), columns, ratio, least, most
+    count = look(*given, None)
+    if not count:  # as nearly always
+        return None
+    found = gain.new_empty(count, dtype=torch.int64)
+    look(*given, found.data_ptr())
+    return found
 
 
 def _row_norm(
