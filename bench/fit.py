@@ -32,7 +32,7 @@ from . import RESULTS, grid, machine, measure
 
 DEFINITIONS = {
     "budget": "the part of eager's saved bytes that is allowed: what the checkpoints save, if they can save as little",
-    "saved_bytes": "kept for the backward pass by a forward pass, without inputs, parameters and buffers",
+    "saved_bytes": "kept for the backward pass by a forward pass and its loss, without inputs, parameters and buffers",
     "predicted_bytes": "what fit predicted for its plan",
     "predicted_ratio": "the time of a step that fit predicted, over eager's",
     "checkpoint": "torch's own, not reentrant, around the first blocks, as many as it takes",
@@ -124,6 +124,12 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
+def loss_of(result: Any) -> Tensor:
+    """For ``fit`` too, so that what it predicts is what is measured here."""
+    first: Tensor = result if isinstance(result, Tensor) else result[0]
+    return first.square().mean()
+
+
 @dataclass(frozen=True)
 class Subject:
     """``part``: the compiler's budget, which it asks for at each call; ``run``: the compiled model."""
@@ -133,25 +139,24 @@ class Subject:
     part: float | None = None
     run: Callable[..., Any] | None = None
 
-    def forward(self) -> Tensor:
+    def loss(self) -> Tensor:
         if self.part is None:
-            return self._forward()
+            return self._loss()
         from torch._functorch import config
 
         with config.patch(activation_memory_budget=self.part):
-            return self._forward()
+            return self._loss()
 
-    def _forward(self) -> Tensor:
+    def _loss(self) -> Tensor:
         run = self.run or self.model
-        result = run(**self.inputs) if isinstance(self.inputs, dict) else run(self.inputs)
-        return result if isinstance(result, Tensor) else result[0]
+        return loss_of(run(**self.inputs) if isinstance(self.inputs, dict) else run(self.inputs))
 
     def step(self) -> None:
-        self.forward().square().mean().backward()
+        self.loss().backward()
         self.model.zero_grad(set_to_none=True)
 
     def saved(self) -> int:
-        return saved_bytes(self.forward, exclude=[self.model, self.inputs])
+        return saved_bytes(self.loss, exclude=[self.model, self.inputs])
 
     def copy(self, part: float | None = None) -> Subject:
         """One that shares the parameters."""
@@ -179,7 +184,7 @@ def measure_case(case: Case, device: torch.device, *, quick: bool = False, compi
             allowed = checkpointed.saved()
         fitted = eager.copy()
         try:
-            report = fl.fit(fitted.model, given, memory_budget_bytes=allowed)
+            report = fl.fit(fitted.model, given, memory_budget_bytes=allowed, loss=loss_of)
             assert report.predicted.time_ms is not None and report.eager.time_ms is not None
             subjects["fit"] = fitted
             found["fit"] = {
