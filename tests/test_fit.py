@@ -599,6 +599,28 @@ def test_blocks_that_differ_are_measured_apart() -> None:
         assert report.measured is not None and report.measured.bytes == report.predicted.bytes <= report.budget_bytes
 
 
+class Around(nn.Module):
+    """Its own activation is of the kind that its blocks have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Linear(16, 32), nn.ModuleList(nn.Sequential(*_mlp()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.embed(x))
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_what_is_fused_around_blocks_does_not_reach_into_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(Plans, "best", lambda self, budget: self.plan(["eager"] * 3, "outputs"))
+    report = fl.fit(Around(), torch.randn(1024, 16), fraction=0.95)
+    assert {choice.modules: choice.mode for choice in report.choices}[("",)] == "outputs"
+    assert report.measured is not None and report.measured.bytes == report.predicted.bytes
+
+
 def test_an_mlp_that_blocks_share_is_not_recomputed_by_itself() -> None:
     torch.manual_seed(0)
     body = nn.Sequential(*_mlp())

@@ -233,6 +233,9 @@ class _Fitting:
             # What a recomputation saves counts for the peak alone.
             block.plain_recomputed = own if self._training.of == "saved" else frozenset()
         self._rest.find_regions([], without=inside.keys())
+        within = {inner for module in self._rest.fused for inner in module.modules()}
+        for block in self._blocks:
+            block.is_in_fused = block.module in within
         self._as_pytorch()
 
     def _check_modes(self) -> dict[Mode, int]:
