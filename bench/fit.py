@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile", action="store_true", help="torch.compile too, which takes minutes a case on a CPU")
     parser.add_argument("--quick", action="store_true", help="one budget and few rounds: to see that it works")
     parser.add_argument("--budget", type=float, metavar="SECONDS", default=BUDGET_SECONDS, help="start no case after")
-    parser.add_argument("--out", type=Path, help="folder for fit.json and fit.png; a full run has a default")
+    parser.add_argument("--out", type=Path, help="folder for the results; a full run has a default")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -112,15 +112,16 @@ def main(options: argparse.Namespace) -> int:
     out = options.out
     if out is None and not (options.only or options.quick):
         out = RESULTS / machine.slug(device, torch.get_num_threads())
-    result = grid.begin("fit", device, DEFINITIONS, quick=options.quick, not_run=[case.id for case in todo])
+    subject = "fit_compiled" if options.compile else "fit"
+    result = grid.begin(subject, device, DEFINITIONS, quick=options.quick, not_run=[case.id for case in todo])
     machine.warn_if_busy(result)
     for case, _, _ in grid.until(time.monotonic() + options.budget, todo):
         row = measure_case(case, device, quick=options.quick, compiles=options.compile)
         grid.add(result, row, out)
         print("\n".join(_lines(row)), flush=True)
     if out is not None:
-        draw(result, out / "fit.png")
-        print(f"\nwrote {out / 'fit.json'}")
+        draw(result, out / f"{subject}.png")
+        print(f"\nwrote {out / f'{subject}.json'}")
     return 0
 
 

@@ -510,6 +510,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "custom": partial(_tables, subject="custom", table=custom_table),
     "dense": partial(_tables, subject="dense", table=dense_table),
     "fit": partial(_tables, subject="fit", table=fit_table),
+    "fit_compiled": partial(_tables, subject="fit_compiled", table=fit_table, command="fit --compile"),
     "host": partial(_tables, subject="host", table=small_calls_table, command="overhead --fake-gpu"),
     "mlp": partial(_tables, subject="mlp", table=mlp_table),
     "models": partial(_tables, subject="models", table=models_table),
