@@ -1,0 +1,64 @@
+"""A model in parts, each of which can be trained in its own way: blocks, and the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from ..fusion.fuse import does_not_run
+from .agreement import together
+from .blocks import Block, Mode
+from .plans import Plan
+from .training import Training
+
+
+class Parts:
+    """The model's parts, and how they are trained now.
+
+    Attributes:
+        blocks: in the order in which they are called.
+        rest: what lies outside of the blocks, which only ``fuse`` changes.
+        skipped: by reason, the blocks that can be trained as PyTorch does alone, or the ways that failed.
+        notes: what to know of the report.
+    """
+
+    def __init__(self, model: nn.Module, training: Training) -> None:
+        self.model, self.training = model, training
+        self.blocks: list[Block] = []
+        self.rest = Block("", model)
+        self.skipped: dict[str, list[str]] = {}
+        self.notes: list[str] = []
+
+    def train_as(self, modes: Sequence[Mode], rest: Mode) -> None:
+        for block, mode in zip(self.blocks, modes, strict=True):
+            block.train_as(mode)
+        self.rest.train_as(rest)
+
+    def train_all_as(self, mode: Mode, rest: Mode = "eager") -> None:
+        self.train_as([mode] * len(self.blocks), rest)
+
+    def follow(self, plan: Plan) -> None:
+        self.train_as(plan.modes[1:], plan.modes[0])
+
+    def bytes(self) -> int:
+        """What the budget counts, of the process that takes most."""
+        return max(together(self.training.bytes))
+
+    def bytes_of(self, plan: Plan) -> int:
+        self.follow(plan)
+        try:
+            return self.bytes()
+        except Exception as error:
+            raise readable(error) from error
+
+    def skip(self, reason: str, *blocks: Block) -> None:
+        self.skipped.setdefault(reason, []).extend(block.path for block in blocks)
+
+
+def readable(error: Exception) -> Exception:
+    """An error of ours as it is, of the user's code as one of ours."""
+    text = str(error)
+    if isinstance(error, ValueError) and text.startswith(("fit: ", "memory_report: ")):
+        return ValueError(text.replace("memory_report: ", "fit: ", 1))
+    return does_not_run("fit", error)
