@@ -8,6 +8,7 @@ from .asking import plan_of
 from .checkpoint.recompute import sublinear
 from .checkpoint.sequential import SublinearSequential
 from .dropouts import dropout
+from .fitting.compiled import fit_compiled
 from .fitting.fit import fit
 from .functional import bias_act, conv_bias_act, dense_bias_act, gated_mlp, mlp
 from .fusion.fuse import fuse, unfuse
@@ -153,6 +154,7 @@ __all__ = [
     "elu",
     "explain",
     "fit",
+    "fit_compiled",
     "fuse",
     "gated_act",
     "gated_mlp",

@@ -10,8 +10,9 @@ Private attributes of torch's objects are used where the objects are, and nowher
   ``_values``; storages: ``_cdata``;
 * modules: ``_parameters``, ``_buffers``, ``_modules``, ``_forward_hooks``, ``_forward_pre_hooks``, ``_backward_hooks``,
   ``_backward_pre_hooks``, ``_save_to_state_dict``, ``_load_from_state_dict``,
-  ``_non_persistent_buffers_set``, ``_reversed_padding_repeated_twice`` (convolutions), ``_check_input_dim`` (batch
-  norms); state dicts: ``_metadata``; styles of tensor parallelism: ``_prepare_input_fn``, ``_prepare_output_fn``;
+  ``_compiled_call_impl``, ``_non_persistent_buffers_set``, ``_reversed_padding_repeated_twice`` (convolutions),
+  ``_check_input_dim`` (batch norms); state dicts: ``_metadata``; styles of tensor parallelism:
+  ``_prepare_input_fn``, ``_prepare_output_fn``;
 * nodes of autograd: ``_sequence_nr``, ``_raw_saved_*``, ``_saved_self``, ``_saved_other``, ``_saved_approximate``,
   ``_saved_result1``, ``_saved_result2``, ``_forward_cls`` (of a Function's node);
 * operators: ``_schema``, ``_overloadpacket``.
@@ -79,9 +80,11 @@ __all__ = [
     "gpu_sleep",
     "graph_is_kept",
     "grouped_mm",
+    "inductor",
     "infrastructure_mode",
     "is_exporting",
     "is_legacy_batched",
+    "is_optimized",
     "is_traceable_wrapper_subclass",
     "make_fx",
     "no_dispatch",
@@ -230,6 +233,30 @@ RecordFunction: Any = torch._C._profiler._RecordFunctionFast
 InductorWrapper: Any = torch._TorchCompileInductorWrapper
 #: Decorator: dynamo calls the function and does not trace it. ``torch.compiler.disable`` would import dynamo at once.
 disable_dynamo: Callable[..., Any] = torch._disable_dynamo  # type: ignore[attr-defined]  # imported without "as"
+
+
+def inductor(
+    module: Any, inputs: Any, *, mode: Any, options: Any, memory_budget: float, is_compiled: bool
+) -> Callable[..., Any]:
+    """What Inductor makes of a graph, where its partitioner has this ``activation_memory_budget``. Without compilation
+    the parts run as they were traced: they save what the compiled ones would."""
+    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+
+    def as_traced(part: Any, inputs: Any, **_: Any) -> Any:
+        return make_boxed_func(part.forward)
+
+    own: dict[str, Any] = InductorWrapper(mode, options, None).config
+    other: dict[str, Any] = {} if is_compiled else {"inner_compile": as_traced}
+    with config.patch(activation_memory_budget=memory_budget):
+        made: Any = compile_fx(module, inputs, config_patches=own, **other)
+    return made  # type: ignore[no-any-return]
+
+
+def is_optimized(module: object) -> bool:
+    """Whether ``torch.compile`` has returned it."""
+    return dynamo_is_loaded() and isinstance(module, sys.modules["torch._dynamo"].OptimizedModule)
 
 
 def dynamo_is_loaded() -> bool:

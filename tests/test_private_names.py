@@ -29,6 +29,7 @@ ATTRIBUTES = {
     *("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks"),
     *("_backward_pre_hooks", "_save_to_state_dict", "_load_from_state_dict", "_metadata"),
     *("_reversed_padding_repeated_twice", "_check_input_dim", "_non_persistent_buffers_set"),
+    "_compiled_call_impl",
     *("_prepare_input_fn", "_prepare_output_fn"),
     *(
         "_sequence_nr",

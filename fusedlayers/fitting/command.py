@@ -1,6 +1,7 @@
 """The options of `fusedlayers fit`."""
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 from typing import get_args
@@ -8,7 +9,9 @@ from typing import get_args
 from ..profiling import factory
 from ..utils import command_line, progress
 from ..utils.formatting import size_from
+from .compiled import CompiledFit, fit_compiled_step
 from .fit import fit_step
+from .report import FitReport
 from .training import Of
 
 
@@ -25,6 +28,7 @@ def register(commands: "command_line.Commands") -> None:
     budget.add_argument("--budget", metavar="SIZE", help="such as 8GiB or 500MB")
     budget.add_argument("--fraction", type=float, metavar="PART", help="of what the model takes as it is, 0 to 1")
     parser.add_argument("--of", choices=get_args(Of), default="saved", help="what counts; saved is the default")
+    parser.add_argument("--compile", action="store_true", help="for torch.compile: find its activation_memory_budget")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the time of a step over bytes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     parser.set_defaults(run=run)
@@ -33,14 +37,19 @@ def register(commands: "command_line.Commands") -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the report, or why there is none. What the model raises comes with its traceback."""
     with command_line.usage_errors("fit", ValueError, ImportError, OSError):
+        if arguments.compile and arguments.plot is not None:
+            raise ValueError("there is no picture of what is compiled; leave out --plot or --compile")
         command_line.check_output_files("fit", arguments.plot, arguments.json)
         budget = None if arguments.budget is None else size_from(arguments.budget)
-        step = factory.step_named(arguments.factory)
+        function = "fit_compiled" if arguments.compile else "fit"
+        step = dataclasses.replace(factory.step_named(arguments.factory), function=function)
     with command_line.usage_errors("fit", ValueError, TypeError, only_ours=True), progress.shown() as on_stage:
-        found = fit_step(step, budget, arguments.fraction, arguments.of, False, on_stage)
+        asked = step, budget, arguments.fraction, arguments.of
+        found: FitReport | CompiledFit
+        found = fit_compiled_step(*asked, on_stage) if arguments.compile else fit_step(*asked, False, on_stage)
     print(found)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(found.to_dict(), indent=1))
-    if arguments.plot is not None:
+    if isinstance(found, FitReport) and arguments.plot is not None:
         found.plot(arguments.plot)
     return 0

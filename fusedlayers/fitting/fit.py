@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..fusion.fuse import arguments_from, check_model, eagerly, unfuse
+from .._torch import is_optimized
+from ..fusion.fuse import arguments_from, eagerly, unfuse
 from ..fusion.region import region_of
 from ..profiling.step import Step
 from ..utils.formatting import pattern_of, size_text
 from ..utils.module_state import unchanged
 from ..utils.storages import tensors_in
 from .agreement import together
+from .arguments import allowed_bytes, check_arguments
 from .blocks import MODES, Mode
 from .measuring import measured_plans
 from .parts import Parts
@@ -108,12 +109,7 @@ def fit_step(
     on_stage: Callable[[str, float], None] | None,
 ) -> FitReport:
     """``fit`` with this training step for the example."""
-    check_model("fit", step.model)
-    assert isinstance(step.model, nn.Module)
-    _check_budget(memory_budget_bytes, fraction, of)
-    if step.loss is not None and not callable(step.loss):
-        raise TypeError(f"fit: loss must be a function of the model's result, got {step.loss!r}")
-    model = step.model
+    model = check_arguments(step, memory_budget_bytes, fraction, of)
     before = [region for module in model.modules() if (region := region_of(module)) is not None]
     unfuse(model)
     on_stage = on_stage or (lambda stage, part: None)
@@ -122,11 +118,12 @@ def fit_step(
         tensors = [*tensors_in((step.args, step.kwargs))]
         with unchanged([*model.modules()], tensors, attributes=True) as reset_random, eagerly():
             parts = Parts(model, Training(step, of, reset_random))
+            if is_optimized(model):
+                parts.notes.append(
+                    "These are eager steps of a compiled model; fit_compiled finds the compiler's budget."
+                )
             plans, eager_bytes = measured_plans(parts, on_stage)
-            budget = memory_budget_bytes
-            if fraction is not None:
-                budget = math.floor(fraction * eager_bytes)
-            assert budget is not None
+            budget = allowed_bytes(memory_budget_bytes, fraction, eager_bytes)
             if plan_only:
                 found = _predicted_fastest(parts, plans, budget, eager_bytes)
             else:
@@ -139,22 +136,6 @@ def fit_step(
     if not plan_only:
         parts.follow(found.plan)
     return _report(parts, found, budget)
-
-
-def _check_budget(memory_budget_bytes: object, fraction: object, of: object) -> None:
-    if (memory_budget_bytes is None) == (fraction is None):
-        given = "neither" if fraction is None else "both"
-        raise ValueError(f"fit: give memory_budget_bytes or fraction, got {given}")
-    if memory_budget_bytes is not None and (
-        not isinstance(memory_budget_bytes, int) or isinstance(memory_budget_bytes, bool) or memory_budget_bytes < 0
-    ):
-        raise ValueError(f"fit: memory_budget_bytes must be a number of bytes, got {memory_budget_bytes!r}")
-    if fraction is not None and not (
-        isinstance(fraction, int | float) and not isinstance(fraction, bool) and 0 < fraction <= 1
-    ):
-        raise ValueError(f"fit: fraction must be above 0 and at most 1, got {fraction!r}")
-    if of not in get_args(Of):
-        raise ValueError(f"fit: of must be one of {', '.join(map(repr, get_args(Of)))}, got {of!r}")
 
 
 class _Found(NamedTuple):

@@ -12,9 +12,10 @@ from ..profiling.memory_use import report_of
 from ..utils.formatting import first_line
 from ..utils.storages import tensors_in
 from .agreement import agreed, everyone, together
+from .arguments import readable
 from .blocks import MODES, Mode, find_blocks
 from .costs import Costs, measure, saved_parts
-from .parts import Parts, readable
+from .parts import Parts
 from .plans import Plans, Rest
 from .report import WORDS
 from .training import are_alike
@@ -45,7 +46,7 @@ def _find_blocks(parts: Parts) -> int:
     try:
         rows = report_of(step).rows
     except Exception as error:
-        raise readable(error) from error
+        raise readable(error, "fit") from error
     saved: dict[str, int] = {}
     for row in rows:
         if row.kind == "activation":

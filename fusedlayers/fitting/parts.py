@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ..fusion.fuse import does_not_run
 from .agreement import together
+from .arguments import readable
 from .blocks import Block, Mode
 from .plans import Plan
 from .training import Training
@@ -50,15 +50,7 @@ class Parts:
         try:
             return self.bytes()
         except Exception as error:
-            raise readable(error) from error
+            raise readable(error, "fit") from error
 
     def skip(self, reason: str, *blocks: Block) -> None:
         self.skipped.setdefault(reason, []).extend(block.path for block in blocks)
-
-
-def readable(error: Exception) -> Exception:
-    """An error of ours as it is, of the user's code as one of ours."""
-    text = str(error)
-    if isinstance(error, ValueError) and text.startswith(("fit: ", "memory_report: ")):
-        return ValueError(text.replace("memory_report: ", "fit: ", 1))
-    return does_not_run("fit", error)

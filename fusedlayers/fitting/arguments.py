@@ -1,0 +1,51 @@
+"""What is checked before a model is measured, and the budget that was meant."""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+from torch import nn
+
+from ..fusion.fuse import check_model, does_not_run
+from ..profiling.step import Step
+from .training import Of
+
+
+def check_arguments(step: Step, memory_budget_bytes: object, fraction: object, of: object) -> nn.Module:
+    """Return the model; raise where it is none, or where there is not one budget that makes sense."""
+    function = step.function
+    check_model(function, step.model)
+    assert isinstance(step.model, nn.Module)
+    if (memory_budget_bytes is None) == (fraction is None):
+        given = "neither" if fraction is None else "both"
+        raise ValueError(f"{function}: give memory_budget_bytes or fraction, got {given}")
+    if memory_budget_bytes is not None and (
+        not isinstance(memory_budget_bytes, int) or isinstance(memory_budget_bytes, bool) or memory_budget_bytes < 0
+    ):
+        raise ValueError(f"{function}: memory_budget_bytes must be a number of bytes, got {memory_budget_bytes!r}")
+    if fraction is not None and not (
+        isinstance(fraction, int | float) and not isinstance(fraction, bool) and 0 < fraction <= 1
+    ):
+        raise ValueError(f"{function}: fraction must be above 0 and at most 1, got {fraction!r}")
+    if of not in get_args(Of):
+        raise ValueError(f"{function}: of must be one of {', '.join(map(repr, get_args(Of)))}, got {of!r}")
+    if step.loss is not None and not callable(step.loss):
+        raise TypeError(f"{function}: loss must be a function of the model's result, got {step.loss!r}")
+    return step.model
+
+
+def allowed_bytes(memory_budget_bytes: int | None, fraction: float | None, taken: int) -> int:
+    """The budget, for a model that takes so much as it is."""
+    if fraction is not None:
+        return math.floor(fraction * taken)
+    assert memory_budget_bytes is not None
+    return memory_budget_bytes
+
+
+def readable(error: Exception, function: str) -> Exception:
+    """An error of ours as it is, of the user's code as one of ours."""
+    text = str(error)
+    if isinstance(error, ValueError) and text.startswith((f"{function}: ", "memory_report: ")):
+        return ValueError(text.replace("memory_report: ", f"{function}: ", 1))
+    return does_not_run(function, error)
