@@ -1,0 +1,240 @@
+"""``fit_compiled``: budgets hold as measured in compiled code, and nothing of the model changes.
+
+Partitioned graphs run as they were traced, but where a test says that Inductor compiles them.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fusedlayers as fl
+from fusedlayers import _torch, cli
+from fusedlayers.fitting import compiled as subject
+from fusedlayers.fusion import timing
+from fusedlayers.memory import peak_bytes, saved_bytes
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def partitions_alone(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    monkeypatch.setattr(timing, "ROUNDS", 1)
+    if "inductor" not in request.node.name:
+        monkeypatch.setattr(subject, "inductor", _not_compiled)
+    yield
+    torch.compiler.reset()
+
+
+def _not_compiled(*args: Any, **options: Any) -> Callable[..., Any]:
+    return _torch.inductor(*args, **options | {"is_compiled": False})
+
+
+class _Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+
+def _model() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(_Residual(), _Residual(), _Residual()), torch.randn(128, 32)
+
+
+def _gradients(call: Callable[..., Tensor], model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    call(x).square().sum().backward()
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return found
+
+
+def _saved(compiled: Callable[..., Tensor], model: nn.Module, x: Tensor) -> int:
+    _gradients(compiled, model, x)
+    return saved_bytes(lambda: compiled(x).mean(), exclude=[*model.buffers(), x])
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.6, 0.2])
+def test_budgets_hold(fraction: float) -> None:
+    model, x = _model()
+    expected = _gradients(model, model, x)
+    report = fl.fit_compiled(model, x, fraction=fraction)
+    compiled = torch.compile(model, backend=report.backend)
+    saved = _saved(compiled, model, x)
+    assert saved == report.measured.bytes <= report.budget_bytes == int(fraction * report.as_it_is.bytes)
+    assert saved > 0.7 * report.budget_bytes and (report.activation_memory_budget == 1) == (fraction == 1)
+    for ours, theirs in zip(_gradients(compiled, model, x), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
+    sizes = [found for _, found in sorted([*report.tried, (report.activation_memory_budget, saved)])]
+    assert sizes == sorted(sizes)
+
+
+def test_inductor() -> None:
+    model, x = _model()
+    report = fl.fit_compiled(model, x, memory_budget_bytes=200_000)
+    assert _saved(torch.compile(model, backend=report.backend), model, x) == report.measured.bytes <= 200_000
+    assert report.measured.time_ms is not None and report.as_it_is.bytes > 200_000
+
+
+def test_inductor_at_the_peak() -> None:
+    model, x = _model()
+    report = fl.fit_compiled(model, x, fraction=0.8, of="peak")
+    compiled = torch.compile(model, backend=report.backend)
+    _gradients(compiled, model, x)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    peak = peak_bytes(lambda: compiled(x).mean().backward())
+    assert peak == pytest.approx(report.measured.bytes, rel=0.02) and report.measured.bytes <= report.budget_bytes
+
+
+def test_the_options_of_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def noted(*args: Any, **options: Any) -> Callable[..., Any]:
+        seen.append((options["mode"], options["options"]))
+        return _not_compiled(*args, **options)
+
+    monkeypatch.setattr(subject, "inductor", noted)
+    model, x = _model()
+    options: dict[str, Any] = {"options": {"epilogue_fusion": False}, "dynamic": False, "fullgraph": True}
+    report = fl.fit_compiled(model, x, fraction=0.5, **options)
+    torch.compile(model, backend=report.backend, **options)(x)
+    assert len(seen) > 3 and all(given == (None, {"epilogue_fusion": False}) for given in seen)
+
+
+def test_the_model_stays_as_it_was() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Dropout(0.5), nn.Linear(64, 16))
+    x = torch.randn(32, 16)
+    model(x).sum().backward()
+    before, gradients = copy.deepcopy(model.state_dict()), [p.grad for p in model.parameters()]
+    copies = [grad.clone() for grad in gradients if grad is not None]
+    state = torch.get_rng_state()
+    stages: list[tuple[str, float]] = []
+    fl.fit_compiled(model, {"input": x}, fraction=0.5, on_stage=lambda *stage: stages.append(stage))
+    assert torch.equal(torch.get_rng_state(), state) and [part for _, part in stages] == [0.0, 0.2, 0.8]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    for p, grad, values in zip(model.parameters(), gradients, copies, strict=True):
+        assert p.grad is grad is not None and torch.equal(values, grad)
+    assert "_compiled_call_impl" not in vars(model)
+
+
+def test_more_parts_than_the_compiler_compiles_again() -> None:
+    """Beyond its limit the compiler runs what it was given as it is, and says so in a log alone."""
+    model, x = _model()
+    for fraction in (0.8, 0.5, 0.2):
+        report = fl.fit_compiled(model, x, fraction=fraction)
+        assert report.measured.bytes <= report.budget_bytes
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _by_hand(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+class _Broken(nn.Module):
+    """Its graph breaks in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+        self.last = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(_by_hand(self.first(x)))  # type: ignore[no-any-return]
+
+
+def test_graphs_that_break() -> None:
+    model, x = _Broken(), torch.randn(64, 32)
+    report = fl.fit_compiled(model, x, fraction=0.6)
+    assert _saved(torch.compile(model, backend=report.backend), model, x) == report.measured.bytes
+    assert report.measured.bytes <= report.budget_bytes
+    kept = x.numel() * x.itemsize  # between the graphs
+    with pytest.raises(ValueError, match=rf"fit_compiled: a budget of 16 B cannot be met: .* \({2 * kept} bytes\)"):
+        fl.fit_compiled(model, x, memory_budget_bytes=16)
+
+
+def test_the_report() -> None:
+    model, x = _model()
+    report = fl.fit_compiled(model, x, fraction=0.5)
+    lines = str(report).splitlines()
+    assert lines[0].startswith("Sequential, compiled: at most ") and lines[0].endswith(" saved for backward")
+    assert sum("(chosen)" in line for line in lines) == 1 and len(lines) == len(report.tried) + 4
+    assert json.loads(json.dumps(report.to_dict()))["measured"]["bytes"] == report.measured.bytes
+
+
+class _Uncompiled(nn.Linear):
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)
+
+
+def _in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="eager")
+    return model
+
+
+_OPTIMIZED: dict[str, Callable[[nn.Module], Any]] = {
+    "torch.compile": functools.partial(torch.compile, backend="eager"),
+    "compile": _in_place,
+}
+
+
+@pytest.mark.parametrize("way", _OPTIMIZED)
+def test_compiled_models(way: str) -> None:
+    model, x = _model()
+    with pytest.raises(ValueError, match="fit_compiled: the model is compiled already; give it the one that"):
+        fl.fit_compiled(_OPTIMIZED[way](model), x, fraction=0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "fit_compiled: give memory_budget_bytes or fraction, got neither"),
+        ({"fraction": 0.0}, "fit_compiled: fraction must be above 0 and at most 1, got 0.0"),
+        ({"fraction": 0.5, "of": "all"}, "fit_compiled: of must be one of 'saved', 'peak', got 'all'"),
+        ({"fraction": 0.5, "backend": "eager"}, "fit_compiled: the backend is the report's"),
+        ({"fraction": 0.5, "loss": lambda y: y}, "fit_compiled: loss returned a float32 tensor of shape"),
+    ],
+)
+def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
+    model, x = _model()
+    with pytest.raises(ValueError, match=message):
+        fl.fit_compiled(model, x, **options)
+    assert not vars(model).get("_compiled_call_impl")
+
+
+def test_wrong_models() -> None:
+    x = torch.randn(4, 32)
+    with pytest.raises(TypeError, match=r"fit_compiled: model must be an nn.Module"):
+        fl.fit_compiled(torch.relu, x, fraction=0.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="fit_compiled: the model does not run on these inputs: "):
+        fl.fit_compiled(nn.Linear(8, 8), x, fraction=0.5)
+    with pytest.raises(ValueError, match=r"fit_compiled: torch\.compile has found nothing in the model"):
+        fl.fit_compiled(_Uncompiled(32, 32), x, fraction=0.5)
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "fit_compiled_made.py").write_text(
+        "import torch\ndef make():\n    return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), "
+        "torch.nn.Linear(256, 64)), torch.randn(512, 64)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    fit = ["fit", "fit_compiled_made:make", "--compile"]
+    assert cli.main([*fit, "--fraction", "0.6", "--json", str(tmp_path / "fit.json")]) == 0
+    assert "Sequential, compiled: at most " in capsys.readouterr().out
+    assert json.loads((tmp_path / "fit.json").read_text())["activation_memory_budget"] < 1
+    assert cli.main([*fit, "--budget", "1GB", "--plot", str(tmp_path / "fit.png")]) == 2
+    assert "fusedlayers fit: there is no picture of what is compiled" in capsys.readouterr().err
