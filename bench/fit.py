@@ -3,8 +3,8 @@ activation memory budget.
 
 torch's own checkpoint is put around as many of the model's blocks, from the first on, as it takes to save no more than
 a part of what eager PyTorch saves. What that saves is the budget of the others: ``fit`` chooses a plan; and, with
-``--compile``, the compiler gets it as the part of its own, and ``fit``'s model is compiled too. All variants of a
-budget take turns.
+``--compile``, the compiler gets the same part for its own budget, and the same bytes by ``fit_compiled``. All variants
+of a budget take turns.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DEFINITIONS = {
     "predicted_ratio": "the time of a step that fit predicted, over eager's",
     "checkpoint": "torch's own, not reentrant, around the first blocks, as many as it takes",
     "compile": "torch.compile with activation_memory_budget",
-    "compiled fit": "torch.compile of the model after fit",
+    "fit_compiled": "torch.compile with the activation_memory_budget that fit_compiled has found for the bytes",
     "ratio": "median over rounds of time / eager's (compiled variants: compiled's) in the same round, with quartiles",
 }
 #: Parts of eager's saved bytes.
@@ -197,7 +197,7 @@ def measure_case(case: Case, device: torch.device, *, quick: bool = False, compi
             found["fit"] = grid.failed(error)
         _measure(subjects, found, "eager", device, quick)
         if compiles:
-            _measure_compiled(eager, subjects.get("fit"), allowed / saved, found, device, quick)
+            _measure_compiled(eager, allowed, allowed / saved, found, device, quick)
         rows.append({"budget": round(allowed / saved, 4), "variants": found})
     return {"id": case.id, "saved_bytes": saved, "budgets": rows}
 
@@ -214,18 +214,30 @@ def _measure(
 
 
 def _measure_compiled(
-    eager: Subject, fitted: Subject | None, budget: float, found: dict[str, Any], device: torch.device, quick: bool
+    eager: Subject, allowed: int, part: float, found: dict[str, Any], device: torch.device, quick: bool
 ) -> None:
+    def within_bytes() -> Subject:
+        own = eager.copy()
+        report = fl.fit_compiled(own.model, own.inputs, memory_budget_bytes=allowed, loss=loss_of, dynamic=False)
+        found["fit_compiled"] = {"activation_memory_budget": report.activation_memory_budget}
+        return dataclasses.replace(own, run=measure.compiled(own.model, backend=report.backend))
+
+    def with_part(part: float) -> Subject:
+        own = eager.copy(part)
+        return dataclasses.replace(own, run=measure.compiled(own.model))
+
+    makers: dict[str, Callable[[], Subject]] = {
+        "fit_compiled": within_bytes,
+        "compiled": partial(with_part, 1.0),
+        "compile": partial(with_part, part),
+    }
     subjects = {}
     torch._dynamo.reset()
-    for name, subject, part in (("compiled", eager, 1.0), ("compile", eager, budget), ("compiled fit", fitted, 1.0)):
-        if subject is None:
-            continue
-        own = subject.copy(part)
-        own = dataclasses.replace(own, run=measure.compiled(own.model))
+    for name, make in makers.items():
         try:
-            own.step()
-            subjects[name] = own
+            subject = make()
+            subject.step()
+            subjects[name] = subject
         except Exception as error:
             found[name] = grid.failed(error)
     if "compiled" not in subjects:
@@ -268,7 +280,7 @@ MARKS = {
     "fit": ("o", BLUE),
     "checkpoint": ("^", GREEN),
     "compile": ("D", ORANGE),
-    "compiled fit": ("s", SKY),
+    "fit_compiled": ("s", SKY),
 }
 
 

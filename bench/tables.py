@@ -360,14 +360,14 @@ def fit_table(run: dict[str, Any]) -> str:
     """Whole models within budgets: bytes kept and time, by whom."""
     names = [
         name
-        for name in ("checkpoint", "fit", "compile", "compiled fit")
+        for name in ("checkpoint", "fit", "compile", "fit_compiled")
         if any(name in entry["variants"] for row in run["cases"] for entry in row["budgets"])
     ]
     titles = {
         "checkpoint": "checkpoints of blocks",
         "fit": "**`fl.fit`**",
         "compile": "`torch.compile` with that budget",
-        "compiled fit": "**`fl.fit`, compiled**",
+        "fit_compiled": "**`torch.compile` by `fl.fit_compiled`**",
     }
     lines = [
         measured_on(run),
