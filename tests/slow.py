@@ -110,6 +110,12 @@ SLOW: dict[str, dict[str, int]] = {
     "test_fit": {
         "test_whole_models": 2,
     },
+    "test_fit_compiled": {
+        "test_budgets_hold": 1,
+        "test_inductor": 0,
+        "test_inductor_at_the_peak": 0,
+        "test_more_parts_than_the_compiler_compiles_again": 0,
+    },
     "test_functional": {
         "test_first_and_second_derivatives": 12,
     },

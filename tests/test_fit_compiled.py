@@ -66,7 +66,7 @@ def _saved(compiled: Callable[..., Tensor], model: nn.Module, x: Tensor) -> int:
     return saved_bytes(lambda: compiled(x).mean(), exclude=[*model.buffers(), x])
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.6, 0.2])
+@pytest.mark.parametrize("fraction", [0.5, 0.2, 1.0])
 def test_budgets_hold(fraction: float) -> None:
     model, x = _model()
     expected = _gradients(model, model, x)

@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fusedlayers import _torch
+from fusedlayers.memory import saved_bytes
 
 PACKAGE = Path(_torch.__file__).parent
 FILES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
@@ -534,6 +536,23 @@ def _() -> None:
 @check("InductorWrapper")
 def _() -> None:
     assert _torch.InductorWrapper("default", {"max_autotune": False}, None).compiler_name == "inductor"
+
+
+@check("inductor")
+def _() -> None:
+    def saved(memory_budget: float) -> int:
+        backend = partial(_torch.inductor, mode=None, options=None, memory_budget=memory_budget, is_compiled=False)
+        compiled, x = torch.compile(lambda x: x.sin().cos().exp(), backend=backend), torch.randn(8, requires_grad=True)
+        compiled(x)
+        return saved_bytes(compiled, x)
+
+    assert saved(0.0) < saved(1.0)
+
+
+@check("is_optimized")
+def _() -> None:
+    module = nn.Linear(2, 2)
+    assert _torch.is_optimized(torch.compile(module)) and not _torch.is_optimized(module)
 
 
 @check("disable_dynamo", "dynamo_is_loaded")

@@ -22,6 +22,7 @@ def words(text):
     return re.sub(r"[+-]?\d+\.\d+", "", text).split()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of the compiler
 @pytest.mark.parametrize("document", DOCUMENTS[:2])
 def test_code_blocks_run_in_order(document, capsys, monkeypatch):
     text = (ROOT / document).read_text(encoding="utf-8")
