@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from collections.abc import Callable
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -13,14 +14,15 @@ from torch.utils.checkpoint import checkpoint
 from . import backends, validation
 from . import plan as decision
 from .activations import Activation, resolve
-from .backends.operations import GATE
+from .backends.operations import GATE, Convolution
 from .call import autocast_dtype, followed_by, needs_gradient, plan_for
 from .ops import gate as gates
 from .ops.autocast import shared_cast
 from .ops.buffer_reuse import hooks_move_tensors
+from .ops.conv import Conv
 from .ops.dropout import dropped_product_of
 from .ops.gate import Gate, Packing
-from .ops.product import MatrixProduct, factors_of, multiplies, of_product
+from .ops.product import MatrixProduct, Product, factors_of, multiplies, of_product
 
 
 def gated_act(
@@ -194,19 +196,36 @@ def grouped_mm(input: Tensor, mat2: Tensor, offs: Tensor) -> Tensor:
     return _multiply("grouped_mm", input, mat2, ends=offs)
 
 
+def conv(
+    function: Callable[..., Tensor],
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
+    """``F.conv1d``, ``conv2d`` or ``conv3d``, which is the ``function``, that does not keep an ``input`` whose factors
+    are kept, as ``linear``: channels that were scaled, as by squeeze and excitation."""
+    dims = weight.dim() - 2
+    found = _factors(input, weight, bias) if isinstance(input, Tensor) and input.dim() == dims + 2 else None
+    if found is not None:
+        stride, padding, dilation = (
+            (given,) * dims if isinstance(given, int) else given for given in (stride, padding, dilation)
+        )
+        convolution = Convolution(stride, padding, dilation, groups)
+        if convolution.padding_in_numbers(weight) is not None:
+            y: Tensor = Conv.apply(input, found.w, found.b, convolution, found.product, found.factors)
+            return y
+    return function(input, weight, bias, stride, padding, dilation, groups)
+
+
 def _multiply(name: str, h: Tensor, w: Tensor, b: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
-    is_usual = validation.are_torchs_own((h, w), (b, ends)) and validation.unusual_because(h, w, b) is None
-    is_usual = is_usual and not torch.compiler.is_compiling() and h.numel() * h.itemsize >= decision.SMALL_BYTES
-    if is_usual and needs_gradient(w) and followed_by() is None:
-        product = dropped_product_of(h)
-        if product is not None and _fits(name, h, w) and (b is None or b.dim() == 1):
-            cast = autocast_dtype(h)
-            if cast is not None and cast is h.dtype:
-                w, b = shared_cast(w, cast), None if b is None else b.to(cast)
-            factors = factors_of(product) if multiplies(h, w, (b,)) and cast in (None, h.dtype) else None
-            if factors is not None:
-                matmul = MatrixProduct(name, backends.choose(h), ends)
-                return of_product(h, w, b, matmul, product, factors)
+    found = _factors(h, w, b, ends) if _fits(name, h, w) else None
+    if found is not None:
+        matmul = MatrixProduct(name, backends.choose(h), ends)
+        return of_product(h, found.w, found.b, matmul, found.product, found.factors)
     if name == "linear":
         return F.linear(h, w, b)
     if name == "grouped_mm":
@@ -214,8 +233,35 @@ def _multiply(name: str, h: Tensor, w: Tensor, b: Tensor | None = None, ends: Te
     return torch.bmm(h, w) if name == "bmm" else torch.matmul(h, w)
 
 
-def _fits(name: str, h: Tensor, w: Tensor) -> bool:
+class _Found(NamedTuple):
+    """Of what is multiplied: its factors; and the weight and the bias as they are multiplied, under autocast."""
+
+    product: Product
+    factors: tuple[Tensor, ...]
+    w: Tensor
+    b: Tensor | None
+
+
+def _factors(h: Tensor, w: Tensor, b: Tensor | None, ends: Tensor | None = None) -> _Found | None:
+    """None where PyTorch is to multiply."""
+    is_usual = validation.are_torchs_own((h, w), (b, ends)) and validation.unusual_because(h, w, b) is None
+    is_usual = is_usual and not torch.compiler.is_compiling() and h.numel() * h.itemsize >= decision.SMALL_BYTES
+    if not is_usual or not needs_gradient(w) or followed_by() is not None or (b is not None and b.dim() != 1):
+        return None
+    product = dropped_product_of(h)
+    if product is None:
+        return None
+    cast = autocast_dtype(h)
+    if cast is not None and cast is h.dtype:
+        w, b = shared_cast(w, cast), None if b is None else b.to(cast)
+    factors = factors_of(product) if multiplies(h, w, (b,)) and cast in (None, h.dtype) else None
+    return None if factors is None else _Found(product, factors, w, b)
+
+
+def _fits(name: str, h: object, w: object) -> bool:
     """Whether these are shapes that ``MatrixProduct`` multiplies; PyTorch refuses the others, or broadcasts them."""
+    if not isinstance(h, Tensor) or not isinstance(w, Tensor):
+        return False
     if name == "linear":
         return w.dim() == 2 and h.shape[-1] == w.shape[1]
     if name == "grouped_mm":

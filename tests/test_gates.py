@@ -1,6 +1,7 @@
 """Gates that save their two factors, and the matrix products behind them, which multiply these once more."""
 
 import copy
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
-from fusedlayers import backends
+from fusedlayers import backends, gates
 from fusedlayers.activations import resolve
 from fusedlayers.memory import saved_bytes
 from fusedlayers.ops.gate import Gate, split
@@ -197,13 +198,13 @@ def test_a_bias() -> None:
 
 
 def test_products_that_are_not_what_they_seem() -> None:
-    """Edited, reshaped, broadcast, or with one factor that needs no gradient: torch's own, with torch's gradients."""
+    """Edited, reshaped, of a weight that all rows share, or with one factor that needs no gradient: torch's own."""
     a, b, w = leaves((40, 40), (40, 40), (8, 40))
     makers: dict[str, Callable[[], Tensor]] = {
         "edited": lambda: fl.gated_act(a, b).mul_(2),
         "written to": lambda: fl.gated_act(a, b).index_fill_(0, torch.tensor([1]), 3.0),
         "reshaped": lambda: fl.gated_act(a, b).view(1600).view(40, 40),
-        "broadcast": lambda: a * b[:1],
+        "a weight": lambda: a * b[0],
         "a number": lambda: a * 2.0,
         "a constant": lambda: a * torch.randn(40, 40, generator=torch.Generator().manual_seed(0)),
         "detached": lambda: (a * b).detach().requires_grad_(),
@@ -222,6 +223,77 @@ def test_products_that_are_not_what_they_seem() -> None:
     with torch.no_grad():
         h.add_(1)
     assert _is_saved_by(fl.linear(h, w)) == "MmBackward0"
+
+
+_CONVOLUTIONS: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+    "1d": (F.conv1d, (2, 24, 512), (8, 24, 3), {"padding": 1}),
+    "2d": (F.conv2d, (2, 24, 18, 40), (8, 24, 1, 1), {}),
+    "2d, strides": (F.conv2d, (2, 24, 18, 40), (8, 12, 3, 3), {"stride": (2, 1), "padding": "valid", "groups": 2}),
+    "2d, depthwise": (F.conv2d, (2, 24, 18, 40), (24, 1, 3, 3), {"dilation": 2, "padding": "same", "groups": 24}),
+    "3d": (F.conv3d, (2, 24, 6, 18, 10), (8, 24, 1, 3, 1), {"padding": (0, 1, 0)}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", _CONVOLUTIONS)
+def test_convolutions_of_scaled_channels(name: str, dtype: torch.dtype) -> None:
+    """As behind squeeze and excitation: the scale is one for each channel of each image."""
+    function, shape, w_shape, options = _CONVOLUTIONS[name]
+    x, scale, w, b = leaves(shape, (*shape[:2], *(1 for _ in shape[2:])), w_shape, w_shape[:1], dtype=dtype)
+
+    def ours(x: Tensor, scale: Tensor, w: Tensor, b: Tensor, act: Any) -> Tensor:
+        return gates.conv(function, fl.bias_act(x, None, act) * scale, w, b, **options)
+
+    assert _is_saved_by(ours(x, scale, w, b, "silu")) == "ConvBackward"
+    compare(
+        ours, lambda x, scale, w, b, act: function(act(x) * scale, w, b, **options),
+        resolve("silu"), x, scale, w, b,
+    )  # fmt: skip
+
+
+def test_a_convolutions_factors_are_saved_and_their_product_is_not() -> None:
+    x, scale, w = leaves((2, 24, 18, 40), (2, 24, 1, 1), (8, 24, 1, 1))
+    one = x.numel() * x.itemsize
+
+    def saved(conv: Any) -> int:
+        return saved_bytes(lambda: conv((x * 1) * scale, w))
+
+    assert saved(F.conv2d) - saved(functools.partial(gates.conv, F.conv2d)) == one
+    dy = torch.randn(2, 8, 18, 40)
+    y, theirs = gates.conv(F.conv2d, x * scale, w), F.conv2d(x * scale, w)
+    for a, b in zip(*(torch.autograd.grad(r, (x, scale, w), dy) for r in (y, theirs)), strict=True):
+        assert torch.equal(a, b)
+    x, scale, w = (t.detach().double()[:, :12, :9, :20].contiguous().requires_grad_() for t in (x, scale, w))
+    assert _is_saved_by(gates.conv(F.conv2d, x * scale, w)) == "ConvBackward"
+    assert torch.autograd.gradgradcheck(
+        lambda *t: gates.conv(F.conv2d, t[0] * t[1], t[2]), (x, scale, w), fast_mode=True, nondet_tol=1e-12
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same':UserWarning")
+@pytest.mark.parametrize(
+    ("shape", "w_shape", "options"),
+    [
+        ((24, 18, 80), (8, 24, 1, 1), {}),  # without a batch
+        ((2, 24, 18, 40), (8, 24, 1, 4), {"padding": "same"}),  # one end is padded by more
+    ],
+)
+def test_convolutions_that_are_torchs_own(shape: Any, w_shape: Any, options: Any) -> None:
+    x, other, w = leaves(shape, shape, w_shape)
+    y = gates.conv(F.conv2d, x * other, w, **options)
+    assert _is_saved_by(y) != "ConvBackward" and torch.equal(y, F.conv2d(x * other, w, **options))
+
+
+def test_convolutions_refuse_as_torch_does() -> None:
+    x, other = leaves((2, 24, 18, 40), (2, 24, 18, 40))
+    for w_shape, options in (((8, 12, 1, 1), {}), ((8, 24, 99, 1), {}), ((8, 24, 1, 1), {"stride": 0})):
+        (w,) = leaves(w_shape)
+        messages = []
+        for conv in (F.conv2d, functools.partial(gates.conv, F.conv2d)):
+            with pytest.raises(RuntimeError) as error:
+                conv(x * other, w, **options)
+            messages.append(str(error.value))
+        assert messages[0] == messages[1]
 
 
 def test_factors_that_are_edited_before_backward() -> None:

@@ -53,6 +53,8 @@ def _operations() -> dict[Any, Operation]:
             kind = _KINDS.get(ours) or function.__name__
             found[function] = Operation(kind, functools.partial(_instead, ours))
     found[grouped_mm] = Operation(PRODUCT, _multiplied_in_groups)
+    for function in (F.conv1d, F.conv2d, F.conv3d):
+        found[function] = Operation(PRODUCT, _convolved)
     return found
 
 
@@ -90,6 +92,10 @@ def _multiplied_in_groups(function: Any, args: Arguments, kwargs: Options) -> An
     options = {name: value for name, value in kwargs.items() if value is not None}
     is_plain = len(args) == 2 and options.keys() == {"offs"}
     return gates.grouped_mm(*args, **options) if is_plain else function(*args, **kwargs)
+
+
+def _convolved(function: Any, args: Arguments, kwargs: Options) -> Any:
+    return gates.conv(function, *args, **kwargs)
 
 
 def is_gate(args: Arguments) -> bool:

@@ -1,4 +1,5 @@
-"""Matrix products that save the factors of what they multiply, if that is itself a product of saved factors.
+"""Matrix products that save the factors of what they multiply, if that is itself a product of saved factors. (So do
+convolutions, in ``conv.py``.)
 
 The weight's gradient needs the matmul's input, h. Where h is ``f(gate) * up``, or ``a * b`` by torch, the factors are
 saved already, by the node that multiplied them. Backward multiplies them once more, the same way and so with the same
@@ -52,11 +53,12 @@ def product_of(h: Tensor) -> Product | None:
         return None
     if any(hooks_move(getattr(node, f"{RAW}{name}").unpack_hook) for name in ("self", "other")):
         return None
-    shape, dtype = h.shape, h.dtype
+    dims, dtype = h.dim(), h.dtype
 
     def read() -> tuple[Tensor, ...] | None:
+        # One of them may be a number for each channel of each image, but no weight that all rows share: that is a norm.
         factors = node._saved_self, node._saved_other
-        is_whole = all(t is not None and t.shape == shape and t.dtype is dtype for t in factors)
+        is_whole = all(t is not None and t.dim() == dims and t.dtype is dtype for t in factors)
         return factors if is_whole else None
 
     return Product(read, torch.mul, torch.mul)
