@@ -15,8 +15,11 @@
 #include <immintrin.h>
 #endif
 
-/* Numbers that a task takes: TILE columns of ROWS rows, a PIECE of a long row, or a RUN of short ones. */
-enum { BLOCK = 256, LANES = 8, TILE = 2048, ROWS = 32, PIECE = 16384, RUN = 4096 };
+/* Numbers that a task takes: TILE columns of ROWS rows, a PIECE of a long row, or a RUN of short ones in each of PERIODS
+   images. */
+enum { BLOCK = 256, LANES = 8, TILE = 2048, ROWS = 32, PIECE = 16384, RUN = 4096, PERIODS = 8 };
+/* Of how many numbers of a channel the mean is taken to be near the channel's. */
+enum { SAMPLE = 16 };
 /* Bytes ahead of which lines are fetched that will be written only. */
 enum { AHEAD = 2048 };
 #define EACH _Pragma("omp simd") for (int i = 0; i < BLOCK; i++)
@@ -897,12 +900,16 @@ static float joined_all(const pass *p, int r, const float *x, int n) {
   return total;
 }
 
-/* Rows that would not fill blocks: here a block holds parts of several. Partial results are laid out (row). */
-static void short_rows_task(const pass *p, step *one, const layout *l, int64_t first, int64_t last) {
+/* Rows that would not fill blocks: here a block holds parts of several. Rows repeat after a ``period``: the vectors of a
+   block, and what is found in it, are those of PERIODS periods. Partial results are laid out (group of periods, row of a
+   period). */
+static void short_rows_task(const pass *p, step *one, const layout *l, int64_t period, int64_t group, int64_t first,
+                            int64_t last) {
   float vector[3][BLOCK], found[2][BLOCK];
   channels c = {{NULL}, {found[0], found[1]}};
+  float *const totals[2] = {p->partial[0] + group * period, p->partial[1] + group * period};
   for (int v = 0; v < 3; v++) c.vector[v] = p->vector[v] == NULL ? NULL : vector[v];
-  if (p->finds) start(p, (float *[2]){p->partial[0] + first, p->partial[1] + first}, (int)(last - first));
+  if (p->finds) start(p, (float *[2]){totals[0] + first, totals[1] + first}, (int)(last - first));
   for (int64_t at = first * l->columns; at < last * l->columns; at += BLOCK) {
     const int64_t rest = last * l->columns - at, row = at / l->columns;
     const int n = (int)(rest < BLOCK ? rest : BLOCK);
@@ -916,10 +923,13 @@ static void short_rows_task(const pass *p, step *one, const layout *l, int64_t f
       if (++channel == l->channels) channel = 0;
     }
     start(p, c.found, n);
-    one(p, at, n, &c);
+    for (int64_t turn = group * PERIODS; turn < (group + 1) * PERIODS; turn++) {
+      const int64_t from = turn * period * l->columns + at, left = l->count - from; /* the last period may be shorter */
+      if (left > 0) one(p, from, (int)(left < n ? left : n), &c);
+    }
     for (int part = 0, i = 0; p->finds && part < parts; i = ends[part++])
       for (int r = 0; r < 2; r++) {
-        float *total = p->partial[r] + row + part;
+        float *total = totals[r] + row + part;
         *total = (float)joined(p, r, *total, joined_all(p, r, found[r] + i, ends[part] - i));
       }
   }
@@ -933,10 +943,13 @@ static int walk(pass *p, step *one, const layout *l, void *found[2]) {
   const int by_columns = l->axis == ALONG_COLUMNS;
   /* Of longer rows the last block, which is padded, is a small part. */
   const int are_short = l->axis == ALONG_ROWS && p->gaps == NULL && l->columns < 4 * BLOCK && l->columns % BLOCK;
-  const int64_t rows = over(l->count, l->columns), parts = over(l->columns, by_columns ? TILE : PIECE);
-  const int64_t together = by_columns ? ROWS : are_short ? over(RUN, l->columns) : 1;
-  const int64_t groups = over(rows, together), tasks = groups * parts;
-  const int64_t size = by_columns ? groups * l->columns : rows * parts;
+  const int64_t rows = over(l->count, l->columns), run = over(RUN, l->columns), samples = over(run, l->channels);
+  const int64_t period = are_short && samples * l->channels < rows ? samples * l->channels : rows;
+  /* A task is one of ``parts`` of a group of rows, which has as many partial results as ``width`` says. */
+  const int64_t together = by_columns ? ROWS : are_short ? PERIODS * period : 1, groups = over(rows, together);
+  const int64_t parts = by_columns ? over(l->columns, TILE) : are_short ? over(period, run) : over(l->columns, PIECE);
+  const int64_t width = by_columns ? l->columns : are_short ? period : parts, size = groups * width;
+  const int64_t tasks = groups * parts;
   float *partial = NULL;
   if (p->finds) {
     if ((partial = malloc((size_t)size * 8)) == NULL) return 1;
@@ -945,15 +958,15 @@ static int walk(pass *p, step *one, const layout *l, void *found[2]) {
   }
 #pragma omp parallel for schedule(static) num_threads(l->threads) if (l->threads > 1)
   for (int64_t task = 0; task < tasks; task++) {
-    const int64_t first = task * together, last = first + together < rows ? first + together : rows;
-    if (by_columns) columns_task(p, one, l, task / parts, task % parts);
-    else if (are_short) short_rows_task(p, one, l, first, last);
-    else piece_task(p, one, l, task / parts, task % parts, task);
+    const int64_t group = task / parts, part = task % parts, first = part * run;
+    if (by_columns) columns_task(p, one, l, group, part);
+    else if (are_short) short_rows_task(p, one, l, period, group, first, first + run < period ? first + run : period);
+    else piece_task(p, one, l, group, part, task);
   }
   for (int r = 0; r < 2 && p->finds; r++)
     for (int64_t channel = 0; channel < l->channels && found[r] != NULL; channel++) {
-      double total = p->finds == SUMS ? 0 : p->partial[r][by_columns ? channel : channel * parts];
-      if (by_columns) /* short rows have been joined: a channel then has several columns */
+      double total = p->finds == SUMS ? 0 : p->partial[r][by_columns || are_short ? channel : channel * parts];
+      if (by_columns || are_short) /* a channel may have several columns, or rows of a period */
         for (int64_t i = channel; i < size; i += l->channels) total = joined(p, r, total, p->partial[r][i]);
       else
         for (int64_t row = channel; row < rows; row += l->channels)
@@ -1088,9 +1101,39 @@ int forward(const kernel *k, const void *z, const float *bias, const void *resid
   return walk(&p, forward_step, l, NULL);
 }
 
-int moments(const kernel *k, const void *x, const float *center, void *sum, void *square, const layout *l) {
+/* The mean and the variance of each channel. Sums are taken about the mean of SAMPLE numbers of it; where that is far off,
+   the difference has lost digits: a second time, about the mean. */
+int moments(const kernel *k, const float *x, float *mean, float *var, const layout *l) {
+  const int64_t channels = l->channels, count = l->count / channels, columns = l->axis == ALONG_COLUMNS ? 1 : l->columns;
+  const int64_t width = l->axis == ALONG_COLUMNS ? l->columns : channels, samples = count < SAMPLE ? count : SAMPLE;
+  float *const center = malloc((size_t)width * 4);
   pass p = {.k = k, .in = {x}, .vector = {center}, .finds = SUMS};
-  return walk(&p, moments_step, l, (void *[2]){sum, square});
+  int is_near = 0, failed = center == NULL;
+  int64_t sample[SAMPLE];
+  for (int64_t i = 0; i < samples; i++) {
+    const int64_t at = i * count / samples;
+    sample[i] = at / columns * channels * columns + at % columns;
+  }
+#pragma omp parallel for schedule(static) num_threads(l->threads) if (l->threads > 1)
+  for (int64_t c = 0; c < channels; c++) {
+    float sum = 0;
+    for (int64_t i = 0; i < samples; i++) sum += x[sample[i] + c * columns];
+    mean[c] = sum / (float)samples;
+  }
+  for (int turn = 0; turn < 2 && !is_near && !failed; turn++) {
+    float *const sum = mean, *const square = var;
+    for (int64_t i = 0; i < width; i++) center[i] = mean[i % channels];
+    failed = walk(&p, moments_step, l, (void *[2]){sum, square});
+    is_near = 1;
+    for (int64_t c = 0; c < channels; c++) {
+      const double shift = sum[c] / (double)count, found = square[c] / (double)count - shift * shift;
+      is_near &= shift * shift <= found;
+      mean[c] = (float)(center[c] + shift);
+      var[c] = found < 0 ? 0.0f : (float)found;
+    }
+  }
+  free(center);
+  return failed;
 }
 
 int products(const kernel *k, const void *dy, const void *y, const float *center, float *sum, float *product,

@@ -15,9 +15,6 @@ from .elementwise import KERNELS
 from .loops import Kernel
 from .table import FoldTable, derivative_table, inverse_table
 
-#: The moments are taken about the mean of so many values of a channel, in each of two dimensions.
-SAMPLE = 16
-
 
 @dataclass(frozen=True)
 class NormPasses:
@@ -28,20 +25,7 @@ class NormPasses:
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The mean and the variance, without Bessel's correction, of each channel of x."""
-        along, count = layout_along(x, 1), x.numel() // x.shape[1]
-        part = x if x.dim() > 2 else x.t().unsqueeze(0)
-        while part.dim() > 3:
-            part = part.select(2, 0)
-        center = part[:SAMPLE, :, :SAMPLE].mean((0, 2))
-        for _ in range(2):
-            total, square = loops.moments(x, center, along)
-            shift = total / count
-            var = (square / count).addcmul_(shift, shift, value=-1)
-            # Where the sample's mean is far off, the difference has lost digits: a second time, about the mean.
-            if bool((shift.square() <= var).all()):
-                break
-            center = center + shift
-        return center + shift, var.clamp_min_(0)
+        return loops.moments(x, layout_along(x, 1))
 
     def norm_act(self, x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """``y = f(z)`` with ``z = (x - mean) scale + shift``, y with its branch; the smallest and the largest z of each
