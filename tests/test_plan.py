@@ -237,6 +237,22 @@ def test_the_reason_names_what_stands_in_the_way(monkeypatch: pytest.MonkeyPatch
     assert "less than 32 KiB" in reason()
 
 
+def test_batch_norms_of_small_maps_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cost of a Function is then more than what its one pass saves; an activation in place has no such cost."""
+    monkeypatch.setattr(plan, "MEDIUM_BYTES", 4 * 8 * 64 * 64)
+    x = torch.randn(1, 8, 64, 63, requires_grad=True)
+    for name, save, path in (
+        ("silu", "auto", "composite"),
+        ("silu", "output", "tells_input"),
+        ("relu", "auto", "in_place"),
+    ):
+        (found,) = fl.plan_of(fl.FusedBatchNormAct2d(8, name, save=save), x)
+        assert found.path == path
+        assert (path == "composite") == ("less than 128 KiB" in str(found))
+    (found,) = fl.plan_of(fl.FusedBatchNormAct2d(8, "silu"), torch.randn(1, 8, 64, 64, requires_grad=True))
+    assert found.path == "tells_input"
+
+
 def test_repr_and_plan_say_the_same() -> None:
     x = torch.randn(300, 12, requires_grad=True)
     for activation, save in covering(list(ACTIVATIONS.values()), SAVES):

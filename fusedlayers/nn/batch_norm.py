@@ -115,7 +115,7 @@ class FusedBatchNormAct1d(_FusedBatchNormAct):
         save: what is kept. "output": y where it determines x, else y and x. "recompute": x, from which all is exact.
             "input": x and the pre-activation. "auto": y where it determines x; else x, and y where that determines the
             derivative exactly, with a residual also where it does with a branch bit. An x of fewer than 16384 elements
-            is kept.
+            is kept, and with "auto" PyTorch computes results of less than 2 MiB.
         process_group: a process group of ``torch.distributed``, whose processes take their statistics together in
             training, as ``nn.SyncBatchNorm`` does, on CPUs too. First derivatives only.
 
