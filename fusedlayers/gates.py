@@ -208,17 +208,22 @@ def conv(
 ) -> Tensor:
     """``F.conv1d``, ``conv2d`` or ``conv3d``, which is the ``function``, that does not keep an ``input`` whose factors
     are kept, as ``linear``: channels that were scaled, as by squeeze and excitation."""
-    dims = weight.dim() - 2
-    found = _factors(input, weight, bias) if isinstance(input, Tensor) and input.dim() == dims + 2 else None
-    if found is not None:
-        stride, padding, dilation = (
-            (given,) * dims if isinstance(given, int) else given for given in (stride, padding, dilation)
-        )
-        convolution = Convolution(stride, padding, dilation, groups)
+    are_tensors = isinstance(input, Tensor) and isinstance(weight, Tensor)
+    found = _factors(input, weight, bias) if are_tensors and input.dim() == weight.dim() else None
+    if found is not None and all(isinstance(given, (int, str, tuple, list)) for given in (stride, padding, dilation)):
+        dims = weight.dim() - 2
+        convolution = Convolution(_each(stride, dims), _each(padding, dims), _each(dilation, dims), groups)
         if convolution.padding_in_numbers(weight) is not None:
             y: Tensor = Conv.apply(input, found.w, found.b, convolution, found.product, found.factors)
             return y
     return function(input, weight, bias, stride, padding, dilation, groups)
+
+
+def _each(given: Any, dims: int) -> Any:
+    """The option along each dimension; PyTorch takes one number for all of them, alone or in a sequence."""
+    if isinstance(given, str):
+        return given
+    return (given,) * dims if isinstance(given, int) else tuple(given) * dims if len(given) == 1 else tuple(given)
 
 
 def _multiply(name: str, h: Tensor, w: Tensor, b: Tensor | None = None, ends: Tensor | None = None) -> Tensor:

@@ -230,6 +230,7 @@ _CONVOLUTIONS: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...], dict[str, 
     "2d": (F.conv2d, (2, 24, 18, 40), (8, 24, 1, 1), {}),
     "2d, strides": (F.conv2d, (2, 24, 18, 40), (8, 12, 3, 3), {"stride": (2, 1), "padding": "valid", "groups": 2}),
     "2d, depthwise": (F.conv2d, (2, 24, 18, 40), (24, 1, 3, 3), {"dilation": 2, "padding": "same", "groups": 24}),
+    "2d, one number for both": (F.conv2d, (2, 24, 18, 40), (8, 24, 3, 3), {"stride": (2,), "padding": [1]}),
     "3d": (F.conv3d, (2, 24, 6, 18, 10), (8, 24, 1, 3, 1), {"padding": (0, 1, 0)}),
 }
 
@@ -286,7 +287,12 @@ def test_convolutions_that_are_torchs_own(shape: Any, w_shape: Any, options: Any
 
 def test_convolutions_refuse_as_torch_does() -> None:
     x, other = leaves((2, 24, 18, 40), (2, 24, 18, 40))
-    for w_shape, options in (((8, 12, 1, 1), {}), ((8, 24, 99, 1), {}), ((8, 24, 1, 1), {"stride": 0})):
+    for w_shape, options in (
+        ((8, 12, 1, 1), {}),
+        ((8, 24, 99, 1), {}),
+        ((8, 24, 1, 1), {"stride": 0}),
+        ((8, 24, 1, 1), {"stride": (1, 2, 1)}),
+    ):
         (w,) = leaves(w_shape)
         messages = []
         for conv in (F.conv2d, functools.partial(gates.conv, F.conv2d)):
