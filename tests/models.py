@@ -171,10 +171,10 @@ CASES = [
             hf.RegNetConfig(embedding_size=16, hidden_sizes=[32, 64], depths=[1, 1], groups_width=16)
         ),
         images,
-        {},
+        {"product": 2},
         9,
     ),
-    Case("efficientnet", _efficientnet, images, {"batch_norm": 6, "silu": 22}, 58),
+    Case("efficientnet", _efficientnet, images, {"batch_norm": 6, "silu": 20, "gate": 2, "product": 7}, 58),
     Case(
         "mobilenet-v2",
         lambda: hf.MobileNetV2Model(hf.MobileNetV2Config(depth_multiplier=0.35, image_size=32)),

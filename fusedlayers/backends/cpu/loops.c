@@ -907,7 +907,8 @@ static void short_rows_task(const pass *p, step *one, const layout *l, int64_t p
                             int64_t last) {
   float vector[3][BLOCK], found[2][BLOCK];
   channels c = {{NULL}, {found[0], found[1]}};
-  float *const totals[2] = {p->partial[0] + group * period, p->partial[1] + group * period};
+  float *totals[2] = {NULL, NULL};
+  for (int r = 0; r < 2 && p->finds; r++) totals[r] = p->partial[r] + group * period;
   for (int v = 0; v < 3; v++) c.vector[v] = p->vector[v] == NULL ? NULL : vector[v];
   if (p->finds) start(p, (float *[2]){totals[0] + first, totals[1] + first}, (int)(last - first));
   for (int64_t at = first * l->columns; at < last * l->columns; at += BLOCK) {
