@@ -8,6 +8,7 @@ Not counted: memory that a library takes from the system without torch's allocat
 Python threads allocate on the CPU, and saved tensors of a compressed sparse or opaque layout.
 """
 
+import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
@@ -70,7 +71,7 @@ def peak_bytes(function: Callable[..., Any], *args: Any, device: torch.device | 
 
     Usually ``function`` runs a forward and a backward pass. What it allocates and still holds when it returns counts,
     what existed before does not. Call it once before measuring, so that compilation and the libraries' lazily made
-    workspaces are not part of the figure.
+    workspaces are not part of the figure. Python's garbage collector waits until it returns.
 
     Args:
         function: any callable.
@@ -83,7 +84,8 @@ def peak_bytes(function: Callable[..., Any], *args: Any, device: torch.device | 
         torch.cuda.synchronize(where)
         torch.cuda.reset_peak_memory_stats(where)
         before = torch.cuda.memory_allocated(where)
-        function(*args)
+        with _garbage_stays():
+            function(*args)
         return torch.cuda.max_memory_allocated(where) - before
     if where.type == "cpu":
         return _cpu_peak_bytes(function, *args)
@@ -219,7 +221,8 @@ def _cpu_peak_bytes(function: Callable[..., Any], *args: Any) -> int:
 
 def cpu_events(function: Callable[..., Any], *args: Any) -> list[Any]:
     """Call ``function(*args)`` and return the profiler's events, in order of time."""
-    with _quiet_kineto(), torch.profiler.profile(profile_memory=True, acc_events=True, **_CPU_ONLY) as profiler:
+    profile = torch.profiler.profile(profile_memory=True, acc_events=True, **_CPU_ONLY)
+    with _garbage_stays(), _quiet_kineto(), profile as profiler:
         function(*args)
     results = profiler.profiler.kineto_results if profiler.profiler is not None else None
     assert results is not None
@@ -232,6 +235,18 @@ def is_cpu_allocation(event: Any) -> bool:
 
 
 _CPU_ONLY: dict[str, Any] = {"activities": [torch.profiler.ProfilerActivity.CPU]}
+
+
+@contextmanager
+def _garbage_stays() -> Iterator[None]:
+    """Collect no garbage: what it held before would be subtracted from what is allocated."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

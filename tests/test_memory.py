@@ -275,6 +275,22 @@ def test_peak_agrees_with_torchs_own_tracker(x: Tensor, w: Tensor) -> None:
     assert peak_bytes(step) == peak - before
 
 
+def test_garbage_from_before_is_not_subtracted(x: Tensor) -> None:
+    before: list[Tensor] = []
+    peak_bytes(lambda: before.append(torch.empty_like(x)))  # of what was allocated here the profiler tells the release
+
+    def garbage_then_exp() -> Tensor:
+        circle: list[object] = [before.pop()]  # young, so that the collector meets it first
+        circle.append(circle)
+        del circle
+        containers = [[] for _ in range(10_000)]
+        assert len(containers) == 10_000
+        return x.exp()
+
+    assert peak_bytes(garbage_then_exp) == INPUT_BYTES
+    assert gc.isenabled()
+
+
 def test_measuring_prints_nothing() -> None:
     code = """
 import torch
