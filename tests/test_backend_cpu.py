@@ -24,6 +24,7 @@ from fusedlayers.derivative import branch_bit
 from fusedlayers.derivative.folded import INVERSE_TOLERANCE
 from fusedlayers.derivative.polynomial import PRECISIONS
 from fusedlayers.memory import peak_bytes, saved_bytes
+from fusedlayers.utils.layout import copies_are_contiguous, is_dense
 
 TABLE = [row.bind() for row in rows()]
 FOLDED = [a for a in TABLE if a.is_folded]
@@ -66,6 +67,24 @@ def test_it_is_chosen_for_cpus_and_for_float64_anywhere() -> None:
 def test_it_has_what_a_backend_has(name: str) -> None:
     assert hasattr(backends.Backend, name) or name in backends.Backend.__annotations__
     assert hasattr(cpu, name)
+
+
+@pytest.mark.parametrize("look", [is_dense, copies_are_contiguous])
+def test_a_look_at_the_layout_is_torchs_own_and_allocates_nothing(look: Callable[[Tensor], bool]) -> None:
+    x = torch.randn(4, 6, 5, 3)
+    views = [
+        x,
+        x.to(memory_format=torch.channels_last),
+        x.transpose(1, 3),
+        x[::2],
+        x[..., ::2],
+        x[:, :1].transpose(0, 1),
+    ]
+    views += [x.permute(3, 0, 2, 1), x[:1].expand(4, 6, 5, 3), x[0, 0], x[0, 0].t(), x[0, 0, 0, 0], x[1:2, :, 2:3]]
+    for view in views:
+        alike = torch.empty_like(view)
+        assert look(view) == (alike.stride() == view.stride() if look is is_dense else alike.is_contiguous())
+        assert peak_bytes(look, view) == 0
 
 
 @every_activation

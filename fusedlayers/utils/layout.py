@@ -53,12 +53,20 @@ def laid_out(tensor: Tensor, layout: Layout) -> Tensor:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill their memory in some order of the dimensions, without gaps or overlaps."""
-    return tensor.is_contiguous() or torch.empty_like(tensor).stride() == tensor.stride()
+    if tensor.is_contiguous() or channels_last_format(tensor) is not None:
+        return True
+    filled = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != filled:
+                return False
+            filled *= size
+    return True
 
 
 def copies_are_contiguous(tensor: Tensor) -> bool:
     """Whether what PyTorch computes of it element by element is contiguous."""
-    return tensor.is_contiguous() or torch.empty_like(tensor).is_contiguous()
+    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").is_contiguous()
 
 
 def channels_last_format(tensor: Tensor) -> torch.memory_format | None:

@@ -460,6 +460,18 @@ static void invert_formula(const kernel *k, const float *y, float *z) {
   }
 }
 
+/* Derivatives from outputs of functions without a fold. */
+static void slopes_by_formula(const kernel *k, const float *y, float *slope) {
+  const float p = k->parameter;
+  switch (k->function) {
+    case RELU: EACH slope[i] = y[i] > 0.0f ? 1.0f : 0.0f; break;
+    case SIGMOID: EACH slope[i] = y[i] * (1.0f - y[i]); break;
+    case TANGENT: EACH slope[i] = 1.0f - y[i] * y[i]; break;
+    case LEAKY_RELU: EACH slope[i] = y[i] > 0.0f ? 1.0f : p; break;
+    default: EACH slope[i] = y[i] > 0.0f ? 1.0f : y[i] + p; /* ELU */
+  }
+}
+
 /* The derivative of hardswish from y = z (z + 3) / 6, a parabola between its kinks: with d, the distance from its
    minimum less what the mark moves outputs by (``FoldedDerivative.margin``), (2z + 3) / 6 = sqrt(2d / 3). Marked outputs
    below ``jumped`` belong to z < -3: the number after -3 has one of 1.2e-7. */
@@ -679,15 +691,16 @@ static void gradient_step(const pass *p, int64_t at, int n, const channels *c) {
 static void norm_gradient_step(const pass *p, int64_t at, int n, const channels *c) {
   const kernel *k = p->k;
   const float *center = c->vector[0];
-  float y[BLOCK], z[BLOCK], dz[BLOCK], unused[BLOCK];
+  float copy[BLOCK], z[BLOCK], dz[BLOCK];
   if (p->in[1] != p->out[0]) fetch(p->out[0], at, 4);
   if (p->in[1] != p->out[1]) fetch(p->out[1], at, 4);
-  if (k->inverse.cubics != NULL) invert_both(k, block_of(p->in[1], at, n, 4, y), z, dz);
+  const float *y = block_of(p->in[1], at, n, 4, copy);
+  if (k->inverse.cubics != NULL) invert_both(k, y, z, dz);
   else {
-    invert_formula(k, block_of(p->in[1], at, n, 4, y), z);
-    compute(k, z, unused, dz);
+    invert_formula(k, y, z);
+    slopes_by_formula(k, y, dz);
   }
-  const float *dy = block_of(p->in[0], at, n, 4, y);
+  const float *dy = block_of(p->in[0], at, n, 4, copy);
   float *to_dz = (float *)p->out[0] + at, *to_z = (float *)p->out[1] + at, *sum = c->found[0], *product = c->found[1];
   FIRST_N {
     float of_z = dy[i] * dz[i];
@@ -778,18 +791,6 @@ static void drop_marked_step(const pass *p, int64_t at, int n, const channels *c
   }
   EACH y[i] = keep[i] ? y[i] : -(from[i] - from[i]);
   put(p->out[0], at, n, 4, y);
-}
-
-/* Derivatives from outputs of functions without a fold. */
-static void slopes_by_formula(const kernel *k, const float *y, float *slope) {
-  const float p = k->parameter;
-  switch (k->function) {
-    case RELU: EACH slope[i] = y[i] > 0.0f ? 1.0f : 0.0f; break;
-    case SIGMOID: EACH slope[i] = y[i] * (1.0f - y[i]); break;
-    case TANGENT: EACH slope[i] = 1.0f - y[i] * y[i]; break;
-    case LEAKY_RELU: EACH slope[i] = y[i] > 0.0f ? 1.0f : p; break;
-    default: EACH slope[i] = y[i] > 0.0f ? 1.0f : y[i] + p; /* ELU */
-  }
 }
 
 /* The gradient through a function and the dropout behind it. in: dy and what was stored of float32 outputs; its
