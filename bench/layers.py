@@ -32,8 +32,9 @@ MAX_AUTOTUNE = "max-autotune"
 _MODES = {COMPILE: "default", MAX_AUTOTUNE: "max-autotune-no-cudagraphs"}
 
 # How far a variant may be from eager (norm of the difference over the norm) and still be worth timing. It is no test of
-# accuracy; rounding differs between variants by about the dtype's epsilon.
-_SAME = {"float32": 1e-2, "bfloat16": 3e-2, "float16": 1e-2}
+# accuracy; rounding differs between variants by about the dtype's epsilon, and torch sums a layer norm's gradients of
+# its weights in bfloat16: there they err by 4e-2 (2048 x 768).
+_SAME = {"float32": 1e-2, "bfloat16": 1e-1, "float16": 1e-2}
 
 Operands = tuple[Tensor, tuple[Tensor, ...], Tensor]  # x, parameters, the gradient that comes from above
 Function = Callable[..., Tensor]

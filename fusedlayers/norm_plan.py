@@ -106,8 +106,6 @@ def _plain_because(
         return because
     if isinstance(norm, GroupNorm) and not norm.reads(x):
         return "the input is neither contiguous nor channels-last"
-    if isinstance(norm, GroupNorm) and not x.is_cpu:
-        return "there is no kernel for GPUs"
     if is_capturing(x):
         return "a CUDA graph does not look at the weights again"
     if any(p is not None and p.dtype is not x.dtype and not _is_wider(p, x) for p in (w, b)):

@@ -29,7 +29,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import fusedlayers as fl
 from bench import fake_gpu
-from fusedlayers.ops import row_norm
+from fusedlayers.ops import inexact_columns
 
 
 class Operators(TorchDispatchMode):
@@ -103,10 +103,11 @@ class Swish(torch.nn.Module):
         return z * torch.sigmoid(self.beta * z)
 
 
-def _norm(function: Callable[..., Tensor], parameters: int) -> tuple[Callable[..., Tensor], list[Tensor]]:
+def _norm(function: Callable[..., Tensor], parameters: int, *shape: int) -> tuple[Callable[..., Tensor], list[Tensor]]:
     """Weights of 1; on a GPU they are looked at once for each version, and here not at all."""
-    row_norm._look = lambda *arguments: None
-    tensors = _tensors((ROWS, WIDTH), *[(WIDTH,)] * parameters)
+    inexact_columns._look = lambda *arguments: None
+    shape = shape or (ROWS, WIDTH)
+    tensors = _tensors(shape, *[(shape[1],)] * parameters)
     with torch.no_grad():
         tensors[1].fill_(1.0)
     return function, tensors
@@ -133,6 +134,7 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., Tensor], list[Tensor]]]] = {
     ),
     "layer norm": lambda: _norm(lambda x, w, b: fl.layer_norm(x, WIDTH, w, b), 2),
     "rms norm": lambda: _norm(lambda x, w: fl.rms_norm(x, WIDTH, w, rounds_first=True), 1),
+    "group norm": lambda: _norm(lambda x, w, b: fl.group_norm(x, 32, w, b), 2, ROWS // 128, WIDTH // 8, 1024),
     "gate and product": lambda: (
         lambda gate, up, w: fl.linear(fl.gated_act(gate, up), w),
         _tensors((ROWS, WIDTH), (ROWS, WIDTH), (256, WIDTH)),

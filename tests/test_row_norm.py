@@ -23,7 +23,7 @@ from fusedlayers.backends import cpu, norms
 from fusedlayers.backends import torch as reference
 from fusedlayers.backends.cpu import build
 from fusedlayers.memory import saved_bytes
-from fusedlayers.ops import row_norm
+from fusedlayers.ops import inexact_columns, row_norm
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KINDS = ("layer", "rms", "llama", "gemma")
@@ -245,8 +245,8 @@ def test_the_loops_compute_what_the_reference_does(kind: str, dtype: torch.dtype
         w[[1, 255, 256, 299]] = -1.0 if kind == "gemma" else 0.0
     x, dy = (torch.randn(70, 300).to(dtype) for _ in range(2))
     norm = norms.RowNorm("norm", (300,), 1e-6, kind == "layer", float(kind == "gemma"), kind == "llama")
-    columns = row_norm.inexact_columns(norm, cpu, w, b, dtype)
-    found = row_norm.inexact_columns(norm, reference, w, b, dtype)
+    columns = inexact_columns.inexact_columns(cpu, w, b, norm.offset, dtype, norm.columns)
+    found = inexact_columns.inexact_columns(reference, w, b, norm.offset, dtype, norm.columns)
     assert columns is found is None or torch.equal(columns, found)  # type: ignore[arg-type]
     y, inverse_std = cpu.row_norm(norm, x, w, b)
     torch.testing.assert_close((y, inverse_std), reference.row_norm(norm, x, w, b))
@@ -332,10 +332,9 @@ def test_which_columns_outputs_tell(dtype: torch.dtype) -> None:
     small, large = numbers.smallest_normal / 2, numbers.max
     w = torch.tensor([1.0, -1.0, 0.0, -0.0, small, large, math.nan, math.inf, 1.0, 1.0, 0.5], dtype=torch.float64)
     b = torch.tensor([0.0, 4.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, -4.5, math.nan, -2.5])
-    norm = norms.RowNorm("norm", (11,), 1e-6, True)
     w, b = (t.to(torch.promote_types(dtype, torch.float32)) for t in (w, b))
     for backend in (cpu, reference):
-        columns = row_norm.inexact_columns(norm, backend, w, b, dtype)
+        columns = inexact_columns.inexact_columns(backend, w, b, 0.0, dtype, 11)
         assert columns is not None and columns.tolist() == [2, 3, 4, 5, 6, 7, 8, 9, 10]
 
 
@@ -374,15 +373,15 @@ def test_weights_that_change_past_the_version_counter_are_seen() -> None:
 
 def test_weights_on_a_gpu_are_looked_at_once_for_each_version(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
-    look_at_all = row_norm._look_at_all
-    monkeypatch.setattr(row_norm, "_look_at_all", lambda *a: (looks.append(1), look_at_all(*a)))
+    look_at_all = inexact_columns._look_at_all
+    monkeypatch.setattr(inexact_columns, "_look_at_all", lambda *a: (looks.append(1), look_at_all(*a)))
     layers = [nn.LayerNorm(8), nn.LayerNorm(16)]
 
     def look() -> list[Any]:
         found = []
         for layer in layers:
-            norm = norms.RowNorm("norm", layer.normalized_shape, 1e-5, True)
-            columns = row_norm._remembered(norm, reference, layer.weight, layer.bias, torch.float32)
+            sizes = inexact_columns.limits(torch.float32, len(layer.weight))
+            columns = inexact_columns._remembered(reference, layer.weight, layer.bias, 0.0, sizes)
             found.append(None if columns is None else columns.tolist())
         return found
 
@@ -398,9 +397,9 @@ def test_weights_on_a_gpu_are_looked_at_once_for_each_version(monkeypatch: pytes
     with torch.no_grad():
         layers[0].weight.fill_(1.0)
     assert look() == [None, [2, 5]] and len(looks) == 5
-    count = len(row_norm._seen)
+    count = len(inexact_columns._seen)
     del layers[0]
-    assert len(row_norm._seen) == count - 1
+    assert len(inexact_columns._seen) == count - 1
 
 
 # --- buffers ----------------------------------------------------------------------------------------------------------

@@ -1,17 +1,24 @@
-"""Layer norm and RMS norm on Triton, beside the reference; and how they are launched."""
+"""Layer, RMS and group norm on Triton, beside the reference; and how they are launched."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from gpu import DEVICE, INTERPRETED
-from torch import Tensor
+from torch import Tensor, nn
 
+import fusedlayers as fl
 from fusedlayers.backends import torch as reference
-from fusedlayers.backends.norms import Kept, RowNorm
+from fusedlayers.backends.norms import GroupNorm, Kept, RowNorm
+from fusedlayers.utils.bounded_cache import BoundedCache
 
 triton = pytest.importorskip("fusedlayers.backends.triton")
 row_norm = pytest.importorskip("fusedlayers.backends.triton.row_norm")
+group_norm = pytest.importorskip("fusedlayers.backends.triton.group_norm")
+fallback = pytest.importorskip("fusedlayers.backends.triton.fallback")
+Launch = pytest.importorskip("fusedlayers.backends.triton.launch").Launch
+OutOfResources = pytest.importorskip("triton.runtime.errors").OutOfResources
 
 pytestmark = pytest.mark.usefixtures("interpreter_converts")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -106,3 +113,94 @@ def test_without_weights() -> None:
     found = triton.row_norm_gradient(norm, dy, y, None, None, std, None, needs_x=True, overwrite=False)
     _close(found[0], truth[0], torch.float32, 64)
     assert found[1:] == (None, None)
+
+
+# --- group norm -------------------------------------------------------------------------------------------------------
+
+GROUPED = {
+    "images": ((2, 12, 5, 7), torch.contiguous_format),
+    "channels last": ((2, 12, 5, 7), torch.channels_last),
+    "more channels than a tile has": ((2, 144, 3, 3), torch.channels_last),
+    "vectors": ((3, 8), torch.contiguous_format),
+    "pieces": ((1, 4, 3000), torch.contiguous_format),
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@every_dtype
+@pytest.mark.parametrize("keeps", [False, True])
+def test_group_norm_computes_what_the_reference_does(
+    name: str, dtype: torch.dtype, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_norm, "PIECE", 1024)
+    shape, layout = GROUPED[name]
+    generator = torch.Generator().manual_seed(0)
+    randn = lambda *size: torch.randn(size, generator=generator).to(dtype).to(DEVICE)
+    laid_out = lambda t: torch.empty(t.shape, dtype=dtype, device=DEVICE, memory_format=layout).copy_(t)
+    x, dy = laid_out(randn(*shape) + 0.5), laid_out(randn(*shape))
+    w, b = (torch.rand(shape[1], generator=generator) + 0.5).to(dtype).to(DEVICE), randn(shape[1]) * 0.3
+    norm = GroupNorm(4, 1e-5)
+    y, _, std = torch.native_group_norm(x, w, b, *norm.extents(x), 4, 1e-5)
+    kept = Kept(torch.tensor([1, 3], device=DEVICE), randn(shape[0], 2, *shape[2:])) if keeps else None
+    for own_w, own_b in ((w, b), (w, None), (None, None)):
+        arguments = (own_w, own_b, std, kept)
+        truth = reference.group_norm_gradient(norm, dy, y, *arguments, needs_x=True, overwrite=False)
+        for overwrite in (False, True):
+            given = y.clone()
+            version = given._version
+            found = triton.group_norm_gradient(norm, dy, given, *arguments, needs_x=True, overwrite=overwrite)
+            assert (found[0] is given) is overwrite and (given._version > version) is overwrite
+            assert found[0].stride() == y.stride() and found[0].dtype is dtype
+            for a, r in zip(found, truth, strict=True):
+                if a is not None:  # sums of parameters that are not there
+                    _close(a, r, dtype, 16 if dtype.itemsize == 2 else 128)
+        only = triton.group_norm_gradient(norm, dy, y, *arguments, needs_x=False, overwrite=False)
+        assert only[0] is None and (own_w is None or torch.equal(only[1], found[1]))
+
+
+def test_group_norm_in_float64_is_the_references() -> None:
+    norm, x, w = GroupNorm(2, 1e-5), torch.randn(3, 4, 5, device=DEVICE).double(), torch.rand(4, device=DEVICE).double()
+    y, _, std = torch.native_group_norm(x, w, w, *norm.extents(x), 2, 1e-5)
+    truth = reference.group_norm_gradient(norm, x, y, w, w, std, None, needs_x=True, overwrite=False)
+    found = triton.group_norm_gradient(norm, x, y, w, w, std, None, needs_x=True, overwrite=False)
+    assert all(torch.equal(a, r) for a, r in zip(found, truth, strict=True))
+
+
+def test_group_norm_that_cannot_be_launched_is_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        arg_names = ()
+
+        def __getitem__(self, grid: object) -> Any:
+            raise OutOfResources(9, 1, "registers")
+
+    monkeypatch.setattr(group_norm, "group_sums_kernel", Broken())
+    monkeypatch.setattr(fallback, "_failed", set())
+    norm, x, w = GroupNorm(2, 1e-5), torch.randn(3, 4, 5, device=DEVICE), torch.rand(4, device=DEVICE) + 0.5
+    y, _, std = torch.native_group_norm(x, w, w, *norm.extents(x), 2, 1e-5)
+    truth = reference.group_norm_gradient(norm, x, y, w, w, std, None, needs_x=True, overwrite=False)
+    for _ in range(2):
+        found = triton.group_norm_gradient(norm, x, y.clone(), w, w, std, None, needs_x=True, overwrite=True)
+        assert all(torch.equal(a, r) for a, r in zip(found, truth, strict=True))
+    assert fallback.has_failed("group_norm_gradient", (norm, x))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_group_norm_and_its_activation(
+    layout: torch.memory_format, on_triton: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_triton(True)
+    calls: list[int] = []
+    whole = group_norm.group_sums_kernel
+    monkeypatch.setattr(
+        group_norm, "Launch", lambda kernel, *rest: (calls.append(kernel is whole), Launch(kernel, *rest))[1]
+    )
+    monkeypatch.setattr(group_norm, "_launches", BoundedCache(8))
+    torch.manual_seed(0)
+    x = torch.randn(2, 16, 6, 5, device=DEVICE).contiguous(memory_format=layout).requires_grad_()
+    ours = fl.FusedGroupNormAct(4, 16, "silu", save="output", device=DEVICE)
+    theirs = nn.Sequential(nn.GroupNorm(4, 16, device=DEVICE), nn.SiLU())
+    dy = torch.randn_like(x)
+    found, truth = (torch.autograd.grad(net(x), [x, *net.parameters()], dy) for net in (ours, theirs))
+    for a, r in zip(found, truth, strict=True):
+        torch.testing.assert_close(a, r, rtol=1e-5, atol=1e-5)
+    assert calls == [True, False, False]

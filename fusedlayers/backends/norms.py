@@ -24,6 +24,12 @@ class Kept(NamedTuple):
     def of_rows(self, rows: slice) -> Kept:
         return self._replace(xhat=self.xhat[rows])
 
+    def places(self, columns: int) -> Tensor:
+        """Of each of all columns its place among these, or -1."""
+        found = torch.full((columns,), -1, dtype=torch.int32, device=self.columns.device)
+        found[self.columns] = torch.arange(len(self.columns), dtype=torch.int32, device=found.device)
+        return found
+
 
 def in_a_row(p: Tensor, dtype: torch.dtype) -> Tensor:
     """A parameter in one contiguous dimension, in ``dtype`` and apart from the graph."""

@@ -111,8 +111,6 @@ class FusedGroupNormAct(FusedAct):
         return torch.get_default_dtype() if self.weight is None else self.weight.dtype
 
     def keeps(self, activation: Activation, dtype: torch.dtype) -> str:
-        if self.weight is not None and self.weight.is_cuda:
-            return "saves the norm's input and output: there is no kernel for GPUs"
         return "saves the norm's input and output" if self.save == "input" else "saves the norm's output"
 
     def forward(self, input: Tensor) -> Tensor:

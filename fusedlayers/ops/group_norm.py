@@ -13,26 +13,21 @@ from torch.autograd import Function
 
 from ..backends import Backend
 from ..backends import torch as reference
-from ..backends.norms import GroupNorm, Kept, in_a_row
+from ..backends.norms import GroupNorm, Kept
 from ..utils.profile_ranges import profile_range
 from .buffer_reuse import is_ours_alone, saved_under_hooks
 from .edits import saved_tensors, version_for_backward
+from .inexact_columns import MOST, inexact_columns
 from .place import AtPlace, place_of
 from .pointwise import apart, gradients_through, is_batched
-from .row_norm import MOST, RATIO, limits
 
 
 @profile_range(lambda norm, *_: norm.function)
 def group_norm(norm: GroupNorm, backend: Backend, x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
     """``norm(x, w, b)``, of which y determines xhat, at least that of most channels."""
-    channels = None
-    if w is not None:
-        wide = torch.promote_types(w.dtype, torch.float32)
-        shift = None if b is None else in_a_row(b, wide)
-        sizes = limits(x.dtype, x[0].numel() // norm.groups)
-        channels = backend.inexact_columns(in_a_row(w, wide), shift, RATIO, *sizes)
-        if channels is not None and len(channels) > MOST * len(w):
-            return norm(x, w, b)
+    channels = inexact_columns(backend, w, b, 0.0, x.dtype, x.numel() // (len(x) * norm.groups))
+    if channels is not None and len(channels) > MOST * x.shape[1]:
+        return norm(x, w, b)
     y: Tensor = _GroupNorm.apply(x, w, b, place_of(x) if x.requires_grad else None, norm, backend, channels)
     return y
 

@@ -4,14 +4,11 @@ import torch
 from triton.runtime import driver
 
 from ...activations import Activation
-from ..torch import (
-    group_norm_gradient,
-    inexact_columns,
-    norm_passes,
-)
+from ..torch import inexact_columns, norm_passes
 from .codegen import computes
 from .dropout import drop, drop_gradient, drop_marked, drop_marked_gradient
 from .elementwise import bias_act, gate, gate_gradient, gradient, inverse
+from .group_norm import group_norm_gradient
 from .operations import (
     add_linear,
     faster_linear,

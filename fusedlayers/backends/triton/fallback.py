@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from ...activations import Activation
-from ..norms import RowNorm
+from ..norms import GroupNorm, RowNorm
 
 _log = logging.getLogger(__name__)
 
@@ -76,4 +76,4 @@ def has_failed(name: str, args: tuple[Any, ...]) -> bool:
 
 def _key(name: str, args: tuple[Any, ...]) -> Hashable:
     like = next(arg for arg in args if isinstance(arg, Tensor))
-    return name, like.device, like.dtype, *(arg for arg in args if isinstance(arg, Activation | RowNorm))
+    return name, like.device, like.dtype, *(arg for arg in args if isinstance(arg, Activation | RowNorm | GroupNorm))

@@ -169,10 +169,7 @@ def row_norm_gradient(
         )  # fmt: skip
     rows, columns = y.numel() // norm.columns, norm.columns
     dx = (y if overwrite else torch.empty_like(y)) if needs_x else None
-    place = None
-    if kept is not None:
-        place = torch.full((columns,), -1, dtype=torch.int32, device=y.device)
-        place[kept.columns] = torch.arange(len(kept.columns), dtype=torch.int32, device=y.device)
+    place = None if kept is None else kept.places(columns)
     steps = cdiv(rows, PROGRAMS)
     programs = cdiv(rows, steps)
     partial = y.new_empty((w is not None) + (b is not None), programs, columns, dtype=torch.float32)
