@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusedlayers.backends import kernels
+from fusedlayers.backends import gpu_settings
 from fusedlayers.utils import progress
 
 from . import ROOT, conv, dense, gpu_items, layers, matmul, mlp, norm, parts, pointwise
@@ -223,7 +223,7 @@ class Check:
     def _environment(self) -> dict[str, str]:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        environment |= {kernels.FILE_VARIABLE: str(self.out / "tuned.json")}
+        environment |= {gpu_settings.FILE_VARIABLE: str(self.out / "tuned.json")}
         environment |= {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", gpu_items.DENIED: ";".join(self.denied)}
         return environment | ({gpu_items.FAKE: "1"} if self.fake else {})
 

@@ -27,7 +27,7 @@ import torch
 
 from . import __version__, backends
 from .activations import resolve
-from .backends import GradientRequest, kernels
+from .backends import GradientRequest, gpu_settings
 from .backends.cpu import build, onednn
 from .utils.formatting import first_line, size_text
 
@@ -41,7 +41,7 @@ OPTIONAL = {
     "lightning": "fusedlayers.integrations.lightning",
 }
 #: Of the environment, in the order of what is asked.
-VARIABLES = (kernels.VARIABLE, kernels.FILE_VARIABLE, build.VARIABLE)
+VARIABLES = (gpu_settings.VARIABLE, gpu_settings.FILE_VARIABLE, build.VARIABLE)
 #: How far gelu's derivative may be off. By the loops it is 2e-5, where the function is flattest.
 TOLERANCE = 1e-3
 
@@ -234,7 +234,7 @@ def _gpu_name(device: torch.device) -> str:
 
 
 def _kernels(device: torch.device) -> str:
-    if kernels.allowed() == "off":
+    if gpu_settings.allowed() == "off":
         return "off: PyTorch computes"
     reason = backends.no_triton_because()
     if reason is not None:
@@ -254,7 +254,7 @@ def _tuned(device: torch.device) -> str:
 
     path = dispatch.tuned_path(device)
     if path is None:
-        return f"none: there is no home folder; {kernels.FILE_VARIABLE} may name a file"
+        return f"none: there is no home folder; {gpu_settings.FILE_VARIABLE} may name a file"
     if not path.exists():
         dispatch.tuned(device)  # warns where the environment names it
         return f"none yet: fusedlayers tune would write {path}"
@@ -265,8 +265,11 @@ def _tuned(device: torch.device) -> str:
 
 
 def _settings() -> Iterator[Question]:
-    yield kernels.VARIABLE, lambda: f"{_value(kernels.VARIABLE)}: kernels on GPUs are {kernels.allowed()!r}"
-    yield kernels.FILE_VARIABLE, partial(_value, kernels.FILE_VARIABLE)
+    yield (
+        gpu_settings.VARIABLE,
+        lambda: f"{_value(gpu_settings.VARIABLE)}: kernels on GPUs are {gpu_settings.allowed()!r}",
+    )
+    yield gpu_settings.FILE_VARIABLE, partial(_value, gpu_settings.FILE_VARIABLE)
     yield build.VARIABLE, lambda: f"{_value(build.VARIABLE)}: loops are {'off' if build.are_switched_off() else 'on'}"
     for name in sorted(name for name in os.environ if name.startswith("FUSEDLAYERS_") and name not in VARIABLES):
         yield name, partial(_unknown, name)

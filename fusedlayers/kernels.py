@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .backends import kernels as switch
+from .backends import gpu_settings
 from .plan import forget_plans
 
 
@@ -26,12 +26,12 @@ def use_kernels(kernels: str) -> Iterator[None]:
     >>> with fl.use_kernels("off"):
     ...     y = fl.gelu(torch.ones(2))
     """
-    wanted = switch.checked("use_kernels", kernels)
-    before = switch.allowed()
-    switch.allow(wanted)
+    wanted = gpu_settings.checked("use_kernels", kernels)
+    before = gpu_settings.allowed()
+    gpu_settings.allow(wanted)
     forget_plans()
     try:
         yield
     finally:
-        switch.allow(before)
+        gpu_settings.allow(before)
         forget_plans()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .backends import kernels
+from .backends import gpu_settings
 from .fusion.fuse import arguments_from
 from .kernels import use_kernels
 from .profiling.step import Step
@@ -95,8 +95,10 @@ def tune_step(step: Step, on_stage: OnStage | None = None) -> TuneReport:
         raise ValueError(f"tune: the model is on {found}, expected a GPU; there is nothing to tune elsewhere")
     if importlib.util.find_spec("triton") is None:
         raise ValueError("tune: Triton is not installed; without it there are no kernels to tune")
-    if kernels.allowed() == "off":
-        raise ValueError(f"tune: the kernels are switched off by {kernels.VARIABLE} or use_kernels; switch them on")
+    if gpu_settings.allowed() == "off":
+        raise ValueError(
+            f"tune: the kernels are switched off by {gpu_settings.VARIABLE} or use_kernels; switch them on"
+        )
     from .backends.triton import dispatch, tuning
 
     leaves = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]

@@ -22,7 +22,7 @@ import fusedlayers as fl
 from fusedlayers import backends, cli
 from fusedlayers import tuning as public
 from fusedlayers.activations import resolve
-from fusedlayers.backends import GradientRequest, kernels
+from fusedlayers.backends import GradientRequest, gpu_settings
 from fusedlayers.backends import torch as reference
 from fusedlayers.call import with_operands
 from fusedlayers.memory import saved_bytes
@@ -49,7 +49,7 @@ def forgets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
     """A process that knows nothing, and an empty cache folder; call it for another process."""
     monkeypatch.setattr(fallback, "_failed", set())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(kernels.FILE_VARIABLE, raising=False)
+    monkeypatch.delenv(gpu_settings.FILE_VARIABLE, raising=False)
     forget = dispatch.tuned.cache_clear
     forget()
     yield forget
@@ -183,19 +183,21 @@ def test_without_triton_a_gpu_is_left_to_torch_and_that_is_said(
 
 @pytest.mark.parametrize(("word", "expected"), [("", "tuned"), ("OFF", "off"), ("rule", "rule")])
 def test_the_environment_says_what_may_run(word: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels._State, "kernels", None)
-    monkeypatch.setenv(kernels.VARIABLE, word)
-    assert kernels.allowed() == expected
-    monkeypatch.setattr(kernels._State, "kernels", None)
-    monkeypatch.setenv(kernels.VARIABLE, "fast")
+    monkeypatch.setattr(gpu_settings._State, "kernels", None)
+    monkeypatch.setenv(gpu_settings.VARIABLE, word)
+    assert gpu_settings.allowed() == expected
+    monkeypatch.setattr(gpu_settings._State, "kernels", None)
+    monkeypatch.setenv(gpu_settings.VARIABLE, "fast")
     with pytest.raises(ValueError, match="FUSEDLAYERS_KERNELS: got 'fast', expected one of"):
-        kernels.allowed()
+        gpu_settings.allowed()
 
 
 def test_plans_are_made_anew_where_the_kernels_are_switched(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     choose = backends.choose
-    monkeypatch.setattr(backends, "choose", lambda *arguments: made.append(kernels.allowed()) or choose(*arguments))
+    monkeypatch.setattr(
+        backends, "choose", lambda *arguments: made.append(gpu_settings.allowed()) or choose(*arguments)
+    )
     x = torch.randn(64, 1024, requires_grad=True)
     for _ in range(2):
         fl.layer_norm(x, 1024, save="output")
@@ -327,7 +329,7 @@ def test_the_file_can_be_named(
     forgets: Callable[[], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "shared" / "tuned.json"
-    monkeypatch.setenv(kernels.FILE_VARIABLE, str(path))
+    monkeypatch.setenv(gpu_settings.FILE_VARIABLE, str(path))
     assert Bench(monkeypatch, library=2.0, narrow=1.0, wide=3.0).tune() == [path]
     assert Bench(monkeypatch).choose() == "narrow"
     forgets()
@@ -591,7 +593,7 @@ def test_what_cannot_be_tuned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     with pytest.raises(ValueError, match="tune: the model is on cpu, expected a GPU"):
         fl.tune(model, x)
     monkeypatch.setattr(public, "_have_kernels", lambda devices: True)
-    with fl.use_kernels("off"), pytest.raises(ValueError, match="tune: the kernels are switched off by FUSEDLAYERS_K"):
+    with fl.use_kernels("off"), pytest.raises(ValueError, match="tune: FUSEDLAYERS_KERNELS or use_kernels has switched"):
         fl.tune(model, x)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="tune: Triton is not installed"):

@@ -17,7 +17,7 @@ import torch
 
 import fusedlayers as fl
 from fusedlayers import backends, cli, doctor
-from fusedlayers.backends import kernels
+from fusedlayers.backends import gpu_settings
 from fusedlayers.backends.cpu import build, onednn
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of whoever runs the tests."""
     for name in (*doctor.VARIABLES, "CC"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(kernels._State, "kernels", None)
+    monkeypatch.setattr(gpu_settings._State, "kernels", None)
     monkeypatch.setattr(doctor, "_devices", list)
 
 
@@ -202,7 +202,7 @@ def test_triton_that_does_not_run_is_broken(gpu: Any, monkeypatch: pytest.Monkey
 
 def test_a_tuned_file_of_no_use_is_broken(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "tuned.json"
-    monkeypatch.setenv(kernels.FILE_VARIABLE, str(path))
+    monkeypatch.setenv(gpu_settings.FILE_VARIABLE, str(path))
     assert problem_of("GPU", "cpu tuned file").endswith("is not there: run fusedlayers tune")
     path.write_text("{")
     gpu.tuned.cache_clear()
@@ -235,10 +235,10 @@ def test_a_driver_that_raises_has_no_devices(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_word_that_is_none_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert text_of("settings", f"{kernels.VARIABLE}") == "not set: kernels on GPUs are 'tuned'"
-    monkeypatch.setattr(kernels._State, "kernels", None)
-    monkeypatch.setenv(kernels.VARIABLE, "fast")
-    assert "got 'fast', expected one of 'off', 'rule', 'tuned'" in problem_of("settings", f"{kernels.VARIABLE}")
+    assert text_of("settings", f"{gpu_settings.VARIABLE}") == "not set: kernels on GPUs are 'tuned'"
+    monkeypatch.setattr(gpu_settings._State, "kernels", None)
+    monkeypatch.setenv(gpu_settings.VARIABLE, "fast")
+    assert "got 'fast', expected one of 'off', 'rule', 'tuned'" in problem_of("settings", f"{gpu_settings.VARIABLE}")
 
 
 def test_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import logging
 from torch import Tensor, float64
 
 from ..activations import Activation
-from . import cpu, kernels
+from . import cpu, gpu_settings
 from . import torch as reference
 from .base import ActivationGradients, Backend, GradientRequest, NormPasses
 
@@ -40,7 +40,7 @@ def choose(tensor: Tensor, activation: Activation | None = None) -> Backend:
     """
     if tensor.is_cpu:
         return cpu
-    if tensor.is_cuda and tensor.dtype is not float64 and kernels.allowed() != "off":
+    if tensor.is_cuda and tensor.dtype is not float64 and gpu_settings.allowed() != "off":
         backend = _for_gpus()
         return backend if activation is None or backend.computes(activation) else reference
     return reference
@@ -52,7 +52,7 @@ def describe_matmuls(w: Tensor, activation: Activation) -> list[str]:
     if backend is cpu or w.dtype is float64:
         return []
     if backend is reference:
-        reason = "kernels are off" if kernels.allowed() == "off" else "Triton does not run here"
+        reason = "kernels are off" if gpu_settings.allowed() == "off" else "Triton does not run here"
         return [f"matmuls are PyTorch's: {reason}"] if w.is_cuda and backend is choose(w) else []
     from .triton import operations
 

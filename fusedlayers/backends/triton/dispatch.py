@@ -23,7 +23,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .. import kernels
+from .. import gpu_settings
 
 _log = logging.getLogger(__name__)
 
@@ -122,12 +122,12 @@ class Choice(NamedTuple):
 
 def is_settled(device: torch.device) -> bool:
     """Whether all products are the library's: nobody need ask."""
-    return not (RULES or _asked or (kernels.allowed() == "tuned" and tuned(device)))
+    return not (RULES or _asked or (gpu_settings.allowed() == "tuned" and tuned(device)))
 
 
 def choose(question: Question, device: torch.device, job: Job) -> str:
     """The candidate for a job."""
-    choices = tuned(device) if kernels.allowed() == "tuned" else {}
+    choices = tuned(device) if gpu_settings.allowed() == "tuned" else {}
     if question.rows * question.columns * question.inner < SMALL:
         return LIBRARY
     candidates = job.candidates
@@ -163,7 +163,7 @@ def architecture(device: torch.device) -> str:
 
 def answers_for(activation: str, columns: int, inner: int, device: torch.device) -> list[str]:
     """Lines for people: what was tuned for an activation and a weight of these sizes; else, that the rule decides."""
-    if kernels.allowed() != "tuned":
+    if gpu_settings.allowed() != "tuned":
         return [BY_RULE]
     found = []
     for question, choice in tuned(device).items():
@@ -206,8 +206,8 @@ def tuned(device: torch.device) -> Mapping[Question, Choice]:
         about = dict(content["about"])
         choices = {Question.parse(text): _choice(entry) for text, entry in content["choices"].items()}
     except FileNotFoundError:
-        if kernels.FILE_VARIABLE in os.environ:
-            _log.warning("%s, which %s names, is not there: run fusedlayers tune", path, kernels.FILE_VARIABLE)
+        if gpu_settings.FILE_VARIABLE in os.environ:
+            _log.warning("%s, which %s names, is not there: run fusedlayers tune", path, gpu_settings.FILE_VARIABLE)
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         _log.warning("%s cannot be read (%s), and is not used: run fusedlayers tune", path, type(error).__name__)
@@ -243,7 +243,7 @@ def about_device(device: torch.device) -> dict[str, Any]:
 
 def tuned_path(device: torch.device) -> Path | None:
     """The file for a device; None where there is no home folder."""
-    if named := os.environ.get(kernels.FILE_VARIABLE):
+    if named := os.environ.get(gpu_settings.FILE_VARIABLE):
         return Path(named)
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fusedlayers"

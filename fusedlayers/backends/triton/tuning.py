@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..._torch import gpu_sleep
-from .. import kernels
+from .. import gpu_settings
 from . import dispatch
 from .dispatch import LIBRARY, Choice, Job, Question, Run, Times
 
@@ -100,13 +100,13 @@ def check_target(device: torch.device) -> Path:
     """
     path = dispatch.tuned_path(device)
     if path is None:
-        raise OSError(f"tune: there is no home folder; name a file in {kernels.FILE_VARIABLE}")
+        raise OSError(f"tune: there is no home folder; name a file in {gpu_settings.FILE_VARIABLE}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _temporary(path).touch()
         _temporary(path).unlink()
     except OSError as error:
-        text = f"tune: {path} cannot be written ({error}); name another file in {kernels.FILE_VARIABLE}"
+        text = f"tune: {path} cannot be written ({error}); name another file in {gpu_settings.FILE_VARIABLE}"
         raise OSError(text) from error
     return path
 
