@@ -41,7 +41,7 @@ OPTIONAL = {
     "lightning": "fusedlayers.integrations.lightning",
 }
 #: Of the environment, in the order of what is asked.
-VARIABLES = (gpu_settings.VARIABLE, gpu_settings.FILE_VARIABLE, build.VARIABLE)
+VARIABLES = (gpu_settings.VARIABLE, gpu_settings.FILE_VARIABLE, gpu_settings.MARGIN_VARIABLE, build.VARIABLE)
 #: How far gelu's derivative may be off. By the loops it is 2e-5, where the function is flattest.
 TOLERANCE = 1e-3
 
@@ -270,6 +270,7 @@ def _settings() -> Iterator[Question]:
         lambda: f"{_value(gpu_settings.VARIABLE)}: kernels on GPUs are {gpu_settings.allowed()!r}",
     )
     yield gpu_settings.FILE_VARIABLE, partial(_value, gpu_settings.FILE_VARIABLE)
+    yield gpu_settings.MARGIN_VARIABLE, lambda: f"matmuls leave {gpu_settings.margin()} multiprocessors free"
     yield build.VARIABLE, lambda: f"{_value(build.VARIABLE)}: loops are {'off' if build.are_switched_off() else 'on'}"
     for name in sorted(name for name in os.environ if name.startswith("FUSEDLAYERS_") and name not in VARIABLES):
         yield name, partial(_unknown, name)

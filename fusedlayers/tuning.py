@@ -96,9 +96,7 @@ def tune_step(step: Step, on_stage: OnStage | None = None) -> TuneReport:
     if importlib.util.find_spec("triton") is None:
         raise ValueError("tune: Triton is not installed; without it there are no kernels to tune")
     if gpu_settings.allowed() == "off":
-        raise ValueError(
-            f"tune: the kernels are switched off by {gpu_settings.VARIABLE} or use_kernels; switch them on"
-        )
+        raise ValueError(f"tune: {gpu_settings.VARIABLE} or use_kernels has switched the kernels off; switch them on")
     from .backends.triton import dispatch, tuning
 
     leaves = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]

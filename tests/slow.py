@@ -64,6 +64,8 @@ SLOW: dict[str, dict[str, int]] = {
     },
     "test_compiling": {
         "test_compiled": 1,
+        "test_caches_do_not_mix_what_is_marked_with_what_is_not": 0,
+        "test_compiled_norms_keep_their_input_alone": 1,
         "test_the_name_is_known_without_an_import": 0,
         "test_what_is_written_over": 1,
     },

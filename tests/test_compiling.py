@@ -2,9 +2,11 @@
 same."""
 
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,6 +147,91 @@ def test_something_between_activation_and_matmul(x: Tensor, middle: Any) -> None
     assert replaced(graph) == []
 
 
+class Llama(nn.Module):
+    """The RMS norm of LLaMA and its successors."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = x.dtype
+        x = x.to(torch.float32)
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * x.to(dtype)
+
+
+class Gemma(Llama):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (y * (1.0 + self.weight.float())).type_as(x)
+
+
+NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "layer": nn.LayerNorm,
+    "rms": nn.RMSNorm,
+    "llama": Llama,
+    "gemma": Gemma,
+}
+every_norm = pytest.mark.parametrize("norm", NORMS)
+
+
+@every_norm
+def test_norms_that_matmuls_read_are_computed_again(x: Tensor, norm: str) -> None:
+    graph = rewritten(nn.Sequential(nn.Linear(IN, IN), NORMS[norm](IN), nn.Linear(IN, 4)), x)
+    first, second = (node for node in graph.graph.nodes if node.target is F.linear)
+    again = computed_again(graph)
+    assert second.args[0].name in again and first.name not in again
+    assert len(again) >= {"layer": 1, "rms": 1}.get(norm, 7)
+
+
+@every_norm
+def test_norms_that_no_matmul_reads_or_that_are_written_over_are_left(x: Tensor, norm: str) -> None:
+    linear, layer = nn.Linear(IN, IN), NORMS[norm](IN)
+    assert computed_again(rewritten(lambda x: layer(linear(x)).sin(), x)) == []
+    assert computed_again(rewritten(lambda x: linear(layer(linear(x)).mul_(2)), x)) == []
+    with torch.no_grad():
+        assert computed_again(rewritten(lambda x: linear(layer(linear(x))), x)) == []
+
+
+def test_a_norm_of_which_others_read_a_part_is_left(x: Tensor) -> None:
+    linear = nn.Linear(IN, IN)
+
+    def read(x: Tensor) -> Tensor:
+        x = linear(x)
+        root = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return linear(x * root) * root
+
+    def other(x: Tensor) -> Tensor:  # no norm: what is divided is not what the root is of
+        return linear(linear(x) * torch.rsqrt(linear(x.sin()).pow(2).mean(-1, keepdim=True) + 1e-6))
+
+    assert computed_again(rewritten(read, x)) == computed_again(rewritten(other, x)) == []
+
+
+@every_norm
+def test_compiled_norms_keep_their_input_alone(x: Tensor, norm: str) -> None:
+    """Of two blocks: hidden outputs, the inputs of two norms, and some numbers for each row."""
+    torch.manual_seed(0)
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.mlp = NORMS[norm](IN), MLP(F.gelu)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.mlp(self.norm(x))
+
+    model = nn.Sequential(nn.Linear(IN, IN), Block(), Block())
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="fusedlayers", fullgraph=True)
+    torch.testing.assert_close(compiled(x), model(x))
+    found, wanted = (torch.autograd.grad(net(x).square().sum(), [*model.parameters()]) for net in (compiled, model))
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert float((ours - theirs).norm() / theirs.norm()) < 1e-5
+    assert saved_bytes(compiled, x, exclude=x) <= 2 * ROWS * (HIDDEN + IN + 4) * 4
+
+
 def test_without_gradients_nothing_changes(x: Tensor) -> None:
     with torch.no_grad():
         graph = rewritten(MLP(F.gelu), x)
@@ -207,6 +294,30 @@ def test_compiled(x: Tensor, act: Any, gated: bool, buffers: int) -> None:
     ):
         error, torchs = ((g - reference).norm() / reference.norm() for g in (ours, theirs))
         assert error <= 2 * torchs + 2e-6  # the floor of outputs that tell gelu's derivative, and once as much
+
+
+def test_caches_do_not_mix_what_is_marked_with_what_is_not(x: Tensor, tmp_path: Path) -> None:
+    """A gate's graph is the same code with marks and without them. Each process finds what the ones before compiled."""
+    code = """
+import sys
+import torch
+from test_compiling import MLP
+from fusedlayers.memory import saved_bytes
+torch.manual_seed(0)
+model, x = MLP(torch.nn.functional.silu, gated=True), torch.randn(96, 16)
+compiled = torch.compile(model, backend=sys.argv[1])
+compiled(x)
+print(saved_bytes(compiled, x, exclude=x) // (96 * 64 * 4))
+"""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    found = []
+    for backend in ("inductor", "fusedlayers", "inductor", "fusedlayers"):
+        command = [sys.executable, "-W", "ignore", "-c", code, backend]
+        here = Path(__file__).parent
+        run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=here, timeout=300)
+        assert run.returncode == 0, run.stderr
+        found.append(int(run.stdout))
+    assert found[1] == found[3] == 2 < found[0] == found[2]
 
 
 def _written_through_a_view(z: Tensor, v: Tensor) -> Tensor:

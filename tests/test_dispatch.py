@@ -593,7 +593,10 @@ def test_what_cannot_be_tuned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     with pytest.raises(ValueError, match="tune: the model is on cpu, expected a GPU"):
         fl.tune(model, x)
     monkeypatch.setattr(public, "_have_kernels", lambda devices: True)
-    with fl.use_kernels("off"), pytest.raises(ValueError, match="tune: FUSEDLAYERS_KERNELS or use_kernels has switched"):
+    with (
+        fl.use_kernels("off"),
+        pytest.raises(ValueError, match="tune: FUSEDLAYERS_KERNELS or use_kernels has switched"),
+    ):
         fl.tune(model, x)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="tune: Triton is not installed"):

@@ -11,7 +11,7 @@ from reference import assert_as_good_as_torch, derivative
 from torch import Tensor
 
 from fusedlayers.activations import Activation, resolve, upcast
-from fusedlayers.backends import GradientRequest
+from fusedlayers.backends import GradientRequest, gpu_settings
 from fusedlayers.backends.operations import MATMUL
 
 pytest.importorskip("triton")
@@ -272,6 +272,26 @@ def test_few_programs_make_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "GROUP", 2)
     check_forward((150, 72, 40), torch.float32, GELU, TILINGS["pointers"])
     check_gradient((150, 72, 40), torch.float32, GELU, "output", TILINGS["descriptors"])
+
+
+@pytest.mark.parametrize(("margin", "programs"), [("", 4), ("0", 4), ("3", 1), ("9", 1)])
+def test_multiprocessors_can_be_left_to_others(margin: str, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEDLAYERS_SM_MARGIN", margin)
+    for cached in (gemm._processors, gpu_settings.margin):
+        cached.cache_clear()
+    try:
+        assert gemm._processors(torch.device("cpu")) == programs  # 4 where there is no GPU
+    finally:
+        for cached in (gemm._processors, gpu_settings.margin):
+            cached.cache_clear()
+
+
+@pytest.mark.parametrize("margin", ["-1", "2.5", "some"])
+def test_a_margin_that_is_no_number_is_refused(margin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEDLAYERS_SM_MARGIN", margin)
+    gpu_settings.margin.cache_clear()
+    with pytest.raises(ValueError, match=f"FUSEDLAYERS_SM_MARGIN: got '{margin}', expected a number of multiproc"):
+        gpu_settings.margin()
 
 
 def test_offsets_of_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,9 @@
-"""What may run on a GPU: no kernel of this package, those that a fixed rule chooses, or those that were tuned too."""
+"""What may run on a GPU, no kernel of this package, those that a fixed rule chooses, or those that were tuned too; and
+how much of it."""
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Literal, get_args
 
@@ -9,6 +11,9 @@ Kernels = Literal["off", "rule", "tuned"]
 
 #: Of the environment: what may run; and the file of what was tuned, in the place of the one in the user's cache.
 VARIABLE, FILE_VARIABLE = "FUSEDLAYERS_KERNELS", "FUSEDLAYERS_TUNED"
+#: How many multiprocessors this package's matmuls leave free. As many of their programs run as a device holds, until
+#: the end: a collective that begins beside them waits for the last one.
+MARGIN_VARIABLE = "FUSEDLAYERS_SM_MARGIN"
 
 
 def checked(function: str, value: object) -> Kernels:
@@ -38,3 +43,16 @@ def allowed() -> Kernels:
 def allow(kernels: Kernels) -> None:
     """From now on these kernels may run, in all threads."""
     _State.kernels = kernels
+
+
+@functools.cache
+def margin() -> int:
+    """The multiprocessors that are left free.
+
+    Raises:
+        ValueError: the environment says something that is no number of them.
+    """
+    text = os.environ.get(MARGIN_VARIABLE, "") or "0"
+    if not text.isascii() or not text.isdigit():
+        raise ValueError(f"{MARGIN_VARIABLE}: got {text!r}, expected a number of multiprocessors, 0 or more")
+    return int(text)

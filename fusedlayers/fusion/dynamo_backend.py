@@ -7,8 +7,10 @@ it is replaced by the one that keeps its output; else its operations are marked 
 pass, for which its input is kept. Where an activation gates another value, as in SwiGLU, both are kept, and their
 product is computed again.
 
-Without the mark, or the replacement, the compiler's partition keeps both sides of an activation, because the next
-matmul needs its output in memory.
+Norms that matmuls read are marked too: their input is kept, and their output is computed again.
+
+Without the mark, or the replacement, the compiler's partition keeps both sides of an activation, or of a norm, because
+the next matmul needs its output in memory.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import config
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -27,6 +30,7 @@ from .._torch import InductorWrapper
 from ..activations import DTYPES, Activation
 from ..ops.compiled import output_saved
 from .chain import Chain, activation_of_chain, writes
+from .graph_norms import norms_in
 from .recording import KEPT_BY_TORCH
 
 _PRODUCTS = {operator.mul, torch.mul, torch.multiply, "mul", "multiply"}
@@ -43,12 +47,22 @@ def backend(module: GraphModule, example_inputs: Sequence[Any], **options: Any) 
     rewrite(module.graph)
     module.recompile()
     inductor: Any = InductorWrapper(options.get("mode"), options.get("options"), None)
-    compiled: Callable[..., Any] = inductor(module, example_inputs)
+    # The compiler's caches know a graph by its code, which does not show the marks: without a tag it would take what
+    # was compiled of the same model without them, and give to others what was compiled with them.
+    marked = [str(number) for number, node in enumerate(module.graph.nodes) if "recompute" in node.meta]
+    tag = f"{config.cache_key_tag}, fusedlayers computes again: {' '.join(marked)}" if marked else config.cache_key_tag
+    with config.patch(cache_key_tag=tag):
+        compiled: Callable[..., Any] = inductor(module, example_inputs)
     return compiled
 
 
 def rewrite(graph: Graph) -> None:
-    """Let activations keep their outputs, and the products of gates be computed again."""
+    """Let activations keep their outputs, and the products of gates and the outputs of norms be computed again."""
+    for norm in norms_in(graph):
+        y = norm[-1]
+        is_plain = not any(writes(user) for node in _views(y) for user in node.users)
+        if is_plain and _is_kept(y) and all(map(_needs_gradient, norm)):
+            _compute_again([*norm, *_views(y)[1:]])
     for region in [*_regions(graph)]:
         y = region.nodes[-1]
         product = _product(y)

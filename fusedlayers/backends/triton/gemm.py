@@ -27,6 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...activations import Activation
 from ..base import ActivationGradients, GradientRequest
+from ..gpu_settings import margin
 from .codegen import device_function, pack
 from .dispatch import architecture
 from .launch import cdiv, on
@@ -377,4 +378,6 @@ def _can_be_described(matrix: Tensor) -> bool:
 
 @functools.cache
 def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    """Those that the programs of a matmul fill."""
+    count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return max(1, count - margin())

@@ -1,0 +1,89 @@
+"""Layer, RMS and group norms in the graphs of dynamo, those that models spell out in plain operations too.
+
+The backward pass of a norm reads its input, and that of the matmul behind it the norm's output. Both lie in memory
+unless one is computed again; for the output that is one more pass over the input.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Graph, Node
+
+_NORMS = {F.layer_norm, F.rms_norm, F.group_norm, torch.layer_norm, torch.rms_norm, torch.group_norm}
+_ROOTS = {torch.rsqrt, "rsqrt"}
+_CASTS = {"to", "float", "type_as"}
+_PRODUCTS = {operator.mul, torch.mul, torch.multiply, "mul", "multiply"}
+#: What lies between a norm's input and the root: ``rsqrt((x ** 2).mean(-1, keepdim=True) + eps)``.
+_STATISTICS = {
+    *_CASTS,
+    *_PRODUCTS,
+    *(operator.add, torch.add, "add", operator.pow, torch.pow, "pow", torch.square, "square", torch.mean, "mean"),
+}
+
+
+def norms_in(graph: Graph) -> Iterator[list[Node]]:
+    """For each norm the nodes behind its input, in order; the last of them is its output."""
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in _NORMS:
+            yield [node]
+        elif node.target in _ROOTS:
+            yield from _spelled(node, order)
+
+
+def _spelled(root: Node, order: dict[Node, int]) -> Iterator[list[Node]]:
+    """The RMS norm that this root belongs to: ``x * root``, and what casts that or multiplies it by parameters."""
+    (product,) = root.users if len(root.users) == 1 else (None,)
+    if product is None or product.target not in _PRODUCTS:
+        return
+    factors = [node for node in product.all_input_nodes if node is not root]
+    if len(factors) != 1 or not isinstance(_tensor(root), Tensor):
+        return
+    (wide,) = factors
+    nodes = {root, product}
+    x = wide
+    if wide.target in _CASTS and len(wide.all_input_nodes) == 1:
+        nodes.add(wide)
+        (x,) = wide.all_input_nodes
+    pending = [*root.all_input_nodes]
+    while pending:
+        node = pending.pop()
+        if node is x or node in nodes:
+            continue
+        if node.target not in _STATISTICS or len(nodes) > 16:
+            return
+        nodes.add(node)
+        pending += node.all_input_nodes
+    y = product
+    while len(y.users) == 1:
+        (user,) = y.users
+        others = [node for node in user.all_input_nodes if node is not y]
+        scales = user.target in _PRODUCTS and len(others) == 1 and _is_of_parameters(others[0])
+        if not (scales or (user.target in _CASTS and all(node is x for node in others))):
+            break
+        nodes.add(user)
+        y = user
+    if _is_closed(nodes, y):
+        yield sorted(nodes, key=order.__getitem__)
+
+
+def _is_of_parameters(node: Node) -> bool:
+    """Whether a value is a parameter, or computed from parameters alone."""
+    if node.op in ("placeholder", "get_attr"):
+        return isinstance(_tensor(node), torch.nn.Parameter)
+    return bool(node.all_input_nodes) and all(map(_is_of_parameters, node.all_input_nodes))
+
+
+def _is_closed(nodes: Collection[Node], y: Node) -> bool:
+    """Whether nobody else reads what lies within."""
+    return all(user in nodes for node in nodes if node is not y for user in node.users)
+
+
+def _tensor(node: Node) -> Any:
+    return node.meta.get("example_value")
