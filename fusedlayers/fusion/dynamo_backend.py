@@ -51,7 +51,7 @@ def backend(module: GraphModule, example_inputs: Sequence[Any], **options: Any) 
     # was compiled of the same model without them, and give to others what was compiled with them.
     marked = [str(number) for number, node in enumerate(module.graph.nodes) if "recompute" in node.meta]
     tag = f"{config.cache_key_tag}, fusedlayers computes again: {' '.join(marked)}" if marked else config.cache_key_tag
-    with config.patch(cache_key_tag=tag):
+    with config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]  # torch adds it when it is imported
         compiled: Callable[..., Any] = inductor(module, example_inputs)
     return compiled
 
