@@ -51,7 +51,7 @@ class StateSnapshot:
         self._autocast: list[_Autocast] = []
         self._states: list[tuple[_Generator, Any]] = []
         self._buffers: list[_Buffer] = []
-        self._parameters: list[_Parameter] = []
+        self._parameters: list[_Parameters] = []
         self._tensors: list[Versioned] = []
         self._attributes: list[Attributes] = []
 
@@ -70,7 +70,8 @@ class StateSnapshot:
         self._attributes = [Attributes.of(module) for module in modules]
         states = []
         if replays_rng:
-            held = [g for a in self._attributes for g in a.values.values() if isinstance(g, torch.Generator)]
+            # isinstance asks a metaclass in Python.
+            held = [g for a in self._attributes for g in a.values.values() if type(g) is torch.Generator]
             own = [_Generator(g.get_state, g.set_state) for g in dict.fromkeys([*generators, *held])]
             states = [(g, g.get()) for g in [*_GENERATORS, *map(_of_device, devices), *own]]
         try:
@@ -80,7 +81,7 @@ class StateSnapshot:
             self._states = [(generator, state) for generator, state in states if generator.has_moved(state)]
             for buffer in self._buffers:
                 buffer.record_writes()
-            self._parameters = list(_parameters_of(modules))
+            self._parameters = [_Parameters(module) for module in modules if module._parameters]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -90,10 +91,10 @@ class StateSnapshot:
                 generator.set(state)
             for buffer in self._buffers:
                 buffer.restore(stack)
-            for parameter in self._parameters:
+            for parameters in self._parameters:
                 if self._runs_all:
-                    parameter.check()
-                parameter.restore(stack)
+                    parameters.check()
+                parameters.restore(stack)
             for tensor in self._tensors:
                 if tensor.is_edited:
                     raise RuntimeError(
@@ -275,39 +276,44 @@ def _writes_unread(module: nn.Module) -> bool:
 # --- parameters -------------------------------------------------------------------------------------------------------
 
 
-class _Parameter(NamedTuple):
-    """A parameter as the first run has left it."""
+class _Parameters:
+    """The parameters of a module as the first run has left them."""
 
-    module: nn.Module
-    name: str
-    tensor: Versioned  # of an nn.Parameter, but for functional_call's
-    requires_grad: bool
+    __slots__ = ("_module", "_needs", "_tensors", "_versions")
+
+    def __init__(self, module: nn.Module) -> None:
+        # nn.Parameters, but for functional_call's.
+        own = {k: t for k, t in module._parameters.items() if not (t is None or is_lazy(t) or t.is_inference())}
+        self._module, self._tensors = module, own
+        self._versions = [tensor._version for tensor in own.values()]
+        self._needs = [tensor.requires_grad for tensor in own.values()]
 
     def check(self) -> None:
-        if self.tensor.is_edited:
-            raise RuntimeError(
-                f"{type(self.module).__name__}: the parameter {self.name} was modified by an in-place operation after "
-                "the forward pass, and the backward pass recomputes the module; take the optimizer's step afterwards"
-            )
+        for (name, tensor), version in zip(self._tensors.items(), self._versions, strict=True):
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"{type(self._module).__name__}: the parameter {name} was modified by an in-place operation after "
+                    "the forward pass, and the backward pass recomputes the module; take the optimizer's step "
+                    "afterwards"
+                )
 
     def restore(self, stack: ExitStack) -> None:
-        own, tensor = self.module._parameters, self.tensor.value
-        current = own.get(self.name)
-        if current is tensor and current is not None and current.requires_grad == self.requires_grad:
-            return  # as most are
-        # Sharded parameters are left to the engine's hooks, which run in the recomputation too.
-        if current is None or is_traceable_wrapper_subclass(current) or is_traceable_wrapper_subclass(tensor):
-            return
-        if current is not tensor:
-            stack.callback(own.__setitem__, self.name, current)
-            own[self.name] = tensor
-        elif tensor.is_leaf and tensor.requires_grad != self.requires_grad:
-            stack.callback(tensor.requires_grad_, tensor.requires_grad)
-            tensor.requires_grad_(self.requires_grad)
+        own = self._module._parameters
+        for (name, tensor), needs in zip(self._tensors.items(), self._needs, strict=True):
+            current = own.get(name)
+            if current is not tensor or current.requires_grad != needs:  # few are
+                _restore(stack, own, name, current, tensor, needs)
 
 
-def _parameters_of(modules: Iterable[nn.Module]) -> Iterator[_Parameter]:
-    for module in modules:
-        for name, tensor in module._parameters.items():
-            if tensor is not None and not is_lazy(tensor) and not tensor.is_inference():
-                yield _Parameter(module, name, Versioned.of(tensor), tensor.requires_grad)
+def _restore(
+    stack: ExitStack, own: dict[str, Any], name: str, current: Tensor | None, tensor: Tensor, needs: bool
+) -> None:
+    # Sharded parameters are left to the engine's hooks, which run in the recomputation too.
+    if current is None or is_traceable_wrapper_subclass(current) or is_traceable_wrapper_subclass(tensor):
+        return
+    if current is not tensor:
+        stack.callback(own.__setitem__, name, current)
+        own[name] = tensor
+    elif tensor.is_leaf:
+        stack.callback(tensor.requires_grad_, tensor.requires_grad)
+        tensor.requires_grad_(needs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,10 +50,11 @@ def unchanged(
 
 #: The attributes that every module has (parameters, buffers, hooks), without the one that users set.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_CONTAINERS = (list, dict, set)
 
 
 class Attributes(NamedTuple):
-    """The attributes of a module, and the contents of those that are lists, dicts and sets."""
+    """The attributes of a module, and the contents of its own that are lists, dicts and sets."""
 
     module: nn.Module
     values: dict[str, Any]
@@ -60,9 +62,19 @@ class Attributes(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module) -> Attributes:
-        values = _attributes_of(module)
-        contents = {name: value.copy() for name, value in values.items() if type(value) in (list, dict, set)}
+        values = vars(module).copy()
+        contents = {
+            name: value.copy()
+            for name, value in values.items()
+            if type(value) in _CONTAINERS and name not in _OF_EVERY_MODULE
+        }
         return cls(module, values, contents)
+
+    def are_current(self) -> bool:
+        """Whether the module has them now, and no others; asked in C, since a recomputed layer may have dozens of
+        modules. An order that has changed counts as other attributes."""
+        own, values = vars(self.module), self.values
+        return list(own) == list(values) and all(map(operator.is_, own.values(), values.values()))
 
     def put_back(self) -> None:
         """Set the attributes for good, and give the containers their old contents."""
@@ -76,32 +88,26 @@ class Attributes(NamedTuple):
 @contextmanager
 def with_attributes(recorded: Sequence[Attributes]) -> Iterator[None]:
     """The modules have these attributes, with copies of the containers; on exit they get back those that they had.
-    Most have them already, and nothing is set: a recomputed layer may have dozens of modules."""
-    before = [_attributes_of(own.module) for own in recorded]
-    for (module, values, contents), now in zip(recorded, before, strict=True):
-        if contents or not _are_same(values, now):
-            _set_attributes(module, {**values, **{name: value.copy() for name, value in contents.items()}})
+    Most have them already, and nothing is set."""
+    before = [own if own.are_current() else Attributes(own.module, vars(own.module).copy(), {}) for own in recorded]
+    for own, now in zip(recorded, before, strict=True):
+        if own.contents or now is not own:
+            copies = {name: value.copy() for name, value in own.contents.items()}
+            _set_attributes(own.module, {**own.values, **copies})
     try:
         yield
     finally:
-        for own, values in zip(recorded, before, strict=True):
-            if not _are_same(values, _attributes_of(own.module)):
-                _set_attributes(own.module, values)
-
-
-def _attributes_of(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
-
-
-def _are_same(values: dict[str, Any], others: dict[str, Any]) -> bool:
-    return values.keys() == others.keys() and all(value is others[name] for name, value in values.items())
+        for now in before:
+            if not now.are_current():
+                _set_attributes(now.module, now.values)
 
 
 def _set_attributes(module: nn.Module, values: dict[str, Any]) -> None:
+    """But for those that every module has, which have contents of their own."""
     own = vars(module)
     for name in own.keys() - _OF_EVERY_MODULE - values.keys():
         del own[name]
-    own.update(values)
+    own.update({name: value for name, value in values.items() if name not in _OF_EVERY_MODULE})
 
 
 @contextmanager
