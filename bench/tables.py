@@ -272,7 +272,7 @@ OVERVIEW = (
     ("mlp", "MLP, GELU", "BERT-base", "gelu"),
     ("mlp", "gated MLP, SiLU", "LLaMA-7B", "silu"),
     ("conv", "convolution + ReLU", "ResNet-50 3x3", "relu"),
-    ("norm", "convolution + batch norm + SiLU", "YOLOv5 3x3 stride 2", "silu"),
+    ("norm", "convolution + batch norm + SiLU", "EfficientNet-B0 1x1", "silu"),
     ("parts", "layer norm", "BERT-base", "layer norm"),
     ("parts", "RMS norm", "LLaMA-7B", "llama's norm"),
     ("parts", "GELU + dropout", "BERT-base", "gelu, dropout"),
