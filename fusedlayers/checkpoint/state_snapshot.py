@@ -279,17 +279,20 @@ def _writes_unread(module: nn.Module) -> bool:
 class _Parameters:
     """The parameters of a module as the first run has left them."""
 
-    __slots__ = ("_module", "_needs", "_tensors", "_versions")
+    __slots__ = ("_module", "_names", "_needs", "_tensors", "_versions")
 
     def __init__(self, module: nn.Module) -> None:
+        self._module = module
         # nn.Parameters, but for functional_call's.
-        own = {k: t for k, t in module._parameters.items() if not (t is None or is_lazy(t) or t.is_inference())}
-        self._module, self._tensors = module, own
-        self._versions = [tensor._version for tensor in own.values()]
-        self._needs = [tensor.requires_grad for tensor in own.values()]
+        known = [(k, t) for k, t in module._parameters.items() if not (t is None or is_lazy(t) or t.is_inference())]
+        self._names, self._tensors = [name for name, _ in known], [tensor for _, tensor in known]
+        self._versions = [tensor._version for tensor in self._tensors]
+        self._needs = [tensor.requires_grad for tensor in self._tensors]
 
     def check(self) -> None:
-        for (name, tensor), version in zip(self._tensors.items(), self._versions, strict=True):
+        if [tensor._version for tensor in self._tensors] == self._versions:
+            return
+        for name, tensor, version in zip(self._names, self._tensors, self._versions, strict=True):
             if tensor._version != version:
                 raise RuntimeError(
                     f"{type(self._module).__name__}: the parameter {name} was modified by an in-place operation after "
@@ -299,7 +302,7 @@ class _Parameters:
 
     def restore(self, stack: ExitStack) -> None:
         own = self._module._parameters
-        for (name, tensor), needs in zip(self._tensors.items(), self._needs, strict=True):
+        for name, tensor, needs in zip(self._names, self._tensors, self._needs, strict=True):
             current = own.get(name)
             if current is not tensor or current.requires_grad != needs:  # few are
                 _restore(stack, own, name, current, tensor, needs)

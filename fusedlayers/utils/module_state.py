@@ -63,6 +63,8 @@ class Attributes(NamedTuple):
     @classmethod
     def of(cls, module: nn.Module) -> Attributes:
         values = vars(module).copy()
+        if type(module).__module__.startswith("torch.nn."):  # which writes to none: convolutions have a list
+            return cls(module, values, {})
         contents = {
             name: value.copy()
             for name, value in values.items()
