@@ -245,7 +245,8 @@ def test_16_bit_results_err_by_their_rounding(dtype: torch.dtype) -> None:
     assert "_erfc_coarse(" in codegen.source(resolve("gelu"), "forward", given="input", dtype=dtype)
     inf, nan = float("inf"), float("nan")
     odd = torch.tensor([inf, -inf, nan, 0.0, -0.0, -1e-40, 1e-40, -200.0, 200.0, 3e38, -3e38])
-    torch.testing.assert_close(apply(gelu, odd), F.gelu(odd), rtol=0, atol=1e-38, equal_nan=True)
+    # torch's float32 kernel for AVX-512 makes NaN of infinity, and infinity of 3e38.
+    torch.testing.assert_close(apply(gelu, odd), F.gelu(odd.double()).float(), rtol=0, atol=1e-38, equal_nan=True)
     # Far out too an output has the digits that its dtype has.
     tail = -torch.linspace(0, 13 if dtype is torch.bfloat16 else 4, 100_001)
     truth = tail.double() * torch.special.erfc(-tail.double() / math.sqrt(2)) / 2
