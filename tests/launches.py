@@ -134,7 +134,7 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., Tensor], list[Tensor]]]] = {
     ),
     "layer norm": lambda: _norm(lambda x, w, b: fl.layer_norm(x, WIDTH, w, b), 2),
     "rms norm": lambda: _norm(lambda x, w: fl.rms_norm(x, WIDTH, w, rounds_first=True), 1),
-    "group norm": lambda: _norm(lambda x, w, b: fl.group_norm(x, 32, w, b), 2, ROWS // 128, WIDTH // 8, 1024),
+    "group norm": lambda: _norm(lambda x, w, b: fl.group_norm(x, 32, w, b), 2, 1, WIDTH // 8, 8 * ROWS),
     "gate and product": lambda: (
         lambda gate, up, w: fl.linear(fl.gated_act(gate, up), w),
         _tensors((ROWS, WIDTH), (ROWS, WIDTH), (256, WIDTH)),

@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 import fusedlayers as fl
 from fusedlayers.fusion import dynamo_backend
+from fusedlayers.fusion.graph_norms import norms_in
 from fusedlayers.memory import saved_bytes
 from fusedlayers.ops.compiled import output_saved
 
@@ -206,7 +207,38 @@ def test_a_norm_of_which_others_read_a_part_is_left(x: Tensor) -> None:
     def other(x: Tensor) -> Tensor:  # no norm: what is divided is not what the root is of
         return linear(linear(x) * torch.rsqrt(linear(x.sin()).pow(2).mean(-1, keepdim=True) + 1e-6))
 
+    def without_mean(x: Tensor) -> Tensor:
+        x = linear(x)
+        return linear(x * torch.rsqrt(x.pow(2) + 1.0))
+
     assert computed_again(rewritten(read, x)) == computed_again(rewritten(other, x)) == []
+    assert not [*norms_in(rewritten(without_mean, x).graph)]  # but an activation
+
+
+@every_norm
+def test_norms_whose_output_autocast_copies_are_left(x: Tensor, norm: str) -> None:
+    model = nn.Sequential(nn.Linear(IN, IN), NORMS[norm](IN), nn.Linear(IN, 4))
+    with torch.autocast("cpu", torch.bfloat16):
+        graph = rewritten(model, x)
+    cast = {
+        node.name
+        for node in graph.graph.nodes
+        if node.target is F.linear and node.args[0].meta["example_value"].dtype is torch.float32
+    }
+    assert all(node.args[0].name not in computed_again(graph) for node in graph.graph.nodes if node.name in cast)
+
+
+def test_long_chains_of_parameters_take_no_time(x: Tensor) -> None:
+    linear, layer = nn.Linear(IN, IN), Llama(IN)
+
+    def chained(x: Tensor) -> Tensor:
+        w = layer.weight
+        for _ in range(60):
+            w = w.sin() * w.cos()
+        x = linear(x)
+        return linear(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w)
+
+    assert computed_again(rewritten(chained, x))
 
 
 @every_norm

@@ -649,3 +649,28 @@ def test_an_input_edited_in_place_before_the_backward_pass_raises() -> None:
         t.mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
+
+
+def test_containers_of_torchs_own_modules_are_those_of_the_first_run() -> None:
+    linear, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    linear.seen = []  # type: ignore[assignment]
+    linear.register_forward_hook(lambda module, _, y: y * (module.seen.append(1) or len(module.seen)))
+    net = nn.Sequential(linear, nn.GELU())
+    y = fl.sublinear(net, x)
+    (found,) = torch.autograd.grad(y.sum(), x)
+    assert linear.seen == [1]
+    (expected,) = torch.autograd.grad(F.gelu(F.linear(x, linear.weight, linear.bias)).sum(), x)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_whose_parameters_were_exchanged(kind: type[nn.RNNBase]) -> None:
+    torch.manual_seed(0)
+    layer, x = kind(8, 8), torch.randn(5, 3, 8)
+    old = dict(layer.named_parameters())
+    expected = torch.autograd.grad(layer(x)[0].sum(), [*old.values()])
+    y = fl.sublinear(layer, x)[0]
+    for name, parameter in old.items():
+        setattr(layer, name, nn.Parameter(torch.full_like(parameter, 0.1)))
+    for found, wanted in zip(torch.autograd.grad(y.sum(), [*old.values()]), expected, strict=True):
+        torch.testing.assert_close(found, wanted)

@@ -30,10 +30,9 @@ from .._torch import InductorWrapper
 from ..activations import DTYPES, Activation
 from ..ops.compiled import output_saved
 from .chain import Chain, activation_of_chain, writes
-from .graph_norms import norms_in
+from .graph_norms import PRODUCTS, norms_in, tensor_of
 from .recording import KEPT_BY_TORCH
 
-_PRODUCTS = {operator.mul, torch.mul, torch.multiply, "mul", "multiply"}
 #: What reads an operand that must lie in memory, and keeps it for the gradient of the other.
 _MATMULS = {
     *(F.linear, torch.addmm, torch.mm, torch.matmul, operator.matmul, "matmul", "mm"),
@@ -60,8 +59,12 @@ def rewrite(graph: Graph) -> None:
     """Let activations keep their outputs, and the products of gates and the outputs of norms be computed again."""
     for norm in norms_in(graph):
         y = norm[-1]
-        is_plain = not any(writes(user) for node in _views(y) for user in node.users)
-        if is_plain and _is_kept(y) and all(map(_needs_gradient, norm)):
+        readers = [user for node in _views(y) for user in node.users]
+        # Autocast would keep a copy of y in its dtype all the same.
+        dtypes = {getattr(tensor_of(reader), "dtype", None) for reader in readers if reader.target in _MATMULS}
+        is_cast = dtypes != {getattr(tensor_of(y), "dtype", None)}
+        is_plain = not is_cast and not any(map(writes, readers))
+        if is_plain and all(map(_needs_gradient, norm)) and _is_kept(y):
             _compute_again([*norm, *_views(y)[1:]])
     for region in [*_regions(graph)]:
         y = region.nodes[-1]
@@ -88,7 +91,7 @@ class Region(NamedTuple):
     @property
     def keeps_output(self) -> bool:
         """Whether there is an activation of the table to put in its place."""
-        row, dtype = self.activation.row, _tensor(self.z).dtype
+        row, dtype = self.activation.row, tensor_of(self.z).dtype
         is_of_table = row is not None and not row.is_custom and not self.activation.is_traced
         return is_of_table and self.activation.output_refusal(dtype) is None
 
@@ -103,7 +106,7 @@ def _regions(graph: Graph) -> Iterator[Region]:
         nodes = _between(z, order)
         if not nodes:
             continue
-        activation = activation_of_chain(Chain(z, nodes), _tensor(z).dtype)
+        activation = activation_of_chain(Chain(z, nodes), tensor_of(z).dtype)
         if activation is not None and (activation.row is None or activation.row.name not in KEPT_BY_TORCH):
             inside.update(nodes)
             yield Region(z, nodes, activation)
@@ -134,7 +137,7 @@ def _between(z: Node, order: dict[Node, int]) -> list[Node]:
 
 def _is_alone_in_memory(z: Node) -> bool:
     """Whether it is no view, by which what is written would show elsewhere."""
-    tensors = [_tensor(node) for node in (z, *z.all_input_nodes)]
+    tensors = [tensor_of(node) for node in (z, *z.all_input_nodes)]
     storages = [t.untyped_storage()._cdata for t in tensors if isinstance(t, Tensor)]
     return storages.count(storages[0]) == 1
 
@@ -144,7 +147,7 @@ def _product(y: Node) -> Node | None:
     if len(y.users) != 1:
         return None
     (product,) = y.users
-    if product.target not in _PRODUCTS or len(product.all_input_nodes) != 2 or not _is_like(product, y):
+    if product.target not in PRODUCTS or len(product.all_input_nodes) != 2 or not _is_like(product, y):
         return None
     if not all(_is_like(node, y) and _needs_gradient(node) for node in product.all_input_nodes):
         return None
@@ -188,20 +191,15 @@ def _compute_again(nodes: Sequence[Node]) -> None:
         node.meta["ac_graph_id"] = _count
 
 
-def _tensor(node: Node) -> Any:
-    """What dynamo knows of a value: a tensor without numbers, or no tensor at all."""
-    return node.meta.get("example_value")
-
-
 def _is_number(node: Node) -> bool:
-    return not isinstance(_tensor(node), Tensor) and isinstance(_tensor(node), int | torch.SymInt)
+    return not isinstance(tensor_of(node), Tensor) and isinstance(tensor_of(node), int | torch.SymInt)
 
 
 def _needs_gradient(node: Node) -> bool:
-    tensor = _tensor(node)
+    tensor = tensor_of(node)
     return isinstance(tensor, Tensor) and tensor.requires_grad and tensor.dtype in DTYPES
 
 
 def _is_like(node: Node, other: Node) -> bool:
-    one, two = _tensor(node), _tensor(other)
+    one, two = tensor_of(node), tensor_of(other)
     return isinstance(one, Tensor) and isinstance(two, Tensor) and one.shape == two.shape and one.dtype is two.dtype

@@ -51,6 +51,8 @@ def unchanged(
 #: The attributes that every module has (parameters, buffers, hooks), without the one that users set.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _CONTAINERS = (list, dict, set)
+#: Nobody writes to the list of a convolution, which would be copied for each of a block.
+_NOT_COPIED = _OF_EVERY_MODULE | {"_reversed_padding_repeated_twice"}
 
 
 class Attributes(NamedTuple):
@@ -63,12 +65,10 @@ class Attributes(NamedTuple):
     @classmethod
     def of(cls, module: nn.Module) -> Attributes:
         values = vars(module).copy()
-        if type(module).__module__.startswith("torch.nn."):  # which writes to none: convolutions have a list
-            return cls(module, values, {})
         contents = {
             name: value.copy()
             for name, value in values.items()
-            if type(value) in _CONTAINERS and name not in _OF_EVERY_MODULE
+            if type(value) in _CONTAINERS and name not in _NOT_COPIED
         }
         return cls(module, values, contents)
 

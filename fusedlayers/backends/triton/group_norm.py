@@ -58,7 +58,7 @@ def _normalised(
     return gain, xhat
 
 
-@triton.jit(do_not_specialize=["pieces"])
+@triton.jit(do_not_specialize=["samples", "pieces"])
 def group_sums_kernel(
     dy_ptr, y_ptr, w_ptr, b_ptr, which_ptr, kept_ptr, partial_ptr, samples, channels, count, channel_stride,
     place_stride, pieces, kept,
