@@ -38,7 +38,8 @@ def norms_in(graph: Graph) -> Iterator[list[Node]]:
             is_scale = isinstance(tensor_of(node), torch.nn.Parameter)
         else:
             is_scale = bool(node.all_input_nodes) and scales.issuperset(node.all_input_nodes)
-        scales |= {node} if is_scale else set()
+        if is_scale:
+            scales.add(node)
     for node in graph.nodes:
         if node.op == "call_function" and node.target in _NORMS:
             yield [node]
