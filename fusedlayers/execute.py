@@ -23,6 +23,7 @@ from .block_plan import BlockPlan
 from .call import autocast_dtype, followed_by, needs_gradient, plan_dense, plan_for
 from .ops.autocast import shared_cast
 from .ops.batch_norm import inverse_error_of, norm_act
+from .ops.batch_norm_input import norm_act_of_input
 from .ops.conv import Conv
 from .ops.dropout import act_dropout, drop, has_torchs_mask, joined, serves
 from .ops.linear import Dense, Epilogue
@@ -32,6 +33,7 @@ from .ops.place import place_of
 from .ops.pointwise import BiasAct, Origin
 from .ops.product import product_of
 from .plan import Plan
+from .utils.layout import is_dense
 from .utils.profile_ranges import profile_range, range_name
 
 Operands = Sequence[Tensor]
@@ -230,6 +232,18 @@ def _tells_input(
     return norm_act(operation, x, w, b, activation, measure_inverse_error(activation, x.dtype))
 
 
+def _norm_input(
+    plan: Plan, operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None,
+    activation: Activation, operands: Operands,
+) -> Tensor:  # fmt: skip
+    """A batch norm and its activation, of which only the norm's input is kept."""
+    passes = plan.backend.input_passes(activation, x.dtype)
+    if passes is None or not x.numel() or not is_dense(x):
+        return _fused(plan, operation, x, w, b, residual, activation, operands)
+    assert isinstance(operation, BatchNorm)
+    return norm_act_of_input(operation, x, w, b, activation, passes)
+
+
 def _range_name(plan: Plan, operation: Operation, *arguments: Any) -> str:
     *_, activation, _ = arguments
     return range_name("batch_norm" if isinstance(operation, BatchNorm) else operation.function, activation.name)
@@ -244,6 +258,7 @@ PATHS: dict[str, Callable[..., Tensor]] = {
     "in_place": _in_profiles(_in_place),
     "fused": _in_profiles(_fused),
     "tells_input": _tells_input,
+    "norm_input": _norm_input,
 }
 #: The same for ``activation(x + b, *operands)``.
 POINTWISE: dict[str, Callable[..., Tensor]] = {**PATHS, "fused": _in_profiles(_fused_pointwise)}

@@ -42,7 +42,7 @@ Size = Literal["small", "medium", "large"]
 #: How the reason begins where a result is left to PyTorch for its size.
 TOO_SMALL = "results of less than"
 
-Path = Literal["composite", "compiled", "no_grad", "in_place", "fused", "tells_input"]
+Path = Literal["composite", "compiled", "no_grad", "in_place", "fused", "tells_input", "norm_input"]
 """How a call is computed.
 
 * "composite": by PyTorch's own operations, which save what they save;
@@ -50,7 +50,8 @@ Path = Literal["composite", "compiled", "no_grad", "in_place", "fused", "tells_i
 * "no_grad": by a backend's kernels, saving nothing;
 * "in_place": by PyTorch's own operations, the activation in place, which saves its result;
 * "fused": by a backend's kernels under an autograd Function;
-* "tells_input": a batch norm under an autograd Function that saves its output and computes its input from that.
+* "tells_input": a batch norm under an autograd Function that saves its output and computes its input from that;
+* "norm_input": a batch norm and its activation under an autograd Function that saves the norm's input.
 """
 
 
@@ -212,8 +213,10 @@ def make_plan(key: PlanKey) -> Plan:
         return Plan("in_place", saved, reason, activation, flattens=flattens)
     # Then the activation's node may hold them too, at no cost.
     holds_arguments = key.saves_arguments and not is_pointwise and key.cast is None and not key.is_hooked
+    recomputes_norm = isinstance(operation, BatchNorm) and saved == "recompute" and not key.has_residual
+    has_passes = recomputes_norm and key.norm_is_large and backend.input_passes(activation, dtype) is not None
     return Plan(
-        "fused",
+        "norm_input" if has_passes else "fused",
         saved,
         reason,
         activation,

@@ -137,12 +137,13 @@ def test_the_functions_hold_packed_arithmetic_alone(made: tuple[Path, str]) -> N
     text = subprocess.run(["objdump", "-d", "--no-show-raw-insn", str(made[0])], capture_output=True, text=True).stdout
     bodies = dict(re.findall(r"^[0-9a-f]+ <(\w+)>:\n(.*?)\n(?:\n|\Z)", text, re.MULTILINE | re.DOTALL))
     stems = ["tangent" if name == "tanh" else name for name in loops.FUNCTIONS]
-    names = [f"{stem}_{kind}" for stem in stems for kind in ("output", "marked", "both")]
+    names = [f"{stem}_{kind}" for stem in stems for kind in ("output", "marked", "both", "slope")]
     arithmetic = r"\tv?(?:add|sub|mul|div|f(?:n?m)(?:add|sub)\d+)%s\b.*"
     for name in names:
         packed, scalar = (re.findall(arithmetic % suffix, bodies[name]) for suffix in ("ps", "ss"))
         assert not scalar, (name, scalar)
-        assert name.startswith("relu") or (packed and all("ymm" in line or "zmm" in line for line in packed)), name
+        only_chooses = name.startswith("relu") or name == "leaky_relu_slope"
+        assert only_chooses or (packed and all("ymm" in line or "zmm" in line for line in packed)), name
 
 
 WRAPPER = """
@@ -633,7 +634,7 @@ def guarded(tensor):
 def make(*shape):
     return guarded(torch.randn(shape).to(dtype))
 
-gelu, silu, elu = map(resolve, ("gelu", "silu", "elu"))
+gelu, silu, elu, hardswish = map(resolve, ("gelu", "silu", "elu", "hardswish"))
 for dtype, rows, columns in itertools.product(
     (torch.float32, torch.bfloat16, torch.float16), (1, 3), (1, 7, 255, 256, 257, 1000)
 ):
@@ -658,6 +659,12 @@ for dtype, rows, columns in itertools.product(
         kept = norms.Kept(guarded(torch.tensor([columns - 1])), make(rows, 1))
         cpu.inexact_columns(w.float(), b.float(), 1.0, 1e-3, 1e3)
         cpu.row_norm_gradient(norm, x, make(rows, columns), w, b, inverse_std, kept, needs_x=True, overwrite=True)
+    print(*case, "norms from inputs", flush=True)
+    from_input, x = cpu.input_passes(hardswish, dtype), make(rows, columns)
+    from_input.moments(x)
+    vectors = [guarded(torch.randn(columns)) for _ in range(3)]
+    from_input.norm_act(x, *vectors)
+    from_input.gradient(make(rows, columns), x, *vectors)
     if dtype is torch.float32:
         print(*case, "inverse", flush=True)
         y = make(rows, columns)

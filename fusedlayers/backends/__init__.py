@@ -11,13 +11,14 @@ from torch import Tensor, float64
 from ..activations import Activation
 from . import cpu, gpu_settings
 from . import torch as reference
-from .base import ActivationGradients, Backend, GradientRequest, NormPasses
+from .base import ActivationGradients, Backend, GradientRequest, InputPasses, NormPasses
 
 __all__ = [
     "DEVICES",
     "ActivationGradients",
     "Backend",
     "GradientRequest",
+    "InputPasses",
     "NormPasses",
     "choose",
     "describe_matmuls",

@@ -32,12 +32,55 @@ class ActivationGradients(NamedTuple):
     operands: Sequence[Tensor | None]
 
 
-class NormPasses(Protocol):
-    """Batch norm and the activation behind it, in passes of their own."""
+class ChannelPasses(Protocol):
+    """What all passes of a batch norm have: statistics, and the gradient of x."""
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The mean and the variance, without Bessel's correction, of each channel of x."""
         ...
+
+    def factors(
+        self,
+        mean: Tensor,
+        inverse_std: Tensor,
+        w: Tensor | None,
+        b: Tensor | None,
+        total: Tensor,
+        product: Tensor,
+        kept: Tensor | None,
+        count: int,
+        rounds_shift: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The gradient of w, and the factors of that of x for ``combine``, from the sums that ``gradient`` finds over
+        the ``count`` numbers of each channel.
+
+        Args:
+            kept: the channels whose input is known instead of z, in order.
+            rounds_shift: whether z was made by a kernel of torch's whose error is known.
+        """
+        ...
+
+    def combine(self, dz: Tensor, v: Tensor, scale: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
+        """``scale dz + slope v + offset`` over dz, the factors along the channels."""
+        ...
+
+
+class InputPasses(ChannelPasses, Protocol):
+    """Batch norm and the activation behind it, in passes of their own, from x."""
+
+    def norm_act(self, x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        """``f(z)`` with ``z = (x - mean) scale + shift``."""
+        ...
+
+    def gradient(
+        self, dy: Tensor, x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``dz = dy * f'(z)``; for each channel the sums of dz and of ``dz (x - mean)``."""
+        ...
+
+
+class NormPasses(ChannelPasses, Protocol):
+    """The same from y, where that determines x."""
 
     def norm_act(self, x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """``y = f(z)`` with ``z = (x - mean) scale + shift``, y with its branch; the smallest and the largest z of each
@@ -67,31 +110,6 @@ class NormPasses(Protocol):
     def gradient(self, dy: Tensor, y: Tensor, center: Tensor, overwrite: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """``dz = dy * f'`` and z from y, over which z may be written; for each channel the sums of dz and of
         ``dz (z - center)``."""
-        ...
-
-    def factors(
-        self,
-        mean: Tensor,
-        inverse_std: Tensor,
-        w: Tensor | None,
-        b: Tensor | None,
-        total: Tensor,
-        product: Tensor,
-        kept: Tensor | None,
-        count: int,
-        rounds_shift: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The gradient of w, and the factors of that of x for ``combine``, from the sums that ``gradient`` finds over
-        the ``count`` numbers of each channel.
-
-        Args:
-            kept: the channels whose input is known instead of z, in order.
-            rounds_shift: whether z was made by a kernel of torch's whose error is known.
-        """
-        ...
-
-    def combine(self, dz: Tensor, z: Tensor, scale: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
-        """``scale dz + slope z + offset`` over dz, the factors along the channels."""
         ...
 
 
@@ -235,6 +253,10 @@ class Backend(Protocol):
 
     def norm_passes(self, tensor: Tensor, activation: Activation) -> NormPasses | None:
         """The passes over x or y, or None where torch's own kernels serve."""
+        ...
+
+    def input_passes(self, activation: Activation, dtype: torch.dtype) -> InputPasses | None:
+        """The passes over dense x of this dtype, or None where torch's own kernels serve."""
         ...
 
     def row_norm(self, norm: RowNorm, x: Tensor, w: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -216,7 +216,9 @@ class BatchNorm(NamedTuple):
         """What x is normalised by, where ``moments`` finds the mean and the variance of the batch."""
         if not self.training:
             assert self.running_mean is not None and self.running_var is not None
-            return self.running_mean.clone(), (self.running_var + self.eps).rsqrt_()
+            wide = torch.promote_types(self.running_mean.dtype, torch.float32)
+            mean, var = (t.to(wide, copy=True) for t in (self.running_mean, self.running_var))
+            return mean, var.add_(self.eps).rsqrt_()
         mean, var = moments(x)
         count = x.numel() // len(mean)
         self._update(mean, var * (count / (count - 1)), self._counted())
@@ -249,7 +251,10 @@ class BatchNorm(NamedTuple):
         """The running statistics, of which a batch's own take this part."""
         if self.running_mean is not None and self.running_var is not None:
             for running, own in ((self.running_mean, mean), (self.running_var, var)):  # lerp_ makes NaN of infinities
-                running.mul_(1 - part).add_(own.to(running.dtype), alpha=part)
+                wide = running.to(torch.promote_types(running.dtype, own.dtype))  # itself, as a rule
+                wide.mul_(1 - part).add_(own, alpha=part)
+                if wide is not running:
+                    running.copy_(wide)  # rounded once, as torch does
 
     def counted(self) -> BatchNorm:
         """The same with this batch counted already: for who may compute it twice."""

@@ -164,7 +164,7 @@ class NormAct(Function):
                 with torch.no_grad():
                     x = _values(backend.inverse(y, activation, None), known, b, x, channels)
             x = x if ctx.place is None else AtPlace.apply(ctx.place, x)
-            dx, dw, db = _differentiable(dy, x, w, b, again, activation, norm.dim, needs)
+            dx, dw, db = differentiable_norm_gradients(dy, x, w, b, again, activation, norm.dim, needs)
             return dx, dw, db, None, None, None, None, None, None
 
         if y is not None and not norm.is_synchronised and type(dy) is Tensor and not dy.is_neg() and dy.data_ptr():
@@ -209,7 +209,7 @@ def _forward_in_passes(
     if made is None:
         mean, inverse_std = norm.statistics(x, passes.moments)
         known, centred = Known(mean, inverse_std, w), math.inf
-        y, ends = passes.norm_act(x, mean, known.scale, torch.zeros_like(mean) if b is None else b)
+        y, ends = passes.norm_act(x, mean, known.scale, known.shift(b))
     else:
         assert z is not None
         known, centred = Known(made.mean, made.inverse_std, w), CENTRED
@@ -266,7 +266,7 @@ def _gradients_in_passes(
     """
     norm, activation, backend, _ = ctx.settings
     mean, inverse_std, w = known
-    dz, v, db, product = passes.gradient(dy, y, torch.zeros_like(mean) if b is None else b, overwrite)
+    dz, v, db, product = passes.gradient(dy, y, known.shift(b), overwrite)
     if x is not None and channels is not None:
         own_mean = mean[channels]
         again = BatchNormRecompute(own_mean, inverse_std[channels], norm.eps, norm.training)
@@ -296,6 +296,9 @@ class Known(NamedTuple):
     @property
     def scale(self) -> Tensor:
         return self.inverse_std if self.w is None else self.inverse_std * self.w
+
+    def shift(self, b: Tensor | None) -> Tensor:
+        return torch.zeros_like(self.mean) if b is None else b
 
 
 def _inexact_channels(z: Tensor, known: Known, b: Tensor | None, inverse_error: InverseError) -> Tensor | None:
@@ -362,7 +365,7 @@ def _values(z: Tensor, known: Known, b: Tensor | None, x: Tensor | None, channel
     return found if x is None or channels is None else found.index_copy_(1, channels, x)
 
 
-def _differentiable(
+def differentiable_norm_gradients(
     dy: Tensor,
     x: Tensor,
     w: Tensor | None,
@@ -371,6 +374,8 @@ def _differentiable(
     activation: Activation,
     dim: int,
     needs: Sequence[bool],
+    *,
+    create_graph: bool = True,
 ) -> list[Tensor | None]:
     """The gradients of x, w and b, in operations that autograd can differentiate again."""
     with torch.enable_grad():
@@ -378,7 +383,7 @@ def _differentiable(
         z = again(*sources)
         dz, *_ = differentiable_gradients(dy, z, activation, False, (), (), dim)
         assert dz is not None
-        return gradients_through(z, dz, sources, needs)
+        return gradients_through(z, dz, sources, needs, create_graph=create_graph)
 
 
 def _of(parameter: Tensor | None, channels: Tensor) -> Tensor | None:

@@ -23,7 +23,7 @@ from .elementwise import (
     inverse,
 )
 from .group_norm import group_norm_gradient
-from .norm import norm_passes
+from .norm import input_passes, norm_passes
 from .onednn import add_linear, faster_linear, has_faster_linear, linear, operation_act
 from .row_norm import inexact_columns, row_norm, row_norm_gradient, row_norm_slow_because
 
@@ -46,6 +46,7 @@ __all__ = [
     "has_epilogue",
     "has_faster_linear",
     "inexact_columns",
+    "input_passes",
     "inverse",
     "linear",
     "linear_gradient",

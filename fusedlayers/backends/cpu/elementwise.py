@@ -35,7 +35,7 @@ KERNELS = 64
 CHUNK = 1 << 16
 #: Functions that the loops compute with their derivatives sooner than they find both in two tables of 16-bit numbers,
 #: which together fill a second-level cache: 0.7 to 1.1 ns an element for 1.2 to 1.5 (AMD EPYC, one thread).
-QUICKER_THAN_TABLES = ("swish", "gelu_tanh", "relu", "sigmoid")
+QUICKER_THAN_TABLES = ("swish", "gelu_tanh", "hardswish", "relu", "sigmoid")
 
 
 # --- the backend's functions ------------------------------------------------------------------------------------------
@@ -175,21 +175,49 @@ def gradient_kernel(activation: Activation, dtype: torch.dtype, saved: str) -> K
         return None
     if saved == "output" and activation.native.gradient is not None:
         return None
+    formula = _by_formula(activation, dtype) if saved == "output" else None
+    if formula is not None:
+        return formula
     if dtype.itemsize == 2:
         return Kernel(dtype, slopes=_slopes(activation, dtype, saved))
     if saved == "input":
         # Of the others ATen's kernels give 0 where the slope is 0, whatever dy is.
         loop = activation.native.loop if activation.is_folded else None
         return None if loop is None else Kernel(dtype, loop(**activation.parameters))
-    if activation.native.loop is not None and activation.is_folded:
-        name, _ = activation.native.loop(**activation.parameters)
-        fitted = activation.fitted_derivative()
-        if name in loops.DERIVED_FROM_OUTPUTS and isinstance(fitted, FoldedDerivative):
-            return Kernel(dtype, (name, fitted.margin), activation.fold)
     table = derivative_table(activation)
     if table is None:
         return None
     return Kernel(dtype, slope=table) if isinstance(table, FoldTable) else Kernel(dtype, table=table)
+
+
+def _folded_loop(activation: Activation) -> tuple[str, float] | None:
+    """What the loops call a folded function, and its parameter."""
+    loop = activation.native.loop if activation.is_folded else None
+    return None if loop is None else loop(**activation.parameters)
+
+
+def _by_formula(activation: Activation, dtype: torch.dtype) -> Kernel | None:
+    """The kernel where the loops have a formula for the derivative from marked outputs."""
+    function = _folded_loop(activation)
+    if function is None or function[0] not in loops.DERIVED_FROM_OUTPUTS:
+        return None
+    fitted = activation.fitted_derivative()
+    return (
+        Kernel(dtype, (function[0], fitted.margin), activation.fold) if isinstance(fitted, FoldedDerivative) else None
+    )
+
+
+def input_kernel(activation: Activation, dtype: torch.dtype) -> Kernel | None:
+    """The kernel for outputs, without a branch, and for derivatives from inputs."""
+    if activation.is_identity or activation.operand_dims or dtype is torch.float64 or build.shared_object() is None:
+        return None
+    function = _folded_loop(activation)
+    if dtype.itemsize == 4:
+        return None if function is None else Kernel(dtype, function)
+    values = _values(activation, dtype, encode=False)
+    if function is not None and function[0] in loops.DERIVED_FROM_OUTPUTS:  # a line, and no exponential
+        return Kernel(dtype, function, values=values)
+    return Kernel(dtype, values=values, slopes=_slopes(activation, dtype, "input"))
 
 
 @functools.lru_cache(KERNELS)

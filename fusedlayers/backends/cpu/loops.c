@@ -66,7 +66,7 @@ typedef struct {
   fold_table slope, inverse;
   const uint16_t *values; /* 16 bits: the stored output for every input */
   const float *outputs;   /* 16 bits: the same, neither marked nor rounded */
-  const float *slopes;    /* 16 bits: the derivative for every saved number */
+  const float *slopes;    /* 16 bits: the derivative for every saved number, or NULL: by the function */
   normal normal;          /* of gelu */
 } kernel;
 
@@ -242,7 +242,7 @@ static inline void hardswish(float z, float p, float e, float *y, float *slope) 
   c = c < 0.0f ? 0.0f : c;
   c = c > 6.0f ? 6.0f : c;
   *y = z * c / 6.0f;
-  float middle = (z + z + 3.0f) / 6.0f;
+  float middle = (z + z + 3.0f) * 0.166666667f; /* divisions take longer than all else */
   middle = z <= -3.0f ? 0.0f : middle;
   *slope = z >= 3.0f ? 1.0f : middle;
 }
@@ -308,6 +308,11 @@ static inline float marked(float z, float y, float position) {
     NAME(z[i], p, e[i], &output, &derivative); \
     y[i] = output; \
     slope[i] = derivative; } }
+#define SLOPE_OF(NAME) \
+  static void NAME##_slope(float p, const float *e, const float *z, float *slope) { EACH { \
+    float output, derivative; \
+    NAME(z[i], p, e[i], &output, &derivative); \
+    slope[i] = derivative; } }
 #define MARKED_OF(NAME) \
   static void NAME##_marked(float p, const float *e, float position, const float *z, float *y) { EACH { \
     float output, slope; \
@@ -316,18 +321,22 @@ static inline float marked(float z, float y, float position) {
 FUNCTIONS(OUTPUT_OF)
 FUNCTIONS(MARKED_OF)
 FUNCTIONS(BOTH_OF)
+FUNCTIONS(SLOPE_OF)
 #define NAME_OUTPUT(NAME) NAME##_output,
 #define NAME_MARKED(NAME) NAME##_marked,
 #define NAME_BOTH(NAME) NAME##_both,
+#define NAME_SLOPE(NAME) NAME##_slope,
 static void (*const outputs_of[])(float, const float *, const float *, float *) = {FUNCTIONS(NAME_OUTPUT)};
 static void (*const marked_of[])(float, const float *, float, const float *, float *) = {FUNCTIONS(NAME_MARKED)};
 static void (*const both_of[])(float, const float *, const float *, float *, float *) = {FUNCTIONS(NAME_BOTH)};
+static void (*const slope_of[])(float, const float *, const float *, float *) = {FUNCTIONS(NAME_SLOPE)};
 
-/* A kernel's function of a block, with its mark where it has one; or without, and the derivative. */
+/* A kernel's function of a block, with its mark where it has one; or without, and the derivative; or this alone. */
 static void compute(const kernel *k, const float *z, float *y, float *slope) {
   float e[BLOCK];
   prepare(k, z, e);
-  if (slope != NULL) both_of[k->function](k->parameter, e, z, y, slope);
+  if (y == NULL) slope_of[k->function](k->parameter, e, z, slope);
+  else if (slope != NULL) both_of[k->function](k->parameter, e, z, y, slope);
   else if (k->mark.ambiguous) marked_of[k->function](k->parameter, e, k->mark.position, z, y);
   else outputs_of[k->function](k->parameter, e, z, y);
 }
@@ -573,24 +582,6 @@ static void forward_step(const pass *p, int64_t at, int n, const channels *c) {
   }
 }
 
-/* z is (in - mean) scale + shift, or in where these are NULL. Finds its range. */
-static void norm_forward_step(const pass *p, int64_t at, int n, const channels *c) {
-  const kernel *k = p->k;
-  const float *mean = c->vector[0], *scale = c->vector[1], *shift = c->vector[2], *x = (const float *)p->in[0] + at;
-  float *smallest = c->found[0], *largest = c->found[1], z[BLOCK] = {0}, last[BLOCK];
-  float *y = n == BLOCK ? (float *)p->out[0] + at : last;
-  if (p->in[0] != p->out[0]) fetch(p->out[0], at, 4);
-  if (mean == NULL) memcpy(z, x, (size_t)n * 4);
-  else FIRST_N z[i] = (x[i] - mean[i]) * scale[i] + shift[i];
-  FIRST_N smallest[i] = z[i] < smallest[i] ? z[i] : smallest[i];
-  FIRST_N {
-    float number = z[i] == z[i] ? z[i] : __builtin_inff(); /* where there is a NaN the range has no end */
-    largest[i] = number > largest[i] ? number : largest[i];
-  }
-  compute(k, z, y, NULL);
-  if (n < BLOCK) put(p->out[0], at, n, 4, y);
-}
-
 /* A block of a tensor of dtype k->dtype, in float32. */
 static const float *wide_block(const kernel *k, const char *from, int64_t at, int n, float *x) {
   if (k->dtype == FLOAT32) return block_of(from, at, n, 4, x);
@@ -605,10 +596,44 @@ static void put_wide(const kernel *k, char *to, int64_t at, int n, const float *
   put(to, at, n, k->dtype == FLOAT32 ? 4 : 2, k->dtype == FLOAT32 ? (const void *)x : half);
 }
 
+/* z = (x - mean) scale + shift in float32; numbers after the first n are 0. */
+static void normalise(const float *x, const channels *c, int n, float *z) {
+  const float *mean = c->vector[0], *scale = c->vector[1], *shift = c->vector[2];
+  if (n < BLOCK) memset(z, 0, BLOCK * 4);
+  FIRST_N z[i] = (x[i] - mean[i]) * scale[i] + shift[i];
+}
+
+/* z is normalised, or in where there is no mean. Finds its range, unless nobody asks. */
+static void norm_forward_step(const pass *p, int64_t at, int n, const channels *c) {
+  const kernel *k = p->k;
+  float *smallest = c->found[0], *largest = c->found[1], copy[BLOCK], room[BLOCK], y[BLOCK];
+  if (p->in[0] != p->out[0]) fetch(p->out[0], at, k->dtype == FLOAT32 ? 4 : 2);
+  const float *z = wide_block(k, p->in[0], at, n, copy);
+  if (c->vector[0] != NULL) {
+    normalise(z, c, n, room);
+    z = room;
+  }
+  if (p->finds) FIRST_N {
+    float number = z[i] == z[i] ? z[i] : __builtin_inff(); /* where there is a NaN the range has no end */
+    smallest[i] = z[i] < smallest[i] ? z[i] : smallest[i];
+    largest[i] = number > largest[i] ? number : largest[i];
+  }
+  if (k->dtype != FLOAT32) {
+    uint16_t half[BLOCK], *to = (uint16_t *)p->out[0] + at;
+    const uint16_t *values = k->values;
+    narrow(k->dtype, z, half);
+    for (int i = 0; i < n; i++) to[i] = values[half[i]];
+  } else {
+    float *to = n == BLOCK ? (float *)p->out[0] + at : y;
+    compute(k, z, to, NULL);
+    if (n < BLOCK) put(p->out[0], at, n, 4, y);
+  }
+}
+
 /* Finds the sums of in - center, and of its square. */
 static void moments_step(const pass *p, int64_t at, int n, const channels *c) {
-  const float *center = c->vector[0], *x = (const float *)p->in[0] + at;
-  float *sum = c->found[0], *square = c->found[1];
+  float copy[BLOCK], *sum = c->found[0], *square = c->found[1];
+  const float *center = c->vector[0], *x = wide_block(p->k, p->in[0], at, n, copy);
   FIRST_N {
     float d = x[i] - center[i];
     sum[i] += d;
@@ -661,11 +686,10 @@ static void activate(const kernel *k, const char *from, int64_t at, int n, float
 /* in: dy and what was saved. Of float32 the derivative from the input is the function's own, that from the output
    a table, or where the function has a mark a formula. */
 static void slopes_of(const kernel *k, const float *saved, float *slope) {
-  float unused[BLOCK];
   if (k->slope.cubics != NULL) look_up_fold(&k->slope, saved, slope);
   else if (k->table.cubics != NULL) look_up(&k->table, saved, slope);
   else if (k->mark.ambiguous) hardswish_from_output(k->parameter, saved, slope);
-  else compute(k, saved, unused, slope);
+  else compute(k, saved, NULL, slope);
 }
 
 static void gradient_step(const pass *p, int64_t at, int n, const channels *c) {
@@ -677,7 +701,12 @@ static void gradient_step(const pass *p, int64_t at, int n, const channels *c) {
     uint16_t half[BLOCK];
     const float *slopes = k->slopes;
     const uint16_t *bits = block_of(p->in[1], at, n, 2, half);
-    EACH slope[i] = slopes[bits[i]];
+    if (slopes != NULL) EACH slope[i] = slopes[bits[i]];
+    else {
+      widen(k->dtype, bits, saved);
+      EACH saved[i] = float_of(bits_of(saved[i]) | (bits[i] & 1)); /* the mark, where float32 numbers have theirs */
+      slopes_of(k, saved, slope);
+    }
   } else slopes_of(k, block_of(p->in[1], at, n, 4, saved), slope);
   const float *dy = wide_block(k, p->in[0], at, n, wide);
   EACH dz[i] = slope[i] * dy[i];
@@ -709,6 +738,31 @@ static void norm_gradient_step(const pass *p, int64_t at, int n, const channels 
     sum[i] += of_z;
     product[i] += of_z * (z[i] - center[i]);
   }
+}
+
+/* The gradient through a function of which nothing was saved but x, of which it normalises. in: dy, x; out: dz. Finds the
+   sums of dz and of dz (x - mean). */
+static void norm_input_gradient_step(const pass *p, int64_t at, int n, const channels *c) {
+  const kernel *k = p->k;
+  const float *mean = c->vector[0];
+  float wide_dy[BLOCK], wide_x[BLOCK], z[BLOCK], dz[BLOCK], slope[BLOCK], *sum = c->found[0], *product = c->found[1];
+  fetch(p->out[0], at, k->dtype == FLOAT32 ? 4 : 2);
+  const float *dy = wide_block(k, p->in[0], at, n, wide_dy), *x = wide_block(k, p->in[1], at, n, wide_x);
+  normalise(x, c, n, z);
+  if (k->dtype != FLOAT32) {
+    uint16_t half[BLOCK];
+    const float *slopes = k->slopes;
+    narrow(k->dtype, z, half);
+    if (slopes != NULL) EACH slope[i] = slopes[half[i]];
+    else widen(k->dtype, half, z);
+  }
+  if (k->slopes == NULL) compute(k, z, NULL, slope);
+  EACH dz[i] = dy[i] * slope[i];
+  FIRST_N {
+    sum[i] += dz[i];
+    product[i] += dz[i] * (x[i] - mean[i]);
+  }
+  put_wide(k, p->out[0], at, n, dz);
 }
 
 /* out[0] = scale in[0] + slope in[1] + offset. */
@@ -1105,11 +1159,11 @@ int forward(const kernel *k, const void *z, const float *bias, const void *resid
 
 /* The mean and the variance of each channel. Sums are taken about the mean of SAMPLE numbers of it; where that is far off,
    the difference has lost digits: a second time, about the mean. */
-int moments(const kernel *k, const float *x, float *mean, float *var, const layout *l) {
+int moments(const kernel *k, const void *x, float *mean, float *var, const layout *l) {
   const int64_t channels = l->channels, count = l->count / channels, columns = l->axis == ALONG_COLUMNS ? 1 : l->columns;
   const int64_t width = l->axis == ALONG_COLUMNS ? l->columns : channels, samples = count < SAMPLE ? count : SAMPLE;
   float *const center = malloc((size_t)width * 4);
-  pass p = {.k = k, .in = {x}, .vector = {center}, .finds = SUMS};
+  pass p = {.k = k, .in = {x}, .vector = {center}, .finds = SUMS, .finds_in_float32 = 1};
   int is_near = 0, failed = center == NULL;
   int64_t sample[SAMPLE];
   for (int64_t i = 0; i < samples; i++) {
@@ -1118,8 +1172,15 @@ int moments(const kernel *k, const float *x, float *mean, float *var, const layo
   }
 #pragma omp parallel for schedule(static) num_threads(l->threads) if (l->threads > 1)
   for (int64_t c = 0; c < channels; c++) {
-    float sum = 0;
-    for (int64_t i = 0; i < samples; i++) sum += x[sample[i] + c * columns];
+    float sum = 0, of_channel[BLOCK];
+    uint16_t half[BLOCK] = {0};
+    for (int64_t i = 0; i < samples; i++) {
+      const int64_t at = sample[i] + c * columns;
+      if (k->dtype == FLOAT32) of_channel[i] = ((const float *)x)[at];
+      else half[i] = ((const uint16_t *)x)[at];
+    }
+    if (k->dtype != FLOAT32) widen(k->dtype, half, of_channel);
+    for (int64_t i = 0; i < samples; i++) sum += of_channel[i];
     mean[c] = sum / (float)samples;
   }
   for (int turn = 0; turn < 2 && !is_near && !failed; turn++) {
@@ -1146,7 +1207,7 @@ int products(const kernel *k, const void *dy, const void *y, const float *center
 
 int norm_forward(const kernel *k, const void *x, const float *mean, const float *scale, const float *shift, void *y,
                  void *smallest, void *largest, const layout *l) {
-  pass p = {.k = k, .in = {x}, .out = {y}, .vector = {mean, scale, shift}, .finds = RANGE};
+  pass p = {.k = k, .in = {x}, .out = {y}, .vector = {mean, scale, shift}, .finds = smallest == NULL ? NOTHING : RANGE};
   return walk(&p, norm_forward_step, l, (void *[2]){smallest, largest});
 }
 
@@ -1169,6 +1230,12 @@ int norm_gradient(const kernel *k, const void *dy, const void *y, const float *c
                   void *product, const layout *l) {
   pass p = {.k = k, .in = {dy, y}, .out = {dz, z}, .vector = {center}, .finds = SUMS};
   return walk(&p, norm_gradient_step, l, (void *[2]){sum, product});
+}
+
+int norm_input_gradient(const kernel *k, const void *dy, const void *x, const float *mean, const float *scale,
+                        const float *shift, void *dz, float *sum, float *product, const layout *l) {
+  pass p = {.k = k, .in = {dy, x}, .out = {dz}, .vector = {mean, scale, shift}, .finds = SUMS, .finds_in_float32 = 1};
+  return walk(&p, norm_input_gradient_step, l, (void *[2]){sum, product});
 }
 
 int combine(const kernel *k, const void *a, const void *b, const float *scale, const float *slope, const float *offset,

@@ -197,22 +197,25 @@ def gradient(kernel: Kernel, dy: Tensor, saved: Tensor, dz: Tensor, db: Tensor |
 
 
 def moments(x: Tensor, along: Layout) -> tuple[Tensor, Tensor]:
-    """The mean and the variance, without Bessel's correction, of each channel of float32 x."""
-    mean, var = x.new_empty(along.channels), x.new_empty(along.channels)  # of which one is saved
+    """The mean and the variance, without Bessel's correction, of each channel of x, in float32."""
+    mean, var = (x.new_empty(along.channels, dtype=torch.float32) for _ in range(2))  # of which one is saved
     _call("moments", _plain(x.dtype), x, along, *(t.data_ptr() for t in (x, mean, var)), writes=False)
     return mean, var
 
 
 def norm_forward(
-    kernel: Kernel, x: Tensor, factors: tuple[Tensor, Tensor, Tensor] | None, y: Tensor, along: Layout
-) -> tuple[Tensor, Tensor]:
-    """The activation of z in y, which may be x; the smallest and the largest z of each channel. z is
+    kernel: Kernel,
+    x: Tensor,
+    factors: tuple[Tensor, Tensor, Tensor] | None,
+    y: Tensor,
+    ends: tuple[Tensor, Tensor] | None,
+    along: Layout,
+) -> None:
+    """The activation of z in y, which may be x; the smallest and the largest z of each channel in ``ends``. z is
     ``(x - mean) scale + shift`` by ``factors``, or x."""
-    smallest, largest = x.new_empty(2, along.channels).unbind()
-    vectors = None if factors is None else [_vector(t, along) for t in factors]
-    addresses = (None,) * 3 if vectors is None else [t.data_ptr() for t in vectors]
-    _call("norm_forward", kernel, y, along, x.data_ptr(), *addresses, *(t.data_ptr() for t in (y, smallest, largest)))
-    return smallest, largest
+    vectors = (None,) * 3 if factors is None else [_vector(t, along) for t in factors]
+    addresses = (None if t is None else t.data_ptr() for t in (x, *vectors, y, *(ends or (None, None))))
+    _call("norm_forward", kernel, y, along, *addresses)
 
 
 def norm_gradient(
@@ -224,6 +227,18 @@ def norm_gradient(
     center = _vector(center, along)
     addresses = (t.data_ptr() for t in (dy, y, center, dz, z, total, product))
     _call("norm_gradient", kernel, z, along, *addresses)
+    return dz, total, product
+
+
+def norm_input_gradient(
+    kernel: Kernel, dy: Tensor, x: Tensor, factors: tuple[Tensor, Tensor, Tensor], along: Layout
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``dz = dy * f'`` at ``z = (x - mean) scale + shift`` in a new tensor; for each channel the sums of dz and of
+    ``dz (x - mean)``, in float32."""
+    dz, (total, product) = torch.empty_like(x), x.new_empty(2, along.channels, dtype=torch.float32).unbind()
+    vectors = [_vector(t, along) for t in factors]
+    addresses = (t.data_ptr() for t in (dy, x, *vectors, dz, total, product))
+    _call("norm_input_gradient", kernel, dz, along, *addresses)
     return dz, total, product
 
 
@@ -391,6 +406,7 @@ def functions() -> dict[str, Any]:
         "invert_outputs": 4,
         "gradient": 6,
         "norm_gradient": 9,
+        "norm_input_gradient": 10,
         "products": 7,
         "combine": 8,
         "drop": 6,

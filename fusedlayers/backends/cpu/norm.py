@@ -1,4 +1,4 @@
-"""Batch norm and the activation behind it in float32: two passes forward and two backward, one over memory each."""
+"""Batch norm and the activation behind it: two passes forward and two backward, one over memory each."""
 
 from __future__ import annotations
 
@@ -11,47 +11,83 @@ from torch import Tensor
 from ...activations import Activation
 from ...utils.layout import is_dense, layout_along
 from . import build, loops, norm_loops
-from .elementwise import KERNELS
+from .elementwise import KERNELS, input_kernel
 from .loops import Kernel
 from .table import FoldTable, derivative_table, inverse_table
 
 
-@dataclass(frozen=True)
-class NormPasses:
-    """The passes of a batch norm whose activation has an inverse."""
+class _ChannelPasses:
+    """Statistics, and the gradient of x."""
 
-    forward: Kernel
-    backward: Kernel
+    #: The factors of the gradient of x.
+    factors = staticmethod(norm_loops.norm_factors)
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The mean and the variance, without Bessel's correction, of each channel of x."""
         return loops.moments(x, layout_along(x, 1))
 
+    def combine(self, dz: Tensor, v: Tensor, scale: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
+        """``scale dz + slope v + offset`` over dz, the factors along the channels."""
+        return loops.combine(dz, v, scale, slope, offset, layout_along(dz, 1), dz)
+
+
+@dataclass(frozen=True)
+class InputPasses(_ChannelPasses):
+    """The passes of a batch norm that saves x."""
+
+    kernel: Kernel
+
+    def norm_act(self, x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        """``f(z)`` with ``z = (x - mean) scale + shift``, of 16 bits rounded as x."""
+        y = torch.empty_like(x)
+        loops.norm_forward(self.kernel, x, (mean, scale, shift), y, None, layout_along(x, 1))
+        return y
+
+    def gradient(
+        self, dy: Tensor, x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``dz = dy * f'(z)``; for each channel the sums of dz and of ``dz (x - mean)``."""
+        return loops.norm_input_gradient(self.kernel, _like(dy, x), x, (mean, scale, shift), layout_along(x, 1))
+
+
+@dataclass(frozen=True)
+class NormPasses(_ChannelPasses):
+    """The passes of a batch norm in float32 that saves y, whose activation has an inverse."""
+
+    forward: Kernel
+    backward: Kernel
+
+    #: The channels that are inexact.
+    inexact_channels = staticmethod(norm_loops.inexact_channels)
+
     def norm_act(self, x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """``y = f(z)`` with ``z = (x - mean) scale + shift``, y with its branch; the smallest and the largest z of each
         channel."""
-        y = torch.empty_like(x)
-        return y, loops.norm_forward(self.forward, x, (mean, scale, shift), y, layout_along(x, 1))
+        return self._forward(x, (mean, scale, shift), torch.empty_like(x))
 
     def act(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """``f(z)`` with its branch in y, which may be z; the smallest and the largest z of each channel."""
-        return loops.norm_forward(self.forward, z, None, y, layout_along(z, 1))
+        return self._forward(z, None, y)[1]
+
+    def _forward(
+        self, x: Tensor, factors: tuple[Tensor, Tensor, Tensor] | None, y: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        along = layout_along(x, 1)
+        smallest, largest = x.new_empty(2, along.channels).unbind()
+        loops.norm_forward(self.forward, x, factors, y, (smallest, largest), along)
+        return y, (smallest, largest)
 
     def gradient(self, dy: Tensor, y: Tensor, center: Tensor, overwrite: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """``dz = dy * f'`` and z from y, over which z may be written; for each channel the sums of dz and of
         ``dz (z - center)``."""
-        dy = dy if dy.stride() == y.stride() else torch.empty_like(y).copy_(dy)
         z = y if overwrite else torch.empty_like(y)
-        dz, total, product = loops.norm_gradient(self.backward, dy, y, z, center, layout_along(y, 1))
+        dz, total, product = loops.norm_gradient(self.backward, _like(dy, y), y, z, center, layout_along(y, 1))
         return dz, z, total, product
 
-    #: The channels that are inexact, and the factors of the gradient of x.
-    inexact_channels = staticmethod(norm_loops.inexact_channels)
-    factors = staticmethod(norm_loops.norm_factors)
 
-    def combine(self, dz: Tensor, z: Tensor, scale: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
-        """``scale dz + slope z + offset`` over dz, the factors along the channels."""
-        return loops.combine(dz, z, scale, slope, offset, layout_along(dz, 1), dz)
+def _like(dy: Tensor, y: Tensor) -> Tensor:
+    """dy in the layout of y."""
+    return dy if dy.stride() == y.stride() else torch.empty_like(y).copy_(dy)
 
 
 def norm_passes(tensor: Tensor, activation: Activation) -> NormPasses | None:
@@ -72,3 +108,10 @@ def _passes(activation: Activation, dtype: torch.dtype) -> NormPasses | None:
     # One look-up finds the intervals of both.
     assert isinstance(slope, FoldTable) and slope.numbers == inverse.numbers
     return NormPasses(forward, Kernel(dtype, slope=slope, inverse=inverse))
+
+
+@functools.lru_cache(KERNELS)
+def input_passes(activation: Activation, dtype: torch.dtype) -> InputPasses | None:
+    """The passes over dense x of this dtype, or None where torch's own kernels serve."""
+    kernel = input_kernel(activation, dtype)
+    return None if kernel is None else InputPasses(kernel)

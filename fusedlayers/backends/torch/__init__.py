@@ -59,6 +59,7 @@ __all__ = [
     "has_epilogue",
     "has_faster_linear",
     "inexact_columns",
+    "input_passes",
     "inverse",
     "is_kept",
     "linear",
@@ -96,4 +97,8 @@ def slow_because(activation: Activation, dtype: torch.dtype) -> str | None:
 
 
 def norm_passes(tensor: Tensor, activation: Activation) -> None:
+    """None: torch's own kernels serve."""
+
+
+def input_passes(activation: Activation, dtype: torch.dtype) -> None:
     """None: torch's own kernels serve."""

@@ -4,7 +4,7 @@ import torch
 from triton.runtime import driver
 
 from ...activations import Activation
-from ..torch import inexact_columns, norm_passes
+from ..torch import inexact_columns, input_passes, norm_passes
 from .codegen import computes
 from .dropout import drop, drop_gradient, drop_marked, drop_marked_gradient
 from .elementwise import bias_act, gate, gate_gradient, gradient, inverse
@@ -39,6 +39,7 @@ __all__ = [
     "has_epilogue",
     "has_faster_linear",
     "inexact_columns",
+    "input_passes",
     "inverse",
     "linear",
     "linear_gradient",

@@ -1,0 +1,84 @@
+"""Batch norm and activation in one node that saves its input, for outputs that do not determine it.
+
+Forward computes statistics and then the output, and backward two passes over x and dy: ``dz = dy f'(z)`` and its sums,
+z being normalised x once more, and ``dx = scale (dz - mean(dz) - xhat mean(dz xhat))`` with means over a channel (Ioffe
+& Szegedy 2015). PyTorch takes three passes for each, and keeps z.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ..activations import Activation
+from ..backends import InputPasses
+from ..backends.operations import BatchNorm, BatchNormRecompute
+from ..utils.isolation import in_clean_state
+from ..utils.layout import along
+from ..utils.profile_ranges import profile_range, range_name
+from .batch_norm import Known, differentiable_norm_gradients
+from .pointwise import is_batched
+
+
+@profile_range(lambda norm, x, w, b, activation, *_: range_name("batch_norm", activation.name))
+def norm_act_of_input(
+    norm: BatchNorm, x: Tensor, w: Tensor | None, b: Tensor | None, activation: Activation, passes: InputPasses
+) -> Tensor:
+    """``activation(norm(x, w, b))`` for dense x, which is kept."""
+    y: Tensor = NormActOfInput.apply(x, w, b, norm, activation, passes)
+    return y
+
+
+class NormActOfInput(Function):
+    """``activation(norm(x, w, b))``. Saved are x and the statistics."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor | None,
+        b: Tensor | None,
+        norm: BatchNorm,
+        activation: Activation,
+        passes: InputPasses,
+    ) -> Tensor:
+        known = Known(*norm.statistics(x, passes.moments), w)
+        ctx.save_for_backward(x, w, b, known.mean, known.inverse_std)
+        ctx.settings = norm.without_tensors(), activation, passes
+        return passes.norm_act(x, known.mean, known.scale, known.shift(b))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (dy,) = grads
+        norm, activation, passes = ctx.settings
+        x, w, b, mean, inverse_std = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
+        is_differentiable = torch.is_grad_enabled() or is_batched(dy)
+        if is_differentiable or type(dy) is not Tensor or dy.is_neg() or not dy.data_ptr():
+            again = BatchNormRecompute(mean, inverse_std, norm.eps, norm.training)
+            found = differentiable_norm_gradients(
+                dy, x, w, b, again, activation, norm.dim, needs, create_graph=is_differentiable
+            )
+            return *found, None, None, None
+        known = Known(mean, inverse_std, w)
+        dz, db, product = passes.gradient(dy, x, mean, known.scale, known.shift(b))
+        count = x.numel() // len(mean)
+        dw, *factors = passes.factors(*known, b, db, product, _all(len(mean)), count, False)
+        if not needs[0]:
+            dx = None
+        elif norm.training:
+            dx = passes.combine(dz, x, *factors)
+        else:  # the statistics are constants
+            dx = dz.mul_(along(known.scale, 1, dz.dim()))
+        return dx, dw if needs[1] else None, db if needs[2] else None, None, None, None
+
+
+@functools.lru_cache(64)
+@in_clean_state
+def _all(channels: int) -> Tensor:
+    """The channels whose input is known: all."""
+    return torch.arange(channels, device="cpu")
