@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import machine
+
 Times = dict[str, list[float]]  # name -> microseconds of one call, a value per round
 
 _NUMBERS = itertools.count()
@@ -38,6 +40,7 @@ def interleave(
     On CUDA the time is the device's, between two events, with a cold L2 cache. With ``host`` it is the wall clock's on
     either device, over many calls in a row: what a call costs whoever makes it.
     """
+    machine.keep_freed_memory()
     estimates = {name: _warm_up(function, device, warm_up) for name, function in functions.items()}
     use_events = device.type == "cuda" and not host
     calls = 1 if use_events else max(1, round(_SAMPLE_SECONDS * (10 if host else 1) / min(estimates.values())))
