@@ -56,8 +56,8 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):  # another C library; other systems
         return False
-    M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-    return bool(mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1) and mallopt(M_MMAP_MAX, 0))
+    trim_threshold, mmap_max = -1, -4  # as malloc.h numbers them
+    return bool(mallopt(trim_threshold, (1 << 31) - 1) and mallopt(mmap_max, 0))
 
 
 def warn_if_busy(description: dict[str, Any]) -> None:

@@ -175,8 +175,11 @@ def make_plan(key: PlanKey) -> Plan:
             return Plan("tells_input", "output", reason, activation, backend, dim=operation.dim)
         if save == "auto" and saved != "nothing":
             saved = save_beside_input(activation, dtype, has_residual=key.has_residual)
-        if tells_input:
-            why = "a residual was added" if key.has_residual else "it is small"
+            if _is_norm_of_input(key) and key.size == "large":
+                saved = "recompute"
+            why = _why_input(activation, dtype)
+            if tells_input:
+                why = "a residual was added" if key.has_residual else "it is small"
             reason = f"saves its input{' and the output' if saved == 'output' else ''}: {why}"
     else:
         reason = describe(activation, save, dtype)
@@ -213,10 +216,8 @@ def make_plan(key: PlanKey) -> Plan:
         return Plan("in_place", saved, reason, activation, flattens=flattens)
     # Then the activation's node may hold them too, at no cost.
     holds_arguments = key.saves_arguments and not is_pointwise and key.cast is None and not key.is_hooked
-    recomputes_norm = isinstance(operation, BatchNorm) and saved == "recompute" and not key.has_residual
-    has_passes = recomputes_norm and key.norm_is_large and backend.input_passes(activation, dtype) is not None
     return Plan(
-        "norm_input" if has_passes else "fused",
+        "norm_input" if saved == "recompute" and _is_norm_of_input(key) else "fused",
         saved,
         reason,
         activation,
@@ -302,6 +303,12 @@ def _tells_input(activation: Activation, save: str, dtype: torch.dtype) -> bool:
     return measure_inverse_error(activation, dtype) is not None
 
 
+def _is_norm_of_input(key: PlanKey) -> bool:
+    """Whether a backend has passes for a batch norm that keeps its input alone."""
+    is_alone = isinstance(key.operation, BatchNorm) and not key.has_residual
+    return is_alone and key.norm_is_large and key.backend.input_passes(key.activation, key.dtype) is not None
+
+
 def save_beside_input(activation: Activation, dtype: torch.dtype, *, has_residual: bool = False) -> Saved:
     """What is saved besides a batch norm's input, where outputs do not determine that: an output that the next layer
     saves anyway, or nothing. The pre-activation is then recomputed in one pass, exactly."""
@@ -310,7 +317,7 @@ def save_beside_input(activation: Activation, dtype: torch.dtype, *, has_residua
 
 
 def describe_norm(activation: Activation, save: str, dtype: torch.dtype) -> str:
-    """What a batch norm saves, and why, for people; for inputs that are large enough."""
+    """What a batch norm saves, at most, and why, for people; of inputs that are large enough."""
     if activation.fallback_reason is not None:
         return f"not fused: {activation.fallback_reason}"
     if save == "input":
@@ -319,7 +326,12 @@ def describe_norm(activation: Activation, save: str, dtype: torch.dtype) -> str:
         return "saves its input"
     if _tells_input(activation, save, dtype):
         return "saves the output, which determines the input"
-    reason = "do not determine the input" if not activation.has_inverse else "determine the input too coarsely"
-    has_output = "output" in (save, save_beside_input(activation, dtype))
-    of_dtype = str(dtype).removeprefix("torch.")
-    return f"saves its input{' and the output' if has_output else ''}: {of_dtype} outputs {reason}"
+    beside = save if save == "output" else save_beside_input(activation, dtype)
+    and_output = "" if beside != "output" else " and the output" if save == "output" else " and at most the output"
+    return f"saves its input{and_output}: {_why_input(activation, dtype)}"
+
+
+def _why_input(activation: Activation, dtype: torch.dtype) -> str:
+    """Why a batch norm saves its input."""
+    reason = "determine the input too coarsely" if activation.has_inverse else "do not determine the input"
+    return f"{str(dtype).removeprefix('torch.')} outputs {reason}"

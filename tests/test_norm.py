@@ -477,7 +477,7 @@ def test_not_a_number_and_infinities_go_where_torchs_go(name: str, training: boo
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
 def test_so_do_those_of_parameters_and_running_statistics(value: float) -> None:
     for name, where in itertools.product(("relu", "elu", "snake"), ("weight", "bias", "running_mean", "running_var")):
-        if name == "elu" and where == "weight" and math.isinf(value):
+        if name != "snake" and where == "weight" and math.isinf(value):
             continue  # (x - mean) inf + b is infinite, and torch's x inf + (b - mean inf) is no number
         layer, eager = _pair(make(name))
         for norm in (layer, eager.norm):
@@ -627,9 +627,8 @@ def test_running_statistics_may_move_on_between_forward_and_backward(name: str, 
     torch.testing.assert_close(*results, **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["relu", "snake"])
-def test_running_statistics_that_are_edited_in_eval_mode_raise_as_in_torch(name: str) -> None:
-    for module in _pair(make(name)):
+def test_running_statistics_that_are_edited_in_eval_mode_raise_as_in_torch() -> None:
+    for module in _pair(make("snake")):  # where torch computes the norm
         y = module.eval()(_x())
         norm = getattr(module, "norm", module)
         norm.running_mean.add_(1.0)
@@ -1019,10 +1018,10 @@ def test_from_modules_takes_a_layer_whose_statistics_were_taken_away_or_whose_bi
 
 def test_its_repr_says_what_is_saved() -> None:
     for activation, said in {
-        "relu": "activation=relu, saves its input and the output: float32 outputs do not determine the input)",
+        "relu": "activation=relu, saves its input and at most the output: float32 outputs do not determine the input)",
         "silu": "activation=silu, saves the output, which determines the input)",
         nn.LeakyReLU(): "activation=leaky_relu, saves the output, which determines the input\n",
-        nn.LeakyReLU(0.0): "saves its input and the output: float32 outputs determine the input too coarsely\n",
+        nn.LeakyReLU(0.0): "saves its input and at most the output: float32 outputs determine the input too coarsely\n",
         _wave: "saves its input: float32 outputs do not determine the input",
         nn.PReLU(): "saves its input: float32 outputs do not determine the input\n",
         None: "activation=identity, saves the output, which determines the input)",
@@ -1035,7 +1034,7 @@ def test_its_repr_says_what_is_saved() -> None:
     }.items():
         assert said in repr(fl.FusedBatchNormAct2d(CHANNELS, "silu", dtype=dtype))
     assert repr(fl.FusedBatchNormAct2d(CHANNELS, "tanh", dtype=torch.float16)).endswith(
-        "saves its input and the output: float16 outputs determine the input too coarsely)"
+        "saves its input and at most the output: float16 outputs determine the input too coarsely)"
     )
     for save, said in {
         "input": "saves its input and the activation's)",

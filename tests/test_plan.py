@@ -258,8 +258,8 @@ def test_repr_and_plan_say_the_same() -> None:
     for activation, save in covering(list(ACTIVATIONS.values()), SAVES):
         layer = fl.FusedDenseAct(12, 40, activation, save=save)
         assert str(fl.plan_of(layer, x)[0]) in repr(layer)
-    for name in ("silu", "relu"):
-        norm = fl.FusedBatchNormAct2d(8, name)
+    for name, save in (("silu", "auto"), ("relu", "output"), ("silu", "recompute")):
+        norm = fl.FusedBatchNormAct2d(8, name, save=save)
         assert str(fl.plan_of(norm, torch.randn(16, 8, 16, 16))[0]) in repr(norm)
     for block in (fl.FusedMLP(12, 40), fl.FusedGatedMLP(12, 40, save="recompute")):
         assert str(fl.plan_of(block, x)[0]) in repr(block)

@@ -36,6 +36,8 @@ CHUNK = 1 << 16
 #: Functions that the loops compute with their derivatives sooner than they find both in two tables of 16-bit numbers,
 #: which together fill a second-level cache: 0.7 to 1.1 ns an element for 1.2 to 1.5 (AMD EPYC, one thread).
 QUICKER_THAN_TABLES = ("swish", "gelu_tanh", "hardswish", "relu", "sigmoid")
+#: Functions that the loops compute sooner than they look up one number.
+CHEAP = ("relu", "leaky_relu", "hardswish")
 
 
 # --- the backend's functions ------------------------------------------------------------------------------------------
@@ -190,34 +192,27 @@ def gradient_kernel(activation: Activation, dtype: torch.dtype, saved: str) -> K
     return Kernel(dtype, slope=table) if isinstance(table, FoldTable) else Kernel(dtype, table=table)
 
 
-def _folded_loop(activation: Activation) -> tuple[str, float] | None:
-    """What the loops call a folded function, and its parameter."""
-    loop = activation.native.loop if activation.is_folded else None
-    return None if loop is None else loop(**activation.parameters)
-
-
 def _by_formula(activation: Activation, dtype: torch.dtype) -> Kernel | None:
     """The kernel where the loops have a formula for the derivative from marked outputs."""
-    function = _folded_loop(activation)
-    if function is None or function[0] not in loops.DERIVED_FROM_OUTPUTS:
+    loop = activation.native.loop
+    name = None if loop is None else loop(**activation.parameters)[0]
+    fitted = activation.fitted_derivative() if name in loops.DERIVED_FROM_OUTPUTS else None
+    if name is None or not isinstance(fitted, FoldedDerivative):
         return None
-    fitted = activation.fitted_derivative()
-    return (
-        Kernel(dtype, (function[0], fitted.margin), activation.fold) if isinstance(fitted, FoldedDerivative) else None
-    )
+    return Kernel(dtype, (name, fitted.margin), activation.fold)
 
 
 def input_kernel(activation: Activation, dtype: torch.dtype) -> Kernel | None:
     """The kernel for outputs, without a branch, and for derivatives from inputs."""
     if activation.is_identity or activation.operand_dims or dtype is torch.float64 or build.shared_object() is None:
         return None
-    function = _folded_loop(activation)
+    loop = activation.native.loop
+    function = None if loop is None else loop(**activation.parameters)
+    if function is not None and (function[0] in CHEAP or (dtype.itemsize == 4 and activation.is_folded)):
+        return Kernel(dtype, function)
     if dtype.itemsize == 4:
-        return None if function is None else Kernel(dtype, function)
-    values = _values(activation, dtype, encode=False)
-    if function is not None and function[0] in loops.DERIVED_FROM_OUTPUTS:  # a line, and no exponential
-        return Kernel(dtype, function, values=values)
-    return Kernel(dtype, values=values, slopes=_slopes(activation, dtype, "input"))
+        return None
+    return Kernel(dtype, values=_values(activation, dtype, False), slopes=_slopes(activation, dtype, "input"))
 
 
 @functools.lru_cache(KERNELS)

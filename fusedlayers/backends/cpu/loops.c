@@ -249,7 +249,7 @@ static inline void hardswish(float z, float p, float e, float *y, float *slope) 
 
 static inline void relu(float z, float p, float e, float *y, float *slope) {
   *y = z <= 0.0f ? 0.0f : z;
-  *slope = z <= 0.0f ? 0.0f : z == z ? 1.0f : z;
+  *slope = z <= 0.0f ? 0.0f : 1.0f; /* 1 for NaN, as ATen's */
 }
 
 static inline void sigmoid(float z, float p, float e, float *y, float *slope) {
@@ -271,7 +271,7 @@ static inline void tangent(float z, float p, float e, float *y, float *slope) {
 
 static inline void leaky_relu(float z, float p, float e, float *y, float *slope) {
   *y = z > 0.0f ? z : p * z;
-  *slope = z > 0.0f ? 1.0f : z == z ? p : z;
+  *slope = z > 0.0f ? 1.0f : p; /* p for NaN, as ATen's */
 }
 
 /* exp(z) - 1 cancels near 0: there it is its series. */
@@ -618,15 +618,15 @@ static void norm_forward_step(const pass *p, int64_t at, int n, const channels *
     smallest[i] = z[i] < smallest[i] ? z[i] : smallest[i];
     largest[i] = number > largest[i] ? number : largest[i];
   }
-  if (k->dtype != FLOAT32) {
+  if (k->values != NULL) {
     uint16_t half[BLOCK], *to = (uint16_t *)p->out[0] + at;
     const uint16_t *values = k->values;
     narrow(k->dtype, z, half);
     for (int i = 0; i < n; i++) to[i] = values[half[i]];
-  } else {
-    float *to = n == BLOCK ? (float *)p->out[0] + at : y;
-    compute(k, z, to, NULL);
-    if (n < BLOCK) put(p->out[0], at, n, 4, y);
+  } else if (k->dtype == FLOAT32 && n == BLOCK) compute(k, z, (float *)p->out[0] + at, NULL);
+  else {
+    compute(k, z, y, NULL);
+    put_wide(k, p->out[0], at, n, y);
   }
 }
 
@@ -749,15 +749,13 @@ static void norm_input_gradient_step(const pass *p, int64_t at, int n, const cha
   fetch(p->out[0], at, k->dtype == FLOAT32 ? 4 : 2);
   const float *dy = wide_block(k, p->in[0], at, n, wide_dy), *x = wide_block(k, p->in[1], at, n, wide_x);
   normalise(x, c, n, z);
-  if (k->dtype != FLOAT32) {
+  if (k->slopes != NULL) {
     uint16_t half[BLOCK];
     const float *slopes = k->slopes;
     narrow(k->dtype, z, half);
-    if (slopes != NULL) EACH slope[i] = slopes[half[i]];
-    else widen(k->dtype, half, z);
-  }
-  if (k->slopes == NULL) compute(k, z, NULL, slope);
-  EACH dz[i] = dy[i] * slope[i];
+    EACH slope[i] = slopes[half[i]];
+  } else compute(k, z, NULL, slope);
+  EACH dz[i] = slope[i] == 0.0f ? 0.0f : dy[i] * slope[i]; /* whatever dy is, as ATen's kernels */
   FIRST_N {
     sum[i] += dz[i];
     product[i] += dz[i] * (x[i] - mean[i]);
