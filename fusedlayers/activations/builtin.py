@@ -103,6 +103,7 @@ TABLE = (
             (aten.threshold_backward, lambda dy, y: (dy, y, 0)),
             lambda dy, z: aten.threshold_backward(dy, z, 0),
             loop=lambda: ("relu", 0.0),
+            is_piecewise=True,
             saves_result=True,
         ),
     ),
@@ -125,6 +126,7 @@ TABLE = (
             lambda dy, z, negative_slope: aten.leaky_relu_backward(dy, z, negative_slope, False),
             post_op=lambda negative_slope: ("leaky_relu", [negative_slope], ""),
             loop=lambda negative_slope: ("leaky_relu", negative_slope),
+            is_piecewise=True,
             saves_result=True,
         ),
     ),
@@ -133,7 +135,7 @@ TABLE = (
         F.relu6,
         derivative_given_output=lambda y: torch.where((y > 0) & (y < 6), 1.0, 0.0),
         stands_for=((nn.ReLU6, {"min_val": 0.0, "max_val": 6.0}), (F.relu6, {})),
-        native=Native(aten.relu6_.default, (aten.hardtanh_backward, lambda dy, y: (dy, y, 0, 6))),
+        native=Native(aten.relu6_.default, (aten.hardtanh_backward, lambda dy, y: (dy, y, 0, 6)), is_piecewise=True),
     ),
     Row(
         "hardtanh",
@@ -143,7 +145,9 @@ TABLE = (
         flat_levels=("min_val", "max_val"),
         stands_for=((nn.Hardtanh, {}), (nn.ReLU6, {}), (F.hardtanh, {})),
         native=Native(
-            aten.hardtanh_.default, (aten.hardtanh_backward, lambda dy, y, min_val, max_val: (dy, y, min_val, max_val))
+            aten.hardtanh_.default,
+            (aten.hardtanh_backward, lambda dy, y, min_val, max_val: (dy, y, min_val, max_val)),
+            is_piecewise=True,
         ),
     ),
     Row(
@@ -159,6 +163,7 @@ TABLE = (
         native=Native(
             aten.threshold_.default,
             (aten.threshold_backward, lambda dy, y, threshold, value: (dy, y, max(threshold, value))),
+            is_piecewise=True,
         ),
     ),
     Row(
@@ -173,7 +178,7 @@ TABLE = (
         _hardsigmoid,
         derivative_given_output=lambda y: torch.where((y > 0) & (y < 1), torch.full_like(y, 1 / 6), 0.0),
         stands_for=((nn.Hardsigmoid, {}), (F.hardsigmoid, {})),
-        native=Native(aten.hardsigmoid_.default),
+        native=Native(aten.hardsigmoid_.default, is_piecewise=True),
         plain=_hardsigmoid,
     ),
     # --- smooth and monotone ------------------------------------------------------------------------------------------
@@ -345,6 +350,7 @@ TABLE = (
             aten.hardswish_.default,
             gradient_given_input=aten.hardswish_backward.default,
             loop=lambda: ("hardswish", 0.0),
+            is_piecewise=True,
         ),
     ),
 )

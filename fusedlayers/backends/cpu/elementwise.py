@@ -36,8 +36,6 @@ CHUNK = 1 << 16
 #: Functions that the loops compute with their derivatives sooner than they find both in two tables of 16-bit numbers,
 #: which together fill a second-level cache: 0.7 to 1.1 ns an element for 1.2 to 1.5 (AMD EPYC, one thread).
 QUICKER_THAN_TABLES = ("swish", "gelu_tanh", "hardswish", "relu", "sigmoid")
-#: Functions that the loops compute sooner than they look up one number.
-CHEAP = ("relu", "leaky_relu", "hardswish")
 
 
 # --- the backend's functions ------------------------------------------------------------------------------------------
@@ -160,7 +158,10 @@ def forward_kernel(activation: Activation, dtype: torch.dtype, encode: bool) -> 
     """The kernel for z of a dtype; ``encode`` puts the branch of a folded activation into y."""
     encode = encode and activation.is_folded
     is_torchs = activation.is_identity or activation.operand_dims or dtype is torch.float64
-    if is_torchs or (activation.native.activate_ is not None and not encode) or build.shared_object() is None:
+    native = activation.native
+    # Of 16-bit numbers ATen computes exponentials, which takes up to four times as long as the look-up.
+    is_quick = native.activate_ is not None and (dtype.itemsize == 4 or native.is_piecewise)
+    if is_torchs or (is_quick and not encode) or build.shared_object() is None:
         return None
     if dtype.itemsize == 2:
         return Kernel(dtype, values=_values(activation, dtype, encode))
@@ -208,7 +209,7 @@ def input_kernel(activation: Activation, dtype: torch.dtype) -> Kernel | None:
         return None
     loop = activation.native.loop
     function = None if loop is None else loop(**activation.parameters)
-    if function is not None and (function[0] in CHEAP or (dtype.itemsize == 4 and activation.is_folded)):
+    if function is not None and (activation.native.is_piecewise or (dtype.itemsize == 4 and activation.is_folded)):
         return Kernel(dtype, function)
     if dtype.itemsize == 4:
         return None
