@@ -62,8 +62,8 @@ def test_it_computes_what_the_reference_does(
     monkeypatch.setattr(row_norm, "PROGRAMS", 3)  # several rows each, and the last program has fewer
     rows = min(rows, 17) if INTERPRETED else rows
     norm, (x, w, b, dy) = _case(kind, dtype, rows, columns)
-    y, std = triton.row_norm(norm, x, w, b)
-    expected, of_rows = reference.row_norm(norm, x, w, b)
+    y, std, _ = triton.row_norm(norm, x, w, b)
+    expected, of_rows, _ = reference.row_norm(norm, x, w, b)
     _close(y, expected, dtype)
     _close(std, of_rows, torch.float32, 64)
     kept = None
@@ -92,8 +92,8 @@ def test_wide_rows_and_float64_are_the_references(monkeypatch: pytest.MonkeyPatc
     for kind, dtype in (("rms", torch.float32), ("layer", torch.float64)):
         norm, (x, w, b, dy) = _case(kind, torch.float32, 4, 48)
         x, w, b, dy = (None if t is None else t.to(dtype) for t in (x, w, b, dy))
-        y, std = triton.row_norm(norm, x, w, b)
-        expected, of_rows = reference.row_norm(norm, x, w, b)
+        y, std, _ = triton.row_norm(norm, x, w, b)
+        expected, of_rows, _ = reference.row_norm(norm, x, w, b)
         assert torch.equal(y, expected) and torch.equal(std, of_rows)
         found = triton.row_norm_gradient(norm, dy, y, w, b, std, None, needs_x=True, overwrite=False)
         truth = reference.row_norm_gradient(norm, dy, y, w, b, std, None, needs_x=True, overwrite=False)
@@ -108,7 +108,7 @@ def test_rows_fit_registers(columns: int, width: int, warps: int) -> None:
 
 def test_without_weights() -> None:
     norm, (x, _, _, dy) = _case("layer", torch.float32, 6, 40)
-    y, std = reference.row_norm(norm, x, None, None)
+    y, std, _ = reference.row_norm(norm, x, None, None)
     truth = reference.row_norm_gradient(norm, dy, y, None, None, std, None, needs_x=True, overwrite=False)
     found = triton.row_norm_gradient(norm, dy, y, None, None, std, None, needs_x=True, overwrite=False)
     _close(found[0], truth[0], torch.float32, 64)

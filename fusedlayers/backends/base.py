@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..activations import Activation, InverseError
-from .norms import GroupNorm, Kept, RowNorm
+from .norms import GroupNorm, Kept, RowNorm, RowNormResult
 from .operations import Operation, Weight
 
 
@@ -259,8 +259,8 @@ class Backend(Protocol):
         """The passes over dense x of this dtype, or None where torch's own kernels serve."""
         ...
 
-    def row_norm(self, norm: RowNorm, x: Tensor, w: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The norm of contiguous x, and by what each row was multiplied: (rows,), in float32 or x's dtype."""
+    def row_norm(self, norm: RowNorm, x: Tensor, w: Tensor | None, b: Tensor | None) -> RowNormResult:
+        """The norm of contiguous x, and its statistics."""
         ...
 
     def row_norm_gradient(

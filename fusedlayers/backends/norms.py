@@ -107,6 +107,16 @@ class RowNorm(NamedTuple):
         return found if kept is None else found.index_copy_(1, kept.columns, kept.xhat.to(found.dtype))
 
 
+class RowNormResult(NamedTuple):
+    """Of a ``RowNorm``."""
+
+    y: Tensor
+    #: By what each row was multiplied: (rows,), in float32 or x's dtype.
+    inverse_std: Tensor
+    #: What was subtracted from each row: (rows,), in the same dtype; None of RMS norms.
+    mean: Tensor | None = None
+
+
 class GroupNorm(NamedTuple):
     """``xhat w + b`` with ``xhat = (x - mean) / sqrt(var + eps)``, statistics of each group of channels of a sample (Wu
     & He 2018)."""

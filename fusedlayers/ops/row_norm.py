@@ -50,8 +50,8 @@ class _RowNorm(Function):
         columns: Tensor | None,
     ) -> Tensor:
         x = x.contiguous()
-        y, inverse_std = backend.row_norm(norm, x, w, b)
-        kept = None if columns is None else _xhat_of(norm, x, inverse_std, columns)
+        y, inverse_std, mean = backend.row_norm(norm, x, w, b)
+        kept = None if columns is None else _xhat_of(x.view(-1, norm.columns), inverse_std, mean, columns)
         ctx.save_for_backward(y, inverse_std, w, b, columns, kept)
         ctx.place = place
         ctx.settings = norm, backend, saved_under_hooks()
@@ -79,14 +79,13 @@ class _RowNorm(Function):
         return dx, dw, db, None, None, None, None
 
 
-def _xhat_of(norm: RowNorm, x: Tensor, inverse_std: Tensor, columns: Tensor) -> Tensor:
-    """xhat of these columns, from x."""
-    rows = x.view(-1, norm.columns)
-    wide = torch.promote_types(x.dtype, torch.float32)
+def _xhat_of(rows: Tensor, inverse_std: Tensor, mean: Tensor | None, columns: Tensor) -> Tensor:
+    """xhat of these columns."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
     found = rows[:, columns].to(wide)
-    if norm.is_centred:
-        found -= rows.mean(1, keepdim=True, dtype=wide)
-    return (found * inverse_std.unsqueeze(1).to(wide)).to(x.dtype)
+    if mean is not None:
+        found -= mean.unsqueeze(1).to(wide)
+    return (found * inverse_std.unsqueeze(1).to(wide)).to(rows.dtype)
 
 
 def _differentiable(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import torch as reference
-from ..norms import Kept, RowNorm, in_a_row
+from ..norms import Kept, RowNorm, RowNormResult, in_a_row
 from . import build, loops, norm_loops
 
 
@@ -15,11 +15,11 @@ def has_loops(dtype: torch.dtype) -> bool:
     return dtype in loops.DTYPES and build.shared_object() is not None
 
 
-def row_norm(norm: RowNorm, x: Tensor, w: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The norm of contiguous x, and by what each row was multiplied: (rows,), in float32 or x's dtype."""
+def row_norm(norm: RowNorm, x: Tensor, w: Tensor | None, b: Tensor | None) -> RowNormResult:
+    """The norm of contiguous x, and its statistics."""
     if norm.is_centred or not has_loops(x.dtype):
         return reference.row_norm(norm, x, w, b)
-    return norm_loops.rms_norm(norm, x, w)
+    return RowNormResult(*norm_loops.rms_norm(norm, x, w))
 
 
 def row_norm_gradient(

@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..norms import Kept, RowNorm
+from ..norms import Kept, RowNorm, RowNormResult
 from .chunks import LEAST, MOST, PARTS
 
 
-def row_norm(norm: RowNorm, x: Tensor, w: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The norm of contiguous x, and by what each row was multiplied: (rows,), in float32 or x's dtype."""
+def row_norm(norm: RowNorm, x: Tensor, w: Tensor | None, b: Tensor | None) -> RowNormResult:
+    """The norm of contiguous x, and its statistics."""
     if norm.is_centred:
-        y, _, inverse_std = torch.native_layer_norm(x, norm.shape, w, b, norm.epsilon(x.dtype))
-        return y, inverse_std.flatten()
+        y, mean, inverse_std = torch.native_layer_norm(x, norm.shape, w, b, norm.epsilon(x.dtype))
+        return RowNormResult(y, inverse_std.flatten(), mean.flatten())
     wide = torch.promote_types(x.dtype, torch.float32)
     size = torch.linalg.vector_norm(x.view(-1, norm.columns), dim=1, dtype=wide)
-    return norm(x, w, b), (size.square() / norm.columns + norm.epsilon(x.dtype)).rsqrt()
+    return RowNormResult(norm(x, w, b), (size.square() / norm.columns + norm.epsilon(x.dtype)).rsqrt())
 
 
 def row_norm_gradient(

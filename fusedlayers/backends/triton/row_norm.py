@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...utils.bounded_cache import BoundedCache
 from .. import torch as reference
-from ..norms import Kept, RowNorm
+from ..norms import Kept, RowNorm, RowNormResult
 from .fallback import or_reference
 from .launch import Launch, cdiv, next_power_of_2, on
 from .sums import add_up
@@ -132,8 +132,8 @@ def row_norm_gradient_kernel(
 
 
 @or_reference(reference.row_norm)
-def row_norm(norm: RowNorm, x: Tensor, w: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The norm of contiguous x, and by what each row was multiplied: (rows,), in float32 or x's dtype."""
+def row_norm(norm: RowNorm, x: Tensor, w: Tensor | None, b: Tensor | None) -> RowNormResult:
+    """The norm of contiguous x, and its statistics."""
     if norm.is_centred or not _serves(norm, x):
         return reference.row_norm(norm, x, w, b)
     y, inverse_std = torch.empty_like(x), x.new_empty(x.numel() // norm.columns, dtype=torch.float32)
@@ -146,7 +146,7 @@ def row_norm(norm: RowNorm, x: Tensor, w: Tensor | None, b: Tensor | None) -> tu
         launch = _launches.put(key, Launch(rms_norm_kernel, [rows], numbers, constants))
     with on(x):
         launch(x, y if w is None else w.contiguous(), y, inverse_std)
-    return y, inverse_std
+    return RowNormResult(y, inverse_std)
 
 
 @or_reference(reference.row_norm_gradient)
