@@ -51,7 +51,7 @@ class StateSnapshot:
         self._autocast: list[_Autocast] = []
         self._states: list[tuple[_Generator, Any]] = []
         self._buffers: list[_Buffer] = []
-        self._parameters: list[_Parameters] = []
+        self._parameters = _Parameters(())
         self._tensors: list[Versioned] = []
         self._attributes: list[Attributes] = []
 
@@ -71,7 +71,7 @@ class StateSnapshot:
         states = []
         if replays_rng:
             # isinstance asks a metaclass in Python.
-            held = [g for a in self._attributes for g in a.values.values() if type(g) is torch.Generator]
+            held = [g for a in self._attributes for g in a.values if type(g) is torch.Generator]
             own = [_Generator(g.get_state, g.set_state) for g in dict.fromkeys([*generators, *held])]
             states = [(g, g.get()) for g in [*_GENERATORS, *map(_of_device, devices), *own]]
         try:
@@ -81,7 +81,7 @@ class StateSnapshot:
             self._states = [(generator, state) for generator, state in states if generator.has_moved(state)]
             for buffer in self._buffers:
                 buffer.record_writes()
-            self._parameters = [_Parameters(module) for module in modules if module._parameters]
+            self._parameters = _Parameters(modules)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -91,10 +91,9 @@ class StateSnapshot:
                 generator.set(state)
             for buffer in self._buffers:
                 buffer.restore(stack)
-            for parameters in self._parameters:
-                if self._runs_all:
-                    parameters.check()
-                parameters.restore(stack)
+            if self._runs_all:
+                self._parameters.check()
+            self._parameters.restore(stack)
             for tensor in self._tensors:
                 if tensor.is_edited:
                     raise RuntimeError(
@@ -277,32 +276,36 @@ def _writes_unread(module: nn.Module) -> bool:
 
 
 class _Parameters:
-    """The parameters of a module as the first run has left them."""
+    """The parameters of modules as the first run has left them."""
 
-    __slots__ = ("_module", "_names", "_needs", "_tensors", "_versions")
+    __slots__ = ("_needs", "_places", "_tensors", "_versions")
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
         # nn.Parameters, but for functional_call's.
-        known = [(k, t) for k, t in module._parameters.items() if not (t is None or is_lazy(t) or t.is_inference())]
-        self._names, self._tensors = [name for name, _ in known], [tensor for _, tensor in known]
+        found = [
+            (tensor, (module, name))
+            for module in modules
+            for name, tensor in module._parameters.items()
+            if not (tensor is None or is_lazy(tensor) or tensor.is_inference())
+        ]
+        self._tensors, self._places = [tensor for tensor, _ in found], [place for _, place in found]
         self._versions = [tensor._version for tensor in self._tensors]
         self._needs = [tensor.requires_grad for tensor in self._tensors]
 
     def check(self) -> None:
-        if [tensor._version for tensor in self._tensors] == self._versions:
+        now = [tensor._version for tensor in self._tensors]
+        if now == self._versions:
             return
-        for name, tensor, version in zip(self._names, self._tensors, self._versions, strict=True):
-            if tensor._version != version:
-                raise RuntimeError(
-                    f"{type(self._module).__name__}: the parameter {name} was modified by an in-place operation after "
-                    "the forward pass, and the backward pass recomputes the module; take the optimizer's step "
-                    "afterwards"
-                )
+        edited = next(i for i, version in enumerate(now) if version != self._versions[i])
+        module, name = self._places[edited]
+        raise RuntimeError(
+            f"{type(module).__name__}: the parameter {name} was modified by an in-place operation after the forward "
+            "pass, and the backward pass recomputes the module; take the optimizer's step afterwards"
+        )
 
     def restore(self, stack: ExitStack) -> None:
-        own = self._module._parameters
-        for name, tensor, needs in zip(self._names, self._tensors, self._needs, strict=True):
+        for (module, name), tensor, needs in zip(self._places, self._tensors, self._needs, strict=True):
+            own = module._parameters
             current = own.get(name)
             if current is not tensor or current.requires_grad != needs:  # few are
                 _restore(stack, own, name, current, tensor, needs)

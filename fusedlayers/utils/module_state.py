@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import random
 import sys
@@ -50,66 +51,83 @@ def unchanged(
 
 #: The attributes that every module has (parameters, buffers, hooks), without the one that users set.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+#: How the attributes of a module begin, in order, unless its class has done something unusual; where its own begin.
+_FIRST = tuple(vars(nn.Module()))
+_OWN = len(_FIRST)
+_NO_CONTENTS: dict[str, Any] = {}
 _CONTAINERS = (list, dict, set)
 #: Nobody writes to the list of a convolution, which would be copied for each of a block.
-_NOT_COPIED = _OF_EVERY_MODULE | {"_reversed_padding_repeated_twice"}
+_NOT_COPIED = frozenset({"_reversed_padding_repeated_twice"})
 
 
 class Attributes(NamedTuple):
-    """The attributes of a module, and the contents of its own that are lists, dicts and sets."""
+    """The attributes of a module that not every module has, its mode, and the contents of its own lists, dicts and
+    sets. A recomputed layer may have dozens of modules, so that all of it is found in C."""
 
     module: nn.Module
-    values: dict[str, Any]
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
     contents: dict[str, Any]
 
     @classmethod
     def of(cls, module: nn.Module) -> Attributes:
-        values = vars(module).copy()
-        contents = {
-            name: value.copy()
-            for name, value in values.items()
-            if type(value) in _CONTAINERS and name not in _NOT_COPIED
-        }
-        return cls(module, values, contents)
+        names, values = _names_and_values(module)
+        containers = _containers_among(names, tuple(map(type, values)))
+        contents = {name: vars(module)[name].copy() for name in containers} if containers else _NO_CONTENTS
+        return cls(module, names, values, contents)
 
     def are_current(self) -> bool:
-        """Whether the module has them now, and no others; asked in C, since a recomputed layer may have dozens of
-        modules. An order that has changed counts as other attributes."""
-        own, values = vars(self.module), self.values
-        return list(own) == list(values) and all(map(operator.is_, own.values(), values.values()))
+        """Whether the module has them now, and no others. An order that has changed counts as other attributes."""
+        names, values = _names_and_values(self.module)
+        return names == self.names and all(map(operator.is_, values, self.values))
+
+    def set(self) -> None:
+        """Give them to the module, and take all others from it."""
+        own = vars(self.module)
+        for name in own.keys() - _OF_EVERY_MODULE - set(self.names):
+            del own[name]
+        own.update(zip(self.names, self.values, strict=True))
 
     def put_back(self) -> None:
         """Set the attributes for good, and give the containers their old contents."""
-        _set_attributes(self.module, self.values)
+        self.set()
         for name, contents in self.contents.items():
-            held = self.values[name]
+            held = vars(self.module)[name]
             held.clear()
             held.extend(contents) if isinstance(held, list) else held.update(contents)
+
+
+def _names_and_values(module: nn.Module) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    own = vars(module)
+    names, values = tuple(own), tuple(own.values())
+    if names[:_OWN] == _FIRST:  # of which the first is the mode
+        return names[:1] + names[_OWN:], values[:1] + values[_OWN:]
+    own = {name: value for name, value in own.items() if name not in _OF_EVERY_MODULE}
+    return tuple(own), tuple(own.values())
+
+
+@functools.lru_cache(4096)
+def _containers_among(names: tuple[str, ...], types: tuple[type, ...]) -> tuple[str, ...]:
+    """Of a module's attributes those whose contents are its own. Modules of a class have the same, as a rule."""
+    return tuple(n for n, kind in zip(names, types, strict=True) if kind in _CONTAINERS and n not in _NOT_COPIED)
 
 
 @contextmanager
 def with_attributes(recorded: Sequence[Attributes]) -> Iterator[None]:
     """The modules have these attributes, with copies of the containers; on exit they get back those that they had.
     Most have them already, and nothing is set."""
-    before = [own if own.are_current() else Attributes(own.module, vars(own.module).copy(), {}) for own in recorded]
+    before = [own if own.are_current() else Attributes.of(own.module) for own in recorded]
     for own, now in zip(recorded, before, strict=True):
-        if own.contents or now is not own:
-            copies = {name: value.copy() for name, value in own.contents.items()}
-            _set_attributes(own.module, {**own.values, **copies})
+        if now is not own:
+            own.set()
+        if own.contents:
+            vars(own.module).update({name: value.copy() for name, value in own.contents.items()})
     try:
         yield
     finally:
         for now in before:
             if not now.are_current():
-                _set_attributes(now.module, now.values)
-
-
-def _set_attributes(module: nn.Module, values: dict[str, Any]) -> None:
-    """But for those that every module has, which have contents of their own."""
-    own = vars(module)
-    for name in own.keys() - _OF_EVERY_MODULE - values.keys():
-        del own[name]
-    own.update({name: value for name, value in values.items() if name not in _OF_EVERY_MODULE})
+                now.set()
 
 
 @contextmanager
