@@ -44,6 +44,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_on
 __all__ = [
     "CPU_FLASH_ATTENTION",
     "EFFICIENT_ZEROS",
+    "FAKE_MODE",
     "FAKE_TENSOR_LOGGER",
     "FLASH_ATTENTION",
     "LOCAL_SCALAR",
@@ -125,6 +126,8 @@ dispatch_mode_at: Callable[[int], Any] = torch._C._get_dispatch_stack_at
 infrastructure_mode: Callable[[Any], Any] = torch._C._get_dispatch_mode
 #: The key of the mode by which ``make_fx`` traces.
 PROXY_MODE: Any = torch._C._TorchDispatchModeKey.PROXY
+#: That of the mode in which operators compute shapes alone.
+FAKE_MODE: Any = torch._C._TorchDispatchModeKey.FAKE
 #: The modes that are active while torch's selective checkpoint saves results, and while it recomputes the others.
 SELECTIVE_CHECKPOINT_MODES: tuple[type, ...] = (
     checkpoint._CachingTorchDispatchMode,

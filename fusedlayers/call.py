@@ -17,6 +17,7 @@ from torch import Tensor
 
 from . import asking, backends, plan, validation
 from ._torch import (
+    FAKE_MODE,
     PROXY_MODE,
     SELECTIVE_CHECKPOINT_MODES,
     autocast_is_active,
@@ -147,6 +148,7 @@ def plan_for(
             asking.answer(found, lambda: make_plan(call.key()._replace(is_compiling=True, size="large")))
         return found, activation, ()
     size_bytes = plan.MEDIUM_BYTES if elements is None else elements * x.itemsize
+    given = activation
     operands: tuple[Tensor, ...] = ()
     operand_dim = follower = None
     facts: tuple[Hashable, ...]
@@ -212,12 +214,13 @@ def plan_for(
     except TypeError:  # an option that cannot be hashed, which the checks refuse
         facts, known = (), None
     if known is not None and not asking.questions:
-        return known, activation, operands
+        return (known, activation, operands) if known.path != "composite" else (known, given, ())
     call = Call(operation, x, w, b, residual, activation, save, elements, is_inplace, operands, operand_dim, follower)
     found = _plans.put(facts, call.plan())
     if asking.questions:
         asking.answer(found, lambda: make_plan(call.key()._replace(is_compiling=True, size="large")))
-    return found, activation, operands
+    # PyTorch computes what was given, and not what was traced of it.
+    return (found, activation, operands) if found.path != "composite" else (found, given, ())
 
 
 def _size(size_bytes: int) -> Size:
@@ -278,6 +281,8 @@ def _followed_by() -> str | None:
         return "TorchScript traces the computation"
     if infrastructure_mode(PROXY_MODE) is not None:
         return "make_fx traces the computation"
+    if infrastructure_mode(FAKE_MODE) is not None:
+        return "fake tensors stand for the results"
     modes = map(dispatch_mode_at, range(dispatch_mode_count()))
     selective = (isinstance(m, SELECTIVE_CHECKPOINT_MODES) or getattr(m, "keeps_results", False) for m in modes)
     # It saves the results of some operations, a matmul's say, which must not be overwritten.

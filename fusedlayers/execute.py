@@ -33,7 +33,7 @@ from .ops.place import place_of
 from .ops.pointwise import BiasAct, Origin
 from .ops.product import product_of
 from .plan import Plan
-from .utils.layout import is_dense
+from .utils.layout import has_torchs_layout
 from .utils.profile_ranges import profile_range, range_name
 
 Operands = Sequence[Tensor]
@@ -236,9 +236,10 @@ def _norm_input(
     plan: Plan, operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None,
     activation: Activation, operands: Operands,
 ) -> Tensor:  # fmt: skip
-    """A batch norm and its activation, of which only the norm's input is kept."""
+    """A batch norm and its activation, of which only the norm's input is kept; as ``_fused`` where that is laid out in
+    another way than torch's results are."""
     passes = plan.backend.input_passes(activation, x.dtype)
-    if passes is None or not x.numel() or not is_dense(x):
+    if passes is None or not x.numel() or not has_torchs_layout(x):
         return _fused(plan, operation, x, w, b, residual, activation, operands)
     assert isinstance(operation, BatchNorm)
     return norm_act_of_input(operation, x, w, b, activation, passes)

@@ -173,14 +173,8 @@ def make_plan(key: PlanKey) -> Plan:
         tells_input = _tells_input(activation, save, dtype)
         if tells_input and key.norm_is_large and not key.has_residual and any(needs[:3]):
             return Plan("tells_input", "output", reason, activation, backend, dim=operation.dim)
-        if save == "auto" and saved != "nothing":
-            saved = save_beside_input(activation, dtype, has_residual=key.has_residual)
-            if _is_norm_of_input(key) and key.size == "large":
-                saved = "recompute"
-            why = _why_input(activation, dtype)
-            if tells_input:
-                why = "a residual was added" if key.has_residual else "it is small"
-            reason = f"saves its input{' and the output' if saved == 'output' else ''}: {why}"
+        if saved != "nothing" and (save == "auto" or tells_input):
+            saved, reason = _beside_input(key, saved)
     else:
         reason = describe(activation, save, dtype)
     if saved == "nothing":
@@ -217,7 +211,7 @@ def make_plan(key: PlanKey) -> Plan:
     # Then the activation's node may hold them too, at no cost.
     holds_arguments = key.saves_arguments and not is_pointwise and key.cast is None and not key.is_hooked
     return Plan(
-        "norm_input" if saved == "recompute" and _is_norm_of_input(key) else "fused",
+        "norm_input" if saved == "recompute" and _has_input_passes(key) else "fused",
         saved,
         reason,
         activation,
@@ -303,7 +297,20 @@ def _tells_input(activation: Activation, save: str, dtype: torch.dtype) -> bool:
     return measure_inverse_error(activation, dtype) is not None
 
 
-def _is_norm_of_input(key: PlanKey) -> bool:
+def _beside_input(key: PlanKey, saved: Saved) -> tuple[Saved, str]:
+    """What a batch norm saves besides its input, and why, for people."""
+    activation, dtype = key.activation, key.dtype
+    if key.save == "auto":
+        saved = save_beside_input(activation, dtype, has_residual=key.has_residual)
+        if key.size == "large" and _has_input_passes(key):
+            saved = "recompute"
+    why = _why_input(activation, dtype)
+    if _tells_input(activation, key.save, dtype):
+        why = "a residual was added" if key.has_residual else "it is small"
+    return saved, f"saves its input{' and the output' if saved == 'output' else ''}: {why}"
+
+
+def _has_input_passes(key: PlanKey) -> bool:
     """Whether a backend has passes for a batch norm that keeps its input alone."""
     is_alone = isinstance(key.operation, BatchNorm) and not key.has_residual
     return is_alone and key.norm_is_large and key.backend.input_passes(key.activation, key.dtype) is not None
@@ -326,9 +333,12 @@ def describe_norm(activation: Activation, save: str, dtype: torch.dtype) -> str:
         return "saves its input"
     if _tells_input(activation, save, dtype):
         return "saves the output, which determines the input"
-    beside = save if save == "output" else save_beside_input(activation, dtype)
-    and_output = "" if beside != "output" else " and the output" if save == "output" else " and at most the output"
-    return f"saves its input{and_output}: {_why_input(activation, dtype)}"
+    kept = "its input"
+    if save == "output":
+        kept = "its input and the output"
+    elif save_beside_input(activation, dtype) == "output":
+        kept = "its input, and of some calls the output"
+    return f"saves {kept}: {_why_input(activation, dtype)}"
 
 
 def _why_input(activation: Activation, dtype: torch.dtype) -> str:

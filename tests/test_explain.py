@@ -105,7 +105,7 @@ def test_kinds_and_reasons(activation: object, kind: str, reason: str) -> None:
     [
         (fl.FusedBatchNormAct2d(8, "silu"), (12, 4), "the output, which determines the input"),
         (fl.FusedBatchNormAct1d(8, nn.LeakyReLU()), (12, 4), "the output, which determines the input"),
-        (fl.FusedBatchNormAct3d(8, "relu"), (8, 8), "its input and at most the output"),
+        (fl.FusedBatchNormAct3d(8, "relu"), (8, 8), "its input, and of some calls the output"),
         (fl.FusedBatchNormAct2d(8, "silu", save="recompute"), (12, 8), "its input"),
         (fl.FusedBatchNormAct2d(48, nn.PReLU(48)), (12, 8), "its input"),
         (fl.FusedDenseAct(4, 8, "silu"), (8, 4), "the output (branch in its last bit)"),

@@ -1018,10 +1018,12 @@ def test_from_modules_takes_a_layer_whose_statistics_were_taken_away_or_whose_bi
 
 def test_its_repr_says_what_is_saved() -> None:
     for activation, said in {
-        "relu": "activation=relu, saves its input and at most the output: float32 outputs do not determine the input)",
+        "relu": "saves its input, and of some calls the output: float32 outputs do not determine the input)",
         "silu": "activation=silu, saves the output, which determines the input)",
         nn.LeakyReLU(): "activation=leaky_relu, saves the output, which determines the input\n",
-        nn.LeakyReLU(0.0): "saves its input and at most the output: float32 outputs determine the input too coarsely\n",
+        nn.LeakyReLU(
+            0.0
+        ): "saves its input, and of some calls the output: float32 outputs determine the input too coarsely\n",
         _wave: "saves its input: float32 outputs do not determine the input",
         nn.PReLU(): "saves its input: float32 outputs do not determine the input\n",
         None: "activation=identity, saves the output, which determines the input)",
@@ -1034,7 +1036,7 @@ def test_its_repr_says_what_is_saved() -> None:
     }.items():
         assert said in repr(fl.FusedBatchNormAct2d(CHANNELS, "silu", dtype=dtype))
     assert repr(fl.FusedBatchNormAct2d(CHANNELS, "tanh", dtype=torch.float16)).endswith(
-        "saves its input and at most the output: float16 outputs determine the input too coarsely)"
+        "saves its input, and of some calls the output: float16 outputs determine the input too coarsely)"
     )
     for save, said in {
         "input": "saves its input and the activation's)",

@@ -10,6 +10,8 @@ import pytest
 import reference
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusedlayers as fl
 from fusedlayers.activations import resolve
@@ -145,6 +147,68 @@ def test_odd_gradients_are_torchs(how: Callable[[nn.Module, Tensor], list[Tensor
     results = [how(module, x) for module in (layer, eager)]
     for ours, theirs in zip(*results, strict=True):
         assert reference.relative(ours, theirs) < 1e-4
+
+
+def _in_a_pool(t: Tensor) -> Tensor:
+    pool = torch.full((*t.shape[:-1], t.shape[-1] + 8), math.nan, dtype=t.dtype)
+    pool[..., : t.shape[-1]] = t
+    return pool[..., : t.shape[-1]]
+
+
+@pytest.mark.parametrize(
+    ("unpack", "tolerance"),
+    [(_in_a_pool, 1e-5), (lambda t: t.mT.contiguous().mT, 1e-5), (Tensor.half, 1e-2)],
+    ids=["in a pool", "transposed", "half"],
+)
+def test_hooks_may_bring_the_input_back_in_another_layout_or_dtype(
+    unpack: Callable[[Tensor], Tensor], tolerance: float
+) -> None:
+    layer, _ = _pair("hardswish")
+    x, found = _x(4, torch.float32).requires_grad_(), []
+    for bring_back in (lambda t: t, lambda t: unpack(t) if t.dim() == 4 else t):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), bring_back):
+            y = layer(x)
+        found.append(torch.autograd.grad(y.square().sum(), [x, *layer.parameters()]))
+    for ours, theirs in zip(*found, strict=True):
+        assert reference.relative(ours, theirs) < tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("name", "bias"), [("selu", 6.0), ("leaky_relu", -6.0), ("silu", 0.0)])
+def test_what_cancels_in_torch_cancels_here(name: str, bias: float, dtype: torch.dtype) -> None:
+    """As the gradient of an average over pixels does, where the slope is the same for all."""
+    layer, eager = _pair(name)
+    for norm in (layer, eager.norm):
+        nn.init.ones_(norm.weight)
+        nn.init.constant_(norm.bias, bias)
+    x = torch.randn(8, CHANNELS, 30, 30).to(dtype)
+    dy = torch.full_like(x, 0.01)
+    truth = _run(copy.deepcopy(eager).double(), x.double(), dy.double())[1]
+    errors = [float((_run(module, x, dy)[1].double() - truth).norm()) for module in (layer, eager)]
+    assert errors[0] <= 1.05 * errors[1] + 1e-5 * float(dy.double().norm())
+
+
+@pytest.mark.parametrize("name", ["hardswish", "silu"])
+def test_results_are_laid_out_as_torchs(name: str) -> None:
+    layer, eager = _pair(name, 3)
+    x = torch.randn(30, 37, CHANNELS).transpose(1, 2)
+    for ours, theirs in zip(*(_first(module, x.detach().requires_grad_()) for module in (layer, eager)), strict=True):
+        assert reference.relative(ours, theirs) < 1e-4
+    assert layer(x.requires_grad_()).stride() == eager(x).stride()
+
+
+@pytest.mark.parametrize(
+    "layer", [fl.FusedBatchNormAct2d(CHANNELS, "relu"), fl.FusedBatchNormAct2d(CHANNELS), fl.SiLU()], ids=str
+)
+def test_a_trace_of_backward_sees_operations(layer: nn.Module) -> None:
+    x = _x(4, torch.float32).requires_grad_()
+    y = layer(x)
+    dy = torch.randn_like(y)
+    backward = lambda dy: torch.autograd.grad(y, x, dy, retain_graph=True)[0]
+    traced = make_fx(backward)(dy)
+    assert reference.relative(traced(2 * dy), backward(2 * dy)) < 1e-4
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert isinstance(layer(x), FakeTensor)
 
 
 def test_the_input_must_not_be_edited() -> None:

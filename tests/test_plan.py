@@ -251,6 +251,8 @@ def test_batch_norms_of_small_maps_are_torchs_own(monkeypatch: pytest.MonkeyPatc
         assert (path == "composite") == ("less than 128 KiB" in str(found))
     (found,) = fl.plan_of(fl.FusedBatchNormAct2d(8, "silu"), torch.randn(1, 8, 64, 64, requires_grad=True))
     assert found.path == "tells_input"
+    layer = fl.FusedBatchNormAct2d(8, nn.PReLU())  # which reads a tensor
+    assert torch.equal(layer(x), nn.functional.prelu(nn.BatchNorm2d(8)(x), layer.activation.weight))
 
 
 def test_repr_and_plan_say_the_same() -> None:

@@ -249,6 +249,14 @@ def _() -> None:
     assert not isinstance(torch.ops.aten.add, _torch.OpOverload)
 
 
+@check("FAKE_MODE")
+def _() -> None:
+    ask = lambda: _torch.infrastructure_mode(_torch.FAKE_MODE) is not None
+    with FakeTensorMode():
+        assert ask()
+    assert not ask()
+
+
 @check("PROXY_MODE", "infrastructure_mode", "make_fx")
 def _() -> None:
     def ask() -> bool:

@@ -48,7 +48,7 @@ class Native:
         gradient_given_input: ``gradient_given_input(dy, z, **parameters)`` computes ``dy * f'`` from the input.
         post_op: ``post_op(**parameters)`` is oneDNN's description of the function: ``(name, scalars, algorithm)``.
         loop: ``loop(**parameters)`` names the function of the compiled loops for CPUs, and its parameter.
-        is_piecewise: the function is a polynomial in pieces, which takes less time than to look up a number.
+        is_piecewise: the function is a polynomial in pieces. To compute it takes less time than to look it up.
         saves_result: autograd's node of ``activate_`` saves the result alone, and its gradients are as exact as those
             of ``gradient``.
     """

@@ -80,7 +80,7 @@ class InputPasses(ChannelPasses, Protocol):
 
 
 class NormPasses(ChannelPasses, Protocol):
-    """The same from y, where that determines x."""
+    """Batch norm and the activation behind it, in passes over x and, backward, over y, which determines x."""
 
     def norm_act(self, x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """``y = f(z)`` with ``z = (x - mean) scale + shift``, y with its branch; the smallest and the largest z of each
@@ -256,7 +256,7 @@ class Backend(Protocol):
         ...
 
     def input_passes(self, activation: Activation, dtype: torch.dtype) -> InputPasses | None:
-        """The passes over dense x of this dtype, or None where torch's own kernels serve."""
+        """The passes over x of this dtype, contiguous or channels-last, or None where torch's own kernels serve."""
         ...
 
     def row_norm(self, norm: RowNorm, x: Tensor, w: Tensor | None, b: Tensor | None) -> RowNormResult:

@@ -251,7 +251,7 @@ class BatchNorm(NamedTuple):
         """The running statistics, of which a batch's own take this part."""
         if self.running_mean is not None and self.running_var is not None:
             for running, own in ((self.running_mean, mean), (self.running_var, var)):  # lerp_ makes NaN of infinities
-                wide = running.to(torch.promote_types(running.dtype, own.dtype))  # itself, as a rule
+                wide = running.to(torch.promote_types(running.dtype, own.dtype))  # itself, unless that is wider
                 wide.mul_(1 - part).add_(own, alpha=part)
                 if wide is not running:
                     running.copy_(wide)  # rounded once, as torch does

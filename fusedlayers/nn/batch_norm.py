@@ -107,15 +107,17 @@ class FusedBatchNormAct1d(_FusedBatchNormAct):
     gain (PyTorch's: 2.5e-7), for weights from 0.05 to 2 and biases from -2 to 2. Under ``torch.compile`` x is kept too.
 
     Else batch norm keeps its input x. The activation's input is computed again from it, or is not needed: its output
-    determines the derivative, and the next layer keeps that. So any activation costs what ReLU costs at most.
+    determines the derivative, and the next layer keeps that. So any activation costs what ReLU costs at most. The bias
+    must not be edited before backward where nothing but x is kept.
 
     Args:
         num_features, eps, momentum, affine, track_running_stats, device, dtype: as for ``nn.BatchNorm1d``.
         activation: as for ``fusedlayers.conv_bias_act``. A module with parameters becomes a submodule.
         save: what is kept. "output": y where it determines x, else y and x. "recompute": x, from which all is exact.
             "input": x and the pre-activation. "auto": y where it determines x; else x, and y where that determines the
-            derivative exactly, with a residual also where it does with a branch bit. An x of fewer than 16384 elements
-            is kept, and with "auto" PyTorch computes results of less than 2 MiB.
+            derivative exactly, with a residual also where it does with a branch bit. Large results on CPUs need x
+            alone, without a residual and where the compiled loops have the function, as in 16 bits they have all. An x
+            of fewer than 16384 elements is kept, and with "auto" PyTorch computes results of less than 2 MiB.
         process_group: a process group of ``torch.distributed``, whose processes take their statistics together in
             training, as ``nn.SyncBatchNorm`` does, on CPUs too. First derivatives only.
 

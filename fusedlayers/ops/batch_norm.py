@@ -36,7 +36,7 @@ from ..utils.profile_ranges import profile_range, range_name
 from .buffer_reuse import is_ours_alone, saved_under_hooks
 from .edits import saved_tensors, version_for_backward
 from .place import AtPlace, place_of
-from .pointwise import apart, differentiable_gradients, gradients_through, is_batched
+from .pointwise import apart, differentiable_gradients, gradients_through, is_plain, needs_composite
 
 #: Smaller inputs are saved: to find out whether they must be would take longer than to read them.
 WORTH_IT = 1 << 14
@@ -154,7 +154,7 @@ class NormAct(Function):
         overwrite = y is not None and not hooked and is_ours_alone(y)
         known = Known(mean, inverse_std, w)
         again = BatchNormRecompute(mean, inverse_std, norm.eps, norm.training)
-        if torch.is_grad_enabled() or is_batched(dy):
+        if needs_composite(dy):
             if norm.is_synchronised:
                 raise RuntimeError(
                     f"{norm.function}: statistics of a process group have no second derivatives, and no gradients in "
@@ -167,7 +167,7 @@ class NormAct(Function):
             dx, dw, db = differentiable_norm_gradients(dy, x, w, b, again, activation, norm.dim, needs)
             return dx, dw, db, None, None, None, None, None, None
 
-        if y is not None and not norm.is_synchronised and type(dy) is Tensor and not dy.is_neg() and dy.data_ptr():
+        if y is not None and not norm.is_synchronised and is_plain(dy):
             passes = backend.norm_passes(y, activation)
             if passes is not None:
                 dx, dw, db = _gradients_in_passes(passes, ctx, dy, y, known, b, x, channels, overwrite)

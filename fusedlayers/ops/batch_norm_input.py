@@ -1,4 +1,4 @@
-"""Batch norm and activation in one node that saves its input, for outputs that do not determine it.
+"""Batch norm and activation in one node that saves its input alone.
 
 Forward computes statistics and then the output, and backward two passes over x and dy: ``dz = dy f'(z)`` and its sums,
 z being normalised x once more, and ``dx = scale (dz - mean(dz) - xhat mean(dz xhat))`` with means over a channel (Ioffe
@@ -18,10 +18,10 @@ from ..activations import Activation
 from ..backends import InputPasses
 from ..backends.operations import BatchNorm, BatchNormRecompute
 from ..utils.isolation import in_clean_state
-from ..utils.layout import along
+from ..utils.layout import along, has_torchs_layout
 from ..utils.profile_ranges import profile_range, range_name
 from .batch_norm import Known, differentiable_norm_gradients
-from .pointwise import is_batched
+from .pointwise import is_plain, needs_composite
 
 
 @profile_range(lambda norm, x, w, b, activation, *_: range_name("batch_norm", activation.name))
@@ -57,17 +57,17 @@ class NormActOfInput(Function):
         norm, activation, passes = ctx.settings
         x, w, b, mean, inverse_std = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
-        is_differentiable = torch.is_grad_enabled() or is_batched(dy)
-        if is_differentiable or type(dy) is not Tensor or dy.is_neg() or not dy.data_ptr():
+        is_composite = needs_composite(dy)
+        if is_composite or not (is_plain(dy) and has_torchs_layout(x) and x.dtype is dy.dtype):  # hooks bring x back
             again = BatchNormRecompute(mean, inverse_std, norm.eps, norm.training)
             found = differentiable_norm_gradients(
-                dy, x, w, b, again, activation, norm.dim, needs, create_graph=is_differentiable
+                dy, x, w, b, again, activation, norm.dim, needs, create_graph=is_composite
             )
             return *found, None, None, None
         known = Known(mean, inverse_std, w)
         dz, db, product = passes.gradient(dy, x, mean, known.scale, known.shift(b))
         count = x.numel() // len(mean)
-        dw, *factors = passes.factors(*known, b, db, product, _all(len(mean)), count, False)
+        dw, *factors = passes.factors(*known, b, db, product, _all_channels(len(mean)), count, False)
         if not needs[0]:
             dx = None
         elif norm.training:
@@ -79,6 +79,6 @@ class NormActOfInput(Function):
 
 @functools.lru_cache(64)
 @in_clean_state
-def _all(channels: int) -> Tensor:
+def _all_channels(channels: int) -> Tensor:
     """The channels whose input is known: all."""
     return torch.arange(channels, device="cpu")

@@ -11,7 +11,7 @@ from torch.autograd import Function
 
 from ..backends.operations import Convolution
 from ..utils.layout import channels_last_format
-from .pointwise import is_batched
+from .pointwise import needs_composite
 from .product import Product
 
 
@@ -41,7 +41,7 @@ class Conv(Function):
         x, w, *factors = ctx.saved_tensors
         if ctx.multiply is not None and ctx.needs_input_grad[1]:
             multiply, composite = ctx.multiply
-            x = (composite if torch.is_grad_enabled() or is_batched(dz) else multiply)(*factors)
+            x = (composite if needs_composite(dz) else multiply)(*factors)
         x_shape, w_shape = ctx.shapes
         # Of what was not saved only the shape is read, and the memory format: the gradient of x takes it from x.
         if ctx.needs_input_grad[0] and x is None and ctx.format is not None:

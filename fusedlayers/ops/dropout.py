@@ -26,7 +26,7 @@ from ..utils.layout import is_dense
 from ..utils.profile_ranges import profile_range
 from .buffer_reuse import hooks_move_tensors, is_ours_alone, saved_under_hooks
 from .edits import saved_tensors, version_for_backward
-from .pointwise import BiasAct, is_batched
+from .pointwise import BiasAct, needs_composite
 from .product import Product, product_of
 
 
@@ -72,7 +72,7 @@ class Dropout(Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (dy,) = grads
         (bits,) = ctx.saved_tensors
-        if torch.is_grad_enabled() or is_batched(dy):
+        if needs_composite(dy):
             return dy * ctx.mask.factors(bits, dy.dtype), None, None, None
         return ctx.mask.apply(dy, bits), None, None, None
 
@@ -138,7 +138,7 @@ class ActDropout(Function):
         (dy,) = grads
         activation, p, backend, hooked = ctx.settings
         (y,) = saved_tensors(ctx, "dropout", activation)
-        if torch.is_grad_enabled() or is_batched(dy):
+        if needs_composite(dy):
             dz = reference.gradient_of_marked(
                 activation, upcast(dy), upcast(y), y.dtype, 1 - p, differentiable=True
             )  # fmt: skip

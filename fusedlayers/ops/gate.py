@@ -18,7 +18,7 @@ from ..backends import Backend
 from ..utils.layout import is_dense, operand_along
 from ..utils.profile_ranges import profile_range, range_name
 from .buffer_reuse import hooks_move_tensors
-from .pointwise import apart, gradients_through, is_batched
+from .pointwise import apart, gradients_through, needs_composite
 
 Packing = Literal["gate_up", "up_gate", "interleaved"]
 
@@ -97,7 +97,7 @@ class GatedAct(Function):
         (dy,) = grads
         gate, count, (_, *needs) = ctx.gate, ctx.count, ctx.needs_input_grad
         tensors = ctx.saved_tensors
-        if torch.is_grad_enabled() or is_batched(dy):
+        if needs_composite(dy):
             with torch.enable_grad():
                 sources = apart(*tensors)
                 return None, *gradients_through(gate.composite(sources[:count], sources[count:]), dy, sources, needs)

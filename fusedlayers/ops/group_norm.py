@@ -19,7 +19,7 @@ from .buffer_reuse import is_ours_alone, saved_under_hooks
 from .edits import saved_tensors, version_for_backward
 from .inexact_columns import MOST, inexact_columns
 from .place import AtPlace, place_of
-from .pointwise import apart, gradients_through, is_batched
+from .pointwise import apart, gradients_through, needs_composite
 
 
 @profile_range(lambda norm, *_: norm.function)
@@ -63,7 +63,7 @@ class _GroupNorm(Function):
         kept = None if channels is None else Kept(channels, kept_xhat)
         needs_x, needs_w, needs_b, *_ = ctx.needs_input_grad
         again = torch.is_grad_enabled()  # else not: torch's second derivatives of group norm know no batches
-        if again or is_batched(dy):
+        if again or needs_composite(dy):
             with torch.no_grad():
                 x = reference.centred(norm, y.detach(), w, b, inverse_std, kept, None)
             x = x if ctx.place is None else AtPlace.apply(ctx.place, x)

@@ -11,7 +11,7 @@ from torch.autograd import Function
 from ..activations import Activation
 from ..backends import Backend
 from ..backends.operations import MATMUL
-from .pointwise import is_batched
+from .pointwise import needs_composite
 
 
 class Epilogue(NamedTuple):
@@ -45,7 +45,7 @@ class Dense(Function):
         (dz,) = grads
         x, w = ctx.saved_tensors
         needs_x, needs_w, needs_b, *_ = ctx.needs_input_grad
-        if torch.is_grad_enabled() or is_batched(dz):
+        if needs_composite(dz):
             dx = torch.matmul(dz, w) if needs_x else None
         else:
             dx = ctx.backend.linear(dz, w.t(), None) if needs_x else None

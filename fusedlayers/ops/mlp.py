@@ -27,7 +27,7 @@ from ..backends import ActivationGradients, GradientRequest
 from ..utils.layout import operand_along
 from .buffer_reuse import graph_is_given_up, is_held_once
 from .mlp_forward import Block, Linear, run, unpacked
-from .pointwise import apart, is_batched
+from .pointwise import apart, needs_composite
 
 
 class MLP(Function):
@@ -72,7 +72,7 @@ class MLP(Function):
         given = 2 * count + len(needs.operands)
         (weights, biases, operands), hidden = _split(saved[:given], count), saved[given:]
         with torch.autocast(x.device.type, enabled=False):  # the forward pass has cast what was to be cast
-            if torch.is_grad_enabled() or is_batched(dy):
+            if needs_composite(dy):
                 if ctx.versions != [None if t is None else t._version for t in ctx.held]:
                     raise RuntimeError(
                         f"{'gated_mlp' if block.is_gated else 'mlp'}: a weight or bias was edited in place between "

@@ -95,7 +95,7 @@ class BiasAct(Function):
         (dy,) = grads
         plan = ctx.plan
         _, needs_z, needs_b, needs_residual, _, _, *needs = ctx.needs_input_grad
-        is_differentiable = torch.is_grad_enabled() or is_batched(dy)
+        is_differentiable = needs_composite(dy)
         given_output = plan.saved == "output"
         saved, *operands = saved_tensors(ctx, plan.function, plan.activation) if given_output else ctx.saved_tensors
         # y may be overwritten where nobody else holds it, and a z that is recomputed is this call's own.
@@ -125,10 +125,19 @@ class BiasAct(Function):
         return None, dz if needs_z else None, db, dz if needs_residual else None, None, None, *dp
 
 
-def is_batched(dy: Tensor) -> bool:
-    """Whether backward runs under vmap, also that of ``is_grads_batched``. Kernels do not know batches: backward then
-    runs the plain operations that second derivatives take."""
-    return _torch.is_legacy_batched(dy) or _torch.functorch_is_active()
+def needs_composite(dy: Tensor) -> bool:
+    """Whether backward runs plain operations, which autograd can differentiate again, and not kernels: with gradients
+    switched on, under vmap (also that of ``is_grads_batched``), and where ``make_fx`` traces or tensors are fake."""
+    if torch.is_grad_enabled() or _torch.is_legacy_batched(dy) or _torch.functorch_is_active():
+        return True
+    if not _torch.dispatch_mode_count():
+        return False
+    return any(_torch.infrastructure_mode(mode) is not None for mode in (_torch.PROXY_MODE, _torch.FAKE_MODE))
+
+
+def is_plain(dy: Tensor) -> bool:
+    """Whether dy is a tensor of torch's own whose memory holds its values."""
+    return type(dy) is Tensor and not dy.is_neg() and dy.data_ptr() != 0
 
 
 def _recomputed(origin: Origin, b: Tensor | None, residual: Tensor | None, dim: int) -> Tensor:

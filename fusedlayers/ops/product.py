@@ -22,7 +22,7 @@ from ..utils.autograd_graph import RAW
 from ..utils.profile_ranges import profile_range
 from .buffer_reuse import hooks_move, hooks_move_tensors
 from .gate import GatedAct
-from .pointwise import is_batched
+from .pointwise import needs_composite
 
 
 class Product(NamedTuple):
@@ -136,7 +136,7 @@ class OfProduct(Function):
         needs_h, needs_w, needs_b, *_ = ctx.needs_input_grad
         w, ends, *factors = ctx.saved_tensors
         matmul, of_h, of_w, of_b = ctx.matmul._replace(ends=ends), None, None, None
-        differentiable = torch.is_grad_enabled() or is_batched(dy)
+        differentiable = needs_composite(dy)
         if needs_w:
             h = ctx.composite(*factors) if differentiable else ctx.multiply(*factors)
             of_w = matmul.of_w(dy, h, w)

@@ -23,7 +23,7 @@ from .buffer_reuse import is_ours_alone, saved_under_hooks
 from .edits import saved_tensors, version_for_backward
 from .inexact_columns import MOST, inexact_columns
 from .place import AtPlace, place_of
-from .pointwise import apart, gradients_through, is_batched
+from .pointwise import apart, gradients_through, needs_composite
 
 
 @profile_range(lambda norm, *_: norm.function)
@@ -66,7 +66,7 @@ class _RowNorm(Function):
         y = y if y.is_contiguous() else y.contiguous()  # hooks may have laid it out in another way
         kept = None if columns is None else Kept(columns, kept_xhat)
         needs_x, needs_w, needs_b, *_ = ctx.needs_input_grad
-        if torch.is_grad_enabled() or is_batched(dy):
+        if needs_composite(dy):
             found = _differentiable(ctx.place, dy, y, inverse_std, w, b, kept, norm, (needs_x, needs_w, needs_b))
             return *found, None, None, None, None
         overwrite = not hooked and is_ours_alone(y)

@@ -53,7 +53,7 @@ def laid_out(tensor: Tensor, layout: Layout) -> Tensor:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill their memory in some order of the dimensions, without gaps or overlaps."""
-    if tensor.is_contiguous() or channels_last_format(tensor) is not None:
+    if has_torchs_layout(tensor):
         return True
     filled = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -62,6 +62,11 @@ def is_dense(tensor: Tensor) -> bool:
                 return False
             filled *= size
     return True
+
+
+def has_torchs_layout(tensor: Tensor) -> bool:
+    """Whether it is contiguous or channels-last: results of torch's batch norms are laid out alike then."""
+    return tensor.is_contiguous() or channels_last_format(tensor) is not None
 
 
 def copies_are_contiguous(tensor: Tensor) -> bool:

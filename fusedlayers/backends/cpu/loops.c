@@ -241,8 +241,8 @@ static inline void hardswish(float z, float p, float e, float *y, float *slope) 
   float c = z + 3.0f;
   c = c < 0.0f ? 0.0f : c;
   c = c > 6.0f ? 6.0f : c;
-  *y = z * c / 6.0f;
-  float middle = (z + z + 3.0f) * 0.166666667f; /* divisions take longer than all else */
+  *y = z * c / 6.0f; /* as ATen rounds it */
+  float middle = (z + z + 3.0f) * 0.166666667f; /* a division would take longer than all else */
   middle = z <= -3.0f ? 0.0f : middle;
   *slope = z >= 3.0f ? 1.0f : middle;
 }
@@ -331,7 +331,8 @@ static void (*const marked_of[])(float, const float *, float, const float *, flo
 static void (*const both_of[])(float, const float *, const float *, float *, float *) = {FUNCTIONS(NAME_BOTH)};
 static void (*const slope_of[])(float, const float *, const float *, float *) = {FUNCTIONS(NAME_SLOPE)};
 
-/* A kernel's function of a block, with its mark where it has one; or without, and the derivative; or this alone. */
+/* A kernel's function of a block. Without ``slope`` the output, with its mark where the kernel has one; without y the
+   derivative; else both, unmarked. */
 static void compute(const kernel *k, const float *z, float *y, float *slope) {
   float e[BLOCK];
   prepare(k, z, e);
@@ -603,15 +604,15 @@ static void normalise(const float *x, const channels *c, int n, float *z) {
   FIRST_N z[i] = (x[i] - mean[i]) * scale[i] + shift[i];
 }
 
-/* z is normalised, or in where there is no mean. Finds its range, unless nobody asks. */
+/* z is in, normalised where there is a mean. Finds the range of z where it is asked for. */
 static void norm_forward_step(const pass *p, int64_t at, int n, const channels *c) {
   const kernel *k = p->k;
-  float *smallest = c->found[0], *largest = c->found[1], copy[BLOCK], room[BLOCK], y[BLOCK];
+  float *smallest = c->found[0], *largest = c->found[1], wide[BLOCK], normalised[BLOCK];
   if (p->in[0] != p->out[0]) fetch(p->out[0], at, k->dtype == FLOAT32 ? 4 : 2);
-  const float *z = wide_block(k, p->in[0], at, n, copy);
+  const float *z = wide_block(k, p->in[0], at, n, wide);
   if (c->vector[0] != NULL) {
-    normalise(z, c, n, room);
-    z = room;
+    normalise(z, c, n, normalised);
+    z = normalised;
   }
   if (p->finds) FIRST_N {
     float number = z[i] == z[i] ? z[i] : __builtin_inff(); /* where there is a NaN the range has no end */
@@ -625,6 +626,7 @@ static void norm_forward_step(const pass *p, int64_t at, int n, const channels *
     for (int i = 0; i < n; i++) to[i] = values[half[i]];
   } else if (k->dtype == FLOAT32 && n == BLOCK) compute(k, z, (float *)p->out[0] + at, NULL);
   else {
+    float y[BLOCK];
     compute(k, z, y, NULL);
     put_wide(k, p->out[0], at, n, y);
   }
@@ -740,8 +742,8 @@ static void norm_gradient_step(const pass *p, int64_t at, int n, const channels 
   }
 }
 
-/* The gradient through a function of which nothing was saved but x, of which it normalises. in: dy, x; out: dz. Finds the
-   sums of dz and of dz (x - mean). */
+/* The gradient through a function of which only x was saved: z is x normalised once more. in: dy, x; out: dz. Finds the
+   sums of dz and of dz (x - mean), of 16 bits as dz is rounded: else what cancels in the gradient of x would not. */
 static void norm_input_gradient_step(const pass *p, int64_t at, int n, const channels *c) {
   const kernel *k = p->k;
   const float *mean = c->vector[0];
@@ -755,12 +757,18 @@ static void norm_input_gradient_step(const pass *p, int64_t at, int n, const cha
     narrow(k->dtype, z, half);
     EACH slope[i] = slopes[half[i]];
   } else compute(k, z, NULL, slope);
-  EACH dz[i] = slope[i] == 0.0f ? 0.0f : dy[i] * slope[i]; /* whatever dy is, as ATen's kernels */
+  EACH dz[i] = slope[i] == 0.0f ? 0.0f : dy[i] * slope[i]; /* 0 also for an infinite dy, as ATen's kernels */
+  if (k->dtype == FLOAT32) put(p->out[0], at, n, 4, dz);
+  else {
+    uint16_t half[BLOCK];
+    narrow(k->dtype, dz, half);
+    put(p->out[0], at, n, 2, half);
+    widen(k->dtype, half, dz);
+  }
   FIRST_N {
     sum[i] += dz[i];
     product[i] += dz[i] * (x[i] - mean[i]);
   }
-  put_wide(k, p->out[0], at, n, dz);
 }
 
 /* out[0] = scale in[0] + slope in[1] + offset. */

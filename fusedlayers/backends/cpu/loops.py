@@ -162,7 +162,7 @@ def forward(
     kernel: Kernel, z: Tensor, b: Tensor | None, residual: Tensor | None, y: Tensor, along: Layout | None
 ) -> Tensor:
     """The activation of ``z + b + residual`` in y, which may be z."""
-    bias = None if b is None or along is None else row(b, along)
+    bias = None if b is None or along is None else channel_vector(b, along)
     bias_address = None if bias is None else bias.data_ptr()
     residual_address = None if residual is None else residual.data_ptr()
     _call("forward", kernel, y, along, z.data_ptr(), bias_address, residual_address, y.data_ptr())
@@ -213,7 +213,7 @@ def norm_forward(
 ) -> None:
     """The activation of z in y, which may be x; the smallest and the largest z of each channel in ``ends``. z is
     ``(x - mean) scale + shift`` by ``factors``, or x."""
-    vectors = (None,) * 3 if factors is None else [row(t, along) for t in factors]
+    vectors = (None,) * 3 if factors is None else [channel_vector(t, along) for t in factors]
     addresses = (None if t is None else t.data_ptr() for t in (x, *vectors, y, *(ends or (None, None))))
     _call("norm_forward", kernel, y, along, *addresses)
 
@@ -224,7 +224,7 @@ def norm_gradient(
     """``dz = dy * f'`` in a new tensor and the activation's input in z, which may be y; for each channel the sums of dz
     and of ``dz (z - center)``."""
     dz, (total, product) = torch.empty_like(y), y.new_empty(2, along.channels).unbind()
-    center = row(center, along)
+    center = channel_vector(center, along)
     addresses = (t.data_ptr() for t in (dy, y, center, dz, z, total, product))
     _call("norm_gradient", kernel, z, along, *addresses)
     return dz, total, product
@@ -236,7 +236,7 @@ def norm_input_gradient(
     """``dz = dy * f'`` at ``z = (x - mean) scale + shift`` in a new tensor; for each channel the sums of dz and of
     ``dz (x - mean)``, in float32."""
     dz, (total, product) = torch.empty_like(x), x.new_empty(2, along.channels, dtype=torch.float32).unbind()
-    vectors = [row(t, along) for t in factors]
+    vectors = [channel_vector(t, along) for t in factors]
     addresses = (t.data_ptr() for t in (dy, x, *vectors, dz, total, product))
     _call("norm_input_gradient", kernel, dz, along, *addresses)
     return dz, total, product
@@ -245,7 +245,7 @@ def norm_input_gradient(
 def products(dy: Tensor, y: Tensor, center: Tensor, along: Layout) -> tuple[Tensor, Tensor]:
     """For each channel the sums of dy and of ``dy (y - center)``, in float32."""
     total, product = y.new_empty(2, along.channels, dtype=torch.float32).unbind()
-    vector = row(center, along)
+    vector = channel_vector(center, along)
     addresses = (t.data_ptr() for t in (dy, y, vector, total, product))
     _call("products", _plain(y.dtype), y, along, *addresses, writes=False)
     return total, product
@@ -253,7 +253,7 @@ def products(dy: Tensor, y: Tensor, center: Tensor, along: Layout) -> tuple[Tens
 
 def combine(a: Tensor, b: Tensor, scale: Tensor, slope: Tensor, offset: Tensor, along: Layout, out: Tensor) -> Tensor:
     """``scale a + slope b + offset`` in ``out``, which may be either, the factors along the channels."""
-    vectors = [row(t, along) for t in (scale, slope, offset)]
+    vectors = [channel_vector(t, along) for t in (scale, slope, offset)]
     addresses = (t.data_ptr() for t in (a, b, *vectors, out))
     _call("combine", _plain(a.dtype), out, along, *addresses)
     return out
@@ -364,10 +364,10 @@ def _call(
         torch.autograd.graph.increment_version(tensor)
 
 
-def row(numbers: Tensor, along: Layout | None = None) -> Tensor:
+def channel_vector(numbers: Tensor, along: Layout | None = None) -> Tensor:
     """Numbers along the channels as ``loops.c`` takes them, repeated where rows of a tensor with this layout are
     joined."""
-    if numbers.dtype is not torch.float32 or not numbers.is_contiguous():  # as a rule they are; a view takes 2 us
+    if numbers.dtype is not torch.float32 or not numbers.is_contiguous():  # usually they are, and detach() takes 2 us
         numbers = numbers.detach().float().contiguous()
     joined = 1 if along is None or along.inner > 1 else _joined(along)
     return numbers if joined == 1 else numbers.repeat(joined)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...activations import Activation
-from ...utils.layout import is_dense, layout_along
+from ...utils.layout import has_torchs_layout, layout_along
 from . import build, loops, norm_loops
 from .elementwise import KERNELS, input_kernel
 from .loops import Kernel
@@ -19,7 +19,7 @@ from .table import FoldTable, derivative_table, inverse_table
 class _ChannelPasses:
     """Statistics, and the gradient of x."""
 
-    #: The factors of the gradient of x.
+    #: The gradient of w, and the factors of ``combine``.
     factors = staticmethod(norm_loops.norm_factors)
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,7 @@ class InputPasses(_ChannelPasses):
         self, dy: Tensor, x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``dz = dy * f'(z)``; for each channel the sums of dz and of ``dz (x - mean)``."""
-        return loops.norm_input_gradient(self.kernel, _like(dy, x), x, (mean, scale, shift), layout_along(x, 1))
+        return loops.norm_input_gradient(self.kernel, _laid_out_as(x, dy), x, (mean, scale, shift), layout_along(x, 1))
 
 
 @dataclass(frozen=True)
@@ -63,36 +63,34 @@ class NormPasses(_ChannelPasses):
     def norm_act(self, x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """``y = f(z)`` with ``z = (x - mean) scale + shift``, y with its branch; the smallest and the largest z of each
         channel."""
-        return self._forward(x, (mean, scale, shift), torch.empty_like(x))
+        y = torch.empty_like(x)
+        return y, self._forward(x, (mean, scale, shift), y)
 
     def act(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """``f(z)`` with its branch in y, which may be z; the smallest and the largest z of each channel."""
-        return self._forward(z, None, y)[1]
+        return self._forward(z, None, y)
 
-    def _forward(
-        self, x: Tensor, factors: tuple[Tensor, Tensor, Tensor] | None, y: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def _forward(self, x: Tensor, factors: tuple[Tensor, Tensor, Tensor] | None, y: Tensor) -> tuple[Tensor, Tensor]:
         along = layout_along(x, 1)
         smallest, largest = x.new_empty(2, along.channels).unbind()
         loops.norm_forward(self.forward, x, factors, y, (smallest, largest), along)
-        return y, (smallest, largest)
+        return smallest, largest
 
     def gradient(self, dy: Tensor, y: Tensor, center: Tensor, overwrite: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """``dz = dy * f'`` and z from y, over which z may be written; for each channel the sums of dz and of
         ``dz (z - center)``."""
         z = y if overwrite else torch.empty_like(y)
-        dz, total, product = loops.norm_gradient(self.backward, _like(dy, y), y, z, center, layout_along(y, 1))
+        dz, total, product = loops.norm_gradient(self.backward, _laid_out_as(y, dy), y, z, center, layout_along(y, 1))
         return dz, z, total, product
 
 
-def _like(dy: Tensor, y: Tensor) -> Tensor:
-    """dy in the layout of y."""
+def _laid_out_as(y: Tensor, dy: Tensor) -> Tensor:
     return dy if dy.stride() == y.stride() else torch.empty_like(y).copy_(dy)
 
 
 def norm_passes(tensor: Tensor, activation: Activation) -> NormPasses | None:
     """The passes over x or y, or None where torch's own kernels serve."""
-    return _passes(activation, tensor.dtype) if tensor.numel() and is_dense(tensor) else None
+    return _passes(activation, tensor.dtype) if tensor.numel() and has_torchs_layout(tensor) else None
 
 
 @functools.lru_cache(KERNELS)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...activations import InverseError, inverse_error
 from ..norms import GroupNorm, RowNorm
-from .loops import DTYPES, GRAIN, functions, no_memory, row
+from .loops import DTYPES, GRAIN, channel_vector, functions, no_memory
 
 
 class _RowNorm(ctypes.Structure):
@@ -121,7 +121,8 @@ def inexact_channels(
     """The channels, of ``count`` numbers each, of which outputs do not determine the input; None where there is none.
     ``ends``: the smallest and the largest z of each."""
     found = mean.new_empty(len(mean), dtype=torch.int64)
-    described, rows = _described(error), [None if t is None else row(t) for t in (mean, inverse_std, w, b, *ends)]
+    described = _described(error)
+    rows = [None if t is None else channel_vector(t) for t in (mean, inverse_std, w, b, *ends)]
     inexact = functions()["inexact_channels"](
         ctypes.addressof(described), *map(_address, rows), len(mean), count, centred, found.data_ptr()
     )
@@ -142,7 +143,7 @@ def norm_factors(
     """A batch norm's gradient of w, and the factors of ``dx = scale dz + slope v + offset``, from the sums of dz and of
     ``dz (v - center)`` over the ``count`` numbers of each channel. ``kept``: the channels whose v is x, in order."""
     results = mean.new_empty(4, len(mean), dtype=torch.float32).unbind()
-    rows = [None if t is None else row(t) for t in (mean, inverse_std, w, b, total, product)]
+    rows = [None if t is None else channel_vector(t) for t in (mean, inverse_std, w, b, total, product)]
     functions()["norm_factors"](
         *map(_address, rows),
         _address(kept),
