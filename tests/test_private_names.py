@@ -249,14 +249,6 @@ def _() -> None:
     assert not isinstance(torch.ops.aten.add, _torch.OpOverload)
 
 
-@check("FAKE_MODE")
-def _() -> None:
-    ask = lambda: _torch.infrastructure_mode(_torch.FAKE_MODE) is not None
-    with FakeTensorMode():
-        assert ask()
-    assert not ask()
-
-
 @check("PROXY_MODE", "infrastructure_mode", "make_fx")
 def _() -> None:
     def ask() -> bool:
@@ -420,14 +412,17 @@ def _() -> None:
     assert _Subclass.called == before + 1
 
 
-@check("FakeTensor", "no_dispatch")
+@check("FakeTensor", "FAKE_MODE", "no_dispatch")
 def _() -> None:
     from torch._subclasses import FakeTensorMode
 
+    ask = lambda: _torch.infrastructure_mode(_torch.FAKE_MODE) is not None
     with FakeTensorMode():
+        assert ask()
         assert isinstance(torch.ones(2), _torch.FakeTensor)
         with _torch.no_dispatch():
             assert not isinstance(torch.ones(2), _torch.FakeTensor)
+    assert not ask()
 
 
 @check("FAKE_TENSOR_LOGGER")
