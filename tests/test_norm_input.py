@@ -27,7 +27,7 @@ FUSED = {2: fl.FusedBatchNormAct1d, 3: fl.FusedBatchNormAct1d, 4: fl.FusedBatchN
 TORCHS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 CASES = [
     *itertools.product(("silu", "gelu", "hardswish", "mish"), (torch.bfloat16, torch.float16)),
-    ("hardswish", torch.float32),
+    *itertools.product(("hardswish", "relu", "tanh"), [torch.float32]),
 ]
 every_case = pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
 training_or_not = pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])

@@ -31,7 +31,7 @@ from ..activations import Activation, InverseError, measure_inverse_error
 from ..backends import Backend, GradientRequest, NormPasses
 from ..backends.operations import BatchNorm, BatchNormRecompute
 from ..utils.isolation import in_clean_state
-from ..utils.layout import along, channels_last_format, other_dims, sum_along
+from ..utils.layout import along, channels_last_format, has_torchs_layout, other_dims
 from ..utils.profile_ranges import profile_range, range_name
 from .buffer_reuse import is_ours_alone, saved_under_hooks
 from .edits import saved_tensors, version_for_backward
@@ -265,25 +265,23 @@ def _gradients_in_passes(
     v is z, or x of a channel that was kept.
     """
     norm, activation, backend, _ = ctx.settings
-    mean, inverse_std, w = known
     dz, v, db, product = passes.gradient(dy, y, known.shift(b), overwrite)
     if x is not None and channels is not None:
-        own_mean = mean[channels]
-        again = BatchNormRecompute(own_mean, inverse_std[channels], norm.eps, norm.training)
-        z = again(x, _of(w, channels), _of(b, channels))
-        wanted = GradientRequest("input", False, False)
-        own, *_ = backend.gradient(dy.index_select(1, channels), z, activation, (), wanted, dim=norm.dim)
-        deviation = x - along(own_mean, 1, x.dim())
+        from_input = backend.input_passes(activation, x.dtype)
+        assert from_input is not None  # which more functions have
+        x = x if has_torchs_layout(x) else x.contiguous()  # hooks bring it back
+        factors = (t[channels] for t in (known.mean, known.scale, known.shift(b)))
+        own, *sums = from_input.gradient(dy.index_select(1, channels), x, *factors)
         for of_all, of_own in ((dz, own), (v, x)):
             of_all.index_copy_(1, channels, of_own)
-        for of_all, of_own in ((db, sum_along(own, 1)), (product, sum_along(own * deviation, 1))):
+        for of_all, of_own in zip((db, product), sums, strict=True):
             of_all.index_copy_(0, channels, of_own)
-    dw, *factors = passes.factors(*known, b, db, product, channels, v.numel() // len(db), ctx.rounds_shift)
+    dw, *combined = passes.factors(*known, b, db, product, channels, v.numel() // len(db), ctx.rounds_shift)
     if not ctx.needs_input_grad[0]:
         return None, dw, db
     if not norm.training:
         return dz.mul_(along(known.scale, 1, dz.dim())), dw, db
-    return passes.combine(dz, v, *factors), dw, db
+    return passes.combine(dz, v, *combined), dw, db
 
 
 class Known(NamedTuple):

@@ -209,7 +209,7 @@ def input_kernel(activation: Activation, dtype: torch.dtype) -> Kernel | None:
         return None
     loop = activation.native.loop
     function = None if loop is None else loop(**activation.parameters)
-    if function is not None and (activation.native.is_piecewise or (dtype.itemsize == 4 and activation.is_folded)):
+    if function is not None and (activation.native.is_piecewise or dtype.itemsize == 4):
         return Kernel(dtype, function)
     if dtype.itemsize == 4:
         return None
