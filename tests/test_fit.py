@@ -707,11 +707,14 @@ def test_calls_are_made_again_as_they_were() -> None:
 # --- what is refused, and what is said --------------------------------------------------------------------------------
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "neither": ({}, "fit: give memory_budget_bytes or fraction, got neither"),
+    "neither": ({}, "fit: give one of memory_budget_bytes and fraction, got neither"),
     "both": ({"memory_budget_bytes": 1, "fraction": 0.5}, "got both"),
-    "negative": ({"memory_budget_bytes": -1}, "fit: memory_budget_bytes must be a number of bytes, got -1"),
+    "negative": (
+        {"memory_budget_bytes": -1},
+        "fit: memory_budget_bytes must be a whole number of bytes, such as 8 << 30, got -1",
+    ),
     "text": ({"memory_budget_bytes": "8GiB"}, "got '8GiB'"),
-    "zero": ({"fraction": 0}, "fit: fraction must be above 0 and at most 1, got 0"),
+    "zero": ({"fraction": 0}, "fit: fraction must be a number above 0 and at most 1, got 0"),
     "more": ({"fraction": 1.5}, "got 1.5"),
     "nan": ({"fraction": float("nan")}, "got nan"),
     "of": ({"fraction": 0.5, "of": "all"}, "fit: of must be one of 'saved', 'peak', got 'all'"),
@@ -797,7 +800,7 @@ def test_the_command(
     [
         (["--budget", "lots"], "fusedlayers fit: expected bytes, such as 8GiB or 500MB, got 'lots'"),
         (["--budget", "1kB"], "fusedlayers fit: a budget of 1000 B cannot be met"),
-        (["--fraction", "2"], "fusedlayers fit: fraction must be above 0 and at most 1, got 2.0"),
+        (["--fraction", "2"], "fusedlayers fit: fraction must be a number above 0 and at most 1, got 2.0"),
         ([], "one of the arguments --budget --fraction is required"),
         (["--budget", "1GB", "--fraction", "1"], "not allowed with argument"),
     ],

@@ -202,8 +202,8 @@ def test_compiled_models(way: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "fit_compiled: give memory_budget_bytes or fraction, got neither"),
-        ({"fraction": 0.0}, "fit_compiled: fraction must be above 0 and at most 1, got 0.0"),
+        ({}, "fit_compiled: give one of memory_budget_bytes and fraction, got neither"),
+        ({"fraction": 0.0}, "fit_compiled: fraction must be a number above 0 and at most 1, got 0.0"),
         ({"fraction": 0.5, "of": "all"}, "fit_compiled: of must be one of 'saved', 'peak', got 'all'"),
         ({"fraction": 0.5, "backend": "eager"}, "fit_compiled: the backend is the report's"),
         ({"fraction": 0.5, "loss": lambda y: y}, "fit_compiled: loss returned a float32 tensor of shape"),

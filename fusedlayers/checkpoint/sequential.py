@@ -85,7 +85,10 @@ class SublinearSequential(nn.Sequential):
         if segments is not None and memory_budget_bytes is not None:
             raise ValueError(f"{name}: segments and memory_budget_bytes exclude each other; leave one of them out")
         if memory_budget_bytes is not None and not (_is_count(memory_budget_bytes) and memory_budget_bytes >= 0):
-            raise ValueError(f"{name}: memory_budget_bytes must be a number of bytes, got {memory_budget_bytes!r}")
+            raise ValueError(
+                f"{name}: memory_budget_bytes must be a whole number of bytes, such as 8 << 30, got "
+                f"{memory_budget_bytes!r}"
+            )
         given: object = segments
         lengths: Sequence[Any] = (
             given if isinstance(given, Sequence) and not isinstance(given, str) else [segments or 1]

@@ -18,7 +18,8 @@ MIB = 2**20
 COLORS = {"eager": EAGER, "fused": HERE}
 LEGEND = """\
 saved: kept by the forward pass for the backward pass, parameters left out
-peak: most allocated at once in both passes"""
+peak: most allocated at once in both passes
+time: the median of the steps, which take turns; it says little where other processes compute"""
 Outcomes = dict[str, Outcome]
 Quantity = Callable[[Outcome], float]
 

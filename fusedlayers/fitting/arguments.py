@@ -19,15 +19,18 @@ def check_arguments(step: Step, memory_budget_bytes: object, fraction: object, o
     assert isinstance(step.model, nn.Module)
     if (memory_budget_bytes is None) == (fraction is None):
         given = "neither" if fraction is None else "both"
-        raise ValueError(f"{function}: give memory_budget_bytes or fraction, got {given}")
+        raise ValueError(f"{function}: give one of memory_budget_bytes and fraction, got {given}")
     if memory_budget_bytes is not None and (
         not isinstance(memory_budget_bytes, int) or isinstance(memory_budget_bytes, bool) or memory_budget_bytes < 0
     ):
-        raise ValueError(f"{function}: memory_budget_bytes must be a number of bytes, got {memory_budget_bytes!r}")
+        raise ValueError(
+            f"{function}: memory_budget_bytes must be a whole number of bytes, such as 8 << 30, got "
+            f"{memory_budget_bytes!r}"
+        )
     if fraction is not None and not (
         isinstance(fraction, int | float) and not isinstance(fraction, bool) and 0 < fraction <= 1
     ):
-        raise ValueError(f"{function}: fraction must be above 0 and at most 1, got {fraction!r}")
+        raise ValueError(f"{function}: fraction must be a number above 0 and at most 1, got {fraction!r}")
     if of not in get_args(Of):
         raise ValueError(f"{function}: of must be one of {', '.join(map(repr, get_args(Of)))}, got {of!r}")
     if step.loss is not None and not callable(step.loss):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -196,12 +197,20 @@ def _within(parts: Parts, plans: Plans, budget: int, taken: dict[Plan, int]) -> 
     return None
 
 
+def _at_least(fraction: float) -> float:
+    """Rounded up to three digits."""
+    digits = 2 - math.floor(math.log10(fraction))
+    scale = 10.0**digits
+    return math.ceil(fraction * scale) / scale
+
+
 def _unmet(parts: Parts, budget: int, eager_bytes: int, smallest: int) -> ValueError:
     what = "saves" if parts.training.of == "saved" else "allocates"
     reasons = "".join(f"; {', '.join(paths[:2])}: {reason}" for reason, paths in parts.skipped.items())
     return ValueError(
         f"fit: a budget of {size_text(budget)} cannot be met: as it is the model {what} {size_text(eager_bytes)}, "
-        f"and with the smallest plan {size_text(smallest)} ({smallest} bytes){reasons}"
+        f"and with the smallest plan {size_text(smallest)} ({smallest} bytes, "
+        f"fraction={_at_least(smallest / eager_bytes)}); ask for that, or show a smaller batch{reasons}"
     )
 
 

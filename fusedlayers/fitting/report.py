@@ -91,9 +91,10 @@ class FitReport(DrawnReport):
 
     @property
     def faster(self) -> Plan | None:
-        """The next plan that takes less time."""
-        bytes_, time_ms = self.predicted.bytes, self.predicted.time_ms or 0.0
-        faster = (p for p in self.plans if p.bytes > bytes_ and p.time_ms < time_ms)
+        """The next plan beyond the budget that takes less time, as predicted. Those within it were measured too, where
+        they could be the fastest."""
+        time_ms = self.predicted.time_ms or 0.0
+        faster = (p for p in self.plans if p.bytes > self.budget_bytes and p.time_ms < time_ms)
         return min(faster, key=lambda p: p.bytes, default=None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -139,7 +140,8 @@ class FitReport(DrawnReport):
         smallest = Measurement(self.plans[0].bytes, self.plans[0].time_ms)
         if self.checkpointed.bytes != smallest.bytes:
             lines.append(("every block recomputed, predicted", self.checkpointed))
-        for name, plan in (("the next smaller plan", self.less), ("the next faster plan", self.faster)):
+        others = ("the next smaller plan, predicted", self.less), ("the next faster plan, predicted", self.faster)
+        for name, plan in others:
             if plan is not None:
                 lines.append((name, Measurement(plan.bytes, plan.time_ms)))
         lines.append(("the smallest plan", smallest))

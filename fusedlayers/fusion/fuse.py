@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .._torch import dynamo_is_loaded
@@ -377,7 +377,13 @@ def does_not_run(function: str, error: Exception) -> ValueError:
 
 def _check_module(function: str, model: object) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{function}: model must be an nn.Module, got {type(model).__name__}: {model!r}")
+        if isinstance(model, type):
+            raise TypeError(f"{function}: model must be an instance, {model.__name__}(...), and not the class")
+        is_tensor = isinstance(model, Tensor)
+        given = (
+            "a tensor; the model comes first, then its inputs" if is_tensor else f"{type(model).__name__}: {model!r}"
+        )
+        raise TypeError(f"{function}: model must be an nn.Module, got {given}")
 
 
 def arguments_from(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
