@@ -23,6 +23,7 @@ from .call import autocast_dtype, followed_by, needs_gradient, with_operands
 from .ops.mlp_forward import Block, BlockOptions, Linear
 from .plan import choose_save, describe
 from .utils.bounded_cache import BoundedCache
+from .utils.formatting import whole_size_text
 
 #: Into how many chunks the rows of a block are cut, at most, where nobody says. What is hidden and needed for a moment
 #: only is made for one of them at a time, in two buffers, or three of a gated block.
@@ -314,7 +315,7 @@ def _decide(
     backend = backends.choose(x, activation)
     plain_because = plain_because or validation.unusual_because(x, *sum((*first, last), ()))
     if plain_because is None and is_small:
-        plain_because = f"hidden layers of less than {plan.SMALL_BYTES >> 10} KiB are left to PyTorch"
+        plain_because = f"hidden layers of less than {whole_size_text(plan.SMALL_BYTES)} are left to PyTorch"
     if plain_because is None and options.save == "auto" and not options.is_gated and activation.is_fusible:
         dtype = cast or x.dtype
         if activation.output_refusal(dtype) is None:

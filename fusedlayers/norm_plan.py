@@ -17,6 +17,7 @@ from .backends.norms import GroupNorm, RowNorm
 from .call import followed_by, is_capturing, needs_gradient
 from .plan import Plan
 from .utils.bounded_cache import BoundedCache
+from .utils.formatting import whole_size_text
 
 #: Layer norms of fewer bytes are left to PyTorch under ``save="auto"``. An autograd.Function in Python adds 60 to 150
 #: us to a call. Forward and backward alone, float32, one and two threads (AMD EPYC), took 1.6 to 1.9 times eager's time
@@ -117,7 +118,7 @@ def _plain_because(
     if save == "output":
         return None
     if x.numel() * x.itemsize < _least_bytes(norm):
-        return f"{plan.TOO_SMALL} {_least_bytes(norm) >> 10} KiB are left to PyTorch"
+        return f"{plan.TOO_SMALL} {whole_size_text(_least_bytes(norm))} are left to PyTorch"
     return backends.choose(x).row_norm_slow_because(x.dtype)
 
 

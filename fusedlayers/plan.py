@@ -21,6 +21,7 @@ from .activations import Activation, Saved, measure_inverse_error
 from .backends import Backend
 from .backends.operations import GATE, MATMUL, BatchNorm, Operation, Pointwise
 from .utils.bounded_cache import BoundedCache
+from .utils.formatting import whole_size_text
 
 #: Results of fewer bytes are left to plain PyTorch under ``save="auto"``: at most so much is forgone by a call. A fused
 #: call costs the time of an autograd.Function in Python. Forward and backward of 64 -> 256 features, float32, relu and
@@ -273,10 +274,10 @@ def _plain_because(key: PlanKey) -> str | None:
     if key.is_compiling:
         return "torch.compile sees a user's function as it is" if activation.needs_tracing else None
     if key.size == "small" and key.save == "auto" and not key.is_inplace:
-        return f"{TOO_SMALL} {SMALL_BYTES >> 10} KiB are left to PyTorch"
+        return f"{TOO_SMALL} {whole_size_text(SMALL_BYTES)} are left to PyTorch"
     is_by_functions = isinstance(key.operation, BatchNorm) and activation.in_place is None
     if is_by_functions and key.size == "medium" and key.save == "auto" and any(key.needs):
-        return f"{TOO_SMALL} {MEDIUM_BYTES >> 10} KiB are left to PyTorch"
+        return f"{TOO_SMALL} {whole_size_text(MEDIUM_BYTES)} are left to PyTorch"
     return _slow_because(key)
 
 

@@ -168,6 +168,8 @@ def test_what_is_no_activation_is_an_error() -> None:
         ValueError, match=r"explain: unknown activation 'gelo'; did you mean 'gelu'\? The known ones are: identity"
     ):
         fl.explain("gelo")
+    with pytest.raises(TypeError, match="explain: Linear is a layer without an activation; pass"):
+        fl.explain(nn.Linear(3, 4))
     with pytest.raises(TypeError, match="explain: activation must be a name"):
         fl.explain(3)
 

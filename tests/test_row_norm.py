@@ -557,7 +557,7 @@ def test_plans_say_what_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "input is saved" in plan(layer=fl.LayerNorm(64, save="input"))[1]
     assert "torch operations" in plan(x.double(), copy.deepcopy(layer).double())[1]
     monkeypatch.setattr(norm_plan, "LAYER_NORM_BYTES", 1 << 20)
-    assert plan()[1] == "not fused: results of less than 1024 KiB are left to PyTorch"
+    assert plan()[1] == "not fused: results of less than 1 MiB are left to PyTorch"
     assert plan(layer=fl.LayerNorm(64, save="output"))[0] == "fused"
     assert plan(layer=fl.RMSNorm(64))[0] == "fused"
     monkeypatch.setattr(build, "shared_object", lambda: None)

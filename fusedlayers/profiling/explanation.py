@@ -21,6 +21,8 @@ from ..functional import bias_act
 from ..memory import saved_bytes
 from ..nn.base import FusedAct, WithActivation
 from ..nn.batch_norm import NORM_TYPES, FusedBatchNormAct1d, FusedBatchNormAct2d
+from ..nn.conv import CONV_TYPES
+from ..nn.dense import LINEAR_TYPES
 from ..nn.mlp import FusedBlock, FusedGatedMLP
 from ..ops.batch_norm import WORTH_IT
 from ..plan import describe, save_beside_input
@@ -129,6 +131,11 @@ def explain(activation: object) -> Explanation | ModelExplanation:
     if isinstance(activation, nn.Module) and is_model(activation):
         return explain_model(activation)
     layer = activation if isinstance(activation, WithActivation) else None
+    if layer is None and isinstance(activation, (*LINEAR_TYPES, *CONV_TYPES, *NORM_TYPES)):
+        raise TypeError(
+            f"explain: {type(activation).__name__} is a layer without an activation; pass an activation, a layer with "
+            "one, or a model that fuse has changed"
+        )
     resolved = resolve(activation if layer is None else layer.activation, "explain")
     shape = _shape(resolved)
     record = _specialised(resolved, shape)

@@ -21,6 +21,11 @@ def size_text(size: int) -> str:
     return f"{size / scale:.{0 if size >= 100 * scale or scale == 1 else 1 if size >= 10 * scale else 2}f} {unit}"
 
 
+def whole_size_text(size: int) -> str:
+    """A limit in whole units: "128 KiB", "1 MiB"."""
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
+
+
 def size_from(text: str) -> int:
     """The bytes that "8GiB", "1.5 MB" or "4096" say.
 
