@@ -103,7 +103,13 @@ def _composite(
 ) -> Tensor:  # fmt: skip
     """By PyTorch's own operations."""
     z = operation(x, w, b)
-    return activation.plain(z if residual is None else z + residual)
+    y: Any = activation.plain(z if residual is None else z + residual)
+    if not isinstance(y, Tensor):  # a function that forgot its return
+        found = type(y).__name__
+        raise TypeError(
+            f"{operation.function}: the activation must return a tensor, {activation.name} returned {found}"
+        )
+    return y
 
 
 def _sum(operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None) -> Tensor:

@@ -1310,6 +1310,14 @@ def test_what_asks_for_more_than_values_is_pytorchs(name: str) -> None:
                 torch.testing.assert_close(fl.bias_act(z, None, function), function(z), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("rows", [4, 400])
+@pytest.mark.parametrize(("result", "named"), [(None, "NoneType"), (3.0, "float"), ((), "tuple")])
+def test_functions_that_return_no_tensor_are_refused(result: object, named: str, rows: int) -> None:
+    x, w = torch.randn(rows, 300, requires_grad=True), torch.randn(300, 300)
+    with pytest.raises(TypeError, match=f"dense_bias_act: the activation must return a tensor, .* returned {named}"):
+        fl.dense_bias_act(x, w, None, lambda z: result)
+
+
 def test_nothing_is_kept_of_what_is_straight() -> None:
     shift = torch.rand(16, requires_grad=True)
     x, w = torch.randn(64, 8, requires_grad=True), nn.Parameter(torch.randn(16, 8))
