@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import is_tensor_like
 from torch.utils.checkpoint import checkpoint
 
 from . import _torch, backends, validation
@@ -103,8 +104,8 @@ def _composite(
 ) -> Tensor:  # fmt: skip
     """By PyTorch's own operations."""
     z = operation(x, w, b)
-    y: Any = activation.plain(z if residual is None else z + residual)
-    if not isinstance(y, Tensor):  # a function that forgot its return
+    y: Tensor = activation.plain(z if residual is None else z + residual)
+    if not is_tensor_like(y):  # a function that forgot its return; a trace's proxy is like a tensor
         found = type(y).__name__
         raise TypeError(
             f"{operation.function}: the activation must return a tensor, {activation.name} returned {found}"
