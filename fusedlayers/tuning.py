@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .backends import gpu_settings
-from .fusion.fuse import arguments_from
+from .fusion.fuse import arguments_from, check_module
 from .kernels import use_kernels
 from .profiling.step import Step
 from .utils.module_state import isolated_gradients, unchanged
@@ -86,8 +86,8 @@ def tune_step(step: Step, on_stage: OnStage | None = None) -> TuneReport:
     """``tune`` with this training step for the example."""
     step = replace(step, function="tune")
     model = step.model
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"tune: model must be an nn.Module, got {type(model).__name__}: {model!r}")
+    check_module("tune", model)
+    assert isinstance(model, nn.Module)
     tensors = [*tensors_in((model, step.args, step.kwargs))]
     devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"} or {torch.device("cpu")}
     if not _have_kernels(devices):

@@ -260,6 +260,16 @@ def sizes(function: str, name: str, value: object, dims: int, least: int = 1) ->
     return tuple(int(size) if isinstance(size, Integral) else size for size in found)
 
 
+def check_budget(function: str, memory_budget_bytes: object) -> None:
+    """Refuse what is no number of bytes."""
+    is_int = isinstance(memory_budget_bytes, int) and not isinstance(memory_budget_bytes, bool)
+    if not (is_int and memory_budget_bytes >= 0):  # type: ignore[operator]
+        raise ValueError(
+            f"{function}: memory_budget_bytes must be a whole number of bytes, such as 8 << 30, got "
+            f"{memory_budget_bytes!r}"
+        )
+
+
 def is_whole(value: object) -> bool:
     """Whether torch takes it for a whole number: NumPy's are, True is none."""
     is_int = type(value) is int  # which needs no look at base classes

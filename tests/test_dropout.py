@@ -610,3 +610,15 @@ def test_float64_is_exact(name: str) -> None:
     x = torch.randn(40, 300, dtype=torch.float64, requires_grad=True)
     ours, eager = (torch.autograd.grad(f(x, name, 0.1).sum(), x)[0] for f in (_ours, _eager))
     torch.testing.assert_close(ours, eager, rtol=1e-13, atol=1e-13)
+
+
+@each_dtype
+def test_gradients_that_hold_no_values_of_their_own(dtype: torch.dtype) -> None:
+    """A negative view holds the values before the sign is changed, and a zero tensor holds none."""
+    x = torch.randn(40, 300, dtype=dtype, requires_grad=True)
+    y = fl.bias_act(x, None, "gelu", dropout=0.3, save="output")
+    assert type(y.grad_fn).__name__ == "ActDropoutBackward"
+    dy = torch.randn(40, 300, dtype=dtype)
+    for given, same in ((torch._neg_view(dy), -dy), (torch._efficientzerotensor(dy.shape, dtype=dtype), 0 * dy)):
+        found, expected = (torch.autograd.grad(y, x, t, retain_graph=True)[0] for t in (given, same))
+        torch.testing.assert_close(found, expected, rtol=1e-2 if dtype.itemsize == 2 else 1e-4, atol=1e-4)

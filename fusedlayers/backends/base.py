@@ -39,27 +39,6 @@ class ChannelPasses(Protocol):
         """The mean and the variance, without Bessel's correction, of each channel of x."""
         ...
 
-    def factors(
-        self,
-        mean: Tensor,
-        inverse_std: Tensor,
-        w: Tensor | None,
-        b: Tensor | None,
-        total: Tensor,
-        product: Tensor,
-        kept: Tensor | None,
-        count: int,
-        rounds_shift: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The gradient of w, and the factors of that of x for ``combine``, from the sums that ``gradient`` finds over
-        the ``count`` numbers of each channel.
-
-        Args:
-            kept: the channels whose input is known instead of z, in order.
-            rounds_shift: whether z was made by a kernel of torch's whose error is known.
-        """
-        ...
-
     def combine(self, dz: Tensor, v: Tensor, scale: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
         """``scale dz + slope v + offset`` over dz, the factors along the channels."""
         ...
@@ -76,6 +55,13 @@ class InputPasses(ChannelPasses, Protocol):
         self, dy: Tensor, x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``dz = dy * f'(z)``; for each channel the sums of dz and of ``dz (x - mean)``."""
+        ...
+
+    def factors(
+        self, mean: Tensor, inverse_std: Tensor, w: Tensor | None, total: Tensor, product: Tensor, count: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The gradient of w, and the factors of that of x for ``combine``, from the sums that ``gradient`` finds over
+        the ``count`` numbers of each channel."""
         ...
 
 
@@ -110,6 +96,27 @@ class NormPasses(ChannelPasses, Protocol):
     def gradient(self, dy: Tensor, y: Tensor, center: Tensor, overwrite: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """``dz = dy * f'`` and z from y, over which z may be written; for each channel the sums of dz and of
         ``dz (z - center)``."""
+        ...
+
+    def factors(
+        self,
+        mean: Tensor,
+        inverse_std: Tensor,
+        w: Tensor | None,
+        b: Tensor | None,
+        total: Tensor,
+        product: Tensor,
+        kept: Tensor | None,
+        count: int,
+        rounds_shift: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The gradient of w, and the factors of that of x for ``combine``, from the sums that ``gradient`` finds over
+        the ``count`` numbers of each channel.
+
+        Args:
+            kept: the channels whose input is known instead of z, in order.
+            rounds_shift: whether z was made by a kernel of torch's whose error is known.
+        """
         ...
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..utils.layout import channels_last_format
+from ..utils.layout import has_torchs_layout
 
 
 class Kept(NamedTuple):
@@ -146,4 +146,4 @@ class GroupNorm(NamedTuple):
 
     def reads(self, x: Tensor) -> bool:
         """Whether torch's kernels read x as it is laid out."""
-        return x.is_contiguous() or channels_last_format(x) is not None
+        return has_torchs_layout(x)

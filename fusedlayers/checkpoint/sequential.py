@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from .._torch import tree_map_only
 from ..utils.storages import tensors_in
 from ..utils.torchscript import refuse_script
+from ..validation import check_budget
 from .free_state import FreeState
 from .measurement import ChildCosts, measure
 from .planner import Plan, plan_balanced, plan_of_lengths, plan_within_budget, segments_of_lengths
@@ -84,11 +85,8 @@ class SublinearSequential(nn.Sequential):
             check_recompute(name, recompute)
         if segments is not None and memory_budget_bytes is not None:
             raise ValueError(f"{name}: segments and memory_budget_bytes exclude each other; leave one of them out")
-        if memory_budget_bytes is not None and not (_is_count(memory_budget_bytes) and memory_budget_bytes >= 0):
-            raise ValueError(
-                f"{name}: memory_budget_bytes must be a whole number of bytes, such as 8 << 30, got "
-                f"{memory_budget_bytes!r}"
-            )
+        if memory_budget_bytes is not None:
+            check_budget(name, memory_budget_bytes)
         given: object = segments
         lengths: Sequence[Any] = (
             given if isinstance(given, Sequence) and not isinstance(given, str) else [segments or 1]

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..fusion.fuse import check_model, does_not_run
 from ..profiling.step import Step
+from ..validation import check_budget
 from .training import Of
 
 
@@ -20,13 +21,8 @@ def check_arguments(step: Step, memory_budget_bytes: object, fraction: object, o
     if (memory_budget_bytes is None) == (fraction is None):
         given = "neither" if fraction is None else "both"
         raise ValueError(f"{function}: give one of memory_budget_bytes and fraction, got {given}")
-    if memory_budget_bytes is not None and (
-        not isinstance(memory_budget_bytes, int) or isinstance(memory_budget_bytes, bool) or memory_budget_bytes < 0
-    ):
-        raise ValueError(
-            f"{function}: memory_budget_bytes must be a whole number of bytes, such as 8 << 30, got "
-            f"{memory_budget_bytes!r}"
-        )
+    if memory_budget_bytes is not None:
+        check_budget(function, memory_budget_bytes)
     if fraction is not None and not (
         isinstance(fraction, int | float) and not isinstance(fraction, bool) and 0 < fraction <= 1
     ):

@@ -81,7 +81,7 @@ def fuse_on(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], save: str = "auto", dry_run: bool = False
 ) -> FuseReport:
     """``fuse`` with ``model(*args, **kwargs)`` for the example."""
-    _check_module("fuse", model)
+    check_module("fuse", model)
     return Fusing(model, save, dry_run).on(args, kwargs)
 
 
@@ -91,7 +91,7 @@ def unfuse(model: nn.Module) -> None:
     Raises:
         TypeError: ``model`` is no module.
     """
-    _check_module("unfuse", model)
+    check_module("unfuse", model)
     for module in model.modules():
         region = region_of(module)
         if region is not None:
@@ -361,7 +361,7 @@ def eagerly() -> Any:
 
 def check_model(function: str, model: object) -> None:
     """Raise where this is no module, or one of lazy parameters that have no shape."""
-    _check_module(function, model)
+    check_module(function, model)
     assert isinstance(model, nn.Module)
     lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
     if lazy:
@@ -375,7 +375,8 @@ def does_not_run(function: str, error: Exception) -> ValueError:
     )
 
 
-def _check_module(function: str, model: object) -> None:
+def check_module(function: str, model: object) -> None:
+    """Raise where this is no module."""
     if not isinstance(model, nn.Module):
         if isinstance(model, type):
             raise TypeError(f"{function}: model must be an instance, {model.__name__}(...), and not the class")

@@ -31,12 +31,13 @@ from ..activations import Activation, InverseError, measure_inverse_error
 from ..backends import Backend, GradientRequest, NormPasses
 from ..backends.operations import BatchNorm, BatchNormRecompute
 from ..utils.isolation import in_clean_state
-from ..utils.layout import along, channels_last_format, has_torchs_layout, other_dims
+from ..utils.layout import along, has_torchs_layout, other_dims
 from ..utils.profile_ranges import profile_range, range_name
+from ..utils.storages import is_plain
 from .buffer_reuse import is_ours_alone, saved_under_hooks
 from .edits import saved_tensors, version_for_backward
 from .place import AtPlace, place_of
-from .pointwise import apart, differentiable_gradients, gradients_through, is_plain, needs_composite
+from .pointwise import apart, differentiable_gradients, gradients_through, needs_composite
 
 #: Smaller inputs are saved: to find out whether they must be would take longer than to read them.
 WORTH_IT = 1 << 14
@@ -141,8 +142,7 @@ class NormAct(Function):
         ctx.settings = norm, activation, backend, saved_under_hooks()
         ctx.expected = version_for_backward(y, is_dirty=is_dirty) if keeps_output else None
         is_by_torch = passes is None or made is not None
-        has_layout = x.is_cpu and (x.is_contiguous() or channels_last_format(x) is not None)
-        ctx.rounds_shift = is_by_torch and has_layout and _torch_rounds_shift()
+        ctx.rounds_shift = is_by_torch and x.is_cpu and has_torchs_layout(x) and _torch_rounds_shift()
         return y
 
     @staticmethod

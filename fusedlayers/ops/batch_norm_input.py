@@ -7,28 +7,26 @@ z being normalised x once more, and ``dx = scale (dz - mean(dz) - xhat mean(dz x
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from ..activations import Activation
 from ..backends import InputPasses
 from ..backends.operations import BatchNorm, BatchNormRecompute
-from ..utils.isolation import in_clean_state
 from ..utils.layout import along, has_torchs_layout
 from ..utils.profile_ranges import profile_range, range_name
+from ..utils.storages import is_plain
 from .batch_norm import Known, differentiable_norm_gradients
-from .pointwise import is_plain, needs_composite
+from .pointwise import needs_composite
 
 
 @profile_range(lambda norm, x, w, b, activation, *_: range_name("batch_norm", activation.name))
 def norm_act_of_input(
     norm: BatchNorm, x: Tensor, w: Tensor | None, b: Tensor | None, activation: Activation, passes: InputPasses
 ) -> Tensor:
-    """``activation(norm(x, w, b))`` for dense x, which is kept."""
+    """``activation(norm(x, w, b))`` for contiguous or channels-last x, which is kept."""
     y: Tensor = NormActOfInput.apply(x, w, b, norm, activation, passes)
     return y
 
@@ -66,8 +64,7 @@ class NormActOfInput(Function):
             return *found, None, None, None
         known = Known(mean, inverse_std, w)
         dz, db, product = passes.gradient(dy, x, mean, known.scale, known.shift(b))
-        count = x.numel() // len(mean)
-        dw, *factors = passes.factors(*known, b, db, product, _all_channels(len(mean)), count, False)
+        dw, *factors = passes.factors(*known, db, product, x.numel() // len(mean))
         if not needs[0]:
             dx = None
         elif norm.training:
@@ -75,10 +72,3 @@ class NormActOfInput(Function):
         else:  # the statistics are constants
             dx = dz.mul_(along(known.scale, 1, dz.dim()))
         return dx, dw if needs[1] else None, db if needs[2] else None, None, None, None
-
-
-@functools.lru_cache(64)
-@in_clean_state
-def _all_channels(channels: int) -> Tensor:
-    """The channels whose input is known: all."""
-    return torch.arange(channels, device="cpu")

@@ -22,8 +22,9 @@ from ..activations import Activation, upcast
 from ..backends import Backend
 from ..backends import torch as reference
 from ..utils.isolation import in_clean_state
-from ..utils.layout import is_dense
+from ..utils.layout import is_dense, laid_out_as
 from ..utils.profile_ranges import profile_range
+from ..utils.storages import is_plain
 from .buffer_reuse import hooks_move_tensors, is_ours_alone, saved_under_hooks
 from .edits import saved_tensors, version_for_backward
 from .pointwise import BiasAct, needs_composite
@@ -44,7 +45,7 @@ class Mask(NamedTuple):
 
     def apply(self, x: Tensor, bits: Tensor) -> Tensor:
         """x, of this shape, times these."""
-        if x.stride() != self.strides or type(x) is not Tensor or x.is_neg() or not x.data_ptr():
+        if x.stride() != self.strides or not is_plain(x):
             x = torch.empty_strided(self.shape, self.strides, dtype=x.dtype, device=x.device).copy_(x)
         return self.backend.drop_gradient(x, bits, self.factor)
 
@@ -145,9 +146,7 @@ class ActDropout(Function):
             return dz.to(y.dtype), None, None, None, None, None
         overwrite = not hooked and is_ours_alone(y)
         out = y if overwrite else torch.empty_like(y)
-        if dy.stride() != y.stride():
-            dy = torch.empty_like(y).copy_(dy)
-        dz = backend.drop_marked_gradient(dy, y, activation, p, out)
+        dz = backend.drop_marked_gradient(laid_out_as(dy, y), y, activation, p, out)
         return dz.detach() if dz is y else dz, None, None, None, None, None
 
 

@@ -14,6 +14,7 @@ from torch.autograd import Function
 from ..backends import Backend
 from ..backends import torch as reference
 from ..backends.norms import GroupNorm, Kept
+from ..utils.layout import laid_out_as
 from ..utils.profile_ranges import profile_range
 from .buffer_reuse import is_ours_alone, saved_under_hooks
 from .edits import saved_tensors, version_for_backward
@@ -72,10 +73,8 @@ class _GroupNorm(Function):
                 found = gradients_through(norm(*sources), dy, sources, (needs_x, needs_w, needs_b), create_graph=again)
             return *found, None, None, None, None
         overwrite = not hooked and is_ours_alone(y)
-        if dy.stride() != y.stride():
-            dy = torch.empty_like(y).copy_(dy)
         dx, dw, db = backend.group_norm_gradient(
-            norm, dy, y, w, b, inverse_std, kept, needs_x=needs_x, overwrite=overwrite
+            norm, laid_out_as(dy, y), y, w, b, inverse_std, kept, needs_x=needs_x, overwrite=overwrite
         )
         dx = dx.detach() if dx is y else dx  # which is a result, and knows its node
         dw = dw.to(w.dtype) if needs_w else None

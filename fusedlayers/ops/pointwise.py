@@ -135,11 +135,6 @@ def needs_composite(dy: Tensor) -> bool:
     return any(_torch.infrastructure_mode(mode) is not None for mode in (_torch.PROXY_MODE, _torch.FAKE_MODE))
 
 
-def is_plain(dy: Tensor) -> bool:
-    """Whether dy is a tensor of torch's own whose memory holds its values."""
-    return type(dy) is Tensor and not dy.is_neg() and dy.data_ptr() != 0
-
-
 def _recomputed(origin: Origin, b: Tensor | None, residual: Tensor | None, dim: int) -> Tensor:
     x, w, operation_b, recompute = origin
     # Two dtypes: the forward pass was under autocast, which cast the weight to the dtype of x. Whether backward is

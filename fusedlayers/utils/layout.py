@@ -69,6 +69,11 @@ def has_torchs_layout(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or channels_last_format(tensor) is not None
 
 
+def laid_out_as(tensor: Tensor, like: Tensor) -> Tensor:
+    """``tensor`` with the strides of dense ``like``: itself, or a copy."""
+    return tensor if tensor.stride() == like.stride() else torch.empty_like(like).copy_(tensor)
+
+
 def copies_are_contiguous(tensor: Tensor) -> bool:
     """Whether what PyTorch computes of it element by element is contiguous."""
     return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").is_contiguous()

@@ -40,6 +40,12 @@ def has_data(tensor: Tensor) -> bool:
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it is a tensor of torch's own whose memory holds its values: kernels may read it. That of a negative view
+    holds others, and that of a zero tensor is none."""
+    return type(tensor) is Tensor and not tensor.is_neg() and tensor.data_ptr() != 0
+
+
 def tensors_in(tree: Any) -> Iterator[Tensor]:
     """Yield the tensors in any nesting of containers and modules. Iterators are left alone: they are the function's."""
     for leaf in tree_leaves(tree):

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ...activations import Activation
 from ...utils.isolation import in_clean_state
+from ...utils.storages import is_plain
 from .. import torch as reference
-from . import build, loops
+from . import loops
 from .elementwise import KERNELS, all_values, gradient_kernel
 from .loops import Kernel
 
@@ -22,14 +23,14 @@ from .loops import Kernel
 def drop(x: Tensor, keep: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     """``x factor`` where ``keep`` says so, else ``x 0``, in a new tensor; and the bits of ``keep``. Both are dense and
     laid out alike."""
-    if x.dtype is torch.float64 or build.shared_object() is None:
+    if not loops.serve(x.dtype):
         return reference.drop(x, keep, factor)
     return loops.drop(x, keep, factor)
 
 
 def drop_gradient(dy: Tensor, bits: Tensor, factor: float) -> Tensor:
     """The gradient of x, in a new tensor, for dense dy, laid out like x."""
-    if dy.dtype is torch.float64 or build.shared_object() is None:
+    if not loops.serve(dy.dtype):
         return reference.drop_gradient(dy, bits, factor)
     return loops.drop_gradient(dy, bits, factor)
 
@@ -37,7 +38,7 @@ def drop_gradient(dy: Tensor, bits: Tensor, factor: float) -> Tensor:
 def drop_marked(y: Tensor, keep: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
     """The dropout of outputs y, which carry the branch, in ``out``, which may be y; all are dense and laid out
     alike."""
-    if y.dtype is torch.float64 or build.shared_object() is None:
+    if not loops.serve(y.dtype):
         return reference.drop_marked(y, keep, activation, p, out)
     if y.dtype.itemsize == 2:
         return loops.drop_marked(_stored_kernel(activation, y.dtype, p), y, keep, out)
@@ -46,10 +47,10 @@ def drop_marked(y: Tensor, keep: Tensor, activation: Activation, p: float, out: 
 
 def drop_marked_gradient(dy: Tensor, y: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
     """``dy keep / (1 - p) f'``, in ``out``, which may be y; all are dense and laid out alike."""
-    if y.dtype.itemsize == 2 and build.shared_object() is not None:
+    if is_plain(dy) and loops.serve(y.dtype) and y.dtype.itemsize == 2:
         return loops.gradient(_slope_kernel(activation, y.dtype, p), dy, y, out, None, None)
     kernel = _gradient_kernel(activation) if y.dtype is torch.float32 else None
-    if kernel is None or type(dy) is not Tensor or dy.is_neg() or not dy.data_ptr():
+    if kernel is None or not is_plain(dy):
         return reference.drop_marked_gradient(dy, y, activation, p, out)
     return loops.drop_marked_gradient(kernel, dy, y, 1 - p, activation.is_folded, out)
 
@@ -58,10 +59,9 @@ def drop_marked_gradient(dy: Tensor, y: Tensor, activation: Activation, p: float
 def _gradient_kernel(activation: Activation) -> Kernel | None:
     """That of float32 outputs; also where ATen has one, which knows nothing of what was dropped."""
     kernel = gradient_kernel(activation, torch.float32, "output")
-    if kernel is not None or activation.operand_dims or build.shared_object() is None:
+    if kernel is not None or activation.operand_dims or not loops.serve(torch.float32):
         return kernel
-    loop = activation.native.loop
-    function = None if loop is None else loop(**activation.parameters)
+    function = loops.function_of(activation)
     return Kernel(torch.float32, function) if function is not None and function[0] in loops.BY_FORMULA else None
 
 

@@ -20,11 +20,12 @@ from ...activations import Activation
 from ...derivative import branch_bit
 from ...derivative.folded import FoldedDerivative
 from ...utils.isolation import in_clean_state
-from ...utils.layout import is_dense, layout_along
+from ...utils.layout import is_dense, laid_out_as, layout_along
+from ...utils.storages import is_plain
 from .. import torch as reference
 from ..base import GradientRequest
 from ..torch.chunks import by_rows
-from . import build, loops
+from . import loops
 from .loops import Kernel
 from .table import FoldTable, derivative_table, inverse_table
 
@@ -34,8 +35,9 @@ KERNELS = 64
 #: Chunks of functions that torch computes, in elements: 256 KiB of float32 stay in a core's cache.
 CHUNK = 1 << 16
 #: Functions that the loops compute with their derivatives sooner than they find both in two tables of 16-bit numbers,
-#: which together fill a second-level cache: 0.7 to 1.1 ns an element for 1.2 to 1.5 (AMD EPYC, one thread).
-QUICKER_THAN_TABLES = ("swish", "gelu_tanh", "hardswish", "relu", "sigmoid")
+#: which together fill a second-level cache: 0.7 to 1.1 ns an element for 1.2 to 1.5 (AMD EPYC, one thread). Piecewise
+#: ones are quicker still.
+QUICKER_THAN_TABLES = ("swish", "gelu_tanh", "sigmoid")
 
 
 # --- the backend's functions ------------------------------------------------------------------------------------------
@@ -84,14 +86,13 @@ def gradient(
 ) -> tuple[Tensor | None, ...]:
     """``dz = dy * f'``, the gradient of the bias, and those of the operands: None where not requested."""
     kernel = gradient_kernel(activation, saved.dtype, request.saved)
-    if kernel is None or not saved.numel() or type(dy) is not Tensor or dy.is_neg() or not dy.data_ptr():
+    if kernel is None or not saved.numel() or not is_plain(dy):
         return reference.gradient(dy, saved, activation, operands, request, dim=dim)
     overwrite = request.overwrite
     if not (saved.is_contiguous() or is_dense(saved)):  # an output written over a view with gaps, or a user's input
         saved, overwrite = torch.empty_like(saved).copy_(saved), True
     dz = saved if overwrite else torch.empty_like(saved)
-    if dy.stride() != saved.stride():
-        dy = torch.empty_like(saved).copy_(dy)
+    dy = laid_out_as(dy, saved)
     along = layout_along(saved, dim) if request.needs_bias else None
     db = None if along is None else saved.new_empty(along.channels)
     return loops.gradient(kernel, dy, saved, dz, db, along), db
@@ -121,7 +122,7 @@ def gate_gradient(
     """Write the gradients of z and up into ``out``, or else over these and over dy; return those of the operands, with
     which all are contiguous."""
     kernel = gate_kernel(activation, z.dtype, gradient=True)
-    if kernel is None or not z.numel() or type(dy) is not Tensor or dy.is_neg() or not dy.data_ptr():
+    if kernel is None or not z.numel() or not is_plain(dy):
         return reference.gate_gradient(dy, z, up, activation, operands, needs, out)
     results = out or (z, up)
     if all(map(loops.has_rows, (dy, z, up, *results))):
@@ -133,7 +134,7 @@ def gate_gradient(
 
 def inverse(y: Tensor, activation: Activation, out: Tensor | None) -> Tensor:
     """z with ``activation(z) = y``, in ``out`` (which may be y) or in a new buffer; y carries the branch."""
-    table = inverse_table(activation) if y.dtype is torch.float32 and build.shared_object() is not None else None
+    table = inverse_table(activation) if y.dtype is torch.float32 and loops.serve(y.dtype) else None
     if table is None:
         return reference.inverse(y, activation, out)
     z = out if out is not None and is_dense(out) else torch.empty_like(y)
@@ -157,24 +158,23 @@ def _encode_chunks(z: Tensor, y: Tensor, activation: Activation, kernel: Kernel)
 def forward_kernel(activation: Activation, dtype: torch.dtype, encode: bool) -> Kernel | None:
     """The kernel for z of a dtype; ``encode`` puts the branch of a folded activation into y."""
     encode = encode and activation.is_folded
-    is_torchs = activation.is_identity or activation.operand_dims or dtype is torch.float64
     native = activation.native
     # ATen takes 0.5 to 1.9 ns for an exponential of 16 bits, and a look-up 0.4 (Intel Xeon with AVX-512, one thread).
     is_atens = native.activate_ is not None and (dtype.itemsize == 4 or native.is_piecewise)
-    if is_torchs or (is_atens and not encode) or build.shared_object() is None:
+    if activation.is_identity or activation.operand_dims or (is_atens and not encode) or not loops.serve(dtype):
         return None
     if dtype.itemsize == 2:
         return Kernel(dtype, values=_values(activation, dtype, encode))
-    loop = activation.native.loop
-    if loop is not None:
-        return Kernel(dtype, loop(**activation.parameters), activation.fold if encode else None)
+    function = loops.function_of(activation)
+    if function is not None:
+        return Kernel(dtype, function, activation.fold if encode else None)
     return Kernel(dtype, fold=activation.fold) if encode else None
 
 
 @functools.lru_cache(KERNELS)
 def gradient_kernel(activation: Activation, dtype: torch.dtype, saved: str) -> Kernel | None:
     """The kernel for ``dy * f'`` from ``saved``, the "output" or the "input", of a dtype."""
-    if activation.operand_dims or dtype is torch.float64 or build.shared_object() is None:
+    if activation.operand_dims or not loops.serve(dtype):
         return None
     if saved == "output" and activation.native.gradient is not None:
         return None
@@ -185,8 +185,8 @@ def gradient_kernel(activation: Activation, dtype: torch.dtype, saved: str) -> K
         return Kernel(dtype, slopes=_slopes(activation, dtype, saved))
     if saved == "input":
         # Of the others ATen's kernels give 0 where the slope is 0, whatever dy is.
-        loop = activation.native.loop if activation.is_folded else None
-        return None if loop is None else Kernel(dtype, loop(**activation.parameters))
+        function = loops.function_of(activation) if activation.is_folded else None
+        return None if function is None else Kernel(dtype, function)
     table = derivative_table(activation)
     if table is None:
         return None
@@ -195,20 +195,20 @@ def gradient_kernel(activation: Activation, dtype: torch.dtype, saved: str) -> K
 
 def _formula_kernel(activation: Activation, dtype: torch.dtype) -> Kernel | None:
     """The kernel where the loops have a formula for the derivative from marked outputs."""
-    loop = activation.native.loop
-    name = None if loop is None else loop(**activation.parameters)[0]
-    fitted = activation.fitted_derivative() if name in loops.DERIVED_FROM_OUTPUTS else None
-    if name is None or not isinstance(fitted, FoldedDerivative):
+    function = loops.function_of(activation)
+    if function is None or function[0] not in loops.DERIVED_FROM_OUTPUTS:
         return None
-    return Kernel(dtype, (name, fitted.margin), activation.fold)
+    fitted = activation.fitted_derivative()
+    return (
+        Kernel(dtype, (function[0], fitted.margin), activation.fold) if isinstance(fitted, FoldedDerivative) else None
+    )
 
 
 def input_kernel(activation: Activation, dtype: torch.dtype) -> Kernel | None:
     """The kernel for outputs, without a branch, and for derivatives from inputs."""
-    if activation.is_identity or activation.operand_dims or dtype is torch.float64 or build.shared_object() is None:
+    if activation.is_identity or activation.operand_dims or not loops.serve(dtype):
         return None
-    loop = activation.native.loop
-    function = None if loop is None else loop(**activation.parameters)
+    function = loops.function_of(activation)
     if function is not None and (activation.native.is_piecewise or dtype.itemsize == 4):
         return Kernel(dtype, function)
     if dtype.itemsize == 4:
@@ -219,11 +219,13 @@ def input_kernel(activation: Activation, dtype: torch.dtype) -> Kernel | None:
 @functools.lru_cache(KERNELS)
 def gate_kernel(activation: Activation, dtype: torch.dtype, *, gradient: bool) -> Kernel | None:
     """The kernel for gates of a dtype, or for their gradients."""
-    if activation.operand_dims or dtype is torch.float64 or build.shared_object() is None:
+    if activation.operand_dims or not loops.serve(dtype):
         return None
-    loop = activation.native.loop
-    function = None if loop is None else loop(**activation.parameters)
-    if dtype.itemsize == 2 and not (gradient and function is not None and function[0] in QUICKER_THAN_TABLES):
+    function = loops.function_of(activation)
+    is_quick = (
+        gradient and function is not None and (activation.native.is_piecewise or function[0] in QUICKER_THAN_TABLES)
+    )
+    if dtype.itemsize == 2 and not is_quick:
         slopes = _slopes(activation, dtype, "input") if gradient else None
         return Kernel(dtype, outputs=_outputs(activation, dtype), slopes=slopes)
     return None if function is None else Kernel(dtype, function)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from ...utils.layout import Layout
+from ...utils.storages import is_plain
 from .. import torch as reference
 from ..norms import GroupNorm, Kept, in_a_row
 from . import loops, norm_loops
-from .row_norm import has_loops
 
 
 def group_norm_gradient(
@@ -31,7 +31,7 @@ def group_norm_gradient(
     ``xhat = (y - b) / w``, is read as it is.
     """
     channels, count = y.shape[1], norm.extents(y)[2]
-    if not has_loops(y.dtype) or count < 2 or type(dy) is not Tensor or dy.is_neg() or not dy.data_ptr():
+    if not loops.serve(y.dtype) or count < 2 or not is_plain(dy):
         return reference.group_norm_gradient(
             norm, dy, y, w, b, inverse_std, kept, needs_x=needs_x, overwrite=overwrite
         )  # fmt: skip

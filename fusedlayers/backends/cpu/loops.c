@@ -1421,14 +1421,14 @@ int row_norm_gradient(const row_norm *r, const void *dy, const void *y, const fl
 }
 
 /* A batch norm's gradient of x, ``scale dz + slope v + offset``, and that of w (``_gradients_in_passes`` in
-   ops/batch_norm.py) from the sums of dz and of dz (v - center). v is z, or x of the channels that were kept. w and b
-   may be NULL. */
+   ops/batch_norm.py) from the sums of dz and of dz (v - center). v is z, or x of the channels that were kept; where all
+   were, ``kept`` is not read. w and b may be NULL. */
 int norm_factors(const float *mean, const float *inverse_std, const float *w, const float *b, const float *sum,
                  const float *product, const int64_t *kept, int64_t kept_count, int64_t channels, int64_t count,
                  int rounds_shift, float *dw, float *scale, float *slope, float *offset) {
   int64_t next = 0;
   for (int64_t c = 0; c < channels; c++) {
-    const int is_kept = next < kept_count && kept[next] == c;
+    const int is_kept = kept_count == channels || (next < kept_count && kept[next] == c);
     const double weight = w == NULL ? 1.0 : w[c], bias = b == NULL ? 0.0 : b[c];
     const double gain = is_kept ? inverse_std[c] : 1.0 / weight, center = is_kept ? mean[c] : bias;
     const float factor = w == NULL ? inverse_std[c] : inverse_std[c] * w[c];

@@ -20,6 +20,7 @@ from . import build
 from .cubics import normal
 
 if TYPE_CHECKING:
+    from ...activations import Activation
     from .table import DerivativeTable, FoldTable
 
 #: Fewer numbers are left to the calling thread, as torch does (``at::internal::GRAIN_SIZE``).
@@ -143,6 +144,17 @@ def _of(table: DerivativeTable) -> _Table:
         *(table.first, table.last, table.underflow),
         *(len(table.flats), table.flats.data_ptr(), table.cubics.data_ptr()),
     )
+
+
+def serve(dtype: torch.dtype) -> bool:
+    """Whether the loops read it, and are there."""
+    return dtype in DTYPES and build.shared_object() is not None
+
+
+def function_of(activation: Activation) -> tuple[str, float] | None:
+    """What the loops call the activation, and its parameter."""
+    loop = activation.native.loop
+    return None if loop is None else loop(**activation.parameters)
 
 
 @functools.cache

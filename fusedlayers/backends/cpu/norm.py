@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...activations import Activation
-from ...utils.layout import has_torchs_layout, layout_along
-from . import build, loops, norm_loops
+from ...utils.layout import has_torchs_layout, laid_out_as, layout_along
+from . import loops, norm_loops
 from .elementwise import KERNELS, input_kernel
 from .loops import Kernel
 from .table import FoldTable, derivative_table, inverse_table
@@ -18,9 +18,6 @@ from .table import FoldTable, derivative_table, inverse_table
 
 class _ChannelPasses:
     """Statistics, and the gradient of x."""
-
-    #: The gradient of w, and the factors of ``combine``.
-    factors = staticmethod(norm_loops.norm_factors)
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The mean and the variance, without Bessel's correction, of each channel of x."""
@@ -37,6 +34,9 @@ class InputPasses(_ChannelPasses):
 
     kernel: Kernel
 
+    #: The gradient of w, and the factors of ``combine``.
+    factors = staticmethod(norm_loops.input_norm_factors)
+
     def norm_act(self, x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         """``f(z)`` with ``z = (x - mean) scale + shift``, of 16 bits rounded as x."""
         y = torch.empty_like(x)
@@ -47,7 +47,7 @@ class InputPasses(_ChannelPasses):
         self, dy: Tensor, x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``dz = dy * f'(z)``; for each channel the sums of dz and of ``dz (x - mean)``."""
-        return loops.norm_input_gradient(self.kernel, _laid_out_as(x, dy), x, (mean, scale, shift), layout_along(x, 1))
+        return loops.norm_input_gradient(self.kernel, laid_out_as(dy, x), x, (mean, scale, shift), layout_along(x, 1))
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,9 @@ class NormPasses(_ChannelPasses):
     forward: Kernel
     backward: Kernel
 
-    #: The channels that are inexact.
+    #: The channels that are inexact; the gradient of w, and the factors of ``combine``.
     inexact_channels = staticmethod(norm_loops.inexact_channels)
+    factors = staticmethod(norm_loops.norm_factors)
 
     def norm_act(self, x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """``y = f(z)`` with ``z = (x - mean) scale + shift``, y with its branch; the smallest and the largest z of each
@@ -80,12 +81,8 @@ class NormPasses(_ChannelPasses):
         """``dz = dy * f'`` and z from y, over which z may be written; for each channel the sums of dz and of
         ``dz (z - center)``."""
         z = y if overwrite else torch.empty_like(y)
-        dz, total, product = loops.norm_gradient(self.backward, _laid_out_as(y, dy), y, z, center, layout_along(y, 1))
+        dz, total, product = loops.norm_gradient(self.backward, laid_out_as(dy, y), y, z, center, layout_along(y, 1))
         return dz, z, total, product
-
-
-def _laid_out_as(y: Tensor, dy: Tensor) -> Tensor:
-    return dy if dy.stride() == y.stride() else torch.empty_like(y).copy_(dy)
 
 
 def norm_passes(tensor: Tensor, activation: Activation) -> NormPasses | None:
@@ -95,10 +92,9 @@ def norm_passes(tensor: Tensor, activation: Activation) -> NormPasses | None:
 
 @functools.lru_cache(KERNELS)
 def _passes(activation: Activation, dtype: torch.dtype) -> NormPasses | None:
-    loop = activation.native.loop
-    if loop is None or dtype is not torch.float32 or not activation.has_inverse or build.shared_object() is None:
+    function = loops.function_of(activation)
+    if function is None or dtype is not torch.float32 or not activation.has_inverse or not loops.serve(dtype):
         return None
-    function = loop(**activation.parameters)
     forward, inverse = Kernel(dtype, function, activation.fold), inverse_table(activation)
     if inverse is None:
         return NormPasses(forward, Kernel(dtype, function)) if function[0] in loops.INVERTED else None

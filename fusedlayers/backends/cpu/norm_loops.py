@@ -142,12 +142,28 @@ def norm_factors(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A batch norm's gradient of w, and the factors of ``dx = scale dz + slope v + offset``, from the sums of dz and of
     ``dz (v - center)`` over the ``count`` numbers of each channel. ``kept``: the channels whose v is x, in order."""
+    kept_count = 0 if kept is None else len(kept)
+    return _factors((mean, inverse_std, w, b, total, product), kept, kept_count, count, rounds_shift)
+
+
+def input_norm_factors(
+    mean: Tensor, inverse_std: Tensor, w: Tensor | None, total: Tensor, product: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same where v is x in all channels."""
+    return _factors((mean, inverse_std, w, None, total, product), None, len(mean), count, False)
+
+
+def _factors(
+    of_channels: tuple[Tensor | None, ...], kept: Tensor | None, kept_count: int, count: int, rounds_shift: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    mean = of_channels[0]
+    assert mean is not None
     results = mean.new_empty(4, len(mean), dtype=torch.float32).unbind()
-    rows = [None if t is None else channel_vector(t) for t in (mean, inverse_std, w, b, total, product)]
+    rows = [None if t is None else channel_vector(t) for t in of_channels]
     functions()["norm_factors"](
         *map(_address, rows),
         _address(kept),
-        0 if kept is None else len(kept),
+        kept_count,
         *(len(mean), count, rounds_shift),
         *map(_address, results),
     )

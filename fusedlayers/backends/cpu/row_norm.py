@@ -5,19 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...utils.storages import is_plain
 from .. import torch as reference
 from ..norms import Kept, RowNorm, RowNormResult, in_a_row
 from . import build, loops, norm_loops
 
 
-def has_loops(dtype: torch.dtype) -> bool:
-    """Whether the loops read it, and are there."""
-    return dtype in loops.DTYPES and build.shared_object() is not None
-
-
 def row_norm(norm: RowNorm, x: Tensor, w: Tensor | None, b: Tensor | None) -> RowNormResult:
     """The norm of contiguous x, and its statistics."""
-    if norm.is_centred or not has_loops(x.dtype):
+    if norm.is_centred or not loops.serve(x.dtype):
         return reference.row_norm(norm, x, w, b)
     return RowNormResult(*norm_loops.rms_norm(norm, x, w))
 
@@ -35,7 +31,7 @@ def row_norm_gradient(
     overwrite: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """The gradients of x, in y if ``overwrite``, and of the rows that w and b are, in float32 or wider."""
-    if type(dy) is not Tensor or dy.is_neg() or not dy.data_ptr() or not has_loops(y.dtype):
+    if not is_plain(dy) or not loops.serve(y.dtype):
         return reference.row_norm_gradient(
             norm, dy, y, w, b, inverse_std, kept, needs_x=needs_x, overwrite=overwrite
         )  # fmt: skip
@@ -49,7 +45,7 @@ def row_norm_gradient(
 
 def inexact_columns(gain: Tensor, b: Tensor | None, ratio: float, least: float, most: float) -> Tensor | None:
     """The columns whose factor is too small, too large, or much smaller than b; None where there is none."""
-    if gain.dtype is not torch.float32 or build.shared_object() is None:
+    if gain.dtype is not torch.float32 or not loops.serve(gain.dtype):
         return reference.inexact_columns(gain, b, ratio, least, most)
     return norm_loops.inexact_columns(gain, b, ratio, least, most)
 

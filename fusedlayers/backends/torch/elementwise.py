@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...activations import Activation, upcast
-from ...utils.layout import along, is_dense
+from ...utils.layout import along, is_dense, laid_out_as
 from ..base import GradientRequest
 from . import traced
 from .chunks import for_each
@@ -83,8 +83,7 @@ def gradient(
         dz = operator.grad_input(*values, grad_input=saved) if overwrite else operator.default(*values)
     else:
         dz = saved if overwrite else torch.empty_like(saved)
-        if dy.stride() != saved.stride():
-            dy = torch.empty_like(saved).copy_(dy)
+        dy = laid_out_as(dy, saved)
         if given_output or not _is_by_trace(activation):
             for_each(functools.partial(_multiply, _of_output if given_output else _of_input, activation), dy, saved, dz)
         elif dz.numel():

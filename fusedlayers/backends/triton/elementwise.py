@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...activations import Activation
 from ...utils.bounded_cache import BoundedCache
-from ...utils.layout import is_dense, layout_along
+from ...utils.layout import is_dense, laid_out_as, layout_along
 from .. import torch as reference
 from ..base import GradientRequest
 from .codegen import device_function, pack
@@ -293,8 +293,8 @@ def _launch_forward(
         _launches.put(key, launch)
     with on(y):
         launch(
-            _as_laid_out(z, y), y if b is None else b.contiguous(),
-            y if residual is None else _as_laid_out(residual, y), y if up is None else _as_laid_out(up, y),
+            laid_out_as(z, y), y if b is None else b.contiguous(),
+            y if residual is None else laid_out_as(residual, y), y if up is None else laid_out_as(up, y),
             pack(operands, y), y,
         )  # fmt: skip
     if out is None or y is out:
@@ -339,7 +339,7 @@ def _launch_gradient(
 ) -> list[Tensor]:
     """Write dz, and the gradient of ``up`` over it; return the sums: of dz for a bias, then of the operands' shares."""
     # A saved input is the user's tensor: it may have gaps.
-    dy, saved = _as_laid_out(dy, dz), _as_laid_out(saved, dz)
+    dy, saved = laid_out_as(dy, dz), laid_out_as(saved, dz)
     has_channels = request.needs_bias or _run(operands)
     function = device_function(
         activation, "gradient", given=request.saved, dtype=saved.dtype, needs=request.needs_operands
@@ -421,11 +421,6 @@ def _gradient_launch(
 def _run(operands: Sequence[Tensor]) -> bool:
     """Whether any has a number for each channel."""
     return any(p.numel() > 1 for p in operands)
-
-
-def _as_laid_out(tensor: Tensor, out: Tensor) -> Tensor:
-    """``tensor`` with the strides of ``out``: itself, or a copy."""
-    return tensor if tensor.stride() == out.stride() else torch.empty_like(out).copy_(tensor)
 
 
 def _as_matrix(tensor: Tensor, dim: int | None) -> Matrix:
