@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -104,13 +104,13 @@ def _composite(
 ) -> Tensor:  # fmt: skip
     """By PyTorch's own operations."""
     z = operation(x, w, b)
-    y: Tensor = activation.plain(z if residual is None else z + residual)
-    if not is_tensor_like(y):  # a function that forgot its return; a trace's proxy is like a tensor
+    y: object = activation.plain(z if residual is None else z + residual)
+    if not (is_tensor_like(y) or isinstance(y, tuple)):  # its return was forgotten; a trace hands proxies on
         found = type(y).__name__
         raise TypeError(
             f"{operation.function}: the activation must return a tensor, {activation.name} returned {found}"
         )
-    return y
+    return cast("Tensor", y)
 
 
 def _sum(operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None) -> Tensor:
