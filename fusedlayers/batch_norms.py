@@ -1,8 +1,8 @@
 """Batch norm, and the activation that follows it: one node for both, where the output of both determines the norm's
 input.
 
-A batch norm does not know that an activation follows. ``batch_norm`` is PyTorch's own, and notes on the node that it
-made what that was given; ``after_batch_norm`` finds the note on its input.
+A batch norm does not know that an activation follows. ``batch_norm`` notes on the node that it made what that was
+given; ``after_batch_norm`` finds the note on its input.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import validation
+from . import backends, plan, validation
 from ._torch import autocast_is_active
 from .activations import Activation
+from .backends import InputPasses
 from .backends.operations import BatchNorm
-from .call import followed_by, plan_for
-from .ops.batch_norm import act_after_norm, inverse_error_of
+from .call import followed_by, needs_gradient, plan_for
+from .ops.batch_norm import Made, act_after_norm, inverse_error_of
+from .ops.batch_norm_input import IDENTITY, norm_of_input
 from .ops.buffer_reuse import hooks_move_tensors
+from .utils.layout import has_torchs_layout
 
 _NOTE = "fusedlayers batch norm"
 
@@ -45,15 +48,33 @@ def batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """``F.batch_norm``, whose node and result an activation behind it may replace by one that saves its own output."""
-    z = F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    if torch.compiler.is_compiling():  # a graph that is traced shows no nodes; batch norms are the compiler's
-        return z
+    is_small = not training or input.numel() * input.itemsize < plan.MEDIUM_BYTES  # one node is slower than two then
+    if torch.compiler.is_compiling() or is_small or not validation.are_torchs_own((input,), (weight, bias)):
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    norm = BatchNorm(running_mean, running_var, None, True, momentum, eps, dims=input.dim())
+    passes = _passes(input, running_mean, running_var, weight, bias)
+    if passes is not None:
+        z = norm_of_input(norm, input, weight, bias, passes)
+    else:
+        z = F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     node: Any = z.grad_fn
-    if training and node is not None and validation.are_torchs_own((input,), (weight, bias)):
+    if node is not None:
         # The statistics of this batch are the node's; the running ones have been updated.
-        norm = BatchNorm(None, None, None, True, None, eps, dims=input.dim())
-        node.metadata[_NOTE] = _Made(norm, input, weight, bias, z._version)
+        node.metadata[_NOTE] = _Made(norm.without_tensors(), input, weight, bias, z._version)
     return z
+
+
+def _passes(x: Tensor, *vectors: Tensor | None) -> InputPasses | None:
+    """A backend's passes for a batch norm of x with these parameters and running statistics, where they are quicker
+    than torch's kernel and it would not refuse the call; or None."""
+    passes = backends.choose(x).input_passes(IDENTITY, x.dtype)
+    if passes is None or x.dim() < 2 or not has_torchs_layout(x) or not needs_gradient(x, *vectors[-2:]):
+        return None
+    is_refused = x.numel() == x.shape[1] or (vectors[0] is None) != (vectors[1] is None)
+    if is_refused or autocast_is_active() or followed_by() is not None:
+        return None
+    is_usual = all(t is None or (t.dtype is x.dtype and t.is_cpu and t.shape == x.shape[1:2]) for t in vectors)
+    return passes if is_usual else None
 
 
 def after_batch_norm(z: Tensor, activation: Activation, inplace: bool) -> Tensor | None:
@@ -67,12 +88,13 @@ def after_batch_norm(z: Tensor, activation: Activation, inplace: bool) -> Tensor
     made: _Made = node.metadata[_NOTE]
     if z._version != made.version or z._is_view() or z._backward_hooks or hooks_move_tensors() or autocast_is_active():
         return None
-    if followed_by() is not None or not hasattr(node, "_saved_result2"):
+    in_passes = hasattr(node, "statistics")
+    if followed_by() is not None or not (in_passes or hasattr(node, "_saved_result2")):
         return None
     norm, x, w, b, _ = made
-    plan, record, operands = plan_for(norm, x, w, b, None, activation, "auto", (norm.facts(), x.shape), x.numel())
-    inverse_error = inverse_error_of(record, x) if plan.path == "tells_input" and not operands else None
+    found, record, operands = plan_for(norm, x, w, b, None, activation, "auto", (norm.facts(), x.shape), x.numel())
+    inverse_error = inverse_error_of(record, x) if found.path == "tells_input" and not operands else None
     if inverse_error is None:
         return None
-    statistics = node._saved_result1, node._saved_result2
-    return act_after_norm(norm, x, w, b, z, statistics, record, inverse_error, inplace)
+    mean, inverse_std = node.statistics if in_passes else (node._saved_result1, node._saved_result2)
+    return act_after_norm(norm, x, w, b, z, Made(mean, inverse_std, in_passes, inplace), record, inverse_error)

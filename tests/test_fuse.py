@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import io
 import pickle
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -18,9 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers import norm_plan
-from fusedlayers.fusion import operations
+from fusedlayers.fusion import operations, region
+from fusedlayers.fusion.one_call import ONE_CALLS
 from fusedlayers.fusion.operations import activation_of
-from fusedlayers.fusion.region import region_of
+from fusedlayers.fusion.region import Region, region_of
 from fusedlayers.memory import saved_bytes
 
 ROWS, IN, HIDDEN = 64, 32, 128
@@ -690,6 +692,98 @@ def test_activations_in_place(make: Callable[[], nn.Module]) -> None:
     assert _kinds(model).keys() == {"norm", "act"}
     eager.load_state_dict(model.state_dict())
     _same(model, eager, x)
+
+
+#: With options that are not the defaults.
+ONE_CALL: dict[type[nn.Module], Callable[[], nn.Module]] = {
+    nn.LeakyReLU: lambda: nn.LeakyReLU(0.3),
+    nn.Hardtanh: lambda: nn.Hardtanh(-0.5, 0.7),
+    nn.Threshold: lambda: nn.Threshold(0.1, -0.2),
+    nn.Softshrink: lambda: nn.Softshrink(0.3),
+    nn.ELU: lambda: nn.ELU(1.5),
+    nn.CELU: lambda: nn.CELU(1.5),
+    nn.Softplus: lambda: nn.Softplus(2.0, 3.0),
+    nn.GELU: lambda: nn.GELU("tanh"),
+    nn.Dropout: lambda: nn.Dropout(0.3),
+    nn.LayerNorm: lambda: nn.LayerNorm((8, 8), eps=0.1),
+    nn.RMSNorm: lambda: nn.RMSNorm((8, 8), eps=0.1),
+    nn.GroupNorm: lambda: nn.GroupNorm(2, 4, eps=0.1),
+    nn.BatchNorm1d: lambda: nn.BatchNorm1d(4, eps=0.1, momentum=0.3),
+    nn.BatchNorm2d: lambda: nn.BatchNorm2d(4, eps=0.1, momentum=0.3),
+    nn.BatchNorm3d: lambda: nn.BatchNorm3d(4, eps=0.1, momentum=0.3, track_running_stats=False),
+}
+
+
+def _of_one_call(kind: type[nn.Module]) -> tuple[nn.Module, nn.Module, Tensor]:
+    """A module with a region, eager's, and an input."""
+    eager = ONE_CALL.get(kind, kind)()
+    for parameter in eager.parameters():
+        nn.init.uniform_(parameter, 0.5, 1.5)
+    model = copy.deepcopy(eager)
+    Region.of(model).kinds.add(ONE_CALLS[kind].operation.kind)
+    dims = {nn.BatchNorm1d: 1, nn.BatchNorm3d: 3}.get(kind, 2)
+    return model, eager, torch.randn(16, 4, *(8,) * dims, requires_grad=True)
+
+
+@pytest.mark.parametrize("kind", ONE_CALLS)
+def test_a_module_of_one_call_needs_no_mode(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, eager, x = _of_one_call(kind)
+    monkeypatch.setattr(region, "Interception", None)
+    _same(model, eager, x)
+    for name, buffer in eager.named_buffers():
+        torch.testing.assert_close(model.get_buffer(name), buffer)
+
+
+@pytest.mark.parametrize("kind", ONE_CALLS)
+def test_a_module_of_one_call_may_be_called_in_another_way(
+    kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, eager, x = _of_one_call(kind)
+    by_name = {next(iter(inspect.signature(eager.forward).parameters)): x}
+    results = []
+    for module in (model, eager):
+        torch.manual_seed(0)
+        results.append(module(**by_name))
+    torch.testing.assert_close(*results)
+    monkeypatch.setattr(F, ONE_CALLS[kind].name, lambda x, *args, **kwargs: x.sin())
+    assert torch.equal(model(x), x.sin())
+    monkeypatch.setattr(kind, "forward", lambda self, x: x.cos())
+    assert torch.equal(model(x), x.cos())
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d])
+def test_a_batch_norm_refuses_what_pytorchs_refuses(kind: type[nn.Module]) -> None:
+    model, eager, x = _of_one_call(kind)
+    for wrong in (x[:, :3], x.flatten(), x.detach().double(), x.detach().long(), x.expand(2, *x.shape), None):
+        with pytest.raises(Exception) as refused:  # noqa: PT011
+            eager(wrong)
+        with pytest.raises(refused.type, match=re.escape(str(refused.value))):
+            model(wrong)
+
+
+@pytest.mark.parametrize("momentum", [None, 0.1])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_batch_norms_by_passes(momentum: float | None, layout: str) -> None:
+    """Whose activation is not joined with them."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8, momentum=momentum), nn.SiLU(), nn.Conv2d(8, 2, 1))
+    nn.init.uniform_(model[1].weight, 0.5, 1.5)
+    x = torch.randn(8, 3, 16, 16)
+    x = x.to(memory_format=torch.channels_last) if layout == "channels_last" else x
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x)
+    eager.load_state_dict(model.state_dict())
+    assert type(model[:2](x).grad_fn).__name__ == "NormOfInputBackward"
+    _same(model[:2], eager[:2], x)
+    model[1].load_state_dict(eager[1].state_dict())
+    _same(model, eager, x)
+    for name, buffer in eager.named_buffers():
+        torch.testing.assert_close(model.get_buffer(name), buffer)
+    second = []
+    for net, given in ((model, x), (eager, x), (copy.deepcopy(eager).double(), x.double())):
+        (dw,) = torch.autograd.grad(net[:2](given).sin().square().sum(), net[1].weight, create_graph=True)
+        second.append(torch.autograd.grad(dw.square().sum(), [net[0].weight, net[1].weight]))
+    for ours, theirs, exact in zip(*second, strict=True):
+        assert (ours - exact).norm() <= 2 * (theirs - exact).norm() + 1e-6 * exact.norm()
 
 
 def test_options_that_only_pytorch_knows() -> None:

@@ -70,36 +70,34 @@ def norm_act(
     return y
 
 
-@profile_range(lambda norm, x, w, b, z, statistics, activation, *_: range_name("batch_norm", activation.name))
+@profile_range(lambda norm, x, w, b, z, made, activation, *_: range_name("batch_norm", activation.name))
 def act_after_norm(
     norm: BatchNorm,
     x: Tensor,
     w: Tensor | None,
     b: Tensor | None,
     z: Tensor,
-    statistics: tuple[Tensor, Tensor],
+    made: Made,
     activation: Activation,
     inverse_error: InverseError,
-    inplace: bool,
 ) -> Tensor:
-    """``activation(z)`` in one node with the batch norm that has made z of x, by these statistics. The norm's own node
-    then has no successor, and is freed with what it saved as soon as z is.
-
-    ``inplace``: write over z, which must not be a view.
-    """
+    """``activation(z)`` in one node with the batch norm that has made z of x. The norm's own node then has no
+    successor, and is freed with what it saved as soon as z is."""
     place = place_of(x) if x.requires_grad else None
     # Without its place in the graph z is a plain input of the new node, which may write over it.
-    z = z.detach_() if inplace else z.detach()
-    made = Made(*statistics, inplace)
+    z = z.detach_() if made.inplace else z.detach()
     y: Tensor = NormAct.apply(x, w, b, place, z, norm, activation, inverse_error, made)
     return y
 
 
 class Made(NamedTuple):
-    """How z was made of x, and whether it is written over."""
+    """How z was made of x."""
 
     mean: Tensor
     inverse_std: Tensor
+    #: Whether by a backend's passes, and not by torch's kernel.
+    in_passes: bool
+    #: Whether z is to be written over. It must not be a view then.
     inplace: bool
 
 
@@ -141,7 +139,7 @@ class NormAct(Function):
         ctx.place = place if keeps_output else None
         ctx.settings = norm, activation, backend, saved_under_hooks()
         ctx.expected = version_for_backward(y, is_dirty=is_dirty) if keeps_output else None
-        is_by_torch = passes is None or made is not None
+        is_by_torch = passes is None if made is None else not made.in_passes
         ctx.rounds_shift = is_by_torch and x.is_cpu and has_torchs_layout(x) and _torch_rounds_shift()
         return y
 
@@ -212,7 +210,7 @@ def _forward_in_passes(
         y, ends = passes.norm_act(x, mean, known.scale, known.shift(b))
     else:
         assert z is not None
-        known, centred = Known(made.mean, made.inverse_std, w), CENTRED
+        known, centred = Known(made.mean, made.inverse_std, w), math.inf if made.in_passes else CENTRED
         y = z if made.inplace else torch.empty_like(z)
         ends = passes.act(z, y)
     return y, known, passes.inexact_channels(inverse_error, *known, b, ends, x.numel() // x.shape[1], centred)
@@ -233,7 +231,7 @@ def _forward_by_torch(
     if made is None:
         z, mean, inverse_std = norm.with_statistics(x, w, b)
     else:
-        mean, inverse_std, _ = made
+        mean, inverse_std, *_ = made
     assert z is not None
     known = Known(mean, inverse_std, w)
     channels = None if inverse_error is None else _inexact_channels(z, known, b, inverse_error)

@@ -1,18 +1,20 @@
-"""Batch norm and activation in one node that saves its input alone.
+"""Batch norm, alone or with an activation, in one node that saves its input alone.
 
 Forward computes statistics and then the output, and backward two passes over x and dy: ``dz = dy f'(z)`` and its sums,
 z being normalised x once more, and ``dx = scale (dz - mean(dz) - xhat mean(dz xhat))`` with means over a channel (Ioffe
-& Szegedy 2015). PyTorch takes three passes for each, and keeps z.
+& Szegedy 2015). PyTorch takes three passes for each, and keeps z. Of a norm alone PyTorch's two passes backward are
+quicker, and serve.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..activations import Activation
+from ..activations import Activation, resolve
 from ..backends import InputPasses
 from ..backends.operations import BatchNorm, BatchNormRecompute
 from ..utils.layout import along, has_torchs_layout
@@ -20,6 +22,8 @@ from ..utils.profile_ranges import profile_range, range_name
 from ..utils.storages import is_plain
 from .batch_norm import Known, differentiable_norm_gradients
 from .pointwise import needs_composite
+
+IDENTITY = resolve(None)
 
 
 @profile_range(lambda norm, x, w, b, activation, *_: range_name("batch_norm", activation.name))
@@ -29,6 +33,38 @@ def norm_act_of_input(
     """``activation(norm(x, w, b))`` for contiguous or channels-last x, which is kept."""
     y: Tensor = NormActOfInput.apply(x, w, b, norm, activation, passes)
     return y
+
+
+@profile_range(lambda *_: "batch_norm")
+def norm_of_input(norm: BatchNorm, x: Tensor, w: Tensor | None, b: Tensor | None, passes: InputPasses) -> Tensor:
+    """``norm(x, w, b)`` in training for contiguous or channels-last x, which is kept; ``passes`` are those of the
+    identity."""
+    z: Tensor = NormOfInput.apply(x, w, b, norm, passes)
+    return z
+
+
+class NormOfInput(Function):
+    """``norm(x, w, b)``. Saved are x and the statistics, by which the node is also known (``batch_norms.py``)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor | None, b: Tensor | None, norm: BatchNorm, passes: InputPasses
+    ) -> Tensor:
+        known = Known(*norm.statistics(x, passes.moments), w)
+        ctx.save_for_backward(x, w, known.mean, known.inverse_std)
+        ctx.norm, ctx.statistics = norm.without_tensors(), (known.mean, known.inverse_std)
+        return passes.norm_act(x, known.mean, known.scale, known.shift(b))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (dy,) = grads
+        norm, needs = ctx.norm, ctx.needs_input_grad[:3]
+        x, w, mean, inverse_std = ctx.saved_tensors
+        if needs_composite(dy):
+            again = BatchNormRecompute(mean, inverse_std, norm.eps, True)
+            b = torch.zeros_like(mean) if needs[2] else None  # whatever it is, its gradient is the same
+            return *differentiable_norm_gradients(dy, x, w, b, again, IDENTITY, norm.dim, needs), None, None
+        return *norm.gradients(dy, x, w, mean, inverse_std, needs), None, None
 
 
 class NormActOfInput(Function):
