@@ -141,6 +141,9 @@ class Plan(NamedTuple):
     def __str__(self) -> str:
         return self.reason
 
+    def __repr__(self) -> str:
+        return f"Plan(path={self.path!r}, saved={self.saved!r}, reason={self.reason!r})"
+
 
 _caches: list[BoundedCache[Any]] = []
 

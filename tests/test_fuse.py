@@ -355,7 +355,7 @@ def test_report_as_values(x: Tensor) -> None:
     assert before - after == HIDDEN_BYTES
     table = str(report)
     assert "1  gelu       0.act   32.0 KiB  saves the output (branch in its last bit)" in table
-    assert "  relu: PyTorch saves no more than the output (1)" in table
+    assert "  relu: PyTorch saves no more than the output (module 1)" in table
     assert table.endswith("%)")
 
 
@@ -784,6 +784,27 @@ def test_batch_norms_by_passes(momentum: float | None, layout: str) -> None:
         second.append(torch.autograd.grad(dw.square().sum(), [net[0].weight, net[1].weight]))
     for ours, theirs, exact in zip(*second, strict=True):
         assert (ours - exact).norm() <= 2 * (theirs - exact).norm() + 1e-6 * exact.norm()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_report_without_places_says_why(x: Tensor) -> None:
+    plain, own = (
+        nn.Sequential(nn.Linear(IN, 8), nn.Linear(8, 2)),
+        nn.Sequential(fl.FusedDenseAct(IN, HIDDEN), nn.Linear(HIDDEN, 2)),
+    )
+    traced = torch.jit.trace(MLP(), x)
+    for model, words in (
+        (plain, "Nothing was found that would keep less."),
+        (own, "the layers of fusedlayers keep their outputs already"),
+        (traced, "Fuse the model before you trace or script it"),
+    ):
+        report = fl.fuse(model, x)
+        assert not report.replaced and not report.skipped and words in str(report)
+    with torch.no_grad():
+        report = fl.fuse(MLP(), x)
+    assert "gradients are switched off here" in str(report) and not report.skipped
+    with pytest.raises(ValueError, match=r"these are numbers; for a tensor of this shape pass torch.randn\(4, 32\)"):
+        fl.fuse(MLP(), (4, IN))
 
 
 def test_options_that_only_pytorch_knows() -> None:

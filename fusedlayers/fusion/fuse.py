@@ -169,7 +169,7 @@ class Fusing:
                     restore_random_state()
                     recording = record(model, args, kwargs)
                 except Exception as error:
-                    raise does_not_run(self._function, error) from error
+                    raise does_not_run(self._function, error, args) from error
                 if before == 0:
                     self._notes.append(f"Nothing is saved for a backward pass: {no_gradient_because(model)}.")
                 self.mlps = [*find_mlps(model, recording)]
@@ -216,7 +216,7 @@ class Fusing:
                 continue
             chosen.remove(group)
             total = without
-            if first.kind not in _AUXILIARY:
+            if first.kind not in _AUXILIARY and before:  # else a note says why nothing is kept
                 first.under = "it frees nothing: its input is kept anyway, or nothing else keeps its output"
                 self._skipped.append(group)
         if total > before:
@@ -266,6 +266,8 @@ class Fusing:
         self._remove_needless()
         if self._dry_run:
             self._put_back()
+        if not (groups or self._skipped or self._notes):
+            self._notes.append(_nothing_found(self._model))
         return FuseReport(
             type(self._model).__name__,
             tuple(
@@ -294,6 +296,14 @@ class Fusing:
         unfuse(self._model)
         for region in self._before:
             region.attach()
+
+
+def _nothing_found(model: nn.Module) -> str:
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        return "Nothing was found: TorchScript hides what it calls. Fuse the model before you trace or script it."
+    if any(type(module).__module__.startswith("fusedlayers.") for module in model.modules()):
+        return "Nothing else was found that would keep less: the layers of fusedlayers keep their outputs already."
+    return "Nothing was found that would keep less."
 
 
 def _grouped(places: Sequence[Place], blocks: Sequence[Place] = ()) -> list[_Group]:
@@ -368,10 +378,12 @@ def check_model(function: str, model: object) -> None:
         raise ValueError(f"{function}: {lazy[0]} has no shape yet; call the model once, and then {function}")
 
 
-def does_not_run(function: str, error: Exception) -> ValueError:
+def does_not_run(function: str, error: Exception, args: tuple[Any, ...] = ()) -> ValueError:
     """The error for inputs that the model raises on."""
+    is_shape = bool(args) and all(isinstance(arg, int) for arg in args)
+    hint = f" (these are numbers; for a tensor of this shape pass torch.randn{args})" if is_shape else ""
     return ValueError(
-        f"{function}: the model does not run on these inputs: {type(error).__name__}: {first_line(error)}"
+        f"{function}: the model does not run on these inputs{hint}: {type(error).__name__}: {first_line(error)}"
     )
 
 

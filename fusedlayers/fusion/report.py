@@ -135,7 +135,8 @@ def _reasons(places: Sequence[Skipped]) -> Iterator[str]:
 
 
 def _first_of(paths: list[str]) -> str:
-    return ", ".join(paths[:2]) + (f" and {len(paths) - 2} more" if len(paths) > 2 else "")
+    text = ", ".join(paths[:2]) + (f" and {len(paths) - 2} more" if len(paths) > 2 else "")
+    return f"module {text}" if text.isdecimal() else text  # of an nn.Sequential, where it would be read as a count
 
 
 def _columns(place: Replaced) -> Iterator[str]:
