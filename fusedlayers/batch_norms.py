@@ -48,8 +48,8 @@ def batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """``F.batch_norm``, whose node and result an activation behind it may replace by one that saves its own output."""
-    is_small = not training or input.numel() * input.itemsize < plan.MEDIUM_BYTES  # one node is slower than two then
-    if torch.compiler.is_compiling() or is_small or not validation.are_torchs_own((input,), (weight, bias)):
+    is_plain = torch.compiler.is_compiling() or not training or not validation.are_torchs_own((input,), (weight, bias))
+    if is_plain or input.numel() * input.itemsize < plan.MEDIUM_BYTES:  # of which one node takes longer than two
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     norm = BatchNorm(running_mean, running_var, None, True, momentum, eps, dims=input.dim())
     passes = _passes(input, running_mean, running_var, weight, bias)
