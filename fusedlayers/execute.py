@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -104,13 +104,19 @@ def _composite(
 ) -> Tensor:  # fmt: skip
     """By PyTorch's own operations."""
     z = operation(x, w, b)
-    y: object = activation.plain(z if residual is None else z + residual)
-    if not (is_tensor_like(y) or isinstance(y, tuple)):  # its return was forgotten; a trace hands proxies on
+    y: Tensor = activation.plain(z if residual is None else z + residual)
+    if type(y) is not Tensor:
+        _check_result(operation, activation, y)
+    return y
+
+
+def _check_result(operation: Operation, activation: Activation, y: object) -> None:
+    """A trace hands proxies on, and a function may return several tensors; another's return was forgotten."""
+    if not (is_tensor_like(y) or isinstance(y, tuple)):
         found = type(y).__name__
         raise TypeError(
             f"{operation.function}: the activation must return a tensor, {activation.name} returned {found}"
         )
-    return cast("Tensor", y)
 
 
 def _sum(operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None) -> Tensor:
