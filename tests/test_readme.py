@@ -10,6 +10,8 @@ import pytest
 
 import fusedlayers as fl
 from fusedlayers.activations import record
+from fusedlayers.fitting import costs
+from fusedlayers.fusion import timing
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -28,6 +30,9 @@ def test_code_blocks_run_in_order(document, capsys, monkeypatch):
     text = (ROOT / document).read_text(encoding="utf-8")
     # Code, and what it prints where that is shown below it.
     blocks = re.findall(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", text, re.DOTALL | re.MULTILINE)
+    monkeypatch.setattr(costs, "ROUNDS", 1)  # what is measured is not looked at
+    monkeypatch.setattr(costs, "TIME_MS", 0.0)
+    monkeypatch.setattr(timing, "ROUNDS", 1)
     monkeypatch.setattr(record, "_rows", dict(record._rows))  # what a document registers is for itself
     monkeypatch.setattr(record, "stand_ins", {target: list(rows) for target, rows in record.stand_ins.items()})
     namespace: dict[str, object] = {}
