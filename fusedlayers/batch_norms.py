@@ -27,7 +27,7 @@ from .utils.layout import has_torchs_layout
 _NOTE = "fusedlayers batch norm"
 
 
-class _Made(NamedTuple):
+class _Given(NamedTuple):
     """What a batch norm was given."""
 
     norm: BatchNorm
@@ -48,33 +48,40 @@ def batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """``F.batch_norm``, whose node and result an activation behind it may replace by one that saves its own output."""
-    is_plain = torch.compiler.is_compiling() or not training or not validation.are_torchs_own((input,), (weight, bias))
-    if is_plain or input.numel() * input.itemsize < plan.MEDIUM_BYTES:  # of which one node takes longer than two
+    parameters = weight, bias, running_mean, running_var
+    is_followed = training and not torch.compiler.is_compiling() and validation.are_torchs_own((input,), parameters)
+    if not is_followed or input.numel() * input.itemsize < plan.MEDIUM_BYTES:  # below, two nodes take less time
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     norm = BatchNorm(running_mean, running_var, None, True, momentum, eps, dims=input.dim())
-    passes = _passes(input, running_mean, running_var, weight, bias)
+    passes = _passes(norm, input, weight, bias)
     if passes is not None:
         z = norm_of_input(norm, input, weight, bias, passes)
     else:
-        z = F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        z = F.batch_norm(input, running_mean, running_var, weight, bias, True, momentum, eps)
     node: Any = z.grad_fn
     if node is not None:
         # The statistics of this batch are the node's; the running ones have been updated.
-        node.metadata[_NOTE] = _Made(norm.without_tensors(), input, weight, bias, z._version)
+        node.metadata[_NOTE] = _Given(norm.without_tensors(), input, weight, bias, z._version)
     return z
 
 
-def _passes(x: Tensor, *vectors: Tensor | None) -> InputPasses | None:
-    """A backend's passes for a batch norm of x with these parameters and running statistics, where they are quicker
-    than torch's kernel and it would not refuse the call; or None."""
+def _passes(norm: BatchNorm, x: Tensor, w: Tensor | None, b: Tensor | None) -> InputPasses | None:
+    """A backend's passes for ``norm(x, w, b)``, or None: where torch's kernel is quicker, or may refuse the call or
+    compute it in another way."""
     passes = backends.choose(x).input_passes(IDENTITY, x.dtype)
-    if passes is None or x.dim() < 2 or not has_torchs_layout(x) or not needs_gradient(x, *vectors[-2:]):
+    if passes is None or x.dim() < 2 or x.numel() == x.shape[1] or not has_torchs_layout(x):
         return None
-    is_refused = x.numel() == x.shape[1] or (vectors[0] is None) != (vectors[1] is None)
-    if is_refused or autocast_is_active() or followed_by() is not None:
-        return None
-    is_usual = all(t is None or (t.dtype is x.dtype and t.is_cpu and t.shape == x.shape[1:2]) for t in vectors)
-    return passes if is_usual else None
+    running, vectors = (norm.running_mean, norm.running_var), (w, b, norm.running_mean, norm.running_var)
+    is_usual = all(
+        t is None or (t.dtype is x.dtype and t.is_cpu and t.shape == x.shape[1:2] and t.is_contiguous())
+        for t in vectors
+    )
+    is_usual = is_usual and (running[0] is None) == (running[1] is None) and not needs_gradient(*running)
+    is_usual = is_usual and type(norm.momentum) is float and type(norm.eps) is float and norm.eps > 0
+    is_usual = is_usual and validation.unusual_because(x, *vectors) is None
+    is_usual = is_usual and not any(t is not None and t.is_inference() for t in (x, *vectors))
+    is_free = not autocast_is_active() and followed_by() is None
+    return passes if is_usual and is_free and needs_gradient(x, w, b) else None
 
 
 def after_batch_norm(z: Tensor, activation: Activation, inplace: bool) -> Tensor | None:
@@ -85,13 +92,13 @@ def after_batch_norm(z: Tensor, activation: Activation, inplace: bool) -> Tensor
     node: Any = z.grad_fn
     if node is None or node.metadata.get(_NOTE) is None:
         return None
-    made: _Made = node.metadata[_NOTE]
-    if z._version != made.version or z._is_view() or z._backward_hooks or hooks_move_tensors() or autocast_is_active():
+    given: _Given = node.metadata[_NOTE]
+    if z._version != given.version or z._is_view() or z._backward_hooks or hooks_move_tensors() or autocast_is_active():
         return None
     in_passes = hasattr(node, "statistics")
     if followed_by() is not None or not (in_passes or hasattr(node, "_saved_result2")):
         return None
-    norm, x, w, b, _ = made
+    norm, x, w, b, _ = given
     found, record, operands = plan_for(norm, x, w, b, None, activation, "auto", (norm.facts(), x.shape), x.numel())
     inverse_error = inverse_error_of(record, x) if found.path == "tells_input" and not operands else None
     if inverse_error is None:

@@ -6,6 +6,8 @@ import inspect
 import io
 import pickle
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -786,6 +788,99 @@ def test_batch_norms_by_passes(momentum: float | None, layout: str) -> None:
         assert (ours - exact).norm() <= 2 * (theirs - exact).norm() + 1e-6 * exact.norm()
 
 
+BATCH_NORMS_LEFT_TO_PYTORCH: dict[str, Callable[[nn.BatchNorm2d, Tensor], Any]] = {
+    "eps of 0": lambda norm, x: setattr(norm, "eps", 0.0),
+    "eps of None": lambda norm, x: setattr(norm, "eps", None),
+    "momentum of True": lambda norm, x: setattr(norm, "momentum", True),
+    "momentum of text": lambda norm, x: setattr(norm, "momentum", "a"),
+    "statistics that need gradients": lambda norm, x: norm.running_mean.requires_grad_(),  # type: ignore[union-attr]
+    "statistics without memory": lambda norm, x: setattr(norm, "running_mean", torch.zeros(1).expand(8)),
+    "statistics of another size": lambda norm, x: setattr(norm, "running_var", torch.ones(7)),
+    "one statistic alone": lambda norm, x: setattr(norm, "running_var", None),
+    "weights of another size": lambda norm, x: setattr(norm, "weight", nn.Parameter(torch.ones(9))),
+    "weights in float64": lambda norm, x: norm.double(),
+    "negated": lambda norm, x: torch._neg_view(x),
+    "one value": lambda norm, x: x[:1, :, :1, :1].expand(1, 8, 1, 1),
+    "inference": lambda norm, x: torch.ones_like(x, requires_grad=False),
+}
+
+
+@pytest.mark.parametrize("name", BATCH_NORMS_LEFT_TO_PYTORCH)
+def test_batch_norms_that_pytorch_refuses_or_reads_in_another_way(name: str) -> None:
+    """The same error, or results and statistics; after an error too."""
+    model = nn.Sequential(nn.BatchNorm2d(8), nn.SiLU())
+    fl.fuse(nn.Sequential(nn.Conv2d(3, 8, 1), model), torch.randn(8, 3, 16, 16))
+    results: list[Any] = []
+    for net in (model, nn.Sequential(nn.BatchNorm2d(8), nn.SiLU())):
+        torch.manual_seed(0)
+        x = torch.randn(8, 8, 16, 16, requires_grad=True)
+        changed = BATCH_NORMS_LEFT_TO_PYTORCH[name](net[0], x)  # type: ignore[arg-type]
+        with torch.inference_mode(name == "inference"):
+            x = changed.mul(1) if name in ("negated", "inference") else changed if name == "one value" else x
+        try:
+            results.append(net(x))
+        except Exception as error:
+            results.append(f"{type(error).__name__}: {error}")
+        results.append([None if s is None else s.detach() for s in (net[0].running_mean, net[0].running_var)])
+    for ours, theirs in zip(results[:2], results[2:], strict=True):
+        if isinstance(theirs, str):
+            assert ours == theirs
+        else:
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_batch_norms_by_passes_leave_versions_and_undefined_gradients_as_pytorch_does() -> None:
+    class Drops(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return None
+
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.SiLU())
+    fl.fuse(model, torch.randn(8, 3, 16, 16))
+    small, large = torch.randn(1, 3, 2, 2), torch.randn(8, 3, 16, 16)
+    (model(small).sum() + model(large).sum()).backward()  # the first is PyTorch's
+    evaluated = model.eval()(large)
+    (evaluated.sum() + model.train()(large).sum()).backward()
+    model.zero_grad()
+    Drops.apply(model[:2](large)).sum().backward()
+    assert model[1].weight.grad is None
+
+
+@pytest.mark.parametrize("far", [1e19, 1e37, torch.inf])
+def test_batch_norms_by_passes_of_values_that_lie_far_out(far: float) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.SiLU())
+    eager = copy.deepcopy(model)
+    fl.fuse(model, torch.randn(8, 3, 16, 16))
+    eager.load_state_dict(model.state_dict())
+    x = torch.randn(8, 8, 16, 16, requires_grad=True)
+    with torch.no_grad():
+        x[0, 5, 0, 0] = far
+    torch.testing.assert_close(model[1](x), eager[1](x), equal_nan=True)
+    for name, buffer in eager.named_buffers():
+        torch.testing.assert_close(model.get_buffer(name), buffer, equal_nan=True)
+
+
+def test_what_was_patched_before_the_import_runs() -> None:
+    script = """
+import copy, torch, torch.nn.functional as F
+from torch import nn
+layer_norm, silu = nn.LayerNorm.forward, F.silu
+nn.LayerNorm.forward = lambda self, x: 3 * layer_norm(self, x)
+F.silu = lambda x, inplace=False: 3 * silu(x)
+import fusedlayers as fl
+model = nn.Sequential(nn.Linear(64, 512), nn.SiLU(), nn.Linear(512, 512), nn.LayerNorm(512), nn.Linear(512, 8))
+eager, x = copy.deepcopy(model), torch.randn(1024, 64)
+fl.fuse(model, x)
+torch.testing.assert_close(model(x), eager(x))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_report_without_places_says_why(x: Tensor) -> None:
     plain, own = (
@@ -803,7 +898,7 @@ def test_a_report_without_places_says_why(x: Tensor) -> None:
     with torch.no_grad():
         report = fl.fuse(MLP(), x)
     assert "gradients are switched off here" in str(report) and not report.skipped
-    with pytest.raises(ValueError, match=r"these are numbers; for a tensor of this shape pass torch.randn\(4, 32\)"):
+    with pytest.raises(ValueError, match=r"if a tensor of this shape is meant, pass torch.randn\(4, 32\)"):
         fl.fuse(MLP(), (4, IN))
 
 

@@ -220,6 +220,9 @@ class BatchNorm(NamedTuple):
             mean, var = (t.to(wide, copy=True) for t in (self.running_mean, self.running_var))
             return mean, var.add_(self.eps).rsqrt_()
         mean, var = moments(x)
+        if not math.isfinite(float(var.sum())):  # one value out of the range of float32, or so far out that it shows
+            exact, dims = x.double(), other_dims(x, 1)
+            mean, var = exact.mean(dims).to(mean.dtype), exact.var(dims, correction=0).to(mean.dtype)
         count = x.numel() // len(mean)
         self._update(mean, var * (count / (count - 1)), self._counted())
         return mean, (var + self.eps).rsqrt_()
@@ -251,10 +254,12 @@ class BatchNorm(NamedTuple):
         """The running statistics, of which a batch's own take this part."""
         if self.running_mean is not None and self.running_var is not None:
             for running, own in ((self.running_mean, mean), (self.running_var, var)):  # lerp_ makes NaN of infinities
-                wide = running.to(torch.promote_types(running.dtype, own.dtype))  # itself, unless that is wider
+                # torch's own nodes save them too, and its kernels leave the version as it is.
+                values = running.data
+                wide = values.to(torch.promote_types(running.dtype, own.dtype))  # itself, unless that is wider
                 wide.mul_(1 - part).add_(own, alpha=part)
-                if wide is not running:
-                    running.copy_(wide)  # rounded once, as torch does
+                if wide is not values:
+                    values.copy_(wide)  # rounded once, as torch does
 
     def counted(self) -> BatchNorm:
         """The same with this batch counted already: for who may compute it twice."""

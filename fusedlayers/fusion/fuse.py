@@ -380,8 +380,8 @@ def check_model(function: str, model: object) -> None:
 
 def does_not_run(function: str, error: Exception, args: tuple[Any, ...] = ()) -> ValueError:
     """The error for inputs that the model raises on."""
-    is_shape = bool(args) and all(isinstance(arg, int) for arg in args)
-    hint = f" (these are numbers; for a tensor of this shape pass torch.randn{args})" if is_shape else ""
+    is_shape = len(args) > 1 and all(type(arg) is int for arg in args)
+    hint = f" (these are numbers; if a tensor of this shape is meant, pass torch.randn{args})" if is_shape else ""
     return ValueError(
         f"{function}: the model does not run on these inputs{hint}: {type(error).__name__}: {first_line(error)}"
     )

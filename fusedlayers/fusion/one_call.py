@@ -6,6 +6,7 @@ has pushed the interpreter's code out of the caches (Intel Xeon).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Set
 from typing import Any, NamedTuple
 
@@ -18,8 +19,8 @@ from .operations import OPERATIONS, Arguments, Operation, Options
 class OneCall(NamedTuple):
     """What a class does: ``function(input, **options(module, input))``.
 
-    ``name``: the function's, in ``F``; ``forward``: the class's forward pass; ``options``: None where the module's own
-    code is to run.
+    ``name``: the function's, in ``F``; ``forward``: the class's forward pass; ``options`` may be None: then the
+    module's own code is to run, and nothing was done yet.
     """
 
     name: str
@@ -33,22 +34,30 @@ class OneCall(NamedTuple):
         run: for other arguments, and after the class or the function were patched."""
         if self.operation.kind not in kinds or len(args) != 1 or kwargs or type(module).forward is not self.forward:
             return None
-        options = self.options(module, *args) if getattr(F, self.name) is self.function else None
-        y: Tensor | None = None if options is None else self.operation.run(self.function, args, options)
+        if getattr(F, self.name) is not self.function:
+            return None
+        options = self.options(module, *args)
+        if options is None:
+            return None
+        y: Tensor = self.operation.run(self.function, args, options)
         return y
 
 
-def _one_call(kind: type[nn.Module], name: str, options: Callable[[Any, Any], Options | None]) -> OneCall:
-    function = getattr(F, name)
-    return OneCall(name, function, OPERATIONS[function], kind.forward, options)
+def _one_call(cls: type[nn.Module], name: str, options: Callable[[Any, Any], Options | None]) -> OneCall | None:
+    """None where one of both was patched already: then the operation may be in what it calls."""
+    function, forward = getattr(F, name), cls.forward
+    is_torchs = not hasattr(function, "__code__") or function.__code__.co_filename == F.__file__
+    if not is_torchs or forward.__code__.co_filename != sys.modules[cls.__module__].__file__:
+        return None
+    return OneCall(name, function, OPERATIONS[function], forward, options)
 
 
 def _attributes(*names: str) -> Callable[[Any, Any], Options]:
     return lambda module, x: {name: getattr(module, name) for name in names}
 
 
-def _batch_norm_options(module: Any, x: Any) -> Options | None:
-    """In training, where the module counts the batches."""
+def _begun_batch_norm(module: Any, x: Any) -> Options | None:
+    """What the forward pass does before the call, and the options of that; None in evaluation, and for averages."""
     if not module.training or module.momentum is None:
         return None
     module._check_input_dim(x)
@@ -66,36 +75,39 @@ def _batch_norm_options(module: Any, x: Any) -> Options | None:
     }
 
 
-def _one_calls() -> Iterator[tuple[type[nn.Module], OneCall]]:
-    attributes: dict[type[nn.Module], tuple[str, ...]] = {
-        nn.ReLU: ("relu", "inplace"),
-        nn.LeakyReLU: ("leaky_relu", "negative_slope", "inplace"),
-        nn.ReLU6: ("hardtanh", "min_val", "max_val", "inplace"),
-        nn.Hardtanh: ("hardtanh", "min_val", "max_val", "inplace"),
-        nn.Threshold: ("threshold", "threshold", "value", "inplace"),
-        nn.Softshrink: ("softshrink", "lambd"),
-        nn.Hardsigmoid: ("hardsigmoid", "inplace"),
-        nn.ELU: ("elu", "alpha", "inplace"),
-        nn.SELU: ("selu", "inplace"),
-        nn.CELU: ("celu", "alpha", "inplace"),
-        nn.Softplus: ("softplus", "beta", "threshold"),
-        nn.LogSigmoid: ("logsigmoid",),
-        nn.Softsign: ("softsign",),
-        nn.GELU: ("gelu", "approximate"),
-        nn.SiLU: ("silu", "inplace"),
-        nn.Mish: ("mish", "inplace"),
-        nn.Hardswish: ("hardswish", "inplace"),
-        nn.Dropout: ("dropout", "p", "training", "inplace"),
-        nn.LayerNorm: ("layer_norm", "normalized_shape", "weight", "bias", "eps"),
-        nn.RMSNorm: ("rms_norm", "normalized_shape", "weight", "eps"),
-        nn.GroupNorm: ("group_norm", "num_groups", "weight", "bias", "eps"),
-    }
-    for kind, (name, *names) in attributes.items():
-        yield kind, _one_call(kind, name, _attributes(*names))
-    norms: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    for kind in norms:
-        yield kind, _one_call(kind, "batch_norm", _batch_norm_options)
+#: By class: the function, and the attributes that are its arguments of the same names.
+_CALLED: dict[type[nn.Module], tuple[str, tuple[str, ...]]] = {
+    nn.ReLU: ("relu", ("inplace",)),
+    nn.LeakyReLU: ("leaky_relu", ("negative_slope", "inplace")),
+    nn.ReLU6: ("hardtanh", ("min_val", "max_val", "inplace")),
+    nn.Hardtanh: ("hardtanh", ("min_val", "max_val", "inplace")),
+    nn.Threshold: ("threshold", ("threshold", "value", "inplace")),
+    nn.Softshrink: ("softshrink", ("lambd",)),
+    nn.Hardsigmoid: ("hardsigmoid", ("inplace",)),
+    nn.ELU: ("elu", ("alpha", "inplace")),
+    nn.SELU: ("selu", ("inplace",)),
+    nn.CELU: ("celu", ("alpha", "inplace")),
+    nn.Softplus: ("softplus", ("beta", "threshold")),
+    nn.LogSigmoid: ("logsigmoid", ()),
+    nn.Softsign: ("softsign", ()),
+    nn.GELU: ("gelu", ("approximate",)),
+    nn.SiLU: ("silu", ("inplace",)),
+    nn.Mish: ("mish", ("inplace",)),
+    nn.Hardswish: ("hardswish", ("inplace",)),
+    nn.Dropout: ("dropout", ("p", "training", "inplace")),
+    nn.LayerNorm: ("layer_norm", ("normalized_shape", "weight", "bias", "eps")),
+    nn.RMSNorm: ("rms_norm", ("normalized_shape", "weight", "eps")),
+    nn.GroupNorm: ("group_norm", ("num_groups", "weight", "bias", "eps")),
+}
+_BATCH_NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-#: By class.
-ONE_CALLS = dict(_one_calls())
+def _one_calls() -> Iterator[tuple[type[nn.Module], OneCall | None]]:
+    for cls, (name, names) in _CALLED.items():
+        yield cls, _one_call(cls, name, _attributes(*names))
+    for cls in _BATCH_NORMS:
+        yield cls, _one_call(cls, "batch_norm", _begun_batch_norm)
+
+
+#: What the classes do, of which PyTorch's own code was found when this package was imported.
+ONE_CALLS = {cls: found for cls, found in _one_calls() if found is not None}

@@ -2,8 +2,8 @@
 
 Forward computes statistics and then the output, and backward two passes over x and dy: ``dz = dy f'(z)`` and its sums,
 z being normalised x once more, and ``dx = scale (dz - mean(dz) - xhat mean(dz xhat))`` with means over a channel (Ioffe
-& Szegedy 2015). PyTorch takes three passes for each, and keeps z. Of a norm alone PyTorch's two passes backward are
-quicker, and serve.
+& Szegedy 2015). PyTorch takes three passes for each, and keeps z. A norm alone takes the two passes forward, and
+PyTorch's kernel backward, which is quicker then.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def norm_of_input(norm: BatchNorm, x: Tensor, w: Tensor | None, b: Tensor | None
 
 
 class NormOfInput(Function):
-    """``norm(x, w, b)``. Saved are x and the statistics, by which the node is also known (``batch_norms.py``)."""
+    """``norm(x, w, b)``. Saved are x and the statistics. Who makes one node of this and the next operation reads
+    ``statistics``, which saved-tensor hooks do not see."""
 
     @staticmethod
     def forward(
@@ -53,16 +54,19 @@ class NormOfInput(Function):
         known = Known(*norm.statistics(x, passes.moments), w)
         ctx.save_for_backward(x, w, known.mean, known.inverse_std)
         ctx.norm, ctx.statistics = norm.without_tensors(), (known.mean, known.inverse_std)
+        ctx.set_materialize_grads(False)
         return passes.norm_act(x, known.mean, known.scale, known.shift(b))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (dy,) = grads
+        if dy is None:
+            return (None,) * 5
         norm, needs = ctx.norm, ctx.needs_input_grad[:3]
         x, w, mean, inverse_std = ctx.saved_tensors
         if needs_composite(dy):
             again = BatchNormRecompute(mean, inverse_std, norm.eps, True)
-            b = torch.zeros_like(mean) if needs[2] else None  # whatever it is, its gradient is the same
+            b = torch.zeros_like(mean) if needs[2] else None  # b is not saved, and no gradient depends on it
             return *differentiable_norm_gradients(dy, x, w, b, again, IDENTITY, norm.dim, needs), None, None
         return *norm.gradients(dy, x, w, mean, inverse_std, needs), None, None
 

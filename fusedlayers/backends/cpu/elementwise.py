@@ -210,7 +210,7 @@ def input_kernel(activation: Activation, dtype: torch.dtype) -> Kernel | None:
     if activation.operand_dims or not loops.serve(dtype):
         return None
     if activation.is_identity:
-        return Kernel(dtype, ("leaky_relu", 1.0)) if dtype.itemsize == 4 else None
+        return Kernel(dtype, ("leaky_relu", 1.0)) if dtype.itemsize == 4 else None  # of slope 1, the identity
     function = loops.function_of(activation)
     if function is not None and (activation.native.is_piecewise or dtype.itemsize == 4):
         return Kernel(dtype, function)
