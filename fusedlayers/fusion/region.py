@@ -1,5 +1,6 @@
 """A region: a module in whose forward pass operations keep less. The module's own code runs; its calls of PyTorch's
-functions are met one at a time (``TorchFunctionMode``), and those that were chosen are computed by this package.
+functions are met one at a time (``TorchFunctionMode``), and those that were chosen are computed by this package. Of
+PyTorch's own modules that make one call the region makes that itself (``one_call.py``).
 
 A region is the instance's ``forward``: an object that calls the class's forward, whatever that is at the time. No class
 is changed, no hook is added, and copies and pickles of a module have regions of their own. It steps aside where nothing

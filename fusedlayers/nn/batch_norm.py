@@ -97,27 +97,32 @@ class FusedBatchNormAct1d(_FusedBatchNormAct):
     It has the parameters, buffers, statistics, attributes and ``state_dict`` keys of ``nn.BatchNorm1d``. It is no
     ``nn.BatchNorm1d``: what exchanges or folds batch norms by ``isinstance`` would drop the activation.
 
-    Where different inputs of the activation have different outputs (branches of a folded one count), the output y
-    determines its input, and that the normalised x, which is all that backward asks for: x is not kept. Gradients err
-    by float32's rounding then, and by as much as the derivative of a folded activation does. x is kept of channels
-    where it would be more, because the weight is near 0 or values lie far out; forward looks at the weights and at the
-    range of the values for that, which on a GPU means to wait for them. The bias is saved too, and must not be edited.
+    What backward needs of it is kept in one of two ways.
 
-    Along the normalised input the gradient of a folded activation errs by up to 1.4e-5 of the norm of dy times the
-    gain (PyTorch's: 2.5e-7), for weights from 0.05 to 2 and biases from -2 to 2. Under ``torch.compile`` x is kept too.
+    y alone, where different inputs of the activation have different outputs (branches of a folded one count). Then y
+    determines the activation's input, and that the normalised x, which is all that backward asks for. Gradients err by
+    float32's rounding, and by as much as the derivative of a folded activation does. Along the normalised input they
+    err by up to 1.4e-5 of the norm of dy times the gain (PyTorch's: 2.5e-7), for weights from 0.05 to 2 and biases from
+    -2 to 2. x is kept of channels whose weight is near 0 or whose values lie far out: there the error would be larger.
+    Forward looks at the weights and the range of the values for that, and on a GPU it waits for them. Under
+    ``torch.compile`` x is kept too.
 
-    Else batch norm keeps its input x. The activation's input is computed again from it, or is not needed: its output
-    determines the derivative, and the next layer keeps that. So any activation costs what ReLU costs at most. The bias
-    must not be edited before backward where nothing but x is kept.
+    Else x, and at most y. The activation's input is computed again from x, or y determines the derivative, and the next
+    layer keeps y anyway. So any activation costs at most what ReLU costs.
+
+    The bias must not be edited between forward and backward.
 
     Args:
         num_features, eps, momentum, affine, track_running_stats, device, dtype: as for ``nn.BatchNorm1d``.
         activation: as for ``fusedlayers.conv_bias_act``. A module with parameters becomes a submodule.
-        save: what is kept. "output": y where it determines x, else y and x. "recompute": x, from which all is exact.
-            "input": x and the pre-activation. "auto": y where it determines x; else x, and y where that determines the
-            derivative exactly, with a residual also where it does with a branch bit. Large results on CPUs need x
-            alone, without a residual and where the compiled loops have the function, as in 16 bits they have all. An x
-            of fewer than 16384 elements is kept, and with "auto" PyTorch computes results of less than 2 MiB.
+        save: what is kept.
+            "output": y where it determines x, else y and x.
+            "recompute": x, from which the rest is computed again, exactly.
+            "input": x and the activation's input.
+            "auto": y where it determines x. Else x, and also y where y determines the derivative exactly (with a
+            residual, with a branch bit too); of large results on CPUs x alone, if there is no residual and the compiled
+            loops have the function, as they have all in 16 bits. Results of less than 2 MiB are PyTorch's, and an x of
+            fewer than 16384 elements is kept.
         process_group: a process group of ``torch.distributed``, whose processes take their statistics together in
             training, as ``nn.SyncBatchNorm`` does, on CPUs too. First derivatives only.
 

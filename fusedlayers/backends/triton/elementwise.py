@@ -1,4 +1,4 @@
-"""Bias, activation and gradient on a GPU: one pass over memory each.
+"""Bias and activation, gates, and the gradients of both on a GPU: one pass over memory each.
 
 Idea: a tensor is a matrix of rows and columns, contiguous along the columns, and the bias runs along one of the two:
 along the columns in dense layers and channels-last tensors, along the rows in channels-first tensors. Without a bias
