@@ -11,7 +11,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from . import asking, backends, plan, validation
+from . import asking, backends, norm_validation, plan, validation
 from ._torch import autocast_is_active, dispatch_mode_count
 from .backends.norms import GroupNorm, RowNorm
 from .call import followed_by, is_capturing, needs_gradient
@@ -56,9 +56,9 @@ def plan_norm(norm: Norm, x: Tensor, w: Tensor | None, b: Tensor | None, save: s
 
 def _check(norm: Norm, x: Tensor, w: Tensor | None, b: Tensor | None, save: str) -> None:
     if isinstance(norm, GroupNorm):
-        validation.check_group_norm(norm, x, w, b, save)
+        norm_validation.check_group_norm(norm, x, w, b, save)
     else:
-        validation.check_row_norm(norm, x, w, b, save)
+        norm_validation.check_row_norm(norm, x, w, b, save)
 
 
 def _facts(norm: Norm, x: Tensor, w: Tensor | None, b: Tensor | None, save: str) -> Hashable:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from . import validation
+from . import norm_validation, validation
 from .backends.norms import GroupNorm, RowNorm
 from .norm_plan import plan_norm
 from .ops.group_norm import group_norm as run_group_norm
@@ -55,7 +55,7 @@ def layer_norm(
     >>> fl.layer_norm(torch.tensor([[1.0, 3.0]]), 2, eps=0.0)
     tensor([[-1.,  1.]])
     """
-    shape = validation.normalized_shape("layer_norm", normalized_shape)
+    shape = norm_validation.normalized_shape("layer_norm", normalized_shape)
     tensors = input, weight, bias
     if not validation.are_torchs_own((input,), (weight, bias)) and has_torch_function(tensors):
         return handle_torch_function(layer_norm, tensors, input, shape, weight, bias, eps, save=save)
@@ -89,7 +89,7 @@ def rms_norm(
     >>> fl.rms_norm(torch.tensor([[3.0, -3.0]]), 2, eps=0.0)
     tensor([[ 1., -1.]])
     """
-    shape = validation.normalized_shape("rms_norm", normalized_shape)
+    shape = norm_validation.normalized_shape("rms_norm", normalized_shape)
     tensors = input, weight
     if not validation.are_torchs_own((input,), (weight,)) and has_torch_function(tensors):
         return handle_torch_function(

@@ -12,7 +12,6 @@ from torch.overrides import has_torch_function
 
 from . import backends
 from .activations import DTYPES, Activation
-from .backends.norms import GroupNorm, RowNorm
 from .backends.operations import BatchNorm, Convolution, Matmul, Operation, Pointwise, Weight, elements
 from .ops.mlp_forward import BlockOptions, Linear
 
@@ -116,8 +115,8 @@ def check_dense(
     """``names``: those of the weight and of the bias."""
     if weight.dim() != 2 or input.dim() < 1 or input.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"{function}: expected input (..., in) and {names[0]} (out, in), got {_shape(input)} and {_shape(weight)}; "
-            "the input's last dimension must be the weight's second"
+            f"{function}: expected input (..., in) and {names[0]} (out, in), got {dims_of(input)} and {dims_of(weight)}"
+            "; the input's last dimension must be the weight's second"
         )
     _check_bias_of_outputs(function, weight, bias, names)
 
@@ -190,12 +189,12 @@ def check_gate(gate: Tensor, up: Tensor | None, packing: object, packings: Seque
         return  # which does not tell its sizes
     if up is None:
         if not gate.dim() or gate.shape[-1] % 2:
-            raise ValueError(f"gated_act: without up, gate must hold both, (..., 2 * hidden), got {_shape(gate)}")
+            raise ValueError(f"gated_act: without up, gate must hold both, (..., 2 * hidden), got {dims_of(gate)}")
         return
     if packing != packings[0]:
         raise ValueError(f"gated_act: packing={packing!r} says how gate holds both, but there is up; drop one of them")
     if gate.shape != up.shape:
-        raise ValueError(f"gated_act: gate {_shape(gate)} and up {_shape(up)} must have the same shape")
+        raise ValueError(f"gated_act: gate {dims_of(gate)} and up {dims_of(up)} must have the same shape")
 
 
 def check_last(
@@ -211,14 +210,14 @@ def check_last(
     (first, w), *others = weights.items()
     for name, other in others:
         if other.shape != w.shape:
-            raise ValueError(f"{function}: {first} {_shape(w)} and {name} {_shape(other)} must have the same shape")
+            raise ValueError(f"{function}: {first} {dims_of(w)} and {name} {dims_of(other)} must have the same shape")
     if w.shape[0] % packed:
-        raise ValueError(f"{function}: without weight_up, {first} must hold both, (2 * hidden, in), got {_shape(w)}")
+        raise ValueError(f"{function}: without weight_up, {first} must hold both, (2 * hidden, in), got {dims_of(w)}")
     if last.dim() != 2 or last.shape[1] * packed != w.shape[0]:
         rows, part = ("hidden", "") if packed == 1 else (f"{packed} * hidden", "half of ")
         raise ValueError(
-            f"{function}: expected {names[0]} (out, hidden) for {first} ({rows}, in), got {_shape(last)} and "
-            f"{_shape(w)}; {names[0]}.shape[1] must be {part}{first}.shape[0]"
+            f"{function}: expected {names[0]} (out, hidden) for {first} ({rows}, in), got {dims_of(last)} and "
+            f"{dims_of(w)}; {names[0]}.shape[1] must be {part}{first}.shape[0]"
         )
     _check_bias_of_outputs(function, last, bias, names)
 
@@ -228,7 +227,8 @@ def _check_bias_of_outputs(
 ) -> None:
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
         raise ValueError(
-            f"{function}: expected {names[1]} ({weight.shape[0]},) for {names[0]} {_shape(weight)}, got {_shape(bias)}"
+            f"{function}: expected {names[1]} ({weight.shape[0]},) for {names[0]} {dims_of(weight)}, "
+            f"got {dims_of(bias)}"
         )
 
 
@@ -238,7 +238,7 @@ def spatial_dims(weight: Tensor) -> int:
     if not 1 <= dims <= 3:
         raise ValueError(
             f"conv_bias_act: expected weight (out, in / groups, ...) with one to three spatial dimensions, "
-            f"got {_shape(weight)}"
+            f"got {dims_of(weight)}"
         )
     return dims
 
@@ -282,15 +282,16 @@ def check_conv(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: 
     if input.dim() not in (dims + 1, dims + 2):
         raise ValueError(
             f"conv_bias_act: expected input (batch, in, ...) or (in, ...) with {dims} spatial dimensions for weight "
-            f"{_shape(weight)}, got {_shape(input)}"
+            f"{dims_of(weight)}, got {dims_of(input)}"
         )
     if 0 in (weight.shape[0], *weight.shape[2:]):
-        raise ValueError(f"conv_bias_act: weight {_shape(weight)} has no output channel, or a kernel of no size")
+        raise ValueError(f"conv_bias_act: weight {dims_of(weight)} has no output channel, or a kernel of no size")
     channels, groups = input.shape[-dims - 1], convolution.groups
     if not is_whole(groups) or groups < 1 or weight.shape[0] % groups or channels != weight.shape[1] * groups:
         raise ValueError(
-            f"conv_bias_act: input {_shape(input)}, weight {_shape(weight)} and groups={groups!r} do not fit together: "
-            "the input's channels must be groups times the weight's second dimension, and groups must divide its first"
+            f"conv_bias_act: input {dims_of(input)}, weight {dims_of(weight)} and groups={groups!r} do not fit together"
+            ": the input's channels must be groups times the weight's second dimension, "
+            "and groups must divide its first"
         )
     _check_bias_of_outputs("conv_bias_act", weight, bias)
     padding = convolution.padding
@@ -301,8 +302,8 @@ def check_conv(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: 
     shape = convolution.shape(input, weight)
     if min(shape[-dims:]) < 1:
         raise ValueError(
-            f"conv_bias_act: the kernel of weight {_shape(weight)}, with dilation {convolution.dilation}, is larger "
-            f"than input {_shape(input)} with padding {padding}"
+            f"conv_bias_act: the kernel of weight {dims_of(weight)}, with dilation {convolution.dilation}, is larger "
+            f"than input {dims_of(input)} with padding {padding}"
         )
     return shape
 
@@ -312,7 +313,7 @@ def check_norm(function: str, input: Tensor, dims: tuple[int, ...], norm: BatchN
     if not dims[0] <= input.dim() <= dims[-1]:  # ``in`` is false of numbers that torch.compile has made symbols of
         raise ValueError(
             f"{function}: expected input (batch, channels, ...) with {' or '.join(map(str, dims))} dimensions, "
-            f"got {_shape(input)}"
+            f"got {dims_of(input)}"
         )
     channels = input.shape[1]
     known = {**params, "running_mean": norm.running_mean, "running_var": norm.running_var}
@@ -320,7 +321,7 @@ def check_norm(function: str, input: Tensor, dims: tuple[int, ...], norm: BatchN
     for name, tensor in found.items():
         if tensor.shape != (channels,):
             raise ValueError(
-                f"{function}: {name} {_shape(tensor)} is not for the {channels} channels of input {_shape(input)}"
+                f"{function}: {name} {dims_of(tensor)} is not for the {channels} channels of input {dims_of(input)}"
             )
         if tensor.device != input.device:
             raise ValueError(f"{function}: {name} is on {tensor.device} but input is on {input.device}; move one")
@@ -339,78 +340,15 @@ def check_statistics(function: str, input: Tensor, norm: BatchNorm) -> None:
     """Refuse what no batch norm can be computed of; input: (batch, channels, ...)."""
     batch, _, *rest = input.shape
     if norm.training and not norm.is_synchronised and batch * elements(tuple(rest)) == 1:
-        raise ValueError(f"{function}: one value per channel has no variance, got {_shape(input)} in training")
+        raise ValueError(f"{function}: one value per channel has no variance, got {dims_of(input)} in training")
     if norm.eps < 0 or (norm.training and norm.eps == 0):
         raise ValueError(f"{function}: eps must be positive, got {norm.eps}")
-
-
-def normalized_shape(function: str, shape: object) -> tuple[int, ...]:
-    """The dimensions that a norm takes together, as a tuple."""
-    if type(shape) is tuple and {int} == {*map(type, shape)}:  # as most are given
-        return shape
-    found = (shape,) if is_whole(shape) else shape
-    if not isinstance(found, Sequence) or isinstance(found, str) or not all(is_whole(size) for size in found):
-        raise TypeError(f"{function}: normalized_shape must be an int or a sequence of them, got {shape!r}")
-    if not found:
-        raise ValueError(f"{function}: normalized_shape must have at least one dimension, got {shape!r}")
-    return tuple(int(size) if isinstance(size, Integral) else size for size in found)
-
-
-def check_norm_save(function: str, save: str) -> None:
-    """Refuse what norms over rows do not save."""
-    if save not in ("auto", "output", "input"):
-        raise ValueError(f"{function}: save must be 'auto', 'output' or 'input', got {save!r}")
-
-
-def check_row_norm(norm: RowNorm, x: Tensor, w: Tensor | None, b: Tensor | None, save: str) -> None:
-    """All checks of a norm over rows, before anything is computed."""
-    function, shape = norm.function, norm.shape
-    check_norm_save(function, save)
-    numbers: dict[str, object] = {"eps": norm.eps, "weight_offset": norm.offset}
-    for name, number in numbers.items():
-        if number is not None and (isinstance(number, bool) or not isinstance(number, Real)):
-            raise TypeError(f"{function}: {name} must be a number, got {type(number).__name__}")
-    check_tensors(function, {"input": x}, weight=w, bias=b)
-    if x.is_nested:
-        return  # which does not tell its sizes
-    if x.shape[-len(shape) :] != shape:
-        raise ValueError(
-            f"{function}: the last dimensions of input {_shape(x)} must be normalized_shape {shape}; pass those"
-        )
-    for name, p in (("weight", w), ("bias", b)):
-        if p is not None and p.shape != shape:
-            raise ValueError(f"{function}: expected {name} {shape}, of normalized_shape, got {_shape(p)}")
-
-
-def check_group_norm(norm: GroupNorm, x: Tensor, w: Tensor | None, b: Tensor | None, save: str) -> None:
-    """All checks of a group norm, before anything is computed."""
-    function, groups = norm.function, norm.groups
-    check_norm_save(function, save)
-    if not is_whole(groups):
-        raise TypeError(f"{function}: num_groups must be an int, got {type(groups).__name__}: {groups!r}")
-    eps: object = norm.eps
-    if isinstance(eps, bool) or not isinstance(eps, Real):
-        raise TypeError(f"{function}: eps must be a number, got {type(eps).__name__}")
-    check_tensors(function, {"input": x}, weight=w, bias=b)
-    if x.is_nested:
-        return  # which does not tell its sizes
-    if x.dim() < 2:
-        raise ValueError(f"{function}: expected input (batch, channels, ...), got {_shape(x)}")
-    if groups < 1 or x.shape[1] % groups:
-        raise ValueError(
-            f"{function}: the channels of input {_shape(x)}, {x.shape[1]}, must be a multiple of num_groups, {groups}"
-        )
-    for name, p in (("weight", w), ("bias", b)):
-        if p is not None and p.shape != (x.shape[1],):
-            raise ValueError(f"{function}: expected {name} ({x.shape[1]},), one for each channel, got {_shape(p)}")
-    if x.numel() and x[0].numel() == groups:
-        raise ValueError(f"{function}: expected more than 1 value per group, got input {_shape(x)}")
 
 
 def check_residual(function: str, residual: Tensor, shape: tuple[int, ...]) -> None:
     """Refuse a residual of another shape than the result's."""
     if residual.shape != shape:
-        raise ValueError(f"{function}: expected residual {shape}, like the result, got {_shape(residual)}")
+        raise ValueError(f"{function}: expected residual {shape}, like the result, got {dims_of(residual)}")
 
 
 def check_bias(function: str, input: Tensor, bias: Tensor, dim: int) -> None:
@@ -418,10 +356,10 @@ def check_bias(function: str, input: Tensor, bias: Tensor, dim: int) -> None:
     if not isinstance(dim, int):
         raise TypeError(f"{function}: dim must be an int, got {type(dim).__name__}: {dim!r}")
     if not -input.dim() <= dim < input.dim():
-        raise ValueError(f"{function}: dim must lie in [-{input.dim()}, {input.dim()}) for {_shape(input)}, got {dim}")
+        raise ValueError(f"{function}: dim must lie in [-{input.dim()}, {input.dim()}) for {dims_of(input)}, got {dim}")
     if bias.dim() != 1 or bias.shape[0] != input.shape[dim]:
         raise ValueError(
-            f"{function}: expected bias ({input.shape[dim]},) along dim {dim} of {_shape(input)}, got {_shape(bias)}"
+            f"{function}: expected bias ({input.shape[dim]},) along dim {dim} of {dims_of(input)}, got {dims_of(bias)}"
         )
 
 
@@ -455,5 +393,6 @@ def check_writable(function: str, tensor: Tensor) -> None:
         )
 
 
-def _shape(tensor: Tensor) -> str:
+def dims_of(tensor: Tensor) -> str:
+    """The shape, as people write it."""
     return str(tuple(tensor.shape))

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from .. import plan
 from ..activations import Activation
 from ..functional import bias_act
+from ..norm_validation import check_norm_save
 from ..norms import group_norm
 from ..utils.torchscript import refuse_script
-from ..validation import check_norm_save
 from .base import FusedAct
 
 

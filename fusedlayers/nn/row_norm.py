@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..norm_validation import check_norm_save
 from ..norms import layer_norm, rms_norm
 from ..utils.torchscript import refuse_script
-from ..validation import check_norm_save
 
 
 class LayerNorm(nn.LayerNorm):
