@@ -73,7 +73,7 @@ def _passes(norm: BatchNorm, x: Tensor, w: Tensor | None, b: Tensor | None) -> I
         return None
     running, vectors = (norm.running_mean, norm.running_var), (w, b, norm.running_mean, norm.running_var)
     is_usual = all(
-        t is None or (t.dtype is x.dtype and t.is_cpu and t.shape == x.shape[1:2] and t.is_contiguous())
+        t is None or (t.dtype is x.dtype and t.device == x.device and t.shape == x.shape[1:2] and t.is_contiguous())
         for t in vectors
     )
     is_usual = is_usual and (running[0] is None) == (running[1] is None) and not needs_gradient(*running)

@@ -13,21 +13,21 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..backends.operations import BatchNorm
 from .operations import OPERATIONS, Arguments, Operation, Options
 
 
 class OneCall(NamedTuple):
     """What a class does: ``function(input, **options(module, input))``.
 
-    ``name``: the function's, in ``F``; ``forward``: the class's forward pass; ``options`` may be None: then the
-    module's own code is to run, and nothing was done yet.
+    ``name``: the function's, in ``F``; ``forward``: the class's forward pass.
     """
 
     name: str
     function: Any
     operation: Operation
     forward: Callable[..., Tensor]
-    options: Callable[[Any, Any], Options | None]
+    options: Callable[[Any, Any], Options]
 
     def run(self, module: nn.Module, args: Arguments, kwargs: Options, kinds: Set[str]) -> Tensor | None:
         """The module's result, its operation being among the ``kinds`` that keep less; None where its own code is to
@@ -36,14 +36,11 @@ class OneCall(NamedTuple):
             return None
         if getattr(F, self.name) is not self.function:
             return None
-        options = self.options(module, *args)
-        if options is None:
-            return None
-        y: Tensor = self.operation.run(self.function, args, options)
+        y: Tensor = self.operation.run(self.function, args, self.options(module, *args))
         return y
 
 
-def _one_call(cls: type[nn.Module], name: str, options: Callable[[Any, Any], Options | None]) -> OneCall | None:
+def _one_call(cls: type[nn.Module], name: str, options: Callable[[Any, Any], Options]) -> OneCall | None:
     """None where one of both was patched already: then the operation may be in what it calls."""
     function, forward = getattr(F, name), cls.forward
     is_torchs = not hasattr(function, "__code__") or function.__code__.co_filename == F.__file__
@@ -56,22 +53,18 @@ def _attributes(*names: str) -> Callable[[Any, Any], Options]:
     return lambda module, x: {name: getattr(module, name) for name in names}
 
 
-def _begun_batch_norm(module: Any, x: Any) -> Options | None:
-    """What the forward pass does before the call, and the options of that; None in evaluation, and for averages."""
-    if not module.training or module.momentum is None:
-        return None
+def _begun_batch_norm(module: Any, x: Any) -> Options:
+    """The batch is checked and counted, as the forward pass does before the call; the options of that."""
     module._check_input_dim(x)
-    is_tracked = module.track_running_stats
-    if is_tracked and module.num_batches_tracked is not None:
-        module.num_batches_tracked.add_(1)
+    norm = BatchNorm.of(module, x.dim()).counted()
     return {
-        "running_mean": module.running_mean if is_tracked else None,
-        "running_var": module.running_var if is_tracked else None,
+        "running_mean": norm.running_mean,
+        "running_var": norm.running_var,
         "weight": module.weight,
         "bias": module.bias,
-        "training": True,
-        "momentum": module.momentum,
-        "eps": module.eps,
+        "training": norm.training,
+        "momentum": norm.momentum,
+        "eps": norm.eps,
     }
 
 
