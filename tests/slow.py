@@ -12,8 +12,8 @@ import pytest
 
 #: Of a test with more cases so many are not slow.
 MOST = 24
-#: None of these are slow: their cases are pairs already.
-WHOLE = ("test_properties",)
+#: None of these are slow: their cases are quick, or pairs already.
+WHOLE = ("test_architecture", "test_properties")
 
 #: Module -> test -> how many of its cases are not slow, where that is another number.
 SLOW: dict[str, dict[str, int]] = {

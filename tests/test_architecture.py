@@ -24,6 +24,7 @@ LAYERS = [
     ["activations."],
     ["backends."],
     ["ops.", "validation"],
+    ["norm_validation"],
     ["plan", "call", "block_plan", "norm_plan"],
     ["execute", "kernels"],
     ["functional", "batch_norms", "dropouts", "gates", "norms", "memory"],
