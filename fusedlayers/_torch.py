@@ -94,7 +94,10 @@ __all__ = [
     "onednn_is_enabled",
     "onednn_linear",
     "parametrizations_are_cached",
+    "pop_saved_tensors_hooks",
     "profiler_is_active",
+    "push_saved_tensors_hooks",
+    "saved_tensors_hooks_are_enabled",
     "saved_tensors_hooks_on_top",
     "sequence_number",
     "storage_use_count",
@@ -151,6 +154,12 @@ grouped_mm: Callable[..., Any] = torch._grouped_mm
 current_function_mode: Callable[[], Any] = torch.overrides._get_current_function_mode
 #: (ignore_if_tracing) -> the innermost pair of saved-tensor hooks, or None.
 saved_tensors_hooks_on_top: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+#: (pack, unpack) -> None, a pair of them for what is saved from now on; () -> None, without that again.
+push_saved_tensors_hooks: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks
+pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+#: () -> bool: whether there may be any.
+saved_tensors_hooks_are_enabled: Callable[[], bool]
+saved_tensors_hooks_are_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 #: () -> bool: whether the backward pass that is running keeps its graph (``retain_graph``).
 graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 #: (tensor, shape) -> Tensor: an alias that autograd takes for no view.

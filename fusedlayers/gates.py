@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -13,16 +14,16 @@ from torch.utils.checkpoint import checkpoint
 
 from . import backends, validation
 from . import plan as decision
+from ._torch import autocast_is_active
 from .activations import Activation, resolve
-from .backends.operations import GATE, Convolution
-from .call import autocast_dtype, followed_by, needs_gradient, plan_for
+from .backends.operations import GATE, MATMUL
+from .call import followed_by, needs_gradient, plan_for
 from .ops import gate as gates
-from .ops.autocast import shared_cast
 from .ops.buffer_reuse import hooks_move_tensors
-from .ops.conv import Conv
 from .ops.dropout import dropped_product_of
 from .ops.gate import Gate, Packing
-from .ops.product import MatrixProduct, Product, factors_of, multiplies, of_product
+from .ops.linear import Dense
+from .ops.product import factors_of, saving_factors
 
 
 def gated_act(
@@ -146,7 +147,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     >>> fl.linear(fl.gated_act(torch.ones(1, 2), torch.ones(1, 2), None), torch.ones(3, 2))
     tensor([[2., 2., 2.]])
     """
-    return _multiply("linear", input, weight, bias)
+    return keeping_factors(F.linear, input, weight, bias)
 
 
 def matmul(input: Tensor, other: Tensor) -> Tensor:
@@ -162,7 +163,7 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
     >>> fl.matmul(torch.ones(1, 2) * 2, torch.ones(2, 3))
     tensor([[4., 4., 4.]])
     """
-    return _multiply("matmul", input, other)
+    return keeping_factors(torch.matmul, input, other)
 
 
 def bmm(input: Tensor, mat2: Tensor) -> Tensor:
@@ -173,7 +174,7 @@ def bmm(input: Tensor, mat2: Tensor) -> Tensor:
     >>> fl.bmm(torch.ones(4, 1, 2), torch.ones(4, 2, 3)).shape
     torch.Size([4, 1, 3])
     """
-    return _multiply("bmm", input, mat2)
+    return keeping_factors(torch.bmm, input, mat2)
 
 
 def grouped_mm(input: Tensor, mat2: Tensor, offs: Tensor) -> Tensor:
@@ -193,85 +194,29 @@ def grouped_mm(input: Tensor, mat2: Tensor, offs: Tensor) -> Tensor:
     >>> fl.grouped_mm(torch.ones(4, 16), torch.ones(2, 16, 16), torch.tensor([1, 4], dtype=torch.int32)).shape
     torch.Size([4, 16])
     """
-    return _multiply("grouped_mm", input, mat2, ends=offs)
+    return keeping_factors(F.grouped_mm, input, mat2, offs=offs)
 
 
-def conv(
-    function: Callable[..., Tensor],
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Tensor:
-    """``F.conv1d``, ``conv2d`` or ``conv3d``, which is the ``function``, that does not keep an ``input`` whose factors
-    are kept, as ``linear``: channels that were scaled, as by squeeze and excitation."""
-    are_tensors = isinstance(input, Tensor) and isinstance(weight, Tensor)
-    found = _factors(input, weight, bias) if are_tensors and input.dim() == weight.dim() else None
-    if found is not None and all(isinstance(given, (int, str, tuple, list)) for given in (stride, padding, dilation)):
-        dims = weight.dim() - 2
-        convolution = Convolution(_each(stride, dims), _each(padding, dims), _each(dilation, dims), groups)
-        if convolution.padding_in_numbers(weight) is not None:
-            y: Tensor = Conv.apply(input, found.w, found.b, convolution, found.product, found.factors)
-            return y
-    return function(input, weight, bias, stride, padding, dilation, groups)
+def keeping_factors(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """``function(input, *args, **kwargs)``, a product with a weight, or a convolution, that does not keep an ``input``
+    whose factors are kept."""
+    product = None
+    if not torch.compiler.is_compiling() and validation.are_torchs_own((input,)):
+        product = dropped_product_of(input)
+    is_ours = product is not None and input.numel() * input.itemsize >= max(1, decision.SMALL_BYTES)
+    is_ours = is_ours and followed_by() is None and validation.unusual_because(input) is None
+    factors = factors_of(product) if product is not None and is_ours else None
+    if product is None or factors is None:
+        return function(input, *args, **kwargs)
+    run = _linear if function is F.linear else function
+    return saving_factors(input, product, factors, functools.partial(run, input, *args, **kwargs))
 
 
-def _each(given: Any, dims: int) -> Any:
-    """The option along each dimension; PyTorch takes one number for all of them, alone or in a sequence."""
-    if isinstance(given, str):
-        return given
-    return (given,) * dims if isinstance(given, int) else tuple(given) * dims if len(given) == 1 else tuple(given)
-
-
-def _multiply(name: str, h: Tensor, w: Tensor, b: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
-    found = _factors(h, w, b, ends) if _fits(name, h, w) else None
-    if found is not None:
-        matmul = MatrixProduct(name, backends.choose(h), ends)
-        return of_product(h, found.w, found.b, matmul, found.product, found.factors)
-    if name == "linear":
-        return F.linear(h, w, b)
-    if name == "grouped_mm":
-        return F.grouped_mm(h, w, offs=ends)
-    return torch.bmm(h, w) if name == "bmm" else torch.matmul(h, w)
-
-
-class _Found(NamedTuple):
-    """Of what is multiplied: its factors; and the weight and the bias as they are multiplied, under autocast."""
-
-    product: Product
-    factors: tuple[Tensor, ...]
-    w: Tensor
-    b: Tensor | None
-
-
-def _factors(h: Tensor, w: Tensor, b: Tensor | None, ends: Tensor | None = None) -> _Found | None:
-    """None where PyTorch is to multiply."""
-    is_usual = validation.are_torchs_own((h, w), (b, ends)) and validation.unusual_because(h, w, b) is None
-    is_usual = is_usual and not torch.compiler.is_compiling() and h.numel() * h.itemsize >= decision.SMALL_BYTES
-    if not is_usual or not needs_gradient(w) or followed_by() is not None or (b is not None and b.dim() != 1):
-        return None
-    product = dropped_product_of(h)
-    if product is None:
-        return None
-    cast = autocast_dtype(h)
-    if cast is not None and cast is h.dtype:
-        w, b = shared_cast(w, cast), None if b is None else b.to(cast)
-    factors = factors_of(product) if multiplies(h, w, (b,)) and cast in (None, h.dtype) else None
-    return None if factors is None else _Found(product, factors, w, b)
-
-
-def _fits(name: str, h: object, w: object) -> bool:
-    """Whether these are shapes that ``MatrixProduct`` multiplies; PyTorch refuses the others, or broadcasts them."""
-    if not isinstance(h, Tensor) or not isinstance(w, Tensor):
-        return False
-    if name == "linear":
-        return w.dim() == 2 and h.shape[-1] == w.shape[1]
-    if name == "grouped_mm":
-        return h.dim() == 2 and w.dim() == 3 and h.shape[1] == w.shape[1]
-    if w.dim() < 2 or h.shape[-1] != w.shape[-2]:
-        return False
-    is_batch = h.dim() == w.dim() >= 3 and h.shape[:-2] == w.shape[:-2]
-    return is_batch or (w.dim() == 2 and name == "matmul")
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear``, by a backend's matmul where that is faster."""
+    if validation.are_torchs_own((input, weight), (bias,)) and weight.dim() == 2 and not autocast_is_active():
+        alike = (t.dtype is input.dtype and t.device == input.device for t in (weight, bias) if t is not None)
+        backend = backends.choose(input)
+        if all(alike) and backend.has_faster_linear(input, weight):
+            return MATMUL.unflattened(Dense.apply(MATMUL.flattened(input), weight, bias, backend), input)
+    return F.linear(input, weight, bias)

@@ -54,7 +54,6 @@ CALLS: dict[str, tuple[Callable[[], Tensor], str | None]] = {
     "mlp_gelu": (lambda: fl.mlp(X, W, B, DOWN, None, "gelu"), "MLP"),
     "gated_mlp_silu": (lambda: fl.gated_mlp(X, W, B, W, B, DOWN, None, "silu"), "MLP"),
     "gated_relu": (lambda: fl.gated_act(X, X * 2, "relu"), "GatedAct"),
-    "linear": (lambda: fl.linear(fl.gated_act(X, X * 2), W), "OfProduct"),
     "batch_norm_celu": (lambda: fl.FusedBatchNormAct2d(4, "celu")(torch.cat([IMAGE] * 32)), "NormAct"),
     "batch_norm_leaky_relu": (lambda: _normed_model()(torch.cat([IMAGE] * 32)), "NormAct"),
     "layer_norm": (lambda: fl.layer_norm(X, 32, save="output"), "_RowNorm"),

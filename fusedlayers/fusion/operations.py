@@ -52,9 +52,8 @@ def _operations() -> dict[Any, Operation]:
         for function in functions:
             kind = _KINDS.get(ours) or function.__name__
             found[function] = Operation(kind, functools.partial(_instead, ours))
-    found[grouped_mm] = Operation(PRODUCT, _multiplied_in_groups)
-    for function in (F.conv1d, F.conv2d, F.conv3d):
-        found[function] = Operation(PRODUCT, _convolved)
+    for function in _OF_PRODUCTS:
+        found[function] = Operation(PRODUCT, _of_product)
     return found
 
 
@@ -64,12 +63,7 @@ CHECKPOINT = "mlp"
 PRODUCT = "product"
 #: What they call the product of an activation with another tensor, which keeps the input of both.
 GATE = "gate"
-_KINDS: dict[Any, str] = {
-    gates.multiply: GATE,
-    gates.linear: PRODUCT,
-    gates.matmul: PRODUCT,
-    gates.bmm: PRODUCT,
-}
+_KINDS: dict[Any, str] = {gates.multiply: GATE, gates.linear: PRODUCT}
 #: Functions of this package that take the arguments of PyTorch's.
 _SAME: dict[Any, tuple[Any, ...]] = {
     dropout: (F.dropout,),
@@ -77,25 +71,29 @@ _SAME: dict[Any, tuple[Any, ...]] = {
     _rms_norm: (F.rms_norm,),
     norms.group_norm: (F.group_norm,),
     batch_norm: (F.batch_norm,),
-    gates.multiply: (torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__),
     gates.linear: (F.linear,),
-    gates.matmul: (torch.matmul, Tensor.matmul, Tensor.__matmul__),
-    gates.bmm: (torch.bmm, Tensor.bmm),
+    gates.multiply: (torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__),
 }
+#: What else may read a product of two tensors.
+_OF_PRODUCTS: tuple[Any, ...] = (
+    torch.matmul,
+    Tensor.matmul,
+    Tensor.__matmul__,
+    torch.bmm,
+    Tensor.bmm,
+    grouped_mm,
+    F.conv1d,
+    F.conv2d,
+    F.conv3d,
+)
 
 
 def _instead(ours: Callable[..., Any], function: Any, args: Arguments, kwargs: Options) -> Any:
     return ours(*args, **kwargs)
 
 
-def _multiplied_in_groups(function: Any, args: Arguments, kwargs: Options) -> Any:
-    options = {name: value for name, value in kwargs.items() if value is not None}
-    is_plain = len(args) == 2 and options.keys() == {"offs"}
-    return gates.grouped_mm(*args, **options) if is_plain else function(*args, **kwargs)
-
-
-def _convolved(function: Any, args: Arguments, kwargs: Options) -> Any:
-    return gates.conv(function, *args, **kwargs)
+def _of_product(function: Any, args: Arguments, kwargs: Options) -> Any:
+    return gates.keeping_factors(function, *args, **kwargs) if args else function(**kwargs)
 
 
 def is_gate(args: Arguments) -> bool:

@@ -35,6 +35,26 @@ def version_for_backward(y: Tensor, *, is_dirty: bool = False) -> int | None:
     return y._version + is_dirty if is_checkpoints else None
 
 
+def held(saved: Tensor) -> tuple[Tensor, int]:
+    """A pack hook that keeps the tensor, and its version, at which autograd does not look under hooks."""
+    return saved, saved._version
+
+
+def unedited(packed: tuple[Tensor, int]) -> Tensor:
+    """The unpack hook for ``held``.
+
+    Raises:
+        RuntimeError: the tensor has been edited since.
+    """
+    saved, version = packed
+    if saved._version != version:
+        raise RuntimeError(
+            f"{_EDITED}: [{saved.type()} {[*saved.shape]}] is at version {saved._version}; expected version {version} "
+            "instead."
+        )
+    return saved
+
+
 def saved_tensors(ctx: Any, function: str, activation: Activation | None = None) -> tuple[Any, ...]:
     """``ctx.saved_tensors`` of a node that saves its output as the first of them, or None in its place.
 

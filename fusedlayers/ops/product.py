@@ -1,28 +1,33 @@
-"""Matrix products that save the factors of what they multiply, if that is itself a product of saved factors. (So do
-convolutions, in ``conv.py``.)
+"""Operations that save the factors of what they multiply, if that is itself a product of saved factors.
 
-The weight's gradient needs the matmul's input, h. Where h is ``f(gate) * up``, or ``a * b`` by torch, the factors are
-saved already, by the node that multiplied them. Backward multiplies them once more, the same way and so with the same
-result, and h itself is freed after the forward pass.
+The weight's gradient needs the input of a matmul or a convolution, h. Where h is ``f(gate) * up``, or ``a * b`` by
+torch, the factors are saved already, by the node that multiplied them. Backward multiplies them once more, the same way
+and so with the same result, and h itself is freed after the forward pass.
+
+The operation and its gradients are torch's own: saved-tensor hooks put the factors in the place of h.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 
-from .._torch import unsafe_view
-from ..backends import Backend
+from .._torch import (
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    saved_tensors_hooks_are_enabled,
+    saved_tensors_hooks_on_top,
+)
 from ..utils.autograd_graph import RAW
-from ..utils.profile_ranges import profile_range
 from .buffer_reuse import hooks_move, hooks_move_tensors
+from .edits import held, unedited
 from .gate import GatedAct
 from .pointwise import needs_composite
+
+Factors = tuple[Tensor, ...]
 
 
 class Product(NamedTuple):
@@ -30,7 +35,7 @@ class Product(NamedTuple):
 
     #: The factors, as its node has saved them, or None where it has not saved them all. It fails once they were freed,
     #: or edited in place.
-    read: Callable[[], tuple[Tensor, ...] | None]
+    read: Callable[[], Factors | None]
     #: The product of the factors, and the same in operations that autograd can differentiate.
     multiply: Callable[..., Tensor]
     composite: Callable[..., Tensor]
@@ -55,7 +60,7 @@ def product_of(h: Tensor) -> Product | None:
         return None
     dims, dtype = h.dim(), h.dtype
 
-    def read() -> tuple[Tensor, ...] | None:
+    def read() -> Factors | None:
         # One of them may be a number for each channel of each image, but no weight that all rows share: that is a norm.
         factors = node._saved_self, node._saved_other
         is_whole = all(t is not None and t.dim() == dims and t.dtype is dtype for t in factors)
@@ -64,9 +69,9 @@ def product_of(h: Tensor) -> Product | None:
     return Product(read, torch.mul, torch.mul)
 
 
-def factors_of(product: Product) -> tuple[Tensor, ...] | None:
+def factors_of(product: Product) -> Factors | None:
     """Its factors; None where they are not to be had, or saved-tensor hooks would have to bring them back."""
-    if hooks_move_tensors():
+    if hooks_move_tensors() or not saved_tensors_hooks_are_enabled():
         return None
     try:
         return product.read()
@@ -74,82 +79,36 @@ def factors_of(product: Product) -> tuple[Tensor, ...] | None:
         return None
 
 
-class MatrixProduct(NamedTuple):
-    """A product of h with w: ``h w^T + b``, ``h w``, or that of groups of rows."""
+class _Packed(NamedTuple):
+    """What is saved in the place of a product, and how that is laid out."""
 
-    name: str
-    backend: Backend
-    #: Where each group of rows ends.
-    ends: Tensor | None = None
-
-    def __call__(self, h: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        if self.name == "linear":
-            return self.backend.linear(h, w, b)
-        return torch.matmul(h, w) if self.ends is None else F.grouped_mm(h, w, offs=self.ends)
-
-    def of_h(self, dy: Tensor, w: Tensor, *, differentiable: bool) -> Tensor:
-        if self.name == "linear":
-            return dy @ w if differentiable else self.backend.linear(dy, w.t(), None)
-        w = w.mT
-        return torch.matmul(dy, w) if self.ends is None else F.grouped_mm(dy, w, offs=self.ends)
-
-    def of_w(self, dy: Tensor, h: Tensor, w: Tensor) -> Tensor:
-        if self.ends is not None:
-            return F.grouped_mm(h.t(), dy, offs=self.ends)
-        if w.dim() == 2:
-            dy, h = dy.reshape(-1, dy.shape[-1]), h.reshape(-1, h.shape[-1])  # flatten has no rule for batches
-        return dy.t() @ h if self.name == "linear" else h.mT @ dy
+    factors: tuple[Any, ...]
+    shape: torch.Size
+    strides: tuple[int, ...]
 
 
-@profile_range(lambda h, w, b, matmul, *_: matmul.name)
-def of_product(
-    h: Tensor, w: Tensor, b: Tensor | None, matmul: MatrixProduct, product: Product, factors: Sequence[Tensor]
-) -> Tensor:
-    """``matmul(h, w, b)`` for an h whose factors are saved in its place."""
-    y: Tensor = OfProduct.apply(h, w, b, matmul, product, factors)
-    return y
+def saving_factors(h: Tensor, product: Product, factors: Factors, run: Callable[[], Tensor]) -> Tensor:
+    """``run()``, an operation of h whose node saves these factors in the place of h."""
+    place, size = h.data_ptr(), h.numel()
+    # Hooks that are active only look; they see the factors.
+    pack, unpack = saved_tensors_hooks_on_top(True) or (held, unedited)
 
+    def pack_factors(saved: Tensor) -> Any:
+        if saved.data_ptr() != place or saved.numel() != size:
+            return pack(saved)
+        return _Packed(tuple(map(pack, factors)), saved.shape, saved.stride())
 
-class OfProduct(Function):
-    """``of_product`` in one node."""
+    def multiply(packed: Any) -> Tensor:
+        if type(packed) is not _Packed:
+            unpacked: Tensor = unpack(packed)
+            return unpacked
+        found = tuple(map(unpack, packed.factors))
+        made = product.composite(*found) if needs_composite(found[0]) else product.multiply(*found)
+        is_alike = made.shape == packed.shape and made.stride() == packed.strides
+        return made if is_alike else made.as_strided(packed.shape, packed.strides)
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        h: Tensor,
-        w: Tensor,
-        b: Tensor | None,
-        matmul: MatrixProduct,
-        product: Product,
-        factors: Sequence[Tensor],
-    ) -> Tensor:
-        # Another node has saved the factors as well, so that nothing is kept for this one alone.
-        ctx.save_for_backward(w, matmul.ends, *factors)
-        ctx.matmul, ctx.multiply, ctx.composite = matmul._replace(ends=None), product.multiply, product.composite
-        y = matmul(h, w, b)
-        # With more than two dimensions it is a view of its own buffer, which autograd lets nobody write over.
-        return unsafe_view(y, y.shape) if y._is_view() else y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (dy,) = grads
-        needs_h, needs_w, needs_b, *_ = ctx.needs_input_grad
-        w, ends, *factors = ctx.saved_tensors
-        matmul, of_h, of_w, of_b = ctx.matmul._replace(ends=ends), None, None, None
-        differentiable = needs_composite(dy)
-        if needs_w:
-            h = ctx.composite(*factors) if differentiable else ctx.multiply(*factors)
-            of_w = matmul.of_w(dy, h, w)
-            del h
-        if needs_h:
-            of_h = matmul.of_h(dy, w, differentiable=differentiable)
-        if needs_b:
-            of_b = dy.reshape(-1, dy.shape[-1]).sum(0)
-        return of_h, of_w, of_b, None, None, None
-
-
-def multiplies(h: Tensor, w: Tensor, others: Sequence[Tensor | None] = ()) -> bool:
-    """Whether ``OfProduct`` computes a product with w by these, which are plain tensors of one dtype and device."""
-    if not (w.requires_grad and h.dtype.is_floating_point and h.dim() >= 2 and h.numel() and w.numel()):
-        return False
-    return all(t is None or (t.dtype is h.dtype and t.device == h.device) for t in (w, *others))
+    push_saved_tensors_hooks(pack_factors, multiply)
+    try:
+        return run()
+    finally:
+        pop_saved_tensors_hooks()
