@@ -33,7 +33,7 @@ from torch._C import DisableTorchFunction
 from torch._C._autograd import SavedTensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
+from torch.autograd import Function, forward_ad
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parametrize
 from torch.utils import _python_dispatch, checkpoint
@@ -56,6 +56,7 @@ __all__ = [
     "DisableTorchFunction",
     "FakeTensor",
     "InductorWrapper",
+    "Node",
     "NormBase",
     "OpOverload",
     "RecordFunction",
@@ -77,6 +78,7 @@ __all__ = [
     "ensure_cuda_guard",
     "foreach",
     "forward_ad_level",
+    "function_mode_count",
     "functorch_is_active",
     "gpu_sleep",
     "graph_is_kept",
@@ -85,6 +87,7 @@ __all__ = [
     "infrastructure_mode",
     "is_exporting",
     "is_legacy_batched",
+    "is_of_transform",
     "is_optimized",
     "is_traceable_wrapper_subclass",
     "make_fx",
@@ -117,6 +120,8 @@ functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_act
 autocast_is_active: Callable[[], bool] = torch._C._is_any_autocast_enabled
 #: (tensor) -> bool: whether backward runs under the vmap of ``torch.autograd.grad(is_grads_batched=True)``.
 is_legacy_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+#: (tensor) -> bool: whether it is a wrapper of torch.func's, of an active transform or of one that has ended.
+is_of_transform: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 #: () -> int: the level of forward-mode differentiation; -1 where there is none.
 forward_ad_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level")
 #: () -> the state of TorchScript's tracer, or None where it is not tracing.
@@ -150,7 +155,9 @@ def is_exporting() -> bool:
 
 #: What ``F.grouped_mm`` calls, in which ``TorchFunctionMode``s see it.
 grouped_mm: Callable[..., Any] = torch._grouped_mm
-#: () -> the innermost ``TorchFunctionMode``, or None.
+#: () -> int: how many ``TorchFunctionMode``s are active.
+function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
+#: () -> the innermost of them, or None.
 current_function_mode: Callable[[], Any] = torch.overrides._get_current_function_mode
 #: (ignore_if_tracing) -> the innermost pair of saved-tensor hooks, or None.
 saved_tensors_hooks_on_top: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
@@ -166,6 +173,17 @@ graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_k
 unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
 #: (name) -> the function of a list of tensors that ``torch.<name>`` is for one: few launches for all of them.
 foreach: Callable[[str], Callable[..., list[Tensor]]] = functools.cache(lambda name: getattr(torch, f"_foreach_{name}"))
+
+
+class Node(Function):
+    """A ``torch.autograd.Function`` that is applied where no transform of torch.func is active. ``apply`` does not look
+    for one, nor for tensors that one has left behind, which takes 2.5 us, and 11 with cold caches (Intel Xeon)."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.apply = super(Function, cls).apply  # type: ignore[misc, method-assign]
+
+
 #: () -> int: the number of the backward pass that is running on this thread; -1 outside of one.
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 #: (storage._cdata) -> int: how many C++ owners a storage has.

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import backends, plan, validation
+from . import backends, validation
 from ._torch import autocast_is_active
 from .activations import Activation
 from .backends import InputPasses
@@ -50,7 +50,7 @@ def batch_norm(
     """``F.batch_norm``, whose node and result an activation behind it may replace by one that saves its own output."""
     parameters = weight, bias, running_mean, running_var
     is_followed = training and not torch.compiler.is_compiling() and validation.are_torchs_own((input,), parameters)
-    if not is_followed or input.numel() * input.itemsize < plan.MEDIUM_BYTES:  # below, two nodes take less time
+    if not is_followed:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     norm = BatchNorm(running_mean, running_var, None, True, momentum, eps, dims=input.dim())
     passes = _passes(norm, input, weight, bias)
@@ -87,8 +87,6 @@ def _passes(norm: BatchNorm, x: Tensor, w: Tensor | None, b: Tensor | None) -> I
 def after_batch_norm(z: Tensor, activation: Activation, inplace: bool) -> Tensor | None:
     """``activation(z)`` of a batch norm's result, written over it or not, that saves its own output alone; None where
     nobody knows of a batch norm, or its output would not determine its input."""
-    if torch.compiler.is_compiling():
-        return None
     node: Any = z.grad_fn
     if node is None or node.metadata.get(_NOTE) is None:
         return None

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from torch.overrides import has_torch_function
 
 from . import backends
+from ._torch import is_of_transform
 from .activations import DTYPES, Activation
 from .backends.operations import BatchNorm, Convolution, Matmul, Operation, Pointwise, Weight, elements
 from .ops.mlp_forward import BlockOptions, Linear
@@ -21,13 +22,15 @@ _PLAIN_TYPES = frozenset((Tensor, Parameter))
 
 
 def are_torchs_own(required: Sequence[Tensor], optional: Sequence[Tensor | None] = ()) -> bool:
-    """Whether these are torch's own tensors, and no subclasses, which may compute something else."""
+    """Whether these are torch's own tensors, and no subclasses nor wrappers, which may compute something else."""
     # Every call asks: loops enter no functions, as generators do.
-    are_own = True
+    are_own, is_traced = True, torch.compiler.is_compiling()
     for tensor in required:
-        are_own &= type(tensor) in _PLAIN_TYPES and not tensor.is_nested
+        are_own &= type(tensor) in _PLAIN_TYPES and not tensor.is_nested and (is_traced or not is_of_transform(tensor))
     for other in optional:
-        are_own &= other is None or (type(other) in _PLAIN_TYPES and not other.is_nested)
+        are_own &= other is None or (
+            type(other) in _PLAIN_TYPES and not other.is_nested and (is_traced or not is_of_transform(other))
+        )
     return are_own
 
 
@@ -39,6 +42,8 @@ def unusual_because(*tensors: Tensor | None) -> str | None:
             return f"one of the tensors is a {type(tensor).__name__}"
         if tensor.is_nested or tensor.layout is not torch.strided:
             return f"one of the tensors is {'nested' if tensor.is_nested else tensor.layout}"
+        if not torch.compiler.is_compiling() and is_of_transform(tensor):
+            return "one of the tensors belongs to a transform of torch.func"
         if not torch.compiler.is_compiling() and tensor.is_neg():
             return "one of the tensors has its negative bit set (Tensor.is_neg)"
         if tensor.device.type not in backends.DEVICES:

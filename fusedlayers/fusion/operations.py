@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import gates, norms
+from .. import gates, norms, plan
 from .._torch import grouped_mm
 from ..activations import Activation, record
 from ..batch_norms import after_batch_norm, batch_norm
@@ -38,6 +38,12 @@ class Operation(NamedTuple):
 
     kind: str
     run: Callable[[Any, Arguments, Options], Any]
+
+    def is_small(self, args: Arguments) -> bool:
+        """Whether the first argument is so small that PyTorch computes the result in any case."""
+        least_bytes = plan.MEDIUM_BYTES if self.kind == BATCH_NORM else plan.SMALL_BYTES
+        x = args[0] if args else None
+        return isinstance(x, Tensor) and x.numel() * x.itemsize < least_bytes
 
 
 def _rms_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -63,7 +69,8 @@ CHECKPOINT = "mlp"
 PRODUCT = "product"
 #: What they call the product of an activation with another tensor, which keeps the input of both.
 GATE = "gate"
-_KINDS: dict[Any, str] = {gates.multiply: GATE, gates.linear: PRODUCT}
+BATCH_NORM = "batch_norm"
+_KINDS: dict[Any, str] = {gates.multiply: GATE, gates.linear: PRODUCT, batch_norm: BATCH_NORM}
 #: Functions of this package that take the arguments of PyTorch's.
 _SAME: dict[Any, tuple[Any, ...]] = {
     dropout: (F.dropout,),
@@ -152,7 +159,7 @@ def _parameters(target: Any) -> tuple[str, ...]:
 
 
 #: Activations by form, arguments and options.
-_records: BoundedCache[Activation | bool] = BoundedCache(1024)
+_records: BoundedCache[Activation] = BoundedCache(1024)
 
 
 def _activated(form: _Form, function: Any, args: Arguments, kwargs: Options) -> Any:
@@ -173,19 +180,20 @@ def activation_of(function: Any, args: Arguments, kwargs: Options) -> Activation
 
 
 def _activation_of(form: _Form, args: Arguments, kwargs: Options) -> Activation | None:
-    if not args or any(isinstance(option, Tensor) for option in (*args[1:], *kwargs.values())):
-        return None
     if torch.compiler.is_compiling():  # which guards every cache that it reads
-        return _bound(form, args[1:], kwargs)
+        return _bound(form, args, kwargs)
     key = form, args[1:], tuple(kwargs.items())
     found = _records.get(key)
     if found is None:
-        found = _records.put(key, _bound(form, args[1:], kwargs) or False)
-    return found or None  # type: ignore[return-value]  # True is never put
+        found = _bound(form, args, kwargs)
+        if found is not None:
+            _records.put(key, found)
+    return found
 
 
-def _bound(form: _Form, options: Arguments, kwargs: Options) -> Activation | None:
-    if len(options) > len(form.names):
+def _bound(form: _Form, args: Arguments, kwargs: Options) -> Activation | None:
+    options = args[1:]
+    if not args or len(options) > len(form.names) or any(isinstance(v, Tensor) for v in (*options, *kwargs.values())):
         return None
     named = {**kwargs, **dict(zip(form.names, options, strict=False))}
     if named.pop("inplace", False) and not kwargs.get("inplace"):

@@ -239,7 +239,7 @@ class _Recorder(TorchFunctionMode):
                 place.under = "the module's code puts it under a checkpoint, or other saved-tensor hooks"
             elif place.is_activation or kind in _PLANNED:
                 place.saves = _plan_text(operation.run, func, args, kwargs)
-            elif kind in ("dropout", GATE, PRODUCT) and x.numel() * x.itemsize < decision.SMALL_BYTES:
+            elif kind in ("dropout", GATE, PRODUCT) and operation.is_small(args):
                 place.saves = f"{decision.TOO_SMALL} {decision.SMALL_BYTES >> 10} KiB are left to PyTorch"
         place.is_recomputed |= running.hooks is not None or not torch.is_grad_enabled()
         if kind == GATE:

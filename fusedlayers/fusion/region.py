@@ -14,7 +14,7 @@ input where ours had saved their output, with the same shape, and gradients woul
 from __future__ import annotations
 
 import functools
-import inspect
+import sys
 from collections.abc import Callable, Set
 from typing import Any, NoReturn
 
@@ -22,7 +22,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .._torch import current_function_mode, is_exporting, saved_tensors_hooks_on_top, torchscript_state
+from .._torch import (
+    current_function_mode,
+    function_mode_count,
+    is_exporting,
+    saved_tensors_hooks_on_top,
+    torchscript_state,
+)
 from ..checkpoint.recompute import Recompute, recomputed
 from .one_call import ONE_CALLS
 from .operations import CHECKPOINT, OPERATIONS
@@ -121,7 +127,7 @@ class Region:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._compiled(*args, **kwargs)
-        module = self._called_module(inspect.currentframe())
+        module = self._called_module(sys._getframe(1))
         forward = self._forward_of(module)
         if not torch.is_grad_enabled() or torchscript_state() is not None:
             return forward(*args, **kwargs)
@@ -130,8 +136,9 @@ class Region:
             if y is not None:
                 return y
         if self.recompute != "nothing":
-            return recomputed(functools.partial(self._intercepted, module), module, args, kwargs, self.recompute)
-        return self._intercepted(module, *args, **kwargs)
+            run = functools.partial(self._intercepted, module, forward)
+            return recomputed(run, module, args, kwargs, self.recompute)
+        return self._intercepted(module, forward, *args, **kwargs)
 
     def _compiled(self, *args: Any, **kwargs: Any) -> Any:
         """For the compiler, which lets no mode begin within a checkpoint: there everything is PyTorch's."""
@@ -148,18 +155,15 @@ class Region:
         finally:
             _is_in_checkpoint = False
 
-    def _intercepted(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        forward = self._forward_of(module)
-        hooks = saved_tensors_hooks_on_top(True)
-        mode = current_function_mode()
-        kinds = self.active_kinds
+    def _intercepted(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        kinds, hooks = self.active_kinds, saved_tensors_hooks_on_top(True)
+        mode = current_function_mode() if function_mode_count() else None
         if type(mode) is not Interception:
             if not kinds:  # a mode takes time at each of torch's functions
                 return forward(*args, **kwargs)
             one_call = ONE_CALLS.get(type(module)) if self.replaced is None else None
-            y = None if one_call is None else one_call.run(module, args, kwargs, kinds)
-            if y is not None:
-                return y
+            if one_call is not None and one_call.operation.kind in kinds and one_call.is_made(module, args, kwargs):
+                return one_call.run(module, forward, args)
             with Interception(kinds, hooks):
                 return forward(*args, **kwargs)
         # In another region: a second mode would see each of its operations twice.
@@ -173,7 +177,7 @@ class Region:
     def _called_module(self, frame: Any) -> nn.Module:
         """The module that is called. ``copy.copy`` of a module, and the replicas of ``nn.DataParallel``, share its
         attributes, this one too."""
-        caller = frame.f_back.f_locals.get("self")
+        caller = frame.f_locals.get("self")
         is_copy = caller is not self.module and isinstance(caller, nn.Module) and vars(caller).get("forward") is self
         return caller if is_copy else self.module
 
@@ -194,7 +198,9 @@ class Interception(TorchFunctionMode):
         operation = OPERATIONS.get(func)
         if operation is None or operation.kind not in self.kinds:
             return func(*args, **(kwargs or {}))
-        is_own = torch.compiler.is_compiling() or saved_tensors_hooks_on_top(True) == self.hooks
+        is_own = torch.compiler.is_compiling() or (
+            saved_tensors_hooks_on_top(True) == self.hooks and not operation.is_small(args)
+        )
         if not is_own or not torch.is_grad_enabled():
             return func(*args, **(kwargs or {}))
         return operation.run(func, args, kwargs or {})

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from .. import backends
+from .._torch import Node
 from ..activations import Activation, InverseError, measure_inverse_error
 from ..backends import Backend, GradientRequest, NormPasses
 from ..backends.operations import BatchNorm, BatchNormRecompute
@@ -101,7 +101,7 @@ class Made(NamedTuple):
     inplace: bool
 
 
-class NormAct(Function):
+class NormAct(Node):
     """``activation(norm(x, w, b))``. Saved are y, the statistics, and the channels of x that y does not tell; where
     these are many, x and not y."""
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
+from .._torch import Node
 from ..activations import Activation, resolve
 from ..backends import InputPasses
 from ..backends.operations import BatchNorm, BatchNormRecompute
@@ -43,7 +43,7 @@ def norm_of_input(norm: BatchNorm, x: Tensor, w: Tensor | None, b: Tensor | None
     return z
 
 
-class NormOfInput(Function):
+class NormOfInput(Node):
     """``norm(x, w, b)``. Saved are x and the statistics. Who makes one node of this and the next operation reads
     ``statistics``, which saved-tensor hooks do not see."""
 
@@ -71,7 +71,7 @@ class NormOfInput(Function):
         return *norm.gradients(dy, x, w, mean, inverse_std, needs), None, None
 
 
-class NormActOfInput(Function):
+class NormActOfInput(Node):
     """``activation(norm(x, w, b))``. Saved are x and the statistics."""
 
     @staticmethod

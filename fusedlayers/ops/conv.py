@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
+from .._torch import Node
 from ..backends.operations import Convolution
 from ..utils.layout import channels_last_format
 
 
-class Conv(Function):
+class Conv(Node):
     """A convolution that saves x where w needs a gradient, and w where x does; torch's own saves both in any case."""
 
     @staticmethod

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
+from .._torch import Node
 from ..activations import Activation, upcast
 from ..backends import Backend
 from ..backends import torch as reference
@@ -57,7 +57,7 @@ def drop(x: Tensor, p: float, backend: Backend, product: Product | None) -> Tens
     return y
 
 
-class Dropout(Function):
+class Dropout(Node):
     """``drop`` in one node."""
 
     @staticmethod
@@ -114,7 +114,7 @@ def act_dropout(
     return dropped
 
 
-class ActDropout(Function):
+class ActDropout(Node):
     """``act_dropout`` in one node."""
 
     @staticmethod

@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
+from .._torch import Node
 from ..activations import Activation
 from ..backends import Backend
 from ..utils.layout import is_dense, operand_along
@@ -81,7 +81,7 @@ def gated_act(gate: Gate, *tensors: Tensor) -> Tensor:
     return product
 
 
-class GatedAct(Function):
+class GatedAct(Node):
     """``gated_act`` in one node."""
 
     @staticmethod

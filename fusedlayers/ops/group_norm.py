@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
+from .._torch import Node
 from ..backends import Backend
 from ..backends import torch as reference
 from ..backends.norms import GroupNorm, Kept
@@ -33,7 +33,7 @@ def group_norm(norm: GroupNorm, backend: Backend, x: Tensor, w: Tensor | None, b
     return y
 
 
-class _GroupNorm(Function):
+class _GroupNorm(Node):
     @staticmethod
     def forward(
         ctx: Any,

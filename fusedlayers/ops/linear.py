@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
+from .._torch import Node
 from ..activations import Activation
 from ..backends import Backend
 from ..backends.operations import MATMUL
@@ -21,7 +21,7 @@ class Epilogue(NamedTuple):
     activation: Activation
 
 
-class Dense(Function):
+class Dense(Node):
     """``x w^T + b``, where a backend's matmul is faster than torch's.
 
     With an epilogue the result is what ``BiasAct`` makes of it. The gradient that comes back is that of ``x w^T + b``

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 
+from .._torch import Node
 from ..backends import ActivationGradients, GradientRequest
 from ..utils.layout import operand_along
 from .buffer_reuse import graph_is_given_up, is_held_once
@@ -30,7 +30,7 @@ from .mlp_forward import Block, Linear, run, unpacked
 from .pointwise import apart, needs_composite
 
 
-class MLP(Function):
+class MLP(Node):
     """A block. ``tensors`` are the weights of its first layers, their biases and the activation's operands.
 
     Saved is what backward reads. Weights and biases that only second derivatives read bypass ``save_for_backward``, so

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from .. import _torch
+from .._torch import Node
 from ..activations import Activation, upcast
 from ..backends import GradientRequest
 from ..backends.operations import Recompute
@@ -42,7 +42,7 @@ class Origin(NamedTuple):
     recompute: Recompute
 
 
-class BiasAct(Function):
+class BiasAct(Node):
     """``y = f(z + b + residual, *operands)``, b and operands along ``plan.dim``.
 
     With ``plan.saved == "input"`` the caller has added b and the residual. ``is_done``: z is y already, because the

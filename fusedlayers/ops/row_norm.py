@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
+from .._torch import Node
 from ..backends import Backend
 from ..backends.norms import Kept, RowNorm
 from ..utils.profile_ranges import profile_range
@@ -37,7 +37,7 @@ def row_norm(norm: RowNorm, backend: Backend, x: Tensor, w: Tensor | None, b: Te
     return y
 
 
-class _RowNorm(Function):
+class _RowNorm(Node):
     @staticmethod
     def forward(
         ctx: Any,
