@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -49,7 +48,7 @@ def batch_norm(
 ) -> Tensor:
     """``F.batch_norm``, whose node and result an activation behind it may replace by one that saves its own output."""
     parameters = weight, bias, running_mean, running_var
-    is_followed = training and not torch.compiler.is_compiling() and validation.are_torchs_own((input,), parameters)
+    is_followed = training and validation.are_usual((input,), parameters)
     if not is_followed:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     norm = BatchNorm(running_mean, running_var, None, True, momentum, eps, dims=input.dim())

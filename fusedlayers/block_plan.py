@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from . import asking, backends, plan, validation
-from ._torch import autocast_is_active
+from ._torch import autocast_is_active, is_of_transform
 from .activations import Activation, Saved
 from .backends import Backend
 from .call import autocast_dtype, followed_by, needs_gradient, with_operands
@@ -212,7 +212,7 @@ def plan_block(  # noqa: C901  # one function: entering another one takes longer
     """The plan for a block's call, and the tensors that its activation reads."""
     tensors = sum((*first, last), ())  # weights and biases in turn
     is_compiled = torch.compiler.is_compiling() or (asking.questions and asking.is_asked_for_compiled())
-    if is_compiled or not validation.are_torchs_own((x, *tensors[::2]), tensors[1::2]):
+    if is_compiled or not validation.are_usual((x, *tensors[::2]), tensors[1::2]):
         validation.check_block(options, x, first, last)
         choose_block_save(options, activation, autocast_dtype(x) or x.dtype)  # which may refuse
         found = BlockPlan("by_layer", "eager", "layer by layer, because torch.compile plans the memory itself")
@@ -262,7 +262,7 @@ def plan_block(  # noqa: C901  # one function: entering another one takes longer
             len(shape),
             rows.bit_length(),
             x.layout,
-            x.is_neg(),
+            x.is_neg() or is_of_transform(x),
             x.requires_grad,
             torch.is_grad_enabled(),
         ]

@@ -26,6 +26,7 @@ from ._torch import (
     forward_ad_level,
     functorch_is_active,
     infrastructure_mode,
+    is_of_transform,
     onednn_is_enabled,
     saved_tensors_hooks_on_top,
     torchscript_state,
@@ -112,7 +113,7 @@ def plan_dense(
 ) -> Planned:
     """For ``dense_bias_act``. The facts leave out the number of rows, because lengths of sequences change from call to
     call. They hold what the rows decide: whether the matmul is large, as ``has_faster_linear`` asks."""
-    if not is_usual or torch.compiler.is_compiling() or not x.dim() or not w.dim():
+    if not is_usual or not x.dim() or not w.dim():
         return plan_for(MATMUL, x, w, b, residual, activation, save, None, is_usual=False)
     shape, multiply_adds = x.shape, x.numel() * w.shape[0]
     is_large = multiply_adds >= onednn.LARGE_MATMUL
@@ -139,9 +140,9 @@ def plan_for(
         sizes: what the checks and the decision depend on, of the operation and of the shape of x.
         elements: how many the result has; may be left out where ``sizes`` says so too.
         is_inplace: whether the result is to be written over x.
-        is_usual: whether all tensors are torch's own (``validation.are_torchs_own``).
+        is_usual: ``validation.are_usual`` of all tensors.
     """
-    if not is_usual or torch.compiler.is_compiling():
+    if not is_usual:
         call = Call(operation, x, w, b, residual, activation, save, None, is_inplace)
         found = call.plan()
         if asking.questions:
@@ -186,7 +187,7 @@ def plan_for(
             operands and needs_gradient(*operands),
             x.dtype,
             x.layout,
-            x.is_neg(),
+            x.is_neg() or is_of_transform(x),
             x.is_cpu or x.device,
             x.requires_grad,
             w is not None and (w.dtype, w.layout, w.is_cpu or w.device, w.requires_grad, w.is_neg(), w.shape),

@@ -43,7 +43,7 @@ Operands = Sequence[Tensor]
 def dropped(y: Tensor, p: float) -> Tensor:
     """``F.dropout(y, p)`` that keeps a bit for each element, and none behind an activation that has saved its output;
     by PyTorch where that cannot be, or is not worth a node in Python."""
-    is_ours = not torch.compiler.is_compiling() and validation.are_torchs_own((y,)) and needs_gradient(y)
+    is_ours = validation.are_usual((y,)) and needs_gradient(y)
     is_ours = is_ours and y.dtype in DTYPES and y.numel() * y.itemsize >= decision.SMALL_BYTES
     is_ours = is_ours and followed_by() is None and validation.unusual_because(y) is None
     if not is_ours or not has_torchs_mask(y, p):
@@ -71,7 +71,7 @@ def run_dropout(
     if residual is not None:
         z = z + residual if z is x or residual.dtype is not z.dtype else z.add_(residual)
     along = Pointwise(operation.dim)
-    is_usual = validation.are_torchs_own((z,))
+    is_usual = validation.are_usual((z,))
     plan, record, operands = plan_for(
         along, z, None, None, None, activation, save, (along, z.dim()), z.numel(), False, is_usual
     )
@@ -354,7 +354,7 @@ def _layers(
     save = "auto" if options.save == "recompute" else options.save  # which would save more, layer by layer
     if options.dropout and not others and activation.is_fusible and not torch.compiler.is_compiling():
         return F.linear(run_dropout(MATMUL, input, w, b, None, activation, options.dropout, save), *last)
-    is_usual = validation.are_torchs_own((input, w), (b,))
+    is_usual = validation.are_usual((input, w), (b,))
     plan, record, operands = plan_dense(input, w, b, None, activation, save, is_usual)
     activated = PATHS[plan.path](plan, MATMUL, input, w, b, None, record, operands)
     return after_activation(activated, [F.linear(input, *other) for other in others], options.dropout, last)

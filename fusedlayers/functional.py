@@ -72,7 +72,7 @@ def dense_bias_act(
     torch.Size([2, 4])
     """
     record = resolve(activation, "dense_bias_act")
-    is_usual = validation.are_torchs_own((input, weight), (bias, residual))
+    is_usual = validation.are_usual((input, weight), (bias, residual))
     if not is_usual:
         validation.check_tensors("dense_bias_act", {"input": input, "weight": weight}, bias=bias, residual=residual)
         tensors = (input, weight, bias, residual)
@@ -133,7 +133,7 @@ def conv_bias_act(
     torch.Size([2, 4, 4, 4])
     """
     record = resolve(activation, "conv_bias_act")
-    is_usual = validation.are_torchs_own((input, weight), (bias, residual))
+    is_usual = validation.are_usual((input, weight), (bias, residual))
     if not is_usual:
         validation.check_tensors("conv_bias_act", {"input": input, "weight": weight}, bias=bias, residual=residual)
         tensors = (input, weight, bias, residual)
@@ -197,7 +197,7 @@ def bias_act(
     tensor([1., 1., 1.])
     """
     record = activation if isinstance(activation, Activation) else resolve(activation, "bias_act")
-    is_usual = validation.are_torchs_own((input,), (bias,))
+    is_usual = validation.are_usual((input,), (bias,))
     if not is_usual:
         validation.check_tensors("bias_act", {"input": input}, bias=bias)
         tensors = (input, bias)
@@ -240,7 +240,7 @@ def batch_norm_act(
 ) -> Tensor:
     """``activation(norm(input, weight, bias) + residual)``; public as the modules ``FusedBatchNormAct1d`` to ``3d``."""
     record = resolve(activation, "FusedBatchNormAct")
-    is_usual = validation.are_torchs_own((input,), (weight, bias, residual))
+    is_usual = validation.are_usual((input,), (weight, bias, residual))
     if not is_usual:
         validation.check_tensors(norm.function, {"input": input}, residual=residual)
         tensors = (input, weight, bias, residual)

@@ -60,7 +60,7 @@ def gated_act(
     """
     record = resolve(activation, "gated_act")
     given = (gate,) if up is None else (gate, up)
-    is_usual = validation.are_torchs_own((gate,), (up,))
+    is_usual = validation.are_usual((gate,), (up,))
     if not is_usual:
         validation.check_tensors("gated_act", {"gate": gate}, up=up)
         if has_torch_function(given):
@@ -93,7 +93,7 @@ def gate_of(gated: object, up: object) -> tuple[Tensor, Activation] | None:
     if not isinstance(gated, Tensor) or not isinstance(up, Tensor) or gated._version or gated._backward_hooks:
         return None
     is_alike = gated.shape == up.shape and gated.dtype is up.dtype and up.requires_grad
-    if not is_alike or gated.retains_grad or not validation.are_torchs_own((gated, up), ()) or hooks_move_tensors():
+    if not is_alike or gated.retains_grad or not validation.are_usual((gated, up), ()) or hooks_move_tensors():
         return None
     name = "silu" if node.name() == "SiluBackward0" else {"none": "gelu", "tanh": "gelu_tanh"}[node._saved_approximate]
     try:
@@ -201,7 +201,7 @@ def keeping_factors(function: Callable[..., Tensor], input: Tensor, *args: Any, 
     """``function(input, *args, **kwargs)``, a product with a weight, or a convolution, that does not keep an ``input``
     whose factors are kept."""
     product = None
-    if not torch.compiler.is_compiling() and validation.are_torchs_own((input,)):
+    if validation.are_usual((input,)):
         product = dropped_product_of(input)
     is_ours = product is not None and input.numel() * input.itemsize >= max(1, decision.SMALL_BYTES)
     is_ours = is_ours and followed_by() is None and validation.unusual_because(input) is None
@@ -214,7 +214,7 @@ def keeping_factors(function: Callable[..., Tensor], input: Tensor, *args: Any, 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``, by a backend's matmul where that is faster."""
-    if validation.are_torchs_own((input, weight), (bias,)) and weight.dim() == 2 and not autocast_is_active():
+    if validation.are_usual((input, weight), (bias,)) and weight.dim() == 2 and not autocast_is_active():
         alike = (t.dtype is input.dtype and t.device == input.device for t in (weight, bias) if t is not None)
         backend = backends.choose(input)
         if all(alike) and backend.has_faster_linear(input, weight):

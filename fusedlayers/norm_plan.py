@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import asking, backends, norm_validation, plan, validation
-from ._torch import autocast_is_active, dispatch_mode_count
+from ._torch import autocast_is_active, dispatch_mode_count, is_of_transform
 from .backends.norms import GroupNorm, RowNorm
 from .call import followed_by, is_capturing, needs_gradient
 from .plan import Plan
@@ -39,7 +39,7 @@ def plan_norm(norm: Norm, x: Tensor, w: Tensor | None, b: Tensor | None, save: s
     Raises:
         TypeError, ValueError: arguments that do not fit together. Nothing has been computed by then.
     """
-    if torch.compiler.is_compiling() or not validation.are_torchs_own((x,), (w, b)):
+    if not validation.are_usual((x,), (w, b)):
         _check(norm, x, w, b, save)
         found = _make_plan(norm, x, w, b, save)
     else:
@@ -73,7 +73,7 @@ def _facts(norm: Norm, x: Tensor, w: Tensor | None, b: Tensor | None, save: str)
         norm.sizes(x),
         x.numel() * x.itemsize < _least_bytes(norm),
         x.numel() == 0,
-        (x.dtype, x.layout, x.is_cpu or x.device, x.requires_grad, x.is_neg()),
+        (x.dtype, x.layout, x.is_cpu or x.device, x.requires_grad, x.is_neg() or is_of_transform(x)),
         of_parameters,
         torch.is_grad_enabled(),
         autocast_is_active() and validation.is_autocast(x.device.type),

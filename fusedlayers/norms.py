@@ -57,7 +57,7 @@ def layer_norm(
     """
     shape = norm_validation.normalized_shape("layer_norm", normalized_shape)
     tensors = input, weight, bias
-    if not validation.are_torchs_own((input,), (weight, bias)) and has_torch_function(tensors):
+    if not validation.are_usual((input,), (weight, bias)) and has_torch_function(tensors):
         return handle_torch_function(layer_norm, tensors, input, shape, weight, bias, eps, save=save)
     return _apply(RowNorm("layer_norm", shape, eps, is_centred=True), input, weight, bias, save)
 
@@ -91,7 +91,7 @@ def rms_norm(
     """
     shape = norm_validation.normalized_shape("rms_norm", normalized_shape)
     tensors = input, weight
-    if not validation.are_torchs_own((input,), (weight,)) and has_torch_function(tensors):
+    if not validation.are_usual((input,), (weight,)) and has_torch_function(tensors):
         return handle_torch_function(
             rms_norm, tensors, input, shape, weight, eps,
             weight_offset=weight_offset, rounds_first=rounds_first, save=save,
@@ -136,7 +136,7 @@ def group_norm(
     tensor([[-1.,  1.]])
     """
     tensors = input, weight, bias
-    if not validation.are_torchs_own((input,), (weight, bias)) and has_torch_function(tensors):
+    if not validation.are_usual((input,), (weight, bias)) and has_torch_function(tensors):
         return handle_torch_function(group_norm, tensors, input, num_groups, weight, bias, eps, save=save)
     norm = GroupNorm(num_groups, eps)
     plan = plan_norm(norm, input, weight, bias, save)

@@ -21,17 +21,16 @@ SAVES = ("auto", "output", "input", "recompute")
 _PLAIN_TYPES = frozenset((Tensor, Parameter))
 
 
-def are_torchs_own(required: Sequence[Tensor], optional: Sequence[Tensor | None] = ()) -> bool:
-    """Whether these are torch's own tensors, and no subclasses nor wrappers, which may compute something else."""
+def are_usual(required: Sequence[Tensor], optional: Sequence[Tensor | None] = ()) -> bool:
+    """Whether these are torch's own tensors, and no subclasses, which may compute something else; and no compiler
+    traces the call."""
     # Every call asks: loops enter no functions, as generators do.
-    are_own, is_traced = True, torch.compiler.is_compiling()
+    found = not torch.compiler.is_compiling()
     for tensor in required:
-        are_own &= type(tensor) in _PLAIN_TYPES and not tensor.is_nested and (is_traced or not is_of_transform(tensor))
+        found &= type(tensor) in _PLAIN_TYPES and not tensor.is_nested
     for other in optional:
-        are_own &= other is None or (
-            type(other) in _PLAIN_TYPES and not other.is_nested and (is_traced or not is_of_transform(other))
-        )
-    return are_own
+        found &= other is None or (type(other) in _PLAIN_TYPES and not other.is_nested)
+    return found
 
 
 def unusual_because(*tensors: Tensor | None) -> str | None:
@@ -42,10 +41,11 @@ def unusual_because(*tensors: Tensor | None) -> str | None:
             return f"one of the tensors is a {type(tensor).__name__}"
         if tensor.is_nested or tensor.layout is not torch.strided:
             return f"one of the tensors is {'nested' if tensor.is_nested else tensor.layout}"
-        if not torch.compiler.is_compiling() and is_of_transform(tensor):
-            return "one of the tensors belongs to a transform of torch.func"
-        if not torch.compiler.is_compiling() and tensor.is_neg():
-            return "one of the tensors has its negative bit set (Tensor.is_neg)"
+        if not torch.compiler.is_compiling():
+            if is_of_transform(tensor):
+                return "one of the tensors belongs to a transform of torch.func"
+            if tensor.is_neg():
+                return "one of the tensors has its negative bit set (Tensor.is_neg)"
         if tensor.device.type not in backends.DEVICES:
             return f"there is no backend for {tensor.device.type}"
     return None
