@@ -161,12 +161,12 @@ function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
 current_function_mode: Callable[[], Any] = torch.overrides._get_current_function_mode
 #: (ignore_if_tracing) -> the innermost pair of saved-tensor hooks, or None.
 saved_tensors_hooks_on_top: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
-#: (pack, unpack) -> None, a pair of them for what is saved from now on; () -> None, without that again.
+#: (pack, unpack) -> None: a pair of them, for what is saved from now on.
 push_saved_tensors_hooks: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks
+#: () -> None: takes that pair away again.
 pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 #: () -> bool: whether there may be any.
-saved_tensors_hooks_are_enabled: Callable[[], bool]
-saved_tensors_hooks_are_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+saved_tensors_hooks_are_enabled: Callable[[], bool] = torch._C._autograd.__dict__["_saved_tensors_hooks_is_enabled"]
 #: () -> bool: whether the backward pass that is running keeps its graph (``retain_graph``).
 graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 #: (tensor, shape) -> Tensor: an alias that autograd takes for no view.

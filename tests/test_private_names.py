@@ -45,7 +45,7 @@ ATTRIBUTES = {
         "_overloadpacket",
     ),
 }
-ELSEWHERE = {"_replace", "_SubParsersAction", "_lru_cache_wrapper"}  # collections', argparse's and functools'
+ELSEWHERE = {"_replace", "_SubParsersAction", "_lru_cache_wrapper", "_getframe"}  # of Python's own library
 
 
 def _is_private(name: str) -> bool:
@@ -156,7 +156,7 @@ def test_the_table_names_all_of_them() -> None:
 def test_each_has_a_line_of_its_own(name: str) -> None:
     assigned = rf"^#: .+\n(?:#: .+\n)*{name}\b.* = "  # a comment before the assignment
     imported = rf"^# {name}: .+"  # a comment that names what is imported
-    defined = rf"^def {name}\((?:.|\n)*?:\n    \"\"\".+"  # a docstring
+    defined = rf"^(?:def|class) {name}\((?:.|\n)*?:\n    \"\"\".+"  # a docstring
     assert len(re.findall(f"{assigned}|{imported}|{defined}", SOURCE, re.MULTILINE)) == 1
 
 
@@ -212,6 +212,51 @@ def _() -> None:
     torch.autograd.grad(Asking.apply(x), x, torch.eye(2), is_grads_batched=True)
     torch.autograd.grad(Asking.apply(x), x, torch.ones(2))
     assert answers == [True, False]
+
+
+@check("is_of_transform")
+def _() -> None:
+    wrapped = []
+    torch.func.grad(lambda x: (wrapped.append(x * 2), x.sum())[1])(torch.ones(2))
+    assert _torch.is_of_transform(wrapped[0]) is True  # type: ignore[func-returns-value]
+    assert _torch.is_of_transform(torch.ones(2)) is False
+
+
+@check("function_mode_count")
+def _() -> None:
+    assert _torch.function_mode_count() == 0
+    with TorchFunctionMode(), TorchFunctionMode():
+        assert _torch.function_mode_count() == 2
+
+
+@check("push_saved_tensors_hooks", "pop_saved_tensors_hooks", "saved_tensors_hooks_are_enabled")
+def _() -> None:
+    x = torch.ones(2, requires_grad=True)
+    _torch.push_saved_tensors_hooks(lambda t: "packed", lambda packed: torch.full((2,), 7.0))
+    y = x * x
+    _torch.pop_saved_tensors_hooks()
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.full((2,), 14.0))
+    assert torch.equal(torch.autograd.grad((x * x).sum(), x)[0], torch.full((2,), 2.0))
+    assert _torch.saved_tensors_hooks_are_enabled() is True
+    with torch.autograd.graph.disable_saved_tensors_hooks("not now"):
+        assert _torch.saved_tensors_hooks_are_enabled() is False
+
+
+@check("Node")
+def _() -> None:
+    class Double(_torch.Node):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return grads[0] * 2
+
+    x = torch.ones(2, requires_grad=True)
+    y = Double.apply(x)
+    assert torch.equal(y, torch.full((2,), 2.0))
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.full((2,), 2.0))
 
 
 @check("forward_ad_level")
