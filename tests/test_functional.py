@@ -687,3 +687,13 @@ def test_gradients_are_no_results_themselves(save: str) -> None:
     z = torch.randn(40, 30, requires_grad=True)
     (dz,) = torch.autograd.grad(fl.bias_act(z, None, "gelu", save=save).sum(), z)
     assert not dz.requires_grad and dz.grad_fn is None
+
+
+def test_what_a_transform_has_left_behind_is_left_to_pytorch() -> None:
+    left: list[torch.Tensor] = []
+    torch.func.grad(lambda x: (left.append(x * 2), x.sum())[1])(torch.randn(40, 40))  # type: ignore[func-returns-value]
+    w = torch.randn(30, 40, requires_grad=True)
+    (plan,) = fl.plan_of(fl.bias_act, left[0])
+    assert plan.path == "composite" and "torch.func" in str(plan)
+    torch.testing.assert_close(fl.dense_bias_act(left[0], w), F.gelu(F.linear(left[0], w)))
+    torch.testing.assert_close(fl.layer_norm(left[0], 40, save="output"), F.layer_norm(left[0], (40,)))

@@ -328,6 +328,36 @@ def test_factors_that_are_edited_before_backward() -> None:
             y.sum().backward()
 
 
+def test_a_weight_that_is_edited_before_backward() -> None:
+    """Under hooks autograd does not look at versions."""
+    gate, up, w = leaves((40, 40), (40, 40), (8, 40))
+    y = fl.linear(fl.gated_act(gate, up), w)
+    assert _keeps_factors(y)
+    with torch.no_grad():
+        w.add_(1)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: .* expected version"):
+        y.sum().backward()
+
+
+def test_hooks_may_be_forbidden() -> None:
+    gate, up, w = leaves((40, 40), (40, 40), (8, 40))
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        y = fl.linear(fl.gated_act(gate, up), w)
+    assert not _keeps_factors(y)
+    assert torch.equal(y, fl.linear(fl.gated_act(gate, up), w))
+
+
+def test_a_view_of_the_product_is_what_the_matmul_saves() -> None:
+    """One of other strides, where rows and columns change places."""
+    a, b, w = leaves((600, 1), (600, 1), (5, 1))
+    for call in (lambda: fl.linear(a * b, w), lambda: fl.matmul(a * b, w.t())):
+        assert _keeps_factors(call())
+        for ours, theirs in zip(*(torch.autograd.grad(f().sin().sum(), (a, b, w)) for f in (
+            call, lambda: F.linear(a * b, w),
+        )), strict=True):  # fmt: skip
+            torch.testing.assert_close(ours, theirs)
+
+
 def test_a_product_whose_graph_was_freed() -> None:
     a, b, w = leaves((40, 40), (40, 40), (8, 40))
     for h in (a * b, fl.gated_act(a, b)):
