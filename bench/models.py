@@ -40,7 +40,7 @@ BASELINE, ACTIVATIONS, OURS, RECOMPUTE, COMPILE = VARIANTS = (
     "compile",
 )
 DEFINITIONS = {
-    "model": "random weights, training mode, PyTorch's attention (sdpa)",
+    "model": "random weights, training mode, PyTorch's attention (sdpa), batch norms with weights of 1",
     "activations": "each GELU and SiLU module exchanged for one that saves its output",
     "fusedlayers": "after fuse(model, inputs), which is shown two of a batch",
     "recompute": "the same with save='recompute'",
@@ -120,7 +120,16 @@ _OTHERS = (
     Case("ViT-B", "ViTConfig", batch=4, small={**_SMALL, "image_size": _SMALL_PIXELS}, target={OURS: 0.22}),
     Case("ConvNeXt-T", "ConvNextConfig", batch=4, small={"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2}),
     Case("ResNet-50", "ResNetConfig", batch=4, small={"hidden_sizes": [32, 64], "depths": [1, 1]}),
+    Case(
+        "EfficientNet-B0",
+        "EfficientNetConfig",
+        batch=4,
+        sizes={"width_coefficient": 1.0, "depth_coefficient": 1.0, "image_size": _PIXELS, "hidden_dim": 1280},
+        small={"depth_coefficient": 0.1, "image_size": _SMALL_PIXELS},
+        target={OURS: 0.50},
+    ),
 )
+_WITHOUT_ATTENTION = ("ConvNextConfig", "ResNetConfig", "EfficientNetConfig")
 
 #: What optiacts reports: BERT-base with dropout in its attention, 16 sequences of 512 tokens, and Mistral-7B.
 _AS_OPTIACTS = (
@@ -377,8 +386,11 @@ def _build(case: Case, device: torch.device, quick: bool, **sizes: int) -> Subje
     with torch.random.fork_rng():
         torch.manual_seed(0)
         with device:  # billions of random numbers take a CPU minutes
-            attention = {} if case.config in ("ConvNextConfig", "ResNetConfig") else {"attn_implementation": "sdpa"}
+            attention = {} if case.config in _WITHOUT_ATTENTION else {"attn_implementation": "sdpa"}
             model = hf.AutoModel.from_config(config, dtype=getattr(torch, case.dtype), **attention).train()
+            for module in model.modules():
+                if isinstance(module, nn.BatchNorm2d):
+                    module.reset_parameters()  # to weights of 1, for which EfficientNet of transformers has N(0, .02)
         if case.tokens is None:
             pixels = _SMALL_PIXELS if quick else _PIXELS
             inputs = {"pixel_values": torch.randn(case.batch, 3, pixels, pixels)}
