@@ -181,6 +181,7 @@ class Node(Function):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        # The C method below ``Function.apply``, bound to the class.
         cls.apply = super(Function, cls).apply  # type: ignore[misc, method-assign]
 
 

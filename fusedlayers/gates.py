@@ -140,8 +140,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Saved: ``weight``; of an input that is the unchanged product of two saved tensors nothing more, else ``input``.
     Of products of less than 128 KiB, or that were reshaped, and under saved-tensor hooks and ``torch.compile``, what
-    ``F.linear`` saves. Writes past the version counter (``.data``, NumPy) to the input, after it was multiplied, are
-    not noticed.
+    ``F.linear`` saves. Writes past the version counter (``.data``, NumPy, collectives) to the input, after it was
+    multiplied, are not noticed.
 
     >>> import torch, fusedlayers as fl
     >>> fl.linear(fl.gated_act(torch.ones(1, 2), torch.ones(1, 2), None), torch.ones(3, 2))
@@ -200,13 +200,12 @@ def grouped_mm(input: Tensor, mat2: Tensor, offs: Tensor) -> Tensor:
 def keeping_factors(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """``function(input, *args, **kwargs)``, a product with a weight, or a convolution, that does not keep an ``input``
     whose factors are kept."""
-    product = None
-    if validation.are_usual((input,)):
-        product = dropped_product_of(input)
-    is_ours = product is not None and input.numel() * input.itemsize >= max(1, decision.SMALL_BYTES)
-    is_ours = is_ours and followed_by() is None and validation.unusual_because(input) is None
-    factors = factors_of(product) if product is not None and is_ours else None
-    if product is None or factors is None:
+    product = dropped_product_of(input) if validation.are_usual((input,)) else None
+    if product is None or input.numel() * input.itemsize < max(1, decision.SMALL_BYTES):
+        return function(input, *args, **kwargs)
+    is_ours = followed_by() is None and validation.unusual_because(input) is None
+    factors = factors_of(product) if is_ours else None
+    if factors is None:
         return function(input, *args, **kwargs)
     run = _linear if function is F.linear else function
     return saving_factors(input, product, factors, functools.partial(run, input, *args, **kwargs))

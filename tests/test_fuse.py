@@ -757,6 +757,14 @@ def test_a_module_of_one_call_may_be_called_in_another_way(
     assert torch.equal(model(x), x.cos())
 
 
+def test_a_convolution_whose_instance_was_patched() -> None:
+    """As it is for seamless tiles."""
+    model, eager, x = _of_one_call(nn.Conv2d)
+    for module in (model, eager):
+        vars(module)["_conv_forward"] = lambda x, w, b: F.conv2d(x, w * 3, b, groups=2)
+    assert torch.equal(model(x), eager(x))
+
+
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d])
 def test_a_batch_norm_refuses_what_pytorchs_refuses(kind: type[nn.Module]) -> None:
     model, eager, x = _of_one_call(kind)

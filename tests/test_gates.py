@@ -358,6 +358,45 @@ def test_a_view_of_the_product_is_what_the_matmul_saves() -> None:
             torch.testing.assert_close(ours, theirs)
 
 
+def test_a_transposed_gate_that_reads_a_parameter() -> None:
+    """Of which the kernel's product is contiguous, and the formula's is not."""
+    x, u, w = leaves((40, 48), (40, 48), (8, 40), dtype=torch.float64)
+    beta = torch.full((40,), 0.3, dtype=torch.float64)
+
+    def act(z: Tensor) -> Tensor:
+        return z * torch.sigmoid(beta * z)
+
+    found = []
+    for gated, linear in ((fl.gated_act, fl.linear), (lambda g, u, f: f(g) * u, F.linear)):
+        y = linear(gated(x.t(), u.t(), act), w)
+        (dw,) = torch.autograd.grad(y.sin().sum(), w, create_graph=True)
+        dy = torch.linspace(-1, 1, 3 * y.numel(), dtype=y.dtype).view(3, *y.shape)
+        batched = torch.func.vmap(lambda d, y=y: torch.autograd.grad(y, w, d, retain_graph=True)[0])(dy)
+        found.append([dw, batched, *torch.autograd.grad(dw.square().sum(), (x, u, w))])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_conjugates_and_negatives_of_the_product() -> None:
+    a, b = (torch.randn(40, 40, dtype=torch.complex128).requires_grad_() for _ in range(2))
+    for view in (lambda h: h.conj().t(), lambda h: torch._neg_view(h).t()):
+        found = []
+        for matmul in (fl.matmul, torch.matmul):
+            h = a * b
+            found.append(torch.autograd.grad(matmul(h, view(h)).abs().square().sum(), (a, b)))
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_sparse_weights() -> None:
+    a, b, w = leaves((40, 40), (40, 40), (8, 40))
+    w = w.detach().to_sparse_csr().requires_grad_()
+    found = [torch.autograd.grad(f(a * b, w).sin().sum(), (a, b)) for f in (fl.linear, F.linear)]
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_a_product_whose_graph_was_freed() -> None:
     a, b, w = leaves((40, 40), (40, 40), (8, 40))
     for h in (a * b, fl.gated_act(a, b)):

@@ -31,7 +31,7 @@ from .._torch import (
 )
 from ..checkpoint.recompute import Recompute, recomputed
 from .one_call import ONE_CALLS
-from .operations import CHECKPOINT, OPERATIONS
+from .operations import CHECKPOINT, OPERATIONS, Operation
 from .stand_in import StandIn
 
 
@@ -198,12 +198,12 @@ class Interception(TorchFunctionMode):
         operation = OPERATIONS.get(func)
         if operation is None or operation.kind not in self.kinds:
             return func(*args, **(kwargs or {}))
-        is_own = torch.compiler.is_compiling() or (
-            saved_tensors_hooks_on_top(True) == self.hooks and not operation.is_small(args)
-        )
-        if not is_own or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not (torch.compiler.is_compiling() or self._is_ours(operation, args)):
             return func(*args, **(kwargs or {}))
         return operation.run(func, args, kwargs or {})
+
+    def _is_ours(self, operation: Operation, args: Any) -> bool:
+        return saved_tensors_hooks_on_top(True) == self.hooks and not operation.is_small(args)
 
 
 class Remark:

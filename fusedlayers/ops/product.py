@@ -36,7 +36,7 @@ class Product(NamedTuple):
     #: The factors, as its node has saved them, or None where it has not saved them all. It fails once they were freed,
     #: or edited in place.
     read: Callable[[], Factors | None]
-    #: The product of the factors, and the same in operations that autograd can differentiate.
+    #: The product of the factors, and the same in torch's own operations, which traces and transforms can follow.
     multiply: Callable[..., Tensor]
     composite: Callable[..., Tensor]
 
@@ -80,7 +80,7 @@ def factors_of(product: Product) -> Factors | None:
 
 
 class _Packed(NamedTuple):
-    """What is saved in the place of a product, and how that is laid out."""
+    """What is saved in the place of a product, and how what was to be saved is laid out."""
 
     factors: tuple[Any, ...]
     shape: torch.Size
@@ -89,26 +89,35 @@ class _Packed(NamedTuple):
 
 def saving_factors(h: Tensor, product: Product, factors: Factors, run: Callable[[], Tensor]) -> Tensor:
     """``run()``, an operation of h whose node saves these factors in the place of h."""
-    place, size = h.data_ptr(), h.numel()
-    # Hooks that are active only look; they see the factors.
+    place, size, shape, strides, bits = h.data_ptr(), h.numel(), h.shape, h.stride(), _bits(h)
+    # ``factors_of`` has refused hooks that move what they get. Others count what is saved: they get the factors.
     pack, unpack = saved_tensors_hooks_on_top(True) or (held, unedited)
 
     def pack_factors(saved: Tensor) -> Any:
-        if saved.data_ptr() != place or saved.numel() != size:
+        is_h = saved.layout is torch.strided and saved.data_ptr() == place and saved.numel() == size
+        if not is_h or _bits(saved) != bits:
             return pack(saved)
         return _Packed(tuple(map(pack, factors)), saved.shape, saved.stride())
 
-    def multiply(packed: Any) -> Tensor:
+    def unpack_factors(packed: Any) -> Tensor:
         if type(packed) is not _Packed:
             unpacked: Tensor = unpack(packed)
             return unpacked
         found = tuple(map(unpack, packed.factors))
-        made = product.composite(*found) if needs_composite(found[0]) else product.multiply(*found)
-        is_alike = made.shape == packed.shape and made.stride() == packed.strides
+        with torch.no_grad():  # torch puts the result at h's place in the graph
+            made = product.composite(*found) if needs_composite(found[0]) else product.multiply(*found)
+        if made.stride() != strides:
+            made = made.new_empty_strided(shape, strides).copy_(made)
+        is_alike = packed.shape == shape and packed.strides == strides
         return made if is_alike else made.as_strided(packed.shape, packed.strides)
 
-    push_saved_tensors_hooks(pack_factors, multiply)
+    push_saved_tensors_hooks(pack_factors, unpack_factors)
     try:
         return run()
     finally:
         pop_saved_tensors_hooks()
+
+
+def _bits(tensor: Tensor) -> tuple[object, ...]:
+    """How a tensor's memory is read."""
+    return tensor.dtype, tensor.is_conj(), tensor.is_neg()
