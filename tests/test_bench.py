@@ -1019,6 +1019,7 @@ def test_whole_models(tmp_path: Path) -> None:
     recomputed = {"mlp": 2, "rms_norm": 5}
     mistral = {"eager": none, "activations": {"SiLU": 2}, "fusedlayers": gated, "recompute": recomputed}
     vit = {"eager": none, "activations": one, "fusedlayers": dense, "recompute": {"mlp": 2, "layer_norm": 5}}
+    scaled = {"batch_norm": 14, "silu": 20, "product": 7, "gate": 2}
     assert places == {
         "bert-base/float32/4": bert,
         "mistral-1024-wide/float32/1": mistral,
@@ -1026,6 +1027,7 @@ def test_whole_models(tmp_path: Path) -> None:
         "vit-b/float32/4": vit,
         "convnext-t/float32/4": {**bert, "fusedlayers": dense},
         "resnet-50/float32/4": {**bert, "activations": none, "fusedlayers": none},
+        "efficientnet-b0/float32/4": {**bert, "activations": none, "fusedlayers": scaled},
         "bert-base/float32/16": bert,
     }
     for row in result["cases"]:
