@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ._torch import backward_pass, dynamo_is_loaded
+from .ops.edits import unedited
 from .utils.autograd_graph import attributes_of, checkpoints_of, leaves_of, nodes_of
 from .utils.storages import strided_parts, tensors_in
 
@@ -128,14 +129,7 @@ class _Ledger:
     def unpack(self, saved: "_Saved") -> Tensor:
         if backward_pass() != -1:
             self._note()
-        # Under hooks autograd skips this check, and would compute wrong gradients.
-        if saved.tensor._version != saved.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a tensor of shape {tuple(saved.tensor.shape)} was saved at version {saved.version} and is at version "
-                f"{saved.tensor._version} now."
-            )
-        return saved.tensor
+        return unedited((saved.tensor, saved.version))
 
     unpack.only_looks = True  # type: ignore[attr-defined]  # a mark
 

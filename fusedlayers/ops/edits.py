@@ -49,8 +49,8 @@ def unedited(packed: tuple[Tensor, int]) -> Tensor:
     saved, version = packed
     if saved._version != version:
         raise RuntimeError(
-            f"{_EDITED}: [{saved.type()} {[*saved.shape]}] is at version {saved._version}; expected version {version} "
-            "instead."
+            f"{_EDITED}: a tensor of shape {tuple(saved.shape)} was saved at version {version} and is at version "
+            f"{saved._version} now."
         )
     return saved
 
