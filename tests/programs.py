@@ -396,6 +396,7 @@ class Program:
         example: "same"; "other" rows than the step has; None for a fuse without inputs.
         save: for ``fuse``.
         x_needs_gradient: whether the input does.
+        draw: which of the inputs of this program.
     """
 
     seed: int
@@ -408,6 +409,7 @@ class Program:
     is_image: bool = False
     is_channels_last: bool = False
     uses_autocast: bool = False
+    draw: int = 0
 
     def __post_init__(self) -> None:
         rng = random.Random(f"program {self.seed}")
@@ -436,7 +438,7 @@ class Program:
 
     def inputs(self, is_example: bool = False) -> Tensor:
         leading = self.other_leading if is_example and self.example == "other" else self.leading
-        generator = torch.Generator().manual_seed(self.seed)
+        generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.draw)
         if not self.is_image:
             return torch.randn(*leading, self.width, generator=generator)
         x = torch.randn(leading[0], 3, leading[1], leading[1], generator=generator)

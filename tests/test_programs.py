@@ -1,10 +1,12 @@
 """``fuse`` on random programs (``programs.py``): a fused model computes and trains as the plain one."""
 
+from __future__ import annotations
+
 import copy
 import itertools
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import programs
 import pytest
@@ -17,6 +19,10 @@ from fusedlayers import norm_plan
 from fusedlayers.memory import saved_bytes
 
 EACH = 50
+#: Inputs over which a program's errors are taken where those of one are large.
+DRAWS = 8
+#: How much more the slopes of outputs in bfloat16 err than eager's, at most (README, "Accuracy").
+SLOPES_ERR = 6.0
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +48,26 @@ def test_programs(start: int) -> None:
 def check(seed: int) -> str:
     """What came of a program: "same"; "eager fails"; "refused" where backward notices that an output was edited in
     place on a path that the example did not take."""
+    first = compare(programs.Program(seed))
+    if not isinstance(first, Errors):
+        return first
+    if worse := first.worse_than(2.0):
+        # Next to a kink, and in bfloat16, one input may do it. Of two computations that are as exact as one another
+        # each is then the worse one as often.
+        errors = [first, *(found for d in range(1, DRAWS) if isinstance(found := compare(_drawn(seed, d)), Errors))]
+        worse = Errors.over(errors).worse_than(SLOPES_ERR if first.uses_autocast else 2.0)
+    assert not worse, f"program {seed}: {worse}"
+    return "same"
+
+
+def _drawn(seed: int, draw: int) -> programs.Program:
     program = programs.Program(seed)
+    program.draw = draw
+    return program
+
+
+def compare(program: programs.Program) -> str | Errors:
+    """What came of a program, or how far its results are off."""
     model, log = program.build()
     eager, eager_log = program.build()
     exact, exact_log = program.build()
@@ -69,12 +94,12 @@ def check(seed: int) -> str:
             is_other_path = program.changes or program.example != "same" or program.outside != "plain"
             if is_other_path and "modified by an inplace operation" in str(error):
                 return "refused"
-            raise AssertionError(f"program {seed}: the fused model fails") from error
-    _agree(program, ours, theirs, wanted)
+            raise AssertionError(f"program {program.seed}: the fused model fails") from error
+    errors = Errors.measured(program, ours, theirs, wanted)
     fl.unfuse(model)
     if not program.changes:
-        assert _contents(model) == contents, f"program {seed}: unfuse leaves something"
-    return "same"
+        assert _contents(model) == contents, f"program {program.seed}: unfuse leaves something"
+    return errors
 
 
 def _contents(model: nn.Module) -> dict[str, set[str]]:
@@ -147,20 +172,51 @@ def _step(
     return found
 
 
-def _agree(program: programs.Program, ours: Found, theirs: Found, wanted: Found) -> None:
-    """Each result errs at most twice as much as eager's, or what the branch bit costs."""
-    say = f"program {program.seed}"
-    assert ours.keys() == theirs.keys(), f"{say}: {ours.keys() ^ theirs.keys()}"
-    assert torch.equal(ours.pop("generator"), theirs["generator"]), f"{say}: the generator's state"
-    gradients = [float(value.double().norm()) for name, value in wanted.items() if name.startswith("gradient")]
-    least = 1e-8 if program.is_second else 1e-2 if program.uses_autocast else 1e-5
-    for name, value in ours.items():
-        assert value.shape == theirs[name].shape and value.dtype is theirs[name].dtype, f"{say}: {name}"
-        exact = wanted[name].double()
-        # Next to a fold a slope is off by the root of a unit.
-        unit = 10 * least if "gradient" in name and not program.uses_autocast else least
-        error, eager_error = (value.double() - exact).norm(), (theirs[name].double() - exact).norm()
-        floor = 0.3 * unit * max(gradients, default=0.0) if "gradient" in name else 0.0
-        most = 2 * eager_error + unit * exact.norm() + floor + 1e-2 * unit
-        is_number = not bool(theirs[name].isfinite().all()) or bool(error <= most)
-        assert is_number, f"{say}: {name} errs by {error:.3g}, eager by {eager_error:.3g} of {exact.norm():.3g}"
+class Errors(NamedTuple):
+    """Of the results of a step, or the root mean squares over several steps.
+
+    Attributes:
+        of: by name: the error, that of eager, and how large the result is.
+        gradient: how large the largest gradient is.
+        unit: relative error that is nothing to speak of.
+    """
+
+    of: dict[str, tuple[float, float, float]]
+    gradient: float
+    unit: float
+    uses_autocast: bool
+
+    @classmethod
+    def measured(cls, program: programs.Program, ours: Found, theirs: Found, wanted: Found) -> Errors:
+        say = f"program {program.seed}"
+        assert ours.keys() == theirs.keys(), f"{say}: {ours.keys() ^ theirs.keys()}"
+        assert torch.equal(ours.pop("generator"), theirs["generator"]), f"{say}: the generator's state"
+        of = {}
+        for name, value in ours.items():
+            assert value.shape == theirs[name].shape and value.dtype is theirs[name].dtype, f"{say}: {name}"
+            if theirs[name].isfinite().all():
+                exact = wanted[name].double()
+                error, eager_error = (float((found.double() - exact).norm()) for found in (value, theirs[name]))
+                of[name] = error, eager_error, float(exact.norm())
+        gradient = max((size for name, (*_, size) in of.items() if name.startswith("gradient")), default=0.0)
+        unit = 1e-8 if program.is_second else 1e-2 if program.uses_autocast else 1e-5
+        return cls(of, gradient, unit, program.uses_autocast)
+
+    @classmethod
+    def over(cls, draws: list[Errors]) -> Errors:
+        def mean(values: Iterable[float]) -> float:
+            return (sum(value**2 for value in values) / len(draws)) ** 0.5
+
+        names = {name for draw in draws for name in draw.of}
+        of = {name: tuple(map(mean, zip(*(d.of[name] for d in draws if name in d.of), strict=True))) for name in names}
+        return cls(of, mean(draw.gradient for draw in draws), draws[0].unit, draws[0].uses_autocast)
+
+    def worse_than(self, factor: float) -> str | None:
+        """A result whose error is more than this factor times eager's, and more than what the branch bit costs."""
+        for name, (error, eager, size) in self.of.items():
+            # Next to a fold a slope is off by the root of a unit.
+            unit = 10 * self.unit if "gradient" in name and not self.uses_autocast else self.unit
+            floor = 0.3 * unit * self.gradient if "gradient" in name else 0.0
+            if not error <= factor * eager + unit * size + floor + 1e-2 * unit:
+                return f"{name} errs by {error:.3g}, eager by {eager:.3g} of {size:.3g}"
+        return None

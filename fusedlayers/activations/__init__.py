@@ -4,11 +4,24 @@ from . import builtin as _builtin  # fills the table
 from .free_variables import must_call_reason
 from .inverse_error import InverseError, measure_inverse_error
 from .lookup import activation_of_module, resolve
-from .record import DTYPES, Activation, Row, Saved, WithOperands, activations, register, register_stand_in, rows, upcast
+from .record import (
+    DTYPES,
+    KEPT_BY_TORCH,
+    Activation,
+    Row,
+    Saved,
+    WithOperands,
+    activations,
+    register,
+    register_stand_in,
+    rows,
+    upcast,
+)
 from .registration import activation
 
 __all__ = [
     "DTYPES",
+    "KEPT_BY_TORCH",
     "Activation",
     "InverseError",
     "Row",

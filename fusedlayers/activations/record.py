@@ -29,6 +29,8 @@ Saved = Literal["nothing", "output", "input", "recompute"]
 
 #: The floating dtypes that the layers accept.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+#: Activations of which PyTorch saves the output too.
+KEPT_BY_TORCH = frozenset({"relu", "tanh", "sigmoid"})
 
 
 def upcast(tensor: Tensor) -> Tensor:

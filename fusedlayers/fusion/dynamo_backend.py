@@ -27,11 +27,10 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .._torch import InductorWrapper
-from ..activations import DTYPES, Activation
+from ..activations import DTYPES, KEPT_BY_TORCH, Activation
 from ..ops.compiled import output_saved
 from .chain import Chain, activation_of_chain, writes
 from .graph_norms import PRODUCTS, norms_in, tensor_of
-from .recording import KEPT_BY_TORCH
 
 #: What reads an operand that must lie in memory, and keeps it for the gradient of the other.
 _MATMULS = {

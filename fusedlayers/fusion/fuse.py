@@ -151,7 +151,8 @@ class Fusing:
             "Without example inputs, only modules whose class says what they compute are found. Pass example inputs to "
             "find what the code of other modules calls (F.gelu, for example), and to see what each place frees."
         )
-        groups = _grouped([*_places_of_classes(self._model)])
+        with unchanged([*self._model.modules()], ()):  # code that is tried out may draw random numbers
+            groups = _grouped([*_places_of_classes(self._model)])
         return self._finish(groups, None)
 
     def on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FuseReport:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,14 +14,13 @@ from torch.overrides import TorchFunctionMode
 
 from .. import plan as decision
 from .._torch import DisableTorchFunction, saved_tensors_hooks_on_top
-from ..activations import DTYPES, Activation
+from ..activations import DTYPES, KEPT_BY_TORCH, Activation
 from ..asking import plan_of
 from ..ops.dropout import tells_scaled
+from ..utils.storages import tensors_in
 from .operations import CHECKPOINT, GATE, OPERATIONS, PRODUCT, Operation, activation_of, is_gate, reads_product
 from .stand_in import StandIn, recognise
 
-#: Activations of which PyTorch keeps the output too: less can be kept only where a dropout follows.
-KEPT_BY_TORCH = frozenset({"relu", "tanh", "sigmoid"})
 #: Operations besides activations that have a plan.
 _PLANNED = frozenset({"layer_norm", "rms_norm", "group_norm"})
 #: Of which no result is saved.
@@ -90,6 +89,7 @@ class Place:
             return None if "product" in self.readers else "no matrix product reads it"
         if self.is_activation and "gate" in self.readers:
             return "the gate keeps its input"
+        # Less can be kept only where a dropout follows.
         is_kept = self.name in KEPT_BY_TORCH and "dropout" not in self.readers
         return "PyTorch saves no more than the output" if is_kept else None
 
@@ -108,7 +108,7 @@ class Recording(NamedTuple):
 
 def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
     """What ``model(*args, **kwargs)`` calls."""
-    recorder = _Recorder()
+    recorder = _Recorder(map(id, tensors_in((args, kwargs))))
     with recorder.watching(model), recorder, torch.enable_grad():
         model(*args, **kwargs)
     return Recording(recorder.found(), recorder.functions)
@@ -138,8 +138,10 @@ class _Alone(NamedTuple):
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self) -> None:
+    def __init__(self, given: Iterable[int]) -> None:
         super().__init__()
+        #: The user's tensors.
+        self._given = {*given}
         self.functions: dict[str, list[str]] = {}
         self._running: list[_Running] = []
         self._places: dict[tuple[str, str], Place] = {}
@@ -212,7 +214,7 @@ class _Recorder(TorchFunctionMode):
         if running is not None and isinstance(result, Tensor):
             running.computed += 1
             running.functions.append(getattr(func, "__name__", ""))
-            if place is not None and result.grad_fn is not None:  # else it is the input itself, and may be the user's
+            if place is not None and id(result) not in self._given:
                 result.__dict__[_MAKERS] = [place]
             if func is F.dropout and args and _is_product(args[0]):
                 result.__dict__[_PRODUCT_OF] = [*_makers(args[0])]

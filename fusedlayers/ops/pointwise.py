@@ -14,6 +14,7 @@ They are two nodes and not one because dy is then freed before the matmul's grad
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,12 +23,13 @@ from torch import Tensor
 
 from .. import _torch
 from .._torch import Node
-from ..activations import Activation, upcast
+from ..activations import KEPT_BY_TORCH, Activation, upcast
 from ..backends import GradientRequest
 from ..backends.operations import Recompute
 from ..utils.layout import along, operand_along, sum_along
 from .buffer_reuse import is_ours_alone
 from .edits import saved_tensors, version_for_backward
+from .place import Places
 
 if TYPE_CHECKING:
     from ..plan import Plan
@@ -48,8 +50,9 @@ class BiasAct(Node):
     With ``plan.saved == "input"`` the caller has added b and the residual. ``is_done``: z is y already, because the
     matmul had the activation as its epilogue. ``origin`` is given where the plan says ``keeps_origin``.
 
-    Of an activation that stands alone the node is given the ``place`` of z in the graph, and the version of y. An
-    operation that follows may begin there, and make one node of both.
+    ``places`` are given where y is saved and no origin: second derivatives end there. Of an activation that stands
+    alone the node is also given the ``version`` of y. An operation that follows may then begin at the place of z, and
+    make one node of both.
     """
 
     @staticmethod
@@ -60,6 +63,7 @@ class BiasAct(Node):
         b: Tensor | None,
         residual: Tensor | None,
         origin: Origin | None,
+        places: Places | None,
         is_done: bool,
         *operands: Tensor,
     ) -> Tensor:
@@ -85,7 +89,7 @@ class BiasAct(Node):
             ctx.biases = b, operation_b
             bias = b if operation_b is None else operation_b
             ctx.bias_version = None if bias is None else bias._version
-        ctx.plan, ctx.place, ctx.version = plan, None, None
+        ctx.plan, ctx.places, ctx.version = plan, places, None
         is_checked = plan.is_hooked and plan.saved == "output"
         ctx.expected = version_for_backward(y, is_dirty=plan.overwrites) if is_checked else None
         return y
@@ -94,7 +98,7 @@ class BiasAct(Node):
     def backward(ctx: Any, *grads: Any) -> Any:
         (dy,) = grads
         plan = ctx.plan
-        _, needs_z, needs_b, needs_residual, _, _, *needs = ctx.needs_input_grad
+        _, needs_z, needs_b, needs_residual, _, _, _, *needs = ctx.needs_input_grad
         is_differentiable = needs_composite(dy)
         given_output = plan.saved == "output"
         saved, *operands = saved_tensors(ctx, plan.function, plan.activation) if given_output else ctx.saved_tensors
@@ -115,6 +119,9 @@ class BiasAct(Node):
                 given_output = overwrite = False
 
         if is_differentiable:
+            through_output = ctx.places is None or plan.activation.name in KEPT_BY_TORCH
+            if given_output and torch.is_grad_enabled() and not through_output:
+                saved = ctx.places.output(saved, functools.partial(_gradient_given_output, plan.activation))
             dz, *dp = differentiable_gradients(dy, saved, plan.activation, given_output, operands, needs, plan.dim)
             db = sum_along(dz, plan.dim) if needs_b and dz is not None else None
         else:
@@ -122,7 +129,7 @@ class BiasAct(Node):
             dz, db, *dp = plan.backend.gradient(dy, saved, plan.activation, operands, request, dim=plan.dim)
             dz = dz.detach() if dz is saved else dz  # which is a result, and knows its node
             dp = [None if d is None else d.view_as(p) for d, p in zip(dp, operands, strict=True)]
-        return None, dz if needs_z else None, db, dz if needs_residual else None, None, None, *dp
+        return None, dz if needs_z else None, db, dz if needs_residual else None, None, None, None, *dp
 
 
 def needs_composite(dy: Tensor) -> bool:
@@ -172,11 +179,15 @@ def differentiable_gradients(
     """``dy * f'`` and the gradients of the operands that need one, from y or from z, in operations that autograd can
     differentiate again, in float32 or wider."""
     if given_output:
-        slope = activation.derivative_given_output(upcast(saved), saved.dtype, differentiable=True)
-        return [(upcast(dy) * slope).to(dy.dtype)]
+        return [_gradient_given_output(activation, dy, saved)]
     with torch.enable_grad():
         z, *own = apart(upcast(saved), *operands)
         y = activation.function(z, *(operand_along(upcast(p), dim, z.dim()) for p in own if p is not None))
         sources = [z, *(p for p, need in zip(own, needs, strict=True) if need)]
         dz, *found = torch.autograd.grad(y, sources, upcast(dy), create_graph=True)
     return [dz.to(dy.dtype), *(found.pop(0) if need else None for need in needs)]
+
+
+def _gradient_given_output(activation: Activation, dy: Tensor, y: Tensor) -> Tensor:
+    slope = activation.derivative_given_output(upcast(y), y.dtype, differentiable=True)
+    return (upcast(dy) * slope).to(dy.dtype)
