@@ -436,6 +436,41 @@ def test_a_bias_may_be_edited_between_the_passes(activation: str) -> None:
     torch.testing.assert_close(dx, expected, rtol=0, atol=1e-3)
 
 
+def _scaled(y: Tensor) -> Tensor:
+    y.register_hook(lambda g: g * 0.5)
+    return y
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (lambda x, w, b: fl.gelu(x @ w), lambda x, w, b: F.gelu(x @ w)),
+        (lambda x, w, b: fl.bias_act(x @ w, b, "gelu"), lambda x, w, b: F.gelu(x @ w + b)),
+        (lambda x, w, b: fl.bias_act(x @ w, b, "tanh"), lambda x, w, b: torch.tanh(x @ w + b)),
+        (lambda x, w, b: fl.dense_bias_act(x, w, b, "silu"), lambda x, w, b: F.silu(F.linear(x, w, b))),
+        (
+            lambda x, w, b: fl.dense_bias_act(x, w, b, "gelu", residual=x.sin()),
+            lambda x, w, b: F.gelu(F.linear(x, w, b) + x.sin()),
+        ),
+        (lambda x, w, b: fl.dropout(fl.elu(x @ w), 0.5), lambda x, w, b: F.dropout(F.elu(x @ w), 0.5)),
+    ],
+    ids=["gelu", "bias", "tanh", "dense", "residual", "dropout"],
+)
+def test_second_derivatives_pass_hooks_on_the_output_as_in_torch(ours: Any, theirs: Any) -> None:
+    given = [torch.randn(size, generator=torch.Generator().manual_seed(3)) for size in ((60, 64), (64, 64), (64,))]
+    found = []
+    for call, dtype in ((ours, torch.float32), (theirs, torch.float64)):
+        leaves = [(t * 0.3).to(dtype).requires_grad_() for t in given]
+        torch.manual_seed(0)
+        y = _scaled(call(*leaves))
+        (g,) = torch.autograd.grad(y.sin().sum(), leaves[0], create_graph=True)
+        (h,) = torch.autograd.grad(g.square().sum() + y.sum(), leaves[0], create_graph=True)
+        found.append([h, *torch.autograd.grad(h.square().sum(), leaves[:2])])
+    for i, (got, expected) in enumerate(zip(*found, strict=True)):
+        # A third derivative near a fold knows half as many digits.
+        assert (got.double() - expected).norm() <= (2e-2 if i else 1e-3) * expected.norm()
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_nested_tensors_are_left_to_torch() -> None:
     x = torch.nested.nested_tensor([torch.randn(20, 30), torch.randn(25, 30)])

@@ -196,6 +196,18 @@ def _bytes(model: nn.Module, x: Tensor) -> int:
     return saved_bytes(lambda: model(x), exclude=[*model.buffers(), x])
 
 
+class _Noisy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.37)
+
+
+def test_code_that_is_tried_out_draws_no_random_numbers() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), _Noisy())
+    state = torch.get_rng_state()
+    fl.fuse(model)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 @found
 def test_nothing_of_the_model_changes(make: Any, is_image: bool, kinds: Any, freed: int) -> None:
     model, x = _model(make, is_image)

@@ -108,6 +108,39 @@ def test_checkpoints(make: Callable[[], nn.Module], name: str, is_inner: bool) -
     assert _error(_gradients(ours, x), exact) <= 2 * _error(_gradients(torchs, x), exact) + 4 * EPS
 
 
+class _Edited(nn.Module):
+    """Writes over the output of its activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(48, 96), nn.Linear(96, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(nn.functional.gelu(self.first(x)).mul_(2.0))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_outputs_that_a_checkpoint_writes_over(use_reentrant: bool) -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outer, self.inner = nn.Linear(48, 48), _Edited()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = checkpoint(self.inner, self.outer(x), use_reentrant=use_reentrant)
+            return y
+
+    torch.manual_seed(0)
+    model, x = Outer(), torch.randn(64, 48)
+    (expected,) = (
+        torch.autograd.grad(model(x).square().sum(), model.inner.first.weight) if not use_reentrant else [None]
+    )
+    report = fl.fuse(model, x)
+    assert "written over in place" in str(report)
+    model(x).square().sum().backward()
+    assert expected is None or torch.equal(model.inner.first.weight.grad, expected)
+
+
 # Which count batches in place: a checkpoint that keeps that too is refused by torch.
 @pytest.mark.parametrize("name", [name for name in CHECKPOINTS if name != "everything"])
 def test_checkpoints_of_batch_norms(name: str) -> None:
