@@ -52,10 +52,10 @@ def check(seed: int) -> str:
     if not isinstance(first, Errors):
         return first
     if worse := first.worse_than(2.0):
-        # Next to a kink, and in bfloat16, one input may do it. Of two computations that are as exact as one another
-        # each is then the worse one as often.
-        errors = [first, *(found for d in range(1, DRAWS) if isinstance(found := compare(_drawn(seed, d)), Errors))]
-        worse = Errors.over(errors).worse_than(SLOPES_ERR if first.uses_autocast else 2.0)
+        # Next to a kink, and in bfloat16, one input may do it. Other inputs, which were not picked for their errors,
+        # then say whether there is more behind it.
+        others = [found for draw in range(1, 1 + DRAWS) if isinstance(found := compare(_drawn(seed, draw)), Errors)]
+        worse = Errors.over(others or [first]).worse_than(SLOPES_ERR if first.uses_autocast else 2.0)
     assert not worse, f"program {seed}: {worse}"
     return "same"
 
