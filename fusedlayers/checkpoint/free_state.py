@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from .._torch import tree_leaves
+from ..utils.module_state import modules_in
 
 
 class FreeState(NamedTuple):
@@ -47,10 +48,10 @@ class FreeState(NamedTuple):
         """Of a function, or of a list of functions, called with arguments that have these leaves."""
         others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
         if isinstance(function, nn.Module):
-            modules = dict.fromkeys(function.modules())
+            modules = modules_in(function)
             if others:
-                modules.update(dict.fromkeys(_search(others, leaves).modules))
-            return cls(list(modules))
+                modules = [*dict.fromkeys([*modules, *_search(others, leaves).modules])]
+            return cls(modules)
         return _search([function, *others], leaves)
 
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._torch import NormBase, is_traceable_wrapper_subclass, no_dispatch
+from .._torch import NormBase, dispatch_mode_count, is_traceable_wrapper_subclass, no_dispatch
 from ..nn.batch_norm import NORM_TYPES
 from ..utils.module_state import Attributes, with_attributes
 from .free_state import FreeState
@@ -70,14 +70,14 @@ class StateSnapshot:
         self._attributes = [Attributes.of(module) for module in modules]
         states = []
         if replays_rng:
-            # isinstance asks a metaclass in Python.
-            held = [g for a in self._attributes for g in a.values if type(g) is torch.Generator]
+            held = [generator for attributes in self._attributes for generator in attributes.generators]
             own = [_Generator(g.get_state, g.set_state) for g in dict.fromkeys([*generators, *held])]
             states = [(g, g.get()) for g in [*_GENERATORS, *map(_of_device, devices), *own]]
+        _region.depth += 1
         try:
-            with recomputed_region():
-                yield
+            yield
         finally:
+            _region.depth -= 1
             self._states = [(generator, state) for generator, state in states if generator.has_moved(state)]
             for buffer in self._buffers:
                 buffer.record_writes()
@@ -85,7 +85,9 @@ class StateSnapshot:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
+        _region.depth += 1
         with ExitStack() as stack:
+            stack.callback(_leave)
             for generator, state in self._states:
                 stack.callback(generator.set, generator.get())
                 generator.set(state)
@@ -104,7 +106,6 @@ class StateSnapshot:
             for autocast in self._autocast:
                 if autocast != _Autocast.current(autocast.kind):  # torch's checkpoint restores most of them itself
                     stack.enter_context(autocast.context())
-            stack.enter_context(recomputed_region())
             yield
 
 
@@ -132,6 +133,10 @@ class _Region(threading.local):
 
 
 _region = _Region()
+
+
+def _leave() -> None:
+    _region.depth -= 1
 
 
 @contextmanager
@@ -169,13 +174,22 @@ class _Generator(NamedTuple):
     def has_moved(self, state: Any) -> bool:
         now = self.get()
         if not isinstance(now, Tensor):
-            return bool(now != state)
+            return _digest(now) != _digest(state)
+        if not dispatch_mode_count():
+            return not torch.equal(now, state)
         with no_dispatch():  # states are real tensors, also under a FakeTensorMode
             return not torch.equal(now, state)
 
 
+def _digest(state: Any) -> Any:
+    """Of a state of Python's generator, the last of its 624 words, how many of them are used up, and what is left of a
+    pair of normal numbers. Every word changes when all are used up; to compare all takes longer than to ask for them."""
+    _, words, normal = state
+    return words[-9:], normal
+
+
 _GENERATORS = (
-    _Generator(torch.get_rng_state, torch.set_rng_state),
+    _Generator(torch.default_generator.get_state, torch.default_generator.set_state),
     _Generator(random.getstate, random.setstate),
 )
 
@@ -236,7 +250,8 @@ class _Buffer:
         buffers, name = self._places[0]
         current = buffers[name]
         if self._is_written:
-            restored = (current if self._values is None else self._values).detach().clone()
+            # What nobody reads need not be copied.
+            restored = torch.empty_like(current) if self._values is None else self._values.clone()
         elif current is not self._tensor.value:
             restored = self._tensor.value
         else:

@@ -51,9 +51,6 @@ def unchanged(
 
 #: The attributes that every module has (parameters, buffers, hooks), without the one that users set.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
-#: How the attributes of a module begin, in order, unless its class has done something unusual; where its own begin.
-_FIRST = tuple(vars(nn.Module()))
-_OWN = len(_FIRST)
 _NO_CONTENTS: dict[str, Any] = {}
 _CONTAINERS = (list, dict, set)
 #: Nobody writes to the list of a convolution, which would be copied for each of a block.
@@ -61,32 +58,34 @@ _NOT_COPIED = frozenset({"_reversed_padding_repeated_twice"})
 
 
 class Attributes(NamedTuple):
-    """The attributes of a module that not every module has, its mode, and the contents of its own lists, dicts and
-    sets. A recomputed layer may have dozens of modules, so that all of it is found in C."""
+    """The attributes of a module; of its own ones the contents of lists, dicts and sets, and the generators. What every
+    module has is compared, and never set. A recomputed layer may have dozens of modules, so that as much as can be is
+    done in C."""
 
     module: nn.Module
-    names: tuple[str, ...]
-    values: tuple[Any, ...]
+    values: dict[str, Any]
     contents: dict[str, Any]
+    generators: list[torch.Generator]
 
     @classmethod
     def of(cls, module: nn.Module) -> Attributes:
-        names, values = _names_and_values(module)
-        containers = _containers_among(names, tuple(map(type, values)))
-        contents = {name: vars(module)[name].copy() for name in containers} if containers else _NO_CONTENTS
-        return cls(module, names, values, contents)
+        values = vars(module).copy()
+        containers, generators = _own(tuple(values), tuple(map(type, values.values())))
+        contents = {name: values[name].copy() for name in containers} if containers else _NO_CONTENTS
+        return cls(module, values, contents, [values[name] for name in generators])
 
     def are_current(self) -> bool:
         """Whether the module has them now, and no others. An order that has changed counts as other attributes."""
-        names, values = _names_and_values(self.module)
-        return names == self.names and all(map(operator.is_, values, self.values))
+        now, values = vars(self.module), self.values
+        is_alike = len(now) == len(values) and all(map(operator.is_, now, values))
+        return is_alike and all(map(operator.is_, now.values(), values.values()))
 
     def set(self) -> None:
         """Give them to the module, and take all others from it."""
         own = vars(self.module)
-        for name in own.keys() - _OF_EVERY_MODULE - set(self.names):
+        for name in own.keys() - _OF_EVERY_MODULE - self.values.keys():
             del own[name]
-        own.update(zip(self.names, self.values, strict=True))
+        own.update({name: value for name, value in self.values.items() if name not in _OF_EVERY_MODULE})
 
     def put_back(self) -> None:
         """Set the attributes for good, and give the containers their old contents."""
@@ -97,19 +96,24 @@ class Attributes(NamedTuple):
             held.extend(contents) if isinstance(held, list) else held.update(contents)
 
 
-def _names_and_values(module: nn.Module) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    own = vars(module)
-    names, values = tuple(own), tuple(own.values())
-    if names[:_OWN] == _FIRST:  # of which the first is the mode
-        return names[:1] + names[_OWN:], values[:1] + values[_OWN:]
-    own = {name: value for name, value in own.items() if name not in _OF_EVERY_MODULE}
-    return tuple(own), tuple(own.values())
-
-
 @functools.lru_cache(4096)
-def _containers_among(names: tuple[str, ...], types: tuple[type, ...]) -> tuple[str, ...]:
-    """Of a module's attributes those whose contents are its own. Modules of a class have the same, as a rule."""
-    return tuple(n for n, kind in zip(names, types, strict=True) if kind in _CONTAINERS and n not in _NOT_COPIED)
+def _own(names: tuple[str, ...], types: tuple[type, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Of a module's attributes its own containers and generators. Modules of a class have the same, as a rule."""
+    own = [(n, kind) for n, kind in zip(names, types, strict=True) if n not in _OF_EVERY_MODULE | _NOT_COPIED]
+    containers = tuple(name for name, kind in own if kind in _CONTAINERS)
+    return containers, tuple(name for name, kind in own if kind is torch.Generator)
+
+
+def modules_in(root: nn.Module) -> list[nn.Module]:
+    """``root.modules()``, in another order, and without a generator for each of them."""
+    found = {root: None}
+    pending = [root]
+    for module in pending:
+        for child in module._modules.values():
+            if child is not None and child not in found:
+                found[child] = None
+                pending.append(child)
+    return pending
 
 
 @contextmanager
