@@ -30,7 +30,7 @@ from .ops.dropout import act_dropout, drop, has_torchs_mask, joined, serves
 from .ops.linear import Dense, Epilogue
 from .ops.mlp import MLP
 from .ops.mlp_forward import Block, BlockDropout, BlockOptions, Linear, unpacked, without_gradients
-from .ops.place import Places
+from .ops.place import place_of
 from .ops.pointwise import BiasAct, Origin
 from .ops.product import product_of
 from .plan import Plan
@@ -171,8 +171,7 @@ def _fused(
     if residual is not None and plan.saved == "input":
         z, residual = z.add_(residual), None
     origin = Origin(x, w, b, recompute) if plan.keeps_origin else None
-    places = Places.of(z, kernel_b, residual, plan.dim) if origin is None and plan.saved == "output" else None
-    y = BiasAct.apply(plan, z, kernel_b, residual, origin, places, has_epilogue, *operands)
+    y = BiasAct.apply(plan, z, kernel_b, residual, origin, has_epilogue, *operands)
     return operation.unflattened(y, given) if plan.flattens else y
 
 
@@ -184,12 +183,12 @@ def _fused_pointwise(
     if not plan.bias_in_kernel:
         x, b = operation(x, None, b), None
     origin = Origin(x, None, None, operation.__call__) if plan.keeps_origin else None
-    # In place PyTorch's operations save what they need of the output too.
-    places = Places.of(x, b, None, plan.dim) if plan.saved == "output" and not plan.overwrites else None
-    y: Tensor = BiasAct.apply(plan, x, b, None, origin, places, False, *operands)
-    if places is not None and places.z is not None and b is None and not operands:
+    is_alone = plan.saved == "output" and b is None and not operands and x.requires_grad
+    place = place_of(x) if is_alone else None
+    y: Tensor = BiasAct.apply(plan, x, b, None, origin, False, *operands)
+    if place is not None:
         node: Any = y.grad_fn
-        node.version = y._version
+        node.place = place
     return y
 
 

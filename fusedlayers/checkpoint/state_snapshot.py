@@ -174,7 +174,7 @@ class _Generator(NamedTuple):
     def has_moved(self, state: Any) -> bool:
         now = self.get()
         if not isinstance(now, Tensor):
-            return _digest(now) != _digest(state)
+            return bool(_digest(now) != _digest(state))
         if not dispatch_mode_count():
             return not torch.equal(now, state)
         with no_dispatch():  # states are real tensors, also under a FakeTensorMode
@@ -182,8 +182,9 @@ class _Generator(NamedTuple):
 
 
 def _digest(state: Any) -> Any:
-    """Of a state of Python's generator, the last of its 624 words, how many of them are used up, and what is left of a
-    pair of normal numbers. Every word changes when all are used up; to compare all takes longer than to ask for them."""
+    """Of a state of Python's generator: the last of its 624 words, how many of them are used up, and what is left of a
+    pair of normal numbers. All words change when all are used up, so that a few of them tell; a comparison of all would
+    take as long as the look-up."""
     _, words, normal = state
     return words[-9:], normal
 

@@ -377,7 +377,7 @@ def differentiable_norm_gradients(
     with torch.enable_grad():
         sources = apart(x, w, b)
         z = again(*sources)
-        dz, *_ = differentiable_gradients(dy, z, activation, False, (), (), dim)
+        dz, *_ = differentiable_gradients(dy, z, activation, (), (), dim)
         assert dz is not None
         return gradients_through(z, dz, sources, needs, create_graph=create_graph)
 

@@ -27,7 +27,7 @@ from ..utils.profile_ranges import profile_range
 from ..utils.storages import is_plain
 from .buffer_reuse import hooks_move_tensors, is_ours_alone, saved_under_hooks
 from .edits import saved_tensors, version_for_backward
-from .place import Places
+from .place import differentiable
 from .pointwise import BiasAct, needs_composite
 from .product import Product, product_of
 
@@ -111,8 +111,7 @@ def act_dropout(
 ) -> Tensor:
     """``F.dropout(activation(z), p)``, over z where that is the caller's to overwrite; or for ``y = activation(z)``,
     which carries the branch, and then z is a tensor without values at its place in the graph."""
-    places = Places.of(z) if y is None else Places(z, None, None, -1)
-    dropped: Tensor = ActDropout.apply(z, y, places, activation, p, backend, overwrites)
+    dropped: Tensor = ActDropout.apply(z, y, activation, p, backend, overwrites)
     return dropped
 
 
@@ -124,13 +123,12 @@ class ActDropout(Node):
         ctx: Any,
         z: Tensor,
         y: Tensor | None,
-        places: Places,
         activation: Activation,
         p: float,
         backend: Backend,
         overwrites: bool,
     ) -> Tensor:
-        keep = drawn(z if y is None else y, p)
+        keep, ctx.place = drawn(z if y is None else y, p), None if y is None else z
         if y is None:
             out = backend.bias_act(z, None, activation, dim=-1, encode=True, out=z if overwrites else None)
             y = backend.drop_marked(out, keep, activation, p, out)
@@ -139,7 +137,7 @@ class ActDropout(Node):
         if overwrites:
             ctx.mark_dirty(z)
         ctx.save_for_backward(y)
-        ctx.settings, ctx.places = (activation, p, backend, saved_under_hooks()), places
+        ctx.settings = activation, p, backend, saved_under_hooks()
         ctx.expected = version_for_backward(y, is_dirty=overwrites)
         return y
 
@@ -149,31 +147,31 @@ class ActDropout(Node):
         activation, p, backend, hooked = ctx.settings
         (y,) = saved_tensors(ctx, "dropout", activation)
         if needs_composite(dy):
-            gradient = functools.partial(_differentiable_gradient, activation, 1 - p)
-            y = ctx.places.output(y, gradient) if torch.is_grad_enabled() else y
-            return gradient(dy, y), None, None, None, None, None, None
-        overwrite = not hooked and is_ours_alone(y)
-        out = y if overwrite else torch.empty_like(y)
+            gradient = functools.partial(_gradient, activation, p, backend)
+            return differentiable(gradient, dy, y, ctx.place), None, None, None, None, None
+        out = y if not hooked and is_ours_alone(y) else torch.empty_like(y)
         dz = backend.drop_marked_gradient(laid_out_as(dy, y), y, activation, p, out)
-        return dz.detach() if dz is y else dz, None, None, None, None, None, None
+        return dz.detach() if dz is y else dz, None, None, None, None, None
 
 
-def _differentiable_gradient(activation: Activation, rest: float, dy: Tensor, y: Tensor) -> Tensor:
-    dz = reference.gradient_of_marked(activation, upcast(dy), upcast(y), y.dtype, rest, differentiable=True)
+def _gradient(activation: Activation, p: float, backend: Backend, dy: Tensor, y: Tensor) -> Tensor:
+    if not needs_composite(dy):
+        return backend.drop_marked_gradient(laid_out_as(dy, y), y, activation, p, torch.empty_like(y))
+    dz = reference.gradient_of_marked(activation, upcast(dy), upcast(y), y.dtype, 1 - p, differentiable=True)
     return dz.to(y.dtype)
 
 
 def joined(y: Tensor, p: float) -> Tensor | None:
     """The dropout of y in one node with the activation that made it; None where y is no such result, or was edited."""
     node: Any = y.grad_fn
-    if getattr(node, "_forward_cls", None) is not BiasAct or y._version != node.version:
+    if getattr(node, "_forward_cls", None) is not BiasAct or node.place is None or y._version != node.version:
         return None
     if y.retains_grad or y._backward_hooks:  # who asks for the gradient of y
         return None
     activation = node.plan.activation
     if not serves(y, activation, p):
         return None
-    return act_dropout(node.places.z, y.detach(), activation, p, node.plan.backend, False)
+    return act_dropout(node.place, y.detach(), activation, p, node.plan.backend, False)
 
 
 def drawn(x: Tensor, p: float) -> Tensor:

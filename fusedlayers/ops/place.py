@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
 
-from .._torch import unsafe_view
+from .._torch import functorch_is_active, is_legacy_batched, unsafe_view
 from ..utils.isolation import in_clean_state
-from ..utils.layout import sum_along
 
 
 def place_of(x: Tensor) -> Tensor:
@@ -30,59 +30,64 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=dtype, device=device)
 
 
-class Places(NamedTuple):
-    """Of the terms of ``z + b + residual`` that y was made of. Those of z and the residual are without values; b, along
-    ``dim``, is itself."""
-
-    z: Tensor | None
-    b: Tensor | None
-    residual: Tensor | None
-    dim: int
-
-    @classmethod
-    def of(cls, z: Tensor, b: Tensor | None = None, residual: Tensor | None = None, dim: int = -1) -> Places:
-        z_place, r_place = (place_of(t) if t is not None and t.requires_grad else None for t in (z, residual))
-        return cls(z_place, b, r_place, dim)
-
-    def output(self, y: Tensor, gradient: Gradient) -> Tensor:
-        """y as a function of these, for second derivatives; not as the output that it is. What goes there passes the
-        hooks of the user on that output, who would not see it in PyTorch, whose operation saves its input.
-
-        Args:
-            y: what the node has saved.
-            gradient: ``gradient(dy, y)`` is that of the sum, in operations that autograd can differentiate again.
-        """
-        again: Tensor = _OutputAgain.apply(y.detach(), gradient, self, *self[:3])
-        return again
-
-
-Gradient = Callable[[Tensor, Tensor], Tensor]
-
-
-class _OutputAgain(Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, gradient: Gradient, places: Places, *terms: Tensor | None) -> Tensor:
-        ctx.save_for_backward(y)
-        ctx.settings = gradient, places
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (dy,), (y,) = grads, ctx.saved_tensors
-        gradient, places = ctx.settings
-        *_, needs_z, needs_b, needs_residual = ctx.needs_input_grad
-        dz = gradient(dy, places.output(y, gradient) if torch.is_grad_enabled() else y)
-        db = sum_along(dz, places.dim) if needs_b else None
-        return None, None, None, dz if needs_z else None, db, dz if needs_residual else None
-
-
 class AtPlace(Function):
     """Values, at a place in the graph."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, place: Tensor, values: Tensor) -> Tensor:
+    def forward(place: Tensor, values: Tensor) -> Tensor:
         return values
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0], None
+
+
+#: ``gradient(dy, y)``: that of a node's input from its output; with gradients switched on in operations that autograd
+#: can differentiate.
+Gradient = Callable[[Tensor, Tensor], Tensor]
+
+
+def differentiable(gradient: Gradient, dy: Tensor, y: Tensor, place: Tensor | None) -> Tensor:
+    """``gradient(dy, y)`` of a node's input. Of it dy and y are kept, and the rest is computed again.
+
+    What is to be differentiated again goes to the place of that input, if there is one. If it went to y it would pass
+    the user's hooks on y, which in PyTorch, whose operation saves its input, it does not.
+    """
+    if not torch.is_grad_enabled():
+        return gradient(dy, y)
+    y = y if place is None else _output_at(place, y, gradient)
+    if functorch_is_active() or is_legacy_batched(dy):  # where there are no saved-tensor hooks
+        return gradient(dy, y)
+    dz: Tensor = checkpoint(gradient, dy, y, use_reentrant=False, preserve_rng_state=False)
+    return dz
+
+
+def _output_at(place: Tensor, y: Tensor, gradient: Gradient) -> Tensor:
+    found: Tensor = _OutputAt.apply(place, y.detach(), gradient)
+    return found
+
+
+class _OutputAt(Function):
+    """The output of a node as a function of its input."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(place: Tensor, y: Tensor, gradient: Gradient) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.place, y, ctx.gradient = inputs
+        ctx.save_for_backward(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (dy,), (y,) = grads, ctx.saved_tensors
+        return differentiable(ctx.gradient, dy, y, ctx.place), None, None

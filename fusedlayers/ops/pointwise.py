@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -29,10 +29,13 @@ from ..backends.operations import Recompute
 from ..utils.layout import along, operand_along, sum_along
 from .buffer_reuse import is_ours_alone
 from .edits import saved_tensors, version_for_backward
-from .place import Places
+from .place import differentiable
 
 if TYPE_CHECKING:
     from ..plan import Plan
+
+
+_FROM_OUTPUT = GradientRequest("output", False, False)
 
 
 class Origin(NamedTuple):
@@ -50,9 +53,9 @@ class BiasAct(Node):
     With ``plan.saved == "input"`` the caller has added b and the residual. ``is_done``: z is y already, because the
     matmul had the activation as its epilogue. ``origin`` is given where the plan says ``keeps_origin``.
 
-    ``places`` are given where y is saved and no origin: second derivatives end there. Of an activation that stands
-    alone the node is also given the ``version`` of y. An operation that follows may then begin at the place of z, and
-    make one node of both.
+    Of an activation that stands alone and saves y the caller sets the node's ``place``, that of z in the graph. An
+    operation that follows may begin there, and make one node of both, if y still has the node's ``version``. Second
+    derivatives go there too, unless PyTorch's operation saves y as well (``passes_output``).
     """
 
     @staticmethod
@@ -63,7 +66,6 @@ class BiasAct(Node):
         b: Tensor | None,
         residual: Tensor | None,
         origin: Origin | None,
-        places: Places | None,
         is_done: bool,
         *operands: Tensor,
     ) -> Tensor:
@@ -89,7 +91,7 @@ class BiasAct(Node):
             ctx.biases = b, operation_b
             bias = b if operation_b is None else operation_b
             ctx.bias_version = None if bias is None else bias._version
-        ctx.plan, ctx.places, ctx.version = plan, places, None
+        ctx.plan, ctx.place, ctx.version = plan, None, None if plan.overwrites else y._version
         is_checked = plan.is_hooked and plan.saved == "output"
         ctx.expected = version_for_backward(y, is_dirty=plan.overwrites) if is_checked else None
         return y
@@ -98,7 +100,7 @@ class BiasAct(Node):
     def backward(ctx: Any, *grads: Any) -> Any:
         (dy,) = grads
         plan = ctx.plan
-        _, needs_z, needs_b, needs_residual, _, _, _, *needs = ctx.needs_input_grad
+        _, needs_z, needs_b, needs_residual, _, _, *needs = ctx.needs_input_grad
         is_differentiable = needs_composite(dy)
         given_output = plan.saved == "output"
         saved, *operands = saved_tensors(ctx, plan.function, plan.activation) if given_output else ctx.saved_tensors
@@ -114,22 +116,33 @@ class BiasAct(Node):
             operands = []
             b, operation_b = ctx.biases
             bias = b if operation_b is None else operation_b
-            if torch.is_grad_enabled() and (bias is None or bias._version == ctx.bias_version):
+            has_origin = not passes_output(plan) and (bias is None or bias._version == ctx.bias_version)
+            if torch.is_grad_enabled() and has_origin:
                 saved = _recomputed(Origin(x, w, operation_b, ctx.recompute), b, None, plan.dim)
                 given_output = overwrite = False
 
         if is_differentiable:
-            through_output = ctx.places is None or plan.activation.name in KEPT_BY_TORCH
-            if given_output and torch.is_grad_enabled() and not through_output:
-                saved = ctx.places.output(saved, functools.partial(_gradient_given_output, plan.activation))
-            dz, *dp = differentiable_gradients(dy, saved, plan.activation, given_output, operands, needs, plan.dim)
+            if given_output:
+                place = None if passes_output(plan) else ctx.place
+                found: list[Any] = [differentiable(functools.partial(_gradient_given_output, plan), dy, saved, place)]
+            else:
+                found = differentiable_gradients(dy, saved, plan.activation, operands, needs, plan.dim)
+            dz, *dp = found
             db = sum_along(dz, plan.dim) if needs_b and dz is not None else None
         else:
             request = GradientRequest("output" if given_output else "input", overwrite, needs_b, tuple(needs))
             dz, db, *dp = plan.backend.gradient(dy, saved, plan.activation, operands, request, dim=plan.dim)
             dz = dz.detach() if dz is saved else dz  # which is a result, and knows its node
             dp = [None if d is None else d.view_as(p) for d, p in zip(dp, operands, strict=True)]
-        return None, dz if needs_z else None, db, dz if needs_residual else None, None, None, None, *dp
+        return None, dz if needs_z else None, db, dz if needs_residual else None, None, None, *dp
+
+
+def passes_output(plan: Plan) -> bool:
+    """Whether second derivatives of the activation pass its output, and so the hooks on it, because PyTorch's operation
+    saves that too."""
+    activation = plan.activation
+    is_in_place = plan.overwrites and plan.function == "bias_act"
+    return activation.in_place is not None if is_in_place else activation.name in KEPT_BY_TORCH
 
 
 def needs_composite(dy: Tensor) -> bool:
@@ -169,25 +182,24 @@ def gradients_through(
 
 def differentiable_gradients(
     dy: Tensor,
-    saved: Tensor,
+    z: Tensor,
     activation: Activation,
-    given_output: bool,
     operands: Sequence[Tensor],
     needs: Sequence[bool],
     dim: int,
 ) -> list[Tensor | None]:
-    """``dy * f'`` and the gradients of the operands that need one, from y or from z, in operations that autograd can
+    """``dy * f'`` and the gradients of the operands that need one, from z, in operations that autograd can
     differentiate again, in float32 or wider."""
-    if given_output:
-        return [_gradient_given_output(activation, dy, saved)]
     with torch.enable_grad():
-        z, *own = apart(upcast(saved), *operands)
+        z, *own = apart(upcast(z), *operands)
         y = activation.function(z, *(operand_along(upcast(p), dim, z.dim()) for p in own if p is not None))
         sources = [z, *(p for p, need in zip(own, needs, strict=True) if need)]
         dz, *found = torch.autograd.grad(y, sources, upcast(dy), create_graph=True)
     return [dz.to(dy.dtype), *(found.pop(0) if need else None for need in needs)]
 
 
-def _gradient_given_output(activation: Activation, dy: Tensor, y: Tensor) -> Tensor:
-    slope = activation.derivative_given_output(upcast(y), y.dtype, differentiable=True)
+def _gradient_given_output(plan: Plan, dy: Tensor, y: Tensor) -> Tensor:
+    if not needs_composite(dy):
+        return cast("Tensor", plan.backend.gradient(dy, y, plan.activation, (), _FROM_OUTPUT, dim=plan.dim)[0])
+    slope = plan.activation.derivative_given_output(upcast(y), y.dtype, differentiable=True)
     return (upcast(dy) * slope).to(dy.dtype)
