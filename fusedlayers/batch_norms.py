@@ -90,7 +90,8 @@ def after_batch_norm(z: Tensor, activation: Activation, inplace: bool) -> Tensor
     if node is None or node.metadata.get(_NOTE) is None:
         return None
     given: _Given = node.metadata[_NOTE]
-    if z._version != given.version or z._is_view() or z._backward_hooks or hooks_move_tensors() or autocast_is_active():
+    is_asked_for = z._backward_hooks or z.retains_grad
+    if z._version != given.version or z._is_view() or is_asked_for or hooks_move_tensors() or autocast_is_active():
         return None
     in_passes = hasattr(node, "statistics")
     if followed_by() is not None or not (in_passes or hasattr(node, "_saved_result2")):

@@ -619,14 +619,111 @@ def test_spelled_norms_in_16_bits(dtype: torch.dtype, gemma: bool) -> None:
     assert torch.equal(model(x), eager(x))
 
 
-def test_modules_that_only_look_like_norms_are_left(x: Tensor) -> None:
-    class Other(RMSNorm):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.weight * x * torch.rsqrt(x.pow(2).mean(0, keepdim=True) + self.variance_epsilon)
+class _Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
 
-    model = nn.Sequential(Other(IN), nn.Linear(IN, 2))
-    fl.fuse(model, x)
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return -grads[0]
+
+
+def _norm(x: Tensor, of: Tensor | None = None, dim: int = -1) -> Tensor:
+    return x * torch.rsqrt((x if of is None else of).pow(2).mean(dim, keepdim=True) + 1e-5)
+
+
+def _counted(self: Any, x: Tensor) -> Tensor:
+    self.count = getattr(self, "count", 0) + 1
+    return self.weight * _norm(x)
+
+
+def _hooked(self: Any, x: Tensor) -> Tensor:
+    y = self.weight * _norm(x)
+    y.register_hook(lambda g: 0.5 * g)
+    return y
+
+
+def _without_gradients(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+    return self.weight * x * scale
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x: self.weight * _norm(x, dim=0),
+        lambda self, x: self.weight * _norm(x, of=x.detach()),
+        lambda self, x: self.weight * _norm(x, of=x.data),
+        lambda self, x: self.weight.detach() * _norm(x),
+        lambda self, x: self.weight * _norm(x.clamp(-1e3, 1e3)),
+        lambda self, x: self.weight * _norm(x) * (2.0 if x.shape[0] > 16 else 1.0),
+        lambda self, x: self.weight * _norm(x) * (2.0 if x.dim() == 2 else 1.0),
+        lambda self, x: _Reversed.apply(self.weight * _norm(x)),
+        _counted,
+        _hooked,
+        _without_gradients,
+    ],
+    ids=[
+        *("columns", "detached", "data", "weight detached", "clamped", "by shape", "by dimensions", "reversed"),
+        *("counted", "hooked", "without gradients"),
+    ],
+)
+@pytest.mark.parametrize("with_inputs", [True, False])
+def test_modules_that_only_look_like_norms_are_left(x: Tensor, forward: Any, with_inputs: bool) -> None:
+    kind = type("Other", (RMSNorm,), {"forward": forward})
+    model = nn.Sequential(nn.Linear(IN, IN), kind(IN), nn.Linear(IN, 2))
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x if with_inputs else None)
     assert not _kinds(model)
+    for each in (model, eager):
+        each[1].count = 0
+    _same(model, eager, x)
+    assert model[1].count == eager[1].count
+
+
+def test_modules_that_work_in_place_are_left(x: Tensor) -> None:
+    class Act(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mul_(torch.sigmoid(x.clone()))
+
+    model = nn.Sequential(nn.Linear(IN, HIDDEN), Act(), nn.Linear(HIDDEN, 2))
+    fl.fuse(model)
+    assert not _kinds(model)
+
+
+def test_nothing_is_left_on_the_tensors_of_the_model(x: Tensor) -> None:
+    class Edits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(IN, IN)
+            self.register_buffer("scale", torch.rand(IN))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                torch.relu_(self.scale)
+                F.silu(self.layer.weight, inplace=True)
+            return F.gelu(self.layer(x)) * self.scale
+
+    model = Edits()
+    fl.fuse(model, x)
+    for tensor in (x, *model.parameters(), *model.buffers()):
+        assert not vars(tensor)
+
+
+def test_gradients_that_are_asked_for_between_a_batch_norm_and_its_activation() -> None:
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU()), torch.randn(8, 3, 32, 32)
+    fl.fuse(model, x)
+    seen: list[Tensor] = []
+
+    def retain(module: nn.Module, args: Any, z: Tensor) -> None:
+        z.retain_grad()
+        seen.append(z)
+
+    model[1].register_forward_hook(retain)
+    model(x).square().sum().backward()
+    assert seen[0].grad is not None and seen[0].grad.abs().sum() > 0
 
 
 def test_hooks_see_what_they_saw(x: Tensor) -> None:
@@ -645,17 +742,30 @@ def test_hooks_see_what_they_saw(x: Tensor) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_outputs_that_are_written_over(x: Tensor) -> None:
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "itself": lambda y: y.add_(0.1),
+    "view": lambda y: y[..., :2].zero_(),
+    "detached": lambda y: y.detach().mul_(2.0),
+    "out": lambda y: torch.add(y.detach(), 0.1, out=y.detach()),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_outputs_that_are_written_over(x: Tensor, how: str) -> None:
     """In the example: the place is left. Later: a clear error in backward, and no wrong gradient."""
 
     class Writes(Functional):
+        def __init__(self, how: str) -> None:
+            super().__init__()
+            self.how = how
+
         def forward(self, x: Tensor, write: bool = True) -> Tensor:
             y = F.gelu(self.up(x))
             if write:
-                y += 0.1
+                WRITES[self.how](y)
             return self.down(y)
 
-    model = nn.Sequential(Writes(), nn.Linear(IN, 2))
+    model = nn.Sequential(Writes(how), nn.Linear(IN, 2))
     eager = copy.deepcopy(model)
     report = fl.fuse(model, x)
     assert not report.replaced and report.skipped[0].reason == "its result is written over in place"
@@ -1077,6 +1187,48 @@ def test_transforms(x: Tensor) -> None:
     ]
     for name in parameters:
         torch.testing.assert_close(per_sample[0][name], per_sample[1][name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_product_with_a_place_for_its_result(x: Tensor) -> None:
+    class Net(Gated):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                torch.mul(x, x, out=torch.empty_like(x))
+            return super().forward(x)
+
+    model = Net(packed=False, up_first=False)
+    eager = copy.deepcopy(model)
+    assert fl.fuse(model, x).replaced
+    _same(model, eager, x)
+
+
+@pytest.mark.parametrize("act", [nn.GELU(), nn.SiLU(), nn.Mish(), nn.ELU()])
+def test_create_graph_keeps_no_more(x: Tensor, act: nn.Module) -> None:
+    model = nn.Sequential(nn.Linear(IN, HIDDEN), act, nn.Linear(HIDDEN, 2))
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x)
+    x.requires_grad_()
+    kept = []
+    for each in (model, eager):
+        parameters = [*each.parameters()]
+        y = each(x).sin().sum()
+        kept.append(saved_bytes(lambda y=y: torch.autograd.grad(y, x, create_graph=True), exclude=[x, *parameters]))
+    assert kept[0] <= kept[1]
+
+
+def test_vmap_of_gradients_that_are_differentiated_again(x: Tensor) -> None:
+    model = nn.Sequential(nn.Linear(IN, HIDDEN), nn.GELU(), nn.Dropout(0.5), nn.LayerNorm(HIDDEN))
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x)
+    found = []
+    for each in (model, eager):
+        leaf = x.clone().requires_grad_()
+        torch.manual_seed(0)
+        y = each(leaf)
+        given = torch.ones(3, *y.shape) * torch.arange(1.0, 4.0).view(3, 1, 1)
+        rows = torch.vmap(lambda v, y=y, leaf=leaf: torch.autograd.grad(y, leaf, v, create_graph=True)[0])(given)
+        found.append(torch.autograd.grad(rows.sin().sum(), leaf)[0])
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
 
 
 def test_second_derivatives(x: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import programs
@@ -23,6 +23,8 @@ EACH = 50
 DRAWS = 8
 #: How much more the slopes of outputs in bfloat16 err than eager's, at most (README, "Accuracy").
 SLOPES_ERR = 6.0
+#: What a training step computes, by name.
+Found = dict[str, Tensor]
 
 
 @pytest.fixture(autouse=True)
@@ -103,9 +105,6 @@ def compare(program: programs.Program) -> str | Errors:
     if not program.changes:
         assert _contents(model) == contents, f"program {program.seed}: unfuse leaves something"
     return errors
-
-
-Found = dict[str, Tensor]
 
 
 def _is_right(program: programs.Program, found: Found) -> bool:
@@ -193,7 +192,7 @@ class Errors(NamedTuple):
     Attributes:
         of: by name: the error, that of eager, and how large the result is.
         gradient: how large the largest gradient is.
-        unit: relative error that is nothing to speak of.
+        unit: a relative error too small to matter.
     """
 
     of: dict[str, tuple[float, float, float]]
@@ -219,12 +218,15 @@ class Errors(NamedTuple):
 
     @classmethod
     def over(cls, draws: list[Errors]) -> Errors:
-        def mean(values: Iterable[float]) -> float:
-            return (sum(value**2 for value in values) / len(draws)) ** 0.5
+        def rms(values: Sequence[float]) -> float:
+            return (sum(value**2 for value in values) / len(values)) ** 0.5
 
-        names = {name for draw in draws for name in draw.of}
-        of = {name: tuple(map(mean, zip(*(d.of[name] for d in draws if name in d.of), strict=True))) for name in names}
-        return cls(of, mean(draw.gradient for draw in draws), draws[0].unit, draws[0].uses_autocast)
+        of = {}
+        for name in {name for draw in draws for name in draw.of}:
+            found = [draw.of[name] for draw in draws if name in draw.of]
+            error, eager_error, size = (rms(values) for values in zip(*found, strict=True))
+            of[name] = error, eager_error, size
+        return cls(of, rms([draw.gradient for draw in draws]), draws[0].unit, draws[0].uses_autocast)
 
     def worse_than(self, factor: float) -> str | None:
         """A result whose error is more than this factor times eager's, and more than what the branch bit costs."""

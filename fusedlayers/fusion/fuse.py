@@ -41,7 +41,10 @@ def fuse(model: nn.Module, example_inputs: Any = None, *, save: str = "auto", dr
 
     PyTorch computes what code spells out beside other operations, what runs under a checkpoint that begins inside the
     module, or under a selective one, and under ``torch.compile`` norms and dropouts. An output that code writes over in
-    place, on a path that the example did not take, makes backward raise.
+    place, on a path that the example did not take or within TorchScript, makes backward raise; a write that autograd
+    does not see either (through ``.data``, NumPy or DLPack) must be on the path of the example and through a tensor, or
+    gradients are wrong. Where an activation and the dropout or product behind it are one operation, the result between
+    them is no part of the graph any more, unless a hook is on it or its gradient is retained by then.
 
     Args:
         model: any module; it is run, but its buffers and the random generators are put back.
@@ -192,11 +195,11 @@ class Fusing:
             useless = group.first.useless_because
             if useless is not None and group.first.kind in _AUXILIARY:
                 continue
-            if group.first.under is not None or useless is not None:
-                group.first.under = group.first.under or useless
+            if group.first.left_because is not None or useless is not None:
+                group.first.left_because = group.first.left_because or useless
                 self._skipped.append(group)
                 for place in group.places:
-                    Region.of(place.module)
+                    Region.of(place.module)  # an empty one, which keeps the operations out of an outer region
             else:
                 group.switch(True)
                 chosen.append(group)
@@ -218,7 +221,7 @@ class Fusing:
             chosen.remove(group)
             total = without
             if first.kind not in _AUXILIARY and before:  # else a note says why nothing is kept
-                first.under = "it frees nothing: its input is kept anyway, or nothing else keeps its output"
+                first.left_because = "it frees nothing: its input is kept anyway, or nothing else keeps its output"
                 self._skipped.append(group)
         if total > before:
             return self._leave(chosen, f"fused, the model would keep {size_text(total - before)} more")
@@ -252,7 +255,7 @@ class Fusing:
         """Switch groups off again."""
         for group in groups:
             group.switch(False)
-            group.first.under = reason
+            group.first.left_because = reason
         self._skipped += groups
         return []
 
@@ -276,7 +279,7 @@ class Fusing:
                 for group in groups
                 if not group.is_too_small
             ),
-            tuple(group.skipped(group.first.under) for group in self._skipped),
+            tuple(group.skipped(group.first.left_because) for group in self._skipped),
             tuple(group.skipped(group.first.saves) for group in groups if group.is_too_small),
             known,
             tuple(self._notes),
@@ -312,7 +315,7 @@ def _grouped(places: Sequence[Place], blocks: Sequence[Place] = ()) -> list[_Gro
     for place in (*blocks, *places):
         if any(place is not block and is_within(place.path, block.path) for block in blocks):
             continue
-        key = place.kind, place.name, pattern_of(place.path), place.under, place.useless_because
+        key = place.kind, place.name, pattern_of(place.path), place.left_because, place.useless_because
         groups.setdefault(key, _Group([])).places.append(place)
     return list(groups.values())
 

@@ -96,7 +96,7 @@ _OF_PRODUCTS: tuple[Any, ...] = (
 
 
 def _instead(ours: Callable[..., Any], function: Any, args: Arguments, kwargs: Options) -> Any:
-    return ours(*args, **kwargs)
+    return ours(*args, **kwargs) if "out" not in kwargs else function(*args, **kwargs)
 
 
 def _of_product(function: Any, args: Arguments, kwargs: Options) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from .. import plan as decision
@@ -17,7 +18,6 @@ from .._torch import DisableTorchFunction, saved_tensors_hooks_on_top
 from ..activations import DTYPES, KEPT_BY_TORCH, Activation
 from ..asking import plan_of
 from ..ops.dropout import tells_scaled
-from ..utils.storages import tensors_in
 from .operations import CHECKPOINT, GATE, OPERATIONS, PRODUCT, Operation, activation_of, is_gate, reads_product
 from .stand_in import StandIn, recognise
 
@@ -26,8 +26,6 @@ _PLANNED = frozenset({"layer_norm", "rms_norm", "group_norm"})
 #: Of which no result is saved.
 _RESULT_IS_FREE = frozenset({"batch_norm", GATE, PRODUCT})
 _OTHERS = _PLANNED | _RESULT_IS_FREE | {"dropout", CHECKPOINT}
-#: Attributes of a result: the places that made it; and of a product of which some was dropped, those that made that.
-_MAKERS, _PRODUCT_OF = "_fusedlayers_places", "_fusedlayers_product"
 
 
 @dataclass(eq=False)
@@ -41,7 +39,7 @@ class Place:
         name: what is computed, for people: an activation's name, or the kind.
         stand_in: what the module was recognised as, or None.
         saves: what the first call keeps, for people; None where only the call itself decides.
-        under: why the calls must stay PyTorch's, or None.
+        left_because: why the calls are left to PyTorch, or None.
         is_recomputed: whether a call was under a checkpoint around the module: what it frees shows in the backward
             pass.
         readers: what reads the result: "activation" (one whose output may determine its input), "dropout", "gate" or
@@ -58,7 +56,7 @@ class Place:
     name: str
     stand_in: StandIn | None = None
     saves: str | None = None
-    under: str | None = None
+    left_because: str | None = None
     is_recomputed: bool = False
     readers: set[str] = field(default_factory=set)
     gated: list[Place] = field(default_factory=list)
@@ -108,10 +106,37 @@ class Recording(NamedTuple):
 
 def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
     """What ``model(*args, **kwargs)`` calls."""
-    recorder = _Recorder(map(id, tensors_in((args, kwargs))))
+    recorder = _Recorder()
     with recorder.watching(model), recorder, torch.enable_grad():
         model(*args, **kwargs)
     return Recording(recorder.found(), recorder.functions)
+
+
+class _ByMemory:
+    """Places of tensors, their views, and whatever else shares their memory."""
+
+    def __init__(self) -> None:
+        #: While a weak reference is held, no other storage has its address.
+        self._places: dict[StorageWeakRef, list[Place]] = {}
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return self._key(tensor) in self._places
+
+    def of(self, tensor: Tensor) -> list[Place]:
+        key = self._key(tensor)
+        return [] if key is None else self._places.get(key, [])
+
+    def put(self, tensor: Tensor, places: list[Place]) -> None:
+        key = self._key(tensor)
+        if key is not None:
+            self._places[key] = places
+
+    @staticmethod
+    def _key(tensor: Tensor) -> StorageWeakRef | None:
+        if tensor.layout != torch.strided:
+            return None
+        with DisableTorchFunction():
+            return StorageWeakRef(tensor.untyped_storage())
 
 
 @dataclass(eq=False)
@@ -138,10 +163,12 @@ class _Alone(NamedTuple):
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self, given: Iterable[int]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        #: The user's tensors.
-        self._given = {*given}
+        #: The places that made a result.
+        self._makers = _ByMemory()
+        #: Of a product of which some was dropped, those that made the product.
+        self._makers_of_product = _ByMemory()
         self.functions: dict[str, list[str]] = {}
         self._running: list[_Running] = []
         self._places: dict[tuple[str, str], Place] = {}
@@ -197,7 +224,7 @@ class _Recorder(TorchFunctionMode):
                 whole = Place(running.path, module, "", "", is_recomputed=is_recomputed)
                 whole = self._alone.setdefault(running.path, _Alone(whole, x.shape, x.dtype, x.device)).place
                 # What reads the result of the last operation reads that of the module.
-                result.__dict__[_MAKERS] = [*_makers(result), whole]
+                self._makers.put(result, [*self._makers.of(result), whole])
             return
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -206,18 +233,19 @@ class _Recorder(TorchFunctionMode):
         place = None
         if running is not None and operation is not None and args and isinstance(args[0], Tensor):
             place = self._noted(running, operation, func, args, kwargs)
-        saved = [(maker, t, t._version) for t in _tensors(args) for maker in _makers(t)]
+        given = [*_tensors((*args, *kwargs.values()))]
+        versions_before = [(maker, t, t._version) for t in given for maker in self._makers.of(t)]
         result = func(*args, **kwargs)
-        for maker, tensor, version in saved:
+        for maker, tensor, version in versions_before:
             if tensor._version != version and maker.kind not in _RESULT_IS_FREE:
-                maker.under = "its result is written over in place"
+                maker.left_because = "its result is written over in place"
         if running is not None and isinstance(result, Tensor):
             running.computed += 1
             running.functions.append(getattr(func, "__name__", ""))
-            if place is not None and id(result) not in self._given:
-                result.__dict__[_MAKERS] = [place]
+            if place is not None:
+                self._makers.put(result, [place])
             if func is F.dropout and args and _is_product(args[0]):
-                result.__dict__[_PRODUCT_OF] = [*_makers(args[0])]
+                self._makers_of_product.put(result, self._makers.of(args[0]))
         return result
 
     def _noted(self, running: _Running, operation: Operation, func: Any, args: Any, kwargs: Any) -> Place | None:
@@ -234,35 +262,38 @@ class _Recorder(TorchFunctionMode):
         place = self._places.get((running.path, kind))
         if place is None:
             place = self._places[running.path, kind] = Place(running.path, running.module, kind, name, dtype=x.dtype)
-            place.activation, place.follows = activation, [*_makers(x)] if kind == "dropout" else []
+            place.activation, place.follows = activation, self._makers.of(x) if kind == "dropout" else []
             if kind == "dropout" and kwargs.get("inplace"):
-                place.under = "it drops in place"
+                place.left_because = "it drops in place"
             elif torch.is_grad_enabled() and saved_tensors_hooks_on_top(True) != running.hooks:
-                place.under = "the module's code puts it under a checkpoint, or other saved-tensor hooks"
+                place.left_because = "the module's code puts it under a checkpoint, or other saved-tensor hooks"
             elif place.is_activation or kind in _PLANNED:
                 place.saves = _plan_text(operation.run, func, args, kwargs)
             elif kind in ("dropout", GATE, PRODUCT) and operation.is_small(args):
                 place.saves = f"{decision.TOO_SMALL} {decision.SMALL_BYTES >> 10} KiB are left to PyTorch"
         place.is_recomputed |= running.hooks is not None or not torch.is_grad_enabled()
         if kind == GATE:
-            place.gated += [maker for factor in _tensors(args[:2]) for maker in _makers(factor) if maker.is_activation]
+            factors = [*_tensors(args[:2])]
+            place.gated += [maker for factor in factors for maker in self._makers.of(factor) if maker.is_activation]
         return place
 
     def _is_of_interest(self, kind: str, name: str, x: Tensor, args: Any, kwargs: Any) -> bool:
         """Whether something may be freed. What made x gets to know who reads it."""
         if kind == PRODUCT:
-            gates = [place for place in x.__dict__.get(_PRODUCT_OF, _makers(x)) if place.kind == GATE]
+            was_dropped = x in self._makers_of_product
+            makers = self._makers_of_product if was_dropped else self._makers
+            gates = [place for place in makers.of(x) if place.kind == GATE]
             for gate in gates:
                 gate.readers.add(PRODUCT)
                 for activation in gate.gated:
                     activation.readers.add(GATE)
-            return _PRODUCT_OF in x.__dict__ or _is_product(x)
+            return was_dropped or _is_product(x)
         if kind == GATE:
             return is_gate(args)
         if torch.is_grad_enabled() and not x.requires_grad:
             return False
         if kind in _OTHERS or name not in KEPT_BY_TORCH:
-            for maker in _makers(x):
+            for maker in self._makers.of(x):
                 maker.readers.add(kind if kind in _OTHERS else "activation")
         if kind == "dropout":
             return bool(kwargs.get("training", True) and kwargs.get("p", 0.5))
@@ -271,7 +302,9 @@ class _Recorder(TorchFunctionMode):
 
 def _of_dropout(place: Place, places: list[Place]) -> str | None:
     """What a dropout keeps; None where the activation before it is one that only its call knows."""
-    before = [maker for maker in place.follows if maker in places and maker.is_activation and maker.under is None]
+    before = [
+        maker for maker in place.follows if maker in places and maker.is_activation and maker.left_because is None
+    ]
     if any(maker.activation is None for maker in before):
         return None
     for maker in before:
@@ -291,14 +324,6 @@ def _tensors(args: Any) -> Iterator[Tensor]:
             yield arg
         elif isinstance(arg, tuple | list):
             yield from _tensors(arg)
-
-
-def _makers(tensor: Tensor) -> list[Place]:
-    """The places that made a tensor, or what it is a view of."""
-    with DisableTorchFunction():
-        base = tensor._base
-    found: list[Place] = tensor.__dict__.get(_MAKERS) or ([] if base is None else base.__dict__.get(_MAKERS)) or []
-    return found
 
 
 def _plan_text(function: Any, *args: Any) -> str | None:

@@ -1,8 +1,10 @@
 """Modules that spell an activation or an RMS norm out in plain operations, as the models of transformers do.
 
-Such a module is recognised by what it computes: it has no children, and its free variables (``free_variables.py``) say
-everything that its code reads. At each call they are found anew: a module that reads something else by then, or whose
-class was given another forward pass, is looked at again. One that is not recognised runs as it is.
+Such a module has no children, and its free variables (``free_variables.py``) say what its code reads. An activation is
+traced. The forward pass of a norm is followed: it may call nothing but arithmetic, change nothing that it reads, and
+must compute a norm, and the gradients of one. At each call the free variables are found anew: a module that reads
+something else by then, or whose class was given another forward pass, is looked at again. One that is not recognised
+runs as it is.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .._torch import autocast_is_active
 from ..activations import DTYPES, Activation
@@ -76,7 +79,7 @@ def recognise(module: nn.Module, dtype: torch.dtype) -> StandIn | None:
     if variables.refusal is None and _norm(variables, dtype) is not None:
         return StandIn("rms_norm", "rms_norm")
     found = computed_by(_activation(module), dtype)
-    return None if found is None else StandIn("activation", found.name)
+    return None if found is None or _writes_input(variables, dtype) else StandIn("activation", found.name)
 
 
 def computed_by(activation: Activation, dtype: torch.dtype) -> Activation | None:
@@ -88,6 +91,14 @@ def computed_by(activation: Activation, dtype: torch.dtype) -> Activation | None
         found, operands, _ = with_operands(activation, (2, 6), dtype)
         is_one = found.is_fusible and not found.is_identity and not _is_straight(found, operands)
     return found if is_one else None
+
+
+@in_clean_state
+def _writes_input(variables: FreeVariables, dtype: torch.dtype) -> bool:
+    """Whether a module's code works in place, which a trace does not show."""
+    x = torch.zeros(2, 6, dtype=dtype)
+    variables.rebind(variables.tensors)(x)
+    return x._version != 0
 
 
 def _may_be_recognised(module: nn.Module) -> bool:
@@ -144,21 +155,49 @@ def _recognised(variables: FreeVariables, dtype: torch.dtype) -> SpelledNorm | N
     weights = [torch.rand(t.shape, generator=generator).add_(0.5).to(t.dtype) for t in variables.tensors]
     width = weights[0].numel() if weights else 64
     x = torch.randn(2, 3, width, generator=generator).to(dtype)
-    inputs = [x, x * 1e-3, x * 30]
+    inputs = [x.requires_grad_(), (x * 1e-3).detach().requires_grad_(), (x * 30).detach().requires_grad_()]
+    sources = [*inputs, *(w.requires_grad_() for w in weights)]
     module = variables.rebind(weights)
     try:
-        with torch.no_grad():
-            expected = [module(x.clone()) for x in inputs]
+        before, followed = find_variables(module).key, _Followed()
+        with followed:
+            expected = [module(x) for x in inputs]
+        if not followed.is_arithmetic or find_variables(module).key != before:
+            return None
+        if any(not isinstance(y, Tensor) or y.shape != x.shape or y.dtype is not dtype for y in expected):
+            return None
+        gradients = torch.autograd.grad([y.square().sum() for y in expected], sources)
     except Exception:  # whatever code does with what it is not made for
         return None
-    if any(not isinstance(y, Tensor) or y.shape != x.shape or y.dtype is not dtype for y in expected):
-        return None
     for norm in _candidates(module):
-        with torch.no_grad():
-            found = [norm(x, next(iter(weights), None), save="input") for x in inputs]
+        found = [norm(x, next(iter(weights), None), save="input") for x in inputs]
         if all(_agree(*pair) for pair in zip(found, expected, strict=True)):
-            return norm
+            ours = torch.autograd.grad([y.square().sum() for y in found], sources)
+            is_same = all(_are_alike(*pair) for pair in zip(ours, gradients, strict=True))
+            return norm if is_same else None
     return None
+
+
+#: What the forward pass of a norm may call, by name.
+_ARITHMETIC = frozenset(
+    {
+        *("add", "sub", "mul", "div", "multiply", "divide", "true_divide", "pow", "square", "sqrt", "rsqrt"),
+        *("__rdiv__", "__rpow__", "__rsub__", "reciprocal", "mean", "sum", "norm", "vector_norm"),
+        *("to", "type", "type_as", "float", "double", "half", "bfloat16"),
+    }
+)
+
+
+class _Followed(TorchFunctionMode):
+    """Meets what code calls of PyTorch."""
+
+    is_arithmetic = True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_known = getattr(func, "__name__", "") in _ARITHMETIC or func == Tensor.dtype.__get__  # type: ignore[attr-defined]
+        if not (is_known and torch.is_grad_enabled()):
+            self.is_arithmetic = False
+        return func(*args, **(kwargs or {}))
 
 
 def _candidates(module: Any) -> Iterator[SpelledNorm]:
@@ -173,3 +212,8 @@ def _agree(found: Tensor, expected: Tensor) -> bool:
     is_near = bool((difference <= 2 * unit * expected.double().abs()).all())
     # In 16 bits another order of roundings shows in every third number.
     return is_near and (found.dtype.itemsize > 2 or float((difference > 0).double().mean()) < 0.02)
+
+
+def _are_alike(found: Tensor, expected: Tensor) -> bool:
+    """Gradients: whether they differ by roundings alone."""
+    return bool((found - expected).double().norm() <= 0.02 * expected.double().norm())
