@@ -108,11 +108,13 @@ def _may_be_recognised(module: nn.Module) -> bool:
     return is_plain and is_users and all(p.dim() <= 1 for p in (*module.parameters(), *module.buffers()))
 
 
+_NO_HOOKS = {name: value for name, value in vars(nn.Module()).items() if "hook" in name}
+
+
 def _twin(module: nn.Module) -> Any:
     """The module as it would be without its region, and without hooks: who calls the module runs these."""
     twin: Any = object.__new__(type(module))
-    none = {name: value for name, value in vars(nn.Module()).items() if "hook" in name}
-    twin.__dict__ = {**vars(module), **none}
+    twin.__dict__ = {**vars(module), **_NO_HOOKS}
     for name in ("forward", "extra_repr", "__prepare_scriptable__"):
         twin.__dict__.pop(name, None)
     return twin
