@@ -90,8 +90,7 @@ def _was_edited(saved: Any) -> bool:
 def _output_was_edited(function: str, activation: Activation | None, reason: str) -> RuntimeError:
     output = "output" if activation is None else f"{activation} output"
     return RuntimeError(
-        f"{function}: its {output} was edited in place after the forward pass, and backward reads it. Say "
-        'save="input" in this call or layer, or edit a copy; in the place of fl.GELU and its kin, which have no save=, '
-        "take PyTorch's own; where fl.fuse or fl.fit made this choice, call fl.unfuse on that module. PyTorch says: "
-        f"{reason}"
+        f"{function}: its {output} was edited in place after the forward pass, and backward reads it. Edit a copy "
+        "(y = y.clone()), or let the input be kept: in your own calls and layers by save=\"input\", in a fused model by "
+        f"fl.unfuse(that_module). PyTorch says: {reason}"
     )
