@@ -343,13 +343,13 @@ print(saved_bytes(compiled, x, exclude=x) // (96 * 64 * 4))
 """
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     found = []
-    for backend in ("inductor", "fusedlayers", "inductor", "fusedlayers"):
+    for backend in ("inductor", "fusedlayers", "fusedlayers"):
         command = [sys.executable, "-W", "ignore", "-c", code, backend]
         here = Path(__file__).parent
         run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=here, timeout=300)
         assert run.returncode == 0, run.stderr
         found.append(int(run.stdout))
-    assert found[1] == found[3] == 2 < found[0] == found[2]
+    assert found[1] == found[2] == 2 < found[0]
 
 
 def _written_through_a_view(z: Tensor, v: Tensor) -> Tensor:
