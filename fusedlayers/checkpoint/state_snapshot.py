@@ -32,7 +32,7 @@ from torch.nn.parameter import is_lazy
 
 from .._torch import NormBase, dispatch_mode_count, is_traceable_wrapper_subclass, no_dispatch
 from ..nn.batch_norm import NORM_TYPES
-from ..utils.module_state import Attributes, with_attributes
+from ..utils.module_state import Attributes
 from .free_state import FreeState
 
 
@@ -53,7 +53,7 @@ class StateSnapshot:
         self._buffers: list[_Buffer] = []
         self._parameters = _Parameters(())
         self._tensors: list[Versioned] = []
-        self._attributes: list[Attributes] = []
+        self._attributes = Attributes(())
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -67,10 +67,10 @@ class StateSnapshot:
         self._autocast = [_Autocast.current(kind) for kind in {"cpu", *(device.type for device in devices)}]
         self._tensors = [Versioned.of(tensor) for tensor in tensors if not tensor.is_inference()]
         self._buffers = _buffers_of(modules)
-        self._attributes = [Attributes.of(module) for module in modules]
+        self._attributes = Attributes(modules)
         states = []
         if replays_rng:
-            held = [generator for attributes in self._attributes for generator in attributes.generators]
+            held = self._attributes.of_type(torch.Generator)
             own = [_Generator(g.get_state, g.set_state) for g in dict.fromkeys([*generators, *held])]
             states = [(g, g.get()) for g in [*_GENERATORS, *map(_of_device, devices), *own]]
         _region.depth += 1
@@ -102,7 +102,7 @@ class StateSnapshot:
                         f"a tensor of shape {tuple(tensor.value.shape)}, which a recomputed function closes over, was "
                         "modified by an in-place operation after the forward pass"
                     )
-            stack.enter_context(with_attributes(self._attributes))
+            stack.enter_context(self._attributes.again())
             for autocast in self._autocast:
                 if autocast != _Autocast.current(autocast.kind):  # torch's checkpoint restores most of them itself
                     stack.enter_context(autocast.context())

@@ -91,6 +91,6 @@ def _output_was_edited(function: str, activation: Activation | None, reason: str
     output = "output" if activation is None else f"{activation} output"
     return RuntimeError(
         f"{function}: its {output} was edited in place after the forward pass, and backward reads it. Edit a copy "
-        "(y = y.clone()), or let the input be kept: in your own calls and layers by save=\"input\", in a fused model by "
-        f"fl.unfuse(that_module). PyTorch says: {reason}"
+        '(y = y.clone()), or let the input be kept: by save="input" in your own calls and layers, by '
+        f"fl.unfuse(that_module) in a fused model. PyTorch says: {reason}"
     )

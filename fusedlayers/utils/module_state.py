@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from itertools import chain, compress
+from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +32,13 @@ def unchanged(
     kept += [p for module in modules for p in module.parameters(recurse=False) if p._post_accumulate_grad_hooks]
     parts = (part.detach() for tensor in dict.fromkeys(kept) for part in strided_parts(tensor))
     copies = [(part, part.clone()) for part in parts if has_data(part)]
-    own_attributes = [Attributes.of(module) for module in pythons] if attributes else []
+    own = Attributes(pythons if attributes else ())
     reset_random = random_state()
     try:
         yield reset_random
     finally:
         reset_random()
-        for own in own_attributes:
-            own.put_back()
+        own.put_back()
         for module, held in buffers:
             module._buffers.clear()
             module._buffers.update(held)
@@ -51,57 +50,75 @@ def unchanged(
 
 #: The attributes that every module has (parameters, buffers, hooks), without the one that users set.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
-_NO_CONTENTS: dict[str, Any] = {}
-_CONTAINERS = (list, dict, set)
+_CONTAINERS = frozenset({list, dict, set})
 #: Nobody writes to the list of a convolution, which would be copied for each of a block.
-_NOT_COPIED = frozenset({"_reversed_padding_repeated_twice"})
+_NOT_COPIED = _OF_EVERY_MODULE | {"_reversed_padding_repeated_twice"}
+_chained = chain.from_iterable
 
 
-class Attributes(NamedTuple):
-    """The attributes of a module; of its own ones the contents of lists, dicts and sets, and the generators. What every
-    module has is compared, and never set. A recomputed layer may have dozens of modules, so that as much as can be is
-    done in C."""
+class Attributes:
+    """The attributes of modules, and the contents of their own lists, dicts and sets. What every module has is
+    compared, and never set. A recomputed layer may have dozens of modules: as much as can be is done in C."""
 
-    module: nn.Module
-    values: dict[str, Any]
-    contents: dict[str, Any]
-    generators: list[torch.Generator]
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._dicts = [*map(vars, modules)]
+        self._before = [*map(dict.copy, self._dicts)]
+        self._names, self._values = [*_chained(self._before)], [*_chained(map(dict.values, self._before))]
+        self._types, self._lengths = [*map(type, self._values)], [*map(len, self._before)]
+        #: Copies of containers, by module and name.
+        self._contents: list[tuple[int, str, Any]] = []
+        for at in compress(range(len(self._values)), map(_CONTAINERS.__contains__, self._types)):
+            if (name := self._names[at]) not in _NOT_COPIED:
+                self._contents.append((self._module_of(at), name, self._values[at].copy()))
 
-    @classmethod
-    def of(cls, module: nn.Module) -> Attributes:
-        values = vars(module).copy()
-        containers, generators = _own(tuple(values), tuple(map(type, values.values())))
-        contents = {name: values[name].copy() for name in containers} if containers else _NO_CONTENTS
-        return cls(module, values, contents, [values[name] for name in generators])
+    def _module_of(self, at: int) -> int:
+        """The module of the attribute at this place among those of all."""
+        for i, length in enumerate(self._lengths):
+            if at < length:
+                return i
+            at -= length
+        raise IndexError
+
+    def of_type(self, kind: type) -> list[Any]:
+        """The attributes of this very type."""
+        return [*compress(self._values, map(kind.__eq__, self._types))] if kind in self._types else []
 
     def are_current(self) -> bool:
-        """Whether the module has them now, and no others. An order that has changed counts as other attributes."""
-        now, values = vars(self.module), self.values
-        is_alike = len(now) == len(values) and all(map(operator.is_, now, values))
-        return is_alike and all(map(operator.is_, now.values(), values.values()))
+        """Whether the modules have them now, and no others. An order that has changed counts as other attributes."""
+        is_alike = [*map(len, self._dicts)] == self._lengths and all(map(is_, _chained(self._dicts), self._names))
+        return is_alike and all(map(is_, _chained(map(dict.values, self._dicts)), self._values))
 
     def set(self) -> None:
-        """Give them to the module, and take all others from it."""
-        own = vars(self.module)
-        for name in own.keys() - _OF_EVERY_MODULE - self.values.keys():
-            del own[name]
-        own.update({name: value for name, value in self.values.items() if name not in _OF_EVERY_MODULE})
+        """Give them to the modules, and take all others from these."""
+        for own, before in zip(self._dicts, self._before, strict=True):
+            for name in own.keys() - _OF_EVERY_MODULE - before.keys():
+                del own[name]
+            own.update({name: value for name, value in before.items() if name not in _OF_EVERY_MODULE})
 
     def put_back(self) -> None:
         """Set the attributes for good, and give the containers their old contents."""
         self.set()
-        for name, contents in self.contents.items():
-            held = vars(self.module)[name]
+        for i, name, contents in self._contents:
+            held = self._dicts[i][name]
             held.clear()
             held.extend(contents) if isinstance(held, list) else held.update(contents)
 
-
-@functools.lru_cache(4096)
-def _own(names: tuple[str, ...], types: tuple[type, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Of a module's attributes its own containers and generators. Modules of a class have the same, as a rule."""
-    own = [(n, kind) for n, kind in zip(names, types, strict=True) if n not in _OF_EVERY_MODULE | _NOT_COPIED]
-    containers = tuple(name for name, kind in own if kind in _CONTAINERS)
-    return containers, tuple(name for name, kind in own if kind is torch.Generator)
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """The modules have these attributes, with copies of the containers; on exit they get back those that they had.
+        Most have them already, and nothing is set."""
+        now = self
+        if not self.are_current():
+            now = Attributes(self._modules)
+            self.set()
+        for i, name, contents in self._contents:
+            self._dicts[i][name] = contents.copy()
+        try:
+            yield
+        finally:
+            if not now.are_current():
+                now.set()
 
 
 def modules_in(root: nn.Module) -> list[nn.Module]:
@@ -114,24 +131,6 @@ def modules_in(root: nn.Module) -> list[nn.Module]:
                 found[child] = None
                 pending.append(child)
     return pending
-
-
-@contextmanager
-def with_attributes(recorded: Sequence[Attributes]) -> Iterator[None]:
-    """The modules have these attributes, with copies of the containers; on exit they get back those that they had.
-    Most have them already, and nothing is set."""
-    before = [own if own.are_current() else Attributes.of(own.module) for own in recorded]
-    for own, now in zip(recorded, before, strict=True):
-        if now is not own:
-            own.set()
-        if own.contents:
-            vars(own.module).update({name: value.copy() for name, value in own.contents.items()})
-    try:
-        yield
-    finally:
-        for now in before:
-            if not now.are_current():
-                now.set()
 
 
 @contextmanager
