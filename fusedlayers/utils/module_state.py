@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, compress
 from operator import is_
 from typing import Any
@@ -82,7 +83,7 @@ class Attributes:
 
     def of_type(self, kind: type) -> list[Any]:
         """The attributes of this very type."""
-        return [*compress(self._values, map(kind.__eq__, self._types))] if kind in self._types else []
+        return [*compress(self._values, map(partial(is_, kind), self._types))] if kind in self._types else []
 
     def are_current(self) -> bool:
         """Whether the modules have them now, and no others. An order that has changed counts as other attributes."""
