@@ -112,8 +112,11 @@ def _forward_and_gradients(
 
 
 @compiles
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("save", ["auto", "input", "recompute"])
+@pytest.mark.parametrize(
+    ("save", "dtype"),
+    [("auto", torch.float32), ("auto", torch.bfloat16), ("input", torch.bfloat16), ("recompute", torch.float32)],
+    ids=str,
+)
 def test_compiled_by_inductor(save: str, dtype: torch.dtype) -> None:
     _check_compiled("inductor", save, dtype)
 
