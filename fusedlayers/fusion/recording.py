@@ -152,6 +152,11 @@ class _Running:
     #: By which functions it, and what it called, has.
     functions: list[str] = field(default_factory=list)
 
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether it runs under a checkpoint around it."""
+        return self.hooks is not None or not torch.is_grad_enabled()
+
 
 class _Alone(NamedTuple):
     """A module that computes a tensor like its input, by several operations; and that input."""
@@ -211,21 +216,26 @@ class _Recorder(TorchFunctionMode):
         return enter
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        while self._running:  # those that an exception has ended come off with it
-            running = self._running.pop()
-            if running.module is not module:
-                continue
-            self.functions.setdefault(running.path, running.functions)
-            if self._running:
-                self._running[-1].functions += running.functions
-            if len(args) == 1 and not kwargs and _is_like(args[0], result) and running.computed > 1:
-                x = args[0]
-                is_recomputed = running.hooks is not None or not torch.is_grad_enabled()
-                whole = Place(running.path, module, "", "", is_recomputed=is_recomputed)
-                whole = self._alone.setdefault(running.path, _Alone(whole, x.shape, x.dtype, x.device)).place
-                # What reads the result of the last operation reads that of the module.
-                self._makers.put(result, [*self._makers.of(result), whole])
+        running = self._ended(module)
+        if running is None:
             return
+        self.functions.setdefault(running.path, running.functions)
+        if self._running:
+            self._running[-1].functions += running.functions
+        if len(args) == 1 and not kwargs and _is_like(args[0], result) and running.computed > 1:
+            x = args[0]
+            whole = Place(running.path, module, "", "", is_recomputed=running.is_recomputed)
+            whole = self._alone.setdefault(running.path, _Alone(whole, x.shape, x.dtype, x.device)).place
+            # What reads the result of the last operation reads that of the module.
+            self._makers.put(result, [*self._makers.of(result), whole])
+
+    def _ended(self, module: nn.Module) -> _Running | None:
+        """The module's run, off the stack, and with it those that an exception has ended."""
+        while self._running:
+            running = self._running.pop()
+            if running.module is module:
+                return running
+        return None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -271,7 +281,7 @@ class _Recorder(TorchFunctionMode):
                 place.saves = _plan_text(operation.run, func, args, kwargs)
             elif kind in ("dropout", GATE, PRODUCT) and operation.is_small(args):
                 place.saves = f"{decision.TOO_SMALL} {decision.SMALL_BYTES >> 10} KiB are left to PyTorch"
-        place.is_recomputed |= running.hooks is not None or not torch.is_grad_enabled()
+        place.is_recomputed |= running.is_recomputed
         if kind == GATE:
             factors = [*_tensors(args[:2])]
             place.gated += [maker for factor in factors for maker in self._makers.of(factor) if maker.is_activation]
