@@ -150,6 +150,7 @@ def main() -> None:
         losses += [step(net, images, labels, optimizer) for _ in range(options.steps)]
         seconds = (time.perf_counter() - start) / options.steps
         print(f"{name:<18}{peak:<10.0f}{seconds:<16.2f}{losses[0]:.4f} to {losses[-1]:.4f}")
+    print("(So deep and new a network is chaotic: roundings change its later losses.)")
 
 
 if __name__ == "__main__":

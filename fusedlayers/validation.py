@@ -174,7 +174,8 @@ def check_features(function: str, **features: object) -> None:
     """Refuse sizes that are no whole numbers: where arguments have slipped, ``nn.Linear`` speaks of ``empty()``."""
     for name, value in features.items():
         if not is_whole(value):
-            raise TypeError(f"{function}: {name} must be an int, got {type(value).__name__}: {value!r}")
+            hint = f"; if an activation is meant, write activation={value!r}" if isinstance(value, str) else ""
+            raise TypeError(f"{function}: {name} must be an int, got {type(value).__name__}: {value!r}{hint}")
 
 
 def check_window(function: str, **sizes: object) -> None:

@@ -1441,6 +1441,12 @@ def test_what_is_refused(x: Tensor) -> None:
     fl.unfuse(model)  # which was not fused
 
 
+def test_a_model_in_evaluation_is_told_so(x: Tensor) -> None:
+    model = MLP(dropout=0.1).eval()
+    assert "model.train()" in str(fl.fuse(model, x)) and "model.train()" not in str(fl.fuse(model.train(), x))
+    assert "model.train()" in str(fl.fit(model.eval(), x, fraction=1.0, plan_only=True))
+
+
 @pytest.mark.parametrize("inputs", [lambda x: x, lambda x: (x,), lambda x: [x], lambda x: {"input": x}])
 def test_example_inputs(x: Tensor, inputs: Callable[[Tensor], Any]) -> None:
     assert fl.fuse(nn.Sequential(MLP(), nn.Linear(IN, 2)), inputs(x)).replaced

@@ -93,19 +93,32 @@ def test_its_repr_says_what_is_saved(arguments: tuple[object, ...], said: str) -
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: fl.FusedDenseAct(64, "gelu"), "FusedDenseAct: out_features must be an int, got str: 'gelu'"),
-        (lambda: fl.FusedMLP(64, "gelu", 256), "FusedMLP: hidden_features must be an int, got str: 'gelu'"),
-        (lambda: fl.FusedMLP(64, 256, "gelu"), "FusedMLP: out_features must be an int, got str: 'gelu'"),
+        (
+            lambda: fl.FusedDenseAct(64, "gelu"),
+            "FusedDenseAct: out_features must be an int, got str: 'gelu'",
+        ),
+        (
+            lambda: fl.FusedMLP(64, "gelu", 256),
+            "FusedMLP: hidden_features must be an int, got str: 'gelu'",
+        ),
+        (
+            lambda: fl.FusedMLP(64, 256, "gelu"),
+            "FusedMLP: out_features must be an int, got str: 'gelu'",
+        ),
         (lambda: fl.FusedGatedMLP(64, 2.5), "FusedGatedMLP: hidden_features must be an int, got float: 2.5"),
         (
             lambda: fl.FusedConvAct2d(3, 8, "relu"),
             "FusedConvAct2d: kernel_size must be an int, or one for each dimension, got 'relu'",
         ),
-        (lambda: fl.FusedConvAct1d(3, "silu", 3), "FusedConvAct1d: out_channels must be an int, got str: 'silu'"),
+        (
+            lambda: fl.FusedConvAct1d(3, "silu", 3),
+            "FusedConvAct1d: out_channels must be an int, got str: 'silu'",
+        ),
     ],
 )
 def test_arguments_that_slipped_are_named(make: Any, words: str) -> None:
-    with pytest.raises(TypeError, match=f"^{words}$"):
+    hint = r"(; if an activation is meant, write activation='\w+')" if "got str" in words else ""
+    with pytest.raises(TypeError, match=f"^{words}{hint}$"):
         make()
 
 

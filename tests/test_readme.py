@@ -1,5 +1,6 @@
 """What the documents say is run: code, commands, examples. (``test_bench_tables`` holds their tables.)"""
 
+import json
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ from fusedlayers.fitting import costs
 from fusedlayers.fusion import timing
 
 ROOT = Path(__file__).parent.parent
+ACCURACY = ROOT / "bench" / "results" / "amd-epyc-1-threads" / "accuracy.json"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = ("README.md", "examples/README.md", "bench/README.md")
 COMMANDS = re.findall(r"^(pip install .*)$", README, re.MULTILINE)
@@ -174,3 +176,10 @@ def test_examples_run(path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     EXAMPLES[path.stem](done.stdout)
+
+
+def test_the_largest_error_is_what_was_measured() -> None:
+    cases = json.loads(ACCURACY.read_text(encoding="utf-8"))["cases"]
+    errors = [case["fusedlayers"]["derivative_max"] for case in cases if case["dtype"] == "float32"]
+    (said,) = re.findall(r"err by 1e-6 as a rule, (\S+) at worst, in float32", README)
+    assert 0.5 * float(said) < max(errors) <= float(said)

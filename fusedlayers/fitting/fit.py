@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from .._torch import is_optimized
-from ..fusion.fuse import arguments_from, eagerly, unfuse
+from ..fusion.fuse import arguments_from, eagerly, evaluation_notes, unfuse
 from ..fusion.region import region_of
 from ..profiling.step import Step
 from ..utils.formatting import pattern_of, size_text
@@ -119,6 +119,7 @@ def fit_step(
         tensors = [*tensors_in((step.args, step.kwargs))]
         with unchanged([*model.modules()], tensors, attributes=True) as reset_random, eagerly():
             parts = Parts(model, Training(step, of, reset_random))
+            parts.notes += evaluation_notes(model)
             if is_optimized(model):
                 parts.notes.append(
                     "These are eager steps of a compiled model; fit_compiled finds the compiler's budget."

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._torch import dynamo_is_loaded
+from .._torch import NormBase, dynamo_is_loaded
 from ..activations import record as table
 from ..memory import saved_bytes
 from ..profiling.step import Step, no_gradient_because
@@ -174,6 +174,7 @@ class Fusing:
                     recording = record(model, args, kwargs)
                 except Exception as error:
                     raise does_not_run(self._function, error, args) from error
+                self._notes += evaluation_notes(model)
                 if before == 0:
                     self._notes.append(f"Nothing is saved for a backward pass: {no_gradient_because(model)}.")
                 self.mlps = [*find_mlps(model, recording)]
@@ -193,7 +194,7 @@ class Fusing:
         chosen = []
         for group in groups:
             useless = group.first.useless_because
-            if useless is not None and group.first.kind in _AUXILIARY:
+            if useless is not None and group.first.kind in (GATE, PRODUCT):
                 continue
             if group.first.left_because is not None or useless is not None:
                 group.first.left_because = group.first.left_because or useless
@@ -382,8 +383,24 @@ def check_model(function: str, model: object) -> None:
         raise ValueError(f"{function}: {lazy[0]} has no shape yet; call the model once, and then {function}")
 
 
+def evaluation_notes(model: nn.Module) -> list[str]:
+    """For a model in evaluation, if it has modules that do something else in training."""
+    kinds = (nn.Dropout, nn.Dropout2d, NormBase)
+    if model.training or not any(isinstance(module, kinds) for module in model.modules()):
+        return []
+    return [
+        "The model is in evaluation (model.eval()), so that dropouts and batch norms were not seen as they are in "
+        "training. Call model.train() first if it is to be trained."
+    ]
+
+
 def does_not_run(function: str, error: Exception, args: tuple[Any, ...] = ()) -> ValueError:
     """The error for inputs that the model raises on."""
+    if type(error).__name__ in ("BackendCompilerFailed", "InductorError"):
+        return ValueError(
+            f"{function}: torch.compile failed on the model. See whether torch.compile(model) works by itself; if not, "
+            f"its C++ compiler or its cache (TORCHINDUCTOR_CACHE_DIR) may be broken: {first_line(error)}"
+        )
     is_shape = len(args) > 1 and all(type(arg) is int for arg in args)
     hint = f" (these are numbers; if a tensor of this shape is meant, pass torch.randn{args})" if is_shape else ""
     return ValueError(

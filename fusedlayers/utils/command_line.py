@@ -116,7 +116,7 @@ def import_object(name: str, form: str = "MODULE:ATTRIBUTE") -> object:
         ImportError: there is no such module.
     """
     module_name, colon, attribute = name.partition(":")
-    if not colon or not all(part.isidentifier() for part in module_name.split(".")):
+    if ".py:" in name or not colon or not all(part.isidentifier() for part in module_name.split(".")):
         path, _, function = name.partition(".py:")
         parts = path.removeprefix("./").split("/")
         is_path = function and all(part.isidentifier() for part in parts)

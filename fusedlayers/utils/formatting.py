@@ -36,6 +36,8 @@ def size_from(text: str) -> int:
     if match is None:
         raise ValueError(f"expected bytes, such as 8GiB or 500MB, got {text!r}")
     number, prefix, binary = match.groups()
+    if prefix is None and ("." in number or int(number) < 1024):
+        raise ValueError(f"expected bytes with a unit, such as 8GiB or 500MB, got {text!r}")
     power = "KMGT".find((prefix or " ").upper()) + 1
     return int(float(number) * (1024 if binary else 1000) ** power)
 
