@@ -1029,9 +1029,6 @@ def test_a_report_without_places_says_why(x: Tensor) -> None:
     ):
         report = fl.fuse(model, x)
         assert not report.replaced and not report.skipped and words in str(report)
-    with torch.no_grad():
-        report = fl.fuse(MLP(), x)
-    assert "gradients are switched off here" in str(report) and not report.skipped
     with pytest.raises(ValueError, match=r"if a tensor of this shape is meant, pass torch.randn\(4, 32\)"):
         fl.fuse(MLP(), (4, IN))
 
@@ -1258,9 +1255,9 @@ def test_compiled(x: Tensor, make: Callable[[], nn.Module]) -> None:
 
 def test_where_nothing_needs_a_gradient_the_report_says_so(x: Tensor) -> None:
     model = nn.Sequential(nn.Linear(IN, 512), nn.GELU(), nn.Linear(512, IN))
-    with torch.no_grad():
-        assert "Nothing is saved for a backward pass: gradients are switched off" in str(fl.fuse(model, x))
-    assert "Nothing is saved" not in str(fl.fuse(model, x))
+    with torch.no_grad():  # which is who calls, and not how the model is trained
+        without = fl.fuse(model, x)
+    assert without.replaced == fl.fuse(model, x).replaced and without.replaced
     model.requires_grad_(False)
     assert "Nothing is saved for a backward pass: all of its 4 parameters are frozen" in str(fl.fuse(model, x))
 

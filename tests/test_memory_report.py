@@ -601,6 +601,13 @@ def test_a_loss_that_is_none_is_refused(loss: Any, got: str, x: Tensor) -> None:
         fl.memory_report(mlp(), x, loss=loss)
 
 
+@pytest.mark.parametrize("given", [{"input": torch.randn(4, 8)}, (torch.randn(4, 8),)])
+def test_arguments_that_are_one_container_are_named(given: Any) -> None:
+    with pytest.raises(TypeError) as raised:
+        fl.memory_report(nn.Linear(8, 8), given)
+    assert "memory_report(model, **inputs)" in raised.value.__notes__[0]
+
+
 def test_what_the_model_raises_comes_through(x: Tensor) -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
         fl.memory_report(mlp(), x.T)

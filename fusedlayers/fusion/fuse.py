@@ -162,7 +162,9 @@ class Fusing:
         model = self._model
         unfuse(model)
         try:
-            with unchanged([*model.modules()], [*tensors_in((args, kwargs))]) as restore_random_state, eagerly():
+            # What is looked for is saved with gradients, whoever calls.
+            kept = unchanged([*model.modules()], [*tensors_in((args, kwargs))])
+            with torch.enable_grad(), kept as restore_random_state, eagerly():
 
                 def measured() -> int | None:
                     restore_random_state()

@@ -67,7 +67,15 @@ def report_of(step: Step, on_stage: OnStage = lambda stage, part: None) -> Memor
     device = _device([*tensors_in(tracker.modules), *inputs])
     with unchanged(tracker.modules, inputs) as restore_random_state:
         on_stage("warming up", 0.0)
-        loss = step.forward()
+        try:
+            loss = step.forward()
+        except TypeError as error:
+            if len(step.args) == 1 and isinstance(step.args[0], Mapping | tuple | list):
+                error.add_note(
+                    f"{step.function}: the model was called with one {type(step.args[0]).__name__}; for arguments in "
+                    "it write memory_report(model, **inputs), or memory_report(model, *inputs)"
+                )
+            raise
         nodes = nodes_of([loss])
         compiled = any(str(node.name()).startswith("CompiledFunction") for node in nodes)
         leaves = leaves_of(nodes)
