@@ -138,7 +138,7 @@ class FitReport(DrawnReport):
         if self.measured is not None:
             lines.append(("this plan, measured", self.measured))
         smallest = Measurement(self.plans[0].bytes, self.plans[0].time_ms)
-        if self.checkpointed.bytes != smallest.bytes:
+        if self.checkpointed.bytes not in (smallest.bytes, self.eager.bytes):  # as without blocks
             lines.append(("every block recomputed, predicted", self.checkpointed))
         others = ("the next smaller plan, predicted", self.less), ("the next faster plan, predicted", self.faster)
         for name, plan in others:
