@@ -713,7 +713,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"memory_budget_bytes": -1},
         "fit: memory_budget_bytes must be a whole number of bytes, such as 8 << 30, got -1",
     ),
-    "text": ({"memory_budget_bytes": "8GiB"}, "got '8GiB'"),
+    "text": ({"memory_budget_bytes": "8 gigs"}, "fit: memory_budget_bytes: expected bytes, .* got '8 gigs'"),
+    "unit": ({"memory_budget_bytes": "0.5"}, "fit: memory_budget_bytes: expected bytes with a unit, .* got '0.5'"),
     "zero": ({"fraction": 0}, "fit: fraction must be a number above 0 and at most 1, got 0"),
     "more": ({"fraction": 1.5}, "got 1.5"),
     "nan": ({"fraction": float("nan")}, "got nan"),
@@ -726,6 +727,11 @@ def test_wrong_budgets(name: str) -> None:
     options, message = WRONG[name]
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         fl.fit(nn.Linear(2, 2), torch.ones(2), **options)
+
+
+def test_a_budget_may_be_a_size() -> None:
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8)), torch.randn(512, 32)
+    assert fl.fit(model, x, memory_budget_bytes="1 MiB", plan_only=True).budget_bytes == 1 << 20
 
 
 def test_wrong_models_and_inputs() -> None:

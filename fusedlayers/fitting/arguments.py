@@ -9,6 +9,7 @@ from torch import nn
 
 from ..fusion.fuse import check_model, does_not_run
 from ..profiling.step import Step
+from ..utils.formatting import size_from
 from ..validation import check_budget
 from .training import Of
 
@@ -21,7 +22,12 @@ def check_arguments(step: Step, memory_budget_bytes: object, fraction: object, o
     if (memory_budget_bytes is None) == (fraction is None):
         given = "neither" if fraction is None else "both"
         raise ValueError(f"{function}: give one of memory_budget_bytes and fraction, got {given}")
-    if memory_budget_bytes is not None:
+    if isinstance(memory_budget_bytes, str):
+        try:
+            size_from(memory_budget_bytes)
+        except ValueError as error:
+            raise ValueError(f"{function}: memory_budget_bytes: {error}") from None
+    elif memory_budget_bytes is not None:
         check_budget(function, memory_budget_bytes)
     if fraction is not None and not (
         isinstance(fraction, int | float) and not isinstance(fraction, bool) and 0 < fraction <= 1
@@ -34,12 +40,12 @@ def check_arguments(step: Step, memory_budget_bytes: object, fraction: object, o
     return step.model
 
 
-def allowed_bytes(memory_budget_bytes: int | None, fraction: float | None, taken: int) -> int:
+def allowed_bytes(memory_budget_bytes: int | str | None, fraction: float | None, taken: int) -> int:
     """The budget, for a model that takes so much as it is."""
     if fraction is not None:
         return math.floor(fraction * taken)
     assert memory_budget_bytes is not None
-    return memory_budget_bytes
+    return size_from(memory_budget_bytes) if isinstance(memory_budget_bytes, str) else memory_budget_bytes
 
 
 def readable(error: Exception, function: str) -> Exception:

@@ -95,7 +95,7 @@ def fit_compiled(
     model: nn.Module,
     inputs: Any,
     *,
-    memory_budget_bytes: int | None = None,
+    memory_budget_bytes: int | str | None = None,
     fraction: float | None = None,
     of: Of = "saved",
     loss: Callable[[Any], Tensor] | None = None,
@@ -118,7 +118,7 @@ def fit_compiled(
     Args:
         model: a module in training mode, not compiled. Its buffers, gradients and attributes are put back.
         inputs: what it is called with: a tensor, a tuple of positional arguments, or a mapping of keywords.
-        memory_budget_bytes: how much there may be.
+        memory_budget_bytes: how much there may be: bytes, or a size such as "8GiB".
         fraction: the same as a part of what the compiled model takes without a budget. One of the two must be given.
         of: what counts: "saved", what the forward pass saves for the backward pass; or "peak", the most that a step
             has allocated at once, without parameters, their gradients and the states of an optimizer. That needs
@@ -149,7 +149,7 @@ def fit_compiled(
 
 def fit_compiled_step(
     step: Step,
-    memory_budget_bytes: int | None,
+    memory_budget_bytes: int | str | None,
     fraction: float | None,
     of: Of,
     on_stage: Callable[[str, float], None] | None,

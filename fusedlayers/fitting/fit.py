@@ -42,7 +42,7 @@ def fit(
     model: nn.Module,
     inputs: Any,
     *,
-    memory_budget_bytes: int | None = None,
+    memory_budget_bytes: int | str | None = None,
     fraction: float | None = None,
     of: Of = "saved",
     loss: Callable[[Any], Tensor] | None = None,
@@ -70,7 +70,7 @@ def fit(
             back. Hooks of yours run, those that step an optimizer too.
         inputs: what it is called with: a tensor, a tuple of positional arguments, or a mapping of keywords. The budget
             is for inputs of this size.
-        memory_budget_bytes: how much there may be.
+        memory_budget_bytes: how much there may be: bytes, or a size such as "8GiB".
         fraction: the same as a part of what the model takes as it is. One of the two must be given.
         of: what counts: "saved", what the forward pass saves for the backward pass; or "peak", the most that a step
             has allocated at once, without parameters, their gradients and the states of an optimizer.
@@ -103,7 +103,7 @@ def fit(
 
 def fit_step(
     step: Step,
-    memory_budget_bytes: int | None,
+    memory_budget_bytes: int | str | None,
     fraction: float | None,
     of: Of,
     plan_only: bool,
