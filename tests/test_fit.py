@@ -227,7 +227,7 @@ WHOLE_MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 }
 
 
-# 0.7 of what is saved is met by all with room to spare; ``python -m bench fit`` measures it.
+# The others lie between these; ``python -m bench fit`` measures all.
 @pytest.mark.parametrize(("of", "fraction"), [("saved", 0.5), ("saved", 0.3), ("peak", 0.7), ("peak", 0.3)])
 @pytest.mark.parametrize("name", WHOLE_MODELS)
 def test_whole_models(name: str, of: Any, fraction: float) -> None:
