@@ -731,7 +731,14 @@ def test_wrong_budgets(name: str) -> None:
 
 def test_a_budget_may_be_a_size() -> None:
     model, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8)), torch.randn(512, 32)
-    assert fl.fit(model, x, memory_budget_bytes="1 MiB", plan_only=True).budget_bytes == 1 << 20
+    fl.fuse(model, x)
+    report = fl.fit(model, x, memory_budget_bytes="1 MiB", plan_only=True)
+    assert report.budget_bytes == 1 << 20 and "fused or fitted before" in str(report)
+
+
+def test_a_shape_in_the_place_of_inputs() -> None:
+    with pytest.raises(ValueError, match=r"if a tensor of this shape is meant, pass torch.randn\(4, 32\)"):
+        fl.fit(nn.Linear(32, 8), (4, 32), fraction=0.5)
 
 
 def test_wrong_models_and_inputs() -> None:

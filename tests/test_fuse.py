@@ -1438,6 +1438,15 @@ def test_what_is_refused(x: Tensor) -> None:
     fl.unfuse(model)  # which was not fused
 
 
+def test_in_inference_mode_nothing_changes(x: Tensor) -> None:
+    model = MLP()
+    fl.fuse(model, x)
+    kinds = _kinds(model)
+    with torch.inference_mode(), pytest.raises(ValueError, match="call it outside torch.inference_mode"):
+        fl.fuse(model, x)
+    assert kinds and _kinds(model) == kinds
+
+
 def test_a_model_in_evaluation_is_told_so(x: Tensor) -> None:
     model = MLP(dropout=0.1).eval()
     assert "model.train()" in str(fl.fuse(model, x)) and "model.train()" not in str(fl.fuse(model.train(), x))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
+from typing import Any, get_args
 
 from torch import nn
 
@@ -48,9 +48,9 @@ def allowed_bytes(memory_budget_bytes: int | str | None, fraction: float | None,
     return size_from(memory_budget_bytes) if isinstance(memory_budget_bytes, str) else memory_budget_bytes
 
 
-def readable(error: Exception, function: str) -> Exception:
+def readable(error: Exception, function: str, args: tuple[Any, ...] = ()) -> Exception:
     """An error of ours as it is, of the user's code as one of ours."""
     text = str(error)
     if isinstance(error, ValueError) and text.startswith((f"{function}: ", "memory_report: ")):
         return ValueError(text.replace("memory_report: ", f"{function}: ", 1))
-    return does_not_run(function, error)
+    return does_not_run(function, error, args)

@@ -120,6 +120,8 @@ def fit_step(
         with unchanged([*model.modules()], tensors, attributes=True) as reset_random, eagerly():
             parts = Parts(model, Training(step, of, reset_random))
             parts.notes += evaluation_notes(model)
+            if before:
+                parts.notes.append("The model was fused or fitted before; this plan takes the place of that.")
             if is_optimized(model):
                 parts.notes.append(
                     "These are eager steps of a compiled model; fit_compiled finds the compiler's budget."

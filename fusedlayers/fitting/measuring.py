@@ -46,7 +46,7 @@ def _find_blocks(parts: Parts) -> int:
     try:
         rows = report_of(step).rows
     except Exception as error:
-        raise readable(error, "fit") from error
+        raise readable(error, "fit", step.args) from error
     saved: dict[str, int] = {}
     for row in rows:
         if row.kind == "activation":

@@ -60,7 +60,8 @@ def fuse(model: nn.Module, example_inputs: Any = None, *, save: str = "auto", dr
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: an unknown ``save``; a lazy module that has not been called; inputs that the model does not run on.
+        ValueError: an unknown ``save``; a lazy module that has not been called; inputs that the model does not run on;
+            inference mode.
 
     >>> import torch, fusedlayers as fl
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
@@ -160,6 +161,11 @@ class Fusing:
 
     def on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FuseReport:
         model = self._model
+        if torch.is_inference_mode_enabled():
+            raise ValueError(
+                f"{self._function}: nothing is saved for a backward pass in inference mode; call it outside "
+                "torch.inference_mode()"
+            )
         unfuse(model)
         try:
             # What is looked for is saved with gradients, whoever calls.
