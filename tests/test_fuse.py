@@ -1442,7 +1442,7 @@ def test_in_inference_mode_nothing_changes(x: Tensor) -> None:
     model = MLP()
     fl.fuse(model, x)
     kinds = _kinds(model)
-    with torch.inference_mode(), pytest.raises(ValueError, match="call it outside torch.inference_mode"):
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"call it outside torch\.inference_mode"):
         fl.fuse(model, x)
     assert kinds and _kinds(model) == kinds
 
