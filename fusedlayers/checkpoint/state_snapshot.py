@@ -251,8 +251,8 @@ class _Buffer:
         buffers, name = self._places[0]
         current = buffers[name]
         if self._is_written:
-            # What nobody reads need not be copied.
-            restored = torch.empty_like(current) if self._values is None else self._values.clone()
+            # The count of batches too, which a norm with a cumulative average divides by.
+            restored = (current if self._values is None else self._values).detach().clone()
         elif current is not self._tensor.value:
             restored = self._tensor.value
         else:
