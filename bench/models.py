@@ -129,6 +129,24 @@ _OTHERS = (
         target={OURS: 0.50},
     ),
 )
+#: Two narrow layers each, whose operations take little longer than what a fused place adds to them.
+_NARROW_SIZES = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 4}
+_NARROW_DECODER = {**_NARROW_SIZES, "num_key_value_heads": 2, "vocab_size": 1000}
+_narrow = partial(Case, batch=1, tokens=256, sizes=_NARROW_DECODER, small=_SMALL_DECODER)
+_NARROW = (
+    Case(
+        "BERT with dropouts, narrow",
+        "BertConfig",
+        batch=4,
+        tokens=256,
+        sizes=_NARROW_SIZES,
+        small=_SMALL_TEXT,
+        target={OURS: 0.26},
+    ),
+    _narrow("Gemma 3, narrow", "Gemma3TextConfig", sizes={**_NARROW_DECODER, "head_dim": 128}, target={OURS: 0.45}),
+    _narrow("Qwen 3, narrow", "Qwen3Config", sizes={**_NARROW_DECODER, "head_dim": 128}, target={OURS: 0.45}),
+    _narrow("Mixtral, narrow", "MixtralConfig", sizes={**_NARROW_DECODER, "num_local_experts": 4}, target={OURS: 0.25}),
+)
 _WITHOUT_ATTENTION = ("ConvNextConfig", "ResNetConfig", "EfficientNetConfig")
 
 #: What optiacts reports: BERT-base with dropout in its attention, 16 sequences of 512 tokens, and Mistral-7B.
@@ -149,7 +167,7 @@ _AS_OPTIACTS = (
 
 def cases(kind: str) -> list[Case]:
     """The largest last: it is what the time budget may cut off."""
-    return [_BERT_4, *_OTHERS, _BERT_16, *(_AS_OPTIACTS if kind == "cuda" else ())]
+    return [_BERT_4, *_NARROW, *_OTHERS, _BERT_16, *(_AS_OPTIACTS if kind == "cuda" else ())]
 
 
 def default_variants(kind: str, quick: bool) -> list[str]:

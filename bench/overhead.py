@@ -56,7 +56,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
 }
 FOLDED_ACTIVATIONS = ("gelu", "silu")
-SIZES = (16384, 32768, 65536)
+#: Results of 64 KiB, which are left to PyTorch, of 512 KiB, which are not, and of 1 MiB.
+SIZES = (16384, 131072, 262144)
 
 #: How far outputs and gradients may be from eager's, by their norms, and be worth timing: no test of accuracy.
 _SAME = 1e-4
@@ -131,7 +132,7 @@ def _cases() -> Iterator[Case]:
         for operation in ("dense", "conv", "bias_act"):
             for elements in SIZES:
                 yield Case(FOLDED if activation in FOLDED_ACTIVATIONS else FUSED, operation, activation, elements)
-    for elements in (512, 32768):
+    for elements in (512, 131072):
         yield Case(REGION, "fuse", "gelu", elements)
     for elements in (512, *SIZES):
         yield Case(YARDSTICK, "function", "relu", elements)

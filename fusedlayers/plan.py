@@ -24,14 +24,15 @@ from .utils.bounded_cache import BoundedCache
 from .utils.formatting import whole_size_text
 
 #: Results of fewer bytes are left to plain PyTorch under ``save="auto"``: at most so much is forgone by a call. A fused
-#: call costs the time of an autograd.Function in Python. Forward and backward of 64 -> 256 features, float32, relu and
-#: tanh, one thread (AMD EPYC), took 1.34 to 1.49 times eager's time at 64 KiB, 1.22 to 1.31 at 128 KiB, 1.14 to 1.20 at
-#: 256 KiB.
-SMALL_BYTES = 128 << 10
+#: call costs the time of an autograd.Function in Python, 60 to 200 us with cold caches. Forward and backward of two
+#: layers of 256 features with a GELU between them that ``fuse`` had found, float32, one and two threads of an AMD EPYC,
+#: took 1.10 to 1.11 times eager's time at 128 KiB, 1.06 to 1.09 at 256 KiB, 1.03 to 1.05 at 512 KiB; with SiLU 1.10 to 1.22,
+#: 1.11 to 1.13 and 1.07 to 1.08.
+SMALL_BYTES = 512 << 10
 #: Results of fewer bytes are activated by PyTorch's own in-place operation. Two conditions hold: that operation saves
 #: its result and nothing else, and PyTorch's own operation makes z. (A large float32 matmul on an AMD CPU is oneDNN's,
 #: by a node of this package: its result takes the fused path at any size.) Forward and backward as above with relu,
-#: tanh, leaky_relu and elu took 0.94 to 1.02 times eager's time from 128 KiB to 1 MiB, and with the autograd.Function
+#: tanh, leaky_relu and elu took 0.94 to 1.02 times eager's time up to 1 MiB, and with the autograd.Function
 #: 1.05 to 1.31 times. From 2 MiB on the Function takes less, because it writes dz over y. PyTorch computes batch
 #: norms of fewer bytes too, with activations that have no in-place operation: with silu (two threads) the Function took
 #: 1.17 times eager's time at 1.4 MiB, 1.36 at 1.0 MiB and 1.43 at 0.7 MiB, and 0.93 at 3.4 MiB.

@@ -1562,6 +1562,32 @@ def test_results_are_laid_out_as_pytorchs(x: Tensor, make: Callable[[], nn.Modul
     assert model.strides == eager.strides
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_norms_of_heads_keep_less(x: Tensor, is_packed: bool) -> None:
+    """Heads are views of a product, the sequence in front of them or behind; of one with keys and values, with gaps."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(IN, 3 * HIDDEN if is_packed else HIDDEN)
+            self.norm, self.last = RMSNorm(16), nn.Linear(HIDDEN, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)[:, :HIDDEN].view(4, ROWS // 4, HIDDEN // 16, 16).transpose(1, 2)
+            h = self.norm(h)
+            self.strides = h.stride()
+            return self.last(F.dropout(h, 0.5).sin().transpose(1, 2).flatten(2))
+
+    model = Heads()
+    eager = copy.deepcopy(model)
+    kept = _bytes(model, x)
+    fl.fuse(model, x)
+    assert region_of(model.norm) is not None
+    _same(model, eager, x.requires_grad_())
+    assert model.strides == eager.strides
+    assert _bytes(model, x) <= kept - HIDDEN_BYTES
+
+
 def test_what_reads_a_product_may_be_edited(x: Tensor) -> None:
     """Also with more than two dimensions, where the result is a view of its buffer."""
 

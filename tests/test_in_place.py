@@ -214,9 +214,9 @@ def test_large_and_other_results() -> None:
 
 
 def test_the_sizes_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "SMALL_BYTES", 128 << 10)
+    monkeypatch.setattr(plan, "SMALL_BYTES", 512 << 10)
     monkeypatch.setattr(plan, "MEDIUM_BYTES", 2 << 20)
-    paths = [fl.plan_of(fl.FusedDenseAct(8, 1024, "elu"), torch.randn(n, 8))[0].path for n in (31, 32, 511, 512)]
+    paths = [fl.plan_of(fl.FusedDenseAct(8, 1024, "elu"), torch.randn(n, 8))[0].path for n in (127, 128, 511, 512)]
     assert paths == ["composite", "in_place", "in_place", "fused"]
-    small = torch.randn(31, 8)
+    small = torch.randn(127, 8)
     assert fl.plan_of(fl.FusedDenseAct(8, 1024, "elu", save="output"), small)[0].path == "in_place"

@@ -41,9 +41,13 @@ class Operation(NamedTuple):
 
     def is_small(self, args: Arguments) -> bool:
         """Whether the first argument is so small that PyTorch computes the result in any case."""
-        least_bytes = plan.MEDIUM_BYTES if self.kind == BATCH_NORM else plan.SMALL_BYTES
-        x = args[0] if args else None
-        return isinstance(x, Tensor) and x.numel() * x.itemsize < least_bytes
+        return is_small(args, plan.MEDIUM_BYTES if self.kind == BATCH_NORM else plan.SMALL_BYTES)
+
+
+def is_small(args: Arguments, least_bytes: int) -> bool:
+    """Whether the first argument has fewer bytes."""
+    x = args[0] if args else None
+    return isinstance(x, Tensor) and x.numel() * x.itemsize < least_bytes
 
 
 def _rms_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -18,6 +18,7 @@ from .._torch import DisableTorchFunction, saved_tensors_hooks_on_top
 from ..activations import DTYPES, KEPT_BY_TORCH, Activation
 from ..asking import plan_of
 from ..ops.dropout import tells_scaled
+from ..utils.formatting import whole_size_text
 from .operations import CHECKPOINT, GATE, OPERATIONS, PRODUCT, Operation, activation_of, is_gate, reads_product
 from .stand_in import StandIn, recognise
 
@@ -280,7 +281,7 @@ class _Recorder(TorchFunctionMode):
             elif place.is_activation or kind in _PLANNED:
                 place.saves = _plan_text(operation.run, func, args, kwargs)
             elif kind in ("dropout", GATE, PRODUCT) and operation.is_small(args):
-                place.saves = f"{decision.TOO_SMALL} {decision.SMALL_BYTES >> 10} KiB are left to PyTorch"
+                place.saves = f"{decision.TOO_SMALL} {whole_size_text(decision.SMALL_BYTES)} are left to PyTorch"
         place.is_recomputed |= running.is_recomputed
         if kind == GATE:
             factors = [*_tensors(args[:2])]

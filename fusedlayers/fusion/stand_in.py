@@ -25,7 +25,7 @@ from ..functional import bias_act
 from ..norms import rms_norm
 from ..utils.bounded_cache import BoundedCache
 from ..utils.isolation import in_clean_state
-from ..utils.layout import copies_are_contiguous
+from ..utils.layout import of_rows
 from ..validation import is_autocast
 
 
@@ -64,11 +64,11 @@ class StandIn(NamedTuple):
         (x,) = args
         if self.kind == "activation":
             return bias_act(x, None, _activation(module))
-        if (autocast_is_active() and is_autocast(x.device.type)) or not copies_are_contiguous(x):
+        if autocast_is_active() and is_autocast(x.device.type):
             return None
         variables = find_variables(_twin(module))
         norm = _norm(variables, x.dtype)
-        return None if norm is None else norm(x, next(iter(variables.tensors), None))
+        return None if norm is None else of_rows(norm, x, next(iter(variables.tensors), None))
 
 
 def recognise(module: nn.Module, dtype: torch.dtype) -> StandIn | None:
