@@ -25,9 +25,9 @@ from .utils.formatting import whole_size_text
 
 #: Results of fewer bytes are left to plain PyTorch under ``save="auto"``: at most so much is forgone by a call. A fused
 #: call costs the time of an autograd.Function in Python, 60 to 200 us with cold caches. Forward and backward of two
-#: layers of 256 features with a GELU between them that ``fuse`` had found, float32, one and two threads of an AMD EPYC,
-#: took 1.10 to 1.11 times eager's time at 128 KiB, 1.06 to 1.09 at 256 KiB, 1.03 to 1.05 at 512 KiB; with SiLU 1.10 to 1.22,
-#: 1.11 to 1.13 and 1.07 to 1.08.
+#: layers of 256 features, with a GELU between them that ``fuse`` had found, float32, one and two threads (AMD EPYC),
+#: took 1.10 to 1.11 times eager's time at 128 KiB, 1.06 to 1.09 at 256 KiB, and 1.03 to 1.05 at 512 KiB; with SiLU 1.10
+#: to 1.22, 1.11 to 1.13, and 1.07 to 1.08.
 SMALL_BYTES = 512 << 10
 #: Results of fewer bytes are activated by PyTorch's own in-place operation. Two conditions hold: that operation saves
 #: its result and nothing else, and PyTorch's own operation makes z. (A large float32 matmul on an AMD CPU is oneDNN's,
