@@ -683,6 +683,35 @@ def test_modules_that_only_look_like_norms_are_left(x: Tensor, forward: Any, wit
     assert model[1].count == eager[1].count
 
 
+def _seen(self: Any, y: Tensor) -> None:
+    if y.requires_grad:  # which no trace is
+        y.register_hook(lambda g: self.seen.append(g.shape))
+
+
+def _kept(self: Any, y: Tensor) -> None:
+    if torch.is_grad_enabled():
+        self.seen.append(y.shape)
+
+
+@pytest.mark.parametrize("also", [_seen, _kept])
+def test_activations_that_do_more_are_left(x: Tensor, also: Callable[[Any, Tensor], None]) -> None:
+    class Act(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[torch.Size] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * torch.sigmoid(x)
+            also(self, y)
+            return y
+
+    model = nn.Sequential(nn.Linear(IN, HIDDEN), Act(), nn.Linear(HIDDEN, 2))
+    fl.fuse(model, x)
+    model[1].seen.clear()
+    model(x).sum().backward()
+    assert len(model[1].seen) == 1
+
+
 def test_modules_that_work_in_place_are_left(x: Tensor) -> None:
     class Act(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -1539,6 +1568,20 @@ def test_edits_of_outputs_within_checkpoints_are_noticed(make: Callable[[], nn.M
     model.edit = True
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         Outer(model)(x).sum().backward()
+
+
+def test_mlps_that_put_hooks_are_not_recomputed(x: Tensor) -> None:
+    """A second run would put them once more, on the same input."""
+
+    class Hooked(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            x.register_hook(lambda g: 0.5 * g)
+            return super().forward(x)
+
+    model = nn.Sequential(nn.Linear(IN, IN), Hooked(), nn.Linear(IN, 2))
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x, save="recompute")
+    _same(model, eager, x)
 
 
 @pytest.mark.parametrize("make", [nn.LogSigmoid, lambda: nn.RMSNorm(ROWS), lambda: RMSNorm(ROWS), nn.GELU])

@@ -49,7 +49,7 @@ def test_programs(start: int) -> None:
 
 def check(seed: int) -> str:
     """What came of a program: "same"; "eager fails"; "refused" where backward notices that an output was edited in
-    place on a path that the example did not take; "eager is wrong" where it notices what PyTorch does not."""
+    place on a path that the example did not take; "eager is wrong" where PyTorch does not notice that."""
     first = compare(programs.Program(seed))
     if not isinstance(first, Errors):
         return first
@@ -58,6 +58,8 @@ def check(seed: int) -> str:
         # then say whether there is more behind it.
         others = [found for draw in range(1, 1 + DRAWS) if isinstance(found := compare(_drawn(seed, draw)), Errors)]
         worse = Errors.over(others or [first]).worse_than(SLOPES_ERR if first.uses_autocast else 2.0)
+    if worse and not _is_right(programs.Program(seed)):
+        return "eager is wrong"
     assert not worse, f"program {seed}: {worse}"
     return "same"
 
@@ -97,7 +99,7 @@ def compare(program: programs.Program) -> str | Errors:
             if "modified by an inplace operation" in str(error):
                 if is_other_path:
                     return "refused"
-                if not _is_right(program, wanted):
+                if not _is_right(program):
                     return "eager is wrong"
             raise AssertionError(f"program {program.seed}: the fused model fails") from error
     errors = Errors.measured(program, ours, theirs, wanted)
@@ -107,16 +109,19 @@ def compare(program: programs.Program) -> str | Errors:
     return errors
 
 
-def _is_right(program: programs.Program, found: Found) -> bool:
-    """Whether PyTorch finds the same without checkpoints in the program. Of a checkpoint in another one it does not
-    notice that its input has been written over."""
-    model, log = program.build()
-    model.double()
+def _is_right(program: programs.Program) -> bool:
+    """Whether PyTorch finds the same without checkpoints in the program. These do not notice that a tensor that is kept
+    has been written over."""
+    (model, log), (plain, plain_log) = program.build(), program.build()
+    found = _step(program, model.double(), log)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(programs, "checkpoint", lambda function, x, use_reentrant: function(x))
-        plain = _step(program, model, log)
-    leaves = [name for name in plain if name.startswith("gradient")]
-    return all(torch.allclose(plain[name], found[name]) for name in leaves)
+        try:
+            wanted = _step(program, plain.double(), plain_log)
+        except RuntimeError:
+            return False
+    leaves = [name for name in wanted if name.startswith("gradient")]
+    return all(torch.allclose(found[name], wanted[name]) for name in leaves)
 
 
 def _contents(model: nn.Module) -> dict[str, set[str]]:
@@ -203,7 +208,10 @@ class Errors(NamedTuple):
     @classmethod
     def measured(cls, program: programs.Program, ours: Found, theirs: Found, wanted: Found) -> Errors:
         say = f"program {program.seed}"
-        assert ours.keys() == theirs.keys(), f"{say}: {ours.keys() ^ theirs.keys()}"
+        # PyTorch forgets hooks on a view that is then written over; what our nodes make of it does not.
+        more = {name for name in ours.keys() - theirs.keys() if " see " in name}
+        assert ours.keys() == theirs.keys() | more, f"{say}: {ours.keys() ^ theirs.keys()}"
+        ours = {name: ours[name] for name in theirs}
         assert torch.equal(ours.pop("generator"), theirs["generator"]), f"{say}: the generator's state"
         of = {}
         for name, value in ours.items():

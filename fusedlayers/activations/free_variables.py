@@ -234,7 +234,7 @@ class _Visitor:
         if any(draws_random_numbers(value, names) for value in named.values()):
             self.refusal = self.refusal or RANDOM
         for name in sorted(names & PROCESS_STATE):
-            self.refusal = self.refusal or f"it asks for {name}, which a trace does not follow"
+            self.refusal = self.refusal or f"its code names {name}, which a trace does not follow"
         defaults = dict(enumerate(function.__defaults__ or ()))
         keywords = function.__kwdefaults__ or {}
         attributes = vars(function)

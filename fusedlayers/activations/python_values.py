@@ -52,12 +52,14 @@ def is_fixed(value: object) -> bool:
 _BUILT_IN = (types.BuiltinFunctionType, types.MemberDescriptorType, types.GetSetDescriptorType)
 
 
-#: Names of functions that read the state of the process, or what a trace does not show of a tensor.
+#: Names of functions and attributes that read the state of the process, or read or change what a trace does not show of
+#: a tensor.
 PROCESS_STATE = frozenset(
     {
         *("environ", "getenv"),
         *("is_autocast_enabled", "is_autocast_cpu_enabled", "get_autocast_dtype", "is_inference_mode_enabled"),
         *("get_default_dtype", "get_default_device", "storage_offset", "data_ptr"),
+        *("is_grad_enabled", "requires_grad", "grad_fn", "register_hook", "retain_grad"),
     }
 )
 RANDOM = "it draws random numbers from a generator that is not torch's"

@@ -27,6 +27,8 @@ _PLANNED = frozenset({"layer_norm", "rms_norm", "group_norm"})
 #: Of which no result is saved.
 _RESULT_IS_FREE = frozenset({"batch_norm", GATE, PRODUCT})
 _OTHERS = _PLANNED | _RESULT_IS_FREE | {"dropout", CHECKPOINT}
+#: Methods of a tensor that compute nothing, and must not be called again.
+_ONCE = frozenset({"register_hook", "retain_grad"})
 
 
 @dataclass(eq=False)
@@ -98,7 +100,8 @@ class Recording(NamedTuple):
 
     Attributes:
         places: what it passed.
-        functions: by the path of a module, the names of PyTorch's functions that computed tensors in it.
+        functions: by the path of a module, the names of PyTorch's functions that computed tensors in it, or put hooks
+            on them.
     """
 
     places: list[Place]
@@ -250,9 +253,12 @@ class _Recorder(TorchFunctionMode):
         for maker, tensor, version in versions_before:
             if tensor._version != version and maker.kind not in _RESULT_IS_FREE:
                 maker.left_because = "its result is written over in place"
-        if running is not None and isinstance(result, Tensor):
+        name = getattr(func, "__name__", "")
+        if running is not None and name in _ONCE:
+            running.functions.append(name)
+        elif running is not None and isinstance(result, Tensor):
             running.computed += 1
-            running.functions.append(getattr(func, "__name__", ""))
+            running.functions.append(name)
             if place is not None:
                 self._makers.put(result, [place])
             if func is F.dropout and args and _is_product(args[0]):
