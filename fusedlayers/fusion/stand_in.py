@@ -68,7 +68,10 @@ class StandIn(NamedTuple):
             return None
         variables = find_variables(_twin(module))
         norm = _norm(variables, x.dtype)
-        return None if norm is None else of_rows(norm, x, next(iter(variables.tensors), None))
+        if norm is None:
+            return None
+        weight = next(iter(variables.tensors), None)
+        return of_rows(lambda rows: norm(rows, weight), x)
 
 
 def recognise(module: nn.Module, dtype: torch.dtype) -> StandIn | None:

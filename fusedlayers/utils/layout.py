@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,17 +80,17 @@ def copies_are_contiguous(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").is_contiguous()
 
 
-def of_rows(function: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-    """``function(x, ...)`` of rows along the last dimension, which returns contiguous tensors, laid out as PyTorch lays
-    out what it computes of x element by element. None where rows are not contiguous then."""
+def of_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor | None:
+    """``function(x)`` of rows along the last dimension, which returns contiguous tensors, laid out as PyTorch lays out
+    what it computes of x element by element. None where rows are not contiguous then."""
     if x.is_contiguous():
-        return function(x, *args, **kwargs)
+        return function(x)
     result = torch.empty_like(x, device="meta")
     *others, last = range(x.dim())
     order = [*sorted(others, key=result.stride, reverse=True), last]
     if not result.permute(order).is_contiguous():
         return None
-    return function(x.permute(order), *args, **kwargs).permute(sorted(range(x.dim()), key=order.__getitem__))
+    return function(x.permute(order)).permute(sorted(range(x.dim()), key=order.__getitem__))
 
 
 def channels_last_format(tensor: Tensor) -> torch.memory_format | None:
