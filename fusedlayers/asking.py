@@ -53,8 +53,12 @@ def plan_of(function: Callable[..., Any], *args: Any, compiled: bool = False, **
     finally:
         questions.remove(question)
     if not question.plans:
-        raise ValueError(f"plan_of: {function!r} calls no layer of this package with these arguments")
+        raise ValueError(f"plan_of: {_name(function)} calls no layer of this package with these arguments")
     return question.plans
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__qualname__", None) or type(function).__name__
 
 
 def is_asked_for_compiled() -> bool:

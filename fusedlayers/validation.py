@@ -271,7 +271,7 @@ def check_budget(function: str, memory_budget_bytes: object) -> None:
     is_int = isinstance(memory_budget_bytes, int) and not isinstance(memory_budget_bytes, bool)
     if not (is_int and memory_budget_bytes >= 0):  # type: ignore[operator]
         raise ValueError(
-            f"{function}: memory_budget_bytes must be a whole number of bytes, such as 8 << 30, got "
+            f"{function}: memory_budget_bytes must be a whole number of bytes, 0 or more, such as 8 << 30, got "
             f"{memory_budget_bytes!r}"
         )
 

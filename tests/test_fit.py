@@ -190,6 +190,17 @@ def test_the_fastest_of_the_candidates_is_applied(monkeypatch: pytest.MonkeyPatc
     assert report.predicted.time_ms == pytest.approx(50 + added)
 
 
+def test_of_plans_that_take_as_long_the_smallest_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the model fits as it is."""
+    model, x = _made("transformer")
+    monkeypatch.setattr(
+        Training, "times_ms", lambda self, variants: [50.0, *(49.7 + 0.1 * i for i in range(len(variants) - 1))]
+    )
+    report = fl.fit(model, x, fraction=1.0)
+    assert report.measured is not None and report.measured.bytes < 0.9 * report.eager.bytes
+    assert {choice.mode for choice in report.choices} == {"outputs"}
+
+
 def test_planning_changes_nothing() -> None:
     model, x = _made("convolutions")
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -711,7 +722,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "both": ({"memory_budget_bytes": 1, "fraction": 0.5}, "got both"),
     "negative": (
         {"memory_budget_bytes": -1},
-        "fit: memory_budget_bytes must be a whole number of bytes, such as 8 << 30, got -1",
+        "fit: memory_budget_bytes must be a whole number of bytes, 0 or more, such as 8 << 30, got -1",
     ),
     "text": ({"memory_budget_bytes": "8 gigs"}, "fit: memory_budget_bytes: expected bytes, .* got '8 gigs'"),
     "unit": ({"memory_budget_bytes": "0.5"}, "fit: memory_budget_bytes: expected bytes with a unit, .* got '0.5'"),

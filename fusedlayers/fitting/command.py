@@ -48,6 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
         found: FitReport | CompiledFit
         found = fit_compiled_step(*asked, on_stage) if arguments.compile else fit_step(*asked, False, on_stage)
     print(found)
+    given = f"memory_budget_bytes={arguments.budget!r}" if budget is not None else f"fraction={arguments.fraction}"
+    given += "" if arguments.of == "saved" else f", of={arguments.of!r}"
+    print(f"\nTo train a model so, let your program call fusedlayers.{function}(model, inputs, {given}).")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(found.to_dict(), indent=1))
     if isinstance(found, FitReport) and arguments.plot is not None:

@@ -422,10 +422,13 @@ def check_module(function: str, model: object) -> None:
         if isinstance(model, type):
             raise TypeError(f"{function}: model must be an instance, {model.__name__}(...), and not the class")
         is_tensor = isinstance(model, Tensor)
-        given = (
-            "a tensor; the model comes first, then its inputs" if is_tensor else f"{type(model).__name__}: {model!r}"
-        )
+        given = "a tensor; the model comes first, then its inputs" if is_tensor else _short(model)
         raise TypeError(f"{function}: model must be an nn.Module, got {given}")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return f"{type(value).__name__}: {text}" if len(text) <= 60 and "\n" not in text else type(value).__name__
 
 
 def arguments_from(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -39,7 +39,8 @@ def memory_report(
 
     Args:
         model: a module, or any function of tensors. Functions are asked for the modules that they name.
-        args, kwargs: its arguments. The device is CUDA if a tensor of the model or of these is there, else the CPU.
+        args, kwargs: its arguments, written out where ``fuse`` takes a tuple or a mapping: ``*inputs`` or ``**inputs``.
+            The device is CUDA if a tensor of the model or of these is there, else the CPU.
         loss: of the model's result, a scalar. By default the sum of the means of all floating-point tensors in the
             result that require grad.
 
