@@ -1,4 +1,4 @@
-"""The callbacks that fuse a model when training begins."""
+"""The callbacks that fuse a model when training begins, and adapters."""
 
 import copy
 from typing import Any
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import fusedlayers as fl
 from fusedlayers.fusion.region import region_of
 from fusedlayers.integrations import fuse_on_first_batch
+from fusedlayers.memory import saved_bytes
 
 
 class Net(nn.Module):
@@ -104,3 +105,39 @@ def test_accelerate(tmp_path: Any) -> None:
     accelerator.backward(loss)
     optimizer.step()
     assert accelerator.unwrap_model(prepared) is model and region_of(model.act) is not None
+
+
+@pytest.mark.parametrize("is_fused_first", [False, True])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_adapters_before_and_after_fuse(is_fused_first: bool) -> None:
+    peft, hf = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    options = peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "up_proj", "gate_proj", "down_proj"])
+    torch.manual_seed(0)
+    plain = hf.LlamaModel(
+        hf.LlamaConfig(
+            vocab_size=100, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+    )  # fmt: skip
+    inputs = {"input_ids": torch.randint(0, 100, (2, 32)), "use_cache": False}
+    model = copy.deepcopy(plain)
+    if is_fused_first:
+        fl.fuse(model, inputs)
+    eager, model = (peft.get_peft_model(m, options) for m in (plain, model))
+    model.load_state_dict(eager.state_dict())
+    if not is_fused_first:
+        fl.fuse(model, inputs)
+    results, kept = [], []
+    for m in (model, eager):
+        for name, p in m.named_parameters():
+            if "lora_B" in name:  # which are 0 at first
+                torch.nn.init.constant_(p, 0.02)
+        kept.append(saved_bytes(lambda m=m: m(**inputs)[0], exclude=[m, inputs]))
+        torch.manual_seed(1)
+        y = m(**inputs)[0]
+        y.square().mean().backward()
+        results.append([y.detach(), *(p.grad for p in m.parameters() if p.grad is not None)])
+    assert kept[0] < 0.95 * kept[1]
+    torch.testing.assert_close(*results, rtol=2e-3, atol=1e-5)
+    merged = [m.eval().merge_and_unload()(**inputs)[0] for m in (model, eager)]
+    torch.testing.assert_close(*merged)

@@ -391,8 +391,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"segments": 1.5}, "segments must be a positive number, or a list of such, got 1.5"),
     ({"segments": "3"}, "segments must be a positive number, or a list of such, got '3'"),
     ({"segments": []}, "segments must be a positive number, or a list of such, got []"),
-    ({"memory_budget_bytes": -1}, "memory_budget_bytes must be a whole number of bytes, 0 or more, such as 8 << 30, got -1"),
-    ({"memory_budget_bytes": 1.5}, "memory_budget_bytes must be a whole number of bytes, 0 or more, such as 8 << 30, got 1.5"),
+    (
+        {"memory_budget_bytes": -1},
+        "memory_budget_bytes must be a whole number of bytes, 0 or more, such as 8 << 30, got -1",
+    ),
+    (
+        {"memory_budget_bytes": 1.5},
+        "memory_budget_bytes must be a whole number of bytes, 0 or more, such as 8 << 30, got 1.5",
+    ),
     ({"recompute": "some"}, "recompute must be one of 'all', 'cheap', 'nothing', got 'some'"),
     ({"segments": 2, "memory_budget_bytes": 9}, "segments and memory_budget_bytes exclude each other"),
 ]
