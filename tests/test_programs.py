@@ -242,7 +242,8 @@ class Errors(NamedTuple):
         """A result whose error is more than this factor times eager's, and more than what the branch bit costs."""
         for name, (error, eager, size) in self.of.items():
             # Next to a fold a slope is off by the root of a unit.
-            unit = 10 * self.unit if "gradient" in name and not self.uses_autocast else self.unit
+            is_gradient = any(word in name for word in ("gradient", " dx ", " see ", " retain "))
+            unit = 10 * self.unit if is_gradient and not self.uses_autocast else self.unit
             floor = 0.3 * unit * self.gradient if "gradient" in name else 0.0
             if not error <= factor * eager + unit * size + floor + 1e-2 * unit:
                 return f"{name} errs by {error:.3g}, eager by {eager:.3g} of {size:.3g}"
