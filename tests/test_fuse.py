@@ -654,6 +654,7 @@ def _without_gradients(self: Any, x: Tensor) -> Tensor:
     "forward",
     [
         lambda self, x: self.weight * _norm(x, dim=0),
+        lambda self, x: self.weight * _norm(x, dim=1),
         lambda self, x: self.weight * _norm(x, of=x.detach()),
         lambda self, x: self.weight * _norm(x, of=x.data),
         lambda self, x: self.weight.detach() * _norm(x),
@@ -666,7 +667,17 @@ def _without_gradients(self: Any, x: Tensor) -> Tensor:
         _without_gradients,
     ],
     ids=[
-        *("columns", "detached", "data", "weight detached", "clamped", "by shape", "by dimensions", "reversed"),
+        *(
+            "columns",
+            "second dimension",
+            "detached",
+            "data",
+            "weight detached",
+            "clamped",
+            "by shape",
+            "by dimensions",
+            "reversed",
+        ),
         *("counted", "hooked", "without gradients"),
     ],
 )
@@ -683,6 +694,25 @@ def test_modules_that_only_look_like_norms_are_left(x: Tensor, forward: Any, wit
     assert model[1].count == eager[1].count
 
 
+def test_a_norm_without_weight_for_one_width_is_left(x: Tensor) -> None:
+    class Norm(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) / 64 + 1e-5)
+
+    model = nn.Sequential(nn.Linear(IN, 64), Norm(), nn.Linear(64, 2))
+    fl.fuse(model, x)
+    assert not _kinds(model)
+
+
+def test_a_region_is_exported(x: Tensor) -> None:
+    model = nn.Sequential(nn.Linear(IN, IN), RMSNorm(IN), nn.Linear(IN, 2))
+    fl.fuse(model, x)
+    assert region_of(model[1]) is not None
+    for strict in (False, True):
+        exported = torch.export.export(model[1], (x,), strict=strict)
+        torch.testing.assert_close(exported.module()(x), model[1](x))
+
+
 def _seen(self: Any, y: Tensor) -> None:
     if y.requires_grad:  # which no trace is
         y.register_hook(lambda g: self.seen.append(g.shape))
@@ -693,7 +723,16 @@ def _kept(self: Any, y: Tensor) -> None:
         self.seen.append(y.shape)
 
 
-@pytest.mark.parametrize("also", [_seen, _kept])
+def _on_streams(self: Any, y: Tensor) -> None:
+    print(file=self)
+
+
+def _on_nodes(self: Any, y: Tensor) -> None:
+    if not y.is_leaf:
+        torch.autograd.graph.register_multi_grad_hook((y,), lambda grads: self.seen.append(y.shape))
+
+
+@pytest.mark.parametrize("also", [_seen, _kept, _on_streams, _on_nodes])
 def test_activations_that_do_more_are_left(x: Tensor, also: Callable[[Any, Tensor], None]) -> None:
     class Act(nn.Module):
         def __init__(self) -> None:
@@ -704,6 +743,9 @@ def test_activations_that_do_more_are_left(x: Tensor, also: Callable[[Any, Tenso
             y = x * torch.sigmoid(x)
             also(self, y)
             return y
+
+        def write(self, text: str) -> None:
+            self.seen.append(torch.Size())
 
     model = nn.Sequential(nn.Linear(IN, HIDDEN), Act(), nn.Linear(HIDDEN, 2))
     fl.fuse(model, x)
@@ -1570,12 +1612,20 @@ def test_edits_of_outputs_within_checkpoints_are_noticed(make: Callable[[], nn.M
         Outer(model)(x).sum().backward()
 
 
-def test_mlps_that_put_hooks_are_not_recomputed(x: Tensor) -> None:
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda x: x.register_hook(lambda g: 0.5 * g),
+        lambda x: x.grad_fn.register_prehook(lambda grads: (0.5 * grads[0],)),
+    ],
+    ids=["tensor", "node"],
+)
+def test_mlps_that_put_hooks_are_not_recomputed(x: Tensor, put: Callable[[Tensor], object]) -> None:
     """A second run would put them once more, on the same input."""
 
     class Hooked(MLP):
         def forward(self, x: Tensor) -> Tensor:
-            x.register_hook(lambda g: 0.5 * g)
+            put(x)
             return super().forward(x)
 
     model = nn.Sequential(nn.Linear(IN, IN), Hooked(), nn.Linear(IN, 2))

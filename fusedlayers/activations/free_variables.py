@@ -28,8 +28,8 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import has_torch_function
 
 from .python_values import (
-    PROCESS_STATE,
     RANDOM,
+    UNTRACED,
     attributes_of,
     draws_random_numbers,
     is_buffer,
@@ -233,7 +233,7 @@ class _Visitor:
         read = {name: value for name, value in named.items() if not is_fixed(value)}
         if any(draws_random_numbers(value, names) for value in named.values()):
             self.refusal = self.refusal or RANDOM
-        for name in sorted(names & PROCESS_STATE):
+        for name in sorted(names & UNTRACED):
             self.refusal = self.refusal or f"its code names {name}, which a trace does not follow"
         defaults = dict(enumerate(function.__defaults__ or ()))
         keywords = function.__kwdefaults__ or {}

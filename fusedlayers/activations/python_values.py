@@ -52,14 +52,15 @@ def is_fixed(value: object) -> bool:
 _BUILT_IN = (types.BuiltinFunctionType, types.MemberDescriptorType, types.GetSetDescriptorType)
 
 
-#: Names of functions and attributes that read the state of the process, or read or change what a trace does not show of
-#: a tensor.
-PROCESS_STATE = frozenset(
+#: Names of functions and attributes that a trace does not show: the process's state, a tensor's place in the graph and
+#: the hooks on it, and streams that are written to.
+UNTRACED = frozenset(
     {
         *("environ", "getenv"),
         *("is_autocast_enabled", "is_autocast_cpu_enabled", "get_autocast_dtype", "is_inference_mode_enabled"),
         *("get_default_dtype", "get_default_device", "storage_offset", "data_ptr"),
-        *("is_grad_enabled", "requires_grad", "grad_fn", "register_hook", "retain_grad"),
+        *("is_grad_enabled", "requires_grad", "is_leaf", "grad_fn", "retain_grad"),
+        *("register_hook", "register_multi_grad_hook", "print", "write", "warn"),
     }
 )
 RANDOM = "it draws random numbers from a generator that is not torch's"

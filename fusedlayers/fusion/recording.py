@@ -27,8 +27,8 @@ _PLANNED = frozenset({"layer_norm", "rms_norm", "group_norm"})
 #: Of which no result is saved.
 _RESULT_IS_FREE = frozenset({"batch_norm", GATE, PRODUCT})
 _OTHERS = _PLANNED | _RESULT_IS_FREE | {"dropout", CHECKPOINT}
-#: Methods of a tensor that compute nothing, and must not be called again.
-_ONCE = frozenset({"register_hook", "retain_grad"})
+#: What puts hooks on a tensor, or on its node: a second run would put them once more.
+_ONCE = frozenset({Tensor.register_hook, Tensor.retain_grad, Tensor.grad_fn.__get__})  # type: ignore[union-attr]
 
 
 @dataclass(eq=False)
@@ -254,7 +254,7 @@ class _Recorder(TorchFunctionMode):
             if tensor._version != version and maker.kind not in _RESULT_IS_FREE:
                 maker.left_because = "its result is written over in place"
         name = getattr(func, "__name__", "")
-        if running is not None and name in _ONCE:
+        if running is not None and func in _ONCE:
             running.functions.append(name)
         elif running is not None and isinstance(result, Tensor):
             running.computed += 1

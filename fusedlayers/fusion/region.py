@@ -122,6 +122,11 @@ class Region:
         """The forward pass without this, for ``inspect.signature``."""
         return self._forward_of(self.module)
 
+    @property
+    def __code__(self) -> Any:
+        """The code of that, for ``torch.export``."""
+        return self.__wrapped__.__code__
+
     def _forward_of(self, module: nn.Module) -> Callable[..., Any]:
         return self.replaced if self.replaced is not None else type(module).forward.__get__(module)
 

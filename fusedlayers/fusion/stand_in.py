@@ -158,9 +158,11 @@ def _recognised(variables: FreeVariables, dtype: torch.dtype) -> SpelledNorm | N
     """The norm with which a module agrees, to the last bit but for sums that are rounded in another order."""
     generator = torch.Generator().manual_seed(0)
     weights = [torch.rand(t.shape, generator=generator).add_(0.5).to(t.dtype) for t in variables.tensors]
-    width = weights[0].numel() if weights else 64
-    x = torch.randn(2, 3, width, generator=generator).to(dtype)
-    inputs = [x.requires_grad_(), (x * 1e-3).detach().requires_grad_(), (x * 30).detach().requires_grad_()]
+    # A number of dimensions, or of columns where no weight says it, may be in the code.
+    widths = [weights[0].numel()] * 3 if weights else [64, 40, 72]
+    shapes = {1.0: (2, 3, widths[0]), 1e-3: (6, widths[1]), 30.0: (1, 2, 3, widths[2])}
+    made = [scale * torch.randn(shape, generator=generator) for scale, shape in shapes.items()]
+    inputs = [x.to(dtype).requires_grad_() for x in made]
     sources = [*inputs, *(w.requires_grad_() for w in weights)]
     module = variables.rebind(weights)
     try:
@@ -169,7 +171,10 @@ def _recognised(variables: FreeVariables, dtype: torch.dtype) -> SpelledNorm | N
             expected = [module(x) for x in inputs]
         if not followed.is_arithmetic or find_variables(module).key != before:
             return None
-        if any(not isinstance(y, Tensor) or y.shape != x.shape or y.dtype is not dtype for y in expected):
+        if any(
+            not isinstance(y, Tensor) or y.shape != x.shape or y.dtype is not dtype
+            for x, y in zip(inputs, expected, strict=True)
+        ):
             return None
         gradients = torch.autograd.grad([y.square().sum() for y in expected], sources)
     except Exception:  # whatever code does with what it is not made for
