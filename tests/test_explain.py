@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import fusedlayers as fl
 from examples.custom_activation import ACTIVATIONS as MODULES
+from fusedlayers import plan
 from fusedlayers.activations import resolve
 from fusedlayers.cli import main
 from fusedlayers.profiling import explanation_command
@@ -510,3 +511,11 @@ def test_help_lists_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_layers_that_do_not_keep_their_output_say_so(layer: Any, reason: str) -> None:
     found = fl.explain(layer)
     assert found.reason == reason and "_gradient(dy, z, " in found.source and "branch" not in found.reason
+
+
+def test_bytes_are_those_of_results_that_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bounds of the library, which tests lower."""
+    monkeypatch.setattr(plan, "SMALL_BYTES", 512 << 10)
+    monkeypatch.setattr(plan, "MEDIUM_BYTES", 2 << 20)
+    found = fl.explain("gelu").saved_bytes
+    assert found == {"float32": (8.0, 4.0), "float16": (4.0, 2.0), "bfloat16": (4.0, 2.0)}

@@ -32,7 +32,10 @@ def check_arguments(step: Step, memory_budget_bytes: object, fraction: object, o
     if fraction is not None and not (
         isinstance(fraction, int | float) and not isinstance(fraction, bool) and 0 < fraction <= 1
     ):
-        raise ValueError(f"{function}: fraction must be a number above 0 and at most 1, got {fraction!r}")
+        hint = ""
+        if isinstance(fraction, int | float) and 1 < fraction <= 100:
+            hint = f"; {fraction:g} % are fraction={fraction / 100:g}"
+        raise ValueError(f"{function}: fraction must be a number above 0 and at most 1, got {fraction!r}{hint}")
     if of not in get_args(Of):
         raise ValueError(f"{function}: of must be one of {', '.join(map(repr, get_args(Of)))}, got {of!r}")
     if step.loss is not None and not callable(step.loss):

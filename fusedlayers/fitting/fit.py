@@ -174,6 +174,8 @@ def _fastest(parts: Parts, plans: Plans, budget: int, eager_bytes: int) -> _Foun
         plan = _within(parts, plans.of_modes(family), budget, taken)
         if plan is not None:
             found[plan] = taken[plan]
+    if eager_bytes <= budget:
+        found.setdefault(plans.of_mode("eager"), eager_bytes)
     if not found:  # predictions may be too high
         smallest = plans.smallest()
         found[smallest] = parts.bytes_of(smallest)

@@ -78,7 +78,9 @@ class Watch:
         block.calls += 1
         call = Call.of(args, kwargs)
         if call.changeable is not None:
-            block.skipped_because = f"it is called with a {type(call.changeable).__name__}, which it may change"
+            kind = type(call.changeable).__name__
+            advice = " (use_cache=False calls it without)" if kind.endswith("Cache") else ""
+            block.skipped_because = f"it is called with a {kind}, which it may change{advice}"
         if block.calls == 1:
             self.blocks.append(block)
             block.call = call

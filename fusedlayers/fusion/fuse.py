@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._torch import NormBase, dynamo_is_loaded
+from .._torch import NormBase, dynamo_is_loaded, is_optimized
 from ..activations import record as table
 from ..memory import saved_bytes
 from ..profiling.step import Step, no_gradient_because
@@ -183,6 +183,11 @@ class Fusing:
                 except Exception as error:
                     raise does_not_run(self._function, error, args) from error
                 self._notes += evaluation_notes(model)
+                if is_optimized(model):
+                    self._notes.append(
+                        "These are the bytes of eager steps. In compiled ones norms, dropouts and activations before a "
+                        "dropout are the compiler's."
+                    )
                 if before == 0:
                     self._notes.append(f"Nothing is saved for a backward pass: {no_gradient_because(model)}.")
                 self.mlps = [*find_mlps(model, recording)]
