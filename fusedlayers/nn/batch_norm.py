@@ -12,6 +12,7 @@ from ..activations import Activation
 from ..backends.operations import BatchNorm
 from ..functional import batch_norm_act
 from ..plan import describe_norm
+from ..validation import check_features
 from .base import FusedAct
 
 
@@ -46,6 +47,7 @@ class _FusedBatchNormAct(FusedAct):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_features(type(self).__name__, num_features=num_features)
         layer = self.torchs(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         super().__init__(layer, activation, save)
         if process_group is not None and not hasattr(process_group, "size"):

@@ -13,6 +13,7 @@ from ..functional import bias_act
 from ..norm_validation import check_norm_save
 from ..norms import group_norm
 from ..utils.torchscript import refuse_script
+from ..validation import check_features
 from .base import FusedAct
 
 
@@ -99,6 +100,7 @@ class FusedGroupNormAct(FusedAct):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_features("FusedGroupNormAct", num_groups=num_groups, num_channels=num_channels)
         check_norm_save("FusedGroupNormAct", save)
         layer = nn.GroupNorm(num_groups, num_channels, eps, affine, device, dtype, **_bias(bias))
         super().__init__(layer, activation, "auto")
