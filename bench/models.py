@@ -167,7 +167,7 @@ _AS_OPTIACTS = (
 
 def cases(kind: str) -> list[Case]:
     """The largest last: it is what the time budget may cut off."""
-    return [_BERT_4, *_NARROW, *_OTHERS, _BERT_16, *(_AS_OPTIACTS if kind == "cuda" else ())]
+    return [_BERT_4, *_OTHERS, *_NARROW, _BERT_16, *(_AS_OPTIACTS if kind == "cuda" else ())]
 
 
 def default_variants(kind: str, quick: bool) -> list[str]:

@@ -1028,6 +1028,10 @@ def test_whole_models(tmp_path: Path) -> None:
         "convnext-t/float32/4": {**bert, "fusedlayers": dense},
         "resnet-50/float32/4": {**bert, "activations": none, "fusedlayers": none},
         "efficientnet-b0/float32/4": {**bert, "activations": none, "fusedlayers": scaled},
+        "bert-with-dropouts-narrow/float32/4": bert,
+        "gemma-3-narrow/float32/1": {**_with_norms(mistral, 13), "activations": none},
+        "qwen-3-narrow/float32/1": _with_norms(mistral, 9),
+        "mixtral-narrow/float32/1": {**mistral, "recompute": none},
         "bert-base/float32/16": bert,
     }
     for row in result["cases"]:
@@ -1039,6 +1043,11 @@ def test_whole_models(tmp_path: Path) -> None:
             assert row["variants"]["recompute"]["saved_bytes"] < ours["saved_bytes"]
     assert result["cases"][5]["variants"]["activations"] == {"skipped": "there is nothing to change"}
     assert result["cases"][0]["variants"]["recompute"] == {"skipped": "there is no MLP"}
+
+
+def _with_norms(places: dict[str, Any], count: int) -> dict[str, Any]:
+    """The same with so many RMS norms."""
+    return {**places, **{name: {**places[name], "rms_norm": count} for name in ("fusedlayers", "recompute")}}
 
 
 @of_transformers
