@@ -26,7 +26,7 @@ INPUTS = IMAGES.float() / 16
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Dropout(0.1), nn.Linear(512, 10))
+    return nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Dropout(0.1), nn.Linear(1024, 10))
 
 
 def batches() -> DataLoader[tuple[Tensor, ...]]:
