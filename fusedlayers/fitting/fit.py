@@ -163,19 +163,13 @@ def _predicted_fastest(parts: Parts, plans: Plans, budget: int, eager_bytes: int
 
 def _fastest(parts: Parts, plans: Plans, budget: int, eager_bytes: int) -> _Found:
     """The fastest, as measured, of the best plans of the families, and of ``fuse`` alone."""
-    taken: dict[Plan, int] = {}
-    found: dict[Plan, int] = {}
+    taken = {plans.of_mode("eager"): eager_bytes}
     fused = plans.of_mode("outputs", rest="outputs")
     if fused.bytes <= budget:
         taken[fused] = parts.bytes_of(fused)
-        if taken[fused] <= budget:
-            found[fused] = taken[fused]
     for family in FAMILIES:
-        plan = _within(parts, plans.of_modes(family), budget, taken)
-        if plan is not None:
-            found[plan] = taken[plan]
-    if eager_bytes <= budget:
-        found.setdefault(plans.of_mode("eager"), eager_bytes)
+        _try_within(parts, plans.of_modes(family), budget, taken)
+    found = {plan: size for plan, size in taken.items() if size <= budget}
     if not found:  # predictions may be too high
         smallest = plans.smallest()
         found[smallest] = parts.bytes_of(smallest)
@@ -187,23 +181,16 @@ def _fastest(parts: Parts, plans: Plans, budget: int, eager_bytes: int) -> _Foun
         *(functools.partial(parts.follow, p) for p in candidates),
     ]
     eager_ms, *times = together(lambda: parts.training.times_ms(switches))[0]
-    _, time_ms, chosen = min(
-        (
-            (found[plan], time_ms, plan)
-            for time_ms, plan in zip(times, candidates, strict=True)
-            if time_ms <= (1 + ALIKE) * min(times)
-        ),
-        key=lambda candidate: candidate[:2],
-    )
+    alike = {p: ms for p, ms in zip(candidates, times, strict=True) if ms <= (1 + ALIKE) * min(times)}
+    chosen = min(alike, key=lambda plan: (found[plan], alike[plan]))
     # The machine may be slower or faster than it was when the blocks were measured.
     plans = plans.scaled(eager_ms / plans.of_mode("eager").time_ms)
     plan = plans.plan(chosen.modes[1:], chosen.modes[0])
-    return _Found(plan, plans, Measurement(eager_bytes, eager_ms), Measurement(found[chosen], time_ms))
+    return _Found(plan, plans, Measurement(eager_bytes, eager_ms), Measurement(found[chosen], alike[chosen]))
 
 
-def _within(parts: Parts, plans: Plans, budget: int, taken: dict[Plan, int]) -> Plan | None:
-    """The fastest plan that keeps to a budget as measured; None if there is none after some tries. ``taken``: what
-    plans take, of those that were measured."""
+def _try_within(parts: Parts, plans: Plans, budget: int, taken: dict[Plan, int]) -> None:
+    """Measure the fastest plans, until one keeps to a budget. ``taken``: what those take that were measured."""
     allowed, least = budget + budget // SLACK, plans.smallest().bytes
     for _ in range(TRIES):
         if allowed < least:
@@ -212,9 +199,8 @@ def _within(parts: Parts, plans: Plans, budget: int, taken: dict[Plan, int]) -> 
         if plan not in taken:
             taken[plan] = parts.bytes_of(plan)
         if taken[plan] <= budget:
-            return plan
+            break
         allowed = min(allowed - (taken[plan] - budget), plan.bytes) - 1
-    return None
 
 
 def _at_least(fraction: float) -> float:
