@@ -64,6 +64,7 @@ typedef struct {
   mark mark;
   table table;
   fold_table slope, inverse;
+  const float *inverse_and_slope; /* the cubics of both, side by side, or NULL */
   const uint16_t *values; /* 16 bits: the stored output for every input */
   const float *outputs;   /* 16 bits: the same, neither marked nor rounded */
   const float *slopes;    /* 16 bits: the derivative for every saved number, or NULL: by the function */
@@ -121,25 +122,59 @@ static void narrow(int dtype, const float *x, uint16_t *h) {
 
 /* --- cubics --------------------------------------------------------------------------------------------------------- */
 
+#if defined(__AVX__)
+/* The first to fourth numbers of four rows of four, in each half of a register. */
+static inline void transpose(const __m256 *row, __m256 *c) {
+  const __m256 low = _mm256_unpacklo_ps(row[0], row[2]), high = _mm256_unpackhi_ps(row[0], row[2]);
+  const __m256 other_low = _mm256_unpacklo_ps(row[1], row[3]), other_high = _mm256_unpackhi_ps(row[1], row[3]);
+  c[0] = _mm256_unpacklo_ps(low, other_low), c[1] = _mm256_unpackhi_ps(low, other_low);
+  c[2] = _mm256_unpacklo_ps(high, other_high), c[3] = _mm256_unpackhi_ps(high, other_high);
+}
+
+static inline __m256 cubic(const __m256 *c, __m256 x) { return c[0] + x * (c[1] + x * (c[2] + x * c[3])); }
+#endif
+
 /* Cubics at places in their intervals; ``at[i]`` is where the four coefficients of one begin. */
 static void cubics_at(const float *cubics, const int32_t *at, const float *place, float *found) {
 #if defined(__AVX__) /* eight at a time, transposed in registers: compilers take them one by one through memory */
   for (int i = 0; i < BLOCK; i += 8) {
-    __m256 pair[4], low, high, other_low, other_high;
+    __m256 row[4], c[4];
     for (int j = 0; j < 4; j++)
-      pair[j] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(cubics + at[i + j])),
-                                     _mm_loadu_ps(cubics + at[i + j + 4]), 1);
-    low = _mm256_unpacklo_ps(pair[0], pair[2]), high = _mm256_unpackhi_ps(pair[0], pair[2]);
-    other_low = _mm256_unpacklo_ps(pair[1], pair[3]), other_high = _mm256_unpackhi_ps(pair[1], pair[3]);
-    const __m256 x = _mm256_loadu_ps(place + i);
-    const __m256 c0 = _mm256_unpacklo_ps(low, other_low), c1 = _mm256_unpackhi_ps(low, other_low);
-    const __m256 c2 = _mm256_unpacklo_ps(high, other_high), c3 = _mm256_unpackhi_ps(high, other_high);
-    _mm256_storeu_ps(found + i, c0 + x * (c1 + x * (c2 + x * c3)));
+      row[j] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(cubics + at[i + j])),
+                                    _mm_loadu_ps(cubics + at[i + j + 4]), 1);
+    transpose(row, c);
+    _mm256_storeu_ps(found + i, cubic(c, _mm256_loadu_ps(place + i)));
   }
 #else
   float c[4 * BLOCK];
   for (int i = 0; i < BLOCK; i++) memcpy(c + 4 * i, cubics + at[i], 16);
   EACH found[i] = c[4 * i] + place[i] * (c[4 * i + 1] + place[i] * (c[4 * i + 2] + place[i] * c[4 * i + 3]));
+#endif
+}
+
+/* Two cubics at a place, whose coefficients lie side by side: those of one interval begin at ``2 * at[i]``. */
+static void pairs_at(const float *cubics, const int32_t *at, const float *place, float *first, float *second) {
+#if defined(__AVX__)
+  for (int i = 0; i < BLOCK; i += 8) {
+    const __m256 x = _mm256_loadu_ps(place + i);
+    __m256 half[2]; /* both cubics of four places each */
+    for (int h = 0; h < 2; h++) {
+      __m256 row[4], c[4];
+      for (int j = 0; j < 4; j++) row[j] = _mm256_loadu_ps(cubics + 2 * at[i + 4 * h + j]);
+      transpose(row, c);
+      half[h] = cubic(c, h == 0 ? _mm256_permute2f128_ps(x, x, 0x00) : _mm256_permute2f128_ps(x, x, 0x11));
+    }
+    _mm256_storeu_ps(first + i, _mm256_permute2f128_ps(half[0], half[1], 0x20));
+    _mm256_storeu_ps(second + i, _mm256_permute2f128_ps(half[0], half[1], 0x31));
+  }
+#else
+  float c[8 * BLOCK];
+  for (int i = 0; i < BLOCK; i++) memcpy(c + 8 * i, cubics + 2 * at[i], 32);
+  EACH {
+    const float *a = c + 8 * i, *b = a + 4, x = place[i];
+    first[i] = a[0] + x * (a[1] + x * (a[2] + x * a[3]));
+    second[i] = b[0] + x * (b[1] + x * (b[2] + x * b[3]));
+  }
 #endif
 }
 
@@ -455,8 +490,7 @@ static void invert_both(const kernel *k, const float *y, float *z, float *slope)
   int32_t index[BLOCK];
   float place[BLOCK];
   intervals(&k->inverse, y, index, place);
-  cubics_at(k->inverse.cubics, index, place, z);
-  cubics_at(k->slope.cubics, index, place, slope);
+  pairs_at(k->inverse_and_slope, index, place, z, slope);
   EACH z[i] += y[i];
 }
 
@@ -726,7 +760,7 @@ static void norm_gradient_step(const pass *p, int64_t at, int n, const channels 
   if (p->in[1] != p->out[0]) fetch(p->out[0], at, 4);
   if (p->in[1] != p->out[1]) fetch(p->out[1], at, 4);
   const float *y = block_of(p->in[1], at, n, 4, copy);
-  if (k->inverse.cubics != NULL) invert_both(k, y, z, dz);
+  if (k->inverse_and_slope != NULL) invert_both(k, y, z, dz);
   else {
     invert_formula(k, y, z);
     slopes_by_formula(k, y, dz);

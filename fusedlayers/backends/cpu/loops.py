@@ -79,7 +79,7 @@ class _Kernel(ctypes.Structure):
         ("table", _Table),
         ("slope", _FoldTable),
         ("inverse", _FoldTable),
-        *((name, c_void_p) for name in ("values", "outputs", "slopes")),
+        *((name, c_void_p) for name in ("inverse_and_slope", "values", "outputs", "slopes")),
         ("normal", _Normal),
     )
 
@@ -108,8 +108,9 @@ class Kernel:
         slopes: Tensor | None = None,
     ) -> None:
         """``fold`` asks for the branch bit. The derivative comes from ``table``, ``slope`` or ``slopes``, or is that of
-        ``function``. ``values`` (the dtype's), ``outputs`` and ``slopes`` (float32) hold one number for each of the
-        65,536 of a 16-bit dtype, in the order of their bits."""
+        ``function``. ``slope`` and ``inverse``, where both are given, have the same intervals. ``values`` (the
+        dtype's), ``outputs`` and ``slopes`` (float32) hold one number for each of the 65,536 of a 16-bit dtype, in the
+        order of their bits."""
         #: Whether a pass computes outputs, and not only puts the branch into them.
         self.has_function = function is not None or values is not None
         name, parameter = function or (FUNCTIONS[0], 0.0)
@@ -117,8 +118,12 @@ class Kernel:
         if fold is not None:
             mark = _Mark(AMBIGUOUS[fold.ambiguous], fold.marked == "left", fold.bounded, fold.position)
         below = normal() if function is not None and name == "gelu" else None
-        self._kept = table, slope, inverse, values, outputs, slopes, below  # whose addresses follow
-        addresses = (None if t is None else t.data_ptr() for t in (values, outputs, slopes))
+        both = None
+        if slope is not None and inverse is not None:
+            assert slope.numbers == inverse.numbers
+            both = torch.stack((inverse.cubics, slope.cubics), 1)
+        self._kept = table, slope, inverse, both, values, outputs, slopes, below  # whose addresses follow
+        addresses = (None if t is None else t.data_ptr() for t in (both, values, outputs, slopes))
         self._kernel = _Kernel(
             DTYPES[dtype],
             FUNCTIONS.index(name),

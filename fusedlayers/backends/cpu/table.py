@@ -338,7 +338,7 @@ class FoldTable:
     where y is small. Floating-point numbers are spaced like this. The variable is a float32 number w: d, with its sign
     set on the falling branch; in the tail of that branch, y times a power of two that keeps it apart from all d. An
     interval is all numbers with the same sign, exponent and leading bits, which takes no root and no division to find.
-    All cubics take 64 KiB; outputs of ordinary size need a tenth of them.
+    All cubics take 128 KiB; outputs of ordinary size need a tenth of them.
     """
 
     #: The last bits of w, which are the place in the interval.
