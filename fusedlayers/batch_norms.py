@@ -70,15 +70,16 @@ def _passes(norm: BatchNorm, x: Tensor, w: Tensor | None, b: Tensor | None) -> I
     passes = backends.choose(x).input_passes(IDENTITY, x.dtype)
     if passes is None or x.dim() < 2 or x.numel() == x.shape[1] or not has_torchs_layout(x):
         return None
-    running, vectors = (norm.running_mean, norm.running_var), (w, b, norm.running_mean, norm.running_var)
-    is_usual = all(
-        t is None or (t.dtype is x.dtype and t.device == x.device and t.shape == x.shape[1:2] and t.is_contiguous())
-        for t in vectors
-    )
-    is_usual = is_usual and (running[0] is None) == (running[1] is None) and not needs_gradient(*running)
+    running = norm.running_mean, norm.running_var
+    # Every call asks: a loop enters no functions, as generators do.
+    channels, dtype, device = x.shape[1:2], x.dtype, x.device
+    is_usual = not x.is_inference() and (running[0] is None) == (running[1] is None) and not needs_gradient(*running)
+    for t in (w, b, *running):
+        if t is not None:
+            is_like_x = t.dtype is dtype and t.device == device and t.shape == channels and t.is_contiguous()
+            is_usual &= is_like_x and not t.is_inference()
     is_usual = is_usual and type(norm.momentum) is float and type(norm.eps) is float and norm.eps > 0
-    is_usual = is_usual and validation.unusual_because(x, *vectors) is None
-    is_usual = is_usual and not any(t is not None and t.is_inference() for t in (x, *vectors))
+    is_usual = is_usual and validation.unusual_because(x, w, b, *running) is None
     is_free = not autocast_is_active() and followed_by() is None
     return passes if is_usual and is_free and needs_gradient(x, w, b) else None
 

@@ -35,18 +35,20 @@ def are_usual(required: Sequence[Tensor], optional: Sequence[Tensor | None] = ()
 
 def unusual_because(*tensors: Tensor | None) -> str | None:
     """Why kernels cannot read these, or None: they read plain strided tensors on a device that has a backend."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    for tensor in given:
+    is_compiling = torch.compiler.is_compiling()
+    for tensor in tensors:
+        if tensor is None:
+            continue
         if type(tensor) not in _PLAIN_TYPES:
             return f"one of the tensors is a {type(tensor).__name__}"
         if tensor.is_nested or tensor.layout is not torch.strided:
             return f"one of the tensors is {'nested' if tensor.is_nested else tensor.layout}"
-        if not torch.compiler.is_compiling():
+        if not is_compiling:
             if is_of_transform(tensor):
                 return "one of the tensors belongs to a transform of torch.func"
             if tensor.is_neg():
                 return "one of the tensors has its negative bit set (Tensor.is_neg)"
-        if tensor.device.type not in backends.DEVICES:
+        if not tensor.is_cpu and tensor.device.type not in backends.DEVICES:
             return f"there is no backend for {tensor.device.type}"
     return None
 

@@ -493,6 +493,29 @@ def test_moments_of_a_constant_and_of_numbers_that_are_none() -> None:
     assert bool(var[[1, 2]].isnan().all()) and math.isnan(float(mean[1]))
 
 
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16], ids=str)
+def test_running_statistics_take_their_part_of_moments(dtype: torch.dtype | None) -> None:
+    mean, var, count, part = torch.randn(37), torch.rand(37), 50, 0.3
+    running = [None if dtype is None else t.to(dtype) for t in (torch.randn(37), torch.rand(37))]
+    before = [None if t is None else t.clone() for t in running]
+    normalise_by = cpu_norm.NormPasses.normalise_by
+    found = normalise_by(mean, var, running[0], running[1], part, 1e-5, count)
+    if dtype is torch.bfloat16:  # rounded once: by torch
+        assert found is None and all(map(torch.equal, running, before))
+        return
+    assert found is not None
+    torch.testing.assert_close(found.double(), (var.double() + 1e-5).rsqrt(), rtol=3e-7, atol=0)
+    for new, old, own in zip(running, before, (mean, var * (count / (count - 1))), strict=True):
+        if new is not None and old is not None:
+            torch.testing.assert_close(
+                new.double(), (1 - part) * old.double() + part * own.double(), rtol=1e-6, atol=1e-7
+            )
+    after = [None if t is None else t.clone() for t in running]
+    var[36] = math.nan
+    assert normalise_by(mean, var, running[0], running[1], part, 1e-5, count) is None
+    assert all(a is b or torch.equal(a, b) for a, b in zip(running, after, strict=True) if a is not None)
+
+
 CHANNELS = [1, 3, 10, 255, 256, 257, 1000, 2049, 4500]
 #: Groups of joined rows and of summed ones that are not whole.
 ROWS = [1, 2, 31, 33, 103]

@@ -39,6 +39,21 @@ class ChannelPasses(Protocol):
         """The mean and the variance, without Bessel's correction, of each channel of x."""
         ...
 
+    def normalise_by(
+        self,
+        mean: Tensor,
+        var: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        part: float,
+        eps: float,
+        count: int,
+    ) -> Tensor | None:
+        """``1 / sqrt(var + eps)``, from the moments of ``count`` numbers in each channel; these take their part of the
+        running statistics. None, and nothing done, where a variance is not finite, or for running statistics of another
+        dtype."""
+        ...
+
     def combine(self, dz: Tensor, v: Tensor, scale: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
         """``scale dz + slope v + offset`` over dz, the factors along the channels."""
         ...

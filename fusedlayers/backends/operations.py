@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,9 @@ from torch import Tensor
 
 from .._torch import batch_norm_with_statistics
 from ..utils.layout import along, other_dims
+
+if TYPE_CHECKING:
+    from .base import ChannelPasses
 
 Sizes = tuple[int, ...]
 Weight = Any
@@ -212,19 +215,22 @@ class BatchNorm(NamedTuple):
         )
         return z, mean, inverse_std
 
-    def statistics(self, x: Tensor, moments: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """What x is normalised by, where ``moments`` finds the mean and the variance of the batch."""
+    def statistics(self, x: Tensor, passes: ChannelPasses) -> tuple[Tensor, Tensor]:
+        """What x is normalised by, of the batch in a backend's passes."""
         if not self.training:
             assert self.running_mean is not None and self.running_var is not None
             wide = torch.promote_types(self.running_mean.dtype, torch.float32)
             mean, var = (t.to(wide, copy=True) for t in (self.running_mean, self.running_var))
             return mean, var.add_(self.eps).rsqrt_()
-        mean, var = moments(x)
+        mean, var = passes.moments(x)
+        count, part = x.numel() // mean.numel(), self._counted()
+        inverse_std = passes.normalise_by(mean, var, self.running_mean, self.running_var, part, self.eps, count)
+        if inverse_std is not None:
+            return mean, inverse_std
         if not math.isfinite(float(var.sum())):  # one value out of the range of float32, or so far out that it shows
             exact, dims = x.double(), other_dims(x, 1)
             mean, var = exact.mean(dims).to(mean.dtype), exact.var(dims, correction=0).to(mean.dtype)
-        count = x.numel() // len(mean)
-        self._update(mean, var * (count / (count - 1)), self._counted())
+        self._update(mean, var * (count / (count - 1)), part)
         return mean, (var + self.eps).rsqrt_()
 
     def gradients(
@@ -263,7 +269,8 @@ class BatchNorm(NamedTuple):
 
     def counted(self) -> BatchNorm:
         """The same with this batch counted already: for who may compute it twice."""
-        return self._replace(momentum=self._counted(), batches=None)
+        mean, var, _, training, _, *others = self
+        return BatchNorm(mean, var, None, training, self._counted(), *others)
 
     def _counted(self) -> float:
         """Count the batch; what part it takes of the running statistics."""
@@ -274,7 +281,7 @@ class BatchNorm(NamedTuple):
         return self.momentum or 0.0
 
     def without_tensors(self) -> BatchNorm:
-        return self._replace(running_mean=None, running_var=None, batches=None, group=None)
+        return BatchNorm(None, None, None, self.training, self.momentum, self.eps, None, self.allowed_dims, self.dims)
 
     def facts(self) -> Hashable:
         """What of it the checks and a plan depend on."""

@@ -205,7 +205,7 @@ def _forward_in_passes(
 ) -> tuple[Tensor, Known, Tensor | None]:
     """y, what z is made with, and the channels that y does not tell, in a backend's passes."""
     if made is None:
-        mean, inverse_std = norm.statistics(x, passes.moments)
+        mean, inverse_std = norm.statistics(x, passes)
         known, centred = Known(mean, inverse_std, w), math.inf
         y, ends = passes.norm_act(x, mean, known.scale, known.shift(b))
     else:

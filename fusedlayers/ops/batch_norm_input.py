@@ -51,7 +51,7 @@ class NormOfInput(Node):
     def forward(
         ctx: Any, x: Tensor, w: Tensor | None, b: Tensor | None, norm: BatchNorm, passes: InputPasses
     ) -> Tensor:
-        known = Known(*norm.statistics(x, passes.moments), w)
+        known = Known(*norm.statistics(x, passes), w)
         ctx.save_for_backward(x, w, known.mean, known.inverse_std)
         ctx.norm, ctx.statistics = norm.without_tensors(), (known.mean, known.inverse_std)
         ctx.set_materialize_grads(False)
@@ -84,7 +84,7 @@ class NormActOfInput(Node):
         activation: Activation,
         passes: InputPasses,
     ) -> Tensor:
-        known = Known(*norm.statistics(x, passes.moments), w)
+        known = Known(*norm.statistics(x, passes), w)
         ctx.save_for_backward(x, w, b, known.mean, known.inverse_std)
         ctx.settings = norm.without_tensors(), activation, passes
         return passes.norm_act(x, known.mean, known.scale, known.shift(b))

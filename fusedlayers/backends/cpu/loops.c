@@ -1454,6 +1454,23 @@ int row_norm_gradient(const row_norm *r, const void *dy, const void *y, const fl
   return failed;
 }
 
+/* The reciprocals of standard deviations. Of the running statistics, where there are any, a batch norm's batch of ``count``
+   numbers in each channel takes its part. Nothing is written where a variance is not finite, and 1 returned. */
+int normalise_by(const float *mean, const float *var, float *running_mean, float *running_var, double part, double eps,
+                 int64_t channels, int64_t count, float *inverse_std) {
+  const float rest = (float)(1 - part), share = (float)part, correction = (float)((double)count / (double)(count - 1));
+  float sum = 0;
+  for (int64_t c = 0; c < channels; c++) sum += var[c];
+  if (!__builtin_isfinite(sum)) return 1;
+  for (int64_t c = 0; c < channels; c++) inverse_std[c] = 1.0f / __builtin_sqrtf(var[c] + (float)eps);
+  if (running_mean == NULL) return 0;
+  for (int64_t c = 0; c < channels; c++) {
+    running_mean[c] = rest * running_mean[c] + share * mean[c];
+    running_var[c] = rest * running_var[c] + share * (var[c] * correction);
+  }
+  return 0;
+}
+
 /* A batch norm's gradient of x, ``scale dz + slope v + offset``, and that of w (``_gradients_in_passes`` in
    ops/batch_norm.py) from the sums of dz and of dz (v - center). v is z, or x of the channels that were kept; where all
    were, ``kept`` is not read. w and b may be NULL. */

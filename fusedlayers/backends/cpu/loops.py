@@ -215,8 +215,9 @@ def gradient(kernel: Kernel, dy: Tensor, saved: Tensor, dz: Tensor, db: Tensor |
 
 def moments(x: Tensor, along: Layout) -> tuple[Tensor, Tensor]:
     """The mean and the variance, without Bessel's correction, of each channel of x, in float32."""
-    mean, var = (x.new_empty(along.channels, dtype=torch.float32) for _ in range(2))  # of which one is saved
-    _call("moments", _plain(x.dtype), x, along, *(t.data_ptr() for t in (x, mean, var)), writes=False)
+    mean = x.new_empty(along.channels, dtype=torch.float32)
+    var = torch.empty_like(mean)  # apart, because one of them is saved
+    _call("moments", _plain(x.dtype), x, along, x.data_ptr(), mean.data_ptr(), var.data_ptr(), writes=False)
     return mean, var
 
 
@@ -231,7 +232,7 @@ def norm_forward(
     """The activation of z in y, which may be x; the smallest and the largest z of each channel in ``ends``. z is
     ``(x - mean) scale + shift`` by ``factors``, or x."""
     vectors = (None,) * 3 if factors is None else [channel_vector(t, along) for t in factors]
-    addresses = (None if t is None else t.data_ptr() for t in (x, *vectors, y, *(ends or (None, None))))
+    addresses = [None if t is None else t.data_ptr() for t in (x, *vectors, y, *(ends or (None, None)))]
     _call("norm_forward", kernel, y, along, *addresses)
 
 
@@ -240,9 +241,9 @@ def norm_gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``dz = dy * f'`` in a new tensor and the activation's input in z, which may be y; for each channel the sums of dz
     and of ``dz (z - center)``."""
-    dz, (total, product) = torch.empty_like(y), y.new_empty(2, along.channels).unbind()
+    dz, total, product = torch.empty_like(y), y.new_empty(along.channels), y.new_empty(along.channels)
     center = channel_vector(center, along)
-    addresses = (t.data_ptr() for t in (dy, y, center, dz, z, total, product))
+    addresses = [t.data_ptr() for t in (dy, y, center, dz, z, total, product)]
     _call("norm_gradient", kernel, z, along, *addresses)
     return dz, total, product
 
@@ -271,7 +272,7 @@ def products(dy: Tensor, y: Tensor, center: Tensor, along: Layout) -> tuple[Tens
 def combine(a: Tensor, b: Tensor, scale: Tensor, slope: Tensor, offset: Tensor, along: Layout, out: Tensor) -> Tensor:
     """``scale a + slope b + offset`` in ``out``, which may be either, the factors along the channels."""
     vectors = [channel_vector(t, along) for t in (scale, slope, offset)]
-    addresses = (t.data_ptr() for t in (a, b, *vectors, out))
+    addresses = [t.data_ptr() for t in (a, b, *vectors, out)]
     _call("combine", _plain(a.dtype), out, along, *addresses)
     return out
 
@@ -438,6 +439,7 @@ def functions() -> dict[str, Any]:
         "row_norm_gradient": 7,
         "group_norm_gradient": 7,
         "inexact_columns": 7,
+        "normalise_by": 9,
         "norm_factors": 15,
         "inexact_channels": 11,
     }
@@ -448,6 +450,7 @@ def functions() -> dict[str, Any]:
         found[name] = function
     found["rms_forward"].argtypes = (*(c_void_p,) * 4, c_double)
     found["inexact_columns"].argtypes = (c_void_p, c_void_p, c_int64, c_float, c_float, c_float, c_void_p)
+    found["normalise_by"].argtypes = (*(c_void_p,) * 4, c_double, c_double, c_int64, c_int64, c_void_p)
     found["norm_factors"].argtypes = (*(c_void_p,) * 7, c_int64, c_int64, c_int64, c_int32, *(c_void_p,) * 4)
     found["inexact_channels"].argtypes = (*(c_void_p,) * 7, c_int64, c_int64, c_float, c_void_p)
     return found

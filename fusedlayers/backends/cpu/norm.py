@@ -23,6 +23,9 @@ class _ChannelPasses:
         """The mean and the variance, without Bessel's correction, of each channel of x."""
         return loops.moments(x, layout_along(x, 1))
 
+    #: The reciprocals of standard deviations, and the running statistics.
+    normalise_by = staticmethod(norm_loops.normalise_by)
+
     def combine(self, dz: Tensor, v: Tensor, scale: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
         """``scale dz + slope v + offset`` over dz, the factors along the channels."""
         return loops.combine(dz, v, scale, slope, offset, layout_along(dz, 1), dz)
@@ -73,7 +76,7 @@ class NormPasses(_ChannelPasses):
 
     def _forward(self, x: Tensor, factors: tuple[Tensor, Tensor, Tensor] | None, y: Tensor) -> tuple[Tensor, Tensor]:
         along = layout_along(x, 1)
-        smallest, largest = x.new_empty(2, along.channels).unbind()
+        smallest, largest = x.new_empty(along.channels), x.new_empty(along.channels)
         loops.norm_forward(self.forward, x, factors, y, (smallest, largest), along)
         return smallest, largest
 

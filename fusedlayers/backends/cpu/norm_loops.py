@@ -108,6 +108,31 @@ def _described(error: InverseError) -> _InverseError:
     return _InverseError(largest, acceptable, inverse_error.CELL, inverse_error.CELLS, error.limit, *sizes)
 
 
+def normalise_by(
+    mean: Tensor,
+    var: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    part: float,
+    eps: float,
+    count: int,
+) -> Tensor | None:
+    """``1 / sqrt(var + eps)`` of float32 moments, of which the running statistics take a part; None, and nothing done,
+    where a variance is not finite or the running statistics are not contiguous float32."""
+    addresses: tuple[int | None, int | None] = (None, None)
+    if running_mean is not None and running_var is not None:
+        for running in (running_mean, running_var):
+            if running.dtype is not torch.float32 or not running.is_contiguous():
+                return None
+        # Their versions stay, as with torch's own kernels.
+        addresses = running_mean.data_ptr(), running_var.data_ptr()
+    inverse_std = torch.empty_like(mean)
+    failed = functions()["normalise_by"](
+        mean.data_ptr(), var.data_ptr(), *addresses, part, eps, mean.numel(), count, inverse_std.data_ptr()
+    )
+    return None if failed else inverse_std
+
+
 def inexact_channels(
     error: InverseError,
     mean: Tensor,
@@ -120,11 +145,13 @@ def inexact_channels(
 ) -> Tensor | None:
     """The channels, of ``count`` numbers each, of which outputs do not determine the input; None where there is none.
     ``ends``: the smallest and the largest z of each."""
-    found = mean.new_empty(len(mean), dtype=torch.int64)
+    channels = mean.numel()
+    found = mean.new_empty(channels, dtype=torch.int64)
     described = _described(error)
-    rows = [None if t is None else channel_vector(t) for t in (mean, inverse_std, w, b, *ends)]
+    rows = _rows_of_channels(mean, inverse_std, w, b, *ends)
+    addresses = [None if t is None else t.data_ptr() for t in rows]
     inexact = functions()["inexact_channels"](
-        ctypes.addressof(described), *map(_address, rows), len(mean), count, centred, found.data_ptr()
+        ctypes.addressof(described), *addresses, channels, count, centred, found.data_ptr()
     )
     return found[:inexact].clone() if inexact else None  # which is saved
 
@@ -142,7 +169,7 @@ def norm_factors(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A batch norm's gradient of w, and the factors of ``dx = scale dz + slope v + offset``, from the sums of dz and of
     ``dz (v - center)`` over the ``count`` numbers of each channel. ``kept``: the channels whose v is x, in order."""
-    kept_count = 0 if kept is None else len(kept)
+    kept_count = 0 if kept is None else kept.numel()
     return _factors((mean, inverse_std, w, b, total, product), kept, kept_count, count, rounds_shift)
 
 
@@ -150,7 +177,7 @@ def input_norm_factors(
     mean: Tensor, inverse_std: Tensor, w: Tensor | None, total: Tensor, product: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same where v is x in all channels."""
-    return _factors((mean, inverse_std, w, None, total, product), None, len(mean), count, False)
+    return _factors((mean, inverse_std, w, None, total, product), None, mean.numel(), count, False)
 
 
 def _factors(
@@ -158,20 +185,23 @@ def _factors(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     mean = of_channels[0]
     assert mean is not None
-    results = mean.new_empty(4, len(mean), dtype=torch.float32).unbind()
-    rows = [None if t is None else channel_vector(t) for t in of_channels]
+    channels = mean.numel()
+    dw, scale, slope, offset = (mean.new_empty(channels, dtype=torch.float32) for _ in range(4))
+    rows = _rows_of_channels(*of_channels)
     functions()["norm_factors"](
-        *map(_address, rows),
-        _address(kept),
+        *[None if t is None else t.data_ptr() for t in (*rows, kept)],
         kept_count,
-        *(len(mean), count, rounds_shift),
-        *map(_address, results),
+        channels,
+        count,
+        rounds_shift,
+        *[t.data_ptr() for t in (dw, scale, slope, offset)],
     )
-    return results[0], results[1], results[2], results[3]
+    return dw, scale, slope, offset
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _rows_of_channels(*tensors: Tensor | None) -> list[Tensor | None]:
+    """As float32 without gaps, which they usually are."""
+    return [t if t is None or (t.dtype is torch.float32 and t.is_contiguous()) else channel_vector(t) for t in tensors]
 
 
 def inexact_columns(gain: Tensor, b: Tensor | None, ratio: float, least: float, most: float) -> Tensor | None:
