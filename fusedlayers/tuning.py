@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .backends import gpu_settings
-from .fusion.fuse import arguments_from, check_module
+from .fusion.example import arguments_from, check_module
 from .kernels import use_kernels
 from .profiling.step import Step
 from .utils.module_state import isolated_gradients, unchanged

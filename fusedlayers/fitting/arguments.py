@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from torch import nn
 
-from ..fusion.fuse import check_model, does_not_run
+from ..fusion.example import check_model, does_not_run
 from ..profiling.step import Step
 from ..utils.formatting import size_from
 from ..validation import check_budget

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from .._torch import inductor, is_optimized
-from ..fusion.fuse import arguments_from
+from ..fusion.example import arguments_from
 from ..profiling.step import Step
 from ..utils.formatting import size_text
 from ..utils.module_state import unchanged

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from .._torch import is_optimized
-from ..fusion.fuse import arguments_from, eagerly, evaluation_notes, unfuse
+from ..fusion.example import arguments_from, eagerly, evaluation_notes
+from ..fusion.fuse import unfuse
 from ..fusion.region import region_of
 from ..profiling.step import Step
 from ..utils.formatting import pattern_of, size_text

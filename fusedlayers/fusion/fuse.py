@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import nn
 
-from .._torch import NormBase, dynamo_is_loaded, is_optimized
+from .._torch import is_optimized
 from ..activations import record as table
 from ..memory import saved_bytes
 from ..profiling.step import Step, no_gradient_because
 from ..utils.formatting import first_line, is_within, pattern_of, size_text
 from ..utils.module_state import unchanged
 from ..utils.storages import has_data, tensors_in
+from .example import arguments_from, check_model, check_module, does_not_run, eagerly, evaluation_notes
 from .mlps import find_mlps
 from .operations import CHECKPOINT, GATE, OPERATIONS, PRODUCT
 from .recording import Place, record
@@ -379,68 +378,6 @@ def _places_of_classes(model: nn.Module) -> Iterator[Place]:
         stand_in = recognise(module, torch.float32)
         if stand_in is not None:
             yield Place(path, module, stand_in.kind, stand_in.name, stand_in)
-
-
-def eagerly() -> Any:
-    """What is compiled runs as it was written, so that its operations are seen. Where nothing has been compiled yet the
-    compiler, which takes a second to import, is not asked."""
-    return torch.compiler.set_stance("force_eager") if dynamo_is_loaded() else contextlib.nullcontext()
-
-
-def check_model(function: str, model: object) -> None:
-    """Raise where this is no module, or one of lazy parameters that have no shape."""
-    check_module(function, model)
-    assert isinstance(model, nn.Module)
-    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
-    if lazy:
-        raise ValueError(f"{function}: {lazy[0]} has no shape yet; call the model once, and then {function}")
-
-
-def evaluation_notes(model: nn.Module) -> list[str]:
-    """For a model in evaluation, if it has modules that do something else in training."""
-    kinds = (nn.Dropout, nn.Dropout2d, NormBase)
-    if model.training or not any(isinstance(module, kinds) for module in model.modules()):
-        return []
-    return [
-        "The model is in evaluation (model.eval()), so that dropouts and batch norms were not seen as they are in "
-        "training. Call model.train() first if it is to be trained."
-    ]
-
-
-def does_not_run(function: str, error: Exception, args: tuple[Any, ...] = ()) -> ValueError:
-    """The error for inputs that the model raises on."""
-    if type(error).__name__ in ("BackendCompilerFailed", "InductorError"):
-        return ValueError(
-            f"{function}: torch.compile failed on the model. See whether torch.compile(model) works by itself; if not, "
-            f"its C++ compiler or its cache (TORCHINDUCTOR_CACHE_DIR) may be broken: {first_line(error)}"
-        )
-    is_shape = len(args) > 1 and all(type(arg) is int for arg in args)
-    hint = f" (these are numbers; if a tensor of this shape is meant, pass torch.randn{args})" if is_shape else ""
-    return ValueError(
-        f"{function}: the model does not run on these inputs{hint}: {type(error).__name__}: {first_line(error)}"
-    )
-
-
-def check_module(function: str, model: object) -> None:
-    """Raise where this is no module."""
-    if not isinstance(model, nn.Module):
-        if isinstance(model, type):
-            raise TypeError(f"{function}: model must be an instance, {model.__name__}(...), and not the class")
-        is_tensor = isinstance(model, Tensor)
-        given = "a tensor; the model comes first, then its inputs" if is_tensor else _short(model)
-        raise TypeError(f"{function}: model must be an nn.Module, got {given}")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return f"{type(value).__name__}: {text}" if len(text) <= 60 and "\n" not in text else type(value).__name__
-
-
-def arguments_from(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments, from what a user passes as example inputs."""
-    if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    return (tuple(example_inputs) if isinstance(example_inputs, tuple | list) else (example_inputs,)), {}
 
 
 def _saved_bytes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

@@ -41,10 +41,10 @@ class Operation(NamedTuple):
 
     def is_small(self, args: Arguments) -> bool:
         """Whether the first argument is so small that PyTorch computes the result in any case."""
-        return is_small(args, plan.MEDIUM_BYTES if self.kind == BATCH_NORM else plan.SMALL_BYTES)
+        return is_below(plan.MEDIUM_BYTES if self.kind == BATCH_NORM else plan.SMALL_BYTES, args)
 
 
-def is_small(args: Arguments, least_bytes: int) -> bool:
+def is_below(least_bytes: int, args: Arguments) -> bool:
     """Whether the first argument has fewer bytes."""
     x = args[0] if args else None
     return isinstance(x, Tensor) and x.numel() * x.itemsize < least_bytes
