@@ -4,7 +4,7 @@ import copy
 import functools
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -99,8 +99,8 @@ def test_autocast(layer: tuple[Tensor, ...], activation: Activation, save: str, 
 # --- torch.compile ----------------------------------------------------------------------------------------------------
 
 
-def _all_layers(x: Tensor, w: Tensor, b: Tensor, save: str) -> list[Tensor]:
-    return [fl.dense_bias_act(x, w, b, a, save=save) for a in TABLE]
+def _layers(x: Tensor, w: Tensor, b: Tensor, activations: Sequence[Activation], save: str) -> list[Tensor]:
+    return [fl.dense_bias_act(x, w, b, a, save=save) for a in activations]
 
 
 def _forward_and_gradients(
@@ -118,7 +118,9 @@ def _forward_and_gradients(
     ids=str,
 )
 def test_compiled_by_inductor(save: str, dtype: torch.dtype) -> None:
-    _check_compiled("inductor", save, dtype)
+    # A minute of the C++ compiler's for all of them: in bfloat16, which differs in casts, those of other formulas.
+    alike = {"gelu_tanh", "quick_gelu", "mish", "hardtanh", "trelu", "selu", "celu"} if dtype is torch.bfloat16 else {}
+    _check_compiled("inductor", save, dtype, [a for a in TABLE if a.name not in alike])
 
 
 @compiles
@@ -128,15 +130,19 @@ def test_compiled_without_inductor(save: str, dtype: torch.dtype) -> None:
     _check_compiled("aot_eager", save, dtype)
 
 
-def _check_compiled(backend: str, save: str, dtype: torch.dtype) -> None:
+def _check_compiled(backend: str, save: str, dtype: torch.dtype, activations: Sequence[Activation] = TABLE) -> None:
     torch.compiler.reset()
     x, w, b = (torch.randn(s).to(dtype).requires_grad_() for s in ((30, 12), (40, 12), (40,)))
-    compiled = torch.compile(functools.partial(_all_layers, save=save), fullgraph=True, backend=backend)
+    compiled = torch.compile(
+        functools.partial(_layers, activations=activations, save=save), fullgraph=True, backend=backend
+    )
     got = _forward_and_gradients(compiled, x, w, b)
     doubles = [t.detach().double().requires_grad_() for t in (x, w, b)]
-    expected = _forward_and_gradients(lambda *t: [reference.dense_bias_act(*t, a.function) for a in TABLE], *doubles)
-    eager = _forward_and_gradients(lambda *t: [reference.dense_bias_act(*t, a.plain) for a in TABLE], x, w, b)
-    for i, activation in enumerate(TABLE):
+    expected = _forward_and_gradients(
+        lambda *t: [reference.dense_bias_act(*t, a.function) for a in activations], *doubles
+    )
+    eager = _forward_and_gradients(lambda *t: [reference.dense_bias_act(*t, a.plain) for a in activations], x, w, b)
+    for i, activation in enumerate(activations):
         assert got[0][i].dtype is dtype
         tolerance = 4 * torch.finfo(dtype).eps + (1e-5 if activation.is_folded else 0)
         for ours, eagers, truth in zip(

@@ -26,6 +26,7 @@ from fusedlayers.backends import GradientRequest, gpu_settings
 from fusedlayers.backends import torch as reference
 from fusedlayers.call import with_operands
 from fusedlayers.memory import saved_bytes
+from fusedlayers.profiling import explanation
 
 pytest.importorskip("triton")
 
@@ -503,6 +504,7 @@ def test_second_derivatives(fused: list[str], on_triton: Switch) -> None:
 
 def test_layers_and_blocks_say_what_was_tuned(monkeypatch: pytest.MonkeyPatch, on_triton: Switch) -> None:
     on_triton(True)
+    monkeypatch.setattr(explanation, "COUNT", 1 << 10)  # the interpreter runs the activation
     choices = {
         QUESTION.in_general: dispatch.Choice("wide", {LIBRARY: 10.0, "wide": 8.0}),
         Question("gradient hidden", "gelu", torch.float16, 256, 3072, 768): dispatch.Choice(

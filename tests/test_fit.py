@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import itertools
 import json
 import random
@@ -727,6 +728,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "fit: memory_budget_bytes must be a whole number of bytes, 0 or more, such as 8 << 30, got -1",
     ),
     "text": ({"memory_budget_bytes": "8 gigs"}, "fit: memory_budget_bytes: expected bytes, .* got '8 gigs'"),
+    "no B": ({"memory_budget_bytes": "8g"}, "fit: memory_budget_bytes: .* got '8g'; did you mean 8GiB, or 8GB\\?"),
     "unit": ({"memory_budget_bytes": "0.5"}, "fit: memory_budget_bytes: expected bytes with a unit, .* got '0.5'"),
     "zero": ({"fraction": 0}, "fit: fraction must be a number above 0 and at most 1, got 0"),
     "percent": ({"fraction": 50}, "got 50; 50 % are fraction=0.5"),
@@ -783,6 +785,10 @@ def test_the_report() -> None:
     values = json.loads(json.dumps(report.to_dict()))
     assert values["measured"]["bytes"] == report.measured.bytes  # type: ignore[union-attr]
     assert values["smallest_bytes"] == report.plans[0].bytes == values["plans"][0]["bytes"]
+    sizes = [line.split("  ")[-1] for line in text.splitlines() if "smaller plan" in line or "smallest plan" in line]
+    assert len(sizes) == len(set(sizes))
+    given = dataclasses.replace(report, budget_bytes=200 * 10**6)
+    assert str(given).startswith("Transformer: at most 191 MiB (200 MB) saved for backward\n")
     if report.less is not None:
         assert report.less.bytes < report.predicted.bytes
     if report.faster is not None:

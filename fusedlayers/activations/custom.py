@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..derivative.analysis import Analysis, analyse
 from ..utils.bounded_cache import BoundedCache
+from ..utils.formatting import with_place
 from .free_variables import FreeVariables, find_variables
 from .partition import Split, example_shape
 from .partition import split as split_trace
@@ -119,7 +120,7 @@ def _unfused(activation: Activation, reason: str) -> Activation:
 
 def _log_reason(activation: Activation, why: str) -> str:
     """The reason as a sentence, logged if it is new."""
-    reason = f"{activation.name} is left to PyTorch because {why}"
+    reason = f"{with_place(activation.name, activation.function)} is left to PyTorch because {why}"
     if _logged.get(reason) is None:
         _logged.put(reason, True)
         _log.warning("%s", reason)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..fusion.report import path_text
-from ..utils.formatting import size_text
+from ..utils.formatting import budget_text, size_text
 from ..utils.reports import DrawnReport
 from .blocks import Mode
 from .plans import Plan
@@ -120,7 +120,7 @@ class FitReport(DrawnReport):
 
     def _lines(self) -> Iterator[str]:
         what = "saved for backward" if self.of == "saved" else "allocated at the peak"
-        yield f"{self.name}: at most {size_text(self.budget_bytes)} {what}"
+        yield f"{self.name}: at most {budget_text(self.budget_bytes)} {what}"
         yield ""
         rows = [("way to train", "step", "blocks")]
         for choice in self.choices:
@@ -141,8 +141,9 @@ class FitReport(DrawnReport):
         if self.checkpointed.bytes not in (smallest.bytes, self.eager.bytes):  # as without blocks
             lines.append(("every block recomputed, predicted", self.checkpointed))
         others = ("the next smaller plan, predicted", self.less), ("the next faster plan, predicted", self.faster)
+        shown = {size_text(self.predicted.bytes), size_text(smallest.bytes)}
         for name, plan in others:
-            if plan is not None:
+            if plan is not None and size_text(plan.bytes) not in shown:  # else two lines would look alike
                 lines.append((name, Measurement(plan.bytes, plan.time_ms)))
         lines.append(("the smallest plan", smallest))
         width = max(len(name) for name, _ in lines)

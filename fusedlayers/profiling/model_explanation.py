@@ -33,7 +33,10 @@ class ModelExplanation(Report):
 
     def __str__(self) -> str:
         if not self.places:
-            return f"{self.name}: nothing is fused; fusedlayers.fuse(model, inputs) does that"
+            return (
+                f"{self.name}: nothing is fused; fusedlayers.fuse(model, inputs) does that. What its code calls of "
+                "fusedlayers itself is not listed; print(*fusedlayers.plan_of(model, inputs)) says what that does."
+            )
         groups: dict[tuple[tuple[str, ...], str], list[str]] = {}
         for path, text in self.places:
             groups.setdefault((pattern_of(path), text), []).append(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from itertools import groupby
@@ -21,6 +22,12 @@ def size_text(size: int) -> str:
     return f"{size / scale:.{0 if size >= 100 * scale or scale == 1 else 1 if size >= 10 * scale else 2}f} {unit}"
 
 
+def budget_text(size: int) -> str:
+    """The same, and in the units of a thousand that it may have been given in: "191 MiB (200 MB)"."""
+    power = next((power for power in (9, 6) if size and size % 10**power == 0), None)
+    return size_text(size) + ("" if power is None else f" ({size // 10**power} {'GB' if power == 9 else 'MB'})")
+
+
 def whole_size_text(size: int) -> str:
     """A limit in whole units: "128 KiB", "1 MiB"."""
     return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
@@ -34,7 +41,9 @@ def size_from(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(?:([KMGT]?)(i?)B)?\s*", text, re.IGNORECASE)
     if match is None:
-        raise ValueError(f"expected bytes, such as 8GiB or 500MB, got {text!r}")
+        short = re.fullmatch(r"\s*([\d.]+)\s*([KMGT])i?\s*", text, re.IGNORECASE)
+        hint = "" if short is None else "; did you mean {0}{1}iB, or {0}{1}B?".format(short[1], short[2].upper())
+        raise ValueError(f"expected bytes, such as 8GiB or 500MB, got {text!r}{hint}")
     number, prefix, binary = match.groups()
     if prefix is None and ("." in number or int(number) < 1024):
         raise ValueError(f"expected bytes with a unit, such as 8GiB or 500MB, got {text!r}")
@@ -63,6 +72,14 @@ def pattern_of(module: str) -> tuple[str, ...]:
 def first_line(error: BaseException) -> str:
     """The first line of an error's message; its class if there is no message."""
     return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def with_place(name: str, function: object) -> str:
+    """A function's name; of a lambda, which has none, the file and the line too."""
+    code = getattr(function, "__code__", None)
+    if name != "<lambda>" or code is None:
+        return name
+    return f"{name} ({os.path.basename(code.co_filename)}, line {code.co_firstlineno})"
 
 
 def merged_path(modules: Iterable[str]) -> str:
