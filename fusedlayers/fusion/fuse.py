@@ -187,6 +187,10 @@ class Fusing:
                         "These are the bytes of eager steps. In compiled ones norms, dropouts and activations before a "
                         "dropout are the compiler's."
                     )
+                if before is None:
+                    holds = _have_data(model, args, kwargs)
+                    why = "there is not enough memory" if holds else "tensors of the meta device hold no data"
+                    self._notes.append(f"What the places free was not measured: {why}.")
                 if before == 0:
                     self._notes.append(f"Nothing is saved for a backward pass: {no_gradient_because(model)}.")
                 self.mlps = [*find_mlps(model, recording)]
@@ -387,4 +391,8 @@ def _saved_bytes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         kept = saved_bytes(lambda: model(*args, **kwargs), exclude=[*model.buffers(), args, kwargs])
     except torch.OutOfMemoryError:
         return None
-    return kept if all(map(has_data, tensors_in((model, args, kwargs)))) else None
+    return kept if _have_data(model, args, kwargs) else None
+
+
+def _have_data(*trees: Any) -> bool:
+    return all(map(has_data, tensors_in(trees)))

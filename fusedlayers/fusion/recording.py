@@ -206,7 +206,7 @@ class _Recorder(TorchFunctionMode):
                 continue
             x = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
             whole.stand_in, whole.kind, whole.name = stand_in, stand_in.kind, stand_in.name
-            whole.saves = _plan_text(stand_in, whole.module, (x,), {})
+            whole.saves = _plan_text(x, stand_in, whole.module, (x,), {})
             places = [place for place in places if place.path != path] + [whole]
         for place in places:
             if place.kind == "dropout" and place.saves is None:
@@ -285,7 +285,7 @@ class _Recorder(TorchFunctionMode):
             elif torch.is_grad_enabled() and saved_tensors_hooks_on_top(True) != running.hooks:
                 place.left_because = "the module's code puts it under a checkpoint, or other saved-tensor hooks"
             elif place.is_activation or kind in _PLANNED:
-                place.saves = _plan_text(operation.run, func, args, kwargs)
+                place.saves = _plan_text(x, operation.run, func, args, kwargs)
             elif kind in ("dropout", GATE, PRODUCT) and operation.is_small(args):
                 place.saves = f"{decision.TOO_SMALL} {whole_size_text(decision.SMALL_BYTES)} are left to PyTorch"
         place.is_recomputed |= running.is_recomputed
@@ -343,8 +343,10 @@ def _tensors(args: Any) -> Iterator[Tensor]:
             yield from _tensors(arg)
 
 
-def _plan_text(function: Any, *args: Any) -> str | None:
-    """What the plan of a call says."""
+def _plan_text(x: Tensor, function: Any, *args: Any) -> str | None:
+    """What the plan of a call on x says; of a device without data it would say that it has no backend."""
+    if x.is_meta:
+        return None
     try:
         (plan,) = plan_of(function, *args)
     except Exception:  # it refuses what PyTorch is about to refuse
