@@ -71,13 +71,12 @@ def _passes(norm: BatchNorm, x: Tensor, w: Tensor | None, b: Tensor | None) -> I
     if passes is None or x.dim() < 2 or x.numel() == x.shape[1] or not has_torchs_layout(x):
         return None
     running = norm.running_mean, norm.running_var
-    # Every call asks: a loop enters no functions, as generators do.
-    channels, dtype, device = x.shape[1:2], x.dtype, x.device
     is_usual = not x.is_inference() and (running[0] is None) == (running[1] is None) and not needs_gradient(*running)
-    for t in (w, b, *running):
+    channels, dtype, device = x.shape[1:2], x.dtype, x.device
+    for t in (w, b, *running):  # every call asks, and a generator would be a call for each tensor
         if t is not None:
             is_like_x = t.dtype is dtype and t.device == device and t.shape == channels and t.is_contiguous()
-            is_usual &= is_like_x and not t.is_inference()
+            is_usual = is_usual and is_like_x and not t.is_inference()
     is_usual = is_usual and type(norm.momentum) is float and type(norm.eps) is float and norm.eps > 0
     is_usual = is_usual and validation.unusual_because(x, w, b, *running) is None
     is_free = not autocast_is_active() and followed_by() is None

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from reference import FOLDED_TOLERANCE, all_values, derivative, relative
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedlayers as fl
@@ -498,8 +499,8 @@ def test_running_statistics_take_their_part_of_moments(dtype: torch.dtype | None
     mean, var, count, part = torch.randn(37), torch.rand(37), 50, 0.3
     running = [None if dtype is None else t.to(dtype) for t in (torch.randn(37), torch.rand(37))]
     before = [None if t is None else t.clone() for t in running]
-    normalise_by = cpu_norm.NormPasses.normalise_by
-    found = normalise_by(mean, var, running[0], running[1], part, 1e-5, count)
+    settle_statistics = cpu_norm.NormPasses.settle_statistics
+    found = settle_statistics(mean, var, running[0], running[1], part, 1e-5, count)
     if dtype is torch.bfloat16:  # rounded once: by torch
         assert found is None and all(map(torch.equal, running, before))
         return
@@ -511,8 +512,13 @@ def test_running_statistics_take_their_part_of_moments(dtype: torch.dtype | None
                 new.double(), (1 - part) * old.double() + part * own.double(), rtol=1e-6, atol=1e-7
             )
     after = [None if t is None else t.clone() for t in running]
+    if dtype is not None:  # memory that does not hold the values, or is none
+        negative = torch.full((37,), 2 - 3j).conj().imag
+        hollow = TwoTensor(torch.ones(37), torch.ones(37))
+        assert settle_statistics(mean, var, running[0], negative, part, 1e-5, count) is None
+        assert settle_statistics(mean, var, running[0], hollow, part, 1e-5, count) is None
     var[36] = math.nan
-    assert normalise_by(mean, var, running[0], running[1], part, 1e-5, count) is None
+    assert settle_statistics(mean, var, running[0], running[1], part, 1e-5, count) is None
     assert all(a is b or torch.equal(a, b) for a, b in zip(running, after, strict=True) if a is not None)
 
 

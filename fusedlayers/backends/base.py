@@ -39,7 +39,7 @@ class ChannelPasses(Protocol):
         """The mean and the variance, without Bessel's correction, of each channel of x."""
         ...
 
-    def normalise_by(
+    def settle_statistics(
         self,
         mean: Tensor,
         var: Tensor,
@@ -49,9 +49,9 @@ class ChannelPasses(Protocol):
         eps: float,
         count: int,
     ) -> Tensor | None:
-        """``1 / sqrt(var + eps)``, from the moments of ``count`` numbers in each channel; these take their part of the
-        running statistics. None, and nothing done, where a variance is not finite, or for running statistics of another
-        dtype."""
+        """``1 / sqrt(var + eps)``, from the moments of ``count`` numbers in each channel. The running statistics become
+        ``1 - part`` of themselves and ``part`` of the batch's. Returns None, and does nothing, where a variance is not
+        finite, or the running statistics are not plain contiguous tensors of the moments' dtype."""
         ...
 
     def combine(self, dz: Tensor, v: Tensor, scale: Tensor, slope: Tensor, offset: Tensor) -> Tensor:

@@ -224,7 +224,7 @@ class BatchNorm(NamedTuple):
             return mean, var.add_(self.eps).rsqrt_()
         mean, var = passes.moments(x)
         count, part = x.numel() // mean.numel(), self._counted()
-        inverse_std = passes.normalise_by(mean, var, self.running_mean, self.running_var, part, self.eps, count)
+        inverse_std = passes.settle_statistics(mean, var, self.running_mean, self.running_var, part, self.eps, count)
         if inverse_std is not None:
             return mean, inverse_std
         if not math.isfinite(float(var.sum())):  # one value out of the range of float32, or so far out that it shows
@@ -269,8 +269,7 @@ class BatchNorm(NamedTuple):
 
     def counted(self) -> BatchNorm:
         """The same with this batch counted already: for who may compute it twice."""
-        mean, var, _, training, _, *others = self
-        return BatchNorm(mean, var, None, training, self._counted(), *others)
+        return self._replace(momentum=self._counted(), batches=None)
 
     def _counted(self) -> float:
         """Count the batch; what part it takes of the running statistics."""
@@ -281,7 +280,7 @@ class BatchNorm(NamedTuple):
         return self.momentum or 0.0
 
     def without_tensors(self) -> BatchNorm:
-        return BatchNorm(None, None, None, self.training, self.momentum, self.eps, None, self.allowed_dims, self.dims)
+        return self._replace(running_mean=None, running_var=None, batches=None, group=None)
 
     def facts(self) -> Hashable:
         """What of it the checks and a plan depend on."""

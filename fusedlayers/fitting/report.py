@@ -140,11 +140,14 @@ class FitReport(DrawnReport):
         smallest = Measurement(self.plans[0].bytes, self.plans[0].time_ms)
         if self.checkpointed.bytes not in (smallest.bytes, self.eager.bytes):  # as without blocks
             lines.append(("every block recomputed, predicted", self.checkpointed))
-        others = ("the next smaller plan, predicted", self.less), ("the next faster plan, predicted", self.faster)
-        shown = {size_text(self.predicted.bytes), size_text(smallest.bytes)}
-        for name, plan in others:
-            if plan is not None and size_text(plan.bytes) not in shown:  # else two lines would look alike
-                lines.append((name, Measurement(plan.bytes, plan.time_ms)))
+        # What would look like the plan itself, or stand there twice, is left out.
+        if self.less is not None and size_text(self.less.bytes) not in (
+            size_text(self.predicted.bytes),
+            size_text(smallest.bytes),
+        ):
+            lines.append(("the next smaller plan, predicted", Measurement(self.less.bytes, self.less.time_ms)))
+        if self.faster is not None:
+            lines.append(("the next faster plan, predicted", Measurement(self.faster.bytes, self.faster.time_ms)))
         lines.append(("the smallest plan", smallest))
         width = max(len(name) for name, _ in lines)
         for name, found in lines:

@@ -34,8 +34,8 @@ class ModelExplanation(Report):
     def __str__(self) -> str:
         if not self.places:
             return (
-                f"{self.name}: nothing is fused; fusedlayers.fuse(model, inputs) does that. What its code calls of "
-                "fusedlayers itself is not listed; print(*fusedlayers.plan_of(model, inputs)) says what that does."
+                f"{self.name}: nothing is fused; fusedlayers.fuse(model, inputs) does that. (Functions of fusedlayers "
+                "that its code calls itself are not listed.)"
             )
         groups: dict[tuple[tuple[str, ...], str], list[str]] = {}
         for path, text in self.places:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Iterable
@@ -41,7 +42,7 @@ def size_from(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(?:([KMGT]?)(i?)B)?\s*", text, re.IGNORECASE)
     if match is None:
-        short = re.fullmatch(r"\s*([\d.]+)\s*([KMGT])i?\s*", text, re.IGNORECASE)
+        short = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])i?\s*", text, re.IGNORECASE)
         hint = "" if short is None else "; did you mean {0}{1}iB, or {0}{1}B?".format(short[1], short[2].upper())
         raise ValueError(f"expected bytes, such as 8GiB or 500MB, got {text!r}{hint}")
     number, prefix, binary = match.groups()
@@ -76,6 +77,8 @@ def first_line(error: BaseException) -> str:
 
 def with_place(name: str, function: object) -> str:
     """A function's name; of a lambda, which has none, the file and the line too."""
+    while isinstance(function, functools.partial):
+        function = function.func
     code = getattr(function, "__code__", None)
     if name != "<lambda>" or code is None:
         return name

@@ -485,7 +485,7 @@ static void invert(const kernel *k, const float *y, float *z) {
   EACH z[i] += y[i];
 }
 
-/* And the derivative, by another table with the same intervals. */
+/* And the derivative, whose cubics lie beside those of the inverse. */
 static void invert_both(const kernel *k, const float *y, float *z, float *slope) {
   int32_t index[BLOCK];
   float place[BLOCK];
@@ -1454,10 +1454,11 @@ int row_norm_gradient(const row_norm *r, const void *dy, const void *y, const fl
   return failed;
 }
 
-/* The reciprocals of standard deviations. Of the running statistics, where there are any, a batch norm's batch of ``count``
-   numbers in each channel takes its part. Nothing is written where a variance is not finite, and 1 returned. */
-int normalise_by(const float *mean, const float *var, float *running_mean, float *running_var, double part, double eps,
-                 int64_t channels, int64_t count, float *inverse_std) {
+/* 1 / sqrt(var + eps) of each channel. The running statistics of a batch norm, unless they are NULL, become
+   (1 - part) of themselves and part of the batch's, which has ``count`` numbers in each channel. Where a variance is not
+   finite nothing is written, and 1 is returned. */
+int settle_statistics(const float *mean, const float *var, float *running_mean, float *running_var, double part,
+                      double eps, int64_t channels, int64_t count, float *inverse_std) {
   const float rest = (float)(1 - part), share = (float)part, correction = (float)((double)count / (double)(count - 1));
   float sum = 0;
   for (int64_t c = 0; c < channels; c++) sum += var[c];

@@ -118,12 +118,12 @@ class Kernel:
         if fold is not None:
             mark = _Mark(AMBIGUOUS[fold.ambiguous], fold.marked == "left", fold.bounded, fold.position)
         below = normal() if function is not None and name == "gelu" else None
-        both = None
+        inverse_and_slope = None
         if slope is not None and inverse is not None:
             assert slope.numbers == inverse.numbers
-            both = torch.stack((inverse.cubics, slope.cubics), 1)
-        self._kept = table, slope, inverse, both, values, outputs, slopes, below  # whose addresses follow
-        addresses = (None if t is None else t.data_ptr() for t in (both, values, outputs, slopes))
+            inverse_and_slope = torch.stack((inverse.cubics, slope.cubics), 1)
+        self._kept = table, slope, inverse, inverse_and_slope, values, outputs, slopes, below  # whose addresses follow
+        addresses = (None if t is None else t.data_ptr() for t in (inverse_and_slope, values, outputs, slopes))
         self._kernel = _Kernel(
             DTYPES[dtype],
             FUNCTIONS.index(name),
@@ -439,7 +439,7 @@ def functions() -> dict[str, Any]:
         "row_norm_gradient": 7,
         "group_norm_gradient": 7,
         "inexact_columns": 7,
-        "normalise_by": 9,
+        "settle_statistics": 9,
         "norm_factors": 15,
         "inexact_channels": 11,
     }
@@ -450,7 +450,7 @@ def functions() -> dict[str, Any]:
         found[name] = function
     found["rms_forward"].argtypes = (*(c_void_p,) * 4, c_double)
     found["inexact_columns"].argtypes = (c_void_p, c_void_p, c_int64, c_float, c_float, c_float, c_void_p)
-    found["normalise_by"].argtypes = (*(c_void_p,) * 4, c_double, c_double, c_int64, c_int64, c_void_p)
+    found["settle_statistics"].argtypes = (*(c_void_p,) * 4, c_double, c_double, c_int64, c_int64, c_void_p)
     found["norm_factors"].argtypes = (*(c_void_p,) * 7, c_int64, c_int64, c_int64, c_int32, *(c_void_p,) * 4)
     found["inexact_channels"].argtypes = (*(c_void_p,) * 7, c_int64, c_int64, c_float, c_void_p)
     return found

@@ -23,8 +23,8 @@ class _ChannelPasses:
         """The mean and the variance, without Bessel's correction, of each channel of x."""
         return loops.moments(x, layout_along(x, 1))
 
-    #: The reciprocals of standard deviations, and the running statistics.
-    normalise_by = staticmethod(norm_loops.normalise_by)
+    #: ``1 / sqrt(var + eps)``; the running statistics take their part.
+    settle_statistics = staticmethod(norm_loops.settle_statistics)
 
     def combine(self, dz: Tensor, v: Tensor, scale: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
         """``scale dz + slope v + offset`` over dz, the factors along the channels."""

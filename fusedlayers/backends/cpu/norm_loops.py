@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...activations import InverseError, inverse_error
+from ...utils.storages import is_plain
 from ..norms import GroupNorm, RowNorm
 from .loops import DTYPES, GRAIN, channel_vector, functions, no_memory
 
@@ -108,7 +109,7 @@ def _described(error: InverseError) -> _InverseError:
     return _InverseError(largest, acceptable, inverse_error.CELL, inverse_error.CELLS, error.limit, *sizes)
 
 
-def normalise_by(
+def settle_statistics(
     mean: Tensor,
     var: Tensor,
     running_mean: Tensor | None,
@@ -117,17 +118,16 @@ def normalise_by(
     eps: float,
     count: int,
 ) -> Tensor | None:
-    """``1 / sqrt(var + eps)`` of float32 moments, of which the running statistics take a part; None, and nothing done,
-    where a variance is not finite or the running statistics are not contiguous float32."""
+    """As ``ChannelPasses`` says, of float32 moments."""
     addresses: tuple[int | None, int | None] = (None, None)
     if running_mean is not None and running_var is not None:
         for running in (running_mean, running_var):
-            if running.dtype is not torch.float32 or not running.is_contiguous():
+            if running.dtype is not torch.float32 or not (running.is_contiguous() and is_plain(running)):
                 return None
         # Their versions stay, as with torch's own kernels.
         addresses = running_mean.data_ptr(), running_var.data_ptr()
     inverse_std = torch.empty_like(mean)
-    failed = functions()["normalise_by"](
+    failed = functions()["settle_statistics"](
         mean.data_ptr(), var.data_ptr(), *addresses, part, eps, mean.numel(), count, inverse_std.data_ptr()
     )
     return None if failed else inverse_std
@@ -148,7 +148,7 @@ def inexact_channels(
     channels = mean.numel()
     found = mean.new_empty(channels, dtype=torch.int64)
     described = _described(error)
-    rows = _rows_of_channels(mean, inverse_std, w, b, *ends)
+    rows = [None if t is None else channel_vector(t) for t in (mean, inverse_std, w, b, *ends)]
     addresses = [None if t is None else t.data_ptr() for t in rows]
     inexact = functions()["inexact_channels"](
         ctypes.addressof(described), *addresses, channels, count, centred, found.data_ptr()
@@ -187,7 +187,7 @@ def _factors(
     assert mean is not None
     channels = mean.numel()
     dw, scale, slope, offset = (mean.new_empty(channels, dtype=torch.float32) for _ in range(4))
-    rows = _rows_of_channels(*of_channels)
+    rows = [None if t is None else channel_vector(t) for t in of_channels]
     functions()["norm_factors"](
         *[None if t is None else t.data_ptr() for t in (*rows, kept)],
         kept_count,
@@ -197,11 +197,6 @@ def _factors(
         *[t.data_ptr() for t in (dw, scale, slope, offset)],
     )
     return dw, scale, slope, offset
-
-
-def _rows_of_channels(*tensors: Tensor | None) -> list[Tensor | None]:
-    """As float32 without gaps, which they usually are."""
-    return [t if t is None or (t.dtype is torch.float32 and t.is_contiguous()) else channel_vector(t) for t in tensors]
 
 
 def inexact_columns(gain: Tensor, b: Tensor | None, ratio: float, least: float, most: float) -> Tensor | None:
