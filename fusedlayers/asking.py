@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from .utils.refusals import check_instance
+
 
 class _Answered(BaseException):
     """What ends a call that was made to ask for its plan; no ``except Exception`` of a model catches it."""
@@ -26,7 +28,8 @@ questions: list[_Question] = []
 
 def plan_of(function: Callable[..., Any], *args: Any, compiled: bool = False, **kwargs: Any) -> list[Any]:
     """What a call of a layer, a block or a function of this package would do: which path it takes, what it saves for
-    backward, and why. Nothing is computed, for the call ends as soon as it is decided.
+    backward, and why. Nothing is computed, for the call ends as soon as it is decided: of a model, at the first of its
+    layers. (``explain(model)`` lists what ``fuse`` has changed in all of it.)
 
     Args:
         function: a fused module, or one of the public functions.
@@ -44,6 +47,7 @@ def plan_of(function: Callable[..., Any], *args: Any, compiled: bool = False, **
     >>> plan.path, plan.saved, str(plan)
     ('fused', 'output', 'saves the output (branch in its last bit)')
     """
+    check_instance("plan_of", function)
     question = _Question(compiled)
     questions.append(question)
     try:
@@ -53,7 +57,10 @@ def plan_of(function: Callable[..., Any], *args: Any, compiled: bool = False, **
     finally:
         questions.remove(question)
     if not question.plans:
-        raise ValueError(f"plan_of: {_name(function)} calls no layer of this package with these arguments")
+        raise ValueError(
+            f"plan_of: {_name(function)} calls no layer of this package with these arguments; of a model that fuse has "
+            "changed fusedlayers.explain(model) lists all places"
+        )
     return question.plans
 
 

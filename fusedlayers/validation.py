@@ -272,9 +272,11 @@ def check_budget(function: str, memory_budget_bytes: object) -> None:
     """Refuse what is no number of bytes."""
     is_int = isinstance(memory_budget_bytes, int) and not isinstance(memory_budget_bytes, bool)
     if not (is_int and memory_budget_bytes >= 0):  # type: ignore[operator]
+        is_part = isinstance(memory_budget_bytes, float) and 0 < memory_budget_bytes <= 1
+        hint = f"; a part of what the model takes is fraction={memory_budget_bytes!r}" if is_part else ""
         raise ValueError(
             f"{function}: memory_budget_bytes must be a whole number of bytes, 0 or more, such as 8 << 30, got "
-            f"{memory_budget_bytes!r}"
+            f"{memory_budget_bytes!r}{hint}"
         )
 
 

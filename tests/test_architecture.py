@@ -18,8 +18,9 @@ PACKAGE = ROOT / "fusedlayers"
 #: From the ground up: a module imports those of earlier lines only. Entries that end in "." are packages, whose modules
 #: may import one another.
 LAYERS = [
-    ["_torch", "asking"],
+    ["_torch"],
     ["utils."],
+    ["asking"],
     ["derivative."],
     ["activations."],
     ["backends."],

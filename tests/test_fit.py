@@ -728,6 +728,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "fit: memory_budget_bytes must be a whole number of bytes, 0 or more, such as 8 << 30, got -1",
     ),
     "text": ({"memory_budget_bytes": "8 gigs"}, "fit: memory_budget_bytes: expected bytes, .* got '8 gigs'"),
+    "a part": ({"memory_budget_bytes": 0.3}, r"fit: memory_budget_bytes must be .*, got 0\.3; .* fraction=0\.3"),
     "no B": ({"memory_budget_bytes": "8g"}, "fit: memory_budget_bytes: .* got '8g'; did you mean 8GiB, or 8GB\\?"),
     "unit": ({"memory_budget_bytes": "0.5"}, "fit: memory_budget_bytes: expected bytes with a unit, .* got '0.5'"),
     "zero": ({"fraction": 0}, "fit: fraction must be a number above 0 and at most 1, got 0"),

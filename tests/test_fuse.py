@@ -275,6 +275,12 @@ def test_fused_places_are_marked(x: Tensor) -> None:
     fl.fuse(model, x)
     assert "GELU(approximate='none', fused: gelu)" in str(model)
     assert "Dropout(p=0.1, inplace=False, fused: dropout)" in str(model)
+    small = nn.Sequential(MLP(), nn.LayerNorm(IN), nn.Linear(IN, 2))
+    fl.fuse(small, x[:2])
+    assert (
+        f"LayerNorm(({IN},), eps=1e-05, elementwise_affine=True, bias=True, fused for larger inputs: layer_norm)"
+        in str(small)
+    )
     assert "QuickGELU(fused: quick_gelu)" in str(model)
     fl.unfuse(model)
     assert str(model) == before
@@ -1522,6 +1528,20 @@ def test_a_model_in_evaluation_is_told_so(x: Tensor) -> None:
     model = MLP(dropout=0.1).eval()
     assert "model.train()" in str(fl.fuse(model, x)) and "model.train()" not in str(fl.fuse(model.train(), x))
     assert "model.train()" in str(fl.fit(model.eval(), x, fraction=1.0, plan_only=True))
+
+
+@pytest.mark.parametrize("function", [fl.fuse, fl.unfuse, fl.memory_report, fl.plan_of, fl.fit, fl.explain])
+def test_classes_are_no_models(function: Callable[..., Any]) -> None:
+    name = function.__name__
+    inputs = {"fit": {"fraction": 0.5}}.get(name, {})
+    arguments = () if name in ("unfuse", "explain") else (torch.ones(2, 2),)
+    with pytest.raises(TypeError, match=f"{name}: .*must be an instance, .*, and not the class|{name}: .* instance"):
+        function(MLP, *arguments, **inputs)
+
+
+def test_arrays_are_no_tensors(x: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"a NumPy array is among them; torch\.from_numpy makes a tensor of it"):
+        fl.fuse(MLP(), x.detach().numpy())
 
 
 @pytest.mark.parametrize("inputs", [lambda x: x, lambda x: (x,), lambda x: [x], lambda x: {"input": x}])

@@ -12,13 +12,13 @@ from torch.nn.parameter import is_lazy
 
 from .._torch import NormBase, dynamo_is_loaded
 from ..utils.formatting import first_line
+from ..utils.refusals import check_instance
 
 
 def check_module(function: str, model: object) -> None:
     """Raise where this is no module."""
     if not isinstance(model, nn.Module):
-        if isinstance(model, type):
-            raise TypeError(f"{function}: model must be an instance, {model.__name__}(...), and not the class")
+        check_instance(function, model)
         is_tensor = isinstance(model, Tensor)
         given = "a tensor; the model comes first, then its inputs" if is_tensor else _short(model)
         raise TypeError(f"{function}: model must be an nn.Module, got {given}")
@@ -60,6 +60,8 @@ def does_not_run(function: str, error: Exception, args: tuple[Any, ...] = ()) ->
         )
     is_shape = len(args) > 1 and all(type(arg) is int for arg in args)
     hint = f" (these are numbers; if a tensor of this shape is meant, pass torch.randn{args})" if is_shape else ""
+    if any(type(arg).__module__ == "numpy" for arg in args):
+        hint = " (a NumPy array is among them; torch.from_numpy makes a tensor of it)"
     return ValueError(
         f"{function}: the model does not run on these inputs{hint}: {type(error).__name__}: {first_line(error)}"
     )

@@ -222,13 +222,17 @@ class Remark:
         region, own = region_of(self.module), type(self.module).extra_repr(self.module)
         if region is None:
             return own
-        kept = sorted(region.active_kinds)
+        is_small = lambda kind: plan.TOO_SMALL in region.places.get(kind, "")
+        kinds = sorted(region.active_kinds)
+        kept = [kind for kind in kinds if not is_small(kind)]
         if region.stand_in is not None and region.keeps_outputs:
             kept.append(str(region.stand_in))
-        recomputed = {"all": ["recomputed"], "cheap": ["recomputed but for products"], "nothing": []}[region.recompute]
-        if not kept and not recomputed:
+        kept += {"all": ["recomputed"], "cheap": ["recomputed but for products"], "nothing": []}[region.recompute]
+        waiting = [kind for kind in kinds if is_small(kind)]
+        parts = [("fused", kept), ("fused for larger inputs", waiting)]
+        remark = "; ".join(f"{title}: {', '.join(names)}" for title, names in parts if names)
+        if not remark:
             return own
-        remark = "fused: " + ", ".join(kept + recomputed)
         return f"{own}, {remark}" if own else remark
 
 

@@ -143,7 +143,7 @@ def _columns(place: Replaced) -> Iterator[str]:
     yield path_text(place.modules)
     yield "" if place.saved_bytes is None else size_text(place.saved_bytes)
     if place.time_ms is not None:
-        yield f"{place.time_ms:+.2g} ms"
+        yield f"{place.time_ms:+.0f} ms" if abs(place.time_ms) >= 10 else f"{place.time_ms:+.2g} ms"
     yield place.saves
 
 

@@ -14,6 +14,7 @@ from ..memory import device_of, peak_bytes
 from ..utils.autograd_graph import is_leaf, leaves_of, nodes_of
 from ..utils.module_state import isolated_gradients, unchanged
 from ..utils.progress import OnStage
+from ..utils.refusals import check_instance
 from ..utils.storages import tensors_in
 from .allocation_tracker import LEAVES, PARAMETERS, SAVED, AllocationTracker, Peak
 from .memory_results import MemoryReport
@@ -58,6 +59,7 @@ def memory_report(
 
 def report_of(step: Step, on_stage: OnStage = lambda stage, part: None) -> MemoryReport:
     """``memory_report``; calls ``on_stage`` before each of the three runs."""
+    check_instance("memory_report", step.model)
     if not callable(step.model):
         raise TypeError(
             f"memory_report: model must be a module or a function, got {type(step.model).__name__}; "

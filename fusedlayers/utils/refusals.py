@@ -1,0 +1,11 @@
+"""What functions that take a model refuse."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def check_instance(function: str, model: object) -> None:
+    """Refuse a class of modules in the place of a module."""
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise TypeError(f"{function}: model must be an instance, {model.__name__}(...), and not the class")
