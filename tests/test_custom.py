@@ -496,6 +496,16 @@ def test_what_is_left_to_pytorch_is_pytorchs_and_says_why(name: str, records: Ca
         assert any(words in text for text in records())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("slope", [lambda z: torch.tensor([0.2], dtype=z.dtype), lambda z: z.new_tensor([0.2])])
+def test_constants_of_one_dtype(slope: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    """A trace holds them as they are; some operations take arguments of one dtype alone."""
+    x, w = torch.randn(64, 32, dtype=dtype), torch.randn(48, 32, dtype=dtype).requires_grad_()
+    function: Callable[[Tensor], Tensor] = lambda z: F.prelu(z, slope(z))
+    assert torch.equal(fl.dense_bias_act(x, w, None, function), function(F.linear(x, w)))
+    assert "it computes in one dtype alone" in (_reason(function) or "")
+
+
 def test_what_fails_in_a_trace_is_said_once_and_by_this_library_alone(
     records: Callable[[], list[str]], caplog: pytest.LogCaptureFixture
 ) -> None:

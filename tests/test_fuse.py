@@ -1337,6 +1337,7 @@ def test_where_nothing_needs_a_gradient_the_report_says_so(x: Tensor) -> None:
     assert without.replaced == fl.fuse(model, x).replaced and without.replaced
     model.requires_grad_(False)
     assert "Nothing is saved for a backward pass: all of its 4 parameters are frozen" in str(fl.fuse(model, x))
+    assert fl.fuse(nn.Linear(IN, 2), x).notes == ("Only inputs and parameters are kept for the backward pass.",)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::DeprecationWarning")

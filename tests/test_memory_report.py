@@ -946,11 +946,20 @@ def test_files_stay_as_they_are_when_there_is_no_report(user_module: str, tmp_pa
     assert files() == before and (tmp_path / "link.png").read_text() == "of an earlier run"
 
 
-def test_errors_of_the_model_keep_their_traceback(user_module: str) -> None:
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        main(["report", f"{user_module}:wrong"])
-    with pytest.raises(TypeError, match="unexpected keyword argument 'inputs'"):
-        main(["report", f"{user_module}:misnamed"])
+@pytest.mark.parametrize(
+    ("factory", "error"),
+    [
+        ("wrong", "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+        ("misnamed", "TypeError: Linear.forward() got an unexpected keyword argument 'inputs'"),
+    ],
+)
+def test_errors_of_the_model_come_with_its_own_lines(
+    factory: str, error: str, user_module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", f"{user_module}:{factory}"]) == 2
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first == "Traceback (most recent call last):"
+    assert last.startswith(f"fusedlayers report: the model raised {error}") and last.endswith(" (traceback above)")
 
 
 def test_an_error_of_the_factory_comes_with_its_own_lines(user_module: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,8 +83,14 @@ def check_trace(variables: FreeVariables, split: Split, example: tuple[int, ...]
     """Compare the function with its trace, in values and gradients.
 
     Raises:
-        NotPointwise: they differ.
+        NotPointwise: they differ, or the trace does not run in float32 or float64, in which derivatives are found.
     """
+    try:
+        with torch.no_grad():
+            for tried in (torch.float32, torch.float64):
+                split.body(*torch.zeros(1 + len(split.dims), 4, 6, dtype=tried).unbind())
+    except Exception as error:  # what operations raise on constants of another dtype than the argument's
+        raise NotPointwise(f"it computes in one dtype alone: {[*str(error).splitlines(), ''][0]}") from error
     wide = torch.promote_types(dtype, torch.float32)
     tensors = [example_values(t).to("cpu", wide if t.is_floating_point() else t.dtype) for t in variables.tensors]
     shape = _sweep_shape(example, tensors)

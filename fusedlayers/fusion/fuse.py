@@ -192,7 +192,10 @@ class Fusing:
                     why = "there is not enough memory" if holds else "tensors of the meta device hold no data"
                     self._notes.append(f"What the places free was not measured: {why}.")
                 if before == 0:
-                    self._notes.append(f"Nothing is saved for a backward pass: {no_gradient_because(model)}.")
+                    note = "Only inputs and parameters are kept for the backward pass."
+                    if not any(p.requires_grad for p in model.parameters()):
+                        note = f"Nothing is saved for a backward pass: {no_gradient_because(model)}."
+                    self._notes.append(note)
                 self.mlps = [*find_mlps(model, recording)]
                 blocks = self.mlps if self._save == "recompute" else []
                 groups = self._chosen(_grouped(recording.places, blocks), before, measured)

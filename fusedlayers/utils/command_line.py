@@ -39,14 +39,19 @@ def usage_errors(command: str, *errors: type[Exception], only_ours: bool = False
 
     Args:
         only_ours: only where the message begins with the name of a function of this library. All others come from the
-            user's code, which runs in there too, and keep their traceback.
+            user's code, which runs in there too: their traceback is printed first, without our own frames.
     """
     try:
         yield
-    except errors as error:
-        if only_ours and not _FUNCTION.match(str(error)):
-            raise
-        print(f"fusedlayers {command}: {_FUNCTION.sub('', str(error))}", file=sys.stderr)
+    except Exception as error:
+        text = str(error)
+        if not (isinstance(error, errors) and (not only_ours or _FUNCTION.match(text))):
+            trace = _from_users_code(error.__traceback__)
+            if not only_ours or isinstance(error, OSError) or trace is None:
+                raise
+            traceback.print_exception(type(error), error, trace)
+            text = f"the model raised {type(error).__name__}: {first_line(error)} (traceback above)"
+        print(f"fusedlayers {command}: {_FUNCTION.sub('', text)}", file=sys.stderr)
         raise SystemExit(2) from error
 
 
