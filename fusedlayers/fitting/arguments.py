@@ -14,7 +14,9 @@ from ..validation import check_budget
 from .training import Of
 
 
-def check_arguments(step: Step, memory_budget_bytes: object, fraction: object, of: object) -> nn.Module:
+def check_arguments(
+    step: Step, memory_budget_bytes: object, fraction: object, of: object, on_stage: object
+) -> nn.Module:
     """Return the model; raise where it is none, or where there is not one budget that makes sense."""
     function = step.function
     check_model(function, step.model)
@@ -38,6 +40,10 @@ def check_arguments(step: Step, memory_budget_bytes: object, fraction: object, o
         raise ValueError(f"{function}: fraction must be a number above 0 and at most 1, got {fraction!r}{hint}")
     if of not in get_args(Of):
         raise ValueError(f"{function}: of must be one of {', '.join(map(repr, get_args(Of)))}, got {of!r}")
+    if on_stage is not None and not callable(on_stage):
+        raise TypeError(
+            f"{function}: on_stage must be a function of a text and a number, such as print, got {on_stage!r}"
+        )
     if step.loss is not None and not callable(step.loss):
         raise TypeError(f"{function}: loss must be a function of the model's result, got {step.loss!r}")
     return step.model

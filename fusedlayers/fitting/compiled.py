@@ -156,7 +156,7 @@ def fit_compiled_step(
     **options: Any,
 ) -> CompiledFit:
     """``fit_compiled`` with this training step for the example."""
-    model = check_arguments(step, memory_budget_bytes, fraction, of)
+    model = check_arguments(step, memory_budget_bytes, fraction, of, on_stage)
     if is_optimized(model) or model._compiled_call_impl is not None:
         raise ValueError(
             "fit_compiled: the model is compiled already; give it the one that torch.compile was called on"

@@ -114,7 +114,7 @@ def fit_step(
     on_stage: Callable[[str, float], None] | None,
 ) -> FitReport:
     """``fit`` with this training step for the example."""
-    model = check_arguments(step, memory_budget_bytes, fraction, of)
+    model = check_arguments(step, memory_budget_bytes, fraction, of, on_stage)
     before = [region for module in model.modules() if (region := region_of(module)) is not None]
     unfuse(model)
     on_stage = on_stage or (lambda stage, part: None)
