@@ -32,6 +32,7 @@ from fusedlayers.backends import torch as reference
 from fusedlayers.backends.cpu import build, elementwise, loops
 from fusedlayers.backends.cpu import norm as cpu_norm
 from fusedlayers.backends.cpu.cubics import normal
+from fusedlayers.backends.operations import BatchNorm
 from fusedlayers.call import with_operands
 from fusedlayers.derivative import branch_bit
 from fusedlayers.ops import batch_norm
@@ -499,8 +500,12 @@ def test_running_statistics_take_their_part_of_moments(dtype: torch.dtype | None
     mean, var, count, part = torch.randn(37), torch.rand(37), 50, 0.3
     running = [None if dtype is None else t.to(dtype) for t in (torch.randn(37), torch.rand(37))]
     before = [None if t is None else t.clone() for t in running]
-    settle_statistics = cpu_norm.NormPasses.settle_statistics
-    found = settle_statistics(mean, var, running[0], running[1], part, 1e-5, count)
+
+    def settle(running_mean: Tensor | None, running_var: Tensor | None) -> Tensor | None:
+        norm = BatchNorm(running_mean, running_var, None, True, part, 1e-5)
+        return cpu_norm.NormPasses.settle_statistics(mean, var, norm, part, count)
+
+    found = settle(*running)
     if dtype is torch.bfloat16:  # rounded once: by torch
         assert found is None and all(map(torch.equal, running, before))
         return
@@ -515,10 +520,10 @@ def test_running_statistics_take_their_part_of_moments(dtype: torch.dtype | None
     if dtype is not None:  # memory that does not hold the values, or is none
         negative = torch.full((37,), 2 - 3j).conj().imag
         hollow = TwoTensor(torch.ones(37), torch.ones(37))
-        assert settle_statistics(mean, var, running[0], negative, part, 1e-5, count) is None
-        assert settle_statistics(mean, var, running[0], hollow, part, 1e-5, count) is None
+        assert settle(running[0], negative) is None
+        assert settle(running[0], hollow) is None
     var[36] = math.nan
-    assert settle_statistics(mean, var, running[0], running[1], part, 1e-5, count) is None
+    assert settle(*running) is None
     assert all(a is b or torch.equal(a, b) for a, b in zip(running, after, strict=True) if a is not None)
 
 

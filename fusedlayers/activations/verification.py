@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..utils.formatting import first_line
 from ..utils.isolation import in_clean_state
 from .free_variables import FreeVariables, find_variables
 from .partition import Split
@@ -90,7 +91,7 @@ def check_trace(variables: FreeVariables, split: Split, example: tuple[int, ...]
             for tried in (torch.float32, torch.float64):
                 split.body(*torch.zeros(1 + len(split.dims), 4, 6, dtype=tried).unbind())
     except Exception as error:  # what operations raise on constants of another dtype than the argument's
-        raise NotPointwise(f"it computes in one dtype alone: {[*str(error).splitlines(), ''][0]}") from error
+        raise NotPointwise(f"it computes in one dtype alone: {first_line(error)}") from error
     wide = torch.promote_types(dtype, torch.float32)
     tensors = [example_values(t).to("cpu", wide if t.is_floating_point() else t.dtype) for t in variables.tensors]
     shape = _sweep_shape(example, tensors)
@@ -121,7 +122,7 @@ def example_values(tensor: Tensor) -> Tensor:
 
 
 def _raised(error: Exception) -> NotPointwise:
-    return NotPointwise(f"it raised {type(error).__name__} when it was tried: {[*str(error).splitlines(), ''][0]}")
+    return NotPointwise(f"it raised {type(error).__name__} when it was tried: {first_line(error)}")
 
 
 def _sweep_shape(example: tuple[int, ...], tensors: Sequence[Tensor]) -> tuple[int, ...]:

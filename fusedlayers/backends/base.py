@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..activations import Activation, InverseError
 from .norms import GroupNorm, Kept, RowNorm, RowNormResult
-from .operations import Operation, Weight
+from .operations import BatchNorm, Operation, Weight
 
 
 class GradientRequest(NamedTuple):
@@ -39,19 +39,10 @@ class ChannelPasses(Protocol):
         """The mean and the variance, without Bessel's correction, of each channel of x."""
         ...
 
-    def settle_statistics(
-        self,
-        mean: Tensor,
-        var: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        part: float,
-        eps: float,
-        count: int,
-    ) -> Tensor | None:
-        """``1 / sqrt(var + eps)``, from the moments of ``count`` numbers in each channel. The running statistics become
-        ``1 - part`` of themselves and ``part`` of the batch's. Returns None, and does nothing, where a variance is not
-        finite, or the running statistics are not plain contiguous tensors of the moments' dtype."""
+    def settle_statistics(self, mean: Tensor, var: Tensor, norm: BatchNorm, part: float, count: int) -> Tensor | None:
+        """``1 / sqrt(var + eps)``, from the moments of ``count`` numbers in each channel. The norm's running statistics
+        become ``1 - part`` of themselves and ``part`` of the batch's. Returns None, and does nothing, where a variance
+        is not finite, or the running statistics are not plain contiguous tensors of the moments' dtype."""
         ...
 
     def combine(self, dz: Tensor, v: Tensor, scale: Tensor, slope: Tensor, offset: Tensor) -> Tensor:

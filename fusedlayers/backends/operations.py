@@ -224,7 +224,7 @@ class BatchNorm(NamedTuple):
             return mean, var.add_(self.eps).rsqrt_()
         mean, var = passes.moments(x)
         count, part = x.numel() // mean.numel(), self._counted()
-        inverse_std = passes.settle_statistics(mean, var, self.running_mean, self.running_var, part, self.eps, count)
+        inverse_std = passes.settle_statistics(mean, var, self, part, count)
         if inverse_std is not None:
             return mean, inverse_std
         if not math.isfinite(float(var.sum())):  # one value out of the range of float32, or so far out that it shows

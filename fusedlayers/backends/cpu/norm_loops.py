@@ -13,6 +13,7 @@ from torch import Tensor
 from ...activations import InverseError, inverse_error
 from ...utils.storages import is_plain
 from ..norms import GroupNorm, RowNorm
+from ..operations import BatchNorm
 from .loops import DTYPES, GRAIN, channel_vector, functions, no_memory
 
 
@@ -109,26 +110,18 @@ def _described(error: InverseError) -> _InverseError:
     return _InverseError(largest, acceptable, inverse_error.CELL, inverse_error.CELLS, error.limit, *sizes)
 
 
-def settle_statistics(
-    mean: Tensor,
-    var: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    part: float,
-    eps: float,
-    count: int,
-) -> Tensor | None:
+def settle_statistics(mean: Tensor, var: Tensor, norm: BatchNorm, part: float, count: int) -> Tensor | None:
     """As ``ChannelPasses`` says, of float32 moments."""
     addresses: tuple[int | None, int | None] = (None, None)
-    if running_mean is not None and running_var is not None:
-        for running in (running_mean, running_var):
+    if norm.running_mean is not None and norm.running_var is not None:
+        for running in (norm.running_mean, norm.running_var):
             if running.dtype is not torch.float32 or not (running.is_contiguous() and is_plain(running)):
                 return None
         # Their versions stay, as with torch's own kernels.
-        addresses = running_mean.data_ptr(), running_var.data_ptr()
+        addresses = norm.running_mean.data_ptr(), norm.running_var.data_ptr()
     inverse_std = torch.empty_like(mean)
     failed = functions()["settle_statistics"](
-        mean.data_ptr(), var.data_ptr(), *addresses, part, eps, mean.numel(), count, inverse_std.data_ptr()
+        mean.data_ptr(), var.data_ptr(), *addresses, part, norm.eps, mean.numel(), count, inverse_std.data_ptr()
     )
     return None if failed else inverse_std
 
