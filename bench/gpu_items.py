@@ -324,7 +324,7 @@ def _sanitize(path: str, tool: str) -> Findings:
     program = (
         "import torch, fusedlayers as fl\n"
         "from fusedlayers import plan\n"
-        "plan.SMALL_BYTES = plan.MEDIUM_BYTES = 0\n"
+        "plan.SMALL_BYTES = plan.MEDIUM_BYTES = plan.GPU_MEDIUM_BYTES = 0\n"
         "for dtype in (torch.float32, torch.bfloat16):\n"
         "    shapes = (133, 64), (96, 64), (96,)\n"
         "    x, w, b = (torch.randn(s, device='cuda', dtype=dtype, requires_grad=True) for s in shapes)\n"

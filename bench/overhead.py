@@ -10,7 +10,8 @@ groups of calls, and a yardstick:
 * ``region``: an activation between two dense layers of a model that ``fuse`` has seen, against the same model;
 * ``host``, with ``--fake-gpu`` alone: what the host does for calls on a GPU, on the driver that launches nothing
   (``fake_gpu.py``). Triton's launches cost nothing then but what Python does for them, a few microseconds less than
-  real ones; torch's operators, in eager PyTorch too, run on a CPU, on a few numbers each;
+  real ones; torch's operators, in eager PyTorch too, run on a CPU, on a few numbers each. A large dense layer is
+  computed as one with ``plan.GPU_MEDIUM_BYTES`` of results or more is: a GPU works longer on that than the host;
 * ``yardstick``: ReLU as a ``torch.autograd.Function`` that calls torch's own kernels: what any Function costs.
 """
 
@@ -30,11 +31,14 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 import fusedlayers as fl
+from fusedlayers import plan
 
 from . import RESULTS, fake_gpu, grid, machine, measure, reference
 
 BASELINE, OURS = VARIANTS = ("eager", "fusedlayers")
-SMALL, FUSED, FOLDED, REGION, YARDSTICK, HOST = GROUPS = ("small", "fused", "folded", "region", "yardstick", "host")
+GROUPS = ("small", "fused", "folded", "region", "yardstick", "host", "host_large")
+SMALL, FUSED, FOLDED, REGION, YARDSTICK, HOST, HOST_LARGE = GROUPS
+ON_FAKE_GPU = (HOST, HOST_LARGE)
 DEFINITIONS = {
     "forward_backward": "microseconds of forward and backward: median and quartiles over interleaved rounds",
     "no_grad": "the same of the forward pass under torch.no_grad",
@@ -113,7 +117,8 @@ def cases(*, on_fake_gpu: bool = False) -> list[Case]:
     if not on_fake_gpu:
         return [*_cases()]
     calls = (("dense", "gelu"), ("dense", "relu"), ("bias_act", "gelu"), ("mlp", "gelu"), ("gated_mlp", "silu"))
-    return [Case(HOST, operation, activation, 512) for operation, activation in calls]
+    by_host = [Case(HOST, operation, activation, 512) for operation, activation in calls]
+    return [*by_host, Case(HOST_LARGE, "large dense", "relu", 512)]
 
 
 def _cases() -> Iterator[Case]:
@@ -171,13 +176,16 @@ class Variant(NamedTuple):
 
 def measure_case(case: Case, device: torch.device, *, seconds: float, quick: bool) -> dict[str, Any]:
     """Return the JSON row of a case."""
+    if case.group in ON_FAKE_GPU:
+        plan.MEDIUM_BYTES = plan.GPU_MEDIUM_BYTES if case.group == HOST else 0
+        plan.forget_plans()
     variants = dict(zip(VARIANTS, _build(case, device), strict=True))
     rows: dict[str, dict[str, Any]] = {name: {} for name in VARIANTS}
     dy = torch.randn_like(variants[BASELINE].call())
     expected = [variants[BASELINE].call().detach(), *variants[BASELINE].forward_backward(dy)]
     try:
         got = [variants[OURS].call().detach(), *variants[OURS].forward_backward(dy)]
-        if case.group != HOST:  # where nothing is computed
+        if case.group not in ON_FAKE_GPU:  # where nothing is computed
             measure.expect_same(got, expected, _SAME)
     except Exception as error:
         del variants[OURS]
@@ -250,8 +258,8 @@ def _build(case: Case, device: torch.device) -> tuple[Variant, Variant]:
         return Variant(partial(eager, *tensors), tensors), Variant(partial(ours, *tensors), tensors)
 
     name, function, elements = case.activation, ACTIVATIONS[case.activation], case.elements
-    if case.operation == "dense":
-        hidden = 64 if case.group in (SMALL, HOST) else 256
+    if case.operation in ("dense", "large dense"):
+        hidden = 64 if case.group in (SMALL, *ON_FAKE_GPU) else 256
         x, w, b = randn(elements // hidden, 64), randn(hidden, 64, scale=0.125), randn(hidden)
         ours = partial(fl.dense_bias_act, activation=name)
         return both(partial(reference.dense_bias_act, function=function), ours, x, w, b)
@@ -269,7 +277,7 @@ def _build(case: Case, device: torch.device) -> tuple[Variant, Variant]:
         eager, ours = (getattr(namespace, case.operation) for namespace in (reference, fl))
         return both(partial(eager, function=function), partial(ours, activation=name), x, *params)
     if case.operation == "bias_act":
-        width = 64 if case.group in (SMALL, HOST) else 256
+        width = 64 if case.group in (SMALL, *ON_FAKE_GPU) else 256
         ours = partial(fl.bias_act, activation=name)
         return both(partial(reference.bias_act, function=function), ours, randn(elements // width, width), randn(width))
     x = randn(elements // 64, 64)

@@ -95,7 +95,7 @@ class Call(NamedTuple):
         if other_dim is not None and (other_dim - operation.dim) % x.dim() == 0:
             other_dim = None
         return key._replace(
-            size=_size(count * x.itemsize),
+            size=_size(count * x.itemsize, plan.medium_bytes(operation, x)),
             norm_is_large=count >= batch_norm.WORTH_IT and not is_capturing(x),
             has_residual=residual is not None,
             operand_dim=other_dim,
@@ -105,6 +105,7 @@ class Call(NamedTuple):
             has_own_node=_has_own_node(operation, backend, x, w),
             returns_view=operation.returns_view(x),
             makes_z=not isinstance(operation, Pointwise) or b is not None,
+            may_have_epilogue=isinstance(operation, Matmul) and backend.may_have_epilogue(x.device),
         )
 
 
@@ -179,6 +180,7 @@ def plan_for(
             sizes,
             size_bytes < plan.SMALL_BYTES,
             size_bytes < plan.MEDIUM_BYTES,
+            size_bytes < plan.GPU_MEDIUM_BYTES,
             # Of what PyTorch computes only the reason is asked for: the record may hold a user's tensors.
             activation if not is_torchs else activation.fallback_reason,
             save,
@@ -224,8 +226,8 @@ def plan_for(
     return (found, activation, operands) if found.path != "composite" else (found, given, ())
 
 
-def _size(size_bytes: int) -> Size:
-    return "small" if size_bytes < plan.SMALL_BYTES else "medium" if size_bytes < plan.MEDIUM_BYTES else "large"
+def _size(size_bytes: int, medium_bytes: int) -> Size:
+    return "small" if size_bytes < plan.SMALL_BYTES else "medium" if size_bytes < medium_bytes else "large"
 
 
 def with_operands(

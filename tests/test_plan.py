@@ -15,13 +15,16 @@ import torch
 import torch.nn.functional as F
 from pairs import covering
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusedlayers as fl
-from fusedlayers import asking, block_plan, call, execute, functional, plan
+from fusedlayers import asking, backends, block_plan, call, execute, functional, plan
+from fusedlayers.activations import resolve
+from fusedlayers.backends.operations import MATMUL, BatchNorm
 from fusedlayers.execute import PATHS, POINTWISE
 from fusedlayers.memory import saved_bytes
 
@@ -253,6 +256,26 @@ def test_batch_norms_of_small_maps_are_torchs_own(monkeypatch: pytest.MonkeyPatc
     assert found.path == "tells_input"
     layer = fl.FusedBatchNormAct2d(8, nn.PReLU())  # which reads a tensor
     assert torch.equal(layer(x), nn.functional.prelu(nn.BatchNorm2d(8)(x), layer.activation.weight))
+
+
+def test_medium_results_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's time counts there for larger results, but not what a batch norm saves; and where kernels were tuned
+    for matmuls, these decide."""
+    monkeypatch.setattr(plan, "GPU_MEDIUM_BYTES", 32 << 20)
+    norm = BatchNorm(None, None, None, True, 0.1, 1e-5)
+    with FakeTensorMode():
+        on_gpu = torch.empty(1, device="cuda")
+    for x, operation, size in (
+        (torch.empty(1), MATMUL, plan.MEDIUM_BYTES),
+        (on_gpu, MATMUL, 32 << 20),
+        (on_gpu, norm, plan.MEDIUM_BYTES),
+    ):
+        assert plan.medium_bytes(operation, x) == size
+    key = plan.PlanKey(MATMUL, resolve("relu"), "auto", torch.bfloat16, backends.choose(torch.empty(1)), size="medium")
+    assert plan.make_plan(key).path == "in_place"
+    for other in ({"size": "large"}, {"may_have_epilogue": True}, {"activation": resolve("gelu")}):
+        assert plan.make_plan(key._replace(**other)).path == "fused"
+    assert plan.make_plan(key._replace(may_have_epilogue=True, has_residual=True)).path == "in_place"
 
 
 def test_repr_and_plan_say_the_same() -> None:

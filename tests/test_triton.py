@@ -26,7 +26,7 @@ import triton.language as tl  # after the line that skips without it
 
 from fusedlayers.backends import GradientRequest
 from fusedlayers.backends import triton as backend
-from fusedlayers.backends.triton import elementwise
+from fusedlayers.backends.triton import elementwise, sums
 
 pytestmark = [pytest.mark.filterwarnings(*INTERPRETER_WARNINGS), pytest.mark.usefixtures("interpreter_converts")]
 
@@ -401,6 +401,13 @@ def guarded(tensor: Tensor) -> tuple[Tensor, Callable[[], bool]]:
 def integers(*shape: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-8, 9, shape, generator=generator).to(torch.float32).to(DEVICE)
+
+
+def test_one_partial_sum_is_the_sum() -> None:
+    partial = integers(2, 1, 8, seed=0)
+    alone = sums.add_up(partial, 5, 1, torch.float32)
+    assert torch.equal(alone, partial[:, 0, :5]) and alone.data_ptr() == partial.data_ptr()
+    assert torch.equal(sums.add_up(partial, 2, 4, torch.float32), partial.view(2, 4, 2).sum(1))
 
 
 @every_layout

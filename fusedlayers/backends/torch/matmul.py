@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -45,6 +46,11 @@ def operation_act(
     """``activation(operation(x, w, b), *operands)`` in one new buffer; ``encode`` puts the branch in it."""
     z = operation(x, w, b)
     return bias_act(z, None, activation, operands, dim=operation.dim, encode=encode, out=z)
+
+
+def may_have_epilogue(device: torch.device) -> bool:
+    """Whether ``has_epilogue`` may hold: no."""
+    return False
 
 
 def has_epilogue(x: Tensor, w: Tensor, b: Tensor | None, activation: Activation, *, encode: bool) -> bool:
