@@ -58,8 +58,18 @@ def recipe(kernel: str, activation: Activation, dtype: torch.dtype, target: str)
     m, n, k, width = tiling.block_m, tiling.block_n, tiling.block_k, tiling.block_n >> constants["CUTS"]
     if is_gradient:
         function = gemm.linear_gradient_kernel
-        blocks = {"dy": (m, k), "w": (k, n), **dict.fromkeys(("saved", "up", "hidden"), (m, width))}
-        constants |= {"HAS_UP": is_gated, "HAS_HIDDEN": hidden, "SUMS": () if is_gated else (0,)}
+        blocks = {
+            "dy": (m, k),
+            "w": (n, k) if tiling.transposes else (k, n),
+            **dict.fromkeys(("saved", "up", "hidden"), (m, width)),
+        }
+        constants |= {
+            "HAS_UP": is_gated,
+            "HAS_HIDDEN": hidden,
+            "SUMS": () if is_gated else (0,),
+            "TRANSPOSED": tiling.transposes,
+            "PREFETCH": target.startswith("sm_") and tiling.prefetches(gated=is_gated),
+        }
         constants["GRADIENT"] = device_function(activation, "gradient", given=given, dtype=dtype)
         constants["FORWARD"] = device_function(activation, "forward", given="input", dtype=dtype) if several else None
     else:

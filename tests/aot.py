@@ -19,6 +19,7 @@ import contextlib
 import fnmatch
 import io
 import json
+import re
 import sys
 import tempfile
 import traceback
@@ -37,7 +38,7 @@ from fusedlayers.call import with_operands
 sys.path.append(str(Path(__file__).parents[1]))
 from literature import PUBLISHED
 
-from bench import elementwise_recipe, machine_code
+from bench import elementwise_recipe, machine_code, matmul_recipe
 from bench.__main__ import main as bench_main
 from bench.recipe import TARGETS
 from bench.reference import CUSTOM_ACTIVATIONS
@@ -112,6 +113,8 @@ def reports_of(arguments: Sequence[str]) -> list[dict[str, Any]]:
     """An object per kernel."""
     if arguments[:1] == ["bench"]:
         return _reports_of_bench(arguments[1:])
+    if arguments[:1] == ["fetches"]:
+        return [_fetches(*case.split("/")) for case in arguments[1:]]
     if arguments[:1] == ["instructions"]:
         return [_instructions(*case.split("/")) for case in arguments[1:]]
     parser = argparse.ArgumentParser(description="Compile the elementwise kernels ahead of time.")
@@ -129,6 +132,15 @@ def reports_of(arguments: Sequence[str]) -> list[dict[str, Any]]:
                 compile_kernel(options.target, activation, kernel, getattr(torch, dtype), bias, getattr(tl, index))
             )
     return reports
+
+
+def _fetches(target: str, name: str, kernel: str, dtype: str) -> dict[str, Any]:
+    """How a matmul fetches what it reads: how many blocks pass the registers on their way to shared memory, and how
+    many requests there are for the L2 cache."""
+    asm = matmul_recipe.recipe(kernel, resolve(name), getattr(torch, dtype), target).compile(target).asm
+    through_registers = re.findall(r"ttg\.local_alloc %\S+ : \(tensor<", asm["ttgir"])
+    prefetches = asm["ptx"].count("prefetch.global.L2") if "ptx" in asm else 0
+    return {"through_registers": len(through_registers), "prefetches": prefetches}
 
 
 def _instructions(target: str, name: str, kernel: str, dtype: str, bias: str) -> dict[str, Any]:

@@ -335,6 +335,17 @@ def test_every_tiling_uses_tensor_cores_and_does_not_spill(target: str) -> None:
         assert sorted(row["kernel"] for row in rows) == kernels != []
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_matmuls_fetch_ahead(target: str) -> None:
+    """Operands go from memory to shared memory, and what a gradient's epilogue reads to the L2 cache before."""
+    for kernel, dtype in itertools.product(("dense", GRADIENTS[0], "gated_mlp_gradient"), DTYPES):
+        (found,) = compiled("fetches", f"{target}/relu/{kernel}/{dtype}")
+        assert found["through_registers"] == 0
+        has_registers = (target, kernel, dtype) != ("sm_90", "gated_mlp_gradient", "bfloat16")
+        fetches = kernel != "dense" and target.startswith("sm_") and has_registers
+        assert (found["prefetches"] > 0) == fetches, (kernel, dtype)
+
+
 @pytest.mark.parametrize("target", [*OTHER_SHARED_BYTES, "sm_75", "gfx1100"])
 def test_other_devices(target: str) -> None:
     check(compile_all([target, "gelu", "gelu/float32", "silu/float16/row"]))

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.filterwarnings(*INTERPRETER_WARNINGS), pytest.mark.use
 TILINGS = {
     "pointers": Tiling(16, 32, 16, 1, 4, 2),
     "descriptors": Tiling(16, 32, 16, 1, 4, 2, described=True),
-    "two cuts": Tiling(32, 64, 16, 2, 4, 2, programs=2, described=True),
+    "two cuts": Tiling(32, 64, 16, 2, 4, 2, programs=2, described=True, transposes=True),
 }
 #: rows, columns, inner: primes, one row, nothing to multiply, many tiles, and more strips than one.
 SIZES = [(37, 53, 29), (1, 48, 32), (1, 1, 1), (19, 40, 0), (48, 64, 32), (150, 72, 40)]

@@ -9,8 +9,10 @@ share their operands in the L2 cache. The gradients of bias and operands are sum
 these partial sums in a fixed order. The copy engine fetches blocks of operands where the device has one (tensor
 descriptors: Hopper, Blackwell); elsewhere they are loaded through pointers.
 
-Cost: no pass over memory besides the matmul's own. Limits: a vendor's matmul may be faster by more than the pass costs,
-so ``dispatch.py`` chooses; rows that are no multiples of 16 bytes are fetched through pointers, and are slow.
+Cost: no pass over memory besides the matmul's own, and in float32 a transposed copy of w for backward on Hoppers and
+Blackwells. What a gradient's epilogue reads is on its way to the L2 cache during the product. Limits: a vendor's matmul
+may be faster by more than the pass costs, so ``dispatch.py`` chooses; rows that are no multiples of 16 bytes are
+fetched through pointers, and are slow.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...activations import Activation
@@ -75,6 +78,23 @@ def _store(
     else:
         offset, inside = _offsets(row, column, rows, columns, HEIGHT, WIDTH, INDEX)
         tl.store(matrix + offset, block.to(matrix.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _prefetch(
+    matrices, row, column, rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, INDEX: tl.constexpr
+):  # fmt: skip
+    """Ask for a block of each matrix, for which nobody waits, to be brought to the L2 cache, by lines of 128 bytes."""
+    LINE: tl.constexpr = 1024 // matrices[0].dtype.element_ty.primitive_bitwidth
+    r = tl.minimum(row + tl.arange(0, HEIGHT), rows - 1)[:, None]
+    c = tl.minimum(column + LINE * tl.arange(0, WIDTH // LINE), columns - 1)[None, :]
+    offset = r.to(INDEX) * columns + c
+    for i in tl.static_range(len(matrices)):
+        # Assembly must have a result.
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [matrices[i] + offset],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -143,11 +163,13 @@ def linear_act_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def linear_gradient_kernel(
-    dy, w, saved, up, operand_ptr, hidden, partial_ptr,
+    dy, w, saved, up, operand_ptr, hidden, partial_ptr, saved_ptr, up_ptr,
     rows, columns, inner,
     GRADIENT: tl.constexpr, FORWARD: tl.constexpr,
     HAS_UP: tl.constexpr, HAS_HIDDEN: tl.constexpr,
     SUMS: tl.constexpr,  # of which results of GRADIENT
+    TRANSPOSED: tl.constexpr,  # whether w is (columns, inner)
+    PREFETCH: tl.constexpr,  # whether what the epilogue reads is on its way during the product
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, CUTS: tl.constexpr,
     PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, INDEX: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
@@ -160,8 +182,10 @@ def linear_gradient_kernel(
     tiles = tl.cdiv(rows, BLOCK_M) * tl.cdiv(columns, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
         m, n = _corner(tile, rows, columns, BLOCK_M, BLOCK_N, GROUP)
+        if PREFETCH:
+            _prefetch((saved_ptr, up_ptr) if HAS_UP else (saved_ptr,), m, n, rows, columns, BLOCK_M, BLOCK_N, INDEX)
         sum_ = _multiply(
-            dy, w, m, n, rows, columns, inner, False, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, DESCRIBED, INDEX
+            dy, w, m, n, rows, columns, inner, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, DESCRIBED, INDEX
         )
         strips = _strips(sum_, CUTS)
         for i in tl.static_range(len(strips)):
@@ -210,9 +234,17 @@ class Tiling(NamedTuple):
     described: bool = False
     #: Whether the first blocks of a tile are fetched in the epilogue of the one before.
     flatten: bool = False
+    #: Whether backward multiplies by a transposed copy of w. TF32 products of Hoppers and Blackwells read both matrices
+    #: in shared memory along the inner dimension: of w itself each block would pass the registers, and nothing be
+    #: fetched meanwhile.
+    transposes: bool = False
 
     def __str__(self) -> str:
         return f"{self.block_m}x{self.block_n}x{self.block_k}, {self.warps} warps"
+
+    def prefetches(self, *, gated: bool) -> bool:
+        """Whether what the epilogue reads is on its way during the product, on NVIDIA's GPUs."""
+        return not (gated and self.flatten and self.block_n > 128)  # where gelu's would spill registers on sm_90
 
     def constants(self, described: bool, dtype: torch.dtype, *, several: bool) -> dict[str, Any]:
         """Of both kernels; ``several`` is whether the epilogue writes several buffers."""
@@ -249,14 +281,14 @@ TILINGS: dict[str, dict[int, tuple[Tiling, ...]]] = {
             # Where one program's epilogue hides behind the other's products, nothing need be fetched in it.
             Tiling(128, 128, 64, 2, 4, 3, programs=2, described=True),
         ),
-        4: (Tiling(128, 128, 32, 2, 8, 3, described=True, flatten=True),),
+        4: (Tiling(128, 128, 32, 2, 8, 3, described=True, flatten=True, transposes=True),),
     },
     "10": {
         2: (
             Tiling(128, 256, 64, 2, 8, 3, described=True),
             Tiling(128, 128, 64, 2, 4, 3, programs=2, described=True),
         ),
-        4: (Tiling(128, 128, 32, 2, 4, 3, described=True),),
+        4: (Tiling(128, 128, 32, 2, 4, 3, described=True, transposes=True),),
     },
     "cdna": {
         2: (Tiling(128, 128, 64, 2, 8, 2), Tiling(256, 128, 32, 2, 8, 2)),
@@ -330,14 +362,16 @@ def linear_gradient(
         launch = _Launch(tiling, z, inner, (dy, w, *parts), several=several)
         m, n, k, width = tiling.block_m, tiling.block_n, tiling.block_k, launch.width
         block = launch.block(z, m, width)
+        w_block = launch.block(w.t().contiguous(), n, k) if tiling.transposes else launch.block(w, k, n)
         with on(z):
             linear_gradient_kernel[launch.grid](
-                launch.block(dy, m, k), launch.block(w, k, n), block,
+                launch.block(dy, m, k), w_block, block,
                 block if up is None else launch.block(up, m, width), pack(operands, z),
-                block if made is None else launch.block(made, m, width), partial,
+                block if made is None else launch.block(made, m, width), partial, z, z if up is None else up,
                 rows, columns, inner, GRADIENT=function, FORWARD=forward,
                 HAS_UP=up is not None, HAS_HIDDEN=hidden,
-                SUMS=tuple(range(first, first + len(wanted))), **launch.options,
+                SUMS=tuple(range(first, first + len(wanted))), TRANSPOSED=tiling.transposes,
+                PREFETCH=_takes_assembly(z) and tiling.prefetches(gated=up is not None), **launch.options,
             )  # fmt: skip
             found = each(wanted, partial, columns, 1, columns)
     else:
@@ -374,6 +408,11 @@ def _can_be_described(matrix: Tensor) -> bool:
     """Whether the copy engine can fetch its rows, which must begin at multiples of 16 bytes."""
     row_bytes = matrix.shape[1] * matrix.element_size()
     return matrix.numel() > 0 and matrix.data_ptr() % 16 == 0 and row_bytes % 16 == 0
+
+
+def _takes_assembly(tensor: Tensor) -> bool:
+    """Whether kernels for its device may hold NVIDIA's assembly."""
+    return tensor.is_cuda and not (torch.version.hip or knobs.runtime.interpret)
 
 
 @functools.cache
