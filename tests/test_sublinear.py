@@ -42,6 +42,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from bench.reference import RESNETS, resnet
+from fusedlayers.checkpoint import generators
 from fusedlayers.memory import saved_bytes
 
 
@@ -432,6 +433,25 @@ class Drawing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         factor = random.random() + torch.rand(()).item()
         return (x * factor).sin()
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_pythons_generator(is_elsewhere: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its words are read from its memory; where they are not there it is asked."""
+    if is_elsewhere:
+        monkeypatch.setattr(generators.ctypes, "string_at", lambda place, size: bytes(size))
+    generator, before = generators._of_python(), random.getstate()
+    assert (generator.get == random.getstate) == is_elsewhere
+    try:
+        for draw in (random.random, functools.partial(random.gauss, 0.0, 1.0), lambda: random.getrandbits(32 * 700)):
+            expected, state = random.getstate(), generator.get()
+            drawn = draw()
+            assert generator.has_moved(state)
+            generator.set(state)
+            assert random.getstate() == expected and not generator.has_moved(state)
+            assert draw() == drawn
+    finally:
+        random.setstate(before)
 
 
 class OwnNorm(nn.Module):

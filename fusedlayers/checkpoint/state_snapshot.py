@@ -19,21 +19,22 @@ written.
 
 from __future__ import annotations
 
-import functools
-import random
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._torch import NormBase, dispatch_mode_count, is_traceable_wrapper_subclass, no_dispatch
+from .._torch import NormBase, is_traceable_wrapper_subclass
 from ..nn.batch_norm import NORM_TYPES
 from ..utils.module_state import Attributes
 from .free_state import FreeState
+from .generators import GENERATORS, Generator
 
 
 class StateSnapshot:
@@ -48,12 +49,11 @@ class StateSnapshot:
         self._free_state: FreeState | None = free_state
         self._inputs = inputs
         self._runs_all = free_state.runs_all
-        self._autocast: list[_Autocast] = []
-        self._states: list[tuple[_Generator, Any]] = []
-        self._buffers: list[_Buffer] = []
-        self._parameters = _Parameters(())
-        self._tensors: list[Versioned] = []
-        self._attributes = Attributes(())
+        self._autocast: Sequence[_Autocast] = ()
+        self._states: Sequence[tuple[Generator, Any]] = ()
+        self._buffers: Sequence[_Buffer] = ()
+        self._tensors: Sequence[Versioned] = ()
+        self._attributes, self._parameters = Attributes(()), _Parameters(())
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -71,8 +71,8 @@ class StateSnapshot:
         states = []
         if replays_rng:
             held = self._attributes.of_type(torch.Generator)
-            own = [_Generator(g.get_state, g.set_state) for g in dict.fromkeys([*generators, *held])]
-            states = [(g, g.get()) for g in [*_GENERATORS, *map(_of_device, devices), *own]]
+            own = map(Generator.of, dict.fromkeys([*generators, *held]))
+            states = [(g, g.get()) for g in [*GENERATORS, *map(Generator.of_device, devices), *own]]
         _region.depth += 1
         try:
             yield
@@ -162,44 +162,6 @@ def in_recomputed_region() -> bool:
     """Whether a function runs that will be, or is being, recomputed. A module inside need not save memory: nothing of
     it is kept, and what it held for itself would be."""
     return _region.depth > 0
-
-
-# --- random numbers ---------------------------------------------------------------------------------------------------
-
-
-class _Generator(NamedTuple):
-    get: Callable[[], Any]
-    set: Callable[[Any], Any]
-
-    def has_moved(self, state: Any) -> bool:
-        now = self.get()
-        if not isinstance(now, Tensor):
-            return bool(_digest(now) != _digest(state))
-        if not dispatch_mode_count():
-            return not torch.equal(now, state)
-        with no_dispatch():  # states are real tensors, also under a FakeTensorMode
-            return not torch.equal(now, state)
-
-
-def _digest(state: Any) -> Any:
-    """Of a state of Python's generator: the last of its 624 words, how many of them are used up, and what is left of a
-    pair of normal numbers. All words change when all are used up, so that a few of them tell; a comparison of all would
-    take as long as the look-up."""
-    _, words, normal = state
-    return words[-9:], normal
-
-
-_GENERATORS = (
-    _Generator(torch.default_generator.get_state, torch.default_generator.set_state),
-    _Generator(random.getstate, random.setstate),
-)
-
-
-def _of_device(device: torch.device) -> _Generator:
-    module = torch.get_device_module(device)
-    return _Generator(
-        functools.partial(module.get_rng_state, device), lambda state: module.set_rng_state(state, device)
-    )
 
 
 # --- autocast ---------------------------------------------------------------------------------------------------------
@@ -292,44 +254,65 @@ def _writes_unread(module: nn.Module) -> bool:
 
 
 class _Parameters:
-    """The parameters of modules as the first run has left them."""
+    """The parameters of modules as the first run has left them: nn.Parameters, but for functional_call's."""
 
-    __slots__ = ("_needs", "_places", "_tensors", "_versions")
+    __slots__ = ("_modules", "_names", "_needs", "_tensors", "_versions")
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        # nn.Parameters, but for functional_call's.
-        found = [
-            (tensor, (module, name))
-            for module in modules
-            for name, tensor in module._parameters.items()
-            if not (tensor is None or is_lazy(tensor) or tensor.is_inference())
-        ]
-        self._tensors, self._places = [tensor for tensor, _ in found], [place for _, place in found]
-        self._versions = [tensor._version for tensor in self._tensors]
-        self._needs = [tensor.requires_grad for tensor in self._tensors]
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._names = [*map(tuple, _dicts_of(modules))]
+        self._tensors = _parameters_of(modules)
+        self._versions, self._needs = _versions(self._tensors), _needs(self._tensors)
+
+    def _places(self) -> Iterator[tuple[nn.Module, str]]:
+        return ((module, name) for module, names in zip(self._modules, self._names, strict=True) for name in names)
 
     def check(self) -> None:
-        now = [tensor._version for tensor in self._tensors]
+        now = _versions(self._tensors)
         if now == self._versions:
             return
-        edited = next(i for i, version in enumerate(now) if version != self._versions[i])
-        module, name = self._places[edited]
-        raise RuntimeError(
-            f"{type(module).__name__}: the parameter {name} was modified by an in-place operation after the forward "
-            "pass, and the backward pass recomputes the module; take the optimizer's step afterwards"
-        )
+        for (module, name), version, before in zip(self._places(), now, self._versions, strict=True):
+            if version != before:
+                raise RuntimeError(
+                    f"{type(module).__name__}: the parameter {name} was modified by an in-place operation after the "
+                    "forward pass, and the backward pass recomputes the module; take the optimizer's step afterwards"
+                )
 
     def restore(self, stack: ExitStack) -> None:
-        for (module, name), tensor, needs in zip(self._places, self._tensors, self._needs, strict=True):
+        now = _parameters_of(self._modules)
+        if len(now) == len(self._tensors) and all(map(is_, now, self._tensors)) and _needs(now) == self._needs:
+            return  # as a rule
+        for (module, name), tensor, needs in zip(self._places(), self._tensors, self._needs, strict=True):
             own = module._parameters
             current = own.get(name)
-            if current is not tensor or current.requires_grad != needs:  # few are
+            if tensor is not None and (current is not tensor or current.requires_grad != needs):
                 _restore(stack, own, name, current, tensor, needs)
+
+
+def _dicts_of(modules: Iterable[nn.Module]) -> list[dict[str, nn.Parameter | None]]:
+    return [module._parameters for module in modules]
+
+
+def _parameters_of(modules: Iterable[nn.Module]) -> list[Tensor | None]:
+    return [*chain.from_iterable(map(dict.values, _dicts_of(modules)))]
+
+
+def _versions(tensors: Iterable[Tensor | None]) -> list[int | None]:
+    try:
+        return [None if tensor is None else tensor._version for tensor in tensors]
+    except RuntimeError:  # some were made in inference mode, and have none
+        return [None if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def _needs(tensors: Iterable[Tensor | None]) -> list[bool]:
+    return [tensor is not None and tensor.requires_grad for tensor in tensors]
 
 
 def _restore(
     stack: ExitStack, own: dict[str, Any], name: str, current: Tensor | None, tensor: Tensor, needs: bool
 ) -> None:
+    if is_lazy(tensor) or tensor.is_inference():
+        return
     # Sharded parameters are left to the engine's hooks, which run in the recomputation too.
     if current is None or is_traceable_wrapper_subclass(current) or is_traceable_wrapper_subclass(tensor):
         return

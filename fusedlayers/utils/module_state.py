@@ -6,14 +6,14 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from itertools import chain, compress
-from operator import is_
-from typing import Any
+from itertools import chain
+from operator import getitem, is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .bounded_cache import BoundedCache
 from .storages import has_data, strided_parts
 
 
@@ -49,59 +49,80 @@ def unchanged(
                     part.copy_(copy)
 
 
-#: The attributes that every module has (parameters, buffers, hooks), without the one that users set.
+#: What every module has (parameters, buffers, hooks), but for the mode, which users set.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _CONTAINERS = frozenset({list, dict, set})
 #: Nobody writes to the list of a convolution, which would be copied for each of a block.
-_NOT_COPIED = _OF_EVERY_MODULE | {"_reversed_padding_repeated_twice"}
-_chained = chain.from_iterable
+_NOT_COPIED = "_reversed_padding_repeated_twice"
+
+
+class _OwnNames(NamedTuple):
+    """Which attributes are modules' own, and not what every module has: for each the number of its module, and its
+    name."""
+
+    of: Sequence[int]
+    names: Sequence[str]
+
+
+#: By the numbers and names of all attributes of some modules. Layers of a model are alike.
+_own_names: BoundedCache[_OwnNames] = BoundedCache(1024)
 
 
 class Attributes:
-    """The attributes of modules, and the contents of their own lists, dicts and sets. What every module has is
-    compared, and never set. A recomputed layer may have dozens of modules: as much as can be is done in C."""
+    """The attributes of modules, without what every module has, and the contents of their own lists, dicts and sets.
+
+    A recomputed layer has dozens of modules, whose objects are in no cache of the processor: those that are not asked
+    for are not touched, and as much as can be is done in C.
+    """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._dicts = [*map(vars, modules)]
-        self._before = [*map(dict.copy, self._dicts)]
-        self._names, self._values = [*_chained(self._before)], [*_chained(map(dict.values, self._before))]
-        self._types, self._lengths = [*map(type, self._values)], [*map(len, self._before)]
-        #: Copies of containers, by module and name.
-        self._contents: list[tuple[int, str, Any]] = []
-        for at in compress(range(len(self._values)), map(_CONTAINERS.__contains__, self._types)):
-            if (name := self._names[at]) not in _NOT_COPIED:
-                self._contents.append((self._module_of(at), name, self._values[at].copy()))
+        self._all_names = self._find_names()
+        own = _own_names.get(self._all_names)
+        if own is None:
+            found = [(i, name) for i, d in enumerate(self._dicts) for name in d if name not in _OF_EVERY_MODULE]
+            own = _own_names.put(self._all_names, _OwnNames([i for i, _ in found], [name for _, name in found]))
+        #: For each attribute the dict that it is in, its name and its value.
+        self._owners = [*map(self._dicts.__getitem__, own.of)]
+        self._names = own.names
+        self._values = [*map(getitem, self._owners, self._names)]
+        self._contents: list[tuple[dict[str, Any], str, Any]] = []
+        if not _CONTAINERS.isdisjoint(map(type, self._values)):
+            self._contents = [
+                (owner, name, value.copy())
+                for owner, name, value in zip(self._owners, self._names, self._values, strict=True)
+                if type(value) in _CONTAINERS and name != _NOT_COPIED
+            ]
 
-    def _module_of(self, at: int) -> int:
-        """The module of the attribute at this place among those of all."""
-        for i, length in enumerate(self._lengths):
-            if at < length:
-                return i
-            at -= length
-        raise IndexError
+    def _find_names(self) -> tuple[Any, ...]:
+        return *map(len, self._dicts), *chain.from_iterable(self._dicts)
 
     def of_type(self, kind: type) -> list[Any]:
         """The attributes of this very type."""
-        return [*compress(self._values, map(partial(is_, kind), self._types))] if kind in self._types else []
+        return [value for value in self._values if type(value) is kind]
 
     def are_current(self) -> bool:
         """Whether the modules have them now, and no others. An order that has changed counts as other attributes."""
-        is_alike = [*map(len, self._dicts)] == self._lengths and all(map(is_, _chained(self._dicts), self._names))
-        return is_alike and all(map(is_, _chained(map(dict.values, self._dicts)), self._values))
+        return self._find_names() == self._all_names and all(
+            map(is_, map(getitem, self._owners, self._names), self._values)
+        )
 
     def set(self) -> None:
         """Give them to the modules, and take all others from these."""
-        for own, before in zip(self._dicts, self._before, strict=True):
-            for name in own.keys() - _OF_EVERY_MODULE - before.keys():
-                del own[name]
-            own.update({name: value for name, value in before.items() if name not in _OF_EVERY_MODULE})
+        wanted = {(id(owner), name) for owner, name in zip(self._owners, self._names, strict=True)}
+        for own in self._dicts:
+            for name in [*own]:
+                if name not in _OF_EVERY_MODULE and (id(own), name) not in wanted:
+                    del own[name]
+        for owner, name, value in zip(self._owners, self._names, self._values, strict=True):
+            owner[name] = value
 
     def put_back(self) -> None:
         """Set the attributes for good, and give the containers their old contents."""
         self.set()
-        for i, name, contents in self._contents:
-            held = self._dicts[i][name]
+        for own, name, contents in self._contents:
+            held = own[name]
             held.clear()
             held.extend(contents) if isinstance(held, list) else held.update(contents)
 
@@ -113,8 +134,8 @@ class Attributes:
         if not self.are_current():
             now = Attributes(self._modules)
             self.set()
-        for i, name, contents in self._contents:
-            self._dicts[i][name] = contents.copy()
+        for own, name, contents in self._contents:
+            own[name] = contents.copy()
         try:
             yield
         finally:
