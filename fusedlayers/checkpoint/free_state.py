@@ -21,6 +21,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from .._torch import tree_leaves
 from ..utils.module_state import modules_in
 
+#: Arguments of these types hold nothing.
+ATOMS = (Tensor, types.NoneType, bool, int, float, str)
+
 
 class FreeState(NamedTuple):
     """What a recomputed function depends on besides its arguments.
@@ -46,7 +49,7 @@ class FreeState(NamedTuple):
     @classmethod
     def of(cls, function: object, leaves: Sequence[object]) -> FreeState:
         """Of a function, or of a list of functions, called with arguments that have these leaves."""
-        others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+        others = [leaf for leaf in leaves if not isinstance(leaf, ATOMS)]
         if isinstance(function, nn.Module):
             modules = modules_in(function)
             if others:

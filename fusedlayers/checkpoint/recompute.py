@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from .._torch import TreeSpec, parametrizations_are_cached, tree_flatten, tree_unflatten
 from ..call import followed_by
-from .free_state import FreeState
+from .free_state import ATOMS, FreeState
 from .selective import SavedResults, SelectiveMode, products
 from .state_snapshot import StateSnapshot
 
@@ -94,22 +94,26 @@ class Arguments(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     leaves: Sequence[Any]
-    structure: TreeSpec | None  # None where the leaves are the arguments
+    structure: TreeSpec | tuple[str, ...]  # the names of keywords, where the leaves are the arguments
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Arguments:
-        if not kwargs and all(isinstance(arg, Tensor) for arg in args):
-            return cls(args, {}, args, None)  # flattening takes as long as a small linear layer
-        return cls(args, kwargs or {}, *tree_flatten((args, kwargs or {})))
+        kwargs = kwargs or {}
+        leaves = (*args, *kwargs.values())
+        if all(isinstance(leaf, ATOMS) for leaf in leaves):  # flattening takes as long as a small linear layer
+            return cls(args, kwargs, leaves, tuple(kwargs))
+        return cls(args, kwargs, *tree_flatten((args, kwargs)))
 
     @property
     def tensors(self) -> list[Tensor]:
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def with_leaves(self, leaves: Sequence[Any]) -> Arguments:
-        if self.structure is None:
-            return self._replace(args=tuple(leaves), leaves=leaves)
-        args, kwargs = tree_unflatten(leaves, self.structure)
+        if isinstance(self.structure, tuple):
+            count = len(leaves) - len(self.structure)
+            args, kwargs = tuple(leaves[:count]), dict(zip(self.structure, leaves[count:], strict=True))
+        else:
+            args, kwargs = tree_unflatten(leaves, self.structure)
         return Arguments(args, kwargs, leaves, self.structure)
 
 

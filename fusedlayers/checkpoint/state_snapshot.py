@@ -53,7 +53,7 @@ class StateSnapshot:
         self._states: Sequence[tuple[Generator, Any]] = ()
         self._buffers: Sequence[_Buffer] = ()
         self._tensors: Sequence[Versioned] = ()
-        self._attributes, self._parameters = Attributes(()), _Parameters(())
+        self._attributes, self._parameters = _NO_ATTRIBUTES, _NO_PARAMETERS
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -322,3 +322,7 @@ def _restore(
     elif tensor.is_leaf:
         stack.callback(tensor.requires_grad_, tensor.requires_grad)
         tensor.requires_grad_(needs)
+
+
+#: Of a run that has not begun, or not ended.
+_NO_ATTRIBUTES, _NO_PARAMETERS = Attributes(()), _Parameters(())
