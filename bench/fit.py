@@ -42,7 +42,7 @@ DEFINITIONS = {
 }
 #: Parts of eager's saved bytes.
 BUDGETS = (0.7, 0.5, 0.3)
-BUDGET_SECONDS = 540.0
+BUDGET_SECONDS = 900.0
 _CASE_SECONDS = 12.0
 
 
@@ -69,6 +69,10 @@ def _encoder() -> tuple[nn.Module, Tensor]:
     return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False), torch.randn(4, 256, 256)
 
 
+def _stages() -> str:
+    return ",".join(f"encoder.stages.{stage}.layers" for stage in range(4))
+
+
 _SIZES: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 6}
 _TEXT = partial(_of_transformers, inputs="input_ids", shape=(4, 256), vocab_size=1000, **_SIZES)
 _MISTRAL = partial(_TEXT, "Mistral", intermediate_size=896, num_key_value_heads=2, use_cache=False)
@@ -83,11 +87,14 @@ CASES = (
         partial(_IMAGES, "ViT", shape=(8, 3, 128, 128), image_size=128, intermediate_size=1024, **_SIZES),
         "layers|encoder.layer",
     ),
+    Case("resnet-50/float32", partial(_IMAGES, "ResNet", shape=(4, 3, 128, 128)), _stages()),
+    # As wide as such models are. What a recomputation costs the host is nothing here, and one or two percent above.
     Case(
-        "resnet-50/float32",
-        partial(_IMAGES, "ResNet", shape=(4, 3, 128, 128)),
-        ",".join(f"encoder.stages.{stage}.layers" for stage in range(4)),
+        "vit, width 768/float32",
+        partial(_IMAGES, "ViT", shape=(4, 3, 224, 224), **{**_SIZES, "hidden_size": 768, "num_attention_heads": 12}),
+        "layers|encoder.layer",
     ),
+    Case("resnet-50, 224 x 224/float32", partial(_IMAGES, "ResNet", shape=(8, 3, 224, 224)), _stages()),
 )
 
 
