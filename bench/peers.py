@@ -7,8 +7,10 @@ optiacts are no dependencies: install those that you want to see.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import importlib
+import importlib.metadata
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -145,6 +147,15 @@ def _inplace_abn(module: nn.Module, x: Tensor) -> Forward:
     return lambda x: module.conv2(norm(module.conv1(x)))
 
 
+def _versions() -> dict[str, str]:
+    """Of the packages that are installed."""
+    found = {}
+    for name in ("optiacts", "liger-kernel", "inplace-abn"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
 OURS = "fusedlayers"
 #: What every block is measured with; each has its own beside these.
 VARIANTS: dict[str, Build] = {
@@ -197,6 +208,7 @@ def main(options: argparse.Namespace) -> int:
     if out is None and not (options.only or options.quick):
         out = RESULTS / machine.slug(device, torch.get_num_threads())
     result = grid.begin("peers", device, DEFINITIONS, quick=options.quick, not_run=[block.id for block in todo])
+    result["versions"] |= _versions()
     machine.warn_if_busy(result)
     for block, _, _ in grid.until(time.monotonic() + options.budget, todo):
         row = measure_block(block, device, quick=options.quick)

@@ -77,6 +77,11 @@ def test_the_console_script_is_main_and_the_extras_are_declared() -> None:
     [
         (["paint"], ["paint", "demo"]),
         (["demo", "--activation", "nope"], ["nope", *activations()]),
+        (["demo", "--activation", "GLEU"], ["'GLEU'; did you mean 'gelu'?"]),
+        (
+            ["report", "torch.nn:Identity", "--json", "no/such/x.json"],
+            ["no/such/x.json cannot be written: No such file"],
+        ),
         (["demo", "--dtype", "int8"], ["int8", "bfloat16"]),
         (["demo", "--dtype", "float16", "--device", "cpu"], ["float16", "cuda only", "bfloat16"]),
         (["demo", "--device", "tpu"], ["tpu", "cuda:N"]),

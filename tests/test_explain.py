@@ -488,7 +488,9 @@ def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_measured(
         fl.explain("gelu").plot(path)
     monkeypatch.setattr(explanation_command, "explain", lambda activation: pytest.fail("it was measured"))
     assert main(["explain", "gelu", "--plot", path]) == 2
-    assert capsys.readouterr().err == f"fusedlayers explain: {raised.value}\n" and not list(tmp_path.iterdir())
+    error = raised.value
+    reason = error if isinstance(error, ValueError) else f"{path} cannot be written: {error.strerror}"
+    assert capsys.readouterr().err == f"fusedlayers explain: {reason}\n" and not list(tmp_path.iterdir())
 
 
 def test_help_lists_the_command(capsys: pytest.CaptureFixture[str]) -> None:

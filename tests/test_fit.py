@@ -771,6 +771,8 @@ def test_wrong_models_and_inputs() -> None:
         fl.fit(nn.Linear(2, 2), torch.ones(2), fraction=0.5)
     with pytest.raises(TypeError, match="fit: on_stage must be a function of a text and a number, such as print, got"):
         fl.fit(nn.Linear(2, 2), torch.ones(2), fraction=0.5, on_stage=True)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="fit: plan_only must be True or False, got 1"):
+        fl.fit(nn.Linear(2, 2), torch.ones(2), fraction=0.5, plan_only=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="fit: loss must be a function of the model's result, got 5"):
         fl.fit(nn.Linear(2, 2), torch.ones(2), fraction=0.5, loss=5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="fit: got tensors on meta"):

@@ -397,6 +397,8 @@ def test_dry_run_changes_nothing(x: Tensor) -> None:
     assert fused.replaced == untimed and fused.saved_bytes == report.saved_bytes
     fl.fuse(model, x, dry_run=True)
     assert _kinds(model) == {"0.act": {"gelu"}}
+    with pytest.raises(TypeError, match="fuse: dry_run must be True or False, got 'no'"):
+        fl.fuse(model, x, dry_run="no")  # type: ignore[arg-type]
 
 
 def test_dry_run_times_a_step(x: Tensor) -> None:

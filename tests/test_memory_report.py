@@ -602,9 +602,10 @@ def test_a_loss_that_is_none_is_refused(loss: Any, got: str, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("given", [{"input": torch.randn(4, 8)}, (torch.randn(4, 8),)])
-def test_arguments_that_are_one_container_are_named(given: Any) -> None:
-    with pytest.raises(TypeError) as raised:
-        fl.memory_report(nn.Linear(8, 8), given)
+@pytest.mark.parametrize("model", [nn.Linear(8, 8), lambda x: x.sin()])
+def test_arguments_that_are_one_container_are_named(given: Any, model: Any) -> None:
+    with pytest.raises((TypeError, AttributeError)) as raised:
+        fl.memory_report(model, given)
     assert "memory_report(model, **inputs)" in raised.value.__notes__[0]
 
 
@@ -912,7 +913,7 @@ def test_a_plot_that_cannot_be_written_is_refused_before_the_model_is_made(
         report.plot(path)
     before = sorted(tmp_path.iterdir())
     assert main(["report", f"{user_module}:broken", "--plot", path]) == 2
-    assert capsys.readouterr().err == f"fusedlayers report: {raised.value}\n"
+    assert capsys.readouterr().err == f"fusedlayers report: {_in_words(raised.value, path)}\n"
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -924,7 +925,11 @@ def test_json_that_cannot_be_written_is_refused_before_the_model_is_made(
     with pytest.raises((FileNotFoundError, IsADirectoryError)) as raised:
         Path(path).write_text("")
     assert main(["report", f"{user_module}:broken", "--json", path]) == 2
-    assert capsys.readouterr().err == f"fusedlayers report: {raised.value}\n"
+    assert capsys.readouterr().err == f"fusedlayers report: {_in_words(raised.value, path)}\n"
+
+
+def _in_words(error: Exception, path: str) -> str:
+    return f"{path} cannot be written: {error.strerror}" if isinstance(error, OSError) else str(error)
 
 
 def test_a_plot_without_matplotlib_is_refused_before_the_model_is_made(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..activations import activations
+from ..activations import activations, resolve
 from ..utils import command_line, progress
 from .corpus import standard_library_bytes
 from .report import LEGEND, describe, losses_to, plot, table
@@ -33,8 +33,10 @@ def register(commands: "command_line.Commands") -> None:
         epilog="Defaults that depend on the device: "
         + "; ".join(f"{device}: " + ", ".join(f"{k} {v}" for k, v in row.items()) for device, row in DEFAULTS.items()),
     )
-    known = activations()
-    parser.add_argument("--activation", choices=known, default="gelu", metavar="NAME", help=", ".join(known))
+    known = ", ".join(activations())
+    parser.add_argument(
+        "--activation", type=activation, default="gelu", metavar="NAME", help=f"{known} (default: gelu)"
+    )
     parser.add_argument(
         "--device", type=device, default=None, help="cpu, cuda or cuda:N (default: cuda if there is one)"
     )
@@ -98,6 +100,14 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
     if where.type == "cpu" and options["dtype"] == torch.float16:
         arguments.error("--dtype float16 trains on cuda only; use float32 or bfloat16 with --device cpu")
     return Settings(device=where, activation=arguments.activation, seed=arguments.seed, **options)
+
+
+def activation(text: str) -> str:
+    """Read `--activation`."""
+    try:
+        return resolve(text, "--activation").name
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("--activation: ")) from error
 
 
 def device(text: str) -> torch.device:

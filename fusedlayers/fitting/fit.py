@@ -16,6 +16,7 @@ from ..fusion.region import region_of
 from ..profiling.step import Step
 from ..utils.formatting import pattern_of, size_text
 from ..utils.module_state import unchanged
+from ..utils.refusals import check_flag
 from ..utils.storages import tensors_in
 from .agreement import together
 from .arguments import allowed_bytes, check_arguments
@@ -87,7 +88,7 @@ def fit(
         that could be met, and the next plans.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is no module; ``loss``, ``on_stage`` or ``plan_only`` is of the wrong type.
         ValueError: both or neither of the budgets, or one that makes no sense, or that no plan meets; inputs that the
             model does not run on; nothing that needs a gradient. The model is as it was then.
 
@@ -102,6 +103,7 @@ def fit(
     True
     """
     step = Step(model, *arguments_from(inputs), loss, function="fit")
+    check_flag("fit", "plan_only", plan_only)
     return fit_step(step, memory_budget_bytes, fraction, of, plan_only, on_stage)
 
 

@@ -15,6 +15,7 @@ from ..memory import saved_bytes
 from ..profiling.step import Step, no_gradient_because
 from ..utils.formatting import first_line, is_within, pattern_of, size_text
 from ..utils.module_state import unchanged
+from ..utils.refusals import check_flag
 from ..utils.storages import has_data, tensors_in
 from .example import arguments_from, check_model, check_module, does_not_run, eagerly, evaluation_notes
 from .mlps import find_mlps
@@ -58,7 +59,7 @@ def fuse(model: nn.Module, example_inputs: Any = None, *, save: str = "auto", dr
         a report: the places, what each frees, what was skipped and why, and the bytes saved for backward in all.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is no module, or ``dry_run`` neither True nor False.
         ValueError: an unknown ``save``; a lazy module that has not been called; inputs that the model does not run on;
             inference mode.
 
@@ -75,6 +76,7 @@ def fuse(model: nn.Module, example_inputs: Any = None, *, save: str = "auto", dr
     check_model("fuse", model)
     if save not in ("auto", "recompute"):
         raise ValueError(f"fuse: save must be 'auto' or 'recompute', got {save!r}")
+    check_flag("fuse", "dry_run", dry_run)
     if example_inputs is None:
         return Fusing(model, save, dry_run).by_classes()
     return fuse_on(model, *arguments_from(example_inputs), save, dry_run)

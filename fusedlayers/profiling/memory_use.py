@@ -72,7 +72,7 @@ def report_of(step: Step, on_stage: OnStage = lambda stage, part: None) -> Memor
         on_stage("warming up", 0.0)
         try:
             loss = step.forward()
-        except TypeError as error:
+        except Exception as error:
             if len(step.args) == 1 and isinstance(step.args[0], Mapping | tuple | list):
                 error.add_note(
                     f"{step.function}: the model was called with one {type(step.args[0]).__name__}; for arguments in "

@@ -96,7 +96,7 @@ def whole_number(minimum: int = 1, maximum: int = 2**31 - 1, multiple: int = 1) 
 
 
 def check_output_files(function: str, plot: Path | None, *others: Path | None) -> None:
-    """Raise before a long run what ``function``'s ``plot``, and writing the other files, would raise after it."""
+    """Refuse before a long run a plot that ``function``'s result cannot draw, and files that cannot be written."""
     if plot is not None:
         plotting.check_format(function, plot)
     for path in (plot, *others):
@@ -105,9 +105,12 @@ def check_output_files(function: str, plot: Path | None, *others: Path | None) -
 
 
 def _check_writable(path: Path) -> None:
-    """Raise what the system raises on opening the file for writing. Neither creates nor changes a file."""
+    """Raise OSError where the file cannot be opened for writing. Neither creates nor changes a file."""
     is_new = not os.path.lexists(path)
-    path.open("ab").close()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise OSError(f"{path} cannot be written: {error.strerror}") from error
     if is_new:
         path.unlink()
 

@@ -9,3 +9,9 @@ def check_instance(function: str, model: object) -> None:
     """Refuse a class of modules in the place of a module."""
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise TypeError(f"{function}: model must be an instance, {model.__name__}(...), and not the class")
+
+
+def check_flag(function: str, name: str, value: object) -> None:
+    """Refuse what is neither True nor False: text such as "no" would count as True."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{function}: {name} must be True or False, got {value!r}")
