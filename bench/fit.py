@@ -90,11 +90,11 @@ CASES = (
     Case("resnet-50/float32", partial(_IMAGES, "ResNet", shape=(4, 3, 128, 128)), _stages()),
     # As wide as such models are. What a recomputation costs the host is nothing here, and one or two percent above.
     Case(
-        "vit, width 768/float32",
+        "vit-768/float32",
         partial(_IMAGES, "ViT", shape=(4, 3, 224, 224), **{**_SIZES, "hidden_size": 768, "num_attention_heads": 12}),
         "layers|encoder.layer",
     ),
-    Case("resnet-50, 224 x 224/float32", partial(_IMAGES, "ResNet", shape=(8, 3, 224, 224)), _stages()),
+    Case("resnet-50-224/float32", partial(_IMAGES, "ResNet", shape=(8, 3, 224, 224)), _stages()),
 )
 
 

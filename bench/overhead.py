@@ -176,7 +176,7 @@ class Variant(NamedTuple):
 
 def measure_case(case: Case, device: torch.device, *, seconds: float, quick: bool) -> dict[str, Any]:
     """Return the JSON row of a case."""
-    if case.group in ON_FAKE_GPU:
+    if case.group in ON_FAKE_GPU:  # until the process ends, as the fake driver
         plan.MEDIUM_BYTES = plan.GPU_MEDIUM_BYTES if case.group == HOST else 0
         plan.forget_plans()
     variants = dict(zip(VARIANTS, _build(case, device), strict=True))

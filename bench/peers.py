@@ -147,10 +147,14 @@ def _inplace_abn(module: nn.Module, x: Tensor) -> Forward:
     return lambda x: module.conv2(norm(module.conv1(x)))
 
 
+#: The others that these variants need.
+PACKAGES = ("optiacts", "liger-kernel", "inplace-abn")
+
+
 def _versions() -> dict[str, str]:
     """Of the packages that are installed."""
     found = {}
-    for name in ("optiacts", "liger-kernel", "inplace-abn"):
+    for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found

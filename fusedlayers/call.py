@@ -105,7 +105,6 @@ class Call(NamedTuple):
             has_own_node=_has_own_node(operation, backend, x, w),
             returns_view=operation.returns_view(x),
             makes_z=not isinstance(operation, Pointwise) or b is not None,
-            may_have_epilogue=isinstance(operation, Matmul) and backend.may_have_epilogue(x.device),
         )
 
 

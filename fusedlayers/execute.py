@@ -128,11 +128,13 @@ def _in_place(
     plan: Plan, operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None,
     activation: Activation, operands: Operands,
 ) -> Tensor:  # fmt: skip
-    """By PyTorch's own operations, the activation in place."""
+    """By PyTorch's own operations, the activation in place; or in a matmul's epilogue, where that was tuned."""
     assert activation.in_place is not None
     given = x
     if plan.flattens:
         x, residual = _flattened(operation, x, residual)
+    if plan.may_have_epilogue and plan.backend.has_epilogue(x, w, b, activation, encode=True, cast=plan.cast):
+        return _fused(plan, operation, given, w, b, residual, activation, operands)
     z = operation(x, w, b)
     y = activation.in_place(z if residual is None else z.add_(residual))
     return operation.unflattened(y, given) if plan.flattens else y

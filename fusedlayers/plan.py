@@ -110,8 +110,6 @@ class PlanKey(NamedTuple):
     returns_view: bool = False
     #: Whether the operation makes a new tensor; bias_act without a bias does not.
     makes_z: bool = True
-    #: Whether the backend may apply activations in its matmuls, on this device.
-    may_have_epilogue: bool = False
 
 
 class Plan(NamedTuple):
@@ -171,7 +169,7 @@ def forget_plans() -> None:
 
 
 def medium_bytes(operation: Operation, x: Tensor) -> int:
-    """Up to how many bytes results are of medium size."""
+    """Results of fewer bytes are of medium size, or small."""
     # A batch norm's node saves less than PyTorch's operations do, which is worth the host's time.
     return MEDIUM_BYTES if x.is_cpu or isinstance(operation, BatchNorm) else GPU_MEDIUM_BYTES
 
@@ -225,14 +223,13 @@ def make_plan(key: PlanKey) -> Plan:
         )
     flattens = key.returns_view and is_along
     torch_makes_z = key.makes_z and not key.is_inplace and not key.has_own_node
-    may_have_epilogue = key.may_have_epilogue and operation is MATMUL and saved == "output" and not key.has_residual
-    is_quick = key.size != "large" and torch_makes_z and not may_have_epilogue
-    if saved == "output" and activation.in_place is not None and is_quick:
-        return Plan("in_place", saved, reason, activation, flattens=flattens)
+    path: Path = "norm_input" if saved == "recompute" and _has_input_passes(key) else "fused"
+    if saved == "output" and activation.in_place is not None and key.size != "large" and torch_makes_z:
+        path = "in_place"
     # Then the activation's node may hold them too, at no cost.
     holds_arguments = key.saves_arguments and not is_pointwise and key.cast is None and not key.is_hooked
     return Plan(
-        "norm_input" if saved == "recompute" and _has_input_passes(key) else "fused",
+        path,
         saved,
         reason,
         activation,
@@ -241,7 +238,7 @@ def make_plan(key: PlanKey) -> Plan:
         dim,
         bias_in_kernel=saved != "input" and is_along and operation.leaves_bias and (is_pointwise or backend.ADDS_BIAS),
         has_own_node=key.has_own_node and key.cast is None,
-        may_have_epilogue=may_have_epilogue,
+        may_have_epilogue=backend.HAS_EPILOGUES and operation is MATMUL and saved == "output" and not key.has_residual,
         flattens=flattens,
         overwrites=overwrites and is_along and saved != "input",
         # Second derivatives then go through the exact z and not the rounded y.

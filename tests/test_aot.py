@@ -341,8 +341,8 @@ def test_matmuls_fetch_ahead(target: str) -> None:
     for kernel, dtype in itertools.product(("dense", GRADIENTS[0], "gated_mlp_gradient"), DTYPES):
         (found,) = compiled("fetches", f"{target}/relu/{kernel}/{dtype}")
         assert found["through_registers"] == 0
-        has_registers = (target, kernel, dtype) != ("sm_90", "gated_mlp_gradient", "bfloat16")
-        fetches = kernel != "dense" and target.startswith("sm_") and has_registers
+        spills = (target, kernel, dtype) == ("sm_90", "gated_mlp_gradient", "bfloat16")  # with gelu it would
+        fetches = kernel != "dense" and target.startswith("sm_") and not spills
         assert (found["prefetches"] > 0) == fetches, (kernel, dtype)
 
 

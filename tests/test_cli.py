@@ -80,7 +80,7 @@ def test_the_console_script_is_main_and_the_extras_are_declared() -> None:
         (["demo", "--activation", "GLEU"], ["'GLEU'; did you mean 'gelu'?"]),
         (
             ["report", "torch.nn:Identity", "--json", "no/such/x.json"],
-            ["no/such/x.json cannot be written: No such file"],
+            ["no/such/x.json: No such file"],
         ),
         (["demo", "--dtype", "int8"], ["int8", "bfloat16"]),
         (["demo", "--dtype", "float16", "--device", "cpu"], ["float16", "cuda only", "bfloat16"]),

@@ -452,6 +452,7 @@ def test_a_layer_with_an_epilogue_keeps_what_the_others_keep(
 
 def test_autocast(fused: list[str], on_triton: Switch) -> None:
     on_triton(True)
+    torch.manual_seed(0)
     x, w, b = (torch.randn(s, device=DEVICE, requires_grad=True) for s in ((64, 24), (40, 24), (40,)))
     with torch.autocast(DEVICE.type, torch.bfloat16):
         y = fl.dense_bias_act(x, w, b, "tanh")

@@ -489,7 +489,7 @@ def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_measured(
     monkeypatch.setattr(explanation_command, "explain", lambda activation: pytest.fail("it was measured"))
     assert main(["explain", "gelu", "--plot", path]) == 2
     error = raised.value
-    reason = error if isinstance(error, ValueError) else f"{path} cannot be written: {error.strerror}"
+    reason = error if isinstance(error, ValueError) else f"{path}: {error.strerror}"
     assert capsys.readouterr().err == f"fusedlayers explain: {reason}\n" and not list(tmp_path.iterdir())
 
 

@@ -929,7 +929,7 @@ def test_json_that_cannot_be_written_is_refused_before_the_model_is_made(
 
 
 def _in_words(error: Exception, path: str) -> str:
-    return f"{path} cannot be written: {error.strerror}" if isinstance(error, OSError) else str(error)
+    return f"{path}: {error.strerror}" if isinstance(error, OSError) else str(error)
 
 
 def test_a_plot_without_matplotlib_is_refused_before_the_model_is_made(

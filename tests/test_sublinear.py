@@ -5,6 +5,7 @@ The six items, and the faults, are those of the package that had this idea befor
 from __future__ import annotations
 
 import copy
+import enum
 import functools
 import io
 import pickle
@@ -639,6 +640,55 @@ def test_modules_in_a_function_are_found(kind: str, recompute: Any) -> None:
         sources.append(outcome(through, x) + [buffer.clone() for buffer in _norm.buffers()])
     same(*sources)
     assert _norm[1].num_batches_tracked == initial[1].num_batches_tracked + 1
+
+
+class Kind(enum.StrEnum):
+    """Text, which a module may be attached to."""
+
+    PLAIN = "plain"
+
+
+def test_what_an_argument_holds_is_found() -> None:
+    def counts(run: Callable[..., Tensor]) -> Tensor:
+        Kind.PLAIN.norm = nn.BatchNorm1d(8)  # type: ignore[attr-defined]
+        run(lambda x, kind, *, scale: kind.norm(x) * scale, rows(), Kind.PLAIN, scale=2.0).square().sum().backward()
+        return Kind.PLAIN.norm.num_batches_tracked  # type: ignore[attr-defined,no-any-return]
+
+    assert counts(lambda f, *args, **kwargs: f(*args, **kwargs)) == counts(fl.sublinear) == 1
+
+
+class Sigmoids(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_torchscript_inside() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(Sigmoids()), nn.Linear(8, 8))
+    x = rows().requires_grad_()
+    found, expected = (torch.autograd.grad(y.sum(), x)[0] for y in (fl.sublinear(model, x), model(x)))
+    torch.testing.assert_close(found, expected)  # TorchScript compiles a function once more when it has run
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.first).sin() @ self.second
+
+
+def test_parameters_that_exchange_their_names() -> None:
+    """Between the passes, the same two in the same order."""
+    model, x = Twice(), rows().requires_grad_()
+    (expected,) = torch.autograd.grad(model(x).square().sum(), x)
+    y = fl.sublinear(model, x)
+    first, second = model.first, model.second
+    del model.first, model.second
+    model.second, model.first = first, second
+    (found,) = torch.autograd.grad(y.square().sum(), x)
+    assert torch.equal(found, expected)
 
 
 def test_names_of_arguments_are_the_functions_own() -> None:

@@ -404,10 +404,14 @@ def integers(*shape: int, seed: int) -> Tensor:
 
 
 def test_one_partial_sum_is_the_sum() -> None:
-    partial = integers(2, 1, 8, seed=0)
-    alone = sums.add_up(partial, 5, 1, torch.float32)
-    assert torch.equal(alone, partial[:, 0, :5]) and alone.data_ptr() == partial.data_ptr()
-    assert torch.equal(sums.add_up(partial, 2, 4, torch.float32), partial.view(2, 4, 2).sum(1))
+    partial, by_channel = integers(1, 1, 8, seed=0), sums.Sum(True, torch.float32)
+    (alone,) = sums.each([by_channel], partial, 5, 1, 8)
+    assert torch.equal(alone, partial[0, 0, :5]) and alone.data_ptr() == partial.data_ptr()
+    (added,) = sums.each([by_channel], partial, 2, 4, 8)
+    assert torch.equal(added, partial.view(4, 2).sum(0))
+    both = sums.each([by_channel, by_channel], partial.expand(2, 1, 8).contiguous(), 5, 1, 8)
+    assert all(torch.equal(one, alone) for one in both)
+    assert both[0].untyped_storage().data_ptr() != both[1].untyped_storage().data_ptr()  # gradients of two tensors
 
 
 @every_layout

@@ -170,12 +170,20 @@ class Backend(Protocol):
         """
         ...
 
-    def may_have_epilogue(self, device: torch.device) -> bool:
-        """Whether ``has_epilogue`` may hold on this device."""
-        ...
+    def has_epilogue(
+        self,
+        x: Tensor,
+        w: Tensor,
+        b: Tensor | None,
+        activation: Activation,
+        *,
+        encode: bool,
+        cast: torch.dtype | None = None,
+    ) -> bool:
+        """Whether ``operation_act`` applies the activation in the matmul's epilogue, without a pass of its own.
 
-    def has_epilogue(self, x: Tensor, w: Tensor, b: Tensor | None, activation: Activation, *, encode: bool) -> bool:
-        """Whether ``operation_act`` applies the activation in the matmul's epilogue, without a pass of its own."""
+        ``cast`` is the dtype that x and w are to be cast to first.
+        """
         ...
 
     def bias_act(
@@ -331,3 +339,5 @@ class Backend(Protocol):
     CHUNK_BYTES: int
     #: Whether the bias is best added by ``bias_act`` instead of by the matmul.
     ADDS_BIAS: bool
+    #: Whether ``has_epilogue`` may hold.
+    HAS_EPILOGUES: bool

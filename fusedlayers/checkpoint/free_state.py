@@ -21,8 +21,12 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from .._torch import tree_leaves
 from ..utils.module_state import modules_in
 
-#: Arguments of these types hold nothing.
-ATOMS = (Tensor, types.NoneType, bool, int, float, str)
+_ATOMS = frozenset({types.NoneType, bool, int, float, str})
+
+
+def holds_nothing(argument: object) -> bool:
+    """Whether an argument is a tensor, or surely holds no other objects, as one of a derived type may."""
+    return type(argument) in _ATOMS or isinstance(argument, Tensor)
 
 
 class FreeState(NamedTuple):
@@ -49,7 +53,7 @@ class FreeState(NamedTuple):
     @classmethod
     def of(cls, function: object, leaves: Sequence[object]) -> FreeState:
         """Of a function, or of a list of functions, called with arguments that have these leaves."""
-        others = [leaf for leaf in leaves if not isinstance(leaf, ATOMS)]
+        others = [leaf for leaf in leaves if not holds_nothing(leaf)]
         if isinstance(function, nn.Module):
             modules = modules_in(function)
             if others:

@@ -47,28 +47,43 @@ class Generator(NamedTuple):
             return not torch.equal(now, state)
 
 
-#: How many of the words are used up, and the words.
-_WORDS = struct.Struct("i624I")
+class _PythonsMemory:
+    """The state of a ``random.Random``, as it lies in CPython's memory behind the object's header."""
+
+    #: How many of the words are used up, and the words.
+    WORDS = struct.Struct("i624I")
+
+    def __init__(self, generator: random.Random) -> None:
+        self._generator: Any = generator
+        self._place = id(generator) + object.__basicsize__
+        self._version, *_ = generator.getstate()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether what lies there is the state."""
+        _, (*words, used), _ = self._generator.getstate()
+        is_long_enough = type(self._generator).__basicsize__ >= object.__basicsize__ + self.WORDS.size
+        return is_long_enough and len(words) == 624 and self.get()[0] == self.WORDS.pack(used, *words)
+
+    def get(self) -> tuple[bytes, float | None]:
+        """The words, and what is left of a pair of normal numbers."""
+        return ctypes.string_at(self._place, self.WORDS.size), self._generator.gauss_next
+
+    def set(self, state: tuple[bytes, float | None]) -> None:
+        """Put a state back, by Python's own function."""
+        words, normal = state
+        used, *numbers = self.WORDS.unpack(words)
+        self._generator.setstate((self._version, (*numbers, used), normal))
 
 
 def _of_python() -> Generator:
-    """Of ``random``."""
-    generator = random.getstate.__self__  # type: ignore[attr-defined]  # a bound method
-    place = id(generator) + object.__basicsize__
-
-    def get() -> tuple[bytes, float | None]:
-        return ctypes.string_at(place, _WORDS.size), generator.gauss_next
-
-    def set_(state: tuple[bytes, float | None]) -> None:
-        words, normal = state
-        used, *numbers = _WORDS.unpack(words)
-        generator.setstate((version, (*numbers, used), normal))
-
-    version, (*numbers, used), _ = generator.getstate()
-    is_as_expected = len(numbers) == 624 and type(generator).__basicsize__ >= object.__basicsize__ + _WORDS.size
-    if is_as_expected and get()[0] == _WORDS.pack(used, *numbers):
-        return Generator(get, set_)
-    return Generator(generator.getstate, generator.setstate)
+    """Of ``random``'s functions."""
+    generator = getattr(random.getstate, "__self__", None)
+    if type(generator) is random.Random:
+        memory = _PythonsMemory(generator)
+        if memory.is_there:
+            return Generator(memory.get, memory.set)
+    return Generator(random.getstate, random.setstate)
 
 
 #: Those that there are without being made.

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from .._torch import TreeSpec, parametrizations_are_cached, tree_flatten, tree_unflatten
 from ..call import followed_by
-from .free_state import ATOMS, FreeState
+from .free_state import FreeState, holds_nothing
 from .selective import SavedResults, SelectiveMode, products
 from .state_snapshot import StateSnapshot
 
@@ -39,8 +39,8 @@ def sublinear(function: Callable[..., Any], *args: Any, recompute: Recompute = "
     its globals, and in the arguments. Second derivatives, second backward passes, hooks and gradients of what the
     function closes over work as without.
 
-    Not restored are NumPy's random numbers, what Python modules and objects within objects hold, and parameters whose
-    ``data`` was exchanged.
+    Not restored are NumPy's random numbers, what Python modules and objects within objects hold, parameters whose
+    ``data`` was exchanged, and which modules are in a module.
 
     The function runs plainly, and saves what eager PyTorch saves, where gradients are off, the function is a module in
     evaluation, a module has uninitialized lazy parameters, ``parametrize.cached()`` is on, or ``torch.func``,
@@ -94,14 +94,16 @@ class Arguments(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     leaves: Sequence[Any]
-    structure: TreeSpec | tuple[str, ...]  # the names of keywords, where the leaves are the arguments
+    #: None where the leaves are the arguments, those by keyword last.
+    structure: TreeSpec | None
+    keywords: Sequence[str] = ()
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Arguments:
         kwargs = kwargs or {}
         leaves = (*args, *kwargs.values())
-        if all(isinstance(leaf, ATOMS) for leaf in leaves):  # flattening takes as long as a small linear layer
-            return cls(args, kwargs, leaves, tuple(kwargs))
+        if all(map(holds_nothing, leaves)):  # flattening takes as long as a small linear layer
+            return cls(args, kwargs, leaves, None, tuple(kwargs))
         return cls(args, kwargs, *tree_flatten((args, kwargs)))
 
     @property
@@ -109,12 +111,12 @@ class Arguments(NamedTuple):
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def with_leaves(self, leaves: Sequence[Any]) -> Arguments:
-        if isinstance(self.structure, tuple):
-            count = len(leaves) - len(self.structure)
-            args, kwargs = tuple(leaves[:count]), dict(zip(self.structure, leaves[count:], strict=True))
-        else:
+        if self.structure is not None:
             args, kwargs = tree_unflatten(leaves, self.structure)
-        return Arguments(args, kwargs, leaves, self.structure)
+        else:
+            count = len(leaves) - len(self.keywords)
+            args, kwargs = tuple(leaves[:count]), dict(zip(self.keywords, leaves[count:], strict=True))
+        return self._replace(args=args, kwargs=kwargs, leaves=leaves)
 
 
 def can_recompute(leaves: Iterable[object]) -> bool:
@@ -177,7 +179,7 @@ class _CheckpointedCall:
         is_first, self._is_first = self._is_first, False
         arguments = self._arguments if is_first else self._arguments.with_leaves(leaves)
         # Torch's checkpoint holds the leaves, which saved-tensor hooks may have moved.
-        self._arguments = Arguments((), {}, (), arguments.structure)
+        self._arguments = arguments._replace(args=(), kwargs={}, leaves=())
         with ExitStack() as stack:
             stack.enter_context(self._snapshot.recording() if is_first else self._snapshot.restored())
             if self._results is not None:

@@ -22,8 +22,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import chain
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +51,7 @@ class StateSnapshot:
         self._states: Sequence[tuple[Generator, Any]] = ()
         self._buffers: Sequence[_Buffer] = ()
         self._tensors: Sequence[Versioned] = ()
-        self._attributes, self._parameters = _NO_ATTRIBUTES, _NO_PARAMETERS
+        self._attributes, self._parameters = Attributes(()), _Parameters(())
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -254,65 +252,44 @@ def _writes_unread(module: nn.Module) -> bool:
 
 
 class _Parameters:
-    """The parameters of modules as the first run has left them: nn.Parameters, but for functional_call's."""
+    """The parameters of modules as the first run has left them."""
 
-    __slots__ = ("_modules", "_names", "_needs", "_tensors", "_versions")
+    __slots__ = ("_needs", "_places", "_tensors", "_versions")
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
-        self._names = [*map(tuple, _dicts_of(modules))]
-        self._tensors = _parameters_of(modules)
-        self._versions, self._needs = _versions(self._tensors), _needs(self._tensors)
-
-    def _places(self) -> Iterator[tuple[nn.Module, str]]:
-        return ((module, name) for module, names in zip(self._modules, self._names, strict=True) for name in names)
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        # nn.Parameters, but for functional_call's.
+        found = [
+            (tensor, (module, name))
+            for module in modules
+            for name, tensor in module._parameters.items()
+            if not (tensor is None or is_lazy(tensor) or tensor.is_inference())
+        ]
+        self._tensors, self._places = [tensor for tensor, _ in found], [place for _, place in found]
+        self._versions = [tensor._version for tensor in self._tensors]
+        self._needs = [tensor.requires_grad for tensor in self._tensors]
 
     def check(self) -> None:
-        now = _versions(self._tensors)
+        now = [tensor._version for tensor in self._tensors]
         if now == self._versions:
             return
-        for (module, name), version, before in zip(self._places(), now, self._versions, strict=True):
-            if version != before:
-                raise RuntimeError(
-                    f"{type(module).__name__}: the parameter {name} was modified by an in-place operation after the "
-                    "forward pass, and the backward pass recomputes the module; take the optimizer's step afterwards"
-                )
+        edited = next(i for i, version in enumerate(now) if version != self._versions[i])
+        module, name = self._places[edited]
+        raise RuntimeError(
+            f"{type(module).__name__}: the parameter {name} was modified by an in-place operation after the forward "
+            "pass, and the backward pass recomputes the module; take the optimizer's step afterwards"
+        )
 
     def restore(self, stack: ExitStack) -> None:
-        now = _parameters_of(self._modules)
-        if len(now) == len(self._tensors) and all(map(is_, now, self._tensors)) and _needs(now) == self._needs:
-            return  # as a rule
-        for (module, name), tensor, needs in zip(self._places(), self._tensors, self._needs, strict=True):
+        for (module, name), tensor, needs in zip(self._places, self._tensors, self._needs, strict=True):
             own = module._parameters
             current = own.get(name)
-            if tensor is not None and (current is not tensor or current.requires_grad != needs):
+            if current is not tensor or current.requires_grad != needs:  # few are
                 _restore(stack, own, name, current, tensor, needs)
-
-
-def _dicts_of(modules: Iterable[nn.Module]) -> list[dict[str, nn.Parameter | None]]:
-    return [module._parameters for module in modules]
-
-
-def _parameters_of(modules: Iterable[nn.Module]) -> list[Tensor | None]:
-    return [*chain.from_iterable(map(dict.values, _dicts_of(modules)))]
-
-
-def _versions(tensors: Iterable[Tensor | None]) -> list[int | None]:
-    try:
-        return [None if tensor is None else tensor._version for tensor in tensors]
-    except RuntimeError:  # some were made in inference mode, and have none
-        return [None if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-def _needs(tensors: Iterable[Tensor | None]) -> list[bool]:
-    return [tensor is not None and tensor.requires_grad for tensor in tensors]
 
 
 def _restore(
     stack: ExitStack, own: dict[str, Any], name: str, current: Tensor | None, tensor: Tensor, needs: bool
 ) -> None:
-    if is_lazy(tensor) or tensor.is_inference():
-        return
     # Sharded parameters are left to the engine's hooks, which run in the recomputation too.
     if current is None or is_traceable_wrapper_subclass(current) or is_traceable_wrapper_subclass(tensor):
         return
@@ -322,7 +299,3 @@ def _restore(
     elif tensor.is_leaf:
         stack.callback(tensor.requires_grad_, tensor.requires_grad)
         tensor.requires_grad_(needs)
-
-
-#: Of a run that has not begun, or not ended.
-_NO_ATTRIBUTES, _NO_PARAMETERS = Attributes(()), _Parameters(())

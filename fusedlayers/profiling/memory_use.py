@@ -72,11 +72,11 @@ def report_of(step: Step, on_stage: OnStage = lambda stage, part: None) -> Memor
         on_stage("warming up", 0.0)
         try:
             loss = step.forward()
-        except Exception as error:
+        except (TypeError, AttributeError) as error:
             if len(step.args) == 1 and isinstance(step.args[0], Mapping | tuple | list):
                 error.add_note(
                     f"{step.function}: the model was called with one {type(step.args[0]).__name__}; for arguments in "
-                    "it write memory_report(model, **inputs), or memory_report(model, *inputs)"
+                    f"it write {step.function}(model, **inputs), or {step.function}(model, *inputs)"
                 )
             raise
         nodes = nodes_of([loss])

@@ -45,6 +45,8 @@ def usage_errors(command: str, *errors: type[Exception], only_ours: bool = False
         yield
     except Exception as error:
         text = str(error)
+        if isinstance(error, OSError) and error.filename is not None:
+            text = f"{error.filename}: {error.strerror}"
         if not (isinstance(error, errors) and (not only_ours or _FUNCTION.match(text))):
             trace = _from_users_code(error.__traceback__)
             if not only_ours or isinstance(error, OSError) or trace is None:
@@ -96,7 +98,7 @@ def whole_number(minimum: int = 1, maximum: int = 2**31 - 1, multiple: int = 1) 
 
 
 def check_output_files(function: str, plot: Path | None, *others: Path | None) -> None:
-    """Refuse before a long run a plot that ``function``'s result cannot draw, and files that cannot be written."""
+    """Raise before a long run what ``function``'s ``plot``, and writing the other files, would raise after it."""
     if plot is not None:
         plotting.check_format(function, plot)
     for path in (plot, *others):
@@ -105,12 +107,9 @@ def check_output_files(function: str, plot: Path | None, *others: Path | None) -
 
 
 def _check_writable(path: Path) -> None:
-    """Raise OSError where the file cannot be opened for writing. Neither creates nor changes a file."""
+    """Raise what the system raises on opening the file for writing. Neither creates nor changes a file."""
     is_new = not os.path.lexists(path)
-    try:
-        path.open("ab").close()
-    except OSError as error:
-        raise OSError(f"{path} cannot be written: {error.strerror}") from error
+    path.open("ab").close()
     if is_new:
         path.unlink()
 

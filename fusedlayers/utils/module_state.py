@@ -53,19 +53,24 @@ def unchanged(
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _CONTAINERS = frozenset({list, dict, set})
 #: Nobody writes to the list of a convolution, which would be copied for each of a block.
-_NOT_COPIED = "_reversed_padding_repeated_twice"
+_NOT_COPIED = frozenset({"_reversed_padding_repeated_twice"})
 
 
-class _OwnNames(NamedTuple):
-    """Which attributes are modules' own, and not what every module has: for each the number of its module, and its
-    name."""
+class _Own(NamedTuple):
+    """Which attributes of some modules are their own, and not what every module has."""
 
-    of: Sequence[int]
+    #: For each the number of its module, and its name.
+    numbers: Sequence[int]
     names: Sequence[str]
 
+    @classmethod
+    def of(cls, dicts: Sequence[dict[str, Any]]) -> _Own:
+        found = [(i, name) for i, own in enumerate(dicts) for name in own if name not in _OF_EVERY_MODULE]
+        return cls([i for i, _ in found], [name for _, name in found])
 
-#: By the numbers and names of all attributes of some modules. Layers of a model are alike.
-_own_names: BoundedCache[_OwnNames] = BoundedCache(1024)
+
+#: By how many attributes each module has, and the names of all. Layers of a model are alike, and few kinds are.
+_own: BoundedCache[_Own] = BoundedCache(64)
 
 
 class Attributes:
@@ -79,12 +84,9 @@ class Attributes:
         self._modules = modules
         self._dicts = [*map(vars, modules)]
         self._all_names = self._find_names()
-        own = _own_names.get(self._all_names)
-        if own is None:
-            found = [(i, name) for i, d in enumerate(self._dicts) for name in d if name not in _OF_EVERY_MODULE]
-            own = _own_names.put(self._all_names, _OwnNames([i for i, _ in found], [name for _, name in found]))
+        own = _own.get(self._all_names) or _own.put(self._all_names, _Own.of(self._dicts))
         #: For each attribute the dict that it is in, its name and its value.
-        self._owners = [*map(self._dicts.__getitem__, own.of)]
+        self._owners = [*map(self._dicts.__getitem__, own.numbers)]
         self._names = own.names
         self._values = [*map(getitem, self._owners, self._names)]
         self._contents: list[tuple[dict[str, Any], str, Any]] = []
@@ -92,11 +94,11 @@ class Attributes:
             self._contents = [
                 (owner, name, value.copy())
                 for owner, name, value in zip(self._owners, self._names, self._values, strict=True)
-                if type(value) in _CONTAINERS and name != _NOT_COPIED
+                if type(value) in _CONTAINERS and name not in _NOT_COPIED
             ]
 
     def _find_names(self) -> tuple[Any, ...]:
-        return *map(len, self._dicts), *chain.from_iterable(self._dicts)
+        return tuple(map(len, self._dicts)), tuple(chain.from_iterable(self._dicts))
 
     def of_type(self, kind: type) -> list[Any]:
         """The attributes of this very type."""

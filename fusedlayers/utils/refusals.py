@@ -12,6 +12,6 @@ def check_instance(function: str, model: object) -> None:
 
 
 def check_flag(function: str, name: str, value: object) -> None:
-    """Refuse what is neither True nor False: text such as "no" would count as True."""
+    """Refuse all but True and False: a text such as "no" would count as True."""
     if not isinstance(value, bool):
         raise TypeError(f"{function}: {name} must be True or False, got {value!r}")

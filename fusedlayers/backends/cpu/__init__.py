@@ -7,10 +7,10 @@ from .. import torch as reference
 from ..torch import (
     ADDS_BIAS,
     CHUNK_BYTES,
+    HAS_EPILOGUES,
     computes,
     has_epilogue,
     linear_gradient,
-    may_have_epilogue,
 )
 from . import build
 from .dropout import drop, drop_gradient, drop_marked, drop_marked_gradient
@@ -30,6 +30,7 @@ from .row_norm import inexact_columns, row_norm, row_norm_gradient, row_norm_slo
 __all__ = [
     "ADDS_BIAS",
     "CHUNK_BYTES",
+    "HAS_EPILOGUES",
     "add_linear",
     "bias_act",
     "computes",
@@ -49,7 +50,6 @@ __all__ = [
     "inverse",
     "linear",
     "linear_gradient",
-    "may_have_epilogue",
     "norm_passes",
     "operation_act",
     "row_norm",

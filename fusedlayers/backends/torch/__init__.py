@@ -32,7 +32,6 @@ from .matmul import (
     has_faster_linear,
     linear,
     linear_gradient,
-    may_have_epilogue,
     operation_act,
 )
 from .row_norm import inexact_columns, row_norm, row_norm_gradient, row_norm_slow_because
@@ -40,6 +39,7 @@ from .row_norm import inexact_columns, row_norm, row_norm_gradient, row_norm_slo
 __all__ = [
     "ADDS_BIAS",
     "CHUNK_BYTES",
+    "HAS_EPILOGUES",
     "add_linear",
     "bias_act",
     "centred",
@@ -64,7 +64,6 @@ __all__ = [
     "is_kept",
     "linear",
     "linear_gradient",
-    "may_have_epilogue",
     "norm_passes",
     "operation_act",
     "packed",
@@ -82,6 +81,7 @@ __all__ = [
 #: torch's matmuls add it on the way.
 ADDS_BIAS = False
 CHUNK_BYTES = 0
+HAS_EPILOGUES = False
 
 
 def computes(activation: Activation) -> bool:

@@ -48,12 +48,9 @@ def operation_act(
     return bias_act(z, None, activation, operands, dim=operation.dim, encode=encode, out=z)
 
 
-def may_have_epilogue(device: torch.device) -> bool:
-    """Whether ``has_epilogue`` may hold: no."""
-    return False
-
-
-def has_epilogue(x: Tensor, w: Tensor, b: Tensor | None, activation: Activation, *, encode: bool) -> bool:
+def has_epilogue(
+    x: Tensor, w: Tensor, b: Tensor | None, activation: Activation, *, encode: bool, cast: torch.dtype | None = None
+) -> bool:
     """Whether ``operation_act`` applies the activation in the matmul's epilogue, without a pass of its own: never with
     the branch bit, which torch's and oneDNN's epilogues do not know."""
     return False

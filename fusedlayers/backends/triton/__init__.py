@@ -16,7 +16,6 @@ from .operations import (
     has_faster_linear,
     linear,
     linear_gradient,
-    may_have_epilogue,
     operation_act,
 )
 from .row_norm import row_norm, row_norm_gradient, row_norm_slow_because
@@ -24,6 +23,7 @@ from .row_norm import row_norm, row_norm_gradient, row_norm_slow_because
 __all__ = [
     "ADDS_BIAS",
     "CHUNK_BYTES",
+    "HAS_EPILOGUES",
     "add_linear",
     "bias_act",
     "computes",
@@ -43,7 +43,6 @@ __all__ = [
     "inverse",
     "linear",
     "linear_gradient",
-    "may_have_epilogue",
     "missing_because",
     "norm_passes",
     "operation_act",
@@ -55,6 +54,8 @@ __all__ = [
 
 #: The activation's pass adds the bias at no cost, and sums its gradient.
 ADDS_BIAS = True
+#: A matmul may apply the activation before it writes its result.
+HAS_EPILOGUES = True
 #: Each chunk launches kernels of its own: with so many hidden bytes their time on the device is longer than the host's.
 CHUNK_BYTES = 32 << 20
 

@@ -84,10 +84,12 @@ def _store(
 def _prefetch(
     matrices, row, column, rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, INDEX: tl.constexpr
 ):  # fmt: skip
-    """Ask for a block of each matrix, for which nobody waits, to be brought to the L2 cache, by lines of 128 bytes."""
+    """Ask for a block of each matrix, for which nobody waits, to be brought to the L2 cache, by lines of 128 bytes: for
+    as many as a block's rows are long, which leaves out the last of those that do not begin at a line."""
     LINE: tl.constexpr = 1024 // matrices[0].dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = (WIDTH + LINE - 1) // LINE
     r = tl.minimum(row + tl.arange(0, HEIGHT), rows - 1)[:, None]
-    c = tl.minimum(column + LINE * tl.arange(0, WIDTH // LINE), columns - 1)[None, :]
+    c = tl.minimum(column + LINE * tl.arange(0, LINES), columns - 1)[None, :]
     offset = r.to(INDEX) * columns + c
     for i in tl.static_range(len(matrices)):
         # Assembly must have a result.
@@ -163,7 +165,8 @@ def linear_act_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def linear_gradient_kernel(
-    dy, w, saved, up, operand_ptr, hidden, partial_ptr, saved_ptr, up_ptr,
+    dy, w, saved, up, operand_ptr, hidden, partial_ptr,
+    saved_ptr, up_ptr,  # the same as saved and up: a descriptor does not tell where its matrix is
     rows, columns, inner,
     GRADIENT: tl.constexpr, FORWARD: tl.constexpr,
     HAS_UP: tl.constexpr, HAS_HIDDEN: tl.constexpr,

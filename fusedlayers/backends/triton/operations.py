@@ -138,14 +138,17 @@ class Layer(NamedTuple):
         return lambda candidate: [layer.run(candidate)]
 
 
-def may_have_epilogue(device: torch.device) -> bool:
-    """Whether ``has_epilogue`` may hold on this device."""
-    return not dispatch.is_settled(device)
+def has_epilogue(
+    x: Tensor, w: Tensor, b: Tensor | None, activation: Activation, *, encode: bool, cast: torch.dtype | None = None
+) -> bool:
+    """Whether ``operation_act`` applies the activation in the matmul's epilogue, without a pass of its own.
 
-
-def has_epilogue(x: Tensor, w: Tensor, b: Tensor | None, activation: Activation, *, encode: bool) -> bool:
-    """Whether ``operation_act`` applies the activation in the matmul's epilogue, without a pass of its own."""
-    return may_have_epilogue(x.device) and Layer(x, w, b, activation, (), encode).choose() != LIBRARY
+    ``cast`` is the dtype that x and w are to be cast to first.
+    """
+    if dispatch.is_settled(x.device):
+        return False
+    x, w = (x, w) if cast is None else (x.to(cast), w.to(cast))
+    return Layer(x, w, b, activation, (), encode).choose() != LIBRARY
 
 
 class Backwards(NamedTuple):

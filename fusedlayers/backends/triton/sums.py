@@ -68,11 +68,9 @@ def _by_torch(partial: Tensor, channels: int, outer: int, dtype: torch.dtype) ->
 
 @or_reference(_by_torch)
 def add_up(partial: Tensor, channels: int, outer: int, dtype: torch.dtype) -> Tensor:
-    """(sums, programs, outer x channels or more) -> (sums, channels), in ``dtype``: the partial sums themselves where
-    there is nothing to add. It is launched on the current device."""
+    """(sums, programs, outer x channels or more) -> (sums, channels), in ``dtype``. It is launched on the current
+    device."""
     count, programs, width = partial.shape
-    if programs * outer == 1:
-        return partial[:, 0, :channels].to(dtype)
     out = partial.new_empty(count, channels, dtype=dtype)
     key = id(sums_kernel), count, programs, width, channels, outer, dtype, partial.get_device(), partial.stride()
     launch = _launches.get(key)
@@ -88,7 +86,9 @@ def add_up(partial: Tensor, channels: int, outer: int, dtype: torch.dtype) -> Te
 
 def each(wanted: Sequence[Sum], partial: Tensor, channels: int, outer: int, width: int) -> list[Tensor]:
     """The sums that were wanted, from (sums, programs, ...): of ``outer`` runs of the channels, or of ``width`` numbers
-    that each program has written."""
+    that each program has written. Where there is one sum, by one program, it is that."""
+    if len(wanted) == 1 and wanted[0].by_channel and partial.shape[1] * outer == 1:
+        return [partial[0, 0, :channels].to(wanted[0].dtype)]
     return [
         add_up(own, *((channels, outer) if one.by_channel else (1, width)), one.dtype)[0]
         for one, own in zip(wanted, [partial] if len(wanted) == 1 else partial.unsqueeze(1), strict=True)
