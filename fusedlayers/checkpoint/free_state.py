@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from .._torch import tree_leaves
@@ -46,9 +47,14 @@ class FreeState(NamedTuple):
     replays_rng: bool = True
 
     @property
-    def is_lazy(self) -> bool:
-        """Whether a module has lazy parameters that the first run would initialize."""
-        return any(isinstance(m, LazyModuleMixin) and m.has_uninitialized_params() for m in self.modules)
+    def runs_differently_first(self) -> bool:
+        """Whether a first run may save other tensors than a second: lazy modules initialize their parameters, and
+        TorchScript compiles once more, with the saved tensors in another order."""
+        return any(
+            isinstance(module, ScriptModule)
+            or (isinstance(module, LazyModuleMixin) and module.has_uninitialized_params())
+            for module in self.modules
+        )
 
     @classmethod
     def of(cls, function: object, leaves: Sequence[object]) -> FreeState:

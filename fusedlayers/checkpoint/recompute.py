@@ -43,8 +43,8 @@ def sublinear(function: Callable[..., Any], *args: Any, recompute: Recompute = "
     ``data`` was exchanged, and which modules are in a module.
 
     The function runs plainly, and saves what eager PyTorch saves, where gradients are off, the function is a module in
-    evaluation, a module has uninitialized lazy parameters, ``parametrize.cached()`` is on, or ``torch.func``,
-    forward-mode differentiation or a tracer (``torch.jit.trace``, ``make_fx``, ``torch.fx``) is active.
+    evaluation, a module has uninitialized lazy parameters or is TorchScript, ``parametrize.cached()`` is on, or
+    ``torch.func``, forward-mode differentiation or a tracer (``torch.jit.trace``, ``make_fx``, ``torch.fx``) is active.
 
     Args:
         function: any callable of tensors, modules included.
@@ -77,7 +77,7 @@ def recomputed(
         return run_compiled(function, args, kwargs, recompute)
     arguments = Arguments.of(args, kwargs)
     free_state = FreeState.of(owner, arguments.leaves)
-    if free_state.is_lazy or not can_recompute(arguments.leaves):
+    if free_state.runs_differently_first or not can_recompute(arguments.leaves):
         return function(*args, **kwargs)
     return run_checkpointed(function, arguments, StateSnapshot(free_state, arguments.tensors), recompute)
 

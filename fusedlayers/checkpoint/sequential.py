@@ -117,7 +117,7 @@ class SublinearSequential(nn.Sequential):
             return _run(children, *inputs)
         cached = self._plan_cache.current
         if cached is None or not cached.applies(children, inputs, self._options()):
-            if FreeState([*self.modules()]).is_lazy:
+            if FreeState([*self.modules()]).runs_differently_first:
                 return _run(children, *inputs)
             costs = measure(children, inputs, is_selective="cheap" in self._modes())
             cached = _CachedPlan.of(self._plan(costs), costs, children, inputs, self._options())
@@ -260,7 +260,7 @@ def _run_on_copies(children: list[nn.Module], *inputs: Any) -> Any:
 
 def _run_segment(children: list[nn.Module], inputs: tuple[Any, ...], mode: Recompute, copies: bool) -> Any:
     free_state = FreeState([module for child in children for module in child.modules()])
-    if free_state.is_lazy:  # a module that has come since the plan was made
+    if free_state.runs_differently_first:  # a module that has come since the plan was made
         return _run(children, *inputs)
     arguments = Arguments.of(inputs)
     run = functools.partial(_run_on_copies if copies else _run, children)

@@ -98,7 +98,7 @@ class InvertibleModule(nn.Module):
         if self._can_invert(inputs):
             return self._run_inverted(inputs, kept)
         free_state = self._free_state()
-        if free_state.is_lazy:
+        if free_state.runs_differently_first:
             return self._run_plain(*inputs)
         arguments = Arguments.of(inputs)
         return run_checkpointed(self._run_plain, arguments, StateSnapshot(free_state, arguments.tensors))
@@ -313,7 +313,9 @@ def single_or_tuple(values: tuple[Any, ...]) -> Any:
 def run_inverted(steps: Iterable[InvertibleFunction], values: tuple[Any, ...], keep: tuple[Tensor, ...]) -> Any:
     """Call functions one after the other, each by a node that computes its inputs from its outputs."""
     for step in steps:
-        if step.free_state.is_lazy:  # the recomputation would draw the numbers that initialize parameters
+        if (
+            step.free_state.runs_differently_first
+        ):  # the recomputation would draw the numbers that initialize parameters
             values = step.forward(*values)[: step.num_outputs]
         else:
             values = InvertibleCall(step, values, keep).run()
