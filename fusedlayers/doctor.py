@@ -162,7 +162,9 @@ def _compiler() -> str:
 
 def _loops() -> str:
     library = build.shared_object()
-    return f"loaded from {library._name}" if library is not None else f"none: {build.missing_because()}"
+    if library is not None:
+        return f"loaded from {library._name}"
+    return f"none: {build.missing_because()}; GELU, SiLU, Mish, norms and others are PyTorch's on CPUs"
 
 
 def _libraries() -> str:

@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"is_ok": not broken, "findings": [asdict(finding) for finding in found]}, indent=1))
     else:
         print("\n".join(_lines(found)))
-        print("\nEverything that should work does." if not broken else f"\nBroken: {broken}, marked with !!")
+        print("\nNothing is broken." if not broken else f"\nBroken: {broken}, marked with !!")
     return int(broken > 0)
 
 

@@ -838,6 +838,7 @@ def test_the_command(
     [
         (["--budget", "lots"], "fusedlayers fit: expected bytes, such as 8GiB or 500MB, got 'lots'"),
         (["--budget", "1kB"], "fusedlayers fit: a budget of 1000 B cannot be met"),
+        (["--fraction", "0.9", "--json", "/dev/full"], "No space left on device"),
         (["--fraction", "2"], "fusedlayers fit: fraction must be a number above 0 and at most 1, got 2.0"),
         ([], "one of the arguments --budget --fraction is required"),
         (["--budget", "1GB", "--fraction", "1"], "not allowed with argument"),

@@ -21,10 +21,12 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers import norm_plan
+from fusedlayers.backends import cpu
 from fusedlayers.fusion import operations, region
 from fusedlayers.fusion.one_call import ONE_CALLS
 from fusedlayers.fusion.operations import activation_of
 from fusedlayers.fusion.region import Region, region_of
+from fusedlayers.fusion.report import FuseReport, Replaced
 from fusedlayers.memory import saved_bytes
 
 ROWS, IN, HIDDEN = 64, 32, 128
@@ -384,6 +386,25 @@ def test_repeated_blocks_are_one_line(x: Tensor) -> None:
     (place,) = report.replaced
     assert place.modules == ("0.act", "1.act") and place.saved_bytes == 2 * HIDDEN_BYTES
     assert "2  gelu       0-1.act" in str(report)
+
+
+def test_what_a_plan_leaves_to_pytorch_is_not_said_to_free_nothing(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "slow_because", lambda activation, dtype: "there is no compiler")
+    monkeypatch.setattr(cpu, "row_norm_slow_because", lambda dtype: "there is no compiler")
+    report = fl.fuse(nn.Sequential(MLP(), nn.LayerNorm(IN), nn.Linear(IN, 2)), x)
+    assert {place.activation or place.pattern: place.reason for place in report.skipped} == {
+        "gelu": "there is no compiler",
+        "layer_norm": "there is no compiler",
+    }
+
+
+def test_rows_that_do_not_add_up_are_explained() -> None:
+    def report(*freed: int) -> str:
+        rows = tuple(Replaced((str(i),), "group_norm", None, "saves the output", n) for i, n in enumerate(freed))
+        return str(FuseReport("Net", rows, (), saved_bytes=(300, 200)))
+
+    assert "A row is what leaving that operation out would cost" in report(1, 1)
+    assert "A row" not in report(60, 60)
 
 
 def test_dry_run_changes_nothing(x: Tensor) -> None:

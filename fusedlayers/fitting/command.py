@@ -51,8 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
     given = f"memory_budget_bytes={arguments.budget!r}" if budget is not None else f"fraction={arguments.fraction}"
     given += "" if arguments.of == "saved" else f", of={arguments.of!r}"
     print(f"\nTo train a model so, let your program call fusedlayers.{function}(model, inputs, {given}).")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found.to_dict(), indent=1))
-    if isinstance(found, FitReport) and arguments.plot is not None:
-        found.plot(arguments.plot)
+    with command_line.usage_errors("fit", OSError):
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(found.to_dict(), indent=1))
+        if isinstance(found, FitReport) and arguments.plot is not None:
+            found.plot(arguments.plot)
     return 0

@@ -243,7 +243,8 @@ class Fusing:
             chosen.remove(group)
             total = without
             if first.kind not in _AUXILIARY and before:  # else a note says why nothing is kept
-                first.left_because = "it frees nothing: its input is kept anyway, or nothing else keeps its output"
+                nothing = "it frees nothing: its input is kept anyway, or nothing else keeps its output"
+                first.left_because = first.saves if first.is_left_by_plan else nothing
                 self._skipped.append(group)
         if total > before:
             return self._leave(chosen, f"fused, the model would keep {size_text(total - before)} more")

@@ -121,6 +121,9 @@ class FuseReport(Report):
             change = f" ({100 * (after - before) / before:+.1f} %)" if before else ""
             now = "then" if self.dry_run else "now"
             yield f"saved for backward: {size_text(before)} before, {size_text(after)} {now}{change}"
+            known = [place.saved_bytes for place in self.replaced if place.saved_bytes is not None]
+            if known and not 0.5 * (before - after) <= sum(known) <= 1.5 * (before - after):
+                yield "(A row is what leaving that operation out would cost: others may then free as much.)"
         if self.step_ms is not None:
             yield "forward and backward: {:.3g} ms before, {:.3g} ms then".format(*self.step_ms)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import logging
 import os
 import shlex
 import shutil
@@ -41,7 +40,6 @@ TIMEOUT_SECONDS = 60
 END = b"fusedlayers: all of it"
 
 _lock = threading.Lock()
-_log = logging.getLogger("fusedlayers")
 #: What is still to be said: after the result is cached, because a warning may be an exception.
 _unsaid: list[str] = []
 
@@ -70,15 +68,18 @@ def _find() -> tuple[ctypes.CDLL | None, str | None]:
         return None, f"{VARIABLE} switches the compiled loops off"
     compiler = find_compiler()
     if compiler is None:
-        _log.info("no C compiler was found: activations whose derivative is fitted are left to PyTorch on CPUs")
+        _unsaid.append(
+            "fusedlayers: there is no C compiler to build the loops for CPUs with, so activations whose derivative is "
+            f"fitted, and norms, are left to PyTorch there; install one, or silence this by {VARIABLE}=off"
+        )
         return None, "there is no C compiler to build the loops with"
     try:
         return _load(compiler), None
     except (OSError, subprocess.SubprocessError, UnicodeError) as error:
         detail = getattr(error, "stderr", None) or error
         _unsaid.append(
-            "fusedlayers: the loops for CPUs could not be built or loaded, so activations whose derivative is fitted "
-            f"are left to PyTorch there; {VARIABLE}=off silences this. {str(detail).strip()[-500:]}"
+            "fusedlayers: the loops for CPUs could not be built or loaded, so activations whose derivative is fitted, "
+            f"and norms, are left to PyTorch there; {VARIABLE}=off silences this. {str(detail).strip()[-500:]}"
         )
         return None, f"the loops could not be built with {compiler[0]}"
 
