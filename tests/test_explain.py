@@ -394,7 +394,11 @@ class Scaled(Wave):
         super().__init__()
 
 def made():
-    return Wave(), torch.ones(2)
+    return Wave()
+
+def network():
+    layers = torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 8)
+    return torch.nn.Sequential(*layers), torch.randn(1024, 8)
 
 def nothing(z):
     return None
@@ -436,6 +440,11 @@ def test_the_command_finds_modules_here(
     assert capsys.readouterr().out.startswith(expected)
 
 
+def test_the_command_fuses_the_model_of_a_factory(user_module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", f"{user_module}:network"]) == 0
+    assert "gelu saves the output (branch in its last bit)" in capsys.readouterr().out
+
+
 def test_the_command_as_users_call_it(user_module: str) -> None:
     command = [sys.executable, "-W", "error", "-m", "fusedlayers", "explain", f"{user_module}:bent"]
     environment = {"PYTHONPATH": str(ROOT)}
@@ -463,7 +472,7 @@ def test_json_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["MODULE:Namespace.outer"], ["has no 'Namespace.outer'; it has: inner"]),
         (["MODULE:Scaled"], ["Scaled needs arguments (scale), expected none; name an instance of it"]),
         (["MODULE:Broken"], ["Broken raised TypeError: its own (traceback above), expected no error"]),
-        (["MODULE:made"], ["made does not compute: ", "takes 0 positional arguments but 1 was given; expected a func"]),
+        (["MODULE:made"], ["made returned Wave, expected (model, inputs)"]),
         (["MODULE:nothing"], ["nothing does not compute: it does not return one tensor", "or a model; name one"]),
         (["MODULE:SCALE"], ["explain: activation must be a name", "Parameter"]),
     ],

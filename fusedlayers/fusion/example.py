@@ -38,11 +38,11 @@ def check_model(function: str, model: object) -> None:
         raise ValueError(f"{function}: {lazy[0]} has no shape yet; call the model once, and then {function}")
 
 
-def arguments_from(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_from(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments, from what a user passes as example inputs."""
-    if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    return (tuple(example_inputs) if isinstance(example_inputs, tuple | list) else (example_inputs,)), {}
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
 
 
 def eagerly() -> Any:

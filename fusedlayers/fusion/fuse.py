@@ -30,7 +30,7 @@ from .timing import step_times
 _AUXILIARY = frozenset({GATE, PRODUCT, "batch_norm"})
 
 
-def fuse(model: nn.Module, example_inputs: Any = None, *, save: str = "auto", dry_run: bool = False) -> FuseReport:
+def fuse(model: nn.Module, inputs: Any = None, *, save: str = "auto", dry_run: bool = False) -> FuseReport:
     """Let the operations of a model keep less for the backward pass, in place; say where, and how much that frees.
 
     The model's code runs as it is. While a module runs that was seen to call such operations, this package computes
@@ -48,7 +48,7 @@ def fuse(model: nn.Module, example_inputs: Any = None, *, save: str = "auto", dr
 
     Args:
         model: any module; it is run, but its buffers and the random generators are put back.
-        example_inputs: what the model is called with: a tensor, a tuple of positional arguments, or a mapping of
+        inputs: an example of what the model is called with: a tensor, a tuple of positional arguments, or a mapping of
             keywords. Places that free nothing on them are left as they are. Without, only modules are found whose
             class says what they compute, and nothing is measured.
         save: "auto"; "recompute" for MLPs that keep their input alone, and run forward once more in the backward pass.
@@ -77,9 +77,9 @@ def fuse(model: nn.Module, example_inputs: Any = None, *, save: str = "auto", dr
     if save not in ("auto", "recompute"):
         raise ValueError(f"fuse: save must be 'auto' or 'recompute', got {save!r}")
     check_flag("fuse", "dry_run", dry_run)
-    if example_inputs is None:
+    if inputs is None:
         return Fusing(model, save, dry_run).by_classes()
-    return fuse_on(model, *arguments_from(example_inputs), save, dry_run)
+    return fuse_on(model, *arguments_from(inputs), save, dry_run)
 
 
 def fuse_on(

@@ -1,11 +1,15 @@
 """The options of `fusedlayers explain`."""
 
 import argparse
+import inspect
 import json
+import types
 from pathlib import Path
 
 from ..activations import activations, resolve
+from ..fusion.fuse import fuse_on
 from ..utils import command_line
+from . import factory
 from .explanation import Explanation, explain
 from .model_explanation import ModelExplanation
 
@@ -16,10 +20,13 @@ def register(commands: "command_line.Commands") -> None:
         "explain",
         help="say what a layer keeps of an activation, why, and how exact its derivative is",
         description="Prints what a layer keeps of an activation and why, the bytes, and the errors of its derivative; "
-        "or, of a fused model, what each module keeps.",
+        "or, of a model, what each module keeps once it is fused.",
     )
     parser.add_argument(
-        "activation", metavar="ACTIVATION", help="a name, or module:attribute; " + ", ".join(activations())
+        "activation",
+        metavar="ACTIVATION",
+        help="module:attribute, or module:factory, a function that returns a model and inputs; or a name: "
+        + ", ".join(activations()),
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the function, its derivative and its error")
     parser.add_argument("--source", action="store_true", help="print the code that is generated for GPUs as well")
@@ -48,11 +55,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def activation_named(name: str) -> object:
-    """The activation of that name, or what `module:attribute` names; a class that needs no arguments is called."""
+    """The activation of that name, or what `module:attribute` names. A class that needs no arguments is called, and so
+    is a factory, whose model is fused."""
     if ":" not in name:
         try:
             return resolve(name, "explain")
         except ValueError as error:
             raise ValueError(f"{error}; others are written as module:attribute") from error
     found = command_line.import_object(name)
+    if isinstance(found, types.FunctionType) and not inspect.signature(found).parameters:
+        step = factory.step_named(name)
+        fuse_on(step.model, step.args, step.kwargs)  # type: ignore[arg-type]  # it asks
+        return step.model
     return command_line.called(found, name, "name an instance of it") if isinstance(found, type) else found
