@@ -765,6 +765,10 @@ def test_wrong_models_and_inputs() -> None:
         fl.fit(nn.LazyLinear(2), torch.ones(2), fraction=0.5)
     with pytest.raises(ValueError, match="fit: the model does not run on these inputs: RuntimeError: mat1 and mat2"):
         fl.fit(nn.Linear(2, 2), torch.ones(1, 3), fraction=0.5)
+    with pytest.raises(
+        ValueError, match=r"does not run on these inputs \(a tuple or a list holds positional arguments"
+    ):
+        fl.fit(nn.Linear(2, 2), [torch.ones(2), torch.ones(2)], fraction=0.5)
     with pytest.raises(ValueError, match=r"fit: the model returned .* all of its 2 parameters are frozen"):
         fl.fit(nn.Linear(2, 2).requires_grad_(False), torch.ones(2), fraction=0.5)
     with torch.no_grad(), pytest.raises(ValueError, match=r"fit: .* gradients are switched off here"):

@@ -130,7 +130,7 @@ def _measure_blocks(parts: Parts, on_stage: Callable[[str, float], None]) -> lis
             with block.call.autocasting():
                 key = block.kind, saved_parts(block)  # blocks may differ in what their kind does not show
                 if key not in measured:
-                    on_stage(f"measuring {block.path}", 0.25 + 0.2 * i / len(parts.blocks))
+                    on_stage(f"measuring {block.path}", round(0.25 + 0.2 * i / len(parts.blocks), 2))
                     measured[key] = measure(block, parts.training)
         except Exception as error:
             parts.skip(f"it does not run by itself: {type(error).__name__}: {first_line(error)}", block)

@@ -60,6 +60,8 @@ def does_not_run(function: str, error: Exception, args: tuple[Any, ...] = ()) ->
         )
     is_shape = len(args) > 1 and all(type(arg) is int for arg in args)
     hint = f" (these are numbers; if a tensor of this shape is meant, pass torch.randn{args})" if is_shape else ""
+    if isinstance(error, TypeError) and "positional argument" in str(error) and len(args) > 1:
+        hint = " (a tuple or a list holds positional arguments; for one that is a list write ([a, b],))"
     if any(type(arg).__module__ == "numpy" for arg in args):
         hint = " (a NumPy array is among them; torch.from_numpy makes a tensor of it)"
     return ValueError(
