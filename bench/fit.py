@@ -42,7 +42,7 @@ DEFINITIONS = {
 }
 #: Parts of eager's saved bytes.
 BUDGETS = (0.7, 0.5, 0.3)
-BUDGET_SECONDS = 900.0
+BUDGET_SECONDS = 1100.0
 _CASE_SECONDS = 12.0
 
 
