@@ -58,12 +58,13 @@ def does_not_run(function: str, error: Exception, args: tuple[Any, ...] = ()) ->
             f"{function}: torch.compile failed on the model. See whether torch.compile(model) works by itself; if not, "
             f"its C++ compiler or its cache (TORCHINDUCTOR_CACHE_DIR) may be broken: {first_line(error)}"
         )
-    is_shape = len(args) > 1 and all(type(arg) is int for arg in args)
-    hint = f" (these are numbers; if a tensor of this shape is meant, pass torch.randn{args})" if is_shape else ""
-    if isinstance(error, TypeError) and "positional argument" in str(error) and len(args) > 1:
-        hint = " (a tuple or a list holds positional arguments; for one that is a list write ([a, b],))"
+    hint = ""
     if any(type(arg).__module__ == "numpy" for arg in args):
         hint = " (a NumPy array is among them; torch.from_numpy makes a tensor of it)"
+    elif len(args) > 1 and all(type(arg) is int for arg in args):
+        hint = f" (these are numbers; if a tensor of this shape is meant, pass torch.randn{args})"
+    elif len(args) > 1 and isinstance(error, TypeError) and "positional argument" in str(error):
+        hint = " (a tuple or a list holds positional arguments; for one that is a list write ([a, b],))"
     return ValueError(
         f"{function}: the model does not run on these inputs{hint}: {type(error).__name__}: {first_line(error)}"
     )
