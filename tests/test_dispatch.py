@@ -19,7 +19,7 @@ from reference import assert_as_good_as_torch
 from torch import Tensor
 
 import fusedlayers as fl
-from fusedlayers import backends, cli
+from fusedlayers import backends, cli, plan
 from fusedlayers import tuning as public
 from fusedlayers.activations import resolve
 from fusedlayers.backends import GradientRequest, gpu_settings
@@ -471,6 +471,24 @@ def test_autocast(fused: list[str], on_triton: Switch) -> None:
     for ours, other in zip(found, theirs, strict=True):
         assert ours.dtype is torch.float32
         torch.testing.assert_close(ours, other, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("cast", [None, torch.bfloat16])
+def test_results_of_medium_size(
+    cast: torch.dtype | None, fused: list[str], on_triton: Switch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's operation activates them in place, but where a matmul was tuned to do so."""
+    on_triton(True)
+    monkeypatch.setattr(plan, "MEDIUM_BYTES", 1 << 30)
+    monkeypatch.setattr(plan, "GPU_MEDIUM_BYTES", 1 << 30)
+    torch.manual_seed(0)
+    x, w, b = (torch.randn(s, device=DEVICE, requires_grad=True) for s in ((2, 32, 24), (40, 24), (40,)))
+    with torch.autocast(DEVICE.type, cast, enabled=cast is not None):
+        y, expected = fl.dense_bias_act(x, w, b, "tanh"), F.linear(x, w, b).tanh()
+        assert fused == ["linear_act"] and y.dtype is expected.dtype
+        monkeypatch.setattr(dispatch, "choose", lambda question, device, job: LIBRARY)
+        assert torch.equal(fl.dense_bias_act(x, w, b, "tanh"), expected) and len(fused) == 1
+    torch.testing.assert_close(y, expected, atol=0.03, rtol=0.03)
 
 
 @pytest.mark.parametrize("case", ["residual", "input", "operands", "transposed", "no tf32"])
