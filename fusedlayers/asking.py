@@ -43,7 +43,7 @@ def plan_of(function: Callable[..., Any], *args: Any, compiled: bool = False, **
         TypeError, ValueError: as the call. ValueError also where no plan is asked for.
 
     >>> import torch, fusedlayers as fl
-    >>> (plan,) = fl.plan_of(fl.FusedDenseAct(256, 1024, "gelu"), torch.ones(64, 256))
+    >>> (plan,) = fl.plan_of(fl.FusedDenseAct(256, 1024, "gelu"), torch.ones(512, 256))
     >>> plan.path, plan.saved, str(plan)
     ('fused', 'output', 'saves the output (branch in its last bit)')
     """

@@ -8,12 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from fusedlayers import plan
+
 PACKAGE = Path(__file__).parents[1] / "fusedlayers"
 MODULES = [
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
     for path in sorted(PACKAGE.rglob("*.py"))
     if ">>> " in path.read_text(encoding="utf-8")
 ]
+
+
+@pytest.fixture(autouse=True)
+def sizes_are_those_of_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``conftest.py`` has changed."""
+    monkeypatch.setattr(plan, "SMALL_BYTES", 512 << 10)
+    monkeypatch.setattr(plan, "MEDIUM_BYTES", 2 << 20)
 
 
 @pytest.mark.parametrize("name", MODULES)

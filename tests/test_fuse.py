@@ -392,6 +392,8 @@ def test_what_a_plan_leaves_to_pytorch_is_not_said_to_free_nothing(x: Tensor, mo
     monkeypatch.setattr(cpu, "slow_because", lambda activation, dtype: "there is no compiler")
     (skipped,) = fl.fuse(MLP(), x).skipped
     assert (skipped.activation, skipped.reason) == ("gelu", "there is no compiler")
+    (skipped,) = fl.fuse(MLP().double(), x.double()).skipped
+    assert skipped.reason.startswith("saves the input: the fitted derivative of gelu")
 
 
 def test_rows_that_do_not_add_up_are_explained() -> None:

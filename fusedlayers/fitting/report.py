@@ -145,7 +145,9 @@ class FitReport(DrawnReport):
             size_text(self.predicted.bytes),
             size_text(smallest.bytes),
         ):
-            lines.append(("the next smaller plan, predicted", Measurement(self.less.bytes, self.less.time_ms)))
+            is_faster = self.less.time_ms < (self.predicted.time_ms or 0.0)  # by prediction, and not when both were run
+            name = "the next smaller plan, predicted" + (", slower as measured" if is_faster else "")
+            lines.append((name, Measurement(self.less.bytes, self.less.time_ms)))
         if self.faster is not None:
             lines.append(("the next faster plan, predicted", Measurement(self.faster.bytes, self.faster.time_ms)))
         lines.append(("the smallest plan", smallest))

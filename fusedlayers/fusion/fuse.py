@@ -65,13 +65,13 @@ def fuse(model: nn.Module, inputs: Any = None, *, save: str = "auto", dry_run: b
 
     >>> import torch, fusedlayers as fl
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
-    >>> print(fl.fuse(model, torch.randn(1024, 8)))
+    >>> print(fl.fuse(model, torch.randn(4096, 8)))
     Sequential: 1 operation fused
     <BLANKLINE>
-       operation  module  frees    for the backward pass it
-    1  gelu       1       256 KiB  saves the output (branch in its last bit)
+       operation  module  frees     for the backward pass it
+    1  gelu       1       1.00 MiB  saves the output (branch in its last bit)
     <BLANKLINE>
-    saved for backward: 512 KiB before, 256 KiB now (-50.0 %)
+    saved for backward: 2.00 MiB before, 1.00 MiB now (-50.0 %)
     """
     check_model("fuse", model)
     if save not in ("auto", "recompute"):
@@ -244,7 +244,8 @@ class Fusing:
             total = without
             if first.kind not in _AUXILIARY and before:  # else a note says why nothing is kept
                 nothing = "it frees nothing: its input is kept anyway, or nothing else keeps its output"
-                first.left_because = first.saves if first.is_left_by_plan else nothing
+                keeps_output = first.saves is None or first.saves.startswith("saves the output")
+                first.left_because = nothing if keeps_output else first.saves
                 self._skipped.append(group)
         if total > before:
             return self._leave(chosen, f"fused, the model would keep {size_text(total - before)} more")

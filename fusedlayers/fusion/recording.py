@@ -42,7 +42,6 @@ class Place:
         name: what is computed, for people: an activation's name, or the kind.
         stand_in: what the module was recognised as, or None.
         saves: what the first call keeps, for people; None where only the call itself decides.
-        is_left_by_plan: whether its plan leaves the first call to PyTorch, and ``saves`` says why.
         left_because: why the calls are left to PyTorch, or None.
         is_recomputed: whether a call was under a checkpoint around the module: what it frees shows in the backward
             pass.
@@ -60,7 +59,6 @@ class Place:
     name: str
     stand_in: StandIn | None = None
     saves: str | None = None
-    is_left_by_plan: bool = False
     left_because: str | None = None
     is_recomputed: bool = False
     readers: set[str] = field(default_factory=set)
@@ -287,8 +285,7 @@ class _Recorder(TorchFunctionMode):
             elif torch.is_grad_enabled() and saved_tensors_hooks_on_top(True) != running.hooks:
                 place.left_because = "the module's code puts it under a checkpoint, or other saved-tensor hooks"
             elif place.is_activation or kind in _PLANNED:
-                plan = _plan_text(x, operation.run, func, args, kwargs)
-                place.saves, place.is_left_by_plan = plan.removeprefix(_LEFT) or None, plan.startswith(_LEFT)
+                place.saves = _plan_text(x, operation.run, func, args, kwargs)
             elif kind in ("dropout", GATE, PRODUCT) and operation.is_small(args):
                 place.saves = f"{decision.TOO_SMALL} {whole_size_text(decision.SMALL_BYTES)} are left to PyTorch"
         place.is_recomputed |= running.is_recomputed
@@ -346,20 +343,15 @@ def _tensors(args: Any) -> Iterator[Tensor]:
             yield from _tensors(arg)
 
 
-#: How a plan begins that leaves a call to PyTorch.
-_LEFT = "not fused: "
-
-
-def _plan_text(x: Tensor, function: Any, *args: Any) -> str:
-    """What the plan of a call on x says, if there is one; of a device without data it would say that it has no
-    backend."""
+def _plan_text(x: Tensor, function: Any, *args: Any) -> str | None:
+    """What the plan of a call on x says; of a device without data it would say that it has no backend."""
     if x.is_meta:
-        return ""
+        return None
     try:
         (plan,) = plan_of(function, *args)
     except Exception:  # it refuses what PyTorch is about to refuse
-        return ""
-    return str(plan)
+        return None
+    return str(plan).removeprefix("not fused: ")
 
 
 def _is_like(x: object, y: object) -> bool:
