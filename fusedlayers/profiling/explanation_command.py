@@ -63,7 +63,7 @@ def activation_named(name: str) -> object:
         except ValueError as error:
             raise ValueError(f"{error}; others are written as module:attribute") from error
     found = command_line.import_object(name)
-    if isinstance(found, types.FunctionType) and not inspect.signature(found).parameters:  # none of activations
+    if isinstance(found, types.FunctionType) and not inspect.signature(found).parameters:  # as no activation
         step = factory.step_named(name)
         fuse_on(step.model, step.args, step.kwargs)  # type: ignore[arg-type]  # it asks
         return step.model
