@@ -29,9 +29,11 @@ from bench import fit as bench
 from bench.__main__ import main as bench_main
 from fusedlayers import cli
 from fusedlayers.fitting import costs as costs_file
+from fusedlayers.fitting import fit as fit_file
 from fusedlayers.fitting.blocks import MODES, Block, find_blocks
 from fusedlayers.fitting.calls import Call
 from fusedlayers.fitting.costs import Costs
+from fusedlayers.fitting.parts import Parts
 from fusedlayers.fitting.plans import Plans, Rest
 from fusedlayers.fitting.training import Training, step_peak
 from fusedlayers.fusion import timing
@@ -265,6 +267,7 @@ def _random_plans(seed: int) -> Plans:
     blocks, costs = [], []
     for i in range(draw.randint(1, 4)):
         block = Block(str(i), nn.Identity(), calls=draw.choice((1, 1, 2)), follows=i > 0 and draw.random() < 0.7)
+        block.is_sharing = draw.random() < 0.3
         blocks.append(block)
         costs.append(
             {
@@ -566,7 +569,7 @@ class Repeating(nn.Module):
 
 
 class Sharing(nn.Module):
-    """Blocks with one MLP."""
+    """A block whose MLP, or the activation in that, may be one that other parts of the model have too."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
@@ -574,6 +577,18 @@ class Sharing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.body(self.norm(x))  # type: ignore[no-any-return]
+
+
+def _sharing(shared: str) -> nn.Module:
+    gelu = nn.GELU()
+    body = nn.Sequential(nn.Linear(32, 128), gelu, nn.Linear(128, 32))
+    fresh = lambda: nn.Sequential(nn.Linear(32, 128), gelu, nn.Linear(128, 32))
+    if shared == "an MLP":
+        return nn.Sequential(*(Sharing(body) for _ in range(3)))
+    if shared == "an MLP of two blocks":
+        return nn.Sequential(Sharing(body), Sharing(nn.Sequential(*_mlp())), Sharing(body))
+    outside = fresh() if shared == "an activation, outside too" else [nn.Linear(32, 32)]
+    return nn.Sequential(*outside, *(Sharing(fresh()) for _ in range(3)))
 
 
 class Scales(nn.Module):
@@ -635,14 +650,31 @@ def test_what_is_fused_around_blocks_does_not_reach_into_them(monkeypatch: pytes
     assert report.measured is not None and report.measured.bytes == report.predicted.bytes
 
 
-def test_an_mlp_that_blocks_share_is_not_recomputed_by_itself() -> None:
+@pytest.mark.parametrize("shared", ["an MLP", "an MLP of two blocks", "an activation", "an activation, outside too"])
+def test_every_plan_of_blocks_that_share_modules_takes_what_was_predicted(
+    shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
-    body = nn.Sequential(*_mlp())
-    model, x = nn.Sequential(*(Sharing(body) for _ in range(3))), torch.randn(512, 32)
-    for fraction in (0.3, 0.5, 0.7):
-        report = fl.fit(model, x, fraction=fraction)
-        assert report.measured is not None and report.measured.bytes == report.predicted.bytes
-        assert "mlp" not in {choice.mode for choice in report.choices}
+    model, x = _sharing(shared), torch.randn(512, 32)
+    plans = set()
+
+    def check_every(parts: Parts, found: Plans, budget: int, eager_bytes: int) -> Any:
+        for choices in found._choices.values():
+            modes = [[mode for mode, *_ in choices.options(i)] for i in range(1, len(choices) - 1)]
+            for plan in (choices.plan(each) for each in itertools.product(*modes)):
+                assert parts.bytes_of(plan) == plan.bytes
+                plans.add(plan.modes)
+        return fastest(parts, found, budget, eager_bytes)
+
+    fastest = fit_file._fastest
+    monkeypatch.setattr(fit_file, "_fastest", check_every)
+    report = fl.fit(model, x, fraction=0.6)
+    assert report.measured is not None and report.measured.bytes == report.predicted.bytes <= report.budget_bytes
+    assert ("eager", "all", "eager", "all") in plans and ("outputs", "outputs", "all", "outputs") in plans
+    sharing = [(modes[1], modes[3]) for modes in plans]
+    assert ("eager", "outputs") not in sharing and ("eager", "cheap") not in sharing
+    assert shared != "an MLP" or not any("mlp" in modes for modes in plans)  # no block has one of its own
+    assert "share count as the rest of the model" in str(report)
 
 
 def test_calls_that_differ_are_left_alone_and_those_without_gradients_do_not_count() -> None:

@@ -21,6 +21,12 @@ from .calls import Call
 #: recomputed; recomputed but for matmuls, convolutions and attention; recomputed as a whole.
 Mode = Literal["eager", "outputs", "mlp", "cheap", "all"]
 MODES: tuple[Mode, ...] = get_args(Mode)
+#: How a block may be trained that shares fused modules with others, by how the rest of the model is trained, and these
+#: with it: where they keep outputs, no block can be left to PyTorch.
+SHARING: dict[Mode, frozenset[Mode]] = {
+    "eager": frozenset({"eager", "all"}),
+    "outputs": frozenset({"outputs", "mlp", "cheap", "all"}),
+}
 
 #: Inner blocks take the place of an outer block if they keep at least this part of what it keeps.
 INNER_PART = 0.8
@@ -42,6 +48,7 @@ class Block:
         without: ways in which it cannot be trained.
         regions: of the modules in it that may keep or recompute something.
         fused: the modules among them that ``fuse`` has found.
+        is_sharing: whether some of these are called by other parts of the model too. They are trained as the rest is.
         is_in_fused: whether a module around it is fused. A region of its own then keeps that one's out where the block
             is trained as PyTorch does.
         mlps: those that may be recomputed by themselves.
@@ -60,6 +67,7 @@ class Block:
     without: set[Mode] = field(default_factory=set)
     regions: dict[nn.Module, Region] = field(default_factory=dict)
     fused: frozenset[nn.Module] = frozenset()
+    is_sharing: bool = False
     is_in_fused: bool = False
     mlps: frozenset[nn.Module] = frozenset()
     plain_recomputed: frozenset[nn.Module] = frozenset()

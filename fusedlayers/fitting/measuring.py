@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 from ..fusion.fuse import Fusing
 from ..profiling.memory_use import report_of
 from ..utils.formatting import first_line
@@ -75,16 +77,33 @@ def _find_regions(parts: Parts) -> None:
     fusing = Fusing(parts.model, function="fit")
     fusing.on(parts.training.step.args, parts.training.step.kwargs)
     inside = Counter(module for block in parts.blocks for module in block.module.modules())
-    # What blocks share cannot be changed, or recomputed, in one of them alone.
-    own = frozenset(module for module, count in inside.items() if count == 1)
-    parts.rest.find_regions([], without=inside.keys())
+    outside = _outside(parts)
+    # What parts of the model share cannot be changed, or recomputed, in one of them alone.
+    own = frozenset(module for module, count in inside.items() if count + (module in outside) == 1)
+    parts.rest.find_regions([], without=own | {block.module for block in parts.blocks})
     within = {inner for module in parts.rest.fused for inner in module.modules()}
     for block in parts.blocks:
         block.find_regions([place.module for place in fusing.mlps if place.module in own])
         # What a recomputation saves counts for the peak alone.
         block.plain_recomputed = own if parts.training.of == "saved" else frozenset()
         block.is_in_fused = block.module in within
+        block.is_sharing = not block.fused.isdisjoint(parts.rest.fused)
+    if any(block.is_sharing for block in parts.blocks):
+        parts.notes.append(
+            "Modules that blocks share count as the rest of the model: they keep outputs everywhere or nowhere."
+        )
     parts.train_all_as("eager")
+
+
+def _outside(parts: Parts) -> set[nn.Module]:
+    """The modules that are reached without passing through a block."""
+    blocks, found, waiting = {block.module for block in parts.blocks}, set[nn.Module](), [parts.model]
+    while waiting:
+        module = waiting.pop()
+        if module not in blocks and module not in found:
+            found.add(module)
+            waiting += module.children()
+    return found
 
 
 def _check_modes(parts: Parts) -> dict[Mode, int]:
@@ -100,7 +119,7 @@ def _check_modes(parts: Parts) -> dict[Mode, int]:
         if not blocks:
             continue
         reason, peak = None, 0
-        parts.train_all_as(mode)
+        parts.train_all_as(mode, rest="eager" if parts.can_train(mode, "eager") else "outputs")
         try:
             if mode != "outputs" and not (is_repeatable and are_alike(training.gradients(), expected)):
                 reason = "gradients differ"
@@ -149,24 +168,26 @@ def _measure_rest(
     """What lies outside of the blocks. ``peaks``: of the model, by how all blocks are trained."""
     training = parts.training
     modes: list[Mode] = ["eager", "outputs"] if parts.rest.fused else ["eager"]
-    switches = {mode: functools.partial(parts.train_all_as, "eager", mode) for mode in modes}
-    times = dict(zip(modes, training.times_ms([*switches.values()]), strict=True))
-    in_blocks = Plans(parts.blocks, costs, {"eager": Rest(0, 0, 0, 0.0)}, "saved")
-    in_eager = in_blocks.of_mode("eager")
+    in_blocks = Plans(parts.blocks, costs, dict.fromkeys(modes, Rest(0, 0, 0, 0.0)), "saved")
+    found = (in_blocks.plan([mode if b.is_sharing else "eager" for b in parts.blocks], mode) for mode in modes)
+    plans = {plan.modes[0]: plan for plan in found}
+    times = training.times_ms([functools.partial(parts.follow, plan) for plan in plans.values()])
     rests: dict[Mode, Rest] = {}
-    for mode, switch in switches.items():
-        switch()
-        saved = training.saved() - in_eager.bytes
+    for (mode, plan), time_ms in zip(plans.items(), times, strict=True):
+        parts.follow(plan)
+        saved = training.saved() - plan.bytes
         if saved < 0:
             parts.notes.append("Blocks share what they save, so that predictions are too high.")
             saved = 0
-        if mode != "eager" and training.of == "peak":
-            peaks = {way: _peak(parts, way, mode) for way in peaks}
-        # The model's end may hold the most: no more than is seen whichever way the blocks are trained.
-        at_end = [peak - in_blocks.of_mode(way).bytes - saved for way, peak in peaks.items()]
-        extra = max(0, min(at_end)) if training.of == "peak" else 0
+        extra = 0
+        if training.of == "peak":
+            # The model's end may hold the most: no more than is seen whichever way the blocks are trained.
+            ways = [way for way in peaks if parts.can_train(way, mode)]
+            seen = {way: peaks[way] if mode == "eager" else _peak(parts, way, mode) for way in ways}
+            at_end = [peak - in_blocks.of_mode(way, mode).bytes - saved for way, peak in seen.items()]
+            extra = max(0, min(at_end, default=0))
         behind = min(end_bytes, saved)
-        rests[mode] = Rest(saved - behind, behind, extra, times[mode] - in_eager.time_ms)
+        rests[mode] = Rest(saved - behind, behind, extra, time_ms - plan.time_ms)
     parts.train_all_as("eager")
     return rests
 

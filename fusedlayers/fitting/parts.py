@@ -8,7 +8,7 @@ from torch import nn
 
 from .agreement import together
 from .arguments import readable
-from .blocks import Block, Mode
+from .blocks import SHARING, Block, Mode
 from .plans import Plan
 from .training import Training
 
@@ -18,7 +18,7 @@ class Parts:
 
     Attributes:
         blocks: in the order in which they are called.
-        rest: what lies outside of the blocks, which only ``fuse`` changes.
+        rest: what lies outside of the blocks, or is shared by them, which only ``fuse`` changes.
         skipped: by reason, the blocks that can be trained as PyTorch does alone, or the ways that failed.
         notes: what to know of the report.
     """
@@ -33,10 +33,15 @@ class Parts:
     def train_as(self, modes: Sequence[Mode], rest: Mode) -> None:
         for block, mode in zip(self.blocks, modes, strict=True):
             block.train_as(mode)
+        # After the blocks, for it decides how the modules are trained that these share.
         self.rest.train_as(rest)
 
     def train_all_as(self, mode: Mode, rest: Mode = "eager") -> None:
         self.train_as([mode] * len(self.blocks), rest)
+
+    def can_train(self, mode: Mode, rest: Mode) -> bool:
+        """Whether all blocks can be trained in one way while the rest is trained in another."""
+        return mode in SHARING[rest] or not any(block.is_sharing for block in self.blocks)
 
     def follow(self, plan: Plan) -> None:
         self.train_as(plan.modes[1:], plan.modes[0])

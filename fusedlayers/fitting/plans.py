@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from ..checkpoint.search import START, Option, Segment, State, cheapest, smallest_budget
-from .blocks import Block, Mode
+from .blocks import SHARING, Block, Mode
 from .costs import Costs
 from .training import Of
 
@@ -89,11 +89,11 @@ class _Choices:
                 yield mode, 0 if block.shares_input else block.calls * costs.input_bytes, [option]
 
     def plan(self, modes: Sequence[Mode]) -> Plan:
-        """The plan of these modes; "eager" for blocks that cannot be trained so."""
+        """The plan of these modes; for blocks that cannot be trained so "eager", or the first that can be."""
         state = START
         for i, wanted in enumerate((self._mode, *modes, self._mode)):
             found = {mode: (input_bytes, option) for mode, input_bytes, (option,) in self.options(i)}
-            mode = wanted if wanted in found else "eager"
+            mode = next(mode for mode in (wanted, "eager", *found) if mode in found)
             input_bytes, option = found[mode]
             state = state.after(Segment(i, i + 1, mode), option, self.edge(i), input_bytes)
         return _plan_of(state)
@@ -105,6 +105,11 @@ class _Choices:
 def _plan_of(state: State) -> Plan:
     modes = tuple(segment.recompute for segment in state.segments()[:-1])
     return Plan(modes, max(state.peak, state.saved), state.cost)
+
+
+def _within(block: Block, costs: dict[Mode, Costs], rest: Mode) -> dict[Mode, Costs]:
+    """Those that a block can have while the rest is trained in this way."""
+    return {mode: found for mode, found in costs.items() if not block.is_sharing or mode in SHARING[rest]}
 
 
 def _scaled(found: Timed, factor: float) -> Timed:
@@ -123,7 +128,11 @@ class Plans:
         self, blocks: Sequence[Block], costs: Sequence[dict[Mode, Costs]], rests: dict[Mode, Rest], of: Of
     ) -> None:
         self._blocks, self._costs, self._rests, self._of = blocks, costs, rests, of
-        self._choices = {mode: _Choices(blocks, costs, mode, rest, of) for mode, rest in rests.items()}
+        self._choices: dict[Mode, _Choices] = {}
+        for mode, rest in rests.items():
+            within = [_within(block, of_block, mode) for block, of_block in zip(blocks, costs, strict=True)]
+            if all(within):
+                self._choices[mode] = _Choices(blocks, within, mode, rest, of)
 
     def of_modes(self, modes: Collection[Mode]) -> Plans:
         """Those that train blocks, and the rest, in these ways alone."""
