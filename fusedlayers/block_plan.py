@@ -153,15 +153,17 @@ def choose_block_save(options: BlockOptions, activation: Activation, dtype: torc
     return "input" if options.is_gated else choose_save(options.function, activation, options.save, dtype)
 
 
-def describe_block(options: BlockOptions, activation: Activation, dtype: torch.dtype) -> str:
-    """What ``choose_block_save`` has chosen, and why, for people."""
+def describe_block(
+    options: BlockOptions, activation: Activation, dtype: torch.dtype, device: torch.device | None = None
+) -> str:
+    """What ``choose_block_save`` has chosen, and why, for people. ``device`` as of ``plan.describe``."""
     if activation.fallback_reason is not None:
         return f"not fused: {activation.fallback_reason}"
     if options.save != "recompute" and options.is_gated:
         return "saves gate and up"
     if options.save != "recompute" and activation.is_identity:
         return "saves the first layer's result"
-    return describe(activation, options.save, dtype)
+    return describe(activation, options.save, dtype, device)
 
 
 def _block(key: BlockKey, saved: Saved) -> Block:
@@ -314,12 +316,12 @@ def _decide(
     extra += [b for _, b in first if b is not None and not _is_alive(b)]
     backend = backends.choose(x, activation)
     plain_because = plain_because or validation.unusual_because(x, *sum((*first, last), ()))
-    if plain_because is None and is_small:
-        plain_because = f"hidden layers of less than {whole_size_text(plan.SMALL_BYTES)} are left to PyTorch"
     if plain_because is None and options.save == "auto" and not options.is_gated and activation.is_fusible:
         dtype = cast or x.dtype
         if activation.output_refusal(dtype) is None:
-            plain_because = backend.slow_because(activation, dtype)
+            plain_because = backend.slow_because(activation, dtype, builds=not is_small)
+    if plain_because is None and is_small:
+        plain_because = f"hidden layers of less than {whole_size_text(plan.SMALL_BYTES)} are left to PyTorch"
     rows = x.numel() // max(1, x.shape[-1])
     if rows * first[0].w.shape[0] == 0:
         by_layer_because = "there is nothing to compute"

@@ -117,9 +117,11 @@ def _plain_because(
         return "the input is empty"
     if save == "output":
         return None
-    if x.numel() * x.itemsize < _least_bytes(norm):
+    is_small = x.numel() * x.itemsize < _least_bytes(norm)
+    because = backends.choose(x).row_norm_slow_because(x.dtype, builds=not is_small)
+    if because is None and is_small:
         return f"{plan.TOO_SMALL} {whole_size_text(_least_bytes(norm))} are left to PyTorch"
-    return backends.choose(x).row_norm_slow_because(x.dtype)
+    return because
 
 
 def _least_bytes(norm: Norm) -> int:

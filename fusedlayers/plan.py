@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from . import validation
+from . import backends, validation
 from .activations import Activation, Saved, measure_inverse_error
 from .backends import Backend
 from .backends.operations import GATE, MATMUL, BatchNorm, Operation, Pointwise
@@ -267,8 +267,8 @@ def choose_save(function: str, activation: Activation, save: str, dtype: torch.d
     return "input"
 
 
-def describe(activation: Activation, save: str, dtype: torch.dtype) -> str:
-    """What ``choose_save`` has chosen, and why, for people."""
+def describe(activation: Activation, save: str, dtype: torch.dtype, device: torch.device | None = None) -> str:
+    """What ``choose_save`` has chosen, and why, for people; on a device, also where PyTorch would compute."""
     if activation.fallback_reason is not None:
         return f"not fused: {activation.fallback_reason}"
     if activation.is_identity:
@@ -280,6 +280,8 @@ def describe(activation: Activation, save: str, dtype: torch.dtype) -> str:
     refused = activation.output_refusal(dtype)
     if refused is not None:  # choose_save refuses "output"; a layer may have got another dtype since
         return f"{'cannot save the output' if save == 'output' else 'saves the input'}: {refused}"
+    if (because := _slow_there(activation, save, dtype, device)) is not None:
+        return f"not fused: {because}"
     return "saves the output (branch in its last bit)" if activation.is_folded else "saves the output"
 
 
@@ -290,19 +292,31 @@ def _plain_because(key: PlanKey) -> str | None:
         return key.plain_because or activation.fallback_reason
     if key.is_compiling:
         return "torch.compile sees a user's function as it is" if activation.needs_tracing else None
-    if key.size == "small" and key.save == "auto" and not key.is_inplace:
+    is_small = key.size == "small" and key.save == "auto" and not key.is_inplace
+    because = _slow_because(key, builds=not is_small)
+    if because is not None:
+        return because
+    if is_small:
         return f"{TOO_SMALL} {whole_size_text(SMALL_BYTES)} are left to PyTorch"
     is_by_functions = isinstance(key.operation, BatchNorm) and activation.in_place is None
     if is_by_functions and key.size == "medium" and key.save == "auto" and any(key.needs):
         return f"{TOO_SMALL} {whole_size_text(MEDIUM_BYTES)} are left to PyTorch"
-    return _slow_because(key)
+    return None
 
 
-def _slow_because(key: PlanKey) -> str | None:
+def _slow_because(key: PlanKey, *, builds: bool) -> str | None:
     """Why saving the output would take several times PyTorch's time, or None."""
     if key.save != "auto" or not any(key.needs) or key.activation.output_refusal(key.dtype) is not None:
         return None
-    return key.backend.slow_because(key.activation, key.dtype)
+    return key.backend.slow_because(key.activation, key.dtype, builds=builds)
+
+
+def _slow_there(activation: Activation, save: str, dtype: torch.dtype, device: torch.device | None) -> str | None:
+    """The same of a layer on a device, as far as it is known before any code is built."""
+    if device is None or save != "auto" or activation.output_refusal(dtype) is not None:
+        return None
+    backend = backends.of_device(device, dtype, activation)
+    return None if backend is None else backend.slow_because(activation, dtype, builds=False)
 
 
 # --- batch norms ------------------------------------------------------------------------------------------------------
@@ -341,14 +355,17 @@ def save_beside_input(activation: Activation, dtype: torch.dtype, *, has_residua
     return "recompute" if refused is not None or (activation.is_folded and not has_residual) else "output"
 
 
-def describe_norm(activation: Activation, save: str, dtype: torch.dtype) -> str:
-    """What a batch norm saves, at most, and why, for people; of inputs that are large enough."""
+def describe_norm(activation: Activation, save: str, dtype: torch.dtype, device: torch.device | None = None) -> str:
+    """What a batch norm saves, at most, and why, for people; of inputs that are large enough. ``device`` as of
+    ``describe``."""
     if activation.fallback_reason is not None:
         return f"not fused: {activation.fallback_reason}"
     if save == "input":
         return "saves its input and the activation's"
     if save == "recompute":
         return "saves its input"
+    if (because := _slow_there(activation, save, dtype, device)) is not None:
+        return f"not fused: {because}"
     if _tells_input(activation, save, dtype):
         return "saves the output, which determines the input"
     kept = "its input"

@@ -1,5 +1,6 @@
 """How the compiled loops are built, cached and loaded, and what layers do where they cannot be had."""
 
+import contextlib
 import json
 import os
 import stat
@@ -17,13 +18,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from reference import relative
-from torch import Tensor
+from torch import Tensor, nn
 
 import fusedlayers as fl
-from fusedlayers import block_plan, call
+from fusedlayers import plan
 from fusedlayers.activations import resolve
 from fusedlayers.backends import cpu
 from fusedlayers.backends.cpu import build, elementwise, loops
+from fusedlayers.profiling.explanation import Explanation
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the stand-ins for compilers are shell scripts")
@@ -35,8 +37,7 @@ def _forget() -> None:
         for cached in vars(module).values():
             if hasattr(cached, "cache_clear"):
                 cached.cache_clear()
-    call._plans.clear()
-    block_plan._plans.clear()
+    plan.forget_plans()
 
 
 @pytest.fixture
@@ -187,22 +188,21 @@ def _forget_plans() -> None:
     """And kernels, so that the next call asks again for the library."""
     for cached in (elementwise.forward_kernel, elementwise.gradient_kernel, elementwise.gate_kernel):
         cached.cache_clear()
-    call._plans.clear()
-    block_plan._plans.clear()
+    plan.forget_plans()
 
 
 def _check_layers(reason: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(128, 64, requires_grad=True)
     gelu, tanh, softplus = (fl.FusedDenseAct(64, 256, name) for name in ("gelu", "tanh", "softplus"))
-    (plan,) = fl.plan_of(gelu, x)
-    assert plan.path == "composite" and reason in str(plan) and str(plan).startswith("not fused: ")
-    (plan,) = fl.plan_of(fl.FusedMLP(64, 256), x)
-    assert plan.path == "composite" and reason in str(plan)
+    (made,) = fl.plan_of(gelu, x)
+    assert made.path == "composite" and reason in str(made) and str(made).startswith("not fused: ")
+    (made,) = fl.plan_of(fl.FusedMLP(64, 256), x)
+    assert made.path == "composite" and reason in str(made)
     # What costs torch one operation, or few, stays fused; and so does what is asked for.
     for fused in (tanh, softplus, fl.FusedDenseAct(64, 256, "gelu", save="output")):
-        (plan,) = fl.plan_of(fused, x)
-        assert plan.path in ("fused", "in_place") and plan.saved == "output", plan
+        (made,) = fl.plan_of(fused, x)
+        assert made.path in ("fused", "in_place") and made.saved == "output", made
     assert fl.plan_of(gelu, x.detach().requires_grad_())[0].saved == "eager"
     for dtype, most in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         for layer in (gelu, tanh, softplus, fl.FusedDenseAct(64, 256, "gelu", save="output")):
@@ -222,6 +222,56 @@ def _check_gradients(layer: Any, x: Tensor, most: float) -> None:
     exact = resolve(layer.activation).function(F.linear(*doubles))
     for found, expected in zip(ours, [exact, *torch.autograd.grad(exact, doubles, dy.double())], strict=True):
         assert relative(found, expected) < most
+
+
+@pytest.mark.parametrize("is_looked_for", [False, True], ids=["before any call", "after one"])
+@pytest.mark.parametrize("why", ["compiler", "switch"])
+def test_what_is_said_before_anything_is_built(
+    why: str, is_looked_for: bool, fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers and reports tell of the missing loops, also where results are small, and nothing is built for that."""
+    monkeypatch.setenv("PATH", str(fresh))
+    if why == "switch":
+        monkeypatch.setenv("FUSEDLAYERS_CPU_LOOPS", "off")
+    reason = {"compiler": "there is no C compiler", "switch": "FUSEDLAYERS_CPU_LOOPS switches the compiled loops off"}
+    expected = f"not fused: {reason[why]}"
+    if is_looked_for:
+        with contextlib.nullcontext() if why == "switch" else pytest.warns(RuntimeWarning, match="no C compiler"):
+            assert build.shared_object() is None
+    needing = [
+        fl.FusedDenseAct(8, 8, "gelu"),
+        fl.FusedMLP(8, 8),
+        fl.FusedConvAct1d(8, 8, 3, activation="silu"),
+        fl.FusedBatchNormAct1d(8, "silu", affine=False),
+        fl.FusedGroupNormAct(2, 8, "relu"),
+    ]
+    others = [
+        fl.FusedDenseAct(8, 8, "relu"),
+        fl.FusedDenseAct(8, 8, "gelu", save="output"),
+        fl.FusedMLP(8, 8, save="recompute"),
+        fl.FusedGatedMLP(8, 8),
+        fl.FusedBatchNormAct1d(8, "relu"),
+        fl.FusedBatchNormAct1d(8, "silu", save="input"),
+        fl.FusedGroupNormAct(2, 8, "relu", save="input"),
+        fl.FusedDenseAct(8, 8, "gelu", device="meta"),
+    ]
+    assert all(expected in repr(layer) for layer in needing)
+    assert not any("not fused" in repr(layer) for layer in others)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)), torch.randn(2, 8)
+    assert all(reason[why] in skipped.reason for skipped in fl.fuse(model, x).skipped)
+    assert fl.fuse(model, x).too_small == ()
+    assert any(reason[why] in note for note in fl.fuse(model).notes)
+    assert build._find.cache_info().currsize == is_looked_for
+
+
+def test_explain_without_loops(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEDLAYERS_CPU_LOOPS", "off")
+    found = fl.explain("gelu")
+    assert isinstance(found, Explanation) and set(found.saves.values()) == {f"not fused: {build.SWITCHED_OFF}"}
+    assert {eager == here for eager, here in found.saved_bytes.values()} == {True}
+    lines = str(found).splitlines()
+    assert sum("what PyTorch does" in line for line in lines) == 3
+    assert lines[-1] == f"  float32, float16, bfloat16: {build.SWITCHED_OFF}"
 
 
 @pytest.mark.parametrize("value", ["off", "OFF", "0", "no", "false"])

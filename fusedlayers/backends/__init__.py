@@ -6,7 +6,9 @@ import functools
 import importlib.util
 import logging
 
-from torch import Tensor, float64
+from torch import Tensor, empty, float64
+from torch import device as torch_device
+from torch import dtype as torch_dtype
 
 from ..activations import Activation
 from . import cpu, gpu_settings
@@ -23,6 +25,7 @@ __all__ = [
     "choose",
     "describe_matmuls",
     "no_triton_because",
+    "of_device",
 ]
 
 
@@ -45,6 +48,13 @@ def choose(tensor: Tensor, activation: Activation | None = None) -> Backend:
         backend = _for_gpus()
         return backend if activation is None or backend.computes(activation) else reference
     return reference
+
+
+def of_device(device: torch_device, dtype: torch_dtype, activation: Activation | None = None) -> Backend | None:
+    """The backend for tensors of this dtype there; None where layers are left to plain PyTorch."""
+    if device.type not in DEVICES:
+        return None
+    return choose(empty(0, dtype=dtype, device=device), activation)
 
 
 def describe_matmuls(w: Tensor, activation: Activation) -> list[str]:

@@ -11,7 +11,8 @@ from torch import nn
 
 from .._torch import is_optimized
 from ..activations import record as table
-from ..memory import saved_bytes
+from ..backends.cpu import build
+from ..memory import device_of, saved_bytes
 from ..profiling.step import Step, no_gradient_because
 from ..utils.formatting import first_line, is_within, pattern_of, size_text
 from ..utils.module_state import unchanged
@@ -156,6 +157,11 @@ class Fusing:
             "Without example inputs, only modules whose class says what they compute are found. Pass example inputs to "
             "find what the code of other modules calls (F.gelu, for example), and to see what each place frees."
         )
+        because = build.refused_because() if device_of(self._model).type == "cpu" else None
+        if because is not None:
+            self._notes.append(
+                f"On CPUs norms, and activations whose derivative is fitted, as GELU's is, are PyTorch's: {because}."
+            )
         with unchanged([*self._model.modules()], ()):  # code that is tried out may draw random numbers
             groups = _grouped([*_places_of_classes(self._model)])
         return self._finish(groups, None)

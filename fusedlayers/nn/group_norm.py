@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import plan
+from .. import backends, plan
 from ..activations import Activation
 from ..functional import bias_act
 from ..norm_validation import check_norm_save
@@ -109,11 +109,12 @@ class FusedGroupNormAct(FusedAct):
     def _example_shape(self) -> tuple[int, ...]:
         return 2, self.num_channels, 5, 5
 
-    def _dtype(self) -> torch.dtype:
-        return torch.get_default_dtype() if self.weight is None else self.weight.dtype
-
     def keeps(self, activation: Activation, dtype: torch.dtype) -> str:
-        return "saves the norm's input and output" if self.save == "input" else "saves the norm's output"
+        if self.save == "input":
+            return "saves the norm's input and output"
+        backend = backends.of_device(self._parameter().device, dtype) if self.save == "auto" else None
+        because = None if backend is None else backend.row_norm_slow_because(dtype, builds=False)
+        return "saves the norm's output" if because is None else f"not fused: {because}"
 
     def forward(self, input: Tensor) -> Tensor:
         z = group_norm(input, self.num_groups, self.weight, self.bias, self.eps, save=self.save)

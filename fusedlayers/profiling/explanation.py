@@ -151,7 +151,7 @@ def explain(activation: object) -> Explanation | ModelExplanation:
             "gradients: whose weight is small or much smaller than the bias, or with values far out where the "
             f"activation is flat; and small inputs, of less than {WORTH_IT} numbers, as they are"
         )
-    bytes_, accuracy = {}, {}
+    bytes_, accuracy, cpu = {}, {}, torch.device("cpu")
     for dtype in DTYPES:
         with contextlib.suppress(Exception):  # a user's function need not work in every dtype
             bytes_[dtype], accuracy[dtype] = _measure(resolved, shape, dtype, layer)
@@ -159,7 +159,7 @@ def explain(activation: object) -> Explanation | ModelExplanation:
         repr(record),
         kind,
         reason,
-        {_name(d): describe(record, "auto", d) if layer is None else layer.keeps(record, d) for d in DTYPES},
+        {_name(d): layer.keeps(record, d) if layer else describe(record, "auto", d, cpu) for d in DTYPES},
         {_name(dtype): saved for dtype, saved in bytes_.items()},
         {_name(dtype): errors for dtype, errors in accuracy.items()} if kind != "fallback" else {},
         "" if kind == "fallback" or record.is_identity else _source(record, given),
@@ -396,7 +396,7 @@ def _row(cells: Iterable[tuple[str, int]]) -> str:
 
 
 def _kept(found: Explanation, dtype: str) -> str:
-    if found.kind == "fallback":
+    if found.kind == "fallback" or found.saves[dtype].startswith("not fused"):
         return "what PyTorch does"
     return found.saves[dtype].partition(":")[0].removeprefix("saves ")
 

@@ -10,7 +10,6 @@ from torch import nn
 from ..fusion.operations import CHECKPOINT
 from ..fusion.region import region_of
 from ..nn.base import WithActivation
-from ..nn.mlp import FusedBlock
 from ..utils.formatting import merged_path, pattern_of
 from ..utils.reports import Report
 
@@ -47,7 +46,7 @@ class ModelExplanation(Report):
 
 def is_model(module: nn.Module) -> bool:
     """Whether a module is more than an activation or a layer: something in it is fused, or it has layers in it."""
-    if isinstance(module, WithActivation | FusedBlock):
+    if isinstance(module, WithActivation):
         return False
     has_layers = any(True for _ in module.children()) and any(p.dim() > 1 for p in module.parameters())
     return has_layers or any(region_of(inner) is not None for inner in module.modules())
@@ -68,5 +67,5 @@ def _places(model: nn.Module) -> Iterator[tuple[str, str]]:
                 yield path, "saves its input and the results of products and attention, and recomputes the rest"
             elif region.recompute == "all" and CHECKPOINT not in region.places:
                 yield path, "saves its input, and recomputes the rest"
-        if isinstance(module, WithActivation | FusedBlock):
+        if isinstance(module, WithActivation):
             yield path, f"{type(module).__name__}: {module.extra_repr()}"

@@ -59,9 +59,12 @@ __all__ = [
 ]
 
 
-def slow_because(activation: Activation, dtype: torch.dtype) -> str | None:
+def slow_because(activation: Activation, dtype: torch.dtype, *, builds: bool = True) -> str | None:
     """Why backward from the output takes several times PyTorch's time, or None where it does not."""
+    if not builds:
+        because = build.refused_because()
+        # Without a reason no derivative is fitted either, which takes long too.
+        return because if because is not None and activation.fitted_derivative(dtype) is not None else None
     if activation.fitted_derivative(dtype) is None or gradient_kernel(activation, dtype, "output") is not None:
         return None
-    missing = build.missing_because()
-    return missing or reference.slow_because(activation, dtype)
+    return build.missing_because() or reference.slow_because(activation, dtype)

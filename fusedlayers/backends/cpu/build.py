@@ -30,6 +30,10 @@ import torch
 #: Of the environment: whether there are to be loops.
 VARIABLE = "FUSEDLAYERS_CPU_LOOPS"
 _ON, _OFF = ("on", "1", "yes", "true"), ("off", "0", "no", "false")
+SWITCHED_OFF, NO_COMPILER = (
+    f"{VARIABLE} switches the compiled loops off",
+    "there is no C compiler to build the loops with",
+)
 SOURCE = Path(__file__).with_name("loops.c")
 #: Not -ffast-math: a library built with it makes the processor flush subnormal numbers, in torch's arithmetic too.
 OPTIONS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
@@ -54,6 +58,15 @@ def missing_because() -> str | None:
     return _found()[1]
 
 
+def refused_because() -> str | None:
+    """Why there can be no loops, as far as that is seen without building them."""
+    if _find.cache_info().currsize:
+        return _find()[1]
+    if are_switched_off():
+        return SWITCHED_OFF
+    return NO_COMPILER if find_compiler() is None else None
+
+
 def _found() -> tuple[ctypes.CDLL | None, str | None]:
     with _lock:
         found = _find()
@@ -65,14 +78,14 @@ def _found() -> tuple[ctypes.CDLL | None, str | None]:
 @functools.cache
 def _find() -> tuple[ctypes.CDLL | None, str | None]:
     if are_switched_off():
-        return None, f"{VARIABLE} switches the compiled loops off"
+        return None, SWITCHED_OFF
     compiler = find_compiler()
     if compiler is None:
         _unsaid.append(
             "fusedlayers: there is no C compiler to build the loops for CPUs with, so activations whose derivative is "
             f"fitted, and norms, are left to PyTorch there; install one, or silence this by {VARIABLE}=off"
         )
-        return None, "there is no C compiler to build the loops with"
+        return None, NO_COMPILER
     try:
         return _load(compiler), None
     except (OSError, subprocess.SubprocessError, UnicodeError) as error:
@@ -145,7 +158,7 @@ def cache_folders() -> tuple[Path, Path]:
     return Path(cache) / "fusedlayers", Path(tempfile.gettempdir()) / f"fusedlayers-{user}"
 
 
-def refused_because(folder: Path) -> str | None:
+def unusable_because(folder: Path) -> str | None:
     """Why nothing can be built in a cache folder, which is made if need be; or None."""
     try:
         if not _made(folder):
