@@ -4,7 +4,6 @@ A command is a module with a function `register(commands)`, which adds a parser 
 Adding a command is adding its module to `COMMANDS`.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -39,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(prog="fusedlayers", description="Fused layers for PyTorch that keep one buffer.")
+    parser = command_line.Parser(prog="fusedlayers", description="Fused layers for PyTorch that keep one buffer.")
     parser.add_argument("--version", action="version", version=f"fusedlayers {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in COMMANDS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -178,6 +179,8 @@ def check_features(function: str, **features: object) -> None:
         if not is_whole(value):
             hint = f"; if an activation is meant, write activation={value!r}" if isinstance(value, str) else ""
             raise TypeError(f"{function}: {name} must be an int, got {type(value).__name__}: {value!r}{hint}")
+        if value < 0:
+            raise ValueError(f"{function}: {name} must not be negative, got {value}")
 
 
 def check_window(function: str, **sizes: object) -> None:
@@ -280,7 +283,7 @@ def check_budget(function: str, memory_budget_bytes: object) -> None:
         )
 
 
-def is_whole(value: object) -> bool:
+def is_whole(value: object) -> TypeGuard[int]:
     """Whether torch takes it for a whole number: NumPy's are, True is none."""
     is_int = type(value) is int  # which needs no look at base classes
     return is_int or (isinstance(value, (int, torch.SymInt, Integral)) and not isinstance(value, bool))

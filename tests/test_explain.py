@@ -466,14 +466,14 @@ def test_json_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     [
         (["gelo"], ["unknown activation 'gelo'", *fl.activations(), "module:attribute"]),
         (["torch.tanh"], ["unknown activation 'torch.tanh'", "module:attribute"]),
-        (["no_such_module:f"], ["No module named 'no_such_module'"]),
+        (["no_such_module:f"], ["there is no module 'no_such_module': no_such_module.py is not in this folder"]),
         (["MODULE:curved"], ["has no 'curved'; it has: ", "bent", "Wave"]),
         (["MODULE:"], ["has no ''", "bent"]),
         (["MODULE:Namespace.outer"], ["has no 'Namespace.outer'; it has: inner"]),
         (["MODULE:Scaled"], ["Scaled needs arguments (scale), expected none; name an instance of it"]),
         (["MODULE:Broken"], ["Broken raised TypeError: its own (traceback above), expected no error"]),
         (["MODULE:made"], ["made returned Wave, expected (model, inputs)"]),
-        (["MODULE:nothing"], ["nothing does not compute: it does not return one tensor", "or a model; name one"]),
+        (["MODULE:nothing"], ["nothing does not compute: it does not return one", "a function without arguments"]),
         (["MODULE:SCALE"], ["explain: activation must be a name", "Parameter"]),
     ],
 )

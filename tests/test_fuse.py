@@ -330,7 +330,7 @@ def test_a_fused_model_can_be_asked(x: Tensor) -> None:
     ]
     assert explanation.to_dict()["name"] == "Sequential"
     assert str(fl.explain(model[0].act)).startswith("GELU:\n  the model  gelu saves the output")
-    assert "nothing is fused; fusedlayers.fuse(model, inputs)" in str(fl.explain(nn.Sequential(nn.Linear(2, 2))))
+    assert "nothing is fused. fusedlayers.fuse(model, inputs)" in str(fl.explain(nn.Sequential(nn.Linear(2, 2))))
 
 
 # --- the report -------------------------------------------------------------------------------------------------------

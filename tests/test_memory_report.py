@@ -879,7 +879,7 @@ def test_the_command_as_users_call_it(user_module: str) -> None:
         (["MODULE:LAYER"], ["LAYER is a Linear, expected a function", "write def example(): return model, inputs"]),
         (["MODULE:nothing"], ["nothing returned (str, Tensor), expected ", FORMS, "; write def example()"]),
         (["MODULE:tensor", "--threads", "0"], ["argument --threads: expected a whole number from 1", "got '0'"]),
-        (["no_such_module:f"], ["No module named 'no_such_module'"]),
+        (["no_such_module:f"], ["there is no module 'no_such_module': no_such_module.py is not in this folder"]),
         (["MODULE:missing"], ["has no 'missing'; it has: ", "tensor"]),
         (["MODULE:NUMBER"], ["NUMBER is a int, expected a function that returns a model and inputs"]),
         (["MODULE:alone"], ["alone returned Linear, expected (model, inputs), ", " or (model, args, kwargs), "]),

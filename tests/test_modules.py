@@ -130,6 +130,11 @@ def test_arguments_that_slipped_are_named(make: Any, words: str) -> None:
         make()
 
 
+def test_sizes_below_zero_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^FusedDenseAct: in_features must not be negative, got -1$"):
+        fl.FusedDenseAct(-1, 64)
+
+
 def test_its_repr_knows_the_dtype_and_the_choice() -> None:
     assert "saves the input: the fitted" in repr(fl.FusedDenseAct(12, 40, "gelu", dtype=torch.float64))
     assert "saves nothing and recomputes" in repr(fl.FusedDenseAct(12, 40, "gelu", save="recompute"))

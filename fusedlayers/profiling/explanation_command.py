@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not isinstance(found, ModelExplanation) and not found.saved_bytes:
             raise ValueError(
                 f"{arguments.activation} does not compute: {found.reason}; expected a function of one tensor that "
-                "returns one of its shape, or a model; name one"
+                "returns one of its shape, a model, or a function without arguments that returns a model and inputs"
             )
         if isinstance(found, ModelExplanation) and (arguments.plot is not None or arguments.source):
             raise ValueError(f"{arguments.activation} is a model: --plot and --source are for activations")

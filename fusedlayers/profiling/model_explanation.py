@@ -33,8 +33,8 @@ class ModelExplanation(Report):
     def __str__(self) -> str:
         if not self.places:
             return (
-                f"{self.name}: nothing is fused; fusedlayers.fuse(model, inputs) does that. (Functions of fusedlayers "
-                "that its code calls itself are not listed.)"
+                f"{self.name}: nothing is fused. fusedlayers.fuse(model, inputs) fuses what keeps less, and says why "
+                "the rest is left to PyTorch. (Functions of fusedlayers that its code calls are not listed.)"
             )
         groups: dict[tuple[tuple[str, ...], str], list[str]] = {}
         for path, text in self.places:

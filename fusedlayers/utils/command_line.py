@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import inspect
 import os
@@ -14,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -30,7 +31,29 @@ T = TypeVar("T")
 #: What a shell says of a program that ends because nobody reads its output: 128 and the number of SIGPIPE.
 BROKEN_PIPE = 141
 #: How the messages of the functions behind the commands begin.
+#: How a number below zero begins, which is no option.
+_NEGATIVE = re.compile(r"-[\d.]")
 _FUNCTION = re.compile(r"\A(explain|fit|memory_report|fuse|tune): ")
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that refuses options which it does not have, and says which were meant. Those of its commands' options
+    are refused with the command's usage."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        for i, word in enumerate(words):
+            if word == "--" or (self._subparsers is not None and not word.startswith("-")):
+                break  # what follows are values, or belongs to a command
+            name, equals, _ = word.partition("=")
+            if not name.startswith("--"):
+                continue
+            if not any(option.startswith(name) for option in self._option_string_actions):
+                close = difflib.get_close_matches(name, self._option_string_actions, n=1)
+                self.error(f"there is no option {name}" + "".join(f"; did you mean {option}?" for option in close))
+            if not equals and i + 1 < len(words) and _NEGATIVE.match(words[i + 1]):
+                words[i : i + 2] = [f"{word}={words[i + 1]}"]  # a value, for its own reader to refuse
+        return super().parse_known_args(words, namespace)
 
 
 @contextlib.contextmanager
@@ -132,7 +155,15 @@ def import_object(name: str, form: str = "MODULE:ATTRIBUTE") -> object:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it
     with _users_code(f"importing {module_name}", "a module that can be imported", "correct it"):
-        found: object = importlib.import_module(module_name)
+        try:
+            found: object = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise  # one that the module imports
+            file = f"{error.name.replace('.', '/')}.py"
+            raise ModuleNotFoundError(
+                f"there is no module {error.name!r}: {file} is not in this folder, and no such package is installed"
+            ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             public = [key for key in dir(found) if not key.startswith("_") and callable(getattr(found, key, None))]
