@@ -29,7 +29,7 @@ import fusedlayers as fl
 from fusedlayers.activations import Activation, measure_inverse_error, resolve, rows
 from fusedlayers.backends import GradientRequest, cpu
 from fusedlayers.backends import torch as reference
-from fusedlayers.backends.cpu import build, elementwise, loops
+from fusedlayers.backends.cpu import build, elementwise, loops, norm_loops
 from fusedlayers.backends.cpu import norm as cpu_norm
 from fusedlayers.backends.cpu.cubics import normal
 from fusedlayers.backends.operations import BatchNorm
@@ -1017,7 +1017,7 @@ def _writes() -> dict[str, Callable[[], tuple[list[Tensor], list[Tensor]]]]:
 
     def combine() -> tuple[list[Tensor], list[Tensor]]:
         a, b, factor = torch.randn(30, 40), torch.randn(30, 40), torch.randn(40)
-        loops.combine(a, b, factor, factor, factor, layout, a)
+        norm_loops.combine(a, b, factor, factor, factor, layout, a)
         return [a], [b, factor]
 
     return {call.__name__: call for call in (

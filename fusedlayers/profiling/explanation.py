@@ -25,7 +25,7 @@ from ..nn.conv import CONV_TYPES
 from ..nn.dense import LINEAR_TYPES
 from ..nn.mlp import FusedBlock, FusedGatedMLP
 from ..ops.batch_norm import WORTH_IT
-from ..plan import describe, save_beside_input
+from ..plan import SMALL_BYTES, describe, save_beside_input
 from ..utils.isolation import in_clean_state
 from ..utils.reports import DrawnReport, NothingToDrawError
 from . import explanation_plot
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: Inputs that derivatives are compared on: fewer of 16 bits would be left to PyTorch.
-COUNT = 1 << 18
+COUNT = SMALL_BYTES // 2
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,14 @@ means.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 
 import torch
 from torch import Tensor
 
 from ...activations import Activation
+from ...derivative.features import Fold
 from ...utils.isolation import in_clean_state
 from ...utils.storages import is_plain
 from .. import torch as reference
@@ -25,14 +27,18 @@ def drop(x: Tensor, keep: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     laid out alike."""
     if not loops.serve(x.dtype):
         return reference.drop(x, keep, factor)
-    return loops.drop(x, keep, factor)
+    y, bits = torch.empty_like(x), x.new_empty(-(-x.numel() // 8), dtype=torch.uint8)
+    loops.call("drop", _dropping(x.dtype, factor), y, None, *(t.data_ptr() for t in (x, keep, y, bits)))
+    return y, bits
 
 
 def drop_gradient(dy: Tensor, bits: Tensor, factor: float) -> Tensor:
     """The gradient of x, in a new tensor, for dense dy, laid out like x."""
     if not loops.serve(dy.dtype):
         return reference.drop_gradient(dy, bits, factor)
-    return loops.drop_gradient(dy, bits, factor)
+    dx = torch.empty_like(dy)
+    loops.call("drop_gradient", _dropping(dy.dtype, factor), dx, None, *(t.data_ptr() for t in (dy, bits, dx)))
+    return dx
 
 
 def drop_marked(y: Tensor, keep: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
@@ -40,9 +46,10 @@ def drop_marked(y: Tensor, keep: Tensor, activation: Activation, p: float, out: 
     alike."""
     if not loops.serve(y.dtype):
         return reference.drop_marked(y, keep, activation, p, out)
-    if y.dtype.itemsize == 2:
-        return loops.drop_marked(_stored_kernel(activation, y.dtype, p), y, keep, out)
-    return loops.drop_marked(loops.dropping(y.dtype, 1 / (1 - p), activation.fold), y, keep, out)
+    is_table = y.dtype.itemsize == 2
+    kernel = _stored_kernel(activation, y.dtype, p) if is_table else _dropping(y.dtype, 1 / (1 - p), activation.fold)
+    loops.call("drop_marked", kernel, out, None, y.data_ptr(), keep.data_ptr(), out.data_ptr())
+    return out
 
 
 def drop_marked_gradient(dy: Tensor, y: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
@@ -52,7 +59,17 @@ def drop_marked_gradient(dy: Tensor, y: Tensor, activation: Activation, p: float
     kernel = _gradient_kernel(activation) if y.dtype is torch.float32 else None
     if kernel is None or not is_plain(dy):
         return reference.drop_marked_gradient(dy, y, activation, p, out)
-    return loops.drop_marked_gradient(kernel, dy, y, 1 - p, activation.is_folded, out)
+    rest = ctypes.c_float(1 - p)
+    of_rest = ctypes.addressof(rest)
+    addresses = dy.data_ptr(), y.data_ptr(), out.data_ptr(), of_rest, of_rest if activation.is_folded else None
+    loops.call("drop_marked_gradient", kernel, out, None, *addresses)
+    return out
+
+
+@functools.lru_cache(64)
+def _dropping(dtype: torch.dtype, factor: float, fold: Fold | None = None) -> Kernel:
+    """The kernel that multiplies what is kept."""
+    return Kernel(dtype, ("relu", factor), fold)
 
 
 @functools.lru_cache(KERNELS)

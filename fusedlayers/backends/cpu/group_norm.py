@@ -55,7 +55,7 @@ def _sums(dy: Tensor, y: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
     found = y.new_empty(2, *y.shape[:2], dtype=torch.float32)
     for part, layout in _parts(y):
         shifts = shift if layout.inner == 1 else shift.repeat(len(y))
-        for whole, computed in zip(found, loops.products(dy[part], y[part], shifts, layout), strict=True):
+        for whole, computed in zip(found, norm_loops.products(dy[part], y[part], shifts, layout), strict=True):
             whole[part] = computed.view(-1, y.shape[1])
     return found[0], found[1]
 
@@ -91,7 +91,7 @@ def _write_dx(
         of_y[:, kept.columns] = rest[:, kept.columns] = 0.0
     for part, layout in _parts(y):
         factor, slope_of_y, offset = (t[part].flatten() for t in (of_dy, of_y, rest))
-        loops.combine(dy[part], y[part], factor, slope_of_y, offset, layout, dx[part])
+        norm_loops.combine(dy[part], y[part], factor, slope_of_y, offset, layout, dx[part])
     if kept is not None and own is not None:
         dx.index_copy_(1, kept.columns, own.to(dx.dtype))
 

@@ -163,7 +163,8 @@ def function_of(activation: Activation) -> tuple[str, float] | None:
 
 
 @functools.cache
-def _plain(dtype: torch.dtype) -> Kernel:
+def plain_kernel(dtype: torch.dtype) -> Kernel:
+    """That of a loop that computes no function."""
     return Kernel(dtype)
 
 
@@ -182,25 +183,25 @@ def forward(
     bias = None if b is None or along is None else channel_vector(b, along)
     bias_address = None if bias is None else bias.data_ptr()
     residual_address = None if residual is None else residual.data_ptr()
-    _call("forward", kernel, y, along, z.data_ptr(), bias_address, residual_address, y.data_ptr())
+    call("forward", kernel, y, along, z.data_ptr(), bias_address, residual_address, y.data_ptr())
     return y
 
 
 def encode(kernel: Kernel, z: Tensor, y: Tensor, out: Tensor) -> Tensor:
     """Float32 outputs y of z with their branch bit, in ``out``, which may be either."""
-    _call("encode_outputs", kernel, out, None, z.data_ptr(), y.data_ptr(), out.data_ptr())
+    call("encode_outputs", kernel, out, None, z.data_ptr(), y.data_ptr(), out.data_ptr())
     return out
 
 
 def invert(kernel: Kernel, y: Tensor, z: Tensor) -> Tensor:
     """The input of float32 outputs y, in z, which may be y."""
-    _call("invert_outputs", kernel, z, None, y.data_ptr(), z.data_ptr())
+    call("invert_outputs", kernel, z, None, y.data_ptr(), z.data_ptr())
     return z
 
 
 def gradient(kernel: Kernel, dy: Tensor, saved: Tensor, dz: Tensor, db: Tensor | None, along: Layout | None) -> Tensor:
     """``dz = dy * f'`` in dz, which may be ``saved``, and its sums along the channels in db."""
-    _call(
+    call(
         "gradient",
         kernel,
         dz,
@@ -213,108 +214,6 @@ def gradient(kernel: Kernel, dy: Tensor, saved: Tensor, dz: Tensor, db: Tensor |
     return dz
 
 
-def moments(x: Tensor, along: Layout) -> tuple[Tensor, Tensor]:
-    """The mean and the variance, without Bessel's correction, of each channel of x, in float32."""
-    mean = x.new_empty(along.channels, dtype=torch.float32)
-    var = torch.empty_like(mean)  # apart, because one of them is saved
-    _call("moments", _plain(x.dtype), x, along, x.data_ptr(), mean.data_ptr(), var.data_ptr(), writes=False)
-    return mean, var
-
-
-def norm_forward(
-    kernel: Kernel,
-    x: Tensor,
-    factors: tuple[Tensor, Tensor, Tensor] | None,
-    y: Tensor,
-    ends: tuple[Tensor, Tensor] | None,
-    along: Layout,
-) -> None:
-    """The activation of z in y, which may be x; the smallest and the largest z of each channel in ``ends``. z is
-    ``(x - mean) scale + shift`` by ``factors``, or x."""
-    vectors = (None,) * 3 if factors is None else [channel_vector(t, along) for t in factors]
-    addresses = [None if t is None else t.data_ptr() for t in (x, *vectors, y, *(ends or (None, None)))]
-    _call("norm_forward", kernel, y, along, *addresses)
-
-
-def norm_gradient(
-    kernel: Kernel, dy: Tensor, y: Tensor, z: Tensor, center: Tensor, along: Layout
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``dz = dy * f'`` in a new tensor and the activation's input in z, which may be y; for each channel the sums of dz
-    and of ``dz (z - center)``."""
-    dz, total, product = torch.empty_like(y), y.new_empty(along.channels), y.new_empty(along.channels)
-    center = channel_vector(center, along)
-    addresses = [t.data_ptr() for t in (dy, y, center, dz, z, total, product)]
-    _call("norm_gradient", kernel, z, along, *addresses)
-    return dz, total, product
-
-
-def norm_input_gradient(
-    kernel: Kernel, dy: Tensor, x: Tensor, factors: tuple[Tensor, Tensor, Tensor], along: Layout
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``dz = dy * f'`` at ``z = (x - mean) scale + shift`` in a new tensor; for each channel the sums of dz and of
-    ``dz (x - mean)``, in float32."""
-    dz, (total, product) = torch.empty_like(x), x.new_empty(2, along.channels, dtype=torch.float32).unbind()
-    vectors = [channel_vector(t, along) for t in factors]
-    addresses = (t.data_ptr() for t in (dy, x, *vectors, dz, total, product))
-    _call("norm_input_gradient", kernel, dz, along, *addresses)
-    return dz, total, product
-
-
-def products(dy: Tensor, y: Tensor, center: Tensor, along: Layout) -> tuple[Tensor, Tensor]:
-    """For each channel the sums of dy and of ``dy (y - center)``, in float32."""
-    total, product = y.new_empty(2, along.channels, dtype=torch.float32).unbind()
-    vector = channel_vector(center, along)
-    addresses = (t.data_ptr() for t in (dy, y, vector, total, product))
-    _call("products", _plain(y.dtype), y, along, *addresses, writes=False)
-    return total, product
-
-
-def combine(a: Tensor, b: Tensor, scale: Tensor, slope: Tensor, offset: Tensor, along: Layout, out: Tensor) -> Tensor:
-    """``scale a + slope b + offset`` in ``out``, which may be either, the factors along the channels."""
-    vectors = [channel_vector(t, along) for t in (scale, slope, offset)]
-    addresses = [t.data_ptr() for t in (a, b, *vectors, out)]
-    _call("combine", _plain(a.dtype), out, along, *addresses)
-    return out
-
-
-def drop(x: Tensor, keep: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """``x factor`` where ``keep`` says so, else ``x 0``, in a new tensor, and the bits of ``keep``."""
-    y, bits = torch.empty_like(x), x.new_empty(-(-x.numel() // 8), dtype=torch.uint8)
-    addresses = (t.data_ptr() for t in (x, keep, y, bits))
-    _call("drop", dropping(x.dtype, factor), y, None, *addresses)
-    return y, bits
-
-
-def drop_gradient(dy: Tensor, bits: Tensor, factor: float) -> Tensor:
-    """``dy factor`` where the bits say so, else ``dy 0``, in a new tensor."""
-    dx = torch.empty_like(dy)
-    addresses = (t.data_ptr() for t in (dy, bits, dx))
-    _call("drop_gradient", dropping(dy.dtype, factor), dx, None, *addresses)
-    return dx
-
-
-def drop_marked(kernel: Kernel, y: Tensor, keep: Tensor, out: Tensor) -> Tensor:
-    """What is stored of outputs y and their dropout, in ``out``, which may be y."""
-    _call("drop_marked", kernel, out, None, y.data_ptr(), keep.data_ptr(), out.data_ptr())
-    return out
-
-
-def drop_marked_gradient(kernel: Kernel, dy: Tensor, y: Tensor, rest: float, is_folded: bool, out: Tensor) -> Tensor:
-    """The gradient through a function and the dropout behind it, from what was stored of float32 outputs, in ``out``,
-    which may be y; ``kernel`` is that of the function's gradient from its output."""
-    number = c_float(rest)
-    address = ctypes.addressof(number)
-    addresses = dy.data_ptr(), y.data_ptr(), out.data_ptr(), address, address if is_folded else None
-    _call("drop_marked_gradient", kernel, out, None, *addresses)
-    return out
-
-
-@functools.lru_cache(64)
-def dropping(dtype: torch.dtype, factor: float, fold: Fold | None = None) -> Kernel:
-    """The kernel that multiplies what a dropout keeps."""
-    return Kernel(dtype, ("relu", factor), fold)
-
-
 def gate(kernel: Kernel, z: Tensor, up: Tensor, out: Tensor) -> Tensor:
     """The activation of z times ``up``, in ``out``, which may be either. All are laid out alike, or in rows with gaps
     between them."""
@@ -322,7 +221,7 @@ def gate(kernel: Kernel, z: Tensor, up: Tensor, out: Tensor) -> Tensor:
     along = _rows(tensors)
     gaps = None if along is None else _gaps(z, up, None, out)
     address = None if gaps is None else ctypes.addressof(gaps)
-    _call("gate", kernel, out, along, *(t.data_ptr() for t in tensors), address)
+    call("gate", kernel, out, along, *(t.data_ptr() for t in tensors), address)
     return out
 
 
@@ -333,7 +232,7 @@ def gate_gradient(kernel: Kernel, dy: Tensor, z: Tensor, up: Tensor, dz: Tensor,
     along = _rows(tensors)
     gaps = None if along is None else _gaps(*tensors)
     address = None if gaps is None else ctypes.addressof(gaps)
-    _call("gate_gradient", kernel, dz, along, *(t.data_ptr() for t in tensors), address)
+    call("gate_gradient", kernel, dz, along, *(t.data_ptr() for t in tensors), address)
     torch.autograd.graph.increment_version(dup)
 
 
@@ -366,7 +265,7 @@ def no_memory(name: str) -> MemoryError:
     return MemoryError(f"{name}: no memory for what rows and sums need")
 
 
-def _call(
+def call(
     name: str, kernel: Kernel, tensor: Tensor, along: Layout | None, *addresses: int | None, writes: bool = True
 ) -> None:
     """A pass over ``tensor``, and what is laid out alike."""

@@ -21,14 +21,14 @@ class _ChannelPasses:
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The mean and the variance, without Bessel's correction, of each channel of x."""
-        return loops.moments(x, layout_along(x, 1))
+        return norm_loops.moments(x, layout_along(x, 1))
 
     #: ``1 / sqrt(var + eps)``; the running statistics take their part.
     settle_statistics = staticmethod(norm_loops.settle_statistics)
 
     def combine(self, dz: Tensor, v: Tensor, scale: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
         """``scale dz + slope v + offset`` over dz, the factors along the channels."""
-        return loops.combine(dz, v, scale, slope, offset, layout_along(dz, 1), dz)
+        return norm_loops.combine(dz, v, scale, slope, offset, layout_along(dz, 1), dz)
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,16 @@ class InputPasses(_ChannelPasses):
     def norm_act(self, x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         """``f(z)`` with ``z = (x - mean) scale + shift``, of 16 bits rounded as x."""
         y = torch.empty_like(x)
-        loops.norm_forward(self.kernel, x, (mean, scale, shift), y, None, layout_along(x, 1))
+        norm_loops.norm_forward(self.kernel, x, (mean, scale, shift), y, None, layout_along(x, 1))
         return y
 
     def gradient(
         self, dy: Tensor, x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``dz = dy * f'(z)``; for each channel the sums of dz and of ``dz (x - mean)``."""
-        return loops.norm_input_gradient(self.kernel, laid_out_as(dy, x), x, (mean, scale, shift), layout_along(x, 1))
+        return norm_loops.norm_input_gradient(
+            self.kernel, laid_out_as(dy, x), x, (mean, scale, shift), layout_along(x, 1)
+        )
 
 
 @dataclass(frozen=True)
@@ -77,14 +79,16 @@ class NormPasses(_ChannelPasses):
     def _forward(self, x: Tensor, factors: tuple[Tensor, Tensor, Tensor] | None, y: Tensor) -> tuple[Tensor, Tensor]:
         along = layout_along(x, 1)
         smallest, largest = x.new_empty(along.channels), x.new_empty(along.channels)
-        loops.norm_forward(self.forward, x, factors, y, (smallest, largest), along)
+        norm_loops.norm_forward(self.forward, x, factors, y, (smallest, largest), along)
         return smallest, largest
 
     def gradient(self, dy: Tensor, y: Tensor, center: Tensor, overwrite: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """``dz = dy * f'`` and z from y, over which z may be written; for each channel the sums of dz and of
         ``dz (z - center)``."""
         z = y if overwrite else torch.empty_like(y)
-        dz, total, product = loops.norm_gradient(self.backward, laid_out_as(dy, y), y, z, center, layout_along(y, 1))
+        dz, total, product = norm_loops.norm_gradient(
+            self.backward, laid_out_as(dy, y), y, z, center, layout_along(y, 1)
+        )
         return dz, z, total, product
 
 

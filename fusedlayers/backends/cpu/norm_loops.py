@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ...activations import InverseError, inverse_error
+from ...utils.layout import Layout
 from ...utils.storages import is_plain
 from ..norms import GroupNorm, RowNorm
 from ..operations import BatchNorm
-from .loops import DTYPES, GRAIN, channel_vector, functions, no_memory
+from .loops import DTYPES, GRAIN, Kernel, call, channel_vector, functions, no_memory, plain_kernel
 
 
 class _RowNorm(ctypes.Structure):
@@ -216,3 +217,70 @@ def _row_norm(
         *addresses,
         0 if kept is None else len(kept[0]),
     )
+
+
+# --- along channels ---------------------------------------------------------------------------------------------------
+
+
+def moments(x: Tensor, along: Layout) -> tuple[Tensor, Tensor]:
+    """The mean and the variance, without Bessel's correction, of each channel of x, in float32."""
+    mean = x.new_empty(along.channels, dtype=torch.float32)
+    var = torch.empty_like(mean)  # apart, because one of them is saved
+    call("moments", plain_kernel(x.dtype), x, along, x.data_ptr(), mean.data_ptr(), var.data_ptr(), writes=False)
+    return mean, var
+
+
+def norm_forward(
+    kernel: Kernel,
+    x: Tensor,
+    factors: tuple[Tensor, Tensor, Tensor] | None,
+    y: Tensor,
+    ends: tuple[Tensor, Tensor] | None,
+    along: Layout,
+) -> None:
+    """The activation of z in y, which may be x; the smallest and the largest z of each channel in ``ends``. z is
+    ``(x - mean) scale + shift`` by ``factors``, or x."""
+    vectors = (None,) * 3 if factors is None else [channel_vector(t, along) for t in factors]
+    addresses = [None if t is None else t.data_ptr() for t in (x, *vectors, y, *(ends or (None, None)))]
+    call("norm_forward", kernel, y, along, *addresses)
+
+
+def norm_gradient(
+    kernel: Kernel, dy: Tensor, y: Tensor, z: Tensor, center: Tensor, along: Layout
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``dz = dy * f'`` in a new tensor and the activation's input in z, which may be y; for each channel the sums of dz
+    and of ``dz (z - center)``."""
+    dz, total, product = torch.empty_like(y), y.new_empty(along.channels), y.new_empty(along.channels)
+    center = channel_vector(center, along)
+    addresses = [t.data_ptr() for t in (dy, y, center, dz, z, total, product)]
+    call("norm_gradient", kernel, z, along, *addresses)
+    return dz, total, product
+
+
+def norm_input_gradient(
+    kernel: Kernel, dy: Tensor, x: Tensor, factors: tuple[Tensor, Tensor, Tensor], along: Layout
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``dz = dy * f'`` at ``z = (x - mean) scale + shift`` in a new tensor; for each channel the sums of dz and of
+    ``dz (x - mean)``, in float32."""
+    dz, (total, product) = torch.empty_like(x), x.new_empty(2, along.channels, dtype=torch.float32).unbind()
+    vectors = [channel_vector(t, along) for t in factors]
+    addresses = (t.data_ptr() for t in (dy, x, *vectors, dz, total, product))
+    call("norm_input_gradient", kernel, dz, along, *addresses)
+    return dz, total, product
+
+
+def products(dy: Tensor, y: Tensor, center: Tensor, along: Layout) -> tuple[Tensor, Tensor]:
+    """For each channel the sums of dy and of ``dy (y - center)``, in float32."""
+    total, product = y.new_empty(2, along.channels, dtype=torch.float32).unbind()
+    vector = channel_vector(center, along)
+    addresses = (t.data_ptr() for t in (dy, y, vector, total, product))
+    call("products", plain_kernel(y.dtype), y, along, *addresses, writes=False)
+    return total, product
+
+
+def combine(a: Tensor, b: Tensor, scale: Tensor, slope: Tensor, offset: Tensor, along: Layout, out: Tensor) -> Tensor:
+    """``scale a + slope b + offset`` in ``out``, which may be either, the factors along the channels."""
+    vectors = [channel_vector(t, along) for t in (scale, slope, offset)]
+    addresses = [t.data_ptr() for t in (a, b, *vectors, out)]
+    call("combine", plain_kernel(a.dtype), out, along, *addresses)
+    return out
