@@ -30,7 +30,7 @@ from bench.__main__ import main as bench_main
 from fusedlayers import cli
 from fusedlayers.fitting import costs as costs_file
 from fusedlayers.fitting import fit as fit_file
-from fusedlayers.fitting.blocks import MODES, Block, find_blocks
+from fusedlayers.fitting.blocks import MODES, SHARING, Block, find_blocks
 from fusedlayers.fitting.calls import Call
 from fusedlayers.fitting.costs import Costs
 from fusedlayers.fitting.parts import Parts
@@ -266,15 +266,14 @@ def _random_plans(seed: int) -> Plans:
     draw = random.Random(seed)
     blocks, costs = [], []
     for i in range(draw.randint(1, 4)):
-        block = Block(str(i), nn.Identity(), calls=draw.choice((1, 1, 2)), follows=i > 0 and draw.random() < 0.7)
-        block.is_sharing = draw.random() < 0.3
+        block = Block(str(i), nn.Identity(), calls=draw.choice((1, 1, 2)), calls_with_grad=1)
+        block.follows = blocks[-1] if i and draw.random() < 0.7 else None
+        shares, modes = draw.random() < 0.3, ("eager", *draw.sample(MODES[1:], draw.randint(1, 3)))
+        cost = lambda: Costs(*(draw.randint(0, 100) for _ in range(3)), draw.randint(0, 300), draw.uniform(1, 10))
+        known = {mode: cost() for mode in modes}
+        beside = {rest: {mode: cost() for mode in modes if mode in of_shared} for rest, of_shared in SHARING.items()}
         blocks.append(block)
-        costs.append(
-            {
-                mode: Costs(*(draw.randint(0, 100) for _ in range(3)), draw.randint(0, 300), draw.uniform(1, 10))
-                for mode in ("eager", *draw.sample(MODES[1:], draw.randint(1, 3)))
-            }
-        )
+        costs.append(beside if shares else dict.fromkeys(SHARING, known))
     rests: dict[Any, Rest] = {"eager": Rest(50, 20, draw.randint(0, 100), 5.0), "outputs": Rest(30, 20, 40, 6.0)}
     return Plans(blocks, costs, rests, draw.choice(("saved", "peak")))
 
@@ -282,8 +281,10 @@ def _random_plans(seed: int) -> Plans:
 @pytest.mark.parametrize("seed", range(60))
 def test_plans_are_the_best_by_their_own_costs(seed: int) -> None:
     plans = _random_plans(seed)
-    modes = [list(plans._rests), *(list(costs) for costs in plans._costs)]
-    every = [plans.plan(chosen[1:], chosen[0]) for chosen in itertools.product(*modes)]
+    every = []
+    for rest in plans.rests:
+        modes = [list(costs[rest]) for costs in plans._costs]
+        every += [plans.plan(chosen, rest) for chosen in itertools.product(*modes)]
     least = min(plan.bytes for plan in every)
     most = max(plan.bytes for plan in every)
     assert least <= plans.smallest().bytes <= least + most / 1000 + 1
@@ -296,9 +297,11 @@ def test_plans_are_the_best_by_their_own_costs(seed: int) -> None:
 
 
 def test_blocks_share_what_one_reads_of_the_other() -> None:
-    blocks = [Block(str(i), nn.Identity(), calls=1, follows=i > 0) for i in range(3)]
+    blocks = [Block(str(i), nn.Identity(), calls=1, calls_with_grad=1) for i in range(3)]
+    for before, block in itertools.pairwise(blocks):
+        block.follows = before
     kept: dict[Any, Costs] = {"eager": Costs(100, 0, 10, 0, 1.0), "all": Costs(0, 10, 0, 0, 2.0)}
-    plans = Plans(blocks, [kept] * 3, {"eager": Rest(7, 0, 0, 1.0)}, "saved")
+    plans = Plans(blocks, [{"eager": kept}] * 3, {"eager": Rest(7, 0, 0, 1.0)}, "saved")
     # The output that the first saves is the input that the second does; the last one's belongs to nobody else.
     assert plans.plan(["eager", "all", "eager"], "eager").bytes == 7 + 100 + 10 + 0 + 110
     assert plans.plan(["all", "all", "all"], "eager").bytes == 7 + 30
@@ -346,7 +349,7 @@ def test_gradients_of_each_way(mode: Any, keeps_outputs_recomputed: bool) -> Non
     assert found.modes == list(MODES)
     results = []
     for each in ("eager", mode):
-        found.train_as(each)
+        found.train_as(each, "eager")
         leaf = given.clone().requires_grad_()
         torch.manual_seed(1)
         y = block(leaf, mask=torch.zeros(64, 64))
@@ -356,7 +359,7 @@ def test_gradients_of_each_way(mode: Any, keeps_outputs_recomputed: bool) -> Non
     whole = {"outputs": 0, "mlp": 0, "cheap": 1, "all": 1}[mode]
     assert (len(_regions(block)) == 1) == (whole and not keeps_outputs_recomputed)
     assert ("fused: gelu" in repr(block)) == (mode == "outputs" or keeps_outputs_recomputed)
-    found.train_as("eager")
+    found.train_as("eager", "eager")
     assert list(_regions(block)) == []
 
 

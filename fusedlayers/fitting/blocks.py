@@ -7,6 +7,7 @@ Swin is looked at layer by layer, but a mixture of experts as a whole.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -21,8 +22,8 @@ from .calls import Call
 #: recomputed; recomputed but for matmuls, convolutions and attention; recomputed as a whole.
 Mode = Literal["eager", "outputs", "mlp", "cheap", "all"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-#: How a block may be trained that shares fused modules with others, by how the rest of the model is trained, and these
-#: with it: where they keep outputs, no block can be left to PyTorch.
+#: Fused modules that a block shares are trained as the rest of the model is. Where they keep outputs, the block cannot
+#: be "eager"; where they do not, it can only be that or recomputed as a whole.
 SHARING: dict[Mode, frozenset[Mode]] = {
     "eager": frozenset({"eager", "all"}),
     "outputs": frozenset({"outputs", "mlp", "cheap", "all"}),
@@ -41,14 +42,15 @@ class Block:
     Attributes:
         call: its first call in a training step.
         calls: how often it is called.
-        follows: whether its input is the output of the block before it.
+        calls_with_grad: with how many of these inputs that need a gradient.
+        follows: the block whose output is its first input, or None.
         shares_input: whether its input is saved by others too, the block that it follows aside.
         shares_output: whether its output is saved by others too, the block that follows it aside.
         skipped_because: why it must be trained as PyTorch does, or None.
         without: ways in which it cannot be trained.
         regions: of the modules in it that may keep or recompute something.
         fused: the modules among them that ``fuse`` has found.
-        is_sharing: whether some of these are called by other parts of the model too. They are trained as the rest is.
+        shared: those of the fused modules that other parts of the model call too.
         is_in_fused: whether a module around it is fused. A region of its own then keeps that one's out where the block
             is trained as PyTorch does.
         mlps: those that may be recomputed by themselves.
@@ -60,14 +62,15 @@ class Block:
     module: nn.Module
     call: Call | None = None
     calls: int = 0
-    follows: bool = False
+    calls_with_grad: int = 0
+    follows: Block | None = None
     shares_input: bool = False
     shares_output: bool = False
     skipped_because: str | None = None
     without: set[Mode] = field(default_factory=set)
     regions: dict[nn.Module, Region] = field(default_factory=dict)
     fused: frozenset[nn.Module] = frozenset()
-    is_sharing: bool = False
+    shared: frozenset[nn.Module] = frozenset()
     is_in_fused: bool = False
     mlps: frozenset[nn.Module] = frozenset()
     plain_recomputed: frozenset[nn.Module] = frozenset()
@@ -81,8 +84,8 @@ class Block:
         for module in (self.module, *self.mlps):
             self.regions.setdefault(module, Region(module))
 
-    def train_as(self, mode: Mode) -> None:
-        """Change the modules so that the block is trained in this way."""
+    def train_as(self, mode: Mode, rest: Mode) -> None:
+        """Change the modules so that the block is trained in one way, and the rest of the model in another."""
         recomputed: dict[nn.Module, Any] = {}
         if mode == "mlp":
             recomputed = dict.fromkeys(self.mlps, "all")
@@ -91,7 +94,8 @@ class Block:
         plain = {inner for outer in recomputed for inner in outer.modules() if inner in self.plain_recomputed}
         for module, region in self.regions.items():
             region.recompute = recomputed.get(module, "nothing")
-            region.keeps_outputs = mode != "eager" and module in self.fused and module not in plain
+            way = rest if module in self.shared else mode
+            region.keeps_outputs = way != "eager" and module in self.fused and module not in plain
             keeps_out = self.is_in_fused and module is self.module
             is_wanted = module in recomputed or region.keeps_outputs or keeps_out
             if is_wanted and not region.is_attached:
@@ -105,6 +109,10 @@ class Block:
         left_out = {*self.without, *([] if self.fused else ["outputs"]), *([] if self.mlps else ["mlp"])}
         return [mode for mode in MODES if mode not in left_out]
 
+    def modes_beside(self, rest: Mode) -> list[Mode]:
+        """Those that it can have while the rest of the model is trained in this way."""
+        return [mode for mode in self.modes if not self.shared or mode in SHARING[rest]]
+
     @property
     def kind(self) -> str:
         """What it has in common with blocks that cost the same."""
@@ -113,7 +121,7 @@ class Block:
             (name, tuple(t.shape), t.dtype, t.requires_grad)
             for name, t in (*self.module.named_parameters(), *self.module.named_buffers())
         ]
-        module = type(self.module), str(self.module), tensors, self.module.training, len(self.fused)
+        module = type(self.module), str(self.module), tensors, self.module.training, len(self.fused), len(self.shared)
         return repr((module, self.modes, self.call.form, self.call.requires_grad))
 
 
@@ -140,8 +148,10 @@ def find_blocks(model: nn.Module, saved: Mapping[str, int]) -> list[Block]:
         return [found for other in inner for found in chosen(other)]
 
     least = SMALL_PART * sum(saved.values())
-    paths = [path for outer in _outermost([*candidates]) for path in chosen(outer)]
-    return [Block(path, candidates[path]) for path in paths if size(path) > least]
+    paths = [path for outer in _outermost([*candidates]) for path in chosen(outer) if size(path) > least]
+    holders = Counter(module for path in paths for module in candidates[path].modules())
+    # A block that another one calls too is a part of that.
+    return [Block(path, candidates[path]) for path in paths if holders[candidates[path]] == 1]
 
 
 def _outermost(paths: Sequence[str]) -> list[str]:

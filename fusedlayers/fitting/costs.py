@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..fusion.timing import medians, step_time
@@ -39,32 +40,41 @@ class Costs(NamedTuple):
         return max(0, self.peak_bytes - self.saved_bytes - self.output_bytes)
 
 
-def measure(block: Block, training: Training) -> dict[Mode, Costs]:
-    """The costs in each way to train the block, which is left trained as PyTorch does."""
+#: How a block is trained, and the rest of the model.
+Way = tuple[Mode, Mode]
+#: By how the rest of the model is trained, and how the block is.
+BlockCosts = dict[Mode, dict[Mode, Costs]]
+
+
+def measure(block: Block, training: Training, rests: Sequence[Mode]) -> BlockCosts:
+    """The costs in each way to train the block, beside each way to train the rest of the model; that matters to a block
+    that shares modules. The block is left trained as PyTorch does."""
     assert block.call is not None
-    parts: dict[Mode, tuple[int, int, int]] = {}
-    peaks: dict[Mode, int] = {}
-    times: dict[Mode, list[float]] = {mode: [] for mode in block.modes}
+    beside = {rest: [(mode, rest if block.shared else "eager") for mode in block.modes_beside(rest)] for rest in rests}
+    parts: dict[Way, tuple[int, int, int]] = {}
+    peaks: dict[Way, int] = {}
+    times: dict[Way, list[float]] = {way: [] for ways in beside.values() for way in ways}
     try:
-        for mode in times:
-            block.train_as(mode)
+        for way in times:
+            block.train_as(*way)
             _step_ms(block)  # makes plans, and compiles
-            parts[mode] = saved_parts(block)
-            peaks[mode] = _peak(block) if training.of == "peak" else 0
-        while not agreed(_is_timed(times)):
-            for mode, found in times.items():
-                block.train_as(mode)
+            parts[way] = saved_parts(block)
+            peaks[way] = _peak(block) if training.of == "peak" else 0
+        while not agreed(_is_timed([*times.values()])):
+            for way, found in times.items():
+                block.train_as(*way)
                 training.reset_random()
                 found.append(_step_ms(block))
     finally:
-        block.train_as("eager")
+        block.train_as("eager", "eager")
     each = zip(times, medians([*times.values()]), strict=True)
-    return {mode: Costs(*parts[mode], peaks[mode], time_ms) for mode, time_ms in each}
+    costs = {way: Costs(*parts[way], peaks[way], time_ms) for way, time_ms in each}
+    return {rest: {way[0]: costs[way] for way in ways} for rest, ways in beside.items()}
 
 
-def _is_timed(times: dict[Mode, list[float]]) -> bool:
-    rounds = len(times["eager"])
-    is_long = sum(map(sum, times.values())) >= TIME_MS * len(times)
+def _is_timed(times: Sequence[list[float]]) -> bool:
+    rounds = len(times[0])
+    is_long = sum(map(sum, times)) >= TIME_MS * len(times)
     return rounds >= ROUNDS and (is_long or rounds >= MOST_ROUNDS)
 
 

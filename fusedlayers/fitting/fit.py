@@ -225,15 +225,16 @@ def _unmet(parts: Parts, budget: int, eager_bytes: int, smallest: int) -> ValueE
 
 def _report(parts: Parts, found: _Found, budget: int) -> FitReport:
     plan, plans = found.plan, found.plans
+    added = plans.added_ms(plan)
     groups: dict[Any, list[int]] = {}
     for i, block in enumerate(parts.blocks):
         groups.setdefault((plan.modes[i + 1], pattern_of(block.path)), []).append(i)
     choices = [
-        Choice(tuple(parts.blocks[i].path for i in members), mode, sum(plans.added_ms(i + 1, mode) for i in members))
+        Choice(tuple(parts.blocks[i].path for i in members), mode, sum(added[i + 1] for i in members))
         for (mode, _), members in groups.items()
     ]
     if parts.rest.fused:
-        choices.append(Choice(("",), plan.modes[0], plans.added_ms(0, plan.modes[0])))
+        choices.append(Choice(("",), plan.modes[0], added[0]))
     everything = plans.of_mode("all")
     return FitReport(
         type(parts.model).__name__,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +17,15 @@ from ..utils.storages import tensors_in
 from .agreement import agreed, everyone, together
 from .arguments import readable
 from .blocks import MODES, Mode, find_blocks
-from .costs import Costs, measure, saved_parts
+from .costs import BlockCosts, Way, measure, saved_parts
 from .parts import Parts
 from .plans import Plans, Rest
 from .report import WORDS
 from .training import are_alike
 from .watch import Watch
+
+#: Predictions that are too high by a smaller part of what blocks save are not worth a word.
+ALIKE = 0.001
 
 
 def measured_plans(parts: Parts, on_stage: Callable[[str, float], None]) -> tuple[Plans, int]:
@@ -35,10 +39,10 @@ def measured_plans(parts: Parts, on_stage: Callable[[str, float], None]) -> tupl
         raise ValueError("fit: the processes have different models; call it before the model is split")
     eager_bytes = parts.bytes()
     on_stage("checking gradients", 0.15)
-    peaks = _check_modes(parts)
+    peaks = _check_modes(parts, eager_bytes)
     costs = _measure_blocks(parts, on_stage)
     on_stage("measuring the rest of the model", 0.45)
-    rests = _measure_rest(parts, costs, end_bytes, {"eager": eager_bytes, **peaks})
+    rests = _measure_rest(parts, costs, end_bytes, peaks)
     return Plans(parts.blocks, agreed(costs), agreed(rests), parts.training.of), eager_bytes
 
 
@@ -76,19 +80,20 @@ def _find_regions(parts: Parts) -> None:
     parts.training.reset_random()
     fusing = Fusing(parts.model, function="fit")
     fusing.on(parts.training.step.args, parts.training.step.kwargs)
-    inside = Counter(module for block in parts.blocks for module in block.module.modules())
     outside = _outside(parts)
+    owners = Counter(module for block in parts.blocks for module in block.module.modules())
+    owners.update(outside)
     # What parts of the model share cannot be changed, or recomputed, in one of them alone.
-    own = frozenset(module for module, count in inside.items() if count + (module in outside) == 1)
-    parts.rest.find_regions([], without=own | {block.module for block in parts.blocks})
+    own = frozenset(module for module, count in owners.items() if count == 1) - outside
+    parts.rest.find_regions([], without=own)
     within = {inner for module in parts.rest.fused for inner in module.modules()}
     for block in parts.blocks:
         block.find_regions([place.module for place in fusing.mlps if place.module in own])
         # What a recomputation saves counts for the peak alone.
         block.plain_recomputed = own if parts.training.of == "saved" else frozenset()
         block.is_in_fused = block.module in within
-        block.is_sharing = not block.fused.isdisjoint(parts.rest.fused)
-    if any(block.is_sharing for block in parts.blocks):
+        block.shared = block.fused - own
+    if any(block.shared for block in parts.blocks):
         parts.notes.append(
             "Modules that blocks share count as the rest of the model: they keep outputs everywhere or nowhere."
         )
@@ -106,42 +111,47 @@ def _outside(parts: Parts) -> set[nn.Module]:
     return found
 
 
-def _check_modes(parts: Parts) -> dict[Mode, int]:
+def _check_modes(parts: Parts, eager_bytes: int) -> dict[Way, int]:
     """Leave out the ways to train that do not work, or change gradients; what the others take at the peak."""
     training = parts.training
     expected = training.gradients()
     is_repeatable = are_alike(training.gradients(), expected)
     if not is_repeatable and parts.blocks:
         parts.notes.append("Gradients differ from run to run, so that nothing may be recomputed.")
-    peaks: dict[Mode, int] = {}
-    for mode in MODES[1:]:
-        blocks = [block for block in parts.blocks if mode in block.modes]
-        if not blocks:
+    is_peak = training.of == "peak"
+    rests: list[Mode] = parts.rests if parts.share or is_peak else ["eager"]
+    peaks: dict[Way, int] = {("eager", "eager"): eager_bytes}
+    if is_peak and "outputs" in rests and parts.can_train("eager", "outputs"):
+        parts.train_all_as("eager", "outputs")
+        peaks["eager", "outputs"] = parts.bytes()
+    for way in itertools.product(MODES[1:], rests):
+        mode, blocks = way[0], [block for block in parts.blocks if way[0] in block.modes]
+        if not blocks or not parts.can_train(*way):
             continue
         reason, peak = None, 0
-        parts.train_all_as(mode, rest="eager" if parts.can_train(mode, "eager") else "outputs")
+        parts.train_all_as(*way)
         try:
             if mode != "outputs" and not (is_repeatable and are_alike(training.gradients(), expected)):
                 reason = "gradients differ"
-            elif training.of == "peak":
+            elif is_peak:
                 peak = training.bytes()
         except Exception as error:  # whatever a model's code does with what it is not used to
             reason = f"{type(error).__name__}: {first_line(error)}"
         reasons, of_all = zip(*everyone((reason, peak)), strict=True)
-        peaks[mode] = max(of_all)
+        peaks[way] = max(of_all)
         reason = next((found for found in reasons if found is not None), None)
         if reason is not None:
-            del peaks[mode]
             parts.skip(f"cannot {WORDS[mode]}: {reason}", *blocks)
             for block in blocks:
                 block.without.add(mode)
+            peaks = {other: taken for other, taken in peaks.items() if other[0] != mode}
     parts.train_all_as("eager")
     return peaks
 
 
-def _measure_blocks(parts: Parts, on_stage: Callable[[str, float], None]) -> list[dict[Mode, Costs]]:
+def _measure_blocks(parts: Parts, on_stage: Callable[[str, float], None]) -> list[BlockCosts]:
     """The costs of each block; one of each kind is measured. Those that do not run by themselves are skipped."""
-    measured: dict[Any, dict[Mode, Costs]] = {}
+    measured: dict[Any, BlockCosts] = {}
     works, costs = [], []
     for i, block in enumerate(parts.blocks):
         assert block.call is not None
@@ -150,7 +160,7 @@ def _measure_blocks(parts: Parts, on_stage: Callable[[str, float], None]) -> lis
                 key = block.kind, saved_parts(block)  # blocks may differ in what their kind does not show
                 if key not in measured:
                     on_stage(f"measuring {block.path}", round(0.25 + 0.2 * i / len(parts.blocks), 2))
-                    measured[key] = measure(block, parts.training)
+                    measured[key] = measure(block, parts.training, parts.rests)
         except Exception as error:
             parts.skip(f"it does not run by itself: {type(error).__name__}: {first_line(error)}", block)
             continue
@@ -162,36 +172,28 @@ def _measure_blocks(parts: Parts, on_stage: Callable[[str, float], None]) -> lis
     return costs
 
 
-def _measure_rest(
-    parts: Parts, costs: list[dict[Mode, Costs]], end_bytes: int, peaks: dict[Mode, int]
-) -> dict[Mode, Rest]:
-    """What lies outside of the blocks. ``peaks``: of the model, by how all blocks are trained."""
+def _measure_rest(parts: Parts, costs: list[BlockCosts], end_bytes: int, peaks: dict[Way, int]) -> dict[Mode, Rest]:
+    """What lies outside of the blocks. ``peaks``: of the model, by how all blocks, and the rest, are trained."""
     training = parts.training
-    modes: list[Mode] = ["eager", "outputs"] if parts.rest.fused else ["eager"]
-    in_blocks = Plans(parts.blocks, costs, dict.fromkeys(modes, Rest(0, 0, 0, 0.0)), "saved")
-    found = (in_blocks.plan([mode if b.is_sharing else "eager" for b in parts.blocks], mode) for mode in modes)
-    plans = {plan.modes[0]: plan for plan in found}
-    times = training.times_ms([functools.partial(parts.follow, plan) for plan in plans.values()])
+    in_blocks = Plans(parts.blocks, costs, dict.fromkeys(parts.rests, Rest(0, 0, 0, 0.0)), "saved")
+    # Blocks that share modules with the rest cannot all be left to PyTorch where it is not.
+    plans = [in_blocks.plan([rest if b.shared else "eager" for b in parts.blocks], rest) for rest in in_blocks.rests]
+    times = training.times_ms([functools.partial(parts.follow, plan) for plan in plans])
     rests: dict[Mode, Rest] = {}
-    for (mode, plan), time_ms in zip(plans.items(), times, strict=True):
+    is_too_high = False
+    for plan, time_ms in zip(plans, times, strict=True):
         parts.follow(plan)
-        saved = training.saved() - plan.bytes
-        if saved < 0:
-            parts.notes.append("Blocks share what they save, so that predictions are too high.")
-            saved = 0
-        extra = 0
+        rest, saved = plan.modes[0], training.saved() - plan.bytes
+        is_too_high |= saved < -plan.bytes * ALIKE
+        saved, extra = max(0, saved), 0
         if training.of == "peak":
             # The model's end may hold the most: no more than is seen whichever way the blocks are trained.
-            ways = [way for way in peaks if parts.can_train(way, mode)]
-            seen = {way: peaks[way] if mode == "eager" else _peak(parts, way, mode) for way in ways}
-            at_end = [peak - in_blocks.of_mode(way, mode).bytes - saved for way, peak in seen.items()]
+            seen = {mode: peak for (mode, of_rest), peak in peaks.items() if of_rest == rest}
+            at_end = [peak - in_blocks.of_mode(mode, rest).bytes - saved for mode, peak in seen.items()]
             extra = max(0, min(at_end, default=0))
         behind = min(end_bytes, saved)
-        rests[mode] = Rest(saved - behind, behind, extra, time_ms - plan.time_ms)
+        rests[rest] = Rest(saved - behind, behind, extra, time_ms - plan.time_ms)
     parts.train_all_as("eager")
+    if is_too_high:
+        parts.notes.append("Blocks share what they save, so that predictions are too high.")
     return rests
-
-
-def _peak(parts: Parts, blocks: Mode, rest: Mode) -> int:
-    parts.train_all_as(blocks, rest)
-    return parts.bytes()

@@ -32,16 +32,25 @@ class Parts:
 
     def train_as(self, modes: Sequence[Mode], rest: Mode) -> None:
         for block, mode in zip(self.blocks, modes, strict=True):
-            block.train_as(mode)
-        # After the blocks, for it decides how the modules are trained that these share.
-        self.rest.train_as(rest)
+            block.train_as(mode, rest)
+        self.rest.train_as(rest, rest)
 
     def train_all_as(self, mode: Mode, rest: Mode = "eager") -> None:
         self.train_as([mode] * len(self.blocks), rest)
 
+    @property
+    def rests(self) -> list[Mode]:
+        """The ways to train the rest that differ."""
+        return ["eager", "outputs"] if self.rest.fused else ["eager"]
+
+    @property
+    def share(self) -> bool:
+        """Whether blocks share modules that can keep outputs."""
+        return any(block.shared for block in self.blocks)
+
     def can_train(self, mode: Mode, rest: Mode) -> bool:
         """Whether all blocks can be trained in one way while the rest is trained in another."""
-        return mode in SHARING[rest] or not any(block.is_sharing for block in self.blocks)
+        return mode in SHARING[rest] or not self.share
 
     def follow(self, plan: Plan) -> None:
         self.train_as(plan.modes[1:], plan.modes[0])

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from ..checkpoint.search import START, Option, Segment, State, cheapest, smallest_budget
-from .blocks import SHARING, Block, Mode
-from .costs import Costs
+from .blocks import Block, Mode
+from .costs import BlockCosts, Costs
 from .training import Of
 
 #: How many budgets are tried for the picture.
@@ -57,8 +57,13 @@ class _Choices:
         self, blocks: Sequence[Block], costs: Sequence[dict[Mode, Costs]], mode: Mode, rest: Rest, of: Of
     ) -> None:
         self._blocks, self._costs, self._mode, self._rest, self._is_peak = blocks, costs, mode, rest, of == "peak"
-        # Only a block that is called once, from the one before it, shares what it reads with that one.
-        self._follows = [False, *(block.follows and block.calls == 1 for block in blocks), False]
+        # Only a block that is called once shares what it reads with the one before it, if that is called once too.
+        pairs = zip([None, *blocks], blocks, strict=False)
+        follow = (
+            before is not None and after.follows is before and before.calls == after.calls == 1
+            for before, after in pairs
+        )
+        self._follows = [False, *follow, False]
         self.smallest_budget = smallest_budget(self)
 
     def __len__(self) -> int:
@@ -86,10 +91,11 @@ class _Choices:
                 saved = block.calls * (costs.saved_bytes + (0 if is_followed else of_output))
                 extra = costs.extra_bytes if self._is_peak else 0
                 option = Option(i + 1, saved, extra, block.calls * costs.time_ms, is_followed and of_output > 0)
-                yield mode, 0 if block.shares_input else block.calls * costs.input_bytes, [option]
+                yield mode, 0 if block.shares_input else block.calls_with_grad * costs.input_bytes, [option]
 
     def plan(self, modes: Sequence[Mode]) -> Plan:
-        """The plan of these modes; for blocks that cannot be trained so "eager", or the first that can be."""
+        """The plan of these modes. A block that cannot be trained so is left to PyTorch, or, where it shares modules
+        that keep outputs, trained in the first way that it can be."""
         state = START
         for i, wanted in enumerate((self._mode, *modes, self._mode)):
             found = {mode: (input_bytes, option) for mode, input_bytes, (option,) in self.options(i)}
@@ -107,11 +113,6 @@ def _plan_of(state: State) -> Plan:
     return Plan(modes, max(state.peak, state.saved), state.cost)
 
 
-def _within(block: Block, costs: dict[Mode, Costs], rest: Mode) -> dict[Mode, Costs]:
-    """Those that a block can have while the rest is trained in this way."""
-    return {mode: found for mode, found in costs.items() if not block.is_sharing or mode in SHARING[rest]}
-
-
 def _scaled(found: Timed, factor: float) -> Timed:
     return found._replace(time_ms=factor * found.time_ms)
 
@@ -120,30 +121,42 @@ class Plans:
     """All plans for these blocks.
 
     Args:
-        costs: of each block, by mode.
+        costs: of each block, by how the rest is trained, and how the block is.
         rests: what lies outside of the blocks, by mode.
     """
 
-    def __init__(
-        self, blocks: Sequence[Block], costs: Sequence[dict[Mode, Costs]], rests: dict[Mode, Rest], of: Of
-    ) -> None:
+    def __init__(self, blocks: Sequence[Block], costs: Sequence[BlockCosts], rests: dict[Mode, Rest], of: Of) -> None:
         self._blocks, self._costs, self._rests, self._of = blocks, costs, rests, of
         self._choices: dict[Mode, _Choices] = {}
         for mode, rest in rests.items():
-            within = [_within(block, of_block, mode) for block, of_block in zip(blocks, costs, strict=True)]
-            if all(within):
-                self._choices[mode] = _Choices(blocks, within, mode, rest, of)
+            beside = [of_block[mode] for of_block in costs]
+            if all(beside):  # else there is a block that cannot be trained so
+                self._choices[mode] = _Choices(blocks, beside, mode, rest, of)
 
     def of_modes(self, modes: Collection[Mode]) -> Plans:
         """Those that train blocks, and the rest, in these ways alone."""
-        costs = [{mode: found for mode, found in of_block.items() if mode in modes} for of_block in self._costs]
+        costs = [
+            {
+                rest: {mode: found for mode, found in beside.items() if mode in modes}
+                for rest, beside in of_block.items()
+            }
+            for of_block in self._costs
+        ]
         rests = {mode: rest for mode, rest in self._rests.items() if mode in modes}
         return Plans(self._blocks, costs, rests, self._of)
 
     def scaled(self, factor: float) -> Plans:
         """The same on a machine that takes ``factor`` times as long."""
-        costs = [{mode: _scaled(cost, factor) for mode, cost in of_block.items()} for of_block in self._costs]
+        costs = [
+            {rest: {mode: _scaled(cost, factor) for mode, cost in beside.items()} for rest, beside in of_block.items()}
+            for of_block in self._costs
+        ]
         return Plans(self._blocks, costs, {m: _scaled(rest, factor) for m, rest in self._rests.items()}, self._of)
+
+    @property
+    def rests(self) -> list[Mode]:
+        """The ways to train the rest that all blocks have a way for."""
+        return [*self._choices]
 
     def smallest(self) -> Plan:
         """The plan of the smallest budget."""
@@ -172,9 +185,10 @@ class Plans:
                 found.append(plan)
         return found
 
-    def added_ms(self, i: int, mode: Mode) -> float:
-        """How much longer a step takes where block ``i - 1``, or for 0 the rest, is not trained as PyTorch does."""
-        if i == 0:
-            return self._rests[mode].time_ms - self._rests["eager"].time_ms
-        costs = self._costs[i - 1]
-        return self._blocks[i - 1].calls * (costs[mode].time_ms - costs["eager"].time_ms)
+    def added_ms(self, plan: Plan) -> list[float]:
+        """How much longer a step takes because of the rest, and because of each block, than where PyTorch trains it."""
+        of_rest, *modes = plan.modes
+        added = [self._rests[of_rest].time_ms - self._rests["eager"].time_ms]
+        for block, costs, mode in zip(self._blocks, self._costs, modes, strict=True):
+            added.append(block.calls * (costs[of_rest][mode].time_ms - costs["eager"]["eager"].time_ms))
+        return added

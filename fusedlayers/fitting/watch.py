@@ -76,6 +76,7 @@ class Watch:
         self._visits.append(visit)
         self._open.append(visit)
         block.calls += 1
+        block.calls_with_grad += bool(inputs)
         call = Call.of(args, kwargs)
         if call.changeable is not None:
             kind = type(call.changeable).__name__
@@ -85,13 +86,13 @@ class Watch:
             self.blocks.append(block)
             block.call = call
             is_handed_on = before is not None and not sizes_of(inputs).keys().isdisjoint(sizes_of(before.outputs))
-            block.follows = len(inputs) == 1 and is_handed_on
+            block.follows = before.block if before is not None and len(inputs) == 1 and is_handed_on else None
         elif block.call is not None and call.form != block.call.form:
             block.skipped_because = "its calls in one step differ"
         elif any(call.requires_grad):
             block.call = call  # the first one may be given a constant
         if block.calls > 1:
-            block.follows = False
+            block.follows = None
 
     def finish(self, outputs: Iterable[Tensor], existing: Iterable[Tensor]) -> int:
         """Note what blocks share with the rest of the model, whose outputs these are, and which of them recompute
@@ -111,8 +112,8 @@ class Watch:
         visits, self._visits = self._visits, []
         for before, visit, after in zip([None, *visits], visits, [*visits[1:], None], strict=False):
             block = visit.block
-            source = before if before is not None and block.follows else visit
-            reader = after if after is not None and after.block.follows else visit
+            source = before if before is not None and block.follows is before.block else visit
+            reader = after if after is not None and after.block.follows is block else visit
             block.shares_input |= visit.is_saved_elsewhere(visit.inputs, source, savers)
             block.shares_output |= visit.is_saved_elsewhere(visit.outputs, reader, savers)
         for (node, _), visit in itertools.product(checkpoints_of(nodes), visits):

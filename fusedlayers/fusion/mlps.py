@@ -25,14 +25,18 @@ def find_mlps(model: nn.Module, recording: Recording) -> Iterator[Place]:
     modules = dict(model.named_modules())
     found: list[str] = []
     for path, functions in sorted(recording.functions.items(), key=lambda item: item[0].count(".")):
-        if path and not any(path.startswith(f"{outer}.") for outer in found) and _is_mlp(path, functions, recording):
+        if (
+            path
+            and not any(path.startswith(f"{outer}.") for outer in found)
+            and _is_mlp(modules[path], functions, recording)
+        ):
             found.append(path)
             yield Place(path, modules[path], CHECKPOINT, CHECKPOINT)
 
 
-def _is_mlp(path: str, functions: list[str], recording: Recording) -> bool:
-    within = [place for place in recording.places if place.path == path or place.path.startswith(f"{path}.")]
-    activations = [place for place in within if place.is_activation]
+def _is_mlp(module: nn.Module, functions: list[str], recording: Recording) -> bool:
+    inside = {*module.modules()}  # an activation that others call too has their path
+    activations = [place for place in recording.places if place.is_activation and place.module in inside]
     rest = Counter(functions)
     for place in activations:  # one that is spelled out calls anything
         rest -= Counter(recording.functions.get(place.path, ())) if place.stand_in is not None else Counter()
