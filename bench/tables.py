@@ -328,8 +328,12 @@ PEERS = {
 }
 
 
+_NOT_HERE = "does not run here"
+
+
 def peers_table(run: dict[str, Any]) -> str:
-    """The same blocks by others: bytes kept and time, and the gradient's error where it is ten times eager's."""
+    """The same blocks by others: bytes kept and time, and the gradient's error where it is ten times eager's. Who runs
+    none of them is left out."""
     cases = run["cases"]
     titles = [f"{row['id']} ({' x '.join(map(str, row['input']))})" for row in cases]
     lines = [
@@ -340,7 +344,7 @@ def peers_table(run: dict[str, Any]) -> str:
     ]
     for name, (title, keeps) in PEERS.items():
         cells = [_peer(row["variants"], name) for row in cases]
-        if any(cells):
+        if not {*cells} <= {"", _NOT_HERE}:
             lines.append(f"| {title} | {keeps} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -350,7 +354,7 @@ def _peer(variants: dict[str, Any], name: str) -> str:
     if "skipped" in variant:
         return "not installed"
     if "forward_backward" not in variant:
-        return "does not run here" if variant else ""
+        return _NOT_HERE if variant else ""
     cell = f"{_mib(variant)} MiB, {_time(variant) if name == 'eager' else _ratio(variant)}"
     error = variant["gradient_error"]
     return f"{cell}, dx errs by {error:.0e}" if error > 10 * eager["gradient_error"] else cell

@@ -1,5 +1,8 @@
-"""Bias and activation fused into the layer before them: one hidden-sized buffer saved where PyTorch saves
-two."""
+"""Layers that keep their outputs for the backward pass, where PyTorch's keep their inputs as well.
+
+For a model that you have: ``fuse(model, inputs)``, ``fit(model, inputs, memory_budget_bytes="8GiB")``, ``unfuse``,
+``memory_report`` and ``explain``. By hand: ``FusedDenseAct``, ``FusedMLP``, ``FusedGatedMLP``, ``dense_bias_act``.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +88,10 @@ else:
         from .nn.tensor_parallel import FusedColwiseParallel  # with it comes torch.distributed.tensor
 
         return FusedColwiseParallel
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
 
 
 __version__ = "0.1.0"

@@ -156,7 +156,8 @@ def choose_block_save(options: BlockOptions, activation: Activation, dtype: torc
 def describe_block(
     options: BlockOptions, activation: Activation, dtype: torch.dtype, device: torch.device | None = None
 ) -> str:
-    """What ``choose_block_save`` has chosen, and why, for people. ``device`` as of ``plan.describe``."""
+    """What ``choose_block_save`` has chosen, and why, for people. With a device, it says where PyTorch computes
+    instead."""
     if activation.fallback_reason is not None:
         return f"not fused: {activation.fallback_reason}"
     if options.save != "recompute" and options.is_gated:
@@ -319,7 +320,7 @@ def _decide(
     if plain_because is None and options.save == "auto" and not options.is_gated and activation.is_fusible:
         dtype = cast or x.dtype
         if activation.output_refusal(dtype) is None:
-            plain_because = backend.slow_because(activation, dtype, builds=not is_small)
+            plain_because = backend.slow_because(activation, dtype, may_build=not is_small)
     if plain_because is None and is_small:
         plain_because = f"hidden layers of less than {whole_size_text(plan.SMALL_BYTES)} are left to PyTorch"
     rows = x.numel() // max(1, x.shape[-1])

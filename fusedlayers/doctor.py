@@ -296,7 +296,7 @@ def _cache() -> str:
     """
     refused: list[str] = []
     for folder in build.cache_folders():
-        reason = build.unusable_because(folder)
+        reason = build.refused_because(folder)
         if reason is None:
             files = [path.stat().st_size for path in folder.iterdir() if path.is_file()]
             used = f"{folder} can be written to; {len(files)} files, {size_text(sum(files))}"

@@ -118,7 +118,7 @@ def _plain_because(
     if save == "output":
         return None
     is_small = x.numel() * x.itemsize < _least_bytes(norm)
-    because = backends.choose(x).row_norm_slow_because(x.dtype, builds=not is_small)
+    because = backends.choose(x).row_norm_slow_because(x.dtype, may_build=not is_small)
     if because is None and is_small:
         return f"{plan.TOO_SMALL} {whole_size_text(_least_bytes(norm))} are left to PyTorch"
     return because

@@ -268,7 +268,7 @@ def choose_save(function: str, activation: Activation, save: str, dtype: torch.d
 
 
 def describe(activation: Activation, save: str, dtype: torch.dtype, device: torch.device | None = None) -> str:
-    """What ``choose_save`` has chosen, and why, for people; on a device, also where PyTorch would compute."""
+    """What ``choose_save`` has chosen, and why, for people. With a device, it says where PyTorch computes instead."""
     if activation.fallback_reason is not None:
         return f"not fused: {activation.fallback_reason}"
     if activation.is_identity:
@@ -293,7 +293,7 @@ def _plain_because(key: PlanKey) -> str | None:
     if key.is_compiling:
         return "torch.compile sees a user's function as it is" if activation.needs_tracing else None
     is_small = key.size == "small" and key.save == "auto" and not key.is_inplace
-    because = _slow_because(key, builds=not is_small)
+    because = _slow_because(key, may_build=not is_small)
     if because is not None:
         return because
     if is_small:
@@ -304,19 +304,20 @@ def _plain_because(key: PlanKey) -> str | None:
     return None
 
 
-def _slow_because(key: PlanKey, *, builds: bool) -> str | None:
+def _slow_because(key: PlanKey, *, may_build: bool) -> str | None:
     """Why saving the output would take several times PyTorch's time, or None."""
     if key.save != "auto" or not any(key.needs) or key.activation.output_refusal(key.dtype) is not None:
         return None
-    return key.backend.slow_because(key.activation, key.dtype, builds=builds)
+    return key.backend.slow_because(key.activation, key.dtype, may_build=may_build)
 
 
 def _slow_there(activation: Activation, save: str, dtype: torch.dtype, device: torch.device | None) -> str | None:
-    """The same of a layer on a device, as far as it is known before any code is built."""
+    """Why PyTorch would compute the layers on a device that save their output, as far as it shows before code is
+    built; or None."""
     if device is None or save != "auto" or activation.output_refusal(dtype) is not None:
         return None
     backend = backends.of_device(device, dtype, activation)
-    return None if backend is None else backend.slow_because(activation, dtype, builds=False)
+    return None if backend is None else backend.slow_because(activation, dtype, may_build=False)
 
 
 # --- batch norms ------------------------------------------------------------------------------------------------------
@@ -356,8 +357,8 @@ def save_beside_input(activation: Activation, dtype: torch.dtype, *, has_residua
 
 
 def describe_norm(activation: Activation, save: str, dtype: torch.dtype, device: torch.device | None = None) -> str:
-    """What a batch norm saves, at most, and why, for people; of inputs that are large enough. ``device`` as of
-    ``describe``."""
+    """What a batch norm saves, at most, and why, for people; of inputs that are large enough. With a device, it says
+    where PyTorch computes instead."""
     if activation.fallback_reason is not None:
         return f"not fused: {activation.fallback_reason}"
     if save == "input":

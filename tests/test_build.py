@@ -254,13 +254,18 @@ def test_what_is_said_before_anything_is_built(
         fl.FusedBatchNormAct1d(8, "silu", save="input"),
         fl.FusedGroupNormAct(2, 8, "relu", save="input"),
         fl.FusedDenseAct(8, 8, "gelu", device="meta"),
+        fl.FusedBatchNormAct1d(8, "silu", affine=False, device="meta"),
+        fl.FusedBatchNormAct1d(8, "silu", affine=False, dtype=torch.float64),
+        fl.FusedGroupNormAct(2, 8, "relu", affine=False),
     ]
     assert all(expected in repr(layer) for layer in needing)
     assert not any("not fused" in repr(layer) for layer in others)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)), torch.randn(2, 8)
     assert all(reason[why] in skipped.reason for skipped in fl.fuse(model, x).skipped)
     assert fl.fuse(model, x).too_small == ()
-    assert any(reason[why] in note for note in fl.fuse(model).notes)
+    assert all(f"is left to PyTorch here: {reason[why]}" in place.saves for place in fl.fuse(model).replaced)
+    assert f"gelu is left to PyTorch here: {reason[why]}" in str(fl.explain(model))
+    assert [place.saves for place in fl.fuse(model.double()).replaced][:1] == ["saves the output"]
     assert build._find.cache_info().currsize == is_looked_for
 
 

@@ -513,7 +513,7 @@ def test_what_fails_in_a_trace_is_said_once_and_by_this_library_alone(
     function: Callable[[Tensor], Tensor] = lambda z: z @ weight
     assert "it cannot be traced: " in (_reason(function) or "")
     line = function.__code__.co_firstlineno
-    assert records()[0].startswith(f"<lambda> (test_custom.py, line {line}) is left to PyTorch because ")
+    assert records()[0].startswith(f"fusedlayers: <lambda> (test_custom.py, line {line}) is left to PyTorch because ")
     assert len(records()) == len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
 
 

@@ -661,13 +661,13 @@ def test_every_plan_of_blocks_that_share_modules_takes_what_was_predicted(
     model, x = _sharing(shared), torch.randn(512, 32)
     plans = set()
 
-    def check_every(parts: Parts, found: Plans, budget: int, eager_bytes: int) -> Any:
+    def check_every(parts: Parts, found: Plans, *rest: Any) -> Any:
         for choices in found._choices.values():
             modes = [[mode for mode, *_ in choices.options(i)] for i in range(1, len(choices) - 1)]
             for plan in (choices.plan(each) for each in itertools.product(*modes)):
                 assert parts.bytes_of(plan) == plan.bytes
                 plans.add(plan.modes)
-        return fastest(parts, found, budget, eager_bytes)
+        return fastest(parts, found, *rest)
 
     fastest = fit_file._fastest
     monkeypatch.setattr(fit_file, "_fastest", check_every)

@@ -845,6 +845,12 @@ def test_the_command_writes_files(user_module: str, tmp_path: Path) -> None:
     assert json.loads(plain.read_text())["saved_bytes"] == 2 * 32 * 16 * 4
 
 
+def test_the_command_writes_to_stdout(user_module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", f"{user_module}:tensor", "--json", "-"]) == 0
+    out, text = capsys.readouterr()
+    assert json.loads(out)["threads"] == 1 and "measured with 1 CPU thread" in text and not Path("-").exists()
+
+
 def test_the_command_fuses(user_module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = tmp_path / "report.json"
     assert main(["report", f"{user_module}:tensor", "--fuse", "--json", str(plain)]) == 0

@@ -123,7 +123,7 @@ def _log_reason(activation: Activation, why: str) -> str:
     reason = f"{with_place(activation.name, activation.function)} is left to PyTorch because {why}"
     if _logged.get(reason) is None:
         _logged.put(reason, True)
-        _log.warning("%s", reason)
+        _log.warning("fusedlayers: %s", reason)
     return reason
 
 

@@ -87,5 +87,5 @@ def _for_gpus() -> Backend:
         from . import triton
 
         return triton
-    _log.warning("Triton does not run on this GPU, and torch operations compute in its place: %s", reason)
+    _log.warning("fusedlayers: Triton does not run on this GPU, and torch operations compute in its place: %s", reason)
     return reference

@@ -133,9 +133,9 @@ class Backend(Protocol):
         """Whether this backend has, or can make, code for the activation."""
         ...
 
-    def slow_because(self, activation: Activation, dtype: torch.dtype, *, builds: bool = True) -> str | None:
+    def slow_because(self, activation: Activation, dtype: torch.dtype, *, may_build: bool = True) -> str | None:
         """Why backward from outputs of ``dtype`` takes several times PyTorch's time, or None where it does not; without
-        ``builds`` as far as that is known before any code is built."""
+        ``may_build`` as far as that is known before any code is built."""
         ...
 
     def has_faster_linear(self, x: Tensor, w: Tensor) -> bool:
@@ -323,8 +323,9 @@ class Backend(Protocol):
         laid out like it."""
         ...
 
-    def row_norm_slow_because(self, dtype: torch.dtype, *, builds: bool = True) -> str | None:
-        """Why ``row_norm_gradient`` takes several times PyTorch's time, or None; ``builds`` as of ``slow_because``."""
+    def row_norm_slow_because(self, dtype: torch.dtype, *, may_build: bool = True) -> str | None:
+        """Why ``row_norm_gradient`` takes several times PyTorch's time, or None where it does not; ``may_build`` as
+        above."""
         ...
 
     def inexact_columns(self, gain: Tensor, b: Tensor | None, ratio: float, least: float, most: float) -> Tensor | None:

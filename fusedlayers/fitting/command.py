@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 from pathlib import Path
 from typing import get_args
 
@@ -30,7 +29,7 @@ def register(commands: "command_line.Commands") -> None:
     parser.add_argument("--of", choices=get_args(Of), default="saved", help="what counts; saved is the default")
     parser.add_argument("--compile", action="store_true", help="for torch.compile: find its activation_memory_budget")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the time of a step over bytes")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON; - is stdout")
     parser.set_defaults(run=run)
 
 
@@ -47,13 +46,14 @@ def run(arguments: argparse.Namespace) -> int:
         asked = step, budget, arguments.fraction, arguments.of
         found: FitReport | CompiledFit
         found = fit_compiled_step(*asked, on_stage) if arguments.compile else fit_step(*asked, False, on_stage)
-    print(found)
+    out = command_line.text_stream(arguments.json)
+    print(found, file=out)
     given = f"memory_budget_bytes={arguments.budget!r}" if budget is not None else f"fraction={arguments.fraction}"
     given += "" if arguments.of == "saved" else f", of={arguments.of!r}"
-    print(f"\nTo train a model so, let your program call fusedlayers.{function}(model, inputs, {given}).")
+    print(f"\nTo train a model so, let your program call fusedlayers.{function}(model, inputs, {given}).", file=out)
     with command_line.usage_errors("fit", OSError):
         if arguments.json is not None:
-            arguments.json.write_text(json.dumps(found.to_dict(), indent=1))
+            command_line.write_json(found.to_dict(), arguments.json)
         if isinstance(found, FitReport) and arguments.plot is not None:
             found.plot(arguments.plot)
     return 0

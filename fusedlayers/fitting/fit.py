@@ -61,7 +61,11 @@ def fit(
     convolutions and attention recomputed (``sublinear(recompute="cheap")``); all of it recomputed. The fastest
     combinations within the budget, as predicted, are run: one of all these ways, one that recomputes whole blocks
     alone, and one of plain checkpoints; and what ``fuse`` does, if it fits. The fastest of them is applied; of those
-    that take at most 1 % longer, the one that takes the fewest bytes. ``unfuse`` undoes it.
+    that take at most 1 % longer, the one that takes the fewest bytes. ``unfuse`` undoes it. Times are medians of seven
+    steps: where a machine is so noisy that they do not tell plans apart, another call may choose another one.
+
+    Bytes are those of these inputs and of the parameters as they are. A norm keeps its input too of columns whose
+    weight becomes small, or much smaller than the bias.
 
     Random numbers, statistics of batch norms and gradients are those of the model as it was: a way to train whose
     gradients differ is left out. Left to PyTorch are blocks that recompute something by themselves, that are called
@@ -137,8 +141,7 @@ def fit_step(
             if plan_only:
                 found = _predicted_fastest(parts, plans, budget, eager_bytes)
             else:
-                on_stage("measuring plans", 0.6)
-                found = _fastest(parts, plans, budget, eager_bytes)
+                found = _fastest(parts, plans, budget, eager_bytes, on_stage)
     finally:
         unfuse(model)
         for region in before if found is None or plan_only else ():
@@ -164,13 +167,16 @@ def _predicted_fastest(parts: Parts, plans: Plans, budget: int, eager_bytes: int
     return _Found(plans.best(budget), plans, Measurement(eager_bytes, plans.of_mode("eager").time_ms), None)
 
 
-def _fastest(parts: Parts, plans: Plans, budget: int, eager_bytes: int) -> _Found:
+def _fastest(
+    parts: Parts, plans: Plans, budget: int, eager_bytes: int, on_stage: Callable[[str, float], None]
+) -> _Found:
     """The fastest, as measured, of the best plans of the families, and of ``fuse`` alone."""
     taken = {plans.of_mode("eager"): eager_bytes}
     fused = plans.of_mode("outputs", rest="outputs")
     if fused.bytes <= budget:
         taken[fused] = parts.bytes_of(fused)
-    for family in FAMILIES:
+    for i, family in enumerate(FAMILIES):
+        on_stage("measuring plans", round(0.6 + 0.05 * i, 2))
         _try_within(parts, plans.of_modes(family), budget, taken)
     found = {plan: size for plan, size in taken.items() if size <= budget}
     if not found:  # predictions may be too high
@@ -183,6 +189,7 @@ def _fastest(parts: Parts, plans: Plans, budget: int, eager_bytes: int) -> _Foun
         functools.partial(parts.train_all_as, "eager"),
         *(functools.partial(parts.follow, p) for p in candidates),
     ]
+    on_stage("timing plans", 0.75)
     eager_ms, *times = together(lambda: parts.training.times_ms(switches))[0]
     alike = {p: ms for p, ms in zip(candidates, times, strict=True) if ms <= (1 + ALIKE) * min(times)}
     chosen = min(alike, key=lambda plan: (found[plan], alike[plan]))

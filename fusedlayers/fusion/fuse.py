@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import backends
 from .._torch import is_optimized
 from ..activations import record as table
-from ..backends.cpu import build
-from ..memory import device_of, saved_bytes
+from ..activations import resolve
+from ..memory import saved_bytes
 from ..profiling.step import Step, no_gradient_because
 from ..utils.formatting import first_line, is_within, pattern_of, size_text
 from ..utils.module_state import unchanged
@@ -114,7 +115,7 @@ class _Group:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        return tuple(place.path for place in self.places)
+        return tuple(path for place in self.places for path in place.paths or (place.path,))
 
     @property
     def first(self) -> Place:
@@ -157,13 +158,13 @@ class Fusing:
             "Without example inputs, only modules whose class says what they compute are found. Pass example inputs to "
             "find what the code of other modules calls (F.gelu, for example), and to see what each place frees."
         )
-        because = build.refused_because() if device_of(self._model).type == "cpu" else None
-        if because is not None:
-            self._notes.append(
-                f"On CPUs norms, and activations whose derivative is fitted, as GELU's is, are PyTorch's: {because}."
-            )
         with unchanged([*self._model.modules()], ()):  # code that is tried out may draw random numbers
-            groups = _grouped([*_places_of_classes(self._model)])
+            places = [*_places_of_classes(self._model)]
+        for place in places:
+            because = _slow_because(place, self._model)
+            if because is not None:  # the model may be moved to a GPU before it is trained
+                place.saves = f"is left to PyTorch here: {because}"
+        groups = _grouped(places)
         return self._finish(groups, None)
 
     def on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FuseReport:
@@ -205,6 +206,8 @@ class Fusing:
                         note = f"Nothing is saved for a backward pass: {no_gradient_because(model)}."
                     self._notes.append(note)
                 self.mlps = [*find_mlps(model, recording)]
+                if before:  # else a note says why nothing is saved
+                    self._skipped += _grouped(recording.of_data)
                 blocks = self.mlps if self._save == "recompute" else []
                 groups = self._chosen(_grouped(recording.places, blocks), before, measured)
                 after = measured()
@@ -364,6 +367,20 @@ def _saves(place: Place) -> str:
     if place.kind == CHECKPOINT:
         return "saves the input of the block, and recomputes the rest"
     return "saves the output"
+
+
+def _slow_because(place: Place, model: nn.Module) -> str | None:
+    """Why PyTorch would compute a place of which the class alone is known, where the model's first tensor is."""
+    example = next(tensors_in(model), None)
+    backend = None if example is None else backends.of_device(example.device, example.dtype)
+    if example is None or backend is None or place.stand_in is not None:
+        return None
+    if place.kind in ("layer_norm", "rms_norm", "group_norm"):
+        return backend.row_norm_slow_because(example.dtype, may_build=False)
+    activation = resolve(place.module) if place.is_activation else None
+    if activation is None or activation.output_refusal(example.dtype) is not None:
+        return None
+    return backend.slow_because(activation, example.dtype, may_build=False)
 
 
 def _places_of_classes(model: nn.Module) -> Iterator[Place]:

@@ -36,7 +36,8 @@ class Place:
     """Calls of one kind of operation by one module.
 
     Attributes:
-        path: of the module.
+        path: of the module, the first one if it has several.
+        paths: all of them.
         module: which calls them by its own code.
         kind: of the operations; of a module that was recognised as a whole, what it is.
         name: what is computed, for people: an activation's name, or the kind.
@@ -66,6 +67,7 @@ class Place:
     activation: Activation | None = None
     follows: list[Place] = field(default_factory=list)
     dtype: torch.dtype = torch.float32
+    paths: tuple[str, ...] = ()
 
     @property
     def is_activation(self) -> bool:
@@ -100,11 +102,13 @@ class Recording(NamedTuple):
 
     Attributes:
         places: what it passed.
+        of_data: what it passed with inputs that need no gradient alone.
         functions: by the path of a module, the names of PyTorch's functions that computed tensors in it, or put hooks
             on them.
     """
 
     places: list[Place]
+    of_data: list[Place]
     functions: dict[str, list[str]]
 
 
@@ -113,7 +117,13 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R
     recorder = _Recorder()
     with recorder.watching(model), recorder, torch.enable_grad():
         model(*args, **kwargs)
-    return Recording(recorder.found(), recorder.functions)
+    places, of_data = recorder.found(), recorder.of_data()
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(path)
+    for place in (*places, *of_data):
+        place.paths = tuple(paths[place.module])
+    return Recording(places, of_data, recorder.functions)
 
 
 class _ByMemory:
@@ -182,6 +192,12 @@ class _Recorder(TorchFunctionMode):
         self._running: list[_Running] = []
         self._places: dict[tuple[str, str], Place] = {}
         self._alone: dict[str, _Alone] = {}
+        #: Of calls whose input needs no gradient.
+        self._of_data: dict[tuple[str, str], Place] = {}
+
+    def of_data(self) -> list[Place]:
+        """Activations and norms that no call gave an input that needs a gradient."""
+        return [place for key, place in self._of_data.items() if key not in self._places]
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -274,6 +290,11 @@ class _Recorder(TorchFunctionMode):
         if activation is None and kind not in _OTHERS:
             return None
         name = kind if activation is None else activation.name
+        if torch.is_grad_enabled() and not x.requires_grad and (activation is not None or kind in _PLANNED):
+            because = "its input needs no gradient"
+            of_data = Place(running.path, running.module, kind, name, left_because=because, activation=activation)
+            self._of_data.setdefault((running.path, kind), of_data)
+            return None
         if not self._is_of_interest(kind, name, x, args, kwargs):
             return None
         place = self._places.get((running.path, kind))

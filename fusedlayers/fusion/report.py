@@ -122,7 +122,7 @@ class FuseReport(Report):
             now = "then" if self.dry_run else "now"
             yield f"saved for backward: {size_text(before)} before, {size_text(after)} {now}{change}"
             known = [place.saved_bytes for place in self.replaced if place.saved_bytes is not None]
-            if known and not 0.5 * (before - after) <= sum(known) <= 1.5 * (before - after):
+            if known and not 0.9 * (before - after) <= sum(known) <= 1.1 * (before - after):
                 yield "(A row is what leaving that operation out would cost: others may then free as much.)"
         if self.step_ms is not None:
             yield "forward and backward: {:.3g} ms before, {:.3g} ms then".format(*self.step_ms)
@@ -144,7 +144,8 @@ def _first_of(paths: list[str]) -> str:
 
 def _columns(place: Replaced) -> Iterator[str]:
     yield path_text(place.modules)
-    yield "" if place.saved_bytes is None else size_text(place.saved_bytes)
+    freed = place.saved_bytes
+    yield "" if freed is None else size_text(freed) if freed else "when recomputed"  # under a checkpoint
     if place.time_ms is not None:
         yield f"{place.time_ms:+.0f} ms" if abs(place.time_ms) >= 10 else f"{place.time_ms:+.2g} ms"
     yield place.saves

@@ -25,13 +25,21 @@ class WithActivation(nn.Module):
         """A shape that the activation's results may have."""
         raise NotImplementedError
 
-    def _parameter(self) -> Tensor:
-        """One of the parameters, whose dtype and device are the layer's."""
+    def _tensor(self) -> Tensor | None:
+        """A parameter or a buffer, whose dtype and device are the layer's; None if it has none."""
         raise NotImplementedError
+
+    def _dtype(self) -> torch.dtype:
+        tensor = self._tensor()
+        return torch.get_default_dtype() if tensor is None else tensor.dtype
+
+    def _device(self) -> torch.device | None:
+        tensor = self._tensor()
+        return None if tensor is None else tensor.device
 
     def keeps(self, activation: Activation, dtype: torch.dtype) -> str:
         """What the layer would keep of the activation in ``dtype``, in a few words."""
-        return describe(activation, self.save, dtype, self._parameter().device)
+        return describe(activation, self.save, dtype, self._device())
 
     def decided(self) -> list[str]:
         """How the layer is multiplied, where this process has measured that, a line for each kind of product."""
@@ -42,14 +50,14 @@ class WithActivation(nn.Module):
         check_save(name, save)
         resolved = resolve(activation, name)
         if save == "output":
-            choose_save(name, self._specialised(resolved), save, self._parameter().dtype)  # which may refuse
+            choose_save(name, self._specialised(resolved), save, self._dtype())  # which may refuse
         self.activation = activation
         self.save = save
 
     def _specialised(self, activation: Activation) -> Activation:
         if not activation.needs_tracing:
             return activation
-        return with_operands(activation, self._example_shape(), self._parameter().dtype).activation
+        return with_operands(activation, self._example_shape(), self._dtype()).activation
 
 
 #: The attributes that every module has.
@@ -116,9 +124,9 @@ class FusedAct(WithActivation):
 
     def extra_repr(self) -> str:
         resolved, torchs = self._specialised(resolve(self.activation)), self.torchs.extra_repr(self)
-        kept = self.keeps(resolved, self._parameter().dtype)
+        kept = self.keeps(resolved, self._dtype())
         dropped = [f"dropout={self.dropout}"] if self.dropout else []
         return ", ".join([torchs, f"activation={resolved!r}", *dropped, kept, *self.decided()])
 
-    def _parameter(self) -> Tensor:
-        return torch.empty(0) if self.weight is None else self.weight
+    def _tensor(self) -> Tensor | None:
+        return next((t for t in (self.weight, *self.buffers()) if t is not None), None)

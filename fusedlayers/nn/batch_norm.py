@@ -75,7 +75,7 @@ class _FusedBatchNormAct(FusedAct):
         return 2, self.num_features, *(5 + 2 * i for i in range(self.dims[0] - 2))
 
     def keeps(self, activation: Activation, dtype: torch.dtype) -> str:
-        return describe_norm(activation, self.save, dtype, self._parameter().device)
+        return describe_norm(activation, self.save, dtype, self._device())
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         return norm_layer_act(self, self.dims, input, residual, self.activation, self.save)

@@ -112,8 +112,9 @@ class FusedGroupNormAct(FusedAct):
     def keeps(self, activation: Activation, dtype: torch.dtype) -> str:
         if self.save == "input":
             return "saves the norm's input and output"
-        backend = backends.of_device(self._parameter().device, dtype) if self.save == "auto" else None
-        because = None if backend is None else backend.row_norm_slow_because(dtype, builds=False)
+        device = self._device() if self.save == "auto" else None
+        backend = None if device is None else backends.of_device(device, dtype)
+        because = None if backend is None else backend.row_norm_slow_because(dtype, may_build=False)
         return "saves the norm's output" if because is None else f"not fused: {because}"
 
     def forward(self, input: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ class FusedBlock(WithActivation):
 
     def keeps(self, activation: Activation, dtype: torch.dtype) -> str:
         options = BlockOptions(type(self).__name__, self.dropout, self.save, self.chunks, self.is_gated)
-        return describe_block(options, activation, dtype, self._parameter().device)
+        return describe_block(options, activation, dtype, self._device())
 
     @property
     def _last(self) -> Any:
@@ -101,7 +101,7 @@ class FusedBlock(WithActivation):
             activated = function(first)
         return after_activation(activated, others, self.dropout if self.training else 0.0, self._last)
 
-    def _parameter(self) -> Tensor:
+    def _tensor(self) -> Tensor:
         weight: Tensor = self._last.weight
         return weight
 
@@ -113,7 +113,7 @@ class FusedBlock(WithActivation):
         reason = _called_because(self.layers())
         if reason is None:
             resolved = self._specialised(resolved)
-            kept = self.keeps(resolved, self._parameter().dtype)
+            kept = self.keeps(resolved, self._dtype())
         else:
             kept = f"not fused: {reason}"
         dropout = [f"dropout={self.dropout}"] if self.dropout else []

@@ -151,7 +151,8 @@ def explain(activation: object) -> Explanation | ModelExplanation:
             "gradients: whose weight is small or much smaller than the bias, or with values far out where the "
             f"activation is flat; and small inputs, of less than {WORTH_IT} numbers, as they are"
         )
-    bytes_, accuracy, cpu = {}, {}, torch.device("cpu")
+    cpu = torch.device("cpu")  # where all is measured
+    bytes_, accuracy = {}, {}
     for dtype in DTYPES:
         with contextlib.suppress(Exception):  # a user's function need not work in every dtype
             bytes_[dtype], accuracy[dtype] = _measure(resolved, shape, dtype, layer)
@@ -159,7 +160,7 @@ def explain(activation: object) -> Explanation | ModelExplanation:
         repr(record),
         kind,
         reason,
-        {_name(d): layer.keeps(record, d) if layer else describe(record, "auto", d, cpu) for d in DTYPES},
+        {_name(d): describe(record, "auto", d, cpu) if layer is None else layer.keeps(record, d) for d in DTYPES},
         {_name(dtype): saved for dtype, saved in bytes_.items()},
         {_name(dtype): errors for dtype, errors in accuracy.items()} if kind != "fallback" else {},
         "" if kind == "fallback" or record.is_identity else _source(record, given),

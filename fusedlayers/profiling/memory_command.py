@@ -1,7 +1,6 @@
 """The options of `fusedlayers report`."""
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
@@ -34,7 +33,7 @@ def register(commands: "command_line.Commands") -> None:
         help="CPU threads; operators may allocate buffers for each (default: 1, for figures that can be compared)",
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw what is saved")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON; - is stdout")
     parser.set_defaults(run=run)
 
 
@@ -48,17 +47,18 @@ def run(arguments: argparse.Namespace) -> int:
         command_line.threads(arguments.threads),
     ):
         found = _measured(step)
-        print(found)
+        out = command_line.text_stream(arguments.json)
+        print(found, file=out)
         values = found.to_dict()
         if arguments.fuse:
             before, fused = found, fuse_on(step.model, step.args, step.kwargs)  # type: ignore[arg-type]  # it asks
             found = _measured(step)
-            print("", fused, "", before.compare(found), sep="\n")
+            print("", fused, "", before.compare(found), sep="\n", file=out)
             values = {"before": values, "fuse": fused.to_dict(), "after": found.to_dict()}
-        print(f"\nmeasured with {_threads_text()}")
+        print(f"\nmeasured with {_threads_text()}", file=out)
     with command_line.usage_errors("report", ValueError, ImportError, OSError):
         if arguments.json is not None:
-            arguments.json.write_text(json.dumps(values | {"threads": arguments.threads}, indent=1))
+            command_line.write_json(values | {"threads": arguments.threads}, arguments.json)
         if arguments.plot is not None:
             found.plot(arguments.plot)
     return 0

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import difflib
 import importlib
 import inspect
+import json
 import os
 import re
 import select
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import torch
 
@@ -28,32 +30,44 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: The name of a file that stands for stdout.
+STDOUT = Path("-")
 #: What a shell says of a program that ends because nobody reads its output: 128 and the number of SIGPIPE.
 BROKEN_PIPE = 141
 #: How the messages of the functions behind the commands begin.
-#: How a number below zero begins, which is no option.
-_NEGATIVE = re.compile(r"-[\d.]")
 _FUNCTION = re.compile(r"\A(explain|fit|memory_report|fuse|tune): ")
+#: How a number below zero begins, which is no option.
+_NEGATIVE = re.compile(r"-\.?\d")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that refuses options which it does not have, and says which were meant. Those of its commands' options
-    are refused with the command's usage."""
+    """A parser that says which option was meant. The parser of a command refuses an unknown option with the usage of
+    that command."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        words = list(sys.argv[1:] if args is None else args)
-        for i, word in enumerate(words):
-            if word == "--" or (self._subparsers is not None and not word.startswith("-")):
-                break  # what follows are values, or belongs to a command
+        options, words = self._option_string_actions, list[str]()
+        commands = [
+            name for action in self._actions if action.nargs == argparse.PARSER for name in action.choices or ()
+        ]
+        waiting = collections.deque(sys.argv[1:] if args is None else args)
+        while waiting and waiting[0] != "--" and (not commands or waiting[0].startswith("-")):
+            word = waiting.popleft()
             name, equals, _ = word.partition("=")
-            if not name.startswith("--"):
-                continue
-            if not any(option.startswith(name) for option in self._option_string_actions):
-                close = difflib.get_close_matches(name, self._option_string_actions, n=1)
-                self.error(f"there is no option {name}" + "".join(f"; did you mean {option}?" for option in close))
-            if not equals and i + 1 < len(words) and _NEGATIVE.match(words[i + 1]):
-                words[i : i + 2] = [f"{word}={words[i + 1]}"]  # a value, for its own reader to refuse
-        return super().parse_known_args(words, namespace)
+            found = options.get(name) or next((options[o] for o in options if o.startswith(name)), None)
+            if found is None and name.startswith("-") and not _NEGATIVE.match(name):
+                self.error(f"there is no option {name}" + _meant(name, options.keys() - {"-h", "--help"}))
+            is_value = waiting and not equals and found is not None and found.nargs != 0
+            if name.startswith("--") and is_value and _NEGATIVE.match(waiting[0]):
+                word = f"{word}={waiting.popleft()}"  # for its own reader to refuse
+            words.append(word)
+        if commands and waiting and waiting[0] not in (*commands, "--"):
+            meant = _meant(waiting[0], commands) or ";"
+            self.error(f"there is no command {waiting[0]}{meant} the commands are {', '.join(commands)}")
+        return super().parse_known_args([*words, *waiting], namespace)
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    return "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(word, known, n=1))
 
 
 @contextlib.contextmanager
@@ -125,7 +139,7 @@ def check_output_files(function: str, plot: Path | None, *others: Path | None) -
     if plot is not None:
         plotting.check_format(function, plot)
     for path in (plot, *others):
-        if path is not None:
+        if path is not None and path != STDOUT:
             _check_writable(path)
 
 
@@ -135,6 +149,20 @@ def _check_writable(path: Path) -> None:
     path.open("ab").close()
     if is_new:
         path.unlink()
+
+
+def text_stream(json_file: Path | None) -> TextIO:
+    """Where the report for people goes: to stderr, if stdout is for JSON."""
+    return sys.stderr if json_file == STDOUT else sys.stdout
+
+
+def write_json(values: object, path: Path) -> None:
+    """Write to the file, or to stdout."""
+    text = json.dumps(values, indent=1)
+    if path == STDOUT:
+        print(text)
+    else:
+        path.write_text(text)
 
 
 def import_object(name: str, form: str = "MODULE:ATTRIBUTE") -> object:

@@ -59,11 +59,11 @@ __all__ = [
 ]
 
 
-def slow_because(activation: Activation, dtype: torch.dtype, *, builds: bool = True) -> str | None:
+def slow_because(activation: Activation, dtype: torch.dtype, *, may_build: bool = True) -> str | None:
     """Why backward from the output takes several times PyTorch's time, or None where it does not."""
-    if not builds:
-        because = build.refused_because()
-        # Without a reason no derivative is fitted either, which takes long too.
+    if not may_build:
+        because = build.missing_because(may_build=False)
+        # Whether a derivative must be fitted is asked last: fitting it takes long.
         return because if because is not None and activation.fitted_derivative(dtype) is not None else None
     if activation.fitted_derivative(dtype) is None or gradient_kernel(activation, dtype, "output") is not None:
         return None

@@ -30,10 +30,8 @@ import torch
 #: Of the environment: whether there are to be loops.
 VARIABLE = "FUSEDLAYERS_CPU_LOOPS"
 _ON, _OFF = ("on", "1", "yes", "true"), ("off", "0", "no", "false")
-SWITCHED_OFF, NO_COMPILER = (
-    f"{VARIABLE} switches the compiled loops off",
-    "there is no C compiler to build the loops with",
-)
+SWITCHED_OFF = f"{VARIABLE} switches the compiled loops off"
+NO_COMPILER = "there is no C compiler to build the loops with"
 SOURCE = Path(__file__).with_name("loops.c")
 #: Not -ffast-math: a library built with it makes the processor flush subnormal numbers, in torch's arithmetic too.
 OPTIONS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
@@ -53,15 +51,11 @@ def shared_object() -> ctypes.CDLL | None:
     return _found()[0]
 
 
-def missing_because() -> str | None:
-    """Why there are no loops, or None where there are."""
-    return _found()[1]
-
-
-def refused_because() -> str | None:
-    """Why there can be no loops, as far as that is seen without building them."""
-    if _find.cache_info().currsize:
-        return _find()[1]
+def missing_because(*, may_build: bool = True) -> str | None:
+    """Why there are no loops, or None where there are; without ``may_build`` as far as that shows before any attempt to
+    build them."""
+    if may_build or _find.cache_info().currsize:
+        return _found()[1]
     if are_switched_off():
         return SWITCHED_OFF
     return NO_COMPILER if find_compiler() is None else None
@@ -158,7 +152,7 @@ def cache_folders() -> tuple[Path, Path]:
     return Path(cache) / "fusedlayers", Path(tempfile.gettempdir()) / f"fusedlayers-{user}"
 
 
-def unusable_because(folder: Path) -> str | None:
+def refused_because(folder: Path) -> str | None:
     """Why nothing can be built in a cache folder, which is made if need be; or None."""
     try:
         if not _made(folder):

@@ -89,7 +89,7 @@ def computes(activation: Activation) -> bool:
     return True
 
 
-def slow_because(activation: Activation, dtype: torch.dtype, *, builds: bool = True) -> str | None:
+def slow_because(activation: Activation, dtype: torch.dtype, *, may_build: bool = True) -> str | None:
     """Why backward from the output takes several times PyTorch's time, or None where it does not."""
     if activation.fitted_derivative(dtype) is None:
         return None

@@ -65,6 +65,6 @@ def inexact_columns(gain: Tensor, b: Tensor | None, ratio: float, least: float, 
     return None if bool(good.all()) else (~good).nonzero().view(-1)
 
 
-def row_norm_slow_because(dtype: torch.dtype, *, builds: bool = True) -> str | None:
+def row_norm_slow_because(dtype: torch.dtype, *, may_build: bool = True) -> str | None:
     """Why ``row_norm_gradient`` takes several times PyTorch's time, or None where it does not."""
     return f"a norm's gradients from its {dtype} output take a dozen torch operations"

@@ -69,6 +69,6 @@ def missing_because() -> str | None:
     return None
 
 
-def slow_because(activation: Activation, dtype: torch.dtype, *, builds: bool = True) -> str | None:
+def slow_because(activation: Activation, dtype: torch.dtype, *, may_build: bool = True) -> str | None:
     """Why backward from outputs of ``dtype`` takes several times PyTorch's time: it does not, a fit is one kernel."""
     return None

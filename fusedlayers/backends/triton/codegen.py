@@ -215,7 +215,7 @@ def computes(activation: Activation) -> bool:
         needs = (True,) * len(activation.operand_dims)
         device_function(activation, "gradient", given="input", dtype=torch.float32, needs=needs)
     except NotPointwise as reason:
-        _log.warning("%s is left to torch operations on GPUs because %s", activation.name, reason)
+        _log.warning("fusedlayers: %s is left to torch operations on GPUs because %s", activation.name, reason)
         return False
     return True
 

@@ -203,7 +203,7 @@ def row_norm_gradient(
     return dx, of_w, of_b
 
 
-def row_norm_slow_because(dtype: torch.dtype, *, builds: bool = True) -> str | None:
+def row_norm_slow_because(dtype: torch.dtype, *, may_build: bool = True) -> str | None:
     """Why ``row_norm_gradient`` takes several times PyTorch's time, or None where it does not."""
     return reference.row_norm_slow_because(dtype) if dtype is torch.float64 else None
 
