@@ -46,7 +46,8 @@ def dense_bias_act(
         bias: (out,) or None.
         activation: a name (see ``fusedlayers.activations()``; case, hyphens and underscores do not matter), an
             ``nn.Module``, a torch function, a ``functools.partial``, any callable, or None. A function that has no name
-            is traced, and computed by plain PyTorch if it is not pointwise.
+            is traced, and computed by plain PyTorch if it is not pointwise. It is looked at in points that are 1/512
+            apart, from -8 to 8, and farther apart outside: a spike between them may be missed.
         residual: (..., out), or None: added before the activation.
         dropout: the probability with which outputs are dropped, and the others divided by one less it, as ``F.dropout``
             does with the same numbers; 0 in evaluation. No mask is saved where the output determines what was dropped,
