@@ -1528,6 +1528,15 @@ def test_mlps_recomputed(x: Tensor, make: Callable[[], nn.Module]) -> None:
     _same(model, eager, x)
 
 
+def test_mlps_that_share_an_activation_are_all_recomputed(x: Tensor) -> None:
+    gelu = nn.GELU()
+    model = nn.Sequential(nn.Linear(IN, IN), MLP(gelu), MLP(gelu), nn.Linear(IN, 2))
+    eager = copy.deepcopy(model)
+    (place,) = fl.fuse(model, x, save="recompute").replaced
+    assert (place.pattern, place.modules) == ("mlp", ("1", "2"))
+    _same(model, eager, x)
+
+
 def test_what_is_checkpointed_already_is_left(x: Tensor) -> None:
     model = nn.Sequential(nn.Linear(IN, IN), Checkpointed("all", use_reentrant=False), nn.Linear(IN, 2))
     report = fl.fuse(model, x, save="recompute")

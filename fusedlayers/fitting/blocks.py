@@ -135,7 +135,9 @@ def find_blocks(model: nn.Module, saved: Mapping[str, int]) -> list[Block]:
                 for name, child in module.named_children()
                 if not isinstance(child, nn.ModuleList | nn.ModuleDict) and any(True for _ in child.children())
             }
-            candidates |= composed if len(composed) > 1 else {}
+            known = {*candidates.values()}  # a list may hold the modules of another one
+            if len(composed) > 1:
+                candidates |= {name: child for name, child in composed.items() if child not in known}
 
     def size(path: str) -> int:
         return sum(saved[inner] for inner in saved if is_within(inner, path))

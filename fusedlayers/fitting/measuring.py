@@ -68,6 +68,8 @@ def _find_blocks(parts: Parts) -> int:
             parts.skip("it is not called with these inputs, or without gradients", block)
         elif block.skipped_because is not None:
             parts.skip(block.skipped_because, block)
+        elif not block.calls_with_grad and not any(p.requires_grad for p in block.module.parameters()):
+            parts.skip("nothing in it needs a gradient", block)
         else:
             parts.blocks.append(block)
     parts.blocks.sort(key=watch.blocks.index)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 WORDS: dict[Mode, str] = {
     "eager": "as PyTorch",
     "outputs": "keep outputs",
-    "mlp": "keep outputs, recompute the MLP",
+    "mlp": "keep outputs and recompute the MLP",
     "cheap": "recompute all but matmuls, convolutions and attention",
     "all": "recompute all",
 }
