@@ -1211,6 +1211,8 @@ def test_checkpoints_outside(x: Tensor, make: Callable[[], nn.Module], use_reent
 
     _same(Outer(model), Outer(eager), x.requires_grad_())
     assert _bytes(Outer(model), x) == _bytes(Outer(eager), x)
+    report = fl.fuse(Outer(model), x)
+    assert {place.saved_bytes for place in report.replaced} == {0} and "when recomputed" in str(report)
 
 
 def test_a_checkpoint_within_a_region_is_left_alone(x: Tensor) -> None:
