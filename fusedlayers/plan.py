@@ -292,14 +292,18 @@ def _plain_because(key: PlanKey) -> str | None:
         return key.plain_because or activation.fallback_reason
     if key.is_compiling:
         return "torch.compile sees a user's function as it is" if activation.needs_tracing else None
-    is_small = key.size == "small" and key.save == "auto" and not key.is_inplace
-    because = _slow_because(key, may_build=not is_small)
-    if because is not None:
-        return because
-    if is_small:
+    small_because = _small_because(key)
+    return _slow_because(key, may_build=small_because is None) or small_because
+
+
+def _small_because(key: PlanKey) -> str | None:
+    """Why PyTorch computes results of this size, or None."""
+    if key.save != "auto":
+        return None
+    if key.size == "small" and not key.is_inplace:
         return f"{TOO_SMALL} {whole_size_text(SMALL_BYTES)} are left to PyTorch"
-    is_by_functions = isinstance(key.operation, BatchNorm) and activation.in_place is None
-    if is_by_functions and key.size == "medium" and key.save == "auto" and any(key.needs):
+    is_by_functions = isinstance(key.operation, BatchNorm) and key.activation.in_place is None
+    if is_by_functions and key.size == "medium" and any(key.needs):
         return f"{TOO_SMALL} {whole_size_text(MEDIUM_BYTES)} are left to PyTorch"
     return None
 
@@ -312,12 +316,8 @@ def _slow_because(key: PlanKey, *, may_build: bool) -> str | None:
 
 
 def _slow_there(activation: Activation, save: str, dtype: torch.dtype, device: torch.device | None) -> str | None:
-    """Why PyTorch would compute the layers on a device that save their output, as far as it shows before code is
-    built; or None."""
-    if device is None or save != "auto" or activation.output_refusal(dtype) is not None:
-        return None
-    backend = backends.of_device(device, dtype, activation)
-    return None if backend is None else backend.slow_because(activation, dtype, may_build=False)
+    """The same of a layer on a device, before anything is built; None if that is not known."""
+    return None if device is None or save != "auto" else backends.slow_on(device, dtype, activation)
 
 
 # --- batch norms ------------------------------------------------------------------------------------------------------

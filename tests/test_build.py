@@ -233,8 +233,7 @@ def test_what_is_said_before_anything_is_built(
     monkeypatch.setenv("PATH", str(fresh))
     if why == "switch":
         monkeypatch.setenv("FUSEDLAYERS_CPU_LOOPS", "off")
-    reason = {"compiler": "there is no C compiler", "switch": "FUSEDLAYERS_CPU_LOOPS switches the compiled loops off"}
-    expected = f"not fused: {reason[why]}"
+    reason = {"compiler": build.NO_COMPILER, "switch": build.SWITCHED_OFF}[why]
     if is_looked_for:
         with contextlib.nullcontext() if why == "switch" else pytest.warns(RuntimeWarning, match="no C compiler"):
             assert build.shared_object() is None
@@ -258,13 +257,19 @@ def test_what_is_said_before_anything_is_built(
         fl.FusedBatchNormAct1d(8, "silu", affine=False, dtype=torch.float64),
         fl.FusedGroupNormAct(2, 8, "relu", affine=False),
     ]
-    assert all(expected in repr(layer) for layer in needing)
+    assert all(f"not fused: {reason}" in repr(layer) for layer in needing)
     assert not any("not fused" in repr(layer) for layer in others)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)), torch.randn(2, 8)
-    assert all(reason[why] in skipped.reason for skipped in fl.fuse(model, x).skipped)
+    assert all(reason in skipped.reason for skipped in fl.fuse(model, x).skipped)
     assert fl.fuse(model, x).too_small == ()
-    assert all(f"is left to PyTorch here: {reason[why]}" in place.saves for place in fl.fuse(model).replaced)
-    assert f"gelu is left to PyTorch here: {reason[why]}" in str(fl.explain(model))
+    report = fl.fuse(model)
+    assert {(place.pattern, place.reason) for place in report.skipped} == {
+        ("activation", reason),
+        ("layer_norm", reason),
+    }
+    numbers = nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=torch.int8), requires_grad=False)])
+    assert not report.replaced and len(fl.fuse(nn.ModuleList([numbers, model])).skipped) == 2
+    assert f"gelu is left to PyTorch here: {reason}" in str(fl.explain(model))
     assert [place.saves for place in fl.fuse(model.double()).replaced][:1] == ["saves the output"]
     assert build._find.cache_info().currsize == is_looked_for
 

@@ -345,7 +345,7 @@ def test_gradients_of_each_way(mode: Any, keeps_outputs_recomputed: bool) -> Non
     fl.fuse(model, x)
     plain = frozenset() if keeps_outputs_recomputed else frozenset(block.modules())
     found = Block("layers.1", block, plain_recomputed=plain)
-    found.find_regions([block.mlp])
+    found.find_regions({*block.modules()}, [block.mlp])
     assert found.modes == list(MODES)
     results = []
     for each in ("eager", mode):
@@ -460,11 +460,11 @@ def test_inner_blocks_count_where_they_keep_most() -> None:
     assert _paths(model, {**stages, "1": 6, "3": 1}) == ["1", "3.0", "3.1"]
     assert _paths(model, {**stages, "1.0": 10**4}) == ["1.0"]  # the others keep next to nothing
     assert _paths(nn.Sequential(nn.Linear(2, 2), nn.GELU()), {"0": 10}) == []
-    one, other, outer = (nn.Sequential(nn.Linear(2, 2), nn.GELU()) for _ in range(3))
+    one, other = (nn.Sequential(nn.Linear(2, 2), nn.GELU()) for _ in range(2))
     twice = nn.ModuleList([nn.ModuleList([one, other]), nn.ModuleDict({"a": one, "b": other})])
     assert _paths(twice, {"0.0": 10, "0.1": 10}) == ["0.0", "0.1"]
-    outer.append(one)  # which makes it a part of that
-    assert _paths(nn.Sequential(one, outer, other), {"0": 10, "1": 10, "2": 10}) == ["1", "2"]
+    named = nn.ModuleDict({"first": one, "blocks": nn.ModuleList([one, other])})
+    assert _paths(named, {"first": 10, "blocks.1": 10}) == ["first", "blocks.1"]
 
 
 class Shared(nn.Module):
@@ -693,6 +693,29 @@ def test_calls_that_differ_are_left_alone_and_those_without_gradients_do_not_cou
     report = fl.fit(model, x, fraction=0.8)
     assert report.skipped == {"its calls in one step differ": ("head.0",)}
     assert report.measured is not None and report.measured.bytes == report.predicted.bytes
+
+
+class Linked(Sharing):
+    """Holds the block before it, and may call it."""
+
+    def __init__(self, before: nn.Module | None, calls: bool) -> None:
+        super().__init__(nn.Sequential(*_mlp()))
+        self.before, self.calls = before, calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.before(x) if self.calls and self.before is not None else x)
+
+
+@pytest.mark.parametrize(("calls", "paths"), [(True, {"2"}), (False, {"0", "1", "2"})])
+def test_a_block_that_another_one_calls_is_a_part_of_that(calls: bool, paths: set[str]) -> None:
+    torch.manual_seed(0)
+    blocks: list[nn.Module] = []
+    for _ in range(3):
+        blocks.append(Linked(blocks[-1] if blocks else None, calls))
+    for fraction in (0.8, 0.5):
+        report = fl.fit(nn.Sequential(*blocks), torch.randn(512, 32), fraction=fraction)
+        assert report.measured is not None and report.measured.bytes == report.predicted.bytes
+        assert {path for choice in report.choices for path in choice.modules} - {""} == paths
 
 
 def test_frozen_blocks_are_left_alone() -> None:

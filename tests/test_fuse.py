@@ -410,8 +410,50 @@ def test_operations_on_data_are_listed() -> None:
 def test_modules_at_several_paths_are_listed_with_all() -> None:
     gelu = nn.GELU()
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), gelu, nn.Linear(64, 64)) for _ in range(3)))
-    (place,) = fl.fuse(model, torch.randn(512, 64)).replaced
+    report = fl.fuse(model, torch.randn(512, 64))
+    (place,) = report.replaced
     assert place.modules == ("0.1", "1.1", "2.1") and place.saved_bytes == 3 * 512 * 64 * 4
+    assert "3  gelu       0-2.1" in str(report)
+
+
+class Aliased(nn.Module):
+    """Its activation has three names, and is called by two. It holds itself, and exchanges a module that has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)
+        self.block, self.last = nn.Sequential(self.up, self.act), nn.Linear(64, 8)
+        self.alias, self.once = self.act, nn.ReLU()
+        self.down.parent = self
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.last(self.once(self.down(self.act(self.block(x)))))
+        self.once = nn.ReLU()
+        return y
+
+
+def test_modules_by_several_names_in_a_model_that_holds_itself() -> None:
+    report = fl.fuse(Aliased(), torch.randn(512, 64))
+    (place,) = report.replaced
+    assert place.modules == ("block.1", "act") and "block.1, act" in str(report)
+    assert str(fl.fit(Aliased(), torch.randn(512, 64), fraction=1.0))
+
+
+def test_an_activation_of_an_mlp_that_is_recomputed_is_fused_elsewhere(x: Tensor) -> None:
+    gelu = nn.GELU()
+    model = nn.Sequential(nn.Linear(IN, IN), MLP(gelu), nn.Linear(IN, HIDDEN), gelu, nn.Linear(HIDDEN, 2))
+    eager = copy.deepcopy(model)
+    places = fl.fuse(model, x, save="recompute").replaced
+    assert [(place.pattern, place.modules) for place in places] == [("mlp", ("1",)), ("activation", ("1.act", "3"))]
+    _same(model, eager, x)
+
+
+def test_a_model_that_is_an_mlp_is_recomputed(x: Tensor) -> None:
+    model = MLP()
+    eager = copy.deepcopy(model)
+    (place,) = fl.fuse(model, x, save="recompute").replaced
+    assert place.modules == ("",) and _bytes(model, x) == 0
+    _same(model, eager, x)
 
 
 def test_rows_that_do_not_add_up_are_explained() -> None:
@@ -419,7 +461,7 @@ def test_rows_that_do_not_add_up_are_explained() -> None:
         rows = tuple(Replaced((str(i),), "group_norm", None, "saves the output", n) for i, n in enumerate(freed))
         return str(FuseReport("Net", rows, (), saved_bytes=(300, 200)))
 
-    assert "A row is what leaving that operation out would cost" in report(1, 1)
+    assert "A row is what more is saved without that operation" in report(1, 1)
     assert "A row is" in report(60, 60)
     assert "A row" not in report(52, 52)
 
@@ -1212,7 +1254,7 @@ def test_checkpoints_outside(x: Tensor, make: Callable[[], nn.Module], use_reent
     _same(Outer(model), Outer(eager), x.requires_grad_())
     assert _bytes(Outer(model), x) == _bytes(Outer(eager), x)
     report = fl.fuse(Outer(model), x)
-    assert {place.saved_bytes for place in report.replaced} == {0} and "when recomputed" in str(report)
+    assert {place.saved_bytes for place in report.replaced} == {0} and "it runs under a checkpoint" in str(report)
 
 
 def test_a_checkpoint_within_a_region_is_left_alone(x: Tensor) -> None:

@@ -772,6 +772,10 @@ LAYER.compiled = 3
 def tensor():
     return nn.Sequential(LAYER, nn.GELU(), nn.Linear(16, 8)), torch.randn(32, 8)
 
+def prints():
+    print("hello")
+    return tensor()
+
 def arguments():
     return tensor()[0], (torch.randn(32, 8),)
 
@@ -846,8 +850,9 @@ def test_the_command_writes_files(user_module: str, tmp_path: Path) -> None:
 
 
 def test_the_command_writes_to_stdout(user_module: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", f"{user_module}:tensor", "--json", "-"]) == 0
+    assert main(["report", f"{user_module}:prints", "--json", "-"]) == 0
     out, text = capsys.readouterr()
+    assert text.startswith("hello")
     assert json.loads(out)["threads"] == 1 and "measured with 1 CPU thread" in text and not Path("-").exists()
 
 

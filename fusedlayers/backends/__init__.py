@@ -25,7 +25,7 @@ __all__ = [
     "choose",
     "describe_matmuls",
     "no_triton_because",
-    "of_device",
+    "slow_on",
 ]
 
 
@@ -50,11 +50,15 @@ def choose(tensor: Tensor, activation: Activation | None = None) -> Backend:
     return reference
 
 
-def of_device(device: torch_device, dtype: torch_dtype, activation: Activation | None = None) -> Backend | None:
-    """The backend for tensors of this dtype there; None where layers are left to plain PyTorch."""
-    if device.type not in DEVICES:
+def slow_on(device: torch_device, dtype: torch_dtype, activation: Activation | None) -> str | None:
+    """Why layers on a device leave an activation, or without one a norm, to PyTorch although its output would do, as
+    far as that shows before code is built; or None."""
+    if device.type not in DEVICES or (activation is not None and activation.output_refusal(dtype) is not None):
         return None
-    return choose(empty(0, dtype=dtype, device=device), activation)
+    backend = choose(empty(0, dtype=dtype, device=device), activation)
+    if activation is None:
+        return backend.row_norm_slow_because(dtype, may_build=False)
+    return backend.slow_because(activation, dtype, may_build=False)
 
 
 def describe_matmuls(w: Tensor, activation: Activation) -> list[str]:

@@ -7,7 +7,6 @@ Swin is looked at layer by layer, but a mixture of experts as a whole.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -22,8 +21,10 @@ from .calls import Call
 #: recomputed; recomputed but for matmuls, convolutions and attention; recomputed as a whole.
 Mode = Literal["eager", "outputs", "mlp", "cheap", "all"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-#: Fused modules that a block shares are trained as the rest of the model is. Where they keep outputs, the block cannot
-#: be "eager"; where they do not, it can only be that or recomputed as a whole.
+#: How a block is trained, and the rest of the model.
+Way = tuple[Mode, Mode]
+#: Fused modules that a block shares are trained as the rest of the model is, "eager" or "outputs". In these ways the
+#: block can be trained then: it is not "eager" where a part of it keeps outputs, and keeps none where that does not.
 SHARING: dict[Mode, frozenset[Mode]] = {
     "eager": frozenset({"eager", "all"}),
     "outputs": frozenset({"outputs", "mlp", "cheap", "all"}),
@@ -42,7 +43,8 @@ class Block:
     Attributes:
         call: its first call in a training step.
         calls: how often it is called.
-        calls_with_grad: with how many of these inputs that need a gradient.
+        calls_with_grad: how many of these calls got an input that needs a gradient.
+        is_part: whether another block calls it.
         follows: the block whose output is its first input, or None.
         shares_input: whether its input is saved by others too, the block that it follows aside.
         shares_output: whether its output is saved by others too, the block that follows it aside.
@@ -63,6 +65,7 @@ class Block:
     call: Call | None = None
     calls: int = 0
     calls_with_grad: int = 0
+    is_part: bool = False
     follows: Block | None = None
     shares_input: bool = False
     shares_output: bool = False
@@ -75,9 +78,8 @@ class Block:
     mlps: frozenset[nn.Module] = frozenset()
     plain_recomputed: frozenset[nn.Module] = frozenset()
 
-    def find_regions(self, mlps: Collection[nn.Module], without: Collection[nn.Module] = ()) -> None:
-        """After ``fuse``: note the regions that it has made in this block, and which modules are MLPs."""
-        inside = [module for module in self.module.modules() if module not in without]
+    def find_regions(self, inside: Collection[nn.Module], mlps: Collection[nn.Module] = ()) -> None:
+        """After ``fuse``: note the regions that it has made of these modules, and which of them are MLPs."""
         self.regions = {module: region for module in inside if (region := region_of(module)) is not None}
         self.fused = frozenset(self.regions)
         self.mlps = frozenset(mlp for mlp in mlps if mlp in inside and mlp is not self.module)
@@ -128,16 +130,15 @@ class Block:
 def find_blocks(model: nn.Module, saved: Mapping[str, int]) -> list[Block]:
     """The blocks of a model of which each path keeps so many bytes, without what is in modules below."""
     candidates: dict[str, nn.Module] = {}
-    for path, module in model.named_modules():
+    paths = {module: path for path, module in model.named_modules()}  # the first ones, which have the bytes
+    for module in paths:
         if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
             composed = {
-                f"{path}.{name}" if path else name: child
-                for name, child in module.named_children()
+                paths[child]: child
+                for child in module.children()
                 if not isinstance(child, nn.ModuleList | nn.ModuleDict) and any(True for _ in child.children())
             }
-            known = {*candidates.values()}  # a list may hold the modules of another one
-            if len(composed) > 1:
-                candidates |= {name: child for name, child in composed.items() if child not in known}
+            candidates |= composed if len(composed) > 1 else {}
 
     def size(path: str) -> int:
         return sum(saved[inner] for inner in saved if is_within(inner, path))
@@ -150,10 +151,8 @@ def find_blocks(model: nn.Module, saved: Mapping[str, int]) -> list[Block]:
         return [found for other in inner for found in chosen(other)]
 
     least = SMALL_PART * sum(saved.values())
-    paths = [path for outer in _outermost([*candidates]) for path in chosen(outer) if size(path) > least]
-    holders = Counter(module for path in paths for module in candidates[path].modules())
-    # A block that another one calls too is a part of that.
-    return [Block(path, candidates[path]) for path in paths if holders[candidates[path]] == 1]
+    found = [path for outer in _outermost([*candidates]) for path in chosen(outer)]
+    return [Block(path, candidates[path]) for path in found if size(path) > least]
 
 
 def _outermost(paths: Sequence[str]) -> list[str]:

@@ -35,6 +35,17 @@ def register(commands: "command_line.Commands") -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report, or why there is none. What the model raises comes with its traceback."""
+    with command_line.text_beside(arguments.json):
+        found = _reported(arguments)
+    with command_line.usage_errors("fit", OSError):
+        if arguments.json is not None:
+            command_line.write_json(found.to_dict(), arguments.json)
+        if isinstance(found, FitReport) and arguments.plot is not None:
+            found.plot(arguments.plot)
+    return 0
+
+
+def _reported(arguments: argparse.Namespace) -> FitReport | CompiledFit:
     with command_line.usage_errors("fit", ValueError, ImportError, OSError):
         if arguments.compile and arguments.plot is not None:
             raise ValueError("there is no picture of what is compiled; leave out --plot or --compile")
@@ -46,14 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
         asked = step, budget, arguments.fraction, arguments.of
         found: FitReport | CompiledFit
         found = fit_compiled_step(*asked, on_stage) if arguments.compile else fit_step(*asked, False, on_stage)
-    out = command_line.text_stream(arguments.json)
-    print(found, file=out)
+    print(found)
     given = f"memory_budget_bytes={arguments.budget!r}" if budget is not None else f"fraction={arguments.fraction}"
     given += "" if arguments.of == "saved" else f", of={arguments.of!r}"
-    print(f"\nTo train a model so, let your program call fusedlayers.{function}(model, inputs, {given}).", file=out)
-    with command_line.usage_errors("fit", OSError):
-        if arguments.json is not None:
-            command_line.write_json(found.to_dict(), arguments.json)
-        if isinstance(found, FitReport) and arguments.plot is not None:
-            found.plot(arguments.plot)
-    return 0
+    print(f"\nTo train a model so, let your program call fusedlayers.{function}(model, inputs, {given}).")
+    return found

@@ -10,7 +10,7 @@ from ..profiling.step import Step
 from ..utils.autograd_graph import checkpoints_of, nodes_of, saved_by
 from ..utils.storages import sizes_of, tensors_in
 from .agreement import agreed
-from .blocks import Block, Mode
+from .blocks import Block, Mode, Way
 from .training import Training, step_peak
 
 #: How often each way is timed, in turns: so often at least and at most, and for so many milliseconds.
@@ -40,20 +40,19 @@ class Costs(NamedTuple):
         return max(0, self.peak_bytes - self.saved_bytes - self.output_bytes)
 
 
-#: How a block is trained, and the rest of the model.
-Way = tuple[Mode, Mode]
-#: By how the rest of the model is trained, and how the block is.
+#: By how the rest of the model is trained, and by how the block is.
 BlockCosts = dict[Mode, dict[Mode, Costs]]
 
 
 def measure(block: Block, training: Training, rests: Sequence[Mode]) -> BlockCosts:
-    """The costs in each way to train the block, beside each way to train the rest of the model; that matters to a block
-    that shares modules. The block is left trained as PyTorch does."""
+    """The costs in each way to train the block. Where it shares modules with the rest of the model, they depend on how
+    that is trained. The block is left trained as PyTorch does."""
     assert block.call is not None
-    beside = {rest: [(mode, rest if block.shared else "eager") for mode in block.modes_beside(rest)] for rest in rests}
     parts: dict[Way, tuple[int, int, int]] = {}
     peaks: dict[Way, int] = {}
-    times: dict[Way, list[float]] = {way: [] for ways in beside.values() for way in ways}
+    times: dict[Way, list[float]] = {
+        (mode, rest): [] for rest in (rests if block.shared else rests[:1]) for mode in block.modes_beside(rest)
+    }
     try:
         for way in times:
             block.train_as(*way)
@@ -61,15 +60,17 @@ def measure(block: Block, training: Training, rests: Sequence[Mode]) -> BlockCos
             parts[way] = saved_parts(block)
             peaks[way] = _peak(block) if training.of == "peak" else 0
         while not agreed(_is_timed([*times.values()])):
-            for way, found in times.items():
+            for way, of_way in times.items():
                 block.train_as(*way)
                 training.reset_random()
-                found.append(_step_ms(block))
+                of_way.append(_step_ms(block))
     finally:
         block.train_as("eager", "eager")
     each = zip(times, medians([*times.values()]), strict=True)
-    costs = {way: Costs(*parts[way], peaks[way], time_ms) for way, time_ms in each}
-    return {rest: {way[0]: costs[way] for way in ways} for rest, ways in beside.items()}
+    found: BlockCosts = {rest: {} for _, rest in times}
+    for (mode, rest), time_ms in each:
+        found[rest][mode] = Costs(*parts[mode, rest], peaks[mode, rest], time_ms)
+    return {rest: found.get(rest, found[rests[0]]) for rest in rests}
 
 
 def _is_timed(times: Sequence[list[float]]) -> bool:

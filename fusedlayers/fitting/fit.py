@@ -142,6 +142,7 @@ def fit_step(
                 found = _predicted_fastest(parts, plans, budget, eager_bytes)
             else:
                 found = _fastest(parts, plans, budget, eager_bytes, on_stage)
+        on_stage("done", 1.0)
     finally:
         unfuse(model)
         for region in before if found is None or plan_only else ():
@@ -226,7 +227,7 @@ def _unmet(parts: Parts, budget: int, eager_bytes: int, smallest: int) -> ValueE
     return ValueError(
         f"fit: a budget of {size_text(budget)} cannot be met: as it is the model {what} {size_text(eager_bytes)}, "
         f"and with the smallest plan {size_text(smallest)} ({smallest} bytes, "
-        f"fraction={_at_least(smallest / eager_bytes)}); ask for that, or show a smaller batch{reasons}"
+        f"fraction={_at_least(smallest / eager_bytes)}); ask for that, or pass a smaller batch{reasons}"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 from torch import nn
@@ -16,8 +16,8 @@ from ..utils.formatting import first_line
 from ..utils.storages import tensors_in
 from .agreement import agreed, everyone, together
 from .arguments import readable
-from .blocks import MODES, Mode, find_blocks
-from .costs import BlockCosts, Way, measure, saved_parts
+from .blocks import Mode, Way, find_blocks
+from .costs import BlockCosts, measure, saved_parts
 from .parts import Parts
 from .plans import Plans, Rest
 from .report import WORDS
@@ -66,6 +66,8 @@ def _find_blocks(parts: Parts) -> int:
     for block in blocks:
         if block not in watch.blocks:
             parts.skip("it is not called with these inputs, or without gradients", block)
+        elif block.is_part:
+            continue
         elif block.skipped_because is not None:
             parts.skip(block.skipped_because, block)
         elif not block.calls_with_grad and not any(p.requires_grad for p in block.module.parameters()):
@@ -82,15 +84,16 @@ def _find_regions(parts: Parts) -> None:
     parts.training.reset_random()
     fusing = Fusing(parts.model, function="fit")
     fusing.on(parts.training.step.args, parts.training.step.kwargs)
-    outside = _outside(parts)
-    owners = Counter(module for block in parts.blocks for module in block.module.modules())
-    owners.update(outside)
+    modules = {block.module for block in parts.blocks}
+    outside = _reached(parts.model, modules)
+    inside = {block: _reached(block.module, modules - {block.module}) for block in parts.blocks}
+    owners = Counter(itertools.chain(outside, *inside.values()))
     # What parts of the model share cannot be changed, or recomputed, in one of them alone.
     own = frozenset(module for module, count in owners.items() if count == 1) - outside
-    parts.rest.find_regions([], without=own)
+    parts.rest.find_regions(owners.keys() - own)
     within = {inner for module in parts.rest.fused for inner in module.modules()}
     for block in parts.blocks:
-        block.find_regions([place.module for place in fusing.mlps if place.module in own])
+        block.find_regions(inside[block], [place.module for place in fusing.mlps if place.module in own])
         # What a recomputation saves counts for the peak alone.
         block.plain_recomputed = own if parts.training.of == "saved" else frozenset()
         block.is_in_fused = block.module in within
@@ -102,12 +105,12 @@ def _find_regions(parts: Parts) -> None:
     parts.train_all_as("eager")
 
 
-def _outside(parts: Parts) -> set[nn.Module]:
-    """The modules that are reached without passing through a block."""
-    blocks, found, waiting = {block.module for block in parts.blocks}, set[nn.Module](), [parts.model]
+def _reached(start: nn.Module, stops: Set[nn.Module]) -> set[nn.Module]:
+    """A module and those in it, but for these blocks and what only they lead to."""
+    found, waiting = set[nn.Module](), [start]
     while waiting:
         module = waiting.pop()
-        if module not in blocks and module not in found:
+        if module not in stops and module not in found:
             found.add(module)
             waiting += module.children()
     return found
@@ -121,17 +124,16 @@ def _check_modes(parts: Parts, eager_bytes: int) -> dict[Way, int]:
     if not is_repeatable and parts.blocks:
         parts.notes.append("Gradients differ from run to run, so that nothing may be recomputed.")
     is_peak = training.of == "peak"
-    rests: list[Mode] = parts.rests if parts.share or is_peak else ["eager"]
     peaks: dict[Way, int] = {("eager", "eager"): eager_bytes}
-    if is_peak and "outputs" in rests and parts.can_train("eager", "outputs"):
-        parts.train_all_as("eager", "outputs")
-        peaks["eager", "outputs"] = parts.bytes()
-    for way in itertools.product(MODES[1:], rests):
-        mode, blocks = way[0], [block for block in parts.blocks if way[0] in block.modes]
-        if not blocks or not parts.can_train(*way):
+    for way in parts.ways[1:]:
+        mode = way[0]
+        blocks = [block for block in parts.blocks if mode in block.modes]
+        parts.train_all_as(*way)
+        if mode == "eager":  # nothing is recomputed that could go wrong
+            peaks[way] = parts.bytes()
+        if mode == "eager" or not blocks:
             continue
         reason, peak = None, 0
-        parts.train_all_as(*way)
         try:
             if mode != "outputs" and not (is_repeatable and are_alike(training.gradients(), expected)):
                 reason = "gradients differ"
@@ -142,7 +144,7 @@ def _check_modes(parts: Parts, eager_bytes: int) -> dict[Way, int]:
         reasons, of_all = zip(*everyone((reason, peak)), strict=True)
         peaks[way] = max(of_all)
         reason = next((found for found in reasons if found is not None), None)
-        if reason is not None:
+        if reason is not None:  # whatever the rest does then
             parts.skip(f"cannot {WORDS[mode]}: {reason}", *blocks)
             for block in blocks:
                 block.without.add(mode)

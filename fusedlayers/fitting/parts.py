@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from torch import nn
 
 from .agreement import together
 from .arguments import readable
-from .blocks import SHARING, Block, Mode
+from .blocks import MODES, SHARING, Block, Mode, Way
 from .plans import Plan
 from .training import Training
 
@@ -44,13 +45,19 @@ class Parts:
         return ["eager", "outputs"] if self.rest.fused else ["eager"]
 
     @property
-    def share(self) -> bool:
+    def blocks_share(self) -> bool:
         """Whether blocks share modules that can keep outputs."""
         return any(block.shared for block in self.blocks)
 
-    def can_train(self, mode: Mode, rest: Mode) -> bool:
-        """Whether all blocks can be trained in one way while the rest is trained in another."""
-        return mode in SHARING[rest] or not self.share
+    @property
+    def ways(self) -> list[Way]:
+        """The ways to train all blocks, and the rest; only those whose gradients or peaks may differ."""
+        rests: list[Mode] = self.rests if self.blocks_share or self.training.of == "peak" else ["eager"]
+        return [
+            (mode, rest)
+            for mode, rest in itertools.product(MODES, rests)
+            if not self.blocks_share or mode in SHARING[rest]
+        ]
 
     def follow(self, plan: Plan) -> None:
         self.train_as(plan.modes[1:], plan.modes[0])

@@ -3,6 +3,7 @@ takes. ``checkpoint/search.py`` finds the best."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -58,12 +59,9 @@ class _Choices:
     ) -> None:
         self._blocks, self._costs, self._mode, self._rest, self._is_peak = blocks, costs, mode, rest, of == "peak"
         # Only a block that is called once shares what it reads with the one before it, if that is called once too.
-        pairs = zip([None, *blocks], blocks, strict=False)
-        follow = (
-            before is not None and after.follows is before and before.calls == after.calls == 1
-            for before, after in pairs
-        )
-        self._follows = [False, *follow, False]
+        self._follows = [False] * (len(blocks) + 2)
+        for i, (before, block) in enumerate(itertools.pairwise(blocks), 2):
+            self._follows[i] = block.follows is before and before.calls == block.calls == 1
         self.smallest_budget = smallest_budget(self)
 
     def __len__(self) -> int:

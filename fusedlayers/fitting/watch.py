@@ -73,6 +73,7 @@ class Watch:
         inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
         before = self._visits[-1] if self._visits else None
         visit = _Visit(block, inputs, sequence_number())
+        block.is_part |= bool(self._open)
         self._visits.append(visit)
         self._open.append(visit)
         block.calls += 1
@@ -87,12 +88,12 @@ class Watch:
             block.call = call
             is_handed_on = before is not None and not sizes_of(inputs).keys().isdisjoint(sizes_of(before.outputs))
             block.follows = before.block if before is not None and len(inputs) == 1 and is_handed_on else None
-        elif block.call is not None and call.form != block.call.form:
+            return
+        block.follows = None
+        if block.call is not None and call.form != block.call.form:
             block.skipped_because = "its calls in one step differ"
         elif any(call.requires_grad):
             block.call = call  # the first one may be given a constant
-        if block.calls > 1:
-            block.follows = None
 
     def finish(self, outputs: Iterable[Tensor], existing: Iterable[Tensor]) -> int:
         """Note what blocks share with the rest of the model, whose outputs these are, and which of them recompute

@@ -11,8 +11,8 @@ from torch import nn
 
 from .. import backends
 from .._torch import is_optimized
+from ..activations import DTYPES, resolve
 from ..activations import record as table
-from ..activations import resolve
 from ..memory import saved_bytes
 from ..profiling.step import Step, no_gradient_because
 from ..utils.formatting import first_line, is_within, pattern_of, size_text
@@ -58,7 +58,8 @@ def fuse(model: nn.Module, inputs: Any = None, *, save: str = "auto", dry_run: b
             steps for each line of the report.
 
     Returns:
-        a report: the places, what each frees, what was skipped and why, and the bytes saved for backward in all.
+        a report: the places, what each frees, what was skipped and why, and the bytes saved for backward in all, but
+        for inputs and parameters.
 
     Raises:
         TypeError: ``model`` is no module, or ``dry_run`` neither True nor False.
@@ -115,7 +116,7 @@ class _Group:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        return tuple(path for place in self.places for path in place.paths or (place.path,))
+        return tuple(path for place in self.places for path in place.paths)
 
     @property
     def first(self) -> Place:
@@ -125,6 +126,13 @@ class _Group:
     def is_too_small(self) -> bool:
         """Whether PyTorch computes all of it on the example, and this package would on a larger one."""
         return not self.freed and self.first.is_small
+
+    @property
+    def saves(self) -> str:
+        """What is kept, for people."""
+        if self.freed == 0:  # all of it is recomputed, if it needs a gradient at all
+            return "saves nothing here: it runs under a checkpoint, or without gradients"
+        return _saves(self.first)
 
     def skipped(self, reason: str | None) -> Skipped:
         return Skipped(self.paths, *self.first.names, reason or "")
@@ -162,9 +170,11 @@ class Fusing:
             places = [*_places_of_classes(self._model)]
         for place in places:
             because = _slow_because(place, self._model)
-            if because is not None:  # the model may be moved to a GPU before it is trained
+            if because is not None:  # it stays fused, for the model may be moved to a GPU before it is trained
+                place.left_because = because
                 place.saves = f"is left to PyTorch here: {because}"
         groups = _grouped(places)
+        self._skipped += [group for group in groups if group.first.left_because is not None]
         return self._finish(groups, None)
 
     def on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FuseReport:
@@ -207,7 +217,7 @@ class Fusing:
                     self._notes.append(note)
                 self.mlps = [*find_mlps(model, recording)]
                 if before:  # else a note says why nothing is saved
-                    self._skipped += _grouped(recording.of_data)
+                    self._skipped += _grouped(recording.without_gradient)
                 blocks = self.mlps if self._save == "recompute" else []
                 groups = self._chosen(_grouped(recording.places, blocks), before, measured)
                 after = measured()
@@ -308,9 +318,9 @@ class Fusing:
         return FuseReport(
             type(self._model).__name__,
             tuple(
-                Replaced(group.paths, *group.first.names, _saves(group.first), group.freed, group.time_ms)
+                Replaced(group.paths, *group.first.names, group.saves, group.freed, group.time_ms)
                 for group in groups
-                if not group.is_too_small
+                if not group.is_too_small and group.first.left_because is None
             ),
             tuple(group.skipped(group.first.left_because) for group in self._skipped),
             tuple(group.skipped(group.first.saves) for group in groups if group.is_too_small),
@@ -346,7 +356,8 @@ def _nothing_found(model: nn.Module) -> str:
 def _grouped(places: Sequence[Place], blocks: Sequence[Place] = ()) -> list[_Group]:
     groups: dict[object, _Group] = {}
     for place in (*blocks, *places):
-        if any(place is not block and is_within(place.path, block.path) for block in blocks):
+        outer = [path for block in blocks if block is not place for path in block.paths]
+        if all(any(is_within(path, other) for other in outer) for path in place.paths):
             continue
         key = place.kind, place.name, pattern_of(place.path), place.left_because, place.useless_because
         groups.setdefault(key, _Group([])).places.append(place)
@@ -370,17 +381,13 @@ def _saves(place: Place) -> str:
 
 
 def _slow_because(place: Place, model: nn.Module) -> str | None:
-    """Why PyTorch would compute a place of which the class alone is known, where the model's first tensor is."""
-    example = next(tensors_in(model), None)
-    backend = None if example is None else backends.of_device(example.device, example.dtype)
-    if example is None or backend is None or place.stand_in is not None:
+    """Why PyTorch would compute a place of which the class alone is known, where the module or the model is now."""
+    is_norm = place.kind in ("layer_norm", "rms_norm", "group_norm")
+    if place.stand_in is not None or not (is_norm or place.is_activation):
         return None
-    if place.kind in ("layer_norm", "rms_norm", "group_norm"):
-        return backend.row_norm_slow_because(example.dtype, may_build=False)
-    activation = resolve(place.module) if place.is_activation else None
-    if activation is None or activation.output_refusal(example.dtype) is not None:
-        return None
-    return backend.slow_because(activation, example.dtype, may_build=False)
+    tensors = (t for t in (*tensors_in(place.module), *tensors_in(model)) if t.dtype in DTYPES)
+    example = next(tensors, torch.empty(0))
+    return backends.slow_on(example.device, example.dtype, None if is_norm else resolve(place.module))
 
 
 def _places_of_classes(model: nn.Module) -> Iterator[Place]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from ..utils.formatting import is_within
 from .operations import CHECKPOINT
 from .recording import Place, Recording
 
@@ -24,18 +25,17 @@ def find_mlps(model: nn.Module, recording: Recording) -> Iterator[Place]:
     """The MLPs of a model as places to be recomputed, the outermost module of each."""
     modules = dict(model.named_modules())
     found: list[str] = []
-    for path, functions in sorted(recording.functions.items(), key=lambda item: item[0].count(".")):
-        if (
-            path
-            and not any(path.startswith(f"{outer}.") for outer in found)
-            and _is_mlp(modules[path], functions, recording)
-        ):
+    for path, functions in sorted(recording.functions.items(), key=lambda item: len(item[0].split("."))):
+        module = modules.get(path)  # None of one that the forward pass has exchanged
+        if module is None or any(is_within(path, outer) for outer in found):
+            continue
+        if _is_mlp(module, functions, recording):
             found.append(path)
-            yield Place(path, modules[path], CHECKPOINT, CHECKPOINT)
+            yield Place(path, module, CHECKPOINT, CHECKPOINT, paths=recording.paths[path])
 
 
 def _is_mlp(module: nn.Module, functions: list[str], recording: Recording) -> bool:
-    inside = {*module.modules()}  # an activation that others call too has their path
+    inside = {*module.modules()}  # and not by paths: that of a shared activation may be in another module
     activations = [place for place in recording.places if place.is_activation and place.module in inside]
     rest = Counter(functions)
     for place in activations:  # one that is spelled out calls anything

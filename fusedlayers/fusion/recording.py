@@ -37,7 +37,7 @@ class Place:
 
     Attributes:
         path: of the module, the first one if it has several.
-        paths: all of them.
+        paths: those by which it was called.
         module: which calls them by its own code.
         kind: of the operations; of a module that was recognised as a whole, what it is.
         name: what is computed, for people: an activation's name, or the kind.
@@ -68,6 +68,9 @@ class Place:
     follows: list[Place] = field(default_factory=list)
     dtype: torch.dtype = torch.float32
     paths: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.paths = self.paths or (self.path,)
 
     @property
     def is_activation(self) -> bool:
@@ -102,14 +105,16 @@ class Recording(NamedTuple):
 
     Attributes:
         places: what it passed.
-        of_data: what it passed with inputs that need no gradient alone.
-        functions: by the path of a module, the names of PyTorch's functions that computed tensors in it, or put hooks
-            on them.
+        without_gradient: what it passed only with inputs that need no gradient.
+        functions: by the first path of a module, the names of PyTorch's functions that computed tensors in it, or put
+            hooks on them.
+        paths: by the first path of a module, those by which it was called.
     """
 
     places: list[Place]
-    of_data: list[Place]
+    without_gradient: list[Place]
     functions: dict[str, list[str]]
+    paths: dict[str, tuple[str, ...]]
 
 
 def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
@@ -117,13 +122,11 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R
     recorder = _Recorder()
     with recorder.watching(model), recorder, torch.enable_grad():
         model(*args, **kwargs)
-    places, of_data = recorder.found(), recorder.of_data()
-    paths: dict[nn.Module, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        paths.setdefault(module, []).append(path)
-    for place in (*places, *of_data):
-        place.paths = tuple(paths[place.module])
-    return Recording(places, of_data, recorder.functions)
+    places, without_gradient = recorder.found(), recorder.without_gradient()
+    paths = {path: tuple(of_calls) for path, of_calls in recorder.paths.items()}
+    for place in (*places, *without_gradient):
+        place.paths = paths[place.path]
+    return Recording(places, without_gradient, recorder.functions, paths)
 
 
 class _ByMemory:
@@ -158,6 +161,8 @@ class _Running:
     """A module that is running."""
 
     path: str
+    #: The path by which it was called.
+    called: str
     module: nn.Module
     #: The saved-tensor hooks that it began under.
     hooks: Any
@@ -193,11 +198,13 @@ class _Recorder(TorchFunctionMode):
         self._places: dict[tuple[str, str], Place] = {}
         self._alone: dict[str, _Alone] = {}
         #: Of calls whose input needs no gradient.
-        self._of_data: dict[tuple[str, str], Place] = {}
+        self._without_gradient: dict[tuple[str, str], Place] = {}
+        #: By the first path of each module, the paths by which it was called, as keys.
+        self.paths: dict[str, dict[str, None]] = {}
 
-    def of_data(self) -> list[Place]:
+    def without_gradient(self) -> list[Place]:
         """Activations and norms that no call gave an input that needs a gradient."""
-        return [place for key, place in self._of_data.items() if key not in self._places]
+        return [place for key, place in self._without_gradient.items() if key not in self._places]
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -231,9 +238,19 @@ class _Recorder(TorchFunctionMode):
 
     def _enter_as(self, path: str) -> Any:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._running.append(_Running(path, module, saved_tensors_hooks_on_top(True)))
+            called = self._called_path(path, module)
+            self.paths.setdefault(path, {})[called] = None
+            self._running.append(_Running(path, called, module, saved_tensors_hooks_on_top(True)))
 
         return enter
+
+    def _called_path(self, path: str, module: nn.Module) -> str:
+        """The path by which a module is called, where it is a child of the one that calls it; else its first."""
+        if not self._running:
+            return path
+        caller = self._running[-1]
+        name = next((name for name, child in caller.module._modules.items() if child is module), None)
+        return path if name is None else f"{caller.called}.{name}" if caller.called else name
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         running = self._ended(module)
@@ -292,8 +309,9 @@ class _Recorder(TorchFunctionMode):
         name = kind if activation is None else activation.name
         if torch.is_grad_enabled() and not x.requires_grad and (activation is not None or kind in _PLANNED):
             because = "its input needs no gradient"
-            of_data = Place(running.path, running.module, kind, name, left_because=because, activation=activation)
-            self._of_data.setdefault((running.path, kind), of_data)
+            left = Place(running.path, running.module, kind, name, left_because=because, activation=activation)
+            if name not in KEPT_BY_TORCH:  # of which nothing could be freed in any case
+                self._without_gradient.setdefault((running.path, kind), left)
             return None
         if not self._is_of_interest(kind, name, x, args, kwargs):
             return None

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..utils.formatting import merged_path, size_text
+from ..utils.formatting import merged_path, pattern_of, size_text
 from ..utils.reports import Report
 
 
@@ -123,7 +123,7 @@ class FuseReport(Report):
             yield f"saved for backward: {size_text(before)} before, {size_text(after)} {now}{change}"
             known = [place.saved_bytes for place in self.replaced if place.saved_bytes is not None]
             if known and not 0.9 * (before - after) <= sum(known) <= 1.1 * (before - after):
-                yield "(A row is what leaving that operation out would cost: others may then free as much.)"
+                yield "(A row is what more is saved without that operation; two may free one buffer, or only together.)"
         if self.step_ms is not None:
             yield "forward and backward: {:.3g} ms before, {:.3g} ms then".format(*self.step_ms)
 
@@ -144,13 +144,15 @@ def _first_of(paths: list[str]) -> str:
 
 def _columns(place: Replaced) -> Iterator[str]:
     yield path_text(place.modules)
-    freed = place.saved_bytes
-    yield "" if freed is None else size_text(freed) if freed else "when recomputed"  # under a checkpoint
+    yield "" if place.saved_bytes is None else size_text(place.saved_bytes)
     if place.time_ms is not None:
         yield f"{place.time_ms:+.0f} ms" if abs(place.time_ms) >= 10 else f"{place.time_ms:+.2g} ms"
     yield place.saves
 
 
 def path_text(modules: tuple[str, ...]) -> str:
-    """One path for the modules of repeated blocks."""
-    return merged_path(modules) or "the model"
+    """One path for the modules of repeated blocks; several where they differ in more than numbers."""
+    alike: dict[object, list[str]] = {}
+    for path in modules:
+        alike.setdefault(pattern_of(path), []).append(path)
+    return ", ".join(merged_path(paths) for paths in alike.values()) or "the model"

@@ -25,16 +25,16 @@ class WithActivation(nn.Module):
         """A shape that the activation's results may have."""
         raise NotImplementedError
 
-    def _tensor(self) -> Tensor | None:
+    def _example_tensor(self) -> Tensor | None:
         """A parameter or a buffer, whose dtype and device are the layer's; None if it has none."""
         raise NotImplementedError
 
     def _dtype(self) -> torch.dtype:
-        tensor = self._tensor()
+        tensor = self._example_tensor()
         return torch.get_default_dtype() if tensor is None else tensor.dtype
 
     def _device(self) -> torch.device | None:
-        tensor = self._tensor()
+        tensor = self._example_tensor()
         return None if tensor is None else tensor.device
 
     def keeps(self, activation: Activation, dtype: torch.dtype) -> str:
@@ -128,5 +128,5 @@ class FusedAct(WithActivation):
         dropped = [f"dropout={self.dropout}"] if self.dropout else []
         return ", ".join([torchs, f"activation={resolved!r}", *dropped, kept, *self.decided()])
 
-    def _tensor(self) -> Tensor | None:
+    def _example_tensor(self) -> Tensor | None:
         return next((t for t in (self.weight, *self.buffers()) if t is not None), None)

@@ -113,8 +113,7 @@ class FusedGroupNormAct(FusedAct):
         if self.save == "input":
             return "saves the norm's input and output"
         device = self._device() if self.save == "auto" else None
-        backend = None if device is None else backends.of_device(device, dtype)
-        because = None if backend is None else backend.row_norm_slow_because(dtype, may_build=False)
+        because = None if device is None else backends.slow_on(device, dtype, None)
         return "saves the norm's output" if because is None else f"not fused: {because}"
 
     def forward(self, input: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ class FusedBlock(WithActivation):
             activated = function(first)
         return after_activation(activated, others, self.dropout if self.training else 0.0, self._last)
 
-    def _tensor(self) -> Tensor:
+    def _example_tensor(self) -> Tensor:
         weight: Tensor = self._last.weight
         return weight
 

@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,6 +40,17 @@ def register(commands: "command_line.Commands") -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report, or why there is none. What the model raises comes with its traceback."""
+    with command_line.text_beside(arguments.json):
+        found, values = _reported(arguments)
+    with command_line.usage_errors("report", ValueError, ImportError, OSError):
+        if arguments.json is not None:
+            command_line.write_json(values, arguments.json)
+        if arguments.plot is not None:
+            found.plot(arguments.plot)
+    return 0
+
+
+def _reported(arguments: argparse.Namespace) -> tuple[MemoryReport, dict[str, Any]]:
     with command_line.usage_errors("report", ValueError, ImportError, OSError):
         command_line.check_output_files("memory_report", arguments.plot, arguments.json)
         step = factory.step_named(arguments.factory)
@@ -47,21 +59,15 @@ def run(arguments: argparse.Namespace) -> int:
         command_line.threads(arguments.threads),
     ):
         found = _measured(step)
-        out = command_line.text_stream(arguments.json)
-        print(found, file=out)
+        print(found)
         values = found.to_dict()
         if arguments.fuse:
             before, fused = found, fuse_on(step.model, step.args, step.kwargs)  # type: ignore[arg-type]  # it asks
             found = _measured(step)
-            print("", fused, "", before.compare(found), sep="\n", file=out)
+            print("", fused, "", before.compare(found), sep="\n")
             values = {"before": values, "fuse": fused.to_dict(), "after": found.to_dict()}
-        print(f"\nmeasured with {_threads_text()}", file=out)
-    with command_line.usage_errors("report", ValueError, ImportError, OSError):
-        if arguments.json is not None:
-            command_line.write_json(values | {"threads": arguments.threads}, arguments.json)
-        if arguments.plot is not None:
-            found.plot(arguments.plot)
-    return 0
+        print(f"\nmeasured with {_threads_text()}")
+    return found, values | {"threads": arguments.threads}
 
 
 def _measured(step: Step) -> MemoryReport:

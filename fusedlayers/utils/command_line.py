@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import difflib
 import importlib
@@ -14,10 +13,10 @@ import re
 import select
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: So many names of a module are listed at most.
+LISTED = 20
 #: The name of a file that stands for stdout.
 STDOUT = Path("-")
 #: What a shell says of a program that ends because nobody reads its output: 128 and the number of SIGPIPE.
@@ -37,37 +38,52 @@ BROKEN_PIPE = 141
 #: How the messages of the functions behind the commands begin.
 _FUNCTION = re.compile(r"\A(explain|fit|memory_report|fuse|tune): ")
 #: How a number below zero begins, which is no option.
-_NEGATIVE = re.compile(r"-\.?\d")
+_NEGATIVE = re.compile(r"-(\.?\d|inf|nan)")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that says which option was meant. The parser of a command refuses an unknown option with the usage of
-    that command."""
+    """A parser that says which option or command was meant, and refuses what a command does not know with the usage of
+    that command. A number below zero behind an option is its value, for the option's own reader to refuse."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        options, words = self._option_string_actions, list[str]()
-        commands = [
-            name for action in self._actions if action.nargs == argparse.PARSER for name in action.choices or ()
-        ]
-        waiting = collections.deque(sys.argv[1:] if args is None else args)
-        while waiting and waiting[0] != "--" and (not commands or waiting[0].startswith("-")):
-            word = waiting.popleft()
-            name, equals, _ = word.partition("=")
-            found = options.get(name) or next((options[o] for o in options if o.startswith(name)), None)
-            if found is None and name.startswith("-") and not _NEGATIVE.match(name):
-                self.error(f"there is no option {name}" + _meant(name, options.keys() - {"-h", "--help"}))
-            is_value = waiting and not equals and found is not None and found.nargs != 0
-            if name.startswith("--") and is_value and _NEGATIVE.match(waiting[0]):
-                word = f"{word}={waiting.popleft()}"  # for its own reader to refuse
-            words.append(word)
-        if commands and waiting and waiting[0] not in (*commands, "--"):
-            meant = _meant(waiting[0], commands) or ";"
-            self.error(f"there is no command {waiting[0]}{meant} the commands are {', '.join(commands)}")
-        return super().parse_known_args([*words, *waiting], namespace)
+        words = list(sys.argv[1:] if args is None else args)
+        of_commands = [action.choices for action in self._actions if action.nargs == argparse.PARSER]
+        commands = [*(of_commands[0] or ())] if of_commands else []
+        ends = (i for i, word in enumerate(words) if word == "--" or (commands and not word.startswith("-")))
+        end = next(ends, len(words))
+        if commands and end < len(words) and words[end] not in commands:
+            meant = _meant(words[end], commands)
+            self.error(f"there is no command {words[end]!r}{meant}; the commands are {', '.join(commands)}")
+        found, unknown = super().parse_known_args([*self._checked(words[:end]), *words[end:]], namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+    def _checked(self, words: Sequence[str]) -> list[str]:
+        """The words, each number below zero joined to the option before it."""
+        checked: list[str] = []
+        for word in words:
+            is_option = word.startswith("-") and word != "-" and not _NEGATIVE.match(word)
+            before = self._option(checked[-1]) if checked and checked[-1].startswith("--") else None
+            if before is not None and before.nargs != 0 and "=" not in checked[-1] and _NEGATIVE.match(word):
+                checked[-1] += f"={word}"
+            elif is_option and self._option(word) is None:
+                name = word.partition("=")[0]
+                self.error(f"there is no option {name}{_meant(name, self._option_string_actions)}")
+            else:
+                checked.append(word)
+        return checked
+
+    def _option(self, word: str) -> argparse.Action | None:
+        """What an option is, which may be shortened; of several that it may be, the first."""
+        name, options = word.partition("=")[0], self._option_string_actions
+        shortened = (text for text in options if name.startswith("--") and text.startswith(name))
+        return options.get(name) or next((options[text] for text in shortened), None)
 
 
 def _meant(word: str, known: Iterable[str]) -> str:
-    return "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(word, known, n=1))
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.75)
+    return "".join(f"; did you mean {name}?" for name in close)
 
 
 @contextlib.contextmanager
@@ -134,13 +150,15 @@ def whole_number(minimum: int = 1, maximum: int = 2**31 - 1, multiple: int = 1) 
     return read
 
 
-def check_output_files(function: str, plot: Path | None, *others: Path | None) -> None:
-    """Raise before a long run what ``function``'s ``plot``, and writing the other files, would raise after it."""
+def check_output_files(function: str, plot: Path | None, json_file: Path | None = None) -> None:
+    """Raise before a long run what ``function``'s ``plot``, and writing the other file, would raise after it."""
+    if plot == STDOUT:
+        raise ValueError(f"{function}: a picture cannot be written to stdout; name a file")
     if plot is not None:
         plotting.check_format(function, plot)
-    for path in (plot, *others):
-        if path is not None and path != STDOUT:
-            _check_writable(path)
+        _check_writable(plot)
+    if json_file is not None and json_file != STDOUT:
+        _check_writable(json_file)
 
 
 def _check_writable(path: Path) -> None:
@@ -151,9 +169,11 @@ def _check_writable(path: Path) -> None:
         path.unlink()
 
 
-def text_stream(json_file: Path | None) -> TextIO:
-    """Where the report for people goes: to stderr, if stdout is for JSON."""
-    return sys.stderr if json_file == STDOUT else sys.stdout
+@contextlib.contextmanager
+def text_beside(json_file: Path | None) -> Iterator[None]:
+    """Whatever is printed meanwhile goes to stderr, if stdout is for JSON."""
+    with contextlib.redirect_stdout(sys.stderr) if json_file == STDOUT else contextlib.nullcontext():
+        yield
 
 
 def write_json(values: object, path: Path) -> None:
@@ -186,16 +206,18 @@ def import_object(name: str, form: str = "MODULE:ATTRIBUTE") -> object:
         try:
             found: object = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
-            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-                raise  # one that the module imports
-            file = f"{error.name.replace('.', '/')}.py"
+            is_asked_for = error.name is not None and f"{module_name}.".startswith(f"{error.name}.")
+            if not is_asked_for or "is not a package" in str(error):
+                raise  # it is one that the module imports, or Python says it better
+            file = f"{str(error.name).replace('.', '/')}.py"
             raise ModuleNotFoundError(
                 f"there is no module {error.name!r}: {file} is not in this folder, and no such package is installed"
             ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             public = [key for key in dir(found) if not key.startswith("_") and callable(getattr(found, key, None))]
-            raise ValueError(f"{module_name!r} has no {attribute!r}; it has: {', '.join(public)}")
+            listed = public[:LISTED] if len(public) <= LISTED else [*public[:LISTED], "and more"]
+            raise ValueError(f"{module_name!r} has no {attribute!r}{_meant(part, public)}; it has: {', '.join(listed)}")
         found = getattr(found, part)
     return found
 
