@@ -67,10 +67,10 @@ def measure(block: Block, training: Training, rests: Sequence[Mode]) -> BlockCos
     finally:
         block.train_as("eager", "eager")
     each = zip(times, medians([*times.values()]), strict=True)
-    found: BlockCosts = {rest: {} for _, rest in times}
+    found: BlockCosts = {rest: {} for rest in rests}
     for (mode, rest), time_ms in each:
         found[rest][mode] = Costs(*parts[mode, rest], peaks[mode, rest], time_ms)
-    return {rest: found.get(rest, found[rests[0]]) for rest in rests}
+    return found if block.shared else dict.fromkeys(rests, found[rests[0]])
 
 
 def _is_timed(times: Sequence[list[float]]) -> bool:
