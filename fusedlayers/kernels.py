@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from .backends import gpu_settings
 from .plan import forget_plans
 
 
-@contextmanager
-def use_kernels(kernels: str) -> Iterator[None]:
+def use_kernels(kernels: str) -> AbstractContextManager[None]:
     """Say which kernels may run on GPUs while this is open, on all threads; the environment variable
     ``FUSEDLAYERS_KERNELS`` says so for the whole process.
 
@@ -26,7 +25,11 @@ def use_kernels(kernels: str) -> Iterator[None]:
     >>> with fl.use_kernels("off"):
     ...     y = fl.gelu(torch.ones(2))
     """
-    wanted = gpu_settings.checked("use_kernels", kernels)
+    return _using(gpu_settings.checked("use_kernels", kernels))
+
+
+@contextmanager
+def _using(wanted: gpu_settings.Kernels) -> Iterator[None]:
     before = gpu_settings.allowed()
     gpu_settings.allow(wanted)
     forget_plans()

@@ -413,7 +413,7 @@ def test_modules_at_several_paths_are_listed_with_all() -> None:
     report = fl.fuse(model, torch.randn(512, 64))
     (place,) = report.replaced
     assert place.modules == ("0.1", "1.1", "2.1") and place.saved_bytes == 3 * 512 * 64 * 4
-    assert "3  gelu       0-2.1" in str(report)
+    assert "3  gelu       0-2.1" in str(report) and "  0-2.1  gelu saves the output" in str(fl.explain(model))
 
 
 class Aliased(nn.Module):

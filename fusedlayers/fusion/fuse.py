@@ -309,7 +309,7 @@ class Fusing:
             for place in group.places:
                 region = Region.of(place.module)
                 region.switch(place.kind, place.stand_in, on=True)
-                region.places[place.kind] = f"{place.name} {_saves(place)}"
+                region.places[place.kind], region.called = f"{place.name} {_saves(place)}", place.paths
         self._remove_needless()
         if self._dry_run:
             self._put_back()

@@ -49,10 +49,12 @@ class Region:
         recompute: what of the whole forward pass is computed again in the backward pass.
         keeps_outputs: whether operations keep less; else it only recomputes.
         places: for people, what is kept, by kind.
+        called: the paths by which the model that was fused calls the module.
         replaced: what the instance had in the place of its class's forward before, or None.
     """
 
     keeps_outputs = True
+    called: tuple[str, ...] = ()
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

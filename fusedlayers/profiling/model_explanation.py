@@ -61,8 +61,9 @@ def _places(model: nn.Module) -> Iterator[tuple[str, str]]:
     for path, module in model.named_modules():
         region = region_of(module)
         if region is not None:
+            called = region.called if path in region.called else (path,)  # else the model is a part of another one now
             for text in region.places.values() if region.keeps_outputs else ():
-                yield path, text
+                yield from ((each, text) for each in called)
             if region.recompute == "cheap":
                 yield path, "saves its input and the results of products and attention, and recomputes the rest"
             elif region.recompute == "all" and CHECKPOINT not in region.places:
