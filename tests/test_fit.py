@@ -700,7 +700,7 @@ class Linked(Sharing):
 
     def __init__(self, before: nn.Module | None, calls: bool) -> None:
         super().__init__(nn.Sequential(*_mlp()))
-        self.before, self.calls = before, calls
+        self.before, self.calls, self.me = before, calls, nn.ModuleList([self])  # whose repr does not end
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.before(x) if self.calls and self.before is not None else x)

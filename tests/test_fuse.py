@@ -26,7 +26,7 @@ from fusedlayers.fusion import operations, region
 from fusedlayers.fusion.one_call import ONE_CALLS
 from fusedlayers.fusion.operations import activation_of
 from fusedlayers.fusion.region import Region, region_of
-from fusedlayers.fusion.report import FuseReport, Replaced
+from fusedlayers.fusion.report import FuseReport, Replaced, path_text
 from fusedlayers.memory import saved_bytes
 
 ROWS, IN, HIDDEN = 64, 32, 128
@@ -453,6 +453,7 @@ def test_a_model_that_is_an_mlp_is_recomputed(x: Tensor) -> None:
     eager = copy.deepcopy(model)
     (place,) = fl.fuse(model, x, save="recompute").replaced
     assert place.modules == ("",) and _bytes(model, x) == 0
+    assert path_text(("", "me", "a.0", "a.1")) == "the model, me, a.0-1"
     _same(model, eager, x)
 
 

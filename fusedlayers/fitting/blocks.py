@@ -123,8 +123,10 @@ class Block:
             (name, tuple(t.shape), t.dtype, t.requires_grad)
             for name, t in (*self.module.named_parameters(), *self.module.named_buffers())
         ]
-        module = type(self.module), str(self.module), tensors, self.module.training, len(self.fused), len(self.shared)
-        return repr((module, self.modes, self.call.form, self.call.requires_grad))
+        # Not its repr, which does not end where a module holds its parent.
+        inside = [(name, type(module), module.extra_repr()) for name, module in self.module.named_modules()]
+        found = self.module.training, len(self.fused), len(self.shared), self.modes
+        return repr((inside, tensors, found, self.call.form, self.call.requires_grad))
 
 
 def find_blocks(model: nn.Module, saved: Mapping[str, int]) -> list[Block]:

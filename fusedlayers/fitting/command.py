@@ -35,7 +35,7 @@ def register(commands: "command_line.Commands") -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report, or why there is none. What the model raises comes with its traceback."""
-    with command_line.text_beside(arguments.json):
+    with command_line.text_beside(arguments.json == command_line.STDOUT):
         found = _reported(arguments)
     with command_line.usage_errors("fit", OSError):
         if arguments.json is not None:

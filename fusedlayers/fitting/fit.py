@@ -76,7 +76,7 @@ def fit(
 
     Args:
         model: any module, in training mode. It is run some eighty times; its buffers, gradients and attributes are put
-            back. Hooks of yours run, those that step an optimizer too.
+            back, but not modules that its code exchanges. Hooks of yours run, those that step an optimizer too.
         inputs: what it is called with: a tensor, a tuple of positional arguments, or a mapping of keywords. The budget
             is for inputs of this size.
         memory_budget_bytes: how much there may be: bytes, or a size such as "8GiB".
@@ -181,8 +181,9 @@ def _fastest(
         _try_within(parts, plans.of_modes(family), budget, taken)
     found = {plan: size for plan, size in taken.items() if size <= budget}
     if not found:  # predictions may be too high
-        smallest = plans.smallest()
-        found[smallest] = parts.bytes_of(smallest)
+        least = {plan: parts.bytes_of(plan) for plan in (plans.smallest(), plans.of_mode("all"))}
+        smallest = min(least, key=lambda plan: least[plan])
+        found[smallest] = least[smallest]
         if found[smallest] > budget:
             raise _unmet(parts, budget, eager_bytes, found[smallest])
     candidates = [*found]

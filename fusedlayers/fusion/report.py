@@ -155,4 +155,4 @@ def path_text(modules: tuple[str, ...]) -> str:
     alike: dict[object, list[str]] = {}
     for path in modules:
         alike.setdefault(pattern_of(path), []).append(path)
-    return ", ".join(merged_path(paths) for paths in alike.values()) or "the model"
+    return ", ".join(merged_path(paths) or "the model" for paths in alike.values())

@@ -36,7 +36,10 @@ def register(commands: "command_line.Commands") -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print, and draw, what an activation or a layer saves and why."""
-    with command_line.usage_errors("explain", ValueError, TypeError, ImportError, OSError):
+    with (
+        command_line.text_beside(arguments.json),
+        command_line.usage_errors("explain", ValueError, TypeError, ImportError, OSError),
+    ):
         command_line.check_output_files("explain", arguments.plot)
         found = explain(activation_named(arguments.activation))
         if not isinstance(found, ModelExplanation) and not found.saved_bytes:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..fusion.operations import CHECKPOINT
 from ..fusion.region import region_of
@@ -48,7 +49,9 @@ def is_model(module: nn.Module) -> bool:
     """Whether a module is more than an activation or a layer: something in it is fused, or it has layers in it."""
     if isinstance(module, WithActivation):
         return False
-    has_layers = any(True for _ in module.children()) and any(p.dim() > 1 for p in module.parameters())
+    has_layers = any(True for _ in module.children()) and any(
+        not is_lazy(p) and p.dim() > 1 for p in module.parameters()
+    )
     return has_layers or any(region_of(inner) is not None for inner in module.modules())
 
 

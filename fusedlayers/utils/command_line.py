@@ -170,9 +170,9 @@ def _check_writable(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def text_beside(json_file: Path | None) -> Iterator[None]:
+def text_beside(is_json: bool) -> Iterator[None]:
     """Whatever is printed meanwhile goes to stderr, if stdout is for JSON."""
-    with contextlib.redirect_stdout(sys.stderr) if json_file == STDOUT else contextlib.nullcontext():
+    with contextlib.redirect_stdout(sys.stderr) if is_json else contextlib.nullcontext():
         yield
 
 
