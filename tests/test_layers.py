@@ -153,12 +153,10 @@ def test_they_are_made_without_values_and_given_some_later(kind: Kind) -> None:
 @pytest.mark.parametrize(
     ("ours", "torchs", "arguments", "options"),
     [
-        (fl.FusedDenseAct, nn.Linear, (-1, 4), {}),
         (fl.FusedConvAct2d, nn.Conv2d, (6, 8, 3), {"groups": 4}),
         (fl.FusedConvAct1d, nn.Conv1d, (6, 8, 3), {"padding": "same", "stride": 2}),
-        (fl.FusedBatchNormAct3d, nn.BatchNorm3d, (-2,), {}),
     ],
-    ids=["dense", "groups", "padding", "norm"],
+    ids=["groups", "padding"],
 )
 def test_torchs_constructor_checks_the_arguments(
     ours: Any, torchs: Any, arguments: tuple[int, ...], options: dict[str, Any]

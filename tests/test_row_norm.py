@@ -561,7 +561,7 @@ def test_plans_say_what_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan(layer=fl.LayerNorm(64, save="output"))[0] == "fused"
     assert plan(layer=fl.RMSNorm(64))[0] == "fused"
     monkeypatch.setattr(build, "shared_object", lambda: None)
-    monkeypatch.setattr(build, "missing_because", lambda: "there is no compiler")
+    monkeypatch.setattr(build, "missing_because", lambda **_: "there is no compiler")
     assert plan(layer=fl.RMSNorm(64, eps=0.5))[1] == "not fused: there is no compiler"
     layer = fl.RMSNorm(64, eps=0.25, save="output")
     assert plan(layer=layer)[0] == "fused"
