@@ -45,7 +45,10 @@ ATTRIBUTES = {
         "_overloadpacket",
     ),
 }
-ELSEWHERE = {"_replace", "_SubParsersAction", "_lru_cache_wrapper", "_getframe"}  # of Python's own library
+#: Of Python's own library; argparse tells of its options, which suggestions are made from, by no other names.
+ELSEWHERE = {
+    *("_replace", "_SubParsersAction", "_actions", "_option_string_actions", "_lru_cache_wrapper", "_getframe"),
+}
 
 
 def _is_private(name: str) -> bool:
