@@ -4,7 +4,7 @@ takes. ``checkpoint/search.py`` finds the best."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -133,23 +133,18 @@ class Plans:
 
     def of_modes(self, modes: Collection[Mode]) -> Plans:
         """Those that train blocks, and the rest, in these ways alone."""
-        costs = [
-            {
-                rest: {mode: found for mode, found in beside.items() if mode in modes}
-                for rest, beside in of_block.items()
-            }
-            for of_block in self._costs
-        ]
+        costs = self._costs_by(lambda beside: {mode: found for mode, found in beside.items() if mode in modes})
         rests = {mode: rest for mode, rest in self._rests.items() if mode in modes}
         return Plans(self._blocks, costs, rests, self._of)
 
     def scaled(self, factor: float) -> Plans:
         """The same on a machine that takes ``factor`` times as long."""
-        costs = [
-            {rest: {mode: _scaled(cost, factor) for mode, cost in beside.items()} for rest, beside in of_block.items()}
-            for of_block in self._costs
-        ]
+        costs = self._costs_by(lambda beside: {mode: _scaled(cost, factor) for mode, cost in beside.items()})
         return Plans(self._blocks, costs, {m: _scaled(rest, factor) for m, rest in self._rests.items()}, self._of)
+
+    def _costs_by(self, change: Callable[[dict[Mode, Costs]], dict[Mode, Costs]]) -> list[BlockCosts]:
+        """The costs of each block, those beside each way to train the rest changed."""
+        return [{rest: change(beside) for rest, beside in of_block.items()} for of_block in self._costs]
 
     @property
     def rests(self) -> list[Mode]:
