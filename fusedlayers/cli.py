@@ -14,7 +14,7 @@ from .demo import command as demo
 from .fitting import command as fit
 from .profiling import explanation_command as explain
 from .profiling import memory_command as report
-from .utils import command_line
+from .utils import command_line, command_parser
 
 COMMANDS = (demo, doctor, explain, fit, report, tune)
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    parser = command_line.Parser(prog="fusedlayers", description="Fused layers for PyTorch that keep one buffer.")
+    parser = command_parser.Parser(prog="fusedlayers", description="Fused layers for PyTorch that keep one buffer.")
     parser.add_argument("--version", action="version", version=f"fusedlayers {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in COMMANDS:

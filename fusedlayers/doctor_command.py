@@ -5,10 +5,10 @@ import json
 from dataclasses import asdict
 
 from .doctor import Finding, findings
-from .utils import command_line
+from .utils import command_parser
 
 
-def register(commands: "command_line.Commands") -> None:
+def register(commands: "command_parser.Commands") -> None:
     """Add `doctor` to the commands."""
     parser = commands.add_parser(
         "doctor",

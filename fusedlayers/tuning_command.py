@@ -4,10 +4,10 @@ import argparse
 
 from .profiling import factory
 from .tuning import tune_step
-from .utils import command_line, progress
+from .utils import command_line, command_parser, progress
 
 
-def register(commands: "command_line.Commands") -> None:
+def register(commands: "command_parser.Commands") -> None:
     """Add `tune` to the commands."""
     parser = commands.add_parser(
         "tune",

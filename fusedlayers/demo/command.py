@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ..activations import activations, resolve
-from ..utils import command_line, progress
+from ..utils import command_line, command_parser, progress
+from ..utils.command_parser import whole_number
 from .corpus import standard_library_bytes
 from .report import LEGEND, describe, losses_to, plot, table
 from .training import Settings, compare
@@ -22,7 +23,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-def register(commands: "command_line.Commands") -> None:
+def register(commands: "command_parser.Commands") -> None:
     """Add `demo` to the commands."""
     parser = commands.add_parser(
         "demo",
@@ -43,24 +44,20 @@ def register(commands: "command_line.Commands") -> None:
     parser.add_argument(
         "--dtype", choices=DTYPES, help="16-bit ones run as autocast over float32 parameters; float16 on cuda"
     )
-    parser.add_argument("--steps", type=command_line.whole_number(), metavar="N", help="training steps of each variant")
-    parser.add_argument("--batch", type=command_line.whole_number(), metavar="N", help="excerpts a step")
-    parser.add_argument(
-        "--context", type=command_line.whole_number(maximum=8192), metavar="N", help="bytes in an excerpt"
-    )
+    parser.add_argument("--steps", type=whole_number(), metavar="N", help="training steps of each variant")
+    parser.add_argument("--batch", type=whole_number(), metavar="N", help="excerpts a step")
+    parser.add_argument("--context", type=whole_number(maximum=8192), metavar="N", help="bytes in an excerpt")
     parser.add_argument(
         "--width",
-        type=command_line.whole_number(32, 65536, multiple=32),
+        type=whole_number(32, 65536, multiple=32),
         metavar="N",
         help="of the residual stream; a multiple of 32",
     )
-    parser.add_argument("--layers", type=command_line.whole_number(), metavar="N", help="transformer blocks")
+    parser.add_argument("--layers", type=whole_number(), metavar="N", help="transformer blocks")
     parser.add_argument(
-        "--seed", type=command_line.whole_number(0), default=0, metavar="N", help="of weights and batches (default: 0)"
+        "--seed", type=whole_number(0), default=0, metavar="N", help="of weights and batches (default: 0)"
     )
-    parser.add_argument(
-        "--threads", type=command_line.whole_number(), metavar="N", help="CPU threads (default: torch's choice)"
-    )
+    parser.add_argument("--threads", type=whole_number(), metavar="N", help="CPU threads (default: torch's choice)")
     parser.add_argument("--out", type=png, default="fusedlayers-demo.png", metavar="PNG", help="(default: %(default)s)")
     parser.set_defaults(run=run, error=parser.error)
 

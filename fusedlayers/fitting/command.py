@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 from ..profiling import factory
-from ..utils import command_line, progress
+from ..utils import command_line, command_parser, progress
 from ..utils.formatting import size_from
 from .compiled import CompiledFit, fit_compiled_step
 from .fit import fit_step
@@ -14,7 +14,7 @@ from .report import FitReport
 from .training import Of
 
 
-def register(commands: "command_line.Commands") -> None:
+def register(commands: "command_parser.Commands") -> None:
     """Add `fit` to the commands."""
     parser = commands.add_parser(
         "fit",

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from ..activations import activations, resolve
 from ..fusion.fuse import fuse_on
-from ..utils import command_line
+from ..utils import command_line, command_parser, users_code
 from . import factory
 from .explanation import Explanation, explain
 from .model_explanation import ModelExplanation
 
 
-def register(commands: "command_line.Commands") -> None:
+def register(commands: "command_parser.Commands") -> None:
     """Add `explain` to the commands."""
     parser = commands.add_parser(
         "explain",
@@ -65,9 +65,9 @@ def activation_named(name: str) -> object:
             return resolve(name, "explain")
         except ValueError as error:
             raise ValueError(f"{error}; others are written as module:attribute") from error
-    found = command_line.import_object(name)
+    found = users_code.import_object(name)
     if isinstance(found, types.FunctionType) and not inspect.signature(found).parameters:  # as no activation
         step = factory.step_named(name)
         fuse_on(step.model, step.args, step.kwargs)  # type: ignore[arg-type]  # it asks
         return step.model
-    return command_line.called(found, name, "name an instance of it") if isinstance(found, type) else found
+    return users_code.called(found, name, "name an instance of it") if isinstance(found, type) else found

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..utils import command_line
+from ..utils import users_code
 from .step import Step
 
 #: What a factory may return.
@@ -35,11 +35,11 @@ def step_named(name: str) -> Step:
             printed, or it returns something else.
         ImportError: there is no such module.
     """
-    return _step_from(command_line.called(_factory_named(name), name, _ADVICE), name)
+    return _step_from(users_code.called(_factory_named(name), name, _ADVICE), name)
 
 
 def _factory_named(name: str) -> Callable[[], Any]:
-    found = command_line.import_object(name, "MODULE:FACTORY")
+    found = users_code.import_object(name, "MODULE:FACTORY")
     if isinstance(found, nn.Module) or not callable(found):
         raise ValueError(
             f"{name} is a {type(found).__name__}, expected a function that returns a model and inputs; {_ADVICE}"

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from ..fusion.fuse import fuse_on
-from ..utils import command_line, progress
+from ..utils import command_line, command_parser, progress
 from . import factory
 from .memory_results import MemoryReport
 from .memory_use import report_of
 from .step import Step
 
 
-def register(commands: "command_line.Commands") -> None:
+def register(commands: "command_parser.Commands") -> None:
     """Add `report` to the commands."""
     parser = commands.add_parser(
         "report",
@@ -28,7 +28,7 @@ def register(commands: "command_line.Commands") -> None:
     # Some operators allocate a buffer for each thread: with one, a report is the same on all machines.
     parser.add_argument(
         "--threads",
-        type=command_line.whole_number(),
+        type=command_parser.whole_number(),
         default=1,
         metavar="N",
         help="CPU threads; operators may allocate buffers for each (default: 1, for figures that can be compared)",

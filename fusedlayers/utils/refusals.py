@@ -1,6 +1,8 @@
-"""What functions that take a model refuse."""
+"""What functions that take a model refuse, and how messages name what was meant."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -15,3 +17,10 @@ def check_flag(function: str, name: str, value: object) -> None:
     """Refuse all but True and False: a text such as "no" would count as True."""
     if not isinstance(value, bool):
         raise TypeError(f"{function}: {name} must be True or False, got {value!r}")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """What a message of an unknown word goes on with, if a known one is similar."""
+    import difflib  # which takes milliseconds, and only an error needs it
+
+    return "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(word, known, n=1, cutoff=0.75))
