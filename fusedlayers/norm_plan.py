@@ -17,7 +17,6 @@ from .backends.norms import GroupNorm, RowNorm
 from .call import followed_by, is_capturing, needs_gradient
 from .plan import Plan
 from .utils.bounded_cache import BoundedCache
-from .utils.formatting import whole_size_text
 
 #: Layer norms of fewer bytes are left to PyTorch under ``save="auto"``. An autograd.Function in Python adds 60 to 150
 #: us to a call. Forward and backward alone, float32, one and two threads (AMD EPYC), took 1.6 to 1.9 times eager's time
@@ -71,7 +70,7 @@ def _facts(norm: Norm, x: Tensor, w: Tensor | None, b: Tensor | None, save: str)
         norm,
         save,
         norm.sizes(x),
-        x.numel() * x.itemsize < _least_bytes(norm),
+        _is_small(norm, x),
         x.numel() == 0,
         (x.dtype, x.layout, x.is_cpu or x.device, x.requires_grad, x.is_neg() or is_of_transform(x)),
         of_parameters,
@@ -88,7 +87,9 @@ def _make_plan(
 ) -> Plan:
     because = _plain_because(norm, x, w, b, save, is_compiling or torch.compiler.is_compiling())
     if because is not None:
-        return Plan("composite", "eager", f"not fused: {because}")
+        return plan.plain(because)
+    if save != "output" and _is_small(norm, x):
+        return plan.too_small(_least_bytes(norm))
     if not needs_gradient(x, w, b):
         return Plan("composite", "nothing", "saves nothing: no gradient is needed")
     return Plan("fused", "output", "saves the output, which determines the input", backend=backends.choose(x))
@@ -117,11 +118,11 @@ def _plain_because(
         return "the input is empty"
     if save == "output":
         return None
-    is_small = x.numel() * x.itemsize < _least_bytes(norm)
-    because = backends.choose(x).row_norm_slow_because(x.dtype, may_build=not is_small)
-    if because is None and is_small:
-        return f"{plan.TOO_SMALL} {whole_size_text(_least_bytes(norm))} are left to PyTorch"
-    return because
+    return backends.choose(x).row_norm_slow_because(x.dtype, may_build=not _is_small(norm, x))
+
+
+def _is_small(norm: Norm, x: Tensor) -> bool:
+    return x.numel() * x.itemsize < _least_bytes(norm)
 
 
 def _least_bytes(norm: Norm) -> int:

@@ -47,9 +47,6 @@ GPU_MEDIUM_BYTES = 32 << 20
 Size = Literal["small", "medium", "large"]
 """How many bytes a result has: less than ``SMALL_BYTES``, less than ``medium_bytes``, or more."""
 
-#: How the reason begins where a result is left to PyTorch for its size.
-TOO_SMALL = "results of less than"
-
 Path = Literal["composite", "compiled", "no_grad", "in_place", "fused", "tells_input", "norm_input"]
 """How a call is computed.
 
@@ -144,12 +141,29 @@ class Plan(NamedTuple):
     is_hooked: bool = False
     #: Whose call it is, for errors in backward.
     function: str = ""
+    #: Whether PyTorch computes it for its size alone, and this package would a larger one.
+    is_too_small: bool = False
 
     def __str__(self) -> str:
         return self.reason
 
     def __repr__(self) -> str:
         return f"Plan(path={self.path!r}, saved={self.saved!r}, reason={self.reason!r})"
+
+
+def plain(because: str) -> Plan:
+    """The plan of a call that PyTorch computes, and saves for."""
+    return Plan("composite", "eager", f"not fused: {because}")
+
+
+def too_small(least_bytes: int) -> Plan:
+    """The plan of a call whose result has fewer bytes than these."""
+    return plain(too_small_because(least_bytes))._replace(is_too_small=True)
+
+
+def too_small_because(least_bytes: int) -> str:
+    """Why PyTorch computes a result of fewer bytes, for people."""
+    return f"results of less than {whole_size_text(least_bytes)} are left to PyTorch"
 
 
 _caches: list[BoundedCache[Any]] = []
@@ -182,9 +196,9 @@ def make_plan(key: PlanKey) -> Plan:
     """
     operation, activation, save, dtype, backend, needs, *_ = key
     saved = choose_save(operation.function, activation, save, dtype)
-    plain_because = _plain_because(key)
-    if plain_because is not None:
-        return Plan("composite", "eager", f"not fused: {plain_because}")
+    left = _left_to_pytorch(key)
+    if left is not None:
+        return left
     if isinstance(operation, BatchNorm) and not key.is_compiling:
         reason = describe_norm(activation, save, dtype)
         tells_input = _tells_input(activation, save, dtype)
@@ -285,27 +299,28 @@ def describe(activation: Activation, save: str, dtype: torch.dtype, device: torc
     return "saves the output (branch in its last bit)" if activation.is_folded else "saves the output"
 
 
-def _plain_because(key: PlanKey) -> str | None:
-    """Why PyTorch computes the call, or None."""
+def _left_to_pytorch(key: PlanKey) -> Plan | None:
+    """The plan where PyTorch computes the call, or None."""
     activation = key.activation
-    if key.plain_because is not None or activation.fallback_reason is not None:
-        return key.plain_because or activation.fallback_reason
-    if key.is_compiling:
-        return "torch.compile sees a user's function as it is" if activation.needs_tracing else None
-    small_because = _small_because(key)
-    return _slow_because(key, may_build=small_because is None) or small_because
+    because = key.plain_because or activation.fallback_reason
+    if because is None and key.is_compiling:
+        because = "torch.compile sees a user's function as it is" if activation.needs_tracing else None
+        return None if because is None else plain(because)
+    least_bytes = _least_bytes(key)
+    because = because or _slow_because(key, may_build=least_bytes is None)
+    if because is not None:
+        return plain(because)
+    return None if least_bytes is None else too_small(least_bytes)
 
 
-def _small_because(key: PlanKey) -> str | None:
-    """Why PyTorch computes results of this size, or None."""
+def _least_bytes(key: PlanKey) -> int | None:
+    """From how many bytes on results are not left to PyTorch, where this one has fewer; or None."""
     if key.save != "auto":
         return None
     if key.size == "small" and not key.is_inplace:
-        return f"{TOO_SMALL} {whole_size_text(SMALL_BYTES)} are left to PyTorch"
+        return SMALL_BYTES
     is_by_functions = isinstance(key.operation, BatchNorm) and key.activation.in_place is None
-    if is_by_functions and key.size == "medium" and any(key.needs):
-        return f"{TOO_SMALL} {whole_size_text(MEDIUM_BYTES)} are left to PyTorch"
-    return None
+    return MEDIUM_BYTES if is_by_functions and key.size == "medium" and any(key.needs) else None
 
 
 def _slow_because(key: PlanKey, *, may_build: bool) -> str | None:

@@ -310,6 +310,7 @@ class Fusing:
                 region = Region.of(place.module)
                 region.switch(place.kind, place.stand_in, on=True)
                 region.places[place.kind], region.called = f"{place.name} {_saves(place)}", place.paths
+                region.waiting |= {place.kind} if place.is_small else set()
         self._remove_needless()
         if self._dry_run:
             self._put_back()

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from .. import plan as decision
+from .. import plan
 from .._torch import DisableTorchFunction, saved_tensors_hooks_on_top
 from ..activations import DTYPES, KEPT_BY_TORCH, Activation
 from ..asking import plan_of
 from ..ops.dropout import tells_scaled
-from ..utils.formatting import whole_size_text
 from .operations import CHECKPOINT, GATE, OPERATIONS, PRODUCT, Operation, activation_of, is_gate, reads_product
 from .stand_in import StandIn, recognise
 
@@ -43,6 +42,7 @@ class Place:
         name: what is computed, for people: an activation's name, or the kind.
         stand_in: what the module was recognised as, or None.
         saves: what the first call keeps, for people; None where only the call itself decides.
+        is_small: whether PyTorch computes the first call for its size alone, and this package would a larger one.
         left_because: why the calls are left to PyTorch, or None.
         is_recomputed: whether a call was under a checkpoint around the module: what it frees shows in the backward
             pass.
@@ -60,6 +60,7 @@ class Place:
     name: str
     stand_in: StandIn | None = None
     saves: str | None = None
+    is_small: bool = False
     left_because: str | None = None
     is_recomputed: bool = False
     readers: set[str] = field(default_factory=set)
@@ -81,10 +82,15 @@ class Place:
         """The pattern and the activation, for reports."""
         return ("activation", self.name) if self.is_activation else (self.name, None)
 
-    @property
-    def is_small(self) -> bool:
-        """Whether PyTorch computes the example, because it is small, and this package would compute a larger one."""
-        return self.saves is not None and decision.TOO_SMALL in self.saves
+    def note_plan(self, x: Tensor, function: Any, *args: Any) -> None:
+        """Note what a call on x keeps; of a device without data its plan would say that it has no backend."""
+        if x.is_meta:
+            return
+        try:
+            (found,) = plan_of(function, *args)
+        except Exception:  # it refuses what PyTorch is about to refuse
+            return
+        self.saves, self.is_small = str(found).removeprefix("not fused: "), found.is_too_small
 
     @property
     def useless_because(self) -> str | None:
@@ -229,7 +235,7 @@ class _Recorder(TorchFunctionMode):
                 continue
             x = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
             whole.stand_in, whole.kind, whole.name = stand_in, stand_in.kind, stand_in.name
-            whole.saves = _plan_text(x, stand_in, whole.module, (x,), {})
+            whole.note_plan(x, stand_in, whole.module, (x,), {})
             places = [place for place in places if place.path != path] + [whole]
         for place in places:
             if place.kind == "dropout" and place.saves is None:
@@ -324,9 +330,9 @@ class _Recorder(TorchFunctionMode):
             elif torch.is_grad_enabled() and saved_tensors_hooks_on_top(True) != running.hooks:
                 place.left_because = "the module's code puts it under a checkpoint, or other saved-tensor hooks"
             elif place.is_activation or kind in _PLANNED:
-                place.saves = _plan_text(x, operation.run, func, args, kwargs)
+                place.note_plan(x, operation.run, func, args, kwargs)
             elif kind in ("dropout", GATE, PRODUCT) and operation.is_small(args):
-                place.saves = f"{decision.TOO_SMALL} {whole_size_text(decision.SMALL_BYTES)} are left to PyTorch"
+                place.saves, place.is_small = plan.too_small_because(plan.SMALL_BYTES), True
         place.is_recomputed |= running.is_recomputed
         if kind == GATE:
             factors = [*_tensors(args[:2])]
@@ -380,17 +386,6 @@ def _tensors(args: Any) -> Iterator[Tensor]:
             yield arg
         elif isinstance(arg, tuple | list):
             yield from _tensors(arg)
-
-
-def _plan_text(x: Tensor, function: Any, *args: Any) -> str | None:
-    """What the plan of a call on x says; of a device without data it would say that it has no backend."""
-    if x.is_meta:
-        return None
-    try:
-        (plan,) = plan_of(function, *args)
-    except Exception:  # it refuses what PyTorch is about to refuse
-        return None
-    return str(plan).removeprefix("not fused: ")
 
 
 def _is_like(x: object, y: object) -> bool:

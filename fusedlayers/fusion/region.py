@@ -49,12 +49,14 @@ class Region:
         recompute: what of the whole forward pass is computed again in the backward pass.
         keeps_outputs: whether operations keep less; else it only recomputes.
         places: for people, what is kept, by kind.
+        waiting: the kinds of which the example was too small.
         called: the paths by which the model that was fused calls the module.
         replaced: what the instance had in the place of its class's forward before, or None.
     """
 
     keeps_outputs = True
     called: tuple[str, ...] = ()
+    waiting: Set[str] = frozenset()
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -224,13 +226,12 @@ class Remark:
         region, own = region_of(self.module), type(self.module).extra_repr(self.module)
         if region is None:
             return own
-        is_small = lambda kind: plan.TOO_SMALL in region.places.get(kind, "")
         kinds = sorted(region.active_kinds)
-        kept = [kind for kind in kinds if not is_small(kind)]
+        kept = [kind for kind in kinds if kind not in region.waiting]
         if region.stand_in is not None and region.keeps_outputs:
             kept.append(str(region.stand_in))
         kept += {"all": ["recomputed"], "cheap": ["recomputed but for products"], "nothing": []}[region.recompute]
-        waiting = [kind for kind in kinds if is_small(kind)]
+        waiting = [kind for kind in kinds if kind in region.waiting]
         parts = [("fused", kept), ("fused for larger inputs", waiting)]
         remark = "; ".join(f"{title}: {', '.join(names)}" for title, names in parts if names)
         if not remark:
