@@ -36,6 +36,11 @@ INNER_PART = 0.8
 SMALL_PART = 0.002
 
 
+def is_possible(mode: Mode, rest: Mode, *, shares: bool) -> bool:
+    """Whether a block can be trained so while the rest of the model is."""
+    return not shares or mode in SHARING[rest]
+
+
 @dataclass(eq=False)
 class Block:
     """A block, and what is known of it.
@@ -113,7 +118,7 @@ class Block:
 
     def modes_beside(self, rest: Mode) -> list[Mode]:
         """Those that it can have while the rest of the model is trained in this way."""
-        return [mode for mode in self.modes if not self.shared or mode in SHARING[rest]]
+        return [mode for mode in self.modes if is_possible(mode, rest, shares=bool(self.shared))]
 
     @property
     def kind(self) -> str:

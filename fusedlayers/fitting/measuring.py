@@ -21,7 +21,7 @@ from .costs import BlockCosts, measure, saved_parts
 from .parts import Parts
 from .plans import Plans, Rest
 from .report import WORDS
-from .training import are_alike
+from .training import Training, are_alike
 from .watch import Watch
 
 #: Predictions that are too high by a smaller part of what blocks save are not worth a word.
@@ -123,34 +123,40 @@ def _check_modes(parts: Parts, eager_bytes: int) -> dict[Way, int]:
     is_repeatable = are_alike(training.gradients(), expected)
     if not is_repeatable and parts.blocks:
         parts.notes.append("Gradients differ from run to run, so that nothing may be recomputed.")
-    is_peak = training.of == "peak"
+
+    def differs() -> bool:
+        return not (is_repeatable and are_alike(training.gradients(), expected))
+
     peaks: dict[Way, int] = {("eager", "eager"): eager_bytes}
-    for way in parts.ways[1:]:
-        mode = way[0]
+    for mode, rest in parts.ways[1:]:
         blocks = [block for block in parts.blocks if mode in block.modes]
-        parts.train_all_as(*way)
-        if mode == "eager":  # nothing is recomputed that could go wrong
-            peaks[way] = parts.bytes()
-        if mode == "eager" or not blocks:
-            continue
-        reason, peak = None, 0
-        try:
-            if mode != "outputs" and not (is_repeatable and are_alike(training.gradients(), expected)):
-                reason = "gradients differ"
-            elif is_peak:
-                peak = training.bytes()
-        except Exception as error:  # whatever a model's code does with what it is not used to
-            reason = f"{type(error).__name__}: {first_line(error)}"
-        reasons, of_all = zip(*everyone((reason, peak)), strict=True)
-        peaks[way] = max(of_all)
-        reason = next((found for found in reasons if found is not None), None)
-        if reason is not None:  # whatever the rest does then
-            parts.skip(f"cannot {WORDS[mode]}: {reason}", *blocks)
-            for block in blocks:
-                block.without.add(mode)
-            peaks = {other: taken for other, taken in peaks.items() if other[0] != mode}
+        parts.train_all_as(mode, rest)
+        if mode == "eager":  # no block is recomputed, which could go wrong
+            peaks[mode, rest] = parts.bytes()
+        elif blocks:
+            reason, peaks[mode, rest] = _tried(training, None if mode == "outputs" else differs)
+            if reason is not None:  # whatever the rest does then
+                parts.skip(f"cannot {WORDS[mode]}: {reason}", *blocks)
+                for block in blocks:
+                    block.without.add(mode)
     parts.train_all_as("eager")
-    return peaks
+    failed = {mode for block in parts.blocks for mode in block.without}
+    return {way: peak for way, peak in peaks.items() if way[0] not in failed}
+
+
+def _tried(training: Training, differs: Callable[[], bool] | None) -> tuple[str | None, int]:
+    """Why the model cannot be trained as it is now, or None; and the peak, where the budget counts that. The processes
+    agree: on the first reason, and on the highest peak."""
+    reason, peak = None, 0
+    try:
+        if differs is not None and differs():
+            reason = "gradients differ"
+        elif training.of == "peak":
+            peak = training.bytes()
+    except Exception as error:  # whatever a model's code does with what it is not used to
+        reason = f"{type(error).__name__}: {first_line(error)}"
+    reasons, peaks = zip(*everyone((reason, peak)), strict=True)
+    return next((found for found in reasons if found is not None), None), max(peaks)
 
 
 def _measure_blocks(parts: Parts, on_stage: Callable[[str, float], None]) -> list[BlockCosts]:
@@ -177,7 +183,8 @@ def _measure_blocks(parts: Parts, on_stage: Callable[[str, float], None]) -> lis
 
 
 def _measure_rest(parts: Parts, costs: list[BlockCosts], end_bytes: int, peaks: dict[Way, int]) -> dict[Mode, Rest]:
-    """What lies outside of the blocks. ``peaks``: of the model, by how all blocks, and the rest, are trained."""
+    """What lies outside of the blocks: what the model takes, less what the blocks do. ``peaks``: of the model, by how
+    all blocks, and the rest, are trained."""
     training = parts.training
     in_blocks = Plans(parts.blocks, costs, dict.fromkeys(parts.rests, Rest(0, 0, 0, 0.0)), "saved")
     # Blocks that share modules with the rest cannot all be left to PyTorch where it is not.
@@ -189,13 +196,15 @@ def _measure_rest(parts: Parts, costs: list[BlockCosts], end_bytes: int, peaks: 
         parts.follow(plan)
         rest, saved = plan.modes[0], training.saved() - plan.bytes
         is_too_high |= saved < -plan.bytes * ALIKE
-        saved, extra = max(0, saved), 0
-        if training.of == "peak":
-            # The model's end may hold the most: no more than is seen whichever way the blocks are trained.
-            seen = {mode: peak for (mode, of_rest), peak in peaks.items() if of_rest == rest}
-            at_end = [peak - in_blocks.of_mode(mode, rest).bytes - saved for mode, peak in seen.items()]
-            extra = max(0, min(at_end, default=0))
+        saved = max(0, saved)
         behind = min(end_bytes, saved)
+        # The model's end may hold the most: no more than is seen whichever way the blocks are trained.
+        at_end = [
+            peak - saved - in_blocks.of_mode(mode, rest).bytes
+            for (mode, of_rest), peak in peaks.items()
+            if of_rest == rest and training.of == "peak"
+        ]
+        extra = max(0, min(at_end, default=0))
         rests[rest] = Rest(saved - behind, behind, extra, time_ms - plan.time_ms)
     parts.train_all_as("eager")
     if is_too_high:

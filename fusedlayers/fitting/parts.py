@@ -9,7 +9,7 @@ from torch import nn
 
 from .agreement import together
 from .arguments import readable
-from .blocks import MODES, SHARING, Block, Mode, Way
+from .blocks import MODES, Block, Mode, Way, is_possible
 from .plans import Plan
 from .training import Training
 
@@ -45,19 +45,11 @@ class Parts:
         return ["eager", "outputs"] if self.rest.fused else ["eager"]
 
     @property
-    def blocks_share(self) -> bool:
-        """Whether blocks share modules that can keep outputs."""
-        return any(block.shared for block in self.blocks)
-
-    @property
     def ways(self) -> list[Way]:
         """The ways to train all blocks, and the rest; only those whose gradients or peaks may differ."""
-        rests: list[Mode] = self.rests if self.blocks_share or self.training.of == "peak" else ["eager"]
-        return [
-            (mode, rest)
-            for mode, rest in itertools.product(MODES, rests)
-            if not self.blocks_share or mode in SHARING[rest]
-        ]
+        shares = any(block.shared for block in self.blocks)
+        rests: list[Mode] = self.rests if shares or self.training.of == "peak" else ["eager"]
+        return [way for way in itertools.product(MODES, rests) if is_possible(*way, shares=shares)]
 
     def follow(self, plan: Plan) -> None:
         self.train_as(plan.modes[1:], plan.modes[0])
