@@ -35,6 +35,7 @@ DEFINITIONS = {
     "saved_bytes": "kept for the backward pass by a forward pass and its loss, without inputs, parameters and buffers",
     "predicted_bytes": "what fit predicted for its plan",
     "predicted_ratio": "the time of a step that fit predicted, over eager's",
+    "planning_s": "how long fit took",
     "checkpoint": "torch's own, not reentrant, around the first blocks, as many as it takes",
     "compile": "torch.compile with activation_memory_budget",
     "fit_compiled": "torch.compile with the activation_memory_budget that fit_compiled has found for the bytes",
@@ -192,12 +193,15 @@ def measure_case(case: Case, device: torch.device, *, quick: bool = False, compi
             allowed = checkpointed.saved()
         fitted = eager.copy()
         try:
+            began = time.perf_counter()
             report = fl.fit(fitted.model, given, memory_budget_bytes=allowed, loss=loss_of)
+            planning_s = time.perf_counter() - began
             assert report.predicted.time_ms is not None and report.eager.time_ms is not None
             subjects["fit"] = fitted
             found["fit"] = {
                 "predicted_bytes": report.predicted.bytes,
                 "predicted_ratio": round(report.predicted.time_ms / report.eager.time_ms, 4),
+                "planning_s": round(planning_s, 1),
                 "modes": {f"{choice.mode} {'+'.join(choice.modules)}": choice.time_ms for choice in report.choices},
             }
         except ValueError as error:

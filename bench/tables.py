@@ -373,21 +373,25 @@ def fit_table(run: dict[str, Any]) -> str:
         "compile": "`torch.compile` with that budget",
         "fit_compiled": "**`torch.compile` by `fl.fit_compiled`**",
     }
+    columns = [*(titles[name] for name in names), "predicted by `fit`", "which took"]
     lines = [
         measured_on(run),
         "",
-        f"| Model, eager's saved MiB | budget | {' | '.join(titles[name] for name in names)} | predicted by `fit` |",
-        "|---|--:|" + "--:|" * (len(names) + 1),
+        f"| Model, eager's saved MiB | budget | {' | '.join(columns)} |",
+        "|---|--:|" + "--:|" * len(columns),
     ]
     for row in run["cases"]:
         for entry in row["budgets"]:
             cells = [f"{row['id'].replace('/', ', ')}, {row['saved_bytes'] / 2**20:.1f}", f"{entry['budget']:.1%}"]
             cells += [_within(entry["variants"].get(name, {}), row["saved_bytes"]) for name in names]
             fit = entry["variants"].get("fit", {})
-            predicted = "-"
+            predicted = took = "-"
             if "predicted_bytes" in fit:
                 predicted = f"{fit['predicted_bytes'] / row['saved_bytes']:.1%}, {fit['predicted_ratio']:.2f}x"
-            lines.append(f"| {' | '.join(cells)} | {predicted} |")
+            if "planning_s" in fit:
+                steps = fit["planning_s"] * 1e6 / entry["variants"]["eager"]["forward_backward"]["median_us"]
+                took = f"{fit['planning_s']:.0f} s, as {steps:.0f} steps"
+            lines.append(f"| {' | '.join(cells)} | {predicted} | {took} |")
     return "\n".join(lines)
 
 

@@ -279,14 +279,14 @@ def test_the_table_of_small_calls(tmp_path: Path) -> None:
 
 def test_the_fit_table(tmp_path: Path) -> None:
     def entry(budget: float, **variants: Any) -> dict[str, Any]:
-        return {"budget": budget, "variants": {"eager": {}, **variants}}
+        return {"budget": budget, "variants": {"eager": measured(2e5, 1.0, 100), **variants}}
 
-    fit = {**measured(1.0, 1.05, 60), "predicted_bytes": 61 * 2**20, "predicted_ratio": 1.1}
+    fit = {**measured(1.0, 1.05, 60), "predicted_bytes": 61 * 2**20, "predicted_ratio": 1.1, "planning_s": 16.4}
     budgets = [entry(0.7, fit=fit, checkpoint=measured(1.0, 1.3, 65)), entry(0.3, fit={"error": "too small"})]
     run = a_run([{"id": "bert/float32", "saved_bytes": 100 * 2**20, "budgets": budgets}])
     lines = table_of("fit", run, tmp_path)
-    assert lines[2].endswith("| budget | checkpoints of blocks | **`fl.fit`** | predicted by `fit` |")
+    assert lines[2].endswith("| budget | checkpoints of blocks | **`fl.fit`** | predicted by `fit` | which took |")
     assert lines[4:-1] == [
-        "| bert, float32, 100.0 | 70.0% | 65.0%, 1.30x | 60.0%, 1.05x | 61.0%, 1.10x |",
-        "| bert, float32, 100.0 | 30.0% | - | - | - |",
+        "| bert, float32, 100.0 | 70.0% | 65.0%, 1.30x | 60.0%, 1.05x | 61.0%, 1.10x | 16 s, as 82 steps |",
+        "| bert, float32, 100.0 | 30.0% | - | - | - | - |",
     ]

@@ -383,6 +383,7 @@ PARAMETERS = {
     "both": nn.Parameter(torch.rand(40, 16)),
     "double": nn.Parameter(torch.rand(16).double()),
     "whole": torch.tensor(3),
+    "frozen": torch.tensor(0.7),
 }
 Q = PARAMETERS
 
@@ -415,6 +416,9 @@ FALLBACKS: dict[str, tuple[Callable[[], Any], str]] = {
     "seldom, by NumPy": (lambda: lambda z: torch.relu(z) * (1 + (np.random.rand() < 1e-9)), "draws random numbers"),
     "jumping line": (lambda: lambda z: torch.where(z > 0, z + 1, z), "backward needs truth values only"),
     "choice": (lambda: lambda z: torch.where(z > 0, Q["number"], Q["channels"]), "backward needs truth values only"),
+    "exponential": (lambda: lambda z: torch.exp(-z), "PyTorch keeps less"),
+    "tangent": (lambda: torch.tan, "PyTorch keeps less"),
+    "scaled by what is not trained": (lambda: lambda z: torch.exp(z * Q["frozen"]), "PyTorch keeps less"),
     "autocast": (lambda: _by_autocast, "names is_autocast_enabled"),
     "environment": (lambda: lambda z: z.tanh() * float(os.environ.get("SLOPE", "2")), "names environ"),
     "branch": (lambda: lambda z: z * 2 if z.sum() > 0 else z * Q["number"], "depends on the values of a tensor"),
@@ -494,6 +498,32 @@ def test_what_is_left_to_pytorch_is_pytorchs_and_says_why(name: str, records: Ca
     assert len(records()) == len(set(records()))
     if words and name != "backward hook":  # of a module that is itself hooked its repr tells
         assert any(words in text for text in records())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_between_two_layers_no_more_is_kept_than_pytorch_keeps(dtype: torch.dtype) -> None:
+    x, w, v = (torch.randn(size, dtype=dtype).requires_grad_() for size in ((64, 32), (48, 32), (8, 48)))
+    trained = torch.tensor(0.3, dtype=dtype, requires_grad=True)
+    functions: list[Callable[[Tensor], Tensor]] = [
+        torch.exp,
+        torch.expm1,
+        torch.tan,
+        torch.sqrt,
+        torch.sin,
+        torch.square,
+        lambda z: torch.exp(-z),
+        lambda z: torch.exp(z * trained),
+        lambda z: torch.exp(z.detach() * trained) * z,
+        lambda z: torch.where(z > 0, z * z, z),
+        lambda z: torch.clamp(z, -1, 1) + 1,
+        lambda z: z * torch.sin(torch.exp(z)),
+    ]
+    for number, function in enumerate(functions):
+        kept, by_torch = (
+            saved_bytes(lambda h=hidden, f=function: F.linear(h(f), v), exclude=[x, w, v, trained])
+            for hidden in (lambda f: fl.dense_bias_act(x, w, None, f), lambda f: f(F.linear(x, w)))
+        )
+        assert kept <= by_torch, number
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -32,7 +32,7 @@ from .recognition import recognise
 from .record import Activation, Row, WithOperands
 from .registration import find_counterexample, find_inaccurate_dtypes
 from .tracing import NotPointwise, aten_graph, muted, simplified
-from .verification import check_trace, reads_sizes
+from .verification import check_trace, kept_by_torch, reads_sizes
 
 _log = logging.getLogger("fusedlayers")
 
@@ -68,6 +68,7 @@ _COMPARISONS = {
     for kind in ("Scalar", "Tensor")
 }
 _MASK = "backward needs truth values only, for which PyTorch keeps a byte"
+_LESS = "a layer would keep its input and its output, and PyTorch keeps less"
 _traces: BoundedCache[_Traced] = BoundedCache()
 _analyses: BoundedCache[Analysis] = BoundedCache()
 _variants: BoundedCache[int] = BoundedCache()
@@ -161,20 +162,33 @@ def _trace(activation: Activation, variables: FreeVariables, trace_key: _TraceKe
     if not reads:  # f is linear in z: PyTorch saves neither z nor y, a layer would save one of them
         raise NotPointwise("backward needs nothing of it, and PyTorch keeps nothing")
     if split.dims:
-        if reads <= _COMPARISONS:
-            raise NotPointwise(_MASK)
+        _check_that_torch_keeps_more(reads, variables, example, dtype)
         return _Traced(Activation(activation.name, split.body, operand_dims=split.dims, is_traced=True), split)
     row = activation.row or Row(activation.name, split.body)
     if row.derivative_given_output is None and variants <= _MAX_ANALYSED:
         row = replace(
             row, derivative_given_output=_analysis((variables.key, split.body.code if is_exact else None), split.body)
         )
-    if reads <= _COMPARISONS and replace(activation, row=row).output_refusal(dtype) is not None:
-        raise NotPointwise(_MASK)
+    if replace(activation, row=row).output_refusal(dtype) is not None:
+        _check_that_torch_keeps_more(reads, variables, example, dtype)
     if activation.row is not None:
         row = replace(row, dtype_refusals=find_inaccurate_dtypes(activation.row, activation.parameters))
         return _Traced(replace(activation, row=row, needs_tracing=False))
     return _Traced(Activation(activation.name, split.body, row=row, is_traced=True))
+
+
+def _check_that_torch_keeps_more(
+    reads: set[Any], variables: FreeVariables, example: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Of a function whose output does not determine its derivative. A layer saves z, and y is kept behind it.
+
+    Raises:
+        NotPointwise: PyTorch keeps less.
+    """
+    if reads <= _COMPARISONS:
+        raise NotPointwise(_MASK)
+    if kept_by_torch(variables, example, dtype) < 2:
+        raise NotPointwise(_LESS)
 
 
 def _analysis(key: Hashable, function: Callable[[Tensor], Tensor]) -> Analysis:

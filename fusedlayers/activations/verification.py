@@ -93,7 +93,7 @@ def check_trace(variables: FreeVariables, split: Split, example: tuple[int, ...]
     except Exception as error:  # what operations raise on constants of another dtype than the argument's
         raise NotPointwise(f"it computes in one dtype alone: {first_line(error)}") from error
     wide = torch.promote_types(dtype, torch.float32)
-    tensors = [example_values(t).to("cpu", wide if t.is_floating_point() else t.dtype) for t in variables.tensors]
+    tensors = [t.detach() for t in examples(variables, wide)]
     shape = _sweep_shape(example, tensors)
     count = math.prod(shape)
     steps = torch.linspace(-8, 8, max(1, count), dtype=wide)
@@ -116,9 +116,34 @@ def check_trace(variables: FreeVariables, split: Split, example: tuple[int, ...]
                 )
 
 
-def example_values(tensor: Tensor) -> Tensor:
-    """The tensor's values, or arbitrary ones if it is on the meta device."""
-    return torch.full(tensor.shape, 0.5).to(tensor.dtype) if tensor.is_meta else tensor.detach()
+@in_clean_state
+def kept_by_torch(variables: FreeVariables, example: tuple[int, ...], dtype: torch.dtype) -> float:
+    """How often z's bytes PyTorch keeps between two layers: the output, and what the function saves for backward."""
+    own = examples(variables, None)
+    z = torch.ones(_sweep_shape(example, own), dtype=dtype, requires_grad=True)
+    kept: list[Tensor] = []  # held: an address stands for a storage only while that is alive
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor.detach())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = variables.rebind(own)(z * 1)  # not a leaf: the function may overwrite its argument
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*kept, y.detach())}
+    given = {t.untyped_storage().data_ptr() for t in own}
+    total: int = sum(size for storage, size in sizes.items() if storage not in given)
+    return total / (z.numel() * z.itemsize)
+
+
+def examples(variables: FreeVariables, dtype: torch.dtype | None) -> list[Tensor]:
+    """The function's tensors as leaves on the CPU, floating ones in this dtype; arbitrary values for the meta
+    device's."""
+    found = []
+    for tensor in variables.tensors:
+        values = torch.full(tensor.shape, 0.5).to(tensor.dtype) if tensor.is_meta else tensor.detach()
+        values = values.to("cpu", dtype if tensor.is_floating_point() else None)
+        found.append(values.detach().requires_grad_(tensor.requires_grad))
+    return found
 
 
 def _raised(error: Exception) -> NotPointwise:

@@ -216,12 +216,10 @@ def _in_dtype(record: Activation, dtype: torch.dtype) -> tuple[Callable[..., Ten
     """The function as PyTorch computes it, and what to hand to a layer; what it reads, in this dtype."""
     if not record.needs_tracing or record.row is not None:
         return record.plain, record
-    from ..activations.verification import example_values  # with it come parts of torch whose import takes a second
+    from ..activations.verification import examples  # with it come parts of torch whose import takes a second
 
     variables = find_variables(record.function)
-    function = variables.rebind(
-        [example_values(t).to("cpu", dtype if t.is_floating_point() else t.dtype) for t in variables.tensors]
-    )
+    function = variables.rebind(examples(variables, dtype))
     return function, function
 
 
