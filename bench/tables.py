@@ -265,6 +265,32 @@ def models_table(run: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+CONTEXTS = {
+    "plain": "as it is",
+    "autocast": "autocast to bfloat16",
+    "hooks": "saved-tensor hooks",
+    "compile": "`torch.compile`",
+}
+
+
+def contexts_table(run: dict[str, Any]) -> str:
+    """Whole models, before and after ``fuse``, trained in several ways."""
+    lines = [
+        measured_on(run),
+        "",
+        f"| Saved MiB, before and after `fuse` | {' | '.join(CONTEXTS.values())} |",
+        "|---|" + "--:|" * len(CONTEXTS),
+    ]
+    for row in run["cases"]:
+        cells = [f"{model_name(row)} ({' x '.join(map(str, row['input']))})"]
+        for name in CONTEXTS:
+            before, after = (row["contexts"][name][who] for who in ("eager", "fusedlayers"))
+            change = round(100 * (after - before) / before)
+            cells.append(f"{before / 2**20:.1f}, **{after / 2**20:.1f}** ({change:+d} %)")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 #: One row for each kind of part: the benchmark, what the part is, and whose, as the benchmark calls them.
 OVERVIEW = (
     ("dense", "Linear + GELU", "BERT-base", "gelu"),
@@ -515,6 +541,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "accuracy": accuracy_table,
     "conv": partial(_tables, subject="conv", table=conv_table),
     "containers": partial(_tables, subject="containers", table=containers_table),
+    "contexts": partial(_tables, subject="contexts", table=contexts_table),
     "custom": partial(_tables, subject="custom", table=custom_table),
     "dense": partial(_tables, subject="dense", table=dense_table),
     "fit": partial(_tables, subject="fit", table=fit_table),

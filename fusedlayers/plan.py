@@ -304,8 +304,11 @@ def _left_to_pytorch(key: PlanKey) -> Plan | None:
     activation = key.activation
     because = key.plain_because or activation.fallback_reason
     if because is None and key.is_compiling:
-        because = "torch.compile sees a user's function as it is" if activation.needs_tracing else None
-        return None if because is None else plain(because)
+        if activation.needs_tracing:
+            return plain("torch.compile sees a user's function as it is")
+        if isinstance(key.operation, BatchNorm) and key.save == "auto":
+            return plain("torch.compile keeps the norm's input, and computes the rest again")
+        return None
     least_bytes = _least_bytes(key)
     because = because or _slow_because(key, may_build=least_bytes is None)
     if because is not None:

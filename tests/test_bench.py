@@ -20,6 +20,7 @@ import torch.nn.functional as F
 import fusedlayers as fl
 from bench import (
     MAIN_FORMAT,
+    contexts,
     conv,
     custom,
     dense,
@@ -1139,6 +1140,27 @@ def test_models_command_line(
         "eager",
         "compile",
     ]
+
+
+def test_contexts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The compiler's aside, which takes minutes a model."""
+    case = dataclasses.replace(contexts.cases()[1], batch=1, small={**models._SMALL_TEXT, "hidden_size": 32})
+    assert [case.model for case in contexts.cases()] == [
+        "EfficientNet-B0",
+        "BERT with dropouts, narrow",
+        "Qwen 3, narrow",
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contexts, "cases", lambda: [case])
+        patch.delitem(contexts.CONTEXTS, "compile")
+        assert bench_main(["contexts", "--device", "cpu", "--only", "none"]) == 2
+        assert "bench contexts: no case matches --only 'none'" in capsys.readouterr().out
+        assert bench_main(["contexts", "--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    (row,) = json.loads((tmp_path / "contexts.json").read_text(encoding="utf-8"))["cases"]
+    for name, found in row["contexts"].items():
+        assert 0 < found["fusedlayers"] <= found["eager"], name
+    assert row["contexts"]["plain"]["fusedlayers"] < row["contexts"]["plain"]["eager"]
+    assert row["contexts"]["hooks"]["eager"] >= row["contexts"]["plain"]["eager"]
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])

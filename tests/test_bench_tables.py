@@ -277,6 +277,14 @@ def test_the_table_of_small_calls(tmp_path: Path) -> None:
     assert "`python -m bench overhead --fake-gpu` makes one" in tables.TABLES["host"](tmp_path)
 
 
+def test_the_contexts_table(tmp_path: Path) -> None:
+    contexts = {name: {"eager": 20 << 20, "fusedlayers": (20 - i) << 20} for i, name in enumerate(tables.CONTEXTS)}
+    row = {"id": "bert/float32/4", "model": "BERT", "layers": None, "input": [4, 256], "contexts": contexts}
+    lines = table_of("contexts", a_run([row]), tmp_path)
+    cells = [f"20.0, **{20 - i}.0** ({-5 * i:+d} %)" for i in range(4)]
+    assert lines[4] == f"| BERT (4 x 256) | {' | '.join(cells)} |"
+
+
 def test_the_fit_table(tmp_path: Path) -> None:
     def entry(budget: float, **variants: Any) -> dict[str, Any]:
         return {"budget": budget, "variants": {"eager": measured(2e5, 1.0, 100), **variants}}

@@ -87,6 +87,17 @@ def test_without_weights(dtype: torch.dtype) -> None:
     _assert_good(x, w, None, dy)
 
 
+@every_shape
+@every_dtype
+def test_variances_far_below_epsilon(name: str, dtype: torch.dtype) -> None:
+    x, w, b, dy = _case(name, dtype)
+    with torch.no_grad():
+        x *= 1e-4
+        w.fill_(0.3)
+        b.fill_(1.0)
+    _assert_good(x, w, b, dy)
+
+
 @pytest.mark.parametrize("name", ["images", "channels last", "vectors"])
 @every_dtype
 def test_channels_that_outputs_do_not_tell_are_saved_beside(name: str, dtype: torch.dtype) -> None:
@@ -215,6 +226,23 @@ def test_with_an_activation(activation: Any) -> None:
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
     assert fl.FusedGroupNormAct.from_modules(plain, activation)(x).shape == x.shape
     assert copy.deepcopy(layer.eval())(x).shape == x.shape
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("activation", ["relu", "tanh", "silu", "leaky_relu", "gelu"])
+def test_with_an_activation_no_more_is_kept(activation: str, is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between convolutions, whether PyTorch computes the norm or this package."""
+    monkeypatch.setattr(norm_plan, "GROUP_NORM_BYTES", 0 if is_fused else 1 << 30)
+    x, v = torch.randn(4, 16, 12, 12), torch.randn(16, 16, 1, 1, requires_grad=True)
+    layer, norm = fl.FusedGroupNormAct(4, 16, activation), nn.GroupNorm(4, 16)
+    eager = lambda z: getattr(torch if activation == "tanh" else F, activation)(norm(z))
+    kept, by_torch = (
+        saved_bytes(lambda h=hidden: F.conv2d(h(F.conv2d(x, v)), v), exclude=[x, layer, norm])
+        for hidden in (layer, eager)
+    )
+    statistics = 2 * 4 * 4 * 4
+    buffers = by_torch // (x.numel() * 4) if activation in ("relu", "tanh") else 2
+    assert kept <= buffers * x.numel() * 4 + statistics, (kept, by_torch)
 
 
 def test_modules_are_torchs() -> None:

@@ -386,7 +386,7 @@ def test_a_channel_with_nan_is_known_by_its_range(shape: tuple[int, ...]) -> Non
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("activation", ["silu", "elu", "leaky_relu"])
 def test_inexact_channels_are_those_that_torch_finds(activation: str, affine: bool) -> None:
-    record, channels, count = resolve(activation), 4000, 48
+    record, channels, count, eps = resolve(activation), 4000, 48, 0.2
     error = measure_inverse_error(record, torch.float32)
     assert error is not None
     z = torch.randn(1, channels, count) * torch.logspace(-2, 3, channels).view(-1, 1)
@@ -397,16 +397,16 @@ def test_inexact_channels_are_those_that_torch_finds(activation: str, affine: bo
     if w is not None:
         w[:6] = torch.tensor([0.0, -0.0, 1e-40, math.inf, math.nan, 2.0**-12])
     known = batch_norm.Known(mean, inverse_std, w)
-    expected = batch_norm._inexact_channels(z, known, b, error)
+    expected = batch_norm._inexact_channels(z, known, b, error, eps)
     endless = torch.where(z.isnan(), math.inf, z)
     ends = endless.amin((0, 2)), endless.amax((0, 2))
-    found = cpu_norm.NormPasses.inexact_channels(error, *known, b, ends, count, batch_norm.CENTRED)
+    found = cpu_norm.NormPasses.inexact_channels(error, *known, b, ends, count, batch_norm.CENTRED, eps)
     assert expected is not None and found is not None and 100 < len(expected) < channels - 100
     assert torch.equal(found, expected)
     good = torch.ones(channels, dtype=torch.bool).index_fill_(0, expected, False).nonzero().squeeze(1)
     exact = batch_norm.Known(mean[good], inverse_std[good], None if w is None else w[good])
     shift, ends = None if b is None else b[good], (ends[0][good], ends[1][good])
-    assert cpu_norm.NormPasses.inexact_channels(error, *exact, shift, ends, count, batch_norm.CENTRED) is None
+    assert cpu_norm.NormPasses.inexact_channels(error, *exact, shift, ends, count, batch_norm.CENTRED, eps) is None
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
-from fusedlayers.activations import Activation, InverseError, measure_inverse_error, rows, upcast
+from fusedlayers.activations import Activation, InverseError, measure_inverse_error, resolve, rows, upcast
 from fusedlayers.activations.inverse_error import CELL
 from fusedlayers.backends import cpu
 from fusedlayers.backends.cpu.norm import NormPasses
@@ -285,6 +285,18 @@ def test_gradients_are_as_good_as_torchs(activation: Activation, dtype: torch.dt
         assert _node(layer(x.clone().requires_grad_())) is not None
         # Twice torch's error and no more, but for a fit.
         _assert_good(layer, eager, x, dy, found=found if activation.is_folded else None)
+
+
+@pytest.mark.parametrize("activation", ["elu", "silu", "leaky_relu"])
+@pytest.mark.parametrize("scale", [1e-4, 1e-6])
+def test_variances_far_below_epsilon(activation: str, scale: float) -> None:
+    """z then differ little from the bias, and an output rounds away by how much."""
+    layer, eager = _pair(resolve(activation))
+    for norm in (layer, eager.norm):
+        with torch.no_grad():
+            norm.weight.fill_(0.3)
+            norm.bias.fill_(1.0)
+    _assert_good(layer, eager, _x() * scale, torch.randn(PLANE), found=None)
 
 
 # Next to 0 the derivative of the cube root, and with it every error, has no bound.

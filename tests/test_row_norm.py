@@ -137,6 +137,23 @@ def test_weights_of_all_sizes(kind: str, dtype: torch.dtype, shift: float) -> No
 
 
 @every_dtype
+@pytest.mark.parametrize("scale", [1e-2, 1e-3, 1e-4, 1e-5, 0.0])
+@pytest.mark.parametrize("shift", [0.0, 1.0])
+def test_variances_far_below_epsilon(dtype: torch.dtype, scale: float, shift: float) -> None:
+    """xhat is small then, and an output rounds it away beside the bias."""
+    x, dy = ((torch.randn(300, 128) * size).to(dtype) for size in (scale, 1.0))
+    w, b = torch.full((128,), 0.3).to(dtype), torch.full((128,), shift).to(dtype)
+    ours, eager = (partial(call, eps=1e-5) for call in (_ours, _eager))
+    exact = _run(eager, "layer", dy.double(), x.double(), w.double(), b.double())
+    for one, other, right in zip(
+        _run(ours, "layer", dy, x, w, b), _run(eager, "layer", dy, x, w, b), exact, strict=True
+    ):
+        errors = [float((t.double() - right).norm()) for t in (one, other)]
+        # The smallest xhat that is read off an output is a quarter of the usual ones.
+        assert errors[0] <= 2 * errors[1] + 4 * FLOOR[dtype] * float(right.norm()), errors
+
+
+@every_dtype
 @every_kind
 def test_constant_rows_and_outliers(kind: str, dtype: torch.dtype) -> None:
     x = torch.randn(60, 128)

@@ -182,7 +182,12 @@ TABLE = (
         plain=_hardsigmoid,
     ),
     # --- smooth and monotone ------------------------------------------------------------------------------------------
-    Row("squared_relu", _squared_relu, derivative_given_output=_squared_relu_derivative),
+    Row(
+        "squared_relu",
+        _squared_relu,
+        derivative_given_output=_squared_relu_derivative,
+        native=Native(loop=lambda: ("squared_relu", 0.0), is_piecewise=True),
+    ),
     Row(
         "tanh",
         torch.tanh,
@@ -265,6 +270,7 @@ TABLE = (
         ),
         inverse=lambda y, beta, threshold: y + torch.log(-torch.expm1(-beta * y)) / beta,
         stands_for=((nn.Softplus, {}), (F.softplus, {})),
+        native=Native(loop=lambda beta, threshold: ("softplus", beta)),
     ),
     Row(
         "logsigmoid",
@@ -272,6 +278,7 @@ TABLE = (
         derivative_given_output=lambda y: -torch.expm1(y),
         inverse=lambda y: y - torch.log(-torch.expm1(y)),
         stands_for=((nn.LogSigmoid, {}), (F.logsigmoid, {})),
+        native=Native(loop=lambda: ("logsigmoid", 0.0)),
     ),
     Row(
         "softsign",

@@ -93,10 +93,11 @@ class NormPasses(ChannelPasses, Protocol):
         ends: tuple[Tensor, Tensor],
         count: int,
         centred: float,
+        eps: float,
     ) -> Tensor | None:
         """The channels, of ``count`` numbers each, of which y does not determine the input: by the smallest and the
         largest z of each, and where the mean is more than ``centred`` standard deviations from 0. None where there is
-        none."""
+        none. ``eps``: what was added to the variances; 0 where these are not the batch's."""
         ...
 
     def gradient(self, dy: Tensor, y: Tensor, center: Tensor, overwrite: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -50,7 +50,7 @@ class Place:
             "product".
         gated: of a gate, the activations in it.
         activation: of PyTorch's activation functions, the record; else None.
-        follows: of a dropout, what has made its input.
+        follows: of a dropout or an activation, what has made its input.
         dtype: of the input.
     """
 
@@ -91,6 +91,11 @@ class Place:
         except Exception:  # it refuses what PyTorch is about to refuse
             return
         self.saves, self.is_small = str(found).removeprefix("not fused: "), found.is_too_small
+
+    @property
+    def is_normalised(self) -> bool:
+        """Whether it is an activation behind a batch norm."""
+        return self.is_activation and any(maker.kind == "batch_norm" for maker in self.follows)
 
     @property
     def useless_because(self) -> str | None:
@@ -324,7 +329,8 @@ class _Recorder(TorchFunctionMode):
         place = self._places.get((running.path, kind))
         if place is None:
             place = self._places[running.path, kind] = Place(running.path, running.module, kind, name, dtype=x.dtype)
-            place.activation, place.follows = activation, self._makers.of(x) if kind == "dropout" else []
+            place.activation = activation
+            place.follows = self._makers.of(x) if kind == "dropout" or place.is_activation else []
             if kind == "dropout" and kwargs.get("inplace"):
                 place.left_because = "it drops in place"
             elif torch.is_grad_enabled() and saved_tensors_hooks_on_top(True) != running.hooks:

@@ -50,6 +50,7 @@ class Region:
         keeps_outputs: whether operations keep less; else it only recomputes.
         places: for people, what is kept, by kind.
         waiting: the kinds of which the example was too small.
+        for_compiler: the kinds that a compiled model leaves to the compiler.
         called: the paths by which the model that was fused calls the module.
         replaced: what the instance had in the place of its class's forward before, or None.
     """
@@ -57,6 +58,7 @@ class Region:
     keeps_outputs = True
     called: tuple[str, ...] = ()
     waiting: Set[str] = frozenset()
+    for_compiler: Set[str] = frozenset()
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -157,7 +159,7 @@ class Region:
         if is_exporting() or _is_in_checkpoint:
             return forward(*args, **kwargs)
         if self.recompute == "nothing":
-            with Interception(self.active_kinds, None):
+            with Interception(self.active_kinds - self.for_compiler, None):
                 return forward(*args, **kwargs)
         _is_in_checkpoint = True
         try:

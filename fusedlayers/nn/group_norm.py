@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import backends, plan
+from .. import backends
 from ..activations import Activation
 from ..functional import bias_act
 from ..norm_validation import check_norm_save
 from ..norms import group_norm
+from ..ops.group_norm import keeps_output
 from ..utils.torchscript import refuse_script
 from ..validation import check_features
 from .base import FusedAct
@@ -61,7 +62,8 @@ def _bias(bias: bool) -> dict[str, Any]:
 
 class FusedGroupNormAct(FusedAct):
     """``activation(group_norm(x))`` that keeps the norm's output, from which both backward passes are computed, for an
-    ``nn.GroupNorm`` and the activation after it. PyTorch keeps the norm's input besides.
+    ``nn.GroupNorm`` and the activation after it. PyTorch keeps the norm's input besides, unless the activation is one
+    of which it keeps the output (relu, tanh, sigmoid).
 
     It has the parameters, attributes and ``state_dict`` keys of ``nn.GroupNorm``. It is no ``nn.GroupNorm``: what
     exchanges norms by ``isinstance`` would drop the activation.
@@ -118,6 +120,4 @@ class FusedGroupNormAct(FusedAct):
 
     def forward(self, input: Tensor) -> Tensor:
         z = group_norm(input, self.num_groups, self.weight, self.bias, self.eps, save=self.save)
-        # The norm has saved z; results that PyTorch computes are left to it.
-        is_large = z.requires_grad and z.numel() * z.itemsize >= plan.SMALL_BYTES
-        return bias_act(z, None, self.activation, dim=1, save="input" if is_large else "auto")
+        return bias_act(z, None, self.activation, dim=1, save="input" if keeps_output(z) else "auto")

@@ -213,7 +213,8 @@ def _forward_in_passes(
         known, centred = Known(made.mean, made.inverse_std, w), math.inf if made.in_passes else CENTRED
         y = z if made.inplace else torch.empty_like(z)
         ends = passes.act(z, y)
-    return y, known, passes.inexact_channels(inverse_error, *known, b, ends, x.numel() // x.shape[1], centred)
+    count = x.numel() // x.shape[1]
+    return y, known, passes.inexact_channels(inverse_error, *known, b, ends, count, centred, _added(norm))
 
 
 def _forward_by_torch(
@@ -234,10 +235,15 @@ def _forward_by_torch(
         mean, inverse_std, *_ = made
     assert z is not None
     known = Known(mean, inverse_std, w)
-    channels = None if inverse_error is None else _inexact_channels(z, known, b, inverse_error)
+    channels = None if inverse_error is None else _inexact_channels(z, known, b, inverse_error, _added(norm))
     is_kept = _keeps_output(inverse_error, channels, x)
     out = z if made is None or made.inplace else None
     return backend.bias_act(z, None, activation, dim=norm.dim, encode=is_kept, out=out), known, channels
+
+
+def _added(norm: BatchNorm) -> float:
+    """What was added to the variances of the batch."""
+    return norm.eps if norm.training else 0.0
 
 
 def _keeps_output(inverse_error: InverseError | None, channels: Tensor | None, x: Tensor) -> bool:
@@ -297,13 +303,17 @@ class Known(NamedTuple):
         return torch.zeros_like(self.mean) if b is None else b
 
 
-def _inexact_channels(z: Tensor, known: Known, b: Tensor | None, inverse_error: InverseError) -> Tensor | None:
-    """The channels of which outputs do not determine the input, or None."""
+def _inexact_channels(
+    z: Tensor, known: Known, b: Tensor | None, inverse_error: InverseError, eps: float
+) -> Tensor | None:
+    """The channels of which outputs do not determine the input, or None; as ``NormPasses.inexact_channels``."""
     mean, inverse_std, w = known
-    size = torch.ones_like(mean) if w is None else w.abs()
+    size = (1 - eps * inverse_std.square()).clamp_(min=0).sqrt_()  # of xhat: nothing where variances are far below eps
+    if w is not None:
+        size = size * w.abs()
     good = (mean * inverse_std).abs() <= CENTRED
     if w is not None:
-        good &= inverse_error.is_acceptable(torch.zeros_like(w) if b is None else b, w)
+        good &= inverse_error.is_acceptable(torch.zeros_like(w) if b is None else b, size)
     # No value alone may err by more than all of them may together.
     allowed = inverse_error.limit * math.sqrt(z.numel() / z.shape[1]) * size.double()
     if bool(good.all() & (inverse_error.worst(torch.stack(torch.aminmax(z))) <= allowed.min()).all()):  # one wait

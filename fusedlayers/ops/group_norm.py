@@ -18,7 +18,7 @@ from ..utils.layout import laid_out_as
 from ..utils.profile_ranges import profile_range
 from .buffer_reuse import is_ours_alone, saved_under_hooks
 from .edits import saved_tensors, version_for_backward
-from .inexact_columns import MOST, inexact_columns
+from .inexact_columns import MOST, inexact_columns, inexact_for_variances
 from .place import AtPlace, place_of
 from .pointwise import apart, gradients_through, needs_composite
 
@@ -31,6 +31,11 @@ def group_norm(norm: GroupNorm, backend: Backend, x: Tensor, w: Tensor | None, b
         return norm(x, w, b)
     y: Tensor = _GroupNorm.apply(x, w, b, place_of(x) if x.requires_grad else None, norm, backend, channels)
     return y
+
+
+def keeps_output(y: Tensor) -> bool:
+    """Whether y is a result of ``group_norm`` that is kept for its backward pass."""
+    return getattr(y.grad_fn, "_forward_cls", None) is _GroupNorm
 
 
 class _GroupNorm(Node):
@@ -46,6 +51,8 @@ class _GroupNorm(Node):
         channels: Tensor | None,
     ) -> Tensor:
         y, mean, inverse_std = torch.native_group_norm(x, w, b, *norm.extents(x), norm.groups, norm.eps)
+        count = x.numel() // (len(x) * norm.groups)
+        channels = inexact_for_variances(backend, channels, inverse_std, norm.eps, w, b, x.dtype, count)
         kept = None
         if channels is not None:
             own_mean, own_std = (norm.of_channels(t, x).index_select(1, channels) for t in (mean, inverse_std))

@@ -2,11 +2,14 @@
 
 ``y = xhat (offset + w) + b`` is rounded: xhat is lost where its factor is next to 0, or much smaller than b. Each call
 looks at its weights; on a GPU, where a look makes the CPU wait, each version of them is looked at once.
+
+xhat is itself small, and lost sooner, where the variances are far below eps. On CPUs a call looks at them as well.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import MutableMapping
 
@@ -36,8 +39,29 @@ def inexact_columns(
     if w is None:
         return None
     if w.is_cpu:
-        return _look(backend, w, b, offset, limits(dtype, count))
+        return _look(backend, w, b, offset, 1.0, limits(dtype, count))
     return _remembered(backend, w, b, offset, limits(dtype, count))
+
+
+def inexact_for_variances(
+    backend: Backend,
+    columns: Tensor | None,
+    inverse_std: Tensor,
+    eps: float,
+    w: Tensor | None,
+    b: Tensor | None,
+    dtype: torch.dtype,
+    count: int,
+) -> Tensor | None:
+    """The columns, and those of which outputs do not determine xhat because the variances are far below eps."""
+    if b is None or not inverse_std.is_cpu:  # without b small xhat are rounded as finely as large ones
+        return columns
+    wide = torch.promote_types(dtype, torch.float32)
+    mean_square = float(torch.linalg.vector_norm(inverse_std, dtype=wide)) ** 2 / max(1, inverse_std.numel())
+    spread = math.sqrt(max(0.0, 1.0 - eps * mean_square))  # of xhat, which is 1 where eps is nothing
+    if spread >= 1 / RATIO:
+        return columns
+    return _look(backend, torch.ones_like(b) if w is None else w, b, 0.0, spread, limits(dtype, count))
 
 
 @functools.lru_cache(256)
@@ -48,11 +72,13 @@ def limits(dtype: torch.dtype, count: int) -> tuple[float, float]:
     return numbers.smallest_normal, numbers.max / (most**0.5 + RATIO)
 
 
-def _look(backend: Backend, w: Tensor, b: Tensor | None, offset: float, limits: tuple[float, float]) -> Tensor | None:
+def _look(
+    backend: Backend, w: Tensor, b: Tensor | None, offset: float, spread: float, limits: tuple[float, float]
+) -> Tensor | None:
     wide = torch.promote_types(w.dtype, torch.float32)
     factor = in_a_row(w, wide)
     shift = None if b is None else in_a_row(b, wide)
-    return backend.inexact_columns(factor + offset if offset else factor, shift, RATIO, *limits)
+    return backend.inexact_columns(factor + offset if offset else factor, shift, RATIO * spread, *limits)
 
 
 class _Seen:
@@ -112,5 +138,5 @@ def _look_at_all(backend: Backend, device: torch.device) -> None:
             found_of[i] = max(least + low, high - most, -1.0 if no_shift else over)
     for i, (w, b, seen) in enumerate(stale):
         # NaN is no number that passes.
-        seen.columns = None if found_of[i] <= 0 else _look(backend, w, b, seen.offset, seen.limits)
+        seen.columns = None if found_of[i] <= 0 else _look(backend, w, b, seen.offset, 1.0, seen.limits)
         seen.versions = _versions(w, b)

@@ -21,7 +21,7 @@ from ..backends.norms import Kept, RowNorm
 from ..utils.profile_ranges import profile_range
 from .buffer_reuse import is_ours_alone, saved_under_hooks
 from .edits import saved_tensors, version_for_backward
-from .inexact_columns import MOST, inexact_columns
+from .inexact_columns import MOST, inexact_columns, inexact_for_variances
 from .place import AtPlace, place_of
 from .pointwise import apart, gradients_through, needs_composite
 
@@ -51,6 +51,8 @@ class _RowNorm(Node):
     ) -> Tensor:
         x = x.contiguous()
         y, inverse_std, mean = backend.row_norm(norm, x, w, b)
+        eps = norm.epsilon(x.dtype)
+        columns = inexact_for_variances(backend, columns, inverse_std, eps, w, b, x.dtype, norm.columns)
         kept = None if columns is None else _xhat_of(x.view(-1, norm.columns), inverse_std, mean, columns)
         ctx.save_for_backward(y, inverse_std, w, b, columns, kept)
         ctx.place = place

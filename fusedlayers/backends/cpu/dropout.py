@@ -79,7 +79,8 @@ def _gradient_kernel(activation: Activation) -> Kernel | None:
     if kernel is not None or activation.operand_dims or not loops.serve(torch.float32):
         return kernel
     function = loops.function_of(activation)
-    return Kernel(torch.float32, function) if function is not None and function[0] in loops.BY_FORMULA else None
+    is_known = function is not None and function[0] in loops.BY_FORMULA
+    return Kernel(torch.float32, function, is_from_output=True) if is_known else None
 
 
 @functools.lru_cache(KERNELS)

@@ -194,14 +194,16 @@ def gradient_kernel(activation: Activation, dtype: torch.dtype, saved: str) -> K
 
 
 def _formula_kernel(activation: Activation, dtype: torch.dtype) -> Kernel | None:
-    """The kernel where the loops have a formula for the derivative from marked outputs."""
+    """The kernel where the loops have a formula for the derivative from outputs."""
     function = loops.function_of(activation)
-    if function is None or function[0] not in loops.DERIVED_FROM_OUTPUTS:
+    if function is None:
         return None
+    if function[0] in loops.BY_FORMULA and dtype.itemsize == 4:
+        return Kernel(dtype, function, is_from_output=True)
     fitted = activation.fitted_derivative()
-    return (
-        Kernel(dtype, (function[0], fitted.margin), activation.fold) if isinstance(fitted, FoldedDerivative) else None
-    )
+    if function[0] not in loops.DERIVED_FROM_OUTPUTS or not isinstance(fitted, FoldedDerivative):
+        return None
+    return Kernel(dtype, (function[0], fitted.margin), is_from_output=True)
 
 
 def input_kernel(activation: Activation, dtype: torch.dtype) -> Kernel | None:

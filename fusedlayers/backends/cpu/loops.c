@@ -61,6 +61,7 @@ typedef struct { float steps, first, last; const float *cubics; } normal;
 typedef struct {
   int32_t dtype, function;
   float parameter;
+  int32_t is_from_output; /* whether the derivative is the function's, by a formula from outputs */
   mark mark;
   table table;
   fold_table slope, inverse;
@@ -222,8 +223,12 @@ static inline float log1p_(float x) {
 
 /* Each is the output y and the derivative of one number z; what is not used costs nothing. p is a parameter, e what
    ``prepare`` finds. Python names them in this order. */
-#define FUNCTIONS(X) X(gelu) X(gelu_tanh) X(swish) X(mish) X(hardswish) X(relu) X(sigmoid) X(tangent) X(leaky_relu) X(elu)
-enum functions { GELU, GELU_TANH, SWISH, MISH, HARDSWISH, RELU, SIGMOID, TANGENT, LEAKY_RELU, ELU };
+#define FUNCTIONS(X) \
+  X(gelu) X(gelu_tanh) X(swish) X(mish) X(hardswish) X(relu) X(sigmoid) X(tangent) X(leaky_relu) X(elu) X(softplus) \
+  X(logsigmoid) X(squared_relu)
+enum functions {
+  GELU, GELU_TANH, SWISH, MISH, HARDSWISH, RELU, SIGMOID, TANGENT, LEAKY_RELU, ELU, SOFTPLUS, LOGSIGMOID, SQUARED_RELU
+};
 
 /* The exponentials of a block, or of gelu the part of a normal distribution below z. In a loop of its own, because a
    processor overlaps few turns of a long one, whose instructions wait for each other. */
@@ -235,8 +240,10 @@ static void prepare(const kernel *k, const float *z, float *e) {
       float size = 1.5957691216057308f * __builtin_fabsf(z[i]);
       e[i] = exp_(-size * (1.0f + 0.044715f * z[i] * z[i]));
     } break;
-    case SWISH: EACH e[i] = exp_(-__builtin_fabsf(p * z[i])); break;
+    case SWISH:
+    case SOFTPLUS: EACH e[i] = exp_(-__builtin_fabsf(p * z[i])); break;
     case MISH:
+    case LOGSIGMOID:
     case SIGMOID: EACH e[i] = exp_(-__builtin_fabsf(z[i])); break;
     case TANGENT: EACH e[i] = exp_(-2.0f * __builtin_fabsf(z[i])); break;
     case ELU: EACH e[i] = exp_(z[i] > 0.0f ? 0.0f : z[i]);
@@ -309,12 +316,31 @@ static inline void leaky_relu(float z, float p, float e, float *y, float *slope)
   *slope = z > 0.0f ? 1.0f : p; /* p for NaN, as ATen's */
 }
 
-/* exp(z) - 1 cancels near 0: there it is its series. */
+/* exp(x) - 1 for x <= 0, with e = exp(x). It cancels near 0: there it is its series. */
+static inline float expm1_(float x, float e) {
+  float q = 1.0f + x * (0.5f + x * (0.16666667f + x * (4.1666668e-2f + x * (8.3333333e-3f + x * 1.3888889e-3f))));
+  return x > -0.25f ? x * q : e - 1.0f;
+}
+
 static inline void elu(float z, float p, float e, float *y, float *slope) {
-  float c = z > 0.0f ? 0.0f : z;
-  float q = 1.0f + c * (0.5f + c * (0.16666667f + c * (4.1666668e-2f + c * (8.3333333e-3f + c * 1.3888889e-3f))));
-  *y = z > 0.0f ? z : p * (c > -0.25f ? c * q : e - 1.0f);
+  *y = z > 0.0f ? z : p * expm1_(z > 0.0f ? 0.0f : z, e);
   *slope = z > 0.0f ? 1.0f : p * e;
+}
+
+static inline void softplus(float z, float p, float e, float *y, float *slope) {
+  *y = (z < 0.0f ? 0.0f : z) + log1p_(e) / p;
+  *slope = sigmoid_(p * z, e);
+}
+
+static inline void logsigmoid(float z, float p, float e, float *y, float *slope) {
+  *y = (z > 0.0f ? 0.0f : z) - log1p_(e);
+  *slope = sigmoid_(-z, e);
+}
+
+static inline void squared_relu(float z, float p, float e, float *y, float *slope) {
+  float positive = z <= 0.0f ? 0.0f : z;
+  *y = positive * positive;
+  *slope = 2.0f * positive;
 }
 
 /* The branch bit (derivative/branch_bit.py) of functions that have it in negative outputs, set left of ``position``. */
@@ -504,18 +530,6 @@ static void invert_formula(const kernel *k, const float *y, float *z) {
   }
 }
 
-/* Derivatives from outputs of functions without a fold. */
-static void slopes_by_formula(const kernel *k, const float *y, float *slope) {
-  const float p = k->parameter;
-  switch (k->function) {
-    case RELU: EACH slope[i] = y[i] > 0.0f ? 1.0f : 0.0f; break;
-    case SIGMOID: EACH slope[i] = y[i] * (1.0f - y[i]); break;
-    case TANGENT: EACH slope[i] = 1.0f - y[i] * y[i]; break;
-    case LEAKY_RELU: EACH slope[i] = y[i] > 0.0f ? 1.0f : p; break;
-    default: EACH slope[i] = y[i] > 0.0f ? 1.0f : y[i] + p; /* ELU */
-  }
-}
-
 /* The derivative of hardswish from y = z (z + 3) / 6, a parabola between its kinks: with d, the distance from its
    minimum less what the mark moves outputs by (``FoldedDerivative.margin``), (2z + 3) / 6 = sqrt(2d / 3). Marked outputs
    below ``jumped`` belong to z < -3: the number after -3 has one of 1.2e-7. */
@@ -526,6 +540,25 @@ static void hardswish_from_output(float margin, const float *y, float *slope) {
     int32_t is_left = y[i] < 0.0f ? bits_of(y[i]) & 1 : 0;
     float falling = y[i] > -jumped ? 0.0f : -root, middle = is_left ? falling : root;
     slope[i] = y[i] >= 3.0f ? 1.0f : middle;
+  }
+}
+
+/* Derivatives from outputs. */
+static void slopes_by_formula(const kernel *k, const float *y, float *slope) {
+  const float p = k->parameter;
+  switch (k->function) {
+    case RELU: EACH slope[i] = y[i] > 0.0f ? 1.0f : 0.0f; break;
+    case SIGMOID: EACH slope[i] = y[i] * (1.0f - y[i]); break;
+    case TANGENT: EACH slope[i] = 1.0f - y[i] * y[i]; break;
+    case LEAKY_RELU: EACH slope[i] = y[i] > 0.0f ? 1.0f : p; break;
+    case ELU: EACH slope[i] = y[i] > 0.0f ? 1.0f : y[i] + p; break;
+    case SOFTPLUS: EACH slope[i] = -expm1_(-p * y[i], exp_(-p * y[i])); break;
+    case LOGSIGMOID: EACH slope[i] = -expm1_(y[i], exp_(y[i])); break;
+    case SQUARED_RELU: EACH {
+      float largest = float_of(LARGEST), finite = y[i] > largest ? largest : y[i]; /* a gradient of 0 must give 0 */
+      slope[i] = y[i] <= 0.0f ? 0.0f : 2.0f * __builtin_sqrtf(finite);
+    } break;
+    default: hardswish_from_output(p, y, slope);
   }
 }
 
@@ -720,11 +753,11 @@ static void activate(const kernel *k, const char *from, int64_t at, int n, float
 }
 
 /* in: dy and what was saved. Of float32 the derivative from the input is the function's own, that from the output
-   a table, or where the function has a mark a formula. */
+   a table or a formula. */
 static void slopes_of(const kernel *k, const float *saved, float *slope) {
   if (k->slope.cubics != NULL) look_up_fold(&k->slope, saved, slope);
   else if (k->table.cubics != NULL) look_up(&k->table, saved, slope);
-  else if (k->mark.ambiguous) hardswish_from_output(k->parameter, saved, slope);
+  else if (k->is_from_output) slopes_by_formula(k, saved, slope);
   else compute(k, saved, NULL, slope);
 }
 
@@ -899,8 +932,7 @@ static void drop_marked_gradient_step(const pass *p, int64_t at, int n, const ch
     int32_t bits = (bits_of(value) & ~1) | (bits_of(stored[i]) & 1);
     y[i] = p->keeps_bit ? float_of(bits) : value;
   }
-  if (p->k->slope.cubics == NULL && p->k->table.cubics == NULL && !p->k->mark.ambiguous) slopes_by_formula(p->k, y, slope);
-  else slopes_of(p->k, y, slope);
+  slopes_of(p->k, y, slope);
   EACH {
     float given = of_y[i] * (bits_of(stored[i]) == SIGN ? 0.0f : factor);
     slope[i] = bits_of(stored[i]) == SIGN ? given : given * slope[i];
@@ -1533,12 +1565,13 @@ static int is_acceptable(const inverse_error *e, float mean, float std) {
 /* The channels of a batch norm whose y does not tell the input (``_inexact_channels`` in ops/batch_norm.py): in ``found``;
    how many. */
 int inexact_channels(const inverse_error *e, const float *mean, const float *inverse_std, const float *w, const float *b,
-                     const float *smallest, const float *largest, int64_t channels, int64_t count, float centred,
+                     const float *smallest, const float *largest, int64_t channels, int64_t count, float centred, float eps,
                      int64_t *found) {
   const double allowed = e->limit * __builtin_sqrt((double)count);
   int inexact = 0;
   for (int64_t c = 0; c < channels; c++) {
-    const float size = w == NULL ? 1.0f : __builtin_fabsf(w[c]);
+    const float of_xhat = 1.0f - eps * inverse_std[c] * inverse_std[c]; /* its variance; nothing far below eps */
+    const float size = (w == NULL ? 1.0f : __builtin_fabsf(w[c])) * __builtin_sqrtf(of_xhat > 0.0f ? of_xhat : 0.0f);
     const double below = worst_of(e, smallest[c]), above = worst_of(e, largest[c]);
     int is_good = __builtin_fabsf(mean[c] * inverse_std[c]) <= centred && (below > above ? below : above) <= allowed * size;
     if (w != NULL) is_good = is_good && is_acceptable(e, b == NULL ? 0.0f : b[c], size);

@@ -34,11 +34,14 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 AMBIGUOUS = {None: 0, "negative": 1, "positive": 2, "both": 3}
 BENDS = {"straight": 0, "root from below": 1, "root from above": 2, "ratio": 3}
 #: Functions of float32 numbers, as ``Native.loop`` names them.
-FUNCTIONS = ("gelu", "gelu_tanh", "swish", "mish", "hardswish", "relu", "sigmoid", "tanh", "leaky_relu", "elu")
+FUNCTIONS = (
+    *("gelu", "gelu_tanh", "swish", "mish", "hardswish", "relu", "sigmoid", "tanh", "leaky_relu", "elu", "softplus"),
+    *("logsigmoid", "squared_relu"),
+)
 #: Those with a fold whose derivative it computes from outputs by a formula. The others have tables.
 DERIVED_FROM_OUTPUTS = ("hardswish",)
 #: Those without a fold whose derivative it has a formula for, from outputs.
-BY_FORMULA = ("relu", "sigmoid", "tanh", "leaky_relu", "elu")
+BY_FORMULA = ("relu", "sigmoid", "tanh", "leaky_relu", "elu", "softplus", "logsigmoid", "squared_relu")
 #: Those without a fold that it inverts.
 INVERTED = ("leaky_relu", "elu")
 _NO_AXIS, _ALONG_COLUMNS, _ALONG_ROWS = range(3)
@@ -75,6 +78,7 @@ class _Kernel(ctypes.Structure):
         ("dtype", c_int32),
         ("function", c_int32),
         ("parameter", c_float),
+        ("is_from_output", c_int32),
         ("mark", _Mark),
         ("table", _Table),
         ("slope", _FoldTable),
@@ -106,11 +110,13 @@ class Kernel:
         values: Tensor | None = None,
         outputs: Tensor | None = None,
         slopes: Tensor | None = None,
+        *,
+        is_from_output: bool = False,
     ) -> None:
         """``fold`` asks for the branch bit. The derivative comes from ``table``, ``slope`` or ``slopes``, or is that of
-        ``function``. ``slope`` and ``inverse``, where both are given, have the same intervals. ``values`` (the
-        dtype's), ``outputs`` and ``slopes`` (float32) hold one number for each of the 65,536 of a 16-bit dtype, in the
-        order of their bits."""
+        ``function``, from its input or by a formula from its output. ``slope`` and ``inverse``, where both are given,
+        have the same intervals. ``values`` (the dtype's), ``outputs`` and ``slopes`` (float32) hold one number for each
+        of the 65,536 of a 16-bit dtype, in the order of their bits."""
         #: Whether a pass computes outputs, and not only puts the branch into them.
         self.has_function = function is not None or values is not None
         name, parameter = function or (FUNCTIONS[0], 0.0)
@@ -128,6 +134,7 @@ class Kernel:
             DTYPES[dtype],
             FUNCTIONS.index(name),
             parameter,
+            is_from_output,
             mark,
             _Table() if table is None else _of(table),
             *(_FoldTable() if t is None else _FoldTable(*t.numbers, t.cubics.data_ptr()) for t in (slope, inverse)),
@@ -340,7 +347,7 @@ def functions() -> dict[str, Any]:
         "inexact_columns": 7,
         "settle_statistics": 9,
         "norm_factors": 15,
-        "inexact_channels": 11,
+        "inexact_channels": 12,
     }
     found = {}
     for name, count in pointers.items():
@@ -351,5 +358,5 @@ def functions() -> dict[str, Any]:
     found["inexact_columns"].argtypes = (c_void_p, c_void_p, c_int64, c_float, c_float, c_float, c_void_p)
     found["settle_statistics"].argtypes = (*(c_void_p,) * 4, c_double, c_double, c_int64, c_int64, c_void_p)
     found["norm_factors"].argtypes = (*(c_void_p,) * 7, c_int64, c_int64, c_int64, c_int32, *(c_void_p,) * 4)
-    found["inexact_channels"].argtypes = (*(c_void_p,) * 7, c_int64, c_int64, c_float, c_void_p)
+    found["inexact_channels"].argtypes = (*(c_void_p,) * 7, c_int64, c_int64, c_float, c_float, c_void_p)
     return found

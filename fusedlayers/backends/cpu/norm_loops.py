@@ -136,16 +136,16 @@ def inexact_channels(
     ends: tuple[Tensor, Tensor],
     count: int,
     centred: float,
+    eps: float,
 ) -> Tensor | None:
-    """The channels, of ``count`` numbers each, of which outputs do not determine the input; None where there is none.
-    ``ends``: the smallest and the largest z of each."""
+    """``NormPasses.inexact_channels``."""
     channels = mean.numel()
     found = mean.new_empty(channels, dtype=torch.int64)
     described = _described(error)
     rows = [None if t is None else channel_vector(t) for t in (mean, inverse_std, w, b, *ends)]
     addresses = [None if t is None else t.data_ptr() for t in rows]
     inexact = functions()["inexact_channels"](
-        ctypes.addressof(described), *addresses, channels, count, centred, found.data_ptr()
+        ctypes.addressof(described), *addresses, channels, count, centred, eps, found.data_ptr()
     )
     return found[:inexact].clone() if inexact else None  # which is saved
 
