@@ -177,9 +177,7 @@ def plan_for(
         is_torchs = activation.needs_tracing or activation.fallback_reason is not None
         facts = (
             sizes,
-            size_bytes < plan.SMALL_BYTES,
-            size_bytes < plan.MEDIUM_BYTES,
-            size_bytes < plan.GPU_MEDIUM_BYTES,
+            _size(size_bytes, plan.medium_bytes(operation, x)),
             # Of what PyTorch computes only the reason is asked for: the record may hold a user's tensors.
             activation if not is_torchs else activation.fallback_reason,
             save,

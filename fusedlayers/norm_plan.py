@@ -89,7 +89,7 @@ def _make_plan(
     if because is not None:
         return plan.plain(because)
     if save != "output" and _is_small(norm, x):
-        return plan.too_small(_least_bytes(norm))
+        return plan.too_small(_least_bytes(norm, x))
     if not needs_gradient(x, w, b):
         return Plan("composite", "nothing", "saves nothing: no gradient is needed")
     return Plan("fused", "output", "saves the output, which determines the input", backend=backends.choose(x))
@@ -122,13 +122,13 @@ def _plain_because(
 
 
 def _is_small(norm: Norm, x: Tensor) -> bool:
-    return x.numel() * x.itemsize < _least_bytes(norm)
+    return x.numel() * x.itemsize < _least_bytes(norm, x)
 
 
-def _least_bytes(norm: Norm) -> int:
+def _least_bytes(norm: Norm, x: Tensor) -> int:
     """From how many bytes on outputs are saved under ``save="auto"``."""
     if isinstance(norm, GroupNorm):
-        return GROUP_NORM_BYTES
+        return GROUP_NORM_BYTES * (plan.CHANNELS_LAST if x.is_cpu and not x.is_contiguous() else 1)
     return LAYER_NORM_BYTES if norm.is_centred else plan.SMALL_BYTES
 
 
