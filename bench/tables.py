@@ -520,7 +520,8 @@ def accuracy_table(results: Path) -> str:
         return "No result is committed yet; `python -m bench accuracy` makes one."
     run = json.loads(paths[0].read_text(encoding="utf-8"))
     lines = [
-        f"{run['device']['name']}, torch {run['versions']['torch'].split('+')[0]}, {run['count']:,} inputs:",
+        f"Errors against float64, for {run['count']:,} inputs of unit variance ({run['device']['name']}, torch "
+        f"{run['versions']['torch'].split('+')[0]}):",
         "",
         "| | output, rms: eager | **here** "
         "| derivative, rms: eager | **here** | derivative, largest: eager | **here** |",

@@ -32,7 +32,7 @@ def plan_of(function: Callable[..., Any], *args: Any, compiled: bool = False, **
     layers. (``explain(model)`` lists what ``fuse`` has changed in all of it.)
 
     Args:
-        function: a fused module, or one of the public functions.
+        function: a fused module, or a public function that has an activation, a norm, a gate or an MLP.
         args, kwargs: what it would be called with. Gradient mode, autocast and other contexts count as they are.
         compiled: whether to answer for the call inside ``torch.compile``.
 
@@ -48,6 +48,8 @@ def plan_of(function: Callable[..., Any], *args: Any, compiled: bool = False, **
     ('fused', 'output', 'saves the output (branch in its last bit)')
     """
     check_instance("plan_of", function)
+    if not callable(function):
+        raise TypeError(f"plan_of: expected a layer or a function, got {type(function).__name__}: {function!r}")
     question = _Question(compiled)
     questions.append(question)
     try:
@@ -58,8 +60,9 @@ def plan_of(function: Callable[..., Any], *args: Any, compiled: bool = False, **
         questions.remove(question)
     if not question.plans:
         raise ValueError(
-            f"plan_of: {_name(function)} calls no layer of this package with these arguments; of a model that fuse has "
-            "changed fusedlayers.explain(model) lists all places"
+            f"plan_of: {_name(function)} plans nothing with these arguments; what plans are layers with an activation, "
+            "norms, gates and MLPs of this package. Of a model that fuse has changed fusedlayers.explain(model) lists "
+            "all places"
         )
     return question.plans
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from . import asking, backends, plan, validation
-from ._torch import autocast_is_active, is_of_transform
+from ._torch import autocast_is_active, is_of_transform, torchscript_state
 from .activations import Activation, Saved
 from .backends import Backend
 from .call import autocast_dtype, followed_by, needs_gradient, with_operands
@@ -215,12 +215,14 @@ def plan_block(  # noqa: C901  # one function: entering another one takes longer
     """The plan for a block's call, and the tensors that its activation reads."""
     tensors = sum((*first, last), ())  # weights and biases in turn
     is_compiled = torch.compiler.is_compiling() or (asking.questions and asking.is_asked_for_compiled())
-    if is_compiled or not validation.are_usual((x, *tensors[::2]), tensors[1::2]):
+    is_traced = torchscript_state() is not None  # numbers may be tensors then
+    if is_compiled or is_traced or not validation.are_usual((x, *tensors[::2]), tensors[1::2]):
         validation.check_block(options, x, first, last)
         choose_block_save(options, activation, autocast_dtype(x) or x.dtype)  # which may refuse
         found = BlockPlan("by_layer", "eager", "layer by layer, because torch.compile plans the memory itself")
         if not is_compiled:
-            found = BlockPlan("composite", "eager", f"not fused: {validation.unusual_because(x, *tensors)}")
+            because = followed_by() if is_traced else validation.unusual_because(x, *tensors)
+            found = BlockPlan("composite", "eager", f"not fused: {because}")
         if asking.questions:
             asking.answer(found)
         return found, ()

@@ -462,7 +462,7 @@ def test_rows_that_do_not_add_up_are_explained() -> None:
         rows = tuple(Replaced((str(i),), "group_norm", None, "saves the output", n) for i, n in enumerate(freed))
         return str(FuseReport("Net", rows, (), saved_bytes=(300, 200)))
 
-    assert "A row is what more is saved without that operation" in report(1, 1)
+    assert "(Rows do not add up: each is what its operation frees" in report(1, 1)
     assert "A row is" in report(60, 60)
     assert "A row" not in report(52, 52)
 

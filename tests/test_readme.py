@@ -15,7 +15,8 @@ from fusedlayers.fitting import costs
 from fusedlayers.fusion import timing
 
 ROOT = Path(__file__).parent.parent
-ACCURACY = ROOT / "bench" / "results" / "amd-epyc-1-threads" / "accuracy.json"
+RESULTS = ROOT / "bench" / "results"
+ACCURACY = RESULTS / "amd-epyc-1-threads" / "accuracy.json"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = ("README.md", "examples/README.md", "bench/README.md")
 COMMANDS = re.findall(r"^(pip install .*)$", README, re.MULTILINE)
@@ -183,3 +184,48 @@ def test_the_largest_error_is_what_was_measured() -> None:
     errors = [case["fusedlayers"]["derivative_max"] for case in cases if case["dtype"] == "float32"]
     (said,) = re.findall(r"err by 1e-6 as a rule, (\S+) at worst, in float32", README)
     assert 0.5 * float(said) < max(errors) <= float(said)
+
+
+def freed(variants):
+    """In percent."""
+    return 100 - 100 * variants["fusedlayers"]["saved_bytes"] / variants["eager"]["saved_bytes"]
+
+
+def test_one_line_frees_what_was_measured() -> None:
+    (run,) = [
+        json.loads(p.read_text(encoding="utf-8")) for p in RESULTS.glob("*/models.json") if "xeon" in p.parent.name
+    ]
+    assert run["device"]["name"] in (RESULTS / "overview.svg").read_text(encoding="utf-8")
+    found = [freed(row["variants"]) for row in run["cases"] if "saved_bytes" in row["variants"]["fusedlayers"]]
+    least, most = map(int, re.findall(r"One line frees (\d+) to (\d+) % in the models below", README)[0])
+    assert round(min(found)) == least and round(max(found)) == most
+    times = [row["variants"]["fusedlayers"].get("forward_backward", {"ratio": 1.0})["ratio"] for row in run["cases"]]
+    assert all(0.95 < ratio < 1.05 for ratio in times)  # "in about the same time"
+
+
+def test_in_other_contexts_it_frees_what_was_measured() -> None:
+    (path,) = RESULTS.glob("*/contexts.json")
+    contexts = [row["contexts"] for row in json.loads(path.read_text(encoding="utf-8"))["cases"]]
+    found = {
+        name: [round(100 - 100 * row[name]["fusedlayers"] / row[name]["eager"]) for row in contexts]
+        for name in ("plain", "autocast", "hooks", "compile")
+    }
+    words = README.partition("**Less is freed**")[2].partition("\n\n")[0].replace("\n", " ")
+    of_autocast = re.findall(
+        r"(\d+) % of EfficientNet-B0 become (\d+); (\d+) % of a BERT (\d+); (\d+) % of a Qwen 3 (\d+)", words
+    )
+    of_hooks, of_compile = re.findall(r"\((\d+), (\d+), (\d+)\)", words)
+    numbers = [*map(int, of_autocast[0])]
+    assert numbers[::2] == found["plain"] and numbers[1::2] == found["autocast"]
+    assert [*map(int, of_hooks)] == found["hooks"] and [*map(int, of_compile)] == found["compile"]
+
+
+def test_fit_takes_as_long_as_was_measured() -> None:
+    steps = [
+        entry["variants"]["fit"]["planning_s"] * 1e6 / entry["variants"]["eager"]["forward_backward"]["median_us"]
+        for path in RESULTS.glob("*/fit.json")
+        for row in json.loads(path.read_text(encoding="utf-8"))["cases"]
+        for entry in row["budgets"]
+        if "planning_s" in entry["variants"].get("fit", {})
+    ]
+    assert "some eighty steps" in README and 60 < sorted(steps)[len(steps) // 2] < 100, steps

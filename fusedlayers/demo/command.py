@@ -9,7 +9,7 @@ import torch
 
 from ..activations import activations, resolve
 from ..utils import command_line, command_parser, progress
-from ..utils.command_parser import whole_number
+from ..utils.command_parser import MOST_THREADS, whole_number
 from .corpus import standard_library_bytes
 from .report import LEGEND, describe, losses_to, plot, table
 from .training import Settings, compare
@@ -57,7 +57,9 @@ def register(commands: "command_parser.Commands") -> None:
     parser.add_argument(
         "--seed", type=whole_number(0), default=0, metavar="N", help="of weights and batches (default: 0)"
     )
-    parser.add_argument("--threads", type=whole_number(), metavar="N", help="CPU threads (default: torch's choice)")
+    parser.add_argument(
+        "--threads", type=whole_number(maximum=MOST_THREADS), metavar="N", help="CPU threads (default: torch's choice)"
+    )
     parser.add_argument("--out", type=png, default="fusedlayers-demo.png", metavar="PNG", help="(default: %(default)s)")
     parser.set_defaults(run=run, error=parser.error)
 

@@ -9,6 +9,9 @@ from typing import Any
 from ..utils.formatting import merged_path, pattern_of, size_text
 from ..utils.reports import Report
 
+#: What a table says whose rows are not parts of the whole.
+ROWS = "(Rows do not add up: each is what its operation frees while others are fused, and some free a buffer together.)"
+
 
 @dataclass(frozen=True)
 class Replaced:
@@ -123,7 +126,7 @@ class FuseReport(Report):
             yield f"saved for backward: {size_text(before)} before, {size_text(after)} {now}{change}"
             known = [place.saved_bytes for place in self.replaced if place.saved_bytes is not None]
             if known and not 0.9 * (before - after) <= sum(known) <= 1.1 * (before - after):
-                yield "(A row is what more is saved without that operation; two may free one buffer, or only together.)"
+                yield ROWS
         if self.step_ms is not None:
             yield "forward and backward: {:.3g} ms before, {:.3g} ms then".format(*self.step_ms)
 

@@ -28,7 +28,7 @@ def register(commands: "command_parser.Commands") -> None:
     # Some operators allocate a buffer for each thread: with one, a report is the same on all machines.
     parser.add_argument(
         "--threads",
-        type=command_parser.whole_number(),
+        type=command_parser.whole_number(maximum=command_parser.MOST_THREADS),
         default=1,
         metavar="N",
         help="CPU threads; operators may allocate buffers for each (default: 1, for figures that can be compared)",

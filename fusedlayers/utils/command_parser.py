@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     #: What a command adds its parser to.
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
+#: More are a mistake, and end the process.
+MOST_THREADS = 1024
 #: How a number below zero begins, which is no option.
 _NEGATIVE = re.compile(r"-(\.?\d|inf|nan)")
 
@@ -30,7 +32,7 @@ class Parser(argparse.ArgumentParser):
         end = next(ends, len(words))
         if commands and end < len(words) and words[end] not in commands:
             meant = did_you_mean(words[end], commands)
-            self.error(f"there is no command {words[end]!r}{meant}; the commands are {', '.join(commands)}")
+            self.error(f"there is no command {words[end]!r}; the commands are {', '.join(commands)}{meant}")
         found, unknown = super().parse_known_args([*self._checked(words[:end]), *words[end:]], namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")

@@ -26,11 +26,14 @@ LINE_SECONDS = 10
 @contextlib.contextmanager
 def shown() -> Iterator[OnStage]:
     """Yield what is told of each stage. Nothing is written to stdout, and the bar is gone at the end."""
-    began = time.monotonic()
+    first: tuple[float, float] | None = None
 
     def left(part: float) -> str:
-        """By what has been done; nothing while that is nothing."""
-        return f", about {duration_text((time.monotonic() - began) * (1 - part) / part)} left" if part > 0 else ""
+        """By what has been done since the first stage was told of: what comes before it compiles, and is done once."""
+        nonlocal first
+        now = time.monotonic()
+        began, begun = first = first or (now, part)
+        return f", about {duration_text((now - began) * (1 - part) / (part - begun))} left" if part > begun else ""
 
     with _bar() if _can_draw() else _lines() as write:
         yield lambda stage, part: write(f"{stage}{left(part)}", part)

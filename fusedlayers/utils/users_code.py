@@ -54,7 +54,7 @@ def import_object(name: str, form: str = "MODULE:ATTRIBUTE") -> object:
             public = [key for key in dir(found) if not key.startswith("_") and callable(getattr(found, key, None))]
             listed = public[:LISTED] if len(public) <= LISTED else [*public[:LISTED], "and more"]
             raise ValueError(
-                f"{module_name!r} has no {attribute!r}{did_you_mean(part, public)}; it has: {', '.join(listed)}"
+                f"{module_name!r} has no {attribute!r}; it has: {', '.join(listed)}{did_you_mean(part, public)}"
             )
         found = getattr(found, part)
     return found
