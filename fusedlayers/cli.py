@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    parser = command_parser.Parser(prog="fusedlayers", description="Fused layers for PyTorch that keep one buffer.")
+    parser = command_parser.Parser(prog="fusedlayers", description="Train PyTorch models in less memory.")
     parser.add_argument("--version", action="version", version=f"fusedlayers {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in COMMANDS:

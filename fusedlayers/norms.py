@@ -28,7 +28,7 @@ def layer_norm(
     The output determines the normalised input, which together with one number for each row is all that backward needs.
     The output does not determine it in columns whose weight is next to 0, or less than a quarter of the bias: there the
     normalised input is saved too. Each call looks at its weights for that; on a GPU each version of them is looked at
-    once.
+    once. Where the variances of the input are far below ``eps`` outputs tell less; on CPUs a call sees that as well.
 
     Args:
         input: (..., *normalized_shape), float16, bfloat16, float32 or float64.

@@ -42,14 +42,16 @@ def fuse(model: nn.Module, inputs: Any = None, *, save: str = "auto", dry_run: b
     random numbers are drawn as before; ``unfuse`` undoes it.
 
     PyTorch computes what code spells out beside other operations, what runs under a checkpoint that begins inside the
-    module, or under a selective one, and under ``torch.compile`` norms and dropouts. An output that code writes over in
-    place, on a path that the example did not take or within TorchScript, makes backward raise; a write that autograd
-    does not see either (through ``.data``, NumPy or DLPack) must be on the path of the example and through a tensor, or
-    gradients are wrong. Where an activation and the dropout or product behind it are one operation, the result between
+    module, or under a selective one, and under ``torch.compile`` norms, gates, dropouts, and activations before a
+    dropout or behind a batch norm. An output that code writes over in place, on a path that the example did not take or
+    within TorchScript, makes backward raise, and so does an edit of a norm's weights; a write that autograd does not see
+    either (through ``.data``, NumPy or DLPack) must be on the path of the example and through a tensor, or gradients are
+    wrong. Where an activation and the dropout or product behind it are one operation, the result between
     them is no part of the graph any more, unless a hook is on it or its gradient is retained by then.
 
     Args:
-        model: any module; it is run, but its buffers and the random generators are put back.
+        model: any module; it is run, hooks included, once for each line of the report and a few times more (in a dry
+            run more often), but its buffers and the random generators are put back.
         inputs: an example of what the model is called with: a tensor, a tuple of positional arguments, or a mapping of
             keywords. Places that free nothing on them are left as they are. Without, only modules are found whose
             class says what they compute, and nothing is measured.
@@ -203,8 +205,8 @@ class Fusing:
                 self._notes += evaluation_notes(model)
                 if is_optimized(model):
                     self._notes.append(
-                        "These are the bytes of eager steps. In compiled ones norms, dropouts and activations before a "
-                        "dropout are the compiler's."
+                        "These are the bytes of eager steps. In compiled ones norms, gates, dropouts, and activations "
+                        "before a dropout or behind a batch norm are the compiler's."
                     )
                 if before is None:
                     holds = _have_data(model, args, kwargs)
