@@ -30,6 +30,7 @@ DEFINITIONS = {
     "autocast": "under autocast to bfloat16; copies of parameters that autocast makes count",
     "hooks": "what saved-tensor hooks are handed, each storage once",
     "compile": "after torch.compile(dynamic=False)",
+    "backend": "the model as it is, after the same, and after torch.compile(dynamic=False, backend='fusedlayers')",
 }
 _LAYERS = ("BERT with dropouts, narrow", "Qwen 3, narrow", "EfficientNet-B0")
 BUDGET_SECONDS = 900.0
@@ -73,6 +74,8 @@ def measure_case(case: models.Case, device: torch.device, *, quick: bool = False
     fused, _ = eager.variant(models.OURS)
     assert fused is not None
     found = {name: {"eager": count(eager), "fusedlayers": count(fused)} for name, count in CONTEXTS.items()}
+    if "compile" in found:
+        found["backend"] = {**found["compile"], "fusedlayers": _compiled(eager, backend="fusedlayers")}
     (x,) = eager.inputs.values()
     return {
         "id": case.id,
@@ -109,9 +112,9 @@ def _under_hooks(subject: models.Subject) -> int:
     return sum(size for storage, size in sizes.items() if storage not in own)
 
 
-def _compiled(subject: models.Subject) -> int:
+def _compiled(subject: models.Subject, backend: str = "inductor") -> int:
     with _fresh_compiler():
-        compiled = torch.compile(subject.model, dynamic=False)
+        compiled = torch.compile(subject.model, dynamic=False, backend=backend)
         other = dataclasses.replace(subject, model=cast(nn.Module, compiled))
         other.forward_backward()  # compiles
         return _plain(other)

@@ -270,6 +270,7 @@ CONTEXTS = {
     "autocast": "autocast to bfloat16",
     "hooks": "saved-tensor hooks",
     "compile": "`torch.compile`",
+    "backend": 'the same by `backend="fusedlayers"`, no `fuse`',
 }
 
 
