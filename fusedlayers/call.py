@@ -96,6 +96,7 @@ class Call(NamedTuple):
             other_dim = None
         return key._replace(
             size=_size(count * x.itemsize, plan.medium_bytes(operation, x)),
+            medium_bytes=plan.medium_bytes(operation, x),
             norm_is_large=count >= batch_norm.WORTH_IT and not is_capturing(x),
             has_residual=residual is not None,
             operand_dim=other_dim,

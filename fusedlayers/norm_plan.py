@@ -70,7 +70,8 @@ def _facts(norm: Norm, x: Tensor, w: Tensor | None, b: Tensor | None, save: str)
         norm,
         save,
         norm.sizes(x),
-        _is_small(norm, x),
+        (least_bytes := _least_bytes(norm, x)),
+        x.numel() * x.itemsize < least_bytes,
         x.numel() == 0,
         (x.dtype, x.layout, x.is_cpu or x.device, x.requires_grad, x.is_neg() or is_of_transform(x)),
         of_parameters,
@@ -85,11 +86,15 @@ def _facts(norm: Norm, x: Tensor, w: Tensor | None, b: Tensor | None, save: str)
 def _make_plan(
     norm: Norm, x: Tensor, w: Tensor | None, b: Tensor | None, save: str, *, is_compiling: bool = False
 ) -> Plan:
+    least_bytes = 0 if save == "output" else _least_bytes(norm, x)
+    is_small = x.numel() * x.itemsize < least_bytes
     because = _plain_because(norm, x, w, b, save, is_compiling or torch.compiler.is_compiling())
+    if because is None and save != "output":
+        because = backends.choose(x).row_norm_slow_because(x.dtype, may_build=not is_small)
     if because is not None:
         return plan.plain(because)
-    if save != "output" and _is_small(norm, x):
-        return plan.too_small(_least_bytes(norm, x))
+    if is_small:
+        return plan.too_small(least_bytes)
     if not needs_gradient(x, w, b):
         return Plan("composite", "nothing", "saves nothing: no gradient is needed")
     return Plan("fused", "output", "saves the output, which determines the input", backend=backends.choose(x))
@@ -98,7 +103,7 @@ def _make_plan(
 def _plain_because(
     norm: Norm, x: Tensor, w: Tensor | None, b: Tensor | None, save: str, is_compiling: bool
 ) -> str | None:
-    """Why PyTorch computes the norm, or None."""
+    """Why PyTorch computes the norm, whatever its size and whoever could compute it; or None."""
     if is_compiling:
         return "a compiled graph cannot look at the weights"
     if save == "input":
@@ -116,19 +121,13 @@ def _plain_because(
         return "autocast computes it in float32"
     if not x.numel():
         return "the input is empty"
-    if save == "output":
-        return None
-    return backends.choose(x).row_norm_slow_because(x.dtype, may_build=not _is_small(norm, x))
-
-
-def _is_small(norm: Norm, x: Tensor) -> bool:
-    return x.numel() * x.itemsize < _least_bytes(norm, x)
+    return None
 
 
 def _least_bytes(norm: Norm, x: Tensor) -> int:
     """From how many bytes on outputs are saved under ``save="auto"``."""
     if isinstance(norm, GroupNorm):
-        return GROUP_NORM_BYTES * (plan.CHANNELS_LAST if x.is_cpu and not x.is_contiguous() else 1)
+        return GROUP_NORM_BYTES * plan.layout_factor(x)
     return LAYER_NORM_BYTES if norm.is_centred else plan.SMALL_BYTES
 
 

@@ -23,6 +23,7 @@ from .backends import Backend
 from .backends.operations import GATE, MATMUL, BatchNorm, Operation, Pointwise
 from .utils.bounded_cache import BoundedCache
 from .utils.formatting import whole_size_text
+from .utils.layout import channels_last_format
 
 #: Results of fewer bytes are left to plain PyTorch under ``save="auto"``: at most so much is forgone by a call. A fused
 #: call costs the time of an autograd.Function in Python, 60 to 200 us with cold caches. Forward and backward of two
@@ -47,10 +48,13 @@ GPU_MEDIUM_BYTES = 32 << 20
 #: By how much larger results of channels-last norms must be on a CPU, where PyTorch's kernels for these are the faster
 #: ones: batch norm and silu took 1.6 times eager's time at 4 MiB, 0.99 at 12 MiB; group norm and silu 2.4 and 1.3 times
 #: there, 0.9 at 37 MiB (AMD EPYC, two threads).
-CHANNELS_LAST = 4
+CHANNELS_LAST_FACTOR = 4
 
 Size = Literal["small", "medium", "large"]
 """How many bytes a result has: less than ``SMALL_BYTES``, less than ``medium_bytes``, or more."""
+
+#: Of a function that a layer would keep both sides of.
+_KEEPS_LESS = "PyTorch keeps less than its input and its output, which this layer would keep"
 
 Path = Literal["composite", "compiled", "no_grad", "in_place", "fused", "tells_input", "norm_input"]
 """How a call is computed.
@@ -93,6 +97,8 @@ class PlanKey(NamedTuple):
     #: Whether ``torch.compile`` traces the call.
     is_compiling: bool = False
     size: Size = "large"
+    #: Below which a result is of medium size.
+    medium_bytes: int = MEDIUM_BYTES
     #: Whether a batch norm's input is large enough for a look at its values.
     norm_is_large: bool = True
     #: The dtype that autocast casts to, or None where it is off.
@@ -190,8 +196,14 @@ def forget_plans() -> None:
 def medium_bytes(operation: Operation, x: Tensor) -> int:
     """Results of fewer bytes are of medium size, or small."""
     if isinstance(operation, BatchNorm):  # whose node saves less than PyTorch's operations: worth the host's time
-        return MEDIUM_BYTES * (CHANNELS_LAST if x.is_cpu and not x.is_contiguous() else 1)
+        return MEDIUM_BYTES * layout_factor(x)
     return MEDIUM_BYTES if x.is_cpu else GPU_MEDIUM_BYTES
+
+
+def layout_factor(x: Tensor) -> int:
+    """By how much larger norms of x must be than contiguous ones."""
+    is_last = x.is_cpu and not x.is_contiguous() and channels_last_format(x) is not None
+    return CHANNELS_LAST_FACTOR if is_last else 1
 
 
 def make_plan(key: PlanKey) -> Plan:
@@ -298,6 +310,8 @@ def describe(activation: Activation, save: str, dtype: torch.dtype, device: torc
     if save == "input":
         return "saves the input"
     refused = activation.output_refusal(dtype)
+    if save == "auto" and activation.torch_keeps_less:
+        return f"not fused: {_KEEPS_LESS}"
     if refused is not None:  # choose_save refuses "output"; a layer may have got another dtype since
         return f"{'cannot save the output' if save == 'output' else 'saves the input'}: {refused}"
     if (because := _slow_there(activation, save, dtype, device)) is not None:
@@ -315,11 +329,18 @@ def _left_to_pytorch(key: PlanKey) -> Plan | None:
         if isinstance(key.operation, BatchNorm) and key.save == "auto":
             return plain("torch.compile keeps the norm's input, and computes the rest again")
         return None
+    if because is None and key.save == "auto" and activation.torch_keeps_less and _is_layer(key.operation):
+        because = _KEEPS_LESS
     least_bytes = _least_bytes(key)
     because = because or _slow_because(key, may_build=least_bytes is None)
     if because is not None:
         return plain(because)
     return None if least_bytes is None else too_small(least_bytes)
+
+
+def _is_layer(operation: Operation) -> bool:
+    """Whether it keeps z, where the output does not determine the derivative, and what follows it y."""
+    return operation != GATE and not isinstance(operation, BatchNorm)
 
 
 def _least_bytes(key: PlanKey) -> int | None:
@@ -329,7 +350,7 @@ def _least_bytes(key: PlanKey) -> int | None:
     if key.size == "small" and not key.is_inplace:
         return SMALL_BYTES
     is_by_functions = isinstance(key.operation, BatchNorm) and key.activation.in_place is None
-    return MEDIUM_BYTES if is_by_functions and key.size == "medium" and any(key.needs) else None
+    return key.medium_bytes if is_by_functions and key.size == "medium" and any(key.needs) else None
 
 
 def _slow_because(key: PlanKey, *, may_build: bool) -> str | None:

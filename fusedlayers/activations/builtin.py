@@ -32,6 +32,11 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 _SOFTPLUS_SEAMLESS = 16.0
 
 
+def _is_seamless(beta: float, threshold: float) -> bool:
+    """Whether softplus is one curve."""
+    return beta > 0 and threshold >= _SOFTPLUS_SEAMLESS
+
+
 def _given_positive(name: str, value: float, below: str) -> str | None:
     """``parameter_refusal`` of an activation that is one-to-one only if a parameter is not negative."""
     return None if value >= 0 else f"with {name} = {value:g} {below}, so the output does not determine the derivative"
@@ -265,12 +270,12 @@ TABLE = (
         derivative_given_output=lambda y, beta, threshold: -torch.expm1(-beta * y),
         parameter_refusal=lambda beta, threshold: (
             None
-            if beta > 0 and threshold >= _SOFTPLUS_SEAMLESS
+            if _is_seamless(beta, threshold)
             else f"with beta = {beta:g} and threshold = {threshold:g} the straight part overlaps the curved one"
         ),
         inverse=lambda y, beta, threshold: y + torch.log(-torch.expm1(-beta * y)) / beta,
         stands_for=((nn.Softplus, {}), (F.softplus, {})),
-        native=Native(loop=lambda beta, threshold: ("softplus", beta)),
+        native=Native(loop=lambda beta, threshold: ("softplus", beta) if _is_seamless(beta, threshold) else None),
     ),
     Row(
         "logsigmoid",

@@ -68,7 +68,8 @@ _COMPARISONS = {
     for kind in ("Scalar", "Tensor")
 }
 _MASK = "backward needs truth values only, for which PyTorch keeps a byte"
-_LESS = "a layer would keep its input and its output, and PyTorch keeps less"
+#: A layer keeps z, and what follows it y.
+_BUFFERS_OF_A_LAYER = 2
 _traces: BoundedCache[_Traced] = BoundedCache()
 _analyses: BoundedCache[Analysis] = BoundedCache()
 _variants: BoundedCache[int] = BoundedCache()
@@ -162,33 +163,34 @@ def _trace(activation: Activation, variables: FreeVariables, trace_key: _TraceKe
     if not reads:  # f is linear in z: PyTorch saves neither z nor y, a layer would save one of them
         raise NotPointwise("backward needs nothing of it, and PyTorch keeps nothing")
     if split.dims:
-        _check_that_torch_keeps_more(reads, variables, example, dtype)
-        return _Traced(Activation(activation.name, split.body, operand_dims=split.dims, is_traced=True), split)
+        keeps_less = _torch_keeps_less(reads, variables, example, dtype)
+        found = Activation(
+            activation.name, split.body, operand_dims=split.dims, is_traced=True, torch_keeps_less=keeps_less
+        )
+        return _Traced(found, split)
     row = activation.row or Row(activation.name, split.body)
     if row.derivative_given_output is None and variants <= _MAX_ANALYSED:
         row = replace(
             row, derivative_given_output=_analysis((variables.key, split.body.code if is_exact else None), split.body)
         )
+    keeps_less = False
     if replace(activation, row=row).output_refusal(dtype) is not None:
-        _check_that_torch_keeps_more(reads, variables, example, dtype)
+        keeps_less = _torch_keeps_less(reads, variables, example, dtype)
     if activation.row is not None:
         row = replace(row, dtype_refusals=find_inaccurate_dtypes(activation.row, activation.parameters))
-        return _Traced(replace(activation, row=row, needs_tracing=False))
-    return _Traced(Activation(activation.name, split.body, row=row, is_traced=True))
+        return _Traced(replace(activation, row=row, needs_tracing=False, torch_keeps_less=keeps_less))
+    return _Traced(Activation(activation.name, split.body, row=row, is_traced=True, torch_keeps_less=keeps_less))
 
 
-def _check_that_torch_keeps_more(
-    reads: set[Any], variables: FreeVariables, example: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    """Of a function whose output does not determine its derivative. A layer saves z, and y is kept behind it.
+def _torch_keeps_less(reads: set[Any], variables: FreeVariables, example: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether PyTorch keeps less than a layer would, of a function whose output does not determine its derivative.
 
     Raises:
-        NotPointwise: PyTorch keeps less.
+        NotPointwise: it keeps truth values in the place of z.
     """
     if reads <= _COMPARISONS:
         raise NotPointwise(_MASK)
-    if kept_by_torch(variables, example, dtype) < 2:
-        raise NotPointwise(_LESS)
+    return kept_by_torch(variables, example, dtype) < _BUFFERS_OF_A_LAYER
 
 
 def _analysis(key: Hashable, function: Callable[[Tensor], Tensor]) -> Analysis:

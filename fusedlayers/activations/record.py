@@ -49,7 +49,8 @@ class Native:
             operator's arguments.
         gradient_given_input: ``gradient_given_input(dy, z, **parameters)`` computes ``dy * f'`` from the input.
         post_op: ``post_op(**parameters)`` is oneDNN's description of the function: ``(name, scalars, algorithm)``.
-        loop: ``loop(**parameters)`` names the function of the compiled loops for CPUs, and its parameter.
+        loop: ``loop(**parameters)`` names the function of the compiled loops for CPUs, and its parameter; None where
+            they have none for these parameters.
         is_piecewise: the function is a polynomial in pieces. To compute it takes less time than to look it up.
         saves_result: autograd's node of ``activate_`` saves the result alone, and its gradients are as exact as those
             of ``gradient``.
@@ -59,7 +60,7 @@ class Native:
     gradient: tuple[Any, Callable[..., tuple[Any, ...]]] | None = None
     gradient_given_input: Function | None = None
     post_op: Callable[..., tuple[str, list[float], str]] | None = None
-    loop: Callable[..., tuple[str, float]] | None = None
+    loop: Callable[..., tuple[str, float] | None] | None = None
     is_piecewise: bool = False
     saves_result: bool = False
 
@@ -149,6 +150,8 @@ class Activation:
         needs_tracing: ``function`` is a user's callable. ``custom.trace_activation`` makes an activation of it for a
             shape and dtype of z.
         is_traced: ``function`` is the trace of a user's callable.
+        torch_keeps_less: its output does not determine its derivative, and PyTorch keeps less for it than its input
+            and its output, as of ``torch.exp``.
         is_identity: y = z.
         is_folded: the function has a fold, so the saved output carries a branch bit.
         plain: ``plain(z)``, what a user of PyTorch would call: torch's own function where there is one, which saves the
@@ -165,6 +168,7 @@ class Activation:
     operand_dims: tuple[int | None, ...] = ()
     needs_tracing: bool = False
     is_traced: bool = False
+    torch_keeps_less: bool = False
 
     is_identity: bool = field(init=False)
     is_folded: bool = field(init=False)
@@ -321,7 +325,7 @@ class Activation:
     def __reduce__(self) -> Any:
         # Rows hold lambdas, which cannot be pickled: an activation is looked up by its name.
         if self.row is None:
-            parts = self.fallback_reason, self.operand_dims, self.needs_tracing, self.is_traced
+            parts = self.fallback_reason, self.operand_dims, self.needs_tracing, self.is_traced, self.torch_keeps_less
             return Activation, (self.name, self.function, self.parameters, None, *parts)
         assert not self.is_traced  # only caches hold these
         return _rebind, (self.name, dict(self.parameters))

@@ -93,7 +93,7 @@ def check_trace(variables: FreeVariables, split: Split, example: tuple[int, ...]
     except Exception as error:  # what operations raise on constants of another dtype than the argument's
         raise NotPointwise(f"it computes in one dtype alone: {first_line(error)}") from error
     wide = torch.promote_types(dtype, torch.float32)
-    tensors = [t.detach() for t in examples(variables, wide)]
+    tensors = [t.detach() for t in own_tensors(variables, wide)]
     shape = _sweep_shape(example, tensors)
     count = math.prod(shape)
     steps = torch.linspace(-8, 8, max(1, count), dtype=wide)
@@ -119,7 +119,7 @@ def check_trace(variables: FreeVariables, split: Split, example: tuple[int, ...]
 @in_clean_state
 def kept_by_torch(variables: FreeVariables, example: tuple[int, ...], dtype: torch.dtype) -> float:
     """How often z's bytes PyTorch keeps between two layers: the output, and what the function saves for backward."""
-    own = examples(variables, None)
+    own = own_tensors(variables, None)
     z = torch.ones(_sweep_shape(example, own), dtype=dtype, requires_grad=True)
     kept: list[Tensor] = []  # held: an address stands for a storage only while that is alive
 
@@ -135,7 +135,7 @@ def kept_by_torch(variables: FreeVariables, example: tuple[int, ...], dtype: tor
     return total / (z.numel() * z.itemsize)
 
 
-def examples(variables: FreeVariables, dtype: torch.dtype | None) -> list[Tensor]:
+def own_tensors(variables: FreeVariables, dtype: torch.dtype | None) -> list[Tensor]:
     """The function's tensors as leaves on the CPU, floating ones in this dtype; arbitrary values for the meta
     device's."""
     found = []

@@ -120,4 +120,6 @@ class FusedGroupNormAct(FusedAct):
 
     def forward(self, input: Tensor) -> Tensor:
         z = group_norm(input, self.num_groups, self.weight, self.bias, self.eps, save=self.save)
-        return bias_act(z, None, self.activation, dim=1, save="input" if keeps_output(z) else "auto")
+        # The compiler chooses what it keeps, and does not see the node.
+        is_kept = torch.compiler.is_compiling() or keeps_output(z)
+        return bias_act(z, None, self.activation, dim=1, save="input" if is_kept else "auto")

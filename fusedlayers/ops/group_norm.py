@@ -35,7 +35,8 @@ def group_norm(norm: GroupNorm, backend: Backend, x: Tensor, w: Tensor | None, b
 
 def keeps_output(y: Tensor) -> bool:
     """Whether y is a result of ``group_norm`` that is kept for its backward pass."""
-    return getattr(y.grad_fn, "_forward_cls", None) is _GroupNorm
+    node: Any = y.grad_fn
+    return getattr(node, "_forward_cls", None) is _GroupNorm and node.keeps_output
 
 
 class _GroupNorm(Node):
@@ -53,12 +54,17 @@ class _GroupNorm(Node):
         y, mean, inverse_std = torch.native_group_norm(x, w, b, *norm.extents(x), norm.groups, norm.eps)
         count = x.numel() // (len(x) * norm.groups)
         channels = inexact_for_variances(backend, channels, inverse_std, norm.eps, w, b, x.dtype, count)
+        ctx.place, ctx.settings = place, (norm, backend, saved_under_hooks())
+        ctx.keeps_output = channels is None or len(channels) <= MOST * x.shape[1]
+        if not ctx.keeps_output:
+            ctx.save_for_backward(None, None, w, b, None, x)
+            ctx.expected = None
+            return y
         kept = None
         if channels is not None:
             own_mean, own_std = (norm.of_channels(t, x).index_select(1, channels) for t in (mean, inverse_std))
             kept = ((x.index_select(1, channels) - own_mean) * own_std).to(x.dtype)
         ctx.save_for_backward(y, inverse_std, w, b, channels, kept)
-        ctx.place, ctx.settings = place, (norm, backend, saved_under_hooks())
         ctx.expected = version_for_backward(y)
         return y
 
@@ -66,19 +72,19 @@ class _GroupNorm(Node):
     def backward(ctx: Any, *grads: Any) -> Any:
         (dy,) = grads
         norm, backend, hooked = ctx.settings
-        y, inverse_std, w, b, channels, kept_xhat = saved_tensors(ctx, norm.function)
-        y = y if norm.reads(y) else y.contiguous()  # hooks may have laid it out in another way
-        kept = None if channels is None else Kept(channels, kept_xhat)
+        y, inverse_std, w, b, channels, kept_tensor = saved_tensors(ctx, norm.function)
         needs_x, needs_w, needs_b, *_ = ctx.needs_input_grad
         again = torch.is_grad_enabled()  # else not: torch's second derivatives of group norm know no batches
-        if again or needs_composite(dy):
+        kept = None if channels is None else Kept(channels, kept_tensor)
+        if y is None or again or needs_composite(dy):
             with torch.no_grad():
-                x = reference.centred(norm, y.detach(), w, b, inverse_std, kept, None)
+                x = kept_tensor if y is None else reference.centred(norm, y.detach(), w, b, inverse_std, kept, None)
             x = x if ctx.place is None else AtPlace.apply(ctx.place, x)
             with torch.enable_grad():
                 sources = apart(x, w, b)
                 found = gradients_through(norm(*sources), dy, sources, (needs_x, needs_w, needs_b), create_graph=again)
             return *found, None, None, None, None
+        y = y if norm.reads(y) else y.contiguous()  # hooks may have laid it out in another way
         overwrite = not hooked and is_ours_alone(y)
         dx, dw, db = backend.group_norm_gradient(
             norm, laid_out_as(dy, y), y, w, b, inverse_std, kept, needs_x=needs_x, overwrite=overwrite

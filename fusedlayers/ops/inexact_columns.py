@@ -9,7 +9,6 @@ xhat is itself small, and lost sooner, where the variances are far below eps. On
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import MutableMapping
 
@@ -23,8 +22,8 @@ from ..backends.norms import in_a_row
 
 #: How many times its factor's size a column's shift may be. xhat then errs by so many roundings of y, and one.
 RATIO = 4.0
-#: Where xhat is to be saved of more than this part of the columns, x is saved as it is. xhat is saved beside y: where
-#: nobody else saves y, the call saves more than PyTorch, by so much at most.
+#: Where xhat is to be saved of more than this part of the columns, x is saved as it is, and not y. xhat is saved beside
+#: y: where nobody else saves y, the call saves more than PyTorch, by so much at most.
 MOST = 0.25
 
 
@@ -39,7 +38,7 @@ def inexact_columns(
     if w is None:
         return None
     if w.is_cpu:
-        return _look(backend, w, b, offset, 1.0, limits(dtype, count))
+        return _look(backend, w, b, offset, None, limits(dtype, count))
     return _remembered(backend, w, b, offset, limits(dtype, count))
 
 
@@ -53,15 +52,21 @@ def inexact_for_variances(
     dtype: torch.dtype,
     count: int,
 ) -> Tensor | None:
-    """The columns, and those of which outputs do not determine xhat because the variances are far below eps."""
+    """``columns``, and those of which outputs do not determine xhat because the variances are far below eps.
+
+    Args:
+        inverse_std: (..., groups), of groups of as many columns each.
+    """
     if b is None or not inverse_std.is_cpu:  # without b small xhat are rounded as finely as large ones
         return columns
     wide = torch.promote_types(dtype, torch.float32)
-    mean_square = float(torch.linalg.vector_norm(inverse_std, dtype=wide)) ** 2 / max(1, inverse_std.numel())
-    spread = math.sqrt(max(0.0, 1.0 - eps * mean_square))  # of xhat, which is 1 where eps is nothing
-    if spread >= 1 / RATIO:
+    rows = inverse_std.flatten(0, -2)
+    mean_square = torch.linalg.vector_norm(rows, dim=0, dtype=wide).square_().div_(max(1, len(rows)))
+    spread = mean_square.mul_(-eps).add_(1.0).clamp_(min=0.0).sqrt_()  # of xhat: 1 where eps is nothing beside them
+    if float(spread.min()) >= 1 / RATIO:
         return columns
-    return _look(backend, torch.ones_like(b) if w is None else w, b, 0.0, spread, limits(dtype, count))
+    of_columns = spread.repeat_interleave(b.numel() // len(spread))
+    return _look(backend, torch.ones_like(b) if w is None else w, b, 0.0, of_columns, limits(dtype, count))
 
 
 @functools.lru_cache(256)
@@ -73,12 +78,14 @@ def limits(dtype: torch.dtype, count: int) -> tuple[float, float]:
 
 
 def _look(
-    backend: Backend, w: Tensor, b: Tensor | None, offset: float, spread: float, limits: tuple[float, float]
+    backend: Backend, w: Tensor, b: Tensor | None, offset: float, spread: Tensor | None, limits: tuple[float, float]
 ) -> Tensor | None:
+    """``spread``: of xhat, for each column; None for 1."""
     wide = torch.promote_types(w.dtype, torch.float32)
     factor = in_a_row(w, wide)
-    shift = None if b is None else in_a_row(b, wide)
-    return backend.inexact_columns(factor + offset if offset else factor, shift, RATIO * spread, *limits)
+    factor = factor + offset if offset else factor
+    factor = factor if spread is None else factor * spread
+    return backend.inexact_columns(factor, None if b is None else in_a_row(b, wide), RATIO, *limits)
 
 
 class _Seen:
@@ -138,5 +145,5 @@ def _look_at_all(backend: Backend, device: torch.device) -> None:
             found_of[i] = max(least + low, high - most, -1.0 if no_shift else over)
     for i, (w, b, seen) in enumerate(stale):
         # NaN is no number that passes.
-        seen.columns = None if found_of[i] <= 0 else _look(backend, w, b, seen.offset, 1.0, seen.limits)
+        seen.columns = None if found_of[i] <= 0 else _look(backend, w, b, seen.offset, None, seen.limits)
         seen.versions = _versions(w, b)

@@ -52,11 +52,16 @@ class _RowNorm(Node):
         x = x.contiguous()
         y, inverse_std, mean = backend.row_norm(norm, x, w, b)
         eps = norm.epsilon(x.dtype)
-        columns = inexact_for_variances(backend, columns, inverse_std, eps, w, b, x.dtype, norm.columns)
-        kept = None if columns is None else _xhat_of(x.view(-1, norm.columns), inverse_std, mean, columns)
-        ctx.save_for_backward(y, inverse_std, w, b, columns, kept)
+        of_rows = inverse_std.unsqueeze(1)
+        columns = inexact_for_variances(backend, columns, of_rows, eps, w, b, x.dtype, norm.columns)
         ctx.place = place
         ctx.settings = norm, backend, saved_under_hooks()
+        if columns is not None and len(columns) > MOST * norm.columns:
+            ctx.save_for_backward(None, None, w, b, None, x)
+            ctx.expected = None
+            return y
+        kept = None if columns is None else _xhat_of(x.view(-1, norm.columns), inverse_std, mean, columns)
+        ctx.save_for_backward(y, inverse_std, w, b, columns, kept)
         ctx.expected = version_for_backward(y)
         return y
 
@@ -64,13 +69,17 @@ class _RowNorm(Node):
     def backward(ctx: Any, *grads: Any) -> Any:
         (dy,) = grads
         norm, backend, hooked = ctx.settings
-        y, inverse_std, w, b, columns, kept_xhat = saved_tensors(ctx, norm.function)
+        y, inverse_std, w, b, columns, kept_tensor = saved_tensors(ctx, norm.function)
+        needs_x, needs_w, needs_b, *_ = needs = ctx.needs_input_grad[:3]
+        if y is None:
+            return *_differentiable(ctx.place, dy, kept_tensor, w, b, norm, needs), None, None, None, None
         y = y if y.is_contiguous() else y.contiguous()  # hooks may have laid it out in another way
-        kept = None if columns is None else Kept(columns, kept_xhat)
-        needs_x, needs_w, needs_b, *_ = ctx.needs_input_grad
+        kept = None if columns is None else Kept(columns, kept_tensor)
         if needs_composite(dy):
-            found = _differentiable(ctx.place, dy, y, inverse_std, w, b, kept, norm, (needs_x, needs_w, needs_b))
-            return *found, None, None, None, None
+            with torch.no_grad():
+                xhat = norm.xhat(y.detach().view(-1, norm.columns), w, b, kept)
+                x = (xhat / inverse_std.unsqueeze(1)).to(y.dtype).view(y.shape)
+            return *_differentiable(ctx.place, dy, x, w, b, norm, needs), None, None, None, None
         overwrite = not hooked and is_ours_alone(y)
         dx, of_w, of_b = backend.row_norm_gradient(
             norm, dy.contiguous(), y, w, b, inverse_std, kept, needs_x=needs_x, overwrite=overwrite
@@ -93,18 +102,13 @@ def _xhat_of(rows: Tensor, inverse_std: Tensor, mean: Tensor | None, columns: Te
 def _differentiable(
     place: Tensor | None,
     dy: Tensor,
-    y: Tensor,
-    inverse_std: Tensor,
+    x: Tensor,
     w: Tensor | None,
     b: Tensor | None,
-    kept: Kept | None,
     norm: RowNorm,
     needs: tuple[bool, ...],
 ) -> list[Tensor | None]:
     """The gradients of x, w and b, in operations that autograd can differentiate again."""
-    with torch.no_grad():
-        xhat = norm.xhat(y.detach().view(-1, norm.columns), w, b, kept)
-        x = (xhat / inverse_std.unsqueeze(1)).to(y.dtype).view(y.shape)
     x = x if place is None else AtPlace.apply(place, x)
     with torch.enable_grad():
         sources = apart(x, w, b)

@@ -216,10 +216,10 @@ def _in_dtype(record: Activation, dtype: torch.dtype) -> tuple[Callable[..., Ten
     """The function as PyTorch computes it, and what to hand to a layer; what it reads, in this dtype."""
     if not record.needs_tracing or record.row is not None:
         return record.plain, record
-    from ..activations.verification import examples  # with it come parts of torch whose import takes a second
+    from ..activations.verification import own_tensors  # with it come parts of torch whose import takes a second
 
     variables = find_variables(record.function)
-    function = variables.rebind(examples(variables, dtype))
+    function = variables.rebind(own_tensors(variables, dtype))
     return function, function
 
 
