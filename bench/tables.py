@@ -400,7 +400,7 @@ def fit_table(run: dict[str, Any]) -> str:
         "compile": "`torch.compile` with that budget",
         "fit_compiled": "**`torch.compile` by `fl.fit_compiled`**",
     }
-    columns = [*(titles[name] for name in names), "predicted by `fit`", "which took"]
+    columns = [*(titles[name] for name in names), "predicted by `fit`", "duration of `fit`"]
     lines = [
         measured_on(run),
         "",

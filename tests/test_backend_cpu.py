@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from reference import all_values, check_gates, derivative, steps, ulp
-from torch import Tensor
+from torch import Tensor, nn
 
 import fusedlayers as fl
 from fusedlayers import backends
@@ -159,6 +159,24 @@ def _functions_entered(call: Callable[[], object]) -> list[str]:
 
 
 #: Of the forward pass with the branch bit, of the gradient from the output, of a layer without gradients.
+@pytest.mark.parametrize("parameters", [(1.0, 1.0), (3.0, 2.0), (-1.0, 20.0), (2.0, 20.0), (0.5, 16.0)], ids=str)
+def test_softplus_of_all_parameters(parameters: tuple[float, float]) -> None:
+    """Where its straight part overlaps the curved one the loops do not have it."""
+    softplus, z = nn.Softplus(*parameters), torch.randn(300, 64) * 4
+    up, dy = torch.randn(300, 64), torch.randn(300, 64)
+    calls: list[Callable[..., Tensor]] = [
+        lambda z, up, f: fl.bias_act(z, None, f) if f is softplus else f(z),
+        lambda z, up, f: fl.gated_act(z, up, f) if f is softplus else f(z) * up,
+    ]
+    for call in calls:
+        results = []
+        for function in (softplus, lambda z: F.softplus(z, *parameters)):
+            leaves = [t.clone().requires_grad_() for t in (z, up)]
+            y = call(*leaves, function)
+            results.append([y, *torch.autograd.grad(y, leaves, dy, allow_unused=True)])
+        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
 MOST_FUNCTIONS = {
     **dict.fromkeys(["gelu", "silu", "mish", "quick_gelu", "gelu_tanh"], (7, 8, 8)),
     **dict.fromkeys(["relu", "tanh", "sigmoid", "elu", "leaky_relu"], (6, 6, 6)),

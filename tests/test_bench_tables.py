@@ -293,7 +293,9 @@ def test_the_fit_table(tmp_path: Path) -> None:
     budgets = [entry(0.7, fit=fit, checkpoint=measured(1.0, 1.3, 65)), entry(0.3, fit={"error": "too small"})]
     run = a_run([{"id": "bert/float32", "saved_bytes": 100 * 2**20, "budgets": budgets}])
     lines = table_of("fit", run, tmp_path)
-    assert lines[2].endswith("| budget | checkpoints of blocks | **`fl.fit`** | predicted by `fit` | which took |")
+    assert lines[2].endswith(
+        "| budget | checkpoints of blocks | **`fl.fit`** | predicted by `fit` | duration of `fit` |"
+    )
     assert lines[4:-1] == [
         "| bert, float32, 100.0 | 70.0% | 65.0%, 1.30x | 60.0%, 1.05x | 61.0%, 1.10x | 16 s, as 82 steps |",
         "| bert, float32, 100.0 | 30.0% | - | - | - | - |",

@@ -383,7 +383,6 @@ PARAMETERS = {
     "both": nn.Parameter(torch.rand(40, 16)),
     "double": nn.Parameter(torch.rand(16).double()),
     "whole": torch.tensor(3),
-    "frozen": torch.tensor(0.7),
 }
 Q = PARAMETERS
 
@@ -416,9 +415,6 @@ FALLBACKS: dict[str, tuple[Callable[[], Any], str]] = {
     "seldom, by NumPy": (lambda: lambda z: torch.relu(z) * (1 + (np.random.rand() < 1e-9)), "draws random numbers"),
     "jumping line": (lambda: lambda z: torch.where(z > 0, z + 1, z), "backward needs truth values only"),
     "choice": (lambda: lambda z: torch.where(z > 0, Q["number"], Q["channels"]), "backward needs truth values only"),
-    "exponential": (lambda: lambda z: torch.exp(-z), "PyTorch keeps less"),
-    "tangent": (lambda: torch.tan, "PyTorch keeps less"),
-    "scaled by what is not trained": (lambda: lambda z: torch.exp(z * Q["frozen"]), "PyTorch keeps less"),
     "autocast": (lambda: _by_autocast, "names is_autocast_enabled"),
     "environment": (lambda: lambda z: z.tanh() * float(os.environ.get("SLOPE", "2")), "names environ"),
     "branch": (lambda: lambda z: z * 2 if z.sum() > 0 else z * Q["number"], "depends on the values of a tensor"),
@@ -503,12 +499,14 @@ def test_what_is_left_to_pytorch_is_pytorchs_and_says_why(name: str, records: Ca
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_between_two_layers_no_more_is_kept_than_pytorch_keeps(dtype: torch.dtype) -> None:
     x, w, v = (torch.randn(size, dtype=dtype).requires_grad_() for size in ((64, 32), (48, 32), (8, 48)))
-    trained = torch.tensor(0.3, dtype=dtype, requires_grad=True)
+    trained, frozen = torch.tensor(0.3, dtype=dtype, requires_grad=True), torch.tensor(0.7, dtype=dtype)
     functions: list[Callable[[Tensor], Tensor]] = [
         torch.exp,
         torch.expm1,
         torch.tan,
         torch.sqrt,
+        lambda z: torch.exp(z * frozen),
+        lambda z: torch.relu(z + trained),
         torch.sin,
         torch.square,
         lambda z: torch.exp(-z),
@@ -524,6 +522,12 @@ def test_between_two_layers_no_more_is_kept_than_pytorch_keeps(dtype: torch.dtyp
             for hidden in (lambda f: fl.dense_bias_act(x, w, None, f), lambda f: f(F.linear(x, w)))
         )
         assert kept <= by_torch, number
+    assert fl.plan_of(fl.dense_bias_act, x, w, None, torch.exp)[0].reason.startswith("not fused: PyTorch keeps less")
+    assert "not fused: PyTorch keeps less" in repr(fl.FusedDenseAct(32, 48, torch.exp))
+    # Blocks keep less than that, and a layer that is asked to.
+    block = fl.FusedMLP(32, 48, activation=torch.exp, save="recompute", dtype=dtype)
+    assert saved_bytes(block, x, exclude=[x, block]) == 0
+    assert saved_bytes(lambda: fl.dense_bias_act(x, w, None, torch.exp, save="recompute"), exclude=[x, w]) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

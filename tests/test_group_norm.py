@@ -98,6 +98,31 @@ def test_variances_far_below_epsilon(name: str, dtype: torch.dtype) -> None:
     _assert_good(x, w, b, dy)
 
 
+@every_dtype
+@pytest.mark.parametrize("small", [2, 4, 8, 16])
+def test_groups_whose_variances_are_far_below_epsilon(dtype: torch.dtype, small: int) -> None:
+    """The others do not hide them; of few channels xhat is kept, of many the input alone."""
+    x, w, b, dy = _case("images", dtype)
+    with torch.no_grad():
+        x[:, :small] *= 1e-5
+        w.fill_(0.3)
+        b.fill_(1.0)
+    x64, w64 = (t.detach().double().requires_grad_() for t in (x, w))
+    (exact,) = torch.autograd.grad(F.group_norm(x64, 8, w64, b.double()), w64, dy.double())
+    ours, torchs = (torch.autograd.grad(f(x, 8, w, b), w, dy)[0][:small] for f in (fl.group_norm, F.group_norm))
+    assert relative(ours, exact[:small]) <= 2 * relative(torchs, exact[:small]) + 4 * FLOOR[dtype]
+    kept, by_torch = (saved_bytes(lambda f=f: f(x * 1, 8, w, b)) for f in (fl.group_norm, F.group_norm))
+    assert kept <= by_torch * (1.3 if small <= 4 else 1)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of the compiler
+def test_a_compiled_graph_is_whole() -> None:
+    torch.compiler.reset()
+    layer, x = fl.FusedGroupNormAct(4, 16, "relu"), _case("images")[0]
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), layer(x), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["images", "channels last", "vectors"])
 @every_dtype
 def test_channels_that_outputs_do_not_tell_are_saved_beside(name: str, dtype: torch.dtype) -> None:

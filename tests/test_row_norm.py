@@ -151,6 +151,13 @@ def test_variances_far_below_epsilon(dtype: torch.dtype, scale: float, shift: fl
         errors = [float((t.double() - right).norm()) for t in (one, other)]
         # The smallest xhat that is read off an output is a quarter of the usual ones.
         assert errors[0] <= 2 * errors[1] + 4 * FLOOR[dtype] * float(right.norm()), errors
+    # Where nobody keeps the output either.
+    x, w = x.requires_grad_(), w.requires_grad_()
+    kept, by_torch = (saved_bytes(lambda f=f: f("layer", x * 1, w, b)) for f in (ours, eager))
+    assert kept <= by_torch
+    if x.dtype is torch.float32 and shift:
+        x64 = [t.detach().double().requires_grad_() for t in (x[:4], w, b)]
+        assert gradgradcheck(lambda x, w, b: fl.layer_norm(x, 128, w, b, 1e-5, save="output"), x64)
 
 
 @every_dtype

@@ -312,9 +312,11 @@ class Fusing:
                 region = Region.of(place.module)
                 region.switch(place.kind, place.stand_in, on=True)
                 region.places[place.kind], region.called = f"{place.name} {_saves(place)}", place.paths
-                region.waiting |= {place.kind} if place.is_small else set()
-                # The compiler keeps what the norm reads, and computes the rest again; it would keep the output besides.
-                region.for_compiler |= {place.kind} if place.is_normalised else set()
+                if place.is_small:
+                    region.too_small_kinds |= {place.kind}
+                if place.is_normalised:
+                    # The compiler keeps what the norm reads, and computes the rest again: it would keep both.
+                    region.compiled_without |= {place.kind}
         self._remove_needless()
         if self._dry_run:
             self._put_back()

@@ -50,7 +50,8 @@ class Place:
             "product".
         gated: of a gate, the activations in it.
         activation: of PyTorch's activation functions, the record; else None.
-        follows: of a dropout or an activation, what has made its input.
+        follows: of a dropout, what has made its input.
+        is_normalised: of an activation, whether a batch norm made its input, in all calls.
         dtype: of the input.
     """
 
@@ -67,6 +68,7 @@ class Place:
     gated: list[Place] = field(default_factory=list)
     activation: Activation | None = None
     follows: list[Place] = field(default_factory=list)
+    is_normalised: bool = False
     dtype: torch.dtype = torch.float32
     paths: tuple[str, ...] = ()
 
@@ -91,11 +93,6 @@ class Place:
         except Exception:  # it refuses what PyTorch is about to refuse
             return
         self.saves, self.is_small = str(found).removeprefix("not fused: "), found.is_too_small
-
-    @property
-    def is_normalised(self) -> bool:
-        """Whether it is an activation behind a batch norm."""
-        return self.is_activation and any(maker.kind == "batch_norm" for maker in self.follows)
 
     @property
     def useless_because(self) -> str | None:
@@ -329,8 +326,8 @@ class _Recorder(TorchFunctionMode):
         place = self._places.get((running.path, kind))
         if place is None:
             place = self._places[running.path, kind] = Place(running.path, running.module, kind, name, dtype=x.dtype)
-            place.activation = activation
-            place.follows = self._makers.of(x) if kind == "dropout" or place.is_activation else []
+            place.activation, place.follows = activation, self._makers.of(x) if kind == "dropout" else []
+            place.is_normalised = place.is_activation
             if kind == "dropout" and kwargs.get("inplace"):
                 place.left_because = "it drops in place"
             elif torch.is_grad_enabled() and saved_tensors_hooks_on_top(True) != running.hooks:
@@ -340,6 +337,7 @@ class _Recorder(TorchFunctionMode):
             elif kind in ("dropout", GATE, PRODUCT) and operation.is_small(args):
                 place.saves, place.is_small = plan.too_small_because(plan.SMALL_BYTES), True
         place.is_recomputed |= running.is_recomputed
+        place.is_normalised &= any(maker.kind == "batch_norm" for maker in self._makers.of(x))
         if kind == GATE:
             factors = [*_tensors(args[:2])]
             place.gated += [maker for factor in factors for maker in self._makers.of(factor) if maker.is_activation]

@@ -49,16 +49,16 @@ class Region:
         recompute: what of the whole forward pass is computed again in the backward pass.
         keeps_outputs: whether operations keep less; else it only recomputes.
         places: for people, what is kept, by kind.
-        waiting: the kinds of which the example was too small.
-        for_compiler: the kinds that a compiled model leaves to the compiler.
+        too_small_kinds: those of which the example was too small.
+        compiled_without: those that are left to the compiler in a compiled model.
         called: the paths by which the model that was fused calls the module.
         replaced: what the instance had in the place of its class's forward before, or None.
     """
 
     keeps_outputs = True
     called: tuple[str, ...] = ()
-    waiting: Set[str] = frozenset()
-    for_compiler: Set[str] = frozenset()
+    too_small_kinds: Set[str] = frozenset()
+    compiled_without: Set[str] = frozenset()
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -159,7 +159,7 @@ class Region:
         if is_exporting() or _is_in_checkpoint:
             return forward(*args, **kwargs)
         if self.recompute == "nothing":
-            with Interception(self.active_kinds - self.for_compiler, None):
+            with Interception(self.active_kinds - self.compiled_without, None):
                 return forward(*args, **kwargs)
         _is_in_checkpoint = True
         try:
@@ -229,11 +229,11 @@ class Remark:
         if region is None:
             return own
         kinds = sorted(region.active_kinds)
-        kept = [kind for kind in kinds if kind not in region.waiting]
+        kept = [kind for kind in kinds if kind not in region.too_small_kinds]
         if region.stand_in is not None and region.keeps_outputs:
             kept.append(str(region.stand_in))
         kept += {"all": ["recomputed"], "cheap": ["recomputed but for products"], "nothing": []}[region.recompute]
-        waiting = [kind for kind in kinds if kind in region.waiting]
+        waiting = [kind for kind in kinds if kind in region.too_small_kinds]
         parts = [("fused", kept), ("fused for larger inputs", waiting)]
         remark = "; ".join(f"{title}: {', '.join(names)}" for title, names in parts if names)
         if not remark:

@@ -214,7 +214,7 @@ def _forward_in_passes(
         y = z if made.inplace else torch.empty_like(z)
         ends = passes.act(z, y)
     count = x.numel() // x.shape[1]
-    return y, known, passes.inexact_channels(inverse_error, *known, b, ends, count, centred, _added(norm))
+    return y, known, passes.inexact_channels(inverse_error, *known, b, ends, count, centred, _epsilon_of_batch(norm))
 
 
 def _forward_by_torch(
@@ -235,14 +235,14 @@ def _forward_by_torch(
         mean, inverse_std, *_ = made
     assert z is not None
     known = Known(mean, inverse_std, w)
-    channels = None if inverse_error is None else _inexact_channels(z, known, b, inverse_error, _added(norm))
+    channels = None if inverse_error is None else _inexact_channels(z, known, b, inverse_error, _epsilon_of_batch(norm))
     is_kept = _keeps_output(inverse_error, channels, x)
     out = z if made is None or made.inplace else None
     return backend.bias_act(z, None, activation, dim=norm.dim, encode=is_kept, out=out), known, channels
 
 
-def _added(norm: BatchNorm) -> float:
-    """What was added to the variances of the batch."""
+def _epsilon_of_batch(norm: BatchNorm) -> float:
+    """What was added to the variances of the batch; 0 in evaluation, where xhat has another variance than 1 anyway."""
     return norm.eps if norm.training else 0.0
 
 
@@ -308,7 +308,7 @@ def _inexact_channels(
 ) -> Tensor | None:
     """The channels of which outputs do not determine the input, or None; as ``NormPasses.inexact_channels``."""
     mean, inverse_std, w = known
-    size = (1 - eps * inverse_std.square()).clamp_(min=0).sqrt_()  # of xhat: nothing where variances are far below eps
+    size = (1 - eps * inverse_std.square()).clamp_(min=0).sqrt_()  # of xhat: 0 where variances are far below eps
     if w is not None:
         size = size * w.abs()
     good = (mean * inverse_std).abs() <= CENTRED

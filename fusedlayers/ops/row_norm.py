@@ -108,8 +108,9 @@ def _differentiable(
     norm: RowNorm,
     needs: tuple[bool, ...],
 ) -> list[Tensor | None]:
-    """The gradients of x, w and b, in operations that autograd can differentiate again."""
+    """The gradients of x, w and b by PyTorch's operations, which autograd can differentiate again."""
+    again = torch.is_grad_enabled()
     x = x if place is None else AtPlace.apply(place, x)
     with torch.enable_grad():
         sources = apart(x, w, b)
-        return gradients_through(norm(*sources), dy, sources, needs)
+        return gradients_through(norm(*sources), dy, sources, needs, create_graph=again)

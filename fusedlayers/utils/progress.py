@@ -32,8 +32,10 @@ def shown() -> Iterator[OnStage]:
         """By what has been done since the first stage was told of: what comes before it compiles, and is done once."""
         nonlocal first
         now = time.monotonic()
-        began, begun = first = first or (now, part)
-        return f", about {duration_text((now - began) * (1 - part) / (part - begun))} left" if part > begun else ""
+        if first is None:
+            first = now, part
+        seconds, done = now - first[0], part - first[1]
+        return f", about {duration_text(seconds * (1 - part) / done)} left" if done > 0 else ""
 
     with _bar() if _can_draw() else _lines() as write:
         yield lambda stage, part: write(f"{stage}{left(part)}", part)

@@ -18,7 +18,7 @@ from ...utils.isolation import in_clean_state
 from ...utils.storages import is_plain
 from .. import torch as reference
 from . import loops
-from .elementwise import KERNELS, all_values, gradient_kernel
+from .elementwise import KERNELS, all_values, formula_kernel, gradient_kernel
 from .loops import Kernel
 
 
@@ -78,9 +78,7 @@ def _gradient_kernel(activation: Activation) -> Kernel | None:
     kernel = gradient_kernel(activation, torch.float32, "output")
     if kernel is not None or activation.operand_dims or not loops.serve(torch.float32):
         return kernel
-    function = loops.function_of(activation)
-    is_known = function is not None and function[0] in loops.BY_FORMULA
-    return Kernel(torch.float32, function, is_from_output=True) if is_known else None
+    return formula_kernel(activation, torch.float32)
 
 
 @functools.lru_cache(KERNELS)

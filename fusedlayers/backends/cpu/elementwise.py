@@ -178,7 +178,7 @@ def gradient_kernel(activation: Activation, dtype: torch.dtype, saved: str) -> K
         return None
     if saved == "output" and activation.native.gradient is not None:
         return None
-    formula = _formula_kernel(activation, dtype) if saved == "output" else None
+    formula = formula_kernel(activation, dtype) if saved == "output" else None
     if formula is not None:
         return formula
     if dtype.itemsize == 2:
@@ -193,7 +193,7 @@ def gradient_kernel(activation: Activation, dtype: torch.dtype, saved: str) -> K
     return Kernel(dtype, slope=table) if isinstance(table, FoldTable) else Kernel(dtype, table=table)
 
 
-def _formula_kernel(activation: Activation, dtype: torch.dtype) -> Kernel | None:
+def formula_kernel(activation: Activation, dtype: torch.dtype) -> Kernel | None:
     """The kernel where the loops have a formula for the derivative from outputs."""
     function = loops.function_of(activation)
     if function is None:

@@ -558,7 +558,7 @@ static void slopes_by_formula(const kernel *k, const float *y, float *slope) {
       float largest = float_of(LARGEST), finite = y[i] > largest ? largest : y[i]; /* a gradient of 0 must give 0 */
       slope[i] = y[i] <= 0.0f ? 0.0f : 2.0f * __builtin_sqrtf(finite);
     } break;
-    default: hardswish_from_output(p, y, slope);
+    case HARDSWISH: hardswish_from_output(p, y, slope);
   }
 }
 
@@ -1570,7 +1570,7 @@ int inexact_channels(const inverse_error *e, const float *mean, const float *inv
   const double allowed = e->limit * __builtin_sqrt((double)count);
   int inexact = 0;
   for (int64_t c = 0; c < channels; c++) {
-    const float of_xhat = 1.0f - eps * inverse_std[c] * inverse_std[c]; /* its variance; nothing far below eps */
+    const float of_xhat = 1.0f - eps * inverse_std[c] * inverse_std[c]; /* its variance: 0 where that of x is far below eps */
     const float size = (w == NULL ? 1.0f : __builtin_fabsf(w[c])) * __builtin_sqrtf(of_xhat > 0.0f ? of_xhat : 0.0f);
     const double below = worst_of(e, smallest[c]), above = worst_of(e, largest[c]);
     int is_good = __builtin_fabsf(mean[c] * inverse_std[c]) <= centred && (below > above ? below : above) <= allowed * size;
