@@ -55,15 +55,16 @@ def inexact_for_variances(
     """``columns``, and those of which outputs do not determine xhat because the variances are far below eps.
 
     Args:
-        inverse_std: (..., groups), of groups of as many columns each.
+        inverse_std: (rows,), or (rows, groups) of groups of as many columns each.
     """
     if b is None or not inverse_std.is_cpu:  # without b small xhat are rounded as finely as large ones
         return columns
-    wide = torch.promote_types(dtype, torch.float32)
-    rows = inverse_std.flatten(0, -2)
-    mean_square = torch.linalg.vector_norm(rows, dim=0, dtype=wide).square_().div_(max(1, len(rows)))
-    spread = mean_square.mul_(-eps).add_(1.0).clamp_(min=0.0).sqrt_()  # of xhat: 1 where eps is nothing beside them
-    if float(spread.min()) >= 1 / RATIO:
+    # xhat has the variance 1 where eps is nothing beside that of x. Most calls end here.
+    if 1 - eps * inverse_std.max().item() ** 2 >= 1 / RATIO**2:
+        return columns
+    rows = inverse_std.view(len(inverse_std), -1).to(torch.promote_types(dtype, torch.float32))
+    spread = rows.square().mean(0).mul_(-eps).add_(1.0).clamp_(min=0.0).sqrt_()
+    if spread.min().item() >= 1 / RATIO:
         return columns
     of_columns = spread.repeat_interleave(b.numel() // len(spread))
     return _look(backend, torch.ones_like(b) if w is None else w, b, 0.0, of_columns, limits(dtype, count))

@@ -52,8 +52,7 @@ class _RowNorm(Node):
         x = x.contiguous()
         y, inverse_std, mean = backend.row_norm(norm, x, w, b)
         eps = norm.epsilon(x.dtype)
-        of_rows = inverse_std.unsqueeze(1)
-        columns = inexact_for_variances(backend, columns, of_rows, eps, w, b, x.dtype, norm.columns)
+        columns = inexact_for_variances(backend, columns, inverse_std, eps, w, b, x.dtype, norm.columns)
         ctx.place = place
         ctx.settings = norm, backend, saved_under_hooks()
         if columns is not None and len(columns) > MOST * norm.columns:
