@@ -34,7 +34,7 @@ from ._torch import (
 from .activations import Activation, WithOperands
 from .backends import Backend
 from .backends.cpu import onednn
-from .backends.operations import MATMUL, Convolution, Matmul, Operation, Pointwise, Weight
+from .backends.operations import MATMUL, BatchNorm, Convolution, Matmul, Operation, Pointwise, Weight
 from .ops import batch_norm
 from .plan import Needs, Plan, PlanKey, Size, make_plan, plan_cache
 from .utils.bounded_cache import BoundedCache
@@ -178,7 +178,10 @@ def plan_for(
         is_torchs = activation.needs_tracing or activation.fallback_reason is not None
         facts = (
             sizes,
-            _size(size_bytes, plan.medium_bytes(operation, x)),
+            size_bytes < plan.SMALL_BYTES,
+            size_bytes < plan.MEDIUM_BYTES,
+            size_bytes < plan.GPU_MEDIUM_BYTES,
+            isinstance(operation, BatchNorm) and size_bytes < plan.medium_bytes(operation, x),
             # Of what PyTorch computes only the reason is asked for: the record may hold a user's tensors.
             activation if not is_torchs else activation.fallback_reason,
             save,

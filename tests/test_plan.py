@@ -197,7 +197,7 @@ def test_asking_computes_nothing_and_ends() -> None:
     model, x = Model(), torch.randn(30, 12)
     assert len(fl.plan_of(model, x)) == 1 and ran == [] and asking.questions == []
     assert model(x).shape == (30, 40) and ran == [1]
-    with pytest.raises(ValueError, match=r"plan_of: .* calls no layer of this package"):
+    with pytest.raises(ValueError, match=r"plan_of: .* plans nothing with these arguments"):
         fl.plan_of(torch.relu, x)
     with pytest.raises(ValueError, match="last dimension must be the weight's second"):
         fl.plan_of(model, x[:, :5])
