@@ -349,8 +349,11 @@ def _least_bytes(key: PlanKey) -> int | None:
         return None
     if key.size == "small" and not key.is_inplace:
         return SMALL_BYTES
-    is_by_functions = isinstance(key.operation, BatchNorm) and key.activation.in_place is None
-    return key.medium_bytes if is_by_functions and key.size == "medium" and any(key.needs) else None
+    if key.size != "medium" or not isinstance(key.operation, BatchNorm) or not any(key.needs):
+        return None
+    # PyTorch computes an activation in place as quickly as the Function does, if the norm is contiguous.
+    is_channels_last = key.medium_bytes != MEDIUM_BYTES
+    return key.medium_bytes if key.activation.in_place is None or is_channels_last else None
 
 
 def _slow_because(key: PlanKey, *, may_build: bool) -> str | None:
