@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedlayers.memory import saved_bytes
-from fusedlayers.utils.storages import tensors_in
+from fusedlayers.utils.storages import sizes_of, tensors_in
 
 from . import RESULTS, grid, machine, models
 
@@ -76,15 +76,7 @@ def measure_case(case: models.Case, device: torch.device, *, quick: bool = False
     found = {name: {"eager": count(eager), "fusedlayers": count(fused)} for name, count in CONTEXTS.items()}
     if "compile" in found:
         found["backend"] = {**found["compile"], "fusedlayers": _compiled(eager, backend="fusedlayers")}
-    (x,) = eager.inputs.values()
-    return {
-        "id": case.id,
-        "model": case.model,
-        "layers": layers,
-        "dtype": case.dtype,
-        "input": list(x.shape),
-        "contexts": found,
-    }
+    return {**models.described(case, eager, layers), "contexts": found}
 
 
 def _plain(subject: models.Subject) -> int:
@@ -107,9 +99,8 @@ def _under_hooks(subject: models.Subject) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = subject.forward()
     del y
-    own = {t.untyped_storage().data_ptr() for t in tensors_in((subject.model, subject.inputs))}
-    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
-    return sum(size for storage, size in sizes.items() if storage not in own)
+    own = sizes_of(tensors_in((subject.model, subject.inputs)))
+    return sum(size for storage, size in sizes_of(held).items() if storage not in own)
 
 
 def _compiled(subject: models.Subject, backend: str = "inductor") -> int:

@@ -361,17 +361,18 @@ def measure_case(
     for name, subject in subjects.items():
         rows[name]["saved_bytes"] = saved_bytes(subject.forward, exclude=[subject.model, subject.inputs])
         rows[name]["peak_bytes"] = peak_bytes(subject.forward_backward, device=device)
-    (x,) = eager.inputs.values()
     return {
-        "id": case.id,
-        "model": case.model,
-        "layers": layers,
-        "dtype": case.dtype,
-        "input": list(x.shape),
+        **described(case, eager, layers),
         "parameters": sum(parameter.numel() for parameter in eager.model.parameters()),
         "target": {} if quick else dict(case.target),
         "variants": rows,
     }
+
+
+def described(case: Case, subject: Subject, layers: int | None) -> dict[str, Any]:
+    """What a JSON row says of the model."""
+    (x,) = subject.inputs.values()
+    return {"id": case.id, "model": case.model, "layers": layers, "dtype": case.dtype, "input": list(x.shape)}
 
 
 def build(case: Case, device: torch.device, quick: bool) -> tuple[Subject, int | None]:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..utils.formatting import first_line
 from ..utils.isolation import in_clean_state
+from ..utils.storages import sizes_of
 from .free_variables import FreeVariables, find_variables
 from .partition import Split
 from .tracing import NotPointwise
@@ -129,9 +130,8 @@ def kept_by_torch(variables: FreeVariables, example: tuple[int, ...], dtype: tor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = variables.rebind(own)(z * 1)  # not a leaf: the function may overwrite its argument
-    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*kept, y.detach())}
-    given = {t.untyped_storage().data_ptr() for t in own}
-    total: int = sum(size for storage, size in sizes.items() if storage not in given)
+    given = sizes_of(own)
+    total = sum(size for storage, size in sizes_of((*kept, y.detach())).items() if storage not in given)
     return total / (z.numel() * z.itemsize)
 
 
