@@ -212,8 +212,8 @@ class Check:
             parallel = ["-n", str(processes)] if importlib.util.find_spec("xdist") else []
             files = [f"tests/test_{subject}.py" for subject in KERNEL_TESTS]
             collect = ["--collect-only"] if self.fake else []
-            # Not the options of pyproject.toml, some of which are plug-ins'.
-            plain = ["-o", "addopts=", "-q", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
+            # Not the options of pyproject.toml, some of which are plug-ins'; nor a plug-in that warns of processes.
+            plain = ["-o", "addopts=", "-q", "-rfE", "--tb=short", "-p", "no:cacheprovider", "-p", "no:benchmark"]
             return [sys.executable, "-m", "pytest", *plain, *parallel, *collect, *files]
         device = ["--device", "cpu" if self.fake else "cuda"]
         command = [sys.executable, "-m", "bench", name, *device, "--out", str(self.out)]

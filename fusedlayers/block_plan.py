@@ -213,7 +213,7 @@ def plan_block(  # noqa: C901  # one function: entering another one takes longer
     options: BlockOptions, x: Tensor, first: Sequence[Linear], last: Linear, activation: Activation
 ) -> tuple[BlockPlan, tuple[Tensor, ...]]:
     """The plan for a block's call, and the tensors that its activation reads."""
-    tensors = sum((*first, last), ())  # weights and biases in turn
+    tensors = tuple(t for linear in (*first, last) for t in linear)  # weights and biases in turn
     is_compiled = torch.compiler.is_compiling() or (asking.questions and asking.is_asked_for_compiled())
     is_traced = torchscript_state() is not None  # numbers may be tensors then
     if is_compiled or is_traced or not validation.are_usual((x, *tensors[::2]), tensors[1::2]):

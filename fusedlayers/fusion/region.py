@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Set
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -134,7 +135,7 @@ class Region:
         return self.__wrapped__.__code__
 
     def _forward_of(self, module: nn.Module) -> Callable[..., Any]:
-        return self.replaced if self.replaced is not None else type(module).forward.__get__(module)
+        return self.replaced if self.replaced is not None else MethodType(type(module).forward, module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

@@ -87,7 +87,7 @@ _TEMPLATES = {
     "minimum": "tl.minimum({0}, {1}, tl.PropagateNan.ALL)",
     "mul": "{0} * {1}",
     "ne": "{0} != {1}",
-    "neg": "-{0}",
+    "neg": "{0} * -1.0",  # Triton 3.6 subtracts from 0, whose result at 0 is 0 and not -0
     "polygamma": "_polygamma_{0}({1})",
     "pow": "_pow({0}, {1}, _LOG, _EXP2)",
     "reciprocal": "1.0 / {0}",
@@ -345,6 +345,8 @@ def _template(operation: TracedOperation) -> str:
         template = _IN_DOUBLE.get(op, "")
     elif not dtype.is_floating_point and op not in _OF_INTEGERS:
         template = ""
+    elif not dtype.is_floating_point and op == "neg":
+        template = "-{0}"
     if not template:
         raise NotPointwise(f"{op} in {dtype} has no Triton counterpart here")
     return template
