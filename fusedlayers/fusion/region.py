@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Set
-from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -135,7 +134,7 @@ class Region:
         return self.__wrapped__.__code__
 
     def _forward_of(self, module: nn.Module) -> Callable[..., Any]:
-        return self.replaced if self.replaced is not None else MethodType(type(module).forward, module)
+        return self.replaced if self.replaced is not None else type(module).forward.__get__(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -156,7 +155,9 @@ class Region:
     def _compiled(self, *args: Any, **kwargs: Any) -> Any:
         """For the compiler, which lets no mode begin within a checkpoint: there everything is PyTorch's."""
         global _is_in_checkpoint
-        forward = self._forward_of(self.module)
+        forward: Callable[..., Any] | None = self.replaced
+        if forward is None:  # no method: the compiler of torch 2.11 cannot bind one
+            forward = functools.partial(type(self.module).forward, self.module)
         if is_exporting() or _is_in_checkpoint:
             return forward(*args, **kwargs)
         if self.recompute == "nothing":
