@@ -40,12 +40,12 @@ class Mask(NamedTuple):
     factor: float
     backend: Backend
 
-    def factors(self, bits: Tensor, dtype: torch.dtype) -> Tensor:
-        """What each element was multiplied by."""
-        return reference.unpacked(bits, self.shape, self.strides).to(dtype) * self.factor
+    def composite(self, x: Tensor, bits: Tensor) -> Tensor:
+        """``apply`` in operations that autograd can differentiate."""
+        return x * reference.unpacked(bits, self.shape, self.strides) * self.factor
 
     def apply(self, x: Tensor, bits: Tensor) -> Tensor:
-        """x, of this shape, times these."""
+        """x, of this shape, without what was dropped, and the rest multiplied."""
         if x.stride() != self.strides or not is_plain(x):
             x = torch.empty_strided(self.shape, self.strides, dtype=x.dtype, device=x.device).copy_(x)
         return self.backend.drop_gradient(x, bits, self.factor)
@@ -64,7 +64,7 @@ class Dropout(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, backend: Backend, product: Product | None) -> Tensor:
         keep = drawn(x, p)
-        ctx.mask = Mask(x.shape, x.stride(), factor_of(p, x.dtype), backend)
+        ctx.mask = Mask(x.shape, x.stride(), factor_of(p, x.dtype, x.device.type), backend)
         y, bits = backend.drop(x, keep, ctx.mask.factor)
         ctx.save_for_backward(bits)
         ctx.product, ctx.version = None if hooks_move_tensors() else product, y._version
@@ -75,7 +75,7 @@ class Dropout(Node):
         (dy,) = grads
         (bits,) = ctx.saved_tensors
         if needs_composite(dy):
-            return dy * ctx.mask.factors(bits, dy.dtype), None, None, None
+            return ctx.mask.composite(dy, bits), None, None, None
         return ctx.mask.apply(dy, bits), None, None, None
 
 
@@ -95,8 +95,7 @@ def dropped_product_of(h: Tensor) -> Product | None:
 
     def composite(*saved: Tensor) -> Tensor:
         *factors, bits = saved
-        made = product.composite(*factors)
-        return made * mask.factors(bits, made.dtype)
+        return mask.composite(product.composite(*factors), bits)
 
     def read() -> tuple[Tensor, ...] | None:
         factors = product.read()
@@ -191,9 +190,10 @@ def has_torchs_mask(x: Tensor, p: float) -> bool:
 
 @functools.lru_cache(256)
 @in_clean_state
-def factor_of(p: float, dtype: torch.dtype) -> float:
-    """What ``F.dropout`` multiplies by: in dtype."""
-    return float(torch.ones((), dtype=dtype).div_(1 - p))
+def factor_of(p: float, dtype: torch.dtype, device: str) -> float:
+    """What ``F.dropout`` multiplies by: on CPUs a number in dtype, on GPUs one in float32 at least."""
+    wide = dtype if device == "cpu" else torch.promote_types(dtype, torch.float32)
+    return float(torch.ones((), dtype=wide).div_(1 - p))
 
 
 def serves(z: Tensor, activation: Activation, p: float) -> bool:

@@ -51,6 +51,7 @@ class _GroupNorm(Node):
         backend: Backend,
         channels: Tensor | None,
     ) -> Tensor:
+        x = x if x.is_cpu else x.contiguous()  # as F.group_norm does
         y, mean, inverse_std = torch.native_group_norm(x, w, b, *norm.extents(x), norm.groups, norm.eps)
         count = x.numel() // (len(x) * norm.groups)
         channels = inexact_for_variances(backend, channels, inverse_std, norm.eps, w, b, x.dtype, count)

@@ -31,21 +31,21 @@ class BlockDropout(NamedTuple):
         keep = torch.zeros(rows, hidden, dtype=torch.bool, device=device)
         if p < 1:
             keep = drawn(torch.empty(rows, hidden, dtype=dtype, device=device), p)
-        return cls(factor_of(p, dtype) if p < 1 else 0.0, reference.packed(keep))
-
-    def factors(self, hidden: Tensor, first: int = 0) -> Tensor:
-        """What each number is multiplied by, of rows that begin with the ``first``, a multiple of ``LEAST_ROWS``."""
-        rows, columns = hidden.shape
-        start = first * columns // 8
-        bits = self.bits[start : start - (-rows * columns // 8)]
-        return reference.unpacked(bits, hidden.shape, (columns, 1)).to(hidden.dtype).mul_(self.factor)
+        return cls(factor_of(p, dtype, device.type) if p < 1 else 0.0, reference.packed(keep))
 
     def apply(self, hidden: Tensor) -> Tensor:
         """In operations that autograd can differentiate."""
-        return hidden * self.factors(hidden)
+        return hidden * self._mask(hidden, 0) * self.factor
 
     def overwrite(self, hidden: Tensor, first: int) -> None:
-        hidden.mul_(self.factors(hidden, first))
+        """The same of rows that begin with the ``first``, a multiple of ``LEAST_ROWS``."""
+        hidden.mul_(self._mask(hidden, first)).mul_(self.factor)
+
+    def _mask(self, hidden: Tensor, first: int) -> Tensor:
+        rows, columns = hidden.shape
+        start = first * columns // 8
+        bits = self.bits[start : start - (-rows * columns // 8)]
+        return reference.unpacked(bits, hidden.shape, (columns, 1))
 
 
 class Linear(NamedTuple):

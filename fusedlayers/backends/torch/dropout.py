@@ -38,13 +38,12 @@ def unpacked(bits: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Tenso
 def drop(x: Tensor, keep: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     """``x factor`` where ``keep`` says so, else ``x 0``, in a new tensor; and the bits of ``keep``. Both are dense and
     laid out alike."""
-    y = x * (keep.to(x.dtype) * factor)
-    return y, packed(keep)
+    return (x * keep).mul_(factor), packed(keep)
 
 
 def drop_gradient(dy: Tensor, bits: Tensor, factor: float) -> Tensor:
     """The gradient of x, in a new tensor, for dense dy, laid out like x."""
-    return dy * (unpacked(bits, dy.shape, dy.stride()).to(dy.dtype) * factor)
+    return (dy * unpacked(bits, dy.shape, dy.stride())).mul_(factor)
 
 
 def drop_marked(y: Tensor, keep: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
