@@ -363,10 +363,12 @@ def peers_table(run: dict[str, Any]) -> str:
     none of them is left out."""
     cases = run["cases"]
     titles = [f"{row['id']} ({' x '.join(map(str, row['input']))})" for row in cases]
+    dtype = cases[0].get("dtype", MAIN_DTYPE["cpu"])
+    of = "" if dtype == MAIN_DTYPE["cpu"] else f" ({dtype})"
     lines = [
         measured_on(run),
         "",
-        f"| Saved MiB, and time of forward and backward | keeps | {' | '.join(titles)} |",
+        f"| Saved MiB, and time of forward and backward{of} | keeps | {' | '.join(titles)} |",
         "|---|---|" + "--:|" * len(cases),
     ]
     for name, (title, keeps) in PEERS.items():
