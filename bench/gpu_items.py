@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusedlayers as fl
+from fusedlayers import plan
 from fusedlayers.activations import Activation, resolve
 from fusedlayers.backends import GradientRequest
 
@@ -49,7 +50,9 @@ class Wrong(Exception):
 
 
 def prepare() -> None:
-    """Install the fake driver if it is asked for, and take denied kernels out of use; before anything is launched."""
+    """Install the fake driver if it is asked for, and take denied kernels out of use; before anything is launched. What
+    is looked at are the kernels, also where a layer would be left to PyTorch."""
+    plan.GPU_BYTES = 0
     if os.environ.get(FAKE):
         fake_gpu.install()
     denied = frozenset(filter(None, os.environ.get(DENIED, "").split(";")))
@@ -324,7 +327,7 @@ def _sanitize(path: str, tool: str) -> Findings:
     program = (
         "import torch, fusedlayers as fl\n"
         "from fusedlayers import plan\n"
-        "plan.SMALL_BYTES = plan.MEDIUM_BYTES = plan.GPU_MEDIUM_BYTES = 0\n"
+        "plan.SMALL_BYTES = plan.MEDIUM_BYTES = plan.GPU_BYTES = plan.GPU_MEDIUM_BYTES = 0\n"
         "for dtype in (torch.float32, torch.bfloat16):\n"
         "    shapes = (133, 64), (96, 64), (96,)\n"
         "    x, w, b = (torch.randn(s, device='cuda', dtype=dtype, requires_grad=True) for s in shapes)\n"

@@ -213,7 +213,9 @@ def plan_block(  # noqa: C901  # one function: entering another one takes longer
     options: BlockOptions, x: Tensor, first: Sequence[Linear], last: Linear, activation: Activation
 ) -> tuple[BlockPlan, tuple[Tensor, ...]]:
     """The plan for a block's call, and the tensors that its activation reads."""
-    tensors = tuple(t for linear in (*first, last) for t in linear)  # weights and biases in turn
+    tensors: list[Any] = []  # weights and biases in turn
+    for linear in (*first, last):
+        tensors += (linear.w, linear.b)
     is_compiled = torch.compiler.is_compiling() or (asking.questions and asking.is_asked_for_compiled())
     is_traced = torchscript_state() is not None  # numbers may be tensors then
     if is_compiled or is_traced or not validation.are_usual((x, *tensors[::2]), tensors[1::2]):
@@ -231,7 +233,8 @@ def plan_block(  # noqa: C901  # one function: entering another one takes longer
         validation.check_block(options, x, first, last)  # which refuses
     rows = x.numel() // max(1, shape[-1])
     hidden = first[0].w.shape[0] // options.halves(first)
-    is_small = options.save == "auto" and rows * hidden * x.itemsize < plan.SMALL_BYTES
+    small_bytes = plan.SMALL_BYTES if x.is_cpu else plan.least_bytes(x, plan.SMALL_BYTES)
+    is_small = options.save == "auto" and rows * hidden * x.itemsize < small_bytes
     plain_because = by_layer_because = None
     operands: tuple[Tensor, ...] = ()
     facts: list[Any] = [
@@ -318,13 +321,14 @@ def _decide(
     extra = [w for w, _ in first if not (needs.x or (_is_alive(w) and cast is None))]
     extra += [b for _, b in first if b is not None and not _is_alive(b)]
     backend = backends.choose(x, activation)
-    plain_because = plain_because or validation.unusual_because(x, *sum((*first, last), ()))
+    plain_because = plain_because or validation.unusual_because(x, *(t for linear in (*first, last) for t in linear))
     if plain_because is None and options.save == "auto" and not options.is_gated and activation.is_fusible:
         dtype = cast or x.dtype
         if activation.output_refusal(dtype) is None:
             plain_because = backend.slow_because(activation, dtype, may_build=not is_small)
     if plain_because is None and is_small:
-        plain_because = f"hidden layers of less than {whole_size_text(plan.SMALL_BYTES)} are left to PyTorch"
+        needed = whole_size_text(plan.least_bytes(x, plan.SMALL_BYTES))
+        plain_because = f"hidden layers of less than {needed} are left to PyTorch"
     rows = x.numel() // max(1, x.shape[-1])
     if rows * first[0].w.shape[0] == 0:
         by_layer_because = "there is nothing to compute"

@@ -94,9 +94,11 @@ class Call(NamedTuple):
         other_dim = self.operand_dim
         if other_dim is not None and (other_dim - operation.dim) % x.dim() == 0:
             other_dim = None
+        limits = plan.least_bytes(x, plan.SMALL_BYTES), plan.medium_bytes(operation, x)
         return key._replace(
-            size=_size(count * x.itemsize, plan.medium_bytes(operation, x)),
-            medium_bytes=plan.medium_bytes(operation, x),
+            size=_size(count * x.itemsize, *limits),
+            limits=limits,
+            is_channels_last=x.is_cpu and plan.is_channels_last(x),
             norm_is_large=count >= batch_norm.WORTH_IT and not is_capturing(x),
             has_residual=residual is not None,
             operand_dim=other_dim,
@@ -150,11 +152,12 @@ def plan_for(
             asking.answer(found, lambda: make_plan(call.key()._replace(is_compiling=True, size="large")))
         return found, activation, ()
     size_bytes = plan.MEDIUM_BYTES if elements is None else elements * x.itemsize
+    small_bytes = plan.SMALL_BYTES if x.is_cpu else plan.least_bytes(x, plan.SMALL_BYTES)
     given = activation
     operands: tuple[Tensor, ...] = ()
     operand_dim = follower = None
     facts: tuple[Hashable, ...]
-    if size_bytes < plan.SMALL_BYTES and save == "auto" and not is_inplace:
+    if size_bytes < small_bytes and save == "auto" and not is_inplace:
         # PyTorch computes it, whatever needs gradients and whoever follows: what the checks depend on is enough.
         facts = (
             sizes,
@@ -172,13 +175,13 @@ def plan_for(
             validation.check_call(operation, x, w, b, residual)  # what is traced for z must have a shape and a dtype
             shape = operation.shape(x, w)
             elements = math.prod(shape)
-            if is_inplace or save != "auto" or elements * x.itemsize >= plan.SMALL_BYTES:
+            if is_inplace or save != "auto" or elements * x.itemsize >= small_bytes:
                 dtype = (autocast_dtype(x) if operation.is_cast else None) or x.dtype
                 activation, operands, operand_dim = with_operands(activation, shape, dtype, x.device)
         is_torchs = activation.needs_tracing or activation.fallback_reason is not None
         facts = (
             sizes,
-            size_bytes < plan.SMALL_BYTES,
+            size_bytes < small_bytes,
             size_bytes < plan.MEDIUM_BYTES,
             size_bytes < plan.GPU_MEDIUM_BYTES,
             isinstance(operation, BatchNorm) and size_bytes < plan.medium_bytes(operation, x),
@@ -227,8 +230,8 @@ def plan_for(
     return (found, activation, operands) if found.path != "composite" else (found, given, ())
 
 
-def _size(size_bytes: int, medium_bytes: int) -> Size:
-    return "small" if size_bytes < plan.SMALL_BYTES else "medium" if size_bytes < medium_bytes else "large"
+def _size(size_bytes: int, small_bytes: int, medium_bytes: int) -> Size:
+    return "small" if size_bytes < small_bytes else "medium" if size_bytes < medium_bytes else "large"
 
 
 def with_operands(

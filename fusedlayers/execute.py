@@ -44,7 +44,7 @@ def dropped(y: Tensor, p: float) -> Tensor:
     """``F.dropout(y, p)`` that keeps a bit for each element, and none behind an activation that has saved its output;
     by PyTorch where that cannot be, or is not worth a node in Python."""
     is_ours = validation.are_usual((y,)) and needs_gradient(y)
-    is_ours = is_ours and y.dtype in DTYPES and y.numel() * y.itemsize >= decision.SMALL_BYTES
+    is_ours = is_ours and y.dtype in DTYPES and y.numel() * y.itemsize >= decision.least_bytes(y, decision.SMALL_BYTES)
     is_ours = is_ours and followed_by() is None and validation.unusual_because(y) is None
     if not is_ours or not has_torchs_mask(y, p):
         return F.dropout(y, p) if p else y

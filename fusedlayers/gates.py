@@ -201,7 +201,9 @@ def keeping_factors(function: Callable[..., Tensor], input: Tensor, *args: Any, 
     """``function(input, *args, **kwargs)``, a product with a weight, or a convolution, that does not keep an ``input``
     whose factors are kept."""
     product = dropped_product_of(input) if validation.are_usual((input,)) else None
-    if product is None or input.numel() * input.itemsize < max(1, decision.SMALL_BYTES):
+    if product is None or not input.numel():
+        return function(input, *args, **kwargs)
+    if input.numel() * input.itemsize < decision.least_bytes(input, decision.SMALL_BYTES):
         return function(input, *args, **kwargs)
     is_ours = followed_by() is None and validation.unusual_because(input) is None
     factors = factors_of(product) if is_ours else None

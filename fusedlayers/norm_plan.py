@@ -127,8 +127,8 @@ def _plain_because(
 def _least_bytes(norm: Norm, x: Tensor) -> int:
     """From how many bytes on outputs are saved under ``save="auto"``."""
     if isinstance(norm, GroupNorm):
-        return GROUP_NORM_BYTES * plan.layout_factor(x)
-    return LAYER_NORM_BYTES if norm.is_centred else plan.SMALL_BYTES
+        return plan.least_bytes(x, GROUP_NORM_BYTES * plan.layout_factor(x))
+    return plan.least_bytes(x, LAYER_NORM_BYTES if norm.is_centred else plan.SMALL_BYTES)
 
 
 def _is_wider(p: Tensor, x: Tensor) -> bool:

@@ -12,6 +12,7 @@ dropout, and what depends on values.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -39,6 +40,13 @@ SMALL_BYTES = 512 << 10
 #: norms of fewer bytes too, with activations that have no in-place operation: with silu (two threads) the Function took
 #: 1.17 times eager's time at 1.4 MiB, 1.36 at 1.0 MiB and 1.43 at 0.7 MiB, and 0.93 at 3.4 MiB.
 MEDIUM_BYTES = 2 << 20
+#: On GPUs results are small below so many bytes for each of the processors, 16.5 MiB on an H100. A node in Python takes
+#: the host about 0.2 ms more than PyTorch's, forward and backward, for which the GPU waits where its own work is
+#: shorter. An H100 took for a dense layer with GELU in bfloat16 (1,024 to 4,096 features) 2.0, 2.2, 2.3 and 2.1 times
+#: eager's time at 4, 8, 16 and 32 MiB of results, and 1.01 and 0.98 times at 64 and 128; with 4,096 to 11,008 features
+#: 1.26 times at 11 MiB and 1.00 at 22 (training steps that do not wait for each other). Slower GPUs have fewer
+#: processors, and less memory.
+GPU_BYTES = 128 << 10
 #: The same of layers and convolutions on a GPU. The Function takes the host 60 us more than PyTorch's operation, which
 #: a GPU waits for where its own work is shorter: by published figures an H100 takes 190 us for the forward and backward
 #: passes of a 768 x 3072 layer with 32 MiB of bfloat16 results. PyTorch's operation takes one more pass over dz, 11 us,
@@ -97,8 +105,9 @@ class PlanKey(NamedTuple):
     #: Whether ``torch.compile`` traces the call.
     is_compiling: bool = False
     size: Size = "large"
-    #: Below which a result is of medium size.
-    medium_bytes: int = MEDIUM_BYTES
+    #: Below which a result is small, and below which it is of medium size.
+    limits: tuple[int, int] = (SMALL_BYTES, MEDIUM_BYTES)
+    is_channels_last: bool = False
     #: Whether a batch norm's input is large enough for a look at its values.
     norm_is_large: bool = True
     #: The dtype that autocast casts to, or None where it is off.
@@ -193,6 +202,19 @@ def forget_plans() -> None:
         cache.forget()
 
 
+def least_bytes(x: Tensor, on_cpu: int) -> int:
+    """From how many bytes on results are worth a node in Python, where on a CPU it is so many."""
+    if x.is_cpu or not x.is_cuda or torch.compiler.is_compiling():
+        return on_cpu
+    return max(on_cpu, GPU_BYTES * _processors(x.get_device()))
+
+
+@functools.cache
+def _processors(device: int) -> int:
+    """Of a GPU: its multiprocessors, or compute units."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def medium_bytes(operation: Operation, x: Tensor) -> int:
     """Results of fewer bytes are of medium size, or small."""
     if isinstance(operation, BatchNorm):  # whose node saves less than PyTorch's operations: worth the host's time
@@ -202,8 +224,12 @@ def medium_bytes(operation: Operation, x: Tensor) -> int:
 
 def layout_factor(x: Tensor) -> int:
     """By how much larger norms of x must be than contiguous ones."""
-    is_last = x.is_cpu and not x.is_contiguous() and channels_last_format(x) is not None
-    return CHANNELS_LAST_FACTOR if is_last else 1
+    return CHANNELS_LAST_FACTOR if x.is_cpu and is_channels_last(x) else 1
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Whether x is laid out so, and in no other way."""
+    return not x.is_contiguous() and channels_last_format(x) is not None
 
 
 def make_plan(key: PlanKey) -> Plan:
@@ -331,11 +357,11 @@ def _left_to_pytorch(key: PlanKey) -> Plan | None:
         return None
     if because is None and key.save == "auto" and activation.torch_keeps_less and _is_layer(key.operation):
         because = _KEEPS_LESS
-    least_bytes = _least_bytes(key)
-    because = because or _slow_because(key, may_build=least_bytes is None)
+    needed = _needed_bytes(key)
+    because = because or _slow_because(key, may_build=needed is None)
     if because is not None:
         return plain(because)
-    return None if least_bytes is None else too_small(least_bytes)
+    return None if needed is None else too_small(needed)
 
 
 def _is_layer(operation: Operation) -> bool:
@@ -343,17 +369,17 @@ def _is_layer(operation: Operation) -> bool:
     return operation != GATE and not isinstance(operation, BatchNorm)
 
 
-def _least_bytes(key: PlanKey) -> int | None:
+def _needed_bytes(key: PlanKey) -> int | None:
     """From how many bytes on results are not left to PyTorch, where this one has fewer; or None."""
     if key.save != "auto":
         return None
+    small, medium = key.limits
     if key.size == "small" and not key.is_inplace:
-        return SMALL_BYTES
+        return small
     if key.size != "medium" or not isinstance(key.operation, BatchNorm) or not any(key.needs):
         return None
     # PyTorch computes an activation in place as quickly as the Function does, if the norm is contiguous.
-    is_channels_last = key.medium_bytes != MEDIUM_BYTES
-    return key.medium_bytes if key.activation.in_place is None or is_channels_last else None
+    return medium if key.activation.in_place is None or key.is_channels_last else None
 
 
 def _slow_because(key: PlanKey, *, may_build: bool) -> str | None:

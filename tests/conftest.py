@@ -39,6 +39,7 @@ def little_is_fused() -> None:
     from fusedlayers import plan
 
     plan.SMALL_BYTES = plan.MEDIUM_BYTES = plan.GPU_MEDIUM_BYTES = 1 << 10
+    plan.GPU_BYTES = 0
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +96,7 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> Switch:
     from fusedlayers.backends import cpu, triton
     from fusedlayers.backends import torch as reference
 
-    for size in ("SMALL_BYTES", "MEDIUM_BYTES", "GPU_MEDIUM_BYTES"):
+    for size in ("SMALL_BYTES", "MEDIUM_BYTES", "GPU_BYTES", "GPU_MEDIUM_BYTES"):
         monkeypatch.setattr(plan, size, 0)
 
     def switch(on: bool) -> None:

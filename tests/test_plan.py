@@ -258,6 +258,22 @@ def test_batch_norms_of_small_maps_are_torchs_own(monkeypatch: pytest.MonkeyPatc
     assert torch.equal(layer(x), nn.functional.prelu(nn.BatchNorm2d(8)(x), layer.activation.weight))
 
 
+def test_small_results_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are larger there, by how many processors a GPU has."""
+    monkeypatch.setattr(plan, "GPU_BYTES", 128 << 10)
+    monkeypatch.setattr(plan, "_processors", lambda device: 132)
+    with FakeTensorMode():
+        on_gpu = torch.empty(1, device="cuda")
+    small = 132 * (128 << 10)
+    assert [plan.least_bytes(x, 1 << 20) for x in (torch.empty(1), on_gpu)] == [1 << 20, small]
+    assert plan.least_bytes(on_gpu, 64 << 20) == 64 << 20
+    backend = backends.choose(torch.empty(1))
+    key = plan.PlanKey(MATMUL, resolve("gelu"), "auto", torch.bfloat16, backend, size="small", limits=(small, small))
+    found = plan.make_plan(key)
+    assert found.is_too_small and "results of less than 16.5 MiB are left to PyTorch" in str(found)
+    assert plan.make_plan(key._replace(save="output")).path == "fused"
+
+
 def test_medium_results_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's time counts there for larger results, but not what a batch norm saves."""
     monkeypatch.setattr(plan, "GPU_MEDIUM_BYTES", 32 << 20)

@@ -41,13 +41,13 @@ class Operation(NamedTuple):
 
     def is_small(self, args: Arguments) -> bool:
         """Whether the first argument is so small that PyTorch computes the result in any case."""
-        return is_below(plan.MEDIUM_BYTES if self.kind == BATCH_NORM else plan.SMALL_BYTES, args)
+        return is_small(args, plan.MEDIUM_BYTES if self.kind == BATCH_NORM else plan.SMALL_BYTES)
 
 
-def is_below(least_bytes: int, args: Arguments) -> bool:
-    """Whether the first argument has fewer bytes."""
+def is_small(args: Arguments, on_cpu: int) -> bool:
+    """Whether the first argument has fewer bytes than are worth a node in Python, which on a CPU are so many."""
     x = args[0] if args else None
-    return isinstance(x, Tensor) and x.numel() * x.itemsize < least_bytes
+    return isinstance(x, Tensor) and x.numel() * x.itemsize < plan.least_bytes(x, on_cpu)
 
 
 def _rms_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -335,7 +335,8 @@ class _Recorder(TorchFunctionMode):
             elif place.is_activation or kind in _PLANNED:
                 place.note_plan(x, operation.run, func, args, kwargs)
             elif kind in ("dropout", GATE, PRODUCT) and operation.is_small(args):
-                place.saves, place.is_small = plan.too_small_because(plan.SMALL_BYTES), True
+                needed = plan.least_bytes(x, plan.SMALL_BYTES)
+                place.saves, place.is_small = plan.too_small_because(needed), True
         place.is_recomputed |= running.is_recomputed
         place.is_normalised &= any(maker.kind == "batch_norm" for maker in self._makers.of(x))
         if kind == GATE:

@@ -32,7 +32,7 @@ from .._torch import (
 )
 from ..checkpoint.recompute import Recompute, recomputed
 from .one_call import ONE_CALLS
-from .operations import CHECKPOINT, OPERATIONS, Operation, is_below
+from .operations import CHECKPOINT, OPERATIONS, Operation, is_small
 from .stand_in import StandIn
 
 
@@ -143,7 +143,7 @@ class Region:
         forward = self._forward_of(module)
         if not torch.is_grad_enabled() or torchscript_state() is not None:
             return forward(*args, **kwargs)
-        if self.stand_in is not None and self.keeps_outputs and not is_below(plan.SMALL_BYTES, args):
+        if self.stand_in is not None and self.keeps_outputs and not is_small(args, plan.SMALL_BYTES):
             y = self.stand_in(module, args, kwargs)
             if y is not None:
                 return y

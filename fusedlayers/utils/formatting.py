@@ -31,7 +31,7 @@ def budget_text(size: int) -> str:
 
 def whole_size_text(size: int) -> str:
     """A limit in whole units: "128 KiB", "1 MiB"."""
-    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
+    return f"{size / 2**20:g} MiB" if size >= 1 << 20 else f"{size / 2**10:g} KiB"
 
 
 def size_from(text: str) -> int:
