@@ -7,6 +7,7 @@ round), which a drift slower than a round leaves alone.
 
 import gc
 import itertools
+import math
 import statistics
 import time
 import types
@@ -22,7 +23,7 @@ Times = dict[str, list[float]]  # name -> microseconds of one call, a value per 
 
 _NUMBERS = itertools.count()
 _SAMPLE_SECONDS = 5e-4  # a CPU sample lasts at least this long, so that the clock's own 0.1 us does not matter
-_FLUSH_BYTES = 256 << 20  # above every GPU's L2, and filling it gives Python the time to queue the next launches
+_FLUSH_BYTES = 256 << 20  # above every GPU's L2
 
 
 def interleave(
@@ -37,16 +38,18 @@ def interleave(
 ) -> Times:
     """Time ``functions`` in turns for about ``seconds``, after at least ``warm_up`` calls of each.
 
-    On CUDA the time is the device's, between two events, with a cold L2 cache. With ``host`` it is the wall clock's on
-    either device, over many calls in a row: what a call costs whoever makes it.
+    On CUDA the time is the device's, between two events, with a cold L2 cache; the device is kept busy until the host
+    has queued the call, as in a network with enough to do. With ``host`` it is the wall clock's on either device, over
+    many calls in a row: what a call costs whoever makes it.
     """
     machine.keep_freed_memory()
     estimates = {name: _warm_up(function, device, warm_up) for name, function in functions.items()}
     use_events = device.type == "cuda" and not host
     calls = 1 if use_events else max(1, round(_SAMPLE_SECONDS * (10 if host else 1) / min(estimates.values())))
-    rounds = int(seconds / (calls * sum(estimates.values())))
-    rounds = max(min_rounds, min(max_rounds, rounds))
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device) if use_events else None
+    fills = {name: _fills(function, flush) if flush is not None else 0 for name, function in functions.items()}
+    rounds = int(seconds / (calls * sum(estimates.values()) * (2 if use_events else 1)))
+    rounds = max(min_rounds, min(max_rounds, rounds))
 
     times: Times = {name: [] for name in functions}
     names = list(functions)
@@ -57,8 +60,10 @@ def interleave(
             first = number % len(names)
             for name in names[first:] + names[:first]:
                 function = functions[name]
-                sample = _event_sample(function, flush) if flush is not None else _clock_sample(function, calls, device)
-                times[name].append(sample)
+                if flush is None:
+                    times[name].append(_clock_sample(function, calls, device))
+                else:
+                    times[name].append(_event_sample(function, flush, fills[name]))
     finally:
         gc.enable()
     return times
@@ -131,9 +136,22 @@ def _clock_sample(function: Callable[[], Any], calls: int, device: torch.device)
     return (time.perf_counter_ns() - start) / calls * 1e-3
 
 
-def _event_sample(function: Callable[[], Any], flush: torch.Tensor) -> float:
+def _fills(function: Callable[[], Any], flush: Tensor) -> int:
+    """How often to fill a tensor before a call, so that the device is at it until the host has queued the call."""
+    host: list[float] = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        function()
+        host.append((time.perf_counter_ns() - start) * 1e-3)
+    fill_us = min(_event_sample(flush.zero_, flush, 1) for _ in range(3))
+    return 1 + math.ceil(1.5 * statistics.median(host) / fill_us)
+
+
+def _event_sample(function: Callable[[], Any], flush: Tensor, fills: int) -> float:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    flush.zero_()
+    for _ in range(fills):
+        flush.zero_()
     start.record()
     function()
     end.record()
