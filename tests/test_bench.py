@@ -1166,6 +1166,7 @@ def test_contexts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_models_that_are_measured_by_default(kind: str) -> None:
     ids = [case.id for case in models.cases(kind)]
-    assert len({*ids}) == len(ids) and {"bert-base/float32/4", "resnet-50/float32/4"} < {*ids}
+    usual = "float32/4" if kind == "cpu" else "bfloat16/32"
+    assert len({*ids}) == len(ids) and {f"bert-base/{usual}", f"resnet-50/{usual}"} < {*ids}
     assert ("mistral-7b/bfloat16/1" in ids) == ("compile" in models.default_variants(kind, False)) == (kind == "cuda")
     assert "compile" not in models.default_variants(kind, True)
