@@ -166,7 +166,7 @@ _AS_OPTIACTS = (
 
 
 #: How many times a CPU's batch a GPU gets, in bfloat16: with less its host has more to do than itself.
-_BATCH_ON_GPUS = 8
+_BATCH_ON_GPUS = 32
 
 
 def cases(kind: str) -> list[Case]:
@@ -422,7 +422,7 @@ def _build(case: Case, device: torch.device, quick: bool, **sizes: int) -> Subje
                     module.reset_parameters()  # to weights of 1, for which EfficientNet of transformers has N(0, .02)
         if case.tokens is None:
             pixels = _SMALL_PIXELS if quick else _PIXELS
-            inputs = {"pixel_values": torch.randn(case.batch, 3, pixels, pixels)}
+            inputs = {"pixel_values": torch.randn(case.batch, 3, pixels, pixels).to(getattr(torch, case.dtype))}
         else:
             tokens = _SMALL_TOKENS if quick else case.tokens
             inputs = {"input_ids": torch.randint(3, config.vocab_size, (case.batch, tokens))}

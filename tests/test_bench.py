@@ -1166,7 +1166,7 @@ def test_contexts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_models_that_are_measured_by_default(kind: str) -> None:
     ids = [case.id for case in models.cases(kind)]
-    usual = "float32/4" if kind == "cpu" else "bfloat16/32"
+    usual = "float32/4" if kind == "cpu" else "bfloat16/128"
     assert len({*ids}) == len(ids) and {f"bert-base/{usual}", f"resnet-50/{usual}"} < {*ids}
     assert ("mistral-7b/bfloat16/1" in ids) == ("compile" in models.default_variants(kind, False)) == (kind == "cuda")
     assert "compile" not in models.default_variants(kind, True)

@@ -29,10 +29,14 @@ def _mask(count: int) -> torch.Tensor:
 @pytest.mark.parametrize("count", [1, 7, 8, 2047, COUNT])
 def test_alone(dtype: torch.dtype, count: int) -> None:
     x, dy = (torch.randn(2, count, generator=torch.Generator().manual_seed(1)) * 3).to(dtype).to(DEVICE)
-    keep, factor = _mask(count), float(torch.ones((), dtype=dtype).div_(0.7))
-    found, expected = triton.drop(x, keep, factor), reference.drop(x, keep, factor)
-    for ours, truth in zip(found, expected, strict=True):
-        assert torch.equal(ours, truth)
+    results = []
+    for drop in (triton.drop, reference.drop):
+        torch.manual_seed(0)
+        results.append(drop(x, 0.3))
+    found, expected = results
+    torch.manual_seed(0)
+    assert torch.equal(found[0], torch.nn.functional.dropout(x, 0.3)) and torch.equal(found[1], expected[1])
+    factor = reference.factor_of(0.3, dtype, DEVICE.type)
     assert torch.equal(triton.drop_gradient(dy, found[1], factor), reference.drop_gradient(dy, expected[1], factor))
 
 
@@ -60,10 +64,10 @@ def test_behind_an_activation(activation: Activation, dtype: torch.dtype) -> Non
 
 def test_float64_and_nothing_are_the_references() -> None:
     x = torch.randn(100, dtype=torch.float64, device=DEVICE)
-    y, bits = triton.drop(x, _mask(100), 2.0)
-    assert torch.equal(y, x * _mask(100) * 2) and torch.equal(triton.drop_gradient(x, bits, 2.0), y)
+    y, bits = triton.drop(x, 0.5)
+    assert torch.equal(y, x * (y != 0) * 2) and torch.equal(triton.drop_gradient(x, bits, 2.0), y)
     empty = torch.empty(0, device=DEVICE)
-    assert triton.drop(empty, _mask(0), 2.0)[1].shape == (0,)
+    assert triton.drop(empty, 0.5)[1].shape == (0,)
     relu = resolve("relu")
     assert triton.drop_marked(empty, _mask(0), relu, 0.5, empty).shape == (0,)
     stored = triton.drop_marked(x.relu(), _mask(100), relu, 0.5, torch.empty_like(x))

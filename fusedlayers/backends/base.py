@@ -220,9 +220,8 @@ class Backend(Protocol):
         """``dz = dy * f'``, the gradient of the bias, and those of the operands: None where not requested."""
         ...
 
-    def drop(self, x: Tensor, keep: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-        """``x factor`` where ``keep`` says so, else ``x 0``, in a new tensor; and the bits of ``keep``. Both are dense
-        and laid out alike."""
+    def drop(self, x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+        """``F.dropout(x, p)`` of dense x, in a new tensor, and a bit for each element that is kept."""
         ...
 
     def drop_gradient(self, dy: Tensor, bits: Tensor, factor: float) -> Tensor:

@@ -63,9 +63,8 @@ class Dropout(Node):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, backend: Backend, product: Product | None) -> Tensor:
-        keep = drawn(x, p)
-        ctx.mask = Mask(x.shape, x.stride(), factor_of(p, x.dtype, x.device.type), backend)
-        y, bits = backend.drop(x, keep, ctx.mask.factor)
+        ctx.mask = Mask(x.shape, x.stride(), reference.factor_of(p, x.dtype, x.device.type), backend)
+        y, bits = backend.drop(x, p)
         ctx.save_for_backward(bits)
         ctx.product, ctx.version = None if hooks_move_tensors() else product, y._version
         return y
@@ -127,7 +126,7 @@ class ActDropout(Node):
         backend: Backend,
         overwrites: bool,
     ) -> Tensor:
-        keep, ctx.place = drawn(z if y is None else y, p), None if y is None else z
+        keep, ctx.place = reference.drawn(z if y is None else y, p), None if y is None else z
         if y is None:
             out = backend.bias_act(z, None, activation, dim=-1, encode=True, out=z if overwrites else None)
             y = backend.drop_marked(out, keep, activation, p, out)
@@ -173,27 +172,11 @@ def joined(y: Tensor, p: float) -> Tensor | None:
     return act_dropout(node.place, y.detach(), activation, p, node.plan.backend, False)
 
 
-def drawn(x: Tensor, p: float) -> Tensor:
-    """What ``F.dropout(x, p)`` would keep of x; its generator goes on as it would."""
-    if x.is_cpu:
-        return torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
-    _, keep = torch.native_dropout(x, p, True)
-    return keep
-
-
 def has_torchs_mask(x: Tensor, p: float) -> bool:
     """Whether ``Dropout`` drops the numbers of x that ``F.dropout`` would."""
     if not (0 < p < 1 and is_dense(x)) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
     return (x.is_cpu or x.is_cuda) and _has_torchs_mask(x.dtype, x.device)
-
-
-@functools.lru_cache(256)
-@in_clean_state
-def factor_of(p: float, dtype: torch.dtype, device: str) -> float:
-    """What ``F.dropout`` multiplies by: on CPUs a number in dtype, on GPUs one in float32 at least."""
-    wide = dtype if device == "cpu" else torch.promote_types(dtype, torch.float32)
-    return float(torch.ones((), dtype=wide).div_(1 - p))
 
 
 def serves(z: Tensor, activation: Activation, p: float) -> bool:
@@ -226,7 +209,7 @@ def tells_scaled(activation: Activation, dtype: torch.dtype) -> bool:
 @functools.cache
 @in_clean_state
 def _has_torchs_mask(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this build of torch drops by the numbers that ``drawn`` draws."""
+    """Whether this build of torch drops by the numbers that ``reference.drawn`` draws."""
     ones = torch.ones(4099, dtype=dtype, device=device)
     # torch.manual_seed would seed the generators of all devices.
     generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[ones.get_device()]
@@ -236,7 +219,7 @@ def _has_torchs_mask(dtype: torch.dtype, device: torch.device) -> bool:
         dropped = torch.nn.functional.dropout(ones, 0.3) == 0
         after = generator.get_state()
         generator.manual_seed(0)
-        keep = drawn(ones, 0.3)
+        keep = reference.drawn(ones, 0.3)
         return torch.equal(dropped, ~keep) and torch.equal(after, generator.get_state())
     finally:
         generator.set_state(before)

@@ -12,7 +12,6 @@ from ..activations import Activation, Saved
 from ..backends import ActivationGradients, Backend, GradientRequest
 from ..backends import torch as reference
 from ..backends.operations import MATMUL
-from .dropout import drawn, factor_of
 
 #: Rows of a chunk, at least: with fewer a product reads its weight, and writes the weight's gradient, for too little.
 LEAST_ROWS = 256
@@ -30,8 +29,8 @@ class BlockDropout(NamedTuple):
         """Those that ``F.dropout`` would drop of a hidden layer of this size."""
         keep = torch.zeros(rows, hidden, dtype=torch.bool, device=device)
         if p < 1:
-            keep = drawn(torch.empty(rows, hidden, dtype=dtype, device=device), p)
-        return cls(factor_of(p, dtype, device.type) if p < 1 else 0.0, reference.packed(keep))
+            keep = reference.drawn(torch.empty(rows, hidden, dtype=dtype, device=device), p)
+        return cls(reference.factor_of(p, dtype, device.type) if p < 1 else 0.0, reference.packed(keep))
 
     def apply(self, hidden: Tensor) -> Tensor:
         """In operations that autograd can differentiate."""

@@ -22,11 +22,11 @@ from .elementwise import KERNELS, all_values, formula_kernel, gradient_kernel
 from .loops import Kernel
 
 
-def drop(x: Tensor, keep: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """``x factor`` where ``keep`` says so, else ``x 0``, in a new tensor; and the bits of ``keep``. Both are dense and
-    laid out alike."""
+def drop(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """``F.dropout(x, p)`` of dense x, in a new tensor, and a bit for each element that is kept."""
     if not loops.serve(x.dtype):
-        return reference.drop(x, keep, factor)
+        return reference.drop(x, p)
+    keep, factor = reference.drawn(x, p), reference.factor_of(p, x.dtype, "cpu")
     y, bits = torch.empty_like(x), x.new_empty(-(-x.numel() // 8), dtype=torch.uint8)
     loops.call("drop", _dropping(x.dtype, factor), y, None, *(t.data_ptr() for t in (x, keep, y, bits)))
     return y, bits

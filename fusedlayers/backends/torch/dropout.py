@@ -16,7 +16,23 @@ from torch import Tensor
 from ...activations import Activation, upcast
 from ...derivative import branch_bit
 from ...derivative.folded import FoldedDerivative
+from ...utils.isolation import in_clean_state
 from .chunks import for_each
+
+
+def drawn(x: Tensor, p: float) -> Tensor:
+    """What ``F.dropout(x, p)`` would keep of x; its generator goes on as it would."""
+    if x.is_cpu:
+        return torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
+    return torch.native_dropout(x, p, True)[1]
+
+
+@functools.lru_cache(256)
+@in_clean_state
+def factor_of(p: float, dtype: torch.dtype, device: str) -> float:
+    """What ``F.dropout`` multiplies by: on CPUs a number in dtype, on GPUs one in float32 at least."""
+    wide = dtype if device == "cpu" else torch.promote_types(dtype, torch.float32)
+    return float(torch.ones((), dtype=wide).div_(1 - p))
 
 
 def packed(keep: Tensor) -> Tensor:
@@ -35,10 +51,18 @@ def unpacked(bits: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Tenso
     return eights.view(torch.uint8).view(torch.bool).as_strided(shape, strides)
 
 
-def drop(x: Tensor, keep: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """``x factor`` where ``keep`` says so, else ``x 0``, in a new tensor; and the bits of ``keep``. Both are dense and
-    laid out alike."""
-    return (x * keep).mul_(factor), packed(keep)
+def drop(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """``F.dropout(x, p)`` of dense x, in a new tensor, and a bit for each element that is kept."""
+    y, keep = dropped_by_torch(x, p)
+    return y, packed(keep)
+
+
+def dropped_by_torch(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """``F.dropout(x, p)``, and what it has kept of x."""
+    if not x.is_cpu:
+        return torch.native_dropout(x, p, True)
+    keep = drawn(x, p)
+    return (x * keep).mul_(factor_of(p, x.dtype, "cpu")), keep
 
 
 def drop_gradient(dy: Tensor, bits: Tensor, factor: float) -> Tensor:

@@ -28,16 +28,12 @@ _launches: BoundedCache[Launch] = BoundedCache(1024)
 
 
 @triton.jit(do_not_specialize=["count"])
-def drop_kernel(x_ptr, keep_ptr, y_ptr, bits_ptr, count, factor, BYTES: tl.constexpr):
-    """y = x factor where it is kept, else x 0; and eight of the mask in a byte."""
+def pack_kernel(keep_ptr, bits_ptr, count, BYTES: tl.constexpr):
+    """Eight of the mask in a byte."""
     byte = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
     bit = tl.arange(0, 8)
     place = byte[:, None] * 8 + bit[None, :]
-    inside = place < count
-    keep = tl.load(keep_ptr + place, mask=inside, other=0).to(tl.int32)
-    x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    y = x * tl.where(keep != 0, factor, 0.0)
-    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=inside)
+    keep = tl.load(keep_ptr + place, mask=place < count, other=0).to(tl.int32)
     bits = tl.sum(keep << bit[None, :], 1)
     tl.store(bits_ptr + byte, bits.to(tl.uint8), mask=byte * 8 < count)
 
@@ -80,17 +76,22 @@ def drop_marked_gradient_kernel(dy_ptr, y_ptr, dz_ptr, count, rest, GRADIENT: tl
     tl.store(dz_ptr + place, dz.to(dz_ptr.dtype.element_ty), mask=inside)
 
 
-@or_reference(reference.drop)
-def drop(x: Tensor, keep: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """``x factor`` where ``keep`` says so, else ``x 0``, in a new tensor; and the bits of ``keep``. Both are dense and
-    laid out alike."""
-    if x.dtype is torch.float64 or not x.numel():
-        return reference.drop(x, keep, factor)
-    y, bits = torch.empty_like(x), torch.empty(-(-x.numel() // 8), dtype=torch.uint8, device=x.device)
-    launch = _launch(drop_kernel, x, factor, {"BYTES": TILE // 8})
-    with on(x):
-        launch(x, keep.view(torch.uint8), y, bits)
-    return y, bits
+def drop(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """``F.dropout(x, p)`` of dense x, in a new tensor, and a bit for each element that is kept."""
+    # PyTorch's kernel draws the numbers, and multiplies in the same pass.
+    y, keep = reference.dropped_by_torch(x, p)
+    return y, packed(keep)
+
+
+@or_reference(reference.packed)
+def packed(keep: Tensor) -> Tensor:
+    """The bits of a dense mask, as ``torch/dropout.py`` lays them out."""
+    bits = torch.empty(-(-keep.numel() // 8), dtype=torch.uint8, device=keep.device)
+    if keep.numel():
+        launch = _launch(pack_kernel, keep, (), {"BYTES": TILE // 8})
+        with on(keep):
+            launch(keep.view(torch.uint8), bits)
+    return bits
 
 
 @or_reference(reference.drop_gradient)
@@ -99,7 +100,7 @@ def drop_gradient(dy: Tensor, bits: Tensor, factor: float) -> Tensor:
     if dy.dtype is torch.float64 or not dy.numel():
         return reference.drop_gradient(dy, bits, factor)
     dx = torch.empty_like(dy)
-    launch = _launch(drop_gradient_kernel, dy, factor, {"BYTES": TILE // 8})
+    launch = _launch(drop_gradient_kernel, dy, (factor,), {"BYTES": TILE // 8})
     with on(dy):
         launch(dy, bits, dx)
     return dx
@@ -113,7 +114,7 @@ def drop_marked(y: Tensor, keep: Tensor, activation: Activation, p: float, out: 
         return reference.drop_marked(y, keep, activation, p, out)
     if y.numel():
         constants = {"SCALE": scale_function(activation, y.dtype), "COUNT": TILE}
-        launch = _launch(drop_marked_kernel, y, 1 - p, constants)
+        launch = _launch(drop_marked_kernel, y, (1 - p,), constants)
         with on(y):
             launch(y, keep.view(torch.uint8), out)
     torch.autograd.graph.increment_version(out)
@@ -127,20 +128,20 @@ def drop_marked_gradient(dy: Tensor, y: Tensor, activation: Activation, p: float
         return reference.drop_marked_gradient(dy, y, activation, p, out)
     if y.numel():
         constants = {"GRADIENT": gradient_function(activation, y.dtype), "COUNT": TILE}
-        launch = _launch(drop_marked_gradient_kernel, y, 1 - p, constants)
+        launch = _launch(drop_marked_gradient_kernel, y, (1 - p,), constants)
         with on(y):
             launch(dy, y, out)
     torch.autograd.graph.increment_version(out)
     return out
 
 
-def _launch(kernel: Any, x: Tensor, number: float, constants: dict[str, Any]) -> Launch:
+def _launch(kernel: Any, x: Tensor, numbers: tuple[float, ...], constants: dict[str, Any]) -> Launch:
     """A launch over all of x, whose dtype the others have; what it depends on is kept."""
     functions = (value if isinstance(value, int) else id(value) for value in constants.values())
-    key = id(kernel), x.numel(), number, x.dtype, x.get_device(), *functions
+    key = id(kernel), x.numel(), numbers, x.dtype, x.get_device(), *functions
     known = _launches.get(key)
     if known is None:
-        launch = Launch(kernel, [cdiv(x.numel(), TILE)], [x.numel(), number], constants | OPTIONS)
+        launch = Launch(kernel, [cdiv(x.numel(), TILE)], [x.numel(), *numbers], constants | OPTIONS)
         known = _launches.put(key, launch)
     return known
 
