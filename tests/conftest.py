@@ -7,6 +7,7 @@ variable: ``test_aot.py``, which compiles for real, takes it out of theirs. With
 The fixtures are for tests of the Triton kernels.
 """
 
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -40,6 +41,16 @@ def little_is_fused() -> None:
 
     plan.SMALL_BYTES = plan.MEDIUM_BYTES = plan.GPU_MEDIUM_BYTES = 1 << 10
     plan.GPU_BYTES = 0
+
+
+@pytest.fixture(autouse=True, scope="session")
+def float32_is_multiplied_exactly() -> None:
+    """On a GPU too, so that errors are those of float32, as torch's are: the kernels would multiply as TF32, and torch
+    does not. (With TF32 ``bench gpu-check`` compares every tiling.)"""
+    if torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
+        from fusedlayers.backends.triton import gemm
+
+        gemm.FLOAT32 = "ieee"
 
 
 @pytest.fixture(autouse=True)

@@ -44,13 +44,6 @@ every_tiling = pytest.mark.parametrize("tiling", TILINGS.values(), ids=TILINGS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-@pytest.fixture(autouse=True)
-def without_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels multiply float32 as TF32, which is compared with torch's TF32."""
-    if DEVICE.type == "cuda":
-        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
-
-
 def normal(*shape: int, dtype: torch.dtype, seed: int, scale: float = 1.0) -> Tensor:
     return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype).to(DEVICE)
 

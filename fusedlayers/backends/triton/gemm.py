@@ -219,6 +219,9 @@ def linear_gradient_kernel(
 
 #: Tiles down the rows in a strip whose operands stay in the L2 cache.
 GROUP = 8
+#: How float32 is multiplied: on tensor cores, which layers ask for only where PyTorch may (``dispatch.py``). Tests set
+#: "ieee", for exact products.
+FLOAT32 = "tf32"
 
 
 class Tiling(NamedTuple):
@@ -258,7 +261,7 @@ class Tiling(NamedTuple):
             "GROUP": GROUP,
             "CUTS": self.cuts + several,
             # Of 16-bit operands AMD's compiler takes no other.
-            "PRECISION": "tf32" if dtype is torch.float32 else "ieee",
+            "PRECISION": FLOAT32 if dtype is torch.float32 else "ieee",
             "DESCRIBED": described,
             "INDEX": tl.int32,
             "FLATTEN": self.flatten,
