@@ -196,7 +196,7 @@ def test_operands(tiling: Tiling) -> None:
         return torch.where(z > 0, z, slope * z) * scale
 
     activation, params, _ = with_operands(
-        resolve(lambda z: function(z, slope, scale)), (rows, columns), torch.float32, DEVICE
+        resolve(lambda z: function(z, slope, scale)), (rows, columns), torch.float32, x.device
     )
     assert len(params) == 2
     y = linear_act(x, w, b, activation, params, encode=False, tiling=tiling)
