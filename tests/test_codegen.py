@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu import ACTIVATIONS, DEVICE, DTYPES, INTERPRETER_WARNINGS
+from gpu import ACTIVATIONS, DEVICE, DTYPES, INTERPRETED, INTERPRETER_WARNINGS
 from torch import Tensor
 
 from fusedlayers.activations import Activation, resolve
@@ -258,6 +258,16 @@ def test_every_operation_has_a_case() -> None:
     assert set(OPERATIONS) == set(codegen._TEMPLATES)
 
 
+def lgamma_on_gpus(x: Tensor) -> Tensor:
+    """How far a GPU may be off where the terms of lgamma cancel. lgamma(-a) is -log(s), with s = |sin(pi a)| / pi, less
+    lgamma(1 + a), which is (a - 1/2) (log(a) - 1) + log(a) and small terms. A GPU's logarithms err by a unit, and s by
+    three: its sine by two, and the product by one."""
+    a = x.double().abs()
+    sine = torch.sin(math.pi * (a - a.round())).abs() / math.pi
+    units = torch.where(x < 0, 3 + sine.log().abs() + (a + 0.5) * torch.log1p(a), 0.0)
+    return 2 * UNIT * units.nan_to_num(0.0, 0.0, 0.0)
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operations_compute_what_atens_do(name: str) -> None:
     function = OPERATIONS[name]
@@ -268,7 +278,10 @@ def test_operations_compute_what_atens_do(name: str) -> None:
         x = torch.cat([x, torch.tensor([float("nan")])])
     # torch's own float32 errs by more near the roots of these.
     expected = function(x.double()).float() if name in ("digamma", "lgamma", "polygamma") else function(x)
-    torch.testing.assert_close(apply(printed(function), x), expected, rtol=2e-6, atol=4e-7, equal_nan=True)
+    y = apply(printed(function), x)
+    if name == "lgamma" and not INTERPRETED:
+        y = torch.where((y.double() - expected.double()).abs() <= lgamma_on_gpus(x), expected, y)
+    torch.testing.assert_close(y, expected, rtol=2e-6, atol=4e-7, equal_nan=True)
 
 
 def test_sums_that_begin_and_end_with_a_call_get_their_parentheses() -> None:
@@ -432,13 +445,37 @@ def test_what_stays_unsupported_is_refused_by_name(function: Function, message: 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_inside_a_function(dtype: torch.dtype) -> None:
     x = torch.linspace(-6, 6, 1999)
-    for function in (lambda z: (torch.exp(z.to(dtype)) * 0.3).float(), lambda z: torch.tanh(z.to(dtype)) * z):
+    for function, terms_of_slope in (
+        (lambda z: (torch.exp(z.to(dtype)) * 0.3).float(), 0.0),
+        (lambda z: torch.tanh(z.to(dtype)) * z, 1 + x.abs()),
+    ):
         # The interpreter has no constants in bfloat16, which derivatives multiply by.
         for traced in (function, derivative(function))[: 2 if dtype is torch.float16 else 1]:
-            torch.testing.assert_close(apply(printed(traced), x), traced(x), rtol=2e-6, atol=2e-7)
+            y, expected = apply(printed(traced), x), traced(x)
+            if not INTERPRETED:
+                terms = expected.abs() + (0.0 if traced is function else terms_of_slope)
+                y = without_other_roundings(y, expected, terms, dtype)
+            torch.testing.assert_close(y, expected, rtol=2e-6, atol=2e-7)
+
+
+def without_other_roundings(y: Tensor, expected: Tensor, terms: Tensor, dtype: torch.dtype) -> Tensor:
+    """``y`` with what is expected in place of a few numbers that a GPU may round to ``dtype`` the other way.
+
+    Its exp errs by up to two float32 units (ex2.approx). Between two numbers in float16 there are 8,192 of these, so
+    that one number of 2,048 is as near to the middle: one of the 1,999 here, and more than four in one case of 250. One
+    is then a unit off, and what is made of it, which is rounded once more, two units of its terms.
+    """
+    differs = (y - expected).abs() > 2e-6 * expected.abs() + 2e-7
+    assert int(differs.sum()) <= 4
+    assert bool(((y - expected).abs() <= 2 * torch.finfo(dtype).eps * terms)[differs].all())
+    return torch.where(differs, expected, y)
 
 
 # --- elementary and special functions ---------------------------------------------------------------------------------
+
+
+def without_subnormals(x: Tensor) -> Tensor:
+    return x[(x == 0) | ~(x.abs() < torch.finfo(torch.float32).tiny)]
 
 
 def _magnitudes(low: float, high: float) -> Tensor:
@@ -489,6 +526,8 @@ ACCURATE: dict[str, tuple[Function, tuple[float, float] | None, tuple[float, flo
 def test_functions_are_accurate_everywhere(name: str) -> None:
     function, negative, positive, absolute = ACCURATE[name]
     x = _magnitudes(*positive) if negative is None else torch.cat([-_magnitudes(*negative), _magnitudes(*positive)])
+    if name == "digamma" and not INTERPRETED:
+        x = without_subnormals(x)  # its reflection divides by their sine, which is 0 on a GPU (ftz)
     y = apply(printed(function), x).double()
     z = x.double().requires_grad_()
     truth = function(z)
@@ -534,6 +573,10 @@ EDGES = torch.tensor(
 )
 
 
+#: What GPUs have instructions for that take subnormal numbers for 0 (sqrt.approx.ftz, rsqrt.approx.ftz, cvt.rpi.ftz).
+FLUSHING = ("ceil", "floor", "rsqrt", "sqrt", "pow(-0.5)", "pow(0.5)")
+
+
 @pytest.mark.parametrize("name", [*ACCURATE, *OPERATIONS, *POWERS])
 def test_functions_at_the_edges(name: str) -> None:
     function = ACCURATE[name][0] if name in ACCURATE else {**OPERATIONS, **POWERS}[name]
@@ -546,6 +589,8 @@ def test_functions_at_the_edges(name: str) -> None:
         x = x[~x.isnan()]
     if name in ("fmod", "remainder"):  # where torch's give NaN on a CPU
         x = x[(x == 0) | (x.abs() > 1e-30)]
+    if name in FLUSHING and not INTERPRETED:
+        x = without_subnormals(x)
     y, expected = apply(printed(function), x), function(x)
     torch.testing.assert_close(y, expected, rtol=4e-6, atol=2e-7, equal_nan=True)
     zero = (x == 0) & (expected == 0)
@@ -560,13 +605,15 @@ POWER_EDGES = [*POWER_EDGES, *(-p for p in POWER_EDGES if p), math.nan]
 @pytest.mark.parametrize("p", POWER_EDGES)
 def test_powers_of_any_sign(p: float) -> None:
     x = torch.tensor([*POWER_EDGES, -0.0, 1e-40, -1e-40, 1 + 2.0**-23, 1 - 2.0**-24, -1 - 2.0**-23])
-    for function in (
-        lambda z: torch.pow(z, p),
-        lambda z: torch.pow(p, z),
-        lambda z: torch.pow(z, 0 * z.nan_to_num() + p),
+    # With a constant exponent roots are those instructions of a GPU.
+    flushes = abs(p) == 0.5 and not INTERPRETED
+    for function, given in (
+        (lambda z: torch.pow(z, p), without_subnormals(x) if flushes else x),
+        (lambda z: torch.pow(p, z), x),
+        (lambda z: torch.pow(z, 0 * z.nan_to_num() + p), x),
     ):
-        exact = function(x.double()).float()
-        torch.testing.assert_close(apply(printed(function), x), exact, rtol=4e-7, atol=2e-45, equal_nan=True)
+        exact = function(given.double()).float()
+        torch.testing.assert_close(apply(printed(function), given), exact, rtol=4e-7, atol=2e-45, equal_nan=True)
 
 
 @pytest.mark.parametrize("y", [0.7, -3.0, 1e-44, 3e38, 2.0**-126, math.inf, 0.0])
