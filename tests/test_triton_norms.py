@@ -45,11 +45,21 @@ def _case(kind: str, dtype: torch.dtype, rows: int, columns: int) -> tuple[RowNo
     ]
 
 
-def _close(a: Tensor, b: Tensor, dtype: torch.dtype, scale: float = 4) -> None:
+def _close(a: Tensor, b: Tensor, dtype: torch.dtype, scale: float = 4, rest: float = 0.0) -> None:
     unit = torch.finfo(dtype).eps
     torch.testing.assert_close(
-        a.float(), b.float(), rtol=scale * unit, atol=scale * unit * float(b.float().abs().max())
+        a.float(), b.float(), rtol=scale * unit, atol=scale * unit * float(b.float().abs().max()) + rest
     )
+
+
+def _rest(norm: RowNorm, dy: Tensor, w: Tensor, inverse_std: Tensor) -> float:
+    """What rounding leaves of g - mean(g) - xhat mean(g xhat), times inverse_std, where all of it cancels, as in rows
+    of one number. On a GPU the terms need not be rounded alike: the compiler makes one operation of a product and a sum
+    (FMA), and xhat is a quotient within two units, whose square is within four."""
+    if INTERPRETED:
+        return 0.0
+    g = dy.float() * norm.gain(w, torch.float32)
+    return 4 * torch.finfo(torch.float32).eps * float(g.abs().max() * inverse_std.float().max())
 
 
 @every_kind
@@ -82,7 +92,8 @@ def test_it_computes_what_the_reference_does(
             if a is None:
                 continue
             assert a.dtype is dtype
-            _close(a, r, dtype if a is found[0] else a.dtype, 8 if a.dtype.itemsize == 2 else 64)
+            rest = _rest(norm, dy, w, of_rows) if a is found[0] else 0.0
+            _close(a, r, a.dtype, 8 if a.dtype.itemsize == 2 else 64, rest)
     without = triton.row_norm_gradient(*arguments, needs_x=False, overwrite=False)
     assert without[0] is None and (w is None or torch.equal(without[1], found[1]))
 
@@ -140,11 +151,16 @@ def test_group_norm_computes_what_the_reference_does(
     x, dy = laid_out(randn(*shape) + 0.5), laid_out(randn(*shape))
     w, b = (torch.rand(shape[1], generator=generator) + 0.5).to(dtype).to(DEVICE), randn(shape[1]) * 0.3
     norm = GroupNorm(4, 1e-5)
-    y, _, std = torch.native_group_norm(x, w, b, *norm.extents(x), 4, 1e-5)
+    # On a GPU torch's own kernels read contiguous tensors only; layers give ours such.
+    as_torch_reads = (lambda t: t) if DEVICE.type == "cpu" else Tensor.contiguous
+    y, _, std = torch.native_group_norm(as_torch_reads(x), w, b, *norm.extents(x), 4, 1e-5)
+    y = laid_out(y)
     kept = Kept(torch.tensor([1, 3], device=DEVICE), randn(shape[0], 2, *shape[2:])) if keeps else None
     for own_w, own_b in ((w, b), (w, None), (None, None)):
         arguments = (own_w, own_b, std, kept)
-        truth = reference.group_norm_gradient(norm, dy, y, *arguments, needs_x=True, overwrite=False)
+        truth = reference.group_norm_gradient(
+            norm, as_torch_reads(dy), as_torch_reads(y), *arguments, needs_x=True, overwrite=False
+        )
         for overwrite in (False, True):
             given = y.clone()
             version = given._version
