@@ -3,6 +3,7 @@
 import pytest
 import torch
 from gpu import DEVICE, INTERPRETED, INTERPRETER_WARNINGS
+from reference import second_derivative, ulp
 
 from fusedlayers.activations import Activation, resolve
 from fusedlayers.backends import torch as reference
@@ -40,6 +41,20 @@ def test_alone(dtype: torch.dtype, count: int) -> None:
     assert torch.equal(triton.drop_gradient(dy, found[1], factor), reference.drop_gradient(dy, expected[1], factor))
 
 
+def _uncertainty(activation: Activation, dy: torch.Tensor, dz: torch.Tensor, rest: float) -> torch.Tensor:
+    """How far gradients of float32 may lie apart on a GPU, where ``y rest`` and the subtraction of the minimum m may be
+    one operation (FMA): y is then another by up to a unit. Next to the minimum f' is the root of 2 f'' (y - m), which
+    changes by 2 f'' unit over the sum of both roots: by the root of that at the minimum, and by less away from it."""
+    if INTERPRETED or not activation.is_folded or dy.dtype is not torch.float32:
+        return torch.zeros_like(dy)
+    folded = activation.folded_derivative()
+    assert folded is not None
+    minimum = torch.tensor([folded.fold.position], dtype=torch.float64)
+    square = float(2 * second_derivative(activation.function, minimum) * ulp(activation.function(minimum), dy.dtype))
+    slope = (dz * rest / dy).abs()
+    return (dy.abs() / rest * (square / slope).clamp_max(square**0.5)).nan_to_num()
+
+
 @pytest.mark.parametrize(("activation", "dtype"), SERVED, ids=str)
 def test_behind_an_activation(activation: Activation, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
@@ -58,7 +73,8 @@ def test_behind_an_activation(activation: Activation, dtype: torch.dtype) -> Non
     for out in (torch.empty_like(y), expected.clone()):
         given = out if torch.equal(out, expected) else expected
         dz = triton.drop_marked_gradient(dy, given, activation, 0.3, out)
-        torch.testing.assert_close(dz, truth, rtol=8 * unit, atol=8 * unit + 1e-5)
+        allowed = 8 * unit * truth.double().abs() + 8 * unit + 1e-5 + _uncertainty(activation, dy, truth, 0.7)
+        assert bool(((dz.double() - truth.double()).abs() <= allowed).all())
     assert not dz[~keep].any()
 
 
