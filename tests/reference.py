@@ -109,10 +109,11 @@ def second_derivative(function: Function, z: Tensor) -> Tensor:
     return torch.autograd.grad(slope.sum(), z)[0] if slope.requires_grad else torch.zeros_like(z)
 
 
-def assert_as_good_as_torch(ours: Tensor, torchs: Tensor, exact: Tensor) -> None:
-    """Neither the largest nor the mean error is more than twice torch's own in the same dtype."""
+def assert_as_good_as_torch(ours: Tensor, torchs: Tensor, exact: Tensor, luck: float = 0.0) -> None:
+    """Neither the largest nor the mean error is more than twice torch's own in the same dtype; or, of one number, for
+    which torch's may be small by ``luck``, more than that."""
     assert ours.dtype is torchs.dtype and ours.shape == exact.shape
-    tiny = 8 * torch.finfo(torch.float32).eps * float(exact.abs().max())
+    tiny = 8 * torch.finfo(torch.float32).eps * float(exact.abs().max()) + luck
     error, torchs_error = ((y.double() - exact).abs() for y in (ours, torchs))
     assert float(error.max()) <= 2 * float(torchs_error.max()) + tiny
     assert float(error.norm()) <= 2 * float(torchs_error.norm()) + tiny * math.sqrt(exact.numel())
