@@ -180,6 +180,12 @@ def _node(y: Tensor) -> Any:
     return y.grad_fn if type(y.grad_fn).__name__ == "NormActBackward" else None
 
 
+def _saved(y: Tensor) -> tuple[Any, ...]:
+    """What that node saves. In torch 2.11 it cannot be read once ``y`` is gone."""
+    saved: tuple[Any, ...] = _node(y).saved_tensors
+    return saved
+
+
 # --- what outputs tell ------------------------------------------------------------------------------------------------
 
 
@@ -313,7 +319,7 @@ def test_no_weight_and_bias_make_them_worse(
         with torch.no_grad():
             norm.weight.copy_(torch.logspace(-2, 0.5, CHANNELS))
             norm.bias.fill_(bias)
-    saved = _node(layer(x.clone().requires_grad_())).saved_tensors
+    saved = _saved(layer(x.clone().requires_grad_()))
     kept = range(CHANNELS) if saved[0] is None else [] if saved[2] is None else saved[2].tolist()
     dy = torch.randn(x.shape).to(dtype) + (x - 0.5)
     _assert_good(layer, eager, x, dy, found=measure_inverse_error(activation, dtype), kept=list(kept))
@@ -483,7 +489,7 @@ def _odd(activation: Activation, dtype: torch.dtype, training: bool) -> tuple[An
 def test_channels_that_are_not_told_are_kept(activation: Activation, dtype: torch.dtype, training: bool) -> None:
     layer, eager, x, expected = _odd(activation, dtype, training)
     y = layer(x.clone().requires_grad_())
-    saved_y, kept, channels, *_ = _node(y).saved_tensors
+    saved_y, kept, channels, *_ = _saved(y)
     kept_channels = channels.tolist()
     assert kept_channels == expected
     assert torch.equal(kept.nan_to_num(), x[:, channels].nan_to_num()) and saved_y.data_ptr() == y.data_ptr()
@@ -514,9 +520,8 @@ def test_what_is_kept_of_them_is_no_more(name: str, training: bool) -> None:
         elif count <= CHANNELS // 2:
             assert kept == hidden + count * hidden // CHANNELS + 8 * count + statistics
         else:
-            node = _node(layer(x))
-            assert kept == hidden + statistics and node.saved_tensors[0] is None
-            assert node.saved_tensors[1].data_ptr() == x.data_ptr()
+            saved = _saved(layer(x))
+            assert kept == hidden + statistics and saved[0] is None and saved[1].data_ptr() == x.data_ptr()
         _assert_good(layer, eager.train(training), x.detach(), torch.randn(x.shape), found=_served(name))
 
 
@@ -548,7 +553,7 @@ def test_values_far_out_do_not_spoil_the_others(name: str, training: bool, bias:
         norm.train(training)
         nn.init.ones_(norm.weight), nn.init.constant_(norm.bias, bias)
         norm.running_mean.zero_(), norm.running_var.fill_(3.0)
-    saved = _node(layer(x.clone().requires_grad_())).saved_tensors
+    saved = _saved(layer(x.clone().requires_grad_()))
     kept = range(CHANNELS) if saved[0] is None else [] if saved[2] is None else saved[2].tolist()
     _assert_good(layer, eager, x, x + torch.randn_like(x), found=_served(name), kept=list(kept))
 
@@ -566,7 +571,7 @@ def test_what_torch_rounds_once_for_a_channel_does_not_add_up(
         norm.train(training)
         nn.init.ones_(norm.weight), nn.init.constant_(norm.bias, 2.0)
         norm.running_mean.copy_(x.mean((0, 2, 3))), norm.running_var.copy_(x.var((0, 2, 3)))
-    assert _node(layer(x.clone().requires_grad_())).saved_tensors[1] is None
+    assert _saved(layer(x.clone().requires_grad_()))[1] is None
     dy = torch.randn_like(x) + 1.0  # whose mean the roundings meet
     ours, theirs = _run(layer, x, dy)["dw"], _run(eager, x, dy)["dw"]
     truth = _run(_doubled(eager), x.double(), dy.double())["dw"]

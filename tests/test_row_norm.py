@@ -79,6 +79,12 @@ def _node(y: Tensor) -> Any:
     return y.grad_fn if type(y.grad_fn).__name__ == "_RowNormBackward" else None
 
 
+def _saved(y: Tensor) -> tuple[Any, ...]:
+    """What that node saves. In torch 2.11 it cannot be read once ``y`` is gone."""
+    saved: tuple[Any, ...] = _node(y).saved_tensors
+    return saved
+
+
 Found = list[Tensor]
 
 
@@ -322,7 +328,7 @@ def test_saved_bytes(kind: str, dtype: torch.dtype) -> None:
     found = _kept(_ours, kind, x, w, b)
     assert found <= hidden + numbers
     y = _ours(kind, x * 1, w, b)
-    assert _node(y).saved_tensors[0].data_ptr() == y.data_ptr()
+    assert _saved(y)[0].data_ptr() == y.data_ptr()
     # Where x is somebody else's and y is what the next layer saves anyway, eager keeps x besides.
     layer = nn.Linear(128, 4).to(dtype)
     ours, eager = (
@@ -346,7 +352,7 @@ def test_columns_that_outputs_do_not_tell_are_saved_beside() -> None:
             assert _node(y) is None and kept == hidden + 2 * 64 * 4
         else:
             assert kept == hidden + 64 * 4 + count * (64 * 4 + 8)
-            saved = _node(y).saved_tensors
+            saved = _saved(y)
             assert (saved[4] is None) == (count == 0)
 
 
@@ -387,10 +393,10 @@ def test_zero_initialised_weights_train() -> None:
 
 def test_weights_that_change_past_the_version_counter_are_seen() -> None:
     x, w = torch.randn(40, 64, requires_grad=True), torch.ones(64, requires_grad=True)
-    assert _node(fl.rms_norm(x, 64, w)).saved_tensors[4] is None
+    assert _saved(fl.rms_norm(x, 64, w))[4] is None
     w.data[3] = 0.0
     y = fl.rms_norm(x, 64, w)
-    assert _node(y).saved_tensors[4].tolist() == [3]
+    assert _saved(y)[4].tolist() == [3]
     y.sum().backward()
     assert x.grad is not None and bool(x.grad.isfinite().all())
 
