@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 from .. import plan
 from .._torch import DisableTorchFunction, saved_tensors_hooks_on_top
@@ -28,6 +30,8 @@ _RESULT_IS_FREE = frozenset({"batch_norm", GATE, PRODUCT})
 _OTHERS = _PLANNED | _RESULT_IS_FREE | {"dropout", CHECKPOINT}
 #: What puts hooks on a tensor, or on its node: a second run would put them once more.
 _ONCE = frozenset({Tensor.register_hook, Tensor.retain_grad, Tensor.grad_fn.__get__})  # type: ignore[union-attr]
+#: What a checkpoint of torch 2.11 calls besides its function: a node of its own keeps the inputs.
+_OF_CHECKPOINTS = frozenset({torch.empty, Tensor.grad_fn.__get__})  # type: ignore[union-attr]
 
 
 @dataclass(eq=False)
@@ -284,6 +288,8 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _OF_CHECKPOINTS and sys._getframe(1).f_globals.get("__name__") == checkpoint.__name__:
+            return func(*args, **kwargs)
         running, operation = self._running[-1] if self._running else None, OPERATIONS.get(func)
         place = None
         if running is not None and operation is not None and args and isinstance(args[0], Tensor):
