@@ -498,6 +498,7 @@ def triton_backend() -> object:
 
 
 @pytest.mark.filterwarnings(*INTERPRETER_WARNINGS)
+@pytest.mark.usefixtures("interpreter_converts")
 @pytest.mark.parametrize("name", ["isru", "relu1", "modulus", "lisht", "elish", "nlrelu", "double_exponential"])
 @every_float
 def test_on_a_device(name: str, dtype: torch.dtype, triton_backend: object) -> None:

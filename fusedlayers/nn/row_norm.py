@@ -22,7 +22,7 @@ class LayerNorm(nn.LayerNorm):
 
     >>> import fusedlayers as fl
     >>> fl.LayerNorm(8)
-    LayerNorm((8,), eps=1e-05, elementwise_affine=True, bias=True, save='auto')
+    LayerNorm((8,), eps=1e-05, elementwise_affine=True..., save='auto')
     """
 
     __prepare_scriptable__ = refuse_script
