@@ -493,9 +493,11 @@ def test_the_package_carries_its_source() -> None:
 # --- in processes of their own ----------------------------------------------------------------------------------------
 
 SCRIPT = """
-import json, os, sys, time
+import json, os, sys, time, warnings
 from pathlib import Path
 
+# Python 3.12 warns of forks beside threads, as those that OpenBLAS and torch.set_num_threads start.
+warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 import torch
 torch.set_num_threads(2)
 import fusedlayers as fl
@@ -545,7 +547,7 @@ for count in (100, len(whole) // 2, len(whole) * 7 // 8):
 name.unlink()
 name.write_bytes(whole)
 
-# No thread exists yet: those that the first parallel loop starts inherit the mode of the one that loads the library.
+# No loop has run yet: the threads that the first one starts inherit the mode of the one that loads the library.
 assert build.shared_object() is not None
 with torch.inference_mode():
     fl.gelu(torch.randn(1 << 20))
