@@ -9,6 +9,7 @@ under ``torch.compile``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -213,9 +214,7 @@ def plan_block(  # noqa: C901  # one function: entering another one takes longer
     options: BlockOptions, x: Tensor, first: Sequence[Linear], last: Linear, activation: Activation
 ) -> tuple[BlockPlan, tuple[Tensor, ...]]:
     """The plan for a block's call, and the tensors that its activation reads."""
-    tensors: list[Any] = []  # weights and biases in turn
-    for linear in (*first, last):
-        tensors += (linear.w, linear.b)
+    tensors: tuple[Any, ...] = (*chain(*first, last),)  # weights and biases in turn
     is_compiled = torch.compiler.is_compiling() or (asking.questions and asking.is_asked_for_compiled())
     is_traced = torchscript_state() is not None  # numbers may be tensors then
     if is_compiled or is_traced or not validation.are_usual((x, *tensors[::2]), tensors[1::2]):
@@ -321,7 +320,7 @@ def _decide(
     extra = [w for w, _ in first if not (needs.x or (_is_alive(w) and cast is None))]
     extra += [b for _, b in first if b is not None and not _is_alive(b)]
     backend = backends.choose(x, activation)
-    plain_because = plain_because or validation.unusual_because(x, *(t for linear in (*first, last) for t in linear))
+    plain_because = plain_because or validation.unusual_because(x, *chain(*first, last))
     if plain_because is None and options.save == "auto" and not options.is_gated and activation.is_fusible:
         dtype = cast or x.dtype
         if activation.output_refusal(dtype) is None:

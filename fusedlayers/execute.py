@@ -342,7 +342,8 @@ def run_by_layer(
     options = options._replace(save="auto")
     if not needs_gradient(input, *(t for layer in (*first, last) for t in layer)):
         return _compiled_layers(options, input, first, last, activation)
-    by_layer = functools.partial(_compiled_layers, options, activation=activation)
+    # With no checkpoint within, of which the compiler of torch 2.11 would keep the inputs.
+    by_layer = functools.partial(_layers, options, activation=activation)
     y: Tensor = checkpoint(by_layer, input, first, last, use_reentrant=False)
     return y
 
