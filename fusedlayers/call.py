@@ -153,11 +153,12 @@ def plan_for(
         return found, activation, ()
     size_bytes = plan.MEDIUM_BYTES if elements is None else elements * x.itemsize
     small_bytes = plan.SMALL_BYTES if x.is_cpu else plan.least_bytes(x, plan.SMALL_BYTES)
+    is_small = elements is not None and size_bytes < small_bytes  # else ``sizes`` says so
     given = activation
     operands: tuple[Tensor, ...] = ()
     operand_dim = follower = None
     facts: tuple[Hashable, ...]
-    if size_bytes < small_bytes and save == "auto" and not is_inplace:
+    if is_small and save == "auto" and not is_inplace:
         # PyTorch computes it, whatever needs gradients and whoever follows: what the checks depend on is enough.
         facts = (
             sizes,
@@ -181,7 +182,7 @@ def plan_for(
         is_torchs = activation.needs_tracing or activation.fallback_reason is not None
         facts = (
             sizes,
-            size_bytes < small_bytes,
+            is_small,
             size_bytes < plan.MEDIUM_BYTES,
             size_bytes < plan.GPU_MEDIUM_BYTES,
             isinstance(operation, BatchNorm) and size_bytes < plan.medium_bytes(operation, x),

@@ -274,6 +274,15 @@ def test_small_results_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.make_plan(key._replace(save="output")).path == "fused"
 
 
+def test_what_is_small_may_be_large_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A convolution's facts hold its shape, not its bytes: no limit may make two activations one plan."""
+    monkeypatch.setattr(plan, "SMALL_BYTES", 2 * plan.MEDIUM_BYTES)
+    x, w = torch.randn(1, 4, 64, 64), torch.randn(8, 4, 3, 3, requires_grad=True)
+    for activation in ("tanh", "relu", "gelu"):
+        expected = resolve(activation).function(nn.functional.conv2d(x, w))
+        torch.testing.assert_close(fl.conv_bias_act(x, w, activation=activation), expected)
+
+
 def test_medium_results_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's time counts there for larger results, but not what a batch norm saves."""
     monkeypatch.setattr(plan, "GPU_MEDIUM_BYTES", 32 << 20)

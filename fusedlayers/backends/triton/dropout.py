@@ -27,7 +27,7 @@ from .launch import Launch, cdiv, on
 _launches: BoundedCache[Launch] = BoundedCache(1024)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def pack_kernel(keep_ptr, bits_ptr, count, BYTES: tl.constexpr):
     """Eight of the mask in a byte."""
     byte = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
@@ -38,7 +38,7 @@ def pack_kernel(keep_ptr, bits_ptr, count, BYTES: tl.constexpr):
     tl.store(bits_ptr + byte, bits.to(tl.uint8), mask=byte * 8 < count)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def drop_gradient_kernel(dy_ptr, bits_ptr, dx_ptr, count, factor, BYTES: tl.constexpr):
     """dx = dy factor where the bit is set, else dy 0."""
     byte = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
@@ -52,7 +52,7 @@ def drop_gradient_kernel(dy_ptr, bits_ptr, dx_ptr, count, factor, BYTES: tl.cons
     tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def drop_marked_kernel(y_ptr, keep_ptr, out_ptr, count, rest, SCALE: tl.constexpr, COUNT: tl.constexpr):
     """What is stored of outputs y, of which ``rest`` are kept; out_ptr may be y_ptr."""
     place = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
@@ -65,7 +65,7 @@ def drop_marked_kernel(y_ptr, keep_ptr, out_ptr, count, rest, SCALE: tl.constexp
     tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def drop_marked_gradient_kernel(dy_ptr, y_ptr, dz_ptr, count, rest, GRADIENT: tl.constexpr, COUNT: tl.constexpr):
     """The gradient through both, from what was stored; dz_ptr may be y_ptr."""
     place = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
