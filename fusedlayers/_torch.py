@@ -73,6 +73,7 @@ __all__ = [
     "disable_dynamo",
     "dispatch_mode_at",
     "dispatch_mode_count",
+    "dynamo_is_in_checkpoint",
     "dynamo_is_loaded",
     "elementwise_dtypes",
     "ensure_cuda_guard",
@@ -293,6 +294,19 @@ def is_optimized(module: object) -> bool:
 def dynamo_is_loaded() -> bool:
     """Whether anybody has imported ``torch._dynamo``, which takes a second, so that something may be compiled."""
     return "torch._dynamo" in sys.modules
+
+
+def dynamo_is_in_checkpoint() -> bool:
+    """Whether what dynamo reads lies in a ``torch.utils.checkpoint``. Dynamo calls this, and takes the result for a
+    constant."""
+    tracer = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx().output.current_tracer
+    while tracer is not None and str(tracer.source_target) != "tag_activation_checkpoint":
+        tracer = tracer.parent
+    return tracer is not None
+
+
+# As ``torch.compiler.assume_constant_result`` does, which would import dynamo.
+dynamo_is_in_checkpoint._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def make_fx(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import is_tensor_like
-from torch.utils.checkpoint import checkpoint
 
 from . import _torch, backends, validation
 from . import plan as decision
@@ -34,6 +33,7 @@ from .ops.place import place_of
 from .ops.pointwise import BiasAct, Origin
 from .ops.product import product_of
 from .plan import Plan
+from .utils.compiled_checkpoint import compiled_checkpoint
 from .utils.layout import has_torchs_layout
 from .utils.profile_ranges import profile_range, range_name
 
@@ -232,9 +232,7 @@ def _compiled(
             pre_activation(x, w, b, residual), activation.name, tuple(activation.parameters.items())
         )
     else:
-        y = checkpoint(
-            lambda *inputs: activation.plain(pre_activation(*inputs)), x, w, b, residual, use_reentrant=False
-        )
+        y = compiled_checkpoint(lambda *inputs: activation.plain(pre_activation(*inputs)), x, w, b, residual)
     return y
 
 
@@ -342,9 +340,8 @@ def run_by_layer(
     options = options._replace(save="auto")
     if not needs_gradient(input, *(t for layer in (*first, last) for t in layer)):
         return _compiled_layers(options, input, first, last, activation)
-    # With no checkpoint within, of which the compiler of torch 2.11 would keep the inputs.
-    by_layer = functools.partial(_layers, options, activation=activation)
-    y: Tensor = checkpoint(by_layer, input, first, last, use_reentrant=False)
+    by_layer = functools.partial(_compiled_layers, options, activation=activation)
+    y: Tensor = compiled_checkpoint(by_layer, input, first, last)
     return y
 
 
@@ -371,7 +368,7 @@ def _compiled_layers(
         return _layers(options, input, first, last, activation)
     # Else the compiler saves the gate's product with the other half, beside both.
     parts = [F.linear(input, *layer) for layer in layers]
-    hidden = checkpoint(lambda gate, up: activation.plain(gate) * up, *parts, use_reentrant=False)
+    hidden = compiled_checkpoint(lambda gate, up: activation.plain(gate) * up, *parts)
     return F.linear(hidden, *last)
 
 

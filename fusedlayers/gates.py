@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
-from torch.utils.checkpoint import checkpoint
 
 from . import backends, validation
 from . import plan as decision
@@ -24,6 +23,7 @@ from .ops.dropout import dropped_product_of
 from .ops.gate import Gate, Packing
 from .ops.linear import Dense
 from .ops.product import factors_of, saving_factors
+from .utils.compiled_checkpoint import compiled_checkpoint
 
 
 def gated_act(
@@ -114,7 +114,7 @@ def _in_one_node(
     given = (gate,) if up is None else (gate, up)
     if plan.path == "compiled" and needs_gradient(*given):
         # Else the compiler saves activation(gate) beside both.
-        product: Tensor = checkpoint(_composite, gate, up, record, packing, use_reentrant=False)
+        product: Tensor = compiled_checkpoint(_composite, gate, up, record, packing)
         return product
     is_whole = needs_gradient(half) and needs_gradient(other) and validation.unusual_because(other) is None
     if plan.path != "fused" or not is_whole or plan.dim != -1 or not gates.reads(half, other):

@@ -1412,6 +1412,32 @@ def test_compiled(x: Tensor, make: Callable[[], nn.Module]) -> None:
     assert _bytes(compiled, x) < _bytes(eager, x)
 
 
+class Around(nn.Sequential):
+    """A checkpoint around the second of three modules."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, inner, last = self
+        return last(checkpoint(inner, first(x), use_reentrant=False))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("save", ["auto", "recompute"])
+@pytest.mark.parametrize("make", [MLP, Functional, Gated])
+def test_compiled_within_a_checkpoint(x: Tensor, make: Callable[[], nn.Module], save: Any) -> None:
+    model = Around(nn.Linear(IN, IN), make(), nn.Linear(IN, 2))
+    eager = copy.deepcopy(model)
+    assert fl.fuse(nn.Sequential(*model), x, save=save).replaced
+    results, kept = [], []
+    for each in (model, eager):
+        torch.compiler.reset()
+        compiled = torch.compile(each, fullgraph=True, backend="aot_eager")
+        results.append(_step(compiled, x))
+        kept.append(_bytes(compiled, x))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert kept[0] <= kept[1]
+
+
 def test_where_nothing_needs_a_gradient_the_report_says_so(x: Tensor) -> None:
     model = nn.Sequential(nn.Linear(IN, 512), nn.GELU(), nn.Linear(512, IN))
     with torch.no_grad():  # which is who calls, and not how the model is trained

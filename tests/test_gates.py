@@ -509,6 +509,27 @@ def test_compiled_with_the_same_bytes() -> None:
     assert saved_bytes(compiled, gate, up) <= saved_bytes(block, gate, up)
 
 
+@_compiles
+@pytest.mark.parametrize("save", ["auto", "recompute"])
+def test_compiled_within_a_checkpoint_no_more_is_kept_than_its_input(save: str) -> None:
+    x, w1, w2, w3 = leaves((64, 16), (128, 16), (128, 16), (32, 128))
+
+    def gate(x: Tensor) -> Tensor:
+        return fl.linear(fl.gated_act(F.linear(x, w1), F.linear(x, w2)), w3)
+
+    def block(x: Tensor) -> Tensor:
+        return fl.gated_mlp(x, w1, None, w2, None, w3, None, "silu", save=save)
+
+    dy = torch.randn(64, 32)
+    for function in (gate, block, lambda x: fl.dense_bias_act(x, w1, None, "silu", save="recompute")[:, :32]):
+        whole = lambda x, f=function: checkpoint(f, x * 1, use_reentrant=False)
+        torch.compiler.reset()
+        compiled = torch.compile(whole, fullgraph=True, backend="aot_eager")
+        (ours,), (expected,) = (torch.autograd.grad(f(x), x, dy) for f in (compiled, function))
+        assert relative(ours, expected.double()) < 1e-6
+        assert saved_bytes(compiled, x, exclude=[x, w1, w2, w3]) <= 64 * 16 * 4
+
+
 def test_subclasses_and_graphs_see_torchs_own() -> None:
     class Block(torch.nn.Module):
         def forward(self, gate: Tensor, up: Tensor, w: Tensor) -> Tensor:

@@ -606,6 +606,14 @@ def _() -> None:
     assert _torch.is_optimized(torch.compile(module)) and not _torch.is_optimized(module)
 
 
+@check("dynamo_is_in_checkpoint")
+def _() -> None:
+    function = lambda x: x + 1 if _torch.dynamo_is_in_checkpoint() else x + 2
+    around = lambda x: checkpoint(lambda y: function(y) * 10, x, use_reentrant=False) + function(x)
+    compiled = torch.compile(around, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.zeros(2, requires_grad=True)), torch.full((2,), 12.0))
+
+
 @check("disable_dynamo", "dynamo_is_loaded")
 def _() -> None:
     compiling: list[bool] = []

@@ -31,6 +31,7 @@ from .._torch import (
     torchscript_state,
 )
 from ..checkpoint.recompute import Recompute, recomputed
+from ..utils.compiled_checkpoint import is_in_checkpoint
 from .one_call import ONE_CALLS
 from .operations import CHECKPOINT, OPERATIONS, Operation, is_small
 from .stand_in import StandIn
@@ -154,20 +155,15 @@ class Region:
 
     def _compiled(self, *args: Any, **kwargs: Any) -> Any:
         """For the compiler, which lets no mode begin within a checkpoint: there everything is PyTorch's."""
-        global _is_in_checkpoint
         forward: Callable[..., Any] | None = self.replaced
         if forward is None:  # no method: the compiler of torch 2.11 cannot bind one
             forward = functools.partial(type(self.module).forward, self.module)
-        if is_exporting() or _is_in_checkpoint:
+        if is_exporting() or is_in_checkpoint():
             return forward(*args, **kwargs)
         if self.recompute == "nothing":
             with Interception(self.active_kinds - self.compiled_without, None):
                 return forward(*args, **kwargs)
-        _is_in_checkpoint = True
-        try:
-            return recomputed(forward, self.module, args, kwargs, self.recompute)
-        finally:
-            _is_in_checkpoint = False
+        return recomputed(forward, self.module, args, kwargs, self.recompute)
 
     def _intercepted(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         kinds, hooks = self.active_kinds, saved_tensors_hooks_on_top(True)
@@ -194,10 +190,6 @@ class Region:
         caller = frame.f_locals.get("self")
         is_copy = caller is not self.module and isinstance(caller, nn.Module) and vars(caller).get("forward") is self
         return caller if is_copy else self.module
-
-
-#: Whether the compiler is reading a region that is recomputed.
-_is_in_checkpoint = False
 
 
 class Interception(TorchFunctionMode):
