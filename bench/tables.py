@@ -74,12 +74,14 @@ def committed(results: Path, subject: str) -> list[dict[str, Any]]:
     return sorted(runs, key=lambda run: (run["device"]["kind"] != "cuda", run["device"]["slug"]))
 
 
-def _tables(results: Path, subject: str, table: Callable[[dict[str, Any]], str], command: str = "") -> str:
-    """A table for each device with a committed run."""
+def _tables(
+    results: Path, subject: str, table: Callable[[dict[str, Any]], str], command: str = "", most: int | None = None
+) -> str:
+    """A table for each device with a committed run, or for the first of them."""
     runs = committed(results, subject)
     if not runs:
         return f"No result is committed yet; `python -m bench {command or subject}` makes one."
-    return "\n\n".join(table(run) for run in runs)
+    return "\n\n".join(table(run) for run in runs[:most])
 
 
 def measured_on(run: dict[str, Any]) -> str:
@@ -307,8 +309,8 @@ OVERVIEW = (
 
 
 def overview_table(results: Path) -> str:
-    """A row for each kind of part: a table for GPUs and one for CPUs, each from the device with most of the runs, the
-    latest of them."""
+    """A row for each kind of part, with columns for a GPU and for a CPU: of each kind the device with most of the runs,
+    the latest of them."""
     devices: dict[str, dict[str, dict[str, Any]]] = {}
     for subject in dict.fromkeys(row[0] for row in OVERVIEW):
         for run in committed(results, subject):
@@ -318,26 +320,38 @@ def overview_table(results: Path) -> str:
         best[next(iter(runs.values()))["device"]["kind"]] = runs
     if not best:
         return "No result is committed yet; `python -m bench dense` makes one."
-    return "\n\n".join(_overview(best[kind]) for kind in ("cuda", "cpu") if kind in best)
-
-
-def _overview(runs: dict[str, dict[str, Any]]) -> str:
-    latest = max(runs.values(), key=lambda run: run["date"])
-    dtype = MAIN_DTYPE[latest["device"]["kind"]]
-    dates = sorted({run["date"] for run in runs.values()})
-    lines = [
-        measured_on({**latest, "date": " and ".join(dates)}),
+    kinds = [kind for kind in ("cuda", "cpu") if kind in best]
+    names = {"cuda": "GPU", "cpu": "CPU"}
+    lines = [f"{names[kind]}: {_device_of(best[kind])}, {MAIN_DTYPE[kind]}." for kind in kinds]
+    lines.append("A row counts what the part and the matrix product behind it keep, but not the part's input.")
+    columns = [f"{names[kind]}: {whose}" for kind in kinds for whose in ("PyTorch", "**here**")]
+    lines += [
         "",
-        f"| Part ({dtype}, forward and backward) | saved MiB: PyTorch | **here** | time: PyTorch | **here** |",
-        "|---|--:|--:|--:|--:|",
+        f"| Saved MiB, time of forward and backward | {' | '.join(columns)} |",
+        "|---|" + "--:|" * len(columns),
     ]
     for subject, title, shape, activation in OVERVIEW:
-        row = _models(_in_main_format(runs[subject])).get((shape, activation, dtype)) if subject in runs else None
-        if row is not None:
-            eager, ours = (row["variants"].get(name, {}) for name in ("eager", "fusedlayers"))
-            cells = [f"{title}: {shape}", _mib(eager), f"**{_mib(ours)}**", _time(eager), f"**{_ratio(ours)}**"]
-            lines.append(f"| {' | '.join(cells)} |")
+        cells = [cell for kind in kinds for cell in _overview_cells(best[kind], subject, shape, activation)]
+        if {*cells} != {"-"}:
+            lines.append(f"| {title}: {shape} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _device_of(runs: dict[str, dict[str, Any]]) -> str:
+    latest = max(runs.values(), key=lambda run: run["date"])
+    dates = sorted({run["date"] for run in runs.values()})
+    return measured_on({**latest, "date": " and ".join(dates)}).rstrip(":")
+
+
+def _overview_cells(runs: dict[str, dict[str, Any]], subject: str, shape: str, activation: str) -> tuple[str, str]:
+    if subject not in runs:
+        return "-", "-"
+    run = runs[subject]
+    row = _models(_in_main_format(run)).get((shape, activation, MAIN_DTYPE[run["device"]["kind"]]))
+    if row is None:
+        return "-", "-"
+    eager, ours = (row["variants"].get(name, {}) for name in ("eager", "fusedlayers"))
+    return f"{_mib(eager)}, {_time(eager)}", f"**{_mib(ours)}**, **{_ratio(ours)}**"
 
 
 #: How a document says what a variant of ``bench peers`` is, and what it keeps of the blocks' hidden tensors.
@@ -355,12 +369,12 @@ PEERS = {
 }
 
 
-_NOT_HERE = "does not run here"
+_NOT_HERE, _NOT_INSTALLED = "does not run here", "not installed"
 
 
 def peers_table(run: dict[str, Any]) -> str:
-    """The same blocks by others: bytes kept and time, and the gradient's error where it is ten times eager's. Who runs
-    none of them is left out."""
+    """The same blocks by others: bytes kept and time, and the gradient's error where it is ten times eager's. Who was
+    measured on none of them is left out."""
     cases = run["cases"]
     titles = [f"{row['id']} ({' x '.join(map(str, row['input']))})" for row in cases]
     dtype = cases[0].get("dtype", MAIN_DTYPE["cpu"])
@@ -373,7 +387,7 @@ def peers_table(run: dict[str, Any]) -> str:
     ]
     for name, (title, keeps) in PEERS.items():
         cells = [_peer(row["variants"], name) for row in cases]
-        if not {*cells} <= {"", _NOT_HERE}:
+        if not {*cells} <= {"", _NOT_HERE, _NOT_INSTALLED}:
             lines.append(f"| {title} | {keeps} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -381,7 +395,7 @@ def peers_table(run: dict[str, Any]) -> str:
 def _peer(variants: dict[str, Any], name: str) -> str:
     eager, variant = variants["eager"], variants.get(name, {})
     if "skipped" in variant:
-        return "not installed"
+        return _NOT_INSTALLED
     if "forward_backward" not in variant:
         return _NOT_HERE if variant else ""
     cell = f"{_mib(variant)} MiB, {_time(variant) if name == 'eager' else _ratio(variant)}"
@@ -558,4 +572,5 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "overview": overview_table,
     "parts": partial(_tables, subject="parts", table=parts_table),
     "peers": partial(_tables, subject="peers", table=peers_table),
+    "peers_first": partial(_tables, subject="peers", table=peers_table, most=1),
 }

@@ -95,9 +95,8 @@ class Rule(NamedTuple):
     most_inner: int
 
 
-#: Empty: a row is a measurement, and no GPU has been measured yet. By published figures Rule("9", 2, 1024) would be
-#: one: on an H100 a pass over memory costs 467 / inner of a 16-bit matmul's time, and persistent kernels reach 0.88 to
-#: 0.97 of the vendor's speed.
+#: Empty: on an H100 (torch 2.11, Triton 3.6, bfloat16) the vendor's matmul and a pass after it took less time than the
+#: best epilogue in 10 of 12 layers and gradients of models, the same in one, and 3 % more in one (``bench matmul``).
 RULES: tuple[Rule, ...] = ()
 
 BY_RULE = "matmuls by rule"
