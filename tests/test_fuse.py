@@ -551,6 +551,29 @@ def test_small_examples_are_fused_for_larger_ones(monkeypatch: pytest.MonkeyPatc
     assert fused <= _bytes(model, x) - 4 * HIDDEN_BYTES
 
 
+def test_small_inputs_meet_no_mode_if_the_example_was_as_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take time at each of torch's functions, for nothing."""
+    from fusedlayers import plan
+
+    class OfLists(Functional):
+        def forward(self, inputs: Any) -> Tensor:
+            return super().forward(inputs[0])
+
+    monkeypatch.setattr(plan, "SMALL_BYTES", HIDDEN_BYTES)
+    begun: list[Any] = []
+    begin = region.Interception
+    monkeypatch.setattr(region, "Interception", lambda *args: begun.append(args) or begin(*args))
+    x = torch.randn(ROWS, IN)
+    # Of tensors in a list the sizes are not known.
+    for block, wrap, least in ((Functional(), lambda x: x, ROWS // 2), (OfLists(), lambda x: [x], 0)):
+        model = nn.Sequential(block, nn.Linear(IN, 2))
+        fl.fuse(model, (wrap(x[: ROWS // 4]),))
+        for rows in (ROWS // 8, ROWS // 4, ROWS // 2, ROWS):
+            begun.clear()
+            model(wrap(x[:rows]))
+            assert (len(begun) > 0) == (rows >= least), (block, rows)
+
+
 def test_what_frees_nothing_is_left(x: Tensor) -> None:
     """No region where PyTorch keeps as little: relu; an activation whose input is kept anyway; a model that needs no
     gradients."""

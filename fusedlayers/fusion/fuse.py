@@ -307,16 +307,21 @@ class Fusing:
     def _finish(
         self, groups: list[_Group], known: tuple[int, int] | None, step_ms: tuple[float, float] | None = None
     ) -> FuseReport:
+        module_bytes: dict[Region, int] = {}
         for group in groups:
             for place in group.places:
                 region = Region.of(place.module)
                 region.switch(place.kind, place.stand_in, on=True)
                 region.places[place.kind], region.called = f"{place.name} {_saves(place)}", place.paths
+                module_bytes[region] = min(module_bytes.get(region, place.module_bytes), place.module_bytes)
                 if place.is_small:
                     region.too_small_kinds |= {place.kind}
                 if place.is_normalised:
                     # The compiler keeps what the norm reads, and computes the rest again: it would keep both.
                     region.compiled_without |= {place.kind}
+        for region, least in module_bytes.items():
+            # Of a module that is given no tensors, or these in lists, nothing is known.
+            region.small_bytes = least if least and region.kinds <= region.too_small_kinds else None
         self._remove_needless()
         if self._dry_run:
             self._put_back()

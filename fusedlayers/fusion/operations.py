@@ -50,6 +50,15 @@ def is_small(args: Arguments, on_cpu: int) -> bool:
     return isinstance(x, Tensor) and x.numel() * x.itemsize < plan.least_bytes(x, on_cpu)
 
 
+def input_bytes(args: Arguments, kwargs: Options) -> int:
+    """Of the tensors that a module is given."""
+    found = 0
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            found += value.numel() * value.itemsize
+    return found
+
+
 def _rms_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """``F.rms_norm``. What ``fusedlayers.rms_norm`` makes is contiguous, where PyTorch's result is laid out like the
     input: code may view it, and a dropout draws its numbers in the order of memory."""

@@ -20,7 +20,17 @@ from .._torch import DisableTorchFunction, saved_tensors_hooks_on_top
 from ..activations import DTYPES, KEPT_BY_TORCH, Activation
 from ..asking import plan_of
 from ..ops.dropout import tells_scaled
-from .operations import CHECKPOINT, GATE, OPERATIONS, PRODUCT, Operation, activation_of, is_gate, reads_product
+from .operations import (
+    CHECKPOINT,
+    GATE,
+    OPERATIONS,
+    PRODUCT,
+    Operation,
+    activation_of,
+    input_bytes,
+    is_gate,
+    reads_product,
+)
 from .stand_in import StandIn, recognise
 
 #: Operations besides activations that have a plan.
@@ -57,6 +67,7 @@ class Place:
         follows: of a dropout, what has made its input.
         is_normalised: of an activation, whether a batch norm made its input, in all calls.
         dtype: of the input.
+        module_bytes: of the tensors that the module was given in the first call.
     """
 
     path: str
@@ -74,6 +85,7 @@ class Place:
     follows: list[Place] = field(default_factory=list)
     is_normalised: bool = False
     dtype: torch.dtype = torch.float32
+    module_bytes: int = 0
     paths: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -178,6 +190,8 @@ class _Running:
     module: nn.Module
     #: The saved-tensor hooks that it began under.
     hooks: Any
+    #: Of the tensors that it was given.
+    input_bytes: int
     #: How many tensors its own code has computed.
     computed: int = 0
     #: By which functions it, and what it called, has.
@@ -252,7 +266,8 @@ class _Recorder(TorchFunctionMode):
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             called = self._called_path(path, module)
             self.paths.setdefault(path, {})[called] = None
-            self._running.append(_Running(path, called, module, saved_tensors_hooks_on_top(True)))
+            hooks = saved_tensors_hooks_on_top(True)
+            self._running.append(_Running(path, called, module, hooks, input_bytes(args, kwargs)))
 
         return enter
 
@@ -331,7 +346,9 @@ class _Recorder(TorchFunctionMode):
             return None
         place = self._places.get((running.path, kind))
         if place is None:
-            place = self._places[running.path, kind] = Place(running.path, running.module, kind, name, dtype=x.dtype)
+            place = self._places[running.path, kind] = Place(
+                running.path, running.module, kind, name, dtype=x.dtype, module_bytes=running.input_bytes
+            )
             place.activation, place.follows = activation, self._makers.of(x) if kind == "dropout" else []
             place.is_normalised = place.is_activation
             if kind == "dropout" and kwargs.get("inplace"):
