@@ -302,7 +302,7 @@ OVERVIEW = (
     ("mlp", "gated MLP, SiLU", "LLaMA-7B", "silu"),
     ("conv", "convolution + ReLU", "ResNet-50 3x3", "relu"),
     ("norm", "convolution + batch norm + SiLU", "EfficientNet-B0 1x1", "silu"),
-    ("parts", "layer norm", "BERT-base", "layer norm"),
+    ("parts", "layer norm", "ViT-B", "layer norm"),
     ("parts", "RMS norm", "LLaMA-7B", "llama's norm"),
     ("parts", "GELU + dropout", "BERT-base", "gelu, dropout"),
 )
@@ -323,7 +323,10 @@ def overview_table(results: Path) -> str:
     kinds = [kind for kind in ("cuda", "cpu") if kind in best]
     names = {"cuda": "GPU", "cpu": "CPU"}
     lines = [f"{names[kind]}: {_device_of(best[kind])}, {MAIN_DTYPE[kind]}." for kind in kinds]
-    lines.append("A row counts what the part and the matrix product behind it keep, but not the part's input.")
+    lines.append(
+        "A row counts what the part and the matrix product behind it keep, but not the part's input, which norms free. "
+        "GPUs' times are the device's own."
+    )
     columns = [f"{names[kind]}: {whose}" for kind in kinds for whose in ("PyTorch", "**here**")]
     lines += [
         "",

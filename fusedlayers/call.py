@@ -185,7 +185,7 @@ def plan_for(
             is_small,
             size_bytes < plan.MEDIUM_BYTES,
             size_bytes < plan.GPU_MEDIUM_BYTES,
-            isinstance(operation, BatchNorm) and size_bytes < plan.medium_bytes(operation, x),
+            isinstance(operation, BatchNorm) and _medium(operation, x, size_bytes),
             # Of what PyTorch computes only the reason is asked for: the record may hold a user's tensors.
             activation if not is_torchs else activation.fallback_reason,
             save,
@@ -229,6 +229,12 @@ def plan_for(
         asking.answer(found, lambda: make_plan(call.key()._replace(is_compiling=True, size="large")))
     # PyTorch computes what was given, and not what was traced of it.
     return (found, activation, operands) if found.path != "composite" else (found, given, ())
+
+
+def _medium(norm: BatchNorm, x: Tensor, size_bytes: int) -> tuple[int, bool]:
+    """The limit of a norm's medium sizes, which depends on how x is laid out, and whether the result is below it."""
+    limit = plan.medium_bytes(norm, x)
+    return limit, size_bytes < limit
 
 
 def _size(size_bytes: int, small_bytes: int, medium_bytes: int) -> Size:

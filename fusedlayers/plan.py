@@ -40,18 +40,16 @@ SMALL_BYTES = 512 << 10
 #: norms of fewer bytes too, with activations that have no in-place operation: with silu (two threads) the Function took
 #: 1.17 times eager's time at 1.4 MiB, 1.36 at 1.0 MiB and 1.43 at 0.7 MiB, and 0.93 at 3.4 MiB.
 MEDIUM_BYTES = 2 << 20
+#: The same of layers and convolutions on a GPU, which waits for the host where its own work is shorter. PyTorch's
+#: operation takes one more pass over dz, and a buffer for dz until the layer's backward pass ends.
+GPU_MEDIUM_BYTES = 32 << 20
 #: On GPUs results are small below so many bytes for each of the processors, 16.5 MiB on an H100. A node in Python takes
 #: the host about 0.2 ms more than PyTorch's, forward and backward, for which the GPU waits where its own work is
 #: shorter. An H100 took for a dense layer with GELU in bfloat16 (1,024 to 4,096 features) 2.0, 2.2, 2.3 and 2.1 times
 #: eager's time at 4, 8, 16 and 32 MiB of results, and 1.01 and 0.98 times at 64 and 128; with 4,096 to 11,008 features
-#: 1.26 times at 11 MiB and 1.00 at 22 (training steps that do not wait for each other). Slower GPUs have fewer
-#: processors, and less memory.
+#: 1.26 times at 11 MiB and 1.00 at 22 (training steps that do not wait for each other). Between the
+#: two it is the layer's width that decides, and memory counts. Slower GPUs have fewer processors, and less memory.
 GPU_BYTES = 128 << 10
-#: The same of layers and convolutions on a GPU. The Function takes the host 60 us more than PyTorch's operation, which
-#: a GPU waits for where its own work is shorter: by published figures an H100 takes 190 us for the forward and backward
-#: passes of a 768 x 3072 layer with 32 MiB of bfloat16 results. PyTorch's operation takes one more pass over dz, 11 us,
-#: and a buffer for dz until the layer's backward pass ends.
-GPU_MEDIUM_BYTES = 32 << 20
 
 #: By how much larger results of channels-last norms must be on a CPU, where PyTorch's kernels for these are the faster
 #: ones: batch norm and silu took 1.6 times eager's time at 4 MiB, 0.99 at 12 MiB; group norm and silu 2.4 and 1.3 times
@@ -59,7 +57,7 @@ GPU_MEDIUM_BYTES = 32 << 20
 CHANNELS_LAST_FACTOR = 4
 
 Size = Literal["small", "medium", "large"]
-"""How many bytes a result has: less than ``SMALL_BYTES``, less than ``medium_bytes``, or more."""
+"""How many bytes a result has: fewer than the first of a key's ``limits``, than the second, or more."""
 
 #: Of a function that a layer would keep both sides of.
 _KEEPS_LESS = "PyTorch keeps less than its input and its output, which this layer would keep"
@@ -204,14 +202,16 @@ def forget_plans() -> None:
 
 def least_bytes(x: Tensor, on_cpu: int) -> int:
     """From how many bytes on results are worth a node in Python, where on a CPU it is so many."""
-    if x.is_cpu or not x.is_cuda or torch.compiler.is_compiling():
+    if not x.is_cuda or torch.compiler.is_compiling():
         return on_cpu
     return max(on_cpu, GPU_BYTES * _processors(x.get_device()))
 
 
 @functools.cache
 def _processors(device: int) -> int:
-    """Of a GPU: its multiprocessors, or compute units."""
+    """Of a GPU: its multiprocessors, or compute units; of one that a fake tensor is on, and that is not there, 0."""
+    if device >= torch.cuda.device_count():
+        return 0
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -556,7 +556,7 @@ def test_small_inputs_meet_no_mode_if_the_example_was_as_small(monkeypatch: pyte
     from fusedlayers import plan
 
     class OfLists(Functional):
-        def forward(self, inputs: Any) -> Tensor:
+        def forward(self, inputs: Any, scale: Tensor) -> Tensor:
             return super().forward(inputs[0])
 
     monkeypatch.setattr(plan, "SMALL_BYTES", HIDDEN_BYTES)
@@ -564,14 +564,21 @@ def test_small_inputs_meet_no_mode_if_the_example_was_as_small(monkeypatch: pyte
     begin = region.Interception
     monkeypatch.setattr(region, "Interception", lambda *args: begun.append(args) or begin(*args))
     x = torch.randn(ROWS, IN)
-    # Of tensors in a list the sizes are not known.
-    for block, wrap, least in ((Functional(), lambda x: x, ROWS // 2), (OfLists(), lambda x: [x], 0)):
-        model = nn.Sequential(block, nn.Linear(IN, 2))
-        fl.fuse(model, (wrap(x[: ROWS // 4]),))
-        for rows in (ROWS // 8, ROWS // 4, ROWS // 2, ROWS):
-            begun.clear()
-            model(wrap(x[:rows]))
-            assert (len(begun) > 0) == (rows >= least), (block, rows)
+
+    def is_met(model: nn.Module, *args: Any) -> bool:
+        begun.clear()
+        model(*args)
+        return len(begun) > 0
+
+    model = nn.Sequential(Functional(), nn.Linear(IN, 2))
+    fl.fuse(model, x[: ROWS // 4])
+    for count, expected in ((ROWS // 8, False), (ROWS // 4, False), (ROWS // 2, True), (ROWS, True)):
+        assert is_met(model, x[:count]) is expected, count
+    # Of another shape, or dtype, as few bytes may make large results.
+    assert is_met(model, x[: ROWS // 4].view(1, -1, IN)) and is_met(model.double(), x[: ROWS // 8].double())
+    model = OfLists()
+    fl.fuse(model, ([x[: ROWS // 4]], torch.ones(())))
+    assert is_met(model, [x[: ROWS // 4]], torch.ones(()))  # of tensors in a list the sizes are not known
 
 
 def test_what_frees_nothing_is_left(x: Tensor) -> None:

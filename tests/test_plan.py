@@ -274,6 +274,24 @@ def test_small_results_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.make_plan(key._replace(save="output")).path == "fused"
 
 
+def test_layouts_of_norms_are_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A channels-last norm has a limit of its own."""
+    monkeypatch.setattr(plan, "MEDIUM_BYTES", 1 << 16)
+    x = torch.randn(2, 16, 32, 32)
+    layouts = [x.requires_grad_(), x.detach().to(memory_format=torch.channels_last).requires_grad_()]
+    layer = fl.FusedBatchNormAct2d(16, "leaky_relu")
+    for order in (layouts, layouts[::-1]):
+        call._plans.clear()
+        names = {t.is_contiguous(): type(layer(t).grad_fn).__name__ for t in order}
+        assert names == {True: "NormActBackward", False: "LeakyReluBackward0"}
+
+
+def test_fake_tensors_may_be_on_a_gpu_that_is_not_there() -> None:
+    with FakeTensorMode():
+        on_gpu = torch.empty(1 << 20, device="cuda:99")
+    assert plan.least_bytes(on_gpu, 1 << 20) == 1 << 20
+
+
 def test_what_is_small_may_be_large_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A convolution's facts hold its shape, not its bytes: no limit may make two activations one plan."""
     monkeypatch.setattr(plan, "SMALL_BYTES", 2 * plan.MEDIUM_BYTES)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from .._torch import TreeSpec, parametrizations_are_cached, tree_flatten, tree_unflatten
 from ..call import followed_by
-from ..utils.compiled_checkpoint import is_in_checkpoint
+from ..utils.compiled_checkpoint import compiled_checkpoint
 from .free_state import FreeState, holds_nothing
 from .selective import SavedResults, SelectiveMode, products
 from .state_snapshot import StateSnapshot
@@ -149,11 +149,9 @@ def run_compiled(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], recompute: Recompute
 ) -> Any:
     """The same for the compiler, which takes care of buffers, random numbers and autocast itself."""
-    if is_in_checkpoint():  # which recomputes the function; of one within it torch 2.11 would keep the inputs
-        return function(*args, **kwargs)
     if recompute == "cheap":
-        return checkpoint(function, *args, use_reentrant=False, context_fn=_compiler_contexts, **kwargs)
-    return checkpoint(function, *args, use_reentrant=False, **kwargs)
+        return compiled_checkpoint(function, *args, context_fn=_compiler_contexts, **kwargs)
+    return compiled_checkpoint(function, *args, **kwargs)
 
 
 def _compiler_contexts() -> Any:

@@ -21,7 +21,7 @@ from ..utils.refusals import check_flag
 from ..utils.storages import has_data, tensors_in
 from .example import arguments_from, check_model, check_module, does_not_run, eagerly, evaluation_notes
 from .mlps import find_mlps
-from .operations import CHECKPOINT, GATE, OPERATIONS, PRODUCT
+from .operations import CHECKPOINT, GATE, OPERATIONS, PRODUCT, Given
 from .recording import Place, record
 from .region import Region, region_of
 from .report import FuseReport, Replaced, Skipped
@@ -307,21 +307,20 @@ class Fusing:
     def _finish(
         self, groups: list[_Group], known: tuple[int, int] | None, step_ms: tuple[float, float] | None = None
     ) -> FuseReport:
-        module_bytes: dict[Region, int] = {}
+        given: dict[Region, set[Given | None]] = {}
         for group in groups:
             for place in group.places:
                 region = Region.of(place.module)
                 region.switch(place.kind, place.stand_in, on=True)
                 region.places[place.kind], region.called = f"{place.name} {_saves(place)}", place.paths
-                module_bytes[region] = min(module_bytes.get(region, place.module_bytes), place.module_bytes)
+                given.setdefault(region, set()).add(place.given)
                 if place.is_small:
                     region.too_small_kinds |= {place.kind}
                 if place.is_normalised:
                     # The compiler keeps what the norm reads, and computes the rest again: it would keep both.
                     region.compiled_without |= {place.kind}
-        for region, least in module_bytes.items():
-            # Of a module that is given no tensors, or these in lists, nothing is known.
-            region.small_bytes = least if least and region.kinds <= region.too_small_kinds else None
+        for region, (first, *others) in given.items():
+            region.too_small = first if not others and region.kinds <= region.too_small_kinds else None
         self._remove_needless()
         if self._dry_run:
             self._put_back()

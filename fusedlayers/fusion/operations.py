@@ -50,13 +50,36 @@ def is_small(args: Arguments, on_cpu: int) -> bool:
     return isinstance(x, Tensor) and x.numel() * x.itemsize < plan.least_bytes(x, on_cpu)
 
 
-def input_bytes(args: Arguments, kwargs: Options) -> int:
-    """Of the tensors that a module is given."""
-    found = 0
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            found += value.numel() * value.itemsize
-    return found
+class Given(NamedTuple):
+    """What a module is given, of which the sizes of everything that it computes follow."""
+
+    #: Of tensors all but the length of the first dimension; numbers and words as they are.
+    outline: tuple[Any, ...]
+    #: The lengths of the first dimensions.
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, args: Arguments, kwargs: Options) -> Given | None:
+        """None where there is more than tensors, numbers and words."""
+        outline: list[Any] = []
+        lengths: list[int] = []
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor):
+                shape = value.shape
+                outline.append((shape[1:], value.dtype, value.device))
+                lengths.append(shape[0] if shape else 1)
+            elif value is None or isinstance(value, bool | int | float | str):
+                outline.append(value)
+            else:
+                return None
+        return cls(tuple(outline), tuple(lengths))
+
+    def is_as_small(self, args: Arguments, kwargs: Options) -> bool:
+        """Whether these are like it, and no longer."""
+        other = Given.of(args, kwargs)
+        if other is None or other.outline != self.outline:
+            return False
+        return all(length <= least for length, least in zip(other.lengths, self.lengths, strict=True))
 
 
 def _rms_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:

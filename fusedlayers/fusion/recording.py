@@ -25,9 +25,9 @@ from .operations import (
     GATE,
     OPERATIONS,
     PRODUCT,
+    Given,
     Operation,
     activation_of,
-    input_bytes,
     is_gate,
     reads_product,
 )
@@ -67,7 +67,7 @@ class Place:
         follows: of a dropout, what has made its input.
         is_normalised: of an activation, whether a batch norm made its input, in all calls.
         dtype: of the input.
-        module_bytes: of the tensors that the module was given in the first call.
+        given: what the module was given in the first call, if that says the sizes of what it computes.
     """
 
     path: str
@@ -85,7 +85,7 @@ class Place:
     follows: list[Place] = field(default_factory=list)
     is_normalised: bool = False
     dtype: torch.dtype = torch.float32
-    module_bytes: int = 0
+    given: Given | None = None
     paths: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -190,8 +190,8 @@ class _Running:
     module: nn.Module
     #: The saved-tensor hooks that it began under.
     hooks: Any
-    #: Of the tensors that it was given.
-    input_bytes: int
+    #: What it was given.
+    given: Given | None
     #: How many tensors its own code has computed.
     computed: int = 0
     #: By which functions it, and what it called, has.
@@ -267,7 +267,7 @@ class _Recorder(TorchFunctionMode):
             called = self._called_path(path, module)
             self.paths.setdefault(path, {})[called] = None
             hooks = saved_tensors_hooks_on_top(True)
-            self._running.append(_Running(path, called, module, hooks, input_bytes(args, kwargs)))
+            self._running.append(_Running(path, called, module, hooks, Given.of(args, kwargs)))
 
         return enter
 
@@ -347,7 +347,7 @@ class _Recorder(TorchFunctionMode):
         place = self._places.get((running.path, kind))
         if place is None:
             place = self._places[running.path, kind] = Place(
-                running.path, running.module, kind, name, dtype=x.dtype, module_bytes=running.input_bytes
+                running.path, running.module, kind, name, dtype=x.dtype, given=running.given
             )
             place.activation, place.follows = activation, self._makers.of(x) if kind == "dropout" else []
             place.is_normalised = place.is_activation

@@ -33,7 +33,7 @@ from .._torch import (
 from ..checkpoint.recompute import Recompute, recomputed
 from ..utils.compiled_checkpoint import is_in_checkpoint
 from .one_call import ONE_CALLS
-from .operations import CHECKPOINT, OPERATIONS, Operation, input_bytes, is_small
+from .operations import CHECKPOINT, OPERATIONS, Given, Operation, is_small
 from .stand_in import StandIn
 
 
@@ -51,8 +51,8 @@ class Region:
         keeps_outputs: whether operations keep less; else it only recomputes.
         places: for people, what is kept, by kind.
         too_small_kinds: those of which the example was too small.
-        small_bytes: the bytes of the module's inputs in the example, if that was too small for all kinds: PyTorch
-            computes everything of inputs that have no more.
+        too_small: what the module was given in the example, if that was too small for all kinds: of no more PyTorch
+            computes everything.
         compiled_without: those that are left to the compiler in a compiled model.
         called: the paths by which the model that was fused calls the module.
         replaced: what the instance had in the place of its class's forward before, or None.
@@ -61,7 +61,7 @@ class Region:
     keeps_outputs = True
     called: tuple[str, ...] = ()
     too_small_kinds: Set[str] = frozenset()
-    small_bytes: int | None = None
+    too_small: Given | None = None
     compiled_without: Set[str] = frozenset()
 
     def __init__(self, module: nn.Module) -> None:
@@ -173,7 +173,7 @@ class Region:
         mode = current_function_mode() if function_mode_count() else None
         if type(mode) is not Interception:
             # A mode takes time at each of torch's functions.
-            if not kinds or (self.small_bytes is not None and input_bytes(args, kwargs) <= self.small_bytes):
+            if not kinds or (self.too_small is not None and self.too_small.is_as_small(args, kwargs)):
                 return forward(*args, **kwargs)
             one_call = ONE_CALLS.get(type(module)) if self.replaced is None else None
             if one_call is not None and one_call.operation.kind in kinds and one_call.is_made(module, args, kwargs):

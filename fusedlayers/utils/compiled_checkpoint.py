@@ -16,7 +16,14 @@ def is_in_checkpoint() -> bool:
     return torch.compiler.is_dynamo_compiling() and dynamo_is_in_checkpoint()
 
 
-def compiled_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)`` in a checkpoint. Where another one is around it, that one recomputes the function anyway; and
-    of one within it the compiler of torch 2.11 would keep the inputs."""
-    return function(*args) if is_in_checkpoint() else checkpoint(function, *args, use_reentrant=False)
+#: Of a checkpoint within another one the compiler of torch 2.11 keeps the inputs.
+_KEEPS_INPUTS_WITHIN = torch.__version__ < "2.12"
+
+
+def compiled_checkpoint(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """``checkpoint(function, *args, use_reentrant=False, **options)``; where it would keep the inputs because another
+    one is around it, the function itself, which that one recomputes, unless it is selective."""
+    if _KEEPS_INPUTS_WITHIN and is_in_checkpoint():
+        options.pop("context_fn", None)
+        return function(*args, **options)
+    return checkpoint(function, *args, use_reentrant=False, **options)
