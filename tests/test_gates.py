@@ -4,6 +4,7 @@ import copy
 import functools
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from gpu import DEVICE
 from reference import compare, leaves, relative
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fusedlayers as fl
 from fusedlayers import backends, gates
@@ -507,6 +508,25 @@ def test_compiled_with_the_same_bytes() -> None:
     for a, b in zip(*(torch.autograd.grad(f(gate, up), (gate, up, w), dy) for f in (compiled, block)), strict=True):
         torch.testing.assert_close(a, b)
     assert saved_bytes(compiled, gate, up) <= saved_bytes(block, gate, up)
+
+
+@_compiles
+def test_compiled_within_a_selective_checkpoint_it_is_recomputed() -> None:
+    """That one keeps the product, which ``save="recompute"`` does not."""
+    x, w = leaves((64, 16), (128, 16))
+    keeps = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+
+    def layer(x: Tensor) -> Tensor:
+        return fl.dense_bias_act(x, w, None, "silu", save="recompute")
+
+    whole = lambda x: checkpoint(layer, x * 1, use_reentrant=False, context_fn=keeps)
+    torch.compiler.reset()
+    compiled = torch.compile(whole, fullgraph=True, backend="aot_eager")
+    dy = torch.randn(64, 128)
+    (ours,), (expected,) = (torch.autograd.grad(f(x), x, dy) for f in (compiled, layer))
+    assert relative(ours, expected.double()) < 1e-6
+    if torch.__version__ >= "2.12":  # of two checkpoints the compiler of 2.11 keeps the inputs
+        assert saved_bytes(compiled, x, exclude=[x, w]) <= 64 * 16 * 4
 
 
 @_compiles
