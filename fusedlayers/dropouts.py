@@ -30,8 +30,8 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
         TypeError, ValueError: as ``F.dropout``.
 
     Saved: the output behind an activation, else a bit for each element. Left to PyTorch, which saves a number for each
-    element on CPUs and a byte on GPUs: inputs of less than 512 KiB, or with gaps in memory, p = 1, and all of it under
-    ``torch.compile``, transforms and CUDA graphs.
+    element on CPUs and a byte on GPUs: inputs of less than 512 KiB (on GPUs 128 KiB for each multiprocessor), or with
+    gaps in memory, p = 1, and all of it under ``torch.compile``, transforms and CUDA graphs.
 
     Source: Srivastava et al. 2014, "Dropout".
 

@@ -55,8 +55,8 @@ def dense_bias_act(
         save: what is kept for backward. "output": y, written over the matmul's buffer (folded activations carry the
             branch in the last mantissa bit of negative outputs). "input": the pre-activation z, exact to the last bit.
             "recompute": neither; z is computed again from ``input``. "auto": "output" where the derivative can be had
-            from it within the dtype's rounding floor, else "input"; but a result of less than 512 KiB is left to
-            PyTorch, which saves what it usually saves: of gelu z.
+            from it within the dtype's rounding floor, else "input"; but a result of less than 512 KiB (on GPUs 128 KiB
+            for each multiprocessor) is left to PyTorch, which saves what it usually saves: of gelu z.
 
     Returns:
         (..., out), of the same dtype.

@@ -49,8 +49,8 @@ def gated_act(
         TypeError: something that is not a tensor, or not of a floating dtype.
         ValueError: shapes, dtypes or devices that do not fit together, an unknown activation or packing.
 
-    Saved: ``gate`` and ``up``. Results of less than 512 KiB, and gates of which only one half needs a gradient, are
-    left to PyTorch.
+    Saved: ``gate`` and ``up``. Results of less than 512 KiB (on GPUs 128 KiB for each multiprocessor), and gates of
+    which only one half needs a gradient, are left to PyTorch.
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer".
 
@@ -139,9 +139,9 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns, Raises: as ``F.linear``.
 
     Saved: ``weight``; of an input that is the unchanged product of two saved tensors nothing more, else ``input``.
-    Of products of less than 512 KiB, or that were reshaped, and under saved-tensor hooks and ``torch.compile``, what
-    ``F.linear`` saves. Writes past the version counter (``.data``, NumPy, collectives) to the input, after it was
-    multiplied, are not noticed.
+    Of products of less than 512 KiB (on GPUs 128 KiB for each multiprocessor), or that were reshaped, and under
+    saved-tensor hooks and ``torch.compile``, what ``F.linear`` saves. Writes past the version counter (``.data``,
+    NumPy, collectives) to the input, after it was multiplied, are not noticed.
 
     >>> import torch, fusedlayers as fl
     >>> fl.linear(fl.gated_act(torch.ones(1, 2), torch.ones(1, 2), None), torch.ones(3, 2))

@@ -36,7 +36,8 @@ def layer_norm(
         weight, bias: of that shape, or None; of the input's dtype, or float32 for 16-bit inputs on CPUs.
         eps: is added to the variance.
         save: "auto"; "output" also where PyTorch would be faster; "input" for what PyTorch saves. "auto" leaves to
-            PyTorch results of less than 1 MiB (of RMS norms 512 KiB), and all of them where no kernel serves.
+            PyTorch results of less than 1 MiB (of RMS norms 512 KiB; on GPUs at least 128 KiB for each
+            multiprocessor), and all of them where no kernel serves.
 
     Returns:
         a contiguous tensor of the input's shape and dtype.
