@@ -38,7 +38,6 @@ from .backends.operations import MATMUL, BatchNorm, Convolution, Matmul, Operati
 from .ops import batch_norm
 from .plan import Needs, Plan, PlanKey, Size, make_plan, plan_cache
 from .utils.bounded_cache import BoundedCache
-from .utils.layout import channels_last_format
 
 #: Plans by facts. A large model has some hundreds; changing lengths and shapes push out the oldest.
 _plans: BoundedCache[Plan] = plan_cache(4096)
@@ -99,7 +98,7 @@ class Call(NamedTuple):
         return key._replace(
             size=_size(count * x.itemsize, *limits),
             limits=limits,
-            is_channels_last=x.is_cpu and channels_last_format(x) is not None,
+            is_channels_last=x.is_cpu and plan.is_channels_last(x),
             norm_is_large=count >= batch_norm.WORTH_IT and not is_capturing(x),
             has_residual=residual is not None,
             operand_dim=other_dim,

@@ -47,8 +47,8 @@ GPU_MEDIUM_BYTES = 32 << 20
 #: the host about 0.2 ms more than PyTorch's, forward and backward, for which the GPU waits where its own work is
 #: shorter. An H100 took for a dense layer with GELU in bfloat16 (1,024 to 4,096 features) 2.0, 2.2, 2.3 and 2.1 times
 #: eager's time at 4, 8, 16 and 32 MiB of results, and 1.01 and 0.98 times at 64 and 128; with 4,096 to 11,008 features
-#: 1.26 times at 11 MiB and 1.00 at 22 (training steps that do not wait for each other). From the limit to 64 MiB the
-#: layer's width decides, and memory counts more. Slower GPUs have fewer processors, and less memory.
+#: 1.26 times at 11 MiB and 1.00 at 22 (training steps that do not wait for each other). Between the
+#: two it is the layer's width that decides, and memory counts. Slower GPUs have fewer processors, and less memory.
 GPU_BYTES = 128 << 10
 
 #: By how much larger results of channels-last norms must be on a CPU, where PyTorch's kernels for these are the faster
@@ -224,7 +224,12 @@ def medium_bytes(operation: Operation, x: Tensor) -> int:
 
 def layout_factor(x: Tensor) -> int:
     """By how much larger norms of x must be than contiguous ones."""
-    return CHANNELS_LAST_FACTOR if x.is_cpu and channels_last_format(x) is not None else 1
+    return CHANNELS_LAST_FACTOR if x.is_cpu and is_channels_last(x) else 1
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Whether x is laid out so, and in no other way."""
+    return not x.is_contiguous() and channels_last_format(x) is not None
 
 
 def make_plan(key: PlanKey) -> Plan:

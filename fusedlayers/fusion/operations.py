@@ -41,10 +41,10 @@ class Operation(NamedTuple):
 
     def is_small(self, args: Arguments) -> bool:
         """Whether the first argument is so small that PyTorch computes the result in any case."""
-        return is_below_limit(args, plan.MEDIUM_BYTES if self.kind == BATCH_NORM else plan.SMALL_BYTES)
+        return is_small(args, plan.MEDIUM_BYTES if self.kind == BATCH_NORM else plan.SMALL_BYTES)
 
 
-def is_below_limit(args: Arguments, on_cpu: int) -> bool:
+def is_small(args: Arguments, on_cpu: int) -> bool:
     """Whether the first argument has fewer bytes than are worth a node in Python, which on a CPU are so many."""
     x = args[0] if args else None
     return isinstance(x, Tensor) and x.numel() * x.itemsize < plan.least_bytes(x, on_cpu)

@@ -33,7 +33,7 @@ from .._torch import (
 from ..checkpoint.recompute import Recompute, recomputed
 from ..utils.compiled_checkpoint import is_in_checkpoint
 from .one_call import ONE_CALLS
-from .operations import CHECKPOINT, OPERATIONS, Given, Operation, is_below_limit
+from .operations import CHECKPOINT, OPERATIONS, Given, Operation, is_small
 from .stand_in import StandIn
 
 
@@ -147,7 +147,7 @@ class Region:
         forward = self._forward_of(module)
         if not torch.is_grad_enabled() or torchscript_state() is not None:
             return forward(*args, **kwargs)
-        if self.stand_in is not None and self.keeps_outputs and not is_below_limit(args, plan.SMALL_BYTES):
+        if self.stand_in is not None and self.keeps_outputs and not is_small(args, plan.SMALL_BYTES):
             y = self.stand_in(module, args, kwargs)
             if y is not None:
                 return y
