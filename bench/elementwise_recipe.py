@@ -52,7 +52,7 @@ def recipe(
     role: Role = "inverse" if kernel == "inverse" else "forward" if kernel in ("forward", "gate") else "gradient"
     function = elementwise.gradient_kernel if role == "gradient" else elementwise.bias_act_kernel
     has_sums = role == "gradient" and (bool(activation.operand_dims) or (bias != "none" and not is_gate))
-    rows, columns = elementwise._tile(MATRICES[bias], sums=has_sums)
+    rows, columns = elementwise.tile_of(MATRICES[bias], sums=has_sums)
     constants = {"AXIS": bias, "ROWS": rows, "COLUMNS": columns, "INDEX": index, "HAS_UP": is_gate}
     needs = (True,) * len(activation.operand_dims)
     if role != "gradient":

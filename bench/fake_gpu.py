@@ -91,13 +91,13 @@ def install() -> FakeDriver:
     """Let all calls of this process run by Triton, on the fake device; the library multiplies."""
     from triton.runtime import driver
 
-    from fusedlayers import plan
+    from fusedlayers import sizes
     from fusedlayers.backends import triton
 
     backends, gemm, _ = modules()
     fake = FakeDriver()
     driver.set_active(fake)
-    plan.SMALL_BYTES = plan.MEDIUM_BYTES = 0
+    sizes.SMALL_BYTES = sizes.MEDIUM_BYTES = 0
     backends.choose = lambda tensor, activation=None: triton
     gemm.tilings = lambda device, itemsize: {str(t): t for t in gemm.TILINGS["9"].get(itemsize, ())}
     return fake

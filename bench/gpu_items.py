@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusedlayers as fl
-from fusedlayers import plan
+from fusedlayers import sizes
 from fusedlayers.activations import Activation, resolve
 from fusedlayers.backends import GradientRequest
 
@@ -52,7 +52,7 @@ class Wrong(Exception):
 def prepare() -> None:
     """Install the fake driver if it is asked for, and take denied kernels out of use; before anything is launched. What
     is looked at are the kernels, also where a layer would be left to PyTorch."""
-    plan.GPU_BYTES = 0
+    sizes.GPU_BYTES = 0
     if os.environ.get(FAKE):
         fake_gpu.install()
     denied = frozenset(filter(None, os.environ.get(DENIED, "").split(";")))
@@ -253,11 +253,11 @@ def _tilings() -> Iterator[Case]:
     from fusedlayers.backends.triton import gemm
 
     # Tiles that are whole; a last one that is not; rows whose blocks the copy engine cannot fetch.
-    sizes = ((1024, 1536, 512), (1000, 1544, 520), (333, 1001, 77))
+    shapes = ((1024, 1536, 512), (1000, 1544, 520), (333, 1001, 77))
     for dtype in DTYPES:
         for name in gemm.tilings(device(), dtype.itemsize):
             for role in matmul.ROLES:
-                for size in sizes:
+                for size in shapes:
                     run = partial(_check_tiling, name, role, dtype, size)
                     yield Case(f"{name}/{role}/{_short(dtype)}/{'x'.join(map(str, size))}", run, name)
 
@@ -326,8 +326,8 @@ def _sanitize(path: str, tool: str) -> Findings:
         return {"skipped": "there is no compute-sanitizer"}
     program = (
         "import torch, fusedlayers as fl\n"
-        "from fusedlayers import plan\n"
-        "plan.SMALL_BYTES = plan.MEDIUM_BYTES = plan.GPU_BYTES = plan.GPU_MEDIUM_BYTES = 0\n"
+        "from fusedlayers import sizes\n"
+        "sizes.SMALL_BYTES = sizes.MEDIUM_BYTES = sizes.GPU_BYTES = sizes.GPU_MEDIUM_BYTES = 0\n"
         "for dtype in (torch.float32, torch.bfloat16):\n"
         "    shapes = (133, 64), (96, 64), (96,)\n"
         "    x, w, b = (torch.randn(s, device='cuda', dtype=dtype, requires_grad=True) for s in shapes)\n"
@@ -470,8 +470,8 @@ def _contexts() -> Iterator[Case]:
 
 def _step(seed: int = 0) -> tuple[Callable[[], list[Tensor]], list[Tensor]]:
     rows = 512 if is_fake() else 4096  # where nothing is launched, a CPU multiplies
-    sizes = ((rows, 512), (2048, 512), (2048,))
-    made = (_normal(*s, dtype=torch.bfloat16, seed=seed + i, scale=0.05) for i, s in enumerate(sizes))
+    shapes = ((rows, 512), (2048, 512), (2048,))
+    made = (_normal(*s, dtype=torch.bfloat16, seed=seed + i, scale=0.05) for i, s in enumerate(shapes))
     x, w, b = (tensor.requires_grad_() for tensor in made)
 
     def step() -> list[Tensor]:

@@ -11,7 +11,7 @@ groups of calls, and a yardstick:
 * ``host``, with ``--fake-gpu`` alone: what the host does for calls on a GPU, on the driver that launches nothing
   (``fake_gpu.py``). Triton's launches cost nothing then but what Python does for them, a few microseconds less than
   real ones; torch's operators, in eager PyTorch too, run on a CPU, on a few numbers each. A large dense layer is
-  computed as one with ``plan.GPU_MEDIUM_BYTES`` of results or more is: a GPU works longer on that than the host;
+  computed as one with ``sizes.GPU_MEDIUM_BYTES`` of results or more is: a GPU works longer on that than the host;
 * ``yardstick``: ReLU as a ``torch.autograd.Function`` that calls torch's own kernels: what any Function costs.
 """
 
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 import fusedlayers as fl
-from fusedlayers import plan
+from fusedlayers import plan, sizes
 
 from . import RESULTS, fake_gpu, grid, machine, measure, reference
 
@@ -177,7 +177,7 @@ class Variant(NamedTuple):
 def measure_case(case: Case, device: torch.device, *, seconds: float, quick: bool) -> dict[str, Any]:
     """Return the JSON row of a case."""
     if case.group in ON_FAKE_GPU:  # until the process ends, as the fake driver
-        plan.MEDIUM_BYTES = plan.GPU_MEDIUM_BYTES if case.group == HOST else 0
+        sizes.MEDIUM_BYTES = sizes.GPU_MEDIUM_BYTES if case.group == HOST else 0
         plan.forget_plans()
     variants = dict(zip(VARIANTS, _build(case, device), strict=True))
     rows: dict[str, dict[str, Any]] = {name: {} for name in VARIANTS}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from . import asking, backends, plan, validation
+from . import asking, backends, plan, sizes, validation
 from ._torch import autocast_is_active, is_of_transform, torchscript_state
 from .activations import Activation, Saved
 from .backends import Backend
@@ -232,8 +232,7 @@ def plan_block(  # noqa: C901  # one function: entering another one takes longer
         validation.check_block(options, x, first, last)  # which refuses
     rows = x.numel() // max(1, shape[-1])
     hidden = first[0].w.shape[0] // options.halves(first)
-    small_bytes = plan.SMALL_BYTES if x.is_cpu else plan.least_bytes(x, plan.SMALL_BYTES)
-    is_small = options.save == "auto" and rows * hidden * x.itemsize < small_bytes
+    is_small = options.save == "auto" and rows * hidden * x.itemsize < sizes.small_bytes(x)
     plain_because = by_layer_because = None
     operands: tuple[Tensor, ...] = ()
     facts: list[Any] = [
@@ -326,7 +325,7 @@ def _decide(
         if activation.output_refusal(dtype) is None:
             plain_because = backend.slow_because(activation, dtype, may_build=not is_small)
     if plain_because is None and is_small:
-        needed = whole_size_text(plan.least_bytes(x, plan.SMALL_BYTES))
+        needed = whole_size_text(sizes.small_bytes(x))
         plain_because = f"hidden layers of less than {needed} are left to PyTorch"
     rows = x.numel() // max(1, x.shape[-1])
     if rows * first[0].w.shape[0] == 0:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import asking, backends, plan, validation
+from . import asking, backends, sizes, validation
 from ._torch import (
     FAKE_MODE,
     PROXY_MODE,
@@ -34,9 +34,9 @@ from ._torch import (
 from .activations import Activation, WithOperands
 from .backends import Backend
 from .backends.cpu import onednn
-from .backends.operations import MATMUL, BatchNorm, Convolution, Matmul, Operation, Pointwise, Weight
+from .backends.operations import MATMUL, Convolution, Matmul, Operation, Pointwise, Weight
 from .ops import batch_norm
-from .plan import Needs, Plan, PlanKey, Size, make_plan, plan_cache
+from .plan import Needs, Plan, PlanKey, make_plan, plan_cache
 from .utils.bounded_cache import BoundedCache
 
 #: Plans by facts. A large model has some hundreds; changing lengths and shapes push out the oldest.
@@ -94,11 +94,10 @@ class Call(NamedTuple):
         other_dim = self.operand_dim
         if other_dim is not None and (other_dim - operation.dim) % x.dim() == 0:
             other_dim = None
-        limits = plan.least_bytes(x, plan.SMALL_BYTES), plan.medium_bytes(operation, x)
+        size, limits = sizes.sized(operation, x, count)
         return key._replace(
-            size=_size(count * x.itemsize, *limits),
+            size=size,
             limits=limits,
-            is_channels_last=x.is_cpu and plan.is_channels_last(x),
             norm_is_large=count >= batch_norm.WORTH_IT and not is_capturing(x),
             has_residual=residual is not None,
             operand_dim=other_dim,
@@ -120,8 +119,8 @@ def plan_dense(
         return plan_for(MATMUL, x, w, b, residual, activation, save, None, is_usual=False)
     shape, multiply_adds = x.shape, x.numel() * w.shape[0]
     is_large = multiply_adds >= onednn.LARGE_MATMUL
-    sizes = MATMUL, len(shape) if residual is None else shape, shape[-1], is_large
-    return plan_for(MATMUL, x, w, b, residual, activation, save, sizes, multiply_adds // max(1, shape[-1]))
+    shapes = MATMUL, len(shape) if residual is None else shape, shape[-1], is_large
+    return plan_for(MATMUL, x, w, b, residual, activation, save, shapes, multiply_adds // max(1, shape[-1]))
 
 
 def plan_for(
@@ -132,7 +131,7 @@ def plan_for(
     residual: Tensor | None,
     activation: Activation,
     save: str,
-    sizes: Hashable,
+    shapes: Hashable,
     elements: int | None = None,
     is_inplace: bool = False,
     is_usual: bool = True,
@@ -140,8 +139,8 @@ def plan_for(
     """For a call of any operation.
 
     Args:
-        sizes: what the checks and the decision depend on, of the operation and of the shape of x.
-        elements: how many the result has; may be left out where ``sizes`` says so too.
+        shapes: what the checks and the decision depend on, of the operation and of the shape of x.
+        elements: how many the result has; may be left out where ``shapes`` say so too.
         is_inplace: whether the result is to be written over x.
         is_usual: ``validation.are_usual`` of all tensors.
     """
@@ -151,17 +150,15 @@ def plan_for(
         if asking.questions:
             asking.answer(found, lambda: make_plan(call.key()._replace(is_compiling=True, size="large")))
         return found, activation, ()
-    size_bytes = plan.MEDIUM_BYTES if elements is None else elements * x.itemsize
-    small_bytes = plan.SMALL_BYTES if x.is_cpu else plan.least_bytes(x, plan.SMALL_BYTES)
-    is_small = elements is not None and size_bytes < small_bytes  # else ``sizes`` says so
+    size, limits = sizes.sized(operation, x, elements)  # where that is None, ``shapes`` say it
     given = activation
     operands: tuple[Tensor, ...] = ()
     operand_dim = follower = None
     facts: tuple[Hashable, ...]
-    if is_small and save == "auto" and not is_inplace:
+    if size == "small" and save == "auto" and not is_inplace:
         # PyTorch computes it, whatever needs gradients and whoever follows: what the checks depend on is enough.
         facts = (
-            sizes,
+            shapes,
             activation.fallback_reason,
             x.dtype,
             x.is_cpu or x.device,
@@ -176,16 +173,14 @@ def plan_for(
             validation.check_call(operation, x, w, b, residual)  # what is traced for z must have a shape and a dtype
             shape = operation.shape(x, w)
             elements = math.prod(shape)
-            if is_inplace or save != "auto" or elements * x.itemsize >= small_bytes:
+            if is_inplace or save != "auto" or elements * x.itemsize >= limits.medium:
                 dtype = (autocast_dtype(x) if operation.is_cast else None) or x.dtype
                 activation, operands, operand_dim = with_operands(activation, shape, dtype, x.device)
         is_torchs = activation.needs_tracing or activation.fallback_reason is not None
         facts = (
-            sizes,
-            is_small,
-            size_bytes < plan.MEDIUM_BYTES,
-            size_bytes < plan.GPU_MEDIUM_BYTES,
-            isinstance(operation, BatchNorm) and _medium(operation, x, size_bytes),
+            shapes,
+            limits,
+            size,
             # Of what PyTorch computes only the reason is asked for: the record may hold a user's tensors.
             activation if not is_torchs else activation.fallback_reason,
             save,
@@ -229,16 +224,6 @@ def plan_for(
         asking.answer(found, lambda: make_plan(call.key()._replace(is_compiling=True, size="large")))
     # PyTorch computes what was given, and not what was traced of it.
     return (found, activation, operands) if found.path != "composite" else (found, given, ())
-
-
-def _medium(norm: BatchNorm, x: Tensor, size_bytes: int) -> tuple[int, bool]:
-    """The limit of a norm's medium sizes, which depends on how x is laid out, and whether the result is below it."""
-    limit = plan.medium_bytes(norm, x)
-    return limit, size_bytes < limit
-
-
-def _size(size_bytes: int, small_bytes: int, medium_bytes: int) -> Size:
-    return "small" if size_bytes < small_bytes else "medium" if size_bytes < medium_bytes else "large"
 
 
 def with_operands(

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.overrides import is_tensor_like
 
 from . import _torch, backends, validation
-from . import plan as decision
 from .activations import DTYPES, Activation, measure_inverse_error, resolve
 from .backends.operations import MATMUL, BatchNorm, Matmul, Operation, Pointwise, Recompute, Weight
 from .block_plan import BlockPlan
@@ -33,6 +32,7 @@ from .ops.place import place_of
 from .ops.pointwise import BiasAct, Origin
 from .ops.product import product_of
 from .plan import Plan
+from .sizes import is_small
 from .utils.compiled_checkpoint import compiled_checkpoint
 from .utils.layout import has_torchs_layout
 from .utils.profile_ranges import profile_range, range_name
@@ -44,7 +44,7 @@ def dropped(y: Tensor, p: float) -> Tensor:
     """``F.dropout(y, p)`` that keeps a bit for each element, and none behind an activation that has saved its output;
     by PyTorch where that cannot be, or is not worth a node in Python."""
     is_ours = validation.are_usual((y,)) and needs_gradient(y)
-    is_ours = is_ours and y.dtype in DTYPES and y.numel() * y.itemsize >= decision.least_bytes(y, decision.SMALL_BYTES)
+    is_ours = is_ours and y.dtype in DTYPES and not is_small(y)
     is_ours = is_ours and followed_by() is None and validation.unusual_because(y) is None
     if not is_ours or not has_torchs_mask(y, p):
         return F.dropout(y, p) if p else y

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import backends, validation
-from . import plan as decision
 from ._torch import autocast_is_active
 from .activations import Activation, resolve
 from .backends.operations import GATE, MATMUL
@@ -23,6 +22,7 @@ from .ops.dropout import dropped_product_of
 from .ops.gate import Gate, Packing
 from .ops.linear import Dense
 from .ops.product import factors_of, saving_factors
+from .sizes import is_small
 from .utils.compiled_checkpoint import compiled_checkpoint
 
 
@@ -201,9 +201,7 @@ def keeping_factors(function: Callable[..., Tensor], input: Tensor, *args: Any, 
     """``function(input, *args, **kwargs)``, a product with a weight, or a convolution, that does not keep an ``input``
     whose factors are kept."""
     product = dropped_product_of(input) if validation.are_usual((input,)) else None
-    if product is None or not input.numel():
-        return function(input, *args, **kwargs)
-    if input.numel() * input.itemsize < decision.least_bytes(input, decision.SMALL_BYTES):
+    if product is None or not input.numel() or is_small(input):
         return function(input, *args, **kwargs)
     is_ours = followed_by() is None and validation.unusual_because(input) is None
     factors = factors_of(product) if is_ours else None

@@ -11,20 +11,12 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from . import asking, backends, norm_validation, plan, validation
+from . import asking, backends, norm_validation, plan, sizes, validation
 from ._torch import autocast_is_active, dispatch_mode_count, is_of_transform
 from .backends.norms import GroupNorm, RowNorm
 from .call import followed_by, is_capturing, needs_gradient
 from .plan import Plan
 from .utils.bounded_cache import BoundedCache
-
-#: Layer norms of fewer bytes are left to PyTorch under ``save="auto"``. An autograd.Function in Python adds 60 to 150
-#: us to a call. Forward and backward alone, float32, one and two threads (AMD EPYC), took 1.6 to 1.9 times eager's time
-#: at 768 KiB, 1.2 at 3 MiB, 0.9 to 1.1 at 12 MiB. RMS norms took 0.3 to 0.9 times eager's from 192 KiB on.
-LAYER_NORM_BYTES = 1 << 20
-#: The same of group norms, which PyTorch computes faster: forward and backward of (8, 128, 32, 32), 4 MiB, took 1.2 to
-#: 1.7 times eager's time in float32 and 0.4 to 1.6 in bfloat16.
-GROUP_NORM_BYTES = 4 << 20
 
 Norm = RowNorm | GroupNorm
 
@@ -127,8 +119,8 @@ def _plain_because(
 def _least_bytes(norm: Norm, x: Tensor) -> int:
     """From how many bytes on outputs are saved under ``save="auto"``."""
     if isinstance(norm, GroupNorm):
-        return plan.least_bytes(x, GROUP_NORM_BYTES * plan.layout_factor(x))
-    return plan.least_bytes(x, LAYER_NORM_BYTES if norm.is_centred else plan.SMALL_BYTES)
+        return sizes.least_bytes(x, sizes.GROUP_NORM_BYTES * sizes.layout_factor(x))
+    return sizes.least_bytes(x, sizes.LAYER_NORM_BYTES if norm.is_centred else sizes.SMALL_BYTES)
 
 
 def _is_wider(p: Tensor, x: Tensor) -> bool:

@@ -12,52 +12,17 @@ dropout, and what depends on values.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 from . import backends, validation
 from .activations import Activation, Saved, measure_inverse_error
 from .backends import Backend
 from .backends.operations import GATE, MATMUL, BatchNorm, Operation, Pointwise
+from .sizes import MEDIUM_BYTES, SMALL_BYTES, Limits, Size
 from .utils.bounded_cache import BoundedCache
 from .utils.formatting import whole_size_text
-from .utils.layout import channels_last_format
-
-#: Results of fewer bytes are left to plain PyTorch under ``save="auto"``: at most so much is forgone by a call. A fused
-#: call costs the time of an autograd.Function in Python, 60 to 200 us with cold caches. Forward and backward of two
-#: layers of 256 features, with a GELU between them that ``fuse`` had found, float32, one and two threads (AMD EPYC),
-#: took 1.10 to 1.11 times eager's time at 128 KiB, 1.06 to 1.09 at 256 KiB, and 1.03 to 1.05 at 512 KiB; with SiLU 1.10
-#: to 1.22, 1.11 to 1.13, and 1.07 to 1.08.
-SMALL_BYTES = 512 << 10
-#: Results of fewer bytes are activated by PyTorch's own in-place operation. Two conditions hold: that operation saves
-#: its result and nothing else, and PyTorch's own operation makes z. (A large float32 matmul on an AMD CPU is oneDNN's,
-#: by a node of this package: its result takes the fused path at any size.) Forward and backward as above with relu,
-#: tanh, leaky_relu and elu took 0.94 to 1.02 times eager's time up to 1 MiB, and with the autograd.Function
-#: 1.05 to 1.31 times. From 2 MiB on the Function takes less, because it writes dz over y. PyTorch computes batch
-#: norms of fewer bytes too, with activations that have no in-place operation: with silu (two threads) the Function took
-#: 1.17 times eager's time at 1.4 MiB, 1.36 at 1.0 MiB and 1.43 at 0.7 MiB, and 0.93 at 3.4 MiB.
-MEDIUM_BYTES = 2 << 20
-#: The same of layers and convolutions on a GPU, which waits for the host where its own work is shorter. PyTorch's
-#: operation takes one more pass over dz, and a buffer for dz until the layer's backward pass ends.
-GPU_MEDIUM_BYTES = 32 << 20
-#: On GPUs results are small below so many bytes for each of the processors, 16.5 MiB on an H100. A node in Python takes
-#: the host about 0.2 ms more than PyTorch's, forward and backward, for which the GPU waits where its own work is
-#: shorter. An H100 took for a dense layer with GELU in bfloat16 (1,024 to 4,096 features) 2.0, 2.2, 2.3 and 2.1 times
-#: eager's time at 4, 8, 16 and 32 MiB of results, and 1.01 and 0.98 times at 64 and 128; with 4,096 to 11,008 features
-#: 1.26 times at 11 MiB and 1.00 at 22 (training steps that do not wait for each other). Between the
-#: two it is the layer's width that decides, and memory counts. Slower GPUs have fewer processors, and less memory.
-GPU_BYTES = 128 << 10
-
-#: By how much larger results of channels-last norms must be on a CPU, where PyTorch's kernels for these are the faster
-#: ones: batch norm and silu took 1.6 times eager's time at 4 MiB, 0.99 at 12 MiB; group norm and silu 2.4 and 1.3 times
-#: there, 0.9 at 37 MiB (AMD EPYC, two threads).
-CHANNELS_LAST_FACTOR = 4
-
-Size = Literal["small", "medium", "large"]
-"""How many bytes a result has: fewer than the first of a key's ``limits``, than the second, or more."""
 
 #: Of a function that a layer would keep both sides of.
 _KEEPS_LESS = "PyTorch keeps less than its input and its output, which this layer would keep"
@@ -103,9 +68,7 @@ class PlanKey(NamedTuple):
     #: Whether ``torch.compile`` traces the call.
     is_compiling: bool = False
     size: Size = "large"
-    #: Below which a result is small, and below which it is of medium size.
-    limits: tuple[int, int] = (SMALL_BYTES, MEDIUM_BYTES)
-    is_channels_last: bool = False
+    limits: Limits = Limits(SMALL_BYTES, MEDIUM_BYTES)
     #: Whether a batch norm's input is large enough for a look at its values.
     norm_is_large: bool = True
     #: The dtype that autocast casts to, or None where it is off.
@@ -198,38 +161,6 @@ def forget_plans() -> None:
     """Something that is no fact of a call has changed: the next call of each kind is planned anew."""
     for cache in _caches:
         cache.forget()
-
-
-def least_bytes(x: Tensor, on_cpu: int) -> int:
-    """From how many bytes on results are worth a node in Python, where on a CPU it is so many."""
-    if not x.is_cuda or torch.compiler.is_compiling():
-        return on_cpu
-    return max(on_cpu, GPU_BYTES * _processors(x.get_device()))
-
-
-@functools.cache
-def _processors(device: int) -> int:
-    """Of a GPU: its multiprocessors, or compute units; of one that a fake tensor is on, and that is not there, 0."""
-    if device >= torch.cuda.device_count():
-        return 0
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def medium_bytes(operation: Operation, x: Tensor) -> int:
-    """Results of fewer bytes are of medium size, or small."""
-    if isinstance(operation, BatchNorm):  # whose node saves less than PyTorch's operations: worth the host's time
-        return MEDIUM_BYTES * layout_factor(x)
-    return MEDIUM_BYTES if x.is_cpu else GPU_MEDIUM_BYTES
-
-
-def layout_factor(x: Tensor) -> int:
-    """By how much larger norms of x must be than contiguous ones."""
-    return CHANNELS_LAST_FACTOR if x.is_cpu and is_channels_last(x) else 1
-
-
-def is_channels_last(x: Tensor) -> bool:
-    """Whether x is laid out so, and in no other way."""
-    return not x.is_contiguous() and channels_last_format(x) is not None
 
 
 def make_plan(key: PlanKey) -> Plan:
@@ -373,13 +304,13 @@ def _needed_bytes(key: PlanKey) -> int | None:
     """From how many bytes on results are not left to PyTorch, where this one has fewer; or None."""
     if key.save != "auto":
         return None
-    small, medium = key.limits
+    medium, large, layout_factor = key.limits
     if key.size == "small" and not key.is_inplace:
-        return small
+        return medium
     if key.size != "medium" or not isinstance(key.operation, BatchNorm) or not any(key.needs):
         return None
     # PyTorch computes an activation in place as quickly as the Function does, if the norm is contiguous.
-    return medium if key.activation.in_place is None or key.is_channels_last else None
+    return large if key.activation.in_place is None or layout_factor > 1 else None
 
 
 def _slow_because(key: PlanKey, *, may_build: bool) -> str | None:

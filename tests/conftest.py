@@ -37,10 +37,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def little_is_fused() -> None:
     """Tests compute little, which PyTorch would compute: here it computes only results of less than 1 KiB.
     ``test_in_place.py`` is about larger ones."""
-    from fusedlayers import plan
+    from fusedlayers import sizes
 
-    plan.SMALL_BYTES = plan.MEDIUM_BYTES = plan.GPU_MEDIUM_BYTES = 1 << 10
-    plan.GPU_BYTES = 0
+    sizes.SMALL_BYTES = sizes.MEDIUM_BYTES = sizes.GPU_MEDIUM_BYTES = 1 << 10
+    sizes.GPU_BYTES = 0
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -103,12 +103,12 @@ def has_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def on_triton(monkeypatch: pytest.MonkeyPatch) -> Switch:
     """What switches between Triton and what there is without it, on whatever device the tests run."""
-    from fusedlayers import backends, block_plan, call, plan
+    from fusedlayers import backends, block_plan, call, sizes
     from fusedlayers.backends import cpu, triton
     from fusedlayers.backends import torch as reference
 
     for size in ("SMALL_BYTES", "MEDIUM_BYTES", "GPU_BYTES", "GPU_MEDIUM_BYTES"):
-        monkeypatch.setattr(plan, size, 0)
+        monkeypatch.setattr(sizes, size, 0)
 
     def switch(on: bool) -> None:
         def choose(tensor: torch.Tensor, activation: Any = None) -> Any:
@@ -154,7 +154,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 #: has several steps, and the last one fewer than the others.
 SPLITS: dict[str, dict[str, Any]] = {
     "default": {},
-    "int64": {"_index_type": lambda tensor: pytest.importorskip("triton.language").int64},
+    "int64": {"index_type": lambda tensor: pytest.importorskip("triton.language").int64},
     "steps": {"TILE": 64, "PROGRAMS": 5},
     "one program": {"TILE": 32, "PROGRAMS": 1},
 }

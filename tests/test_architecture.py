@@ -24,6 +24,7 @@ LAYERS = [
     ["derivative."],
     ["activations."],
     ["backends."],
+    ["sizes"],
     ["ops.", "validation"],
     ["norm_validation"],
     ["plan", "call", "block_plan", "norm_plan"],

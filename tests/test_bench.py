@@ -43,7 +43,7 @@ from bench.reference import CUSTOM_ACTIVATIONS, BatchNormAct, resnet
 from fusedlayers.memory import saved_bytes
 
 CPU = torch.device("cpu")
-TINY = shapes.Shape("Tiny", 8, 64, {"cpu": 12})  # 4 rows of it, when quick: not below plan.SMALL_BYTES in tests
+TINY = shapes.Shape("Tiny", 8, 64, {"cpu": 12})  # 4 rows of it, when quick: not below sizes.SMALL_BYTES in tests
 CASE = shapes.Case("model", TINY, "relu", "float32")
 
 

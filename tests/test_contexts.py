@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedlayers as fl
-from fusedlayers import plan
+from fusedlayers import sizes
 from fusedlayers.activations import Activation, resolve, rows
 from fusedlayers.derivative import branch_bit
 from fusedlayers.memory import saved_bytes
@@ -596,7 +596,7 @@ def test_constants_made_inside_a_context_serve_outside(context: str) -> None:
 
 def test_small_layers_are_left_to_torch_and_large_ones_are_not() -> None:
     x, w = torch.randn(16, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True)
-    assert plan.SMALL_BYTES == 4 * 16 * 16  # as conftest.py has it
+    assert sizes.SMALL_BYTES == 4 * 16 * 16  # as conftest.py has it
     assert "BiasAct" in fl.dense_bias_act(x, w, None, "gelu").grad_fn.name()  # type: ignore[union-attr]
     assert "Gelu" in fl.dense_bias_act(x[:15], w, None, "gelu").grad_fn.name()  # type: ignore[union-attr]
     assert "BiasAct" in fl.dense_bias_act(x[:15], w, None, "gelu", save="output").grad_fn.name()  # type: ignore[union-attr]

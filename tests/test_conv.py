@@ -18,7 +18,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedlayers as fl
-from fusedlayers import plan
+from fusedlayers import sizes
 from fusedlayers.activations import Activation, resolve, rows
 from fusedlayers.derivative import branch_bit
 from fusedlayers.memory import peak_bytes, saved_bytes
@@ -72,7 +72,7 @@ def seeded() -> None:
 @pytest.fixture
 def no_small_route(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tiny layers take the route of large ones."""
-    monkeypatch.setattr(plan, "SMALL_BYTES", 0)
+    monkeypatch.setattr(sizes, "SMALL_BYTES", 0)
 
 
 def _layer(case: str, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], dict[str, Any]]:

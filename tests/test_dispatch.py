@@ -19,7 +19,7 @@ from reference import assert_as_good_as_torch
 from torch import Tensor
 
 import fusedlayers as fl
-from fusedlayers import backends, cli, plan
+from fusedlayers import backends, cli, sizes
 from fusedlayers import tuning as public
 from fusedlayers.activations import resolve
 from fusedlayers.backends import GradientRequest, gpu_settings
@@ -479,8 +479,8 @@ def test_results_of_medium_size(
 ) -> None:
     """PyTorch's operation activates them in place, but where a matmul was tuned to do so."""
     on_triton(True)
-    monkeypatch.setattr(plan, "MEDIUM_BYTES", 1 << 30)
-    monkeypatch.setattr(plan, "GPU_MEDIUM_BYTES", 1 << 30)
+    monkeypatch.setattr(sizes, "MEDIUM_BYTES", 1 << 30)
+    monkeypatch.setattr(sizes, "GPU_MEDIUM_BYTES", 1 << 30)
     torch.manual_seed(0)
     x, w, b = (torch.randn(s, device=DEVICE, requires_grad=True) for s in ((2, 32, 24), (40, 24), (40,)))
     with torch.autocast(DEVICE.type, cast, enabled=cast is not None):

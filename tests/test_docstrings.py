@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusedlayers import plan
+from fusedlayers import sizes
 
 PACKAGE = Path(__file__).parents[1] / "fusedlayers"
 MODULES = [
@@ -21,8 +21,8 @@ MODULES = [
 @pytest.fixture(autouse=True)
 def sizes_are_those_of_users(monkeypatch: pytest.MonkeyPatch) -> None:
     """What ``conftest.py`` has changed."""
-    monkeypatch.setattr(plan, "SMALL_BYTES", 512 << 10)
-    monkeypatch.setattr(plan, "MEDIUM_BYTES", 2 << 20)
+    monkeypatch.setattr(sizes, "SMALL_BYTES", 512 << 10)
+    monkeypatch.setattr(sizes, "MEDIUM_BYTES", 2 << 20)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import fusedlayers as fl
 from examples.custom_activation import ACTIVATIONS as MODULES
-from fusedlayers import plan
+from fusedlayers import sizes
 from fusedlayers.activations import resolve
 from fusedlayers.cli import main
 from fusedlayers.profiling import explanation_command
@@ -526,7 +526,7 @@ def test_layers_that_do_not_keep_their_output_say_so(layer: Any, reason: str) ->
 
 def test_bytes_are_those_of_results_that_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the bounds of the library, which tests lower."""
-    monkeypatch.setattr(plan, "SMALL_BYTES", 512 << 10)
-    monkeypatch.setattr(plan, "MEDIUM_BYTES", 2 << 20)
+    monkeypatch.setattr(sizes, "SMALL_BYTES", 512 << 10)
+    monkeypatch.setattr(sizes, "MEDIUM_BYTES", 2 << 20)
     found = fl.explain("gelu").saved_bytes
     assert found == {"float32": (8.0, 4.0), "float16": (4.0, 2.0), "bfloat16": (4.0, 2.0)}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
 import fusedlayers as fl
-from fusedlayers import plan
+from fusedlayers import sizes
 from fusedlayers.activations import Activation, resolve, rows
 from fusedlayers.derivative import branch_bit
 
@@ -138,7 +138,7 @@ KINKS = torch.tensor([-3.0, -1.0, -0.5, 0.0, 0.5, 1.0, 3.0, 6.0])
 @pytest.fixture
 def no_small_route(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tiny layers take the route of large ones."""
-    monkeypatch.setattr(plan, "SMALL_BYTES", 0)
+    monkeypatch.setattr(sizes, "SMALL_BYTES", 0)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
-from fusedlayers import norm_plan
+from fusedlayers import sizes
 from fusedlayers.backends import cpu
 from fusedlayers.fusion import operations, region
 from fusedlayers.fusion.one_call import ONE_CALLS
@@ -37,8 +37,8 @@ HIDDEN_BYTES = 4 * ROWS * HIDDEN
 @pytest.fixture(autouse=True)
 def small_norms_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(norm_plan, "LAYER_NORM_BYTES", 1 << 10)
-    monkeypatch.setattr(norm_plan, "GROUP_NORM_BYTES", 1 << 10)
+    monkeypatch.setattr(sizes, "LAYER_NORM_BYTES", 1 << 10)
+    monkeypatch.setattr(sizes, "GROUP_NORM_BYTES", 1 << 10)
 
 
 @pytest.fixture
@@ -537,9 +537,9 @@ def test_without_inputs(x: Tensor) -> None:
 
 def test_small_examples_are_fused_for_larger_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results that are left to PyTorch for their size are no reason to leave the place."""
-    from fusedlayers import plan
+    from fusedlayers import sizes
 
-    monkeypatch.setattr(plan, "SMALL_BYTES", HIDDEN_BYTES)
+    monkeypatch.setattr(sizes, "SMALL_BYTES", HIDDEN_BYTES)
     model = nn.Sequential(MLP(dropout=0.1), Gated(), nn.Linear(IN, 2))
     report = fl.fuse(model, torch.randn(ROWS // 4, IN))
     assert not report.replaced and len(report.too_small) == 4
@@ -553,13 +553,13 @@ def test_small_examples_are_fused_for_larger_ones(monkeypatch: pytest.MonkeyPatc
 
 def test_small_inputs_meet_no_mode_if_the_example_was_as_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would take time at each of torch's functions, for nothing."""
-    from fusedlayers import plan
+    from fusedlayers import sizes
 
     class OfLists(Functional):
         def forward(self, inputs: Any, scale: Tensor) -> Tensor:
             return super().forward(inputs[0])
 
-    monkeypatch.setattr(plan, "SMALL_BYTES", HIDDEN_BYTES)
+    monkeypatch.setattr(sizes, "SMALL_BYTES", HIDDEN_BYTES)
     begun: list[Any] = []
     begin = region.Interception
     monkeypatch.setattr(region, "Interception", lambda *args: begun.append(args) or begin(*args))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
-from fusedlayers import norm_plan
+from fusedlayers import sizes
 from fusedlayers.backends import cpu
 from fusedlayers.backends import torch as reference
 from fusedlayers.backends.cpu import build
@@ -37,7 +37,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.fixture(autouse=True)
 def small_inputs_too(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(norm_plan, "GROUP_NORM_BYTES", 1 << 10)
+    monkeypatch.setattr(sizes, "GROUP_NORM_BYTES", 1 << 10)
 
 
 def _case(name: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -257,7 +257,7 @@ def test_with_an_activation(activation: Any) -> None:
 @pytest.mark.parametrize("activation", ["relu", "tanh", "silu", "leaky_relu", "gelu"])
 def test_with_an_activation_no_more_is_kept(activation: str, is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between convolutions, whether PyTorch computes the norm or this package."""
-    monkeypatch.setattr(norm_plan, "GROUP_NORM_BYTES", 0 if is_fused else 1 << 30)
+    monkeypatch.setattr(sizes, "GROUP_NORM_BYTES", 0 if is_fused else 1 << 30)
     x, v = torch.randn(4, 16, 12, 12), torch.randn(16, 16, 1, 1, requires_grad=True)
     layer, norm = fl.FusedGroupNormAct(4, 16, activation), nn.GroupNorm(4, 16)
     eager = lambda z: getattr(torch if activation == "tanh" else F, activation)(norm(z))

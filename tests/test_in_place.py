@@ -14,15 +14,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
-from fusedlayers import plan
+from fusedlayers import sizes
 from fusedlayers.activations import resolve, rows
 from fusedlayers.memory import saved_bytes
 
 
 @pytest.fixture(autouse=True)
 def all_is_medium(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "SMALL_BYTES", 1 << 10)
-    monkeypatch.setattr(plan, "MEDIUM_BYTES", 1 << 30)
+    monkeypatch.setattr(sizes, "SMALL_BYTES", 1 << 10)
+    monkeypatch.setattr(sizes, "MEDIUM_BYTES", 1 << 30)
 
 
 IN_PLACE = [row.name for row in rows() if resolve(row.name).in_place is not None]
@@ -111,7 +111,7 @@ def test_it_is_what_the_function_computes(
         summed = z if residual is None else z + residual
         expected = results(resolve(name).plain(summed), twice=True)
         torch.testing.assert_close(results(own(x, w, b), twice=True), expected)
-    monkeypatch.setattr(plan, "MEDIUM_BYTES", 0)
+    monkeypatch.setattr(sizes, "MEDIUM_BYTES", 0)
     assert fl.plan_of(own, x, w, b)[0].path in ("fused", "tells_input")
     assert all(map(torch.equal, got, results(own(x, w, b), twice=False)))
 
@@ -164,7 +164,7 @@ def test_under_autocast(subject: str, monkeypatch: pytest.MonkeyPatch) -> None:
         y = own(x, w, b)
         kept = saved_bytes(own, x, w, b, exclude=[x, w, b])
         assert kept == saved_bytes(operation, x, w, b, exclude=[x, w, b]) + y.numel() * y.itemsize
-        monkeypatch.setattr(plan, "MEDIUM_BYTES", 0)
+        monkeypatch.setattr(sizes, "MEDIUM_BYTES", 0)
         assert fl.plan_of(own, x, w, b)[0].path == "fused"
         expected = own(x, w, b)
     dy = torch.randn_like(y)
@@ -214,8 +214,8 @@ def test_large_and_other_results() -> None:
 
 
 def test_the_sizes_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "SMALL_BYTES", 512 << 10)
-    monkeypatch.setattr(plan, "MEDIUM_BYTES", 2 << 20)
+    monkeypatch.setattr(sizes, "SMALL_BYTES", 512 << 10)
+    monkeypatch.setattr(sizes, "MEDIUM_BYTES", 2 << 20)
     paths = [fl.plan_of(fl.FusedDenseAct(8, 1024, "elu"), torch.randn(n, 8))[0].path for n in (127, 128, 511, 512)]
     assert paths == ["composite", "in_place", "in_place", "fused"]
     small = torch.randn(127, 8)

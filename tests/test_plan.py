@@ -22,7 +22,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusedlayers as fl
-from fusedlayers import asking, backends, block_plan, call, execute, functional, plan
+from fusedlayers import asking, backends, block_plan, call, execute, functional, plan, sizes
 from fusedlayers.activations import resolve
 from fusedlayers.backends.operations import MATMUL, BatchNorm
 from fusedlayers.execute import PATHS, POINTWISE
@@ -236,13 +236,13 @@ def test_the_reason_names_what_stands_in_the_way(monkeypatch: pytest.MonkeyPatch
         assert "residual" in reason(lambda x: fl.dense_bias_act(x, layer.weight, layer.bias, residual=residual.float()))
     assert "no backend for meta" in reason(fl.FusedDenseAct(12, 40, device="meta"), torch.empty(30, 12, device="meta"))
     assert "softmax" in reason(fl.FusedDenseAct(12, 40, nn.Softmax(-1)), x).lower()
-    monkeypatch.setattr(plan, "SMALL_BYTES", 1 << 15)
+    monkeypatch.setattr(sizes, "SMALL_BYTES", 1 << 15)
     assert "less than 32 KiB" in reason()
 
 
 def test_batch_norms_of_small_maps_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cost of a Function is then more than what its one pass saves; an activation in place has no such cost."""
-    monkeypatch.setattr(plan, "MEDIUM_BYTES", 4 * 8 * 64 * 64)
+    monkeypatch.setattr(sizes, "MEDIUM_BYTES", 4 * 8 * 64 * 64)
     x = torch.randn(1, 8, 64, 63, requires_grad=True)
     for name, save, path in (
         ("silu", "auto", "composite"),
@@ -260,15 +260,17 @@ def test_batch_norms_of_small_maps_are_torchs_own(monkeypatch: pytest.MonkeyPatc
 
 def test_small_results_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are larger there, by how many processors a GPU has."""
-    monkeypatch.setattr(plan, "GPU_BYTES", 128 << 10)
-    monkeypatch.setattr(plan, "_processors", lambda device: 132)
+    monkeypatch.setattr(sizes, "GPU_BYTES", 128 << 10)
+    monkeypatch.setattr(sizes, "processors", lambda device: 132)
     with FakeTensorMode():
         on_gpu = torch.empty(1, device="cuda")
     small = 132 * (128 << 10)
-    assert [plan.least_bytes(x, 1 << 20) for x in (torch.empty(1), on_gpu)] == [1 << 20, small]
-    assert plan.least_bytes(on_gpu, 64 << 20) == 64 << 20
+    assert [sizes.least_bytes(x, 1 << 20) for x in (torch.empty(1), on_gpu)] == [1 << 20, small]
+    assert sizes.least_bytes(on_gpu, 64 << 20) == 64 << 20
     backend = backends.choose(torch.empty(1))
-    key = plan.PlanKey(MATMUL, resolve("gelu"), "auto", torch.bfloat16, backend, size="small", limits=(small, small))
+    key = plan.PlanKey(
+        MATMUL, resolve("gelu"), "auto", torch.bfloat16, backend, size="small", limits=sizes.Limits(small, small)
+    )
     found = plan.make_plan(key)
     assert found.is_too_small and "results of less than 16.5 MiB are left to PyTorch" in str(found)
     assert plan.make_plan(key._replace(save="output")).path == "fused"
@@ -276,7 +278,7 @@ def test_small_results_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_layouts_of_norms_are_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A channels-last norm has a limit of its own."""
-    monkeypatch.setattr(plan, "MEDIUM_BYTES", 1 << 16)
+    monkeypatch.setattr(sizes, "MEDIUM_BYTES", 1 << 16)
     x = torch.randn(2, 16, 32, 32)
     layouts = [x.requires_grad_(), x.detach().to(memory_format=torch.channels_last).requires_grad_()]
     layer = fl.FusedBatchNormAct2d(16, "leaky_relu")
@@ -289,12 +291,12 @@ def test_layouts_of_norms_are_facts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fake_tensors_may_be_on_a_gpu_that_is_not_there() -> None:
     with FakeTensorMode():
         on_gpu = torch.empty(1 << 20, device="cuda:99")
-    assert plan.least_bytes(on_gpu, 1 << 20) == 1 << 20
+    assert sizes.least_bytes(on_gpu, 1 << 20) == 1 << 20
 
 
 def test_what_is_small_may_be_large_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A convolution's facts hold its shape, not its bytes: no limit may make two activations one plan."""
-    monkeypatch.setattr(plan, "SMALL_BYTES", 2 * plan.MEDIUM_BYTES)
+    monkeypatch.setattr(sizes, "SMALL_BYTES", 2 * sizes.MEDIUM_BYTES)
     x, w = torch.randn(1, 4, 64, 64), torch.randn(8, 4, 3, 3, requires_grad=True)
     for activation in ("tanh", "relu", "gelu"):
         expected = resolve(activation).function(nn.functional.conv2d(x, w))
@@ -303,16 +305,16 @@ def test_what_is_small_may_be_large_elsewhere(monkeypatch: pytest.MonkeyPatch) -
 
 def test_medium_results_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's time counts there for larger results, but not what a batch norm saves."""
-    monkeypatch.setattr(plan, "GPU_MEDIUM_BYTES", 32 << 20)
+    monkeypatch.setattr(sizes, "GPU_MEDIUM_BYTES", 32 << 20)
     norm = BatchNorm(None, None, None, True, 0.1, 1e-5)
     with FakeTensorMode():
         on_gpu = torch.empty(1, device="cuda")
     for x, operation, size in (
-        (torch.empty(1), MATMUL, plan.MEDIUM_BYTES),
+        (torch.empty(1), MATMUL, sizes.MEDIUM_BYTES),
         (on_gpu, MATMUL, 32 << 20),
-        (on_gpu, norm, plan.MEDIUM_BYTES),
+        (on_gpu, norm, sizes.MEDIUM_BYTES),
     ):
-        assert plan.medium_bytes(operation, x) == size
+        assert sizes.sized(operation, x, None) == ("large", sizes.Limits(sizes.SMALL_BYTES, size))
     key = plan.PlanKey(MATMUL, resolve("relu"), "auto", torch.bfloat16, backends.choose(torch.empty(1)), size="medium")
     assert plan.make_plan(key).path == "in_place"
     for other in ({"size": "large"}, {"activation": resolve("gelu")}):
@@ -602,8 +604,8 @@ def _call(
 
 def test_facts_tell_situations_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was decided for one situation is never taken for another: with an empty cache a call decides the same."""
-    monkeypatch.setattr(plan, "SMALL_BYTES", 1 << 11)
-    monkeypatch.setattr(plan, "MEDIUM_BYTES", 1 << 14)
+    monkeypatch.setattr(sizes, "SMALL_BYTES", 1 << 11)
+    monkeypatch.setattr(sizes, "MEDIUM_BYTES", 1 << 14)
     taken: list[Any] = []
     for paths in (PATHS, POINTWISE):
         for name, path in paths.items():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
-from fusedlayers import norm_plan
+from fusedlayers import sizes
 from fusedlayers.memory import saved_bytes
 
 EACH = 50
@@ -30,8 +30,8 @@ Found = dict[str, Tensor]
 
 @pytest.fixture(autouse=True)
 def small_norms_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm_plan, "LAYER_NORM_BYTES", 1 << 10)
-    monkeypatch.setattr(norm_plan, "GROUP_NORM_BYTES", 1 << 10)
+    monkeypatch.setattr(sizes, "LAYER_NORM_BYTES", 1 << 10)
+    monkeypatch.setattr(sizes, "GROUP_NORM_BYTES", 1 << 10)
 
 
 @pytest.fixture(autouse=True)

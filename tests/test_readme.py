@@ -11,7 +11,7 @@ import pytest
 
 import fusedlayers as fl
 from bench.tables import committed
-from fusedlayers import plan
+from fusedlayers import sizes
 from fusedlayers.activations import record
 from fusedlayers.fitting import costs
 from fusedlayers.fusion import timing
@@ -225,7 +225,7 @@ def test_what_is_small_on_gpus_is_as_it_says() -> None:
     words = README.replace("\n", " ")
     ((kib, mib),) = re.findall(r"on GPUs (\d+) KiB for each multiprocessor, ([\d.]+) MiB on an H100", words)
     assert float(mib) == int(kib) * 132 / 1024
-    assert f"\nGPU_BYTES = {kib} << 10\n" in Path(plan.__file__).read_text(encoding="utf-8")
+    assert f"\nGPU_BYTES = {kib} << 10\n" in Path(sizes.__file__).read_text(encoding="utf-8")
 
 
 def test_in_other_contexts_it_frees_what_was_measured() -> None:

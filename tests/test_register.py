@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
 import fusedlayers as fl
-from fusedlayers import plan
+from fusedlayers import sizes
 from fusedlayers.activations import record, resolve
 from fusedlayers.memory import saved_bytes
 
@@ -123,7 +123,7 @@ def test_parameters(how: str, slope: float) -> None:
 
 
 def test_higher_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "SMALL_BYTES", 0)
+    monkeypatch.setattr(sizes, "SMALL_BYTES", 0)
     z = torch.tensor([-3.0, -1.2, -0.4, 0.3, 0.9, 2.5], dtype=torch.float64).view(3, 2).requires_grad_()
     for i, (function, derivative, given_output) in enumerate(KNOWN.values()):
         fl.activation(

@@ -18,7 +18,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
-from fusedlayers import norm_plan
+from fusedlayers import sizes
 from fusedlayers.backends import cpu, norms
 from fusedlayers.backends import torch as reference
 from fusedlayers.backends.cpu import build
@@ -37,7 +37,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.fixture(autouse=True)
 def small_inputs_too(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(norm_plan, "LAYER_NORM_BYTES", 1 << 10)
+    monkeypatch.setattr(sizes, "LAYER_NORM_BYTES", 1 << 10)
 
 
 def _llama(x: Tensor, w: Tensor | None, eps: float) -> Tensor:
@@ -410,8 +410,8 @@ def test_weights_on_a_gpu_are_looked_at_once_for_each_version(monkeypatch: pytes
     def look() -> list[Any]:
         found = []
         for layer in layers:
-            sizes = inexact_columns.limits(torch.float32, len(layer.weight))
-            columns = inexact_columns._remembered(reference, layer.weight, layer.bias, 0.0, sizes)
+            limits = inexact_columns.limits(torch.float32, len(layer.weight))
+            columns = inexact_columns._remembered(reference, layer.weight, layer.bias, 0.0, limits)
             found.append(None if columns is None else columns.tolist())
         return found
 
@@ -586,7 +586,7 @@ def test_plans_say_what_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "empty" in plan(x[:0])[1]
     assert "input is saved" in plan(layer=fl.LayerNorm(64, save="input"))[1]
     assert "torch operations" in plan(x.double(), copy.deepcopy(layer).double())[1]
-    monkeypatch.setattr(norm_plan, "LAYER_NORM_BYTES", 1 << 20)
+    monkeypatch.setattr(sizes, "LAYER_NORM_BYTES", 1 << 20)
     assert plan()[1] == "not fused: results of less than 1 MiB are left to PyTorch"
     assert plan(layer=fl.LayerNorm(64, save="output"))[0] == "fused"
     assert plan(layer=fl.RMSNorm(64))[0] == "fused"

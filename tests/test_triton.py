@@ -531,7 +531,7 @@ def test_a_bias_with_gaps_and_an_out_of_another_layout() -> None:
 
 def test_offsets_have_64_bits_where_32_do_not_suffice() -> None:
     def index(elements: int) -> Any:
-        return elementwise._index_type(torch.empty(elements, device="meta"))
+        return elementwise.index_type(torch.empty(elements, device="meta"))
 
     assert index(2**31) == tl.int64
     assert index(2**31 - 1) == tl.int64  # masked elements lie behind the last one

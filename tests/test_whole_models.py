@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from fusedlayers import norm_plan
+from fusedlayers import sizes
 from fusedlayers.memory import saved_bytes
 
 hf = pytest.importorskip("transformers")
@@ -25,7 +25,7 @@ pytestmark = [
 @pytest.fixture
 def small_norms_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models are small here, and their norms would be left to PyTorch."""
-    monkeypatch.setattr(norm_plan, "LAYER_NORM_BYTES", 1 << 10)
+    monkeypatch.setattr(sizes, "LAYER_NORM_BYTES", 1 << 10)
 
 
 class _ChannelsFirst(fl.LayerNorm):

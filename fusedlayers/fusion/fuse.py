@@ -315,12 +315,12 @@ class Fusing:
                 region.places[place.kind], region.called = f"{place.name} {_saves(place)}", place.paths
                 given.setdefault(region, set()).add(place.given)
                 if place.is_small:
-                    region.too_small_kinds |= {place.kind}
+                    region.waiting_kinds |= {place.kind}
                 if place.is_normalised:
                     # The compiler keeps what the norm reads, and computes the rest again: it would keep both.
                     region.compiled_without |= {place.kind}
         for region, (first, *others) in given.items():
-            region.too_small = first if not others and region.kinds <= region.too_small_kinds else None
+            region.small_example = first if not others and region.kinds <= region.waiting_kinds else None
         self._remove_needless()
         if self._dry_run:
             self._put_back()

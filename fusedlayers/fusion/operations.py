@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import gates, norms, plan
+from .. import gates, norms, sizes
 from .._torch import grouped_mm
 from ..activations import Activation, record
 from ..batch_norms import after_batch_norm, batch_norm
@@ -41,13 +41,10 @@ class Operation(NamedTuple):
 
     def is_small(self, args: Arguments) -> bool:
         """Whether the first argument is so small that PyTorch computes the result in any case."""
-        return is_small(args, plan.MEDIUM_BYTES if self.kind == BATCH_NORM else plan.SMALL_BYTES)
-
-
-def is_small(args: Arguments, on_cpu: int) -> bool:
-    """Whether the first argument has fewer bytes than are worth a node in Python, which on a CPU are so many."""
-    x = args[0] if args else None
-    return isinstance(x, Tensor) and x.numel() * x.itemsize < plan.least_bytes(x, on_cpu)
+        x = args[0] if args else None
+        if self.kind != BATCH_NORM:
+            return sizes.is_small(x)
+        return isinstance(x, Tensor) and x.numel() * x.itemsize < sizes.least_bytes(x, sizes.MEDIUM_BYTES)
 
 
 class Given(NamedTuple):

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from .. import plan
+from .. import plan, sizes
 from .._torch import DisableTorchFunction, saved_tensors_hooks_on_top
 from ..activations import DTYPES, KEPT_BY_TORCH, Activation
 from ..asking import plan_of
@@ -358,8 +358,7 @@ class _Recorder(TorchFunctionMode):
             elif place.is_activation or kind in _PLANNED:
                 place.note_plan(x, operation.run, func, args, kwargs)
             elif kind in ("dropout", GATE, PRODUCT) and operation.is_small(args):
-                needed = plan.least_bytes(x, plan.SMALL_BYTES)
-                place.saves, place.is_small = plan.too_small_because(needed), True
+                place.saves, place.is_small = plan.too_small_because(sizes.small_bytes(x)), True
         place.is_recomputed |= running.is_recomputed
         place.is_normalised &= any(maker.kind == "batch_norm" for maker in self._makers.of(x))
         if kind == GATE:

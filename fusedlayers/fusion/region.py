@@ -22,7 +22,6 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .. import plan
 from .._torch import (
     current_function_mode,
     function_mode_count,
@@ -31,9 +30,10 @@ from .._torch import (
     torchscript_state,
 )
 from ..checkpoint.recompute import Recompute, recomputed
+from ..sizes import is_small
 from ..utils.compiled_checkpoint import is_in_checkpoint
 from .one_call import ONE_CALLS
-from .operations import CHECKPOINT, OPERATIONS, Given, Operation, is_small
+from .operations import CHECKPOINT, OPERATIONS, Given, Operation
 from .stand_in import StandIn
 
 
@@ -50,8 +50,8 @@ class Region:
         recompute: what of the whole forward pass is computed again in the backward pass.
         keeps_outputs: whether operations keep less; else it only recomputes.
         places: for people, what is kept, by kind.
-        too_small_kinds: those of which the example was too small.
-        too_small: what the module was given in the example, if that was too small for all kinds: of no more PyTorch
+        waiting_kinds: those of which the example was too small.
+        small_example: what the module was given in the example, if that was too small for all kinds: of no more PyTorch
             computes everything.
         compiled_without: those that are left to the compiler in a compiled model.
         called: the paths by which the model that was fused calls the module.
@@ -60,8 +60,8 @@ class Region:
 
     keeps_outputs = True
     called: tuple[str, ...] = ()
-    too_small_kinds: Set[str] = frozenset()
-    too_small: Given | None = None
+    waiting_kinds: Set[str] = frozenset()
+    small_example: Given | None = None
     compiled_without: Set[str] = frozenset()
 
     def __init__(self, module: nn.Module) -> None:
@@ -147,7 +147,7 @@ class Region:
         forward = self._forward_of(module)
         if not torch.is_grad_enabled() or torchscript_state() is not None:
             return forward(*args, **kwargs)
-        if self.stand_in is not None and self.keeps_outputs and not is_small(args, plan.SMALL_BYTES):
+        if self.stand_in is not None and self.keeps_outputs and not (args and is_small(args[0])):
             y = self.stand_in(module, args, kwargs)
             if y is not None:
                 return y
@@ -173,7 +173,7 @@ class Region:
         mode = current_function_mode() if function_mode_count() else None
         if type(mode) is not Interception:
             # A mode takes time at each of torch's functions.
-            if not kinds or (self.too_small is not None and self.too_small.is_as_small(args, kwargs)):
+            if not kinds or (self.small_example is not None and self.small_example.is_as_small(args, kwargs)):
                 return forward(*args, **kwargs)
             one_call = ONE_CALLS.get(type(module)) if self.replaced is None else None
             if one_call is not None and one_call.operation.kind in kinds and one_call.is_made(module, args, kwargs):
@@ -227,11 +227,11 @@ class Remark:
         if region is None:
             return own
         kinds = sorted(region.active_kinds)
-        kept = [kind for kind in kinds if kind not in region.too_small_kinds]
+        kept = [kind for kind in kinds if kind not in region.waiting_kinds]
         if region.stand_in is not None and region.keeps_outputs:
             kept.append(str(region.stand_in))
         kept += {"all": ["recomputed"], "cheap": ["recomputed but for products"], "nothing": []}[region.recompute]
-        waiting = [kind for kind in kinds if kind in region.too_small_kinds]
+        waiting = [kind for kind in kinds if kind in region.waiting_kinds]
         parts = [("fused", kept), ("fused for larger inputs", waiting)]
         remark = "; ".join(f"{title}: {', '.join(names)}" for title, names in parts if names)
         if not remark:

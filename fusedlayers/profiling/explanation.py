@@ -25,7 +25,8 @@ from ..nn.conv import CONV_TYPES
 from ..nn.dense import LINEAR_TYPES
 from ..nn.mlp import FusedBlock, FusedGatedMLP
 from ..ops.batch_norm import WORTH_IT
-from ..plan import SMALL_BYTES, describe, save_beside_input
+from ..plan import describe, save_beside_input
+from ..sizes import SMALL_BYTES
 from ..utils.isolation import in_clean_state
 from ..utils.reports import DrawnReport, NothingToDrawError
 from . import explanation_plot

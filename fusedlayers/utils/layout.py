@@ -96,5 +96,6 @@ def of_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor | None:
 def channels_last_format(tensor: Tensor) -> torch.memory_format | None:
     """The channels-last format of ``tensor``, or None if it has none or is contiguous as well."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
-    is_last = last is not None and tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous()
+    # Contiguity first: under vmap the other question raises, but for contiguous tensors.
+    is_last = last is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last)
     return last if is_last else None

@@ -365,8 +365,8 @@ def _launch_gradient(
 def _forward_launch(
     function: Any, y: Tensor, dim: int | None, b: Tensor | None, residual: Tensor | None, up: Tensor | None
 ) -> Launch:
-    matrix = _as_matrix(y, dim)
-    rows, columns = _tile(matrix)
+    matrix = as_matrix(y, dim)
+    rows, columns = tile_of(matrix)
     constants = {
         "FORWARD": function,
         "AXIS": matrix.axis,
@@ -375,7 +375,7 @@ def _forward_launch(
         "HAS_UP": up is not None,
         "ROWS": rows,
         "COLUMNS": columns,
-        "INDEX": _index_type(y),
+        "INDEX": index_type(y),
         **OPTIONS,
     }
     return Launch(bias_act_kernel, [cdiv(matrix.rows, rows) * cdiv(matrix.columns, columns)], matrix[:3], constants)
@@ -392,8 +392,8 @@ class _GradientLaunch(NamedTuple):
 def _gradient_launch(
     function: Any, forward: Any, dz: Tensor, dim: int | None, wanted: Sequence[Sum], *, first: int
 ) -> _GradientLaunch:
-    matrix = _as_matrix(dz, dim)
-    rows, columns = _tile(matrix, sums=bool(wanted))
+    matrix = as_matrix(dz, dim)
+    rows, columns = tile_of(matrix, sums=bool(wanted))
     across, along = cdiv(matrix.columns, columns), cdiv(matrix.rows, rows)
     if matrix.axis == "row":
         across, along = along, across
@@ -410,7 +410,7 @@ def _gradient_launch(
         "SUMS": sums,
         "ROWS": rows,
         "COLUMNS": columns,
-        "INDEX": _index_type(dz),
+        "INDEX": index_type(dz),
         **OPTIONS,
     }
     launch = Launch(gradient_kernel, [across, programs], [*matrix[:3], steps], constants)
@@ -423,7 +423,7 @@ def _run(operands: Sequence[Tensor]) -> bool:
     return any(p.numel() > 1 for p in operands)
 
 
-def _as_matrix(tensor: Tensor, dim: int | None) -> Matrix:
+def as_matrix(tensor: Tensor, dim: int | None) -> Matrix:
     """A dense tensor as rows and columns, in the order of its memory."""
     if dim is None:
         return Matrix(1, tensor.numel(), 1, "none")
@@ -433,7 +433,8 @@ def _as_matrix(tensor: Tensor, dim: int | None) -> Matrix:
     return Matrix(outer * channels, inner, channels, "row")
 
 
-def _tile(matrix: Matrix, *, sums: bool = False) -> tuple[int, int]:
+def tile_of(matrix: Matrix, *, sums: bool = False) -> tuple[int, int]:
+    """The rows and columns of a tile; ``sums``: of a launch that sums over each channel."""
     columns = min(TILE, max(16, next_power_of_2(matrix.columns)))
     if matrix.axis != "none":
         # A tile of several rows shares its bias, and its sums, among them.
@@ -441,6 +442,7 @@ def _tile(matrix: Matrix, *, sums: bool = False) -> tuple[int, int]:
     return (1 if matrix.axis == "none" else min(TILE // columns, next_power_of_2(matrix.rows))), columns
 
 
-def _index_type(tensor: Tensor) -> Any:
+def index_type(tensor: Tensor) -> Any:
+    """The integers that offsets into the tensor need."""
     # A tile may reach past the end by its own size before it is masked.
     return tl.int64 if tensor.numel() + TILE * PROGRAMS >= 2**31 else tl.int32

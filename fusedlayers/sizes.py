@@ -1,0 +1,106 @@
+"""How large a result must be to be worth a node in Python: under ``save="auto"`` PyTorch computes smaller ones."""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .backends.operations import BatchNorm, Operation
+from .utils.layout import channels_last_format
+
+#: Results of fewer bytes are left to plain PyTorch: at most so much is forgone by a call. A fused call costs the time
+#: of an autograd.Function in Python, 60 to 200 us with cold caches. Forward and backward of two layers of 256 features,
+#: with a GELU between them that ``fuse`` had found, float32, one and two threads (AMD EPYC), took 1.10 to 1.11 times
+#: eager's time at 128 KiB, 1.06 to 1.09 at 256 KiB, and 1.03 to 1.05 at 512 KiB; with SiLU 1.10 to 1.22, 1.11 to 1.13,
+#: and 1.07 to 1.08.
+SMALL_BYTES = 512 << 10
+#: Results of fewer bytes are activated by PyTorch's own in-place operation. Two conditions hold: that operation saves
+#: its result and nothing else, and PyTorch's own operation makes z. (A large float32 matmul on an AMD CPU is oneDNN's,
+#: by a node of this package: its result takes the fused path at any size.) Forward and backward as above with relu,
+#: tanh, leaky_relu and elu took 0.94 to 1.02 times eager's time up to 1 MiB, and with the autograd.Function
+#: 1.05 to 1.31 times. From 2 MiB on the Function takes less, because it writes dz over y. PyTorch computes batch
+#: norms of fewer bytes too, with activations that have no in-place operation: with silu (two threads) the Function took
+#: 1.17 times eager's time at 1.4 MiB, 1.36 at 1.0 MiB and 1.43 at 0.7 MiB, and 0.93 at 3.4 MiB.
+MEDIUM_BYTES = 2 << 20
+#: The same of layers and convolutions on a GPU, which waits for the host where its own work is shorter. PyTorch's
+#: operation takes one more pass over dz, and a buffer for dz until the layer's backward pass ends.
+GPU_MEDIUM_BYTES = 32 << 20
+#: On GPUs results are small below so many bytes for each of the processors, 16.5 MiB on an H100. A node in Python takes
+#: the host about 0.2 ms more than PyTorch's, forward and backward, for which the GPU waits where its own work is
+#: shorter. An H100 took for a dense layer with GELU in bfloat16 (1,024 to 4,096 features) 2.0, 2.2, 2.3 and 2.1 times
+#: eager's time at 4, 8, 16 and 32 MiB of results, and 1.01 and 0.98 times at 64 and 128; with 4,096 to 11,008 features
+#: 1.26 times at 11 MiB and 1.00 at 22 (training steps that do not wait for each other). From the limit to 64 MiB the
+#: layer's width decides, and memory counts more. Slower GPUs have fewer processors, and less memory.
+GPU_BYTES = 128 << 10
+
+#: Layer norms of fewer bytes are left to PyTorch. An autograd.Function in Python adds 60 to 150 us to a call. Forward
+#: and backward alone, float32, one and two threads (AMD EPYC), took 1.6 to 1.9 times eager's time at 768 KiB, 1.2 at
+#: 3 MiB, 0.9 to 1.1 at 12 MiB. RMS norms took 0.3 to 0.9 times eager's from 192 KiB on.
+LAYER_NORM_BYTES = 1 << 20
+#: The same of group norms, which PyTorch computes faster: forward and backward of (8, 128, 32, 32), 4 MiB, took 1.2 to
+#: 1.7 times eager's time in float32 and 0.4 to 1.6 in bfloat16.
+GROUP_NORM_BYTES = 4 << 20
+#: By how much larger results of channels-last norms must be on a CPU, where PyTorch's kernels for these are the faster
+#: ones: batch norm and silu took 1.6 times eager's time at 4 MiB, 0.99 at 12 MiB; group norm and silu 2.4 and 1.3 times
+#: there, 0.9 at 37 MiB (AMD EPYC, two threads).
+CHANNELS_LAST_FACTOR = 4
+
+Size = Literal["small", "medium", "large"]
+
+
+class Limits(NamedTuple):
+    """From how many bytes on results are of medium size, and large."""
+
+    medium: int
+    large: int
+    #: By how much larger norms must be than contiguous ones, which ``large`` includes.
+    layout_factor: int = 1
+
+
+def sized(operation: Operation, x: Tensor, elements: int | None) -> tuple[Size, Limits]:
+    """The size of the result of ``operation`` on x, which counts as large where nobody knows how many elements it has,
+    and the limits."""
+    if isinstance(operation, BatchNorm):  # whose node saves less than PyTorch's operations: worth the host's time
+        factor = layout_factor(x)
+        limits = Limits(small_bytes(x), MEDIUM_BYTES * factor, factor)
+    elif x.is_cpu:
+        limits = Limits(SMALL_BYTES, MEDIUM_BYTES)
+    else:
+        limits = Limits(small_bytes(x), GPU_MEDIUM_BYTES)
+    if elements is None:
+        return "large", limits
+    result_bytes = elements * x.itemsize
+    return ("small" if result_bytes < limits.medium else "medium" if result_bytes < limits.large else "large"), limits
+
+
+def is_small(x: object) -> bool:
+    """Whether x is a tensor, and results like it are small."""
+    return isinstance(x, Tensor) and x.numel() * x.itemsize < small_bytes(x)
+
+
+def small_bytes(x: Tensor) -> int:
+    """Results of fewer bytes are small, on the device of x."""
+    return SMALL_BYTES if x.is_cpu else least_bytes(x, SMALL_BYTES)
+
+
+def least_bytes(x: Tensor, on_cpu: int) -> int:
+    """From how many bytes on results are worth a node in Python, where on a CPU it is so many."""
+    if not x.is_cuda or torch.compiler.is_compiling():
+        return on_cpu
+    return max(on_cpu, GPU_BYTES * processors(x.get_device()))
+
+
+def layout_factor(x: Tensor) -> int:
+    """By how much larger norms of x must be than contiguous ones."""
+    return CHANNELS_LAST_FACTOR if x.is_cpu and channels_last_format(x) is not None else 1
+
+
+@functools.cache
+def processors(device: int) -> int:
+    """Of a GPU: its multiprocessors, or compute units; of one that a fake tensor is on, and that is not there, 0."""
+    if device >= torch.cuda.device_count():
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
