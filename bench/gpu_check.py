@@ -56,6 +56,7 @@ KERNEL_TESTS = (
     "mlp_triton",
     "capture",
     "triton_norms",
+    "triton_batch_norm",
     "triton_dropout",
 )
 _GRACE_SECONDS = 5  # from the polite signal to the one that cannot be refused

@@ -411,6 +411,8 @@ def _saving() -> Iterator[Case]:
             yield Case(f"dropout {name}/{_short(dtype)}", partial(_check_dropout, name, dtype))
         for name in ("layer norm", "rms norm"):
             yield Case(f"{name}/{_short(dtype)}", partial(_check_norm, name, dtype))
+        for name in ("channels first", "channels last"):
+            yield Case(f"batch norm, {name}/{_short(dtype)}", partial(_check_batch_norm, name, dtype))
 
 
 def _check_dropout(name: str, dtype: torch.dtype) -> Findings:
@@ -445,6 +447,29 @@ def _check_norm(name: str, dtype: torch.dtype) -> Findings:
         leaves = [t.detach().to(wide).requires_grad_() for t in tensors]
         y = function(leaves[0], (1024,), *leaves[1:], eps=1e-5)
         results.append(torch.autograd.grad(y, leaves, dy.to(wide)))
+    return _gradients_beside_eagers(results, dtype)
+
+
+def _check_batch_norm(name: str, dtype: torch.dtype) -> Findings:
+    """The same of a batch norm and SiLU, from the input."""
+    x, dy = (_normal(16, 96, 32, 32, dtype=dtype, seed=i) for i in range(2))
+    if name == "channels last":
+        x, dy = (t.contiguous(memory_format=torch.channels_last) for t in (x, dy))
+    layer = fl.FusedBatchNormAct2d(96, "silu", save="recompute", device=device())
+    with torch.no_grad():
+        for seed, parameter in enumerate(layer.parameters(), 2):
+            parameter.copy_(_normal(96, dtype=torch.float32, seed=seed))
+    results = []
+    for is_ours, wide in ((True, dtype), (False, dtype), (False, torch.float64)):
+        leaves = [x.detach().to(wide).requires_grad_(), *layer.parameters()]
+        w, b = (p if wide is not torch.float64 else p.double() for p in leaves[1:])
+        y = layer(leaves[0]) if is_ours else F.silu(F.batch_norm(leaves[0], None, None, w, b, training=True))
+        results.append(torch.autograd.grad(y, leaves, dy.to(wide)))
+    return _gradients_beside_eagers(results, dtype)
+
+
+def _gradients_beside_eagers(results: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> Findings:
+    """Ours, eager's, and exact ones."""
     found: Findings = {}
     for number, (ours, eager, exact) in enumerate(zip(*results, strict=True)):
         norm = exact.norm().clamp_min(1e-30)

@@ -503,7 +503,7 @@ def test_running_statistics_take_their_part_of_moments(dtype: torch.dtype | None
 
     def settle(running_mean: Tensor | None, running_var: Tensor | None) -> Tensor | None:
         norm = BatchNorm(running_mean, running_var, None, True, part, 1e-5)
-        return cpu_norm.NormPasses.settle_statistics(mean, var, norm, part, count)
+        return norm_loops.settle_statistics(mean, var, norm, part, count)
 
     found = settle(*running)
     if dtype is torch.bfloat16:  # rounded once: by torch
@@ -728,11 +728,11 @@ def test_nothing_behind_the_end_is_read_or_written() -> None:
 
 DEFAULTS = """
 import torch, fusedlayers as fl
-from fusedlayers import norm_plan, plan
+from fusedlayers import sizes
 from fusedlayers.ops import batch_norm
 from torch import nn
 
-plan.SMALL_BYTES = norm_plan.LAYER_NORM_BYTES = norm_plan.GROUP_NORM_BYTES = batch_norm.WORTH_IT = 1 << 10
+sizes.SMALL_BYTES = sizes.LAYER_NORM_BYTES = sizes.GROUP_NORM_BYTES = batch_norm.WORTH_IT = 1 << 10
 torch.manual_seed(0)
 half, images, rows = torch.bfloat16, torch.randn(4, 16, 9, 9), torch.randn(64, 16)
 layers = [

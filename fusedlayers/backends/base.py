@@ -35,14 +35,9 @@ class ActivationGradients(NamedTuple):
 class ChannelPasses(Protocol):
     """What all passes of a batch norm have: statistics, and the gradient of x."""
 
-    def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean and the variance, without Bessel's correction, of each channel of x."""
-        ...
-
-    def settle_statistics(self, mean: Tensor, var: Tensor, norm: BatchNorm, part: float, count: int) -> Tensor | None:
-        """``1 / sqrt(var + eps)``, from the moments of ``count`` numbers in each channel. The norm's running statistics
-        become ``1 - part`` of themselves and ``part`` of the batch's. Returns None, and does nothing, where a variance
-        is not finite, or the running statistics are not plain contiguous tensors of the moments' dtype."""
+    def statistics(self, x: Tensor, norm: BatchNorm, part: float) -> tuple[Tensor, Tensor]:
+        """The mean of each channel of x, and ``1 / sqrt(var + eps)``. The norm's running statistics become
+        ``1 - part`` of themselves and ``part`` of the batch's."""
         ...
 
     def combine(self, dz: Tensor, v: Tensor, scale: Tensor, slope: Tensor, offset: Tensor) -> Tensor:

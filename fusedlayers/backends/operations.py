@@ -206,7 +206,7 @@ class BatchNorm(NamedTuple):
         part = self._counted()
         if self.is_synchronised:
             mean, var, count = _synchronised_statistics(x, self.group)
-            self._update(mean, var * (count / (count - 1)), part)
+            self.update_running(mean, var * (count / (count - 1)), part)
             w, b = (None if p is None else p.to(mean.dtype) for p in (w, b))
             return F.batch_norm(x, mean, var, w, b, False, 0.0, self.eps), mean, (var + self.eps).rsqrt_()
         # What F.batch_norm calls, which keeps the statistics to itself.
@@ -222,16 +222,7 @@ class BatchNorm(NamedTuple):
             wide = torch.promote_types(self.running_mean.dtype, torch.float32)
             mean, var = (t.to(wide, copy=True) for t in (self.running_mean, self.running_var))
             return mean, var.add_(self.eps).rsqrt_()
-        mean, var = passes.moments(x)
-        count, part = x.numel() // mean.numel(), self._counted()
-        inverse_std = passes.settle_statistics(mean, var, self, part, count)
-        if inverse_std is not None:
-            return mean, inverse_std
-        if not math.isfinite(float(var.sum())):  # one value out of the range of float32, or so far out that it shows
-            exact, dims = x.double(), other_dims(x, 1)
-            mean, var = exact.mean(dims).to(mean.dtype), exact.var(dims, correction=0).to(mean.dtype)
-        self._update(mean, var * (count / (count - 1)), part)
-        return mean, (var + self.eps).rsqrt_()
+        return passes.statistics(x, self, self._counted())
 
     def gradients(
         self, dz: Tensor, x: Tensor, w: Weight, mean: Tensor, inverse_std: Tensor, needs: Sequence[bool]
@@ -256,8 +247,8 @@ class BatchNorm(NamedTuple):
         _, dw, db = backward(dz, x, w, None, None, mean, inverse_std, True, self.eps, [False, *needs[1:]])
         return dx, dw, db
 
-    def _update(self, mean: Tensor, var: Tensor, part: float) -> None:
-        """The running statistics, of which a batch's own take this part."""
+    def update_running(self, mean: Tensor, var: Tensor, part: float) -> None:
+        """Of the running statistics the batch's take this part."""
         if self.running_mean is not None and self.running_var is not None:
             for running, own in ((self.running_mean, mean), (self.running_var, var)):  # lerp_ makes NaN of infinities
                 # torch's own nodes save them too, and its kernels leave the version as it is.

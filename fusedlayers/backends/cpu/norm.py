@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...activations import Activation
-from ...utils.layout import has_torchs_layout, laid_out_as, layout_along
+from ...utils.layout import has_torchs_layout, laid_out_as, layout_along, other_dims
+from ..operations import BatchNorm
 from . import loops, norm_loops
 from .elementwise import KERNELS, input_kernel
 from .loops import Kernel
@@ -23,8 +25,18 @@ class _ChannelPasses:
         """The mean and the variance, without Bessel's correction, of each channel of x."""
         return norm_loops.moments(x, layout_along(x, 1))
 
-    #: ``1 / sqrt(var + eps)``; the running statistics take their part.
-    settle_statistics = staticmethod(norm_loops.settle_statistics)
+    def statistics(self, x: Tensor, norm: BatchNorm, part: float) -> tuple[Tensor, Tensor]:
+        """The mean of each channel, and ``1 / sqrt(var + eps)``; the running statistics take ``part``."""
+        mean, var = self.moments(x)
+        count = x.numel() // mean.numel()
+        inverse_std = norm_loops.settle_statistics(mean, var, norm, part, count)
+        if inverse_std is not None:
+            return mean, inverse_std
+        if not math.isfinite(float(var.sum())):  # one value out of the range of float32, or so far out that it shows
+            exact, dims = x.double(), other_dims(x, 1)
+            mean, var = exact.mean(dims).to(mean.dtype), exact.var(dims, correction=0).to(mean.dtype)
+        norm.update_running(mean, var * (count / (count - 1)), part)
+        return mean, (var + norm.eps).rsqrt_()
 
     def combine(self, dz: Tensor, v: Tensor, scale: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
         """``scale dz + slope v + offset`` over dz, the factors along the channels."""

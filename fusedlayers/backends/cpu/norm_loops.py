@@ -112,7 +112,9 @@ def _described(error: InverseError) -> _InverseError:
 
 
 def settle_statistics(mean: Tensor, var: Tensor, norm: BatchNorm, part: float, count: int) -> Tensor | None:
-    """As ``ChannelPasses`` says, of float32 moments."""
+    """``1 / sqrt(var + eps)``, from the float32 moments of ``count`` numbers in each channel. The running statistics
+    become ``1 - part`` of themselves and ``part`` of the batch's. Returns None, and does nothing, where a variance is
+    not finite, or the running statistics are not plain contiguous tensors of float32."""
     addresses: tuple[int | None, int | None] = (None, None)
     if norm.running_mean is not None and norm.running_var is not None:
         for running in (norm.running_mean, norm.running_var):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ...activations import Activation
+from .batch_norm import combine, norm_act, norm_factors, norm_gradient
 from .dropout import (
     drawn,
     drop,
@@ -46,6 +47,7 @@ __all__ = [
     "add_linear",
     "bias_act",
     "centred",
+    "combine",
     "computes",
     "derivative",
     "drawn",
@@ -70,6 +72,9 @@ __all__ = [
     "is_kept",
     "linear",
     "linear_gradient",
+    "norm_act",
+    "norm_factors",
+    "norm_gradient",
     "norm_passes",
     "operation_act",
     "packed",

@@ -4,7 +4,8 @@ import torch
 from triton.runtime import driver
 
 from ...activations import Activation
-from ..torch import inexact_columns, input_passes, norm_passes
+from ..torch import inexact_columns, norm_passes
+from .batch_norm import input_passes
 from .codegen import computes
 from .dropout import drop, drop_gradient, drop_marked, drop_marked_gradient
 from .elementwise import bias_act, gate, gate_gradient, gradient, inverse
