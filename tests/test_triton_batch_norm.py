@@ -21,6 +21,7 @@ from fusedlayers.utils.layout import other_dims
 
 triton = pytest.importorskip("fusedlayers.backends.triton")
 batch_norm = pytest.importorskip("fusedlayers.backends.triton.batch_norm")
+norm_statistics = pytest.importorskip("fusedlayers.backends.triton.norm_statistics")
 elementwise = pytest.importorskip("fusedlayers.backends.triton.elementwise")
 fallback = pytest.importorskip("fusedlayers.backends.triton.fallback")
 OutOfResources = pytest.importorskip("triton.runtime.errors").OutOfResources
@@ -58,8 +59,8 @@ def _close(found: Tensor, truth: Tensor, dtype: torch.dtype, units: float) -> No
 
 @pytest.fixture(autouse=True)
 def no_launch_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    for launches in ("_launches", "_gradient_launches"):  # another test's work was divided in another way
-        monkeypatch.setattr(batch_norm, launches, BoundedCache(64))
+    for module in (batch_norm, norm_statistics):  # another test's work was divided in another way
+        monkeypatch.setattr(module, "_launches", BoundedCache(64))
 
 
 @every_dtype
@@ -91,32 +92,95 @@ def test_it_computes_what_the_reference_does(
     _close(dz, truth, dtype, 4)
 
 
+@every_shape
+@pytest.mark.parametrize("steps", [False, True], ids=["one step", "several steps"])
+@pytest.mark.parametrize("name", ["silu", "leaky_relu", "softplus"])
+def test_from_outputs_it_computes_what_the_reference_does(
+    name: str, shape: str, steps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if steps:
+        monkeypatch.setattr(elementwise, "TILE", 64)
+        monkeypatch.setattr(elementwise, "SUMMING_PROGRAMS", 3)
+    x, dy, mean, scale, shift = _case(shape, torch.float32)
+    activation = resolve(name)
+    passes, error = triton.norm_passes(x, activation), 2e-3 if name == "silu" else 1e-5  # near SiLU's minimum
+    expected = torch.empty_like(x)
+    ends = reference.norm_act_between(x, (mean, scale, shift), expected, activation)
+    y, found = passes.norm_act(x, mean, scale, shift)
+    assert y.stride() == x.stride()
+    torch.testing.assert_close(y, expected)
+    for ours, truth in zip(found, (ends[0], -ends[1]), strict=True):
+        torch.testing.assert_close(ours, truth)
+    z = x.clone()
+    version = z._version
+    passes.act(z, z)
+    assert z._version > version
+    torch.testing.assert_close(z, reference.bias_act(x, None, activation, dim=1, encode=True, out=None))
+    for overwrite in (False, True):
+        given = y.clone()
+        version = given._version
+        dz, v, *sums = passes.gradient(dy, given, shift, overwrite)
+        assert (v is given) is overwrite and (given._version > version) is overwrite
+        again = torch.empty_like(y)
+        truth, total = reference.norm_output_gradient(dy, y, shift, again, activation)
+        torch.testing.assert_close(v, again, rtol=error, atol=error)
+        torch.testing.assert_close(dz, truth, rtol=error, atol=error)
+        for ours, right in zip(sums, total, strict=True):
+            torch.testing.assert_close(ours, right, rtol=error, atol=error * math.sqrt(x.numel() / x.shape[1]))
+
+
+@pytest.mark.parametrize("which", ["all", "some", "none"])
 @pytest.mark.parametrize("has_w", [True, False])
 @every_dtype
-def test_factors(dtype: torch.dtype, has_w: bool) -> None:
+def test_factors(dtype: torch.dtype, has_w: bool, which: str) -> None:
     channels, generator = 2 * batch_norm.CHANNELS + 3, torch.Generator().manual_seed(0)
     mean, w, total, product = torch.randn(4, channels, generator=generator).to(DEVICE).unbind()
-    given = mean, torch.rand(channels, generator=generator).to(DEVICE) + 0.5, w.to(dtype) if has_w else None
-    found = triton.input_passes(resolve("silu"), dtype).factors(*given, total, product, 77)
-    truth = reference.norm_factors(*(None if t is None else t.double() for t in (*given, total, product)), 77)
+    inverse_std = torch.rand(channels, generator=generator).to(DEVICE) + 0.5
+    b = torch.randn(channels, generator=generator).to(DEVICE).to(dtype) if has_w else None
+    given = mean, inverse_std, (w + 3 * w.sign()).to(dtype) if has_w else None, b, total, product
+    kept: Any = {"all": "all", "some": torch.tensor([0, 5, channels - 1], device=DEVICE), "none": None}[which]
+    found = batch_norm.norm_factors(*given, kept, 77)
+    truth = reference.norm_factors(*(None if t is None else t.double() for t in given), kept, 77)
     for ours, right in zip(found, truth, strict=True):
         _close(ours, right, torch.float32, 4)
 
 
 @every_dtype
-def test_statistics(dtype: torch.dtype) -> None:
-    x, *_ = _case("channels last", dtype)
-    x = x * 3 + 20
-    norm, theirs = (nn.BatchNorm2d(10, device=DEVICE) for _ in range(2))
-    operation = BatchNorm.of(norm, 4)
-    mean, inverse_std = triton.input_passes(resolve("silu"), dtype).statistics(x, operation, 0.3)
-    exact, dims = x.double(), other_dims(x, 1)
-    _close(mean, exact.mean(dims), torch.float32, 4)
-    _close(inverse_std, (exact.var(dims, correction=0) + norm.eps).rsqrt(), torch.float32, 64)
-    theirs.momentum = 0.3
-    theirs(x.float())
-    torch.testing.assert_close(norm.running_mean, theirs.running_mean)
-    torch.testing.assert_close(norm.running_var, theirs.running_var, rtol=1e-5, atol=1e-5)
+@every_shape
+@pytest.mark.parametrize("steps", [False, True], ids=["one step", "several steps"])
+def test_statistics(shape: str, dtype: torch.dtype, steps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if steps:
+        monkeypatch.setattr(elementwise, "TILE", 64)
+        monkeypatch.setattr(elementwise, "SUMMING_PROGRAMS", 3)
+        monkeypatch.setattr(norm_statistics, "PROGRAMS", 2)
+    x, *_ = _case(shape, dtype)
+    x = x * 3 + 200  # far from 0, where sums of squares would cancel
+    channels, count = x.shape[1], x.numel() // x.shape[1]
+    for running_dtype in (torch.float32, torch.bfloat16, None):
+        running: list[Any] = [None, None]
+        if running_dtype is not None:
+            running = [torch.full((channels,), value, device=DEVICE, dtype=running_dtype) for value in (0.5, 2.0)]
+        versions = [None if t is None else t._version for t in running]
+        norm = BatchNorm(*running, None, True, 0.1, 1e-5, dims=x.dim())
+        mean, inverse_std = triton.input_passes(resolve("silu"), dtype).statistics(x, norm, 0.3)
+        dims = other_dims(x, 1)
+        exact_mean, exact_var = x.double().mean(dims), x.double().var(dims, correction=0)
+        _close(mean, exact_mean, torch.float32, 4)
+        _close(inverse_std, (exact_var + norm.eps).rsqrt(), torch.float32, 64)
+        unbiased = exact_var * count / (count - 1)
+        for found, old, own, version in zip(running, (0.5, 2.0), (exact_mean, unbiased), versions, strict=True):
+            if found is not None:
+                assert found._version == version
+                _close(found, 0.7 * old + 0.3 * own, found.dtype, 16)
+
+
+def test_running_statistics_with_gaps() -> None:
+    """Which the kernel does not write."""
+    x, *_ = _case("images", torch.float32)
+    running = [torch.zeros(2 * 10, device=DEVICE)[::2], torch.ones(10, device=DEVICE)]
+    triton.input_passes(resolve("silu"), torch.float32).statistics(x, BatchNorm(*running, None, True, 0.1, 1e-5), 0.1)
+    torch.testing.assert_close(running[0], 0.1 * x.mean(other_dims(x, 1)))
+    torch.testing.assert_close(running[1], 0.9 + 0.1 * x.var(other_dims(x, 1)))
 
 
 class Eager(nn.Module):
@@ -190,18 +254,29 @@ def test_what_cannot_be_launched_is_the_references(monkeypatch: pytest.MonkeyPat
 
     for kernel in ("norm_act_kernel", "norm_gradient_kernel", "norm_factors_kernel", "combine_kernel"):
         monkeypatch.setattr(batch_norm, kernel, Broken())
+    monkeypatch.setattr(norm_statistics, "statistics_kernel", Broken())
     monkeypatch.setattr(fallback, "_failed", set())
     x, dy, mean, scale, shift = _case("images", torch.float32)
     activation = resolve("silu")
-    passes = triton.input_passes(activation, torch.float32)
+    from_input, from_output = triton.input_passes(activation, torch.float32), triton.norm_passes(x, activation)
     for _ in range(2):
-        assert torch.equal(
-            passes.norm_act(x, mean, scale, shift), reference.norm_act(x, mean, scale, shift, activation)
-        )
-        dz, *sums = passes.gradient(dy, x, mean, scale, shift)
+        y = from_input.norm_act(x, mean, scale, shift)
+        assert torch.equal(y, reference.norm_act(x, mean, scale, shift, activation))
+        dz, *sums = from_input.gradient(dy, x, mean, scale, shift)
         expected, truth = reference.norm_gradient(dy, x, mean, scale, shift, activation)
         assert torch.equal(dz, expected) and all(map(torch.equal, sums, truth))
-        found = passes.factors(mean, scale, None, *sums, 35)
-        assert all(map(torch.equal, found, reference.norm_factors(mean, scale, None, *sums, 35)))
-        assert torch.equal(passes.combine(dz, x, *found[1:]), reference.combine(expected, x, *found[1:]))
+        found = from_input.factors(mean, scale, None, *sums, 35)
+        assert all(map(torch.equal, found, reference.norm_factors(mean, scale, None, None, *sums, "all", 35)))
+        assert torch.equal(from_input.combine(dz, x, *found[1:]), reference.combine(expected, x, *found[1:]))
+        y, (smallest, _) = from_output.norm_act(x, mean, scale, shift)
+        torch.testing.assert_close(
+            smallest,
+            (torch.einsum("nchw,c->nchw", x - mean.view(-1, 1, 1), scale) + shift.view(-1, 1, 1)).amin((0, 2, 3)),
+        )
+        z, truth = torch.empty_like(y), torch.empty_like(y)
+        dz, z, *_ = from_output.gradient(dy, y, shift, False)
+        expected, _ = reference.norm_output_gradient(dy, y, shift, truth, activation)
+        assert torch.equal(dz, expected) and torch.equal(z, truth)
+        found_mean, _ = from_input.statistics(x, BatchNorm(None, None, None, True, 0.1, 1e-5), 0.1)
+        torch.testing.assert_close(found_mean, x.mean(other_dims(x, 1)))
     assert fallback.has_failed("norm_act", (x, activation))

@@ -30,6 +30,7 @@ from .._torch import Node
 from ..activations import Activation, InverseError, measure_inverse_error
 from ..backends import Backend, GradientRequest, NormPasses
 from ..backends.operations import BatchNorm, BatchNormRecompute
+from ..backends.torch import inexact_channels
 from ..utils.isolation import in_clean_state
 from ..utils.layout import along, has_torchs_layout, other_dims
 from ..utils.profile_ranges import profile_range, range_name
@@ -307,20 +308,11 @@ def _inexact_channels(
     z: Tensor, known: Known, b: Tensor | None, inverse_error: InverseError, eps: float
 ) -> Tensor | None:
     """The channels of which outputs do not determine the input, or None; as ``NormPasses.inexact_channels``."""
-    mean, inverse_std, w = known
-    size = (1 - eps * inverse_std.square()).clamp_(min=0).sqrt_()  # of xhat: 0 where variances are far below eps
-    if w is not None:
-        size = size * w.abs()
-    good = (mean * inverse_std).abs() <= CENTRED
-    if w is not None:
-        good &= inverse_error.is_acceptable(torch.zeros_like(w) if b is None else b, size)
-    # No value alone may err by more than all of them may together.
-    allowed = inverse_error.limit * math.sqrt(z.numel() / z.shape[1]) * size.double()
-    if bool(good.all() & (inverse_error.worst(torch.stack(torch.aminmax(z))) <= allowed.min()).all()):  # one wait
-        return None
-    for end in (z.amin(other_dims(z, 1)), z.amax(other_dims(z, 1))):
-        good &= inverse_error.worst(end) <= allowed
-    return None if bool(good.all()) else (~good).nonzero().squeeze(1)
+    found, dims, count = functools.partial(inexact_channels, inverse_error, *known, b), other_dims(z, 1), z.numel()
+    smallest, largest = torch.aminmax(z)
+    if found((smallest.view(1), largest.view(1)), count // z.shape[1], CENTRED, eps) is None:
+        return None  # in most calls, and one pass tells
+    return found((z.amin(dims), z.amax(dims)), count // z.shape[1], CENTRED, eps)
 
 
 def _as_input(

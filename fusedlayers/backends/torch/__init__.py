@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from ...activations import Activation
-from .batch_norm import combine, norm_act, norm_factors, norm_gradient
+from .batch_norm import (
+    combine,
+    inexact_channels,
+    norm_act,
+    norm_act_between,
+    norm_factors,
+    norm_gradient,
+    norm_output_gradient,
+)
 from .dropout import (
     drawn,
     drop,
@@ -66,6 +74,7 @@ __all__ = [
     "group_norm_gradient",
     "has_epilogue",
     "has_faster_linear",
+    "inexact_channels",
     "inexact_columns",
     "input_passes",
     "inverse",
@@ -73,8 +82,10 @@ __all__ = [
     "linear",
     "linear_gradient",
     "norm_act",
+    "norm_act_between",
     "norm_factors",
     "norm_gradient",
+    "norm_output_gradient",
     "norm_passes",
     "operation_act",
     "packed",

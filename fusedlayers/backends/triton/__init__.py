@@ -4,11 +4,12 @@ import torch
 from triton.runtime import driver
 
 from ...activations import Activation
-from ..torch import inexact_columns, norm_passes
-from .batch_norm import input_passes
+from ..torch import inexact_columns
+from .batch_norm import input_passes, norm_passes
 from .codegen import computes
 from .dropout import drop, drop_gradient, drop_marked, drop_marked_gradient
-from .elementwise import bias_act, gate, gate_gradient, gradient, inverse
+from .elementwise import bias_act, gradient, inverse
+from .gates import gate, gate_gradient
 from .group_norm import group_norm_gradient
 from .operations import (
     add_linear,

@@ -1,16 +1,18 @@
-"""Batch norm and the activation behind it on a GPU, where the norm's input alone is kept.
+"""Batch norm and the activation behind it on a GPU, from the norm's input, or from the output where that tells it.
 
-Idea: forward is one pass behind torch's kernel for the statistics. Backward normalises x once more: one pass makes
-``dz = dy f'(z)`` and its sums, and one makes dx of dz and x (Ioffe & Szegedy 2015). A tensor is a matrix as in
-``elementwise.py``, and programs that sum walk along the axis without channels.
+Idea: forward is one pass for the statistics (``norm_statistics.py``) and one more. Backward computes z again: one pass
+makes ``dz = dy f'(z)`` and its sums, and one makes dx of dz and of x or z (Ioffe & Szegedy 2015). A tensor is a matrix
+as in ``elementwise.py``, and programs that sum walk along the axis without channels.
 
-Cost: forward two reads of x and one write, backward four reads and two writes, where PyTorch's operations take three
-reads and two writes, and six reads and two writes. Limit: contiguous and channels-last tensors of 16 or 32 bits.
+Cost: forward two reads of x and one write; backward four reads and two writes, and one write more from the output.
+PyTorch's operations take three reads and two writes, and six reads and two writes. Limit: contiguous and channels-last
+tensors of 16 or 32 bits.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import triton
@@ -19,76 +21,46 @@ from torch import Tensor
 
 from ...activations import Activation
 from ...utils.bounded_cache import BoundedCache
-from ...utils.layout import laid_out_as, other_dims
+from ...utils.layout import has_torchs_layout, laid_out_as
 from .. import torch as reference
-from ..operations import BatchNorm
 from . import elementwise
 from .codegen import computes, device_function
-from .elementwise import OPTIONS, as_matrix, index_type, tile_of
+from .elementwise import as_matrix, constants_of, walk_of
 from .fallback import or_reference
 from .launch import Launch, cdiv, on
+from .norm_statistics import statistics
 from .sums import add_up
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Channels that a program makes the factors of.
 CHANNELS = 256
 
-#: By what they depend on.
-_launches: BoundedCache[Launch] = BoundedCache(1024)
-_gradient_launches: BoundedCache[_GradientLaunch] = BoundedCache(1024)
+#: By what they depend on; with the shape of what its programs write, and how many runs of the channels these are of.
+_launches: BoundedCache[tuple[Launch, tuple[int, int, int], int]] = BoundedCache(1024)
+_factor_launches: BoundedCache[Launch] = BoundedCache(1024)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "steps"])
 def norm_act_kernel(
     x_ptr,
     mean_ptr,
     scale_ptr,
     shift_ptr,
     y_ptr,
-    rows,
-    columns,
-    channels,
-    FORWARD: tl.constexpr,
-    AXIS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INDEX: tl.constexpr,
-):
-    """y = f(z) with z = (x - mean) scale + shift, tile by tile."""
-    blocks = tl.cdiv(columns, COLUMNS)
-    row = (tl.program_id(0) // blocks).to(INDEX) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = (tl.program_id(0) % blocks).to(INDEX) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    inside = (row < rows) & (column < columns)
-    offset = row * columns + column
-    channel = column if AXIS == "column" else row % channels
-    mean = tl.load(mean_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
-    scale = tl.load(scale_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
-    shift = tl.load(shift_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
-    z = (tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32) - mean) * scale + shift
-    y = FORWARD(z, x_ptr, channel, channels)
-    tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["rows", "steps"])
-def norm_gradient_kernel(
-    dy_ptr,
-    x_ptr,
-    mean_ptr,
-    scale_ptr,
-    shift_ptr,
-    dz_ptr,
-    partial_ptr,
+    ends_ptr,
     rows,
     columns,
     channels,
     steps,
-    GRADIENT: tl.constexpr,
+    FORWARD: tl.constexpr,
+    NORMALISES: tl.constexpr,  # else x is z
+    HAS_ENDS: tl.constexpr,
     AXIS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INDEX: tl.constexpr,
 ):
-    """dz = dy f'(z); the sums of dz and of dz (x - mean) over ``steps`` tiles along the axis without channels."""
+    """y = f(z) with z = (x - mean) scale + shift; the smallest z of each channel and of -z over ``steps`` tiles."""
     if AXIS == "row":
         row = tl.program_id(0).to(INDEX) * ROWS + tl.arange(0, ROWS)[:, None]
         column = tl.program_id(1).to(INDEX) * COLUMNS * steps + tl.arange(0, COLUMNS)[None, :]
@@ -97,36 +69,103 @@ def norm_gradient_kernel(
         row = tl.program_id(1).to(INDEX) * ROWS * steps + tl.arange(0, ROWS)[:, None]
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
         channel = column
-    mean = tl.load(mean_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
-    scale = tl.load(scale_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
+    if NORMALISES:
+        mean = tl.load(mean_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
+        scale = tl.load(scale_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
+        shift = tl.load(shift_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
+    if HAS_ENDS:
+        smallest = tl.full((ROWS, COLUMNS), float("inf"), tl.float32)
+        negated = tl.full((ROWS, COLUMNS), float("inf"), tl.float32)
+    for _ in range(steps):
+        inside = (row < rows) & (column < columns)
+        offset = row * columns + column
+        z = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+        if NORMALISES:
+            z = (z - mean) * scale + shift
+        if HAS_ENDS:
+            smallest = tl.where(inside, tl.minimum(smallest, z), smallest)
+            negated = tl.where(inside, tl.minimum(negated, -z), negated)
+        y = FORWARD(z, x_ptr, channel, channels)
+        tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=inside)
+        if AXIS == "row":
+            column += COLUMNS
+        else:
+            row += ROWS
+    if HAS_ENDS:
+        axis: tl.constexpr = 1 if AXIS == "row" else 0
+        length: tl.constexpr = ROWS if AXIS == "row" else COLUMNS
+        width = tl.num_programs(0) * length
+        place = tl.program_id(1) * width + tl.program_id(0) * length + tl.arange(0, length)
+        tl.store(ends_ptr + place, tl.min(smallest, axis))
+        tl.store(ends_ptr + tl.num_programs(1) * width + place, tl.min(negated, axis))
+
+
+@triton.jit(do_not_specialize=["rows", "steps"])
+def norm_gradient_kernel(
+    dy_ptr,
+    saved_ptr,
+    mean_ptr,
+    scale_ptr,
+    shift_ptr,
+    dz_ptr,
+    z_ptr,
+    partial_ptr,
+    rows,
+    columns,
+    channels,
+    steps,
+    GRADIENT: tl.constexpr,
+    INVERSE: tl.constexpr,  # of outputs; None where inputs were saved
+    OF_OUTPUT: tl.constexpr,  # whether GRADIENT reads the output, and not z
+    AXIS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    """dz = dy f'(z); the sums of dz and of dz (x - mean) over ``steps`` tiles along the axis without channels. From
+    outputs also z, which may be written over them, and the sums of dz (z - shift)."""
+    if AXIS == "row":
+        row = tl.program_id(0).to(INDEX) * ROWS + tl.arange(0, ROWS)[:, None]
+        column = tl.program_id(1).to(INDEX) * COLUMNS * steps + tl.arange(0, COLUMNS)[None, :]
+        channel = row % channels
+    else:
+        row = tl.program_id(1).to(INDEX) * ROWS * steps + tl.arange(0, ROWS)[:, None]
+        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        channel = column
     shift = tl.load(shift_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
+    if INVERSE is None:
+        mean = tl.load(mean_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
+        scale = tl.load(scale_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     product = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for _ in range(steps):
         inside = (row < rows) & (column < columns)
         offset = row * columns + column
         dy = tl.load(dy_ptr + offset, mask=inside, other=0.0).to(tl.float32)
-        centred = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32) - mean
-        products = GRADIENT(dy, centred * scale + shift, x_ptr, channel, channels)
+        saved = tl.load(saved_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+        if INVERSE is None:
+            centred = saved - mean
+            products = GRADIENT(dy, centred * scale + shift, dy_ptr, channel, channels)
+        else:
+            z = INVERSE(saved, dy_ptr, channel, channels)
+            centred = z - shift
+            products = GRADIENT(dy, saved if OF_OUTPUT else z, dy_ptr, channel, channels)
+            tl.store(z_ptr + offset, z.to(z_ptr.dtype.element_ty), mask=inside)
         # What lies outside may have an infinite derivative; its product with 0 would be NaN.
         dz = tl.where(inside, products[0], 0.0)
         tl.store(dz_ptr + offset, dz.to(dz_ptr.dtype.element_ty), mask=inside)
         total += dz
-        product += dz * centred
+        product += tl.where(inside, dz * centred, 0.0)
         if AXIS == "row":
             column += COLUMNS
         else:
             row += ROWS
-    if AXIS == "row":
-        width = tl.num_programs(0) * ROWS
-        place = tl.program_id(1) * width + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        tl.store(partial_ptr + place, tl.sum(total, 1))
-        tl.store(partial_ptr + tl.num_programs(1) * width + place, tl.sum(product, 1))
-    else:
-        width = tl.num_programs(0) * COLUMNS
-        place = tl.program_id(1) * width + tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-        tl.store(partial_ptr + place, tl.sum(total, 0))
-        tl.store(partial_ptr + tl.num_programs(1) * width + place, tl.sum(product, 0))
+    axis: tl.constexpr = 1 if AXIS == "row" else 0
+    length: tl.constexpr = ROWS if AXIS == "row" else COLUMNS
+    width = tl.num_programs(0) * length
+    place = tl.program_id(1) * width + tl.program_id(0) * length + tl.arange(0, length)
+    tl.store(partial_ptr + place, tl.sum(total, axis))
+    tl.store(partial_ptr + tl.num_programs(1) * width + place, tl.sum(product, axis))
 
 
 @triton.jit
@@ -134,76 +173,103 @@ def norm_factors_kernel(
     mean_ptr,
     inverse_std_ptr,
     w_ptr,
+    b_ptr,
+    kept_ptr,
     total_ptr,
     product_ptr,
     out_ptr,
     channels,
     count,
     HAS_W: tl.constexpr,
+    HAS_B: tl.constexpr,
+    KEPT: tl.constexpr,  # of which channels x is known, and not z: "all", "some" or "none"
     CHANNELS: tl.constexpr,
 ):
-    """dw, and dx = scale dz + slope x + offset."""
+    """dw, and dx = scale dz + slope v + offset, v being x or z; xhat is (v - center) gain."""
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channel < channels
-    mean = tl.load(mean_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+    center = tl.load(mean_ptr + channel, mask=inside, other=0.0).to(tl.float32)
     inverse_std = tl.load(inverse_std_ptr + channel, mask=inside, other=0.0).to(tl.float32)
-    total = tl.load(total_ptr + channel, mask=inside, other=0.0)
-    dw = tl.load(product_ptr + channel, mask=inside, other=0.0) * inverse_std
-    scale = inverse_std
+    w = tl.full((CHANNELS,), 1.0, tl.float32)
     if HAS_W:
-        scale *= tl.load(w_ptr + channel, mask=inside, other=0.0).to(tl.float32)
-    slope = -scale * inverse_std * dw / count
+        w = tl.load(w_ptr + channel, mask=inside, other=1.0).to(tl.float32)
+    gain = inverse_std
+    if KEPT != "all":
+        of_z, of_x = 1.0 / w, center
+        center = tl.zeros((CHANNELS,), tl.float32)
+        if HAS_B:
+            center = tl.load(b_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+        if KEPT == "some":
+            kept = tl.load(kept_ptr + channel, mask=inside, other=0) != 0
+            center = tl.where(kept, of_x, center)
+            gain = tl.where(kept, inverse_std, of_z)
+        else:
+            gain = of_z
+    total = tl.load(total_ptr + channel, mask=inside, other=0.0)
+    dw = tl.load(product_ptr + channel, mask=inside, other=0.0) * gain
+    scale = inverse_std * w
+    slope = -scale * gain * dw / count
     tl.store(out_ptr + channel, dw, mask=inside)
     tl.store(out_ptr + channels + channel, scale, mask=inside)
     tl.store(out_ptr + 2 * channels + channel, slope, mask=inside)
-    tl.store(out_ptr + 3 * channels + channel, -scale * total / count - slope * mean, mask=inside)
+    tl.store(out_ptr + 3 * channels + channel, -scale * total / count - slope * center, mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "steps"])
 def combine_kernel(
     dz_ptr,
-    x_ptr,
+    v_ptr,
     scale_ptr,
     slope_ptr,
     offset_ptr,
     rows,
     columns,
     channels,
+    steps,
     AXIS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INDEX: tl.constexpr,
 ):
-    """dz = scale dz + slope x + offset, tile by tile."""
-    blocks = tl.cdiv(columns, COLUMNS)
-    row = (tl.program_id(0) // blocks).to(INDEX) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = (tl.program_id(0) % blocks).to(INDEX) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    inside = (row < rows) & (column < columns)
-    place = row * columns + column
-    channel = column if AXIS == "column" else row % channels
-    scale = tl.load(scale_ptr + channel, mask=channel < channels, other=0.0)
-    slope = tl.load(slope_ptr + channel, mask=channel < channels, other=0.0)
-    offset = tl.load(offset_ptr + channel, mask=channel < channels, other=0.0)
-    dz = tl.load(dz_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    dx = scale * dz + (slope * x + offset)
-    tl.store(dz_ptr + place, dx.to(dz_ptr.dtype.element_ty), mask=inside)
+    """dz = scale dz + slope v + offset, over ``steps`` tiles."""
+    if AXIS == "row":
+        row = tl.program_id(0).to(INDEX) * ROWS + tl.arange(0, ROWS)[:, None]
+        column = tl.program_id(1).to(INDEX) * COLUMNS * steps + tl.arange(0, COLUMNS)[None, :]
+        channel = row % channels
+    else:
+        row = tl.program_id(1).to(INDEX) * ROWS * steps + tl.arange(0, ROWS)[:, None]
+        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        channel = column
+    scale = tl.load(scale_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
+    slope = tl.load(slope_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
+    constant = tl.load(offset_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
+    for _ in range(steps):
+        inside = (row < rows) & (column < columns)
+        offset = row * columns + column
+        dz = tl.load(dz_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+        dx = scale * dz + (slope * v + constant)
+        tl.store(dz_ptr + offset, dx.to(dz_ptr.dtype.element_ty), mask=inside)
+        if AXIS == "row":
+            column += COLUMNS
+        else:
+            row += ROWS
 
 
-class InputPasses(NamedTuple):
-    """``InputPasses`` of ``base.py``."""
-
+@dataclass(frozen=True)
+class _Passes:
     activation: Activation
 
-    def statistics(self, x: Tensor, norm: BatchNorm, part: float) -> tuple[Tensor, Tensor]:
-        """The mean of each channel of the batch, and ``1 / sqrt(var + eps)``; the running statistics take ``part``."""
-        if x.is_cuda:
-            mean, var = torch.batch_norm_update_stats(x, norm.running_mean, norm.running_var, part)
-        else:  # interpreted: torch's kernel for CPUs has 16 bits for those of 16-bit x
-            var, mean = torch.var_mean(x.float(), other_dims(x, 1), correction=0)
-            count = x.numel() // len(mean)
-            norm.update_running(mean, var * (count / (count - 1)), part)
-        return mean, var.add_(norm.eps).rsqrt_()
+    #: The mean of each channel, and ``1 / sqrt(var + eps)``; the running statistics take their part.
+    statistics = staticmethod(statistics)
+
+    def combine(self, dz: Tensor, v: Tensor, scale: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
+        """``scale dz + slope v + offset`` over dz, the factors along the channels."""
+        return combine(dz, v, scale, slope, offset)
+
+
+class InputPasses(_Passes):
+    """The passes of a batch norm that saves x."""
 
     def norm_act(self, x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         """``f(z)`` with ``z = (x - mean) scale + shift``."""
@@ -220,11 +286,52 @@ class InputPasses(NamedTuple):
         self, mean: Tensor, inverse_std: Tensor, w: Tensor | None, total: Tensor, product: Tensor, count: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The gradient of w, and the factors for ``combine``."""
-        return norm_factors(mean, inverse_std, w, total, product, count)
+        return norm_factors(mean, inverse_std, w, None, total, product, "all", count)
 
-    def combine(self, dz: Tensor, v: Tensor, scale: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
-        """``scale dz + slope v + offset`` over dz, the factors along the channels."""
-        return combine(dz, v, scale, slope, offset)
+
+class NormPasses(_Passes):
+    """The passes of a batch norm in float32 that saves y, whose activation has an inverse."""
+
+    #: The channels that y does not tell.
+    inexact_channels = staticmethod(reference.inexact_channels)
+
+    def norm_act(self, x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """``y = f(z)`` with ``z = (x - mean) scale + shift``, y with its branch; the smallest and the largest z of each
+        channel."""
+        y = torch.empty_like(x)
+        return y, _both(norm_act_between(x, (mean, scale, shift), y, self.activation))
+
+    def act(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """``f(z)`` with its branch in y, which may be z; the smallest and the largest z of each channel."""
+        return _both(norm_act_between(z, None, y, self.activation))
+
+    def gradient(self, dy: Tensor, y: Tensor, center: Tensor, overwrite: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """``dz = dy * f'`` and z from y, over which z may be written; for each channel the sums of dz and of
+        ``dz (z - center)``."""
+        z = y if overwrite else torch.empty_like(y)
+        dz, sums = norm_output_gradient(dy, y, center, z, self.activation)
+        if overwrite:
+            torch.autograd.graph.increment_version(y)
+        return dz, z, sums[0], sums[1]
+
+    def factors(
+        self,
+        mean: Tensor,
+        inverse_std: Tensor,
+        w: Tensor | None,
+        b: Tensor | None,
+        total: Tensor,
+        product: Tensor,
+        kept: Tensor | None,
+        count: int,
+        rounds_shift: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The gradient of w, and the factors for ``combine``. (torch's kernels for GPUs do not round a shift.)"""
+        return norm_factors(mean, inverse_std, w, b, total, product, kept, count)
+
+
+def _both(ends: Tensor) -> tuple[Tensor, Tensor]:
+    return ends[0], ends[1].neg()
 
 
 def input_passes(activation: Activation, dtype: torch.dtype) -> InputPasses | None:
@@ -234,22 +341,39 @@ def input_passes(activation: Activation, dtype: torch.dtype) -> InputPasses | No
     return InputPasses(activation)
 
 
+def norm_passes(tensor: Tensor, activation: Activation) -> NormPasses | None:
+    """The passes over x or y, or None where torch's own kernels serve."""
+    is_served = tensor.dtype is torch.float32 and activation.has_inverse and not activation.operand_dims
+    return NormPasses(activation) if is_served and tensor.numel() and has_torchs_layout(tensor) else None
+
+
 @or_reference(reference.norm_act)
 def norm_act(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, activation: Activation) -> Tensor:
     """``f(z)`` with ``z = (x - mean) scale + shift``."""
     y = torch.empty_like(x)
     function = device_function(activation, "forward", given="input", dtype=x.dtype)
-    key = id(norm_act_kernel), id(function), elementwise.TILE, *_facts(x, shift)
-    launch = _launches.get(key)
-    if launch is None:
-        matrix = as_matrix(x, 1)
-        rows, columns = tile_of(matrix)
-        constants = {"FORWARD": function, **_constants(x, matrix, rows, columns)}
-        grid = [cdiv(matrix.rows, rows) * cdiv(matrix.columns, columns)]
-        launch = _launches.put(key, Launch(norm_act_kernel, grid, matrix[:3], constants))
+    constants = {"FORWARD": function, "NORMALISES": True, "HAS_ENDS": False}
+    launch, *_ = _launch(norm_act_kernel, x, constants, shift.dtype)
     with on(x):
-        launch(x, mean, scale, shift.contiguous(), y)
+        launch(x, mean, scale, shift.contiguous(), y, y)
     return y
+
+
+@or_reference(reference.norm_act_between)
+def norm_act_between(
+    x: Tensor, factors: tuple[Tensor, Tensor, Tensor] | None, y: Tensor, activation: Activation
+) -> Tensor:
+    """``f(z)`` with its branch in y, which may be x, z being x or ``(x - mean) scale + shift``; the smallest z and the
+    smallest -z of each channel, (2, channels)."""
+    function = device_function(activation, "forward", given="output", dtype=x.dtype)
+    constants = {"FORWARD": function, "NORMALISES": factors is not None, "HAS_ENDS": True}
+    mean, scale, shift = factors or (x, x, x)
+    launch, written, outer = _launch(norm_act_kernel, x, constants, shift.dtype)
+    ends = x.new_empty(written, dtype=torch.float32)
+    with on(x):
+        launch(x, mean, scale, shift.contiguous(), y, ends)
+    torch.autograd.graph.increment_version(y)
+    return ends[..., : outer * x.shape[1]].reshape(2, -1, x.shape[1]).amin(1)
 
 
 @or_reference(reference.norm_gradient)
@@ -257,33 +381,67 @@ def norm_gradient(
     dy: Tensor, x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, activation: Activation
 ) -> tuple[Tensor, Tensor]:
     """``dz = dy f'(z)``; for each channel the sums of dz and of ``dz (x - mean)``, (2, channels)."""
-    dz, dy = torch.empty_like(x), laid_out_as(dy, x)
+    dz = torch.empty_like(x)
     function = device_function(activation, "gradient", given="input", dtype=x.dtype)
-    key = *(id(norm_gradient_kernel), id(function), elementwise.TILE, elementwise.SUMMING_PROGRAMS), *_facts(x, shift)
-    known = _gradient_launches.get(key)
-    if known is None:
-        known = _gradient_launches.put(key, _gradient_launch(x, function))
-    partial = x.new_empty(known.partial, dtype=torch.float32)
-    with on(x):
-        known.launch(dy, x, mean, scale, shift.contiguous(), dz, partial)
-        return dz, add_up(partial, known.channels, known.outer, torch.float32)
+    constants = {"GRADIENT": function, "INVERSE": None, "OF_OUTPUT": False}
+    return dz, _sums(constants, laid_out_as(dy, x), x, mean, scale, shift, dz, dz)
+
+
+@or_reference(reference.norm_output_gradient)
+def norm_output_gradient(
+    dy: Tensor, y: Tensor, shift: Tensor, z: Tensor, activation: Activation
+) -> tuple[Tensor, Tensor]:
+    """``dz = dy f'`` and z, which may be y, from y; for each channel the sums of dz and of ``dz (z - shift)``."""
+    dz = torch.empty_like(y)
+    of_output = not activation.is_folded  # else the derivative at z is the more exact one
+    given = "output" if of_output else "input"
+    constants = {
+        "GRADIENT": device_function(activation, "gradient", given=given, dtype=y.dtype),
+        "INVERSE": device_function(activation, "inverse", given="output", dtype=y.dtype),
+        "OF_OUTPUT": of_output,
+    }
+    return dz, _sums(constants, laid_out_as(dy, y), y, shift, shift, shift, dz, z)
+
+
+def _sums(constants: dict[str, Any], dy: Tensor, saved: Tensor, *others: Tensor) -> Tensor:
+    """Launch ``norm_gradient_kernel``; its sums."""
+    mean, scale, shift, dz, z = others
+    launch, written, outer = _launch(norm_gradient_kernel, saved, constants, shift.dtype)
+    partial = saved.new_empty(written, dtype=torch.float32)
+    with on(saved):
+        launch(dy, saved, mean, scale, shift.contiguous(), dz, z, partial)
+        return add_up(partial, saved.shape[1], outer, torch.float32)
 
 
 @or_reference(reference.norm_factors)
 def norm_factors(
-    mean: Tensor, inverse_std: Tensor, w: Tensor | None, total: Tensor, product: Tensor, count: int
+    mean: Tensor,
+    inverse_std: Tensor,
+    w: Tensor | None,
+    b: Tensor | None,
+    total: Tensor,
+    product: Tensor,
+    kept: Tensor | Literal["all"] | None,
+    count: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradient of w, and the factors for ``combine``, of the sums over ``count`` numbers each."""
+    """The gradient of w, and the factors for ``combine``, from the sums over ``count`` numbers each; ``kept``: of which
+    channels they are of x, and not of z."""
     channels = len(mean)
+    which, mask = "none" if kept is None else "all", mean
+    if isinstance(kept, Tensor):
+        which, mask = "some", torch.zeros(channels, dtype=torch.int8, device=mean.device).index_fill_(0, kept, 1)
     out = mean.new_empty(4, channels, dtype=torch.float32)
-    key = id(norm_factors_kernel), channels, count, mean.dtype, None if w is None else w.dtype, mean.get_device()
-    launch = _launches.get(key)
+    dtypes = (None if t is None else t.dtype for t in (mean, w, b))
+    key = id(norm_factors_kernel), channels, count, which, mean.get_device(), *dtypes
+    launch = _factor_launches.get(key)
     if launch is None:
-        constants = {"HAS_W": w is not None, "CHANNELS": CHANNELS}
+        constants = {"HAS_W": w is not None, "HAS_B": b is not None, "KEPT": which, "CHANNELS": CHANNELS}
         grid = [cdiv(channels, CHANNELS)]
-        launch = _launches.put(key, Launch(norm_factors_kernel, grid, (channels, float(count)), constants))
+        launch = Launch(norm_factors_kernel, grid, (channels, float(count)), constants)
+        _factor_launches.put(key, launch)
+    w, b = (mean if t is None else t.contiguous() for t in (w, b))
     with on(mean):
-        launch(mean, inverse_std, mean if w is None else w.contiguous(), total, product, out)
+        launch(mean, inverse_std, w, b, mask, total, product, out)
     dw, scale, slope, offset = out.unbind()
     return dw, scale, slope, offset
 
@@ -291,47 +449,25 @@ def norm_factors(
 @or_reference(reference.combine)
 def combine(dz: Tensor, x: Tensor, scale: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
     """``scale dz + slope x + offset`` over dz."""
-    key = id(combine_kernel), elementwise.TILE, *_facts(x, offset)
-    launch = _launches.get(key)
-    if launch is None:
-        matrix = as_matrix(x, 1)
-        rows, columns = tile_of(matrix)
-        grid = [cdiv(matrix.rows, rows) * cdiv(matrix.columns, columns)]
-        constants = _constants(x, matrix, rows, columns)
-        launch = _launches.put(key, Launch(combine_kernel, grid, matrix[:3], constants))
+    launch, *_ = _launch(combine_kernel, x, {}, offset.dtype)
     with on(x):
         launch(dz, x, scale, slope, offset)
     return dz
 
 
-class _GradientLaunch(NamedTuple):
-    launch: Launch
-    #: The shape of the partial sums.
-    partial: tuple[int, int, int]
-    channels: int
-    #: How many runs of the channels a program's sums are of.
-    outer: int
-
-
-def _gradient_launch(x: Tensor, function: Any) -> _GradientLaunch:
-    matrix = as_matrix(x, 1)
-    rows, columns = tile_of(matrix, sums=True)
-    across, along = cdiv(matrix.columns, columns), cdiv(matrix.rows, rows)
-    width = across * columns
-    if matrix.axis == "row":
-        across, along = along, across
-        width = across * rows
-    steps = cdiv(along, max(1, elementwise.SUMMING_PROGRAMS // across))
-    programs = cdiv(along, steps)
-    constants = {"GRADIENT": function, **_constants(x, matrix, rows, columns)}
-    launch = Launch(norm_gradient_kernel, [across, programs], [*matrix[:3], steps], constants)
-    outer = matrix.rows // matrix.channels if matrix.axis == "row" else 1
-    return _GradientLaunch(launch, (2, programs, width), matrix.channels, outer)
-
-
-def _facts(x: Tensor, parameter: Tensor) -> tuple[Any, ...]:
-    return x.get_device(), x.shape, x.stride(), x.dtype, parameter.dtype
-
-
-def _constants(x: Tensor, matrix: elementwise.Matrix, rows: int, columns: int) -> dict[str, Any]:
-    return {"AXIS": matrix.axis, "ROWS": rows, "COLUMNS": columns, "INDEX": index_type(x), **OPTIONS}
+def _launch(
+    kernel: Any, x: Tensor, constants: dict[str, Any], parameter: torch.dtype
+) -> tuple[Launch, tuple[int, int, int], int]:
+    """A launch over x; the shape of two numbers of each channel that each program writes, and of how many runs of the
+    channels these are."""
+    functions = (id(value) if callable(value) else value for value in constants.values())
+    key = id(kernel), elementwise.TILE, *functions, x.get_device(), x.shape, x.stride(), x.dtype, parameter
+    known = _launches.get(key)
+    if known is None:
+        matrix = as_matrix(x, 1)
+        walk = walk_of(matrix, sums="GRADIENT" in constants or constants.get("HAS_ENDS", False))
+        constants = constants | constants_of(x, matrix, walk.rows, walk.columns)
+        launch = Launch(kernel, walk.grid, [*matrix[:3], walk.steps], constants)
+        known = launch, (2, walk.along, walk.across * walk.channels), walk.outer
+        _launches.put(key, known)
+    return known

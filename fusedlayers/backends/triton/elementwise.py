@@ -14,6 +14,7 @@ other strides than their result, are copied first.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -41,6 +42,8 @@ PROGRAMS = 2048
 #: The same where they sum, and the columns of a tile then: all partial sums take 128 KiB. On an H100 with its 132
 #: multiprocessors, for which there are no measurements yet, that is half of the warps that fit.
 SUMMING_PROGRAMS, SUMMED_COLUMNS = 512, 64
+#: The fewest columns that a tile gets so that fewer lie beyond the end of a row: 64 bytes of 16-bit numbers.
+NARROWEST = 32
 #: Neighbours that are added before they join a running sum. A thread has at least four, so a sum takes a quarter of the
 #: registers: with ten operands 100 to 130 in all instead of 170 to 210, where six spill on sm_100.
 GROUP = tl.constexpr(4)
@@ -369,14 +372,10 @@ def _forward_launch(
     rows, columns = tile_of(matrix)
     constants = {
         "FORWARD": function,
-        "AXIS": matrix.axis,
         "HAS_BIAS": b is not None,
         "HAS_RESIDUAL": residual is not None,
         "HAS_UP": up is not None,
-        "ROWS": rows,
-        "COLUMNS": columns,
-        "INDEX": index_type(y),
-        **OPTIONS,
+        **constants_of(y, matrix, rows, columns),
     }
     return Launch(bias_act_kernel, [cdiv(matrix.rows, rows) * cdiv(matrix.columns, columns)], matrix[:3], constants)
 
@@ -393,29 +392,18 @@ def _gradient_launch(
     function: Any, forward: Any, dz: Tensor, dim: int | None, wanted: Sequence[Sum], *, first: int
 ) -> _GradientLaunch:
     matrix = as_matrix(dz, dim)
-    rows, columns = tile_of(matrix, sums=bool(wanted))
-    across, along = cdiv(matrix.columns, columns), cdiv(matrix.rows, rows)
-    if matrix.axis == "row":
-        across, along = along, across
-    most = min(PROGRAMS, SUMMING_PROGRAMS) if wanted else PROGRAMS
-    steps = cdiv(along, max(1, most // across))
-    programs = cdiv(along, steps)
+    walk = walk_of(matrix, sums=bool(wanted))
     sums = tuple((i, one.by_channel) for i, one in enumerate(wanted, first))
-    width = across * _written(sums, rows if matrix.axis == "row" else columns)
+    width = walk.across * _written(sums, walk.channels)
     constants = {
         "GRADIENT": function,
         "FORWARD": forward,
-        "AXIS": matrix.axis,
         "HAS_UP": forward is not None,
         "SUMS": sums,
-        "ROWS": rows,
-        "COLUMNS": columns,
-        "INDEX": index_type(dz),
-        **OPTIONS,
+        **constants_of(dz, matrix, walk.rows, walk.columns),
     }
-    launch = Launch(gradient_kernel, [across, programs], [*matrix[:3], steps], constants)
-    outer = matrix.rows // matrix.channels if matrix.axis == "row" else 1
-    return _GradientLaunch(launch, (len(wanted), programs, width), (matrix.channels, outer, across))
+    launch = Launch(gradient_kernel, walk.grid, [*matrix[:3], walk.steps], constants)
+    return _GradientLaunch(launch, (len(wanted), walk.along, width), (matrix.channels, walk.outer, walk.across))
 
 
 def _run(operands: Sequence[Tensor]) -> bool:
@@ -439,7 +427,59 @@ def tile_of(matrix: Matrix, *, sums: bool = False) -> tuple[int, int]:
     if matrix.axis != "none":
         # A tile of several rows shares its bias, and its sums, among them.
         columns = min(columns, SUMMED_COLUMNS if sums and matrix.axis == "column" else 256)
+        columns = _narrowed(matrix.columns, columns)
     return (1 if matrix.axis == "none" else min(TILE // columns, next_power_of_2(matrix.rows))), columns
+
+
+def _narrowed(columns: int, width: int) -> int:
+    """The widest tile that computes least beyond the end of a row: up to an eighth of what it computes does not count.
+    144 channels take 256 columns in tiles of 256, and 160 in tiles of 32."""
+    best, least = width, math.inf
+    while width >= NARROWEST:
+        computed = cdiv(columns, width) * width
+        if 7 * computed <= 8 * columns:
+            return width
+        if computed < least:
+            best, least = width, computed
+        width //= 2
+    return best
+
+
+class Walk(NamedTuple):
+    """How programs walk in tiles along the axis without channels."""
+
+    rows: int
+    columns: int
+    #: The programs across that axis, and along it; the tiles that each of these takes.
+    across: int
+    along: int
+    steps: int
+    #: How many channels a tile has, or rows of channels.
+    channels: int
+    #: How many runs of the channels the rows of a matrix are.
+    outer: int
+
+    @property
+    def grid(self) -> list[int]:
+        return [self.across, self.along]
+
+
+def walk_of(matrix: Matrix, *, sums: bool) -> Walk:
+    """``sums``: of a launch that sums over each channel."""
+    rows, columns = tile_of(matrix, sums=sums)
+    across, along = cdiv(matrix.columns, columns), cdiv(matrix.rows, rows)
+    is_row = matrix.axis == "row"
+    if is_row:
+        across, along = along, across
+    most = min(PROGRAMS, SUMMING_PROGRAMS) if sums else PROGRAMS
+    steps = cdiv(along, max(1, most // across))
+    outer = matrix.rows // matrix.channels if is_row else 1
+    return Walk(rows, columns, across, cdiv(along, steps), steps, rows if is_row else columns, outer)
+
+
+def constants_of(tensor: Tensor, matrix: Matrix, rows: int, columns: int) -> dict[str, Any]:
+    """What all kernels here are compiled for."""
+    return {"AXIS": matrix.axis, "ROWS": rows, "COLUMNS": columns, "INDEX": index_type(tensor), **OPTIONS}
 
 
 def index_type(tensor: Tensor) -> Any:
