@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 
 from fusedlayers.activations import Activation, measure_inverse_error
-from fusedlayers.backends.triton import elementwise
+from fusedlayers.backends.triton import elementwise, gates
 from fusedlayers.backends.triton.codegen import Role, device_function
 from fusedlayers.backends.triton.elementwise import Matrix
 
@@ -45,15 +45,17 @@ def recipe(
     with offsets of that type."""
     given, _ = KERNELS[kernel]
     is_gate = kernel.startswith("gate")
-    if kernel == "inverse" or (is_gate and not activation.operand_dims):
-        bias = "none"  # all that its input had is in the output; a gate has none
+    if is_gate and not activation.operand_dims:
+        return _gate_recipe(kernel, activation, dtype, target, index)
+    if kernel == "inverse":
+        bias = "none"  # all that its input had is in the output
     elif activation.output_refusal(dtype) is not None:
         given = "input"
     role: Role = "inverse" if kernel == "inverse" else "forward" if kernel in ("forward", "gate") else "gradient"
     function = elementwise.gradient_kernel if role == "gradient" else elementwise.bias_act_kernel
     has_sums = role == "gradient" and (bool(activation.operand_dims) or (bias != "none" and not is_gate))
     rows, columns = elementwise.tile_of(MATRICES[bias], sums=has_sums)
-    constants = {"AXIS": bias, "ROWS": rows, "COLUMNS": columns, "INDEX": index, "HAS_UP": is_gate}
+    constants = {"AXIS": bias, "FOLDED": False, "ROWS": rows, "COLUMNS": columns, "INDEX": index, "HAS_UP": is_gate}
     needs = (True,) * len(activation.operand_dims)
     if role != "gradient":
         constants["HAS_BIAS"] = constants["HAS_RESIDUAL"] = bias != "none" and not is_gate
@@ -75,3 +77,20 @@ def recipe(
 
 
 FAMILY = Family(KERNELS, kernels_of, recipe)
+
+
+def _gate_recipe(kernel: str, activation: Activation, dtype: torch.dtype, target: str, index: Any) -> Recipe:
+    """Of a gate that reads no tensors: of rows that may have gaps."""
+    rows, columns = elementwise.tile_of(MATRICES["column"])
+    constants = {"ROWS": rows, "COLUMNS": columns, "INDEX": index}
+    constants["FORWARD"] = device_function(activation, "forward", given="input", dtype=dtype)
+    function = gates.gate_kernel
+    if kernel == "gate_gradient":
+        function = gates.gate_gradient_kernel
+        constants["GRADIENT"] = device_function(activation, "gradient", given="input", dtype=dtype)
+    pointers = [name for name in function.arg_names if name.endswith("_ptr")]
+    constants["STEPS"] = (1,) * len(pointers)
+    arguments = [name for name in function.arg_names if name not in constants]
+    types = {name: POINTERS[dtype] if name in pointers else "i32" for name in arguments}
+    options = elementwise.options(TARGETS[target].warp_size)
+    return Recipe(function, types, constants, [name for name in arguments if name != "rows"], options)

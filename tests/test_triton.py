@@ -375,6 +375,7 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], int, Make]] = {
     "channels first, several column blocks": ((2, 3, 401), 1, lambda t: t),
     "one channel": ((3, 1, 41), 1, lambda t: t),
     "channels last": ((2, 7, 5, 11), 1, lambda t: t.contiguous(memory_format=torch.channels_last)),
+    "channels last, several rows in one": ((8, 24, 4, 3), 1, lambda t: t.contiguous(memory_format=torch.channels_last)),
     "channels last, 3-d": ((2, 7, 3, 5, 3), 1, lambda t: t.contiguous(memory_format=torch.channels_last_3d)),
     "transposed": ((53, 37), -1, lambda t: t.t().contiguous().t()),
     "permuted": ((5, 11, 7), 0, lambda t: t.permute(1, 2, 0).contiguous().permute(2, 0, 1)),

@@ -32,6 +32,7 @@ SHAPES = {
     "images": ((3, 10, 7, 5), torch.contiguous_format),
     "channels last": ((3, 10, 7, 5), torch.channels_last),
     "more channels than a tile has": ((2, 300, 3, 2), torch.channels_last),
+    "several rows in one": ((4, 24, 8, 4), torch.channels_last),
     "long rows": ((2, 3, 900), torch.contiguous_format),
     "vectors": ((33, 70), torch.contiguous_format),
     "one channel": ((4, 1, 6, 6), torch.contiguous_format),
@@ -171,7 +172,8 @@ def test_statistics(shape: str, dtype: torch.dtype, steps: bool, monkeypatch: py
         for found, old, own, version in zip(running, (0.5, 2.0), (exact_mean, unbiased), versions, strict=True):
             if found is not None:
                 assert found._version == version
-                _close(found, 0.7 * old + 0.3 * own, found.dtype, 16)
+                # A number is rounded to eps times 200, of standard deviations of 3.
+                _close(found, 0.7 * old + 0.3 * own, found.dtype, 64 if found.itemsize == 4 else 1)
 
 
 def test_running_statistics_with_gaps() -> None:

@@ -56,6 +56,7 @@ def norm_act_kernel(
     NORMALISES: tl.constexpr,  # else x is z
     HAS_ENDS: tl.constexpr,
     AXIS: tl.constexpr,
+    FOLDED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INDEX: tl.constexpr,
@@ -68,7 +69,7 @@ def norm_act_kernel(
     else:
         row = tl.program_id(1).to(INDEX) * ROWS * steps + tl.arange(0, ROWS)[:, None]
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        channel = column
+        channel = column % channels if FOLDED else column
     if NORMALISES:
         mean = tl.load(mean_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
         scale = tl.load(scale_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
@@ -118,6 +119,7 @@ def norm_gradient_kernel(
     INVERSE: tl.constexpr,  # of outputs; None where inputs were saved
     OF_OUTPUT: tl.constexpr,  # whether GRADIENT reads the output, and not z
     AXIS: tl.constexpr,
+    FOLDED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INDEX: tl.constexpr,
@@ -131,7 +133,7 @@ def norm_gradient_kernel(
     else:
         row = tl.program_id(1).to(INDEX) * ROWS * steps + tl.arange(0, ROWS)[:, None]
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        channel = column
+        channel = column % channels if FOLDED else column
     shift = tl.load(shift_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
     if INVERSE is None:
         mean = tl.load(mean_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
@@ -227,6 +229,7 @@ def combine_kernel(
     channels,
     steps,
     AXIS: tl.constexpr,
+    FOLDED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INDEX: tl.constexpr,
@@ -239,7 +242,7 @@ def combine_kernel(
     else:
         row = tl.program_id(1).to(INDEX) * ROWS * steps + tl.arange(0, ROWS)[:, None]
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        channel = column
+        channel = column % channels if FOLDED else column
     scale = tl.load(scale_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
     slope = tl.load(slope_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
     constant = tl.load(offset_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)

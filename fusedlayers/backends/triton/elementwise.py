@@ -37,13 +37,14 @@ from .sums import Sum, each
 #: gelu's derivative in float32 spilled registers on sm_100.)
 TILE = 2048
 THREADS = 256
-#: Programs per backward launch, about: enough to fill any device several times.
-PROGRAMS = 2048
-#: The same where they sum, and the columns of a tile then: all partial sums take 128 KiB. On an H100 with its 132
-#: multiprocessors, for which there are no measurements yet, that is half of the warps that fit.
+#: Programs per backward launch, about: with a quarter of them an H100 took 2 to 7 % longer for what a batch norm adds.
+PROGRAMS = 8192
+#: The same where they sum, and the columns of a tile then: all partial sums take 128 KiB. An H100 took a third longer
+#: with half as many (GELU's gradient and a bias), and as long with twice or four times as many.
 SUMMING_PROGRAMS, SUMMED_COLUMNS = 512, 64
-#: The fewest columns that a tile gets so that fewer lie beyond the end of a row: 64 bytes of 16-bit numbers.
-NARROWEST = 32
+#: The fewest columns that a tile gets so that fewer lie beyond the end of a row: 128 bytes of 16-bit numbers. With half
+#: of that an H100 took half as long again to add two tensors of 144 channels.
+NARROWEST = 64
 #: Neighbours that are added before they join a running sum. A thread has at least four, so a sum takes a quarter of the
 #: registers: with ten operands 100 to 130 in all instead of 170 to 210, where six spill on sm_100.
 GROUP = tl.constexpr(4)
@@ -73,6 +74,7 @@ def bias_act_kernel(
     channels,
     FORWARD: tl.constexpr,
     AXIS: tl.constexpr,  # along which channels run: "none", "column" or "row"
+    FOLDED: tl.constexpr,  # whether a row of the matrix is several rows of channels
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_UP: tl.constexpr,
@@ -86,7 +88,7 @@ def bias_act_kernel(
     column = (tl.program_id(0) % blocks).to(INDEX) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (column < columns)
     offset = row * columns + column
-    channel = column if AXIS == "column" else row % channels
+    channel = row % channels if AXIS != "column" else column % channels if FOLDED else column
     z = tl.load(z_ptr + offset, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         z += tl.load(b_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
@@ -127,6 +129,7 @@ def gradient_kernel(
     GRADIENT: tl.constexpr,
     FORWARD: tl.constexpr,  # with up, that is: its gradient is written over it
     AXIS: tl.constexpr,
+    FOLDED: tl.constexpr,
     HAS_UP: tl.constexpr,
     SUMS: tl.constexpr,  # for each sum: of which result of GRADIENT, and whether there is one for each channel
     ROWS: tl.constexpr,
@@ -153,7 +156,7 @@ def gradient_kernel(
     for _ in range(steps):
         inside = (row < rows) & (column < columns)
         offset = row * columns + column
-        channel = column if AXIS == "column" else row % channels
+        channel = row % channels if AXIS != "column" else column % channels if FOLDED else column
         dy = tl.load(dy_ptr + offset, mask=inside, other=0.0).to(tl.float32)
         saved = tl.load(saved_ptr + offset, mask=inside, other=0.0).to(tl.float32)
         if HAS_UP:
@@ -417,7 +420,8 @@ def as_matrix(tensor: Tensor, dim: int | None) -> Matrix:
         return Matrix(1, tensor.numel(), 1, "none")
     outer, channels, inner = layout_along(tensor, dim)
     if inner == 1:
-        return Matrix(outer, channels, channels, "column")
+        fold = _fold(outer, channels)
+        return Matrix(outer // fold, channels * fold, channels, "column")
     return Matrix(outer * channels, inner, channels, "row")
 
 
@@ -432,17 +436,32 @@ def tile_of(matrix: Matrix, *, sums: bool = False) -> tuple[int, int]:
 
 
 def _narrowed(columns: int, width: int) -> int:
-    """The widest tile that computes least beyond the end of a row: up to an eighth of what it computes does not count.
-    144 channels take 256 columns in tiles of 256, and 160 in tiles of 32."""
+    """The widest tile that computes least beyond the end of a row; up to an eighth of all does not count."""
     best, least = width, math.inf
     while width >= NARROWEST:
         computed = cdiv(columns, width) * width
-        if 7 * computed <= 8 * columns:
+        if _is_little(computed - columns, computed):
             return width
         if computed < least:
             best, least = width, computed
         width //= 2
     return best
+
+
+def _fold(rows: int, columns: int) -> int:
+    """How many rows are one row of a matrix, so that little lies beyond its end: 16 of 144 channels are nine tiles of
+    256 columns."""
+    for fold in (1, 2, 4, 8, 16, 32, 64):
+        if rows % fold:
+            break
+        computed = cdiv(columns * fold, NARROWEST) * NARROWEST
+        if _is_little(computed - columns * fold, computed):
+            return fold
+    return 1
+
+
+def _is_little(beyond: int, computed: int) -> bool:
+    return 8 * beyond <= computed
 
 
 class Walk(NamedTuple):
@@ -473,13 +492,15 @@ def walk_of(matrix: Matrix, *, sums: bool) -> Walk:
         across, along = along, across
     most = min(PROGRAMS, SUMMING_PROGRAMS) if sums else PROGRAMS
     steps = cdiv(along, max(1, most // across))
-    outer = matrix.rows // matrix.channels if is_row else 1
+    outer = (matrix.rows if is_row else matrix.columns) // matrix.channels if matrix.axis != "none" else 1
     return Walk(rows, columns, across, cdiv(along, steps), steps, rows if is_row else columns, outer)
 
 
 def constants_of(tensor: Tensor, matrix: Matrix, rows: int, columns: int) -> dict[str, Any]:
     """What all kernels here are compiled for."""
-    return {"AXIS": matrix.axis, "ROWS": rows, "COLUMNS": columns, "INDEX": index_type(tensor), **OPTIONS}
+    is_folded = matrix.axis == "column" and matrix.columns != matrix.channels
+    tile = {"ROWS": rows, "COLUMNS": columns, "INDEX": index_type(tensor)}
+    return {"AXIS": matrix.axis, "FOLDED": is_folded, **tile, **OPTIONS}
 
 
 def index_type(tensor: Tensor) -> Any:

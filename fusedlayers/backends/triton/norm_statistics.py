@@ -40,6 +40,7 @@ def statistics_kernel(
     channels,
     steps,
     AXIS: tl.constexpr,
+    FOLDED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INDEX: tl.constexpr,
