@@ -98,6 +98,7 @@ class Call(NamedTuple):
         return key._replace(
             size=size,
             limits=limits,
+            on_gpu=x.is_cuda,
             norm_is_large=count >= batch_norm.WORTH_IT and not is_capturing(x),
             has_residual=residual is not None,
             operand_dim=other_dim,

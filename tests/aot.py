@@ -91,7 +91,7 @@ def compile_kernel(
         "activation": repr(activation),
         "kernel": kernel,
         "dtype": str(dtype).removeprefix("torch."),
-        "bias": recipe.constants["AXIS"],
+        "bias": recipe.constants.get("AXIS", "none"),
         "index": str(index),
         **asdict(machine_code.resources(compiled)),
         **{f"global_{name}": widths for name, widths in asdict(accesses).items()},

@@ -231,6 +231,27 @@ def test_layers_are_as_good_as_torchs(
         assert errors[0] <= 1.05 * errors[1] + 4 * torch.finfo(torch.float32).eps * float(truth.norm())
 
 
+@pytest.mark.parametrize("name", ["silu", "leaky_relu"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_layers_that_save_outputs(name: str, layout: torch.memory_format, on_triton: Callable[[bool], None]) -> None:
+    on_triton(True)
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(24, device=DEVICE)
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 1.5)
+        norm.weight[3] = 1e-4  # of this channel the input is kept
+        norm.bias.normal_()
+    layer, eager = fl.FusedBatchNormAct2d.from_modules(copy.deepcopy(norm), name, save="output"), Eager(norm, name)
+    x = torch.randn(6, 24, 15, 13, device=DEVICE).contiguous(memory_format=layout)
+    dy = torch.randn_like(x)
+    y = layer(x.detach().requires_grad_())
+    assert type(y.grad_fn).__name__ == "NormActBackward"
+    assert saved_bytes(layer, x.clone().requires_grad_()) < 1.2 * x.nbytes
+    layer.load_state_dict(eager.norm.state_dict(), strict=False)
+    for ours, theirs in zip(_run(layer, x, dy), _run(eager, x, dy), strict=True):
+        assert float((ours - theirs).norm()) <= 1e-5 * float(theirs.norm())
+
+
 def test_the_input_alone_is_saved(on_triton: Callable[[bool], None]) -> None:
     on_triton(True)
     layer = fl.FusedBatchNormAct2d(24, "silu", device=DEVICE)

@@ -103,8 +103,8 @@ class FusedBatchNormAct1d(_FusedBatchNormAct):
     float32's rounding, and by as much as the derivative of a folded activation does. Along the normalised input they
     err by up to 1.4e-5 of the norm of dy times the gain (PyTorch's: 2.5e-7), for weights from 0.05 to 2 and biases from
     -2 to 2. x is kept of channels whose weight is near 0 or whose values lie far out: there the error would be larger.
-    Forward looks at the weights and the range of the values for that, and on a GPU it waits for them. Under
-    ``torch.compile`` x is kept too.
+    Forward looks at the weights and the range of the values for that. On a GPU the host would wait for them: there x is
+    kept, unless ``save="output"`` asks for y. Under ``torch.compile`` x is kept too.
 
     Else x, and at most y. The activation's input is computed again from x, or y determines the derivative, and the next
     layer keeps y anyway. So any activation costs at most what ReLU costs.
@@ -118,10 +118,10 @@ class FusedBatchNormAct1d(_FusedBatchNormAct):
             "output": y where it determines x, else y and x.
             "recompute": x, from which the rest is computed again, exactly.
             "input": x and the activation's input.
-            "auto": y where it determines x. Else x, and also y where y determines the derivative exactly (with a
-            residual, with a branch bit too); of large results on CPUs x alone, if there is no residual and the compiled
-            loops have the function, as they have all in 16 bits. Results of less than 2 MiB (channels-last, on CPUs: 8)
-            are PyTorch's, and an x of fewer than 16384 elements is kept.
+            "auto": y where it determines x, on CPUs. Else x, and also y where y determines the derivative exactly (with
+            a residual, with a branch bit too); of large results x alone, if there is no residual and a kernel has the
+            function (on CPUs those have all in 16 bits). Results of less than 2 MiB (channels-last, on CPUs: 8) are
+            PyTorch's, and an x of fewer than 16384 elements is kept.
         process_group: a process group of ``torch.distributed``, whose processes take their statistics together in
             training, as ``nn.SyncBatchNorm`` does, on CPUs too. First derivatives only.
 
