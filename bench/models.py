@@ -66,8 +66,9 @@ BUDGET_SECONDS = {"cpu": 500.0, "cuda": 300.0}
 _COMPILE_SECONDS = 30.0
 
 # How far a variant may be from eager (norm of the difference over the norm) and still be worth measuring: no test of
-# accuracy. A stack of layers carries a difference in the last bit far: four in bfloat16 to 1.2e-2.
-_SAME = {"float32": 1e-2, "bfloat16": 1e-1}
+# accuracy. A stack of layers carries a difference in the last bit far: four in bfloat16 to 1.2e-2. EfficientNet-B0 in
+# bfloat16 differs from float64 by 9e-2 in eager's outputs and 1.7e-1 in its gradients, and here by as much.
+_SAME = {"float32": 1e-2, "bfloat16": 2.5e-1}
 
 
 @dataclass(frozen=True)
@@ -305,7 +306,7 @@ class Subject:
             examples = {key: tensor[:2] for key, tensor in self.inputs.items()}
             report = fl.fuse(model, examples, save="recompute" if name == RECOMPUTE else "auto")
             places = {}
-            fused: list[Replaced | Skipped] = [*report.replaced, *report.too_small]
+            fused: list[Replaced | Skipped] = [*report.replaced, *report.too_small, *report.idle]
             for place in fused:
                 computed = place.activation or place.pattern
                 places[computed] = places.get(computed, 0) + len(place.modules)

@@ -297,12 +297,10 @@ def contexts_table(run: dict[str, Any]) -> str:
 #: One row for each kind of part: the benchmark, what the part is, and whose, as the benchmark calls them.
 OVERVIEW = (
     ("dense", "Linear + GELU", "BERT-base", "gelu"),
-    ("dense", "Linear + ReLU", "BERT-large", "relu"),
     ("mlp", "MLP, GELU", "BERT-base", "gelu"),
     ("mlp", "gated MLP, SiLU", "LLaMA-7B", "silu"),
     ("conv", "convolution + ReLU", "ResNet-50 3x3", "relu"),
     ("norm", "convolution + batch norm + SiLU", "EfficientNet-B0 1x1", "silu"),
-    ("parts", "layer norm", "ViT-B", "layer norm"),
     ("parts", "RMS norm", "LLaMA-7B", "llama's norm"),
     ("parts", "GELU + dropout", "BERT-base", "gelu, dropout"),
 )
@@ -322,10 +320,10 @@ def overview_table(results: Path) -> str:
         return "No result is committed yet; `python -m bench dense` makes one."
     kinds = [kind for kind in ("cuda", "cpu") if kind in best]
     names = {"cuda": "GPU", "cpu": "CPU"}
-    lines = [f"{names[kind]}: {_device_of(best[kind])}, {MAIN_DTYPE[kind]}." for kind in kinds]
+    lines = [" ".join(f"{names[kind]}: {_device_of(best[kind])}, {MAIN_DTYPE[kind]}." for kind in kinds)]
     lines.append(
-        "A row counts what the part and the matrix product behind it keep, but not the part's input, which norms free. "
-        "GPUs' times are the device's own."
+        "Bytes are those of the part and of the matrix product behind it. A norm frees its input as well, which is not "
+        "counted. A GPU's time is its kernels' alone."
     )
     columns = [f"{names[kind]}: {whose}" for kind in kinds for whose in ("PyTorch", "**here**")]
     lines += [

@@ -778,6 +778,16 @@ def test_a_model_without_blocks() -> None:
     assert [choice.mode for choice in report.choices] == ["outputs"] and "No repeated blocks" in str(report)
 
 
+def test_a_model_without_blocks_that_keeps_as_little_as_it_can() -> None:
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    with pytest.raises(
+        ValueError,
+        match=r"as it is the model saves 512 KiB, and no plan takes less, but for a smaller batch\. No repeated blocks "
+        r"were found: operations may keep their outputs, and no more\.$",
+    ):
+        fl.fit(model, torch.randn(512, 64), fraction=0.5)
+
+
 def test_calls_are_made_again_as_they_were() -> None:
     x = torch.randn(3, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):

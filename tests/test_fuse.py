@@ -366,6 +366,7 @@ def test_report_as_values(x: Tensor) -> None:
             }
         ],
         "too_small": [],
+        "idle": [],
         "saved_bytes": {"before": before, "after": after},
         "notes": [],
         "dry_run": False,
@@ -461,7 +462,18 @@ def test_rows_that_do_not_add_up_are_explained() -> None:
 
     assert "(Rows do not add up: each is what its operation frees" in report(1, 1)
     assert "(Rows do not add up" in report(60, 60)
-    assert "(Rows" not in report(52, 52)
+    assert "(Rows" not in report(52, 52) + report(1)
+
+
+def test_a_row_is_what_its_operation_frees_beside_those_that_stay_fused() -> None:
+    """A group norm and an activation that keep one buffer: the activation frees nothing beside the norm, and is left;
+    the norm would free next to nothing beside the activation."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 2, 1))
+    report = fl.fuse(model, torch.randn(8, 3, 16, 16))
+    (place,), (skipped,) = report.replaced, report.skipped
+    before, after = report.saved_bytes or (0, 0)
+    assert (place.pattern, skipped.activation) == ("group_norm", "silu")
+    assert place.saved_bytes == before - after > _IMAGE_BYTES / 2
 
 
 def test_dry_run_changes_nothing(x: Tensor) -> None:
@@ -549,6 +561,27 @@ def test_small_examples_are_fused_for_larger_ones(monkeypatch: pytest.MonkeyPatc
     fused = _bytes(model, x)
     fl.unfuse(model)
     assert fused <= _bytes(model, x) - 4 * HIDDEN_BYTES
+
+
+def test_batch_norms_of_small_examples_are_fused_for_larger_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "MEDIUM_BYTES", _IMAGE_BYTES)
+    model, x = _model(lambda: _in_front(nn.SiLU()), True)
+    report = fl.fuse(model, x[:4])
+    (place,), (waiting,) = report.replaced, report.too_small
+    assert (place.activation, waiting.pattern) == ("silu", "batch_norm")
+    assert waiting.reason == "results of less than 64 KiB are left to PyTorch"
+    assert "fused for larger inputs: batch_norm)" in str(model)
+    fused = _bytes(model, x)
+    assert fl.fuse(model, x).saved_bytes == (fused + 2 * _IMAGE_BYTES, fused)
+    images = x.to(memory_format=torch.channels_last)
+    assert fl.fuse(model, images).too_small[0].reason.startswith("results of less than 256 KiB")
+    # Of larger inputs they would free nothing either: no output tells the input in 16 bits, or PyTorch activates.
+    report = fl.fuse(copy.deepcopy(model).bfloat16(), x[:4].bfloat16())
+    assert not report.too_small and "batch_norm: no activation reads it whose output determines" in str(report)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not fl.fuse(model, x[:4]).too_small
+    monkeypatch.setattr(cpu, "slow_because", lambda *_, **__: "there is no compiler")
+    assert not fl.fuse(model, x[:4]).too_small
 
 
 def test_small_inputs_meet_no_mode_if_the_example_was_as_small(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1281,8 +1314,11 @@ def test_checkpoints_outside(x: Tensor, make: Callable[[], nn.Module], use_reent
 
     _same(Outer(model), Outer(eager), x.requires_grad_())
     assert _bytes(Outer(model), x) == _bytes(Outer(eager), x)
-    report = fl.fuse(Outer(model), x)
-    assert {place.saved_bytes for place in report.replaced} == {0} and "it runs under a checkpoint" in str(report)
+    outer = Outer(model)
+    report = fl.fuse(outer, x)
+    assert not report.replaced and report.idle and _kinds(outer)
+    assert "Outer: 0 operations fused\n" in str(report)
+    assert "\nfused for other calls:\n  " in str(report) and ": it runs under a checkpoint, which" in str(report)
 
 
 def test_a_checkpoint_within_a_region_is_left_alone(x: Tensor) -> None:
@@ -1476,6 +1512,34 @@ def test_where_nothing_needs_a_gradient_the_report_says_so(x: Tensor) -> None:
     model.requires_grad_(False)
     assert "Nothing is saved for a backward pass: all of its 4 parameters are frozen" in str(fl.fuse(model, x))
     assert fl.fuse(nn.Linear(IN, 2), x).notes == ("Only inputs and parameters are kept for the backward pass.",)
+
+
+@pytest.mark.parametrize("returned", [lambda y: y.detach(), lambda y: None, lambda y: {"text": "done"}])
+def test_where_no_result_needs_a_gradient_the_report_says_so(x: Tensor, returned: Callable[[Tensor], Any]) -> None:
+    class Net(MLP):
+        def forward(self, x: Tensor) -> Any:
+            return returned(super().forward(x))
+
+    assert fl.fuse(Net(), x).notes == (
+        "Nothing is saved for a backward pass: let a parameter or an input require grad, and return what is computed "
+        "from it.",
+    )
+
+
+def test_what_a_model_raises_is_not_said_to_be_the_fused_operations_alone(x: Tensor) -> None:
+    class Counts(MLP):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls == 3:
+                raise KeyError("third run")
+            return super().forward(x)
+
+    (skipped,) = fl.fuse(Counts(), x).skipped
+    assert skipped.reason == (
+        "a run with it fused raised KeyError: 'third run'; the model's own code may raise that too"
+    )
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::DeprecationWarning")

@@ -1112,6 +1112,12 @@ def test_parameters_and_statistics_that_do_not_fit_are_refused(name: str) -> Non
         assert name == "running_var" or torch.equal(layer.running_var, before)
 
 
+def test_errors_of_arguments_say_no_private_name() -> None:
+    for layer, given in ((fl.FusedBatchNormAct2d, (CHANNELS,)), (fl.FusedConvAct2d, (3, 4, 1))):
+        with pytest.raises(TypeError, match=r"^Fused\w+Act\.__init__\(\) got an unexpected keyword argument 'drop'"):
+            layer(*given, drop=0.1)
+
+
 @pytest.mark.parametrize(
     ("shape", "said"),
     [((4, 8, 6, 6), r"FusedBatchNormAct1d: .* with 2 or 3 dimensions"), ((4, 8), "FusedBatchNormAct3d: .* with 5 dim")],

@@ -22,7 +22,7 @@ from .agreement import together
 from .arguments import allowed_bytes, check_arguments
 from .blocks import MODES, Mode
 from .measuring import measured_plans
-from .parts import Parts
+from .parts import NO_BLOCKS, Parts
 from .plans import Plan, Plans
 from .report import Choice, FitReport, Measurement
 from .training import Of, Training
@@ -225,10 +225,16 @@ def _at_least(fraction: float) -> float:
 def _unmet(parts: Parts, budget: int, eager_bytes: int, smallest: int) -> ValueError:
     what = "saves" if parts.training.of == "saved" else "allocates"
     reasons = "".join(f"; {', '.join(paths[:2])}: {reason}" for reason, paths in parts.skipped.items())
+    advice = "and no plan takes less, but for a smaller batch"
+    if smallest < eager_bytes:
+        advice = (
+            f"and with the smallest plan {size_text(smallest)} ({smallest} bytes, "
+            f"fraction={_at_least(smallest / eager_bytes)}); ask for that, or pass a smaller batch"
+        )
+    found = f". {NO_BLOCKS}" if NO_BLOCKS in parts.notes else ""
     return ValueError(
         f"fit: a budget of {size_text(budget)} cannot be met: as it is the model {what} {size_text(eager_bytes)}, "
-        f"and with the smallest plan {size_text(smallest)} ({smallest} bytes, "
-        f"fraction={_at_least(smallest / eager_bytes)}); ask for that, or pass a smaller batch{reasons}"
+        f"{advice}{reasons}{found}"
     )
 
 

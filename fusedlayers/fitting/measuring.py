@@ -18,7 +18,7 @@ from .agreement import agreed, everyone, together
 from .arguments import readable
 from .blocks import Mode, Way, find_blocks
 from .costs import BlockCosts, measure, saved_parts
-from .parts import Parts
+from .parts import NO_BLOCKS, Parts
 from .plans import Plans, Rest
 from .report import WORDS
 from .training import Training, are_alike
@@ -76,7 +76,7 @@ def _find_blocks(parts: Parts) -> int:
             parts.blocks.append(block)
     parts.blocks.sort(key=watch.blocks.index)
     if not blocks:
-        parts.notes.append("No repeated blocks were found: operations may keep their outputs, and no more.")
+        parts.notes.append(NO_BLOCKS)
     return end_bytes
 
 

@@ -13,6 +13,9 @@ from .blocks import MODES, Block, Mode, Way, is_possible
 from .plans import Plan
 from .training import Training
 
+#: What is said of a model without blocks.
+NO_BLOCKS = "No repeated blocks were found: operations may keep their outputs, and no more."
+
 
 class Parts:
     """The model's parts, and how they are trained now.

@@ -14,14 +14,14 @@ from .._torch import is_optimized
 from ..activations import DTYPES, resolve
 from ..activations import record as table
 from ..memory import saved_bytes
-from ..profiling.step import Step, no_gradient_because
+from ..profiling.step import Step, no_gradient_because, tensors_of
 from ..utils.formatting import first_line, is_within, pattern_of, size_text
 from ..utils.module_state import unchanged
 from ..utils.refusals import check_flag
 from ..utils.storages import has_data, tensors_in
 from .example import arguments_from, check_model, check_module, does_not_run, eagerly, evaluation_notes
 from .mlps import find_mlps
-from .operations import CHECKPOINT, GATE, OPERATIONS, PRODUCT, Given
+from .operations import BATCH_NORM, CHECKPOINT, GATE, OPERATIONS, PRODUCT, Given
 from .recording import Place, record
 from .region import Region, region_of
 from .report import FuseReport, Replaced, Skipped
@@ -29,7 +29,9 @@ from .stand_in import recognise
 from .timing import step_times
 
 #: Operations that free something only together with others: nobody would ask why these are left.
-_AUXILIARY = frozenset({GATE, PRODUCT, "batch_norm"})
+_AUXILIARY = frozenset({GATE, PRODUCT, BATCH_NORM})
+#: Why a place stays fused that frees nothing on the example.
+_IDLE = "it runs under a checkpoint, which keeps less while it computes again, or without gradients"
 
 
 def fuse(model: nn.Module, inputs: Any = None, *, save: str = "auto", dry_run: bool = False) -> FuseReport:
@@ -50,11 +52,13 @@ def fuse(model: nn.Module, inputs: Any = None, *, save: str = "auto", dry_run: b
     part of the graph any more, unless a hook is on it or its gradient is retained by then.
 
     Args:
-        model: any module; it is run, hooks included, once for each line of the report and a few times more (in a dry
-            run more often), but its buffers and the random generators are put back.
+        model: any module; it is run, hooks included, once or twice for each line of the report and a few times more (in
+            a dry run more often), but its buffers and the random generators are put back.
         inputs: an example of what the model is called with: a tensor, a tuple of positional arguments, or a mapping of
-            keywords. Places that free nothing on them are left as they are. Without, only modules are found whose
-            class says what they compute, and nothing is measured.
+            keywords. Places that free nothing on them are left as they are, but for those that free something in other
+            calls: that PyTorch computes for their size, or that run under a checkpoint or without gradients. The report
+            lists these apart. Without, only modules are found whose class says what they compute, and nothing is
+            measured.
         save: "auto"; "recompute" for MLPs that keep their input alone, and run forward once more in the backward pass.
         dry_run: whether to change nothing, and only report; how long a step would take as well, which takes some
             steps for each line of the report.
@@ -130,11 +134,9 @@ class _Group:
         return not self.freed and self.first.is_small
 
     @property
-    def saves(self) -> str:
-        """What is kept, for people."""
-        if self.freed == 0:  # all of it is recomputed, if it needs a gradient at all
-            return "saves nothing here: it runs under a checkpoint, or without gradients"
-        return _saves(self.first)
+    def is_idle(self) -> bool:
+        """Whether it frees nothing on the example because nothing is saved of it, and would in other calls."""
+        return self.freed == 0 and self.first.is_recomputed and not self.is_too_small
 
     def skipped(self, reason: str | None) -> Skipped:
         return Skipped(self.paths, *self.first.names, reason or "")
@@ -191,10 +193,13 @@ class Fusing:
             # What is looked for is saved with gradients, whoever calls.
             kept = unchanged([*model.modules()], [*tensors_in((args, kwargs))])
             with torch.enable_grad(), kept as restore_random_state, eagerly():
+                needs_gradient = True
 
                 def measured() -> int | None:
+                    nonlocal needs_gradient
                     restore_random_state()
-                    return _saved_bytes(model, args, kwargs)
+                    found, needs_gradient = _saved_bytes(model, args, kwargs)
+                    return found
 
                 try:
                     before = measured()
@@ -214,7 +219,7 @@ class Fusing:
                     self._notes.append(f"What the places free was not measured: {why}.")
                 if before == 0:
                     note = "Only inputs and parameters are kept for the backward pass."
-                    if not any(p.requires_grad for p in model.parameters()):
+                    if not needs_gradient:
                         note = f"Nothing is saved for a backward pass: {no_gradient_because(model)}."
                     self._notes.append(note)
                 self.mlps = [*find_mlps(model, recording)]
@@ -249,20 +254,25 @@ class Fusing:
         try:
             total = measured()
         except Exception as error:  # whatever a model's code does with what it is not used to
-            return self._leave(chosen, f"fused, it raised {type(error).__name__}: {first_line(error)}")
+            raised = f"{type(error).__name__}: {first_line(error)}"
+            return self._leave(chosen, f"a run with it fused raised {raised}; the model's own code may raise that too")
         if before is None or total is None:
             return chosen
-        for group in list(chosen):
+        waiting = list(chosen)
+        while waiting:
+            group = waiting.pop(0)
             group.switch(False)
             without = measured()
             assert without is not None
             group.freed = without - total
             first = group.first
-            if group.freed > 0 or group.is_too_small or (group.freed == 0 and first.is_recomputed):
+            if group.freed > 0 or group.is_too_small or group.is_idle:
                 group.switch(True)
                 continue
             chosen.remove(group)
             total = without
+            # What others free may be another number without it: of a buffer that both kept.
+            waiting += [other for other in chosen if other.freed and other not in waiting]
             if first.kind not in _AUXILIARY and before:  # else a note says why nothing is kept
                 nothing = "it frees nothing: its input is kept anyway, or nothing else keeps its output"
                 keeps_output = first.saves is None or first.saves.startswith("saves the output")
@@ -329,9 +339,9 @@ class Fusing:
         return FuseReport(
             type(self._model).__name__,
             tuple(
-                Replaced(group.paths, *group.first.names, group.saves, group.freed, group.time_ms)
+                Replaced(group.paths, *group.first.names, _saves(group.first), group.freed, group.time_ms)
                 for group in groups
-                if not group.is_too_small and group.first.left_because is None
+                if not (group.is_too_small or group.is_idle) and group.first.left_because is None
             ),
             tuple(group.skipped(group.first.left_because) for group in self._skipped),
             tuple(group.skipped(group.first.saves) for group in groups if group.is_too_small),
@@ -339,6 +349,7 @@ class Fusing:
             tuple(self._notes),
             self._dry_run,
             step_ms,
+            tuple(group.skipped(_IDLE) for group in groups if group.is_idle),
         )
 
     def _remove_needless(self) -> None:
@@ -384,7 +395,7 @@ def _saves(place: Place) -> str:
         return "saves the inputs of both factors"
     if place.kind == "dropout":
         return "saves one bit for each element, and none behind an activation"
-    if place.kind == "batch_norm":
+    if place.kind == BATCH_NORM:
         return "saves nothing before an activation whose output determines its input"
     if place.kind == CHECKPOINT:
         return "saves the input of the block, and recomputes the rest"
@@ -432,14 +443,23 @@ def _places_of_classes(model: nn.Module) -> Iterator[Place]:
             yield Place(path, module, stand_in.kind, stand_in.name, stand_in)
 
 
-def _saved_bytes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """None where there is not enough memory, for who fuses a model may have too little; and of shapes without data,
-    with which fused operations compute what PyTorch's do."""
+def _saved_bytes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | None, bool]:
+    """What a call saves, and whether a result of it needs a gradient. None where there is not enough memory, for who
+    fuses a model may have too little; and of shapes without data, with which fused operations compute what PyTorch's
+    do."""
+    needs_gradient = True
+
+    def run() -> Any:
+        nonlocal needs_gradient
+        result = model(*args, **kwargs)
+        needs_gradient = any(t.requires_grad for t in tensors_of(result))
+        return result
+
     try:
-        kept = saved_bytes(lambda: model(*args, **kwargs), exclude=[*model.buffers(), args, kwargs])
+        kept = saved_bytes(run, exclude=[*model.buffers(), args, kwargs])
     except torch.OutOfMemoryError:
-        return None
-    return kept if _have_data(model, args, kwargs) else None
+        return None, needs_gradient
+    return kept if _have_data(model, args, kwargs) else None, needs_gradient
 
 
 def _have_data(*trees: Any) -> bool:

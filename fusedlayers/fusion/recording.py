@@ -15,12 +15,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from .. import plan, sizes
-from .._torch import DisableTorchFunction, saved_tensors_hooks_on_top
+from .. import backends, plan, sizes
+from .._torch import DisableTorchFunction, autocast_is_active, saved_tensors_hooks_on_top
 from ..activations import DTYPES, KEPT_BY_TORCH, Activation
 from ..asking import plan_of
 from ..ops.dropout import tells_scaled
 from .operations import (
+    BATCH_NORM,
     CHECKPOINT,
     GATE,
     OPERATIONS,
@@ -36,7 +37,7 @@ from .stand_in import StandIn, recognise
 #: Operations besides activations that have a plan.
 _PLANNED = frozenset({"layer_norm", "rms_norm", "group_norm"})
 #: Of which no result is saved.
-_RESULT_IS_FREE = frozenset({"batch_norm", GATE, PRODUCT})
+_RESULT_IS_FREE = frozenset({BATCH_NORM, GATE, PRODUCT})
 _OTHERS = _PLANNED | _RESULT_IS_FREE | {"dropout", CHECKPOINT}
 #: What puts hooks on a tensor, or on its node: a second run would put them once more.
 _ONCE = frozenset({Tensor.register_hook, Tensor.retain_grad, Tensor.grad_fn.__get__})  # type: ignore[union-attr]
@@ -60,7 +61,7 @@ class Place:
         left_because: why the calls are left to PyTorch, or None.
         is_recomputed: whether a call was under a checkpoint around the module: what it frees shows in the backward
             pass.
-        readers: what reads the result: "activation" (one whose output may determine its input), "dropout", "gate" or
+        readers: what reads the result: "activation" (one whose output determines its input), "dropout", "gate" or
             "product".
         gated: of a gate, the activations in it.
         activation: of PyTorch's activation functions, the record; else None.
@@ -110,10 +111,32 @@ class Place:
             return
         self.saves, self.is_small = str(found).removeprefix("not fused: "), found.is_too_small
 
+    def note_call(self, operation: Operation, function: Any, args: Any, kwargs: Any) -> None:
+        """Note what the first call keeps, and whether PyTorch computes it for its size."""
+        x = args[0]
+        if self.is_activation or self.kind in _PLANNED:
+            self.note_plan(x, operation.run, function, args, kwargs)
+        elif self.kind != BATCH_NORM:
+            self._note_size(x, sizes.small_bytes(x))
+        elif not autocast_is_active():  # under which an activation behind it is computed by itself
+            self._note_size(x, sizes.least_bytes(x, sizes.MEDIUM_BYTES * sizes.layout_factor(x)))
+
+    def _note_size(self, x: Tensor, least_bytes: int) -> None:
+        """Note that PyTorch computes the call, if x has fewer bytes."""
+        if x.numel() * x.itemsize < least_bytes:
+            self.saves, self.is_small = plan.too_small_because(least_bytes), True
+
+    def note_activation(self, z: Tensor, activation: Activation) -> None:
+        """Note that an activation reads the result, z, of a batch norm."""
+        if plan.describe_norm(activation, "auto", z.dtype, z.device).startswith("saves the output"):
+            self.readers.add("activation")
+        if backends.slow_on(z.device, z.dtype, activation) is not None:  # then the norm waits for no larger input
+            self.saves, self.is_small = None, False
+
     @property
     def useless_because(self) -> str | None:
         """Why there is nothing to free, as the calls before and after tell; or None."""
-        if self.kind == "batch_norm":
+        if self.kind == BATCH_NORM:
             return None if "activation" in self.readers else "no activation reads it whose output determines its input"
         if self.kind == GATE:
             return None if "product" in self.readers else "no matrix product reads it"
@@ -342,7 +365,7 @@ class _Recorder(TorchFunctionMode):
             if name not in KEPT_BY_TORCH:  # of which nothing could be freed in any case
                 self._without_gradient.setdefault((running.path, kind), left)
             return None
-        if not self._is_of_interest(kind, name, x, args, kwargs):
+        if not self._is_of_interest(kind, activation, x, args, kwargs):
             return None
         place = self._places.get((running.path, kind))
         if place is None:
@@ -355,18 +378,16 @@ class _Recorder(TorchFunctionMode):
                 place.left_because = "it drops in place"
             elif torch.is_grad_enabled() and saved_tensors_hooks_on_top(True) != running.hooks:
                 place.left_because = "the module's code puts it under a checkpoint, or other saved-tensor hooks"
-            elif place.is_activation or kind in _PLANNED:
-                place.note_plan(x, operation.run, func, args, kwargs)
-            elif kind in ("dropout", GATE, PRODUCT) and operation.is_small(args):
-                place.saves, place.is_small = plan.too_small_because(sizes.small_bytes(x)), True
+            else:
+                place.note_call(operation, func, args, kwargs)
         place.is_recomputed |= running.is_recomputed
-        place.is_normalised &= any(maker.kind == "batch_norm" for maker in self._makers.of(x))
+        place.is_normalised &= any(maker.kind == BATCH_NORM for maker in self._makers.of(x))
         if kind == GATE:
             factors = [*_tensors(args[:2])]
             place.gated += [maker for factor in factors for maker in self._makers.of(factor) if maker.is_activation]
         return place
 
-    def _is_of_interest(self, kind: str, name: str, x: Tensor, args: Any, kwargs: Any) -> bool:
+    def _is_of_interest(self, kind: str, activation: Activation | None, x: Tensor, args: Any, kwargs: Any) -> bool:
         """Whether something may be freed. What made x gets to know who reads it."""
         if kind == PRODUCT:
             was_dropped = x in self._makers_of_product
@@ -374,19 +395,21 @@ class _Recorder(TorchFunctionMode):
             gates = [place for place in makers.of(x) if place.kind == GATE]
             for gate in gates:
                 gate.readers.add(PRODUCT)
-                for activation in gate.gated:
-                    activation.readers.add(GATE)
+                for gated in gate.gated:
+                    gated.readers.add(GATE)
             return was_dropped or _is_product(x)
         if kind == GATE:
             return is_gate(args)
         if torch.is_grad_enabled() and not x.requires_grad:
             return False
-        if kind in _OTHERS or name not in KEPT_BY_TORCH:
-            for maker in self._makers.of(x):
-                maker.readers.add(kind if kind in _OTHERS else "activation")
+        for maker in self._makers.of(x):
+            if activation is None:
+                maker.readers.add(kind)
+            elif maker.kind == BATCH_NORM and activation.name not in KEPT_BY_TORCH:
+                maker.note_activation(x, activation)
         if kind == "dropout":
             return bool(kwargs.get("training", True) and kwargs.get("p", 0.5))
-        return kind != "batch_norm" or bool(kwargs.get("training") or args[5:6] == (True,))
+        return kind != BATCH_NORM or bool(kwargs.get("training") or args[5:6] == (True,))
 
 
 def _of_dropout(place: Place, places: list[Place]) -> str | None:

@@ -61,6 +61,8 @@ class FuseReport(Report):
         notes: what to know of the report itself.
         dry_run: whether nothing was changed.
         step_ms: how long a step of forward and backward takes before, and with these places; of a dry run.
+        idle: what is fused, but of which nothing is saved on the example: it runs under a checkpoint, or without
+            gradients.
     """
 
     name: str
@@ -71,6 +73,7 @@ class FuseReport(Report):
     notes: tuple[str, ...] = ()
     dry_run: bool = False
     step_ms: tuple[float, float] | None = None
+    idle: tuple[Skipped, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values, for JSON."""
@@ -81,6 +84,7 @@ class FuseReport(Report):
             "replaced": [asdict(place) | {"modules": list(place.modules)} for place in self.replaced],
             "skipped": [asdict(place) | {"modules": list(place.modules)} for place in self.skipped],
             "too_small": [asdict(place) | {"modules": list(place.modules)} for place in self.too_small],
+            "idle": [asdict(place) | {"modules": list(place.modules)} for place in self.idle],
             "saved_bytes": {"before": before, "after": after},
             "notes": list(self.notes),
             "dry_run": self.dry_run,
@@ -113,7 +117,11 @@ class FuseReport(Report):
                 number, *texts = row
                 padded = (f"{text:<{width}}" for text, width in zip(texts, widths[1:], strict=True))
                 yield "  ".join((f"{number:>{widths[0]}}", *padded)).rstrip()
-        for title, places in (("not fused:", self.skipped), ("fused for larger inputs:", self.too_small)):
+        for title, places in (
+            ("not fused:", self.skipped),
+            ("fused for larger inputs:", self.too_small),
+            ("fused for other calls:", self.idle),
+        ):
             if places:
                 yield ""
                 yield title
@@ -125,7 +133,7 @@ class FuseReport(Report):
             now = "then" if self.dry_run else "now"
             yield f"saved for backward: {size_text(before)} before, {size_text(after)} {now}{change}"
             known = [place.saved_bytes for place in self.replaced if place.saved_bytes is not None]
-            if known and not 0.9 * (before - after) <= sum(known) <= 1.1 * (before - after):
+            if len(known) > 1 and not 0.9 * (before - after) <= sum(known) <= 1.1 * (before - after):
                 yield ROWS
         if self.step_ms is not None:
             yield "forward and backward: {:.3g} ms before, {:.3g} ms then".format(*self.step_ms)

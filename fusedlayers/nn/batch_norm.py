@@ -16,7 +16,7 @@ from ..validation import check_features
 from .base import FusedAct
 
 
-class _FusedBatchNormAct(FusedAct):
+class FusedBatchNormAct(FusedAct):
     """What the batch norms of one to three dimensions share."""
 
     #: As of ``nn.BatchNormNd``: 2 since ``num_batches_tracked`` is in ``state_dict``.
@@ -89,7 +89,7 @@ def norm_layer_act(
     return batch_norm_act(norm, input, layer.weight, layer.bias, residual, activation, save)
 
 
-class FusedBatchNormAct1d(_FusedBatchNormAct):
+class FusedBatchNormAct1d(FusedBatchNormAct):
     """``activation(batch_norm(x) + residual)`` that keeps its output alone, or x and at most its output, for an
     ``nn.BatchNorm1d`` and the activation after it.
 
@@ -136,7 +136,7 @@ class FusedBatchNormAct1d(_FusedBatchNormAct):
     dims = (2, 3)
 
 
-class FusedBatchNormAct2d(_FusedBatchNormAct):
+class FusedBatchNormAct2d(FusedBatchNormAct):
     """As ``FusedBatchNormAct1d``, for an ``nn.BatchNorm2d``: (batch, channels, height, width) -> the same.
 
     >>> import fusedlayers as fl
@@ -148,7 +148,7 @@ class FusedBatchNormAct2d(_FusedBatchNormAct):
     dims = (4,)
 
 
-class FusedBatchNormAct3d(_FusedBatchNormAct):
+class FusedBatchNormAct3d(FusedBatchNormAct):
     """As ``FusedBatchNormAct1d``, for an ``nn.BatchNorm3d``: (batch, channels, depth, height, width) -> the same."""
 
     torchs = nn.BatchNorm3d

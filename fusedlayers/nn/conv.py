@@ -16,7 +16,7 @@ from .base import FusedAct
 _Sizes = int | Sequence[int]
 
 
-class _FusedConvAct(FusedAct):
+class FusedConvAct(FusedAct):
     """What the convolutions of one to three dimensions share."""
 
     in_channels: int
@@ -77,7 +77,7 @@ def conv_act(layer: Any, input: Tensor, activation: object, save: str, dropout: 
     )  # fmt: skip
 
 
-class FusedConvAct1d(_FusedConvAct):
+class FusedConvAct1d(FusedConvAct):
     """``activation(conv1d(x))`` that keeps one buffer, for an ``nn.Conv1d`` and the activation after it.
 
     It has the parameters, initialisation, attributes and ``state_dict`` keys of ``nn.Conv1d``, so checkpoints load
@@ -95,7 +95,7 @@ class FusedConvAct1d(_FusedConvAct):
     torchs = nn.Conv1d
 
 
-class FusedConvAct2d(_FusedConvAct):
+class FusedConvAct2d(FusedConvAct):
     """``activation(conv2d(x))`` that keeps one buffer, for an ``nn.Conv2d`` and the activation after it; as
     ``FusedConvAct1d``.
 
@@ -109,7 +109,7 @@ class FusedConvAct2d(_FusedConvAct):
     torchs = nn.Conv2d
 
 
-class FusedConvAct3d(_FusedConvAct):
+class FusedConvAct3d(FusedConvAct):
     """``activation(conv3d(x))`` that keeps one buffer, for an ``nn.Conv3d`` and the activation after it; as
     ``FusedConvAct1d``.
 

