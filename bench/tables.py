@@ -301,6 +301,7 @@ OVERVIEW = (
     ("mlp", "gated MLP, SiLU", "LLaMA-7B", "silu"),
     ("conv", "convolution + ReLU", "ResNet-50 3x3", "relu"),
     ("norm", "convolution + batch norm + SiLU", "EfficientNet-B0 1x1", "silu"),
+    ("parts", "layer norm", "ViT-B", "layer norm"),
     ("parts", "RMS norm", "LLaMA-7B", "llama's norm"),
     ("parts", "GELU + dropout", "BERT-base", "gelu, dropout"),
 )
@@ -320,11 +321,12 @@ def overview_table(results: Path) -> str:
         return "No result is committed yet; `python -m bench dense` makes one."
     kinds = [kind for kind in ("cuda", "cpu") if kind in best]
     names = {"cuda": "GPU", "cpu": "CPU"}
-    lines = [" ".join(f"{names[kind]}: {_device_of(best[kind])}, {MAIN_DTYPE[kind]}." for kind in kinds)]
-    lines.append(
+    measured = [f"{names[kind]}: {_device_of(best[kind])}, {MAIN_DTYPE[kind]}." for kind in kinds]
+    note = (
         "Bytes are those of the part and of the matrix product behind it. A norm frees its input as well, which is not "
         "counted. A GPU's time is its kernels' alone."
     )
+    lines = [" ".join((*measured, note))]
     columns = [f"{names[kind]}: {whose}" for kind in kinds for whose in ("PyTorch", "**here**")]
     lines += [
         "",

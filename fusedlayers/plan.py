@@ -24,6 +24,8 @@ from .sizes import MEDIUM_BYTES, SMALL_BYTES, Limits, Size
 from .utils.bounded_cache import BoundedCache
 from .utils.formatting import whole_size_text
 
+#: Of a batch norm on a GPU, whose output may determine its input.
+WAITS = "the host would wait for the GPU to see whether the output determines it"
 #: Of a function that a layer would keep both sides of.
 _KEEPS_LESS = "PyTorch keeps less than its input and its output, which this layer would keep"
 
@@ -178,10 +180,10 @@ def make_plan(key: PlanKey) -> Plan:
         return left
     if isinstance(operation, BatchNorm) and not key.is_compiling:
         reason = describe_norm(activation, save, dtype, on_gpu=key.on_gpu)
-        tells_input = _tells_input(activation, save, dtype, on_gpu=key.on_gpu)
-        if tells_input and key.norm_is_large and not key.has_residual and any(needs[:3]):
+        is_told = tells_input(activation, save, dtype, on_gpu=key.on_gpu)
+        if is_told and key.norm_is_large and not key.has_residual and any(needs[:3]):
             return Plan("tells_input", "output", reason, activation, backend, dim=operation.dim)
-        if saved != "nothing" and (save == "auto" or tells_input):
+        if saved != "nothing" and (save == "auto" or is_told):
             saved, reason = _beside_input(key, saved)
     else:
         reason = describe(activation, save, dtype)
@@ -330,7 +332,7 @@ def _slow_there(activation: Activation, save: str, dtype: torch.dtype, device: t
 # --- batch norms ------------------------------------------------------------------------------------------------------
 
 
-def _tells_input(activation: Activation, save: str, dtype: torch.dtype, *, on_gpu: bool) -> bool:
+def tells_input(activation: Activation, save: str, dtype: torch.dtype, *, on_gpu: bool) -> bool:
     """Whether a batch norm's output determines its input, which takes a look at each channel. A GPU would be idle while
     the host takes it: convolutions with such norms took an H100 1.7 to 2.1 times eager's time in float32."""
     is_asked_for = save == "output" or (save == "auto" and not on_gpu)
@@ -347,7 +349,7 @@ def _beside_input(key: PlanKey, saved: Saved) -> tuple[Saved, str]:
         if key.size == "large" and _has_input_passes(key):
             saved = "recompute"
     why = _why_input(activation, dtype, key.save, on_gpu=key.on_gpu)
-    if _tells_input(activation, key.save, dtype, on_gpu=key.on_gpu):
+    if tells_input(activation, key.save, dtype, on_gpu=key.on_gpu):
         why = "a residual was added" if key.has_residual else "it is small"
     return saved, f"saves its input{' and the output' if saved == 'output' else ''}: {why}"
 
@@ -379,7 +381,7 @@ def describe_norm(
         return "saves its input"
     if (because := _slow_there(activation, save, dtype, device)) is not None:
         return f"not fused: {because}"
-    if _tells_input(activation, save, dtype, on_gpu=on_gpu):
+    if tells_input(activation, save, dtype, on_gpu=on_gpu):
         return "saves the output, which determines the input"
     kept = "its input"
     if save == "output":
@@ -391,7 +393,7 @@ def describe_norm(
 
 def _why_input(activation: Activation, dtype: torch.dtype, save: str, *, on_gpu: bool) -> str:
     """Why a batch norm saves its input."""
-    if on_gpu and save == "auto" and _tells_input(activation, "output", dtype, on_gpu=True):
-        return "the host would wait for the GPU to see whether the output determines it"
+    if on_gpu and save == "auto" and tells_input(activation, "output", dtype, on_gpu=True):
+        return WAITS
     reason = "determine the input too coarsely" if activation.has_inverse else "do not determine the input"
     return f"{str(dtype).removeprefix('torch.')} outputs {reason}"

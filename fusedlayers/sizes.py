@@ -52,7 +52,8 @@ Size = Literal["small", "medium", "large"]
 
 
 class Limits(NamedTuple):
-    """From how many bytes on results are of medium size, and large."""
+    """From how many bytes on results are of medium size, and large. No norm on a large GPU is of medium size: more is
+    small there."""
 
     medium: int
     large: int

@@ -130,7 +130,7 @@ def _fuse_then_wrap(engine: Engine, mesh: DeviceMesh, x: Tensor) -> nn.Module:
 def _wrap_then_fuse(engine: Engine, mesh: DeviceMesh, x: Tensor) -> nn.Module:
     model = engine.wrap(of_layers(), mesh)
     report = fl.fuse(model, x)
-    assert report.replaced, report
+    assert report.replaced or report.idle, report  # of checkpointed blocks nothing is saved
     return model
 
 

@@ -241,8 +241,8 @@ WHOLE_MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 }
 
 
-# The others lie between these; ``python -m bench fit`` measures all.
-@pytest.mark.parametrize(("of", "fraction"), [("saved", 0.5), ("saved", 0.3), ("peak", 0.7), ("peak", 0.3)])
+# Larger budgets are easier to meet; ``python -m bench fit`` measures those too.
+@pytest.mark.parametrize(("of", "fraction"), [("saved", 0.3), ("peak", 0.3)])
 @pytest.mark.parametrize("name", WHOLE_MODELS)
 def test_whole_models(name: str, of: Any, fraction: float) -> None:
     """Each budget is met, with the bytes that were predicted to 3 %, or the smallest that can be met is named."""

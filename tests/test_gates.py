@@ -3,6 +3,7 @@
 import copy
 import functools
 import importlib
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -119,16 +120,26 @@ def test_layouts(first: str, dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("interpreter_converts")
 @pytest.mark.parametrize("name", ["cpu", "triton"])
 def test_backends_agree_on_rows_with_gaps(name: str) -> None:
-    packed, dy = torch.randn(50, 700, device=DEVICE), torch.randn(50, 350, device=DEVICE)
-    if name == "cpu":
-        packed, dy = packed.cpu(), dy.cpu()
-    for packing in PACKINGS:
+    whole, among_others = torch.randn(50, 700, device=DEVICE), torch.randn(3, 1, 10, 60, device=DEVICE)[:, :, :5]
+    for packed, packing in itertools.product((whole, among_others), PACKINGS):
+        dy = torch.randn_like(packed[..., ::2])
+        if name == "cpu":
+            packed, dy = packed.cpu(), dy.cpu()
         found = []
         for backend in (backends.torch, importlib.import_module(f"fusedlayers.backends.{name}")):
             gate = Gate(resolve("mish"), backend, packing)  # type: ignore[arg-type]
             found.append([gate.product([packed], ()), *gate.gradients(dy, [packed], (), ())])
         for ours, reference in zip(*found, strict=True):
             torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-6)
+
+
+def test_offsets_between_rows_have_64_bits_where_32_do_not_suffice() -> None:
+    """However few elements there are."""
+    triton_gates = pytest.importorskip("fusedlayers.backends.triton.gates")
+    rows = torch.empty(2**31 + 64, dtype=torch.float16, device="meta").as_strided((3, 16), (2**30, 1))
+    assert rows.numel() == 48 and triton_gates._extent(rows) == 2**31 + 16
+    assert triton_gates.index_of(triton_gates._extent(rows)).primitive_bitwidth == 64
+    assert triton_gates.index_of(triton_gates._extent(rows[:2])).primitive_bitwidth == 32
 
 
 def test_a_users_function_that_reads_parameters() -> None:

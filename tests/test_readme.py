@@ -201,7 +201,7 @@ def test_one_line_frees_what_was_measured() -> None:
     assert round(min(found)) == least and round(max(found)) == most
     variants = [row["variants"]["fusedlayers"] for row in run["cases"]]
     times = [variant["forward_backward"]["ratio"] for variant in variants if "forward_backward" in variant]
-    fastest, slowest = map(float, re.findall(r"a training step takes (\S+) to (\S+) times as long", words)[0])
+    fastest, slowest = map(float, re.findall(r"forward and backward take (\S+) to (\S+) times as long", words)[0])
     assert round(min(times), 2) == fastest and round(max(times), 2) == slowest
     assert len(times) == len(found) == 4
 

@@ -419,9 +419,9 @@ def _places_of_classes(model: nn.Module) -> Iterator[Place]:
         nn.LayerNorm: "layer_norm",
         nn.RMSNorm: "rms_norm",
         nn.GroupNorm: "group_norm",
-        nn.BatchNorm1d: "batch_norm",
-        nn.BatchNorm2d: "batch_norm",
-        nn.BatchNorm3d: "batch_norm",
+        nn.BatchNorm1d: BATCH_NORM,
+        nn.BatchNorm2d: BATCH_NORM,
+        nn.BatchNorm3d: BATCH_NORM,
     }
     for kind, entries in table.stand_ins.items():
         function = next((f for f, _ in entries[0][0].stands_for if f in OPERATIONS), None)

@@ -69,6 +69,7 @@ class Place:
         is_normalised: of an activation, whether a batch norm made its input, in all calls.
         dtype: of the input.
         given: what the module was given in the first call, if that says the sizes of what it computes.
+        unread_because: of a batch norm, why no reader's output is kept in place of its input.
     """
 
     path: str
@@ -87,6 +88,7 @@ class Place:
     is_normalised: bool = False
     dtype: torch.dtype = torch.float32
     given: Given | None = None
+    unread_because: str = "no activation reads it whose output determines its input"
     paths: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -128,8 +130,10 @@ class Place:
 
     def note_activation(self, z: Tensor, activation: Activation) -> None:
         """Note that an activation reads the result, z, of a batch norm."""
-        if plan.describe_norm(activation, "auto", z.dtype, z.device).startswith("saves the output"):
+        if plan.tells_input(activation, "auto", z.dtype, on_gpu=z.is_cuda):
             self.readers.add("activation")
+        elif plan.tells_input(activation, "auto", z.dtype, on_gpu=False):
+            self.unread_because = plan.WAITS
         if backends.slow_on(z.device, z.dtype, activation) is not None:  # then the norm waits for no larger input
             self.saves, self.is_small = None, False
 
@@ -137,7 +141,7 @@ class Place:
     def useless_because(self) -> str | None:
         """Why there is nothing to free, as the calls before and after tell; or None."""
         if self.kind == BATCH_NORM:
-            return None if "activation" in self.readers else "no activation reads it whose output determines its input"
+            return None if "activation" in self.readers else self.unread_because
         if self.kind == GATE:
             return None if "product" in self.readers else "no matrix product reads it"
         if self.is_activation and "gate" in self.readers:

@@ -120,7 +120,7 @@ class FuseReport(Report):
         for title, places in (
             ("not fused:", self.skipped),
             ("fused for larger inputs:", self.too_small),
-            ("fused for other calls:", self.idle),
+            ("fused, where nothing is saved here:", self.idle),
         ):
             if places:
                 yield ""

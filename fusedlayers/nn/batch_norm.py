@@ -120,8 +120,8 @@ class FusedBatchNormAct1d(FusedBatchNormAct):
             "input": x and the activation's input.
             "auto": y where it determines x, on CPUs. Else x, and also y where y determines the derivative exactly (with
             a residual, with a branch bit too); of large results x alone, if there is no residual and a kernel has the
-            function (on CPUs those have all in 16 bits). Results of less than 2 MiB (channels-last, on CPUs: 8) are
-            PyTorch's, and an x of fewer than 16384 elements is kept.
+            function (on CPUs those have all in 16 bits). Results of less than 2 MiB (channels-last: 8; on GPUs: 128 KiB
+            for each multiprocessor) are PyTorch's, and an x of fewer than 16384 elements is kept.
         process_group: a process group of ``torch.distributed``, whose processes take their statistics together in
             training, as ``nn.SyncBatchNorm`` does, on CPUs too. First derivatives only.
 

@@ -253,6 +253,7 @@ def gate_gradient(
     if dup is not up:
         dup.copy_(up)  # the kernel reads it, and writes its gradient over it
     sums = iter(_launch_gradient(dy, z, dz, activation, operands, request, -1, wanted, up=dup))
+    torch.autograd.graph.increment_version((dz, dup))
     return [next(sums) if need else None for need in needs]
 
 
@@ -505,5 +506,10 @@ def constants_of(tensor: Tensor, matrix: Matrix, rows: int, columns: int) -> dic
 
 def index_type(tensor: Tensor) -> Any:
     """The integers that offsets into the tensor need."""
+    return index_of(tensor.numel())
+
+
+def index_of(extent: int) -> Any:
+    """The integers for offsets below ``extent``."""
     # A tile may reach past the end by its own size before it is masked.
-    return tl.int64 if tensor.numel() + TILE * PROGRAMS >= 2**31 else tl.int32
+    return tl.int64 if extent + TILE * PROGRAMS >= 2**31 else tl.int32

@@ -2,11 +2,13 @@
 
 Idea: every tensor is a matrix with a stride between its rows, and one between its elements, so that none is copied.
 
-Cost: one read of each input and one write of each output. Limit: no operands; ``elementwise.py`` has those.
+Cost: one read of each input and one write of each output. Limit: no operands, and rows; ``elementwise.py`` has the
+rest.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +23,7 @@ from ...utils.bounded_cache import BoundedCache
 from .. import torch as reference
 from . import elementwise
 from .codegen import device_function
-from .elementwise import OPTIONS, Matrix, index_type, tile_of
+from .elementwise import OPTIONS, Matrix, index_of, tile_of
 from .fallback import or_reference
 from .launch import Launch, cdiv, on
 
@@ -98,8 +100,9 @@ def _are_rows(*tensors: Tensor) -> bool:
     for t in tensors:
         if not t.dim() or t.numel() == 0:
             return False
-        for i in range(t.dim() - 2):
-            if t.shape[i] != 1 and t.stride(i) != t.shape[i + 1] * t.stride(i + 1):
+        sizes = [(size, stride) for size, stride in zip(t.shape[:-1], t.stride(), strict=False) if size != 1]
+        for (_, outer), (size, stride) in itertools.pairwise(sizes):
+            if outer != size * stride:
                 return False
     return True
 
@@ -156,7 +159,7 @@ def _run(kernel: Any, functions: dict[str, Any], *tensors: Tensor) -> None:
             "STEPS": tuple(t.stride(-1) for t in tensors),
             "ROWS": height,
             "COLUMNS": width,
-            "INDEX": max((index_type(t) for t in tensors), key=lambda kind: kind.primitive_bitwidth),
+            "INDEX": index_of(max(map(_extent, tensors))),
             **OPTIONS,
         }
         strides = [_between_rows(t) for t in tensors]
@@ -169,3 +172,8 @@ def _run(kernel: Any, functions: dict[str, Any], *tensors: Tensor) -> None:
 def _between_rows(t: Tensor) -> int:
     """How many elements lie between the beginnings of two rows."""
     return next((t.stride(i) for i in range(t.dim() - 2, -1, -1) if t.shape[i] != 1), 0)
+
+
+def _extent(t: Tensor) -> int:
+    """How many elements lie from the first to the last, with the gaps between them."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))

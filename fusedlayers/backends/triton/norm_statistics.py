@@ -152,6 +152,7 @@ def statistics(x: Tensor, norm: BatchNorm, part: float) -> tuple[Tensor, Tensor]
     running = norm.running_mean, norm.running_var
     # Their versions stay, as with torch's own kernels.
     written = all(t is not None and t.is_contiguous() and is_plain(t) for t in running)
+    written = written and part == norm.momentum  # another part changes from call to call, and launches are kept by it
     mean, inverse_std, var = _statistics(x, running if written else (None, None), norm.eps, part)
     if not written:
         count = x.numel() // len(mean)
