@@ -302,7 +302,7 @@ OVERVIEW = (
     ("conv", "convolution + ReLU", "ResNet-50 3x3", "relu"),
     ("norm", "convolution + batch norm + SiLU", "EfficientNet-B0 1x1", "silu"),
     ("parts", "layer norm", "ViT-B", "layer norm"),
-    ("parts", "RMS norm", "LLaMA-7B", "llama's norm"),
+    ("parts", "RMS norm as in transformers", "LLaMA-7B", "llama's norm"),
     ("parts", "GELU + dropout", "BERT-base", "gelu, dropout"),
 )
 
@@ -323,14 +323,14 @@ def overview_table(results: Path) -> str:
     names = {"cuda": "GPU", "cpu": "CPU"}
     measured = [f"{names[kind]}: {_device_of(best[kind])}, {MAIN_DTYPE[kind]}." for kind in kinds]
     note = (
-        "Bytes are those of the part and of the matrix product behind it. A norm frees its input as well, which is not "
-        "counted. A GPU's time is its kernels' alone."
+        "Counted is what the part and the matmul after it keep, without the part's input, which norms free too. GPU "
+        "times are the kernels' alone."
     )
     lines = [" ".join((*measured, note))]
     columns = [f"{names[kind]}: {whose}" for kind in kinds for whose in ("PyTorch", "**here**")]
     lines += [
         "",
-        f"| Saved MiB, time of forward and backward | {' | '.join(columns)} |",
+        f"| Kept MiB, time of forward and backward | {' | '.join(columns)} |",
         "|---|" + "--:|" * len(columns),
     ]
     for subject, title, shape, activation in OVERVIEW:
@@ -364,7 +364,7 @@ PEERS = {
     "compile, budget": ("`torch.compile`, `activation_memory_budget=0.5`", "the same, with recomputation"),
     "checkpoint": ("`torch.utils.checkpoint`", "nothing: all runs twice"),
     "optiacts": ("optiacts", "outputs and a bit for each element"),
-    "Liger": ("Liger", "gate and up"),
+    "Liger": ("Liger", "gate, up, and their product"),
     "inplace_abn": ("inplace_abn", "outputs, and inverts them"),
     "fusedlayers": ("**`fl.fuse`**", "outputs; the factors of products"),
     "FusedMLP": ("**`FusedMLP`, `FusedGatedMLP`**", "the same"),
@@ -385,7 +385,7 @@ def peers_table(run: dict[str, Any]) -> str:
     lines = [
         measured_on(run),
         "",
-        f"| Saved MiB, and time of forward and backward{of} | keeps | {' | '.join(titles)} |",
+        f"| Kept MiB, and time of forward and backward{of} | keeps | {' | '.join(titles)} |",
         "|---|---|" + "--:|" * len(cases),
     ]
     for name, (title, keeps) in PEERS.items():

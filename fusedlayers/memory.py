@@ -189,7 +189,11 @@ class _Saved:
 
 
 def _is_parameter(tensor: Tensor) -> bool:
-    return isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
+    if isinstance(tensor, torch.nn.Parameter):
+        return True
+    # A view that a Function's forward has made of an input that needs a gradient says that it is a leaf.
+    base = tensor._base
+    return tensor.is_leaf and tensor.requires_grad and (base is None or base.is_leaf)
 
 
 def device_of(tree: Any) -> torch.device:

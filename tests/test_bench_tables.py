@@ -238,11 +238,11 @@ def test_the_overview_has_the_parts_of_the_devices_with_most(tmp_path: Path) -> 
     assert "Other" not in filled
     lines = filled.strip().splitlines()
     assert lines[0].startswith("GPU: Some cuda, torch") and ", bfloat16. CPU: Some cpu, " in lines[0]
-    assert " Some cpu, 4 threads, torch 2.13.0, 2030-01-02, float32. Bytes are" in lines[0]
+    assert " Some cpu, 4 threads, torch 2.13.0, 2030-01-02, float32. Counted is" in lines[0]
     assert lines[2].endswith("| GPU: PyTorch | GPU: **here** | CPU: PyTorch | CPU: **here** |")
     assert lines[4].startswith("| Linear + GELU: BERT-base |")
     assert lines[4].endswith("| 12.0, 12.3 ms | **6.0**, **0.73x** |")
-    assert lines[5] == "| RMS norm: LLaMA-7B | - | - | 16.0, 2 ms | **8.0**, **0.50x** |"
+    assert lines[5] == "| RMS norm as in transformers: LLaMA-7B | - | - | 16.0, 2 ms | **8.0**, **0.50x** |"
 
 
 def test_the_peers_table(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import gc
 import subprocess
 import sys
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -152,6 +153,23 @@ class _KeepsOnContext(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         return dy * ctx.product  # not the derivative, and never run
+
+
+class _SavesAView(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.view(-1, x.shape[-1]))  # which says that it is a leaf and needs a gradient
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        return grads[0] * x.exp().view_as(grads[0])
+
+
+def test_views_that_a_function_makes_count(x: Tensor, w: Tensor) -> None:
+    assert saved_bytes(lambda x: _SavesAView.apply(F.linear(x, w)), x) == INPUT_BYTES + HIDDEN_BYTES
+    assert saved_bytes(lambda: _SavesAView.apply(w)) == 0  # a parameter's view
 
 
 @compiles
