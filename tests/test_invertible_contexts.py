@@ -636,7 +636,7 @@ def test_fuse() -> None:
     x = randn(16, 64, dtype=torch.float32)
     wanted = step(model, (x,), list(model.parameters()))
     report = fl.fuse(model, x)
-    assert sum(len(place.modules) for place in report.replaced) == 4, report
+    assert sum(len(place.modules) for place in report.idle) == 4, report
     found = step(model, (x,), list(model.parameters()))
     assert error(found, wanted) <= 1e-5
     fl.unfuse(model)

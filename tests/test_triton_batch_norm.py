@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import DEVICE, INTERPRETER_WARNINGS
+from gpu import DEVICE, INTERPRETED, INTERPRETER_WARNINGS
 from torch import Tensor, nn
 
 import fusedlayers as fl
@@ -227,7 +227,8 @@ def test_layers_are_as_good_as_torchs(
     layer.load_state_dict(eager.norm.state_dict(), strict=False)
     truths = _run(copy.deepcopy(eager).double(), x.double(), dy.double())
     for ours, theirs, truth in zip(_run(layer, x, dy), _run(eager, x, dy), truths, strict=True):
-        assert ours.dtype is theirs.dtype and ours.stride() == theirs.stride()
+        # In evaluation eager's gradient of a channels-last x is contiguous on a GPU.
+        assert ours.dtype is theirs.dtype and (ours.stride() == theirs.stride() or not (INTERPRETED or training))
         errors = [float((t.double() - truth).norm()) for t in (ours, theirs)]
         assert errors[0] <= 1.05 * errors[1] + 4 * torch.finfo(torch.float32).eps * float(truth.norm())
 
@@ -237,13 +238,14 @@ def test_layers_are_as_good_as_torchs(
 def test_layers_that_save_outputs(name: str, layout: torch.memory_format, on_triton: Callable[[bool], None]) -> None:
     on_triton(True)
     torch.manual_seed(0)
-    norm = nn.BatchNorm2d(24, device=DEVICE)
+    norm = nn.BatchNorm2d(24)
     with torch.no_grad():
         norm.weight.uniform_(0.5, 1.5)
         norm.weight[3] = 1e-4  # of this channel the input is kept
         norm.bias.normal_()
+    norm.to(DEVICE)
     layer, eager = fl.FusedBatchNormAct2d.from_modules(copy.deepcopy(norm), name, save="output"), Eager(norm, name)
-    x = torch.randn(6, 24, 15, 13, device=DEVICE).contiguous(memory_format=layout)
+    x = torch.randn(6, 24, 15, 13).to(DEVICE).contiguous(memory_format=layout)
     dy = torch.randn_like(x)
     y = layer(x.detach().requires_grad_())
     assert type(y.grad_fn).__name__ == "NormActBackward"
