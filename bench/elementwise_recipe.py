@@ -6,9 +6,9 @@ import torch
 import triton.language as tl
 
 from fusedlayers.activations import Activation, measure_inverse_error
-from fusedlayers.backends.triton import elementwise, gates
+from fusedlayers.backends.triton import elementwise, gates, tiles
 from fusedlayers.backends.triton.codegen import Role, device_function
-from fusedlayers.backends.triton.elementwise import Matrix
+from fusedlayers.backends.triton.tiles import Matrix
 
 from .recipe import POINTERS, TARGETS, Family, Recipe
 
@@ -54,7 +54,7 @@ def recipe(
     role: Role = "inverse" if kernel == "inverse" else "forward" if kernel in ("forward", "gate") else "gradient"
     function = elementwise.gradient_kernel if role == "gradient" else elementwise.bias_act_kernel
     has_sums = role == "gradient" and (bool(activation.operand_dims) or (bias != "none" and not is_gate))
-    rows, columns = elementwise.tile_of(MATRICES[bias], sums=has_sums)
+    rows, columns = tiles.tile_of(MATRICES[bias], sums=has_sums)
     constants = {"AXIS": bias, "FOLDED": False, "ROWS": rows, "COLUMNS": columns, "INDEX": index, "HAS_UP": is_gate}
     needs = (True,) * len(activation.operand_dims)
     if role != "gradient":
@@ -72,7 +72,7 @@ def recipe(
     arguments = [name for name in function.arg_names if name not in constants]
     types = {name: POINTERS[dtype] if name.endswith("_ptr") else "i32" for name in arguments}
     types |= {name: "*fp32" for name in ("operand_ptr", "partial_ptr") if name in arguments}
-    options = elementwise.options(TARGETS[target].warp_size)
+    options = tiles.options(TARGETS[target].warp_size)
     return Recipe(function, types, constants, [name for name in arguments if name not in ("rows", "steps")], options)
 
 
@@ -81,7 +81,7 @@ FAMILY = Family(KERNELS, kernels_of, recipe)
 
 def _gate_recipe(kernel: str, activation: Activation, dtype: torch.dtype, target: str, index: Any) -> Recipe:
     """Of a gate that reads no tensors: of rows that may have gaps."""
-    rows, columns = elementwise.tile_of(MATRICES["column"])
+    rows, columns = tiles.tile_of(MATRICES["column"])
     constants = {"ROWS": rows, "COLUMNS": columns, "INDEX": index}
     constants["FORWARD"] = device_function(activation, "forward", given="input", dtype=dtype)
     function = gates.gate_kernel
@@ -92,5 +92,5 @@ def _gate_recipe(kernel: str, activation: Activation, dtype: torch.dtype, target
     constants["STEPS"] = (1,) * len(pointers)
     arguments = [name for name in function.arg_names if name not in constants]
     types = {name: POINTERS[dtype] if name in pointers else "i32" for name in arguments}
-    options = elementwise.options(TARGETS[target].warp_size)
+    options = tiles.options(TARGETS[target].warp_size)
     return Recipe(function, types, constants, [name for name in arguments if name != "rows"], options)

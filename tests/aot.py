@@ -32,7 +32,7 @@ import torch
 import triton.language as tl
 
 from fusedlayers.activations import Activation, activations, resolve
-from fusedlayers.backends.triton import elementwise
+from fusedlayers.backends.triton import tiles
 from fusedlayers.call import with_operands
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -85,7 +85,7 @@ def compile_kernel(
     accesses = machine_code.accesses(compiled)
     _, tensors_read = elementwise_recipe.KERNELS[kernel]
     tile_bytes = recipe.constants["ROWS"] * recipe.constants["COLUMNS"] * dtype.itemsize
-    wide = tile_bytes // (16 * elementwise.THREADS)
+    wide = tile_bytes // (16 * tiles.THREADS)
     return {
         "target": target,
         "activation": repr(activation),
@@ -146,15 +146,15 @@ def _fetches(target: str, name: str, kernel: str, dtype: str) -> dict[str, Any]:
 def _instructions(target: str, name: str, kernel: str, dtype: str, bias: str) -> dict[str, Any]:
     """The instructions for each element: what a thread has more of where it has twice as many elements."""
     counts = []
-    tile = elementwise.TILE
+    tile = tiles.TILE
     for factor in (1, 2):
-        elementwise.TILE = factor * tile
+        tiles.TILE = factor * tile
         try:
             recipe = elementwise_recipe.recipe(kernel, resolve(name), getattr(torch, dtype), target, bias)
         finally:
-            elementwise.TILE = tile
+            tiles.TILE = tile
         counts.append(machine_code.instructions(recipe.compile(target)).count)
-    return {"case": f"{name} {kernel} {bias}", "instructions": (counts[1] - counts[0]) * elementwise.THREADS / tile}
+    return {"case": f"{name} {kernel} {bias}", "instructions": (counts[1] - counts[0]) * tiles.THREADS / tile}
 
 
 def _reports_of_bench(arguments: Sequence[str]) -> list[dict[str, Any]]:

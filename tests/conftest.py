@@ -162,11 +162,11 @@ SPLITS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=SPLITS)
 def split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    from fusedlayers.backends.triton import elementwise
+    from fusedlayers.backends.triton import elementwise, tiles
     from fusedlayers.utils.bounded_cache import BoundedCache
 
     for name, value in SPLITS[request.param].items():
-        monkeypatch.setattr(elementwise, name, value)
+        monkeypatch.setattr(tiles, name, value)
     for launches in ("_launches", "_gradient_launches"):  # what is kept was made in another way
         monkeypatch.setattr(elementwise, launches, BoundedCache())
     name: str = request.param

@@ -17,7 +17,7 @@ from interpreting import examined
 from fusedlayers.activations import resolve
 from fusedlayers.backends import GradientRequest
 from fusedlayers.backends import triton as backend
-from fusedlayers.backends.triton import elementwise, gemm
+from fusedlayers.backends.triton import gemm, tiles
 from fusedlayers.call import with_operands
 
 pytestmark = [
@@ -111,7 +111,7 @@ def _the_same_in_each_order(run: Callable[[], Results]) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_elementwise(kernel: str, dtype: torch.dtype, split: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SPLITS[split].items():
-        monkeypatch.setattr(elementwise, name, value)
+        monkeypatch.setattr(tiles, name, value)
     _the_same_in_each_order(lambda: KERNELS[kernel](dtype))
 
 

@@ -26,7 +26,7 @@ import triton.language as tl  # after the line that skips without it
 
 from fusedlayers.backends import GradientRequest
 from fusedlayers.backends import triton as backend
-from fusedlayers.backends.triton import elementwise, sums
+from fusedlayers.backends.triton import sums, tiles
 
 pytestmark = [pytest.mark.filterwarnings(*INTERPRETER_WARNINGS), pytest.mark.usefixtures("interpreter_converts")]
 
@@ -162,7 +162,7 @@ def test_gradient_given_the_output(activation: Activation, dtype: torch.dtype) -
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Larger tiles for the interpreter, which takes as long for a small one."""
     if INTERPRETED:
-        monkeypatch.setattr(elementwise, "TILE", 1 << 14)
+        monkeypatch.setattr(tiles, "TILE", 1 << 14)
 
 
 def counts(activation: Activation, z: Tensor) -> Tensor:
@@ -532,7 +532,7 @@ def test_a_bias_with_gaps_and_an_out_of_another_layout() -> None:
 
 def test_offsets_have_64_bits_where_32_do_not_suffice() -> None:
     def index(elements: int) -> Any:
-        return elementwise.index_type(torch.empty(elements, device="meta"))
+        return tiles.index_type(torch.empty(elements, device="meta"))
 
     assert index(2**31) == tl.int64
     assert index(2**31 - 1) == tl.int64  # masked elements lie behind the last one

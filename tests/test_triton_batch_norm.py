@@ -22,7 +22,7 @@ from fusedlayers.utils.layout import other_dims
 triton = pytest.importorskip("fusedlayers.backends.triton")
 batch_norm = pytest.importorskip("fusedlayers.backends.triton.batch_norm")
 norm_statistics = pytest.importorskip("fusedlayers.backends.triton.norm_statistics")
-elementwise = pytest.importorskip("fusedlayers.backends.triton.elementwise")
+tiles = pytest.importorskip("fusedlayers.backends.triton.tiles")
 fallback = pytest.importorskip("fusedlayers.backends.triton.fallback")
 OutOfResources = pytest.importorskip("triton.runtime.errors").OutOfResources
 
@@ -71,8 +71,8 @@ def test_it_computes_what_the_reference_does(
     shape: str, dtype: torch.dtype, steps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if steps:
-        monkeypatch.setattr(elementwise, "TILE", 64)
-        monkeypatch.setattr(elementwise, "SUMMING_PROGRAMS", 3)
+        monkeypatch.setattr(tiles, "TILE", 64)
+        monkeypatch.setattr(tiles, "SUMMING_PROGRAMS", 3)
     x, dy, mean, scale, shift = _case(shape, dtype)
     activation = resolve("silu")
     passes = triton.input_passes(activation, dtype)
@@ -100,8 +100,8 @@ def test_from_outputs_it_computes_what_the_reference_does(
     name: str, shape: str, steps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if steps:
-        monkeypatch.setattr(elementwise, "TILE", 64)
-        monkeypatch.setattr(elementwise, "SUMMING_PROGRAMS", 3)
+        monkeypatch.setattr(tiles, "TILE", 64)
+        monkeypatch.setattr(tiles, "SUMMING_PROGRAMS", 3)
     x, dy, mean, scale, shift = _case(shape, torch.float32)
     activation = resolve(name)
     passes, error = triton.norm_passes(x, activation), 2e-3 if name == "silu" else 1e-5  # near SiLU's minimum
@@ -151,8 +151,8 @@ def test_factors(dtype: torch.dtype, has_w: bool, which: str) -> None:
 @pytest.mark.parametrize("steps", [False, True], ids=["one step", "several steps"])
 def test_statistics(shape: str, dtype: torch.dtype, steps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if steps:
-        monkeypatch.setattr(elementwise, "TILE", 64)
-        monkeypatch.setattr(elementwise, "SUMMING_PROGRAMS", 3)
+        monkeypatch.setattr(tiles, "TILE", 64)
+        monkeypatch.setattr(tiles, "SUMMING_PROGRAMS", 3)
         monkeypatch.setattr(norm_statistics, "PROGRAMS", 2)
     x, *_ = _case(shape, dtype)
     x = x * 3 + 200  # far from 0, where sums of squares would cancel

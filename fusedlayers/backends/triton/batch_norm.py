@@ -2,7 +2,7 @@
 
 Idea: forward is one pass for the statistics (``norm_statistics.py``) and one more. Backward computes z again: one pass
 makes ``dz = dy f'(z)`` and its sums, and one makes dx of dz and of x or z (Ioffe & Szegedy 2015). A tensor is a matrix
-as in ``elementwise.py``, and programs that sum walk along the axis without channels.
+as in ``tiles.py``, and programs that sum walk along the axis without channels.
 
 Cost: forward two reads of x and one write; backward four reads and two writes, and one write more from the output.
 PyTorch's operations take three reads and two writes, and six reads and two writes. Limit: contiguous and channels-last
@@ -23,13 +23,22 @@ from ...activations import Activation
 from ...utils.bounded_cache import BoundedCache
 from ...utils.layout import has_torchs_layout, laid_out_as
 from .. import torch as reference
-from . import elementwise
+from . import tiles
 from .codegen import computes, device_function
-from .elementwise import as_matrix, constants_of, walk_of
 from .fallback import or_reference
 from .launch import Launch, cdiv, on
 from .norm_statistics import statistics
 from .sums import add_up
+from .tiles import (
+    as_matrix,
+    channel_of,
+    constants_of,
+    factor_of,
+    first_tile,
+    next_tile,
+    store_by_channel,
+    walk_of,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Channels that a program makes the factors of.
@@ -62,18 +71,12 @@ def norm_act_kernel(
     INDEX: tl.constexpr,
 ):
     """y = f(z) with z = (x - mean) scale + shift; the smallest z of each channel and of -z over ``steps`` tiles."""
-    if AXIS == "row":
-        row = tl.program_id(0).to(INDEX) * ROWS + tl.arange(0, ROWS)[:, None]
-        column = tl.program_id(1).to(INDEX) * COLUMNS * steps + tl.arange(0, COLUMNS)[None, :]
-        channel = row % channels
-    else:
-        row = tl.program_id(1).to(INDEX) * ROWS * steps + tl.arange(0, ROWS)[:, None]
-        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        channel = column % channels if FOLDED else column
+    row, column = first_tile(steps, AXIS, ROWS, COLUMNS, INDEX)
+    channel = channel_of(row, column, channels, AXIS, FOLDED)
     if NORMALISES:
-        mean = tl.load(mean_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
-        scale = tl.load(scale_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
-        shift = tl.load(shift_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
+        mean = factor_of(mean_ptr, channel, channels)
+        scale = factor_of(scale_ptr, channel, channels)
+        shift = factor_of(shift_ptr, channel, channels)
     if HAS_ENDS:
         smallest = tl.full((ROWS, COLUMNS), float("inf"), tl.float32)
         negated = tl.full((ROWS, COLUMNS), float("inf"), tl.float32)
@@ -88,17 +91,11 @@ def norm_act_kernel(
             negated = tl.where(inside, tl.minimum(negated, -z), negated)
         y = FORWARD(z, x_ptr, channel, channels)
         tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=inside)
-        if AXIS == "row":
-            column += COLUMNS
-        else:
-            row += ROWS
+        row, column = next_tile(row, column, AXIS, ROWS, COLUMNS)
     if HAS_ENDS:
         axis: tl.constexpr = 1 if AXIS == "row" else 0
-        length: tl.constexpr = ROWS if AXIS == "row" else COLUMNS
-        width = tl.num_programs(0) * length
-        place = tl.program_id(1) * width + tl.program_id(0) * length + tl.arange(0, length)
-        tl.store(ends_ptr + place, tl.min(smallest, axis))
-        tl.store(ends_ptr + tl.num_programs(1) * width + place, tl.min(negated, axis))
+        store_by_channel(ends_ptr, 0, tl.min(smallest, axis))
+        store_by_channel(ends_ptr, 1, tl.min(negated, axis))
 
 
 @triton.jit(do_not_specialize=["rows", "steps"])
@@ -126,18 +123,12 @@ def norm_gradient_kernel(
 ):
     """dz = dy f'(z); the sums of dz and of dz (x - mean) over ``steps`` tiles along the axis without channels. From
     outputs also z, which may be written over them, and the sums of dz (z - shift)."""
-    if AXIS == "row":
-        row = tl.program_id(0).to(INDEX) * ROWS + tl.arange(0, ROWS)[:, None]
-        column = tl.program_id(1).to(INDEX) * COLUMNS * steps + tl.arange(0, COLUMNS)[None, :]
-        channel = row % channels
-    else:
-        row = tl.program_id(1).to(INDEX) * ROWS * steps + tl.arange(0, ROWS)[:, None]
-        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        channel = column % channels if FOLDED else column
-    shift = tl.load(shift_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
+    row, column = first_tile(steps, AXIS, ROWS, COLUMNS, INDEX)
+    channel = channel_of(row, column, channels, AXIS, FOLDED)
+    shift = factor_of(shift_ptr, channel, channels)
     if INVERSE is None:
-        mean = tl.load(mean_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
-        scale = tl.load(scale_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
+        mean = factor_of(mean_ptr, channel, channels)
+        scale = factor_of(scale_ptr, channel, channels)
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     product = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for _ in range(steps):
@@ -158,16 +149,10 @@ def norm_gradient_kernel(
         tl.store(dz_ptr + offset, dz.to(dz_ptr.dtype.element_ty), mask=inside)
         total += dz
         product += tl.where(inside, dz * centred, 0.0)
-        if AXIS == "row":
-            column += COLUMNS
-        else:
-            row += ROWS
+        row, column = next_tile(row, column, AXIS, ROWS, COLUMNS)
     axis: tl.constexpr = 1 if AXIS == "row" else 0
-    length: tl.constexpr = ROWS if AXIS == "row" else COLUMNS
-    width = tl.num_programs(0) * length
-    place = tl.program_id(1) * width + tl.program_id(0) * length + tl.arange(0, length)
-    tl.store(partial_ptr + place, tl.sum(total, axis))
-    tl.store(partial_ptr + tl.num_programs(1) * width + place, tl.sum(product, axis))
+    store_by_channel(partial_ptr, 0, tl.sum(total, axis))
+    store_by_channel(partial_ptr, 1, tl.sum(product, axis))
 
 
 @triton.jit
@@ -235,17 +220,11 @@ def combine_kernel(
     INDEX: tl.constexpr,
 ):
     """dz = scale dz + slope v + offset, over ``steps`` tiles."""
-    if AXIS == "row":
-        row = tl.program_id(0).to(INDEX) * ROWS + tl.arange(0, ROWS)[:, None]
-        column = tl.program_id(1).to(INDEX) * COLUMNS * steps + tl.arange(0, COLUMNS)[None, :]
-        channel = row % channels
-    else:
-        row = tl.program_id(1).to(INDEX) * ROWS * steps + tl.arange(0, ROWS)[:, None]
-        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        channel = column % channels if FOLDED else column
-    scale = tl.load(scale_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
-    slope = tl.load(slope_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
-    constant = tl.load(offset_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
+    row, column = first_tile(steps, AXIS, ROWS, COLUMNS, INDEX)
+    channel = channel_of(row, column, channels, AXIS, FOLDED)
+    scale = factor_of(scale_ptr, channel, channels)
+    slope = factor_of(slope_ptr, channel, channels)
+    constant = factor_of(offset_ptr, channel, channels)
     for _ in range(steps):
         inside = (row < rows) & (column < columns)
         offset = row * columns + column
@@ -253,10 +232,7 @@ def combine_kernel(
         v = tl.load(v_ptr + offset, mask=inside, other=0.0).to(tl.float32)
         dx = scale * dz + (slope * v + constant)
         tl.store(dz_ptr + offset, dx.to(dz_ptr.dtype.element_ty), mask=inside)
-        if AXIS == "row":
-            column += COLUMNS
-        else:
-            row += ROWS
+        row, column = next_tile(row, column, AXIS, ROWS, COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -464,7 +440,7 @@ def _launch(
     """A launch over x; the shape of two numbers of each channel that each program writes, and of how many runs of the
     channels these are."""
     functions = (id(value) if callable(value) else value for value in constants.values())
-    key = id(kernel), elementwise.TILE, *functions, x.get_device(), x.shape, x.stride(), x.dtype, parameter
+    key = id(kernel), tiles.TILE, *functions, x.get_device(), x.shape, x.stride(), x.dtype, parameter
     known = _launches.get(key)
     if known is None:
         matrix = as_matrix(x, 1)

@@ -19,9 +19,9 @@ from ...activations.tracing import trace
 from ...utils.bounded_cache import BoundedCache
 from .. import torch as reference
 from .codegen import compile_function, print_function
-from .elementwise import OPTIONS, TILE
 from .fallback import or_reference
 from .launch import Launch, cdiv, on
+from .tiles import OPTIONS, TILE
 
 #: By what they depend on.
 _launches: BoundedCache[Launch] = BoundedCache(1024)

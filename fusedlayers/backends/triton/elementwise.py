@@ -1,8 +1,6 @@
 """Bias and activation, gates, and the gradients of both on a GPU: one pass over memory each.
 
-Idea: a tensor is a matrix of rows and columns, contiguous along the columns, and the bias runs along one of the two:
-along the columns in dense layers and channels-last tensors, along the rows in channels-first tensors. Without a bias
-the whole tensor is one row.
+Idea: a tensor is a matrix (``tiles.py``), and the bias runs along its channels.
 
 Arithmetic is float32; inputs and outputs are 16- or 32-bit floats. The gradients of the bias and of the tensors that an
 activation reads (its operands) are summed in a fixed order: every program adds up its own rows, and ``sums.py`` adds
@@ -14,9 +12,8 @@ other strides than their result, are copied first.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,40 +22,19 @@ from torch import Tensor
 
 from ...activations import Activation
 from ...utils.bounded_cache import BoundedCache
-from ...utils.layout import is_dense, laid_out_as, layout_along
+from ...utils.layout import is_dense, laid_out_as
 from .. import torch as reference
 from ..base import GradientRequest
+from . import tiles
 from .codegen import device_function, pack
 from .fallback import or_reference
-from .launch import Launch, cdiv, next_power_of_2, on
+from .launch import Launch, cdiv, on
 from .sums import Sum, each
+from .tiles import as_matrix, channel_of, constants_of, first_tile, next_tile, store_by_channel, tile_of, walk_of
 
-#: Elements per tile, and threads that share them: 8 each, which is one or two 16-byte loads of each operand. (With 16,
-#: gelu's derivative in float32 spilled registers on sm_100.)
-TILE = 2048
-THREADS = 256
-#: Programs per backward launch, about: with a quarter of them an H100 took 2 to 7 % longer for what a batch norm adds.
-PROGRAMS = 8192
-#: The same where they sum, and the columns of a tile then: all partial sums take 128 KiB. An H100 took a third longer
-#: with half as many (GELU's gradient and a bias), and as long with twice or four times as many.
-SUMMING_PROGRAMS, SUMMED_COLUMNS = 512, 64
-#: The fewest columns that a tile gets so that fewer lie beyond the end of a row: 128 bytes of 16-bit numbers. With half
-#: of that an H100 took half as long again to add two tensors of 144 channels.
-NARROWEST = 64
 #: Neighbours that are added before they join a running sum. A thread has at least four, so a sum takes a quarter of the
 #: registers: with ten operands 100 to 130 in all instead of 170 to 210, where six spill on sm_100.
 GROUP = tl.constexpr(4)
-
-
-def options(warp_size: int) -> dict[str, Any]:
-    """How the kernels are compiled for a device with warps of this size.
-
-    FMAs keep the polynomials fast, and the branch bit is made with integers; stated because Triton's default changes.
-    """
-    return {"num_warps": THREADS // warp_size, "enable_fp_fusion": True}
-
-
-OPTIONS = options(64 if torch.version.hip else 32)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -73,8 +49,8 @@ def bias_act_kernel(
     columns,
     channels,
     FORWARD: tl.constexpr,
-    AXIS: tl.constexpr,  # along which channels run: "none", "column" or "row"
-    FOLDED: tl.constexpr,  # whether a row of the matrix is several rows of channels
+    AXIS: tl.constexpr,
+    FOLDED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_UP: tl.constexpr,
@@ -88,7 +64,7 @@ def bias_act_kernel(
     column = (tl.program_id(0) % blocks).to(INDEX) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (column < columns)
     offset = row * columns + column
-    channel = row % channels if AXIS != "column" else column % channels if FOLDED else column
+    channel = channel_of(row, column, channels, AXIS, FOLDED)
     z = tl.load(z_ptr + offset, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         z += tl.load(b_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
@@ -138,25 +114,16 @@ def gradient_kernel(
 ):
     """dz = dy up f' and other products, and their sums along the axis without channels; dz_ptr may be saved_ptr.
 
-    A program walks ``steps`` tiles along that axis: down the rows for channels along the columns, along the columns
-    else. A sum that is not by channel is written once for each program.
+    A program walks ``steps`` tiles along that axis. A sum that is not by channel is written once for each program.
     """
-    if AXIS == "row":
-        first_row = tl.program_id(0).to(INDEX) * ROWS
-        first_column = tl.program_id(1).to(INDEX) * COLUMNS * steps
-    else:
-        first_row = tl.program_id(1).to(INDEX) * ROWS * steps
-        # Where channels bound the columns 64 bits would cost registers for nothing (a spill on sm_100).
-        first_column = tl.program_id(0).to(INDEX if AXIS == "none" else tl.int32) * COLUMNS
-    row = first_row + tl.arange(0, ROWS)[:, None]
-    column = first_column + tl.arange(0, COLUMNS)[None, :]
+    row, column = first_tile(steps, AXIS, ROWS, COLUMNS, INDEX)
     totals = ()  # whose length changes, which mypy does not expect
     for i in tl.static_range(len(SUMS)):
         totals += (tl.zeros((ROWS, COLUMNS // _group(SUMS[i], AXIS)), dtype=tl.float32),)  # type: ignore[assignment]
     for _ in range(steps):
         inside = (row < rows) & (column < columns)
         offset = row * columns + column
-        channel = row % channels if AXIS != "column" else column % channels if FOLDED else column
+        channel = channel_of(row, column, channels, AXIS, FOLDED)
         dy = tl.load(dy_ptr + offset, mask=inside, other=0.0).to(tl.float32)
         saved = tl.load(saved_ptr + offset, mask=inside, other=0.0).to(tl.float32)
         if HAS_UP:
@@ -174,33 +141,19 @@ def gradient_kernel(
                 share = tl.sum(tl.reshape(share, (ROWS, COLUMNS // GROUP, GROUP)), 2)
             added += (totals[i] + share,)  # type: ignore[assignment]  # likewise
         totals = added
-        if AXIS == "row":
-            column += COLUMNS
-        else:
-            row += ROWS
-    width = tl.num_programs(0) * _written(SUMS, ROWS if AXIS == "row" else COLUMNS)
+        row, column = next_tile(row, column, AXIS, ROWS, COLUMNS)
     for i in tl.static_range(len(SUMS)):
-        start = partial_ptr + (i * tl.num_programs(1) + tl.program_id(1)) * width
-        if not SUMS[i][1]:
-            tl.store(start + tl.program_id(0), tl.sum(totals[i]))
-        elif AXIS == "column":
-            tl.store(start + tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.sum(totals[i], 0))
+        if SUMS[i][1]:
+            store_by_channel(partial_ptr, i, tl.sum(totals[i], 1 if AXIS == "row" else 0))
         else:
-            tl.store(start + tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.sum(totals[i], 1))
+            width = tl.num_programs(0) * _written(SUMS, ROWS if AXIS == "row" else COLUMNS)
+            start = partial_ptr + (i * tl.num_programs(1) + tl.program_id(1)) * width
+            tl.store(start + tl.program_id(0), tl.sum(totals[i]))
 
 
 #: By what they depend on. The kernels and functions in a key are held by its launch.
 _launches: BoundedCache[Launch] = BoundedCache(1024)
 _gradient_launches: BoundedCache[_GradientLaunch] = BoundedCache(1024)
-
-
-class Matrix(NamedTuple):
-    """A tensor as rows and columns, and along which of these channels run."""
-
-    rows: int
-    columns: int
-    channels: int
-    axis: Literal["none", "column", "row"]
 
 
 @or_reference(reference.bias_act)
@@ -218,53 +171,17 @@ def bias_act(
     """``activation(z + b + residual, *operands)``, in ``out`` (which may be z) or in a new buffer of z's memory
     format; b, and operands of more than one element, run along ``dim``."""
     forward = device_function(activation, "forward", given="output" if encode else "input", dtype=z.dtype)
-    return _launch_forward(forward, z, b, residual, operands, dim, out)
-
-
-@or_reference(reference.gate)
-def gate(z: Tensor, up: Tensor, activation: Activation, operands: Sequence[Tensor], out: Tensor | None) -> Tensor:
-    """``activation(z, *operands) * up``, in ``out`` (which may be z) or in a new buffer; with operands contiguous."""
-    function = device_function(activation, "forward", given="input", dtype=z.dtype)
-    return _launch_forward(function, z, None, None, operands, -1, out, up=up)
-
-
-@or_reference(reference.gate_gradient)
-def gate_gradient(
-    dy: Tensor,
-    z: Tensor,
-    up: Tensor,
-    activation: Activation,
-    operands: Sequence[Tensor],
-    needs: tuple[bool, ...],
-    out: tuple[Tensor, Tensor] | None = None,
-) -> list[Tensor | None]:
-    """Write the gradients of z and up into ``out``, or else over these; return those of the operands, with which all
-    are contiguous."""
-    if out is not None and not (is_dense(out[0]) and out[0].stride() == out[1].stride()):
-        of_z, of_up = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in out)
-        own = of_z, of_up
-        shares = gate_gradient(dy, z.contiguous(), up, activation, operands, needs, own)
-        for t, computed in zip(out, own, strict=True):
-            t.copy_(computed)
-        return shares
-    request = GradientRequest("input", True, False, needs)
-    wanted = [Sum.of(p) for p, need in zip(operands, needs, strict=True) if need]
-    dz, dup = out or (z, up)
-    if dup is not up:
-        dup.copy_(up)  # the kernel reads it, and writes its gradient over it
-    sums = iter(_launch_gradient(dy, z, dz, activation, operands, request, -1, wanted, up=dup))
-    torch.autograd.graph.increment_version((dz, dup))
-    return [next(sums) if need else None for need in needs]
+    return launch_forward(forward, z, b, residual, operands, dim, out)
 
 
 @or_reference(reference.inverse)
 def inverse(y: Tensor, activation: Activation, out: Tensor | None) -> Tensor:
     """z with ``activation(z) = y``, in ``out`` (which may be y) or in a new buffer; y carries the branch."""
     function = device_function(activation, "inverse", given="output", dtype=y.dtype)
-    return _launch_forward(function, y, None, None, (), -1, out)
+    return launch_forward(function, y, None, None, (), -1, out)
 
 
-def _launch_forward(
+def launch_forward(
     function: Any,
     z: Tensor,
     b: Tensor | None,
@@ -274,6 +191,7 @@ def _launch_forward(
     out: Tensor | None,
     up: Tensor | None = None,
 ) -> Tensor:
+    """``function(z + b + residual, *operands) up``, in ``out`` or in a new buffer."""
     y = out if out is not None and is_dense(out) else torch.empty_like(z)
     if y.numel() == 0:
         return y if out is None else out
@@ -283,7 +201,7 @@ def _launch_forward(
         *(
             id(bias_act_kernel),
             id(function),
-            TILE,
+            tiles.TILE,
             y.get_device(),
             y.shape,
             y.stride(),
@@ -325,7 +243,7 @@ def gradient(
     wanted = [Sum(True, dz.dtype)] * request.needs_bias
     wanted += [Sum.of(p) for p, need in zip(operands, request.needs_operands, strict=True) if need]
     if dz.numel():
-        sums = iter(_launch_gradient(dy, saved, dz, activation, operands, request, dim, wanted))
+        sums = iter(launch_gradient(dy, saved, dz, activation, operands, request, dim, wanted))
     else:
         sums = iter([dz.new_zeros(dz.shape[dim] if one.by_channel else 1, dtype=one.dtype) for one in wanted])
     if dz is saved:
@@ -333,7 +251,7 @@ def gradient(
     return dz, *(next(sums) if need else None for need in (request.needs_bias, *request.needs_operands))
 
 
-def _launch_gradient(
+def launch_gradient(
     dy: Tensor,
     saved: Tensor,
     dz: Tensor,
@@ -353,7 +271,7 @@ def _launch_gradient(
     )
     forward = None if up is None else device_function(activation, "forward", given="input", dtype=saved.dtype)
     key = (
-        *(id(gradient_kernel), id(function), id(forward), TILE, PROGRAMS),
+        *(id(gradient_kernel), id(function), id(forward), tiles.TILE, tiles.PROGRAMS),
         *(dz.get_device(), dz.shape, dz.stride(), dy.dtype, saved.dtype, dim, has_channels, request.needs_bias),
         *wanted,
     )
@@ -413,103 +331,3 @@ def _gradient_launch(
 def _run(operands: Sequence[Tensor]) -> bool:
     """Whether any has a number for each channel."""
     return any(p.numel() > 1 for p in operands)
-
-
-def as_matrix(tensor: Tensor, dim: int | None) -> Matrix:
-    """A dense tensor as rows and columns, in the order of its memory."""
-    if dim is None:
-        return Matrix(1, tensor.numel(), 1, "none")
-    outer, channels, inner = layout_along(tensor, dim)
-    if inner == 1:
-        fold = _fold(outer, channels)
-        return Matrix(outer // fold, channels * fold, channels, "column")
-    return Matrix(outer * channels, inner, channels, "row")
-
-
-def tile_of(matrix: Matrix, *, sums: bool = False) -> tuple[int, int]:
-    """The rows and columns of a tile; ``sums``: of a launch that sums over each channel."""
-    columns = min(TILE, max(16, next_power_of_2(matrix.columns)))
-    if matrix.axis != "none":
-        # A tile of several rows shares its bias, and its sums, among them.
-        columns = min(columns, SUMMED_COLUMNS if sums and matrix.axis == "column" else 256)
-        columns = _narrowed(matrix.columns, columns)
-    return (1 if matrix.axis == "none" else min(TILE // columns, next_power_of_2(matrix.rows))), columns
-
-
-def _narrowed(columns: int, width: int) -> int:
-    """The widest tile that computes least beyond the end of a row; up to an eighth of all does not count."""
-    best, least = width, math.inf
-    while width >= NARROWEST:
-        computed = cdiv(columns, width) * width
-        if _is_little(computed - columns, computed):
-            return width
-        if computed < least:
-            best, least = width, computed
-        width //= 2
-    return best
-
-
-def _fold(rows: int, columns: int) -> int:
-    """How many rows are one row of a matrix, so that little lies beyond its end: 16 of 144 channels are nine tiles of
-    256 columns."""
-    for fold in (1, 2, 4, 8, 16, 32, 64):
-        if rows % fold:
-            break
-        computed = cdiv(columns * fold, NARROWEST) * NARROWEST
-        if _is_little(computed - columns * fold, computed):
-            return fold
-    return 1
-
-
-def _is_little(beyond: int, computed: int) -> bool:
-    return 8 * beyond <= computed
-
-
-class Walk(NamedTuple):
-    """How programs walk in tiles along the axis without channels."""
-
-    rows: int
-    columns: int
-    #: The programs across that axis, and along it; the tiles that each of these takes.
-    across: int
-    along: int
-    steps: int
-    #: How many channels a tile has, or rows of channels.
-    channels: int
-    #: How many runs of the channels the rows of a matrix are.
-    outer: int
-
-    @property
-    def grid(self) -> list[int]:
-        return [self.across, self.along]
-
-
-def walk_of(matrix: Matrix, *, sums: bool) -> Walk:
-    """``sums``: of a launch that sums over each channel."""
-    rows, columns = tile_of(matrix, sums=sums)
-    across, along = cdiv(matrix.columns, columns), cdiv(matrix.rows, rows)
-    is_row = matrix.axis == "row"
-    if is_row:
-        across, along = along, across
-    most = min(PROGRAMS, SUMMING_PROGRAMS) if sums else PROGRAMS
-    steps = cdiv(along, max(1, most // across))
-    outer = (matrix.rows if is_row else matrix.columns) // matrix.channels if matrix.axis != "none" else 1
-    return Walk(rows, columns, across, cdiv(along, steps), steps, rows if is_row else columns, outer)
-
-
-def constants_of(tensor: Tensor, matrix: Matrix, rows: int, columns: int) -> dict[str, Any]:
-    """What all kernels here are compiled for."""
-    is_folded = matrix.axis == "column" and matrix.columns != matrix.channels
-    tile = {"ROWS": rows, "COLUMNS": columns, "INDEX": index_type(tensor)}
-    return {"AXIS": matrix.axis, "FOLDED": is_folded, **tile, **OPTIONS}
-
-
-def index_type(tensor: Tensor) -> Any:
-    """The integers that offsets into the tensor need."""
-    return index_of(tensor.numel())
-
-
-def index_of(extent: int) -> Any:
-    """The integers for offsets below ``extent``."""
-    # A tile may reach past the end by its own size before it is masked.
-    return tl.int64 if extent + TILE * PROGRAMS >= 2**31 else tl.int32

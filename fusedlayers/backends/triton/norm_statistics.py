@@ -19,10 +19,10 @@ from ...utils.bounded_cache import BoundedCache
 from ...utils.layout import other_dims
 from ...utils.storages import is_plain
 from ..operations import BatchNorm
-from . import elementwise
-from .elementwise import Walk, as_matrix, constants_of, walk_of
+from . import tiles
 from .fallback import or_reference
 from .launch import Launch, cdiv, on
+from .tiles import Walk, as_matrix, constants_of, first_tile, next_tile, store_by_channel, walk_of
 
 #: Programs whose statistics are joined at a time, and the channels of each.
 PROGRAMS, CHANNELS = 64, 32
@@ -47,12 +47,7 @@ def statistics_kernel(
     INDEX: tl.constexpr,
 ):
     """The count, the mean and the sum of squares about it of each channel, over ``steps`` tiles."""
-    if AXIS == "row":
-        row = tl.program_id(0).to(INDEX) * ROWS + tl.arange(0, ROWS)[:, None]
-        column = tl.program_id(1).to(INDEX) * COLUMNS * steps + tl.arange(0, COLUMNS)[None, :]
-    else:
-        row = tl.program_id(1).to(INDEX) * ROWS * steps + tl.arange(0, ROWS)[:, None]
-        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    row, column = first_tile(steps, AXIS, ROWS, COLUMNS, INDEX)
     count = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     mean = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     squares = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
@@ -64,22 +59,15 @@ def statistics_kernel(
         mean += far * (1.0 / (step + 1.0))
         squares += far * tl.where(inside, x - mean, 0.0)
         count += tl.where(inside, 1.0, 0.0)
-        if AXIS == "row":
-            column += COLUMNS
-        else:
-            row += ROWS
+        row, column = next_tile(row, column, AXIS, ROWS, COLUMNS)
     axis: tl.constexpr = 1 if AXIS == "row" else 0
     total = tl.sum(count, axis)
     center = tl.sum(count * mean, axis) / tl.maximum(total, 1.0)
     far = mean - tl.expand_dims(center, axis)
     all_squares = tl.sum(squares + count * far * far, axis)
-    length: tl.constexpr = ROWS if AXIS == "row" else COLUMNS
-    width = tl.num_programs(0) * length
-    place = tl.program_id(1) * width + tl.program_id(0) * length + tl.arange(0, length)
-    size = tl.num_programs(1) * width
-    tl.store(partial_ptr + place, total)
-    tl.store(partial_ptr + size + place, center)
-    tl.store(partial_ptr + 2 * size + place, all_squares)
+    store_by_channel(partial_ptr, 0, total)
+    store_by_channel(partial_ptr, 1, center)
+    store_by_channel(partial_ptr, 2, all_squares)
 
 
 @triton.jit(do_not_specialize=["programs", "outer", "part"])
@@ -162,7 +150,7 @@ def statistics(x: Tensor, norm: BatchNorm, part: float) -> tuple[Tensor, Tensor]
 
 def _statistics(x: Tensor, running: tuple[Tensor | None, Tensor | None], eps: float, part: float) -> list[Tensor]:
     """The means, inverse standard deviations, and variances."""
-    key = id(statistics_kernel), x.get_device(), x.shape, x.stride(), x.dtype, elementwise.TILE
+    key = id(statistics_kernel), x.get_device(), x.shape, x.stride(), x.dtype, tiles.TILE
     known = _launches.get(key)
     if known is None:
         matrix = as_matrix(x, 1)

@@ -22,8 +22,9 @@ from ..operations import MATMUL, Matmul, Operation, Weight
 from . import dispatch, gemm
 from .codegen import source
 from .dispatch import LIBRARY, Question
-from .elementwise import bias_act, gate, gate_gradient, gradient
+from .elementwise import bias_act, gradient
 from .fallback import ERRORS, has_failed, note
+from .gates import gate, gate_gradient
 
 
 def has_faster_linear(x: Tensor, w: Tensor) -> bool:
