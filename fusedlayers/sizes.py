@@ -65,8 +65,7 @@ def sized(operation: Operation, x: Tensor, elements: int | None) -> tuple[Size, 
     """The size of the result of ``operation`` on x, which counts as large where nobody knows how many elements it has,
     and the limits."""
     if isinstance(operation, BatchNorm):  # whose node saves less than PyTorch's operations: worth the host's time
-        factor = layout_factor(x)
-        limits = Limits(small_bytes(x), MEDIUM_BYTES * factor, factor)
+        limits = Limits(small_bytes(x), batch_norm_bytes(x), layout_factor(x))
     elif x.is_cpu:
         limits = Limits(SMALL_BYTES, MEDIUM_BYTES)
     else:
@@ -85,6 +84,11 @@ def is_small(x: object) -> bool:
 def small_bytes(x: Tensor) -> int:
     """Results of fewer bytes are small, on the device of x."""
     return SMALL_BYTES if x.is_cpu else least_bytes(x, SMALL_BYTES)
+
+
+def batch_norm_bytes(x: Tensor) -> int:
+    """From how many bytes on a batch norm of x, with an activation that has no in-place operation, is large."""
+    return least_bytes(x, MEDIUM_BYTES * layout_factor(x))
 
 
 def least_bytes(x: Tensor, on_cpu: int) -> int:
