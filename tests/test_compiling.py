@@ -2,7 +2,6 @@
 same."""
 
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 import fusedlayers as fl
@@ -328,28 +328,21 @@ def test_compiled(x: Tensor, act: Any, gated: bool, buffers: int) -> None:
         assert error <= 2 * torchs + 2e-6  # the floor of outputs that tell gelu's derivative, and once as much
 
 
-def test_caches_do_not_mix_what_is_marked_with_what_is_not(x: Tensor, tmp_path: Path) -> None:
-    """A gate's graph is the same code with marks and without them. Each process finds what the ones before compiled."""
-    code = """
-import sys
-import torch
-from test_compiling import MLP
-from fusedlayers.memory import saved_bytes
-torch.manual_seed(0)
-model, x = MLP(torch.nn.functional.silu, gated=True), torch.randn(96, 16)
-compiled = torch.compile(model, backend=sys.argv[1])
-compiled(x)
-print(saved_bytes(compiled, x, exclude=x) // (96 * 64 * 4))
-"""
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    found = []
+def test_caches_do_not_mix_what_is_marked_with_what_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gate's graph is the same code with marks and without them. Each compilation finds what those before left."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model, x = MLP(F.silu, gated=True), torch.randn(96, IN)
+    found, hits = [], []
     for backend in ("inductor", "fusedlayers", "fusedlayers"):
-        command = [sys.executable, "-W", "ignore", "-c", code, backend]
-        here = Path(__file__).parent
-        run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=here, timeout=300)
-        assert run.returncode == 0, run.stderr
-        found.append(int(run.stdout))
+        torch.compiler.reset()
+        counters.clear()
+        compiled = torch.compile(model, backend=backend)
+        compiled(x)
+        found.append(saved_bytes(compiled, x, exclude=x) // (96 * HIDDEN * 4))
+        hits.append(counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"])
     assert found[1] == found[2] == 2 < found[0]
+    assert hits[:2] == [0, 0]
+    assert hits[2] > 0
 
 
 def _written_through_a_view(z: Tensor, v: Tensor) -> Tensor:

@@ -125,8 +125,7 @@ def test_compiled_by_inductor(save: str, dtype: torch.dtype) -> None:
 
 
 @compiles
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("save", ["auto", "recompute"])
+@pytest.mark.parametrize(("save", "dtype"), [("auto", torch.float16), ("recompute", torch.float32)], ids=str)
 def test_compiled_without_inductor(save: str, dtype: torch.dtype) -> None:
     _check_compiled("aot_eager", save, dtype)
 

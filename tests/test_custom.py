@@ -34,7 +34,8 @@ from fusedlayers.utils.bounded_cache import LIMIT, BoundedCache
 
 Function = Callable[[Tensor], Tensor]
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, *HALVES)
 every_float = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 
 # torch's compiler uses deprecated parts of torch itself, and instantiates autograd Functions that it traces.
@@ -809,8 +810,12 @@ def _check(
         assert _error(mine, truth) <= 2 * _error(theirs, truth) + 3 * torch.finfo(dtype).eps
 
 
-@every_float
-@every_case
+# Of each in 16 bits one dtype.
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, dtype) for i, case in enumerate(CASES) for dtype in (torch.float32, HALVES[i % 2])],
+    ids=str,
+)
 def test_values_and_gradients(case: Case, dtype: torch.dtype) -> None:
     z = 2 * torch.randn(case.shape)
     assert _reason(case.make(*(nn.Parameter(v.to(dtype)) for v in case.values)), *case.shape, dtype=dtype) is None
@@ -1034,8 +1039,11 @@ def test_all_numbers_of_16_bits(entry: Published, dtype: torch.dtype) -> None:
     _sweep(entry, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("entry", [entry for entry in PUBLISHED if not entry.trainable], ids=str)
+@pytest.mark.parametrize(
+    ("entry", "dtype"),
+    [(entry, HALVES[i % 2]) for i, entry in enumerate(entry for entry in PUBLISHED if not entry.trainable)],
+    ids=str,
+)
 def test_all_numbers_of_16_bits_of_fixed_functions(entry: Published, dtype: torch.dtype) -> None:
     _sweep(entry, dtype)
 

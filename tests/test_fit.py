@@ -244,7 +244,7 @@ WHOLE_MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 # Larger budgets are easier to meet; ``python -m bench fit`` measures those too.
 @pytest.mark.parametrize(
     ("name", "of", "fraction"),
-    [*((name, "saved", 0.3) for name in WHOLE_MODELS), *((name, "peak", 0.3) for name in [*WHOLE_MODELS][::3])],
+    [*((name, "saved", 0.3) for name in WHOLE_MODELS), *((name, "peak", 0.3) for name in ("vit", "encoder"))],
 )
 def test_whole_models(name: str, of: Any, fraction: float) -> None:
     """Each budget is met, with the bytes that were predicted to 3 %, or the smallest that can be met is named."""
@@ -660,8 +660,15 @@ def test_what_is_fused_around_blocks_does_not_reach_into_them(monkeypatch: pytes
     assert report.measured is not None and report.measured.bytes == report.predicted.bytes
 
 
-@pytest.mark.parametrize("of", ["saved", "peak"])
-@pytest.mark.parametrize("shared", ["an MLP", "an MLP of two blocks", "an activation", "an activation, outside too"])
+@pytest.mark.parametrize(
+    ("shared", "of"),
+    [
+        ("an MLP", "peak"),
+        ("an MLP of two blocks", "saved"),
+        ("an activation", "saved"),
+        ("an activation, outside too", "peak"),
+    ],
+)
 def test_every_plan_of_blocks_that_share_modules_takes_what_was_predicted(
     shared: str, of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
