@@ -1,11 +1,12 @@
 """The demo: a fair comparison, measured and shown truthfully. Tiny sizes; the default run takes most of a minute."""
 
+import argparse
 import io
+import itertools
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ import torch
 
 from fusedlayers.activations import activations, resolve
 from fusedlayers.cli import main
+from fusedlayers.demo import training
+from fusedlayers.demo.command import DEFAULTS, SECONDS, register, settings_from
 from fusedlayers.demo.corpus import batches, standard_library_bytes
-from fusedlayers.demo.model import BYTES, ByteTransformer, EagerDenseAct
+from fusedlayers.demo.model import BYTES, EAGER, ByteTransformer, EagerDenseAct
 from fusedlayers.demo.report import COLORS, MIB, Outcomes, losses_to, plot, table
-from fusedlayers.demo.training import Outcome, Settings, compare, trainers
+from fusedlayers.demo.training import NO_LIMIT, Outcome, Settings, compare, trainers
 
 TINY = Settings(
     device=torch.device("cpu"),
@@ -72,7 +75,7 @@ def test_a_directory_without_sources_is_refused(tmp_path: Path) -> None:
 
 def test_batches_are_excerpts_and_repeat_with_the_seed() -> None:
     corpus = torch.arange(200, dtype=torch.uint8)
-    first, again, other = (list(islice(batches(corpus, 8, 5, seed), 3)) for seed in (1, 1, 2))
+    first, again, other = (list(itertools.islice(batches(corpus, 8, 5, seed), 3)) for seed in (1, 1, 2))
     for (inputs, targets), (inputs_again, _), (inputs_other, _) in zip(first, again, other, strict=True):
         assert inputs.shape == targets.shape == (8, 5)
         assert torch.equal(targets, inputs + 1)  # each target is the byte that follows
@@ -90,7 +93,7 @@ def test_batches_reach_both_ends_of_the_corpus() -> None:
 
 
 def test_model_does_not_see_the_future() -> None:
-    model = ByteTransformer(32, 2, 16, EagerDenseAct, "gelu")
+    model = ByteTransformer(32, 2, 16, EAGER, "gelu")
     text = torch.randint(BYTES, (1, 16))
     changed = text.clone()
     changed[0, 10] += 1
@@ -192,13 +195,36 @@ def test_table_states_the_figures_and_their_ratios() -> None:
 
 def test_progress_says_the_losses_a_hundred_times() -> None:
     said: list[tuple[str, float]] = []
-    losses_to(lambda stage, part: said.append((stage, part)), 4)(MADE_UP)
-    assert said == [("step 2/4: loss 2.500 eager, 2.400 fused", 0.5)]
+    losses_to(lambda stage, part: said.append((stage, part)), replace(TINY, steps=4))(MADE_UP)
+    assert said == [("step 2 of at most 4: loss 2.500 eager, 2.400 fused", 0.5)]
     said.clear()
-    for steps in (1, 2, 3):
-        growing = {name: Outcome(0, 0, losses=[1.0] * steps) for name in MADE_UP}
-        losses_to(lambda stage, part: said.append((stage, part)), 200)(growing)
-    assert [part for _, part in said] == [0.01]
+    on_step = losses_to(lambda stage, part: said.append((stage, part)), replace(TINY, steps=200, seconds=100))
+    for steps, time_ms in ((1, 0.0), (2, 1.0), (3, 1.0), (4, 10_000.0), (5, 10_000.0), (6, 90_000.0)):
+        on_step({name: Outcome(0, 0, losses=[1.0] * steps, times_ms=[time_ms / 2]) for name in MADE_UP})
+    assert [part for _, part in said] == [0.01, 0.1, 0.9]  # by steps, then by seconds
+
+
+def test_training_ends_when_its_time_is_over(corpus: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(0.0, 2.0)  # each step of each variant takes two seconds
+    monkeypatch.setattr(training.time, "perf_counter", lambda: next(clock))
+    outcomes = compare(replace(TINY, seconds=7), corpus)
+    assert [len(outcome.losses) for outcome in outcomes.values()] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "seconds"),
+    [
+        ([], DEFAULTS["cpu"]["steps"], SECONDS),
+        (["--steps=7"], 7, NO_LIMIT),
+        (["--seconds=5"], DEFAULTS["cpu"]["steps"], 5),
+        (["--steps=7", "--seconds=5"], 7, 5),
+    ],
+)
+def test_the_time_is_limited_unless_the_steps_are_said(options: list[str], steps: int, seconds: int) -> None:
+    parser = argparse.ArgumentParser()
+    register(parser.add_subparsers())
+    settings = settings_from(parser.parse_args(["demo", "--device=cpu", *options]))
+    assert (settings.steps, settings.seconds) == (steps, seconds)
 
 
 def test_plot_draws_both_variants_and_leaves_matplotlib_alone(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""`fusedlayers demo`: a byte-level transformer trained twice, with eager and with fused dense layers."""
+"""`fusedlayers demo`: a byte-level transformer trained twice, with PyTorch's layers and with fused ones."""

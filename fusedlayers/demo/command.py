@@ -16,6 +16,9 @@ from .training import Settings, compare
 
 EXTRAS = ("rich", "matplotlib")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: Training ends after so many seconds, if nobody says how many steps there are: on a busy machine too, the result is
+#: there within a minute.
+SECONDS = 40
 # By device, sizes that run for about a minute or less and in which the hidden activations matter.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"dtype": "float32", "steps": 100, "batch": 16, "context": 128, "width": 128, "layers": 3},
@@ -28,9 +31,9 @@ def register(commands: "command_parser.Commands") -> None:
     parser = commands.add_parser(
         "demo",
         help="train a small transformer with eager and with fused layers, and compare",
-        description="A small causal transformer learns the bytes of Python's standard library, once with eager linear "
-        "layers and activations and once with fused ones: same weights, same batches. Prints a table of memory, time "
-        "and loss, and draws it.",
+        description="A small causal transformer learns the bytes of Python's standard library, once with PyTorch's "
+        "layers and once with fused ones: same weights, same batches. Prints a table of memory, time and loss, and "
+        "draws it.",
         epilog="Defaults that depend on the device: "
         + "; ".join(f"{device}: " + ", ".join(f"{k} {v}" for k, v in row.items()) for device, row in DEFAULTS.items()),
     )
@@ -45,6 +48,12 @@ def register(commands: "command_parser.Commands") -> None:
         "--dtype", choices=DTYPES, help="16-bit ones run as autocast over float32 parameters; float16 on cuda"
     )
     parser.add_argument("--steps", type=whole_number(), metavar="N", help="training steps of each variant")
+    parser.add_argument(
+        "--seconds",
+        type=whole_number(),
+        metavar="N",
+        help=f"train for so long at most (default: {SECONDS}, without --steps)",
+    )
     parser.add_argument("--batch", type=whole_number(), metavar="N", help="excerpts a step")
     parser.add_argument("--context", type=whole_number(maximum=8192), metavar="N", help="bytes in an excerpt")
     parser.add_argument(
@@ -78,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
             corpus = standard_library_bytes()
             console.print(describe(settings), soft_wrap=True)
             with progress.shown() as on_stage:
-                outcomes = compare(settings, corpus, losses_to(on_stage, settings.steps))
+                outcomes = compare(settings, corpus, losses_to(on_stage, settings))
             console.print(table(outcomes), LEGEND, sep="\n")
             plot(outcomes, describe(settings), arguments.out)
             console.print(f"picture: {arguments.out}", soft_wrap=True)
@@ -96,6 +105,8 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
     where = arguments.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     options: dict[str, Any] = {name: getattr(arguments, name) or value for name, value in DEFAULTS[where.type].items()}
     options["dtype"] = DTYPES[options["dtype"]]
+    if arguments.seconds is not None or arguments.steps is None:
+        options["seconds"] = arguments.seconds or SECONDS
     if where.type == "cpu" and options["dtype"] == torch.float16:
         arguments.error("--dtype float16 trains on cuda only; use float32 or bfloat16 with --device cpu")
     return Settings(device=where, activation=arguments.activation, seed=arguments.seed, **options)

@@ -8,7 +8,7 @@ import torch
 
 from ..utils.plotting import EAGER, FONT, HERE, INK, legend, new_figure, style
 from ..utils.progress import OnStage
-from .training import Outcome, Settings
+from .training import Outcome, Settings, seconds_spent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 MIB = 2**20
 COLORS = {"eager": EAGER, "fused": HERE}
 LEGEND = """\
+fused: with FusedDenseAct in each MLP, and fusedlayers' LayerNorm; attention and all else is PyTorch's
 saved: kept by the forward pass for the backward pass, parameters left out
 peak: most allocated at once in both passes
 time: the median of the steps, which take turns; it says little where other processes compute"""
@@ -35,14 +36,19 @@ def describe(settings: Settings) -> str:
     )
 
 
-def losses_to(on_stage: OnStage, steps: int) -> Callable[[Outcomes], None]:
+def losses_to(on_stage: OnStage, settings: Settings) -> Callable[[Outcomes], None]:
     """An `on_step` for `compare`, which says the losses for every hundredth of the way: drawing takes time too."""
+    shown = 0
 
     def on_step(outcomes: Outcomes) -> None:
+        nonlocal shown
         done = len(outcomes["fused"].losses)
-        if done * 100 // steps > (done - 1) * 100 // steps:
+        spent = int(100 * seconds_spent(outcomes) / settings.seconds)
+        hundredths = min(100, max(100 * done // settings.steps, spent))
+        if hundredths > shown:
+            shown = hundredths
             losses = ", ".join(f"{outcome.losses[-1]:.3f} {name}" for name, outcome in outcomes.items())
-            on_stage(f"step {done}/{steps}: loss {losses}", done / steps)
+            on_stage(f"step {done} of at most {settings.steps}: loss {losses}", hundredths / 100)
 
     return on_step
 

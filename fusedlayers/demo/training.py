@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import FusedDenseAct
+from .. import FusedDenseAct, LayerNorm
 from ..memory import peak_bytes, saved_bytes
 from .corpus import batches
-from .model import ByteTransformer, DenseAct, EagerDenseAct
+from .model import EAGER, ByteTransformer, Layers
 
-VARIANTS: dict[str, DenseAct] = {"eager": EagerDenseAct, "fused": FusedDenseAct}
+NO_LIMIT = 2**31 - 1
+VARIANTS = {"eager": EAGER, "fused": Layers(FusedDenseAct, LayerNorm)}
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Settings:
     width: int
     layers: int
     seed: int
+    #: Steps end when they have taken so long, both variants' together.
+    seconds: int = NO_LIMIT
 
 
 @dataclass
@@ -45,6 +48,11 @@ class Outcome:
     def step_ms(self) -> float:
         """Median, because the first steps warm up and other programs disturb some of the rest."""
         return median(self.times_ms)
+
+
+def seconds_spent(outcomes: dict[str, Outcome]) -> float:
+    """How long all steps have taken."""
+    return sum(sum(outcome.times_ms) for outcome in outcomes.values()) / 1e3
 
 
 class Trainer:
@@ -92,8 +100,8 @@ def trainers(settings: Settings) -> dict[str, Trainer]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         models = {
-            name: ByteTransformer(settings.width, settings.layers, settings.context, dense_act, settings.activation)
-            for name, dense_act in VARIANTS.items()
+            name: ByteTransformer(settings.width, settings.layers, settings.context, layers, settings.activation)
+            for name, layers in VARIANTS.items()
         }
     for model in models.values():
         model.load_state_dict(models["eager"].state_dict())
@@ -118,4 +126,6 @@ def compare(
             outcomes[name].times_ms.append(1e3 * (time.perf_counter() - start))
             outcomes[name].losses.append(loss)
         on_step(outcomes)
+        if seconds_spent(outcomes) >= settings.seconds:
+            break
     return outcomes
