@@ -814,6 +814,35 @@ def test_a_marked_output_is_never_subnormal(name: str, backend: Any) -> None:
 # --- users' functions -------------------------------------------------------------------------------------------------
 
 
+#: Functions around a minimum of other sizes than GELU's, beside one that has that size.
+SCALED: dict[str, tuple[Any, Any]] = {
+    "3 silu": (lambda z: 3 * F.silu(z), F.silu),
+    "10 silu": (lambda z: 10 * F.silu(z), F.silu),
+    "20 mish": (lambda z: 20 * F.mish(z), F.mish),
+    "1e8 gelu": (lambda z: 1e8 * F.gelu(z), F.gelu),
+    "a minimum of -0.02": (lambda z: z * torch.sigmoid(4 * z - 2), F.silu),
+    "a minimum of -0.002": (lambda z: z * torch.sigmoid(100 * z), F.silu),
+}
+
+
+def _error_of_slope(function: Any) -> float:
+    """The largest error of the derivative from outputs, as a part of the steepest slope."""
+    z = torch.linspace(-12, 6, 100_001).requires_grad_()
+    (got,) = torch.autograd.grad(fl.bias_act(z, None, function).sum(), z)
+    exact = z.detach().double().requires_grad_()
+    (wanted,) = torch.autograd.grad(function(exact).sum(), exact)
+    return float((got - wanted).abs().max() / wanted.abs().max())
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_functions_around_a_minimum_of_any_size(name: str) -> None:
+    function, like = SCALED[name]
+    activation = _traced(function, torch.float32)
+    assert activation.is_folded
+    assert elementwise.gradient_kernel(activation, torch.float32, "output") is not None
+    assert _error_of_slope(function) <= 2 * _error_of_slope(like)
+
+
 @pytest.mark.parametrize("function", [_users, _users_maximum, _users_both_signs, _users_monotone])
 def test_users_functions_have_their_derivative_from_the_loops(function: Any) -> None:
     activation = _traced(function, torch.float32)

@@ -347,12 +347,12 @@ class FoldTable:
     def __init__(self, fitted: FoldedDerivative | FoldedInverse) -> None:
         polynomials = fitted.of_distance
         assert isinstance(polynomials, Polynomials) and fitted.fold.ambiguous == "negative"
-        nearest = fitted.margin
-        #: The factor of the tail: all of it is then below the smallest distance.
-        down = 2.0 ** (math.frexp(nearest)[1] - 2)
-        assert SMALLEST * down >= 2.0**-126
+        nearest, tail = fitted.margin, polynomials.minimum * TAIL_FRACTION
+        # The factor of the tail: all of it is then below half the smallest distance. It is 2^-24 or 2^-25, because the
+        # distance is a unit in the last place of the minimum, and so no output above SMALLEST underflows.
+        down = 2.0 ** (math.frexp(nearest)[1] - 2 - math.frexp(tail)[1])
         #: Numbers of ``loops.c``'s structure.
-        self.numbers = (*fitted.origin_parts, nearest, polynomials.minimum * TAIL_FRACTION, down)
+        self.numbers = (*fitted.origin_parts, nearest, tail, down)
         start = torch.arange(-(2**31), 2**31, 2**self.REST, dtype=torch.int64).to(torch.int32).view(torch.float32)
         following = (start.view(torch.int32) + (2**self.REST - 1)).view(torch.float32)
         low, high = (t.double().unsqueeze(1) for t in (start, following))
