@@ -395,8 +395,8 @@ def _seldom() -> Callable[..., Tensor]:
 
 
 FALLBACKS: dict[str, tuple[Callable[[], Any], str]] = {
-    "softmax": (lambda: lambda z: torch.softmax(z * Q["number"], -1), "_softmax is not pointwise"),
-    "softmax module": (lambda: nn.Softmax(-1), "_softmax is not pointwise"),
+    "softmax": (lambda: lambda z: torch.softmax(z * Q["number"], -1), "softmax is not pointwise"),
+    "softmax module": (lambda: nn.Softmax(-1), "softmax is not pointwise"),
     "cumsum": (lambda: lambda z: torch.cumsum(z, 0), "cumsum is not pointwise"),
     "flip": (lambda: lambda z: z.flip(0) * Q["number"], "flip is not pointwise"),
     "transposed twice": (lambda: lambda z: torch.relu(z.t()).t() * Q["number"], "is not pointwise"),

@@ -82,7 +82,7 @@ def test_names_of_the_table(name: str) -> None:
         (nn.PReLU(48).bfloat16(), "needs input", "PReLU reads tensors that training may change"),
         (nn.PReLU(COUNT + 1), "needs input", "PReLU reads tensors that training may change"),
         (MODULES["snake"](48), "needs input", "Snake reads tensors that training may change"),
-        (nn.Softmax(-1), "fallback", "_softmax is not pointwise"),
+        (nn.Softmax(-1), "fallback", "softmax is not pointwise"),
         (nn.Dropout(), "fallback", "it is random"),
         (nn.RReLU(), "fallback", "it is random"),
         (lambda z: z if z.sum() > 0 else -z, "fallback", "depends on the values of a tensor"),

@@ -368,7 +368,7 @@ def register(row: Row) -> Row:
     old = _rows.get(row.name)
     if old is not None:
         if not (old.is_custom and row.is_custom and _defined_at(old.function) == _defined_at(row.function)):
-            raise ValueError(f"activation {row.name!r} is already registered")
+            raise ValueError(f"activation {row.name!r} is already registered; name= gives this one another name")
         for entries in stand_ins.values():
             entries[:] = [entry for entry in entries if entry[0] is not old]
     else:

@@ -73,6 +73,9 @@ def _register(
     if isinstance(function, nn.Module) or not callable(function):
         hint = "; a module needs no name, pass it to a layer as it is" if isinstance(function, nn.Module) else ""
         raise TypeError(f"activation: expected a function, got {type(function).__name__}{hint}")
+    for what, given in (("derivative", derivative), ("derivative_given_output", derivative_given_output)):
+        if given is not None and not callable(given):
+            raise TypeError(f"activation: {what} must be a function, got {type(given).__name__}: {given!r}")
     name = str(name or getattr(function, "__name__", _LAMBDA))
     if name == _LAMBDA:
         raise TypeError("activation: the function has no name of its own; pass name=")

@@ -237,6 +237,12 @@ def _read(module: GraphModule, inputs: tuple[str, ...]) -> Trace:
     return Trace(inputs, _live(operations, outputs), outputs)
 
 
+def _name(op: str) -> str:
+    """What people call an operation of ATen's."""
+    name = op.removesuffix("_copy").strip("_")
+    return "a slice" if name == "alias" else name
+
+
 def _operation(
     node: Node, values: dict[Node, Argument], seen: dict[tuple[object, ...], str], operations: list[TracedOperation]
 ) -> Argument:
@@ -251,7 +257,7 @@ def _operation(
     if op in _COPIES:
         return arguments[0] if arguments and isinstance(node.args[0], Node) else 0.0
     if not isinstance(meta, Tensor) or tuple(meta.shape) not in (_EXAMPLE_SHAPE, ()):
-        raise NotPointwise(f"{op} is not pointwise")
+        raise NotPointwise(f"{_name(op)} is not pointwise")
     if node.target is TO_COPY.default:
         source = node.args[0]
         assert isinstance(source, Node)
@@ -267,7 +273,7 @@ def _operation(
     if alpha != 1:
         arguments[1] = _append("mul", (arguments[1], alpha), meta.dtype, seen, operations)
     if not all(isinstance(a, (str, bool, int, float)) for a in arguments):
-        raise NotPointwise(f"{op} is not pointwise")
+        raise NotPointwise(f"{_name(op)} is not pointwise")
     unchanged = _unchanged(op, arguments)
     if unchanged is not None:
         return unchanged

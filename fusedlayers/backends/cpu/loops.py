@@ -173,9 +173,10 @@ def plain_kernel(dtype: torch.dtype) -> Kernel:
     return Kernel(dtype)
 
 
-def slopes(table: DerivativeTable, y: Tensor) -> Tensor:
-    """The derivative at float32 outputs, by the table."""
-    return gradient(Kernel(torch.float32, table=table), torch.ones_like(y), y, torch.empty_like(y), None, None)
+def slopes(table: DerivativeTable | None, fold_table: FoldTable | None, y: Tensor) -> Tensor:
+    """The derivative at float32 outputs, by one of both tables."""
+    kernel = Kernel(torch.float32, table=table, slope=fold_table)
+    return gradient(kernel, torch.ones_like(y), y, torch.empty_like(y), None, None)
 
 
 # --- passes over dense tensors, which are laid out alike --------------------------------------------------------------

@@ -44,6 +44,8 @@ INTERVALS = 1024, 8192
 #: What a table may add to the error of the fit, rms over N(0, 1) and at most, in units of the steepest slope.
 ADDED_RMS = PRECISIONS[torch.float32].tolerance
 ADDED = 1e-5
+#: On so many numbers of N(0, 1), and some more.
+NORMAL = 1 << 14
 
 Bend = Literal["straight", "root from below", "root from above", "ratio"]
 
@@ -123,7 +125,9 @@ def derivative_table(activation: Activation) -> DerivativeTable | FoldTable | No
     if fitted is None:
         return None
     if isinstance(fitted, FoldedDerivative) and isinstance(fitted.of_distance, Polynomials):
-        return FoldTable(fitted)
+        fold_table, y = FoldTable(fitted), activation.encoded(_inputs(), torch.float32)
+        y = y[y.isfinite()]
+        return fold_table if _is_exact(loops.slopes(None, fold_table, y), _expected(fitted, y), NORMAL) else None
     segments = _segments(activation, fitted)
     y, normal = _outputs(activation, segments)
     expected = _expected(fitted, y)
@@ -139,12 +143,17 @@ def derivative_table(activation: Activation) -> DerivativeTable | FoldTable | No
     for scale in tried:
         for flats in ((), _as_stored(segments)):
             table = DerivativeTable(fitted, scale, flats)
-            error = (loops.slopes(table, y).double() - expected).abs() / steepest
-            if float(error.max()) <= ADDED and float(error[:normal].square().mean().sqrt()) <= ADDED_RMS:
+            if _is_exact(loops.slopes(table, None, y), expected, normal):
                 return table
             if not segments.flats or isinstance(fitted, FoldedDerivative):
                 break  # a comparison of outputs cannot tell the branches apart
     return None
+
+
+def _is_exact(found: Tensor, expected: Tensor, normal: int) -> bool:
+    """Whether these derivatives, of which the first, ``normal``, are of outputs of N(0, 1), are what is expected."""
+    error = (found.double() - expected).abs() / expected.abs().max()
+    return float(error.max()) <= ADDED and float(error[:normal].square().mean().sqrt()) <= ADDED_RMS
 
 
 def _segments(activation: Activation, fitted: FoldedDerivative | MonotoneDerivative) -> Segments:
@@ -161,11 +170,7 @@ def _segments(activation: Activation, fitted: FoldedDerivative | MonotoneDerivat
 def _outputs(activation: Activation, segments: Segments) -> tuple[Tensor, int]:
     """Outputs to try a table on, and how many of them, the first, are those of N(0, 1). Outputs so close to a kink that
     either side is right are left out."""
-    count = 1 << 14
-    normal = torch.special.ndtri((torch.arange(count, dtype=torch.float64) + 0.5) / count)
-    sizes = torch.logspace(-44, 38, 4001, dtype=torch.float64)
-    z = torch.cat([normal, torch.linspace(-32, 32, 65_537, dtype=torch.float64) + 1e-4, sizes, -sizes]).float()
-    y = activation.encoded(z, torch.float32)
+    y = activation.encoded(_inputs(), torch.float32)
     starts = [segment.start for segment in segments.segments if abs(segment.start) < 3e38]
     ends = [end for flat in segments.flats for end in (flat.low, flat.high) if math.isfinite(end)]
     sign = -1.0 if segments.is_falling else 1.0
@@ -186,7 +191,14 @@ def _outputs(activation: Activation, segments: Segments) -> tuple[Tensor, int]:
     for flat in segments.flats:
         undecided &= ~flat.holds(sign * y)
     keep = y.isfinite() & ~undecided
-    return y[keep], int(keep[:count].sum())
+    return y[keep], int(keep[:NORMAL].sum())
+
+
+def _inputs() -> Tensor:
+    """Those that tables are tried on, of which the first, ``NORMAL``, are of N(0, 1)."""
+    normal = torch.special.ndtri((torch.arange(NORMAL, dtype=torch.float64) + 0.5) / NORMAL)
+    sizes = torch.logspace(-44, 38, 4001, dtype=torch.float64)
+    return torch.cat([normal, torch.linspace(-32, 32, 65_537, dtype=torch.float64) + 1e-4, sizes, -sizes]).float()
 
 
 def _expected(fitted: FoldedDerivative | MonotoneDerivative, y: Tensor) -> Tensor:
