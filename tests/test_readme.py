@@ -228,11 +228,24 @@ def test_others_on_a_cpu_keep_and_take_what_was_measured() -> None:
     assert round(norm["fusedlayers"]["saved_bytes"] / 2**20, 1) == abn
 
 
-def test_what_is_small_on_gpus_is_as_it_says() -> None:
+def test_what_is_small_is_as_it_says() -> None:
     words = README.replace("\n", " ")
-    ((kib, mib),) = re.findall(r"on GPUs (\d+) KiB for each multiprocessor, ([\d.]+) MiB on an H100", words)
+    ((kib, mib),) = re.findall(r"on GPUs below (\d+) KiB for each multiprocessor, ([\d.]+) MiB on an H100", words)
     assert float(mib) == int(kib) * 132 / 1024
-    assert f"\nGPU_BYTES = {kib} << 10\n" in Path(sizes.__file__).read_text(encoding="utf-8")
+    on_cpus = (
+        r"below (\d+) KiB \(layer norms (\d+) MiB, most batch norms (\d+), group norms (\d+); channels-last .* four"
+    )
+    ((small, layer, batch, group),) = re.findall(on_cpus, words)
+    constants = Path(sizes.__file__).read_text(encoding="utf-8")  # tests change them in the module
+    for line in (
+        f"GPU_BYTES = {kib} << 10",
+        f"SMALL_BYTES = {small} << 10",
+        f"LAYER_NORM_BYTES = {layer} << 20",
+        f"MEDIUM_BYTES = {batch} << 20",
+        f"GROUP_NORM_BYTES = {group} << 20",
+        "CHANNELS_LAST_FACTOR = 4",
+    ):
+        assert f"\n{line}\n" in constants
 
 
 def test_in_other_contexts_it_frees_what_was_measured() -> None:
