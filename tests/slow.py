@@ -123,7 +123,7 @@ SLOW: dict[str, dict[str, int]] = {
     },
     "test_gemm": {
         "test_every_activation_forward": 5,
-        "test_every_activations_gradient": 2,
+        "test_activations_gradients": 2,
         "test_forward": 3,
         "test_gradient": 1,
         "test_gradient_of_a_gate": 2,

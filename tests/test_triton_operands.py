@@ -258,7 +258,7 @@ def test_every_function_of_the_literature_prints(published: Published, on_triton
             codegen.compile_function(text)
 
 
-@pytest.mark.parametrize("published", [p for p in PUBLISHED if not p.trainable], ids=str)
+@pytest.mark.parametrize("published", [p for p in PUBLISHED if not p.trainable][::2], ids=str)
 def test_functions_without_parameters(published: Published, on_triton: Switch) -> None:
     z = torch.cat([torch.linspace(-9, 9, 1499), torch.tensor([0.0, -0.0, 1e-30, -1e-30])]).to(DEVICE)
     check_given_input(on_triton, published.function, z)
