@@ -325,6 +325,12 @@ def test_callables_without_a_name_or_signature() -> None:
             fl.activation(function)
 
 
+@pytest.mark.parametrize("what", ["derivative", "derivative_given_output"])
+def test_derivatives_are_functions(what: str) -> None:
+    with pytest.raises(TypeError, match=f"^activation: {what} must be a function, got int: 5$"):
+        fl.activation(torch.sin, name="impossible", **{what: 5})  # type: ignore[call-overload]
+
+
 def test_a_cell_that_is_run_again_replaces_what_it_registered() -> None:
     def cell(scale: float) -> Callable[[Tensor], Tensor]:
         @fl.activation(derivative=lambda z: scale * torch.cos(z))
