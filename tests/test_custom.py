@@ -839,6 +839,16 @@ def test_a_bias_may_run_along_another_dimension(case: Case) -> None:
         )
 
 
+@pytest.mark.parametrize("step", [torch.floor, torch.round, torch.sign])
+def test_a_step_behind_gelu(step: Function) -> None:
+    """Its derivative is the number 0, which oneDNN's backward of GELU does not take for a tensor."""
+    z = torch.randn(64, 256, requires_grad=True)
+    y = fl.bias_act(z, None, lambda z: z * step(F.gelu(z)))
+    expected = z * step(F.gelu(z))
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(_gradients(y, torch.ones_like(y), [z]), _gradients(expected, torch.ones_like(y), [z]))
+
+
 @every_float
 @pytest.mark.parametrize("save", ["auto", "input", "recompute"])
 @pytest.mark.parametrize("leading", [(40,), (5, 16), (), (3, 4, 5)], ids=str)

@@ -256,6 +256,8 @@ def _with_out(target: Any) -> tuple[Callable[..., Any], str | None]:
     """The variant of an operation that writes its result into a given tensor, and the keyword for that."""
     if not isinstance(target, OpOverload):
         return target, None
+    if target is aten.gelu_backward.default:
+        return _gelu_backward, "grad_input"
     names = [argument.name for argument in target._schema.arguments]
     types = [str(argument.type) for argument in target._schema.arguments]
     if len(target._schema.returns) != 1 or torch.Tag.pointwise not in target.tags:
@@ -268,6 +270,11 @@ def _with_out(target: Any) -> tuple[Callable[..., Any], str | None]:
             quick = TORCH_CALLS.get(target.overloadpacket)
             return (variant, last.name) if quick is None else (quick, "out")
     return target, None
+
+
+def _gelu_backward(dy: Tensor, z: Tensor, *, grad_input: Tensor, **options: str) -> None:
+    """oneDNN refuses a number for dy, which is 0 behind a step (``floor(gelu(z))``)."""
+    aten.gelu_backward.grad_input(dy.expand_as(z), z, grad_input=grad_input, **options)
 
 
 def _is_zero(node: Node) -> bool:
