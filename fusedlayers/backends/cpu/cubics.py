@@ -15,11 +15,20 @@ from ...utils.isolation import in_clean_state
 PLACES = 0.5 - 0.49 * torch.tensor([math.cos(k * math.pi / 8) for k in (1, 3, 5, 7)], dtype=torch.float64)
 
 
+#: Values of an interval that lie in a smaller part of it than this have a line: rounding would rule their cubic.
+NARROW = 0.1
+
+
 def cubics(values: Tensor, places: Tensor = PLACES) -> Tensor:
-    """The coefficients of the cubics through values at the four places of each interval."""
-    powers = places.unsqueeze(1) ** torch.arange(4)
-    found: Tensor = torch.linalg.solve(powers, values.T).T.float()
-    return found
+    """The coefficients of the cubics through values at four places of each interval, as a rule the same of all."""
+    places = places.expand_as(values)
+    width = places[:, -1] - places[:, 0]
+    slope = torch.where(width > 1e-6, (values[:, -1] - values[:, 0]) / width, 0.0)
+    found = torch.stack([values[:, 0] - slope * places[:, 0], slope, *torch.zeros(2, len(slope))], 1)
+    is_wide = width > NARROW
+    powers = places[is_wide].unsqueeze(-1) ** torch.arange(4)
+    found[is_wide] = torch.linalg.solve(powers, values[is_wide].unsqueeze(-1)).squeeze(-1)
+    return found.float()
 
 
 class Normal(NamedTuple):

@@ -100,21 +100,23 @@ class DerivativeTable:
         self.scale = scale
         # As float32, so that what is tried is what is computed.
         ends = scale.bend(torch.tensor([scale.low, scale.high], dtype=torch.float64))
-        ends = ((ends - scale.zero) * scale.scale).floor()
-        self.first = int(ends.min())
-        self.last = int(ends.max())
+        ends = ((ends - scale.zero) * scale.scale).sort().values
+        self.first, self.last = (int(end) for end in ends.floor())
         #: Flat pieces that are filled in by comparison, because float32 does not separate them from their neighbours.
         self.flats = torch.tensor([(flat.low, flat.high, flat.slope) for flat in flats], dtype=torch.float32)
-        self.cubics = self._evaluate(fitted)
+        self.cubics = self._evaluate(fitted, ends)
 
-    def _evaluate(self, fitted: FoldedDerivative | MonotoneDerivative) -> Tensor:
-        c = torch.arange(self.first, self.last + 1, dtype=torch.float64).unsqueeze(1) + PLACES
-        s = self.scale.unbend(c / self.scale.scale + self.scale.zero)
+    def _evaluate(self, fitted: FoldedDerivative | MonotoneDerivative, ends: Tensor) -> Tensor:
+        """The cubics. Those of the first and the last interval run through values within the range, which ``ends`` are
+        the ends of: beyond it there is no such output, and the fit may jump."""
+        c = torch.arange(self.first, self.last + 1, dtype=torch.float64).unsqueeze(1)
+        from_, to = ((end - c).clamp(0, 1) for end in ends)
+        places = from_ + (to - from_) * PLACES
+        s = self.scale.unbend((c + places) / self.scale.scale + self.scale.zero)
         if self.fold is not None and self.fold.ambiguous == "negative":
             # The falling branch ends at 0.
             s = s.clamp_min(-math.sqrt(max(0.0, -self.fold.extremum - 1e-12)))
-        values = _at(fitted, s)
-        return cubics(values).contiguous()
+        return cubics(_at(fitted, s), places).contiguous()
 
 
 @functools.lru_cache(64)
@@ -174,8 +176,9 @@ def _outputs(activation: Activation, segments: Segments) -> tuple[Tensor, int]:
     starts = [segment.start for segment in segments.segments if abs(segment.start) < 3e38]
     ends = [end for flat in segments.flats for end in (flat.low, flat.high) if math.isfinite(end)]
     sign = -1.0 if segments.is_falling else 1.0
+    edges = sign * torch.tensor(starts + ends, dtype=torch.float32)
+    y = torch.cat([y, *_near(edges, y, activation.fold)])
     if activation.fold is None:
-        edges = sign * torch.tensor(starts + ends, dtype=torch.float32)
         y = torch.cat([y, edges])
         for direction in (-math.inf, math.inf):
             step = edges
@@ -192,6 +195,20 @@ def _outputs(activation: Activation, segments: Segments) -> tuple[Tensor, int]:
         undecided &= ~flat.holds(sign * y)
     keep = y.isfinite() & ~undecided
     return y[keep], int(keep[:NORMAL].sum())
+
+
+def _near(edges: Tensor, y: Tensor, fold: Fold | None) -> Iterator[Tensor]:
+    """Outputs at several distances from each edge, on both branches, within what outputs y reach there."""
+    steps = torch.logspace(-7, 0, 57) * edges.abs().clamp_min(1e-3).unsqueeze(1)
+    near = torch.cat([edges.unsqueeze(1) - steps, edges.unsqueeze(1) + steps]).flatten()
+    for is_marked in (False, True) if fold is not None else (False,):
+        own = y[branch_bit.decode(y, torch.float32, fold.ambiguous) == is_marked] if fold is not None else y
+        own = own[own.isfinite()]
+        found = near[(near >= own.min()) & (near <= own.max())]
+        if fold is not None:
+            marks = torch.full_like(found, is_marked, dtype=torch.bool)
+            found = branch_bit.encode(found, marks, torch.float32, fold.ambiguous, bounded=fold.bounded)
+        yield found
 
 
 def _inputs() -> Tensor:
