@@ -170,7 +170,7 @@ PUBLISHED = (
     # Naveen, Phish: A Novel Hyper-Optimizable Activation Function, 2022
     Published("phish", lambda z: z * torch.tanh(F.gelu(z)), "input", "turns twice"),
     # Zhu et al., Logish, 2021
-    Published("logish", lambda z: z * torch.log1p(torch.sigmoid(z)), "input", "flatter than GELU: errors weigh more"),
+    Published("logish", lambda z: z * torch.log1p(torch.sigmoid(z)), "folded", _ONE_DIP),
     # Nag and Bhattacharyya, SERF, 2021
     Published("serf", lambda z: z * torch.erf(F.softplus(z)), "folded", _ONE_DIP),
     # Roy et al., LiSHT, 2019

@@ -211,9 +211,9 @@ class Samples(NamedTuple):
     slope: Tensor
 
 
-def measurement_points(function: Function, features: Features) -> tuple[Samples, Samples]:
-    """Samples for measuring a fit, at float32 numbers: quantiles of N(0, 1); and numbers of all sizes, with more near
-    folds and kinks."""
+def measurement_points(function: Function, features: Features, dtype: torch.dtype) -> tuple[Samples, Samples]:
+    """Samples for measuring a fit for outputs of ``dtype``: quantiles of N(0, 1), as numbers of that dtype, which is
+    what PyTorch computes the derivative from; and float32 numbers of all sizes, with more near folds and kinks."""
     count = 1 << 15
     quantiles = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     near = torch.logspace(-9, -1, 161, dtype=torch.float64)
@@ -224,7 +224,7 @@ def measurement_points(function: Function, features: Features) -> tuple[Samples,
     # Denser than the samples of the fit, so that an error between two of those shows.
     wide = torch.logspace(1, 6, 10_000, dtype=torch.float64)
     at = [torch.special.ndtri(quantiles), torch.cat([between, *around, sizes, -sizes, wide, -wide])]
-    normal, anywhere = (z.float().double() for z in at)
+    normal, anywhere = (z.to(stored).double() for z, stored in zip(at, (dtype, torch.float32), strict=True))
     anywhere = anywhere[(anywhere >= features.reach[0]) & (anywhere <= features.reach[1])]
     return Samples(normal, *value_and_slope(function, normal)), Samples(anywhere, *value_and_slope(function, anywhere))
 
