@@ -204,6 +204,17 @@ def test_of_plans_that_take_as_long_the_smallest_is_applied(monkeypatch: pytest.
     assert {choice.mode for choice in report.choices} == {"outputs"}
 
 
+def test_no_plan_is_predicted_to_take_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where other processes had the processor while the blocks were timed, these take more than the whole model."""
+    model, x = _made("transformer")
+    monkeypatch.setattr(Training, "times_ms", lambda self, variants: [1.0] * len(variants))
+    monkeypatch.setattr(costs_file, "medians", lambda times: [10.0 - 0.5 * i for i in range(len(times))])
+    report = fl.fit(model, x, fraction=0.6, plan_only=True)
+    eager = report.eager.time_ms
+    assert eager is not None
+    assert all(plan.time_ms > 0.2 * eager for plan in report.plans), report
+
+
 def test_planning_changes_nothing() -> None:
     model, x = _made("convolutions")
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -205,7 +205,8 @@ def _measure_rest(parts: Parts, costs: list[BlockCosts], end_bytes: int, peaks: 
             if of_rest == rest and training.of == "peak"
         ]
         extra = max(0, min(at_end, default=0))
-        rests[rest] = Rest(saved - behind, behind, extra, time_ms - plan.time_ms)
+        # Not below 0: other processes may have had the processor while the blocks were timed.
+        rests[rest] = Rest(saved - behind, behind, extra, max(0.0, time_ms - plan.time_ms))
     parts.train_all_as("eager")
     if is_too_high:
         parts.notes.append("Blocks share what they save, so that predictions are too high.")
