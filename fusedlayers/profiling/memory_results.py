@@ -180,7 +180,7 @@ def _lines(report: MemoryReport) -> Iterator[str]:
         yield f"{'':<19}+n: n more operations save the same memory"
     before = [f"{size_text(report.bytes_of(kind))} of {kind}s" for kind in KINDS[1:] if report.bytes_of(kind)]
     if before:
-        yield f"{'':<19}not counted, because it was there before: {', '.join(before)}"
+        yield f"{'':<19}saved too, and not counted, because it was there before: {', '.join(before)}"
 
     yield ""
     peak = report.peak_bytes
