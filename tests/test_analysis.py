@@ -20,7 +20,6 @@ from fusedlayers.backends import GradientRequest, cpu
 from fusedlayers.backends.cpu import table
 from fusedlayers.derivative import branch_bit
 from fusedlayers.derivative.analysis import (
-    ALLOWANCE,
     FLOAT32_ALLOWANCE,
     GELU_ERRORS,
     Analysis,
@@ -208,16 +207,12 @@ def test_the_derivative_is_as_accurate_as_gelus(published: Published, dtype: tor
     z = torch.randn(200_000, generator=torch.Generator().manual_seed(0)).to(dtype)
     truth = derivative(published.function, z)
     error = _error(published, z, *_slopes(z, activation))
-    steepest = max(1.0, float(truth.abs().max()))
+    steepest = float(truth.abs().max())
     rms = float((error.square().mean() / truth.square().mean()).sqrt())
     # The result is rounded to the dtype once more.
-    assert rms <= FLOAT32_ALLOWANCE * steepest * GELU_ERRORS[dtype].rms
-    largest = FLOAT32_ALLOWANCE * steepest * GELU_ERRORS[dtype].largest
-    assert float(error.max()) <= largest + torch.finfo(dtype).eps * steepest
-    told = analysis.measured[dtype].from_exact_output
-    steepest = max(1.0, find_features(published.function).steepest)
-    assert told.rms <= ALLOWANCE * steepest * GELU_ERRORS[dtype].rms
-    assert told.largest <= ALLOWANCE * steepest * GELU_ERRORS[dtype].largest
+    eps = torch.finfo(dtype).eps
+    assert rms <= FLOAT32_ALLOWANCE * GELU_ERRORS[dtype].rms + eps
+    assert float(error.max()) <= (FLOAT32_ALLOWANCE * GELU_ERRORS[dtype].largest + eps) * steepest
 
 
 #: Flat over some length, not only within rounding.
@@ -252,7 +247,7 @@ def test_float32_outputs_tell_everywhere(published: Published) -> None:
     z = torch.cat([torch.linspace(-30, 30, 200_001), torch.logspace(-30, 4, 20_001), -torch.logspace(-30, 4, 20_001)])
     error = _error(published, z, *_slopes(z, activation))
     truth = derivative(published.function, z)
-    steepest = max(1.0, float(truth[truth.isfinite()].abs().max()))
+    steepest = float(truth[truth.isfinite()].abs().max())
     assert float(error.max()) <= FLOAT32_ALLOWANCE * steepest * GELU_ERRORS[torch.float32].largest
     assert analysis.measured[torch.float32].rounded.rms < 1e-7
 
@@ -316,7 +311,7 @@ def test_16_bits_do_not_tell_the_sides_of_a_kink_at_0_from_large_outputs(functio
 
 
 @pytest.mark.parametrize("function", [F.silu, F.mish], ids=["silu", "mish"])
-@pytest.mark.parametrize("factor", [0.5, 2.0, 3.0, 10.0, 1e4])
+@pytest.mark.parametrize("factor", [1e-6, 1e-3, 0.1, 0.5, 2.0, 3.0, 10.0, 1e4])
 def test_a_factor_changes_nothing(function: Function, factor: float) -> None:
     analysis = analyse(lambda z: factor * function(z))
     assert all(analysis.output_refusal(dtype) is None for dtype in (torch.float32, torch.bfloat16))

@@ -825,6 +825,13 @@ SCALED: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.parametrize("function", [lambda z: -z.abs(), lambda z: torch.where(z > 0, -z, 0.5 * z)], ids=range(2))
+def test_maxima_at_0_have_tables(function: Any) -> None:
+    activation = _traced(function, torch.float32)
+    assert elementwise.gradient_kernel(activation, torch.float32, "output") is not None
+    assert _error_of_slope(function) < 1e-6
+
+
 def _error_of_slope(function: Any) -> float:
     """The largest error of the derivative from outputs, as a part of the steepest slope."""
     z = torch.linspace(-12, 6, 100_001).requires_grad_()

@@ -183,7 +183,7 @@ OUTSIDE = torch.randn(5)
         (lambda z: z * OUTSIDE, "reads a tensor that could not be found"),
         (lambda z: z * torch.tensor(0.5), "reads a tensor from outside"),
         (lambda z: z if z.sum() > 0 else -z, "depends on the values of a tensor"),
-        (lambda z: z * z.max().item(), "local_scalar_dense is not pointwise"),
+        (lambda z: z * z.max().item(), "item\\(\\) is not pointwise"),
         (lambda z: (z, 1), "does not return a tensor"),
         (lambda z: None, "does not return a tensor"),
         (lambda z: z.no_such_method(), "cannot be traced: .*no_such_method"),

@@ -88,6 +88,17 @@ def two_lines(z: Tensor, slope: Tensor, offset: Tensor, below: Tensor, shift: Te
     return torch.where(z > 0, slope * z + offset, below * z + shift)
 
 
+@pytest.mark.parametrize("shape", [(0, 8), (4, 0)], ids=str)
+def test_an_empty_gate(shape: tuple[int, int]) -> None:
+    slope = torch.full((shape[1],), 0.5, device=DEVICE)
+    activation = activation_of(lambda z, p: torch.where(z > 0, z, p * z), [slope], 1)
+    dy, z, up = (torch.ones(shape, device=DEVICE) for _ in range(3))
+    (of_slope,) = backend.gate_gradient(dy, z, up, activation, [slope], (True,))
+    assert of_slope is not None
+    assert torch.equal(of_slope, torch.zeros_like(slope))
+    assert backend.gate_gradient(dy, z, up, resolve("silu"), [], ()) == []
+
+
 @every_layout
 def test_layouts(layout: str, split: str) -> None:
     shape, dim, make = LAYOUTS[layout]

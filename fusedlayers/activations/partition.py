@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from .._torch import LOCAL_SCALAR, PRELU, TO_COPY
 from .decompositions import to_single_results
 from .free_variables import FreeVariables
-from .tracing import FILL_VALUES, TORCH_CALLS, NotPointwise, aten_graph, eliminate_common_subexpressions
+from .tracing import FILL_VALUES, TORCH_CALLS, NotPointwise, aten_graph, eliminate_common_subexpressions, name_of
 
 aten = torch.ops.aten
 
@@ -167,7 +167,7 @@ class _Splitter:
         elif any(i in self.varying for i in inputs):
             pointwise = torch.Tag.pointwise in target.tags or target in _ALSO_POINTWISE
             if not pointwise or getattr(node.meta["val"], "shape", None) != self.example:  # a tuple has no shape
-                raise NotPointwise(f"{op} is not pointwise")
+                raise NotPointwise(f"{name_of(op)} is not pointwise")
             self.varying[node] = _copied(self.body, node, self._in_body)
         elif any(i in self.uniform for i in inputs):
             if target in _EXPANDING:

@@ -67,7 +67,8 @@ class Trace:
 
 #: Operations with another name here than in ATen.
 _RENAMED = {"view_copy": "bitcast", TO_COPY.__name__: "cast"}
-_CONSTANTS = ("full", "full_like", "scalar_tensor")
+#: What people write for them, in messages.
+_SAID = {"local_scalar_dense": "item()", "alias": "a slice"}
 _CONSTANTS = ("full", "full_like", "scalar_tensor")
 #: The keyword arguments that are handled. An operation with any other one is refused.
 _OPTIONS = {"add": {"alpha"}, "sub": {"alpha"}}
@@ -237,10 +238,10 @@ def _read(module: GraphModule, inputs: tuple[str, ...]) -> Trace:
     return Trace(inputs, _live(operations, outputs), outputs)
 
 
-def _name(op: str) -> str:
+def name_of(op: str) -> str:
     """What people call an operation of ATen's."""
     name = op.removesuffix("_copy").strip("_")
-    return "a slice" if name == "alias" else name
+    return _SAID.get(name, name)
 
 
 def _operation(
@@ -257,7 +258,7 @@ def _operation(
     if op in _COPIES:
         return arguments[0] if arguments and isinstance(node.args[0], Node) else 0.0
     if not isinstance(meta, Tensor) or tuple(meta.shape) not in (_EXAMPLE_SHAPE, ()):
-        raise NotPointwise(f"{_name(op)} is not pointwise")
+        raise NotPointwise(f"{name_of(op)} is not pointwise")
     if node.target is TO_COPY.default:
         source = node.args[0]
         assert isinstance(source, Node)
@@ -273,7 +274,7 @@ def _operation(
     if alpha != 1:
         arguments[1] = _append("mul", (arguments[1], alpha), meta.dtype, seen, operations)
     if not all(isinstance(a, (str, bool, int, float)) for a in arguments):
-        raise NotPointwise(f"{_name(op)} is not pointwise")
+        raise NotPointwise(f"{name_of(op)} is not pointwise")
     unchanged = _unchanged(op, arguments)
     if unchanged is not None:
         return unchanged

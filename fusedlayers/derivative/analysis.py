@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -57,7 +57,7 @@ GELU_ERRORS = {
     torch.float16: Errors(8.3e-4, 6.6e-3),
     torch.bfloat16: Errors(4.2e-3, 2.4e-2),
 }
-#: No derivative may err more than GELU's times this, where the largest error is one of the steepest slope.
+#: No derivative may err more than GELU's times this. The largest error counts in units of the steepest slope.
 ALLOWANCE = 2.0
 #: The same where the function is computed in float32, because its formula may amplify rounding errors: GELU's tanh form
 #: errs by four units where correct rounding errs by one, which doubles the error next to the minimum.
@@ -159,8 +159,9 @@ def _fitted(
     """The fit with this precision, as a function of the dtype of the outputs."""
     fold = features.fold
     if fold is not None and _is_like_gelu(features):
+        relative = replace(precision, tolerance=precision.tolerance * features.steepest)
         with contextlib.suppress(ValueError):  # segments may fit where the short form does not
-            folded = fit.__wrapped__(function, precision)  # type: ignore[attr-defined]  # of in_clean_state
+            folded = fit.__wrapped__(function, relative)  # type: ignore[attr-defined]  # of in_clean_state
             return lambda _: FoldedDerivative(fold, folded.of_distance)
     segments = fit_segments(features, precision)
 
@@ -233,7 +234,7 @@ def measure(
                 unit = 0.0 if features.fold is None else branch_bit.smallest_marked(dtype)
             close = (stored - float(torch.tensor(kink.output, dtype=dtype))).abs() <= unit
             # Only for inputs within their own rounding of the kink: inputs further away may have the kink's output too,
-            # where a side is flat or rounds to it. Usual ones are rounded: of these it is the kink alone.
+            # where a side is flat or rounds to it. Inputs of N(0, 1) are numbers of the dtype: only the kink is exempt.
             apart = (z - kink.position).abs() / max(1.0, abs(kink.position))
             is_kink = (close & (apart <= 2 * torch.finfo(torch.float32).eps))[:count]
             close &= apart <= 2 * info.eps
@@ -275,8 +276,8 @@ def _refuse_what_is_inaccurate(measured: Measured, steepest: float, dtype: torch
             f"computed in float32, a {name} output determines the derivative to {{}}",
         ),
     ):
-        rms, largest = allowance * limit.rms, allowance * limit.largest * steepest
-        if not errors.rms <= rms:
+        largest = errors.largest / steepest if steepest else errors.largest
+        if not errors.rms <= allowance * limit.rms:
             raise NeedsInput(f"is out of reach: {whose.format(f'{errors.rms:.1e} (rms), GELU to {limit.rms:.1e}')}")
-        if not errors.largest <= largest:
-            raise NeedsInput(f"is out of reach: {whose.format(f'{errors.largest:.1e}, GELU to {limit.largest:.1e}')}")
+        if not largest <= allowance * limit.largest:
+            raise NeedsInput(f"is out of reach: {whose.format(f'{largest:.1e}, GELU to {limit.largest:.1e}')}")

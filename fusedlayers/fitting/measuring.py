@@ -190,9 +190,12 @@ def _measure_rest(parts: Parts, costs: list[BlockCosts], end_bytes: int, peaks: 
     # Blocks that share modules with the rest cannot all be left to PyTorch where it is not.
     plans = [in_blocks.plan([rest if b.shared else "eager" for b in parts.blocks], rest) for rest in in_blocks.rests]
     times = training.times_ms([functools.partial(parts.follow, plan) for plan in plans])
+    outside = [time_ms - plan.time_ms for plan, time_ms in zip(plans, times, strict=True)]
+    # None below 0: other processes may have had the processor while the blocks were timed.
+    lift = max(0.0, -min(outside))
     rests: dict[Mode, Rest] = {}
     is_too_high = False
-    for plan, time_ms in zip(plans, times, strict=True):
+    for plan, outside_ms in zip(plans, outside, strict=True):
         parts.follow(plan)
         rest, saved = plan.modes[0], training.saved() - plan.bytes
         is_too_high |= saved < -plan.bytes * ALIKE
@@ -205,8 +208,7 @@ def _measure_rest(parts: Parts, costs: list[BlockCosts], end_bytes: int, peaks: 
             if of_rest == rest and training.of == "peak"
         ]
         extra = max(0, min(at_end, default=0))
-        # Not below 0: other processes may have had the processor while the blocks were timed.
-        rests[rest] = Rest(saved - behind, behind, extra, max(0.0, time_ms - plan.time_ms))
+        rests[rest] = Rest(saved - behind, behind, extra, outside_ms + lift)
     parts.train_all_as("eager")
     if is_too_high:
         parts.notes.append("Blocks share what they save, so that predictions are too high.")

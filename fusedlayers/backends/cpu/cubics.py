@@ -15,7 +15,7 @@ from ...utils.isolation import in_clean_state
 PLACES = 0.5 - 0.49 * torch.tensor([math.cos(k * math.pi / 8) for k in (1, 3, 5, 7)], dtype=torch.float64)
 
 
-#: Values of an interval that lie in a smaller part of it than this have a line: rounding would rule their cubic.
+#: Values in a smaller part of an interval than this have a line: a cubic through them would be mostly rounding error.
 NARROW = 0.1
 
 

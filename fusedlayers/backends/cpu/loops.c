@@ -1,6 +1,6 @@
 /* The elementwise steps of a layer, one pass over memory each.
 
-   A tensor is a matrix, contiguous along its columns, as in backends/triton/elementwise.py: a bias runs along the columns
+   A tensor is a matrix, contiguous along its columns, as in backends/triton/tiles.py: a bias runs along the columns
    (dense layers, channels-last tensors) or along the rows (channels-first tensors); without one all of it is one row. A
    pass goes over it in blocks of BLOCK numbers. What lies between two steps of a block stays in the first-level cache, so
    each step is a short loop that compilers vectorise. Blocks are padded at the ends of rows: every number then goes

@@ -174,7 +174,7 @@ def plain_kernel(dtype: torch.dtype) -> Kernel:
 
 
 def slopes(table: DerivativeTable | None, fold_table: FoldTable | None, y: Tensor) -> Tensor:
-    """The derivative at float32 outputs, by one of both tables."""
+    """The derivative at float32 outputs, by one of the two tables, the other being None."""
     kernel = Kernel(torch.float32, table=table, slope=fold_table)
     return gradient(kernel, torch.ones_like(y), y, torch.empty_like(y), None, None)
 

@@ -118,8 +118,7 @@ def _passes(activation: Activation, dtype: torch.dtype) -> NormPasses | None:
     if inverse is None:
         return NormPasses(forward, Kernel(dtype, function)) if function[0] in loops.INVERTED else None
     slope = derivative_table(activation)
-    assert isinstance(slope, FoldTable)
-    return NormPasses(forward, Kernel(dtype, slope=slope, inverse=inverse))
+    return NormPasses(forward, Kernel(dtype, slope=slope, inverse=inverse)) if isinstance(slope, FoldTable) else None
 
 
 @functools.lru_cache(KERNELS)

@@ -13,8 +13,8 @@ Kinks: the derivative may jump. An interval then ends there, and each has a cubi
 two sides. The side of a jump comes from the sign of an exact difference. Where two jumps are closer than float32
 resolves in the variable, flat pieces are filled in by comparison.
 
-Limits: tables add up to ``ADDED`` to the error of the fit. Where no scale is accurate enough ``derivative_table``
-returns None.
+Limits: tables add up to ``ADDED`` to the error of the fit. Where none is accurate enough ``derivative_table`` returns
+None.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ INTERVALS = 1024, 8192
 #: What a table may add to the error of the fit, rms over N(0, 1) and at most, in units of the steepest slope.
 ADDED_RMS = PRECISIONS[torch.float32].tolerance
 ADDED = 1e-5
-#: On so many numbers of N(0, 1), and some more.
+#: So many of the inputs that tables are tried on are of N(0, 1).
 NORMAL = 1 << 14
 
 Bend = Literal["straight", "root from below", "root from above", "ratio"]
@@ -107,15 +107,15 @@ class DerivativeTable:
         self.cubics = self._evaluate(fitted, ends)
 
     def _evaluate(self, fitted: FoldedDerivative | MonotoneDerivative, ends: Tensor) -> Tensor:
-        """The cubics. Those of the first and the last interval run through values within the range, which ``ends`` are
-        the ends of: beyond it there is no such output, and the fit may jump."""
+        """The cubics. Those of the first and the last interval run through values within the range, whose ends are
+        ``ends``: beyond it there is no such output, and the fit may jump."""
         c = torch.arange(self.first, self.last + 1, dtype=torch.float64).unsqueeze(1)
         from_, to = ((end - c).clamp(0, 1) for end in ends)
         places = from_ + (to - from_) * PLACES
         s = self.scale.unbend((c + places) / self.scale.scale + self.scale.zero)
-        if self.fold is not None and self.fold.ambiguous == "negative":
-            # The falling branch ends at 0.
-            s = s.clamp_min(-math.sqrt(max(0.0, -self.fold.extremum - 1e-12)))
+        if self.fold is not None and self.fold.ambiguous == ("positive" if self.fold.is_maximum else "negative"):
+            # The marked branch ends at 0.
+            s = s.clamp_min(-math.sqrt(max(0.0, abs(self.fold.extremum) - 1e-12)))
         return cubics(_at(fitted, s), places).contiguous()
 
 
@@ -198,7 +198,7 @@ def _outputs(activation: Activation, segments: Segments) -> tuple[Tensor, int]:
 
 
 def _near(edges: Tensor, y: Tensor, fold: Fold | None) -> Iterator[Tensor]:
-    """Outputs at several distances from each edge, on both branches, within what outputs y reach there."""
+    """Outputs at several distances from each edge, on both branches, as far as a branch's outputs ``y`` reach."""
     steps = torch.logspace(-7, 0, 57) * edges.abs().clamp_min(1e-3).unsqueeze(1)
     near = torch.cat([edges.unsqueeze(1) - steps, edges.unsqueeze(1) + steps]).flatten()
     for is_marked in (False, True) if fold is not None else (False,):

@@ -159,6 +159,8 @@ def _dense_gradient(
     of_up: Tensor,
 ) -> list[Tensor | None]:
     """Write the gradients of z and up, which may be these; return those of the operands."""
+    if not of_z.numel():
+        return [torch.zeros_like(p) if need else None for p, need in zip(operands, needs, strict=True)]
     dz, dup = of_z, of_up
     if not (is_dense(of_z) and of_z.stride() == of_up.stride()):
         dz, dup = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (of_z, of_up))
