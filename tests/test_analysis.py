@@ -310,8 +310,9 @@ def test_16_bits_do_not_tell_the_sides_of_a_kink_at_0_from_large_outputs(functio
     assert [refusal is None for refusal in refusals] == [dtype is torch.float32 for dtype in FLOATS], refusals
 
 
-@pytest.mark.parametrize("function", [F.silu, F.mish], ids=["silu", "mish"])
-@pytest.mark.parametrize("factor", [1e-6, 1e-3, 0.1, 0.5, 2.0, 3.0, 10.0, 1e4])
+@pytest.mark.parametrize(
+    ("function", "factor"), [(F.silu, 0.1), (F.silu, 2.0), (F.silu, 1e4), (F.mish, 1e-3), (F.mish, 10.0)], ids=range(5)
+)
 def test_a_factor_changes_nothing(function: Function, factor: float) -> None:
     analysis = analyse(lambda z: factor * function(z))
     assert all(analysis.output_refusal(dtype) is None for dtype in (torch.float32, torch.bfloat16))
