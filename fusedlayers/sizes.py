@@ -65,7 +65,7 @@ def sized(operation: Operation, x: Tensor, elements: int | None) -> tuple[Size, 
     """The size of the result of ``operation`` on x, which counts as large where nobody knows how many elements it has,
     and the limits."""
     if isinstance(operation, BatchNorm):  # whose node saves less than PyTorch's operations: worth the host's time
-        limits = Limits(small_bytes(x), batch_norm_bytes(x), layout_factor(x))
+        limits = batch_norm_limits(x)
     elif x.is_cpu:
         limits = Limits(SMALL_BYTES, MEDIUM_BYTES)
     else:
@@ -86,9 +86,10 @@ def small_bytes(x: Tensor) -> int:
     return SMALL_BYTES if x.is_cpu else least_bytes(x, SMALL_BYTES)
 
 
-def batch_norm_bytes(x: Tensor) -> int:
-    """From how many bytes on a batch norm of x, with an activation that has no in-place operation, is large."""
-    return least_bytes(x, MEDIUM_BYTES * layout_factor(x))
+def batch_norm_limits(x: Tensor) -> Limits:
+    """Of a batch norm of x."""
+    factor = layout_factor(x)
+    return Limits(small_bytes(x), least_bytes(x, MEDIUM_BYTES * factor), factor)
 
 
 def least_bytes(x: Tensor, on_cpu: int) -> int:

@@ -44,7 +44,7 @@ class Operation(NamedTuple):
         x = args[0] if args else None
         if self.kind != BATCH_NORM:
             return sizes.is_small(x)
-        return isinstance(x, Tensor) and x.numel() * x.itemsize < sizes.batch_norm_bytes(x)
+        return isinstance(x, Tensor) and x.numel() * x.itemsize < sizes.batch_norm_limits(x).large
 
 
 class Given(NamedTuple):

@@ -121,7 +121,7 @@ class Place:
         elif self.kind != BATCH_NORM:
             self._note_size(x, sizes.small_bytes(x))
         elif not autocast_is_active():  # under which an activation behind it is computed by itself
-            self._note_size(x, sizes.batch_norm_bytes(x))
+            self._note_size(x, sizes.batch_norm_limits(x).large)
 
     def _note_size(self, x: Tensor, least_bytes: int) -> None:
         """Note that PyTorch computes the call, if x has fewer bytes."""
