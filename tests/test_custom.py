@@ -268,6 +268,24 @@ def test_a_registered_derivative_is_used_whenever_it_came() -> None:
     assert calls
 
 
+@compiles
+def test_what_torch_compile_returned_is_traced_as_what_it_was_given() -> None:
+    compiled = torch.compile(lambda z, slope=1.0: z * torch.sigmoid(slope * z))
+    z = torch.randn(512, 512, requires_grad=True)
+    for function in (compiled, functools.partial(compiled, slope=2.0), lambda z: 3 * compiled(z, 0.5)):
+        (plan,) = fl.plan_of(fl.bias_act, z, None, function)
+        assert plan.saved == "output", plan
+    scale = nn.Parameter(torch.tensor(0.5))
+    function = lambda z: scale * compiled(z)
+    (plan,) = fl.plan_of(fl.bias_act, z, None, function)
+    assert plan.saved == "input", plan
+    y = fl.bias_act(z, None, function)
+    eager = scale * _swish(z, 1.0)
+    torch.testing.assert_close(y, eager)
+    seed = torch.randn_like(y)
+    torch.testing.assert_close(_gradients(y, seed, [z, scale]), _gradients(eager, seed, [z, scale]))
+
+
 def identity(z: Tensor, p: Any = nn.Parameter(torch.tensor(2.0))) -> Tensor:  # noqa: B008  # which is tested
     return z * p
 
@@ -422,15 +440,15 @@ FALLBACKS: dict[str, tuple[Callable[[], Any], str]] = {
     "branch by parameter": (lambda: lambda z: z * 2 if Q["number"] > 0 else z, "depends on the values of a tensor"),
     "item": (lambda: lambda z: z * Q["number"].item(), "turns a tensor into a number"),
     "float": (lambda: lambda z: z * float(Q["number"].detach()), "depends on the values of a tensor"),
-    "size": (lambda: lambda z: z / z.shape[0], "its value is not that of the operations in it"),
-    "count": (lambda: lambda z: torch.relu(z) * z.numel(), "its value is not that of the operations in it"),
+    "size": (lambda: lambda z: z / z.shape[0], "its operations do not give its value"),
+    "count": (lambda: lambda z: torch.relu(z) * z.numel(), "its operations do not give its value"),
     "counting variable": (_counter, "changes what it reads from call to call"),
     "counting module": (lambda: Remembers("count"), "changes what it reads from call to call"),
     "growing list": (lambda: Remembers("list"), "changes what it reads from call to call"),
     "changing buffer": (lambda: Remembers("buffer"), "changes a tensor that it holds"),
-    "own backward": (lambda: Rounded.apply, "cannot be traced"),
-    "own backward, for any transform": (lambda: Halved.apply, "cannot be traced"),
-    "no_grad": (lambda: _without_gradient, "its gradient is not that of the operations in it"),
+    "own backward": (lambda: Rounded.apply, "it calls an autograd.Function"),
+    "own backward, for any transform": (lambda: Halved.apply, "it calls an autograd.Function"),
+    "no_grad": (lambda: _without_gradient, "its operations do not give its gradient"),
     "other dtype": (lambda: lambda z: (z * Q["number"]).double(), "it returns torch.float64 for torch.float32"),
     "tensor of another dtype": (lambda: lambda z: z * Q["double"], "it returns torch.float64 for torch.float32"),
     "truth": (lambda: lambda z: z > Q["number"], "it returns torch.bool for torch.float32"),

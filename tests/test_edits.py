@@ -111,7 +111,7 @@ def test_of_a_fused_model_the_module_is_unfused() -> None:
     model = _Edits()
     fl.fuse(model, X)
     model.factor = 2.0
-    with pytest.raises(RuntimeError, match=r"^bias_act: its gelu output was edited .* fl\.unfuse\(that_module\)"):
+    with pytest.raises(RuntimeError, match=r"^bias_act: its gelu output was edited .* fl\.unfuse\(module\)"):
         model(X).sum().backward()
     fl.unfuse(model.act)
     model(X).sum().backward()

@@ -893,6 +893,7 @@ def test_the_report() -> None:
     stages: list[tuple[str, float]] = []
     report = fl.fit(model, x, fraction=0.5, on_stage=lambda stage, part: stages.append((stage, part)))
     assert [part for _, part in stages] == sorted(part for _, part in stages) and stages[0][1] == 0.0
+    assert sum(stage == "timing plans" for stage, _ in stages) == timing.ROUNDS + 1  # the longest stage
     text = str(report)
     for words in ("Transformer: at most ", "eager PyTorch ", "this plan, measured ", "the smallest plan "):
         assert words in text

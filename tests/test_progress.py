@@ -1,5 +1,6 @@
 """How far a long run is: a bar in a terminal, a line now and then elsewhere, never a word on stdout."""
 
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -72,6 +73,19 @@ def test_in_a_terminal_a_bar_that_vanishes(
     out, err = capsys.readouterr()
     assert out == "" and "stage 3, about 2 s left" in err and "75%" in err and "stage 0, about" not in err
     assert err.endswith("\x1b[2K") and SHOW_CURSOR in err
+
+
+def test_a_narrow_terminal_cuts_the_text_and_not_the_bar(
+    terminal: Callable[[], None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rich")
+    terminal()
+    monkeypatch.setenv("COLUMNS", "60")
+    with progress.shown() as on_stage:
+        on_stage("a stage of a long name " * 4, 0.0)
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().err)
+    bar, end = "\N{BOX DRAWINGS HEAVY HORIZONTAL}" * 20, "\N{HORIZONTAL ELLIPSIS}"
+    assert re.search(f"\r{bar} +0% a stage of a long name a .*{end}[\r\n]", shown)
 
 
 def test_names_are_no_markup(terminal: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,12 +84,17 @@ def find_variables(function: Callable[..., Any]) -> FreeVariables:
 
 def _called_code(function: Any) -> Hashable:
     """The code object that is called; or the class, with the name where one class serves many built-in functions."""
-    while isinstance(function, functools.partial):
-        function = function.func
+    while isinstance(function, functools.partial) or _compiled_from(function) is not None:
+        function = function.func if isinstance(function, functools.partial) else _compiled_from(function)
     if isinstance(function, nn.Module):  # nn.Module.__getattr__ is slow to say that an attribute is missing
         return type(function), None
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     return code if isinstance(code, types.CodeType) else (type(function), getattr(function, "__name__", None))
+
+
+def _compiled_from(function: Any) -> Any:
+    """The function that ``torch.compile`` was given, of the one that it returned; None of any other."""
+    return vars(function).get("_torchdynamo_orig_callable") if isinstance(function, types.FunctionType) else None
 
 
 #: The names that were found in a function's code the last time, which avoids a second walk.
@@ -167,6 +172,9 @@ class _Visitor:
         if id(value) in self._seen:
             number, make = self._seen[id(value)]
             return ("reference", number), make
+        original = _compiled_from(value)
+        if original is not None:  # it computes the same, and can be traced
+            return self.visit(original)
         visit = self._visit_method(value)
         if visit is None:
             return _Identity(value), lambda tensors: value

@@ -202,6 +202,8 @@ def simplified(module: GraphModule) -> GraphModule:
 
 def _untraceable_reason(error: Exception) -> str:
     text = str(error).strip() or type(error).__name__
+    if "autograd.Function" in text or "custom_function_call" in text:
+        return "it calls an autograd.Function, whose backward pass is not traced; write it in torch's operations"
     if "data-dependent" in text:
         return "what it does depends on the values of a tensor"
     if "convert all Tensors to FakeTensors" in text:

@@ -27,6 +27,10 @@ from .tracing import NotPointwise
 #: Special values, and about how many values are compared in all.
 _EDGES = (0.0, -0.0, 1e-30, -1e-30, 1.0, -1.0, 30.0, -30.0, 1e4, -1e4, math.inf, -math.inf, math.nan)
 _SWEEP = 4096
+_DIFFERS = {
+    "value": "its operations do not give its value, which depends on something else (a shape, changing state)",
+    "gradient": "its operations do not give its gradient: autograd does not see some (no_grad, .data)",
+}
 #: The accepted difference in units of the dtype's eps. Both sides run the same operations; only the order of a few sums
 #: may differ.
 _UNITS = 64
@@ -111,10 +115,7 @@ def check_trace(variables: FreeVariables, split: Split, example: tuple[int, ...]
             if a.shape != b.shape or not torch.allclose(
                 a, b, rtol=tolerance, atol=float(scale) * tolerance, equal_nan=True
             ):
-                raise NotPointwise(
-                    f"its {what} is not that of the operations in it: it depends on something else "
-                    "(a shape, changing state, a backward pass of its own)"
-                )
+                raise NotPointwise(_DIFFERS[what])
 
 
 @in_clean_state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from .._torch import is_optimized
 from ..fusion.example import arguments_from, eagerly, evaluation_notes
 from ..fusion.fuse import unfuse
 from ..fusion.region import region_of
+from ..fusion.timing import ROUNDS
 from ..profiling.step import Step
 from ..utils.formatting import pattern_of, size_text
 from ..utils.module_state import unchanged
@@ -177,7 +179,7 @@ def _fastest(
     if fused.bytes <= budget:
         taken[fused] = parts.bytes_of(fused)
     for i, family in enumerate(FAMILIES):
-        on_stage("measuring plans", round(0.6 + 0.05 * i, 2))
+        on_stage("measuring plans", round(0.45 + 0.02 * i, 2))
         _try_within(parts, plans.of_modes(family), budget, taken)
     found = {plan: size for plan, size in taken.items() if size <= budget}
     if not found:  # predictions may be too high
@@ -186,12 +188,13 @@ def _fastest(
         found[smallest] = least[smallest]
         if found[smallest] > budget:
             raise _unmet(parts, budget, eager_bytes, found[smallest])
-    candidates = [*found]
-    switches = [
-        functools.partial(parts.train_all_as, "eager"),
-        *(functools.partial(parts.follow, p) for p in candidates),
-    ]
-    on_stage("timing plans", 0.75)
+    candidates, rounds = [*found], itertools.count()
+
+    def as_pytorch() -> None:  # the first of each round
+        on_stage("timing plans", round(0.5 + 0.5 * next(rounds) / (ROUNDS + 1), 2))
+        parts.train_all_as("eager")
+
+    switches: list[Callable[[], None]] = [as_pytorch, *(functools.partial(parts.follow, p) for p in candidates)]
     eager_ms, *times = together(lambda: parts.training.times_ms(switches))[0]
     alike = {p: ms for p, ms in zip(candidates, times, strict=True) if ms <= (1 + ALIKE) * min(times)}
     chosen = min(alike, key=lambda plan: (found[plan], alike[plan]))

@@ -33,15 +33,15 @@ def measured_plans(parts: Parts, on_stage: Callable[[str, float], None]) -> tupl
     # Which part of all is done is that of a transformer of six layers on a CPU, whose 46 s these numbers divide.
     on_stage("measuring the model", 0.0)
     end_bytes = together(functools.partial(_find_blocks, parts))[0]
-    on_stage("finding what may keep outputs", 0.1)
+    on_stage("finding what may keep outputs", 0.05)
     _find_regions(parts)
     if len(set(everyone(repr([(block.path, block.modes) for block in parts.blocks])))) > 1:
         raise ValueError("fit: the processes have different models; call it before the model is split")
     eager_bytes = parts.bytes()
-    on_stage("checking gradients", 0.15)
+    on_stage("checking gradients", 0.2)
     peaks = _check_modes(parts, eager_bytes)
     costs = _measure_blocks(parts, on_stage)
-    on_stage("measuring the rest of the model", 0.45)
+    on_stage("measuring the rest of the model", 0.4)
     rests = _measure_rest(parts, costs, end_bytes, peaks)
     return Plans(parts.blocks, agreed(costs), agreed(rests), parts.training.of), eager_bytes
 
@@ -169,7 +169,7 @@ def _measure_blocks(parts: Parts, on_stage: Callable[[str, float], None]) -> lis
             with block.call.autocasting():
                 key = block.kind, saved_parts(block)  # blocks may differ in what their kind does not show
                 if key not in measured:
-                    on_stage(f"measuring {block.path}", round(0.25 + 0.2 * i / len(parts.blocks), 2))
+                    on_stage(f"measuring {block.path}", round(0.25 + 0.15 * i / len(parts.blocks), 2))
                     measured[key] = measure(block, parts.training, parts.rests)
         except Exception as error:
             parts.skip(f"it does not run by itself: {type(error).__name__}: {first_line(error)}", block)

@@ -14,7 +14,8 @@ from ..profiling.step import Step
 from ..utils.module_state import isolated_gradients
 from ..utils.storages import tensors_in
 
-#: Each time is of so many steps. The variants take turns, so that a busy machine slows all of them.
+#: Each time is of so many steps, after one that is not timed. The variants take turns, so that a busy machine slows all
+#: of them.
 ROUNDS = 7
 
 

@@ -105,6 +105,7 @@ def _output_was_edited(function: str, activation: Activation | None, reason: str
     output = "output" if activation is None else f"{activation} output"
     return RuntimeError(
         f"{function}: its {output} was edited in place after the forward pass, and backward reads it. Edit a copy "
-        '(y = y.clone()), or let the input be kept: by save="input" in your own calls and layers, by '
-        f"fl.unfuse(that_module) in a fused model. PyTorch says: {reason}"
+        '(y = y.clone()), or let the input be kept: by save="input" in your own calls and layers, in a '
+        "fused model by fl.unfuse(module) (torch.autograd.set_detect_anomaly(True) shows which). PyTorch says: "
+        f"{reason}"
     )

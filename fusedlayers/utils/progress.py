@@ -53,14 +53,19 @@ def _can_draw() -> bool:
 def _bar() -> Iterator[OnStage]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+    from rich.table import Column
 
-    columns = BarColumn(), TaskProgressColumn(), TextColumn("{task.description}", markup=False)
+    # A narrow terminal cuts the text, not the bar.
+    column = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+    text = TextColumn("{task.description}", markup=False, table_column=column)
+    columns = BarColumn(20), TaskProgressColumn(), text
     # Lines that go to the same terminal are moved above the bar; those that go elsewhere are none of its business.
     shares_terminal = sys.stdout.isatty()
     with Progress(
         *columns,
         console=Console(stderr=True),
         transient=True,
+        expand=True,
         auto_refresh=False,
         redirect_stdout=shares_terminal,
     ) as progress:
