@@ -121,6 +121,9 @@ SLOW: dict[str, dict[str, int]] = {
     "test_functional": {
         "test_first_and_second_derivatives": 12,
     },
+    "test_functions": {
+        "test_functions": 3,
+    },
     "test_gemm": {
         "test_every_activation_forward": 5,
         "test_activations_gradients": 2,

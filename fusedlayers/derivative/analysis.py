@@ -224,7 +224,7 @@ def measure(
 
     def errors(found: Tensor, valid: Tensor, stored: Tensor) -> Errors:
         error = (found.double() - slope).abs()
-        usual = error[:count]  # of N(0, 1)
+        of_normal = error[:count]  # of N(0, 1)
         for kink in features.kinks:
             # Within a unit of a kink's output the slopes of both sides are right, and the one that autograd has at the
             # kink. A unit of 0 is what a marked output underflows to.
@@ -240,12 +240,12 @@ def measure(
             close &= apart <= 2 * info.eps
             for side in (kink.before, kink.slope, kink.after):
                 of_side = (found.double() - side).abs()
-                usual = torch.where(is_kink, torch.minimum(usual, of_side[:count]), usual)
+                of_normal = torch.where(is_kink, torch.minimum(of_normal, of_side[:count]), of_normal)
                 error = torch.where(close, torch.minimum(error, of_side), error)
         is_sane = valid & slope.isfinite()
-        error, usual = torch.where(is_sane, error, 0.0), torch.where(is_sane[:count], usual, 0.0)
+        error, of_normal = torch.where(is_sane, error, 0.0), torch.where(is_sane[:count], of_normal, 0.0)
         square = torch.where(slope.isfinite(), slope, 0.0)[:count].square().mean()
-        return Errors(float((usual.square().mean() / square).sqrt()), float(error.max()))
+        return Errors(float((of_normal.square().mean() / square).sqrt()), float(error.max()))
 
     def errors_from(outputs: Tensor, valid: Tensor) -> Errors:
         stored = outputs.float()
