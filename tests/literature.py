@@ -149,7 +149,7 @@ PUBLISHED = (
     Published("gudermannian", lambda z: 2 * torch.atan(torch.tanh(z / 2)), "monotone", _ABOVE),
     Published("double_exponential", _double_exponential, "monotone", "two exponentials and a line"),
     Published("asinh", torch.asinh, "monotone", "grows as a logarithm"),
-    Published("relu1", lambda z: torch.clamp(z, 0, 1), "monotone", "two plateaus"),
+    Published("relu1", lambda z: F.hardtanh(z, 0, 1), "monotone", "two plateaus"),
     # Liu et al., 2019: natural logarithm rectified linear unit, beta = 1
     Published("nlrelu", lambda z: torch.log1p(torch.relu(z)), "monotone", "a logarithm, and a plateau"),
     # Xu et al., Revise Saturated Activation Functions, 2016
@@ -162,7 +162,7 @@ PUBLISHED = (
     # --- folded -------------------------------------------------------------------------------------------------------
     # Basirat and Roth, The Quest for the Golden Activation Function, 2018
     Published("elish", _elish, "folded", _ONE_DIP),
-    Published("hard_elish", _hard_elish, "folded", "one dip, then a plateau at 0"),
+    Published("hard_elish", _hard_elish, "input", "clamp has the slope 1 at its ends, and 0 beyond"),
     # Liu and Di, TanhExp: A Smooth Activation Function, 2020
     Published("tanhexp", lambda z: z * torch.tanh(torch.exp(z)), "folded", _ONE_DIP),
     # Wang et al., Smish, 2022

@@ -248,7 +248,7 @@ def _users_maximum(z: Tensor) -> Tensor:
 
 
 def _users_both_signs(z: Tensor) -> Tensor:
-    return z.abs() - 1
+    return torch.where(z > 0, z, -0.5 * z) - 1
 
 
 def _users_monotone(z: Tensor) -> Tensor:

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from ..utils.isolation import in_clean_state
 from . import branch_bit
-from .features import Features, Fold, find_features, measurement_points
+from .features import SCALES, Features, Fold, find_features, measurement_points
 from .folded import FoldedDerivative, fit
-from .kinks import NeedsInput
+from .kinks import NeedsInput, value_and_slope
 from .piecewise import Flat, Segments, fit_segments
 from .polynomial import PRECISIONS, Precision
 
@@ -45,7 +45,8 @@ class MonotoneDerivative:
 
 
 class Errors(NamedTuple):
-    """Errors of a derivative: the relative rms over N(0, 1), and the largest absolute error anywhere."""
+    """Errors of a derivative: the rms over N(0, 1), or smaller normal numbers, in units of the rms derivative over
+    N(0, 1); and the largest absolute error anywhere."""
 
     rms: float
     largest: float
@@ -141,6 +142,7 @@ def _analysed(function: Function, features: Features) -> Analysis:
             if torch.float32 in fits:
                 derivatives[dtype, torch.float32] = fits[torch.float32](dtype)
             measured[dtype] = measure(function, features, derivatives[dtype, dtype], dtype)
+            _refuse_untold_kinks(function, features, derivatives[dtype, dtype], dtype)
             _refuse_what_is_inaccurate(measured[dtype], features.steepest, dtype)
         except NeedsInput as reason:
             refusals[dtype] = f"the function {reason}"
@@ -223,8 +225,11 @@ def measure(
     sane = y.isfinite() & ((own - exact).abs() <= 0.01 * (exact.abs() + 0.01))
 
     def errors(found: Tensor, valid: Tensor, stored: Tensor) -> Errors:
-        error = (found.double() - slope).abs()
-        of_normal = error[:count]  # of N(0, 1)
+        valid = valid & slope.isfinite()
+        error = torch.where(valid, (found.double() - slope).abs(), 0.0)
+        by_scale = error[:count].view(len(SCALES), -1).square().mean(1).sqrt()
+        # In units of the slopes for N(0, 1): smaller inputs may have small ones.
+        size = torch.where(slope.isfinite(), slope, 0.0)[: count // len(SCALES)].square().mean().sqrt()
         for kink in features.kinks:
             # Within a unit of a kink's output the slopes of both sides are right, and the one that autograd has at the
             # kink. A unit of 0 is what a marked output underflows to.
@@ -234,35 +239,48 @@ def measure(
                 unit = 0.0 if features.fold is None else branch_bit.smallest_marked(dtype)
             close = (stored - float(torch.tensor(kink.output, dtype=dtype))).abs() <= unit
             # Only for inputs within their own rounding of the kink: inputs further away may have the kink's output too,
-            # where a side is flat or rounds to it. Inputs of N(0, 1) are numbers of the dtype: only the kink is exempt.
-            apart = (z - kink.position).abs() / max(1.0, abs(kink.position))
-            is_kink = (close & (apart <= 2 * torch.finfo(torch.float32).eps))[:count]
-            close &= apart <= 2 * info.eps
+            # where a side is flat or rounds to it.
+            close &= (z - kink.position).abs() <= 2 * info.eps * max(1.0, abs(kink.position))
             for side in (kink.before, kink.slope, kink.after):
-                of_side = (found.double() - side).abs()
-                of_normal = torch.where(is_kink, torch.minimum(of_normal, of_side[:count]), of_normal)
-                error = torch.where(close, torch.minimum(error, of_side), error)
-        is_sane = valid & slope.isfinite()
-        error, of_normal = torch.where(is_sane, error, 0.0), torch.where(is_sane[:count], of_normal, 0.0)
-        square = torch.where(slope.isfinite(), slope, 0.0)[:count].square().mean()
-        return Errors(float((of_normal.square().mean() / square).sqrt()), float(error.max()))
+                error = torch.where(close & valid, torch.minimum(error, (found.double() - side).abs()), error)
+        return Errors(float(by_scale.max() / size), float(error.max()))
 
     def errors_from(outputs: Tensor, valid: Tensor) -> Errors:
-        stored = outputs.float()
-        if features.fold is None:
-            stored = stored.to(dtype).float()
-            assert isinstance(derivative, MonotoneDerivative)
-            found = derivative(stored)
-        else:
-            marked = features.fold.marks(z)
-            stored = _encoded(stored, marked, dtype, features.fold).to(dtype).float()
-            assert isinstance(derivative, FoldedDerivative)
-            found = derivative(stored, branch_bit.decode(stored, dtype, features.fold.ambiguous))
-            valid = valid & ~(marked & stored.isinf())  # infinity has no last bit
-        return errors(found, valid & ~stored.isnan(), stored.double())
+        stored = _stored(outputs, z, dtype, features.fold)
+        if features.fold is not None:
+            valid = valid & ~(features.fold.marks(z) & stored.isinf())  # infinity has no last bit
+        return errors(_from_stored(derivative, stored, dtype), valid & ~stored.isnan(), stored.double())
 
     everywhere = torch.ones_like(sane)
     return Measured(errors_from(y, y.isfinite()), errors_from(own, sane), errors(slope.to(dtype), everywhere, y))
+
+
+def _stored(outputs: Tensor, z: Tensor, dtype: torch.dtype, fold: Fold | None) -> Tensor:
+    """What outputs of ``dtype`` hold, in float32."""
+    stored = outputs.float()
+    return (stored if fold is None else _encoded(stored, fold.marks(z), dtype, fold)).to(dtype).float()
+
+
+def _from_stored(derivative: MonotoneDerivative | FoldedDerivative, stored: Tensor, dtype: torch.dtype) -> Tensor:
+    if isinstance(derivative, MonotoneDerivative):
+        return derivative(stored)
+    return derivative(stored, branch_bit.decode(stored, dtype, derivative.fold.ambiguous))
+
+
+def _refuse_untold_kinks(
+    function: Function, features: Features, derivative: MonotoneDerivative | FoldedDerivative, dtype: torch.dtype
+) -> None:
+    """At a kink itself the derivative must be autograd's. Many inputs may lie there: zeros of a padding or a dropout,
+    values that were clamped, 16-bit numbers. A side that is flat has the kink's output too, often with another slope.
+    """
+    allowed = FLOAT32_ALLOWANCE * GELU_ERRORS[dtype].largest * features.steepest
+    for kink in features.kinks:
+        at = torch.tensor([kink.position], dtype=torch.float64).to(dtype)  # the numbers in a formula are rounded alike
+        _, slope = value_and_slope(function, at)
+        stored = _stored(function(at.float()).detach(), at.double(), dtype, features.fold)
+        found = _from_stored(derivative, stored, dtype)
+        if not float((found.double() - slope.double()).abs()) <= allowed:
+            raise NeedsInput(f"has a derivative at its kink, z = {kink.position:.4g}, that its output does not tell")
 
 
 def _refuse_what_is_inaccurate(measured: Measured, steepest: float, dtype: torch.dtype) -> None:

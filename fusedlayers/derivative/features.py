@@ -30,6 +30,8 @@ NOISE = 1e-12
 FARTHEST_TURN = 8.0
 #: A function must be finite up to here. Further out PyTorch's own derivative may overflow.
 FINITE_WITHIN = 30.0
+#: Standard deviations of the normal inputs that fits are measured on: of small ones many lie next to a kink at 0.
+SCALES = (1.0, 0.1, 0.01)
 
 
 @dataclass(frozen=True)
@@ -212,8 +214,9 @@ class Samples(NamedTuple):
 
 
 def measurement_points(function: Function, features: Features, dtype: torch.dtype) -> tuple[Samples, Samples]:
-    """Samples for measuring a fit for outputs of ``dtype``: quantiles of N(0, 1), as numbers of that dtype, which is
-    what PyTorch computes the derivative from; and float32 numbers of all sizes, with more near folds and kinks."""
+    """Samples for measuring a fit for outputs of ``dtype``: quantiles of N(0, 1) times each of ``SCALES``, as numbers
+    of that dtype, which is what PyTorch computes the derivative from; and float32 numbers of all sizes, with more near
+    folds and kinks."""
     count = 1 << 15
     quantiles = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     near = torch.logspace(-9, -1, 161, dtype=torch.float64)
@@ -223,7 +226,8 @@ def measurement_points(function: Function, features: Features, dtype: torch.dtyp
     between = (_grid()[1:] + _grid()[:-1]) / 2
     # Denser than the samples of the fit, so that an error between two of those shows.
     wide = torch.logspace(1, 6, 10_000, dtype=torch.float64)
-    at = [torch.special.ndtri(quantiles), torch.cat([between, *around, sizes, -sizes, wide, -wide])]
+    normal_z = torch.special.ndtri(quantiles)
+    at = [torch.cat([scale * normal_z for scale in SCALES]), torch.cat([between, *around, sizes, -sizes, wide, -wide])]
     normal, anywhere = (z.to(stored).double() for z, stored in zip(at, (dtype, torch.float32), strict=True))
     anywhere = anywhere[(anywhere >= features.reach[0]) & (anywhere <= features.reach[1])]
     return Samples(normal, *value_and_slope(function, normal)), Samples(anywhere, *value_and_slope(function, anywhere))
@@ -253,7 +257,10 @@ def _assemble(
 
     fold = None
     if turn is not None:
-        fold = _fold(turn, outputs[turn[0]], *_far_outputs(sign * y, slope, steepest), is_falling, steepest)
+        at_turn = next((kink for kink in kinks if kink.position == turn[0] == turn[1]), None)
+        goes_left = at_turn is not None and abs(at_turn.slope - at_turn.before) < abs(at_turn.slope - at_turn.after)
+        far = _far_outputs(sign * y, slope, steepest)
+        fold = _fold(turn, outputs[turn[0]], *far, is_falling, steepest, goes_left)
 
     stretches, levels = [], []
     bounds = [-math.inf, *cuts, math.inf]
@@ -357,12 +364,20 @@ def _edges_of_flats(function: Function, z: Tensor, slope: Tensor) -> set[float]:
 
 
 def _fold(
-    turn: tuple[float, float], extremum: float, far_left: float, far_right: float, is_maximum: bool, steepest: float
+    turn: tuple[float, float],
+    extremum: float,
+    far_left: float,
+    far_right: float,
+    is_maximum: bool,
+    steepest: float,
+    is_left: bool,
 ) -> Fold:
+    """``is_left``: whether the turn itself has the slope of the left branch, which is then not the marked one."""
     if abs(extremum) < NOISE * steepest:
         extremum = 0.0
     # The branch with the smaller range of outputs is the marked one: all its outputs are ambiguous.
-    marked: Literal["left", "right"] = "left" if far_left <= far_right else "right"
+    is_right = far_left > far_right or (far_left == far_right and is_left)
+    marked: Literal["left", "right"] = "right" if is_right else "left"
     ceiling = min(far_left, far_right)
     ambiguous: Ambiguous = "negative" if ceiling <= 1e-9 * steepest else "positive" if extremum >= 0 else "both"
     true_sign = ambiguous

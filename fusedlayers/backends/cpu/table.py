@@ -137,18 +137,21 @@ def derivative_table(activation: Activation) -> DerivativeTable | FoldTable | No
     s = _coordinate(fitted, y)
     jumps = _jumps(fitted, segments, steepest)
     hard = [jump for jump in jumps if not jump.is_corner]
+    stated = _as_stored(segments)
+    if isinstance(fitted, FoldedDerivative):  # a comparison of outputs cannot tell branches apart, but for 0
+        attempts = [tuple(flat for flat in stated if flat.low == flat.high == 0 and not flat.marked)]
+    else:
+        attempts = [stated, (*_at_kinks(fitted, segments), *stated)]
     tried: list[Scale] = []
     for intervals in INTERVALS:
         tried += _scales(s, expected, jumps, steepest, intervals)
         if len(hard) < len(jumps):
             tried += _scales(s, expected, hard, steepest, intervals)
     for scale in tried:
-        for flats in ((), _as_stored(segments)):
+        for flats in dict.fromkeys(((), *attempts)):
             table = DerivativeTable(fitted, scale, flats)
             if _is_exact(loops.slopes(table, None, y), expected, normal):
                 return table
-            if not segments.flats or isinstance(fitted, FoldedDerivative):
-                break  # a comparison of outputs cannot tell the branches apart
     return None
 
 
@@ -185,12 +188,13 @@ def _outputs(activation: Activation, segments: Segments) -> tuple[Tensor, int]:
             for _ in range(3):
                 step = torch.nextafter(step, torch.full_like(step, direction))
                 y = torch.cat([y, step])
-    # Next to a kink that is not at 0 either side is right, unless a side is flat.
+    # Next to a kink whose output is not 0 either side is right, unless one is flat. The kink has a slope of its own.
     undecided = torch.zeros_like(y, dtype=torch.bool)
     for start in starts:
         if start != 0:
             unit = 2.0 ** (math.frexp(start)[1] - 1) * torch.finfo(torch.float32).eps
-            undecided |= (sign * y.double() - start).abs() <= unit * (1 if activation.fold is None else 2)
+            apart = (sign * y.double() - start).abs()
+            undecided |= (apart <= unit * (1 if activation.fold is None else 2)) & (apart > 0)
     for flat in segments.flats:
         undecided &= ~flat.holds(sign * y)
     keep = y.isfinite() & ~undecided
@@ -215,7 +219,9 @@ def _inputs() -> Tensor:
     """Those that tables are tried on, of which the first, ``NORMAL``, are of N(0, 1)."""
     normal = torch.special.ndtri((torch.arange(NORMAL, dtype=torch.float64) + 0.5) / NORMAL)
     sizes = torch.logspace(-44, 38, 4001, dtype=torch.float64)
-    return torch.cat([normal, torch.linspace(-32, 32, 65_537, dtype=torch.float64) + 1e-4, sizes, -sizes]).float()
+    wide = torch.linspace(-32, 32, 65_537, dtype=torch.float64) + 1e-4
+    halves = torch.linspace(-32, 32, 129, dtype=torch.float64)  # where most kinks are
+    return torch.cat([normal, wide, halves, sizes, -sizes]).float()
 
 
 def _expected(fitted: FoldedDerivative | MonotoneDerivative, y: Tensor) -> Tensor:
@@ -246,6 +252,14 @@ def _as_stored(segments: Segments) -> tuple[Flat, ...]:
     if not segments.is_falling:
         return segments.flats
     return tuple(Flat(-flat.high, -flat.low, flat.slope, flat.marked) for flat in segments.flats)
+
+
+def _at_kinks(fitted: MonotoneDerivative, segments: Segments) -> Iterator[Flat]:
+    """The outputs at which segments begin, each of which may have the slope of either side."""
+    starts = torch.tensor([s.start for s in segments.segments if abs(s.start) < 3e38], dtype=torch.float64)
+    stored = (-starts if segments.is_falling else starts).float()
+    for y, slope in zip(stored.tolist(), _expected(fitted, stored).tolist(), strict=True):
+        yield Flat(y, y, slope, False)
 
 
 def _underflown(fold: Fold) -> Tensor:
