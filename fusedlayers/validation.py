@@ -108,8 +108,8 @@ def check_tensors(function: str, required: dict[str, object], **optional: object
             raise TypeError(f"{function}: {name} must be a tensor, got {type(tensor).__name__}{hint}")
         if tensor.dtype not in DTYPES:
             raise TypeError(
-                f"{function}: {name} must have a floating dtype ({', '.join(map(str, DTYPES))}), got {tensor.dtype}; "
-                "convert it first"
+                f"{function}: {name} must have a floating dtype ({', '.join(map(str, DTYPES))}), got {tensor.dtype}"
+                + ("" if tensor.is_complex() else "; convert it first")
             )
         device = device or tensor.device
         if tensor.device != device:
@@ -368,6 +368,8 @@ def check_bias(function: str, input: Tensor, bias: Tensor, dim: int) -> None:
     """Refuse a bias that does not run along ``dim`` of the input."""
     if not isinstance(dim, int):
         raise TypeError(f"{function}: dim must be an int, got {type(dim).__name__}: {dim!r}")
+    if input.dim() == 0:
+        raise ValueError(f"{function}: an input of shape () has no dim along which a bias could run; pass None")
     if not -input.dim() <= dim < input.dim():
         raise ValueError(f"{function}: dim must lie in [-{input.dim()}, {input.dim()}) for {dims_of(input)}, got {dim}")
     if bias.dim() != 1 or bias.shape[0] != input.shape[dim]:

@@ -255,8 +255,8 @@ def test_in_other_contexts_it_frees_what_was_measured() -> None:
         name: [round(100 - 100 * row[name]["fusedlayers"] / row[name]["eager"]) for row in contexts]
         for name in ("plain", "autocast", "hooks", "compile", "backend")
     }
-    words = README.partition("**How you train counts.**")[2].partition("\n\n")[0].replace("\n", " ")
-    triples = re.findall(r"(\d+), (\d+) and (\d+) %", words)
+    table = README.partition("| How you train counts")[2].partition("\n\n")[0]
+    triples = re.findall(r"-?(\d+) % \| -?(\d+) % \| -?(\d+) %", table)
     assert [[*map(int, triple)] for triple in triples] == [*found.values()]
 
 

@@ -37,7 +37,11 @@ def resolve(activation: object, function: str = "resolve") -> Activation:
         name = activation.__name__
         raise TypeError(f"{function}: activation must be an instance, {name}(...), and not the class {name}")
     if not callable(activation):
-        hint = "; other arguments, as stride=2, are keywords" if isinstance(activation, int | tuple) else ""
+        hint = ""
+        if "Conv" in function and isinstance(activation, int | tuple):
+            hint = "; other arguments, as stride=2, are keywords"
+        elif isinstance(activation, bool):
+            hint = f"; write bias={activation}"
         raise TypeError(
             f"{function}: activation must be a name, a module, a function or None, "
             f"got {type(activation).__name__}: {activation!r}{hint}"

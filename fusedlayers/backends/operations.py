@@ -130,6 +130,8 @@ class Convolution(NamedTuple):
 
 #: Of x, w and b.
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+#: Numbers of dimensions that ``batch_norm`` takes; each module of PyTorch takes fewer.
+ANY_DIMS = (2, 3, 4, 5)
 
 
 class BatchNorm(NamedTuple):
@@ -147,14 +149,14 @@ class BatchNorm(NamedTuple):
     eps: float
     group: Any = None
     #: How many dimensions inputs may have, with the batch.
-    allowed_dims: tuple[int, ...] = (2, 3, 4, 5)
+    allowed_dims: tuple[int, ...] = ANY_DIMS
     #: How many dimensions x has.
     dims: int = 0
     leaves_bias: bool = False
     is_cast: bool = False
 
     @classmethod
-    def of(cls, layer: Any, dims: int, allowed_dims: tuple[int, ...] = (2, 3, 4, 5)) -> BatchNorm:
+    def of(cls, layer: Any, dims: int, allowed_dims: tuple[int, ...] = ANY_DIMS) -> BatchNorm:
         """That of an ``nn.BatchNorm``, as it is now, for an input with so many dimensions."""
         training, tracks, mean, var = layer.training, layer.track_running_stats, layer.running_mean, layer.running_var
         reads_running = tracks or not training
@@ -172,7 +174,7 @@ class BatchNorm(NamedTuple):
 
     @property
     def function(self) -> str:
-        return f"FusedBatchNormAct{self.allowed_dims[-1] - 2}d"
+        return "batch_norm" if self.allowed_dims == ANY_DIMS else f"FusedBatchNormAct{self.allowed_dims[-1] - 2}d"
 
     @property
     def dim(self) -> int:

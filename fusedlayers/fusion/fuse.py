@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 from .. import backends
-from .._torch import is_optimized
+from .._torch import OpOverload, is_optimized
 from ..activations import DTYPES, resolve
 from ..activations import record as table
 from ..memory import saved_bytes
@@ -372,7 +373,14 @@ def _nothing_found(model: nn.Module) -> str:
         return "Nothing was found: TorchScript hides what it calls. Fuse the model before you trace or script it."
     if any(type(module).__module__.startswith("fusedlayers.") for module in model.modules()):
         return "Nothing else was found that would keep less: the layers of fusedlayers keep their outputs already."
-    return "Nothing was found that would keep less."
+    if any(
+        isinstance(node.target, OpOverload)
+        for module in model.modules()
+        if isinstance(module, GraphModule)
+        for node in module.graph.nodes
+    ):
+        return "Nothing was found: an exported graph has lost its modules. Fuse the model before you export it."
+    return "Nothing was found that would keep less. (An activation of your own is found if it is a module.)"
 
 
 def _grouped(places: Sequence[Place], blocks: Sequence[Place] = ()) -> list[_Group]:
