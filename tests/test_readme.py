@@ -18,7 +18,7 @@ from fusedlayers.fusion import timing
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
-ACCURACY = RESULTS / "amd-epyc-1-threads" / "accuracy.json"
+ACCURACY = RESULTS / "amd-epyc-avx512-2-threads" / "accuracy.json"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = ("README.md", "examples/README.md", "bench/README.md")
 COMMANDS = re.findall(r"^(pip install .*)$", README, re.MULTILINE)
