@@ -269,6 +269,19 @@ def test_a_registered_derivative_is_used_whenever_it_came() -> None:
 
 
 @compiles
+def test_what_wraps_a_compiled_function_is_another_one() -> None:
+    compiled = torch.compile(lambda z: z * torch.sigmoid(z), backend="eager")
+
+    @functools.wraps(compiled)
+    def doubled(z: Tensor) -> Tensor:
+        return 2 * compiled(z)
+
+    z = torch.randn(64, 64)
+    for function in (doubled, lambda z: doubled(z) + 1):
+        torch.testing.assert_close(fl.bias_act(z, None, function), function(z))
+
+
+@compiles
 def test_what_torch_compile_returned_is_traced_as_what_it_was_given() -> None:
     compiled = torch.compile(lambda z, slope=1.0: z * torch.sigmoid(slope * z))
     z = torch.randn(512, 512, requires_grad=True)
@@ -435,6 +448,7 @@ FALLBACKS: dict[str, tuple[Callable[[], Any], str]] = {
     "jumping line": (lambda: lambda z: torch.where(z > 0, z + 1, z), "PyTorch keeps only truth values"),
     "choice": (lambda: lambda z: torch.where(z > 0, Q["number"], Q["channels"]), "PyTorch keeps only truth values"),
     "autocast": (lambda: _by_autocast, "names is_autocast_enabled"),
+    "compiler": (lambda: lambda z: z.tanh() if torch.compiler.is_compiling() else z.erf(), "names is_compiling"),
     "environment": (lambda: lambda z: z.tanh() * float(os.environ.get("SLOPE", "2")), "names environ"),
     "branch": (lambda: lambda z: z * 2 if z.sum() > 0 else z * Q["number"], "depends on the values of a tensor"),
     "branch by parameter": (lambda: lambda z: z * 2 if Q["number"] > 0 else z, "depends on the values of a tensor"),

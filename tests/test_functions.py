@@ -21,6 +21,7 @@ import fusedlayers as fl
 from fusedlayers import sizes
 from fusedlayers.backends.cpu import table
 from fusedlayers.derivative.analysis import FLOAT32_ALLOWANCE, GELU_ERRORS
+from fusedlayers.derivative.branch_bit import smallest_marked
 from fusedlayers.derivative.features import find_features
 
 EACH = 6
@@ -85,7 +86,7 @@ def _compare(
     around = torch.stack([_step(function, wide + step * reach).slope for step in (-1.0, 0.0, 1.0)])
     sides = around.amin(0), around.amax(0)
     if is_round:
-        own = _step(function, z).slope.double()
+        own = _step(function, z.float()).slope.double()  # in which layers compute
         sides = torch.minimum(own, exact.slope), torch.maximum(own, exact.slope)
     # What the dtype has no numbers for is another matter.
     is_sane = torch.stack([eager.value.isfinite(), eager.slope.isfinite(), *(side.isfinite() for side in sides)]).all(0)
@@ -109,8 +110,9 @@ def _compare(
 
     # The branch bit costs a unit.
     unit = eps * torch.where(is_sane, exact.value, 0.0).abs()
-    over = value_errors(ours.value) - 2 * value_errors(eager.value).max() - 1.5 * unit - torch.finfo(z.dtype).tiny
-    assert float(over.max()) <= 0, f"{say}: the value errs by {float(value_errors(ours.value).max()):.3g}"
+    over = value_errors(ours.value) - 2 * value_errors(eager.value).max() - 1.5 * unit - smallest_marked(z.dtype)
+    worst = float(value_errors(ours.value).flatten()[over.argmax()])
+    assert float(over.max()) <= 0, f"{say}: the value errs by {worst:.3g}"
     limit = GELU_ERRORS[z.dtype]
     of_ours, of_eager = slope_errors(ours.slope), slope_errors(eager.slope)
     assert ours.slope[is_sane].isfinite().all(), f"{say}: slopes are not finite"

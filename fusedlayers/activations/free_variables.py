@@ -84,8 +84,8 @@ def find_variables(function: Callable[..., Any]) -> FreeVariables:
 
 def _called_code(function: Any) -> Hashable:
     """The code object that is called; or the class, with the name where one class serves many built-in functions."""
-    while isinstance(function, functools.partial) or _compiled_from(function) is not None:
-        function = function.func if isinstance(function, functools.partial) else _compiled_from(function)
+    while inner := function.func if isinstance(function, functools.partial) else _compiled_from(function):
+        function = inner
     if isinstance(function, nn.Module):  # nn.Module.__getattr__ is slow to say that an attribute is missing
         return type(function), None
     code = getattr(getattr(function, "__func__", function), "__code__", None)
@@ -93,8 +93,10 @@ def _called_code(function: Any) -> Hashable:
 
 
 def _compiled_from(function: Any) -> Any:
-    """The function that ``torch.compile`` was given, of the one that it returned; None of any other."""
-    return vars(function).get("_torchdynamo_orig_callable") if isinstance(function, types.FunctionType) else None
+    """What ``torch.compile`` was given, if it returned ``function``; else None."""
+    own = vars(function) if isinstance(function, types.FunctionType) else {}
+    # functools.wraps copies attributes to functions that compute something else.
+    return own.get("_torchdynamo_orig_callable") if own.get("_torchdynamo_wrapper_id") == id(function) else None
 
 
 #: The names that were found in a function's code the last time, which avoids a second walk.

@@ -58,6 +58,7 @@ UNTRACED = frozenset(
     {
         *("environ", "getenv"),
         *("is_autocast_enabled", "is_autocast_cpu_enabled", "get_autocast_dtype", "is_inference_mode_enabled"),
+        *("is_compiling", "is_dynamo_compiling"),
         *("get_default_dtype", "get_default_device", "storage_offset", "data_ptr"),
         *("is_grad_enabled", "requires_grad", "is_leaf", "grad_fn", "retain_grad"),
         *("register_hook", "register_multi_grad_hook", "print", "write", "warn"),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from ..derivative.kinks import round_numbers
 from ..utils.isolation import in_clean_state
 from . import record
 from .free_variables import find_variables
@@ -76,7 +77,7 @@ def _smooth_rows() -> tuple[Tensor, list[tuple[Activation, Tensor]]]:
     """The numbers compared, and the values and slopes there of the table's smooth activations."""
     far = torch.logspace(math.log10(NEAR), 30, 120, dtype=torch.float64)
     near = torch.linspace(-NEAR, NEAR, 4001, dtype=torch.float64), torch.logspace(-9, 0, 50, dtype=torch.float64)
-    z = torch.cat([*near, far, -far])
+    z = torch.cat([*near, round_numbers(), far, -far])  # at which sums of pieces (clamp, relu) may have other slopes
     z.requires_grad_()
     smooth = [record.by_name[row.name] for row in rows() if row.derivative_given_output == "fold" and not row.is_custom]
     return z, [(activation, _and_slopes(activation.function(z), z)) for activation in smooth]

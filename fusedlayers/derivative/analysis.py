@@ -275,9 +275,9 @@ def _refuse_untold_kinks(
     """
     allowed = FLOAT32_ALLOWANCE * GELU_ERRORS[dtype].largest * features.steepest
     for kink in features.kinks:
-        at = torch.tensor([kink.position], dtype=torch.float64).to(dtype)  # the numbers in a formula are rounded alike
-        _, slope = value_and_slope(function, at)
-        stored = _stored(function(at.float()).detach(), at.double(), dtype, features.fold)
+        at = torch.tensor([kink.position], dtype=torch.float64).to(dtype).float()  # in which layers compute
+        y, slope = value_and_slope(function, at)
+        stored = _stored(y, at.double(), dtype, features.fold)
         found = _from_stored(derivative, stored, dtype)
         if not float((found.double() - slope.double()).abs()) <= allowed:
             raise NeedsInput(f"has a derivative at its kink, z = {kink.position:.4g}, that its output does not tell")

@@ -258,9 +258,9 @@ def _assemble(
     fold = None
     if turn is not None:
         at_turn = next((kink for kink in kinks if kink.position == turn[0] == turn[1]), None)
-        goes_left = at_turn is not None and abs(at_turn.slope - at_turn.before) < abs(at_turn.slope - at_turn.after)
+        turn_is_left = at_turn is not None and abs(at_turn.slope - at_turn.before) < abs(at_turn.slope - at_turn.after)
         far = _far_outputs(sign * y, slope, steepest)
-        fold = _fold(turn, outputs[turn[0]], *far, is_falling, steepest, goes_left)
+        fold = _fold(turn, outputs[turn[0]], *far, is_falling, steepest, turn_is_left)
 
     stretches, levels = [], []
     bounds = [-math.inf, *cuts, math.inf]
@@ -370,14 +370,14 @@ def _fold(
     far_right: float,
     is_maximum: bool,
     steepest: float,
-    is_left: bool,
+    turn_is_left: bool,
 ) -> Fold:
-    """``is_left``: whether the turn itself has the slope of the left branch, which is then not the marked one."""
+    """``turn_is_left``: whether the turn itself has the left branch's slope. (It lies on the branch without a mark.)"""
     if abs(extremum) < NOISE * steepest:
         extremum = 0.0
     # The branch with the smaller range of outputs is the marked one: all its outputs are ambiguous.
-    is_right = far_left > far_right or (far_left == far_right and is_left)
-    marked: Literal["left", "right"] = "right" if is_right else "left"
+    marks_right = far_left > far_right or (far_left == far_right and turn_is_left)
+    marked: Literal["left", "right"] = "right" if marks_right else "left"
     ceiling = min(far_left, far_right)
     ambiguous: Ambiguous = "negative" if ceiling <= 1e-9 * steepest else "positive" if extremum >= 0 else "both"
     true_sign = ambiguous

@@ -86,16 +86,30 @@ def find_kinks(function: Function, z: Tensor, y: Tensor, slope: Tensor, steepest
     for i in ((found.sa - found.sb).abs() > 1e-7 * steepest).nonzero().view(-1):
         position = rounded(float(found.b[i]))
         kinks[position] = _kink(function, position, 1e-9 * max(1.0, abs(position)))
-    if 0.0 not in kinks:
-        # For autograd sign(z) g(|z|) has the slope 0 at 0, whatever the slopes next to it.
-        kink = _kink(function, 0.0, 1e-9)
-        if not max(abs(kink.slope - kink.before), abs(kink.slope - kink.after)) <= 1e-6 * steepest:
-            kinks[0.0] = kink
+    # For autograd sign(z) g(|z|) has the slope 0 at 0, and sums of relu(z - 1) have one of their own at 1, whatever the
+    # slopes next to it. Such points are looked for at round numbers alone.
+    for position in _lone_slopes(function, steepest):
+        kinks.setdefault(position, _kink(function, position, 1e-9 * max(1.0, abs(position))))
     if len(kinks) > MAXIMUM_KINKS:
         raise NeedsInput(f"has at least {len(kinks)} kinks")
     if any(not math.isfinite(kink.slope) or not math.isfinite(kink.output) for kink in kinks.values()):
         raise NeedsInput("is not finite at a kink")
     return list(kinks.values())
+
+
+def round_numbers() -> Tensor:
+    """Multiples of an eighth and of a tenth, at which formulas have their kinks."""
+    eighths, tenths = (torch.arange(-16 * n, 16 * n + 1, dtype=torch.float64) / n for n in (8, 10))
+    return torch.cat([eighths, tenths]).sort().values
+
+
+def _lone_slopes(function: Function, steepest: float) -> list[float]:
+    """The round numbers at which autograd returns another slope than next to them."""
+    z = round_numbers()
+    step = 1e-9 * z.abs().clamp_min(1.0)
+    before, at, after = (value_and_slope(function, z + side * step)[1] for side in (-1, 0, 1))
+    is_lone = torch.maximum((at - before).abs(), (at - after).abs()) > 1e-6 * steepest
+    return [float(position) for position in z[is_lone]]
 
 
 def _kink(function: Function, position: float, step: float) -> Kink:

@@ -263,7 +263,8 @@ def _segment(
                 owns_start = abs(kink.slope - other) > abs(kink.slope - float(stretch.slope[0]))
     if first == 0 and stretch.lower == "infinity":
         start = -math.inf if first == 0 else start
-    return Segment(max(start, -3.4e38), min(stop, 3.4e38), stretch.marked, owns_start, variable, polynomial)
+    # Stored outputs are float32: so are the numbers they are compared with, in whatever arithmetic.
+    return Segment(to_float32(max(start, -3.4e38)), min(stop, 3.4e38), stretch.marked, owns_start, variable, polynomial)
 
 
 def _variables(stretch: Stretch, here: int) -> Iterator[Variable]:

@@ -33,6 +33,7 @@ from ...derivative import branch_bit
 from ...derivative.analysis import MonotoneDerivative, analyse
 from ...derivative.features import Fold
 from ...derivative.folded import SMALLEST, TAIL_FRACTION, FoldedDerivative, FoldedInverse, Polynomials
+from ...derivative.kinks import round_numbers
 from ...derivative.piecewise import TINY, Flat, Segments
 from ...derivative.polynomial import PRECISIONS
 from ...utils.isolation import in_clean_state
@@ -137,19 +138,20 @@ def derivative_table(activation: Activation) -> DerivativeTable | FoldTable | No
     s = _coordinate(fitted, y)
     jumps = _jumps(fitted, segments, steepest)
     hard = [jump for jump in jumps if not jump.is_corner]
-    stated = _as_stored(segments)
-    if isinstance(fitted, FoldedDerivative):  # a comparison of outputs cannot tell branches apart, but for 0
-        attempts = [tuple(flat for flat in stated if flat.low == flat.high == 0 and not flat.marked)]
+    flats = _as_stored(segments)
+    if isinstance(fitted, FoldedDerivative):
+        # Which are found by a comparison of outputs. That cannot tell the branches apart, but at 0.
+        compared = [(), tuple(flat for flat in flats if flat.low == flat.high == 0 and not flat.marked)]
     else:
-        attempts = [stated, (*_at_kinks(fitted, segments), *stated)]
+        compared = [(), flats, (*_at_kinks(fitted, segments), *flats)]
     tried: list[Scale] = []
     for intervals in INTERVALS:
         tried += _scales(s, expected, jumps, steepest, intervals)
         if len(hard) < len(jumps):
             tried += _scales(s, expected, hard, steepest, intervals)
     for scale in tried:
-        for flats in dict.fromkeys(((), *attempts)):
-            table = DerivativeTable(fitted, scale, flats)
+        for chosen in dict.fromkeys(compared):
+            table = DerivativeTable(fitted, scale, chosen)
             if _is_exact(loops.slopes(table, None, y), expected, normal):
                 return table
     return None
@@ -181,14 +183,16 @@ def _outputs(activation: Activation, segments: Segments) -> tuple[Tensor, int]:
     sign = -1.0 if segments.is_falling else 1.0
     edges = sign * torch.tensor(starts + ends, dtype=torch.float32)
     y = torch.cat([y, *_near(edges, y, activation.fold)])
-    if activation.fold is None:
+    if activation.fold is not None:
+        y = torch.cat([y, *(_marked(edges, is_marked, activation.fold) for is_marked in (False, True))])
+    else:
         y = torch.cat([y, edges])
         for direction in (-math.inf, math.inf):
             step = edges
             for _ in range(3):
                 step = torch.nextafter(step, torch.full_like(step, direction))
                 y = torch.cat([y, step])
-    # Next to a kink whose output is not 0 either side is right, unless one is flat. The kink has a slope of its own.
+    # Next to a kink's output, but not at it, either side is right, unless one is flat, or that output is 0.
     undecided = torch.zeros_like(y, dtype=torch.bool)
     for start in starts:
         if start != 0:
@@ -209,10 +213,13 @@ def _near(edges: Tensor, y: Tensor, fold: Fold | None) -> Iterator[Tensor]:
         own = y[branch_bit.decode(y, torch.float32, fold.ambiguous) == is_marked] if fold is not None else y
         own = own[own.isfinite()]
         found = near[(near >= own.min()) & (near <= own.max())]
-        if fold is not None:
-            marks = torch.full_like(found, is_marked, dtype=torch.bool)
-            found = branch_bit.encode(found, marks, torch.float32, fold.ambiguous, bounded=fold.bounded)
-        yield found
+        yield found if fold is None else _marked(found, is_marked, fold)
+
+
+def _marked(y: Tensor, is_marked: bool, fold: Fold) -> Tensor:
+    """Outputs as they are stored of one branch."""
+    marks = torch.full_like(y, is_marked, dtype=torch.bool)
+    return branch_bit.encode(y, marks, torch.float32, fold.ambiguous, bounded=fold.bounded)
 
 
 def _inputs() -> Tensor:
@@ -220,8 +227,7 @@ def _inputs() -> Tensor:
     normal = torch.special.ndtri((torch.arange(NORMAL, dtype=torch.float64) + 0.5) / NORMAL)
     sizes = torch.logspace(-44, 38, 4001, dtype=torch.float64)
     wide = torch.linspace(-32, 32, 65_537, dtype=torch.float64) + 1e-4
-    halves = torch.linspace(-32, 32, 129, dtype=torch.float64)  # where most kinks are
-    return torch.cat([normal, wide, halves, sizes, -sizes]).float()
+    return torch.cat([normal, wide, round_numbers(), sizes, -sizes]).float()
 
 
 def _expected(fitted: FoldedDerivative | MonotoneDerivative, y: Tensor) -> Tensor:
@@ -255,7 +261,7 @@ def _as_stored(segments: Segments) -> tuple[Flat, ...]:
 
 
 def _at_kinks(fitted: MonotoneDerivative, segments: Segments) -> Iterator[Flat]:
-    """The outputs at which segments begin, each of which may have the slope of either side."""
+    """The outputs at which segments begin, with the slopes that the fit gives them: of one side or the other."""
     starts = torch.tensor([s.start for s in segments.segments if abs(s.start) < 3e38], dtype=torch.float64)
     stored = (-starts if segments.is_falling else starts).float()
     for y, slope in zip(stored.tolist(), _expected(fitted, stored).tolist(), strict=True):
