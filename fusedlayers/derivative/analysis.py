@@ -228,7 +228,7 @@ def measure(
         valid = valid & slope.isfinite()
         error = torch.where(valid, (found.double() - slope).abs(), 0.0)
         by_scale = error[:count].view(len(SCALES), -1).square().mean(1).sqrt()
-        # In units of the slopes for N(0, 1): smaller inputs may have small ones.
+        # In units of the rms slope over N(0, 1), which is the first scale: the slopes of small inputs may all be small.
         size = torch.where(slope.isfinite(), slope, 0.0)[: count // len(SCALES)].square().mean().sqrt()
         for kink in features.kinks:
             # Within a unit of a kink's output the slopes of both sides are right, and the one that autograd has at the
