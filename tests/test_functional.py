@@ -626,6 +626,8 @@ def test_activations_that_do_not_exist(function: Callable[[object], Tensor]) -> 
     ) as error:
         function("gleu")
     _said(error, *fl.activations())
+    with pytest.raises(TypeError, match="got bool: False; write bias=False"):  # the place of nn.Linear's bias
+        fl.FusedDenseAct(3, 4, False)
     with pytest.raises(TypeError, match="activation must be a name, a module, a function or None, got int: 3"):
         function(3)
 

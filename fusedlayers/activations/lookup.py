@@ -40,7 +40,7 @@ def resolve(activation: object, function: str = "resolve") -> Activation:
         hint = ""
         if "Conv" in function and isinstance(activation, int | tuple):
             hint = "; other arguments, as stride=2, are keywords"
-        elif isinstance(activation, bool):
+        elif isinstance(activation, bool) and "Dense" in function:  # the place of nn.Linear's bias
             hint = f"; write bias={activation}"
         raise TypeError(
             f"{function}: activation must be a name, a module, a function or None, "
