@@ -5,6 +5,8 @@ import ast
 import os
 import re
 import subprocess
+import sys
+import sysconfig
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +29,18 @@ PARTS = {"lint", "types", "tests", "slow", "package"}
 def loaded(*parts: str) -> Any:
     yaml = pytest.importorskip("yaml")
     return yaml.safe_load(ROOT.joinpath(*parts).read_text(encoding="utf-8"))
+
+
+# --- installation -----------------------------------------------------------------------------------------------------
+
+
+def test_the_folder_above_a_checkout_does_not_hide_the_package(tmp_path: Path) -> None:
+    if not list(Path(sysconfig.get_path("purelib")).glob("__editable__*fusedlayers*")):
+        pytest.skip("the tree is not installed")
+    (tmp_path / "fusedlayers").mkdir()  # as `git clone` makes it
+    code = "import importlib.util; print(importlib.util.find_spec('fusedlayers').origin)"
+    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert Path(found.stdout.strip()) == ROOT / "fusedlayers" / "__init__.py"
 
 
 # --- continuous integration -------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ _COMPARISONS = {
     for name in ("gt", "ge", "lt", "le", "eq", "ne")
     for kind in ("Scalar", "Tensor")
 }
-_MASK = "PyTorch keeps only truth values for its backward pass: a byte for each element, less than the output"
+_MASK = "backward only compares its argument, for which PyTorch keeps no more than a layer would"
 #: A layer keeps z, and what follows it y.
 _BUFFERS_OF_A_LAYER = 2
 _traces: BoundedCache[_Traced] = BoundedCache()

@@ -47,8 +47,8 @@ def losses_to(on_stage: OnStage, settings: Settings) -> Callable[[Outcomes], Non
         hundredths = min(100, max(100 * done // settings.steps, spent))
         if hundredths > shown:
             shown = hundredths
-            losses = ", ".join(f"{outcome.losses[-1]:.3f} {name}" for name, outcome in outcomes.items())
-            on_stage(f"step {done} of at most {settings.steps}: loss {losses}", hundredths / 100)
+            fused, eager = (outcomes[name].losses[-1] for name in ("fused", "eager"))
+            on_stage(f"step {done}/{settings.steps}: loss {fused:.3f} (eager {eager:.3f})", hundredths / 100)
 
     return on_step
 

@@ -35,7 +35,7 @@ def shown() -> Iterator[OnStage]:
         if first is None:
             first = now, part
         seconds, done = now - first[0], part - first[1]
-        return f", about {duration_text(seconds * (1 - part) / done)} left" if done > 0 else ""
+        return f", {duration_text(seconds * (1 - part) / done)} left" if done > 0 else ""
 
     with _bar() if _can_draw() else _lines() as write:
         yield lambda stage, part: write(f"{stage}{left(part)}", part)

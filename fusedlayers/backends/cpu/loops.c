@@ -225,9 +225,10 @@ static inline float log1p_(float x) {
    ``prepare`` finds. Python names them in this order. */
 #define FUNCTIONS(X) \
   X(gelu) X(gelu_tanh) X(swish) X(mish) X(hardswish) X(relu) X(sigmoid) X(tangent) X(leaky_relu) X(elu) X(softplus) \
-  X(logsigmoid) X(squared_relu)
+  X(logsigmoid) X(squared_relu) X(hardsigmoid)
 enum functions {
-  GELU, GELU_TANH, SWISH, MISH, HARDSWISH, RELU, SIGMOID, TANGENT, LEAKY_RELU, ELU, SOFTPLUS, LOGSIGMOID, SQUARED_RELU
+  GELU, GELU_TANH, SWISH, MISH, HARDSWISH, RELU, SIGMOID, TANGENT, LEAKY_RELU, ELU, SOFTPLUS, LOGSIGMOID, SQUARED_RELU,
+  HARDSIGMOID
 };
 
 /* The exponentials of a block, or of gelu the part of a normal distribution below z. In a loop of its own, because a
@@ -341,6 +342,15 @@ static inline void squared_relu(float z, float p, float e, float *y, float *slop
   float positive = z <= 0.0f ? 0.0f : z;
   *y = positive * positive;
   *slope = 2.0f * positive;
+}
+
+static inline void hardsigmoid(float z, float p, float e, float *y, float *slope) {
+  float c = z + 3.0f;
+  c = c < 0.0f ? 0.0f : c;
+  c = c > 6.0f ? 6.0f : c;
+  *y = c / 6.0f;
+  float below = z < 3.0f ? 0.166666667f : 0.0f;
+  *slope = z > -3.0f ? below : 0.0f;
 }
 
 /* The branch bit (derivative/branch_bit.py) of functions that have it in negative outputs, set left of ``position``. */
@@ -557,6 +567,10 @@ static void slopes_by_formula(const kernel *k, const float *y, float *slope) {
     case SQUARED_RELU: EACH {
       float largest = float_of(LARGEST), finite = y[i] > largest ? largest : y[i]; /* a gradient of 0 must give 0 */
       slope[i] = y[i] <= 0.0f ? 0.0f : 2.0f * __builtin_sqrtf(finite);
+    } break;
+    case HARDSIGMOID: EACH {
+      float below = y[i] < 1.0f ? 0.166666667f : 0.0f;
+      slope[i] = y[i] > 0.0f ? below : 0.0f;
     } break;
     case HARDSWISH: hardswish_from_output(p, y, slope);
   }

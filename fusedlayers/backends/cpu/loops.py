@@ -34,7 +34,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 AMBIGUOUS = {None: 0, "negative": 1, "positive": 2, "both": 3}
 BENDS = {"straight": 0, "root from below": 1, "root from above": 2, "ratio": 3}
 #: Functions of float32 numbers, as ``Native.loop`` names them.
-_PLAIN = ("relu", "sigmoid", "tanh", "leaky_relu", "elu", "softplus", "logsigmoid", "squared_relu")
+_PLAIN = ("relu", "sigmoid", "tanh", "leaky_relu", "elu", "softplus", "logsigmoid", "squared_relu", "hardsigmoid")
 FUNCTIONS = ("gelu", "gelu_tanh", "swish", "mish", "hardswish", *_PLAIN)
 #: Those with a fold whose derivative it computes from outputs by a formula. The others have tables.
 DERIVED_FROM_OUTPUTS = ("hardswish",)
