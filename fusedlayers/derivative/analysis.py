@@ -23,7 +23,7 @@ from ..utils.isolation import in_clean_state
 from . import branch_bit
 from .features import SCALES, Features, Fold, find_features, measurement_points
 from .folded import FoldedDerivative, fit
-from .kinks import NeedsInput, value_and_slope
+from .kinks import Kink, NeedsInput, value_and_slope
 from .piecewise import Flat, Segments, fit_segments
 from .polynomial import PRECISIONS, Precision
 
@@ -217,42 +217,62 @@ def measure(
 ) -> Measured:
     """The errors of a derivative that is computed in float32 from stored outputs, as devices do."""
     normal, anywhere = measurement_points(function, features, dtype)
-    count = len(normal.z)
     z, y, slope = (torch.cat([a, b]) for a, b in zip(normal, anywhere, strict=True))
+    trial = _Trial(features, dtype, z, slope, len(normal.z))
     exact = torch.where(y.isfinite(), y, 0.0)
     own = function(z.float()).detach().double()
     # Where float32 cannot evaluate the function, its derivative has no meaning.
     sane = y.isfinite() & ((own - exact).abs() <= 0.01 * (exact.abs() + 0.01))
+    everywhere = torch.ones_like(sane)
+    return Measured(
+        trial.errors_from(y, derivative, y.isfinite()),
+        trial.errors_from(own, derivative, sane),
+        trial.errors(slope.to(dtype), y, everywhere),
+    )
 
-    def errors(found: Tensor, valid: Tensor, stored: Tensor) -> Errors:
-        valid = valid & slope.isfinite()
-        error = torch.where(valid, (found.double() - slope).abs(), 0.0)
-        by_scale = error[:count].view(len(SCALES), -1).square().mean(1).sqrt()
+
+@dataclass(frozen=True, eq=False)
+class _Trial:
+    """Inputs, of which the first, ``normal``, are normal at each of ``SCALES``, and the derivatives there."""
+
+    features: Features
+    dtype: torch.dtype
+    z: Tensor
+    slope: Tensor
+    normal: int
+
+    def errors_from(self, outputs: Tensor, derivative: MonotoneDerivative | FoldedDerivative, valid: Tensor) -> Errors:
+        """Those of the derivative from outputs that are stored in the dtype."""
+        fold = self.features.fold
+        stored = _stored(outputs, self.z, self.dtype, fold)
+        if fold is not None:
+            valid = valid & ~(fold.marks(self.z) & stored.isinf())  # infinity has no last bit
+        return self.errors(_from_stored(derivative, stored, self.dtype), stored.double(), valid & ~stored.isnan())
+
+    def errors(self, found: Tensor, stored: Tensor, valid: Tensor) -> Errors:
+        """Those of the derivatives ``found`` for the outputs ``stored``."""
+        valid = valid & self.slope.isfinite()
+        error = torch.where(valid, (found.double() - self.slope).abs(), 0.0)
+        by_scale = error[: self.normal].view(len(SCALES), -1).square().mean(1).sqrt()
         # In units of the rms slope over N(0, 1), which is the first scale: the slopes of small inputs may all be small.
-        size = torch.where(slope.isfinite(), slope, 0.0)[: count // len(SCALES)].square().mean().sqrt()
-        for kink in features.kinks:
-            # Within a unit of a kink's output the slopes of both sides are right, and the one that autograd has at the
-            # kink. A unit of 0 is what a marked output underflows to.
-            info = torch.finfo(dtype)
-            unit = 2.0 ** (math.frexp(kink.output)[1] - 1) * info.eps
-            if kink.output == 0:
-                unit = 0.0 if features.fold is None else branch_bit.smallest_marked(dtype)
-            close = (stored - float(torch.tensor(kink.output, dtype=dtype))).abs() <= unit
-            # Only for inputs within their own rounding of the kink: inputs further away may have the kink's output too,
-            # where a side is flat or rounds to it.
-            close &= (z - kink.position).abs() <= 2 * info.eps * max(1.0, abs(kink.position))
-            for side in (kink.before, kink.slope, kink.after):
-                error = torch.where(close & valid, torch.minimum(error, (found.double() - side).abs()), error)
+        slope = torch.where(self.slope.isfinite(), self.slope, 0.0)
+        size = slope[: self.normal // len(SCALES)].square().mean().sqrt()
+        for kink in self.features.kinks:
+            close = self._is_next_to(kink, stored) & valid
+            for right in (kink.before, kink.slope, kink.after):
+                error = torch.where(close, torch.minimum(error, (found.double() - right).abs()), error)
         return Errors(float(by_scale.max() / size), float(error.max()))
 
-    def errors_from(outputs: Tensor, valid: Tensor) -> Errors:
-        stored = _stored(outputs, z, dtype, features.fold)
-        if features.fold is not None:
-            valid = valid & ~(features.fold.marks(z) & stored.isinf())  # infinity has no last bit
-        return errors(_from_stored(derivative, stored, dtype), valid & ~stored.isnan(), stored.double())
-
-    everywhere = torch.ones_like(sane)
-    return Measured(errors_from(y, y.isfinite()), errors_from(own, sane), errors(slope.to(dtype), everywhere, y))
+    def _is_next_to(self, kink: Kink, stored: Tensor) -> Tensor:
+        """Where the slopes of both sides are right, and the one that autograd has at the kink: within a unit of the
+        kink's output, for inputs within their own rounding of the kink. Inputs further away may have its output too,
+        where a side is flat or rounds to it."""
+        eps = torch.finfo(self.dtype).eps
+        unit = 2.0 ** (math.frexp(kink.output)[1] - 1) * eps
+        if kink.output == 0:  # a marked output underflows to this
+            unit = 0.0 if self.features.fold is None else branch_bit.smallest_marked(self.dtype)
+        same = (stored - float(torch.tensor(kink.output, dtype=self.dtype))).abs() <= unit
+        return same & ((self.z - kink.position).abs() <= 2 * eps * max(1.0, abs(kink.position)))
 
 
 def _stored(outputs: Tensor, z: Tensor, dtype: torch.dtype, fold: Fold | None) -> Tensor:
