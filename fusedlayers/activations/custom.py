@@ -14,6 +14,7 @@ function is left to PyTorch. A function that reads tensors saves its input, beca
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -60,7 +61,9 @@ class _Traced(NamedTuple):
 #: whose numbers change at every step is left to PyTorch.
 _MAX_VARIANTS = 64
 #: How many of these are analysed, which takes half a second each.
-_MAX_ANALYSED = 8
+_MAX_ANALYSED = 32
+_NOT_ANALYSED = Analysis("input", f"its numbers have changed {_MAX_ANALYSED} times, and it is not analysed again")
+_NUMBER = re.compile(r"-?\b\d[\d.]*(?:e[-+]?\d+)?")
 #: Operations of whose arguments backward needs at most one truth value per element.
 _COMPARISONS = {
     getattr(getattr(torch.ops.aten, name), kind)
@@ -73,6 +76,7 @@ _BUFFERS_OF_A_LAYER = 2
 _traces: BoundedCache[_Traced] = BoundedCache()
 _analyses: BoundedCache[Analysis] = BoundedCache()
 _variants: BoundedCache[int] = BoundedCache()
+_numbers: BoundedCache[int] = BoundedCache()
 _logged: BoundedCache[bool] = BoundedCache()
 
 
@@ -143,9 +147,7 @@ def _cached_trace(activation: Activation, variables: FreeVariables, trace_key: _
 
 def _trace(activation: Activation, variables: FreeVariables, trace_key: _TraceKey) -> _Traced:
     kinds = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in variables.tensors)
-    family = variables.code, kinds, trace_key
-    variants = _variants.put(family, (_variants.get(family) or 0) + 1)
-    if variants > _MAX_VARIANTS:
+    if _counted(_variants, (variables.code, kinds, trace_key)) > _MAX_VARIANTS:
         raise NotPointwise("numbers that it reads change from call to call; let it read tensors instead")
     example, is_exact, dtype, autocast = trace_key
     split = split_trace(variables, example, dtype)
@@ -169,10 +171,12 @@ def _trace(activation: Activation, variables: FreeVariables, trace_key: _TraceKe
         )
         return _Traced(found, split)
     row = activation.row or Row(activation.name, split.body)
-    if row.derivative_given_output is None and variants <= _MAX_ANALYSED:
-        row = replace(
-            row, derivative_given_output=_analysis((variables.key, split.body.code if is_exact else None), split.body)
-        )
+    if row.derivative_given_output is None:
+        # Functions of one class may have different programs: only those that differ in their numbers are variants.
+        program = _NUMBER.sub("", split.body.code)
+        is_new = _counted(_numbers, (variables.code, program, trace_key)) <= _MAX_ANALYSED
+        key = variables.key, split.body.code if is_exact else None
+        row = replace(row, derivative_given_output=_analysis(key, split.body) if is_new else _NOT_ANALYSED)
     keeps_less = False
     if replace(activation, row=row).output_refusal(dtype) is not None:
         keeps_less = _torch_keeps_less(reads, variables, example, dtype)
@@ -180,6 +184,11 @@ def _trace(activation: Activation, variables: FreeVariables, trace_key: _TraceKe
         row = replace(row, dtype_refusals=find_inaccurate_dtypes(activation.row, activation.parameters))
         return _Traced(replace(activation, row=row, needs_tracing=False, torch_keeps_less=keeps_less))
     return _Traced(Activation(activation.name, split.body, row=row, is_traced=True, torch_keeps_less=keeps_less))
+
+
+def _counted(cache: BoundedCache[int], key: Hashable) -> int:
+    """How often the key has been met, this time included."""
+    return cache.put(key, (cache.get(key) or 0) + 1)
 
 
 def _torch_keeps_less(reads: set[Any], variables: FreeVariables, example: tuple[int, ...], dtype: torch.dtype) -> bool:

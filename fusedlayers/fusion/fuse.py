@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -128,6 +129,12 @@ class _Group:
     @property
     def first(self) -> Place:
         return self.places[0]
+
+    @property
+    def saves(self) -> str:
+        """What its places save, each with their number if they differ."""
+        counts = Counter(map(_saves, self.places))
+        return "; ".join(f"{count}: {saves}" if len(counts) > 1 else saves for saves, count in counts.items())
 
     @property
     def is_too_small(self) -> bool:
@@ -340,7 +347,7 @@ class Fusing:
         return FuseReport(
             type(self._model).__name__,
             tuple(
-                Replaced(group.paths, *group.first.names, _saves(group.first), group.freed, group.time_ms)
+                Replaced(group.paths, *group.first.names, group.saves, group.freed, group.time_ms)
                 for group in groups
                 if not (group.is_too_small or group.is_idle) and group.first.left_because is None
             ),
