@@ -102,6 +102,31 @@ def _in_front(act: nn.Module) -> nn.Module:
 
 
 _ROW_BYTES, _IMAGE_BYTES = 4 * ROWS * IN, 4 * 8 * 8 * 16 * 16
+
+
+class Snake(nn.Module):
+    """As audio models write it, with a trainable number for each channel: of rows, or of images by ``dims`` of 2."""
+
+    def __init__(self, channels: int, dims: int = 0) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.rand(1, channels, *dims * (1,)) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = x.shape
+        flat = x.reshape(shape[0], shape[1], *shape[2:])
+        return (flat + (self.alpha + 1e-9).reciprocal() * torch.sin(self.alpha * flat).pow(2)).reshape(shape)
+
+
+class DynamicTanh(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.alpha, self.weight = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.rand(channels) + 0.5)
+        self.bias = nn.Parameter(torch.randn(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * torch.tanh(self.alpha * x) + self.bias
+
+
 #: A module, what is found in it, and how many bytes that frees at least.
 FOUND: dict[str, tuple[Callable[[], nn.Module], dict[str, set[str]], int]] = {
     "module": (MLP, {"1.act": {"gelu"}}, HIDDEN_BYTES),
@@ -118,6 +143,9 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], dict[str, set[str]], int]] = {
         2 * HIDDEN_BYTES,
     ),
     "spelled activation": (lambda: MLP(QuickGELU()), {"1.act": set()}, 2 * HIDDEN_BYTES),
+    "Snake of rows": (lambda: Snake(IN), {"1": set()}, 3 * _ROW_BYTES - 1024),
+    "Snake of images": (lambda: Snake(8, 2), {"1": set()}, 3 * _IMAGE_BYTES - 1024),
+    "dynamic tanh": (lambda: DynamicTanh(IN), {"1": set()}, _ROW_BYTES - 1024),
     "layer norm": (lambda: nn.LayerNorm(IN), {"1": {"layer_norm"}}, _ROW_BYTES),
     "RMS norm": (lambda: nn.RMSNorm(IN), {"1": {"rms_norm"}}, _ROW_BYTES),
     "LLaMA's norm": (lambda: RMSNorm(IN), {"1": set()}, 2 * _ROW_BYTES - 1024),
@@ -136,7 +164,7 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], dict[str, set[str]], int]] = {
     "batch norm alone": (lambda: _in_front(nn.ReLU()), {}, 0),
     "convolution": (nn.SiLU, {"1": {"silu"}}, _IMAGE_BYTES),
 }
-_OF_IMAGES = {"group norm", "batch norm", "batch norm, in place", "batch norm alone", "convolution"}
+_OF_IMAGES = {"Snake of images", "group norm", "batch norm", "batch norm, in place", "batch norm alone", "convolution"}
 found = pytest.mark.parametrize(
     ("make", "is_image", "kinds", "freed"),
     [(make, name in _OF_IMAGES, kinds, freed) for name, (make, kinds, freed) in FOUND.items()],

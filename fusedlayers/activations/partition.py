@@ -50,6 +50,7 @@ def example_shape(shape: tuple[int, ...], tensors: Sequence[Tensor]) -> tuple[in
     return tuple(size if size in taken else next(free) for size in shape)
 
 
+_VIEWS = {aten.view.default, aten.view_copy.default}
 #: Pointwise operations without torch's tag ``pointwise``.
 _ALSO_POINTWISE = {
     PRELU.default,
@@ -63,8 +64,7 @@ _ALSO_POINTWISE = {
     aten.hardswish.default,
     aten.leaky_relu.default,  # of torch 2.11
     aten.rsub.Tensor,
-    aten.view.default,
-    aten.view_copy.default,
+    *_VIEWS,
 }
 _CASTS = {TO_COPY.default, aten.alias.default, aten.clone.default, aten.detach_copy.default, aten.detach.default}
 _EXPANDING = {aten.expand.default, aten.expand_copy.default}
@@ -168,7 +168,9 @@ class _Splitter:
             pointwise = torch.Tag.pointwise in target.tags or target in _ALSO_POINTWISE
             if not pointwise or getattr(node.meta["val"], "shape", None) != self.example:  # a tuple has no shape
                 raise NotPointwise(f"{name_of(op)} is not pointwise")
-            self.varying[node] = _copied(self.body, node, self._in_body)
+            # A view of the shape that it has already holds sizes, and does nothing.
+            is_view = target in _VIEWS
+            self.varying[node] = self.varying[inputs[0]] if is_view else _copied(self.body, node, self._in_body)
         elif any(i in self.uniform for i in inputs):
             if target in _EXPANDING:
                 (narrow,) = inputs

@@ -277,7 +277,7 @@ class _Recorder(TorchFunctionMode):
         """The places; of modules that are recognised as a whole in the place of those in them."""
         places = [*self._places.values()]
         for path, (whole, shape, dtype, device) in self._alone.items():
-            stand_in = recognise(whole.module, dtype)
+            stand_in = recognise(whole.module, dtype, shape)
             if stand_in is None:
                 continue
             x = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)

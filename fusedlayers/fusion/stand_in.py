@@ -10,7 +10,7 @@ runs as it is.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,9 @@ from ..utils.bounded_cache import BoundedCache
 from ..utils.isolation import in_clean_state
 from ..utils.layout import of_rows
 from ..validation import is_autocast
+
+#: Where nobody says what a module is given.
+_ANY_SHAPE = (2, 6)
 
 
 class SpelledNorm(NamedTuple):
@@ -74,33 +77,36 @@ class StandIn(NamedTuple):
         return of_rows(lambda rows: norm(rows, weight), x)
 
 
-def recognise(module: nn.Module, dtype: torch.dtype) -> StandIn | None:
-    """What a module without children computes, if that is an activation or an RMS norm."""
+def recognise(module: nn.Module, dtype: torch.dtype, shape: Sequence[int] = _ANY_SHAPE) -> StandIn | None:
+    """What a module without children computes of inputs of a shape, if that is an activation or an RMS norm."""
     if not _may_be_recognised(module):
         return None
     variables = find_variables(_twin(module))
     if variables.refusal is None and _norm(variables, dtype) is not None:
         return StandIn("rms_norm", "rms_norm")
-    found = computed_by(_activation(module), dtype)
-    return None if found is None or _writes_input(variables, dtype) else StandIn("activation", found.name)
+    found = computed_by(_activation(module), dtype, shape)
+    return None if found is None or _writes_input(variables, dtype, shape) else StandIn("activation", found.name)
 
 
-def computed_by(activation: Activation, dtype: torch.dtype) -> Activation | None:
+def computed_by(activation: Activation, dtype: torch.dtype, shape: Sequence[int] = _ANY_SHAPE) -> Activation | None:
     """What a function computes, if that is an activation that bends."""
     # Here, because tracing takes parts of torch whose import takes a second.
     from ..activations.custom import without_logging
 
     with without_logging():  # what is no activation is not worth a word
-        found, operands, _ = with_operands(activation, (2, 6), dtype)
+        found, operands, _ = with_operands(activation, shape, dtype)
         is_one = found.is_fusible and not found.is_identity and not _is_straight(found, operands)
     return found if is_one else None
 
 
 @in_clean_state
-def _writes_input(variables: FreeVariables, dtype: torch.dtype) -> bool:
+def _writes_input(variables: FreeVariables, dtype: torch.dtype, shape: Sequence[int]) -> bool:
     """Whether a module's code works in place, which a trace does not show."""
-    x = torch.zeros(2, 6, dtype=dtype)
-    variables.rebind(variables.tensors)(x)
+    from ..activations.partition import example_shape
+    from ..activations.verification import own_tensors
+
+    x = torch.zeros(example_shape(tuple(shape), variables.tensors), dtype=dtype)
+    variables.rebind(own_tensors(variables, None))(x)
     return x._version != 0
 
 
@@ -108,7 +114,8 @@ def _may_be_recognised(module: nn.Module) -> bool:
     kind = type(module)
     is_plain = not any(True for _ in module.children()) and not isinstance(module, torch.jit.ScriptModule)
     is_users = not kind.__module__.startswith(("torch.", "fusedlayers.")) and "forward" not in vars(module)
-    return is_plain and is_users and all(p.dim() <= 1 for p in (*module.parameters(), *module.buffers()))
+    tensors = (*module.parameters(), *module.buffers())
+    return is_plain and is_users and all(sum(size > 1 for size in tensor.shape) <= 1 for tensor in tensors)
 
 
 _NO_HOOKS = {name: value for name, value in vars(nn.Module()).items() if "hook" in name}
