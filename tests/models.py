@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 hf = pytest.importorskip("transformers")
+DacEncoder = pytest.importorskip("transformers.models.dac.modeling_dac").DacEncoder
 WhisperEncoder = pytest.importorskip("transformers.models.whisper.modeling_whisper").WhisperEncoder
 
 #: Widths that are large enough for the fused layers not to leave the work to PyTorch.
@@ -173,6 +174,13 @@ CASES = [
         images,
         {"product": 2},
         9,
+    ),
+    Case(
+        "dac-encoder",
+        lambda: DacEncoder(hf.DacConfig(encoder_hidden_size=16, downsampling_ratios=[2, 4], hidden_size=64)),
+        lambda: {"hidden_state": torch.randn(2, 1, 256)},
+        {"Snake1d": 15},
+        0,
     ),
     Case("efficientnet", _efficientnet, images, {"batch_norm": 6, "silu": 20, "gate": 2, "product": 7}, 58),
     Case(
