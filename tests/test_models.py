@@ -2,7 +2,9 @@
 they were, and that ``unfuse`` undoes it."""
 
 import copy
+import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from fusedlayers.memory import saved_bytes
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:transformers")
 
 STEPS = 20
+README = Path(__file__).parents[1] / "README.md"
 
 
 @pytest.fixture(params=CASES, ids=str)
@@ -122,6 +125,16 @@ def test_unfuse_restores_the_model(case: Case) -> None:
 
 
 # --- saved bytes, by full-size layers ---------------------------------------------------------------------------------
+
+
+def test_a_small_dac_keeps_what_the_readme_says() -> None:
+    sizes = {"encoder_hidden_size": 16, "decoder_hidden_size": 64, "n_codebooks": 2, "codebook_size": 64}
+    model = hf.DacModel(hf.DacConfig(**sizes, downsampling_ratios=[2, 4], upsampling_ratios=[4, 2])).train()
+    report = fl.fuse(model, torch.randn(4, 1, 8192))
+    assert report.saved_bytes is not None
+    before, now = report.saved_bytes
+    (said,) = re.findall(r"in a small DAC: (\d+) % less", README.read_text(encoding="utf-8"))
+    assert round(100 - 100 * now / before) == int(said)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
