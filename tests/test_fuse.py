@@ -5,12 +5,14 @@ import dataclasses
 import inspect
 import io
 import pickle
+import random
 import re
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ from fusedlayers.fusion.operations import activation_of
 from fusedlayers.fusion.region import Region, region_of
 from fusedlayers.fusion.report import FuseReport, Replaced, path_text
 from fusedlayers.memory import saved_bytes
+from fusedlayers.utils.formatting import merged_path
 
 ROWS, IN, HIDDEN = 64, 32, 128
 EPS = torch.finfo(torch.float32).eps
@@ -939,6 +942,35 @@ def test_modules_that_work_in_place_are_left(x: Tensor) -> None:
     model = nn.Sequential(nn.Linear(IN, HIDDEN), Act(), nn.Linear(HIDDEN, 2))
     fl.fuse(model)
     assert not _kinds(model)
+
+
+def test_a_row_says_what_each_of_its_places_saves(x: Tensor) -> None:
+    class Bend(nn.Module):
+        def __init__(self, bump: float) -> None:
+            super().__init__()
+            self.bump = bump
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(x) * 0.7 + 0.3 * x + self.bump * torch.exp(-x * x)
+
+    model = nn.Sequential(nn.Linear(IN, IN), Bend(0.0), nn.Linear(IN, IN), Bend(2.0), nn.Linear(IN, IN), Bend(2.0))
+    (row,) = fl.fuse(model, x).replaced
+    assert row.modules == ("1", "3", "5")
+    assert row.saves.startswith("1: saves the output; 2: saves the input: the function turns 2 times")
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 9])
+def test_merged_paths_name_no_others(count: int) -> None:
+    paths = [f"block.{i}.part.{j}.{k}" for i in (0, 1, 2, 10) for j in (0, 1, 3) for k in (1, 2)]
+    chosen = random.Random(count).sample(paths, count)
+
+    def numbers(part: str) -> list[str]:
+        runs = [run.split("-") for run in part.split(",")] if part[0].isdecimal() else [[part]]
+        return [str(n) for run in runs for n in (range(int(run[0]), int(run[-1]) + 1) if run[0].isdecimal() else run)]
+
+    named = [path for text in merged_path(chosen).split(", ") for path in product(*map(numbers, text.split(".")))]
+    assert sorted(map(".".join, named)) == sorted(chosen)
+    assert merged_path(paths) == "block.0-2,10.part.0-1,3.1-2"
 
 
 def test_nothing_is_left_on_the_tensors_of_the_model(x: Tensor) -> None:

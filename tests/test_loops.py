@@ -832,9 +832,22 @@ def test_maxima_at_0_have_tables(function: Any) -> None:
     assert _error_of_slope(function) < 1e-6
 
 
-def _error_of_slope(function: Any) -> float:
+@pytest.mark.parametrize("left", [F.gelu, F.silu, lambda z: z * torch.exp(z)], ids=["gelu", "silu", "z exp(z)"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_line_may_follow_a_fold(left: Any, sign: int) -> None:
+    def function(z: Tensor) -> Tensor:
+        return sign * torch.where(z > 0, 2 * z, left(z))
+
+    activation = _traced(function, torch.float32)
+    assert activation.is_folded and elementwise.gradient_kernel(activation, torch.float32, "output") is not None
+    sizes = torch.logspace(-40, 0, 2000)  # at which the distance to the fold's output is one and the same number
+    assert _error_of_slope(function, torch.cat([sizes, torch.zeros(3)])) < 1e-6
+    assert _error_of_slope(function, torch.linspace(-12, 6, 100_001)) <= 2 * _error_of_slope(F.gelu)
+
+
+def _error_of_slope(function: Any, z: Tensor | None = None) -> float:
     """The largest error of the derivative from outputs, as a part of the steepest slope."""
-    z = torch.linspace(-12, 6, 100_001).requires_grad_()
+    z = (torch.linspace(-12, 6, 100_001) if z is None else z).requires_grad_()
     (got,) = torch.autograd.grad(fl.bias_act(z, None, function).sum(), z)
     exact = z.detach().double().requires_grad_()
     (wanted,) = torch.autograd.grad(function(exact).sum(), exact)

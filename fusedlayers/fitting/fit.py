@@ -14,6 +14,7 @@ from .._torch import is_optimized
 from ..fusion.example import arguments_from, eagerly, evaluation_notes
 from ..fusion.fuse import unfuse
 from ..fusion.region import region_of
+from ..fusion.report import path_text
 from ..fusion.timing import ROUNDS
 from ..profiling.step import Step
 from ..utils.formatting import pattern_of, size_text
@@ -227,7 +228,7 @@ def _at_least(fraction: float) -> float:
 
 def _unmet(parts: Parts, budget: int, eager_bytes: int, smallest: int) -> ValueError:
     what = "saves" if parts.training.of == "saved" else "allocates"
-    reasons = "".join(f"; {', '.join(paths[:2])}: {reason}" for reason, paths in parts.skipped.items())
+    reasons = "".join(f"; {path_text(tuple(paths))}: {reason}" for reason, paths in parts.skipped.items())
     advice = "and no plan takes less, but for a smaller batch"
     if smallest < eager_bytes:
         advice = (

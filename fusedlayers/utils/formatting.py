@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -86,14 +86,27 @@ def with_place(name: str, function: object) -> str:
 
 
 def merged_path(modules: Iterable[str]) -> str:
-    """One path for paths that differ in their numbers: ``layer.0`` and ``layer.1`` are ``layer.0-1``."""
-    columns = zip(*(module.split(".") for module in modules), strict=True)
-    return ".".join(_span(set(column)) for column in columns)
+    """One path for paths that differ in their numbers, or as few as name no others: ``layer.0`` and ``layer.1`` are
+    ``layer.0-1``, and ``0.0``, ``0.1`` and ``1.1`` are ``0.0-1, 1.1``."""
+    paths = _merged([tuple(module.split(".")) for module in modules])
+    return ", ".join(".".join(path) for path in paths)
 
 
-def _span(parts: set[str]) -> str:
+def _merged(paths: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    rests: dict[str, dict[tuple[str, ...], None]] = {}
+    for path in paths:
+        if not path:
+            return [()]
+        rests.setdefault(path[0], {})[path[1:]] = None
+    alike: dict[frozenset[tuple[str, ...]], list[str]] = {}
+    for first, found in rests.items():
+        alike.setdefault(frozenset(found), []).append(first)
+    return [(_span(firsts), *rest) for firsts in alike.values() for rest in _merged(rests[firsts[0]])]
+
+
+def _span(parts: Sequence[str]) -> str:
     if len(parts) == 1:
-        return parts.pop()
+        return parts[0]
     numbers = sorted(map(int, parts))
     runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -138,10 +138,11 @@ def derivative_table(activation: Activation) -> DerivativeTable | FoldTable | No
     s = _coordinate(fitted, y)
     jumps = _jumps(fitted, segments, steepest)
     hard = [jump for jump in jumps if not jump.is_corner]
-    flats = _as_stored(segments)
+    flats = _as_stored(segments.flats, segments)
     if isinstance(fitted, FoldedDerivative):
-        # Which are found by a comparison of outputs. That cannot tell the branches apart, but at 0.
-        compared = [(), tuple(flat for flat in flats if flat.low == flat.high == 0 and not flat.marked)]
+        # Which are found by a comparison of outputs. That tells the branches apart only at 0 and on one side of it.
+        zero = tuple(flat for flat in flats if flat.low == flat.high == 0 and not flat.marked)
+        compared = [(), zero, (*_constants(segments, fitted.fold), *zero)]
     else:
         compared = [(), flats, (*_at_kinks(fitted, segments), *flats)]
     tried: list[Scale] = []
@@ -253,11 +254,22 @@ def _coordinate(fitted: FoldedDerivative | MonotoneDerivative, y: Tensor) -> Ten
     return torch.where(branch_bit.decode(y, torch.float32, fitted.fold.ambiguous), -root, root)
 
 
-def _as_stored(segments: Segments) -> tuple[Flat, ...]:
-    """The flat pieces in outputs; segments hold those of the rising function, whose negative a falling one is."""
+def _as_stored(flats: Iterable[Flat], segments: Segments) -> tuple[Flat, ...]:
+    """Flat pieces in outputs; segments hold those of the rising function, whose negative a falling one is."""
     if not segments.is_falling:
-        return segments.flats
-    return tuple(Flat(-flat.high, -flat.low, flat.slope, flat.marked) for flat in segments.flats)
+        return tuple(flats)
+    return tuple(Flat(-flat.high, -flat.low, flat.slope, flat.marked) for flat in flats)
+
+
+def _constants(segments: Segments, fold: Fold) -> tuple[Flat, ...]:
+    """The constant slope of outputs whose sign the unmarked branch alone has."""
+    last = segments.segments[-1]
+    is_of_one = fold.ambiguous == ("positive" if segments.is_falling else "negative")
+    if not (is_of_one and isinstance(last.polynomial, float) and not last.marked and last.start >= 0):
+        return ()
+    start = torch.tensor(last.start, dtype=torch.float32)
+    low = start if last.owns_start else start.nextafter(torch.tensor(math.inf))
+    return _as_stored([Flat(float(low), math.inf, last.polynomial, False)], segments)
 
 
 def _at_kinks(fitted: MonotoneDerivative, segments: Segments) -> Iterator[Flat]:

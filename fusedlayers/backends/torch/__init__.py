@@ -115,7 +115,7 @@ def slow_because(activation: Activation, dtype: torch.dtype, *, may_build: bool 
     """Why backward from the output takes several times PyTorch's time, or None where it does not."""
     if activation.fitted_derivative(dtype) is None:
         return None
-    return f"a fit of {activation.name}'s derivative takes dozens of torch operations"
+    return f"a fit of {activation.name}'s derivative takes dozens of operations, several times PyTorch's time"
 
 
 def norm_passes(tensor: Tensor, activation: Activation) -> None:
