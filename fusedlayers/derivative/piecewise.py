@@ -257,10 +257,7 @@ def _segment(
         for kink in features.kinks:
             if abs((-kink.output if features.is_falling else kink.output) - start) <= 1e-12 * max(1.0, abs(start)):
                 # The kink belongs to the side whose slope autograd returns at it.
-                other = (
-                    kink.before if abs(kink.after - float(stretch.slope[0])) < 1e-4 * features.steepest else kink.after
-                )
-                owns_start = abs(kink.slope - other) > abs(kink.slope - float(stretch.slope[0]))
+                owns_start = abs(kink.slope - float(stretch.slope[0])) < 1e-4 * features.steepest
     if first == 0 and stretch.lower == "infinity":
         start = -math.inf if first == 0 else start
     # Stored outputs are float32: so are the numbers they are compared with, in whatever arithmetic.
