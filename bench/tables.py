@@ -299,7 +299,6 @@ OVERVIEW = (
     ("dense", "Linear + GELU", "BERT-base", "gelu"),
     ("mlp", "MLP, GELU", "BERT-base", "gelu"),
     ("mlp", "gated MLP, SiLU", "LLaMA-7B", "silu"),
-    ("conv", "convolution + ReLU", "ResNet-50 3x3", "relu"),
     ("norm", "convolution + batch norm + SiLU", "EfficientNet-B0 1x1", "silu"),
     ("parts", "layer norm", "ViT-B", "layer norm"),
     ("parts", "RMS norm as in transformers", "LLaMA-7B", "llama's norm"),
@@ -323,14 +322,14 @@ def overview_table(results: Path) -> str:
     names = {"cuda": "GPU", "cpu": "CPU"}
     measured = [f"{names[kind]}: {_device_of(best[kind])}, {MAIN_DTYPE[kind]}." for kind in kinds]
     note = (
-        "Counted is what the part and the matmul after it keep, without the part's input, which norms free too. GPU "
+        "Bytes are those of the part and the matmul after it, without the part's input, which norms free too. GPU "
         "times are the kernels' alone."
     )
     lines = [" ".join((*measured, note))]
     columns = [f"{names[kind]}: {whose}" for kind in kinds for whose in ("PyTorch", "**here**")]
     lines += [
         "",
-        f"| Kept MiB, time of forward and backward | {' | '.join(columns)} |",
+        f"| Saved MiB, time of forward and backward | {' | '.join(columns)} |",
         "|---|" + "--:|" * len(columns),
     ]
     for subject, title, shape, activation in OVERVIEW:
@@ -362,13 +361,13 @@ PEERS = {
     "eager": ("PyTorch", "inputs and outputs of operations"),
     "compile": ("`torch.compile`", "what its partitioner picks"),
     "compile, budget": ("`torch.compile`, `activation_memory_budget=0.5`", "the same, with recomputation"),
-    "checkpoint": ("`torch.utils.checkpoint`", "nothing: all runs twice"),
+    "checkpoint": ("`torch.utils.checkpoint`", "nothing, and computes it twice"),
     "optiacts": ("optiacts", "outputs and a bit for each element"),
     "Liger": ("Liger", "gate, up, and their product"),
     "inplace_abn": ("inplace_abn", "outputs, and inverts them"),
     "fusedlayers": ("**`fl.fuse`**", "outputs; the factors of products"),
     "FusedMLP": ("**`FusedMLP`, `FusedGatedMLP`**", "the same"),
-    "recompute": ('**the same, `save="recompute"`**', "nothing: its matmuls run twice"),
+    "recompute": ('**the same, `save="recompute"`**', "nothing, and computes it twice, in chunks"),
 }
 
 
@@ -376,8 +375,8 @@ _NOT_HERE, _NOT_INSTALLED = "does not run here", "not installed"
 
 
 def peers_table(run: dict[str, Any]) -> str:
-    """The same blocks by others: bytes kept and time, and the gradient's error where it is ten times eager's. Who was
-    measured on none of them is left out."""
+    """The same blocks by others: bytes kept, those at the worst moment, and time, and the gradient's error where it is
+    ten times eager's. Who was measured on none of them is left out."""
     cases = run["cases"]
     titles = [f"{row['id']} ({' x '.join(map(str, row['input']))})" for row in cases]
     dtype = cases[0].get("dtype", MAIN_DTYPE["cpu"])
@@ -385,7 +384,7 @@ def peers_table(run: dict[str, Any]) -> str:
     lines = [
         measured_on(run),
         "",
-        f"| Kept MiB, and time of forward and backward{of} | keeps | {' | '.join(titles)} |",
+        f"| Saved MiB, peak MiB, time of forward and backward{of} | saves | {' | '.join(titles)} |",
         "|---|---|" + "--:|" * len(cases),
     ]
     for name, (title, keeps) in PEERS.items():
@@ -401,7 +400,8 @@ def _peer(variants: dict[str, Any], name: str) -> str:
         return _NOT_INSTALLED
     if "forward_backward" not in variant:
         return _NOT_HERE if variant else ""
-    cell = f"{_mib(variant)} MiB, {_time(variant) if name == 'eager' else _ratio(variant)}"
+    peak = variant["peak_bytes"] / 2**20
+    cell = f"{_mib(variant)}, {peak:.0f}, {_time(variant) if name == 'eager' else _ratio(variant)}"
     error = variant["gradient_error"]
     return f"{cell}, dx errs by {error:.0e}" if error > 10 * eager["gradient_error"] else cell
 

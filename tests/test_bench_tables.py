@@ -238,7 +238,7 @@ def test_the_overview_has_the_parts_of_the_devices_with_most(tmp_path: Path) -> 
     assert "Other" not in filled
     lines = filled.strip().splitlines()
     assert lines[0].startswith("GPU: Some cuda, torch") and ", bfloat16. CPU: Some cpu, " in lines[0]
-    assert " Some cpu, 4 threads, torch 2.13.0, 2030-01-02, float32. Counted is" in lines[0]
+    assert " Some cpu, 4 threads, torch 2.13.0, 2030-01-02, float32. Bytes are" in lines[0]
     assert lines[2].endswith("| GPU: PyTorch | GPU: **here** | CPU: PyTorch | CPU: **here** |")
     assert lines[4].startswith("| Linear + GELU: BERT-base |")
     assert lines[4].endswith("| 12.0, 12.3 ms | **6.0**, **0.73x** |")
@@ -246,20 +246,21 @@ def test_the_overview_has_the_parts_of_the_devices_with_most(tmp_path: Path) -> 
 
 
 def test_the_peers_table(tmp_path: Path) -> None:
+    also = {"peak_bytes": 20 << 20}
     variants = {
-        "eager": {**measured(12345.6, 1.0, 12), "gradient_error": 1e-7},
-        "optiacts": {**measured(1.0, 1.1, 6), "gradient_error": 5e-3},
+        "eager": {**measured(12345.6, 1.0, 12), **also, "gradient_error": 1e-7},
+        "optiacts": {**measured(1.0, 1.1, 6), **also, "gradient_error": 5e-3},
         "Liger": {"skipped": "liger_kernel is not installed"},
-        "fusedlayers": {**measured(1.0, 0.9, 6), "gradient_error": 9e-7},
+        "fusedlayers": {**measured(1.0, 0.9, 6), **also, "gradient_error": 9e-7},
     }
     gated = {name: variants[name] for name in ("eager", "fusedlayers")}
     cases = [{"id": "MLP", "input": [4, 8], "variants": variants}, {"id": "gated", "input": [2], "variants": gated}]
     lines = table_of("peers", a_run(cases), tmp_path)
     assert lines[2].endswith("| MLP (4 x 8) | gated (2) |")
     assert lines[4:-1] == [
-        "| PyTorch | inputs and outputs of operations | 12.0 MiB, 12.3 ms | 12.0 MiB, 12.3 ms |",
-        "| optiacts | outputs and a bit for each element | 6.0 MiB, 1.10x, dx errs by 5e-03 |  |",
-        "| **`fl.fuse`** | outputs; the factors of products | 6.0 MiB, 0.90x | 6.0 MiB, 0.90x |",
+        "| PyTorch | inputs and outputs of operations | 12.0, 20, 12.3 ms | 12.0, 20, 12.3 ms |",
+        "| optiacts | outputs and a bit for each element | 6.0, 20, 1.10x, dx errs by 5e-03 |  |",
+        "| **`fl.fuse`** | outputs; the factors of products | 6.0, 20, 0.90x | 6.0, 20, 0.90x |",
     ]
 
 

@@ -144,8 +144,7 @@ class _Splitter:
             target: Any = node.target
             node.target = TORCH_CALLS.get(getattr(target, "overloadpacket", None), target)
         prologue = _finished(self.prologue)
-        # The prologue is run to find its results' shapes: without the expansions they are narrower than in the trace.
-        dims = tuple(_dim(operand.shape) for operand in prologue(*tensors))
+        dims = tuple(_dim(shape) for shape in _shapes(prologue, tensors))
         if len({dim for dim in dims if dim is not None}) > 1:
             raise NotPointwise("its tensors run along several dimensions")
         whole = all(node in self.tensors for node in self.operands)
@@ -223,6 +222,14 @@ class _Splitter:
         arguments = [self._evaluated(a) if isinstance(a, Node) else a for a in node.args]
         result: Tensor = target(*arguments, **node.kwargs)
         return result
+
+
+def _shapes(prologue: GraphModule, tensors: Sequence[Tensor]) -> list[torch.Size]:
+    """Those of the prologue's results: without the expansions they are narrower than in the trace."""
+    try:
+        return [operand.shape for operand in prologue(*tensors)]
+    except Exception as error:  # as operations raise that expect the expanded shape
+        raise NotPointwise("what it makes of its tensors depends on its argument's shape") from error
 
 
 def _dim(shape: Sequence[int]) -> int | None:

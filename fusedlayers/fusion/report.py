@@ -10,7 +10,7 @@ from ..utils.formatting import merged_path, pattern_of, size_text
 from ..utils.reports import Report
 
 #: What a table says whose rows are not parts of the whole.
-ROWS = "(Rows do not add up: each is what its operation frees while others are fused, and some free a buffer together.)"
+ROWS = "(Rows do not add up to the total: some operations free a buffer only together.)"
 
 
 @dataclass(frozen=True)
