@@ -944,6 +944,64 @@ def test_modules_that_work_in_place_are_left(x: Tensor) -> None:
     assert not _kinds(model)
 
 
+class _Changes(nn.Module):
+    """An activation that does more in training, for more rows, or by a flag."""
+
+    def __init__(self, also: str) -> None:
+        super().__init__()
+        self.also, self.calls, self.is_on = also, 0, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(x) + torch.sigmoid(x)
+        if self.also == "counts" and self.training:
+            self.calls += 1
+        if (self.also == "writes" and self.is_on) or (self.also == "writes more rows" and len(x) > ROWS):
+            x.mul_(0.5)
+        return y.neg() if self.also == "asks for strides" and x.stride(-1) != 1 else y
+
+
+@pytest.mark.parametrize("also", ["counts", "writes", "writes more rows", "asks for strides"])
+def test_what_a_module_does_besides_in_other_states(x: Tensor, also: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = _Changes(also)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * 1
+            return self.act(x) + x
+
+    model = Net().eval()
+    report = fl.fuse(model, x.clone().requires_grad_())
+    assert bool(report.replaced) == (also != "asks for strides")
+    model.train()
+    model.act.calls, model.act.is_on = 0, True
+    eager = Net().train()
+    eager.act.is_on = True
+    for rows in (x, torch.cat([x, x]), torch.cat([x, x]).t().contiguous().t()):
+        leaves = [rows.detach().clone(memory_format=torch.preserve_format).requires_grad_() for _ in range(2)]
+        found, expected = (net(z) for net, z in zip((model, eager), leaves, strict=True))
+        torch.testing.assert_close(found, expected)
+        ours, theirs = (torch.autograd.grad(y.sum(), z)[0] for y, z in zip((found, expected), leaves, strict=True))
+        torch.testing.assert_close(ours, theirs)
+    assert model.act.calls == eager.act.calls
+
+
+def test_modules_whose_tensors_need_the_shape_of_their_argument_are_left(x: Tensor) -> None:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(IN))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(x) * torch.softmax(self.weight.expand_as(x).flip(1), 1)
+
+    model = nn.Sequential(nn.Linear(IN, IN), Weighted(), nn.Linear(IN, 2))
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x)
+    _same(model, eager, x.requires_grad_())
+
+
 def test_a_row_says_what_each_of_its_places_saves(x: Tensor) -> None:
     class Bend(nn.Module):
         def __init__(self, bump: float) -> None:

@@ -154,9 +154,18 @@ def _trace(activation: Activation, variables: FreeVariables, trace_key: _TraceKe
     if reads_sizes(variables, example, dtype, autocast) and not is_exact:
         return _Traced(reads_sizes=True)
     check_trace(variables, split, example, dtype)
+    found = _activation(activation, variables, trace_key, split)
+    if split.writes_argument:
+        found = replace(found, writes_argument=True)
+    return _Traced(found, split if split.dims else None)
+
+
+def _activation(activation: Activation, variables: FreeVariables, trace_key: _TraceKey, split: Split) -> Activation:
+    """What a function computes, of which the trace has been checked."""
+    _, is_exact, dtype, _ = trace_key
     equal = recognise(split.body, dtype) if activation.row is None and not split.dims else None
     if equal is not None:
-        return _Traced(equal)
+        return equal
     # Registration checked stated derivatives for the default parameters only, and with what they read then.
     wrong = None if activation.row is None else find_counterexample(activation.row, activation.parameters)
     if wrong is not None:
@@ -165,11 +174,10 @@ def _trace(activation: Activation, variables: FreeVariables, trace_key: _TraceKe
     if not reads:  # f is linear in z: PyTorch saves neither z nor y, a layer would save one of them
         raise NotPointwise("backward needs nothing of it, and PyTorch keeps nothing")
     if split.dims:
-        keeps_less = _torch_keeps_less(reads, variables, example, dtype)
-        found = Activation(
+        keeps_less = _torch_keeps_less(reads, variables, trace_key)
+        return Activation(
             activation.name, split.body, operand_dims=split.dims, is_traced=True, torch_keeps_less=keeps_less
         )
-        return _Traced(found, split)
     row = activation.row or Row(activation.name, split.body)
     if row.derivative_given_output is None:
         # Functions of one class may have different programs: only those that differ in their numbers are variants.
@@ -179,11 +187,11 @@ def _trace(activation: Activation, variables: FreeVariables, trace_key: _TraceKe
         row = replace(row, derivative_given_output=_analysis(key, split.body) if is_new else _NOT_ANALYSED)
     keeps_less = False
     if replace(activation, row=row).output_refusal(dtype) is not None:
-        keeps_less = _torch_keeps_less(reads, variables, example, dtype)
+        keeps_less = _torch_keeps_less(reads, variables, trace_key)
     if activation.row is not None:
         row = replace(row, dtype_refusals=find_inaccurate_dtypes(activation.row, activation.parameters))
-        return _Traced(replace(activation, row=row, needs_tracing=False, torch_keeps_less=keeps_less))
-    return _Traced(Activation(activation.name, split.body, row=row, is_traced=True, torch_keeps_less=keeps_less))
+        return replace(activation, row=row, needs_tracing=False, torch_keeps_less=keeps_less)
+    return Activation(activation.name, split.body, row=row, is_traced=True, torch_keeps_less=keeps_less)
 
 
 def _counted(cache: BoundedCache[int], key: Hashable) -> int:
@@ -191,7 +199,7 @@ def _counted(cache: BoundedCache[int], key: Hashable) -> int:
     return cache.put(key, (cache.get(key) or 0) + 1)
 
 
-def _torch_keeps_less(reads: set[Any], variables: FreeVariables, example: tuple[int, ...], dtype: torch.dtype) -> bool:
+def _torch_keeps_less(reads: set[Any], variables: FreeVariables, trace_key: _TraceKey) -> bool:
     """Whether PyTorch keeps less than a layer would, of a function whose output does not determine its derivative.
 
     Raises:
@@ -199,7 +207,7 @@ def _torch_keeps_less(reads: set[Any], variables: FreeVariables, example: tuple[
     """
     if reads <= _COMPARISONS:
         raise NotPointwise(_MASK)
-    return kept_by_torch(variables, example, dtype) < _BUFFERS_OF_A_LAYER
+    return kept_by_torch(variables, trace_key.example, trace_key.dtype) < _BUFFERS_OF_A_LAYER
 
 
 def _analysis(key: Hashable, function: Callable[[Tensor], Tensor]) -> Analysis:

@@ -36,6 +36,8 @@ class Split(NamedTuple):
     dims: Dims
     #: The indices of the function's tensors that are the operands, if the prologue computes nothing; else None.
     direct: tuple[int, ...] | None
+    #: Whether the function writes over z.
+    writes_argument: bool
 
 
 #: Sizes for the dimensions that no tensor of the function shares. They are even: splitting an odd dimension in halves
@@ -119,6 +121,7 @@ class _Splitter:
         self.operands: dict[Node, Node] = {}
         #: Expanded nodes, with what they expand: an operand is passed unexpanded.
         self.narrow: dict[Node, Node] = {}
+        self.writes_argument = False
 
     def split(self, tensors: Sequence[Tensor]) -> Split:
         for node in self.module.graph.nodes:
@@ -149,15 +152,16 @@ class _Splitter:
             raise NotPointwise("its tensors run along several dimensions")
         whole = all(node in self.tensors for node in self.operands)
         direct = tuple(self.tensors.index(node) for node in self.operands) if whole else None
-        return Split(_finished(self.body), prologue, dims, direct)
+        return Split(_finished(self.body), prologue, dims, direct, self.writes_argument)
 
     def _place(self, node: Node) -> None:
         target: Any = node.target
         op = _name(node)
         inputs = node.all_input_nodes
         if target is aten.copy_.default:
-            if node.args[0] is not self.z:  # writing to z is allowed: the layer decides whether z is overwritten
+            if node.args[0] is not self.z:
                 raise NotPointwise("it changes a tensor that it holds")
+            self.writes_argument = True  # which the layer may allow: it decides whether z is overwritten
             return
         if target is LOCAL_SCALAR.default:
             raise NotPointwise("it turns a tensor into a number (item())")

@@ -152,6 +152,7 @@ class Activation:
         is_traced: ``function`` is the trace of a user's callable.
         torch_keeps_less: its output does not determine its derivative, and PyTorch keeps less for it than its input
             and its output, as of ``torch.exp``.
+        writes_argument: the user's code writes over its argument, which nothing here does.
         is_identity: y = z.
         is_folded: the function has a fold, so the saved output carries a branch bit.
         plain: ``plain(z)``, what a user of PyTorch would call: torch's own function where there is one, which saves the
@@ -169,6 +170,7 @@ class Activation:
     needs_tracing: bool = False
     is_traced: bool = False
     torch_keeps_less: bool = False
+    writes_argument: bool = False
 
     is_identity: bool = field(init=False)
     is_folded: bool = field(init=False)

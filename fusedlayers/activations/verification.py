@@ -77,10 +77,11 @@ class _SizeReads(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.__self__.__name__ if function.__name__ == "__get__" else function.__name__
-        if name == "is_contiguous" and not any(args[0] is tensor for tensor in self.own):
+        is_own = bool(args) and any(args[0] is tensor for tensor in self.own)
+        if name in ("is_contiguous", "stride", "storage_offset", "data_ptr") and not is_own:
             raise NotPointwise("it asks how its argument lies in memory")
-        if name in ("shape", "size", "numel", "nelement", "__len__", "stride", "nbytes"):
-            self.are_read |= not any(args[0] is tensor for tensor in self.own)
+        if name in ("shape", "size", "numel", "nelement", "__len__", "nbytes"):
+            self.are_read |= not is_own
         return function(*args, **kwargs or {})
 
 

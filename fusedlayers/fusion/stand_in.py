@@ -20,16 +20,18 @@ from torch.overrides import TorchFunctionMode
 from .._torch import autocast_is_active
 from ..activations import DTYPES, Activation
 from ..activations.free_variables import FreeVariables, find_variables
-from ..call import followed_by, with_operands
-from ..functional import bias_act
+from ..backends.operations import Pointwise
+from ..call import followed_by, plan_for, with_operands
+from ..execute import POINTWISE
 from ..norms import rms_norm
 from ..utils.bounded_cache import BoundedCache
 from ..utils.isolation import in_clean_state
 from ..utils.layout import of_rows
-from ..validation import is_autocast
+from ..validation import are_usual, is_autocast
 
 #: Where nobody says what a module is given.
 _ANY_SHAPE = (2, 6)
+_ALONE = Pointwise(-1)
 
 
 class SpelledNorm(NamedTuple):
@@ -66,7 +68,7 @@ class StandIn(NamedTuple):
             return None
         (x,) = args
         if self.kind == "activation":
-            return bias_act(x, None, _activation(module))
+            return _activated(x, _activation(module))
         if autocast_is_active() and is_autocast(x.device.type):
             return None
         variables = find_variables(_twin(module))
@@ -85,7 +87,19 @@ def recognise(module: nn.Module, dtype: torch.dtype, shape: Sequence[int] = _ANY
     if variables.refusal is None and _norm(variables, dtype) is not None:
         return StandIn("rms_norm", "rms_norm")
     found = computed_by(_activation(module), dtype, shape)
-    return None if found is None or _writes_input(variables, dtype, shape) else StandIn("activation", found.name)
+    return None if found is None or found.writes_argument else StandIn("activation", found.name)
+
+
+def _activated(x: Tensor, activation: Activation) -> Tensor | None:
+    """``bias_act`` of x alone; None where PyTorch would compute it, because a module's code may do more than it
+    returns (count calls, write over x), and that is PyTorch's reason or a part of it."""
+    if not are_usual((x,), ()):
+        return None
+    shapes = _ALONE, x.dim()
+    plan, traced, operands = plan_for(_ALONE, x, None, None, None, activation, "auto", shapes, x.numel())
+    if plan.path == "composite" or traced.writes_argument:
+        return None
+    return POINTWISE[plan.path](plan, _ALONE, x, None, None, None, traced, operands)
 
 
 def computed_by(activation: Activation, dtype: torch.dtype, shape: Sequence[int] = _ANY_SHAPE) -> Activation | None:
@@ -97,17 +111,6 @@ def computed_by(activation: Activation, dtype: torch.dtype, shape: Sequence[int]
         found, operands, _ = with_operands(activation, shape, dtype)
         is_one = found.is_fusible and not found.is_identity and not _is_straight(found, operands)
     return found if is_one else None
-
-
-@in_clean_state
-def _writes_input(variables: FreeVariables, dtype: torch.dtype, shape: Sequence[int]) -> bool:
-    """Whether a module's code works in place, which a trace does not show."""
-    from ..activations.partition import example_shape
-    from ..activations.verification import own_tensors
-
-    x = torch.zeros(example_shape(tuple(shape), variables.tensors), dtype=dtype)
-    variables.rebind(own_tensors(variables, None))(x)
-    return x._version != 0
 
 
 def _may_be_recognised(module: nn.Module) -> bool:
