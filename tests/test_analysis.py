@@ -317,6 +317,7 @@ def test_an_output_may_not_tell_the_slope_at_a_kink(name: str, dtype: torch.dtyp
         (lambda z: F.hardtanh(z) + 0.1 * z, 1.0),
         (lambda z: F.softshrink(z, 0.1) + 0.01 * z, 0.1),
         (lambda z: -(F.hardtanh(z, -0.5, 1.5) + 0.3 * z), 1.5),
+        (lambda z: torch.where(z < 0, -100 * z, -z * torch.exp(-z)) + 0.1, 0.0),  # with a fold
         (lambda z: F.hardtanh(z + 1) + 0.3 * F.relu6(z + 1) + 0.1, 0.0),
         # On both sides of these slopes are the same, but not at them.
         (lambda z: F.relu(z - 1) - F.relu(1 - torch.exp(z - 1)), 1.0),
@@ -324,7 +325,7 @@ def test_an_output_may_not_tell_the_slope_at_a_kink(name: str, dtype: torch.dtyp
         (lambda z: F.silu(z.clamp(min=-1)) + F.silu(z.clamp(max=-1)), -1.0),
         (lambda z: F.gelu(torch.relu(z)) + F.gelu(-torch.relu(-z)), 0.0),
     ],
-    ids=range(18),
+    ids=range(19),
 )
 def test_at_a_kink_itself_the_slope_is_autograds(function: Function, kink: float) -> None:
     """Inputs are often exactly there: what a dropout or a padding made 0, what was clamped before."""

@@ -184,10 +184,11 @@ def _outputs(activation: Activation, segments: Segments) -> tuple[Tensor, int]:
     sign = -1.0 if segments.is_falling else 1.0
     edges = sign * torch.tensor(starts + ends, dtype=torch.float32)
     y = torch.cat([y, *_near(edges, y, activation.fold)])
+    # What is stored of a kink's output is tried, though it may be a unit away.
+    at_kinks = edges
     if activation.fold is not None:
-        y = torch.cat([y, *(_marked(edges, is_marked, activation.fold) for is_marked in (False, True))])
+        at_kinks = torch.cat([_marked(edges, is_marked, activation.fold) for is_marked in (False, True)])
     else:
-        y = torch.cat([y, edges])
         for direction in (-math.inf, math.inf):
             step = edges
             for _ in range(3):
@@ -203,7 +204,7 @@ def _outputs(activation: Activation, segments: Segments) -> tuple[Tensor, int]:
     for flat in segments.flats:
         undecided &= ~flat.holds(sign * y)
     keep = y.isfinite() & ~undecided
-    return y[keep], int(keep[:NORMAL].sum())
+    return torch.cat([y[keep], at_kinks]), int(keep[:NORMAL].sum())
 
 
 def _near(edges: Tensor, y: Tensor, fold: Fold | None) -> Iterator[Tensor]:
