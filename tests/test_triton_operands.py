@@ -22,7 +22,7 @@ import fusedlayers as fl
 from examples.custom_activation import ACTIVATIONS as MODULES
 from fusedlayers import backends
 from fusedlayers.activations import Activation, WithOperands, resolve
-from fusedlayers.activations.custom import _variants
+from fusedlayers.activations.custom import _trace_counts
 from fusedlayers.backends import GradientRequest
 from fusedlayers.backends import torch as reference
 from fusedlayers.call import with_operands
@@ -77,7 +77,7 @@ def gradient(
 @pytest.fixture(autouse=True)
 def forget() -> None:
     """The tests share a few lambdas, which are given up when they have read too many different numbers."""
-    _variants.clear()
+    _trace_counts.clear()
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------

@@ -183,7 +183,12 @@ TABLE = (
         _hardsigmoid,
         derivative_given_output=lambda y: torch.where((y > 0) & (y < 1), torch.full_like(y, 1 / 6), 0.0),
         stands_for=((nn.Hardsigmoid, {}), (F.hardsigmoid, {})),
-        native=Native(aten.hardsigmoid_.default, loop=lambda: ("hardsigmoid", 0.0), is_piecewise=True),
+        native=Native(
+            aten.hardsigmoid_.default,
+            gradient_given_input=aten.hardsigmoid_backward.default,
+            loop=lambda: ("hardsigmoid", 0.0),
+            is_piecewise=True,
+        ),
         plain=_hardsigmoid,
     ),
     # --- smooth and monotone ------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ function is left to PyTorch. A function that reads tensors saves its input, beca
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -27,7 +26,7 @@ from ..derivative.analysis import Analysis, analyse
 from ..utils.bounded_cache import BoundedCache
 from ..utils.formatting import with_place
 from .free_variables import FreeVariables, find_variables
-from .partition import Split, example_shape
+from .partition import Split, example_shapes
 from .partition import split as split_trace
 from .recognition import recognise
 from .record import Activation, Row, WithOperands
@@ -57,26 +56,25 @@ class _Traced(NamedTuple):
     reads_sizes: bool = False
 
 
-#: How many traces may differ only in the numbers that a function reads. Each costs a tenth of a second, so a function
-#: whose numbers change at every step is left to PyTorch.
+#: How many traces may differ only in what a function reads: numbers, and other functions. Each costs a tenth of a
+#: second, so a function of which these change at every step is left to PyTorch.
 _MAX_VARIANTS = 64
 #: How many of these are analysed, which takes half a second each.
-_MAX_ANALYSED = 32
+_MAX_ANALYSED = 16
 _NOT_ANALYSED = Analysis("input", f"its numbers have changed {_MAX_ANALYSED} times, and it is not analysed again")
-_NUMBER = re.compile(r"-?\b\d[\d.]*(?:e[-+]?\d+)?")
 #: Operations of whose arguments backward needs at most one truth value per element.
 _COMPARISONS = {
     getattr(getattr(torch.ops.aten, name), kind)
     for name in ("gt", "ge", "lt", "le", "eq", "ne")
     for kind in ("Scalar", "Tensor")
 }
-_MASK = "backward only compares its argument, for which PyTorch keeps no more than a layer would"
+_MASK = "backward needs comparisons of its argument alone, and PyTorch keeps no more than a layer would"
 #: A layer keeps z, and what follows it y.
 _BUFFERS_OF_A_LAYER = 2
 _traces: BoundedCache[_Traced] = BoundedCache()
 _analyses: BoundedCache[Analysis] = BoundedCache()
-_variants: BoundedCache[int] = BoundedCache()
-_numbers: BoundedCache[int] = BoundedCache()
+_trace_counts: BoundedCache[int] = BoundedCache()
+_analysis_counts: BoundedCache[int] = BoundedCache()
 _logged: BoundedCache[bool] = BoundedCache()
 
 
@@ -91,8 +89,12 @@ def trace_activation(
     if variables.refusal is not None:
         return WithOperands(_unfused(activation, _log_reason(activation, variables.refusal)))
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    example = example_shape(shape, variables.tensors)
-    traced = _cached_trace(activation, variables, _TraceKey(example, False, dtype, autocast))
+    *others, last = example_shapes(shape, variables.tensors)
+    traced = _Traced()
+    for example in (*others, last):
+        traced = _cached_trace(activation, variables, _TraceKey(example, False, dtype, autocast), says=example is last)
+        if traced.refusal is None:
+            break
     if traced.reads_sizes:  # it may compute something else for other sizes
         traced = _cached_trace(activation, variables, _TraceKey(shape, True, dtype, autocast))
     if traced.activation is None:
@@ -133,22 +135,27 @@ def _log_reason(activation: Activation, why: str) -> str:
     return reason
 
 
-def _cached_trace(activation: Activation, variables: FreeVariables, trace_key: _TraceKey) -> _Traced:
+def _cached_trace(
+    activation: Activation, variables: FreeVariables, trace_key: _TraceKey, *, says: bool = True
+) -> _Traced:
+    """``says``: whether a refusal is logged."""
     key = variables.key, activation.row, _stated_derivatives_key(activation.row), trace_key
     traced = _traces.get(key)
     if traced is None:
         try:
             traced = _trace(activation, variables, trace_key)
         except NotPointwise as refusal:
-            traced = _Traced(refusal=_log_reason(activation, str(refusal)))
+            traced = _Traced(refusal=_log_reason(activation, str(refusal)) if says else str(refusal))
         _traces.put(key, traced)
     return traced
 
 
 def _trace(activation: Activation, variables: FreeVariables, trace_key: _TraceKey) -> _Traced:
     kinds = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in variables.tensors)
-    if _counted(_variants, (variables.code, kinds, trace_key)) > _MAX_VARIANTS:
-        raise NotPointwise("numbers that it reads change from call to call; let it read tensors instead")
+    if _counted(_trace_counts, (variables.code, kinds, trace_key)) > _MAX_VARIANTS:
+        raise NotPointwise(
+            "the numbers (or functions) that it reads change from call to call; let it read tensors instead"
+        )
     example, is_exact, dtype, autocast = trace_key
     split = split_trace(variables, example, dtype)
     if reads_sizes(variables, example, dtype, autocast) and not is_exact:
@@ -180,9 +187,9 @@ def _activation(activation: Activation, variables: FreeVariables, trace_key: _Tr
         )
     row = activation.row or Row(activation.name, split.body)
     if row.derivative_given_output is None:
-        # Functions of one class may have different programs: only those that differ in their numbers are variants.
-        program = _NUMBER.sub("", split.body.code)
-        is_new = _counted(_numbers, (variables.code, program, trace_key)) <= _MAX_ANALYSED
+        # Functions of one class may have different programs: only those that differ in their numbers alone are counted.
+        program = tuple((str(node.target), *map(str, node.all_input_nodes)) for node in split.body.graph.nodes)
+        is_new = _counted(_analysis_counts, (variables.code, program, trace_key)) <= _MAX_ANALYSED
         key = variables.key, split.body.code if is_exact else None
         row = replace(row, derivative_given_output=_analysis(key, split.body) if is_new else _NOT_ANALYSED)
     keeps_less = False

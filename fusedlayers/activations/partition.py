@@ -10,6 +10,7 @@ What it does not do: tensors that run along more than one dimension, or integer 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -40,6 +41,8 @@ class Split(NamedTuple):
     writes_argument: bool
 
 
+#: A longer dimension is tried at its full size only where that is needed.
+_LONG = 64
 #: Sizes for the dimensions that no tensor of the function shares. They are even: splitting an odd dimension in halves
 #: raises an error, and splitting an even one shows that the function is not pointwise.
 _SIZES = range(6, 10_000, 4)
@@ -52,7 +55,26 @@ def example_shape(shape: tuple[int, ...], tensors: Sequence[Tensor]) -> tuple[in
     return tuple(size if size in taken else next(free) for size in shape)
 
 
-_VIEWS = {aten.view.default, aten.view_copy.default}
+def example_shapes(shape: tuple[int, ...], tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    """Shapes to try in this order. A tensor with the size of several long dimensions runs along one of them, as a rule:
+    in the first shapes the others are short, because to try 2,048 x 2,048 numbers takes seconds."""
+    whole = example_shape(shape, tensors)
+    repeated = [size for size, count in Counter(whole).items() if count > 1 and size > _LONG]
+    if len(repeated) != 1:
+        return [whole]
+    alike = [dim for dim, size in enumerate(whole) if size == repeated[0]]
+    taken = {size for tensor in tensors for size in tensor.shape}.union(whole)
+    short = [size for size in _SIZES if size not in taken][: len(alike)]
+    of_one = []
+    for long in reversed(alike):
+        sizes = {**dict(enumerate(whole)), **dict(zip(alike, short, strict=True)), long: repeated[0]}
+        of_one.append(tuple(sizes.values()))
+    return [*of_one, whole]
+
+
+_EXPANDING = {aten.expand.default, aten.expand_copy.default}
+#: What does nothing if the result has the shape of the argument, but holds sizes.
+_RESHAPING = {aten.view.default, aten.view_copy.default, *_EXPANDING}
 #: Pointwise operations without torch's tag ``pointwise``.
 _ALSO_POINTWISE = {
     PRELU.default,
@@ -61,15 +83,12 @@ _ALSO_POINTWISE = {
     aten.clone.default,
     aten.detach.default,
     aten.detach_copy.default,
-    aten.expand.default,
-    aten.expand_copy.default,
     aten.hardswish.default,
     aten.leaky_relu.default,  # of torch 2.11
     aten.rsub.Tensor,
-    *_VIEWS,
+    *_RESHAPING,
 }
 _CASTS = {TO_COPY.default, aten.alias.default, aten.clone.default, aten.detach_copy.default, aten.detach.default}
-_EXPANDING = {aten.expand.default, aten.expand_copy.default}
 
 
 def split(variables: FreeVariables, example: tuple[int, ...], dtype: torch.dtype) -> Split:
@@ -171,9 +190,8 @@ class _Splitter:
             pointwise = torch.Tag.pointwise in target.tags or target in _ALSO_POINTWISE
             if not pointwise or getattr(node.meta["val"], "shape", None) != self.example:  # a tuple has no shape
                 raise NotPointwise(f"{name_of(op)} is not pointwise")
-            # A view of the shape that it has already holds sizes, and does nothing.
-            is_view = target in _VIEWS
-            self.varying[node] = self.varying[inputs[0]] if is_view else _copied(self.body, node, self._in_body)
+            is_same = target in _RESHAPING
+            self.varying[node] = self.varying[inputs[0]] if is_same else _copied(self.body, node, self._in_body)
         elif any(i in self.uniform for i in inputs):
             if target in _EXPANDING:
                 (narrow,) = inputs

@@ -110,13 +110,19 @@ def check_trace(variables: FreeVariables, split: Split, example: tuple[int, ...]
     for leaves in ([moderate.requires_grad_(), *trained], [extreme.requires_grad_(), *tensors]):
         theirs = _values_and_gradients(lambda z, *t: variables.rebind(t)(z), leaves)
         ours = _values_and_gradients(lambda z, *t: split.body(z, *split.prologue(*t)), leaves)
-        for what, a, b in zip(("value", *(len(theirs) - 1) * ("gradient",)), theirs, ours, strict=True):
-            scale = a[a.isfinite()].abs().max() if bool(a.isfinite().any()) else torch.zeros(())
-            tolerance = _UNITS * torch.finfo(wide).eps
-            if a.shape != b.shape or not torch.allclose(
-                a, b, rtol=tolerance, atol=float(scale) * tolerance, equal_nan=True
-            ):
-                raise NotPointwise(_DIFFERS[what])
+        tolerance = _UNITS * torch.finfo(wide).eps
+        # The gradients of tensors are sums of so many terms, about as large as those of z, which may cancel.
+        of_sums = math.sqrt(count) * _largest(theirs[1]) if len(theirs) > 1 else 0.0
+        for i, (a, b) in enumerate(zip(theirs, ours, strict=True)):
+            scale = max(_largest(a), of_sums if i > 1 else 0.0)
+            if a.shape != b.shape or not torch.allclose(a, b, rtol=tolerance, atol=scale * tolerance, equal_nan=True):
+                raise NotPointwise(_DIFFERS["gradient" if i else "value"])
+
+
+def _largest(values: Tensor) -> float:
+    """The largest size of a finite one."""
+    finite = values[values.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 @in_clean_state

@@ -284,7 +284,7 @@ class Fusing:
             if first.kind not in _AUXILIARY and before:  # else a note says why nothing is kept
                 nothing = "it frees nothing: its input is kept anyway, or nothing else keeps its output"
                 keeps_output = first.saves is None or first.saves.startswith("saves the output")
-                first.left_because = nothing if keeps_output else first.saves
+                first.left_because = nothing if keeps_output else group.saves
                 self._skipped.append(group)
         if total > before:
             return self._leave(chosen, f"fused, the model would keep {size_text(total - before)} more")
@@ -352,7 +352,7 @@ class Fusing:
                 if not (group.is_too_small or group.is_idle) and group.first.left_because is None
             ),
             tuple(group.skipped(group.first.left_because) for group in self._skipped),
-            tuple(group.skipped(group.first.saves) for group in groups if group.is_too_small),
+            tuple(group.skipped(group.saves) for group in groups if group.is_too_small),
             known,
             tuple(self._notes),
             self._dry_run,

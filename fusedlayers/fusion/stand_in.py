@@ -1,10 +1,10 @@
 """Modules that spell an activation or an RMS norm out in plain operations, as the models of transformers do.
 
 Such a module has no children, and its free variables (``free_variables.py``) say what its code reads. An activation is
-traced. The forward pass of a norm is followed: it may call nothing but arithmetic, change nothing that it reads, and
-must compute a norm, and the gradients of one. At each call the free variables are found anew: a module that reads
-something else by then, or whose class was given another forward pass, is looked at again. One that is not recognised
-runs as it is.
+traced, for the shape that the example gives it: parameters may run along one of its dimensions (channels). The forward
+pass of a norm is followed: it may call nothing but arithmetic, change nothing that it reads, and must compute a norm,
+and the gradients of one. At each call the free variables are found anew: a module that reads something else by then, or
+whose class was given another forward pass, is looked at again. One that is not recognised runs as it is.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..utils.isolation import in_clean_state
 from ..utils.layout import of_rows
 from ..validation import are_usual, is_autocast
 
-#: Where nobody says what a module is given.
+#: What a module is tried on where nobody says what it is given: no parameter of several numbers fits.
 _ANY_SHAPE = (2, 6)
 _ALONE = Pointwise(-1)
 

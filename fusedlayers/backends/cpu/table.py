@@ -263,7 +263,7 @@ def _as_stored(flats: Iterable[Flat], segments: Segments) -> tuple[Flat, ...]:
 
 
 def _constants(segments: Segments, fold: Fold) -> tuple[Flat, ...]:
-    """The constant slope of outputs whose sign the unmarked branch alone has."""
+    """The unmarked branch's last segment, if it has a constant slope, and outputs of a sign that the other has not."""
     last = segments.segments[-1]
     is_of_one = fold.ambiguous == ("positive" if segments.is_falling else "negative")
     if not (is_of_one and isinstance(last.polynomial, float) and not last.marked and last.start >= 0):
