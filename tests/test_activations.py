@@ -721,3 +721,15 @@ def test_both_zeros_lie_on_the_right_branch(activation: Activation, dtype: torch
     _, slope = _with_gradient(torch.tensor([0.0, -0.0], dtype=dtype), activation)
     expected = float(derivative(activation.function, torch.zeros(1)))
     assert slope.tolist() == pytest.approx([expected] * 2, abs=1e-6 + torch.finfo(dtype).eps / 2)
+
+
+@pytest.mark.parametrize("name", ["hardsigmoid", "hardswish", "hardtanh", "relu6", "leaky_relu", "softshrink"])
+def test_from_inputs_the_derivative_next_to_a_kink_is_torchs(name: str) -> None:
+    function = FORMULAS.get(name) or getattr(F, name)
+    kinks = torch.tensor([-3.0, -1.0, -0.5, 0.0, 0.5, 1.0, 3.0, 6.0])
+    z = torch.cat([kinks, *(kinks.nextafter(torch.tensor(end)) for end in (-math.inf, math.inf))])
+    z = z.repeat(64).requires_grad_()
+    found, expected = (
+        torch.autograd.grad(y.sum(), z)[0] for y in (fl.bias_act(z, None, name, save="input"), function(z))
+    )
+    torch.testing.assert_close(found, expected, rtol=2e-7, atol=0.0)
