@@ -10,7 +10,7 @@ from ..utils.formatting import merged_path, pattern_of, size_text
 from ..utils.reports import Report
 
 #: What a table says whose rows are not parts of the whole.
-ROWS = "(Rows do not add up to the total: some operations free a buffer only together.)"
+ROWS = "(Rows need not add up: a buffer that two operations free together counts in both of their rows.)"
 
 
 @dataclass(frozen=True)
