@@ -7,8 +7,9 @@ second, the analysis of its derivative up to a second.
 
 A function that fails any step is left to plain PyTorch, and the log says why, once.
 
-What it does not do well: numbers (not tensors) that change at every call need a trace each, and after 64 of them the
-function is left to PyTorch. A function that reads tensors saves its input, because training may change the tensors.
+What it does not do well: numbers (not tensors) that change at every call need a trace each. After 16 of them the
+function keeps its input, and after 64 it is left to PyTorch. A function that reads tensors keeps its input, because
+training may change the tensors.
 """
 
 from __future__ import annotations

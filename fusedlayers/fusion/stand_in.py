@@ -91,8 +91,8 @@ def recognise(module: nn.Module, dtype: torch.dtype, shape: Sequence[int] = _ANY
 
 
 def _activated(x: Tensor, activation: Activation) -> Tensor | None:
-    """``bias_act`` of x alone; None where PyTorch would compute it, because a module's code may do more than it
-    returns (count calls, write over x), and that is PyTorch's reason or a part of it."""
+    """``bias_act`` of x alone, or None where the module's own code is to run: where PyTorch computes it, because it may
+    do more than it returns (count its calls), and where it writes over x."""
     if not are_usual((x,), ()):
         return None
     shapes = _ALONE, x.dim()
