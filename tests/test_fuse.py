@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import inspect
 import io
 import pickle
@@ -944,6 +945,29 @@ def test_modules_that_work_in_place_are_left(x: Tensor) -> None:
     assert not _kinds(model)
 
 
+@pytest.mark.parametrize(
+    ("norm", "left"), [(nn.LayerNorm, "layer_norm"), (functools.partial(nn.GroupNorm, 4), "group_norm")], ids=str
+)
+def test_a_norm_gives_way_to_the_activation_before_it(x: Tensor, norm: Any, left: str) -> None:
+    """Of the norm nobody keeps the output, and with PyTorch's own norm the activation frees a buffer."""
+    blocks = [(nn.Linear(IN, IN), nn.GELU(), norm(IN), nn.Dropout(0.1)) for _ in range(3)]
+    model = nn.Sequential(*(layer for block in blocks for layer in block), nn.Linear(IN, 2))
+    report = fl.fuse(model, x)
+    assert [place.activation or place.pattern for place in report.replaced] == ["gelu", "dropout"]
+    (skipped,) = report.skipped
+    assert skipped.pattern == left and "more: nobody else keeps its output" in skipped.reason
+    assert report.saved_bytes is not None
+    assert report.saved_bytes[0] - report.saved_bytes[1] == 3 * (2 * _ROW_BYTES - _ROW_BYTES // 32)  # dropout's bits
+
+
+def test_of_a_row_only_what_is_large_is_called_fused(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fusedlayers.sizes.SMALL_BYTES", 2 * _ROW_BYTES)
+    blocks = [nn.Sequential(nn.Linear(IN, width), nn.GELU(), nn.Linear(width, IN)) for width in (HIDDEN, IN)]
+    report = fl.fuse(nn.Sequential(*blocks), x)
+    assert [place.modules for place in report.replaced] == [("0.1",)]
+    assert [place.modules for place in report.too_small] == [("1.1",)]
+
+
 class _Changes(nn.Module):
     """An activation that does more in training, for more rows, or by a flag."""
 
@@ -1363,7 +1387,7 @@ def test_a_report_without_places_says_why(x: Tensor) -> None:
     for model, words in (
         (
             plain,
-            "Nothing was found that would keep less. (Activations of your own must be modules of torch operations.)",
+            "Nothing was found that would keep less. (Activations of your own must be modules of torch operations, not TorchScript.)",
         ),
         (torch.export.export(plain, (x,)).module(), "Fuse the model before you export it"),
         (own, "the layers of fusedlayers keep their outputs already"),

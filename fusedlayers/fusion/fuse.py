@@ -146,6 +146,12 @@ class _Group:
         """Whether it frees nothing on the example because nothing is saved of it, and would in other calls."""
         return self.freed == 0 and self.first.is_recomputed and not self.is_too_small
 
+    def by_size(self) -> list[_Group]:
+        """What this package computes on the example, which frees it all, and what PyTorch does for its size."""
+        small = [place for place in self.places if place.is_small]
+        large = [place for place in self.places if not place.is_small]
+        return [_Group(large, self.freed, self.time_ms), _Group(small)] if small and large else [self]
+
     def skipped(self, reason: str | None) -> Skipped:
         return Skipped(self.paths, *self.first.names, reason or "")
 
@@ -266,29 +272,47 @@ class Fusing:
             return self._leave(chosen, f"a run with it fused raised {raised}; the model's own code may raise that too")
         if before is None or total is None:
             return chosen
-        waiting = list(chosen)
-        while waiting:
-            group = waiting.pop(0)
-            group.switch(False)
-            without = measured()
-            assert without is not None
-            group.freed = without - total
-            first = group.first
-            if group.freed > 0 or group.is_too_small or group.is_idle:
-                group.switch(True)
-                continue
-            chosen.remove(group)
-            total = without
-            # What others free may be another number without it: of a buffer that both kept.
-            waiting += [other for other in chosen if other.freed and other not in waiting]
-            if first.kind not in _AUXILIARY and before:  # else a note says why nothing is kept
-                nothing = "it frees nothing: its input is kept anyway, or nothing else keeps its output"
-                keeps_output = first.saves is None or first.saves.startswith("saves the output")
-                first.left_because = nothing if keeps_output else group.saves
-                self._skipped.append(group)
+        total = self._without_the_useless(chosen, total, before, measured)
         if total > before:
             return self._leave(chosen, f"fused, the model would keep {size_text(total - before)} more")
         return chosen
+
+    def _without_the_useless(
+        self, chosen: list[_Group], total: int, before: int, measured: Callable[[], int | None]
+    ) -> int:
+        """Switch off what frees nothing beside the others, and take it out of ``chosen``: first what costs most. A norm
+        whose output nobody else keeps does, and without it the activation before it frees a buffer."""
+        unknown, outdated = list(chosen), list[_Group]()
+        while unknown:
+            for group in unknown:
+                group.switch(False)
+                without = measured()
+                assert without is not None
+                group.freed = without - total
+                group.switch(True)
+            useless = [g for g in chosen if (g.freed or 0) <= 0 and not (g.is_too_small or g.is_idle)]
+            if useless:
+                worst = min(useless, key=lambda group: group.freed or 0)
+                worst.switch(False)
+                chosen.remove(worst)
+                useless.remove(worst)
+                total += worst.freed or 0
+                self._leave_useless(worst, before)
+                # What others free may be another number without it: of a buffer that both kept.
+                outdated = [group for group in chosen if group.freed and group not in useless]
+            unknown, outdated = (useless, outdated) if useless else (outdated, [])
+        return total
+
+    def _leave_useless(self, group: _Group, before: int) -> None:
+        first = group.first
+        if first.kind in _AUXILIARY or not before:  # else a note says why nothing is kept
+            return
+        because = "it frees nothing: its input is kept anyway, its output by nobody else, or no gradient reaches it"
+        if group.freed:
+            because = f"it would keep {size_text(-group.freed)} more: nobody else keeps its output"
+        keeps_output = first.saves is None or first.saves.startswith("saves the output")
+        first.left_because = because if keeps_output else group.saves
+        self._skipped.append(group)
 
     def _step_ms(
         self, groups: list[_Group], args: tuple[Any, ...], kwargs: dict[str, Any], restore_random_state: Any
@@ -344,6 +368,7 @@ class Fusing:
             self._put_back()
         if not (groups or self._skipped or self._notes):
             self._notes.append(_nothing_found(self._model))
+        groups = [part for group in groups for part in group.by_size()]
         return FuseReport(
             type(self._model).__name__,
             tuple(
@@ -387,7 +412,7 @@ def _nothing_found(model: nn.Module) -> str:
         for node in module.graph.nodes
     ):
         return "Nothing was found: an exported graph has lost its modules. Fuse the model before you export it."
-    return "Nothing was found that would keep less. (Activations of your own must be modules of torch operations.)"
+    return "Nothing was found that would keep less. (Activations of your own must be modules of torch operations, not TorchScript.)"
 
 
 def _grouped(places: Sequence[Place], blocks: Sequence[Place] = ()) -> list[_Group]:
