@@ -412,7 +412,8 @@ def _nothing_found(model: nn.Module) -> str:
         for node in module.graph.nodes
     ):
         return "Nothing was found: an exported graph has lost its modules. Fuse the model before you export it."
-    return "Nothing was found that would keep less. (Activations of your own must be modules of torch operations, not TorchScript.)"
+    own = "Activations of your own must be modules of torch operations, not TorchScript."
+    return f"Nothing was found that would keep less. ({own})"
 
 
 def _grouped(places: Sequence[Place], blocks: Sequence[Place] = ()) -> list[_Group]:
