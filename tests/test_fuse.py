@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from itertools import product
+from itertools import permutations, product
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ import fusedlayers as fl
 from fusedlayers import sizes
 from fusedlayers.backends import cpu
 from fusedlayers.fusion import operations, region
+from fusedlayers.fusion.fuse import Fusing
 from fusedlayers.fusion.one_call import ONE_CALLS
 from fusedlayers.fusion.operations import activation_of
 from fusedlayers.fusion.region import Region, region_of
@@ -958,6 +959,37 @@ def test_a_norm_gives_way_to_the_activation_before_it(x: Tensor, norm: Any, left
     assert skipped.pattern == left and "more: nobody else keeps its output" in skipped.reason
     assert report.saved_bytes is not None
     assert report.saved_bytes[0] - report.saved_bytes[1] == 3 * (2 * _ROW_BYTES - _ROW_BYTES // 32)  # dropout's bits
+
+
+_PARTS: dict[str, Callable[[], nn.Module]] = {
+    "gelu": nn.GELU, "silu": nn.SiLU, "relu": nn.ReLU, "layer norm": lambda: nn.LayerNorm(IN),
+    "group norm": lambda: nn.GroupNorm(4, IN), "batch norm": lambda: nn.BatchNorm1d(IN),
+    "RMS norm": lambda: nn.RMSNorm(IN), "dropout": lambda: nn.Dropout(0.1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("parts", [*permutations(_PARTS, 2), *list(permutations(_PARTS, 3))[::5]], ids="-".join)
+def test_no_other_choice_frees_more(x: Tensor, parts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    def best_of_all(
+        self: Fusing, chosen: list[Any], total: int, before: int, measured: Callable[[], int | None]
+    ) -> int:
+        least = total
+        for switched_on in product((True, False), repeat=len(chosen)):
+            for group, on in zip(chosen, switched_on, strict=True):
+                group.switch(on)
+            least = min(least, measured() or 0)
+        return least
+
+    def model() -> nn.Module:
+        blocks = [nn.Sequential(nn.Linear(IN, IN), *(_PARTS[part]() for part in parts)) for _ in range(2)]
+        return nn.Sequential(*blocks, nn.Linear(IN, IN))
+
+    report = fl.fuse(model(), x)
+    assert report.saved_bytes is not None
+    least: list[int] = []
+    monkeypatch.setattr(Fusing, "_without_the_useless", lambda *args: least.append(best_of_all(*args)) or least[0])
+    fl.fuse(model(), x)
+    assert report.saved_bytes[1] == min(least, default=report.saved_bytes[0])
 
 
 def test_of_a_row_only_what_is_large_is_called_fused(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
