@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,16 +15,17 @@ from ..activations import DTYPES, resolve
 from ..activations import record as table
 from ..memory import saved_bytes
 from ..profiling.step import Step, no_gradient_because, tensors_of
-from ..utils.formatting import first_line, is_within, pattern_of, size_text
+from ..utils.formatting import first_line, size_text
 from ..utils.module_state import unchanged
 from ..utils.refusals import check_flag
 from ..utils.storages import has_data, tensors_in
 from .example import arguments_from, check_model, check_module, does_not_run, eagerly, evaluation_notes
+from .groups import Group, grouped, saves_of, without_the_useless
 from .mlps import find_mlps
-from .operations import BATCH_NORM, CHECKPOINT, GATE, OPERATIONS, PRODUCT, Given
+from .operations import BATCH_NORM, GATE, OPERATIONS, PRODUCT, Given
 from .recording import Place, record
 from .region import Region, region_of
-from .report import FuseReport, Replaced, Skipped
+from .report import FuseReport, Replaced
 from .stand_in import recognise
 from .timing import step_times
 
@@ -114,52 +113,6 @@ def unfuse(model: nn.Module) -> None:
             region.remove()
 
 
-@dataclass(eq=False)
-class _Group:
-    """The places of repeated blocks: the same operation at paths that differ in their numbers."""
-
-    places: list[Place]
-    freed: int | None = None
-    time_ms: float | None = None
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        return tuple(path for place in self.places for path in place.paths)
-
-    @property
-    def first(self) -> Place:
-        return self.places[0]
-
-    @property
-    def saves(self) -> str:
-        """What its places save, each with their number if they differ."""
-        counts = Counter(map(_saves, self.places))
-        return "; ".join(f"{count}: {saves}" if len(counts) > 1 else saves for saves, count in counts.items())
-
-    @property
-    def is_too_small(self) -> bool:
-        """Whether PyTorch computes all of it on the example, and this package would on a larger one."""
-        return not self.freed and self.first.is_small
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether it frees nothing on the example because nothing is saved of it, and would in other calls."""
-        return self.freed == 0 and self.first.is_recomputed and not self.is_too_small
-
-    def by_size(self) -> list[_Group]:
-        """What this package computes on the example, which frees it all, and what PyTorch does for its size."""
-        small = [place for place in self.places if place.is_small]
-        large = [place for place in self.places if not place.is_small]
-        return [_Group(large, self.freed, self.time_ms), _Group(small)] if small and large else [self]
-
-    def skipped(self, reason: str | None) -> Skipped:
-        return Skipped(self.paths, *self.first.names, reason or "")
-
-    def switch(self, on: bool) -> None:
-        for place in self.places:
-            Region.of(place.module).switch(place.kind, place.stand_in, on=on)
-
-
 class Fusing:
     """One call of ``fuse``, or of the function with this name.
 
@@ -170,7 +123,7 @@ class Fusing:
     def __init__(self, model: nn.Module, save: str = "auto", dry_run: bool = False, function: str = "fuse") -> None:
         self._model, self._save, self._dry_run, self._function = model, save, dry_run, function
         self.mlps: list[Place] = []
-        self._skipped: list[_Group] = []
+        self._skipped: list[Group] = []
         self._notes: list[str] = []
         if any(region_of(module) for module in model.modules()):
             self._notes.append("The model was fused before; its places were decided anew.")
@@ -191,7 +144,7 @@ class Fusing:
             if because is not None:  # it stays fused, for the model may be moved to a GPU before it is trained
                 place.left_because = because
                 place.saves = f"is left to PyTorch here: {because}"
-        groups = _grouped(places)
+        groups = grouped(places)
         self._skipped += [group for group in groups if group.first.left_because is not None]
         return self._finish(groups, None)
 
@@ -238,9 +191,9 @@ class Fusing:
                     self._notes.append(note)
                 self.mlps = [*find_mlps(model, recording)]
                 if before:  # else a note says why nothing is saved
-                    self._skipped += _grouped(recording.without_gradient)
+                    self._skipped += grouped(recording.without_gradient)
                 blocks = self.mlps if self._save == "recompute" else []
-                groups = self._chosen(_grouped(recording.places, blocks), before, measured)
+                groups = self._chosen(grouped(recording.places, blocks), before, measured)
                 after = measured()
                 known = (before, after) if before is not None and after is not None and (before or after) else None
                 is_timed = self._dry_run and known is not None and groups
@@ -250,7 +203,7 @@ class Fusing:
             self._put_back()
             raise
 
-    def _chosen(self, groups: list[_Group], before: int | None, measured: Callable[[], int | None]) -> list[_Group]:
+    def _chosen(self, groups: list[Group], before: int | None, measured: Callable[[], int | None]) -> list[Group]:
         """Switch on what frees something."""
         chosen = []
         for group in groups:
@@ -272,38 +225,14 @@ class Fusing:
             return self._leave(chosen, f"a run with it fused raised {raised}; the model's own code may raise that too")
         if before is None or total is None:
             return chosen
-        total = self._without_the_useless(chosen, total, before, measured)
+        total, chosen, left = without_the_useless(chosen, total, measured)
+        for group in left:
+            self._leave_useless(group, before)
         if total > before:
             return self._leave(chosen, f"fused, the model would keep {size_text(total - before)} more")
         return chosen
 
-    def _without_the_useless(
-        self, chosen: list[_Group], total: int, before: int, measured: Callable[[], int | None]
-    ) -> int:
-        """Switch off what frees nothing beside the others, and take it out of ``chosen``: first what costs most. A norm
-        whose output nobody else keeps does, and without it the activation before it frees a buffer."""
-        unknown, outdated = list(chosen), list[_Group]()
-        while unknown:
-            for group in unknown:
-                group.switch(False)
-                without = measured()
-                assert without is not None
-                group.freed = without - total
-                group.switch(True)
-            useless = [g for g in chosen if (g.freed or 0) <= 0 and not (g.is_too_small or g.is_idle)]
-            if useless:
-                worst = min(useless, key=lambda group: group.freed or 0)
-                worst.switch(False)
-                chosen.remove(worst)
-                useless.remove(worst)
-                total += worst.freed or 0
-                self._leave_useless(worst, before)
-                # What others free may be another number without it: of a buffer that both kept.
-                outdated = [group for group in chosen if group.freed and group not in useless]
-            unknown, outdated = (useless, outdated) if useless else (outdated, [])
-        return total
-
-    def _leave_useless(self, group: _Group, before: int) -> None:
+    def _leave_useless(self, group: Group, before: int) -> None:
         first = group.first
         if first.kind in _AUXILIARY or not before:  # else a note says why nothing is kept
             return
@@ -315,11 +244,11 @@ class Fusing:
         self._skipped.append(group)
 
     def _step_ms(
-        self, groups: list[_Group], args: tuple[Any, ...], kwargs: dict[str, Any], restore_random_state: Any
+        self, groups: list[Group], args: tuple[Any, ...], kwargs: dict[str, Any], restore_random_state: Any
     ) -> tuple[float, float] | None:
         """The time of a step before and after; each group gets to know what is its own."""
 
-        def only(chosen: list[_Group]) -> Callable[[], None]:
+        def only(chosen: list[Group]) -> Callable[[], None]:
             def switch() -> None:
                 for group in groups:
                     group.switch(group in chosen)
@@ -338,7 +267,7 @@ class Fusing:
             group.time_ms = after - time_ms
         return before, after
 
-    def _leave(self, groups: list[_Group], reason: str) -> list[_Group]:
+    def _leave(self, groups: list[Group], reason: str) -> list[Group]:
         """Switch groups off again."""
         for group in groups:
             group.switch(False)
@@ -347,14 +276,14 @@ class Fusing:
         return []
 
     def _finish(
-        self, groups: list[_Group], known: tuple[int, int] | None, step_ms: tuple[float, float] | None = None
+        self, groups: list[Group], known: tuple[int, int] | None, step_ms: tuple[float, float] | None = None
     ) -> FuseReport:
         given: dict[Region, set[Given | None]] = {}
         for group in groups:
             for place in group.places:
                 region = Region.of(place.module)
                 region.switch(place.kind, place.stand_in, on=True)
-                region.places[place.kind], region.called = f"{place.name} {_saves(place)}", place.paths
+                region.places[place.kind], region.called = f"{place.name} {saves_of(place)}", place.paths
                 given.setdefault(region, set()).add(place.given)
                 if place.is_small:
                     region.waiting_kinds |= {place.kind}
@@ -414,33 +343,6 @@ def _nothing_found(model: nn.Module) -> str:
         return "Nothing was found: an exported graph has lost its modules. Fuse the model before you export it."
     own = "Activations of your own must be modules of torch operations, not TorchScript."
     return f"Nothing was found that would keep less. ({own})"
-
-
-def _grouped(places: Sequence[Place], blocks: Sequence[Place] = ()) -> list[_Group]:
-    groups: dict[object, _Group] = {}
-    for place in (*blocks, *places):
-        outer = [path for block in blocks if block is not place for path in block.paths]
-        if all(any(is_within(path, other) for other in outer) for path in place.paths):
-            continue
-        key = place.kind, place.name, pattern_of(place.path), place.left_because, place.useless_because
-        groups.setdefault(key, _Group([])).places.append(place)
-    return list(groups.values())
-
-
-def _saves(place: Place) -> str:
-    if place.saves is not None:
-        return place.saves
-    if place.kind == PRODUCT:
-        return "saves the factors, and not their product"
-    if place.kind == GATE:
-        return "saves the inputs of both factors"
-    if place.kind == "dropout":
-        return "saves one bit for each element, and none behind an activation"
-    if place.kind == BATCH_NORM:
-        return "saves nothing before an activation whose output determines its input"
-    if place.kind == CHECKPOINT:
-        return "saves the input of the block, and recomputes the rest"
-    return "saves the output"
 
 
 def _slow_because(place: Place, model: nn.Module) -> str | None:
