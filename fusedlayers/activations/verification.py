@@ -108,15 +108,31 @@ def check_trace(variables: FreeVariables, split: Split, example: tuple[int, ...]
     trained = [t.clone().requires_grad_() if t.is_floating_point() else t for t in tensors]
     # No gradients of the tensors at extreme values: a sum over these says nothing.
     for leaves in ([moderate.requires_grad_(), *trained], [extreme.requires_grad_(), *tensors]):
-        theirs = _values_and_gradients(lambda z, *t: variables.rebind(t)(z), leaves)
-        ours = _values_and_gradients(lambda z, *t: split.body(z, *split.prologue(*t)), leaves)
-        tolerance = _UNITS * torch.finfo(wide).eps
-        # The gradients of tensors are sums of so many terms, about as large as those of z, which may cancel.
-        of_sums = math.sqrt(count) * _largest(theirs[1]) if len(theirs) > 1 else 0.0
-        for i, (a, b) in enumerate(zip(theirs, ours, strict=True)):
-            scale = max(_largest(a), of_sums if i > 1 else 0.0)
-            if a.shape != b.shape or not torch.allclose(a, b, rtol=tolerance, atol=scale * tolerance, equal_nan=True):
-                raise NotPointwise(_DIFFERS["gradient" if i else "value"])
+        differs = _first_difference(variables, split, leaves)
+        if differs is not None and differs > _OF_Z:  # a sum whose terms may cancel: in float64 it has digits enough
+            doubles = [t.detach().double() if t.is_floating_point() else t for t in leaves]
+            doubles = [d.requires_grad_(t.requires_grad) for d, t in zip(doubles, leaves, strict=True)]
+            differs = _first_difference(variables, split, doubles, terms=count)
+        if differs is not None:
+            raise NotPointwise(_DIFFERS["gradient" if differs else "value"])
+
+
+#: Of the values and gradients that are compared, the gradient of z; those of tensors, which are sums, follow.
+_OF_Z = 1
+
+
+def _first_difference(variables: FreeVariables, split: Split, leaves: Sequence[Tensor], terms: int = 0) -> int | None:
+    """The first of the values and gradients that differs, or None. ``terms``: sums of so many, of the size of z's
+    gradients, may differ by what these are rounded by."""
+    theirs = _values_and_gradients(lambda z, *t: variables.rebind(t)(z), leaves)
+    ours = _values_and_gradients(lambda z, *t: split.body(z, *split.prologue(*t)), leaves)
+    tolerance = _UNITS * torch.finfo(leaves[0].dtype).eps
+    of_sums = math.sqrt(terms) * _largest(theirs[_OF_Z]) if len(theirs) > _OF_Z else 0.0
+    for i, (a, b) in enumerate(zip(theirs, ours, strict=True)):
+        scale = max(_largest(a), of_sums if i > _OF_Z else 0.0)
+        if a.shape != b.shape or not torch.allclose(a, b, rtol=tolerance, atol=scale * tolerance, equal_nan=True):
+            return i
+    return None
 
 
 def _largest(values: Tensor) -> float:
