@@ -156,7 +156,7 @@ SPLITS: dict[str, dict[str, Any]] = {
     "default": {},
     "int64": {"index_type": lambda tensor: pytest.importorskip("triton.language").int64},
     "steps": {"TILE": 64, "PROGRAMS": 5},
-    "one program": {"TILE": 32, "PROGRAMS": 1},
+    "one program": {"TILE": 64, "PROGRAMS": 1},
 }
 
 

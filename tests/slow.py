@@ -81,7 +81,7 @@ SLOW: dict[str, dict[str, int]] = {
         "test_compiled_one_tensor_is_kept": 0,
         "test_residuals_have_first_and_second_derivatives": 14,
         "test_strides_are_torchs": 108,
-        "test_the_peak_is_two_tensors": 0,
+        "test_the_peak_is_lower_by_a_tensor": 0,
         "test_triton": 6,
     },
     "test_custom": {

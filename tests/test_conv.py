@@ -472,14 +472,18 @@ def test_compiled_one_tensor_is_kept() -> None:
     assert saved_bytes(compiled, x, exclude=x) == one
 
 
-def test_the_peak_is_two_tensors() -> None:
+def test_the_peak_is_lower_by_a_tensor() -> None:
+    """Than eager's three, or what more the convolutions take for themselves where several threads compute them."""
     x, w, v = leaves((8, 2, 256, 256), (16, 2, 1, 1), (2, 16, 1, 1))
 
-    def step() -> None:
-        F.conv2d(fl.conv_bias_act(x.detach(), w, None, "gelu"), v).sum().backward()
+    def step(hidden: Callable[[Tensor], Tensor]) -> None:
+        F.conv2d(hidden(x.detach()), v).sum().backward()
 
-    step()
-    assert peak_bytes(step) <= 2.6 * 4 * 8 * 16 * 256**2
+    peaks = []
+    for hidden in (lambda x: fl.conv_bias_act(x, w, None, "gelu"), lambda x: F.gelu(F.conv2d(x, w))):
+        step(hidden)
+        peaks.append(peak_bytes(functools.partial(step, hidden)))
+    assert peaks[1] - peaks[0] > 0.99 * 4 * 8 * 16 * 256**2
 
 
 # --- residuals --------------------------------------------------------------------------------------------------------

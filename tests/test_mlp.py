@@ -32,7 +32,6 @@ ROWS, IN, HIDDEN, OUT = 150, 12, 40, 7
 #: Where each element is moved by itself, and for second derivatives again each.
 FEW: dict[str, Any] = {"rows": 9, "width": 3, "size": 5, "out": 2}
 
-every_activation = pytest.mark.parametrize("activation", TABLE, ids=str)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 # torch's compiler uses deprecated parts of torch itself, and instantiates autograd Functions that it traces.
@@ -346,9 +345,11 @@ def test_more_chunks_need_less() -> None:
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
-@every_activation
-@every_dtype
-@every_kind_saved
+@pytest.mark.parametrize(
+    ("kind", "save", "activation", "dtype"),
+    [(*saved, activation, dtype) for saved, activation, dtype in covering(KINDS_SAVED, TABLE, DTYPES)],
+    ids=str,
+)
 def test_gradients_are_as_good_as_torchs(kind: Kind, save: str, activation: Activation, dtype: torch.dtype) -> None:
     if save == "output" and activation.output_refusal(dtype) is not None:
         with pytest.raises(ValueError, match="mlp: save='output' cannot be had"):

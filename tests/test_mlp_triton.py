@@ -1,7 +1,6 @@
 """MLP blocks on Triton's kernels, with epilogues and without: on a GPU where there is one, else in the interpreter."""
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import reference
 import torch
 from conftest import Switch
 from gpu import DEVICE, INTERPRETER_WARNINGS
+from pairs import covering
 from torch import Tensor, nn
 
 import fusedlayers as fl
@@ -122,9 +122,9 @@ def test_an_epilogue_makes_its_product_in_parts(
 def test_what_is_not_asked_for(case: Any, kernels: list[str] | None) -> None:
     tensors = leaves(case[2])
     dy = torch.randn(ROWS, OUT).to(DEVICE)
-    for i, alone in itertools.product(range(len(tensors)), (True, False)):
-        for j, t in enumerate(tensors):
-            t.requires_grad_((i == j) == alone)
+    for asked in covering(*[(False, True)] * len(tensors), where=lambda *each: any(each)):
+        for t, is_asked in zip(tensors, asked, strict=True):
+            t.requires_grad_(is_asked)
         check(case, "tanh", tensors, dy)
 
 

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 from interpreting import examined
+from pairs import covering
 
 from fusedlayers.activations import resolve
 from fusedlayers.backends import GradientRequest
@@ -106,18 +107,16 @@ def _the_same_in_each_order(run: Callable[[], Results]) -> None:
                 assert got is not None and torch.equal(got, wanted)  # no NaN equals another
 
 
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("kernel", "dtype", "split"), covering(KERNELS, DTYPES, SPLITS), ids=str)
 def test_elementwise(kernel: str, dtype: torch.dtype, split: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SPLITS[split].items():
         monkeypatch.setattr(tiles, name, value)
     _the_same_in_each_order(lambda: KERNELS[kernel](dtype))
 
 
-@pytest.mark.parametrize("described", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sizes", [(37, 53, 29), (48, 64, 32)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "described"), covering([(37, 53, 29), (48, 64, 32)], DTYPES, (False, True)), ids=str
+)
 def test_matmuls(sizes: tuple[int, int, int], dtype: torch.dtype, described: bool) -> None:
     """Forward; backward from y, with the hidden tensor made again, and of a gate; sums for biases."""
     rows, columns, inner = sizes
