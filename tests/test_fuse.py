@@ -236,6 +236,46 @@ class _Noisy(nn.Module):
         return F.dropout(x, 0.37)
 
 
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_attributes_are_put_back(dry_run: bool, x: Tensor) -> None:
+    class Counting(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls, self.widths, self.last = 0, list[int](), None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.widths.append(x.shape[1])
+            self.last = x.detach()
+            return super().forward(x)  # type: ignore[no-any-return]
+
+    model = Counting()
+    assert fl.fuse(model, x, dry_run=dry_run).replaced
+    assert model.calls == 0 and model.widths == [] and model.last is None
+    eager = copy.deepcopy(model)
+    fl.unfuse(eager)
+    _same(model, eager, x)
+    assert model.calls == eager.calls > 0
+
+
+def test_what_a_first_call_makes_stays(x: Tensor) -> None:
+    class MadeAtFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first: nn.Module | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.first is None:
+                self.first = nn.Linear(IN, HIDDEN)
+            return F.gelu(self.first(x))
+
+    model = nn.Sequential(MadeAtFirst(), nn.Linear(HIDDEN, 2))
+    assert fl.fuse(model, x).replaced
+    made = [*model.parameters()]
+    model(x)
+    assert len(made) == 4 and all(a is b for a, b in zip(model.parameters(), made, strict=True))
+
+
 def test_code_that_is_tried_out_draws_no_random_numbers() -> None:
     model = nn.Sequential(nn.Linear(4, 4), _Noisy())
     state = torch.get_rng_state()
@@ -1606,12 +1646,36 @@ def test_create_graph_keeps_no_more(x: Tensor, act: nn.Module) -> None:
     eager = copy.deepcopy(model)
     fl.fuse(model, x)
     x.requires_grad_()
-    kept = []
-    for each in (model, eager):
-        parameters = [*each.parameters()]
+
+    def both_passes(each: nn.Module) -> tuple[Tensor, ...]:
         y = each(x).sin().sum()
-        kept.append(saved_bytes(lambda y=y: torch.autograd.grad(y, x, create_graph=True), exclude=[x, *parameters]))
+        return y, *torch.autograd.grad(y, x, create_graph=True)
+
+    kept = [saved_bytes(both_passes, each, exclude=[x, *each.parameters()]) for each in (model, eager)]
     assert kept[0] <= kept[1]
+
+
+@pytest.mark.parametrize("make", [nn.GELU, nn.SiLU, nn.Mish])
+def test_equations_with_second_derivatives_are_learnt_as_exactly(make: Callable[[], nn.Module]) -> None:
+    """A physics-informed network: its loss has second derivatives, the gradients of that third ones."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 128), make(), nn.Linear(128, 128), make(), nn.Linear(128, 1))
+    eager, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    x = 2 * torch.rand(1024, 2) - 1
+    (row,) = fl.fuse(model, x).replaced
+    assert row.modules == ("1", "3")
+
+    def gradients(each: nn.Module, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (g,) = torch.autograd.grad(each(x).sum(), x, create_graph=True)
+        curvatures = [torch.autograd.grad(g[:, i].sum(), x, create_graph=True)[0][:, i] for i in range(2)]
+        loss = (curvatures[0] + curvatures[1] - torch.sin(x).sum(1)).square().mean()
+        used = [p for name, p in each.named_parameters() if name != "4.bias"]  # which no derivative depends on
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, used)])
+
+    truth = gradients(exact, x.double())
+    ours, theirs = (float((gradients(each, x) - truth).norm() / truth.norm()) for each in (model, eager))
+    assert ours <= 2 * theirs + 1e-6
 
 
 def test_vmap_of_gradients_that_are_differentiated_again(x: Tensor) -> None:

@@ -21,6 +21,7 @@ from ..derivative import branch_bit
 from ..derivative.analysis import Analysis, MonotoneDerivative
 from ..derivative.features import Fold
 from ..derivative.folded import FoldedDerivative, FoldedInverse, fit, fit_inverse
+from ..derivative.inversion import input_of
 from ..derivative.polynomial import PRECISIONS
 from ..utils.isolation import in_clean_state
 
@@ -174,6 +175,7 @@ class Activation:
 
     is_identity: bool = field(init=False)
     is_folded: bool = field(init=False)
+    is_fitted: bool = field(init=False)
     plain: Callable[[Tensor], Tensor] = field(init=False)
     in_place: Callable[[Tensor], Tensor] | None = field(init=False)
     needs_input_reason: str | None = field(init=False)
@@ -189,6 +191,7 @@ class Activation:
         set_once("is_identity", self.name == "identity" and self.row is not None and not self.is_traced)
         turns = stated.kind == "folded" if isinstance(stated, Analysis) else isinstance(stated, FoldedDerivative)
         set_once("is_folded", turns or stated == "fold")
+        set_once("is_fitted", self.is_folded or isinstance(stated, Analysis))
         set_once("plain", self._plain())
         set_once("in_place", self._in_place())
         set_once("needs_input_reason", self._find_needs_input_reason())
@@ -223,7 +226,7 @@ class Activation:
         if self.needs_input_reason is not None:
             return self.needs_input_reason
         stated = self._row.derivative_given_output
-        if dtype is torch.float64 and (self.is_folded or isinstance(stated, Analysis)):
+        if dtype is torch.float64 and self.is_fitted:
             return f"the fitted derivative of {self.name} is accurate to float32, not to float64"
         return stated.output_refusal(dtype) if isinstance(stated, Analysis) else self._row.dtype_refusals.get(dtype)
 
@@ -263,6 +266,11 @@ class Activation:
             return y
         return branch_bit.encode(y.to(torch.float32), fold.marks(z), dtype, fold.ambiguous, bounded=fold.bounded)
 
+    def marked(self, y: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Whether upcast outputs of ``dtype`` carry the branch bit; None without a fold."""
+        fold = self.fold
+        return None if fold is None else branch_bit.decode(y.to(torch.float32), dtype, fold.ambiguous)
+
     def derivative_given_output(self, y: Tensor, dtype: torch.dtype, *, differentiable: bool = False) -> Tensor:
         """The derivative at outputs of ``dtype`` that are upcast to float32 (or float64)."""
         fitted = self.fitted_derivative(dtype)
@@ -288,6 +296,15 @@ class Activation:
         formula: Any = self._row.inverse
         z: Tensor = formula(y, **self.parameters)
         return z
+
+    def input_found(self, y: Tensor, dtype: torch.dtype, marked: Tensor | None) -> Tensor:
+        """The input of an activation whose derivative is fitted, for upcast outputs of ``dtype`` and their branches."""
+        fitted = self.fitted_inverse()
+        if fitted is not None and marked is not None:
+            return fitted(y, marked)
+        if marked is not None:  # of 0 the branch is told by the number next to it
+            y = torch.where(y.abs() <= branch_bit.smallest_marked(dtype), 0.0, y)
+        return input_of(self.function, y, self.fold, marked)
 
     def fitted_inverse(self) -> FoldedInverse | None:
         """The fit of the inverse, or None where the row states a formula."""

@@ -136,7 +136,8 @@ def find_features(function: Function) -> Features:
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
 
-def _grid() -> Tensor:
+def sample_points() -> Tensor:
+    """Some ten thousand numbers from -3e38 to 3e38, in float64 and in order."""
     # The shift keeps samples off the round numbers where kinks are.
     fine = (torch.arange(-4096, 4096, dtype=torch.float64) + 0.3819) / 512
     coarse = torch.arange(8 * 64, 32 * 64, dtype=torch.float64).add(0.3819) / 64
@@ -147,7 +148,7 @@ def _grid() -> Tensor:
 
 def _sample(function: Function) -> tuple[Tensor, Tensor, Tensor, float | None]:
     """Inputs, outputs and slopes as far as they are finite and fit together; and where they cease to fit, or None."""
-    z = _grid()
+    z = sample_points()
     y, slope = value_and_slope(function, z)
     some = torch.arange(0, len(z), 37)
     repeated, _ = value_and_slope(function, z[some].flip(0).view(1, -1, 1))
@@ -223,7 +224,7 @@ def measurement_points(function: Function, features: Features, dtype: torch.dtyp
     places = [kink.position for kink in features.kinks] + ([] if features.fold is None else [features.fold.position])
     around = [place + side * near for place in places for side in (-1, 1)]
     sizes = torch.logspace(-44, -4, 160, dtype=torch.float64)
-    between = (_grid()[1:] + _grid()[:-1]) / 2
+    between = (sample_points()[1:] + sample_points()[:-1]) / 2
     # Denser than the samples of the fit, so that an error between two of those shows.
     wide = torch.logspace(1, 6, 10_000, dtype=torch.float64)
     normal_z = torch.special.ndtri(quantiles)

@@ -27,8 +27,8 @@ from ..utils.profile_ranges import profile_range
 from ..utils.storages import is_plain
 from .buffer_reuse import hooks_move_tensors, is_ours_alone, saved_under_hooks
 from .edits import saved_tensors, version_for_backward
-from .place import differentiable
-from .pointwise import BiasAct, needs_composite
+from .place import InputPlace, differentiable
+from .pointwise import BiasAct, SlopeTold, needs_composite
 from .product import Product, product_of
 
 
@@ -109,7 +109,11 @@ def act_dropout(
 ) -> Tensor:
     """``F.dropout(activation(z), p)``, over z where that is the caller's to overwrite; or for ``y = activation(z)``,
     which carries the branch, and then z is a tensor without values at its place in the graph."""
+    place = InputPlace.of(z) if y is None else InputPlace(z)
     dropped: Tensor = ActDropout.apply(z, y, activation, p, backend, overwrites)
+    node: Any = dropped.grad_fn
+    if node is not None:
+        node.place = place
     return dropped
 
 
@@ -126,7 +130,7 @@ class ActDropout(Node):
         backend: Backend,
         overwrites: bool,
     ) -> Tensor:
-        keep, ctx.place = reference.drawn(z if y is None else y, p), None if y is None else z
+        keep = reference.drawn(z if y is None else y, p)
         if y is None:
             out = backend.bias_act(z, None, activation, dim=-1, encode=True, out=z if overwrites else None)
             y = backend.drop_marked(out, keep, activation, p, out)
@@ -145,31 +149,49 @@ class ActDropout(Node):
         activation, p, backend, hooked = ctx.settings
         (y,) = saved_tensors(ctx, "dropout", activation)
         if needs_composite(dy):
-            gradient = functools.partial(_gradient, activation, p, backend)
-            return differentiable(gradient, dy, y, ctx.place), None, None, None, None, None
+            return _differentiable(activation, p, backend, dy, y, ctx.place), None, None, None, None, None
         out = y if not hooked and is_ours_alone(y) else torch.empty_like(y)
         dz = backend.drop_marked_gradient(laid_out_as(dy, y), y, activation, p, out)
         return dz.detach() if dz is y else dz, None, None, None, None, None
 
 
+def _differentiable(
+    activation: Activation, p: float, backend: Backend, dy: Tensor, y: Tensor, place: InputPlace
+) -> Tensor:
+    there = place.holding(y.detach(), -1)
+    if not (activation.is_fitted and torch.is_grad_enabled()):
+        return differentiable(functools.partial(_gradient, activation, p, backend), dy, y, there)
+
+    def find_input(y: Tensor) -> Tensor:
+        wide = upcast(y)
+        return activation.input_found(wide * (1 - p), y.dtype, activation.marked(wide, y.dtype))
+
+    with torch.no_grad():
+        kept, slope = reference.is_kept(y), reference.slope(activation, upcast(y), y.dtype, 1 - p)
+    slope = SlopeTold(activation, place, -1, find_input).at(there, slope, y) * (1 / (1 - p))
+    return (upcast(dy) * torch.where(kept, slope, 0.0)).to(dy.dtype)
+
+
 def _gradient(activation: Activation, p: float, backend: Backend, dy: Tensor, y: Tensor) -> Tensor:
     if not needs_composite(dy):
         return backend.drop_marked_gradient(laid_out_as(dy, y), y, activation, p, torch.empty_like(y))
-    dz = reference.gradient_of_marked(activation, upcast(dy), upcast(y), y.dtype, 1 - p, differentiable=True)
-    return dz.to(y.dtype)
+    return reference.gradient_of_marked(activation, upcast(dy), upcast(y), y.dtype, 1 - p).to(y.dtype)
 
 
 def joined(y: Tensor, p: float) -> Tensor | None:
     """The dropout of y in one node with the activation that made it; None where y is no such result, or was edited."""
     node: Any = y.grad_fn
-    if getattr(node, "_forward_cls", None) is not BiasAct or node.place is None or y._version != node.version:
+    if getattr(node, "_forward_cls", None) is not BiasAct or y._version != node.version:
+        return None
+    place: InputPlace | None = node.place
+    if place is None or not place.is_of_one:
         return None
     if y.retains_grad or y._backward_hooks:  # who asks for the gradient of y
         return None
     activation = node.plan.activation
     if not serves(y, activation, p):
         return None
-    return act_dropout(node.place, y.detach(), activation, p, node.plan.backend, False)
+    return act_dropout(place.z, y.detach(), activation, p, node.plan.backend, False)
 
 
 def has_torchs_mask(x: Tensor, p: float) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .._torch import functorch_is_active, is_legacy_batched, unsafe_view
 from ..utils.isolation import in_clean_state
+from ..utils.layout import along
 
 
 def place_of(x: Tensor) -> Tensor:
@@ -46,6 +47,30 @@ class AtPlace(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0], None
+
+
+class InputPlace(NamedTuple):
+    """The place in the graph of an activation's input ``z + b + residual``: those of its terms."""
+
+    z: Tensor
+    b: Tensor | None = None
+    residual: Tensor | None = None
+
+    @classmethod
+    def of(cls, z: Tensor, b: Tensor | None = None, residual: Tensor | None = None) -> InputPlace:
+        return cls(place_of(z), None if b is None else place_of(b), None if residual is None else place_of(residual))
+
+    @property
+    def is_of_one(self) -> bool:
+        return self.b is None and self.residual is None
+
+    def holding(self, values: Tensor, dim: int) -> Tensor:
+        """Values of the input, there; b runs along ``dim``."""
+        found: Tensor = AtPlace.apply(self.z, values)
+        if self.b is not None:
+            nothing = values.new_zeros(values.shape[dim])
+            found = found + along(AtPlace.apply(self.b, nothing), dim, values.dim())
+        return found if self.residual is None else found + AtPlace.apply(self.residual, torch.zeros_like(values))
 
 
 #: ``gradient(dy, y)``: that of a node's input from its output; with gradients switched on in operations that autograd

@@ -15,11 +15,12 @@ They are two nodes and not one because dy is then freed before the matmul's grad
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from .. import _torch
 from .._torch import Node
@@ -29,7 +30,7 @@ from ..backends.operations import Recompute
 from ..utils.layout import along, operand_along, sum_along
 from .buffer_reuse import is_ours_alone
 from .edits import saved_tensors, version_for_backward
-from .place import differentiable
+from .place import InputPlace, differentiable
 
 if TYPE_CHECKING:
     from ..plan import Plan
@@ -53,9 +54,10 @@ class BiasAct(Node):
     With ``plan.saved == "input"`` the caller has added b and the residual. ``is_done``: z is y already, because the
     matmul had the activation as its epilogue. ``origin`` is given where the plan says ``keeps_origin``.
 
-    Of an activation that stands alone and saves y the caller sets the node's ``place``, that of z in the graph. An
-    operation that follows may begin there, and make one node of both, if y still has the node's ``version``. Second
-    derivatives go there too, unless PyTorch's operation saves y as well (``passes_output``).
+    Where y is saved, and no ``origin``, the caller sets the node's ``place``, that of the activation's input in the
+    graph. Second derivatives go there, unless PyTorch's operation saves y as well (``passes_output``). Where z alone is
+    that input, an operation that follows may begin there too, and make one node of both, if y still has the node's
+    ``version``.
     """
 
     @staticmethod
@@ -124,7 +126,7 @@ class BiasAct(Node):
         if is_differentiable:
             if given_output:
                 place = None if passes_output(plan) else ctx.place
-                found: list[Any] = [differentiable(functools.partial(_gradient_given_output, plan), dy, saved, place)]
+                found: list[Any] = [_differentiable_given_output(plan, dy, saved, place)]
             else:
                 found = differentiable_gradients(dy, saved, plan.activation, operands, needs, plan.dim)
             dz, *dp = found
@@ -192,10 +194,85 @@ def differentiable_gradients(
     differentiate again, in float32 or wider."""
     with torch.enable_grad():
         z, *own = apart(upcast(z), *operands)
-        y = activation.function(z, *(operand_along(upcast(p), dim, z.dim()) for p in own if p is not None))
+        given = [operand_along(upcast(p), dim, z.dim()) for p in own if p is not None]
+        y = activation.function(z, *given) if given else activation.plain(z)
         sources = [z, *(p for p, need in zip(own, needs, strict=True) if need)]
         dz, *found = torch.autograd.grad(y, sources, upcast(dy), create_graph=True)
     return [dz.to(dy.dtype), *(found.pop(0) if need else None for need in needs)]
+
+
+def _differentiable_given_output(plan: Plan, dy: Tensor, y: Tensor, place: InputPlace | None) -> Tensor:
+    activation, dim = plan.activation, plan.dim
+    gradient = functools.partial(_gradient_given_output, plan)
+    if place is None or not torch.is_grad_enabled():
+        return differentiable(gradient, dy, y, None)
+    there = place.holding(y.detach(), dim)
+    if not activation.is_fitted:
+        return differentiable(gradient, dy, y, there)
+
+    def input_again(y: Tensor) -> Tensor:
+        wide = upcast(y)
+        if activation.has_inverse and wide is y and not needs_composite(y):  # kernels round to the dtype of y
+            z = plan.backend.inverse(y, activation, None)
+        else:
+            z = activation.input_found(wide, y.dtype, activation.marked(wide, y.dtype))
+        return z
+
+    with torch.no_grad():
+        wide = upcast(y)
+        if wide is y and not needs_composite(y):
+            slope = gradient(torch.ones_like(y), y)
+        else:
+            slope = activation.derivative_given_output(wide, y.dtype)
+    told = SlopeTold(activation, place, dim, input_again)
+    return (upcast(dy) * told.at(there, slope, y)).to(dy.dtype)
+
+
+class SlopeTold(NamedTuple):
+    """The derivative that outputs tell, whose own derivatives are those of the function at the input, which outputs
+    tell as well: ``find_input(y)``. (The derivatives of a fit would err by the root of its own error next to a fold,
+    and theirs by all of their size.)"""
+
+    activation: Activation
+    place: InputPlace
+    dim: int
+    find_input: Callable[[Tensor], Tensor]
+
+    def at(self, there: Tensor, slope: Tensor, y: Tensor) -> Tensor:
+        """``slope``, of the outputs y, as a function of the input, in whose place ``there`` is. Kept is y."""
+        found: Tensor = _SlopeTold.apply(there, slope, y.detach(), self)
+        return found
+
+    def derivative(self, y: Tensor, dslope: Tensor) -> Tensor:
+        """The gradient of the input from that of the slope, in operations that autograd can differentiate again."""
+        with torch.no_grad():
+            z = self.find_input(y)
+        with torch.enable_grad():
+            z = self.place.holding(z, self.dim)
+            (own,) = differentiable_gradients(z.new_ones(()).expand(z.shape), z, self.activation, (), (), self.dim)
+        assert own is not None
+        if not own.requires_grad:
+            return torch.zeros_like(dslope)
+        (dz,) = torch.autograd.grad(own, z, dslope, create_graph=torch.is_grad_enabled())
+        return dz
+
+
+class _SlopeTold(Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(there: Tensor, slope: Tensor, y: Tensor, told: SlopeTold) -> Tensor:
+        return slope.view_as(slope)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, _, y, ctx.told = inputs
+        ctx.save_for_backward(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (dslope,), (y,) = grads, ctx.saved_tensors
+        return ctx.told.derivative(y, dslope), None, None, None
 
 
 def _gradient_given_output(plan: Plan, dy: Tensor, y: Tensor) -> Tensor:

@@ -123,25 +123,19 @@ def gradient_of_marked(
     y: Tensor,
     dtype: torch.dtype,
     rest: Tensor | float,
-    *,
-    differentiable: bool = False,
 ) -> Tensor:
     """The gradient through an activation and its dropout, of which ``rest`` are kept, from stored y of ``dtype``, in
     float32 or wider."""
     kept = is_kept(y)
     given = dy * kept
     # The derivative of what was dropped is not known, and may be infinite at 0.
-    factors = slope(activation, y, dtype, rest, differentiable=differentiable).to(y.dtype) * (1 / rest)
+    factors = slope(activation, y, dtype, rest).to(y.dtype) * (1 / rest)
     return torch.where(kept, given * factors, given)
 
 
-def slope(
-    activation: Activation, y: Tensor, dtype: torch.dtype, rest: Tensor | float, *, differentiable: bool = False
-) -> Tensor:
+def slope(activation: Activation, y: Tensor, dtype: torch.dtype, rest: Tensor | float) -> Tensor:
     """f' from stored y, of ``dtype``, in float32 or wider."""
     fitted = activation.fitted_derivative(dtype)
     if isinstance(fitted, FoldedDerivative):
-        marked = branch_bit.decode(y.to(torch.float32), dtype, fitted.fold.ambiguous)
-        call = fitted.differentiable if differentiable else fitted
-        return call(y * rest, marked)
-    return activation.derivative_given_output(y * rest, dtype, differentiable=differentiable)
+        return fitted(y * rest, branch_bit.decode(y.to(torch.float32), dtype, fitted.fold.ambiguous))
+    return activation.derivative_given_output(y * rest, dtype)
