@@ -16,9 +16,9 @@ import torch
 import fusedlayers as fl
 from bench.__main__ import main as bench_main
 from fusedlayers import cli
-from fusedlayers.activations import activations
 from fusedlayers.cli import main
 from fusedlayers.demo import command as demo
+from fusedlayers.demo.model import ACTIVATIONS
 from fusedlayers.utils import command_line
 
 
@@ -45,7 +45,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_demo_help_lists_activations_and_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--help"]) == 0
     words = set(capsys.readouterr().out.replace(",", " ").split())
-    assert {*activations(), "--activation", "--out", "fusedlayers-demo.png)"} <= words
+    assert {*ACTIVATIONS, "--activation", "--out", "fusedlayers-demo.png)"} <= words
     assert str(demo.DEFAULTS["cpu"]["steps"]) in words
 
 
@@ -76,7 +76,7 @@ def test_the_console_script_is_main_and_the_extras_are_declared() -> None:
     ("arguments", "expected"),
     [
         (["paint"], ["paint", "demo"]),
-        (["demo", "--activation", "nope"], ["nope", *activations()]),
+        (["demo", "--activation", "nope"], ["nope", *fl.activations()]),
         (["demo", "--activation", "GLEU"], ["'GLEU'; did you mean 'gelu'?"]),
         (
             ["report", "torch.nn:Identity", "--json", "no/such/x.json"],

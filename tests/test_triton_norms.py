@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from gpu import DEVICE, INTERPRETED
+from pairs import covering
 from torch import Tensor, nn
 
 import fusedlayers as fl
@@ -137,9 +138,7 @@ GROUPED = {
 }
 
 
-@pytest.mark.parametrize("name", GROUPED)
-@every_dtype
-@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize(("name", "dtype", "keeps"), covering(GROUPED, DTYPES, (False, True)), ids=str)
 def test_group_norm_computes_what_the_reference_does(
     name: str, dtype: torch.dtype, keeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

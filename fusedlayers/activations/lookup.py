@@ -116,4 +116,5 @@ def _unfused(function: Callable[..., Any], reason: str) -> Activation:
 def _name(function: object) -> str:
     while isinstance(function, functools.partial):
         function = function.func
-    return getattr(function, "__name__", type(function).__name__)
+    owner, name = getattr(function, "__self__", None), getattr(function, "__name__", type(function).__name__)
+    return f"{owner.__name__}.{name}" if isinstance(owner, type) else name  # autograd.Function's apply

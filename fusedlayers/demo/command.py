@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from ..activations import activations, resolve
+from ..activations import resolve
 from ..utils import command_line, command_parser, progress
 from ..utils.command_parser import MOST_THREADS, whole_number
 from .corpus import standard_library_bytes
+from .model import ACTIVATIONS
 from .report import LEGEND, describe, losses_to, plot, table
 from .training import Settings, compare
 
@@ -30,14 +31,13 @@ def register(commands: "command_parser.Commands") -> None:
     """Add `demo` to the commands."""
     parser = commands.add_parser(
         "demo",
-        help="train a small transformer with eager and with fused layers, and compare",
-        description="A small causal transformer learns the bytes of Python's standard library, once with PyTorch's "
-        "layers and once with fused ones: same weights, same batches. Prints a table of memory, time and loss, and "
-        "draws it.",
+        help="train a small transformer as it is and after fuse, and compare",
+        description="A small causal transformer learns the bytes of Python's standard library, once as it is and once "
+        "after fl.fuse: same weights, same batches. Prints a table of memory, time and loss, and draws it.",
         epilog="Defaults that depend on the device: "
         + "; ".join(f"{device}: " + ", ".join(f"{k} {v}" for k, v in row.items()) for device, row in DEFAULTS.items()),
     )
-    known = ", ".join(activations())
+    known = ", ".join(ACTIVATIONS)
     parser.add_argument(
         "--activation", type=activation, default="gelu", metavar="NAME", help=f"{known} (default: gelu)"
     )
@@ -115,9 +115,12 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
 def activation(text: str) -> str:
     """Read `--activation`."""
     try:
-        return resolve(text, "--activation").name
+        name = resolve(text, "--activation").name
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error).removeprefix("--activation: ")) from error
+    if name not in ACTIVATIONS:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(ACTIVATIONS)}, got {text!r}")
+    return name
 
 
 def device(text: str) -> torch.device:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MIB = 2**20
 COLORS = {"eager": EAGER, "fused": HERE}
 LEGEND = """\
-fused: with FusedDenseAct in each MLP, and fusedlayers' LayerNorm; attention and all else is PyTorch's
+fused: the same model after fl.fuse(model, inputs)
 saved: kept by the forward pass for the backward pass, parameters left out
 peak: most allocated at once in both passes
 time: the median of the steps, which take turns; it says little where other processes compute"""

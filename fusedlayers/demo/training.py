@@ -1,5 +1,6 @@
-"""Train the eager and the fused model side by side: same weights, same batches, steps taken in turn."""
+"""Train a model as it is, and after `fuse`, side by side: same weights, same batches, steps taken in turn."""
 
+import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,13 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import FusedDenseAct, LayerNorm
+from ..fusion.fuse import fuse
 from ..memory import peak_bytes, saved_bytes
 from .corpus import batches
-from .model import EAGER, ByteTransformer, Layers
+from .model import ByteTransformer
 
 NO_LIMIT = 2**31 - 1
-VARIANTS = {"eager": EAGER, "fused": Layers(FusedDenseAct, LayerNorm)}
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,11 @@ class Trainer:
         # float16 gradients underflow without a scaled loss; for other dtypes the scaler passes everything through.
         self.scaler = torch.amp.GradScaler(self.device_type, enabled=self.dtype == torch.float16)
 
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device_type, self.dtype, enabled=self.dtype != torch.float32)
+
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast(self.device_type, self.dtype, enabled=self.dtype != torch.float32):
+        with self.autocast():
             logits = self.model(inputs)
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -96,22 +99,21 @@ class Trainer:
 
 
 def trainers(settings: Settings) -> dict[str, Trainer]:
-    """Make one trainer for each of `VARIANTS`, all with the first one's initial weights."""
+    """Make a trainer of a model as it is, "eager", and one of its copy after `fuse`, "fused"."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        models = {
-            name: ByteTransformer(settings.width, settings.layers, settings.context, layers, settings.activation)
-            for name, layers in VARIANTS.items()
-        }
-    for model in models.values():
-        model.load_state_dict(models["eager"].state_dict())
-    return {name: Trainer(model.to(settings.device), settings) for name, model in models.items()}
+        model = ByteTransformer(settings.width, settings.layers, settings.context, settings.activation)
+    made = {name: Trainer(copy.deepcopy(model).to(settings.device), settings) for name in ("eager", "fused")}
+    fused = made["fused"]
+    with fused.autocast():
+        fuse(fused.model, torch.zeros(settings.batch, settings.context, dtype=torch.int64, device=settings.device))
+    return made
 
 
 def compare(
     settings: Settings, corpus: Tensor, on_step: Callable[[dict[str, Outcome]], None] = lambda outcomes: None
 ) -> dict[str, Outcome]:
-    """Measure and train each of `VARIANTS`; `on_step` sees the outcomes so far after every step."""
+    """Measure and train both models; `on_step` sees the outcomes so far after every step."""
     competitors = trainers(settings)
     outcomes: dict[str, Outcome] = {}
     stream = batches(corpus, settings.batch, settings.context, settings.seed)
@@ -119,7 +121,7 @@ def compare(
         batch = [part.to(settings.device) for part in next(stream)]
         if step == 0:
             outcomes = {name: trainer.measure(*batch) for name, trainer in competitors.items()}
-        # Each variant goes first every other time: a warm cache and other programs' noise favour neither.
+        # Each goes first every other time: a warm cache and other programs' noise favour neither.
         for name in sorted(competitors, reverse=bool(step % 2)):
             start = time.perf_counter()
             loss = competitors[name].step(*batch)

@@ -63,6 +63,7 @@ ALLOWANCE = 2.0
 #: The same where the function is computed in float32, because its formula may amplify rounding errors: GELU's tanh form
 #: errs by four units where correct rounding errs by one, which doubles the error next to the minimum.
 FLOAT32_ALLOWANCE = 3.0
+COARSE = "has an output that tells its derivative too coarsely"
 
 
 @dataclass(frozen=True)
@@ -316,6 +317,6 @@ def _refuse_what_is_inaccurate(measured: Measured, steepest: float, dtype: torch
     ):
         largest = errors.largest / steepest if steepest else errors.largest
         if not errors.rms <= allowance * limit.rms:
-            raise NeedsInput(f"is out of reach: {whose.format(f'{errors.rms:.1e} (rms), GELU to {limit.rms:.1e}')}")
+            raise NeedsInput(f"{COARSE}: {whose.format(f'{errors.rms:.1e} (rms), GELU to {limit.rms:.1e}')}")
         if not largest <= allowance * limit.largest:
-            raise NeedsInput(f"is out of reach: {whose.format(f'{largest:.1e}, GELU to {limit.largest:.1e}')}")
+            raise NeedsInput(f"{COARSE}: {whose.format(f'{largest:.1e}, GELU to {limit.largest:.1e}')}")

@@ -51,7 +51,7 @@ def value_and_slope(function: Function, z: Tensor) -> tuple[Tensor, Tensor]:
         if not isinstance(y, Tensor) or y.shape != z.shape:
             raise NeedsInput("does not map each element by itself")
         if y.dtype is not z.dtype:
-            raise NeedsInput(f"computes in {y.dtype}, whatever it is given")
+            raise NeedsInput(f"returns {y.dtype}, whatever it is given")
         slope = None
         if y.requires_grad:
             (slope,) = torch.autograd.grad(y, z, torch.ones_like(y), allow_unused=True)
