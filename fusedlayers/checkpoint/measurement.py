@@ -73,7 +73,7 @@ def measure(children: Sequence[nn.Module], inputs: tuple[Any, ...], *, is_select
     modules = [module for child in children for module in child.modules()]
     found = []
     # In a recomputed region, as the children will run: single invertible modules save nothing there.
-    with unchanged(modules, tensors_in(inputs)), recomputed_region(), torch.enable_grad():
+    with unchanged(modules, tensors_in(inputs), attributes=True), recomputed_region(), torch.enable_grad():
         for child in children:
             costs, output = _measured(child, inputs, is_selective=False)
             if is_selective:

@@ -165,7 +165,7 @@ def fit_compiled_step(
         raise ValueError("fit_compiled: the backend is the report's; give it the other options of torch.compile")
     on_stage = on_stage or (lambda stage, part: None)
     tensors = [*tensors_in((step.args, step.kwargs))]
-    with unchanged([*model.modules()], tensors) as reset_random:
+    with unchanged([*model.modules()], tensors, attributes=True) as reset_random:
         parts = _Parts(step, model, of, reset_random, options)
         try:
             on_stage("measuring the compiled model", 0.0)

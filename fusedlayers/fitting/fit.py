@@ -130,7 +130,7 @@ def fit_step(
     found = None
     try:
         tensors = [*tensors_in((step.args, step.kwargs))]
-        with unchanged([*model.modules()], tensors) as reset_random, eagerly():
+        with unchanged([*model.modules()], tensors, attributes=True) as reset_random, eagerly():
             parts = Parts(model, Training(step, of, reset_random))
             parts.notes += evaluation_notes(model)
             if before:

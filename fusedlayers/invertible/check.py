@@ -138,7 +138,7 @@ class _StepRecord:
 def checked(module: InvertibleModule, inputs: tuple[Any, ...], rtol: float, atol: float) -> CheckReport:
     """What ``InvertibleModule.check`` returns, after its warning where a bound is exceeded."""
     tensors = [value for value in inputs if isinstance(value, Tensor)]
-    with unchanged(list(module.modules()), tensors), torch.no_grad():
+    with unchanged(list(module.modules()), tensors, attributes=True), torch.no_grad():
         chain = list(_run(module, inputs))
         report = CheckReport(*_compared(chain, rtol, atol), _dtype_of(tensors))
     if not report.is_within:

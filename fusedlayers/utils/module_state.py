@@ -18,12 +18,13 @@ from .storages import has_data, strided_parts
 
 
 @contextmanager
-def unchanged(modules: Sequence[nn.Module], inputs: Iterable[Tensor]) -> Iterator[Callable[[], None]]:
+def unchanged(
+    modules: Sequence[nn.Module], inputs: Iterable[Tensor], *, attributes: bool = False
+) -> Iterator[Callable[[], None]]:
     """Put back what forward and backward passes change; yield a function that resets the random number generators.
 
     Put back are buffers (statistics of batch norms, say), inputs that were edited in place, parameters with a hook that
-    runs after gradient accumulation (it may step an optimizer), and the modules' attributes (counters of calls), unless
-    the passes have made parameters or modules: code that makes them at its first call would make others.
+    runs after gradient accumulation (it may step an optimizer), and, if asked for, the modules' attributes.
     """
     # A TorchScript module has no dict of buffers that could be changed.
     pythons = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
@@ -32,14 +33,13 @@ def unchanged(modules: Sequence[nn.Module], inputs: Iterable[Tensor]) -> Iterato
     kept += [p for module in modules for p in module.parameters(recurse=False) if p._post_accumulate_grad_hooks]
     parts = (part.detach() for tensor in dict.fromkeys(kept) for part in strided_parts(tensor))
     copies = [(part, part.clone()) for part in parts if has_data(part)]
-    own, members = Attributes(pythons), _members(pythons)
+    own = Attributes(pythons if attributes else ())
     reset_random = random_state()
     try:
         yield reset_random
     finally:
         reset_random()
-        if _members(pythons) == members:
-            own.put_back()
+        own.put_back()
         for module, held in buffers:
             module._buffers.clear()
             module._buffers.update(held)
@@ -49,13 +49,8 @@ def unchanged(modules: Sequence[nn.Module], inputs: Iterable[Tensor]) -> Iterato
                     part.copy_(copy)
 
 
-def _members(modules: Sequence[nn.Module]) -> list[tuple[int, ...]]:
-    """Which parameters and modules each has."""
-    return [tuple(map(id, (*module._parameters.values(), *module._modules.values()))) for module in modules]
-
-
-#: What every module has (parameters, buffers, hooks), but for the mode, which users set; and what ``fuse`` gives it.
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"} | {"forward", "extra_repr", "__prepare_scriptable__"}
+#: What every module has (parameters, buffers, hooks), but for the mode, which users set.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _CONTAINERS = frozenset({list, dict, set})
 #: Nobody writes to the list of a convolution, which would be copied for each of a block.
 _NOT_COPIED = frozenset({"_reversed_padding_repeated_twice"})
