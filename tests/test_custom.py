@@ -21,6 +21,7 @@ from literature import PUBLISHED, Published
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusedlayers as fl
 from bench.reference import BatchNormAct, resnet
@@ -210,6 +211,68 @@ def test_objects_do_not_share_what_is_not_the_same() -> None:
         torch.testing.assert_close(fl.bias_act(z, None, function), function(z))
     mutable.beta = 4.0
     torch.testing.assert_close(fl.bias_act(z, None, mutable), _swish(z, 4.0))
+
+
+#: Formulas that overflow (to 0, far out), saturate, fall, turn, and have a kink.
+BENT = {
+    "overflows to 0": lambda z: z * torch.rsqrt(1 + z * z),
+    "saturates": lambda z: 0.3 * torch.tanh(z),
+    "saturates below": lambda z: torch.where(z > 0, z, torch.expm1(z)),
+    "falls": lambda z: -z - torch.sigmoid(z),
+    "turns": lambda z: z * torch.tanh(torch.exp(z)),
+    "has a maximum": lambda z: -z * torch.sigmoid(z),
+    "has a corner": lambda z: torch.where(z > 0, z, z * torch.exp(z)),
+}
+#: rms and largest errors of second and third derivatives, four times what was found.
+HIGHER_ORDER = {torch.float32: (1.2e-4, 4e-3), torch.bfloat16: (4e-2, 0.4)}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", HIGHER_ORDER, ids=str)
+@pytest.mark.parametrize("name", BENT)
+def test_higher_derivatives(name: str, dtype: torch.dtype, dropout: float) -> None:
+    function = BENT[name]
+    z = (3 * torch.randn(400, 400, generator=torch.Generator().manual_seed(0))).to(dtype)
+    z[0, :4] = torch.tensor([0.0, -0.0, 1.0, -1.0])
+    torch.manual_seed(0)
+    kept = F.dropout(torch.ones_like(z), dropout).double()
+
+    def derivatives(call: Callable[[Tensor], Tensor], z: Tensor) -> list[Tensor]:
+        torch.manual_seed(0)
+        y, found = call(z.requires_grad_()), []
+        for _ in range(3):
+            (y,) = torch.autograd.grad(y.sum(), z, create_graph=True)
+            found.append(y.detach().double())
+        return found[1:]
+
+    ours = derivatives(lambda z: fl.bias_act(z, None, function, save="output", dropout=dropout), z)
+    truth = derivatives(lambda z: function(z) * kept, z.double())
+    for found, exact in zip(ours, truth, strict=True):
+        rms, largest = HIGHER_ORDER[dtype]
+        error = found - exact
+        assert float(error.square().mean().sqrt()) <= rms and float(error.abs().max()) <= largest  # no NaN is
+
+
+def test_higher_derivatives_of_what_is_not_finite() -> None:
+    z = torch.randn(100, 100)
+    z[0, :5] = torch.tensor([torch.inf, -torch.inf, 3e38, -3e38, torch.nan])
+    found = []
+    for call in (lambda z: fl.bias_act(z, None, BENT["falls"], save="output"), BENT["falls"]):
+        x = z.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(slope.sum(), x)[0])
+    torch.testing.assert_close(*found, equal_nan=True, rtol=1e-4, atol=1e-5)
+
+
+def test_second_derivatives_can_be_traced() -> None:
+    z = torch.randn(100, 100, requires_grad=True)
+    (slope,) = torch.autograd.grad(fl.bias_act(z, None, BENT["turns"], save="output").sum(), z, create_graph=True)
+
+    def second(v: Tensor) -> Tensor:
+        return torch.autograd.grad(slope, z, v, retain_graph=True)[0]
+
+    v = torch.randn_like(z)
+    torch.testing.assert_close(make_fx(second)(torch.ones_like(z))(v), second(v))
 
 
 def test_numbers_that_change_at_every_call_are_given_up(traces: list[int], records: Callable[[], list[str]]) -> None:

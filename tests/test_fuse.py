@@ -236,28 +236,6 @@ class _Noisy(nn.Module):
         return F.dropout(x, 0.37)
 
 
-@pytest.mark.parametrize("dry_run", [False, True])
-def test_attributes_are_put_back(dry_run: bool, x: Tensor) -> None:
-    class Counting(MLP):
-        def __init__(self) -> None:
-            super().__init__()
-            self.calls, self.widths, self.last = 0, list[int](), None
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            self.widths.append(x.shape[1])
-            self.last = x.detach()
-            return super().forward(x)  # type: ignore[no-any-return]
-
-    model = Counting()
-    assert fl.fuse(model, x, dry_run=dry_run).replaced
-    assert model.calls == 0 and model.widths == [] and model.last is None
-    eager = copy.deepcopy(model)
-    fl.unfuse(eager)
-    _same(model, eager, x)
-    assert model.calls == eager.calls > 0
-
-
 def test_what_a_first_call_makes_stays(x: Tensor) -> None:
     class MadeAtFirst(nn.Module):
         def __init__(self) -> None:

@@ -156,6 +156,7 @@ class Activation:
         writes_argument: the user's code writes over its argument, which nothing here does.
         is_identity: y = z.
         is_folded: the function has a fold, so the saved output carries a branch bit.
+        is_fitted: its derivative in terms of the output is a fit, and no formula of the row.
         plain: ``plain(z)``, what a user of PyTorch would call: torch's own function where there is one, which saves the
             least.
         in_place: ``in_place(z)``, torch's own in-place operation, if the row's ``native.saves_result`` holds.

@@ -28,7 +28,7 @@ from ..utils.storages import is_plain
 from .buffer_reuse import hooks_move_tensors, is_ours_alone, saved_under_hooks
 from .edits import saved_tensors, version_for_backward
 from .place import InputPlace, differentiable
-from .pointwise import BiasAct, SlopeTold, needs_composite
+from .pointwise import BiasAct, SlopeOfInput, needs_composite
 from .product import Product, product_of
 
 
@@ -158,18 +158,11 @@ class ActDropout(Node):
 def _differentiable(
     activation: Activation, p: float, backend: Backend, dy: Tensor, y: Tensor, place: InputPlace
 ) -> Tensor:
-    there = place.holding(y.detach(), -1)
-    if not (activation.is_fitted and torch.is_grad_enabled()):
-        return differentiable(functools.partial(_gradient, activation, p, backend), dy, y, there)
-
-    def find_input(y: Tensor) -> Tensor:
-        wide = upcast(y)
-        return activation.input_found(wide * (1 - p), y.dtype, activation.marked(wide, y.dtype))
-
-    with torch.no_grad():
-        kept, slope = reference.is_kept(y), reference.slope(activation, upcast(y), y.dtype, 1 - p)
-    slope = SlopeTold(activation, place, -1, find_input).at(there, slope, y) * (1 / (1 - p))
-    return (upcast(dy) * torch.where(kept, slope, 0.0)).to(dy.dtype)
+    if not (torch.is_grad_enabled() and activation.is_fitted):
+        gradient = functools.partial(_gradient, activation, p, backend)
+        return differentiable(gradient, dy, y, place.holding(y.detach(), -1))
+    slope = SlopeOfInput(activation, backend, place, kept=1 - p).from_output(y)
+    return (upcast(dy) * torch.where(reference.is_kept(y), slope * (1 / (1 - p)), 0.0)).to(dy.dtype)
 
 
 def _gradient(activation: Activation, p: float, backend: Backend, dy: Tensor, y: Tensor) -> Tensor:
@@ -184,7 +177,7 @@ def joined(y: Tensor, p: float) -> Tensor | None:
     if getattr(node, "_forward_cls", None) is not BiasAct or y._version != node.version:
         return None
     place: InputPlace | None = node.place
-    if place is None or not place.is_of_one:
+    if place is None or place.z is None or node.has_terms:
         return None
     if y.retains_grad or y._backward_hooks:  # who asks for the gradient of y
         return None

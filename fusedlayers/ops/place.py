@@ -50,23 +50,19 @@ class AtPlace(Function):
 
 
 class InputPlace(NamedTuple):
-    """The place in the graph of an activation's input ``z + b + residual``: those of its terms."""
+    """The place in the graph of an activation's input ``z + b + residual``: those of its terms that need gradients."""
 
-    z: Tensor
+    z: Tensor | None
     b: Tensor | None = None
     residual: Tensor | None = None
 
     @classmethod
     def of(cls, z: Tensor, b: Tensor | None = None, residual: Tensor | None = None) -> InputPlace:
-        return cls(place_of(z), None if b is None else place_of(b), None if residual is None else place_of(residual))
-
-    @property
-    def is_of_one(self) -> bool:
-        return self.b is None and self.residual is None
+        return cls(*(place_of(t) if t is not None and t.requires_grad else None for t in (z, b, residual)))
 
     def holding(self, values: Tensor, dim: int) -> Tensor:
         """Values of the input, there; b runs along ``dim``."""
-        found: Tensor = AtPlace.apply(self.z, values)
+        found: Tensor = values if self.z is None else AtPlace.apply(self.z, values)
         if self.b is not None:
             nothing = values.new_zeros(values.shape[dim])
             found = found + along(AtPlace.apply(self.b, nothing), dim, values.dim())

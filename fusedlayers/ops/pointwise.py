@@ -15,7 +15,7 @@ They are two nodes and not one because dy is then freed before the matmul's grad
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -25,7 +25,8 @@ from torch.autograd import Function
 from .. import _torch
 from .._torch import Node
 from ..activations import KEPT_BY_TORCH, Activation, upcast
-from ..backends import GradientRequest
+from ..backends import Backend, GradientRequest
+from ..backends import torch as reference
 from ..backends.operations import Recompute
 from ..utils.layout import along, operand_along, sum_along
 from .buffer_reuse import is_ours_alone
@@ -94,6 +95,7 @@ class BiasAct(Node):
             bias = b if operation_b is None else operation_b
             ctx.bias_version = None if bias is None else bias._version
         ctx.plan, ctx.place, ctx.version = plan, None, None if plan.overwrites else y._version
+        ctx.has_terms = b is not None or residual is not None
         is_checked = plan.is_hooked and plan.saved == "output"
         ctx.expected = version_for_backward(y, is_dirty=plan.overwrites) if is_checked else None
         return y
@@ -202,77 +204,78 @@ def differentiable_gradients(
 
 
 def _differentiable_given_output(plan: Plan, dy: Tensor, y: Tensor, place: InputPlace | None) -> Tensor:
-    activation, dim = plan.activation, plan.dim
-    gradient = functools.partial(_gradient_given_output, plan)
-    if place is None or not torch.is_grad_enabled():
-        return differentiable(gradient, dy, y, None)
-    there = place.holding(y.detach(), dim)
-    if not activation.is_fitted:
-        return differentiable(gradient, dy, y, there)
-
-    def input_again(y: Tensor) -> Tensor:
-        wide = upcast(y)
-        if activation.has_inverse and wide is y and not needs_composite(y):  # kernels round to the dtype of y
-            z = plan.backend.inverse(y, activation, None)
-        else:
-            z = activation.input_found(wide, y.dtype, activation.marked(wide, y.dtype))
-        return z
-
-    with torch.no_grad():
-        wide = upcast(y)
-        if wide is y and not needs_composite(y):
-            slope = gradient(torch.ones_like(y), y)
-        else:
-            slope = activation.derivative_given_output(wide, y.dtype)
-    told = SlopeTold(activation, place, dim, input_again)
-    return (upcast(dy) * told.at(there, slope, y)).to(dy.dtype)
+    if place is not None and torch.is_grad_enabled() and plan.activation.is_fitted:
+        slope = SlopeOfInput(plan.activation, plan.backend, place, plan.dim).from_output(y)
+        return (upcast(dy) * slope).to(dy.dtype)
+    there = None if place is None else place.holding(y.detach(), plan.dim)
+    return differentiable(functools.partial(_gradient_given_output, plan), dy, y, there)
 
 
-class SlopeTold(NamedTuple):
-    """The derivative that outputs tell, whose own derivatives are those of the function at the input, which outputs
-    tell as well: ``find_input(y)``. (The derivatives of a fit would err by the root of its own error next to a fold,
-    and theirs by all of their size.)"""
+class SlopeOfInput(NamedTuple):
+    """A fitted derivative as a function of the activation's input, at its ``place``: its values are what saved outputs
+    tell, and its own derivatives those of the function at the input that they tell. A fit is not to be differentiated:
+    next to a fold its derivative errs by the root of its own error, and the next one by all of its size.
+
+    Attributes:
+        dim: along which a bias runs.
+        kept: the part of the outputs that a dropout kept, by which it divided the rest.
+    """
 
     activation: Activation
+    backend: Backend
     place: InputPlace
-    dim: int
-    find_input: Callable[[Tensor], Tensor]
+    dim: int = -1
+    kept: float = 1.0
 
-    def at(self, there: Tensor, slope: Tensor, y: Tensor) -> Tensor:
-        """``slope``, of the outputs y, as a function of the input, in whose place ``there`` is. Kept is y."""
-        found: Tensor = _SlopeTold.apply(there, slope, y.detach(), self)
+    def from_output(self, y: Tensor) -> Tensor:
+        """f', in float32 or wider. Of it y is kept."""
+        with torch.no_grad():
+            if self._has_kernels(y):
+                request = GradientRequest("output", False, False)
+                slope, *_ = self.backend.gradient(torch.ones_like(y), y, self.activation, (), request, dim=self.dim)
+            else:
+                slope = reference.slope(self.activation, upcast(y), y.dtype, self.kept)
+        found: Tensor = _FromOutput.apply(self.place.holding(y.detach(), self.dim), slope, y.detach(), self)
         return found
 
-    def derivative(self, y: Tensor, dslope: Tensor) -> Tensor:
-        """The gradient of the input from that of the slope, in operations that autograd can differentiate again."""
+    def gradient(self, y: Tensor, dslope: Tensor) -> Tensor:
+        """The input's, in operations that autograd can differentiate again."""
         with torch.no_grad():
-            z = self.find_input(y)
+            if self._has_kernels(y) and self.activation.has_inverse:
+                z = self.backend.inverse(y, self.activation, None)
+            else:
+                wide = upcast(y)
+                z = self.activation.input_found(wide * self.kept, y.dtype, self.activation.marked(wide, y.dtype))
         with torch.enable_grad():
             z = self.place.holding(z, self.dim)
-            (own,) = differentiable_gradients(z.new_ones(()).expand(z.shape), z, self.activation, (), (), self.dim)
-        assert own is not None
-        if not own.requires_grad:
+            (slope,) = differentiable_gradients(z.new_ones(()).expand(z.shape), z, self.activation, (), (), self.dim)
+        assert slope is not None
+        if not slope.requires_grad:
             return torch.zeros_like(dslope)
-        (dz,) = torch.autograd.grad(own, z, dslope, create_graph=torch.is_grad_enabled())
+        (dz,) = torch.autograd.grad(slope, z, dslope, create_graph=torch.is_grad_enabled())
         return dz
 
+    def _has_kernels(self, y: Tensor) -> bool:
+        """Whether a backend's kernels serve, which round to the dtype of y, and know of no dropout."""
+        return y.dtype is torch.float32 and self.kept == 1.0 and not needs_composite(y)
 
-class _SlopeTold(Function):
+
+class _FromOutput(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(there: Tensor, slope: Tensor, y: Tensor, told: SlopeTold) -> Tensor:
+    def forward(there: Tensor, slope: Tensor, y: Tensor, of_input: SlopeOfInput) -> Tensor:
         return slope.view_as(slope)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, _, y, ctx.told = inputs
+        _, _, y, ctx.of_input = inputs
         ctx.save_for_backward(y)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (dslope,), (y,) = grads, ctx.saved_tensors
-        return ctx.told.derivative(y, dslope), None, None, None
+        return ctx.of_input.gradient(y, dslope), None, None, None
 
 
 def _gradient_given_output(plan: Plan, dy: Tensor, y: Tensor) -> Tensor:
