@@ -54,8 +54,8 @@ def fuse(model: nn.Module, inputs: Any = None, *, save: str = "auto", dry_run: b
 
     Args:
         model: any module; it is run, hooks included, once or twice for each line of the report and a few times more (in
-            a dry run more often), but its buffers and the random generators are put back; what
-            its code counts in attributes is not.
+            a dry run more often), but its buffers and the random generators are put back. What its code counts in
+            attributes has advanced.
         inputs: an example of what the model is called with: a tensor, a tuple of positional arguments, or a mapping of
             keywords. Places that free nothing on them are left as they are, but for those that free something in other
             calls: that PyTorch computes for their size, or that run under a checkpoint or without gradients. The report
