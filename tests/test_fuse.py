@@ -1162,6 +1162,12 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
 }
 
 
+def test_who_writes_over_a_norms_result_is_named() -> None:
+    model = nn.Sequential(nn.Linear(IN, HIDDEN), nn.LayerNorm(HIDDEN), nn.SiLU(inplace=True), nn.Linear(HIDDEN, 2))
+    (skipped,) = fl.fuse(model, torch.randn(ROWS, IN)).skipped
+    assert skipped.reason == "its result is written over in place (by silu, which would not with inplace=False)"
+
+
 @pytest.mark.parametrize("how", WRITES)
 def test_outputs_that_are_written_over(x: Tensor, how: str) -> None:
     """In the example: the place is left. Later: a clear error in backward, and no wrong gradient."""

@@ -342,6 +342,8 @@ class _Recorder(TorchFunctionMode):
         for maker, tensor, version in versions_before:
             if tensor._version != version and maker.kind not in _RESULT_IS_FREE:
                 maker.left_because = "its result is written over in place"
+                if kwargs.get("inplace") is True:
+                    maker.left_because += f" (by {func.__name__}, which would not with inplace=False)"
         name = getattr(func, "__name__", "")
         if running is not None and func in _ONCE:
             running.functions.append(name)
