@@ -28,7 +28,7 @@ from .ops.dropout import act_dropout, drop, has_torchs_mask, joined, serves
 from .ops.linear import Dense, Epilogue
 from .ops.mlp import MLP
 from .ops.mlp_forward import Block, BlockDropout, BlockOptions, Linear, unpacked, without_gradients
-from .ops.place import InputPlace
+from .ops.place import place_of
 from .ops.pointwise import BiasAct, Origin
 from .ops.product import product_of
 from .plan import Plan
@@ -173,7 +173,13 @@ def _fused(
     if residual is not None and plan.saved == "input":
         z, residual = z.add_(residual), None
     origin = Origin(x, w, b, recompute) if plan.keeps_origin else None
-    y = _activated(plan, z, kernel_b, residual, origin, has_epilogue, operands)
+    place = None
+    if origin is None and plan.saved == "output":
+        place = [place_of(t) if t is not None and t.requires_grad else None for t in (z, kernel_b, residual)]
+    y: Tensor = BiasAct.apply(plan, z, kernel_b, residual, origin, has_epilogue, *operands)
+    if place is not None:
+        node: Any = y.grad_fn
+        node.place = place
     return operation.unflattened(y, given) if plan.flattens else y
 
 
@@ -185,16 +191,11 @@ def _fused_pointwise(
     if not plan.bias_in_kernel:
         x, b = operation(x, None, b), None
     origin = Origin(x, None, None, operation.__call__) if plan.keeps_origin else None
-    return _activated(plan, x, b, None, origin, False, operands)
-
-
-def _activated(
-    plan: Plan, z: Tensor, b: Tensor | None, residual: Tensor | None, origin: Origin | None, is_done: bool,
-    operands: Operands,
-) -> Tensor:  # fmt: skip
-    """``BiasAct``, whose node knows the place of its input."""
-    place = InputPlace.of(z, b, residual) if plan.saved == "output" and origin is None else None
-    y: Tensor = BiasAct.apply(plan, z, b, residual, origin, is_done, *operands)
+    place = None
+    if origin is None and plan.saved == "output":
+        of_z = place_of(x) if x.requires_grad else None
+        place = [of_z, None if b is None or not b.requires_grad else place_of(b)]
+    y: Tensor = BiasAct.apply(plan, x, b, None, origin, False, *operands)
     if place is not None:
         node: Any = y.grad_fn
         node.place = place

@@ -176,15 +176,15 @@ def joined(y: Tensor, p: float) -> Tensor | None:
     node: Any = y.grad_fn
     if getattr(node, "_forward_cls", None) is not BiasAct or y._version != node.version:
         return None
-    place: InputPlace | None = node.place
-    if place is None or place.z is None or node.has_terms:
+    place = None if node.place is None or node.has_terms else node.place[0]
+    if place is None:
         return None
     if y.retains_grad or y._backward_hooks:  # who asks for the gradient of y
         return None
     activation = node.plan.activation
     if not serves(y, activation, p):
         return None
-    return act_dropout(place.z, y.detach(), activation, p, node.plan.backend, False)
+    return act_dropout(place, y.detach(), activation, p, node.plan.backend, False)
 
 
 def has_torchs_mask(x: Tensor, p: float) -> bool:

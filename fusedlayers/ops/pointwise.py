@@ -56,9 +56,9 @@ class BiasAct(Node):
     matmul had the activation as its epilogue. ``origin`` is given where the plan says ``keeps_origin``.
 
     Where y is saved, and no ``origin``, the caller sets the node's ``place``, that of the activation's input in the
-    graph. Second derivatives go there, unless PyTorch's operation saves y as well (``passes_output``). Where z alone is
-    that input, an operation that follows may begin there too, and make one node of both, if y still has the node's
-    ``version``.
+    graph, as what ``InputPlace`` is made of. Second derivatives go there, unless PyTorch's operation saves y as well
+    (``passes_output``). Where z alone is that input, an operation that follows may begin there too, and make one node
+    of both, if y still has the node's ``version``.
     """
 
     @staticmethod
@@ -127,7 +127,7 @@ class BiasAct(Node):
 
         if is_differentiable:
             if given_output:
-                place = None if passes_output(plan) else ctx.place
+                place = None if ctx.place is None or passes_output(plan) else InputPlace(*ctx.place)
                 found: list[Any] = [_differentiable_given_output(plan, dy, saved, place)]
             else:
                 found = differentiable_gradients(dy, saved, plan.activation, operands, needs, plan.dim)
