@@ -28,7 +28,7 @@ from .ops.dropout import act_dropout, drop, has_torchs_mask, joined, serves
 from .ops.linear import Dense, Epilogue
 from .ops.mlp import MLP
 from .ops.mlp_forward import Block, BlockDropout, BlockOptions, Linear, unpacked, without_gradients
-from .ops.place import place_of
+from .ops.place import InputPlace, place_of
 from .ops.pointwise import BiasAct, Origin
 from .ops.product import product_of
 from .plan import Plan
@@ -173,9 +173,8 @@ def _fused(
     if residual is not None and plan.saved == "input":
         z, residual = z.add_(residual), None
     origin = Origin(x, w, b, recompute) if plan.keeps_origin else None
-    place = None
-    if origin is None and plan.saved == "output":
-        place = [place_of(t) if t is not None and t.requires_grad else None for t in (z, kernel_b, residual)]
+    keeps_place = origin is None and plan.saved == "output"
+    place = InputPlace.of(z, kernel_b, residual) if keeps_place else None
     y: Tensor = BiasAct.apply(plan, z, kernel_b, residual, origin, has_epilogue, *operands)
     if place is not None:
         node: Any = y.grad_fn
@@ -192,7 +191,7 @@ def _fused_pointwise(
         x, b = operation(x, None, b), None
     origin = Origin(x, None, None, operation.__call__) if plan.keeps_origin else None
     place = None
-    if origin is None and plan.saved == "output":
+    if origin is None and plan.saved == "output":  # InputPlace.of, without its calls: an activation alone may be small
         of_z = place_of(x) if x.requires_grad else None
         place = [of_z, None if b is None or not b.requires_grad else place_of(b)]
     y: Tensor = BiasAct.apply(plan, x, b, None, origin, False, *operands)
