@@ -289,18 +289,15 @@ class Activation:
         """Whether the output determines the input. ``measure_inverse_error`` says how well."""
         return self._row.inverse is not None
 
-    def input_given_output(self, y: Tensor, dtype: torch.dtype) -> Tensor:
-        """The input for outputs of ``dtype`` that are upcast to float32 (or float64)."""
+    def input_given_output(self, y: Tensor, dtype: torch.dtype, marked: Tensor | None = None) -> Tensor:
+        """The input for outputs of ``dtype`` that are upcast to float32 (or float64). ``marked``: on which branch they
+        lie, where they do not carry it. Where the row states no inverse, the derivative is fitted."""
         fitted = self.fitted_inverse()
-        if fitted is not None:
-            return fitted(y, branch_bit.decode(y.to(torch.float32), dtype, fitted.fold.ambiguous))
         formula: Any = self._row.inverse
-        z: Tensor = formula(y, **self.parameters)
-        return z
-
-    def input_found(self, y: Tensor, dtype: torch.dtype, marked: Tensor | None) -> Tensor:
-        """The input of an activation whose derivative is fitted, for upcast outputs of ``dtype`` and their branches."""
-        fitted = self.fitted_inverse()
+        if fitted is None and formula is not None:
+            z: Tensor = formula(y, **self.parameters)
+            return z
+        marked = self.marked(y, dtype) if marked is None else marked
         if fitted is not None and marked is not None:
             return fitted(y, marked)
         if marked is not None:  # of 0 the branch is told by the number next to it

@@ -245,7 +245,7 @@ class SlopeOfInput(NamedTuple):
                 z = self.backend.inverse(y, self.activation, None)
             else:
                 wide = upcast(y)
-                z = self.activation.input_found(wide * self.kept, y.dtype, self.activation.marked(wide, y.dtype))
+                z = self.activation.input_given_output(wide * self.kept, y.dtype, self.activation.marked(wide, y.dtype))
         with torch.enable_grad():
             z = self.place.holding(z, self.dim)
             (slope,) = differentiable_gradients(z.new_ones(()).expand(z.shape), z, self.activation, (), (), self.dim)
