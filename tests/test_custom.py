@@ -595,7 +595,7 @@ FALLBACKS: dict[str, tuple[Callable[[], Any], str]] = {
     "mask": (lambda: _masked, "is not pointwise"),
     "sorted": (lambda: lambda z: torch.sort(z).values, "sort is not pointwise"),
     "largest": (lambda: lambda z: z - z.max(1, keepdim=True).values, "max is not pointwise"),
-    "table": (lambda: lambda z: z * torch.tensor([0.5, 2.0]).repeat(8), "fits inputs of one shape alone"),
+    "table": (lambda: lambda z: z * torch.tensor([0.5, 2.0]).repeat(8), "does not work for inputs of every shape"),
     "table of few": (lambda: lambda z: z * torch.tensor([0.5, 2.0])[:, None, None].mean(0), ""),
     "long list": (lambda: functools.partial(lambda z, given: z * given[3], given=[0.5] * 100), "a list of 100 values"),
     "hook on a submodule": (lambda: _hooked("submodule"), "it has hooks"),

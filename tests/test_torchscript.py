@@ -135,3 +135,16 @@ def test_what_a_class_says_counts_again_when_it_is_unfused() -> None:
     fl.unfuse(model)
     x = torch.randn(4, 32)
     torch.testing.assert_close(torch.jit.script(model)(x), model(x))
+
+
+def test_a_memory_report_names_the_modules_that_do_not_show_what_they_save() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(32, 64), nn.Sigmoid(), nn.Linear(64, 32)))
+    model = nn.Sequential(nn.Linear(32, 32), scripted)
+    x = torch.randn(64, 32)
+    for _ in range(3):  # the optimised graph, whose backward pass is one node, comes with the third call
+        model(x).sum().backward()
+    report = fl.memory_report(model, x)
+    assert report.unlisted == ("1",)
+    assert "not listed: what C++ extensions (TorchScript) save in 1\n" in str(report)
+    assert report.to_dict()["unlisted"] == ["1"]
+    assert "not listed" not in str(fl.memory_report(model[0], x))

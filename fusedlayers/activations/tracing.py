@@ -209,7 +209,7 @@ def _untraceable_reason(error: Exception) -> str:
     if "convert all Tensors to FakeTensors" in text:
         return "it reads a tensor that could not be found; pass it through functools.partial or a module's parameters"
     if "broadcast" in text or "must match the size" in text:
-        return "it reads a tensor that fits inputs of one shape alone"
+        return "it does not work for inputs of every shape"
     if "alias annotations" in text and (called := re.search(r"aten::(\w+_)\(", text)):
         return f"torch cannot trace {called[1]}, which works in place; use inplace=False"
     return f"it cannot be traced: {text.splitlines()[0].partition('. ')[0]}"  # torch's message has paragraphs

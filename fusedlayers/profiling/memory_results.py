@@ -33,6 +33,8 @@ class MemoryReport(DrawnReport):
         estimated_peak_bytes: the most that was alive at once in another such pass, followed tensor by tensor.
         parts: what the estimate consists of; the bytes of each part.
         moment: when that was.
+        unlisted: the modules whose nodes do not show what they save, so that the rows lack it: TorchScript's, and other
+            C++ extensions'.
     """
 
     name: str
@@ -42,6 +44,7 @@ class MemoryReport(DrawnReport):
     estimated_peak_bytes: int
     parts: Mapping[str, int]
     moment: str
+    unlisted: tuple[str, ...] = ()
 
     @property
     def saved_bytes(self) -> int:
@@ -64,7 +67,7 @@ class MemoryReport(DrawnReport):
             for row in self.rows
         ]
         sums = {"saved_bytes": self.saved_bytes, "rest_bytes": self.rest_bytes}
-        return own | sums | {"parts": dict(self.parts), "rows": rows}
+        return own | sums | {"parts": dict(self.parts), "rows": rows, "unlisted": list(self.unlisted)}
 
     def figure(self) -> Figure:
         """What is saved: modules beside the modules that they consist of, and the operations that save.
@@ -181,6 +184,9 @@ def _lines(report: MemoryReport) -> Iterator[str]:
     before = [f"{size_text(report.bytes_of(kind))} of {kind}s" for kind in KINDS[1:] if report.bytes_of(kind)]
     if before:
         yield f"{'':<19}saved too, and not counted, because it was there before: {', '.join(before)}"
+
+    if report.unlisted:
+        yield f"{'':<19}not listed: what C++ extensions (TorchScript) save in {', '.join(report.unlisted)}"
 
     yield ""
     peak = report.peak_bytes

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..memory import device_of, peak_bytes
-from ..utils.autograd_graph import is_leaf, leaves_of, nodes_of
+from ..utils.autograd_graph import hides_what_it_saves, is_leaf, leaves_of, nodes_of
 from ..utils.module_state import isolated_gradients, unchanged
 from ..utils.progress import OnStage
 from ..utils.refusals import check_instance
@@ -89,13 +89,14 @@ def report_of(step: Step, on_stage: OnStage = lambda stage, part: None) -> Memor
         on_stage("following tensors", 0.2)
         restore_random_state()
         with isolated_gradients(leaves):
-            rows, peak = _follow(step, tracker, device, inputs, leaves, compiled)
+            rows, hidden, peak = _follow(step, tracker, device, inputs, leaves, compiled)
 
         on_stage("measuring the peak", 0.85)
         restore_random_state()
         with isolated_gradients(leaves):
             measured = peak_bytes(step.run, device=device)
-    return MemoryReport(tracker.class_names[""], str(device), rows, measured, peak.bytes, peak.parts, peak.moment)
+    name = tracker.class_names[""]
+    return MemoryReport(name, str(device), rows, measured, peak.bytes, peak.parts, peak.moment, hidden)
 
 
 def _device(tensors: list[Tensor]) -> torch.device:
@@ -112,16 +113,18 @@ def _device(tensors: list[Tensor]) -> torch.device:
 
 def _follow(
     step: Step, tracker: ModuleTracker, device: torch.device, inputs: list[Tensor], leaves: list[Tensor], compiled: bool
-) -> tuple[tuple[Row, ...], Peak]:
-    """The rows of one step, and its peak as estimated from the lifetimes of storages."""
+) -> tuple[tuple[Row, ...], tuple[str, ...], Peak]:
+    """The rows of one step, the modules whose nodes hide theirs, and the peak as estimated from storages' lifetimes."""
     allocations = AllocationTracker(device, lambda: tracker.current, tracker.class_names[""])
     rows: list[Row] = []
+    hidden: set[str] = set()
 
     def run() -> None:
         with tracker.tracking():
             with nullcontext() if compiled else allocations:
                 loss = step.forward()
             # In functions of their own: no local variable may hold what the backward pass is to free.
+            hidden.update(_hidden(nodes_of([loss]), tracker))
             rows.extend(
                 _rows(nodes_of([loss]), tracker, allocations, preexisting_kinds(tracker, inputs, leaves), compiled)
             )
@@ -133,7 +136,16 @@ def _follow(
             allocations.set_kind(kind, (leaf.grad for leaf in of_kind if leaf.grad is not None))
 
     allocations.scratch.during(run)
-    return tuple(sorted(rows, key=lambda row: -row.bytes)), allocations.peak()
+    return tuple(sorted(rows, key=lambda row: -row.bytes)), tuple(sorted(hidden)), allocations.peak()
+
+
+def _hidden(nodes: Sequence[Any], tracker: ModuleTracker) -> set[str]:
+    """The modules (or the model) in which TorchScript or another extension saves tensors that its nodes do not show."""
+    return {_module_of(node, tracker) for node in nodes if hides_what_it_saves(node)}
+
+
+def _module_of(node: Any, tracker: ModuleTracker) -> str:
+    return tracker.module_of_node(node._sequence_nr()) or tracker.class_names[""]
 
 
 def _rows(
@@ -160,7 +172,7 @@ def _following_nodes(allocations: AllocationTracker, nodes: Sequence[Any], track
     for node in nodes:
         name = operation_of(node)
         if not is_leaf(node):
-            name += f" of {tracker.module_of_node(node._sequence_nr()) or tracker.class_names['']}"
+            name += f" of {_module_of(node, tracker)}"
         handles.append(node.register_prehook(functools.partial(allocations.enter_node, name)))
     del node, nodes
     try:

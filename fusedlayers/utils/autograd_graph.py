@@ -39,12 +39,17 @@ def is_leaf(node: Any) -> bool:
 def saved_by(node: Any) -> Iterator[Tensor]:
     """The tensors that a node holds: saved tensors, what saved-tensor hooks packed them into, and attributes.
 
-    Nothing is unpacked: that would read from disk, or recompute, what hooks have moved or dropped. A node written in
-    C++ outside torch does not show what it saves.
+    Nothing is unpacked: that would read from disk, or recompute, what hooks have moved or dropped. Some nodes do not
+    show what they save (``hides_what_it_saves``).
     """
     for saved in () if is_leaf(node) else raw_saved(node):
         yield from _tensors(saved.data)
     yield from attributes_of(node)
+
+
+def hides_what_it_saves(node: Any) -> bool:
+    """Whether a node is written in C++ outside of torch's own formulas, as TorchScript's are."""
+    return type(node).__name__ == "CppFunction"
 
 
 def checkpoints_of(nodes: Iterable[Any]) -> Iterator[tuple[Any, list[Tensor]]]:
