@@ -45,7 +45,7 @@ def plan_of(function: Callable[..., Any], *args: Any, compiled: bool = False, **
     >>> import torch, fusedlayers as fl
     >>> (plan,) = fl.plan_of(fl.FusedDenseAct(256, 1024, "gelu"), torch.ones(512, 256))
     >>> plan.path, plan.saved, str(plan)
-    ('fused', 'output', 'saves the output (branch in its last bit)')
+    ('fused', 'output', 'saves the output (last bit = side of minimum)')
     """
     check_instance("plan_of", function)
     if not callable(function):

@@ -277,7 +277,7 @@ def describe(activation: Activation, save: str, dtype: torch.dtype, device: torc
         return f"{'cannot save the output' if save == 'output' else 'saves the input'}: {refused}"
     if (because := _slow_there(activation, save, dtype, device)) is not None:
         return f"not fused: {because}"
-    return "saves the output (branch in its last bit)" if activation.is_folded else "saves the output"
+    return "saves the output (last bit = side of minimum)" if activation.is_folded else "saves the output"
 
 
 def _left_to_pytorch(key: PlanKey) -> Plan | None:

@@ -89,7 +89,7 @@ def test_every_row_is_output_only_at_its_default_parameters(activation: Activati
 
 def test_describe_says_what_is_kept_and_why() -> None:
     gelu = resolve("gelu")
-    assert describe(gelu, "auto", torch.float32) == "saves the output (branch in its last bit)"
+    assert describe(gelu, "auto", torch.float32) == "saves the output (last bit = side of minimum)"
     assert describe(gelu, "auto", torch.float64).startswith(
         "saves the input: the fitted derivative of gelu is accurate to"
     )

@@ -44,7 +44,7 @@ def test_functions_of_the_literature(published: Published) -> None:
     assert report.kind == KINDS[published.kind]
     assert report.reason and "\n" not in report.reason
     assert ("reads tensors" in report.reason) == bool(published.trainable)
-    saved = {"needs input": "saves the input", "folded": "saves the output (branch in its last bit)"}
+    saved = {"needs input": "saves the input", "folded": "saves the output (last bit = side of minimum)"}
     assert report.saves["float32"].startswith(saved.get(report.kind, "saves the output"))
     assert report.source.count("def ") == 2
     assert set(report.accuracy) == set(report.saved_bytes) == {"float32", "float16", "bfloat16"}
@@ -109,10 +109,10 @@ def test_kinds_and_reasons(activation: object, kind: str, reason: str) -> None:
         (fl.FusedBatchNormAct3d(8, "relu"), (8, 8), "its input, and of some calls the output"),
         (fl.FusedBatchNormAct2d(8, "silu", save="recompute"), (12, 8), "its input"),
         (fl.FusedBatchNormAct2d(48, nn.PReLU(48)), (12, 8), "its input"),
-        (fl.FusedDenseAct(4, 8, "silu"), (8, 4), "the output (branch in its last bit)"),
+        (fl.FusedDenseAct(4, 8, "silu"), (8, 4), "the output (last bit = side of minimum)"),
         (fl.FusedDenseAct(4, 8, "silu", save="input"), (8, 8), "the input"),
         (fl.FusedConvAct2d(4, 8, 3, "tanh"), (4, 4), "the output"),
-        (fl.FusedMLP(4, 16), (8, 4), "the output (branch in its last bit)"),
+        (fl.FusedMLP(4, 16), (8, 4), "the output (last bit = side of minimum)"),
         (fl.FusedMLP(4, 16, activation=nn.PReLU(), save="recompute"), (8, 0), "nothing and recomputes"),
         (fl.FusedGatedMLP(4, 16), (16, 8), "gate and up"),
         (fl.FusedGatedMLP(4, 16, save="recompute"), (16, 0), "nothing and recomputes"),
@@ -440,7 +440,7 @@ def test_the_command_finds_modules_here(
 
 def test_the_command_fuses_the_model_of_a_factory(user_module: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", f"{user_module}:network"]) == 0
-    assert "gelu saves the output (branch in its last bit)" in capsys.readouterr().out
+    assert "gelu saves the output (last bit = side of minimum)" in capsys.readouterr().out
 
 
 def test_the_command_as_users_call_it(user_module: str) -> None:

@@ -371,7 +371,7 @@ def test_a_fused_model_can_be_asked(x: Tensor) -> None:
     explanation = fl.explain(model)
     assert str(explanation).splitlines() == [
         "Sequential:",
-        "  0-1.act   gelu saves the output (branch in its last bit)",
+        "  0-1.act   gelu saves the output (last bit = side of minimum)",
         "  0-1.drop  dropout saves the output, whose zeros show what was dropped",
         "  2         FusedDenseAct: " + model[2].extra_repr(),  # type: ignore[operator]
         "  3         rms_norm saves the output, which determines the input",
@@ -403,7 +403,7 @@ def test_report_as_values(x: Tensor) -> None:
                 "modules": ["0.act"],
                 "pattern": "activation",
                 "activation": "gelu",
-                "saves": "saves the output (branch in its last bit)",
+                "saves": "saves the output (last bit = side of minimum)",
                 "saved_bytes": HIDDEN_BYTES,
                 "time_ms": None,
             }
@@ -425,7 +425,7 @@ def test_report_as_values(x: Tensor) -> None:
     }
     assert before - after == HIDDEN_BYTES
     table = str(report)
-    assert "1  gelu       0.act   32.0 KiB  saves the output (branch in its last bit)" in table
+    assert "1  gelu       0.act   32.0 KiB  saves the output (last bit = side of minimum)" in table
     assert "  relu: PyTorch saves no more than the output (module 1)" in table
     assert table.endswith("%)")
 

@@ -79,7 +79,7 @@ def test_dtype_and_device() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("gelu",), "activation=gelu, saves the output (branch in its last bit)"),
+        (("gelu",), "activation=gelu, saves the output (last bit = side of minimum)"),
         (("relu",), "activation=relu, saves the output"),
         ((nn.LeakyReLU(-1.0),), "activation=leaky_relu(negative_slope=-1), saves the input: with negative_slope = -1"),
         ((torch.sin,), "activation=sin, saves the input: the function has a derivative that does not settle"),

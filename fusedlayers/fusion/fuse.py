@@ -80,7 +80,7 @@ def fuse(model: nn.Module, inputs: Any = None, *, save: str = "auto", dry_run: b
     Sequential: 1 operation fused
     <BLANKLINE>
        operation  module  frees     for the backward pass it
-    1  gelu       1       1.00 MiB  saves the output (branch in its last bit)
+    1  gelu       1       1.00 MiB  saves the output (last bit = side of minimum)
     <BLANKLINE>
     saved for backward: 2.00 MiB before, 1.00 MiB now (-50.0 %)
     """

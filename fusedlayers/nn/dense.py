@@ -30,7 +30,8 @@ class FusedDenseAct(FusedAct):
 
     >>> import fusedlayers as fl
     >>> fl.FusedDenseAct(3, 4, "silu")
-    FusedDenseAct(in_features=3, out_features=4, bias=True, activation=silu, saves the output (branch in its last bit))
+    FusedDenseAct(in_features=3, out_features=4, bias=True, activation=silu,
+    saves the output (last bit = side of minimum))
     """
 
     torchs = nn.Linear

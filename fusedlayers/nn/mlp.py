@@ -166,7 +166,7 @@ class FusedMLP(FusedBlock):
     >>> import fusedlayers as fl
     >>> fl.FusedMLP(4, 16)
     FusedMLP(
-      activation=gelu, saves the output (branch in its last bit)
+      activation=gelu, saves the output (last bit = side of minimum)
       (fc1): Linear(in_features=4, out_features=16, bias=True)
       (fc2): Linear(in_features=16, out_features=4, bias=True)
     )
