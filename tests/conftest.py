@@ -58,23 +58,23 @@ def nothing_outlives_a_test() -> Iterator[None]:
     """No plan, for a test may have exchanged what it depends on; and no activation that a test has registered, for
     others iterate over the table."""
     from fusedlayers import block_plan, call
-    from fusedlayers.activations import record
+    from fusedlayers.activations import table
 
-    rows, by_name = dict(record._rows), dict(record.by_name)
-    stand_ins = {target: list(entries) for target, entries in record.stand_ins.items()}
-    by_spelling = dict(record.by_spelling)
+    rows, by_name = dict(table._rows), dict(table.by_name)
+    stand_ins = {target: list(entries) for target, entries in table.stand_ins.items()}
+    by_spelling = dict(table.by_spelling)
     yield
     call._plans.clear()
     block_plan._plans.clear()
-    if len(record._rows) != len(rows):
-        for table, before in (
-            (record._rows, rows),
-            (record.by_name, by_name),
-            (record.by_spelling, by_spelling),
-            (record.stand_ins, stand_ins),
+    if len(table._rows) != len(rows):
+        for names, before in (
+            (table._rows, rows),
+            (table.by_name, by_name),
+            (table.by_spelling, by_spelling),
+            (table.stand_ins, stand_ins),
         ):
-            table.clear()
-            table.update(before)  # type: ignore[arg-type]
+            names.clear()
+            names.update(before)  # type: ignore[arg-type]
 
 
 Switch = Callable[[bool], None]

@@ -14,7 +14,7 @@ from reference import all_values, derivative, encoding_error, second_derivative,
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from fusedlayers.activations import DTYPES, Activation, Row, activations, record, register, resolve, rows
+from fusedlayers.activations import DTYPES, Activation, Row, activations, record, register, resolve, rows, table
 from fusedlayers.derivative import branch_bit
 from fusedlayers.derivative.features import Fold
 from fusedlayers.derivative.folded import find_fold, fit
@@ -339,7 +339,7 @@ def test_spellings_are_names_everywhere() -> None:
 
 
 def test_names_are_looked_up_before_spellings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "spelled", None)
+    monkeypatch.setattr(table, "spelled", None)
     assert resolve("leaky_relu").name == "leaky_relu"
 
 

@@ -12,7 +12,7 @@ import pytest
 import fusedlayers as fl
 from bench.tables import committed
 from fusedlayers import sizes
-from fusedlayers.activations import record
+from fusedlayers.activations import table
 from fusedlayers.fitting import costs
 from fusedlayers.fusion import timing
 
@@ -38,8 +38,8 @@ def test_code_blocks_run_in_order(document, capsys, monkeypatch):
     monkeypatch.setattr(costs, "ROUNDS", 1)  # what is measured is not looked at
     monkeypatch.setattr(costs, "TIME_MS", 0.0)
     monkeypatch.setattr(timing, "ROUNDS", 1)
-    monkeypatch.setattr(record, "_rows", dict(record._rows))  # what a document registers is for itself
-    monkeypatch.setattr(record, "stand_ins", {target: list(rows) for target, rows in record.stand_ins.items()})
+    monkeypatch.setattr(table, "_rows", dict(table._rows))  # what a document registers is for itself
+    monkeypatch.setattr(table, "stand_ins", {target: list(rows) for target, rows in table.stand_ins.items()})
     namespace: dict[str, object] = {}
     for number, (block, output) in enumerate(blocks):
         exec(compile(block, f"{document}, block {number}", "exec"), namespace)
@@ -259,8 +259,8 @@ def test_in_other_contexts_it_frees_what_was_measured() -> None:
         name: [round(100 - 100 * row[name]["fusedlayers"] / row[name]["eager"]) for row in contexts]
         for name in ("plain", "autocast", "hooks", "compile", "backend")
     }
-    table = README.partition("| Bytes saved, compared")[2].partition("\n\n")[0]
-    triples = re.findall(r"-?(\d+) % \| -?(\d+) % \| -?(\d+) %", table)
+    percentages = README.partition("| Bytes saved, compared")[2].partition("\n\n")[0]
+    triples = re.findall(r"-?(\d+) % \| -?(\d+) % \| -?(\d+) %", percentages)
     assert [[*map(int, triple)] for triple in triples] == [*found.values()]
 
 

@@ -14,7 +14,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import fusedlayers as fl
 from fusedlayers import sizes
-from fusedlayers.activations import record, resolve
+from fusedlayers.activations import resolve, table
 from fusedlayers.memory import saved_bytes
 
 
@@ -22,10 +22,10 @@ from fusedlayers.memory import saved_bytes
 def only_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a test registers is forgotten after it: other tests iterate over the table."""
     torch.manual_seed(0)
-    stand_ins = {target: list(entries) for target, entries in record.stand_ins.items()}
+    stand_ins = {target: list(entries) for target, entries in table.stand_ins.items()}
     for name in ("_rows", "by_name", "by_spelling"):
-        monkeypatch.setattr(record, name, dict(getattr(record, name)))
-    monkeypatch.setattr(record, "stand_ins", stand_ins)
+        monkeypatch.setattr(table, name, dict(getattr(table, name)))
+    monkeypatch.setattr(table, "stand_ins", stand_ins)
     return
 
 

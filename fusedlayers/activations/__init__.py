@@ -11,13 +11,10 @@ from .record import (
     Row,
     Saved,
     WithOperands,
-    activations,
-    register,
-    register_stand_in,
-    rows,
     upcast,
 )
 from .registration import activation
+from .table import activations, register, register_stand_in, rows
 
 __all__ = [
     "DTYPES",

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from ..derivative.features import Fold
 from ..derivative.folded import FoldedDerivative
-from .record import Native, Row, register
+from .record import Native, Row
+from .table import register
 
 aten = torch.ops.aten
 

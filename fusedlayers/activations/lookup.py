@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from . import record
+from . import table
 from .free_variables import must_call_reason
-from .record import Activation, activations
+from .record import Activation
+from .table import activations
 
 
 def resolve(activation: object, function: str = "resolve") -> Activation:
@@ -25,10 +26,10 @@ def resolve(activation: object, function: str = "resolve") -> Activation:
         TypeError: an object that cannot be called, or the class of a module.
     """
     if isinstance(activation, str):
-        found = record.by_name.get(activation)
-        return found if found is not None else record.by_name[_name_spelled_like(activation, function)]
+        found = table.by_name.get(activation)
+        return found if found is not None else table.by_name[_name_spelled_like(activation, function)]
     if activation is None:
-        return record.by_name["identity"]
+        return table.by_name["identity"]
     if isinstance(activation, Activation):
         return activation
     if isinstance(activation, nn.Module):
@@ -50,15 +51,15 @@ def resolve(activation: object, function: str = "resolve") -> Activation:
 
 
 def _name_spelled_like(name: str, function: str) -> str:
-    names = record.by_spelling.get(record.spelled(name), ())
+    names = table.by_spelling.get(table.spelled(name), ())
     if len(names) == 1:
         return names[0]
     if names:
         raise ValueError(f"{function}: activation {name!r} may be any of {', '.join(names)}; write it as one of these")
     import difflib  # which takes milliseconds, and only an error needs it
 
-    close = difflib.get_close_matches(record.spelled(name), record.by_spelling, n=1)
-    listed = f"did you mean {record.by_spelling[close[0]][0]!r}? The" if close else "the"
+    close = difflib.get_close_matches(table.spelled(name), table.by_spelling, n=1)
+    listed = f"did you mean {table.by_spelling[close[0]][0]!r}? The" if close else "the"
     raise ValueError(f"{function}: unknown activation {name!r}; {listed} known ones are: {', '.join(activations())}")
 
 
@@ -74,7 +75,7 @@ def _resolve_module(module: nn.Module) -> Activation:
 def activation_of_module(module: nn.Module, kind: type[nn.Module]) -> Activation | None:
     """The record for a module that computes what torch's class ``kind`` computes; None if the table has none."""
     # Each call of a drop-in module asks. Loops enter no functions, as comprehensions and generators do.
-    for row, arguments, _ in record.stand_ins.get(kind, ()):
+    for row, arguments, _ in table.stand_ins.get(kind, ()):
         parameters = {}
         for key in row.parameters:
             value = getattr(module, key)
@@ -86,7 +87,7 @@ def activation_of_module(module: nn.Module, kind: type[nn.Module]) -> Activation
                 if getattr(module, key) != expected:
                     break
             else:
-                return row.bind(**parameters) if parameters else record.by_name[row.name]
+                return row.bind(**parameters) if parameters else table.by_name[row.name]
     return None
 
 
@@ -100,7 +101,7 @@ def _resolve_function(function: Callable[..., Any]) -> Activation:
     if isinstance(function, functools.partial) and not function.args:
         target, keywords = function.func, dict(function.keywords)
         keywords.pop("inplace", None)  # the layer decides what is overwritten
-    for row, arguments, required in record.stand_ins.get(target, ()) if isinstance(target, Hashable) else ():
+    for row, arguments, required in table.stand_ins.get(target, ()) if isinstance(target, Hashable) else ():
         parameters = {key: value for key, value in keywords.items() if key not in arguments}
         selected = all(keywords.get(key) == value for key, value in arguments.items())
         if selected and required <= set(parameters) <= set(row.parameters) and _are_numbers(parameters):

@@ -20,10 +20,11 @@ from torch.fx import GraphModule
 
 from ..derivative.kinks import round_numbers
 from ..utils.isolation import in_clean_state
-from . import record
+from . import table
 from .free_variables import find_variables
 from .partition import example_shape, split
-from .record import Activation, rows
+from .record import Activation
+from .table import rows
 from .tracing import NotPointwise
 
 #: The accepted difference in float64 of values and slopes, times |z| where that is above 1, by the dtype that layers
@@ -45,7 +46,7 @@ def _programs(dtype: torch.dtype) -> dict[str, Activation]:
     """The traces of the table's functions and of torch's functions for them, by their code."""
     found = {}
     for row in rows():
-        activation = record.by_name[row.name]
+        activation = table.by_name[row.name]
         if row.is_custom or activation.is_identity:
             continue
         for function in (activation.plain, activation.function):
@@ -58,7 +59,7 @@ def _programs(dtype: torch.dtype) -> dict[str, Activation]:
 
 @in_clean_state
 def _equal(body: GraphModule, dtype: torch.dtype) -> Activation | None:
-    z, table = _smooth_rows()
+    z, smooth = _smooth_rows()
     y = body(z)
     if y.dtype is not z.dtype or y.shape != z.shape or not y.requires_grad:
         return None
@@ -66,7 +67,7 @@ def _equal(body: GraphModule, dtype: torch.dtype) -> Activation | None:
     tolerance = _TOLERANCE[dtype] * z.detach().abs().clamp(min=1)
     # Far from zero some formulas overflow where the row does not, as ``z / (1 + exp(-z))`` does.
     overflowed = found.isnan() & (z.detach().abs() > NEAR)
-    for activation, expected in table:
+    for activation, expected in smooth:
         if bool((((found - expected).abs() <= tolerance) | overflowed).all()):
             return activation
     return None
@@ -79,7 +80,7 @@ def _smooth_rows() -> tuple[Tensor, list[tuple[Activation, Tensor]]]:
     near = torch.linspace(-NEAR, NEAR, 4001, dtype=torch.float64), torch.logspace(-9, 0, 50, dtype=torch.float64)
     z = torch.cat([*near, round_numbers(), far, -far])  # at which sums of pieces (clamp, relu) may have other slopes
     z.requires_grad_()
-    smooth = [record.by_name[row.name] for row in rows() if row.derivative_given_output == "fold" and not row.is_custom]
+    smooth = [table.by_name[row.name] for row in rows() if row.derivative_given_output == "fold" and not row.is_custom]
     return z, [(activation, _and_slopes(activation.function(z), z)) for activation in smooth]
 
 

@@ -1,17 +1,15 @@
 """The activation record: one object answers every question about an activation.
 
-``Row`` is a line of the table in ``builtin.py``: a function with parameters. ``Activation`` is a row with its
-parameters bound. Autograd, the backends, the reports and the tests use only ``Activation``. ``lookup.py`` turns what a
-user passes into one.
+``Row`` is a line of the table (``table.py``): a function with parameters. ``Activation`` is a row with its parameters
+bound. Autograd, the backends, the reports and the tests use only ``Activation``. ``lookup.py`` turns what a user passes
+into one.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -243,7 +241,7 @@ class Activation:
             return stated.derivative(dtype, closest=closest)
         if isinstance(stated, FoldedDerivative):
             return stated
-        return _fitted(self.name, torch.float32 if closest else dtype) if stated == "fold" else None
+        return _fitted(self._row.function, torch.float32 if closest else dtype) if stated == "fold" else None
 
     def folded_derivative(self, dtype: torch.dtype = torch.float32) -> FoldedDerivative | None:
         """The fold and the fitted derivative on both its sides, or None without a fold."""
@@ -306,7 +304,7 @@ class Activation:
 
     def fitted_inverse(self) -> FoldedInverse | None:
         """The fit of the inverse, or None where the row states a formula."""
-        return _fitted_inverse(self.name) if self._row.inverse == "fold" else None
+        return _fitted_inverse(self._row.function) if self._row.inverse == "fold" else None
 
     def rounded_parameters(self, dtype: torch.dtype) -> Mapping[str, float]:
         """The parameters, those in ``flat_levels`` rounded to ``dtype``."""
@@ -345,13 +343,17 @@ class Activation:
             parts = self.fallback_reason, self.operand_dims, self.needs_tracing, self.is_traced, self.torch_keeps_less
             return Activation, (self.name, self.function, self.parameters, None, *parts)
         assert not self.is_traced  # only caches hold these
-        return _rebind, (self.name, dict(self.parameters))
+        from .table import bound  # which holds rows
+
+        return bound, (self.name, dict(self.parameters))
 
     def __fx_create_arg__(self, tracer: Any) -> Any:
         # torch.fx writes an argument of a call into a graph by this.
         if self.row is None:
             raise NotImplementedError(f"torch.fx cannot write a call of {self.name} into a graph")
-        return tracer.create_node("call_function", _rebind, (self.name, dict(self.parameters)), {})
+        from .table import bound
+
+        return tracer.create_node("call_function", bound, (self.name, dict(self.parameters)), {})
 
     def __repr__(self) -> str:
         bound = ", ".join(f"{k}={v:g}" for k, v in self.parameters.items() if v != self._row.parameters.get(k))
@@ -366,75 +368,6 @@ class WithOperands(NamedTuple):
     dim: int | None = None
 
 
-_rows: dict[str, Row] = {}
-#: Each row with its default parameters.
-by_name: dict[str, Activation] = {}
-#: Names by how they are spelled (``spelled``). Those that users register may share a spelling.
-by_spelling: dict[str, tuple[str, ...]] = {}
-#: By replaced module or function: the row, the arguments that select it, and the arguments that have no default.
-stand_ins: dict[Any, list[tuple[Row, Mapping[str, object], frozenset[str]]]] = {}
-
-
-def register(row: Row) -> Row:
-    """Add a row to the table, so that ``resolve`` finds its name and what it stands for.
-
-    Raises:
-        ValueError: the name is taken. (A user's function may be registered again, as a notebook's cell does that runs
-            twice.)
-    """
-    old = _rows.get(row.name)
-    if old is not None:
-        if not (old.is_custom and row.is_custom and _defined_at(old.function) == _defined_at(row.function)):
-            raise ValueError(f"activation {row.name!r} is already registered; name= gives this one another name")
-        for entries in stand_ins.values():
-            entries[:] = [entry for entry in entries if entry[0] is not old]
-    else:
-        for spelling in map(spelled, (row.name, *row.also_called)):
-            by_spelling[spelling] = (*by_spelling.get(spelling, ()), row.name)
-    _rows[row.name] = row
-    by_name[row.name] = row.bind()
-    for target, arguments in row.stands_for:
-        register_stand_in(row.name, target, arguments)
-    return row
-
-
-def spelled(name: str) -> str:
-    """A name without what people write in different ways: case, underscores and hyphens. torch's classes are spelled
-    like the rows that they stand for: ``LeakyReLU`` like ``leaky_relu``."""
-    return name.lower().replace("_", "").replace("-", "")
-
-
-def _defined_at(function: Function) -> tuple[object, object]:
-    return getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-
-
-def register_stand_in(name: str, target: Any, arguments: Mapping[str, object] = MappingProxyType({})) -> None:
-    """Let ``resolve`` replace ``target`` by the row of that name wherever ``arguments`` match."""
-    stand_ins.setdefault(target, []).append((_rows[name], arguments, _required(target)))
-
-
-def _required(target: Any) -> frozenset[str]:
-    """The arguments without a default of a function, its tensor left out."""
-    if not inspect.isfunction(target):  # a module, whose attributes hold all values, or a builtin with defaults
-        return frozenset()
-    arguments = list(inspect.signature(target).parameters.values())[1:]
-    return frozenset(a.name for a in arguments if a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD)
-
-
-def _rebind(name: str, parameters: Mapping[str, float]) -> Activation:
-    return _rows[name].bind(**parameters)
-
-
-def activations() -> tuple[str, ...]:
-    """The names of all registered activations."""
-    return tuple(_rows)
-
-
-def rows() -> tuple[Row, ...]:
-    """The lines of the table, in their order."""
-    return tuple(_rows.values())
-
-
 @functools.cache
 @in_clean_state
 def _rounded(value: float, dtype: torch.dtype) -> float:
@@ -442,10 +375,8 @@ def _rounded(value: float, dtype: torch.dtype) -> float:
 
 
 @functools.cache
-def _fitted(name: str, dtype: torch.dtype) -> FoldedDerivative:
-    return fit(_rows[name].function, PRECISIONS[dtype])
+def _fitted(function: Function, dtype: torch.dtype) -> FoldedDerivative:
+    return fit(function, PRECISIONS[dtype])
 
 
-@functools.cache
-def _fitted_inverse(name: str) -> FoldedInverse:
-    return fit_inverse(_rows[name].function)
+_fitted_inverse = functools.cache(fit_inverse)

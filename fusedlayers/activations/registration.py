@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from ..derivative.folded import FoldedDerivative
 from ..utils.isolation import in_clean_state
-from .record import Function, Row, register
+from .record import Function, Row
+from .table import register
 
 F = TypeVar("F", bound=Callable[..., Tensor])
 

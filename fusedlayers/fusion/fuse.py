@@ -11,8 +11,7 @@ from torch.fx import GraphModule
 
 from .. import backends
 from .._torch import OpOverload, is_optimized
-from ..activations import DTYPES, resolve
-from ..activations import record as table
+from ..activations import DTYPES, resolve, table
 from ..memory import saved_bytes
 from ..profiling.step import Step, no_gradient_because, tensors_of
 from ..utils.formatting import first_line, size_text

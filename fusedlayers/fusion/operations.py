@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import gates, norms, sizes
 from .._torch import grouped_mm
-from ..activations import Activation, record
+from ..activations import Activation, table
 from ..batch_norms import after_batch_norm, batch_norm
 from ..dropouts import dropout
 from ..functional import bias_act
@@ -170,7 +170,7 @@ class _Form(NamedTuple):
 def _forms() -> Iterator[tuple[Any, _Form]]:
     """PyTorch's activation functions, in all their forms: ``F.relu``, ``torch.relu``, ``Tensor.relu`` and those that
     write over their input."""
-    for target in record.stand_ins:
+    for target in table.stand_ins:
         name = getattr(target, "__name__", "")
         if isinstance(target, type) or not callable(target) or not name:
             continue
@@ -179,7 +179,7 @@ def _forms() -> Iterator[tuple[Any, _Form]]:
         for space in (torch, F, Tensor):
             for form in (name, f"{name}_"):
                 function = getattr(space, form, None)
-                if function is not None and function not in record.stand_ins:
+                if function is not None and function not in table.stand_ins:
                     yield function, _Form(target, names, is_in_place=form != name)
 
 
@@ -188,7 +188,7 @@ def _parameters(target: Any) -> tuple[str, ...]:
     try:
         return tuple(inspect.signature(target).parameters)[1:]
     except ValueError:  # a built-in function; its row lists them in order
-        return tuple(record.stand_ins[target][0][0].parameters)
+        return tuple(table.stand_ins[target][0][0].parameters)
 
 
 #: Activations by form, arguments and options.
@@ -231,7 +231,7 @@ def _bound(form: _Form, args: Arguments, kwargs: Options) -> Activation | None:
     named = {**kwargs, **dict(zip(form.names, options, strict=False))}
     if named.pop("inplace", False) and not kwargs.get("inplace"):
         return None  # by position, where nobody looks for it
-    for row, arguments, required in record.stand_ins[form.target]:
+    for row, arguments, required in table.stand_ins[form.target]:
         parameters = {name: value for name, value in named.items() if name not in arguments}
         is_selected = all(named.get(name) == value for name, value in arguments.items())
         is_whole = is_selected and all(name in parameters for name in required)

@@ -130,6 +130,6 @@ def _unpack_bits(packed: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _invertible() -> list[str]:
-    from ..activations.record import by_name  # all that are registered by now
+    from ..activations.table import by_name  # all that are registered by now
 
     return sorted(name for name, row in by_name.items() if row.has_inverse and not row.is_identity)
