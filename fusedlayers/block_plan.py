@@ -101,6 +101,9 @@ class BlockPlan(NamedTuple):
     def __str__(self) -> str:
         return self.reason
 
+    def __repr__(self) -> str:
+        return f"BlockPlan(path={self.path!r}, saved={self.saved!r}, reason={self.reason!r})"
+
 
 def make_block_plan(key: BlockKey) -> BlockPlan:
     """The decision.

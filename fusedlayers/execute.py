@@ -111,8 +111,8 @@ def _composite(
 
 
 def _check_result(operation: Operation, activation: Activation, y: object) -> None:
-    """A trace hands proxies on, and a function may return several tensors; another's return was forgotten."""
-    if not (is_tensor_like(y) or isinstance(y, tuple)):
+    """A trace hands proxies on."""
+    if not is_tensor_like(y):
         found = type(y).__name__
         raise TypeError(
             f"{operation.function}: the activation must return a tensor, {activation.name} returned {found}"

@@ -128,6 +128,24 @@ def test_layers_say_what_they_keep(layer: nn.Module, kept: tuple[int, int], said
     assert ("; a batch norm in float32 keeps its input too, of channels where rounding" in report.reason) == tells
 
 
+class Snake(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.ones(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.alpha + 1e-9).reciprocal() * torch.sin(self.alpha * x).pow(2)
+
+
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (32,), (32, 1), (1, 32, 1), (32, 1, 1), (1, 32, 1, 1), (1, 1, 1), (1, 1, 32)]
+)
+@pytest.mark.parametrize("in_layer", [False, True])
+def test_tensors_along_any_dimension_are_tried_on_inputs_that_have_it(shape: tuple[int, ...], in_layer: bool) -> None:
+    report = fl.explain(fl.FusedConvAct1d(32, 32, 7, Snake(*shape)) if in_layer else Snake(*shape))
+    assert report.kind == "needs input" and report.saved_bytes["float32"] == pytest.approx((20, 8), rel=0.01)
+
+
 @pytest.mark.parametrize("small", [0, 3, 6])
 def test_a_batch_norm_is_measured_with_its_weights(small: int) -> None:
     layer = fl.FusedBatchNormAct2d(8, "silu")

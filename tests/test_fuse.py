@@ -406,6 +406,7 @@ def test_report_as_values(x: Tensor) -> None:
                 "saves": "saves the output (last bit = side of minimum)",
                 "saved_bytes": HIDDEN_BYTES,
                 "time_ms": None,
+                "calls": 1,
             }
         ],
         "skipped": [
@@ -427,7 +428,37 @@ def test_report_as_values(x: Tensor) -> None:
     table = str(report)
     assert "1  gelu       0.act   32.0 KiB  saves the output (last bit = side of minimum)" in table
     assert "  relu: PyTorch saves no more than the output (module 1)" in table
-    assert table.endswith("%)")
+    assert table.endswith("%); details: memory_report")
+
+
+def test_calls_are_counted(x: Tensor) -> None:
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(IN, IN) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = F.gelu(layer(x))
+            return x
+
+    report = fl.fuse(nn.Sequential(Loop(), Loop(), MLP()), x)
+    assert [(place.modules, place.calls) for place in report.replaced] == [(("0", "1"), 8), (("2.act",), 1)]
+    table = str(report)
+    assert table.startswith("Sequential: 9 operations fused") and "\n    8  gelu       0-1 " in table
+
+
+def test_an_activation_in_a_gate_has_no_line_beside_the_gates(x: Tensor) -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up, self.down = nn.Linear(IN, 64), nn.Linear(IN, 64), nn.Linear(64, IN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(F.silu(self.gate(x)) * self.up(x))
+
+    report = fl.fuse(nn.Sequential(Gated()), x)
+    assert [place.pattern for place in report.replaced] == ["gate", "product"] and not report.skipped
 
 
 def test_repeated_blocks_are_one_line(x: Tensor) -> None:
@@ -513,7 +544,7 @@ def test_rows_that_do_not_add_up_are_explained() -> None:
 
     assert "(Rows need not add up" in report(1, 1)
     assert "(Rows need not add up" in report(60, 60)
-    assert "(Rows" not in report(52, 52) + report(1)
+    assert "(Rows" not in report(51, 51) + report(1)
 
 
 def test_a_row_is_what_its_operation_frees_beside_those_that_stay_fused() -> None:

@@ -634,6 +634,11 @@ def _refused_blocks() -> Iterator[Any]:
     first, last = _linear(4, 8), _linear(8, 4)
     for call, error, said in (
         (mlp(first, nn.Conv1d(1, 1, 1)), TypeError, "fc2 must be a plain nn.Linear, got Conv1d"),
+        (
+            lambda: fl.FusedMLP.from_modules(first, last, nn.GELU()),
+            TypeError,
+            "fc2 must be a plain nn.Linear, got GELU, and Linear as the activation, which comes second",
+        ),
         (mlp(fl.FusedDenseAct(4, 8), last), TypeError, "fc1 must be a plain nn.Linear, got FusedDenseAct"),
         (gated(first, first, None), TypeError, "down_proj must be a plain nn.Linear, got NoneType"),
         (mlp(_changed(_linear(4, 8), _whole_numbers), last), TypeError, "fc1 is of torch.int8, which is no floating"),

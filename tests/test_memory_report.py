@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +83,7 @@ def test_a_view_counts_its_storage_in_full(x: Tensor) -> None:
     x.requires_grad_()
     (row,) = activations(fl.memory_report(lambda x: (2 * x)[:1] ** 2, x))
     assert row.shape == (1, IN) and row.bytes == INPUT_BYTES
+    assert f" 1 x {IN} float32, of a larger buffer\n" in str(fl.memory_report(lambda x: (2 * x)[:1] ** 2, x))
 
 
 class Blocks(nn.Module):
@@ -602,12 +603,28 @@ def test_a_loss_that_is_none_is_refused(loss: Any, got: str, x: Tensor) -> None:
         fl.memory_report(mlp(), x, loss=loss)
 
 
-@pytest.mark.parametrize("given", [{"input": torch.randn(4, 8)}, (torch.randn(4, 8),)])
-@pytest.mark.parametrize("model", [nn.Linear(8, 8), lambda x: x.sin()])
-def test_arguments_that_are_one_container_are_named(given: Any, model: Any) -> None:
-    with pytest.raises((TypeError, AttributeError)) as raised:
-        fl.memory_report(model, given)
-    assert "memory_report(model, **inputs)" in raised.value.__notes__[0]
+@pytest.mark.parametrize("names", [(), ("input",)])
+@pytest.mark.parametrize("model", [nn.Linear(8, 8), lambda input: input.sin()])
+def test_one_container_stands_for_the_arguments_as_in_fuse(names: Sequence[str], model: Any) -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    given: Any = dict.fromkeys(names, x) or (x,)
+    report = fl.memory_report(model, given)
+    assert report == fl.memory_report(model, x) and report.bytes_of("input") == x.nbytes
+
+
+def test_a_container_that_the_model_takes_stays_one() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    assert fl.memory_report(lambda batch: batch["x"].sin(), {"x": x}).bytes_of("input") == x.nbytes
+    assert fl.memory_report(lambda pair: pair[0] * pair[1].detach(), (x, x + 1)).bytes_of("input") == x.nbytes
+
+
+def test_a_container_that_is_no_arguments_either() -> None:
+    with pytest.raises(TypeError, match="must be Tensor, not tuple") as raised:
+        fl.memory_report(nn.Linear(8, 8), (torch.randn(4, 8), 3))
+    (note,) = raised.value.__notes__
+    assert note.startswith(
+        "memory_report: the model takes this tuple neither as it is nor as its arguments: TypeError: "
+    )
 
 
 def test_what_the_model_raises_comes_through(x: Tensor) -> None:

@@ -947,7 +947,7 @@ def test_without_an_activation_the_repr_says_what_is_kept() -> None:
 def test_the_plan_says_what_is_saved_where_layers_are_frozen() -> None:
     module = fl.FusedMLP(IN, HIDDEN, activation="gelu")
     x = torch.randn(50, IN, requires_grad=True) * 1
-    assert _node(module(x)) == "MLPBackward" and "saves the output (branch" in repr(module)
+    assert _node(module(x)) == "MLPBackward" and "saves the output (last bit" in repr(module)
     module.fc1.requires_grad_(False)
     outer, inner = fl.plan_of(module, x)
     assert outer.path == "by_layer" and "the first layer is frozen" in str(outer) and inner.saved == "output"

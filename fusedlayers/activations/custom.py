@@ -69,7 +69,7 @@ _COMPARISONS = {
     for name in ("gt", "ge", "lt", "le", "eq", "ne")
     for kind in ("Scalar", "Tensor")
 }
-_MASK = "backward needs comparisons of its argument alone, and PyTorch keeps no more than a layer would"
+_MASK = "PyTorch keeps no more than a layer would: backward needs no more of z than comparisons"
 #: A layer keeps z, and what follows it y.
 _BUFFERS_OF_A_LAYER = 2
 _traces: BoundedCache[_Traced] = BoundedCache()
@@ -182,7 +182,7 @@ def _activation(activation: Activation, variables: FreeVariables, trace_key: _Tr
     if not reads:  # f is linear in z: PyTorch saves neither z nor y, a layer would save one of them
         raise NotPointwise("backward needs nothing of it, and PyTorch keeps nothing")
     if split.dims:
-        keeps_less = _torch_keeps_less(reads, variables, trace_key)
+        keeps_less = _torch_keeps_less(reads, variables, trace_key, None)
         return Activation(
             activation.name, split.body, operand_dims=split.dims, is_traced=True, torch_keeps_less=keeps_less
         )
@@ -194,8 +194,8 @@ def _activation(activation: Activation, variables: FreeVariables, trace_key: _Tr
         key = variables.key, split.body.code if is_exact else None
         row = replace(row, derivative_given_output=_analysis(key, split.body) if is_new else _NOT_ANALYSED)
     keeps_less = False
-    if replace(activation, row=row).output_refusal(dtype) is not None:
-        keeps_less = _torch_keeps_less(reads, variables, trace_key)
+    if (refused := replace(activation, row=row).output_refusal(dtype)) is not None:
+        keeps_less = _torch_keeps_less(reads, variables, trace_key, refused)
     if activation.row is not None:
         row = replace(row, dtype_refusals=find_inaccurate_dtypes(activation.row, activation.parameters))
         return replace(activation, row=row, needs_tracing=False, torch_keeps_less=keeps_less)
@@ -207,14 +207,17 @@ def _counted(cache: BoundedCache[int], key: Hashable) -> int:
     return cache.put(key, (cache.get(key) or 0) + 1)
 
 
-def _torch_keeps_less(reads: set[Any], variables: FreeVariables, trace_key: _TraceKey) -> bool:
+def _torch_keeps_less(reads: set[Any], variables: FreeVariables, trace_key: _TraceKey, refused: str | None) -> bool:
     """Whether PyTorch keeps less than a layer would, of a function whose output does not determine its derivative.
+
+    Args:
+        refused: why it does not, if it has no operands, which say it by themselves.
 
     Raises:
         NotPointwise: it keeps truth values in the place of z.
     """
     if reads <= _COMPARISONS:
-        raise NotPointwise(_MASK)
+        raise NotPointwise(_MASK if refused is None else f"{refused}; and {_MASK}")
     return kept_by_torch(variables, trace_key.example, trace_key.dtype) < _BUFFERS_OF_A_LAYER
 
 

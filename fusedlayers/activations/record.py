@@ -213,7 +213,7 @@ class Activation:
     def _find_needs_input_reason(self) -> str | None:
         stated, refusal = self._row.derivative_given_output, self._row.parameter_refusal
         if self.operand_dims:
-            return f"{self.name} reads tensors that training may change (constants can be Python numbers)"
+            return f"{self.name} reads tensors that training may change, so that no formula of the output stays right"
         if stated is None:
             return self.fallback_reason or f"the derivative of {self.name} is not known in terms of its output"
         if isinstance(stated, Analysis) and stated.kind == "input":

@@ -78,10 +78,10 @@ def fuse(model: nn.Module, inputs: Any = None, *, save: str = "auto", dry_run: b
     >>> print(fl.fuse(model, torch.randn(4096, 8)))
     Sequential: 1 operation fused
     <BLANKLINE>
-       operation  module  frees     for the backward pass it
-    1  gelu       1       1.00 MiB  saves the output (last bit = side of minimum)
+    calls  operation  module  frees     for the backward pass it
+        1  gelu       1       1.00 MiB  saves the output (last bit = side of minimum)
     <BLANKLINE>
-    saved for backward: 2.00 MiB before, 1.00 MiB now (-50.0 %)
+    saved for backward: 2.00 MiB before, 1.00 MiB now (-50.0 %); details: memory_report
     """
     check_model("fuse", model)
     if save not in ("auto", "recompute"):
@@ -212,7 +212,8 @@ class Fusing:
                 continue
             if group.first.left_because is not None or useless is not None:
                 group.first.left_because = group.first.left_because or useless
-                self._skipped.append(group)
+                if GATE not in group.first.readers:  # which the row of the gate speaks of
+                    self._skipped.append(group)
                 for place in group.places:
                     Region.of(place.module)  # an empty one, which keeps the operations out of an outer region
             else:
@@ -301,7 +302,7 @@ class Fusing:
         return FuseReport(
             type(self._model).__name__,
             tuple(
-                Replaced(group.paths, *group.first.names, group.saves, group.freed, group.time_ms)
+                Replaced(group.paths, *group.first.names, group.saves, group.freed, group.time_ms, group.calls)
                 for group in groups
                 if not (group.is_too_small or group.is_idle) and group.first.left_because is None
             ),

@@ -26,6 +26,10 @@ class Group:
         return tuple(path for place in self.places for path in place.paths)
 
     @property
+    def calls(self) -> int:
+        return sum(max(place.calls, len(place.paths)) for place in self.places)
+
+    @property
     def first(self) -> Place:
         return self.places[0]
 

@@ -63,6 +63,7 @@ class Place:
             pass.
         readers: what reads the result: "activation" (one whose output determines its input), "dropout", "gate" or
             "product".
+        calls: how many there were.
         gated: of a gate, the activations in it.
         activation: of PyTorch's activation functions, the record; else None.
         follows: of a dropout, what has made its input.
@@ -90,6 +91,7 @@ class Place:
     given: Given | None = None
     unread_because: str = "no activation reads it whose output determines its input"
     paths: tuple[str, ...] = ()
+    calls: int = 0
 
     def __post_init__(self) -> None:
         self.paths = self.paths or (self.path,)
@@ -317,6 +319,7 @@ class _Recorder(TorchFunctionMode):
             x = args[0]
             whole = Place(running.path, module, "", "", is_recomputed=running.is_recomputed)
             whole = self._alone.setdefault(running.path, _Alone(whole, x.shape, x.dtype, x.device)).place
+            whole.calls += 1
             # What reads the result of the last operation reads that of the module.
             self._makers.put(result, [*self._makers.of(result), whole])
 
@@ -386,6 +389,7 @@ class _Recorder(TorchFunctionMode):
                 place.left_because = "the module's code puts it under a checkpoint, or other saved-tensor hooks"
             else:
                 place.note_call(operation, func, args, kwargs)
+        place.calls += 1
         place.is_recomputed |= running.is_recomputed
         place.is_normalised &= any(maker.kind == BATCH_NORM for maker in self._makers.of(x))
         if kind == GATE:

@@ -10,7 +10,10 @@ from ..utils.formatting import merged_path, pattern_of, size_text
 from ..utils.reports import Report
 
 #: What a table says whose rows are not parts of the whole.
-ROWS = "(Rows need not add up: a buffer that two operations free together counts in both of their rows.)"
+ROWS = (
+    "(Rows need not add up: what only two operations together free counts in both of their rows, what either frees in "
+    "none.)"
+)
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,7 @@ class Replaced:
 
     Attributes:
         modules: the paths of the modules in whose code they are.
+        calls: how many calls of the operation that are; without example inputs, one for each module.
         pattern: "activation", "dropout", "layer_norm", "rms_norm", "group_norm", "batch_norm", "product" (a matrix
             product of a product, as behind a gate), or "mlp" for what is recomputed as a whole.
         activation: the name of an activation, else None.
@@ -35,6 +39,7 @@ class Replaced:
     saves: str
     saved_bytes: int | None = None
     time_ms: float | None = None
+    calls: int = 1
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ class FuseReport(Report):
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        count = sum(len(place.modules) for place in self.replaced)
+        count = sum(place.calls for place in self.replaced)
         would = "would be fused" if self.dry_run else "fused"
         yield f"{self.name}: {count} operation{'' if count == 1 else 's'} {would}"
         for note in self.notes:
@@ -104,14 +109,14 @@ class FuseReport(Report):
         if self.replaced:
             yield ""
             header = (
-                "",
+                "calls",
                 "operation",
                 "module",
                 "frees",
                 *["takes"] * (self.step_ms is not None),
                 "for the backward pass it",
             )
-            rows = [(str(len(p.modules)), p.activation or p.pattern, *_columns(p)) for p in self.replaced]
+            rows = [(str(p.calls), p.activation or p.pattern, *_columns(p)) for p in self.replaced]
             widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
             for row in (header, *rows):
                 number, *texts = row
@@ -131,9 +136,10 @@ class FuseReport(Report):
             yield ""
             change = f" ({100 * (after - before) / before:+.1f} %)" if before else ""
             now = "then" if self.dry_run else "now"
-            yield f"saved for backward: {size_text(before)} before, {size_text(after)} {now}{change}"
+            saved = f"{size_text(before)} before, {size_text(after)} {now}{change}"
+            yield f"saved for backward: {saved}; details: memory_report"
             known = [place.saved_bytes for place in self.replaced if place.saved_bytes is not None]
-            if len(known) > 1 and not 0.9 * (before - after) <= sum(known) <= 1.1 * (before - after):
+            if len(known) > 1 and not 0.98 * (before - after) <= sum(known) <= 1.02 * (before - after):
                 yield ROWS
         if self.step_ms is not None:
             yield "forward and backward: {:.3g} ms before, {:.3g} ms then".format(*self.step_ms)

@@ -42,10 +42,10 @@ class FusedBlock(WithActivation):
         """A block of layers that are there, which are shared."""
         for name, layer in layers.items():
             if type(layer) is not nn.Linear:
-                raise TypeError(
-                    f"{cls.__name__}.from_modules: {name} must be a plain nn.Linear, got {type(layer).__name__}, which "
-                    "may compute something else; leave it as it is"
-                )
+                found = f"{type(layer).__name__}, which may compute something else; leave it as it is"
+                if isinstance(activation, nn.Linear):  # it stands where a layer should
+                    found = f"{type(layer).__name__}, and Linear as the activation, which comes second"
+                raise TypeError(f"{cls.__name__}.from_modules: {name} must be a plain nn.Linear, got {found}")
         cls._check_fit(layers)
         block = cls.__new__(cls)
         nn.Module.__init__(block)

@@ -200,17 +200,20 @@ def _specialised(record: Activation, shape: tuple[int, ...]) -> Activation:
 
 
 def _shape(record: Activation) -> tuple[int, ...]:
-    """A shape that the function takes. Channels are tried as the last dimension, and as the second of four; that first
-    if a tensor has dimensions behind them."""
+    """A shape that the function takes. Channels are tried as the last dimension, and as the second of three and four;
+    that first if a tensor has dimensions behind them."""
     tensors = find_variables(record.function).tensors
     sizes = {size for tensor in tensors for size in tensor.shape if size > 1}
     as_second = any(tensor.numel() > 1 and tensor.shape[-1] == 1 for tensor in tensors)
+    # No fewer dimensions than a tensor has, which would add its own to the result.
+    more = [1] * max((tensor.dim() - 2 for tensor in tensors), default=0)
     for channels in sorted(sizes, reverse=True):
-        shapes = [(-(-COUNT // channels), channels), (8, channels, 8, -(-COUNT // (64 * channels)))]
+        rest = -(-COUNT // channels)
+        shapes = [(*more, rest, channels), (8, channels, -(-rest // 8)), (8, channels, 8, -(-rest // 64))]
         for shape in shapes[::-1] if as_second else shapes:
             if _specialised(record, shape).is_fusible:
                 return shape
-    return (COUNT // 64, 64)
+    return (*more, COUNT // 64, 64)
 
 
 def _in_dtype(record: Activation, dtype: torch.dtype) -> tuple[Callable[..., Tensor], object]:
@@ -256,7 +259,7 @@ def _measure(
     fused = functools.partial(_applied, activation, _save(record, dtype, layer))
     layers: tuple[Callable[[Tensor], Tensor], ...] = (function, fused)
     if isinstance(layer, FusedAct) and _is_norm(layer):
-        kind = FusedBatchNormAct1d if len(shape) == 2 else FusedBatchNormAct2d
+        kind = FusedBatchNormAct2d if len(shape) == 4 else FusedBatchNormAct1d
         norm = kind.torchs(shape[1], dtype=dtype)
         if layer.weight is not None and not layer.weight.is_meta:
             # The layer's own channels, repeated.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -10,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..fusion.example import arguments_from
 from ..memory import device_of, peak_bytes
 from ..utils.autograd_graph import hides_what_it_saves, is_leaf, leaves_of, nodes_of
+from ..utils.formatting import first_line
 from ..utils.module_state import isolated_gradients, unchanged
 from ..utils.progress import OnStage
 from ..utils.refusals import check_instance
@@ -40,8 +43,8 @@ def memory_report(
 
     Args:
         model: a module, or any function of tensors. Functions are asked for the modules that they name.
-        args, kwargs: its arguments, written out where ``fuse`` takes a tuple or a mapping: ``*inputs`` or ``**inputs``.
-            The device is CUDA if a tensor of the model or of these is there, else the CPU.
+        args, kwargs: its arguments. One tuple or mapping that it does not take as it is stands for them, as in
+            ``fuse``. The device is CUDA if a tensor of the model or of these is there, else the CPU.
         loss: of the model's result, a scalar. By default the sum of the means of all floating-point tensors in the
             result that require grad.
 
@@ -70,15 +73,7 @@ def report_of(step: Step, on_stage: OnStage = lambda stage, part: None) -> Memor
     device = _device([*tensors_in(tracker.modules), *inputs])
     with unchanged(tracker.modules, inputs) as restore_random_state:
         on_stage("warming up", 0.0)
-        try:
-            loss = step.forward()
-        except (TypeError, AttributeError) as error:
-            if len(step.args) == 1 and isinstance(step.args[0], Mapping | tuple | list):
-                error.add_note(
-                    f"{step.function}: the model was called with one {type(step.args[0]).__name__}; for arguments in "
-                    f"it write {step.function}(model, **inputs), or {step.function}(model, *inputs)"
-                )
-            raise
+        step, loss = _first_forward(step)
         nodes = nodes_of([loss])
         compiled = any(str(node.name()).startswith("CompiledFunction") for node in nodes)
         leaves = leaves_of(nodes)
@@ -97,6 +92,26 @@ def report_of(step: Step, on_stage: OnStage = lambda stage, part: None) -> Memor
             measured = peak_bytes(step.run, device=device)
     name = tracker.class_names[""]
     return MemoryReport(name, str(device), rows, measured, peak.bytes, peak.parts, peak.moment, hidden)
+
+
+def _first_forward(step: Step) -> tuple[Step, Tensor]:
+    """The loss of the first call, and the step: its one tuple or mapping may have turned out to be the arguments."""
+    try:
+        return step, step.forward()
+    except (TypeError, AttributeError) as error:
+        if step.kwargs or len(step.args) != 1 or not isinstance(step.args[0], Mapping | tuple | list):
+            raise
+        (given,) = step.args
+        args, kwargs = arguments_from(given)
+        step = dataclasses.replace(step, args=args, kwargs=kwargs)
+        try:
+            return step, step.forward()
+        except Exception as second:
+            error.add_note(
+                f"{step.function}: the model takes this {type(given).__name__} neither as it is nor as its arguments: "
+                f"{type(second).__name__}: {first_line(second)}"
+            )
+            raise error from None
 
 
 def _device(tensors: list[Tensor]) -> torch.device:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from ..utils.formatting import merged_path, pattern_of
 from .saved_rows import Row
@@ -65,11 +68,17 @@ def entries_in(group: Group, model: str) -> Iterator[Entry]:
     similar: dict[tuple[str, str], list[Row]] = {}
     for row in group.rows:
         operation = row.operation + (f" +{len(row.shared_with)}" if row.shared_with else "")
-        similar.setdefault((operation, f"{_shape(row.shape)} {row.dtype}"), []).append(row)
+        similar.setdefault((operation, f"{_shape(row.shape)} {row.dtype}{_of_more(row)}"), []).append(row)
     for (operation, tensor), rows in similar.items():
         path = merged_path(dict.fromkeys(row.module for row in rows)) or model
         count = f"{len(rows)} of " if len(rows) > 1 else ""
         yield Entry(path, operation, count + tensor, sum(row.bytes for row in rows))
+
+
+def _of_more(row: Row) -> str:
+    """Of a view, that its storage is larger."""
+    own = math.prod(row.shape) * getattr(torch, row.dtype).itemsize
+    return ", of a larger buffer" if row.bytes > own else ""
 
 
 def _shape(shape: Sequence[int]) -> str:
