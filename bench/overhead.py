@@ -60,6 +60,17 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
 }
 FOLDED_ACTIVATIONS = ("gelu", "silu")
+
+
+class Own(nn.Module):
+    """An activation of a user's, which is traced."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        return z * torch.sigmoid(1.7 * z)
+
+
+#: What stands between the two layers that ``fuse`` has seen.
+BETWEEN_LAYERS: dict[str, Callable[[], nn.Module]] = {"gelu": nn.GELU, "silu": nn.SiLU, "own": Own}
 #: Results of 64 KiB, which are left to PyTorch, of 512 KiB, which are not, and of 1 MiB.
 SIZES = (16384, 131072, 262144)
 
@@ -137,8 +148,8 @@ def _cases() -> Iterator[Case]:
         for operation in ("dense", "conv", "bias_act"):
             for elements in SIZES:
                 yield Case(FOLDED if activation in FOLDED_ACTIVATIONS else FUSED, operation, activation, elements)
-    for elements in (512, 131072):
-        yield Case(REGION, "fuse", "gelu", elements)
+    for activation, elements in (("gelu", 512), *((name, 131072) for name in BETWEEN_LAYERS)):
+        yield Case(REGION, "fuse", activation, elements)
     for elements in (512, *SIZES):
         yield Case(YARDSTICK, "function", "relu", elements)
 
@@ -257,7 +268,16 @@ def _build(case: Case, device: torch.device) -> tuple[Variant, Variant]:
     def both(eager: Callable[..., Tensor], ours: Callable[..., Tensor], *tensors: Tensor) -> tuple[Variant, Variant]:
         return Variant(partial(eager, *tensors), tensors), Variant(partial(ours, *tensors), tensors)
 
-    name, function, elements = case.activation, ACTIVATIONS[case.activation], case.elements
+    elements = case.elements
+    if case.operation == "fuse":
+        x = randn(elements // 64, 64)
+        model = nn.Sequential(nn.Linear(64, 64), BETWEEN_LAYERS[case.activation](), nn.Linear(64, 64)).to(device)
+        parameters = {id(parameter): parameter for parameter in model.parameters()}
+        region = copy.deepcopy(model, parameters)
+        fl.fuse(region, torch.randn(4096, 64, device=device))
+        wanted = (x, *model.parameters())
+        return Variant(lambda: model(x), wanted), Variant(lambda: region(x), wanted)
+    name, function = case.activation, ACTIVATIONS[case.activation]
     if case.operation in ("dense", "large dense"):
         hidden = 64 if case.group in (SMALL, *ON_FAKE_GPU) else 256
         x, w, b = randn(elements // hidden, 64), randn(hidden, 64, scale=0.125), randn(hidden)
@@ -281,13 +301,6 @@ def _build(case: Case, device: torch.device) -> tuple[Variant, Variant]:
         ours = partial(fl.bias_act, activation=name)
         return both(partial(reference.bias_act, function=function), ours, randn(elements // width, width), randn(width))
     x = randn(elements // 64, 64)
-    if case.operation == "fuse":
-        model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to(device)
-        parameters = {id(parameter): parameter for parameter in model.parameters()}
-        region = copy.deepcopy(model, parameters)
-        fl.fuse(region, torch.randn(4096, 64, device=device))
-        wanted = (x, *model.parameters())
-        return Variant(lambda: model(x), wanted), Variant(lambda: region(x), wanted)
     if case.operation == "function":
         return both(F.relu, ReLU.apply, x)
     if case.operation == "module":

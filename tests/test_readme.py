@@ -240,7 +240,7 @@ def test_what_is_small_is_as_it_says() -> None:
     words = " ".join(README.split())
     ((mib, kib),) = re.findall(r"and ([\d.]+) MiB on an H100 \((\d+) KiB for each multiprocessor", words)
     assert float(mib) == int(kib) * 132 / 1024
-    ((small, least, most),) = re.findall(r"below (\d+) KiB on CPUs \(norms: (\d+) to (\d+) MiB\)", words)
+    ((small, least, most),) = re.findall(r"below (\d+) KiB on CPUs \(norms but RMS: (\d+) to (\d+) MiB\)", words)
     constants = Path(sizes.__file__).read_text(encoding="utf-8")  # tests change them in the module
     for line in (
         f"GPU_BYTES = {kib} << 10",
@@ -250,6 +250,25 @@ def test_what_is_small_is_as_it_says() -> None:
         "CHANNELS_LAST_FACTOR = 4",
     ):
         assert f"\n{line}\n" in constants
+
+
+def test_narrow_layers_take_as_long_as_was_measured() -> None:
+    (path,) = RESULTS.glob("*/overhead.json")
+    cases = json.loads(path.read_text(encoding="utf-8"))["cases"]
+    ratios = [
+        row["variants"]["fusedlayers"]["forward_backward"]["ratio"] for row in cases if row["elements"] >= 1 << 17
+    ]
+    (said,) = re.findall(r"Just above, \[narrow layers\]\(\S+\) take a CPU up to (\S+)x, and", README)
+    assert round(max(ratios), 1) == float(said)
+
+
+def test_peaks_of_small_models_are_what_was_measured() -> None:
+    names = "EfficientNet-B0", "BERT with dropouts, narrow", "Qwen 3, narrow"
+    (run,) = (run for run in committed(RESULTS, "models") if any(row["model"] == names[-1] for row in run["cases"]))
+    rows = [next(row["variants"] for row in run["cases"] if row["model"] == name) for name in names]
+    changes = [100 * rows["fusedlayers"]["peak_bytes"] / rows["eager"]["peak_bytes"] - 100 for rows in rows]
+    (said,) = re.findall(r"the peak, which has gradients and logits too: (\S+) %, (\S+) %, (\S+) %\)", README)
+    assert [round(change) for change in changes] == [*map(int, said)]
 
 
 def test_in_other_contexts_it_frees_what_was_measured() -> None:
