@@ -555,6 +555,7 @@ def test_a_row_is_what_its_operation_frees_beside_those_that_stay_fused() -> Non
     (place,), (skipped,) = report.replaced, report.skipped
     before, after = report.saved_bytes or (0, 0)
     assert (place.pattern, skipped.activation) == ("group_norm", "silu")
+    assert skipped.reason == "it frees nothing: its input is the output that the group_norm before it saves"
     assert place.saved_bytes == before - after > _IMAGE_BYTES / 2
 
 

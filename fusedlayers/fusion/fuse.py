@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -228,18 +228,23 @@ class Fusing:
             return chosen
         total, chosen, left = without_the_useless(chosen, total, measured)
         for group in left:
-            self._leave_useless(group, before)
+            self._leave_useless(group, before, [place for group in chosen for place in group.places])
         if total > before:
             return self._leave(chosen, f"fused, the model would keep {size_text(total - before)} more")
         return chosen
 
-    def _leave_useless(self, group: Group, before: int) -> None:
+    def _leave_useless(self, group: Group, before: int, fused: Sequence[Place]) -> None:
         first = group.first
         if first.kind in _AUXILIARY or not before:  # else a note says why nothing is kept
             return
         because = "it frees nothing: its input is kept anyway, its output by nobody else, or no gradient reaches it"
+        keepers = [
+            place for place in first.follows if place in fused and saves_of(place).startswith("saves the output")
+        ]
         if group.freed:
             because = f"it would keep {size_text(-group.freed)} more: nobody else keeps its output"
+        elif keepers:
+            because = f"it frees nothing: its input is the output that the {keepers[-1].name} before it saves"
         keeps_output = first.saves is None or first.saves.startswith("saves the output")
         first.left_because = because if keeps_output else group.saves
         self._skipped.append(group)

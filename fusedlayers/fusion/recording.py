@@ -66,7 +66,7 @@ class Place:
         calls: how many there were.
         gated: of a gate, the activations in it.
         activation: of PyTorch's activation functions, the record; else None.
-        follows: of a dropout, what has made its input.
+        follows: what has made its input.
         is_normalised: of an activation, whether a batch norm made its input, in all calls.
         dtype: of the input.
         given: what the module was given in the first call, if that says the sizes of what it computes.
@@ -381,7 +381,7 @@ class _Recorder(TorchFunctionMode):
             place = self._places[running.path, kind] = Place(
                 running.path, running.module, kind, name, dtype=x.dtype, given=running.given
             )
-            place.activation, place.follows = activation, self._makers.of(x) if kind == "dropout" else []
+            place.activation, place.follows = activation, self._makers.of(x)
             place.is_normalised = place.is_activation
             if kind == "dropout" and kwargs.get("inplace"):
                 place.left_because = "it drops in place"
