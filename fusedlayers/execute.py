@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import is_tensor_like
 
 from . import _torch, backends, validation
 from .activations import DTYPES, Activation, measure_inverse_error, resolve
@@ -104,19 +103,7 @@ def _composite(
 ) -> Tensor:  # fmt: skip
     """By PyTorch's own operations."""
     z = operation(x, w, b)
-    y: Tensor = activation.plain(z if residual is None else z + residual)
-    if type(y) is not Tensor:
-        _check_result(operation, activation, y)
-    return y
-
-
-def _check_result(operation: Operation, activation: Activation, y: object) -> None:
-    """A trace hands proxies on."""
-    if not is_tensor_like(y):
-        found = type(y).__name__
-        raise TypeError(
-            f"{operation.function}: the activation must return a tensor, {activation.name} returned {found}"
-        )
+    return validation.activated(operation.function, activation, z if residual is None else z + residual)
 
 
 def _sum(operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -300,7 +287,7 @@ def run_block(
     """An MLP block."""
     if plan.path == "composite":
         layers = _apart(options, first)
-        activated = activation.plain(F.linear(input, *layers[0]))
+        activated = validation.activated(options.function, activation, F.linear(input, *layers[0]))
         others = [F.linear(input, *layer) for layer in layers[1:]] if options.is_gated else ()
         return after_activation(activated, others, options.dropout, last)
     if plan.block is None:

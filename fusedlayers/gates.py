@@ -125,7 +125,7 @@ def _in_one_node(
 def _composite(gate: Tensor, up: Tensor | None, activation: Activation, packing: Packing) -> Tensor:
     """By PyTorch's own operations."""
     half, other = gates.split(gate, packing) if up is None else (gate, up)
-    return activation.plain(half) * other
+    return validation.activated("gated_act", activation, half) * other
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

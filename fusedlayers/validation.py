@@ -9,7 +9,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.overrides import has_torch_function
+from torch.overrides import has_torch_function, is_tensor_like
 
 from . import backends
 from ._torch import is_of_transform
@@ -66,6 +66,15 @@ def output_refused(function: str, activation: Activation, dtype: torch.dtype, re
         f"{function}: save='output' cannot be had for {activation!r} in {dtype}: {reason}; "
         "use save='auto', 'input' or 'recompute'"
     )
+
+
+def activated(function: str, activation: Activation, z: Tensor) -> Tensor:
+    """``activation(z)`` by PyTorch's own operations. A user's function need not return a tensor."""
+    y = activation.plain(z)
+    if type(y) is not Tensor and not is_tensor_like(y):  # as the proxies of a trace are
+        found = type(y).__name__
+        raise TypeError(f"{function}: the activation must return a tensor, {activation.name} returned {found}")
+    return y
 
 
 def check_call(operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from random import random as draw
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -939,6 +939,7 @@ CASES = [
     Case("detached beside", lambda p: lambda z: z * p / p.detach().abs().mean(), (CHANNELS,)),
     Case("sorted beforehand", lambda p: lambda z: _swish(z, torch.sort(p, descending=True).values), (CHANNELS,)),
     Case("expanded", lambda p: lambda z: z * p.expand_as(z) + p.expand(z.shape), (CHANNELS,)),
+    Case("signed power", lambda p: lambda z: torch.sgn(z) * z**2 * p, (CHANNELS,)),
     Case("unused besides", lambda p, q: lambda z: _swish(z, p) + 0 * q.sum(), (CHANNELS, torch.ones(3, 4))),
 ]  # fmt: skip
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
@@ -991,6 +992,44 @@ def test_a_bias_may_run_along_another_dimension(case: Case) -> None:
             z,
             torch.randn(case.shape[dim]),
         )
+
+
+@pytest.mark.parametrize("shape", [(40, 16), (3, 5, 7)])
+def test_a_gradient_of_zeros_has_the_arguments_shape(shape: tuple[int, ...]) -> None:
+    """That of sgn is zeros, expanded: to the shape of the example that was traced."""
+    z = torch.randn(shape, requires_grad=True)
+    y, expected = fl.bias_act(z * 1, None, _signed_square, save="input"), _signed_square(z)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(_gradients(y, torch.ones_like(y), [z]), _gradients(expected, torch.ones_like(y), [z]))
+
+
+def _signed_square(z: Tensor) -> Tensor:
+    return torch.sgn(z) * z**2
+
+
+def test_infinite_inputs_alone_may_have_another_gradient_that_is_not_finite() -> None:
+    """PyTorch's formula for logsigmoid gives -inf at -inf, and that of its parts NaN; over z they differ at 0 too."""
+    assert _reason(lambda z: F.logsigmoid(z) * z) is None
+    assert "gives other values than that of its parts" in (_reason(lambda z: F.logsigmoid(z) / z) or "")
+
+
+@pytest.mark.parametrize("make", [lambda z: (z, z), lambda z: Pair(z, z), lambda z: None, lambda z: 3.0])
+@pytest.mark.parametrize("rows", [4, 40_000])
+def test_what_is_no_tensor_is_refused_by_blocks_too(make: Any, rows: int) -> None:
+    x = torch.randn(rows, 8)
+    for block in (
+        fl.FusedMLP(8, 16, activation=make),
+        fl.FusedMLP(8, 16, activation=make, save="recompute"),
+        fl.FusedGatedMLP(8, 16, activation=make),
+        fl.FusedDenseAct(8, 16, make),
+    ):
+        with pytest.raises(TypeError, match="the activation must return a tensor"):
+            block(x)
+
+
+class Pair(NamedTuple):
+    one: Tensor
+    other: Tensor
 
 
 @pytest.mark.parametrize("step", [torch.floor, torch.round, torch.sign])

@@ -618,13 +618,29 @@ def test_a_container_that_the_model_takes_stays_one() -> None:
     assert fl.memory_report(lambda pair: pair[0] * pair[1].detach(), (x, x + 1)).bytes_of("input") == x.nbytes
 
 
-def test_a_container_that_is_no_arguments_either() -> None:
-    with pytest.raises(TypeError, match="must be Tensor, not tuple") as raised:
-        fl.memory_report(nn.Linear(8, 8), (torch.randn(4, 8), 3))
+@pytest.mark.parametrize("model", [nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 8))])
+def test_a_container_that_is_no_arguments_either(model: nn.Module) -> None:
+    with pytest.raises((TypeError, RuntimeError), match=r"takes 2 positional arguments|at most 2 argument") as raised:
+        fl.memory_report(model, (torch.randn(4, 8), 3))
     (note,) = raised.value.__notes__
-    assert note.startswith(
-        "memory_report: the model takes this tuple neither as it is nor as its arguments: TypeError: "
-    )
+    assert "of the call with the contents of the tuple for arguments; with it as it is, " in note
+
+
+def test_errors_behind_the_call_are_the_users(x: Tensor) -> None:
+    calls = []
+
+    def model(first: Tensor, second: Tensor | None = None) -> Tensor:
+        calls.append(first)
+        if second is not None:
+            raise KeyError("a bug of the model's")
+        return first[0].sin() if isinstance(first, tuple) else first.sin()
+
+    x.requires_grad_()
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):  # and no second call
+        fl.memory_report(model, (x, x), loss=lambda y: y.nonsense)
+    assert len(calls) == 1
+    with pytest.raises(KeyError, match="a bug of the model's"):
+        fl.memory_report(lambda first, second: model(first, second), (x, x))
 
 
 def test_what_the_model_raises_comes_through(x: Tensor) -> None:

@@ -21,7 +21,15 @@ from torch.fx import Graph, GraphModule, Node
 from .._torch import LOCAL_SCALAR, PRELU, TO_COPY
 from .decompositions import to_single_results
 from .free_variables import FreeVariables
-from .tracing import FILL_VALUES, TORCH_CALLS, NotPointwise, aten_graph, eliminate_common_subexpressions, name_of
+from .tracing import (
+    EXPANDING,
+    FILL_VALUES,
+    TORCH_CALLS,
+    NotPointwise,
+    aten_graph,
+    eliminate_common_subexpressions,
+    name_of,
+)
 
 aten = torch.ops.aten
 
@@ -72,9 +80,8 @@ def example_shapes(shape: tuple[int, ...], tensors: Sequence[Tensor]) -> list[tu
     return [*of_one, whole]
 
 
-_EXPANDING = {aten.expand.default, aten.expand_copy.default}
 #: What does nothing if the result has the shape of the argument, but holds sizes.
-_RESHAPING = {aten.view.default, aten.view_copy.default, *_EXPANDING}
+_RESHAPING = {aten.view.default, aten.view_copy.default, *EXPANDING}
 #: Pointwise operations without torch's tag ``pointwise``.
 _ALSO_POINTWISE = {
     PRELU.default,
@@ -187,13 +194,13 @@ class _Splitter:
         if target in FILL_VALUES and isinstance(fill := FILL_VALUES[target](node), (bool, int, float)):
             self.numbers[node] = fill
         elif any(i in self.varying for i in inputs):
-            pointwise = torch.Tag.pointwise in target.tags or target in _ALSO_POINTWISE
-            if not pointwise or getattr(node.meta["val"], "shape", None) != self.example:  # a tuple has no shape
+            pointwise = torch.Tag.pointwise in getattr(target, "tags", ()) or target in _ALSO_POINTWISE
+            if not pointwise or getattr(node.meta.get("val"), "shape", None) != self.example:  # a tuple has no shape
                 raise NotPointwise(f"{name_of(op)} is not pointwise")
             is_same = target in _RESHAPING
             self.varying[node] = self.varying[inputs[0]] if is_same else _copied(self.body, node, self._in_body)
         elif any(i in self.uniform for i in inputs):
-            if target in _EXPANDING:
+            if target in EXPANDING:
                 (narrow,) = inputs
                 self.narrow[node] = self.narrow.get(narrow, narrow)
                 self.uniform[node] = self.uniform[narrow]

@@ -213,7 +213,8 @@ class Activation:
     def _find_needs_input_reason(self) -> str | None:
         stated, refusal = self._row.derivative_given_output, self._row.parameter_refusal
         if self.operand_dims:
-            return f"{self.name} reads tensors that training may change, so that no formula of the output stays right"
+            changes = "reads tensors that training may change, so that no formula of the output stays right"
+            return f"{self.name} {changes} (constants can be Python numbers)"
         if stated is None:
             return self.fallback_reason or f"the derivative of {self.name} is not known in terms of its output"
         if isinstance(stated, Analysis) and stated.kind == "input":
@@ -343,21 +344,23 @@ class Activation:
             parts = self.fallback_reason, self.operand_dims, self.needs_tracing, self.is_traced, self.torch_keeps_less
             return Activation, (self.name, self.function, self.parameters, None, *parts)
         assert not self.is_traced  # only caches hold these
-        from .table import bound  # which holds rows
-
-        return bound, (self.name, dict(self.parameters))
+        return _rebind, (self.name, dict(self.parameters))
 
     def __fx_create_arg__(self, tracer: Any) -> Any:
         # torch.fx writes an argument of a call into a graph by this.
         if self.row is None:
             raise NotImplementedError(f"torch.fx cannot write a call of {self.name} into a graph")
-        from .table import bound
-
-        return tracer.create_node("call_function", bound, (self.name, dict(self.parameters)), {})
+        return tracer.create_node("call_function", _rebind, (self.name, dict(self.parameters)), {})
 
     def __repr__(self) -> str:
         bound = ", ".join(f"{k}={v:g}" for k, v in self.parameters.items() if v != self._row.parameters.get(k))
         return f"{self.name}({bound})" if bound else self.name
+
+
+def _rebind(name: str, parameters: Mapping[str, float]) -> Activation:
+    from .table import bound  # which is made of rows
+
+    return bound(name, parameters)
 
 
 class WithOperands(NamedTuple):

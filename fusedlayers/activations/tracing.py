@@ -28,6 +28,7 @@ from ..utils.isolation import in_clean_state
 from .decompositions import NotPointwise, to_core
 
 __all__ = [
+    "EXPANDING",
     "FILL_VALUES",
     "TORCH_CALLS",
     "NotPointwise",
@@ -154,6 +155,8 @@ FILL_VALUES: dict[Any, Callable[[Node], Any]] = {
     aten.zeros_like.default: lambda node: 0,
 }
 _IDENTITIES = {aten.alias.default, aten.alias_copy.default, aten.detach.default, aten.detach_copy.default}
+#: What broadcasting does by itself. The size that they hold is that of the example.
+EXPANDING = {aten.expand.default, aten.expand_copy.default}
 #: These do nothing if their second argument is 1.
 _NEUTRAL = {aten.mul.Tensor, aten.div.Tensor, aten.pow.Tensor_Scalar}
 
@@ -184,10 +187,10 @@ def eliminate_common_subexpressions(graph: Graph) -> None:
 
 
 def simplified(module: GraphModule) -> GraphModule:
-    """A trace simplified for running without gradients: without detaches and copies, and with a 0-d tensor for each
-    tensor of equal numbers. It computes the same for all shapes that broadcast."""
+    """A trace simplified for running without gradients: without detaches, copies and expansions, and with a 0-d tensor
+    for each tensor of equal numbers. It computes the same for all shapes that broadcast."""
     for node in list(module.graph.nodes):
-        if node.target in _IDENTITIES:
+        if node.target in _IDENTITIES or node.target in EXPANDING:
             node.replace_all_uses_with(node.args[0])
         elif node.target in FILL_VALUES and isinstance(fill := FILL_VALUES[node.target](node), (bool, int, float)):
             with module.graph.inserting_before(node):

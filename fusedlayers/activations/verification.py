@@ -29,8 +29,8 @@ _EDGES = (0.0, -0.0, 1e-30, -1e-30, 1.0, -1.0, 30.0, -30.0, 1e4, -1e4, math.inf,
 _SWEEP = 4096
 _DIFFERS = {
     "value": "its operations do not give its value, which depends on something else (a shape, changing state)",
-    "gradient": "its operations do not give its gradient; autograd does not see some (no_grad, .data), or a formula of "
-    "PyTorch's for another computes something else",
+    "gradient": "its operations do not give its gradient: autograd does not see some (no_grad, .data), or PyTorch's "
+    "formula for the gradient of one gives other values than that of its parts",
 }
 #: The accepted difference in units of the dtype's eps. Both sides run the same operations; only the order of a few sums
 #: may differ.
@@ -131,10 +131,10 @@ def _first_difference(variables: FreeVariables, split: Split, leaves: Sequence[T
     of_sums = math.sqrt(terms) * _largest(theirs[_OF_Z]) if len(theirs) > _OF_Z else 0.0
     for i, (a, b) in enumerate(zip(theirs, ours, strict=True)):
         scale = max(_largest(a), of_sums if i > _OF_Z else 0.0)
-        if (
-            i >= _OF_Z
-        ):  # an infinite gradient and NaN are one: PyTorch's formula may give the one, and its parts the other
-            a, b = (t.where(t.isfinite(), math.nan) for t in (a, b))
+        if i == _OF_Z:
+            # Of infinity PyTorch's formula may give an infinite gradient, and that of its parts NaN.
+            real = leaves[0].isfinite()
+            a, b = (t.where(real | t.isfinite(), math.nan) for t in (a, b))
         if a.shape != b.shape or not torch.allclose(a, b, rtol=tolerance, atol=scale * tolerance, equal_nan=True):
             return i
     return None

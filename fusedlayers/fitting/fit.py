@@ -14,10 +14,9 @@ from .._torch import is_optimized
 from ..fusion.example import arguments_from, eagerly, evaluation_notes
 from ..fusion.fuse import unfuse
 from ..fusion.region import region_of
-from ..fusion.report import path_text
 from ..fusion.timing import ROUNDS
 from ..profiling.step import Step
-from ..utils.formatting import pattern_of, size_text
+from ..utils.formatting import path_text, pattern_of, size_text
 from ..utils.module_state import unchanged
 from ..utils.refusals import check_flag
 from ..utils.storages import tensors_in

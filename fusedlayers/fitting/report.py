@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..fusion.report import path_text
-from ..utils.formatting import budget_text, size_text
+from ..utils.formatting import budget_text, path_text, size_text
 from ..utils.reports import DrawnReport
 from .blocks import Mode
 from .plans import Plan

@@ -22,7 +22,7 @@ from .example import arguments_from, check_model, check_module, does_not_run, ea
 from .groups import Group, grouped, saves_of, without_the_useless
 from .mlps import find_mlps
 from .operations import BATCH_NORM, GATE, OPERATIONS, PRODUCT, Given
-from .recording import Place, record
+from .recording import KEPT_BY_GATE, Place, record
 from .region import Region, region_of
 from .report import FuseReport, Replaced
 from .stand_in import recognise
@@ -212,8 +212,7 @@ class Fusing:
                 continue
             if group.first.left_because is not None or useless is not None:
                 group.first.left_because = group.first.left_because or useless
-                if GATE not in group.first.readers:  # which the row of the gate speaks of
-                    self._skipped.append(group)
+                self._skipped.append(group)
                 for place in group.places:
                     Region.of(place.module)  # an empty one, which keeps the operations out of an outer region
             else:
@@ -227,6 +226,12 @@ class Fusing:
         if before is None or total is None:
             return chosen
         total, chosen, left = without_the_useless(chosen, total, measured)
+        gated = [place for group in chosen for gate in group.places for place in gate.gated if place.calls == 1]
+        self._skipped = [  # the rows of the gates speak of them
+            group
+            for group in self._skipped
+            if group.first.left_because != KEPT_BY_GATE or not {*group.places} <= {*gated}
+        ]
         for group in left:
             self._leave_useless(group, before, [place for group in chosen for place in group.places])
         if total > before:

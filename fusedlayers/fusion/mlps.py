@@ -29,14 +29,15 @@ def find_mlps(model: nn.Module, recording: Recording) -> Iterator[Place]:
         module = modules.get(path)  # None of one that the forward pass has exchanged
         if module is None or any(is_within(path, outer) for outer in found):
             continue
-        if _is_mlp(module, functions, recording):
+        inside = {*module.modules()}  # and not by paths: that of a shared activation may be in another module
+        activations = [place for place in recording.places if place.is_activation and place.module in inside]
+        if _is_mlp(functions, activations, recording):
             found.append(path)
-            yield Place(path, module, CHECKPOINT, CHECKPOINT, paths=recording.paths[path])
+            calls = max(place.calls for place in activations)
+            yield Place(path, module, CHECKPOINT, CHECKPOINT, paths=recording.paths[path], calls=calls)
 
 
-def _is_mlp(module: nn.Module, functions: list[str], recording: Recording) -> bool:
-    inside = {*module.modules()}  # and not by paths: that of a shared activation may be in another module
-    activations = [place for place in recording.places if place.is_activation and place.module in inside]
+def _is_mlp(functions: list[str], activations: list[Place], recording: Recording) -> bool:
     rest = Counter(functions)
     for place in activations:  # one that is spelled out calls anything
         rest -= Counter(recording.functions.get(place.path, ())) if place.stand_in is not None else Counter()

@@ -38,6 +38,8 @@ from .stand_in import StandIn, recognise
 _PLANNED = frozenset({"layer_norm", "rms_norm", "group_norm"})
 #: Of which no result is saved.
 _RESULT_IS_FREE = frozenset({BATCH_NORM, GATE, PRODUCT})
+#: Why nothing is freed of an activation in a gate.
+KEPT_BY_GATE = "the gate keeps its input"
 _OTHERS = _PLANNED | _RESULT_IS_FREE | {"dropout", CHECKPOINT}
 #: What puts hooks on a tensor, or on its node: a second run would put them once more.
 _ONCE = frozenset({Tensor.register_hook, Tensor.retain_grad, Tensor.grad_fn.__get__})  # type: ignore[union-attr]
@@ -147,7 +149,7 @@ class Place:
         if self.kind == GATE:
             return None if "product" in self.readers else "no matrix product reads it"
         if self.is_activation and "gate" in self.readers:
-            return "the gate keeps its input"
+            return KEPT_BY_GATE
         # Less can be kept only where a dropout follows.
         is_kept = self.name in KEPT_BY_TORCH and "dropout" not in self.readers
         return "PyTorch saves no more than the output" if is_kept else None

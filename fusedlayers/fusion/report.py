@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..utils.formatting import merged_path, pattern_of, size_text
+from ..utils.formatting import path_text, size_text
 from ..utils.reports import Report
 
 #: What a table says whose rows are not parts of the whole.
@@ -22,7 +22,6 @@ class Replaced:
 
     Attributes:
         modules: the paths of the modules in whose code they are.
-        calls: how many calls of the operation that are; without example inputs, one for each module.
         pattern: "activation", "dropout", "layer_norm", "rms_norm", "group_norm", "batch_norm", "product" (a matrix
             product of a product, as behind a gate), or "mlp" for what is recomputed as a whole.
         activation: the name of an activation, else None.
@@ -31,6 +30,7 @@ class Replaced:
             others are fused; None without example inputs.
         time_ms: how much longer a step of forward and backward takes because of these places; negative where it takes
             less. None unless it was a dry run on example inputs.
+        calls: how many calls of the operation the example makes; without example inputs, one for each module.
     """
 
     modules: tuple[str, ...]
@@ -137,7 +137,7 @@ class FuseReport(Report):
             change = f" ({100 * (after - before) / before:+.1f} %)" if before else ""
             now = "then" if self.dry_run else "now"
             saved = f"{size_text(before)} before, {size_text(after)} {now}{change}"
-            yield f"saved for backward: {saved}; details: memory_report"
+            yield f"saved for backward: {saved}" + ("; details: memory_report" if after != before else "")
             known = [place.saved_bytes for place in self.replaced if place.saved_bytes is not None]
             if len(known) > 1 and not 0.98 * (before - after) <= sum(known) <= 1.02 * (before - after):
                 yield ROWS
@@ -165,11 +165,3 @@ def _columns(place: Replaced) -> Iterator[str]:
     if place.time_ms is not None:
         yield f"{place.time_ms:+.0f} ms" if abs(place.time_ms) >= 10 else f"{place.time_ms:+.2g} ms"
     yield place.saves
-
-
-def path_text(modules: tuple[str, ...]) -> str:
-    """One path for the modules of repeated blocks; several where they differ in more than numbers."""
-    alike: dict[object, list[str]] = {}
-    for path in modules:
-        alike.setdefault(pattern_of(path), []).append(path)
-    return ", ".join(merged_path(paths) or "the model" for paths in alike.values())

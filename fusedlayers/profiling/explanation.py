@@ -200,8 +200,10 @@ def _specialised(record: Activation, shape: tuple[int, ...]) -> Activation:
 
 
 def _shape(record: Activation) -> tuple[int, ...]:
-    """A shape that the function takes. Channels are tried as the last dimension, and as the second of three and four;
+    """A shape that the function takes. Channels are tried as the last dimension, and as the second of three to five;
     that first if a tensor has dimensions behind them."""
+    from ..activations.custom import without_logging  # whose import takes a second
+
     tensors = find_variables(record.function).tensors
     sizes = {size for tensor in tensors for size in tensor.shape if size > 1}
     as_second = any(tensor.numel() > 1 and tensor.shape[-1] == 1 for tensor in tensors)
@@ -209,10 +211,12 @@ def _shape(record: Activation) -> tuple[int, ...]:
     more = [1] * max((tensor.dim() - 2 for tensor in tensors), default=0)
     for channels in sorted(sizes, reverse=True):
         rest = -(-COUNT // channels)
-        shapes = [(*more, rest, channels), (8, channels, -(-rest // 8)), (8, channels, 8, -(-rest // 64))]
+        images = [(8, channels, *[4] * dims, -(-rest // (8 * 4**dims))) for dims in range(3)]
+        shapes = [(*more, rest, channels), *images]
         for shape in shapes[::-1] if as_second else shapes:
-            if _specialised(record, shape).is_fusible:
-                return shape
+            with without_logging():
+                if _specialised(record, shape).is_fusible:
+                    return shape
     return (*more, COUNT // 64, 64)
 
 
@@ -314,13 +318,16 @@ def _curves(
 ) -> Curves | None:
     """What the picture shows, of the first channel. None if the function raises an error."""
     fold = record.fold if given == "output" else None
-    points = min(4096, max(64, 4 * COUNT // shape[1]))
-    copies = -(-COUNT // (points * shape[1]))  # less would be left to PyTorch
+    # One number for each channel along which the function's tensors run, or some channels.
+    along = next((dim for dim in record.operand_dims if dim is not None), 1 - len(shape)) % len(shape)
+    points = min(4096, max(64, 4 * COUNT // shape[along]))
+    copies = -(-COUNT // (points * shape[along]))  # less would be left to PyTorch
     line = torch.linspace(*inputs_within(FAR, fold), points)
-    z = line.repeat(copies).view(-1, *[1] * (len(shape) - 1)).repeat(1, *[shape[1], 1, 1][: len(shape) - 1])
+    sizes = [size if dim == along else 1 for dim, size in enumerate(shape)]
+    z = line.repeat(copies).view(-1, *[1] * (len(shape) - 1)).repeat(1, *sizes[1:])
 
     def first(values: Tensor) -> Tensor:
-        return values.detach()[:points, 0].flatten()
+        return values.detach()[:points].flatten(1)[:, 0]
 
     try:
         function = _in_dtype(resolved, torch.float64)[0]

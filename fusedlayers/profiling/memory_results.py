@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..utils.formatting import size_text, unit_for
+from ..utils.formatting import path_text, size_text, unit_for
 from ..utils.reports import DrawnReport, NothingToDrawError, Report
 from . import memory_plot
 from .row_groups import Entry, entries_of, groups_of
@@ -33,8 +33,8 @@ class MemoryReport(DrawnReport):
         estimated_peak_bytes: the most that was alive at once in another such pass, followed tensor by tensor.
         parts: what the estimate consists of; the bytes of each part.
         moment: when that was.
-        unlisted: the modules whose nodes do not show what they save, so that the rows lack it: TorchScript's, and other
-            C++ extensions'.
+        unlisted: paths of the modules whose nodes do not show what they save, so that the rows lack it: TorchScript's,
+            and other C++ extensions'.
     """
 
     name: str
@@ -186,7 +186,8 @@ def _lines(report: MemoryReport) -> Iterator[str]:
         yield f"{'':<19}saved too, and not counted, because it was there before: {', '.join(before)}"
 
     if report.unlisted:
-        yield f"{'':<19}not listed: what C++ extensions (TorchScript) save in {', '.join(report.unlisted)}"
+        where = path_text(report.unlisted)
+        yield f"{'':<19}not listed, for TorchScript (or a C++ extension) does not show what it saves: {where}"
 
     yield ""
     peak = report.peak_bytes

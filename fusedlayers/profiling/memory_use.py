@@ -97,21 +97,23 @@ def report_of(step: Step, on_stage: OnStage = lambda stage, part: None) -> Memor
 def _first_forward(step: Step) -> tuple[Step, Tensor]:
     """The loss of the first call, and the step: its one tuple or mapping may have turned out to be the arguments."""
     try:
-        return step, step.forward()
-    except (TypeError, AttributeError) as error:
-        if step.kwargs or len(step.args) != 1 or not isinstance(step.args[0], Mapping | tuple | list):
+        result = step.call()
+    except Exception as error:  # whatever a model does with what it does not take
+        is_container = len(step.args) == 1 and isinstance(step.args[0], Mapping | tuple | list)
+        if step.kwargs or not is_container or isinstance(error, torch.OutOfMemoryError):
             raise
         (given,) = step.args
         args, kwargs = arguments_from(given)
         step = dataclasses.replace(step, args=args, kwargs=kwargs)
         try:
-            return step, step.forward()
+            result = step.call()
         except Exception as second:
-            error.add_note(
-                f"{step.function}: the model takes this {type(given).__name__} neither as it is nor as its arguments: "
-                f"{type(second).__name__}: {first_line(second)}"
+            second.add_note(
+                f"{step.function}: this is of the call with the contents of the {type(given).__name__} for arguments; "
+                f"with it as it is, {type(error).__name__}: {first_line(error)}"
             )
-            raise error from None
+            raise second from error
+    return step, step.loss_of(result)
 
 
 def _device(tensors: list[Tensor]) -> torch.device:
@@ -155,12 +157,8 @@ def _follow(
 
 
 def _hidden(nodes: Sequence[Any], tracker: ModuleTracker) -> set[str]:
-    """The modules (or the model) in which TorchScript or another extension saves tensors that its nodes do not show."""
-    return {_module_of(node, tracker) for node in nodes if hides_what_it_saves(node)}
-
-
-def _module_of(node: Any, tracker: ModuleTracker) -> str:
-    return tracker.module_of_node(node._sequence_nr()) or tracker.class_names[""]
+    """The modules in which TorchScript or another extension saves tensors that its nodes do not show."""
+    return {tracker.module_of_node(node._sequence_nr()) for node in nodes if hides_what_it_saves(node)}
 
 
 def _rows(
@@ -187,7 +185,7 @@ def _following_nodes(allocations: AllocationTracker, nodes: Sequence[Any], track
     for node in nodes:
         name = operation_of(node)
         if not is_leaf(node):
-            name += f" of {_module_of(node, tracker)}"
+            name += f" of {tracker.module_of_node(node._sequence_nr()) or tracker.class_names['']}"
         handles.append(node.register_prehook(functools.partial(allocations.enter_node, name)))
     del node, nodes
     try:

@@ -26,7 +26,13 @@ class Step:
 
     def forward(self) -> Tensor:
         """The loss of one call. No reference to the outputs is held."""
-        result = self.model(*self.args, **self.kwargs)
+        return self.loss_of(self.call())
+
+    def call(self) -> Any:
+        return self.model(*self.args, **self.kwargs)
+
+    def loss_of(self, result: Any) -> Tensor:
+        """The loss of what a call returned."""
         if self.loss is not None:
             loss = self.loss(result)
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:

@@ -92,6 +92,14 @@ def merged_path(modules: Iterable[str]) -> str:
     return ", ".join(".".join(path) for path in paths)
 
 
+def path_text(modules: Iterable[str]) -> str:
+    """One path for the modules of repeated blocks; several where they differ in more than numbers."""
+    alike: dict[object, list[str]] = {}
+    for path in modules:
+        alike.setdefault(pattern_of(path), []).append(path)
+    return ", ".join(merged_path(paths) or "the model" for paths in alike.values())
+
+
 def _merged(paths: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
     rests: dict[str, dict[tuple[str, ...], None]] = {}
     for path in paths:
