@@ -1,12 +1,13 @@
 """``python -m bench overhead``: what a call of this library costs beyond the same call of eager PyTorch.
 
-Small tensors, one thread, float32: here time is Python, dispatch and autograd's bookkeeping, hardly arithmetic. Four
+Small tensors, one thread, float32: here time is Python, dispatch and autograd's bookkeeping, hardly arithmetic. Five
 groups of calls, and a yardstick:
 
 * ``small``: outputs so small that the call should cost what eager PyTorch's costs;
 * ``fused``: 16 to 64 Ki outputs and activations that torch differentiates from one buffer too, so that nothing is
   gained but memory;
 * ``folded``: the same with activations whose minimum is folded, which pay for the branch bit; without a target;
+* ``norm``: layer norms of the smallest results that are not PyTorch's; without a target;
 * ``region``: an activation between two dense layers of a model that ``fuse`` has seen, against the same model;
 * ``host``, with ``--fake-gpu`` alone: what the host does for calls on a GPU, on the driver that launches nothing
   (``fake_gpu.py``). Triton's launches cost nothing then but what Python does for them, a few microseconds less than
@@ -36,8 +37,8 @@ from fusedlayers import plan, sizes
 from . import RESULTS, fake_gpu, grid, machine, measure, reference
 
 BASELINE, OURS = VARIANTS = ("eager", "fusedlayers")
-GROUPS = ("small", "fused", "folded", "region", "yardstick", "host", "host_large")
-SMALL, FUSED, FOLDED, REGION, YARDSTICK, HOST, HOST_LARGE = GROUPS
+GROUPS = ("small", "fused", "folded", "norm", "region", "yardstick", "host", "host_large")
+SMALL, FUSED, FOLDED, NORM, REGION, YARDSTICK, HOST, HOST_LARGE = GROUPS
 ON_FAKE_GPU = (HOST, HOST_LARGE)
 DEFINITIONS = {
     "forward_backward": "microseconds of forward and backward: median and quartiles over interleaved rounds",
@@ -69,6 +70,7 @@ class Own(nn.Module):
         return z * torch.sigmoid(1.7 * z)
 
 
+NORM_WIDTHS = (64, 256)
 #: What stands between the two layers that ``fuse`` has seen.
 BETWEEN_LAYERS: dict[str, Callable[[], nn.Module]] = {"gelu": nn.GELU, "silu": nn.SiLU, "own": Own}
 #: Results of 64 KiB, which are left to PyTorch, of 512 KiB, which are not, and of 1 MiB.
@@ -148,6 +150,8 @@ def _cases() -> Iterator[Case]:
         for operation in ("dense", "conv", "bias_act"):
             for elements in SIZES:
                 yield Case(FOLDED if activation in FOLDED_ACTIVATIONS else FUSED, operation, activation, elements)
+    for width in NORM_WIDTHS:
+        yield Case(NORM, "layer norm", f"{width} features", sizes.LAYER_NORM_BYTES // 4)
     for activation, elements in (("gelu", 512), *((name, 131072) for name in BETWEEN_LAYERS)):
         yield Case(REGION, "fuse", activation, elements)
     for elements in (512, *SIZES):
@@ -258,6 +262,10 @@ class ReLU(Function):
         return torch.ops.aten.threshold_backward(grads[0], y, 0)
 
 
+def _layer_norm(norm: Callable[..., Tensor], width: int, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return norm(x, (width,), weight, bias)
+
+
 def _build(case: Case, device: torch.device) -> tuple[Variant, Variant]:
     """Eager's call and ours, of the same tensors."""
     generator = torch.Generator(device).manual_seed(0)
@@ -277,6 +285,11 @@ def _build(case: Case, device: torch.device) -> tuple[Variant, Variant]:
         fl.fuse(region, torch.randn(4096, 64, device=device))
         wanted = (x, *model.parameters())
         return Variant(lambda: model(x), wanted), Variant(lambda: region(x), wanted)
+    if case.operation == "layer norm":
+        width = int(case.activation.split()[0])
+        tensors = randn(elements // width, width), randn(width), randn(width)
+        eager, ours = (partial(_layer_norm, norm, width) for norm in (F.layer_norm, fl.layer_norm))
+        return both(eager, ours, *tensors)
     name, function = case.activation, ACTIVATIONS[case.activation]
     if case.operation in ("dense", "large dense"):
         hidden = 64 if case.group in (SMALL, *ON_FAKE_GPU) else 256

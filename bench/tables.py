@@ -496,7 +496,15 @@ def containers_table(run: dict[str, Any]) -> str:
 
 
 #: Of small calls, the groups of the benchmark that a document shows, and of which size; None: of all.
-SMALL_CALLS = {"small": None, "fused": 131072, "folded": 131072, "region": None, "host": None, "host_large": None}
+SMALL_CALLS = {
+    "small": None,
+    "fused": 131072,
+    "folded": 131072,
+    "norm": None,
+    "region": None,
+    "host": None,
+    "host_large": None,
+}
 
 
 def small_calls_table(run: dict[str, Any]) -> str:

@@ -483,7 +483,8 @@ def test_operations_on_data_are_listed() -> None:
     (skipped,) = report.skipped
     assert (skipped.modules, skipped.pattern, skipped.reason) == (("0",), "layer_norm", "its input needs no gradient")
     assert region_of(model[0]) is None and len(report.replaced) == 1
-    assert not fl.fuse(model, x.clone().requires_grad_()).skipped
+    (skipped,) = fl.fuse(model, x.clone().requires_grad_()).skipped
+    assert skipped.reason == "it would free 2.00 KiB, and PyTorch's takes less time on CPUs"
     assert not fl.fuse(model.requires_grad_(False), x).skipped  # a note says why nothing is saved
 
 
@@ -1039,7 +1040,17 @@ def test_no_other_choice_frees_more(x: Tensor, parts: tuple[str, ...], monkeypat
     assert report.saved_bytes is not None
     monkeypatch.setattr(sys.modules[Fusing.__module__], "without_the_useless", best_of_all)
     fl.fuse(model(), x)
-    assert report.saved_bytes[1] == min(least, default=report.saved_bytes[0])
+    # Of norms that only free their statistics PyTorch's are the faster ones.
+    statistics = sum("norm" in part for part in parts) * 2 * x.nbytes // 16
+    assert 0 <= report.saved_bytes[1] - min(least, default=report.saved_bytes[0]) <= statistics
+
+
+def test_norms_that_free_their_statistics_alone_are_left_to_pytorch(x: Tensor) -> None:
+    """Nobody else keeps their output. On CPUs PyTorch's take less time."""
+    blocks = [nn.Sequential(nn.Linear(IN, IN), norm, nn.ReLU()) for norm in (nn.LayerNorm(IN), nn.GroupNorm(2, IN))]
+    report = fl.fuse(nn.Sequential(*blocks, nn.Linear(IN, IN)), x)
+    assert not report.replaced and [place.pattern for place in report.skipped[-2:]] == ["layer_norm", "group_norm"]
+    assert all("PyTorch's takes less time on CPUs" in place.reason for place in report.skipped[-2:])
 
 
 def test_of_a_row_only_what_is_large_is_called_fused(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1985,7 +1996,10 @@ def test_what_is_refused(x: Tensor) -> None:
         fl.fuse(model, x, save="output")
     with pytest.raises(ValueError, match="the model does not run on these inputs: RuntimeError"):
         fl.fuse(model, torch.randn(3, IN + 1))
-    with pytest.raises(ValueError, match="the model does not run on these inputs: TypeError"):
+    with pytest.raises(
+        ValueError,
+        match=r"inputs \(a dict holds keyword arguments; .* write \(batch,\)\): TypeError",
+    ):
         fl.fuse(model, {"no_such": x})
     with pytest.raises(ValueError, match="has no shape yet; call the model once"):
         fl.fuse(nn.Sequential(nn.LazyLinear(3)))

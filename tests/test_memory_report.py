@@ -612,35 +612,22 @@ def test_one_container_stands_for_the_arguments_as_in_fuse(names: Sequence[str],
     assert report == fl.memory_report(model, x) and report.bytes_of("input") == x.nbytes
 
 
-def test_a_container_that_the_model_takes_stays_one() -> None:
+def test_a_container_that_is_no_arguments_stays_one() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     assert fl.memory_report(lambda batch: batch["x"].sin(), {"x": x}).bytes_of("input") == x.nbytes
+    assert fl.memory_report(lambda batch: batch["x"].sin(), {"batch": {"x": x}}).bytes_of("input") == x.nbytes
     assert fl.memory_report(lambda pair: pair[0] * pair[1].detach(), (x, x + 1)).bytes_of("input") == x.nbytes
+    assert fl.memory_report(torch.sin, (x,)).bytes_of("input") == x.nbytes
 
 
-@pytest.mark.parametrize("model", [nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 8))])
-def test_a_container_that_is_no_arguments_either(model: nn.Module) -> None:
-    with pytest.raises((TypeError, RuntimeError), match=r"takes 2 positional arguments|at most 2 argument") as raised:
-        fl.memory_report(model, (torch.randn(4, 8), 3))
-    (note,) = raised.value.__notes__
-    assert "of the call with the contents of the tuple for arguments; with it as it is, " in note
+def test_errors_of_the_model_and_the_loss_are_the_users(x: Tensor) -> None:
+    def model(first: Tensor, second: Tensor) -> Tensor:
+        raise KeyError("a bug of the model's")
 
-
-def test_errors_behind_the_call_are_the_users(x: Tensor) -> None:
-    calls = []
-
-    def model(first: Tensor, second: Tensor | None = None) -> Tensor:
-        calls.append(first)
-        if second is not None:
-            raise KeyError("a bug of the model's")
-        return first[0].sin() if isinstance(first, tuple) else first.sin()
-
-    x.requires_grad_()
-    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):  # and no second call
-        fl.memory_report(model, (x, x), loss=lambda y: y.nonsense)
-    assert len(calls) == 1
     with pytest.raises(KeyError, match="a bug of the model's"):
-        fl.memory_report(lambda first, second: model(first, second), (x, x))
+        fl.memory_report(model, (x, x))
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        fl.memory_report(mlp(), (x,), loss=lambda y: y.nonsense)
 
 
 def test_what_the_model_raises_comes_through(x: Tensor) -> None:

@@ -77,7 +77,7 @@ def fit(
     plan of the first one, and the budget is for the process that takes most.
 
     Args:
-        model: any module, in training mode. It is run some eighty times; its buffers, gradients and attributes are put
+        model: any module, in training mode. It is run some 75 times; its buffers, gradients and attributes are put
             back, but not modules that its code exchanges. Hooks of yours run, those that step an optimizer too.
         inputs: what it is called with: a tensor, a tuple of positional arguments, or a mapping of keywords. The budget
             is for inputs of this size.

@@ -14,7 +14,10 @@ from .plans import Plan
 from .training import Training
 
 #: What is said of a model without blocks.
-NO_BLOCKS = "No repeated blocks were found: operations may keep their outputs, and no more."
+NO_BLOCKS = (
+    "No blocks were found (children of a Sequential, ModuleList or ModuleDict that are called and compute several "
+    "tensors): operations may keep their outputs, and no more."
+)
 
 
 class Parts:

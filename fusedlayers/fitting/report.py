@@ -124,7 +124,7 @@ class FitReport(DrawnReport):
         what = "saved for backward" if self.of == "saved" else "allocated at the peak"
         yield f"{self.name}: at most {budget_text(self.budget_bytes)} {what}"
         yield ""
-        rows = [("way to train", "step", "blocks")]
+        rows = [("way to train", "adds to a step", "blocks")]
         for choice in self.choices:
             where = path_text(choice.modules) if choice.modules != ("",) else "the rest of the model"
             rows.append((WORDS[choice.mode], f"{choice.time_ms:+.3g} ms", where))

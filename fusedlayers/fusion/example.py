@@ -65,6 +65,8 @@ def does_not_run(function: str, error: Exception, args: tuple[Any, ...] = ()) ->
         hint = f" (these are numbers; if a tensor of this shape is meant, pass torch.randn{args})"
     elif len(args) > 1 and isinstance(error, TypeError) and "positional argument" in str(error):
         hint = " (a tuple or a list holds positional arguments; for one that is a list write ([a, b],))"
+    elif isinstance(error, TypeError) and "keyword argument" in str(error):
+        hint = " (a dict holds keyword arguments; for one that is a dict write (batch,))"
     return ValueError(
         f"{function}: the model does not run on these inputs{hint}: {type(error).__name__}: {first_line(error)}"
     )

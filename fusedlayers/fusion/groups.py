@@ -30,6 +30,12 @@ class Group:
         return sum(max(place.calls, len(place.paths)) for place in self.places)
 
     @property
+    def is_useless(self) -> bool:
+        """Whether it frees next to nothing, and would not on a larger example either."""
+        least = sum(place.least_bytes for place in self.places)
+        return (self.freed or 0) <= least and not (self.is_too_small or self.is_idle)
+
+    @property
     def first(self) -> Place:
         return self.places[0]
 
@@ -95,8 +101,8 @@ def saves_of(place: Place) -> str:
 def without_the_useless(
     chosen: Sequence[Group], total: int, measured: Callable[[], int | None]
 ) -> tuple[int, list[Group], list[Group]]:
-    """Switch off what frees nothing beside the others: first what costs most. A norm whose output nobody else keeps
-    does, and without it the activation before it frees a buffer.
+    """Switch off what frees nothing beside the others, or too little: first what costs most. A norm whose output nobody
+    else keeps does, and without it the activation before it frees a buffer.
 
     Args:
         chosen: groups that are switched on.
@@ -115,7 +121,7 @@ def without_the_useless(
             assert without is not None
             group.freed = without - total
             group.switch(True)
-        useless = [g for g in chosen if (g.freed or 0) <= 0 and not (g.is_too_small or g.is_idle)]
+        useless = [group for group in chosen if group.is_useless]
         if useless:
             worst = min(useless, key=lambda group: group.freed or 0)
             worst.switch(False)

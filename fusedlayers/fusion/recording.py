@@ -38,6 +38,10 @@ from .stand_in import StandIn, recognise
 _PLANNED = frozenset({"layer_norm", "rms_norm", "group_norm"})
 #: Of which no result is saved.
 _RESULT_IS_FREE = frozenset({BATCH_NORM, GATE, PRODUCT})
+#: Norms that PyTorch computes faster on CPUs. Where only their statistics are freed, at most this part of a result, it
+#: does.
+_FASTER_BY_TORCH = frozenset({"layer_norm", "group_norm"})
+_STATISTICS = 16
 #: Why nothing is freed of an activation in a gate.
 KEPT_BY_GATE = "the gate keeps its input"
 _OTHERS = _PLANNED | _RESULT_IS_FREE | {"dropout", CHECKPOINT}
@@ -66,6 +70,7 @@ class Place:
         readers: what reads the result: "activation" (one whose output determines its input), "dropout", "gate" or
             "product".
         calls: how many there were.
+        least_bytes: how many it must free to be worth more time than PyTorch's calls take.
         gated: of a gate, the activations in it.
         activation: of PyTorch's activation functions, the record; else None.
         follows: what has made its input.
@@ -94,6 +99,7 @@ class Place:
     unread_because: str = "no activation reads it whose output determines its input"
     paths: tuple[str, ...] = ()
     calls: int = 0
+    least_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.paths = self.paths or (self.path,)
@@ -392,6 +398,8 @@ class _Recorder(TorchFunctionMode):
             else:
                 place.note_call(operation, func, args, kwargs)
         place.calls += 1
+        if kind in _FASTER_BY_TORCH and x.is_cpu:
+            place.least_bytes += x.nbytes // _STATISTICS
         place.is_recomputed |= running.is_recomputed
         place.is_normalised &= any(maker.kind == BATCH_NORM for maker in self._makers.of(x))
         if kind == GATE:

@@ -371,7 +371,7 @@ def _source(record: Activation, given: str) -> str:
 #: The table: titles, what is under them, and the widths of the columns.
 _GROUPS = (("", 1), ("a layer keeps", 1), ("bytes per element", 2), ("derivative, rms error", 3), ("largest error", 2))
 _TITLES = ("", "", "eager", "here", "eager", "here", "rounding", "eager", "here")
-_WIDTHS = (10, 37, 7, 12, 10, 10, 14, 10, 10)
+_WIDTHS = (10, 41, 7, 12, 10, 10, 14, 10, 10)
 
 
 def _lines(found: Explanation) -> Iterator[str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 from ..fusion.example import arguments_from
 from ..memory import device_of, peak_bytes
 from ..utils.autograd_graph import hides_what_it_saves, is_leaf, leaves_of, nodes_of
-from ..utils.formatting import first_line
 from ..utils.module_state import isolated_gradients, unchanged
 from ..utils.progress import OnStage
 from ..utils.refusals import check_instance
@@ -43,8 +43,9 @@ def memory_report(
 
     Args:
         model: a module, or any function of tensors. Functions are asked for the modules that they name.
-        args, kwargs: its arguments. One tuple or mapping that it does not take as it is stands for them, as in
-            ``fuse``. The device is CUDA if a tensor of the model or of these is there, else the CPU.
+        args, kwargs: its arguments. One tuple or mapping stands for them, as in ``fuse``, if the signature takes what
+            is in it; else it is passed as it is, as a batch that is a mapping. The device is CUDA if a tensor of the
+            model or of these is there, else the CPU.
         loss: of the model's result, a scalar. By default the sum of the means of all floating-point tensors in the
             result that require grad.
 
@@ -68,12 +69,13 @@ def report_of(step: Step, on_stage: OnStage = lambda stage, part: None) -> Memor
             f"memory_report: model must be a module or a function, got {type(step.model).__name__}; "
             "pass the model itself, then its arguments"
         )
+    step = _given(step)
     tracker = ModuleTracker(step.model)
     inputs = list(tensors_of((step.args, step.kwargs)))
     device = _device([*tensors_in(tracker.modules), *inputs])
     with unchanged(tracker.modules, inputs) as restore_random_state:
         on_stage("warming up", 0.0)
-        step, loss = _first_forward(step)
+        loss = step.forward()
         nodes = nodes_of([loss])
         compiled = any(str(node.name()).startswith("CompiledFunction") for node in nodes)
         leaves = leaves_of(nodes)
@@ -94,26 +96,18 @@ def report_of(step: Step, on_stage: OnStage = lambda stage, part: None) -> Memor
     return MemoryReport(name, str(device), rows, measured, peak.bytes, peak.parts, peak.moment, hidden)
 
 
-def _first_forward(step: Step) -> tuple[Step, Tensor]:
-    """The loss of the first call, and the step: its one tuple or mapping may have turned out to be the arguments."""
-    try:
-        result = step.call()
-    except Exception as error:  # whatever a model does with what it does not take
-        is_container = len(step.args) == 1 and isinstance(step.args[0], Mapping | tuple | list)
-        if step.kwargs or not is_container or isinstance(error, torch.OutOfMemoryError):
-            raise
-        (given,) = step.args
-        args, kwargs = arguments_from(given)
-        step = dataclasses.replace(step, args=args, kwargs=kwargs)
+def _given(step: Step) -> Step:
+    """The step, of which one tuple or mapping stands for the arguments where the model's signature takes these."""
+    if step.kwargs or len(step.args) != 1 or not isinstance(step.args[0], Mapping | tuple | list):
+        return step
+    args, kwargs = arguments_from(step.args[0])
+    function = step.model.forward if isinstance(step.model, torch.nn.Module) else step.model
+    with suppress(ValueError):  # a builtin has no signature
         try:
-            result = step.call()
-        except Exception as second:
-            second.add_note(
-                f"{step.function}: this is of the call with the contents of the {type(given).__name__} for arguments; "
-                f"with it as it is, {type(error).__name__}: {first_line(error)}"
-            )
-            raise second from error
-    return step, step.loss_of(result)
+            inspect.signature(function).bind(*args, **kwargs)
+        except TypeError:
+            return step
+    return dataclasses.replace(step, args=args, kwargs=kwargs)
 
 
 def _device(tensors: list[Tensor]) -> torch.device:

@@ -26,13 +26,7 @@ class Step:
 
     def forward(self) -> Tensor:
         """The loss of one call. No reference to the outputs is held."""
-        return self.loss_of(self.call())
-
-    def call(self) -> Any:
-        return self.model(*self.args, **self.kwargs)
-
-    def loss_of(self, result: Any) -> Tensor:
-        """The loss of what a call returned."""
+        result = self.model(*self.args, **self.kwargs)
         if self.loss is not None:
             loss = self.loss(result)
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
