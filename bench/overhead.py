@@ -287,7 +287,9 @@ def _build(case: Case, device: torch.device) -> tuple[Variant, Variant]:
         return Variant(lambda: model(x), wanted), Variant(lambda: region(x), wanted)
     if case.operation == "layer norm":
         width = int(case.activation.split()[0])
-        tensors = randn(elements // width, width), randn(width), randn(width)
+        # As of a model: a weight near 0, or far below its bias, would have the input saved.
+        weight, bias = (randn(width, scale=0.1).detach() for _ in range(2))
+        tensors = randn(elements // width, width), (1 + weight).requires_grad_(), bias.requires_grad_()
         eager, ours = (partial(_layer_norm, norm, width) for norm in (F.layer_norm, fl.layer_norm))
         return both(eager, ours, *tensors)
     name, function = case.activation, ACTIVATIONS[case.activation]

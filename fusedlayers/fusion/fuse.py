@@ -56,7 +56,8 @@ def fuse(model: nn.Module, inputs: Any = None, *, save: str = "auto", dry_run: b
             a dry run more often), but its buffers and the random generators are put back. What its code counts in
             attributes has advanced.
         inputs: an example of what the model is called with: a tensor, a tuple of positional arguments, or a mapping of
-            keywords. Places that free nothing on them are left as they are, but for those that free something in other
+            keywords. Places that free nothing on them are left as they are (on CPUs also norms that free their
+            statistics alone, which PyTorch computes faster), but for those that free something in other
             calls: that PyTorch computes for their size, or that run under a checkpoint or without gradients. The report
             lists these apart. Without, only modules are found whose class says what they compute, and nothing is
             measured.
