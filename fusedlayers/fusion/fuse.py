@@ -22,7 +22,8 @@ from .example import arguments_from, check_model, check_module, does_not_run, ea
 from .groups import Group, grouped, saves_of, without_the_useless
 from .mlps import find_mlps
 from .operations import BATCH_NORM, GATE, OPERATIONS, PRODUCT, Given
-from .recording import KEPT_BY_GATE, Place, record
+from .place import KEPT_BY_GATE, Place
+from .recording import record
 from .region import Region, region_of
 from .report import FuseReport, Replaced
 from .stand_in import recognise

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..utils.formatting import is_within, pattern_of
 from .operations import BATCH_NORM, CHECKPOINT, GATE, PRODUCT
-from .recording import Place
+from .place import Place
 from .region import Region
 from .report import Skipped
 

@@ -9,7 +9,8 @@ from torch import nn
 
 from ..utils.formatting import is_within
 from .operations import CHECKPOINT
-from .recording import Place, Recording
+from .place import Place
+from .recording import Recording
 
 _LINEAR = frozenset({"linear", "addmm"})
 #: What else an MLP calls: gates, dropouts, and views.

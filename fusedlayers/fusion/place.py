@@ -1,0 +1,132 @@
+"""A place in a model where an operation may save less: what its calls compute, save, and are read by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import backends, plan, sizes
+from .._torch import autocast_is_active
+from ..activations import KEPT_BY_TORCH, Activation
+from ..asking import plan_of
+from .operations import BATCH_NORM, CHECKPOINT, GATE, PRODUCT, Given, Operation
+from .stand_in import StandIn
+
+#: Operations besides activations that have a plan, and all besides activations.
+PLANNED = frozenset({"layer_norm", "rms_norm", "group_norm"})
+OTHERS = PLANNED | {BATCH_NORM, GATE, PRODUCT, "dropout", CHECKPOINT}
+#: Why nothing is freed of an activation in a gate.
+KEPT_BY_GATE = "the gate keeps its input"
+
+
+@dataclass(eq=False)
+class Place:
+    """Calls of one kind of operation by one module.
+
+    Attributes:
+        path: of the module, the first one if it has several.
+        paths: those by which it was called.
+        module: which calls them by its own code.
+        kind: of the operations; of a module that was recognised as a whole, what it is.
+        name: what is computed, for people: an activation's name, or the kind.
+        stand_in: what the module was recognised as, or None.
+        saves: what the first call keeps, for people; None where only the call itself decides.
+        is_small: whether PyTorch computes the first call for its size alone, and this package would a larger one.
+        left_because: why the calls are left to PyTorch, or None.
+        is_recomputed: whether a call was under a checkpoint around the module: what it frees shows in the backward
+            pass.
+        readers: what reads the result: "activation" (one whose output determines its input), "dropout", "gate" or
+            "product".
+        calls: how many there were.
+        least_bytes: how many it must free to be worth more time than PyTorch's calls take.
+        gated: of a gate, the activations in it.
+        activation: of PyTorch's activation functions, the record; else None.
+        follows: what has made its input.
+        is_normalised: of an activation, whether a batch norm made its input, in all calls.
+        dtype: of the input.
+        given: what the module was given in the first call, if that says the sizes of what it computes.
+        unread_because: of a batch norm, why no reader's output is kept in place of its input.
+    """
+
+    path: str
+    module: nn.Module
+    kind: str
+    name: str
+    stand_in: StandIn | None = None
+    saves: str | None = None
+    is_small: bool = False
+    left_because: str | None = None
+    is_recomputed: bool = False
+    readers: set[str] = field(default_factory=set)
+    gated: list[Place] = field(default_factory=list)
+    activation: Activation | None = None
+    follows: list[Place] = field(default_factory=list)
+    is_normalised: bool = False
+    dtype: torch.dtype = torch.float32
+    given: Given | None = None
+    unread_because: str = "no activation reads it whose output determines its input"
+    paths: tuple[str, ...] = ()
+    calls: int = 0
+    least_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.paths = self.paths or (self.path,)
+
+    @property
+    def is_activation(self) -> bool:
+        return self.kind not in OTHERS
+
+    @property
+    def names(self) -> tuple[str, str | None]:
+        """The pattern and the activation, for reports."""
+        return ("activation", self.name) if self.is_activation else (self.name, None)
+
+    def note_plan(self, x: Tensor, function: Any, *args: Any) -> None:
+        """Note what a call on x keeps; of a device without data its plan would say that it has no backend."""
+        if x.is_meta:
+            return
+        try:
+            (found,) = plan_of(function, *args)
+        except Exception:  # it refuses what PyTorch is about to refuse
+            return
+        self.saves, self.is_small = str(found).removeprefix("not fused: "), found.is_too_small
+
+    def note_call(self, operation: Operation, function: Any, args: Any, kwargs: Any) -> None:
+        """Note what the first call keeps, and whether PyTorch computes it for its size."""
+        x = args[0]
+        if self.is_activation or self.kind in PLANNED:
+            self.note_plan(x, operation.run, function, args, kwargs)
+        elif self.kind != BATCH_NORM:
+            self._note_size(x, sizes.small_bytes(x))
+        elif not autocast_is_active():  # under which an activation behind it is computed by itself
+            self._note_size(x, sizes.batch_norm_limits(x).large)
+
+    def _note_size(self, x: Tensor, least_bytes: int) -> None:
+        """Note that PyTorch computes the call, if x has fewer bytes."""
+        if x.numel() * x.itemsize < least_bytes:
+            self.saves, self.is_small = plan.too_small_because(least_bytes), True
+
+    def note_activation(self, z: Tensor, activation: Activation) -> None:
+        """Note that an activation reads the result, z, of a batch norm."""
+        if plan.tells_input(activation, "auto", z.dtype, on_gpu=z.is_cuda):
+            self.readers.add("activation")
+        elif plan.tells_input(activation, "auto", z.dtype, on_gpu=False):
+            self.unread_because = plan.WAITS
+        if backends.slow_on(z.device, z.dtype, activation) is not None:  # then the norm waits for no larger input
+            self.saves, self.is_small = None, False
+
+    @property
+    def useless_because(self) -> str | None:
+        """Why there is nothing to free, as the calls before and after tell; or None."""
+        if self.kind == BATCH_NORM:
+            return None if "activation" in self.readers else self.unread_because
+        if self.kind == GATE:
+            return None if "product" in self.readers else "no matrix product reads it"
+        if self.is_activation and "gate" in self.readers:
+            return KEPT_BY_GATE
+        # Less can be kept only where a dropout follows.
+        is_kept = self.name in KEPT_BY_TORCH and "dropout" not in self.readers
+        return "PyTorch saves no more than the output" if is_kept else None
