@@ -377,6 +377,9 @@ _WIDTHS = (10, 41, 7, 12, 10, 10, 14, 10, 10)
 def _lines(found: Explanation) -> Iterator[str]:
     yield f"{found.name}: {found.kind}"
     yield f"  {found.reason}"
+    if not found.saved_bytes:
+        yield "  nothing is measured: PyTorch raises an error for it, or it returns no tensor of its argument's shape"
+        return
     yield ""
     widths = iter(_WIDTHS)
     yield _row((title, sum(itertools.islice(widths, columns))) for title, columns in _GROUPS)
@@ -387,8 +390,6 @@ def _lines(found: Explanation) -> Iterator[str]:
             rms = errors.eager_rms, errors.rms, errors.floor_rms
             cells += [f"{value:.1e}" if value else "0" for value in (*rms, errors.eager_largest, errors.largest)]
         yield _row(zip(cells, _WIDTHS, strict=False))
-    if not found.saved_bytes:
-        yield "  PyTorch itself raises an error"
     yield ""
     yield "  bytes: saved for backward between two layers that save nothing else"
     if found.accuracy:
