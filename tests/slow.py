@@ -232,7 +232,6 @@ SLOW: dict[str, dict[str, int]] = {
         "test_what_lies_outside_does_not_count": 12,
     },
     "test_triton_operands": {
-        "test_functions_of_the_literature_print": 2,
         "test_functions_without_parameters": 2,
         "test_layouts": 2,
         "test_modules_in_convolutional_networks": 3,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Switch
+from conftest import SPLITS, Switch
 from gpu import DEVICE, DTYPES, INTERPRETED, INTERPRETER_WARNINGS
 from literature import PUBLISHED, Published
 from reference import assert_as_good_as_torch, ulp
@@ -40,8 +40,13 @@ Function = Callable[..., Tensor]
 TRAINED = tuple(published for published in PUBLISHED if published.trainable)
 LONGEST_LINE = 140
 
-#: A tensor of no channels is left to PyTorch, if its activation has a number for each.
-every_layout = pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "no channels"])
+#: Each with one way to divide the work, in turn: test_triton.py has all pairs, and the division is the same code. A
+#: tensor of no channels is left to PyTorch, if its activation has a number for each.
+every_layout = pytest.mark.parametrize(
+    ("layout", "split"),
+    [*zip([name for name in LAYOUTS if name != "no channels"], itertools.cycle(SPLITS))],  # of any number
+    indirect=["split"],
+)
 every_trained = pytest.mark.parametrize("published", TRAINED, ids=str)
 
 
@@ -139,9 +144,8 @@ def test_inputs_and_gradients_with_gaps(view: Callable[[Tensor], Tensor]) -> Non
         assert a is not None and b is not None and torch.equal(a, b)
 
 
-@pytest.mark.usefixtures("split")
 @every_layout
-def test_what_lies_outside_does_not_count(layout: str) -> None:
+def test_what_lies_outside_does_not_count(layout: str, split: str) -> None:
     # At the 0 that masked elements, and masked channels, read as, every derivative here is infinite or NaN.
     shape, dim, make = LAYOUTS[layout]
     z, dy = make(integers(*shape, seed=0).abs() + 1), make(integers(*shape, seed=2))
@@ -253,15 +257,14 @@ def _luck(function: Function, dy: Tensor, z: Tensor, tensors: Sequence[Tensor], 
     ids=str,
 )
 def test_trainable_functions(published: Published, dtype: torch.dtype, on_triton: Switch) -> None:
-    for shape, channels in (((37, 53), ()), ((37, 53), (53,)), ((3, 11, 60), (11, 1))):
+    shapes = (((37, 53), ()), ((37, 53), (53,)), ((3, 11, 60), (11, 1)))
+    for shape, channels in shapes if dtype is torch.float32 else shapes[2:]:
         tensors = [torch.full(channels, value, dtype=dtype, device=DEVICE) for _, value in published.trainable]
         tensors = [t + 0.1 * normal(*channels, dtype=dtype, scale=1.0, seed=i) for i, t in enumerate(tensors)]
         check_given_input(on_triton, published.function, normal(*shape, dtype=dtype), *tensors, dim=1)
 
 
-@pytest.mark.parametrize("published", PUBLISHED[::4], ids=str)
-def test_functions_of_the_literature_print(published: Published, on_triton: Switch) -> None:
-    found = traced(published.with_tensors(), (64, 48)).activation
+def check_that_it_prints(found: Activation) -> None:
     kept = "input" if found.output_refusal(torch.float32) is not None else "output"
     for dtype in DTYPES:
         for role in ("forward", "gradient"):
@@ -276,6 +279,7 @@ def test_functions_without_parameters(published: Published, on_triton: Switch) -
     z = torch.cat([torch.linspace(-9, 9, 1499), torch.tensor([0.0, -0.0, 1e-30, -1e-30])]).to(DEVICE)
     check_given_input(on_triton, published.function, z)
     activation = traced(published.function, (len(z),)).activation
+    check_that_it_prints(activation)
     if activation.output_refusal(torch.float32) is not None:
         return
     y = backend.bias_act(z, None, activation, dim=-1, encode=True, out=None)
