@@ -1,7 +1,7 @@
 """``python -m bench overhead``: what a call of this library costs beyond the same call of eager PyTorch.
 
-Small tensors, one thread, float32: here time is Python, dispatch and autograd's bookkeeping, hardly arithmetic. Five
-groups of calls, and a yardstick:
+Small tensors in float32, on one thread unless another number is given: here time is Python, dispatch and autograd's
+bookkeeping, hardly arithmetic. Five groups of calls, and a yardstick:
 
 * ``small``: outputs so small that the call should cost what eager PyTorch's costs;
 * ``fused``: 16 to 64 Ki outputs and activations that torch differentiates from one buffer too, so that nothing is
