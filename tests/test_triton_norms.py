@@ -160,7 +160,7 @@ def test_group_norm_computes_what_the_reference_does(
         truth = reference.group_norm_gradient(
             norm, as_torch_reads(dy), as_torch_reads(y), *arguments, needs_x=True, overwrite=False
         )
-        for overwrite in (False, True) if own_b is not None else (True,):
+        for overwrite in (False, True):
             given = y.clone()
             version = given._version
             found = triton.group_norm_gradient(norm, dy, given, *arguments, needs_x=True, overwrite=overwrite)

@@ -15,9 +15,10 @@ from ..asking import plan_of
 from .operations import BATCH_NORM, CHECKPOINT, GATE, PRODUCT, Given, Operation
 from .stand_in import StandIn
 
-#: Operations besides activations that have a plan, and all besides activations.
+#: Operations besides activations: those that have a plan, those of which no result is saved, and all.
 PLANNED = frozenset({"layer_norm", "rms_norm", "group_norm"})
-OTHERS = PLANNED | {BATCH_NORM, GATE, PRODUCT, "dropout", CHECKPOINT}
+RESULT_IS_FREE = frozenset({BATCH_NORM, GATE, PRODUCT})
+OTHERS = PLANNED | RESULT_IS_FREE | {"dropout", CHECKPOINT}
 #: Why nothing is freed of an activation in a gate.
 KEPT_BY_GATE = "the gate keeps its input"
 

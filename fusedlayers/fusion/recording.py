@@ -29,11 +29,9 @@ from .operations import (
     is_gate,
     reads_product,
 )
-from .place import OTHERS, PLANNED, Place
+from .place import OTHERS, PLANNED, RESULT_IS_FREE, Place
 from .stand_in import recognise
 
-#: Of which no result is saved.
-_RESULT_IS_FREE = frozenset({BATCH_NORM, GATE, PRODUCT})
 #: Norms that PyTorch computes faster on CPUs. Where only their statistics are freed, at most this part of a result, it
 #: does.
 _FASTER_BY_TORCH = frozenset({"layer_norm", "group_norm"})
@@ -234,7 +232,7 @@ class _Recorder(TorchFunctionMode):
         versions_before = [(maker, t, t._version) for t in given for maker in self._makers.of(t)]
         result = func(*args, **kwargs)
         for maker, tensor, version in versions_before:
-            if tensor._version != version and maker.kind not in _RESULT_IS_FREE:
+            if tensor._version != version and maker.kind not in RESULT_IS_FREE:
                 maker.left_because = "its result is written over in place"
                 if kwargs.get("inplace") is True:
                     maker.left_because += f" (by {func.__name__}, which would not with inplace=False)"
