@@ -40,11 +40,12 @@ Function = Callable[..., Tensor]
 TRAINED = tuple(published for published in PUBLISHED if published.trainable)
 LONGEST_LINE = 140
 
-#: Each with one way to divide the work, in turn: test_triton.py has all pairs, and the division is the same code. A
-#: tensor of no channels is left to PyTorch, if its activation has a number for each.
+#: A tensor of no channels is left to PyTorch, if its activation has a number for each.
+WITH_CHANNELS = [name for name in LAYOUTS if name != "no channels"]
+#: Interpreted, which takes a second, each layout meets one way to divide the work, in turn.
 every_layout = pytest.mark.parametrize(
     ("layout", "split"),
-    [*zip([name for name in LAYOUTS if name != "no channels"], itertools.cycle(SPLITS))],  # of any number
+    [*(zip(WITH_CHANNELS, itertools.cycle(SPLITS)) if INTERPRETED else itertools.product(WITH_CHANNELS, SPLITS))],
     indirect=["split"],
 )
 every_trained = pytest.mark.parametrize("published", TRAINED, ids=str)
@@ -257,11 +258,12 @@ def _luck(function: Function, dy: Tensor, z: Tensor, tensors: Sequence[Tensor], 
     ids=str,
 )
 def test_trainable_functions(published: Published, dtype: torch.dtype, on_triton: Switch) -> None:
-    shapes = (((37, 53), ()), ((37, 53), (53,)), ((3, 11, 60), (11, 1)))
-    for shape, channels in shapes if dtype is torch.float32 else shapes[2:]:
+    for shape, channels in (((37, 53), ()), ((37, 53), (53,)), ((3, 11, 60), (11, 1))):
         tensors = [torch.full(channels, value, dtype=dtype, device=DEVICE) for _, value in published.trainable]
         tensors = [t + 0.1 * normal(*channels, dtype=dtype, scale=1.0, seed=i) for i, t in enumerate(tensors)]
         check_given_input(on_triton, published.function, normal(*shape, dtype=dtype), *tensors, dim=1)
+    if dtype is torch.float32:  # it prints for all dtypes
+        check_that_it_prints(traced(published.with_tensors(), (64, 48)).activation)
 
 
 def check_that_it_prints(found: Activation) -> None:
