@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from .utils.formatting import described
 from .utils.refusals import check_instance
 
 
@@ -49,7 +50,7 @@ def plan_of(function: Callable[..., Any], *args: Any, compiled: bool = False, **
     """
     check_instance("plan_of", function)
     if not callable(function):
-        raise TypeError(f"plan_of: expected a layer or a function, got {type(function).__name__}: {function!r}")
+        raise TypeError(f"plan_of: expected a layer or a function, got {described(function)}")
     question = _Question(compiled)
     questions.append(question)
     try:

@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from torch import Tensor
 
 from .backends.norms import GroupNorm, RowNorm
+from .utils.formatting import described
 from .validation import check_tensors, dims_of, is_whole
 
 
@@ -54,7 +55,7 @@ def check_group_norm(norm: GroupNorm, x: Tensor, w: Tensor | None, b: Tensor | N
     function, groups = norm.function, norm.groups
     check_norm_save(function, save)
     if not is_whole(groups):
-        raise TypeError(f"{function}: num_groups must be an int, got {type(groups).__name__}: {groups!r}")
+        raise TypeError(f"{function}: num_groups must be an int, got {described(groups)}")
     eps: object = norm.eps
     if isinstance(eps, bool) or not isinstance(eps, Real):
         raise TypeError(f"{function}: eps must be a number, got {type(eps).__name__}")

@@ -16,6 +16,7 @@ from ._torch import is_of_transform
 from .activations import DTYPES, Activation
 from .backends.operations import BatchNorm, Convolution, Matmul, Operation, Pointwise, Weight, elements
 from .ops.mlp_forward import BlockOptions, Linear
+from .utils.formatting import described
 
 SAVES = ("auto", "output", "input", "recompute")
 
@@ -72,7 +73,7 @@ def activated(function: str, activation: Activation, z: Tensor) -> Tensor:
     """``activation(z)`` by PyTorch's own operations. A user's function need not return a tensor."""
     y = activation.plain(z)
     if type(y) is not Tensor and not is_tensor_like(y):  # as the proxies of a trace are
-        found = type(y).__name__
+        found = "tuple" if tuple in type(y).mro() else type(y).__name__  # torch.sort's has a name of its own
         raise TypeError(f"{function}: the activation must return a tensor, {activation.name} returned {found}")
     return y
 
@@ -169,7 +170,7 @@ def check_block_options(options: BlockOptions) -> None:
     if chunks is None:
         return
     if not is_whole(chunks):
-        raise TypeError(f"{function}: chunks must be an int, got {type(chunks).__name__}: {chunks!r}")
+        raise TypeError(f"{function}: chunks must be an int, got {described(chunks)}")
     if chunks < 1:
         raise ValueError(f"{function}: chunks must be at least 1, got {chunks}")
 
@@ -177,7 +178,7 @@ def check_block_options(options: BlockOptions) -> None:
 def check_dropout(function: str, dropout: object) -> None:
     """Refuse what is no probability."""
     if isinstance(dropout, bool) or not isinstance(dropout, Real):
-        raise TypeError(f"{function}: dropout must be a number, got {type(dropout).__name__}: {dropout!r}")
+        raise TypeError(f"{function}: dropout must be a number, got {described(dropout)}")
     if not 0 <= float(dropout) <= 1:
         raise ValueError(f"{function}: dropout must lie in [0, 1], got {dropout}")
 
@@ -186,8 +187,9 @@ def check_features(function: str, **features: object) -> None:
     """Refuse sizes that are no whole numbers: where arguments have slipped, ``nn.Linear`` speaks of ``empty()``."""
     for name, value in features.items():
         if not is_whole(value):
-            hint = f"; if an activation is meant, write activation={value!r}" if isinstance(value, str) else ""
-            raise TypeError(f"{function}: {name} must be an int, got {type(value).__name__}: {value!r}{hint}")
+            is_name = isinstance(value, str) and not value.isdigit()
+            hint = f"; if an activation is meant, write activation={value!r}" if is_name else ""
+            raise TypeError(f"{function}: {name} must be an int, got {described(value)}{hint}")
         if value < 0:
             raise ValueError(f"{function}: {name} must not be negative, got {value}")
 
@@ -376,7 +378,7 @@ def check_residual(function: str, residual: Tensor, shape: tuple[int, ...]) -> N
 def check_bias(function: str, input: Tensor, bias: Tensor, dim: int) -> None:
     """Refuse a bias that does not run along ``dim`` of the input."""
     if not isinstance(dim, int):
-        raise TypeError(f"{function}: dim must be an int, got {type(dim).__name__}: {dim!r}")
+        raise TypeError(f"{function}: dim must be an int, got {described(dim)}")
     if input.dim() == 0:
         raise ValueError(f"{function}: an input of shape () has no dim along which a bias could run; pass None")
     if not -input.dim() <= dim < input.dim():

@@ -1569,10 +1569,12 @@ def test_what_asks_for_more_than_values_is_pytorchs(name: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [4, 400])
-@pytest.mark.parametrize(("result", "named"), [(None, "NoneType"), (3.0, "float"), ([], "list")])
+@pytest.mark.parametrize(
+    ("result", "named"), [(None, "NoneType"), (3.0, "float"), ([], "list"), (torch.sort(torch.ones(2)), "tuple")]
+)
 def test_functions_that_return_no_tensor_are_refused(result: object, named: str, rows: int) -> None:
     x, w = torch.randn(rows, 300, requires_grad=True), torch.randn(300, 300)
-    with pytest.raises(TypeError, match=f"dense_bias_act: the activation must return a tensor, .* returned {named}"):
+    with pytest.raises(TypeError, match=f"dense_bias_act: the activation must return a tensor, .* returned {named}$"):
         fl.dense_bias_act(x, w, None, lambda z: result)
 
 

@@ -535,12 +535,10 @@ def test_layers_and_blocks_say_what_was_tuned(monkeypatch: pytest.MonkeyPatch, o
     line = "layer, up to 8192 rows of bfloat16: wide (tuned: 0.80x the library's time)"
     assert line in repr(layer) and repr(plain).endswith("matmuls by rule, nothing is tuned)")
     explained = fl.explain(layer)
-    assert explained.matmuls == (
-        "gradient hidden, up to 256 rows of float16: library (tuned: the next takes 1.25x its time)",
-        line,
-    )
-    assert f"  matmul: {line}" in str(explained) and explained.to_dict()["matmuls"] == list(explained.matmuls)
-    assert fl.explain(plain).matmuls == ("matmuls by rule, nothing is tuned",) and fl.explain("gelu").matmuls == ()
+    gradient = "gradient hidden, up to 256 rows of float16: library (tuned: the next takes 1.25x its time)"
+    assert explained.layer == repr(layer).replace("(", ": ", 1)[:-1] == explained.to_dict()["layer"]
+    assert explained.layer.endswith(f"{gradient}, {line}") and str(explained).startswith(f"{explained.layer}\n")
+    assert fl.explain(plain).layer.endswith("matmuls by rule, nothing is tuned") and not fl.explain("gelu").layer
     with fl.use_kernels("rule"):
         assert repr(layer).endswith("matmuls by rule)")
 

@@ -125,6 +125,9 @@ def test_layers_say_what_they_keep(layer: nn.Module, kept: tuple[int, int], said
     report = fl.explain(layer)
     assert tuple(math.floor(bytes_) for bytes_ in report.saved_bytes["float32"]) == kept
     assert report.saves["float32"].startswith(f"saves {said}") and said in str(report)
+    first, second, *_ = str(report).splitlines()
+    assert first == report.layer == f"{type(layer).__name__}: {layer.extra_repr()}" and f", saves {said}" in first
+    assert second == f"{report.name}: {report.kind}" and report.to_dict()["layer"] == report.layer
     # Of a batch norm that may not determine its input it is said where.
     tells = isinstance(layer, fl.FusedBatchNormAct1d | fl.FusedBatchNormAct2d) and report.name in ("silu", "leaky_relu")
     assert ("; a batch norm in float32 keeps its input too, of channels where rounding" in report.reason) == tells
@@ -191,8 +194,9 @@ def test_what_is_no_activation_is_an_error() -> None:
         fl.explain("gelo")
     with pytest.raises(TypeError, match="explain: Linear is a layer without an activation; pass"):
         fl.explain(nn.Linear(3, 4))
-    with pytest.raises(TypeError, match="explain: activation must be a name"):
-        fl.explain(3)
+    for given, said in ((3, "int: 3"), (torch.ones(3), "Tensor"), (nn.Parameter(torch.ones(3)), "Parameter")):
+        with pytest.raises(TypeError, match=f"explain: activation must be a name, .* got {said}$"):
+            fl.explain(given)
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------

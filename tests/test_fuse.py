@@ -448,7 +448,8 @@ def test_calls_are_counted(x: Tensor) -> None:
     assert table.startswith("Sequential: 9 operations fused") and "\n    8  gelu       0-1 " in table
 
 
-def test_an_activation_in_a_gate_has_no_line_beside_the_gates(x: Tensor) -> None:
+@pytest.mark.parametrize("times", [1, 3])
+def test_an_activation_in_a_gate_has_no_line_beside_the_gates(times: int, x: Tensor) -> None:
     class Gated(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -457,7 +458,8 @@ def test_an_activation_in_a_gate_has_no_line_beside_the_gates(x: Tensor) -> None
         def forward(self, x: Tensor) -> Tensor:
             return self.down(F.silu(self.gate(x)) * self.up(x))
 
-    report = fl.fuse(nn.Sequential(Gated()), x)
+    block = Gated()
+    report = fl.fuse(nn.Sequential(*[block] * times), x)
     assert [place.pattern for place in report.replaced] == ["gate", "product"] and not report.skipped
 
 
@@ -625,6 +627,7 @@ def test_without_inputs(x: Tensor) -> None:
     eager = copy.deepcopy(model)
     report = fl.fuse(model)
     assert "Pass example inputs" in str(report) and report.saved_bytes is None
+    assert re.search(r"\ncalls  operation  +module  +for the backward pass it\n", str(report))
     kinds = _kinds(model)
     assert kinds["0.act"] == {"gelu"} and kinds["0.drop"] == {"dropout"} and kinds["4"] == {"hardtanh"}
     assert "2.act" in kinds and "3" in kinds and "1" not in kinds and "5" not in kinds

@@ -222,7 +222,7 @@ class Twice(nn.Module):
 
 @pytest.mark.parametrize(
     ("use_reentrant", "module", "operation"),
-    [(False, "second.0", "checkpoint"), (True, "", "CheckpointFunctionBackward")],
+    [(False, "second", "checkpoint"), (True, "", "CheckpointFunctionBackward")],
 )
 def test_checkpoints_keep_their_inputs(use_reentrant: bool, module: str, operation: str, x: Tensor) -> None:
     report = fl.memory_report(Twice(use_reentrant), x.requires_grad_())
@@ -494,8 +494,9 @@ def test_nothing_is_left_behind(fails: bool, training: bool, x: Tensor) -> None:
     before = x.clone()
     with unchanged(model):
         if fails:
-            with pytest.raises(RuntimeError, match=r"^no such luck$"):
+            with pytest.raises(RuntimeError, match=r"^no such luck\n") as raised:
                 fl.memory_report(model, x)
+            assert raised.value.__notes__ == ["memory_report: the model does not run on these inputs"]
         else:
             fl.memory_report(model, x)
     assert torch.equal(x, before)
@@ -626,13 +627,27 @@ def test_errors_of_the_model_and_the_loss_are_the_users(x: Tensor) -> None:
 
     with pytest.raises(KeyError, match="a bug of the model's"):
         fl.memory_report(model, (x, x))
-    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+    with pytest.raises(AttributeError, match=r"no attribute 'nonsense'$"):
         fl.memory_report(mlp(), (x,), loss=lambda y: y.nonsense)
 
 
-def test_what_the_model_raises_comes_through(x: Tensor) -> None:
-    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
-        fl.memory_report(mlp(), x.T)
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ((), ""),
+        (("x",), ""),
+        ((torch.ones(3),), ""),
+        ((np.ones((2, IN)),), r" \(a NumPy array is among them; torch.from_numpy makes a tensor of it\)"),
+        ((2, IN), rf" \(these are numbers; if a tensor of this shape is meant, pass torch.randn\(2, {IN}\)\)"),
+    ],
+    ids=["none", "text", "shape", "NumPy", "numbers"],
+)
+def test_what_the_model_raises_comes_through_with_a_note(inputs: tuple[Any, ...], said: str) -> None:
+    with pytest.raises((TypeError, RuntimeError)) as raised:
+        mlp()(*inputs)
+    text = re.escape(str(raised.value))
+    with pytest.raises(raised.type, match=f"^{text}\nmemory_report: the model does not run on these inputs{said}$"):
+        fl.memory_report(mlp(), *inputs)
 
 
 # --- text, pictures, JSON ---------------------------------------------------------------------------------------------

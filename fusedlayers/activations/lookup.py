@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ..utils.formatting import described
 from . import table
 from .free_variables import must_call_reason
 from .record import Activation
@@ -44,8 +45,7 @@ def resolve(activation: object, function: str = "resolve") -> Activation:
         elif isinstance(activation, bool) and "Dense" in function:  # the place of nn.Linear's bias
             hint = f"; write bias={activation}"
         raise TypeError(
-            f"{function}: activation must be a name, a module, a function or None, "
-            f"got {type(activation).__name__}: {activation!r}{hint}"
+            f"{function}: activation must be a name, a module, a function or None, got {described(activation)}{hint}"
         )
     return _resolve_function(activation)
 

@@ -236,7 +236,9 @@ class _Splitter:
         """The value of a node that depends on no input."""
         value = self._evaluated(node)
         if value.numel() != 1:
-            raise NotPointwise("it makes a tensor of several numbers; let it read one, such as a module's buffer")
+            raise NotPointwise(
+                "it makes a tensor of several numbers (or NumPy does); let it read one, such as a module's buffer"
+            )
         return value.item()
 
     def _evaluated(self, node: Node) -> Tensor:

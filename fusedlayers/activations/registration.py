@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..derivative.folded import FoldedDerivative
+from ..utils.formatting import described
 from ..utils.isolation import in_clean_state
 from .record import Function, Row
 from .table import register
@@ -76,7 +77,7 @@ def _register(
         raise TypeError(f"activation: expected a function, got {type(function).__name__}{hint}")
     for what, given in (("derivative", derivative), ("derivative_given_output", derivative_given_output)):
         if given is not None and not callable(given):
-            raise TypeError(f"activation: {what} must be a function, got {type(given).__name__}: {given!r}")
+            raise TypeError(f"activation: {what} must be a function, got {described(given)}")
     name = str(name or getattr(function, "__name__", _LAMBDA))
     if name == _LAMBDA:
         raise TypeError("activation: the function has no name of its own; pass name=")

@@ -117,7 +117,7 @@ class Watch:
             reader = after if after is not None and after.block.follows is block else visit
             block.shares_input |= visit.is_saved_elsewhere(visit.inputs, source, savers)
             block.shares_output |= visit.is_saved_elsewhere(visit.outputs, reader, savers)
-        for (node, _), visit in itertools.product(checkpoints_of(nodes), visits):
+        for ((node, *_), _), visit in itertools.product(checkpoints_of(nodes), visits):
             if visit.made(node._sequence_nr()):
                 visit.block.skipped_because = "its own code recomputes something"
         end, owned = max((visit.end for visit in visits), default=0), sizes_of(existing)

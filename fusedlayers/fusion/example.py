@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .._torch import NormBase, dynamo_is_loaded
-from ..utils.formatting import first_line
+from ..utils.formatting import described, first_line
 from ..utils.refusals import check_instance
 
 
@@ -20,13 +20,8 @@ def check_module(function: str, model: object) -> None:
     if not isinstance(model, nn.Module):
         check_instance(function, model)
         is_tensor = isinstance(model, Tensor)
-        given = "a tensor; the model comes first, then its inputs" if is_tensor else _short(model)
+        given = "a tensor; the model comes first, then its inputs" if is_tensor else described(model)
         raise TypeError(f"{function}: model must be an nn.Module, got {given}")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return f"{type(value).__name__}: {text}" if len(text) <= 60 and "\n" not in text else type(value).__name__
 
 
 def check_model(function: str, model: object) -> None:
@@ -58,6 +53,11 @@ def does_not_run(function: str, error: Exception, args: tuple[Any, ...] = ()) ->
             f"{function}: torch.compile failed on the model. See whether torch.compile(model) works by itself; if not, "
             f"its C++ compiler or its cache (TORCHINDUCTOR_CACHE_DIR) may be broken: {first_line(error)}"
         )
+    return ValueError(f"{inputs_do_not_fit(function, error, args)}: {type(error).__name__}: {first_line(error)}")
+
+
+def inputs_do_not_fit(function: str, error: Exception, args: tuple[Any, ...]) -> str:
+    """What an error of a model says of its inputs, with what may have been meant."""
     hint = ""
     if any(type(arg).__module__ == "numpy" for arg in args):
         hint = " (a NumPy array is among them; torch.from_numpy makes a tensor of it)"
@@ -67,9 +67,7 @@ def does_not_run(function: str, error: Exception, args: tuple[Any, ...] = ()) ->
         hint = " (a tuple or a list holds positional arguments; for one that is a list write ([a, b],))"
     elif isinstance(error, TypeError) and "keyword argument" in str(error):
         hint = " (a dict holds keyword arguments; for one that is a dict write (batch,))"
-    return ValueError(
-        f"{function}: the model does not run on these inputs{hint}: {type(error).__name__}: {first_line(error)}"
-    )
+    return f"{function}: the model does not run on these inputs{hint}"
 
 
 def evaluation_notes(model: nn.Module) -> list[str]:

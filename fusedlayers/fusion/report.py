@@ -108,18 +108,12 @@ class FuseReport(Report):
             yield note
         if self.replaced:
             yield ""
-            header = (
-                "calls",
-                "operation",
-                "module",
-                "frees",
-                *["takes"] * (self.step_ms is not None),
-                "for the backward pass it",
-            )
+            header = ("calls", "operation", "module", "frees", "takes", "for the backward pass it")
             rows = [(str(p.calls), p.activation or p.pattern, *_columns(p)) for p in self.replaced]
-            widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-            for row in (header, *rows):
-                number, *texts = row
+            # What was not measured has no column.
+            columns = [(title, *texts) for title, *texts in zip(header, *rows, strict=True) if any(texts)]
+            widths = [max(map(len, column)) for column in columns]
+            for number, *texts in zip(*columns, strict=True):
                 padded = (f"{text:<{width}}" for text, width in zip(texts, widths[1:], strict=True))
                 yield "  ".join((f"{number:>{widths[0]}}", *padded)).rstrip()
         for title, places in (
@@ -162,6 +156,6 @@ def _first_of(paths: list[str]) -> str:
 def _columns(place: Replaced) -> Iterator[str]:
     yield path_text(place.modules)
     yield "" if place.saved_bytes is None else size_text(place.saved_bytes)
-    if place.time_ms is not None:
-        yield f"{place.time_ms:+.0f} ms" if abs(place.time_ms) >= 10 else f"{place.time_ms:+.2g} ms"
+    ms = place.time_ms
+    yield "" if ms is None else f"{ms:+.0f} ms" if abs(ms) >= 10 else f"{ms:+.2g} ms"
     yield place.saves

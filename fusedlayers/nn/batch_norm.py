@@ -12,6 +12,7 @@ from ..activations import Activation
 from ..backends.operations import BatchNorm
 from ..functional import batch_norm_act
 from ..plan import describe_norm
+from ..utils.formatting import described
 from ..validation import check_features
 from .base import FusedAct
 
@@ -53,7 +54,7 @@ class FusedBatchNormAct(FusedAct):
         if process_group is not None and not hasattr(process_group, "size"):
             raise TypeError(
                 f"{type(self).__name__}: process_group must be a group of torch.distributed, "
-                f"got {type(process_group).__name__}: {process_group!r}"
+                f"got {described(process_group)}"
             )
         self.process_group = process_group
 

@@ -31,7 +31,7 @@ from ..utils.isolation import in_clean_state
 from ..utils.reports import DrawnReport, NothingToDrawError
 from . import explanation_plot
 from .explanation_plot import FAR, Curves, inputs_within
-from .model_explanation import ModelExplanation, explain_model, is_model
+from .model_explanation import ModelExplanation, explain_model, is_model, said_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -66,7 +66,8 @@ class Explanation(DrawnReport):
         saved_bytes: kept for each element between two layers, by dtype: (eager, here).
         accuracy: of the derivative, by dtype.
         source: the generated Triton code; empty where there is none.
-        matmuls: of a layer on a GPU, which kernels multiply: by the rule, as tuned, or PyTorch's, and why.
+        layer: what a layer or a block says of itself: what it keeps, and on a GPU which kernels multiply; empty for an
+            activation.
     """
 
     name: str
@@ -76,7 +77,7 @@ class Explanation(DrawnReport):
     saved_bytes: Mapping[str, tuple[float, float]]
     accuracy: Mapping[str, Accuracy]
     source: str
-    matmuls: tuple[str, ...] = ()
+    layer: str = ""
     curves: Curves | None = field(repr=False, default=None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -92,7 +93,7 @@ class Explanation(DrawnReport):
                 for dtype, errors in self.accuracy.items()
             },
             "source": self.source,
-            "matmuls": list(self.matmuls),
+            "layer": self.layer,
         }
 
     def figure(self) -> Figure:
@@ -119,8 +120,8 @@ def explain(activation: object) -> Explanation | ModelExplanation:
 
     Args:
         activation: as for ``fusedlayers.dense_bias_act``: a name, a module, any callable. Or a fused layer or block,
-            for its own activation and ``save``; of a batch norm it is said what that keeps with the activation. Or a
-            model, for a table of its fused places and of what each keeps.
+            for what it keeps, and its own activation; of a batch norm it is said what that keeps with the activation.
+            Or a model, for a table of its fused places and of what each keeps.
 
     Raises:
         ValueError, TypeError: as ``fusedlayers.dense_bias_act``, for what is not an activation.
@@ -165,7 +166,7 @@ def explain(activation: object) -> Explanation | ModelExplanation:
         {_name(dtype): saved for dtype, saved in bytes_.items()},
         {_name(dtype): errors for dtype, errors in accuracy.items()} if kind != "fallback" else {},
         "" if kind == "fallback" or record.is_identity else _source(record, given),
-        () if layer is None else tuple(layer.decided()),
+        "" if layer is None else said_of(layer),
         None if kind == "fallback" else _curves(resolved, record, shape, layer, given),
     )
 
@@ -375,6 +376,8 @@ _WIDTHS = (10, 41, 7, 12, 10, 10, 14, 10, 10)
 
 
 def _lines(found: Explanation) -> Iterator[str]:
+    if found.layer:
+        yield found.layer
     yield f"{found.name}: {found.kind}"
     yield f"  {found.reason}"
     if not found.saved_bytes:
@@ -398,8 +401,6 @@ def _lines(found: Explanation) -> Iterator[str]:
         if reason and reason not in found.reason and found.reason not in reason:
             dtypes = [dtype for dtype, saves in found.saves.items() if _reason(saves) == reason]
             yield f"  {', '.join(dtypes)}: {reason}"
-    for line in found.matmuls:
-        yield f"  matmul: {line}"
 
 
 def _row(cells: Iterable[tuple[str, int]]) -> str:

@@ -55,6 +55,11 @@ def is_model(module: nn.Module) -> bool:
     return has_layers or any(region_of(inner) is not None for inner in module.modules())
 
 
+def said_of(layer: WithActivation) -> str:
+    """What a fused layer or block says of itself, with what it keeps."""
+    return f"{type(layer).__name__}: {layer.extra_repr()}"
+
+
 def explain_model(model: nn.Module) -> ModelExplanation:
     """What the fused places of a model keep now."""
     return ModelExplanation(type(model).__name__, tuple(_places(model)))
@@ -72,4 +77,4 @@ def _places(model: nn.Module) -> Iterator[tuple[str, str]]:
             elif region.recompute == "all" and CHECKPOINT not in region.places:
                 yield path, "saves its input, and recomputes the rest"
         if isinstance(module, WithActivation):
-            yield path, f"{type(module).__name__}: {module.extra_repr()}"
+            yield path, said_of(module)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..fusion.example import inputs_do_not_fit
 from ..utils.storages import tensors_in
 
 
@@ -26,7 +27,11 @@ class Step:
 
     def forward(self) -> Tensor:
         """The loss of one call. No reference to the outputs is held."""
-        result = self.model(*self.args, **self.kwargs)
+        try:
+            result = self.model(*self.args, **self.kwargs)
+        except Exception as error:
+            error.add_note(inputs_do_not_fit(self.function, error, self.args))
+            raise
         if self.loss is not None:
             loss = self.loss(result)
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:

@@ -52,26 +52,25 @@ def hides_what_it_saves(node: Any) -> bool:
     return type(node).__name__ == "CppFunction"
 
 
-def checkpoints_of(nodes: Iterable[Any]) -> Iterator[tuple[Any, list[Tensor]]]:
-    """For each checkpoint its first node, and the inputs that it will recompute from.
+def checkpoints_of(nodes: Iterable[Any]) -> Iterator[tuple[list[Any], list[Tensor]]]:
+    """For each checkpoint its nodes, and the inputs that it will recompute from.
 
     The nodes of the checkpointed function are in the graph and save next to nothing. Their unpack hooks hold the
     inputs, as saved tensors (torch 2.13) or on a node outside the graph (2.11).
     """
-    seen = set()
+    nodes_of_frames: dict[int, tuple[Any, list[Any]]] = {}
     for node in nodes:
         for saved in () if is_leaf(node) else raw_saved(node):
             for cell in getattr(saved.unpack_hook, "__closure__", None) or ():
                 frame = cell.cell_contents
-                if id(frame) not in seen and type(frame).__module__ == "torch.utils.checkpoint":
-                    seen.add(id(frame))
-                    saver = getattr(frame, "input_saver", None)
-                    inputs = [] if saver is None else [*saved_by(saver.grad_fn)]
-                    raw: list[Any] = [
-                        held for held in getattr(frame, "saved_args", ()) if isinstance(held, SavedTensor)
-                    ]
-                    inputs += [tensor for held in raw for tensor in _tensors(held.data)]
-                    yield node, inputs + list(_tensors(_saved_for_recompute(frame)))
+                if type(frame).__module__ == "torch.utils.checkpoint":
+                    nodes_of_frames.setdefault(id(frame), (frame, []))[1].append(node)
+    for frame, own in nodes_of_frames.values():
+        saver = getattr(frame, "input_saver", None)
+        inputs = [] if saver is None else [*saved_by(saver.grad_fn)]
+        raw: list[Any] = [held for held in getattr(frame, "saved_args", ()) if isinstance(held, SavedTensor)]
+        inputs += [tensor for held in raw for tensor in _tensors(held.data)]
+        yield own, inputs + list(_tensors(_saved_for_recompute(frame)))
 
 
 def _saved_for_recompute(frame: Any) -> list[Any]:

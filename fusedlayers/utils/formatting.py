@@ -52,6 +52,13 @@ def size_from(text: str) -> int:
     return int(float(number) * (1024 if binary else 1000) ** power)
 
 
+def described(value: object) -> str:
+    """The type of a wrong argument, and the argument where it is short: a tensor's numbers say nothing."""
+    text = repr(value)
+    name = type(value).__name__
+    return f"{name}: {text}" if len(text) <= 60 and "\n" not in text and not hasattr(value, "shape") else name
+
+
 def duration_text(seconds: float) -> str:
     """Seconds, in whole ones, minutes, or hours and minutes."""
     minutes = round(seconds / 60)
