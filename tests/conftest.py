@@ -53,6 +53,26 @@ def float32_is_multiplied_exactly() -> None:
         gemm.FLOAT32 = "ieee"
 
 
+@pytest.fixture(autouse=True, scope="session")
+def language_is_exchanged_once() -> None:
+    """Triton's interpreter exchanges its language's functions at each launch, and looks through all of them again at
+    each call of a function in a kernel, which takes a quarter of a test's time: they have been exchanged then."""
+    if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
+        return
+    from triton.runtime import interpreter
+
+    exchange, language = interpreter._patch_lang, interpreter.tl
+    is_builtin = language.core.is_builtin
+
+    def exchange_once(function: Any) -> Any:
+        for value in function.__globals__.values():
+            if (value is language or value is language.core) and is_builtin(value.arange):
+                return exchange(function)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = exchange_once
+
+
 @pytest.fixture(autouse=True)
 def nothing_outlives_a_test() -> Iterator[None]:
     """No plan, for a test may have exchanged what it depends on; and no activation that a test has registered, for
