@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -60,8 +61,11 @@ def plan_of(function: Callable[..., Any], *args: Any, compiled: bool = False, **
     finally:
         questions.remove(question)
     if not question.plans:
+        name = _name(function)
+        if hasattr(sys.modules["fusedlayers"], name) and str(getattr(function, "__module__", "")).startswith("torch"):
+            raise ValueError(f"plan_of: {name} is PyTorch's, which plans nothing; fusedlayers.{name} plans")
         raise ValueError(
-            f"plan_of: {_name(function)} plans nothing with these arguments; what plans are layers with an activation, "
+            f"plan_of: {name} plans nothing with these arguments; what plans are layers with an activation, "
             "norms, gates and MLPs of this package. Of a model that fuse has changed fusedlayers.explain(model) lists "
             "all places"
         )

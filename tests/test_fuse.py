@@ -82,6 +82,23 @@ class Gated(nn.Module):
         return self.down(self.act(gate) * up)
 
 
+class ByName(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(input=self.up(x)))
+
+
+class GatedByName(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        product = torch.mul(F.silu(self.gate(x)), other=self.up(x))
+        return F.linear(bias=self.down.bias, weight=self.down.weight, input=product)
+
+
+class MatmulByName(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        product = torch.mul(other=self.up(x), input=F.silu(self.gate(x)))
+        return torch.matmul(input=product, other=self.down.weight.t())
+
+
 class RMSNorm(nn.Module):
     """As transformers spells it out for LLaMA, and with ``gemma`` for Gemma."""
 
@@ -141,6 +158,9 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], dict[str, set[str]], int]] = {
     "functional dropout": (lambda: Functional(dropout=0.1), {"1": {"gelu", "dropout"}}, 2 * HIDDEN_BYTES),
     "gate": (Gated, {"1": {"gate"}, "1.down": {"product"}}, 2 * HIDDEN_BYTES),
     "gate of gelu": (lambda: Gated(F.gelu), {"1": {"gate"}, "1.down": {"product"}}, 2 * HIDDEN_BYTES),
+    "by name": (ByName, {"1": {"gelu"}}, HIDDEN_BYTES),
+    "gate by name": (GatedByName, {"1": {"gate", "product"}}, 2 * HIDDEN_BYTES),
+    "matmul by name": (MatmulByName, {"1": {"gate", "product"}}, 2 * HIDDEN_BYTES),
     "packed gate": (lambda: Gated(packed=True), {"1": {"gate"}, "1.down": {"product"}}, 2 * HIDDEN_BYTES),
     "packed, up first": (
         lambda: Gated(packed=True, up_first=True),

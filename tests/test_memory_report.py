@@ -294,6 +294,26 @@ def test_autocast_copies_of_weights_count(x: Tensor) -> None:
     assert report.saved_bytes == (2 * HIDDEN_BYTES + INPUT_BYTES + WEIGHT_BYTES) // 2
 
 
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+@compiles
+def test_compiled_code_stays_whole(x: Tensor) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(Own(), fullgraph=True)
+    report = fl.memory_report(compiled, x)
+    assert {row.operation for row in activations(report)} == {"CompiledFunctionBackward"}
+    assert report.saved_bytes == saved_bytes(compiled, x, exclude=[compiled, x])
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert fl.memory_report(compiled, x) == report
+
+
 @compiles
 def test_compiled_code_is_one_operation_and_its_backward_pass_is_followed(x: Tensor) -> None:
     torch._dynamo.reset()

@@ -1,5 +1,6 @@
 """What the documents say is run: code, commands, examples. (``test_bench_tables`` holds their tables.)"""
 
+import inspect
 import json
 import os
 import re
@@ -232,6 +233,19 @@ def test_one_line_frees_what_was_measured() -> None:
     ]
     (said,) = re.findall(r"on CPUs \(float32\) (\S+) to (\S+)\. ", words)
     assert [round(min(timed), 2), round(max(timed), 2)] == [*map(float, said)] and len(timed) > 10
+
+
+def test_default_activations_are_as_it_says() -> None:
+    found: dict[str, set[str]] = {}
+    for name in fl.__all__:
+        function = getattr(fl, name)
+        parameter = inspect.signature(function).parameters.get("activation") if callable(function) else None
+        if parameter is not None and isinstance(parameter.default, str) and not name.startswith("Invertible"):
+            kind = re.search(r"Conv|conv|BatchNorm|Group|[gG]ated", name)
+            found.setdefault(kind[0].lower() if kind else "", set()).add(parameter.default)
+    said = "default: GELU; convolutions, batch norms: ReLU; gates, group norms: SiLU"
+    assert said in " ".join(README.split())
+    assert found == {"": {"gelu"}, "conv": {"relu"}, "batchnorm": {"relu"}, "gated": {"silu"}, "group": {"silu"}}
 
 
 def test_others_on_a_cpu_save_and_take_what_was_measured() -> None:

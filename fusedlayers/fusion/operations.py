@@ -136,6 +136,16 @@ def _of_product(function: Any, args: Arguments, kwargs: Options) -> Any:
     return gates.keeping_factors(function, *args, **kwargs) if args else function(**kwargs)
 
 
+def in_order(args: Arguments, kwargs: Options) -> tuple[Arguments, Options]:
+    """The arguments with the first ones by position: PyTorch's built-in functions take those by name too."""
+    for name in ("input", "other")[len(args) :]:
+        if name not in kwargs:
+            break
+        kwargs = dict(kwargs)
+        args = (*args, kwargs.pop(name))
+    return args, kwargs
+
+
 def is_gate(args: Arguments) -> bool:
     """Whether a product with these arguments is one of an activation's result."""
     a, b = args[:2] if len(args) >= 2 else (None, None)

@@ -26,6 +26,7 @@ from .operations import (
     Given,
     Operation,
     activation_of,
+    in_order,
     is_gate,
     reads_product,
 )
@@ -226,6 +227,8 @@ class _Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         running, operation = self._running[-1] if self._running else None, OPERATIONS.get(func)
         place = None
+        if operation is not None:
+            args, kwargs = in_order(args, kwargs)
         if running is not None and operation is not None and args and isinstance(args[0], Tensor):
             place = self._noted(running, operation, func, args, kwargs)
         given = [*_tensors((*args, *kwargs.values()))]

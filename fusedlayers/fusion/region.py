@@ -33,7 +33,7 @@ from ..checkpoint.recompute import Recompute, recomputed
 from ..sizes import is_small
 from ..utils.compiled_checkpoint import is_in_checkpoint
 from .one_call import ONE_CALLS
-from .operations import CHECKPOINT, OPERATIONS, Given, Operation
+from .operations import CHECKPOINT, OPERATIONS, Given, Operation, in_order
 from .stand_in import StandIn
 
 
@@ -208,9 +208,10 @@ class Interception(TorchFunctionMode):
         operation = OPERATIONS.get(func)
         if operation is None or operation.kind not in self.kinds:
             return func(*args, **(kwargs or {}))
+        args, kwargs = in_order(args, kwargs or {})
         if not torch.is_grad_enabled() or not (torch.compiler.is_compiling() or self._is_ours(operation, args)):
-            return func(*args, **(kwargs or {}))
-        return operation.run(func, args, kwargs or {})
+            return func(*args, **kwargs)
+        return operation.run(func, args, kwargs)
 
     def _is_ours(self, operation: Operation, args: Any) -> bool:
         return saved_tensors_hooks_on_top(True) == self.hooks and not operation.is_small(args)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -51,14 +52,17 @@ class ModuleTracker:
         """Record which module runs, by hooks for all modules of the process: the model's own hooks are not touched."""
         thread = threading.get_ident()
 
+        def is_ours() -> bool:  # the compiler cannot trace the second question
+            return not torch.compiler.is_compiling() and threading.get_ident() == thread
+
         def enter(module: nn.Module, *_: Any) -> None:
-            if threading.get_ident() == thread:
+            if is_ours():
                 if id(module) not in self._paths:  # created in the forward pass, or referenced by a function
                     self._name(module, ".".join(filter(None, (self.current, type(module).__name__))))
                 self._change(self._stack.append, self._paths[id(module)])
 
         def leave(module: nn.Module, *_: Any) -> None:
-            if threading.get_ident() == thread and self._stack:
+            if is_ours() and self._stack:
                 self._change(lambda _: self._stack.pop(), "")
 
         handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
