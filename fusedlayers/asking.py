@@ -62,8 +62,9 @@ def plan_of(function: Callable[..., Any], *args: Any, compiled: bool = False, **
         questions.remove(question)
     if not question.plans:
         name = _name(function)
-        if hasattr(sys.modules["fusedlayers"], name) and str(getattr(function, "__module__", "")).startswith("torch"):
-            raise ValueError(f"plan_of: {name} is PyTorch's, which plans nothing; fusedlayers.{name} plans")
+        is_torchs = str(getattr(function, "__module__", "")).partition(".")[0] == "torch"
+        if is_torchs and hasattr(sys.modules["fusedlayers"], name):
+            raise ValueError(f"plan_of: {name} of PyTorch plans nothing; did you mean fusedlayers.{name}?")
         raise ValueError(
             f"plan_of: {name} plans nothing with these arguments; what plans are layers with an activation, "
             "norms, gates and MLPs of this package. Of a model that fuse has changed fusedlayers.explain(model) lists "

@@ -73,7 +73,8 @@ def activated(function: str, activation: Activation, z: Tensor) -> Tensor:
     """``activation(z)`` by PyTorch's own operations. A user's function need not return a tensor."""
     y = activation.plain(z)
     if type(y) is not Tensor and not is_tensor_like(y):  # as the proxies of a trace are
-        found = "tuple" if tuple in type(y).mro() else type(y).__name__  # torch.sort's has a name of its own
+        kind = type(y)
+        found = "tuple" if kind.__module__ == "torch.return_types" else kind.__name__  # torch.sort's is named "sort"
         raise TypeError(f"{function}: the activation must return a tensor, {activation.name} returned {found}")
     return y
 
@@ -187,7 +188,7 @@ def check_features(function: str, **features: object) -> None:
     """Refuse sizes that are no whole numbers: where arguments have slipped, ``nn.Linear`` speaks of ``empty()``."""
     for name, value in features.items():
         if not is_whole(value):
-            is_name = isinstance(value, str) and not value.isdigit()
+            is_name = isinstance(value, str) and value.isidentifier()
             hint = f"; if an activation is meant, write activation={value!r}" if is_name else ""
             raise TypeError(f"{function}: {name} must be an int, got {described(value)}{hint}")
         if value < 0:

@@ -514,9 +514,8 @@ def test_nothing_is_left_behind(fails: bool, training: bool, x: Tensor) -> None:
     before = x.clone()
     with unchanged(model):
         if fails:
-            with pytest.raises(RuntimeError, match=r"^no such luck\n") as raised:
+            with pytest.raises(RuntimeError, match=r"^no such luck$"):
                 fl.memory_report(model, x)
-            assert raised.value.__notes__ == ["memory_report: the model does not run on these inputs"]
         else:
             fl.memory_report(model, x)
     assert torch.equal(x, before)
@@ -657,17 +656,17 @@ def test_errors_of_the_model_and_the_loss_are_the_users(x: Tensor) -> None:
         ((), ""),
         (("x",), ""),
         ((torch.ones(3),), ""),
-        ((np.ones((2, IN)),), r" \(a NumPy array is among them; torch.from_numpy makes a tensor of it\)"),
-        ((2, IN), rf" \(these are numbers; if a tensor of this shape is meant, pass torch.randn\(2, {IN}\)\)"),
+        ((np.ones((2, IN)),), "a NumPy array is among the inputs; torch.from_numpy makes a tensor of it"),
+        ((2, IN), f"the inputs are numbers; if a tensor of this shape is meant, pass torch.randn(2, {IN})"),
     ],
     ids=["none", "text", "shape", "NumPy", "numbers"],
 )
 def test_what_the_model_raises_comes_through_with_a_note(inputs: tuple[Any, ...], said: str) -> None:
     with pytest.raises((TypeError, RuntimeError)) as raised:
         mlp()(*inputs)
-    text = re.escape(str(raised.value))
-    with pytest.raises(raised.type, match=f"^{text}\nmemory_report: the model does not run on these inputs{said}$"):
+    with pytest.raises(raised.type, match=f"^{re.escape(str(raised.value))}") as passed_on:
         fl.memory_report(mlp(), *inputs)
+    assert getattr(passed_on.value, "__notes__", []) == ([f"memory_report: {said}"] if said else [])
 
 
 # --- text, pictures, JSON ---------------------------------------------------------------------------------------------

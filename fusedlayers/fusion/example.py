@@ -53,21 +53,25 @@ def does_not_run(function: str, error: Exception, args: tuple[Any, ...] = ()) ->
             f"{function}: torch.compile failed on the model. See whether torch.compile(model) works by itself; if not, "
             f"its C++ compiler or its cache (TORCHINDUCTOR_CACHE_DIR) may be broken: {first_line(error)}"
         )
-    return ValueError(f"{inputs_do_not_fit(function, error, args)}: {type(error).__name__}: {first_line(error)}")
-
-
-def inputs_do_not_fit(function: str, error: Exception, args: tuple[Any, ...]) -> str:
-    """What an error of a model says of its inputs, with what may have been meant."""
-    hint = ""
-    if any(type(arg).__module__ == "numpy" for arg in args):
-        hint = " (a NumPy array is among them; torch.from_numpy makes a tensor of it)"
-    elif len(args) > 1 and all(type(arg) is int for arg in args):
-        hint = f" (these are numbers; if a tensor of this shape is meant, pass torch.randn{args})"
+    hint = what_was_meant(args)
+    if hint:
+        hint = f" ({hint})"
     elif len(args) > 1 and isinstance(error, TypeError) and "positional argument" in str(error):
         hint = " (a tuple or a list holds positional arguments; for one that is a list write ([a, b],))"
     elif isinstance(error, TypeError) and "keyword argument" in str(error):
         hint = " (a dict holds keyword arguments; for one that is a dict write (batch,))"
-    return f"{function}: the model does not run on these inputs{hint}"
+    return ValueError(
+        f"{function}: the model does not run on these inputs{hint}: {type(error).__name__}: {first_line(error)}"
+    )
+
+
+def what_was_meant(args: tuple[Any, ...]) -> str:
+    """A hint where a model's arguments are not what models take; else nothing."""
+    if any(type(arg).__module__ == "numpy" for arg in args):
+        return "a NumPy array is among the inputs; torch.from_numpy makes a tensor of it"
+    if len(args) > 1 and all(type(arg) is int for arg in args):
+        return f"the inputs are numbers; if a tensor of this shape is meant, pass torch.randn{args}"
+    return ""
 
 
 def evaluation_notes(model: nn.Module) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -229,11 +228,11 @@ class Fusing:
         if before is None or total is None:
             return chosen
         total, chosen, left = without_the_useless(chosen, total, measured)
-        gated = Counter(place for group in chosen for gate in group.places for place in gate.gated)
+        gated = [place for group in chosen for gate in group.places for place in gate.gated if place.calls == 1]
         self._skipped = [  # the rows of the gates speak of them
             group
             for group in self._skipped
-            if group.first.left_because != KEPT_BY_GATE or any(gated[place] < place.calls for place in group.places)
+            if group.first.left_because != KEPT_BY_GATE or not {*group.places} <= {*gated}
         ]
         for group in left:
             self._leave_useless(group, before, [place for group in chosen for place in group.places])

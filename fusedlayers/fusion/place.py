@@ -20,7 +20,7 @@ PLANNED = frozenset({"layer_norm", "rms_norm", "group_norm"})
 RESULT_IS_FREE = frozenset({BATCH_NORM, GATE, PRODUCT})
 OTHERS = PLANNED | RESULT_IS_FREE | {"dropout", CHECKPOINT}
 #: Why nothing is freed of an activation in a gate.
-KEPT_BY_GATE = "the gate keeps its input"
+KEPT_BY_GATE = "it is part of a gate, which keeps its input"
 
 
 @dataclass(eq=False)

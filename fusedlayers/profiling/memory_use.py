@@ -52,7 +52,7 @@ def memory_report(
     Raises:
         TypeError: ``model`` cannot be called.
         ValueError: nothing in the result, or not the loss, requires grad.
-        Exception: what the model raises, with a note of the inputs.
+        Exception: what the model raises; with a note where the arguments are no tensors.
 
     >>> import torch, fusedlayers as fl
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))

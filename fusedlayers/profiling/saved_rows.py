@@ -25,8 +25,8 @@ class Row:
     """A storage that is saved for the backward pass.
 
     Attributes:
-        module: path of the innermost module that was running when it was first saved, of a checkpoint that of all it
-            recomputes; empty for the model itself.
+        module: path of the innermost module that was running when it was first saved; of a checkpoint, the innermost
+            one around all whose operations it keeps from saving. Empty for the model itself.
         module_class: the name of that module's class.
         operation: what saved it first: a node of autograd, such as GeluBackward0, or an operation of this library.
         shape, dtype: of the tensor that was saved first; others can be views of the same storage.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..fusion.example import inputs_do_not_fit
+from ..fusion.example import what_was_meant
 from ..utils.storages import tensors_in
 
 
@@ -30,7 +30,9 @@ class Step:
         try:
             result = self.model(*self.args, **self.kwargs)
         except Exception as error:
-            error.add_note(inputs_do_not_fit(self.function, error, self.args))
+            hint = what_was_meant(self.args)
+            if hint:
+                error.add_note(f"{self.function}: {hint}")
             raise
         if self.loss is not None:
             loss = self.loss(result)

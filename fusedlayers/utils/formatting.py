@@ -54,9 +54,9 @@ def size_from(text: str) -> int:
 
 def described(value: object) -> str:
     """The type of a wrong argument, and the argument where it is short: a tensor's numbers say nothing."""
-    text = repr(value)
     name = type(value).__name__
-    return f"{name}: {text}" if len(text) <= 60 and "\n" not in text and not hasattr(value, "shape") else name
+    text = "" if hasattr(value, "shape") else repr(value)
+    return f"{name}: {text}" if 0 < len(text) <= 60 and "\n" not in text else name
 
 
 def duration_text(seconds: float) -> str:
