@@ -357,7 +357,7 @@ def _nothing_found(model: nn.Module) -> str:
     ):
         return "Nothing was found: an exported graph has lost its modules. Fuse the model before you export it."
     own = "Activations of your own must be modules of torch operations, not TorchScript."
-    return f"Nothing was found that would keep less. ({own})"
+    return f"Nothing was found that would keep less; memory_report lists what the model keeps. ({own})"
 
 
 def _slow_because(place: Place, model: nn.Module) -> str | None:

@@ -239,6 +239,8 @@ class _Recorder(TorchFunctionMode):
                 maker.left_because = "its result is written over in place"
                 if kwargs.get("inplace") is True:
                     maker.left_because += f" (by {func.__name__}, which would not with inplace=False)"
+                else:
+                    maker.left_because += "; code that makes a new tensor instead lets it be fused"
         name = getattr(func, "__name__", "")
         if running is not None and func in _ONCE:
             running.functions.append(name)
@@ -261,7 +263,7 @@ class _Recorder(TorchFunctionMode):
             return None
         name = kind if activation is None else activation.name
         if torch.is_grad_enabled() and not x.requires_grad and (activation is not None or kind in PLANNED):
-            because = "its input needs no gradient"
+            because = "its input needs no gradient; once it does, call fuse again"
             left = Place(running.path, running.module, kind, name, left_because=because, activation=activation)
             if name not in KEPT_BY_TORCH:  # of which nothing could be freed in any case
                 self._without_gradient.setdefault((running.path, kind), left)

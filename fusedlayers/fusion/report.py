@@ -11,8 +11,8 @@ from ..utils.reports import Report
 
 #: What a table says whose rows are not parts of the whole.
 ROWS = (
-    "(Rows need not add up: what only two operations together free counts in both of their rows, what either frees in "
-    "none.)"
+    "(The rows need not add up: bytes that two operations free only together count in both rows, bytes that either of "
+    "them frees by itself in none.)"
 )
 
 
