@@ -63,7 +63,7 @@ def plan_of(function: Callable[..., Any], *args: Any, compiled: bool = False, **
     if not question.plans:
         name = _name(function)
         is_torchs = str(getattr(function, "__module__", "")).partition(".")[0] == "torch"
-        if is_torchs and hasattr(sys.modules["fusedlayers"], name):
+        if is_torchs and name in sys.modules["fusedlayers"].__all__:
             raise ValueError(f"plan_of: {name} of PyTorch plans nothing; did you mean fusedlayers.{name}?")
         raise ValueError(
             f"plan_of: {name} plans nothing with these arguments; what plans are layers with an activation, "

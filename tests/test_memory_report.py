@@ -303,6 +303,44 @@ class Own(nn.Module):
         return self.layers(x)  # type: ignore[no-any-return]
 
 
+def test_checkpoints_are_named_by_the_module_that_runs_throughout(x: Tensor) -> None:
+    """Not by the path of a part that blocks share; and one in a block by the part that it is around."""
+    shared, kinds = nn.GELU(), ("whole", "whole", "part")
+    blocks = [nn.Sequential(nn.Linear(IN, 64), shared, nn.Sequential(nn.Linear(64, IN), nn.Tanh())) for _ in kinds]
+    model = nn.ModuleList(blocks)
+
+    def run(x: Tensor) -> Tensor:
+        for kind, block in zip(kinds, model, strict=True):
+            if kind == "whole":
+                x = checkpoint(block, x, use_reentrant=False)  # type: ignore[assignment]
+            else:
+                up, act, down = block  # type: ignore[misc]
+                x = checkpoint(down, act(up(x)), use_reentrant=False)  # type: ignore[assignment]
+        return x
+
+    rows = fl.memory_report(run, x.requires_grad_()).rows
+    assert [row.module for row in sorted(rows, key=lambda row: row.module) if row.operation == "checkpoint"] == [
+        "model.0",
+        "model.1",
+        "model.2.2",
+    ]
+
+
+@compiles
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # the compiler asks
+def test_modules_that_were_compiled_in_place_have_their_paths(x: Tensor) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(Own(), Own())
+    for block in model:
+        block.compile(backend="aot_eager")
+    calls = [block._compiled_call_impl for block in model]
+    rows = activations(fl.memory_report(model, x))
+    assert {(row.module, row.operation) for row in rows} == {(n, "CompiledFunctionBackward") for n in "01"}
+    assert [block._compiled_call_impl for block in model] == calls
+
+
 @compiles
 def test_compiled_code_stays_whole(x: Tensor) -> None:
     torch._dynamo.reset()

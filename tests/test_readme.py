@@ -231,7 +231,7 @@ def test_one_line_frees_what_was_measured() -> None:
         for row in run["cases"]
         if "forward_backward" in row["variants"]["fusedlayers"]
     ]
-    (said,) = re.findall(r"of nine models on CPUs (\S+) to (\S+)\. ", words)
+    (said,) = re.findall(r"\(nine models on CPUs: (\S+) to (\S+)\)", words)
     ratios = [ratio for _, ratio in timed]
     assert [round(min(ratios), 2), round(max(ratios), 2)] == [*map(float, said)] and len({*dict(timed)}) == 9
 

@@ -117,8 +117,8 @@ class Watch:
             reader = after if after is not None and after.block.follows is block else visit
             block.shares_input |= visit.is_saved_elsewhere(visit.inputs, source, savers)
             block.shares_output |= visit.is_saved_elsewhere(visit.outputs, reader, savers)
-        for ((node, *_), _), visit in itertools.product(checkpoints_of(nodes), visits):
-            if visit.made(node._sequence_nr()):
+        for (own, _), visit in itertools.product(checkpoints_of(nodes), visits):
+            if visit.made(own[0]._sequence_nr()):
                 visit.block.skipped_because = "its own code recomputes something"
         end, owned = max((visit.end for visit in visits), default=0), sizes_of(existing)
         return sum(sizes[key] for key, numbers in savers.items() if min(numbers) >= end and key not in owned)

@@ -153,7 +153,7 @@ def _follow(
 
 def _hidden(nodes: Sequence[Any], tracker: ModuleTracker) -> set[str]:
     """The modules in which TorchScript or another extension saves tensors that its nodes do not show."""
-    return {tracker.module_of_node(node._sequence_nr()) for node in nodes if hides_what_it_saves(node)}
+    return {tracker.module_of(node) for node in nodes if hides_what_it_saves(node)}
 
 
 def _rows(
@@ -180,7 +180,7 @@ def _following_nodes(allocations: AllocationTracker, nodes: Sequence[Any], track
     for node in nodes:
         name = operation_of(node)
         if not is_leaf(node):
-            name += f" of {tracker.module_of_node(node._sequence_nr()) or tracker.class_names['']}"
+            name += f" of {tracker.module_of(node) or tracker.class_names['']}"
         handles.append(node.register_prehook(functools.partial(allocations.enter_node, name)))
     del node, nodes
     try:

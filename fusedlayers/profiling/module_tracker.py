@@ -33,7 +33,7 @@ class ModuleTracker:
         self._paths: dict[int, str] = {}
         self._stack: list[str] = []
         self._numbers: list[int] = []
-        self._changes: list[str] = []
+        self._stacks: list[tuple[str, ...]] = []
         for name, module in _modules(model):
             self._name(module, name)
 
@@ -42,17 +42,26 @@ class ModuleTracker:
         """The innermost module that is running; empty outside of all, and for the model itself."""
         return self._stack[-1] if self._stack else ""
 
-    def module_of_node(self, number: int) -> str:
-        """The innermost module that was running when autograd gave a node this number."""
+    def module_of(self, *nodes: Any) -> str:
+        """The innermost module that was running when each of these nodes was made."""
+        module = ""
+        for paths in zip(*(self._running_at(node._sequence_nr()) for node in nodes), strict=False):
+            if len({*paths}) > 1:
+                break
+            module = paths[0]
+        return module
+
+    def _running_at(self, number: int) -> tuple[str, ...]:
+        """The modules that were running when autograd gave a node this number, the innermost last."""
         at = bisect.bisect_right(self._numbers, number) - 1
-        return self._changes[at] if at >= 0 else ""
+        return self._stacks[at] if at >= 0 else ()
 
     @contextmanager
     def tracking(self) -> Iterator[None]:
         """Record which module runs, by hooks for all modules of the process: the model's own hooks are not touched."""
         thread = threading.get_ident()
 
-        def is_ours() -> bool:  # the compiler cannot trace the second question
+        def is_ours() -> bool:  # the compiler, which traces hooks, cannot trace the second question
             return not torch.compiler.is_compiling() and threading.get_ident() == thread
 
         def enter(module: nn.Module, *_: Any) -> None:
@@ -65,21 +74,30 @@ class ModuleTracker:
             if is_ours() and self._stack:
                 self._change(lambda _: self._stack.pop(), "")
 
-        handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
-        try:
-            with warnings.catch_warnings():
-                # The hooks fire for the wrapper of a compiled module too, which is harmless here.
-                warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            self._stack.clear()
+        def run(module: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            enter(module)
+            try:
+                return compiled(*args, **kwargs)
+            finally:
+                leave(module)
+
+        with contextlib.ExitStack() as stack, warnings.catch_warnings():
+            # The hooks fire for the wrapper of a compiled module too, which is harmless here.
+            warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
+            stack.callback(self._stack.clear)
+            stack.callback(register_module_forward_pre_hook(enter).remove)
+            stack.callback(register_module_forward_hook(leave, always_call=True).remove)
+            for module in self.modules:  # Module.compile compiles the calls of hooks too
+                compiled: Any = module._compiled_call_impl
+                if compiled is not None:
+                    stack.callback(setattr, module, "_compiled_call_impl", compiled)
+                    module._compiled_call_impl = functools.partial(run, module, compiled)
+            yield
 
     def _change(self, apply: Callable[[str], Any], path: str) -> None:
         apply(path)
         self._numbers.append(sequence_number())
-        self._changes.append(self.current)
+        self._stacks.append(tuple(self._stack))
 
     def _name(self, module: nn.Module, name: str) -> None:
         for path, inner in module.named_modules(prefix=name):

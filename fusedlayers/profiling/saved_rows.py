@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, takewhile
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ class Row:
     """A storage that is saved for the backward pass.
 
     Attributes:
-        module: path of the innermost module that was running when it was first saved; of a checkpoint, the innermost
-            one around all whose operations it keeps from saving. Empty for the model itself.
+        module: path of the innermost module that was running when it was first saved; for a checkpoint, of the
+            innermost one that was running throughout. Empty for the model itself.
         module_class: the name of that module's class.
         operation: what saved it first: a node of autograd, such as GeluBackward0, or an operation of this library.
         shape, dtype: of the tensor that was saved first; others can be views of the same storage.
@@ -61,18 +61,12 @@ def savers_of(nodes: Sequence[Any], device: torch.device, tracker: ModuleTracker
     saved = (([node], operation_of(node), saved_by(node)) for node in nodes)
     recomputed = ((own, "checkpoint", tensors) for own, tensors in checkpoints_of(nodes))
     for own, operation, tensors in chain(saved, recomputed):
-        module = _common_path([tracker.module_of_node(node._sequence_nr()) for node in own])
+        module = tracker.module_of(*own)
         for tensor in tensors:
             for part in strided_parts(tensor):
                 if part.device == device and part.untyped_storage().nbytes():
                     savers.setdefault(part.untyped_storage()._cdata, []).append(Saver(module, operation, part))
     return savers
-
-
-def _common_path(paths: Sequence[str]) -> str:
-    """That of the innermost module which has all of these in it."""
-    names = zip(*(path.split(".") for path in paths), strict=False)
-    return ".".join(level[0] for level in takewhile(lambda level: len({*level}) == 1, names))
 
 
 def row_of(savers: Sequence[Saver], kind: str, tracker: ModuleTracker) -> Row:

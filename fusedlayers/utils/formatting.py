@@ -55,7 +55,7 @@ def size_from(text: str) -> int:
 def described(value: object) -> str:
     """The type of a wrong argument, and the argument where it is short: a tensor's numbers say nothing."""
     name = type(value).__name__
-    text = "" if hasattr(value, "shape") else repr(value)
+    text = "" if getattr(value, "shape", ()) else repr(value)
     return f"{name}: {text}" if 0 < len(text) <= 60 and "\n" not in text else name
 
 
