@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -61,14 +60,10 @@ def plan_of(function: Callable[..., Any], *args: Any, compiled: bool = False, **
     finally:
         questions.remove(question)
     if not question.plans:
-        name = _name(function)
-        is_torchs = str(getattr(function, "__module__", "")).partition(".")[0] == "torch"
-        if is_torchs and name in sys.modules["fusedlayers"].__all__:
-            raise ValueError(f"plan_of: {name} of PyTorch plans nothing; did you mean fusedlayers.{name}?")
         raise ValueError(
-            f"plan_of: {name} plans nothing with these arguments; what plans are layers with an activation, "
-            "norms, gates and MLPs of this package. Of a model that fuse has changed fusedlayers.explain(model) lists "
-            "all places"
+            f"plan_of: {_name(function)} plans nothing with these arguments; what plans are layers with an activation, "
+            "norms, gates and MLPs of this package (fusedlayers.gelu, and not PyTorch's). Of a model that fuse changed "
+            "fusedlayers.explain(model) lists all places"
         )
     return question.plans
 

@@ -199,7 +199,7 @@ def test_asking_computes_nothing_and_ends() -> None:
     assert model(x).shape == (30, 40) and ran == [1]
     with pytest.raises(ValueError, match=r"plan_of: .* plans nothing with these arguments"):
         fl.plan_of(torch.relu, x)
-    with pytest.raises(ValueError, match=r"gelu of PyTorch plans nothing; did you mean fusedlayers\.gelu\?"):
+    with pytest.raises(ValueError, match=r"plan_of: gelu plans nothing .* \(fusedlayers\.gelu, and not PyTorch's\)"):
         fl.plan_of(torch.nn.functional.gelu, x)
     with pytest.raises(ValueError, match="last dimension must be the weight's second"):
         fl.plan_of(model, x[:, :5])

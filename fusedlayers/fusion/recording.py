@@ -229,8 +229,8 @@ class _Recorder(TorchFunctionMode):
         place = None
         if operation is not None:
             args, kwargs = in_order(args, kwargs)
-        if running is not None and operation is not None and args and isinstance(args[0], Tensor):
-            place = self._noted(running, operation, func, args, kwargs)
+            if running is not None and args and isinstance(args[0], Tensor):
+                place = self._noted(running, operation, func, args, kwargs)
         given = [*_tensors((*args, *kwargs.values()))]
         versions_before = [(maker, t, t._version) for t in given for maker in self._makers.of(t)]
         result = func(*args, **kwargs)

@@ -64,7 +64,9 @@ def checkpoints_of(nodes: Iterable[Any]) -> Iterator[tuple[list[Any], list[Tenso
             for cell in getattr(saved.unpack_hook, "__closure__", None) or ():
                 frame = cell.cell_contents
                 if type(frame).__module__ == "torch.utils.checkpoint":
-                    nodes_of_frames.setdefault(id(frame), (frame, []))[1].append(node)
+                    own = nodes_of_frames.setdefault(id(frame), (frame, []))[1]
+                    if node not in own[-1:]:  # it saves several tensors
+                        own.append(node)
     for frame, own in nodes_of_frames.values():
         saver = getattr(frame, "input_saver", None)
         inputs = [] if saver is None else [*saved_by(saver.grad_fn)]
