@@ -14,7 +14,7 @@ Private attributes of torch's objects are used where the objects are, and nowher
   ``_check_input_dim`` (batch norms); state dicts: ``_metadata``; styles of tensor parallelism:
   ``_prepare_input_fn``, ``_prepare_output_fn``;
 * nodes of autograd: ``_sequence_nr``, ``_raw_saved_*``, ``_saved_self``, ``_saved_other``, ``_saved_approximate``,
-  ``_saved_result1``, ``_saved_result2``, ``_forward_cls`` (of a Function's node);
+  ``_saved_dim``, ``_saved_result1``, ``_saved_result2``, ``_forward_cls`` (of a Function's node);
 * operators: ``_schema``, ``_overloadpacket``.
 
 Unless a comment says otherwise, torch 2.11 and 2.13 have the same.

@@ -129,7 +129,8 @@ def _composite(gate: Tensor, up: Tensor | None, activation: Activation, packing:
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` that does not keep an ``input`` whose factors are kept: what ``gated_act`` or ``a * b`` returned.
+    """``F.linear`` that does not keep an ``input`` whose factors are kept: what ``gated_act``, ``a * b`` or ``F.glu``
+    returned.
 
     Backward multiplies the factors once more for the weight's gradient, with the same result.
 

@@ -16,7 +16,7 @@ from ._torch import is_of_transform
 from .activations import DTYPES, Activation
 from .backends.operations import BatchNorm, Convolution, Matmul, Operation, Pointwise, Weight, elements
 from .ops.mlp_forward import BlockOptions, Linear
-from .utils.formatting import described
+from .utils.formatting import described, size_from
 
 SAVES = ("auto", "output", "input", "recompute")
 
@@ -283,16 +283,25 @@ def sizes(function: str, name: str, value: object, dims: int, least: int = 1) ->
     return tuple(int(size) if isinstance(size, Integral) else size for size in found)
 
 
-def check_budget(function: str, memory_budget_bytes: object) -> None:
-    """Refuse what is no number of bytes."""
-    is_int = isinstance(memory_budget_bytes, int) and not isinstance(memory_budget_bytes, bool)
-    if not (is_int and memory_budget_bytes >= 0):  # type: ignore[operator]
+def budget_from(function: str, memory_budget_bytes: object) -> int:
+    """The bytes that a number, or a size such as "8GiB", says.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(memory_budget_bytes, str):
+        try:
+            return size_from(memory_budget_bytes)
+        except ValueError as error:
+            raise ValueError(f"{function}: memory_budget_bytes: {error}") from None
+    if not isinstance(memory_budget_bytes, int) or isinstance(memory_budget_bytes, bool) or memory_budget_bytes < 0:
         is_part = isinstance(memory_budget_bytes, float) and 0 < memory_budget_bytes <= 1
         hint = f"; a part of what the model takes is fraction={memory_budget_bytes!r}" if is_part else ""
         raise ValueError(
-            f"{function}: memory_budget_bytes must be a whole number of bytes, 0 or more, such as 8 << 30, got "
+            f'{function}: memory_budget_bytes must be a number of bytes, 0 or more, or a size such as "8GiB", got '
             f"{memory_budget_bytes!r}{hint}"
         )
+    return memory_budget_bytes
 
 
 def is_whole(value: object) -> TypeGuard[int]:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -132,3 +133,16 @@ def test_under_saved_tensor_hooks(under: str) -> None:
             saved_bytes(lambda: results.append(_edited(X)))
         with pytest.raises(RuntimeError, match=f"^dense_bias_act: its gelu output was edited .*{TORCHS}"):
             results[0].sum().backward()
+
+
+def test_a_checkpoint_that_recomputes_something_else_is_no_edit() -> None:
+    runs = 0
+
+    def changes(x: Tensor) -> Tensor:
+        nonlocal runs
+        runs += 1
+        return fl.dense_bias_act(x, W, B, "gelu") if runs == 1 else F.linear(x, W, B).sigmoid()
+
+    y = checkpoint(changes, X, use_reentrant=False)
+    with pytest.raises(RuntimeError, match=r"^dense_bias_act: in the place of its gelu output a checkpoint has "):
+        y.sum().backward()

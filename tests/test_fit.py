@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
@@ -418,6 +419,7 @@ def _distributed(rank: int, count: int) -> Any:
             fl.fit(wrong, torch.randn(256, size), fraction=0.5)
         except ValueError as error:
             found["errors"].append(str(error))
+    mesh = init_device_mesh("cpu", (count,))
     for name in ("ddp", "fsdp"):
         model, x = _made("transformer")
         for module in model.modules():
@@ -429,8 +431,8 @@ def _distributed(rank: int, count: int) -> Any:
             wrapped: nn.Module = DDP(model)
         else:
             for layer in model.layers:
-                fully_shard(layer)
-            wrapped = fully_shard(model)
+                fully_shard(layer, mesh=mesh)
+            wrapped = fully_shard(model, mesh=mesh)
         loss = wrapped(mine).square().mean()
         loss.backward()
         grads = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in wrapped.parameters()]
@@ -832,7 +834,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "both": ({"memory_budget_bytes": 1, "fraction": 0.5}, "got both"),
     "negative": (
         {"memory_budget_bytes": -1},
-        "fit: memory_budget_bytes must be a whole number of bytes, 0 or more, such as 8 << 30, got -1",
+        'fit: memory_budget_bytes must be a number of bytes, 0 or more, or a size such as "8GiB", got -1',
     ),
     "text": ({"memory_budget_bytes": "8 gigs"}, "fit: memory_budget_bytes: expected bytes, .* got '8 gigs'"),
     "a part": ({"memory_budget_bytes": 0.3}, r"fit: memory_budget_bytes must be .*, got 0\.3; .* fraction=0\.3"),

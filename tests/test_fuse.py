@@ -99,6 +99,15 @@ class MatmulByName(Gated):
         return torch.matmul(input=product, other=self.down.weight.t())
 
 
+class HalvedByGLU(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(IN, 2 * HIDDEN), nn.Linear(HIDDEN, IN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.glu(self.up(x), dim=-1))
+
+
 class RMSNorm(nn.Module):
     """As transformers spells it out for LLaMA, and with ``gemma`` for Gemma."""
 
@@ -167,6 +176,7 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], dict[str, set[str]], int]] = {
         {"1": {"gate"}, "1.down": {"product"}},
         2 * HIDDEN_BYTES,
     ),
+    "GLU": (HalvedByGLU, {"1.down": {"product"}}, HIDDEN_BYTES),
     "spelled activation": (lambda: MLP(QuickGELU()), {"1.act": set()}, 2 * HIDDEN_BYTES),
     "Snake of rows": (lambda: Snake(IN), {"1": set()}, 3 * _ROW_BYTES - 1024),
     "Snake of images": (lambda: Snake(8, 2), {"1": set()}, 3 * _IMAGE_BYTES - 1024),
@@ -962,6 +972,7 @@ def test_a_norm_without_weight_for_one_width_is_left(x: Tensor) -> None:
     assert region_of(model[1]) is None
 
 
+@pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
 def test_a_region_is_exported(x: Tensor) -> None:
     model = nn.Sequential(nn.Linear(IN, IN), RMSNorm(IN), nn.Linear(IN, 2))
     fl.fuse(model, x)

@@ -192,6 +192,30 @@ def test_the_factors_are_saved_and_their_product_is_not(name: str) -> None:
     assert saved_bytes(run(eager, lambda g, u: F.silu(g) * u)) >= 4 * one
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", ["linear", "conv1d", "dropout"])
+def test_the_result_of_glu_is_not_saved(case: str, dtype: torch.dtype) -> None:
+    """PyTorch's ``F.glu`` saves what it is given; the layer after it computes its result from that."""
+    shape, w_shape, dim = ((2, 48, 512), (8, 24, 3), 1) if case == "conv1d" else ((40, 128), (8, 64), -1)
+    x, w = leaves(shape, w_shape, dtype=dtype)
+    function = F.conv1d if case == "conv1d" else F.linear
+
+    def run(product: Any) -> Tensor:
+        torch.manual_seed(0)
+        h = F.glu(x * 1, dim)
+        y: Tensor = product((fl.dropout if product is ours else F.dropout)(h, 0.3) if case == "dropout" else h, w)
+        return y
+
+    ours = functools.partial(gates.keeping_factors, function)
+    y, theirs = run(ours), run(function)
+    assert _keeps_factors(y) and torch.equal(y, theirs)
+    half = x.nbytes // 2
+    assert saved_bytes(lambda: run(function)) - saved_bytes(lambda: run(ours)) >= half
+    dy = torch.randn_like(y)
+    for a, b in zip(torch.autograd.grad(y, (x, w), dy), torch.autograd.grad(theirs, (x, w), dy), strict=True):
+        assert torch.equal(a, b)
+
+
 @each_product
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_of_products(name: str, dtype: torch.dtype) -> None:
@@ -232,6 +256,8 @@ def test_products_that_are_not_what_they_seem() -> None:
         "a constant": lambda: a * torch.randn(40, 40, generator=torch.Generator().manual_seed(0)),
         "detached": lambda: (a * b).detach().requires_grad_(),
         "a part": lambda: (a * b)[:8],
+        "edited halves": lambda: F.glu(torch.cat((a, b), 1)).mul_(2),
+        "reshaped halves": lambda: F.glu(torch.cat((a, b), 1)).view(1600).view(40, 40),
     }
     for name, make in makers.items():
         h = make()

@@ -38,6 +38,7 @@ ATTRIBUTES = {
         "_saved_self",
         "_saved_other",
         "_saved_approximate",
+        "_saved_dim",
         "_saved_result1",
         "_saved_result2",
         "_forward_cls",

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from .._torch import tree_map_only
 from ..utils.storages import tensors_in
 from ..utils.torchscript import refuse_script
-from ..validation import check_budget
+from ..validation import budget_from
 from .free_state import FreeState
 from .measurement import ChildCosts, measure
 from .planner import Plan, plan_balanced, plan_of_lengths, plan_within_budget, segments_of_lengths
@@ -51,7 +51,8 @@ class SublinearSequential(nn.Sequential):
         *modules: as for ``nn.Sequential``: modules, or one ``OrderedDict``.
         segments: how many there are, or how many children each has; the last one is not recomputed. By default as many
             as need least memory: about the square root of the number of children, if these are alike.
-        memory_budget_bytes: of all plans that hold no more than this at any moment, the one that recomputes least.
+        memory_budget_bytes: of all plans that hold no more than this at any moment, the one that recomputes least:
+            bytes, or a size such as "8GiB".
         recompute: "all", "cheap" (results of convolutions, matmuls and attention are saved, and only what lies between
             them is recomputed) or "nothing". By default "all"; with a budget whichever is best for each segment. The
             attribute may be changed at any time.
@@ -76,7 +77,7 @@ class SublinearSequential(nn.Sequential):
         self,
         *modules: Any,
         segments: int | Sequence[int] | None = None,
-        memory_budget_bytes: int | None = None,
+        memory_budget_bytes: int | str | None = None,
         recompute: Recompute | None = None,
     ) -> None:
         super().__init__(*modules)
@@ -85,8 +86,7 @@ class SublinearSequential(nn.Sequential):
             check_recompute(name, recompute)
         if segments is not None and memory_budget_bytes is not None:
             raise ValueError(f"{name}: segments and memory_budget_bytes exclude each other; leave one of them out")
-        if memory_budget_bytes is not None:
-            check_budget(name, memory_budget_bytes)
+        budget = None if memory_budget_bytes is None else budget_from(name, memory_budget_bytes)
         given: object = segments
         lengths: Sequence[Any] = (
             given if isinstance(given, Sequence) and not isinstance(given, str) else [segments or 1]
@@ -94,7 +94,7 @@ class SublinearSequential(nn.Sequential):
         if segments == 0 or not lengths or not all(_is_count(length) and length > 0 for length in lengths):
             raise ValueError(f"{name}: segments must be a positive number, or a list of such, got {segments!r}")
         self.segments = segments
-        self.memory_budget_bytes = memory_budget_bytes
+        self.memory_budget_bytes = budget
         self.recompute = recompute
         self._plan_cache = _PlanCache()
 
@@ -139,7 +139,10 @@ class SublinearSequential(nn.Sequential):
             return plan_balanced(costs, self.segments, self.recompute or "all")
         if self.segments is not None:
             return plan_of_lengths(costs, self._lengths(), self.recompute or "all")
-        return plan_within_budget(costs, self.memory_budget_bytes, self._modes())
+        try:
+            return plan_within_budget(costs, self.memory_budget_bytes, self._modes())
+        except ValueError as error:
+            raise ValueError(f"{type(self).__name__}: {error}") from None
 
     def _modes(self) -> tuple[Recompute, ...]:
         if self.recompute is None and self.memory_budget_bytes is not None:

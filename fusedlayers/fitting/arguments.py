@@ -9,8 +9,7 @@ from torch import nn
 
 from ..fusion.example import check_model, does_not_run
 from ..profiling.step import Step
-from ..utils.formatting import size_from
-from ..validation import check_budget
+from ..validation import budget_from
 from .training import Of
 
 
@@ -24,13 +23,8 @@ def check_arguments(
     if (memory_budget_bytes is None) == (fraction is None):
         given = "neither" if fraction is None else "both"
         raise ValueError(f"{function}: give one of memory_budget_bytes and fraction, got {given}")
-    if isinstance(memory_budget_bytes, str):
-        try:
-            size_from(memory_budget_bytes)
-        except ValueError as error:
-            raise ValueError(f"{function}: memory_budget_bytes: {error}") from None
-    elif memory_budget_bytes is not None:
-        check_budget(function, memory_budget_bytes)
+    if memory_budget_bytes is not None:
+        budget_from(function, memory_budget_bytes)
     if fraction is not None and not (
         isinstance(fraction, int | float) and not isinstance(fraction, bool) and 0 < fraction <= 1
     ):
@@ -49,12 +43,11 @@ def check_arguments(
     return step.model
 
 
-def allowed_bytes(memory_budget_bytes: int | str | None, fraction: float | None, taken: int) -> int:
+def allowed_bytes(step: Step, memory_budget_bytes: int | str | None, fraction: float | None, taken: int) -> int:
     """The budget, for a model that takes so much as it is."""
     if fraction is not None:
         return math.floor(fraction * taken)
-    assert memory_budget_bytes is not None
-    return size_from(memory_budget_bytes) if isinstance(memory_budget_bytes, str) else memory_budget_bytes
+    return budget_from(step.function, memory_budget_bytes)
 
 
 def readable(error: Exception, function: str, args: tuple[Any, ...] = ()) -> Exception:

@@ -170,7 +170,7 @@ def fit_compiled_step(
         try:
             on_stage("measuring the compiled model", 0.0)
             taken = parts.bytes(1.0)
-            budget = allowed_bytes(memory_budget_bytes, fraction, taken)
+            budget = allowed_bytes(step, memory_budget_bytes, fraction, taken)
             on_stage("trying budgets", 0.2)
             part, measured = parts.within(budget)
             on_stage("measuring times", 0.8)

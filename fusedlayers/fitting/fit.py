@@ -139,7 +139,7 @@ def fit_step(
                     "These are eager steps of a compiled model; fit_compiled finds the compiler's budget."
                 )
             plans, eager_bytes = measured_plans(parts, on_stage)
-            budget = allowed_bytes(memory_budget_bytes, fraction, eager_bytes)
+            budget = allowed_bytes(step, memory_budget_bytes, fraction, eager_bytes)
             if plan_only:
                 found = _predicted_fastest(parts, plans, budget, eager_bytes)
             else:

@@ -63,7 +63,7 @@ def saved_tensors(ctx: Any, function: str, activation: Activation | None = None)
         function, activation: whose output it is, for the error.
 
     Raises:
-        RuntimeError: what was saved has been edited, or freed.
+        RuntimeError: what was saved has been edited, or freed; or a checkpoint has recomputed something else.
     """
     try:
         saved: tuple[Any, ...] = ctx.saved_tensors
@@ -72,6 +72,11 @@ def saved_tensors(ctx: Any, function: str, activation: Activation | None = None)
             raise
         raise _output_was_edited(function, activation, str(error)) from error
     y, expected = saved[0], ctx.expected
+    if expected is not None and y is not None and y._version < expected:
+        raise RuntimeError(
+            f"{function}: in the place of {_output_of(activation)} a checkpoint has recomputed a tensor of shape "
+            f"{tuple(y.shape)} that is made otherwise. A function under a checkpoint must compute the same each time."
+        )
     if expected is not None and y is not None and y._version != expected:
         found = f"an output of shape {tuple(y.shape)}, saved within a checkpoint, is at version {y._version}"
         raise _output_was_edited(function, activation, f"{_EDITED}: {found}; expected version {expected} instead.")
@@ -101,11 +106,14 @@ def _was_edited(saved: Any) -> bool:
     return False
 
 
+def _output_of(activation: Activation | None) -> str:
+    return "its output" if activation is None else f"its {activation} output"
+
+
 def _output_was_edited(function: str, activation: Activation | None, reason: str) -> RuntimeError:
-    output = "output" if activation is None else f"{activation} output"
     return RuntimeError(
-        f"{function}: its {output} was edited in place after the forward pass, and backward reads it. Edit a copy "
-        '(y = y.clone()), or let the input be kept: by save="input" in your own calls and layers, in a '
+        f"{function}: {_output_of(activation)} was edited in place after the forward pass, and backward reads it. "
+        'Edit a copy (y = y.clone()), or let the input be kept: by save="input" in your own calls and layers, in a '
         "fused model by fl.unfuse(module) (torch.autograd.set_detect_anomaly(True) shows which). PyTorch says: "
         f"{reason}"
     )

@@ -1,18 +1,20 @@
 """Operations that save the factors of what they multiply, if that is itself a product of saved factors.
 
-The weight's gradient needs the input of a matmul or a convolution, h. Where h is ``f(gate) * up``, or ``a * b`` by
-torch, the factors are saved already, by the node that multiplied them. Backward multiplies them once more, the same way
-and so with the same result, and h itself is freed after the forward pass.
+The weight's gradient needs the input of a matmul or a convolution, h. Where h is ``f(gate) * up``, or ``a * b`` or
+``F.glu`` by torch, the factors are saved already, by the node that multiplied them. Backward multiplies them once more,
+the same way and so with the same result, and h itself is freed after the forward pass.
 
 The operation and its gradients are torch's own: saved-tensor hooks put the factors in the place of h.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._torch import (
@@ -28,6 +30,8 @@ from .gate import GatedAct
 from .pointwise import needs_composite
 
 Factors = tuple[Tensor, ...]
+#: How torch's nodes of products name what they save.
+_SAVED_AS: dict[str, tuple[str, ...]] = {"MulBackward0": ("self", "other"), "GluBackward0": ("self",)}
 
 
 class Product(NamedTuple):
@@ -54,11 +58,14 @@ def product_of(h: Tensor) -> Product | None:
             lambda *saved: gate.product(saved[:count], saved[count:]),
             lambda *saved: gate.composite(saved[:count], saved[count:]),
         )
-    if node is None or h._version or node.name() != "MulBackward0":
-        return None
-    if any(hooks_move(getattr(node, f"{RAW}{name}").unpack_hook) for name in ("self", "other")):
+    saved_as = _SAVED_AS.get(node.name(), ()) if node is not None and not h._version else ()
+    if not saved_as or any(hooks_move(getattr(node, f"{RAW}{name}").unpack_hook) for name in saved_as):
         return None
     dims, dtype = h.dim(), h.dtype
+    if len(saved_as) == 1:
+        dim = node._saved_dim  # which torch shows without its sign
+        glu = functools.partial(F.glu, dim=dim if dim < dims else dim - 2**64)
+        return Product(lambda: (node._saved_self,), glu, glu)
 
     def read() -> Factors | None:
         # One of them may be a number for each channel of each image, but no weight that all rows share: that is a norm.
