@@ -36,7 +36,8 @@ _IMAGES: dict[str, Any] = {"image_size": 32, "patch_size": 8}
 class Case:
     """A model without dropout, what it is called with, and the places that ``fuse`` finds by pattern.
 
-    ``without``: the number of places that are found without example inputs.
+    ``without``: the number of places that are found without example inputs, but for dropouts: versions of transformers
+    differ in these.
     """
 
     name: str
@@ -115,18 +116,18 @@ _GATED = {"rms_norm": 5, "gate": 2, "product": 2}
 _DENSE = {"layer_norm": 5, "gelu": 2}
 
 CASES = [
-    Case("bert", lambda: hf.BertModel(hf.BertConfig(**_SIZES, **_NO_DROPOUT)), tokens, _DENSE, 15),
+    Case("bert", lambda: hf.BertModel(hf.BertConfig(**_SIZES, **_NO_DROPOUT)), tokens, _DENSE, 8),
     Case(
         "roberta",
         lambda: hf.RobertaModel(hf.RobertaConfig(**_SIZES, **_NO_DROPOUT)),
         tokens,
         {"layer_norm": 5, "gelu": 2},
-        15,
+        8,
     ),
-    Case("gpt-2", _gpt2, with_labels, {"layer_norm": 5, "gelu_tanh": 2}, 14),
-    Case("vit", lambda: hf.ViTModel(hf.ViTConfig(**_VISION, **_IMAGES)), images, _DENSE, 11),
-    Case("dinov2", _dinov2, images, _DENSE, 8),
-    Case("dinov2-swiglu", lambda: _dinov2(use_swiglu_ffn=True), images, {"layer_norm": 5, "gate": 2, "product": 2}, 8),
+    Case("gpt-2", _gpt2, with_labels, {"layer_norm": 5, "gelu_tanh": 2}, 7),
+    Case("vit", lambda: hf.ViTModel(hf.ViTConfig(**_VISION, **_IMAGES)), images, _DENSE, 8),
+    Case("dinov2", _dinov2, images, _DENSE, 7),
+    Case("dinov2-swiglu", lambda: _dinov2(use_swiglu_ffn=True), images, {"layer_norm": 5, "gate": 2, "product": 2}, 7),
     Case(
         "whisper-encoder",
         _whisper,
@@ -134,13 +135,13 @@ CASES = [
         {"layer_norm": 5, "gelu": 3},
         7,
     ),
-    Case("t5-relu", lambda: _t5("relu"), with_labels, {"rms_norm": 12}, 32),
+    Case("t5-relu", lambda: _t5("relu"), with_labels, {"rms_norm": 12}, 16),
     Case(
         "t5-gated-gelu",
         lambda: _t5("gated-gelu"),
         with_labels,
         {"rms_norm": 12, "gelu_tanh": 4, "product": 4},
-        32,
+        16,
     ),
     Case("llama", lambda: _decoder("Llama"), with_labels, _GATED, 7),
     Case("mistral", lambda: _decoder("Mistral", num_key_value_heads=2), with_labels, _GATED, 7),
@@ -151,7 +152,7 @@ CASES = [
         _GATED,
         7,
     ),
-    Case("phi-3", lambda: _decoder("Phi3"), with_labels, _GATED, 11),
+    Case("phi-3", lambda: _decoder("Phi3"), with_labels, _GATED, 7),
     Case(
         "convnext",
         lambda: hf.ConvNextModel(hf.ConvNextConfig(hidden_sizes=[16, 32], depths=[1, 1], num_stages=2)),
@@ -182,7 +183,7 @@ CASES = [
         {"Snake1d": 15},
         0,
     ),
-    Case("efficientnet", _efficientnet, images, {"batch_norm": 6, "silu": 20, "gate": 2, "product": 7}, 58),
+    Case("efficientnet", _efficientnet, images, {"batch_norm": 6, "silu": 20, "gate": 2, "product": 7}, 51),
     Case(
         "mobilenet-v2",
         lambda: hf.MobileNetV2Model(hf.MobileNetV2Config(depth_multiplier=0.35, image_size=32)),

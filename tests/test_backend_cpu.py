@@ -478,13 +478,15 @@ def test_every_path_keeps_nan(activation: Activation, dtype: torch.dtype, featur
     x, w = torch.ones(200, 40).to(dtype), torch.ones(features, 40).to(dtype)
     x[7, 3] = math.nan
     b = torch.zeros(features).to(dtype)
-    y = cpu.operation_act(MATMUL, x, w, b, activation)
-    assert torch.equal(y.isnan().any(1), torch.arange(200) == 7)
+    y, z = cpu.operation_act(MATMUL, x, w, b, activation), F.linear(x, w)
+    # With AMX, oneDNN's bfloat16 matmul spreads it to the row before (torch 2.11).
+    spread = z.isnan().any(1)
+    assert torch.equal(y.isnan().any(1), spread) and spread[7] and spread.sum() <= 2
     for encode in (True, False):
         if encode and dtype is torch.float64:
             continue
-        y = cpu.bias_act(F.linear(x, w), b, activation, dim=-1, encode=encode, out=None)
-        assert torch.equal(y.isnan().all(1), torch.arange(200) == 7)
+        y = cpu.bias_act(z.clone(), b, activation, dim=-1, encode=encode, out=None)
+        assert torch.equal(y.isnan().all(1), spread)
 
 
 def test_onednn_swallows_nan_where_it_is_not_used() -> None:

@@ -276,6 +276,7 @@ def test_a_full_run_by_default_replaces_the_committed_result(monkeypatch: pytest
     assert [path is not None and path.parent == tmp_path for path in written] == [True, False, False]
 
 
+@pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
 @pytest.mark.parametrize("variant", ["compile", "max-autotune"])
 def test_each_compiled_variant_has_its_mode(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[str] = []
@@ -701,6 +702,7 @@ def test_pointwise_compares_bandwidths(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is about interpreted kernels; gpu-check measures on a GPU")
 def test_matmul_compares_the_ways_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fused: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -482,7 +482,7 @@ def test_the_peak_is_lower_by_a_tensor() -> None:
     peaks = []
     for hidden in (lambda x: fl.conv_bias_act(x, w, None, "gelu"), lambda x: F.gelu(F.conv2d(x, w))):
         step(hidden)
-        peaks.append(peak_bytes(functools.partial(step, hidden)))
+        peaks.append(peak_bytes(functools.partial(step, hidden), device="cpu"))
     assert peaks[1] - peaks[0] > 0.99 * 4 * 8 * 16 * 256**2
 
 
@@ -863,6 +863,8 @@ def test_triton(activation: Any, case: str, last: bool, dtype: torch.dtype, on_t
 @pytest.mark.usefixtures("interpreter_converts")
 def test_negative_outputs_carry_their_branch(triton: bool, last: bool, on_triton: Switch) -> None:
     pytest.importorskip("triton")
+    if not triton and DEVICE.type == "cuda":
+        pytest.skip("PyTorch computes what saves its input")
     on_triton(triton)
     (x, w, b), options = _layer("2d")
     layout = torch.channels_last if last else torch.contiguous_format

@@ -213,27 +213,27 @@ def test_subclasses_count_what_they_wrap() -> None:
 
 
 def test_peak_counts_what_the_call_allocates(x: Tensor) -> None:
-    assert peak_bytes(lambda: x.exp()) == INPUT_BYTES
+    assert peak_bytes(lambda: x.exp(), device="cpu") == INPUT_BYTES
     assert peak_bytes(lambda x: x.neg_().view(-1), x) == 0
     assert peak_bytes(lambda x: x.exp().neg(), x) == 2 * INPUT_BYTES
     assert peak_bytes(lambda x: x.exp().neg().exp(), x) == 2 * INPUT_BYTES  # one of three is gone by then
-    assert peak_bytes(lambda: torch.empty(0)) == 0
+    assert peak_bytes(lambda: torch.empty(0), device="cpu") == 0
 
 
 def test_peak_sees_inside_operators(x: Tensor) -> None:
-    assert peak_bytes(x.median) >= INPUT_BYTES  # a scalar comes out, but the operator sorts within a copy
+    assert peak_bytes(x.median, device="cpu") >= INPUT_BYTES  # a scalar comes out, but the operator sorts within a copy
 
 
 def test_peak_of_in_place_work_in_a_graph() -> None:
     z = torch.randn(ROWS, IN, requires_grad=True)
     dy = torch.randn(ROWS, IN)
-    assert peak_bytes(lambda: z.neg().relu_()) == INPUT_BYTES
-    assert peak_bytes(lambda: z.neg().relu()) == 2 * INPUT_BYTES
+    assert peak_bytes(lambda: z.neg().relu_(), device="cpu") == INPUT_BYTES
+    assert peak_bytes(lambda: z.neg().relu(), device="cpu") == 2 * INPUT_BYTES
     # The root y stays until backward is over; beside it d(-z), and dz made from that.
-    assert peak_bytes(lambda: z.neg().relu_().backward(dy)) == 3 * INPUT_BYTES
+    assert peak_bytes(lambda: z.neg().relu_().backward(dy), device="cpu") == 3 * INPUT_BYTES
     z.grad = None
     # Behind a sum the node of relu_ alone holds y, and lets go of it: y and d(-z), then d(-z) and dz, two 4-byte sums.
-    assert peak_bytes(lambda: z.neg().relu_().sum().backward()) == 2 * INPUT_BYTES + 8
+    assert peak_bytes(lambda: z.neg().relu_().sum().backward(), device="cpu") == 2 * INPUT_BYTES + 8
 
 
 def test_peak_of_an_mlp_step(w: Tensor) -> None:
@@ -249,7 +249,7 @@ def test_peak_of_an_mlp_step(w: Tensor) -> None:
     step()
     w.grad = w2.grad = None
     small_bytes = 2 * w.nbytes + INPUT_BYTES
-    assert 3 * HIDDEN_BYTES <= peak_bytes(step) <= 3 * HIDDEN_BYTES + small_bytes
+    assert 3 * HIDDEN_BYTES <= peak_bytes(step, device="cpu") <= 3 * HIDDEN_BYTES + small_bytes
 
 
 @compiles
@@ -290,12 +290,13 @@ def test_peak_agrees_with_torchs_own_tracker(x: Tensor, w: Tensor) -> None:
         step()
     (peak,) = (row["Total"] for row in tracker.get_tracker_snapshot("peak").values())
     w.grad = w2.grad = None
-    assert peak_bytes(step) == peak - before
+    assert peak_bytes(step, device="cpu") == peak - before
 
 
 def test_garbage_from_before_is_not_subtracted(x: Tensor) -> None:
     before: list[Tensor] = []
-    peak_bytes(lambda: before.append(torch.empty_like(x)))  # of what was allocated here the profiler tells the release
+    # Of what was allocated here the profiler tells the release.
+    peak_bytes(lambda: before.append(torch.empty_like(x)), device="cpu")
 
     def garbage_then_exp() -> Tensor:
         circle: list[object] = [before.pop()]  # young, so that the collector meets it first
@@ -305,7 +306,7 @@ def test_garbage_from_before_is_not_subtracted(x: Tensor) -> None:
         assert len(containers) == 10_000
         return x.exp()
 
-    assert peak_bytes(garbage_then_exp) == INPUT_BYTES
+    assert peak_bytes(garbage_then_exp, device="cpu") == INPUT_BYTES
     assert gc.isenabled()
 
 

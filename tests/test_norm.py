@@ -12,7 +12,7 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
-from gpu import INTERPRETER_WARNINGS
+from gpu import DEVICE, INTERPRETER_WARNINGS
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import functional_call, grad, vmap
@@ -1143,7 +1143,6 @@ def test_triton_kernels_serve_it(
 ) -> None:
     pytest.importorskip("triton")
     on_triton(True)
-    layer, eager = _pair(make(name))
-    layer.train(training), eager.train(training)
-    x, residual = (_x().detach().contiguous(memory_format=memory_format).requires_grad_() for _ in range(2))
+    layer, eager = (half.to(DEVICE).train(training) for half in _pair(make(name)))
+    x, residual = (_x().detach().to(DEVICE, memory_format=memory_format).requires_grad_() for _ in range(2))
     _assert_close(layer, eager, x, residual if with_residual else None, **FOLDED_CLOSE)

@@ -250,7 +250,7 @@ def _peak(layer: Layer, dtype: torch.dtype = torch.float32) -> float:
         F.linear(layer(x, w1, b1), w2).sum().backward()
 
     step()
-    return peak_bytes(step) / (rows * hidden * dtype.itemsize)
+    return peak_bytes(step, device="cpu") / (rows * hidden * dtype.itemsize)
 
 
 @every_activation
