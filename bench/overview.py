@@ -16,10 +16,16 @@ from .tables import committed, measured_on, model_name
 _WIDTH, _LABELS, _BARS, _ROW, _TOP = 860, 236, 430, 46, 64
 
 
+def shown(run: dict[str, Any]) -> list[dict[str, Any]]:
+    """The models of a run that were timed, of the dtype that comes first: in which most are trained on that device."""
+    rows = [row for row in run["cases"] if "forward_backward" in row["variants"].get("fusedlayers", {})]
+    return [row for row in rows if row["dtype"] == rows[0]["dtype"]]
+
+
 def picture(results: Path) -> str | None:
     """One row for each model of the best committed run; None if there is no run."""
     runs = committed(results, "models")
-    rows = [row for row in runs[0]["cases"] if "saved_bytes" in row["variants"].get("fusedlayers", {})] if runs else []
+    rows = shown(runs[0]) if runs else []
     if not rows:
         return None
     height = _TOP + _ROW * len(rows) + 30
@@ -31,8 +37,7 @@ def picture(results: Path) -> str | None:
         _legend(_LABELS, EAGER, "PyTorch"),
         _legend(_LABELS + 100, HERE, "after fl.fuse(model, inputs)"),
     ]
-    if any("forward_backward" in row["variants"]["fusedlayers"] for row in rows):
-        parts.append(_text(_WIDTH - 16, 24, "time of a step", size=15, anchor="end"))
+    parts.append(_text(_WIDTH - 16, 24, "time of a step", size=15, anchor="end"))
     for number, row in enumerate(rows):
         parts += _row(row, _TOP + _ROW * number)
     parts.append(_text(16, height - 10, measured_on(runs[0]).rstrip(":"), size=11))
@@ -50,9 +55,8 @@ def _row(row: dict[str, Any], top: int) -> list[str]:
         if variant is here:
             words += f"  ({100 * (here['saved_bytes'] / eager['saved_bytes'] - 1):+.0f} %)"
         parts.append(_text(_LABELS + length + 6, y + 12, words, size=12))
-    if "forward_backward" in here:
-        parts.append(_text(_WIDTH - 16, top + 32, f"{here['forward_backward']['ratio']:.2f}x", anchor="end"))
-    return parts
+    ratio = here["forward_backward"]["ratio"]
+    return [*parts, _text(_WIDTH - 16, top + 32, f"{ratio:.2f}x", anchor="end")]
 
 
 def _legend(x: int, color: str, words: str) -> str:
