@@ -322,8 +322,8 @@ def overview_table(results: Path) -> str:
     names = {"cuda": "GPU", "cpu": "CPU"}
     measured = [f"{names[kind]}: {_device_of(best[kind])}, {MAIN_DTYPE[kind]}." for kind in kinds]
     note = (
-        "Bytes are of the part and the matmul after it. The input of the part is not counted, though PyTorch's norms "
-        "save it and these do not. GPU times are the kernels' alone."
+        "Bytes are what the part and the matmul after it save, without the part's input, which PyTorch's norms save "
+        "too and these do not. GPU times are the kernels' alone."
     )
     lines = [" ".join((*measured, note))]
     columns = [f"{names[kind]}: {whose}" for kind in kinds for whose in ("PyTorch", "**here**")]

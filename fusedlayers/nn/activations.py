@@ -109,7 +109,7 @@ class Mish(_SavesOutput, nn.Mish):
 
 
 class Hardswish(_SavesOutput, nn.Hardswish):
-    """``nn.Hardswish`` that saves its output."""
+    """``nn.Hardswish`` that saves its output. At -inf, where that is NaN, so is the gradient (torch's is 0)."""
 
 
 class ELU(_SavesOutput, nn.ELU):
