@@ -303,6 +303,22 @@ class Own(nn.Module):
         return self.layers(x)  # type: ignore[no-any-return]
 
 
+def test_a_checkpoint_around_checkpoints_alone_keeps_its_input(x: Tensor) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+            return y
+
+    blocks = [Checkpointed(nn.Sequential(nn.Linear(IN, IN), nn.Tanh())) for _ in range(2)]
+    model = nn.Sequential(nn.Linear(IN, IN), Checkpointed(nn.Sequential(*blocks)))
+    (row,) = (row for row in fl.memory_report(model, x).rows if row.kind == "activation")
+    assert (row.module, row.operation, row.bytes) == ("1.inner", "checkpoint", x.nbytes)
+
+
 def test_checkpoints_are_named_by_the_module_that_runs_throughout(x: Tensor) -> None:
     """Not by the path of a part that blocks share; and one in a block by the part that it is around."""
     shared, kinds = nn.GELU(), ("whole", "whole", "part")

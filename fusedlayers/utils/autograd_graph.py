@@ -53,26 +53,37 @@ def hides_what_it_saves(node: Any) -> bool:
 
 
 def checkpoints_of(nodes: Iterable[Any]) -> Iterator[tuple[list[Any], list[Tensor]]]:
-    """For each checkpoint its nodes, and the inputs that it will recompute from.
+    """For each checkpoint its nodes, those of checkpoints in it included, and the inputs that it will recompute from.
 
     The nodes of the checkpointed function are in the graph and save next to nothing. Their unpack hooks hold the
     inputs, as saved tensors (torch 2.13) or on a node outside the graph (2.11).
     """
     nodes_of_frames: dict[int, tuple[Any, list[Any]]] = {}
     for node in nodes:
-        for saved in () if is_leaf(node) else raw_saved(node):
-            for cell in getattr(saved.unpack_hook, "__closure__", None) or ():
-                frame = cell.cell_contents
-                if type(frame).__module__ == "torch.utils.checkpoint":
-                    own = nodes_of_frames.setdefault(id(frame), (frame, []))[1]
-                    if node not in own[-1:]:  # it saves several tensors
-                        own.append(node)
+        pending = [] if is_leaf(node) else [*raw_saved(node)]
+        while pending:
+            for frame in _frames_behind(pending.pop()):
+                own = nodes_of_frames.setdefault(id(frame), (frame, []))[1]
+                if node not in own[-1:]:  # it saves several tensors
+                    own.append(node)
+                    pending += _inputs_of(frame)  # which a checkpoint around this one has got
     for frame, own in nodes_of_frames.values():
-        saver = getattr(frame, "input_saver", None)
-        inputs = [] if saver is None else [*saved_by(saver.grad_fn)]
-        raw: list[Any] = [held for held in getattr(frame, "saved_args", ()) if isinstance(held, SavedTensor)]
-        inputs += [tensor for held in raw for tensor in _tensors(held.data)]
+        inputs = [tensor for held in _inputs_of(frame) for tensor in _tensors(held.data)]
         yield own, inputs + list(_tensors(_saved_for_recompute(frame)))
+
+
+def _frames_behind(saved: Any) -> Iterator[Any]:
+    """The checkpoint whose hook has got a saved tensor."""
+    for cell in getattr(saved.unpack_hook, "__closure__", None) or ():
+        if type(cell.cell_contents).__module__ == "torch.utils.checkpoint":
+            yield cell.cell_contents
+
+
+def _inputs_of(frame: Any) -> list[Any]:
+    """A checkpoint's inputs, packed as they are."""
+    saver = getattr(frame, "input_saver", None)
+    raw: list[Any] = [] if saver is None else [*raw_saved(saver.grad_fn)]
+    return raw + [held for held in getattr(frame, "saved_args", ()) if isinstance(held, SavedTensor)]
 
 
 def _saved_for_recompute(frame: Any) -> list[Any]:
