@@ -969,7 +969,7 @@ def test_the_command_fuses(user_module: str, tmp_path: Path, capsys: pytest.Capt
     plain = tmp_path / "report.json"
     assert main(["report", f"{user_module}:tensor", "--fuse", "--json", str(plain)]) == 0
     out = capsys.readouterr().out
-    assert "1 operation fused" in out and "saved for backward: " in out
+    assert "1 operation fused" in out and "saved for backward beside inputs and parameters: " in out
     before, after = (json.loads(plain.read_text())[name] for name in ("before", "after"))
     assert f"{100 * (after['saved_bytes'] - before['saved_bytes']) / before['saved_bytes']:+.1f} %" in out
     assert after["saved_bytes"] < before["saved_bytes"]
@@ -993,7 +993,7 @@ def test_the_command_as_users_call_it(user_module: str) -> None:
     [
         (["MODULE.tensor"], ["expected MODULE:FACTORY, got", "package.module:function"]),
         ([":tensor"], ["expected MODULE:FACTORY, got ':tensor'"]),
-        (["./my/model.py:make"], ["got './my/model.py:make'; write my.model:make"]),
+        (["./my/model.py:make"], ["'./my/model.py:make'; write my.model:make (./my/model.py is not there, though)"]),
         ([".relative:tensor"], ["expected MODULE:FACTORY, got '.relative:tensor'"]),
         (["MODULE:sized"], ["sized needs arguments (width, depth), expected none; write def example(): return model"]),
         (["MODULE:LAYER"], ["LAYER is a Linear, expected a function", "write def example(): return model, inputs"]),

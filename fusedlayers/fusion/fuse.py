@@ -83,7 +83,7 @@ def fuse(model: nn.Module, inputs: Any = None, *, save: str = "auto", dry_run: b
     calls  operation  module  frees     for the backward pass it
         1  gelu       1       1.00 MiB  saves the output (last bit = side of minimum)
     <BLANKLINE>
-    saved for backward: 2.00 MiB before, 1.00 MiB now (-50.0 %); details: memory_report
+    saved for backward beside inputs and parameters: 2.00 MiB before, 1.00 MiB now (-50.0 %); details: memory_report
     """
     check_model("fuse", model)
     if save not in ("auto", "recompute"):
@@ -136,8 +136,9 @@ class Fusing:
         """By the classes of modules alone."""
         unfuse(self._model)
         self._notes.append(
-            "Without example inputs, only modules whose class says what they compute are found. Pass example inputs to "
-            "find what the code of other modules calls (F.gelu, for example), and to see what each place frees."
+            "Without example inputs, modules whose class says what they compute are found, of whatever size. Pass "
+            "example inputs to find what the code of other modules calls (F.gelu, for example), and to see what each "
+            "place frees."
         )
         with unchanged([*self._model.modules()], ()):  # code that is tried out may draw random numbers
             places = [*_places_of_classes(self._model)]

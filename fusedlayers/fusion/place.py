@@ -94,6 +94,9 @@ class Place:
         except Exception:  # it refuses what PyTorch is about to refuse
             return
         self.saves, self.is_small = str(found).removeprefix("not fused: "), found.is_too_small
+        refused = self.activation.output_refusal(x.dtype) if self.is_small and self.activation is not None else None
+        if refused is not None:  # a larger input would be kept as well
+            self.saves, self.is_small = f"saves the input: {refused}", False
 
     def note_call(self, operation: Operation, function: Any, args: Any, kwargs: Any) -> None:
         """Note what the first call keeps, and whether PyTorch computes it for its size."""

@@ -11,8 +11,8 @@ from ..utils.reports import Report
 
 #: What a table says whose rows are not parts of the whole.
 ROWS = (
-    "(The rows need not add up: bytes that two operations free only together count in both rows, bytes that either of "
-    "them frees by itself in none.)"
+    "(A row: what more would be saved without it. Bytes that two operations free only together are in both rows; bytes "
+    "that either would free alone, in none.)"
 )
 
 
@@ -131,7 +131,8 @@ class FuseReport(Report):
             change = f" ({100 * (after - before) / before:+.1f} %)" if before else ""
             now = "then" if self.dry_run else "now"
             saved = f"{size_text(before)} before, {size_text(after)} {now}{change}"
-            yield f"saved for backward: {saved}" + ("; details: memory_report" if after != before else "")
+            details = "; details: memory_report" if after != before else ""
+            yield f"saved for backward beside inputs and parameters: {saved}{details}"
             known = [place.saved_bytes for place in self.replaced if place.saved_bytes is not None]
             if len(known) > 1 and not 0.98 * (before - after) <= sum(known) <= 1.02 * (before - after):
                 yield ROWS

@@ -35,7 +35,8 @@ def import_object(name: str, form: str = "MODULE:ATTRIBUTE") -> object:
         parts = path.removeprefix("./").split("/")
         is_path = function and all(part.isidentifier() for part in parts)
         example = f"{'.'.join(parts)}:{function}" if is_path else "package.module:function"
-        raise ValueError(f"expected {form}, got {name!r}; write {example}")
+        missing = "" if not is_path or Path(f"{path}.py").exists() else f" ({path}.py is not there, though)"
+        raise ValueError(f"expected {form}, got {name!r}; write {example}{missing}")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it
     with _raising_plainly(f"importing {module_name}", "a module that can be imported", "correct it"):
