@@ -17,13 +17,13 @@ _WIDTH, _LABELS, _BARS, _ROW, _TOP = 860, 236, 430, 46, 64
 
 
 def shown(run: dict[str, Any]) -> list[dict[str, Any]]:
-    """The models of a run that were timed, of the dtype that comes first: in which most are trained on that device."""
+    """The timed models of a run, if they have the dtype of the first one."""
     rows = [row for row in run["cases"] if "forward_backward" in row["variants"].get("fusedlayers", {})]
     return [row for row in rows if row["dtype"] == rows[0]["dtype"]]
 
 
 def picture(results: Path) -> str | None:
-    """One row for each model of the best committed run; None if there is no run."""
+    """One row for each of these models of the best committed run; None if there are none."""
     runs = committed(results, "models")
     rows = shown(runs[0]) if runs else []
     if not rows:

@@ -139,7 +139,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Returns, Raises: as ``F.linear``.
 
-    Saved: ``weight``; of an input that is the unchanged product of two saved tensors nothing more, else ``input``.
+    Saved: ``weight``; of an input that is the unchanged product of saved tensors nothing more, else ``input``.
     Of products of less than 512 KiB (on GPUs 128 KiB for each multiprocessor), or that were reshaped, and under
     saved-tensor hooks and ``torch.compile``, what ``F.linear`` saves. Writes past the version counter (``.data``,
     NumPy, collectives) to the input, after it was multiplied, are not noticed.

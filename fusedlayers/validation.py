@@ -294,14 +294,14 @@ def budget_from(function: str, memory_budget_bytes: object) -> int:
             return size_from(memory_budget_bytes)
         except ValueError as error:
             raise ValueError(f"{function}: memory_budget_bytes: {error}") from None
-    if not isinstance(memory_budget_bytes, int) or isinstance(memory_budget_bytes, bool) or memory_budget_bytes < 0:
+    if not is_whole(memory_budget_bytes) or memory_budget_bytes < 0:
         is_part = isinstance(memory_budget_bytes, float) and 0 < memory_budget_bytes <= 1
         hint = f"; a part of what the model takes is fraction={memory_budget_bytes!r}" if is_part else ""
         raise ValueError(
             f'{function}: memory_budget_bytes must be a number of bytes, 0 or more, or a size such as "8GiB", got '
             f"{memory_budget_bytes!r}{hint}"
         )
-    return memory_budget_bytes
+    return int(memory_budget_bytes)
 
 
 def is_whole(value: object) -> TypeGuard[int]:

@@ -146,3 +146,24 @@ def test_a_checkpoint_that_recomputes_something_else_is_no_edit() -> None:
     y = checkpoint(changes, X, use_reentrant=False)
     with pytest.raises(RuntimeError, match=r"^dense_bias_act: in the place of its gelu output a checkpoint has "):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("edits", [False, True])
+def test_hooks_that_copy_what_a_checkpoint_runs_with_again(edits: bool) -> None:
+    """Copies begin at version 0; what they are copies of may have been written to."""
+
+    def step(silu: Callable[..., Tensor]) -> Tensor:
+        x = X.detach().clone().requires_grad_()
+        z = F.linear(x, W, B).add_(1)
+
+        def run(z: Tensor) -> Tensor:
+            y = silu(z, inplace=True)
+            return (y.add_(1) if edits else y).sin()
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+            y = checkpoint(run, z, use_reentrant=False)
+        y.sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    torch.testing.assert_close(step(fl.silu), step(F.silu), rtol=1e-3, atol=1e-3)

@@ -42,6 +42,7 @@ from fusedlayers.fusion import timing
 from fusedlayers.fusion.region import region_of
 from fusedlayers.memory import saved_bytes
 from fusedlayers.profiling.step import Step
+from fusedlayers.utils.formatting import size_from
 
 
 @pytest.fixture(autouse=True)
@@ -440,6 +441,16 @@ def _distributed(rank: int, count: int) -> Any:
         assert report.measured is not None
         found[name] = modes, report.measured.bytes <= report.budget_bytes, [grad.clone() for grad in grads]
     return found
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1.5 MB", 1_500_000), ("9007199254740993", 2**53 + 1), ("0.3GiB", 3 * 2**30 // 10), (f"{10**400}B", 10**400)],
+)
+def test_sizes_are_read_exactly(text: str, size: int) -> None:
+    assert size_from(text) == size
+    with pytest.raises(ValueError, match="expected bytes"):
+        size_from("8\u212aiB")  # a sign for Kelvin
 
 
 def test_distributed(tmp_path: Path) -> None:

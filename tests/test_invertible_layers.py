@@ -218,6 +218,22 @@ def test_outputs_that_are_rounded_to_a_limit(name: str, dtype: torch.dtype) -> N
         assert all(t is not None and t.isfinite().all() for t in (*found, *wanted))
 
 
+def test_check_warns_of_gradients_behind_a_kink() -> None:
+    """Rounding moves inputs to its other side."""
+    torch.manual_seed(0)
+    parts = [fl.AdditiveCoupling(nn.Sequential(nn.Linear(64, 64), nn.Tanh())) for _ in range(24)]
+    net = fl.InvertibleSequential(fl.InvertibleActivation("leaky_relu"), *parts)
+    x = torch.randn(4096, 128) * 1e-4
+    with pytest.warns(UserWarning, match=r"gradients by .* Behind a kink"):
+        report = net.check(x, atol=1e-2)
+    assert not report and report.gradient_error > 1e-3
+
+
+def test_flattened_sizes_are_needed_for_the_inverse() -> None:
+    with pytest.raises(ValueError, match=r"InvertibleFlatten: the inverse needs the sizes .* pass unflattened="):
+        fl.InvertibleFlatten().inverse(torch.randn(2, 48))
+
+
 def test_check_predicts_less_than_all_is_lost() -> None:
     """For a prediction that is as large as what it predicts proves nothing."""
     for name in ACTIVATIONS:

@@ -303,6 +303,15 @@ class Own(nn.Module):
         return self.layers(x)  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize("measure", [fl.memory_report, functools.partial(fl.fit, fraction=1.0)])
+def test_gradients_stay_where_a_reentrant_checkpoint_hides_parameters(measure: Any, x: Tensor) -> None:
+    model = nn.Sequential(Twice(True), Twice(True))
+    (first, *others) = model.parameters()
+    first.grad = torch.zeros_like(first)
+    measure(model, x.requires_grad_())
+    assert not first.grad.any() and all(p.grad is None for p in others)
+
+
 def test_a_checkpoint_around_checkpoints_alone_keeps_its_input(x: Tensor) -> None:
     class Checkpointed(nn.Module):
         def __init__(self, inner: nn.Module) -> None:

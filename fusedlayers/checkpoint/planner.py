@@ -64,9 +64,9 @@ def plan_within_budget(children: Sequence[ChildCosts], budget: int | None, modes
         budget = smallest
     elif budget < smallest:
         raise ValueError(
-            f"a budget of {size_text(budget)} is less than any plan needs: these {len(children)} children save "
+            f"memory_budget_bytes={budget} is less than any plan needs: these {len(children)} children save "
             f"{size_text(sums.most_bytes())} without recomputation, and at least {size_text(smallest)} "
-            f"(memory_budget_bytes={smallest})"
+            f"({smallest} bytes)"
         )
     return _plan(sums, cheapest(sums, budget).segments())
 

@@ -86,7 +86,8 @@ class SublinearSequential(nn.Sequential):
             check_recompute(name, recompute)
         if segments is not None and memory_budget_bytes is not None:
             raise ValueError(f"{name}: segments and memory_budget_bytes exclude each other; leave one of them out")
-        budget = None if memory_budget_bytes is None else budget_from(name, memory_budget_bytes)
+        if memory_budget_bytes is not None:
+            budget_from(name, memory_budget_bytes)
         given: object = segments
         lengths: Sequence[Any] = (
             given if isinstance(given, Sequence) and not isinstance(given, str) else [segments or 1]
@@ -94,7 +95,7 @@ class SublinearSequential(nn.Sequential):
         if segments == 0 or not lengths or not all(_is_count(length) and length > 0 for length in lengths):
             raise ValueError(f"{name}: segments must be a positive number, or a list of such, got {segments!r}")
         self.segments = segments
-        self.memory_budget_bytes = budget
+        self.memory_budget_bytes = memory_budget_bytes
         self.recompute = recompute
         self._plan_cache = _PlanCache()
 
@@ -139,10 +140,13 @@ class SublinearSequential(nn.Sequential):
             return plan_balanced(costs, self.segments, self.recompute or "all")
         if self.segments is not None:
             return plan_of_lengths(costs, self._lengths(), self.recompute or "all")
+        name, budget = type(self).__name__, self.memory_budget_bytes
+        if budget is not None:
+            budget = budget_from(name, budget)
         try:
-            return plan_within_budget(costs, self.memory_budget_bytes, self._modes())
+            return plan_within_budget(costs, budget, self._modes())
         except ValueError as error:
-            raise ValueError(f"{type(self).__name__}: {error}") from None
+            raise ValueError(f"{name}: {error}") from None
 
     def _modes(self) -> tuple[Recompute, ...]:
         if self.recompute is None and self.memory_budget_bytes is not None:

@@ -38,8 +38,7 @@ def check_arguments(
         raise TypeError(
             f"{function}: on_stage must be a function of a text and a number, such as print, got {on_stage!r}"
         )
-    if step.loss is not None and not callable(step.loss):
-        raise TypeError(f"{function}: loss must be a function of the model's result, got {step.loss!r}")
+    step.check_loss()
     return step.model
 
 

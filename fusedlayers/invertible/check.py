@@ -55,7 +55,8 @@ class CheckReport(Report):
 
     Attributes:
         rows: the modules, in order.
-        is_within: whether all computed inputs, and the outputs of all recomputations, are within the tolerance.
+        is_within: whether all computed inputs, the outputs of all recomputations, and the gradients are within the
+            tolerance.
         dtype: of the inputs.
     """
 
@@ -147,7 +148,8 @@ def checked(module: InvertibleModule, inputs: tuple[Any, ...], rtol: float, atol
         warnings.warn(
             f"{type(module).__name__}.check: in {report.dtype}, over {len(chain)} modules, computed inputs drift by "
             f"{report.drift:.1e} of their norm, and gradients by {report.gradient_error:.1e}. Most is lost in {place}. "
-            "Orthogonal weights, fewer modules between saved inputs (keep=), or float64 reduce it",
+            "Orthogonal weights, fewer modules between saved inputs (keep=), or float64 reduce it. Behind a kink, as "
+            "leaky ReLU has, computed inputs on its other side get the other slope",
             stacklevel=3,
         )
     return report
@@ -205,7 +207,7 @@ def _compared(chain: Sequence[_StepRecord], rtol: float, atol: float) -> tuple[t
             )
         )
         computed = (*computed, *record.inputs[len(computed) :])
-    return tuple(reversed(rows)), is_within
+    return tuple(reversed(rows)), is_within and all(row.gradient_error <= rtol for row in rows)
 
 
 def _joint_error(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:

@@ -49,7 +49,8 @@ class InvertibleFlatten(InvertibleModule):
     def inverse(self, y: Tensor, shape: Sequence[int] | None = None) -> Tensor:
         if shape is not None:
             return y.reshape(shape)
-        assert self.unflattened is not None
+        if self.unflattened is None:
+            raise ValueError("InvertibleFlatten: the inverse needs the sizes of what was flattened; pass unflattened=")
         dims = y.dim() + len(self.unflattened) - 1  # of the input, from whose end start_dim may be counted
         x: Tensor = y.unflatten(self.start_dim % dims, self.unflattened)
         return x

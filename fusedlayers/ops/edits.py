@@ -5,7 +5,8 @@ from a saved tensor that was edited; that error says here what to do.
 
 Autograd does not look at what saved-tensor hooks have put there, as a checkpoint's do: PyTorch's own operations then
 read what was written over it. Where a model's code edits the output of an operation of PyTorch that saves its input,
-that is right in PyTorch; so here the nodes look themselves.
+that is right in PyTorch; so here the nodes look themselves. The second run of a checkpoint's function makes each tensor
+by as many writes as the first: more of them are an edit, fewer another function.
 """
 
 from __future__ import annotations
@@ -30,9 +31,13 @@ def version_for_backward(y: Tensor, *, is_dirty: bool = False) -> int | None:
     Args:
         is_dirty: whether the node marks it as such, for which autograd counts one more behind ``forward``.
     """
+    return y._version + is_dirty if is_under_checkpoint() else None
+
+
+def is_under_checkpoint() -> bool:
+    """Whether a checkpoint's hooks get what is saved."""
     hooks = saved_tensors_hooks_on_top(True)
-    is_checkpoints = hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__name__
-    return y._version + is_dirty if is_checkpoints else None
+    return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__name__
 
 
 def held(saved: Tensor) -> tuple[Tensor, int]:
@@ -72,15 +77,15 @@ def saved_tensors(ctx: Any, function: str, activation: Activation | None = None)
             raise
         raise _output_was_edited(function, activation, str(error)) from error
     y, expected = saved[0], ctx.expected
-    if expected is not None and y is not None and y._version < expected:
-        raise RuntimeError(
-            f"{function}: in the place of {_output_of(activation)} a checkpoint has recomputed a tensor of shape "
-            f"{tuple(y.shape)} that is made otherwise. A function under a checkpoint must compute the same each time."
-        )
-    if expected is not None and y is not None and y._version != expected:
+    if expected is None or y is None or y._version == expected:
+        return saved
+    if y._version > expected:
         found = f"an output of shape {tuple(y.shape)}, saved within a checkpoint, is at version {y._version}"
         raise _output_was_edited(function, activation, f"{_EDITED}: {found}; expected version {expected} instead.")
-    return saved
+    raise RuntimeError(
+        f"{function}: in the place of {_output_of(activation)} a checkpoint has recomputed something else, of shape "
+        f"{tuple(y.shape)}. A function under a checkpoint must compute the same each time it runs."
+    )
 
 
 def _is_of_another(ctx: Any, reason: str) -> bool:

@@ -30,7 +30,7 @@ from .gate import GatedAct
 from .pointwise import needs_composite
 
 Factors = tuple[Tensor, ...]
-#: How torch's nodes of products name what they save.
+#: What torch's nodes of products save, by the names that they give it: of ``F.glu`` the tensor that has both factors.
 _SAVED_AS: dict[str, tuple[str, ...]] = {"MulBackward0": ("self", "other"), "GluBackward0": ("self",)}
 
 
@@ -62,7 +62,7 @@ def product_of(h: Tensor) -> Product | None:
     if not saved_as or any(hooks_move(getattr(node, f"{RAW}{name}").unpack_hook) for name in saved_as):
         return None
     dims, dtype = h.dim(), h.dtype
-    if len(saved_as) == 1:
+    if node.name() == "GluBackward0":
         dim = node._saved_dim  # which torch shows without its sign
         glu = functools.partial(F.glu, dim=dim if dim < dims else dim - 2**64)
         return Product(lambda: (node._saved_self,), glu, glu)

@@ -70,6 +70,7 @@ def report_of(step: Step, on_stage: OnStage = lambda stage, part: None) -> Memor
             f"memory_report: model must be a module or a function, got {type(step.model).__name__}; "
             "pass the model itself, then its arguments"
         )
+    step.check_loss()
     step = _given(step)
     tracker = ModuleTracker(step.model)
     inputs = list(tensors_of((step.args, step.kwargs)))
@@ -80,18 +81,21 @@ def report_of(step: Step, on_stage: OnStage = lambda stage, part: None) -> Memor
         nodes = nodes_of([loss])
         compiled = any(str(node.name()).startswith("CompiledFunction") for node in nodes)
         leaves = leaves_of(nodes)
-        with isolated_gradients(leaves):
+        # The graph does not show what a reentrant checkpoint's function reads.
+        parameters = [t for t in tensors_in(tracker.modules) if t.requires_grad and t.is_leaf]
+        touched = [*dict.fromkeys((*leaves, *parameters))]
+        with isolated_gradients(touched):
             loss.backward()
         del loss, nodes
 
         on_stage("following tensors", 0.2)
         restore_random_state()
-        with isolated_gradients(leaves):
+        with isolated_gradients(touched):
             rows, hidden, peak = _follow(step, tracker, device, inputs, leaves, compiled)
 
         on_stage("measuring the peak", 0.85)
         restore_random_state()
-        with isolated_gradients(leaves):
+        with isolated_gradients(touched):
             measured = peak_bytes(step.run, device=device)
     name = tracker.class_names[""]
     return MemoryReport(name, str(device), rows, measured, peak.bytes, peak.parts, peak.moment, hidden)

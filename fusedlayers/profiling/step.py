@@ -25,6 +25,11 @@ class Step:
     #: Whom errors name.
     function: str = "memory_report"
 
+    def check_loss(self) -> None:
+        """Raise where the loss is no function."""
+        if self.loss is not None and not callable(self.loss):
+            raise TypeError(f"{self.function}: loss must be a function of the model's result, got {self.loss!r}")
+
     def forward(self) -> Tensor:
         """The loss of one call. No reference to the outputs is held."""
         try:

@@ -40,7 +40,7 @@ def size_from(text: str) -> int:
     Raises:
         ValueError: it is no size.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(?:([KMGT]?)(i?)B)?\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(?:([KMGT]?)(i?)B)?\s*", text, re.IGNORECASE | re.ASCII)
     if match is None:
         short = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])i?\s*", text, re.IGNORECASE)
         hint = "" if short is None else "; did you mean {0}{1}iB, or {0}{1}B?".format(short[1], short[2].upper())
@@ -49,7 +49,9 @@ def size_from(text: str) -> int:
     if prefix is None and ("." in number or int(number) < 1024):
         raise ValueError(f"expected bytes with a unit, such as 8GiB or 500MB, got {text!r}")
     power = "KMGT".find((prefix or " ").upper()) + 1
-    return int(float(number) * (1024 if binary else 1000) ** power)
+    whole, _, part = number.partition(".")
+    unit: int = (1024 if binary else 1000) ** power
+    return int(whole + part) * unit // int(10 ** len(part))
 
 
 def described(value: object) -> str:
