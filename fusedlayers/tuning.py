@@ -19,7 +19,7 @@ from .profiling.step import Step
 from .utils.module_state import isolated_gradients, unchanged
 from .utils.progress import OnStage
 from .utils.reports import Report
-from .utils.storages import tensors_in
+from .utils.storages import tensors_in, trained_in
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def tune_step(step: Step, on_stage: OnStage | None = None) -> TuneReport:
         raise ValueError(f"tune: {gpu_settings.VARIABLE} or use_kernels has switched the kernels off; switch them on")
     from .backends.triton import dispatch, tuning
 
-    leaves = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
+    leaves = trained_in(tensors)
 
     def run(ask: Callable[..., None]) -> None:
         with (

@@ -12,7 +12,7 @@ from ..fusion.timing import step_times
 from ..memory import device_of, peak_bytes, saved_bytes
 from ..profiling.step import Step
 from ..utils.module_state import isolated_gradients
-from ..utils.storages import tensors_in
+from ..utils.storages import trained_in
 
 #: What a budget counts: bytes that are saved for the backward pass, or the most that is allocated in a step.
 Of = Literal["saved", "peak"]
@@ -26,7 +26,7 @@ class Training:
 
     def __init__(self, step: Step, of: Of, reset_random: Callable[[], None]) -> None:
         self.step, self.of, self.reset_random = step, of, reset_random
-        self._leaves = [t for t in tensors_in((step.model, step.args, step.kwargs)) if t.requires_grad and t.is_leaf]
+        self._leaves = trained_in((step.model, step.args, step.kwargs))
 
     def bytes(self) -> int:
         """What the budget counts."""

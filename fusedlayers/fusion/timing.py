@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..profiling.step import Step
 from ..utils.module_state import isolated_gradients
-from ..utils.storages import tensors_in
+from ..utils.storages import trained_in
 
 #: Each time is of so many steps, after one that is not timed. The variants take turns, so that a busy machine slows all
 #: of them.
@@ -23,7 +23,7 @@ def step_times(
     step: Step, variants: Sequence[Callable[[], None]], restore_random_state: Callable[[], None]
 ) -> list[float]:
     """The milliseconds of forward and backward, for each of the ``variants``: functions that make the model one."""
-    leaves = [t for t in tensors_in((step.model, step.args, step.kwargs)) if t.requires_grad and t.is_leaf]
+    leaves = trained_in((step.model, step.args, step.kwargs))
     times: list[list[float]] = [[] for _ in variants]
     for number in range(ROUNDS + 1):
         for switch, found in zip(variants, times, strict=True):

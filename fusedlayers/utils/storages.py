@@ -46,6 +46,11 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and not tensor.is_neg() and tensor.data_ptr() != 0
 
 
+def trained_in(tree: Any) -> list[Tensor]:
+    """The tensors in it that gradients are accumulated into."""
+    return [tensor for tensor in tensors_in(tree) if tensor.requires_grad and tensor.is_leaf]
+
+
 def tensors_in(tree: Any) -> Iterator[Tensor]:
     """Yield the tensors in any nesting of containers and modules. Iterators are left alone: they are the function's."""
     for leaf in tree_leaves(tree):
