@@ -57,6 +57,10 @@ def plan_of(function: Callable[..., Any], *args: Any, compiled: bool = False, **
         function(*args, **kwargs)
     except _Answered:
         pass
+    except TypeError as error:
+        if not (args or kwargs):
+            error.add_note("plan_of: no inputs were given; pass what it would be called with: plan_of(layer, x)")
+        raise
     finally:
         questions.remove(question)
     if not question.plans:

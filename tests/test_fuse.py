@@ -585,9 +585,9 @@ def test_rows_that_do_not_add_up_are_explained() -> None:
         rows = tuple(Replaced((str(i),), "group_norm", None, "saves the output", n) for i, n in enumerate(freed))
         return str(FuseReport("Net", rows, (), saved_bytes=(300, 200)))
 
-    assert "(A row: what more" in report(1, 1)
-    assert "(A row: what more" in report(60, 60)
-    assert "(Rows" not in report(51, 51) + report(1)
+    assert "(A row: how much more" in report(1, 1)
+    assert "(A row: how much more" in report(60, 60)
+    assert "(A row" not in report(51, 51) + report(1)
 
 
 def test_a_row_is_what_its_operation_frees_beside_those_that_stay_fused() -> None:
@@ -1603,7 +1603,9 @@ def test_checkpoints_outside(x: Tensor, make: Callable[[], nn.Module], use_reent
     outer = Outer(model)
     report = fl.fuse(outer, x)
     assert not report.replaced and report.idle and _kinds(outer)
-    assert "Outer: 0 operations fused\n" in str(report)
+    assert "Outer: 0 operations fused on these inputs\n" in str(report)
+    explained = str(fl.explain(outer))
+    assert "once the checkpoint around it runs it again" in explained and "saves nothing" not in explained
     assert "\nfused, where nothing is saved here:\n  " in str(report)
     assert ": it runs under a checkpoint, which" in str(report)
 

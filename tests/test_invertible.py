@@ -617,9 +617,15 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "split": (lambda: fl.InvertibleSplit()(randn(2, 1)), ValueError, "dimension 1 of .2, 1. cannot be halved"),
     "pad": (lambda: fl.InvertiblePad((1, -1)), ValueError, r"none of them negative, got \(1, -1\)"),
     "pad, odd": (lambda: fl.InvertiblePad((1,)), ValueError, "pad must be pairs of sizes"),
+    "pad, a number": (lambda: fl.InvertiblePad(1), TypeError, "InvertiblePad: pad must be pairs of sizes, such as"),  # type: ignore[arg-type]
     "activation": (lambda: fl.InvertibleActivation("relu"), ValueError, "relu.*leaky_relu.*can be inverted"),
     "activation, two turns": (lambda: fl.InvertibleActivation("hardswish"), ValueError, "InvertibleActivation: "),
     "orthogonal": (lambda: fl.orthogonal(nn.BatchNorm1d(2)), ValueError, r"weight is no matrix, but has shape \(2,\)"),
+    "orthogonal, no weight": (
+        lambda: fl.orthogonal(nn.ReLU()),
+        TypeError,
+        "expected a module with a tensor 'weight', got",
+    ),
     "nonzero": (lambda: fl.NonZero(0.0), ValueError, "least must be positive, got 0.0"),
 }
 

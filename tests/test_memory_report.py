@@ -716,7 +716,7 @@ def test_errors_of_the_model_and_the_loss_are_the_users(x: Tensor) -> None:
 @pytest.mark.parametrize(
     ("inputs", "said"),
     [
-        ((), ""),
+        ((), "no inputs were given; pass them behind the model: memory_report(model, x)"),
         (("x",), ""),
         ((torch.ones(3),), ""),
         ((np.ones((2, IN)),), "a NumPy array is among the inputs; torch.from_numpy makes a tensor of it"),

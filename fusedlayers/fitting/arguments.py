@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, get_args
 
 from torch import nn
@@ -15,23 +16,19 @@ from .training import Of
 
 def check_arguments(
     step: Step, memory_budget_bytes: object, fraction: object, of: object, on_stage: object
-) -> nn.Module:
-    """Return the model; raise where it is none, or where there is not one budget that makes sense."""
+) -> tuple[nn.Module, Callable[[int], int]]:
+    """Raise where the model is none, or where there is not one budget that makes sense.
+
+    Returns:
+        the model; and the budget, as a function of the bytes that the model takes as it is.
+    """
     function = step.function
     check_model(function, step.model)
     assert isinstance(step.model, nn.Module)
     if (memory_budget_bytes is None) == (fraction is None):
         given = "neither" if fraction is None else "both"
         raise ValueError(f"{function}: give one of memory_budget_bytes and fraction, got {given}")
-    if memory_budget_bytes is not None:
-        budget_from(function, memory_budget_bytes)
-    if fraction is not None and not (
-        isinstance(fraction, int | float) and not isinstance(fraction, bool) and 0 < fraction <= 1
-    ):
-        hint = ""
-        if isinstance(fraction, int | float) and 1 < fraction <= 100:
-            hint = f"; {fraction:g} % are fraction={fraction / 100:g}"
-        raise ValueError(f"{function}: fraction must be a number above 0 and at most 1, got {fraction!r}{hint}")
+    allowed = _budget(function, memory_budget_bytes) if fraction is None else _part(function, fraction)
     if of not in get_args(Of):
         raise ValueError(f"{function}: of must be one of {', '.join(map(repr, get_args(Of)))}, got {of!r}")
     if on_stage is not None and not callable(on_stage):
@@ -39,14 +36,22 @@ def check_arguments(
             f"{function}: on_stage must be a function of a text and a number, such as print, got {on_stage!r}"
         )
     step.check_loss()
-    return step.model
+    return step.model, allowed
 
 
-def allowed_bytes(step: Step, memory_budget_bytes: int | str | None, fraction: float | None, taken: int) -> int:
-    """The budget, for a model that takes so much as it is."""
-    if fraction is not None:
-        return math.floor(fraction * taken)
-    return budget_from(step.function, memory_budget_bytes)
+def _budget(function: str, memory_budget_bytes: object) -> Callable[[int], int]:
+    budget = budget_from(function, memory_budget_bytes)
+    return lambda taken: budget
+
+
+def _part(function: str, fraction: object) -> Callable[[int], int]:
+    hint = ""
+    if isinstance(fraction, int | float) and not isinstance(fraction, bool):
+        if 0 < fraction <= 1:
+            return lambda taken: math.floor(fraction * taken)
+        if 1 < fraction <= 100:
+            hint = f"; {fraction:g} % are fraction={fraction / 100:g}"
+    raise ValueError(f"{function}: fraction must be a number above 0 and at most 1, got {fraction!r}{hint}")
 
 
 def readable(error: Exception, function: str, args: tuple[Any, ...] = ()) -> Exception:

@@ -25,7 +25,7 @@ from ..utils.module_state import unchanged
 from ..utils.reports import Report
 from ..utils.storages import tensors_in
 from .agreement import together
-from .arguments import allowed_bytes, check_arguments, readable
+from .arguments import check_arguments, readable
 from .report import Measurement
 from .training import Of, Training
 
@@ -156,7 +156,7 @@ def fit_compiled_step(
     **options: Any,
 ) -> CompiledFit:
     """``fit_compiled`` with this training step for the example."""
-    model = check_arguments(step, memory_budget_bytes, fraction, of, on_stage)
+    model, allowed = check_arguments(step, memory_budget_bytes, fraction, of, on_stage)
     if is_optimized(model) or model._compiled_call_impl is not None:
         raise ValueError(
             "fit_compiled: the model is compiled already; give it the one that torch.compile was called on"
@@ -170,7 +170,7 @@ def fit_compiled_step(
         try:
             on_stage("measuring the compiled model", 0.0)
             taken = parts.bytes(1.0)
-            budget = allowed_bytes(step, memory_budget_bytes, fraction, taken)
+            budget = allowed(taken)
             on_stage("trying budgets", 0.2)
             part, measured = parts.within(budget)
             on_stage("measuring times", 0.8)

@@ -21,7 +21,7 @@ from ..utils.module_state import unchanged
 from ..utils.refusals import check_flag
 from ..utils.storages import tensors_in
 from .agreement import together
-from .arguments import allowed_bytes, check_arguments
+from .arguments import check_arguments
 from .blocks import MODES, Mode
 from .measuring import measured_plans
 from .parts import NO_BLOCKS, Parts
@@ -122,7 +122,7 @@ def fit_step(
     on_stage: Callable[[str, float], None] | None,
 ) -> FitReport:
     """``fit`` with this training step for the example."""
-    model = check_arguments(step, memory_budget_bytes, fraction, of, on_stage)
+    model, allowed = check_arguments(step, memory_budget_bytes, fraction, of, on_stage)
     before = [region for module in model.modules() if (region := region_of(module)) is not None]
     unfuse(model)
     on_stage = on_stage or (lambda stage, part: None)
@@ -139,7 +139,7 @@ def fit_step(
                     "These are eager steps of a compiled model; fit_compiled finds the compiler's budget."
                 )
             plans, eager_bytes = measured_plans(parts, on_stage)
-            budget = allowed_bytes(step, memory_budget_bytes, fraction, eager_bytes)
+            budget = allowed(eager_bytes)
             if plan_only:
                 found = _predicted_fastest(parts, plans, budget, eager_bytes)
             else:
@@ -191,7 +191,8 @@ def _fastest(
     candidates, rounds = [*found], itertools.count()
 
     def as_pytorch() -> None:  # the first of each round
-        on_stage("timing plans", round(0.5 + 0.5 * next(rounds) / (ROUNDS + 1), 2))
+        done = next(rounds)
+        on_stage(f"timing plans, round {done + 1}", round(0.5 + 0.5 * done / (ROUNDS + 1), 2))
         parts.train_all_as("eager")
 
     switches: list[Callable[[], None]] = [as_pytorch, *(functools.partial(parts.follow, p) for p in candidates)]

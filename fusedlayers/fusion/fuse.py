@@ -136,9 +136,9 @@ class Fusing:
         """By the classes of modules alone."""
         unfuse(self._model)
         self._notes.append(
-            "Without example inputs, modules whose class says what they compute are found, of whatever size. Pass "
-            "example inputs to find what the code of other modules calls (F.gelu, for example), and to see what each "
-            "place frees."
+            "Without example inputs, modules whose class says what they compute are found, and small calls of them are "
+            "counted too, which PyTorch computes. Pass example inputs to find what the code of other modules calls "
+            "(F.gelu, for example), and to see what each place frees."
         )
         with unchanged([*self._model.modules()], ()):  # code that is tried out may draw random numbers
             places = [*_places_of_classes(self._model)]
@@ -245,7 +245,7 @@ class Fusing:
         first = group.first
         if first.kind in _AUXILIARY or not before:  # else a note says why nothing is kept
             return
-        because = "it frees nothing: its input is kept anyway, its output by nobody else, or no gradient reaches it"
+        because = "it freed nothing when it was tried: its input is saved by others too, or its output by no others"
         keepers = [
             place for place in first.follows if place in fused and saves_of(place).startswith("saves the output")
         ]
@@ -299,7 +299,8 @@ class Fusing:
             for place in group.places:
                 region = Region.of(place.module)
                 region.switch(place.kind, place.stand_in, on=True)
-                region.places[place.kind], region.called = f"{place.name} {saves_of(place)}", place.paths
+                until = ", once the checkpoint around it runs it again" if place.is_recomputed else ""
+                region.places[place.kind], region.called = f"{place.name} {saves_of(place)}{until}", place.paths
                 given.setdefault(region, set()).add(place.given)
                 if place.is_small:
                     region.waiting_kinds |= {place.kind}

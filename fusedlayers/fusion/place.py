@@ -100,6 +100,10 @@ class Place:
 
     def note_call(self, operation: Operation, function: Any, args: Any, kwargs: Any) -> None:
         """Note what the first call keeps, and whether PyTorch computes it for its size."""
+        if not torch.is_grad_enabled():  # as a reentrant checkpoint calls it before it calls it with gradients
+            with torch.enable_grad():
+                self.note_call(operation, function, (args[0].detach().requires_grad_(), *args[1:]), kwargs)
+            return
         x = args[0]
         if self.is_activation or self.kind in PLANNED:
             self.note_plan(x, operation.run, function, args, kwargs)

@@ -11,8 +11,8 @@ from ..utils.reports import Report
 
 #: What a table says whose rows are not parts of the whole.
 ROWS = (
-    "(A row: what more would be saved without it. Bytes that two operations free only together are in both rows; bytes "
-    "that either would free alone, in none.)"
+    "(A row: how much more would be saved without it alone. Operations can share what they free, so that rows need not "
+    "add up.)"
 )
 
 
@@ -102,7 +102,8 @@ class FuseReport(Report):
     def _lines(self) -> Iterator[str]:
         count = sum(place.calls for place in self.replaced)
         would = "would be fused" if self.dry_run else "fused"
-        yield f"{self.name}: {count} operation{'' if count == 1 else 's'} {would}"
+        here = " on these inputs" if self.too_small or self.idle else ""
+        yield f"{self.name}: {count} operation{'' if count == 1 else 's'} {would}{here}"
         for note in self.notes:
             yield ""
             yield note

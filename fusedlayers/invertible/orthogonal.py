@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
+from ..utils.formatting import described
+
 
 def at_least(weight: Tensor, least: float) -> Tensor:
     """Values nearer to zero than ``least`` are moved that far away from it, without a change of sign. Their gradient is
@@ -51,12 +53,15 @@ def orthogonal(module: nn.Module, name: str = "weight") -> nn.Module:
     It is ``torch.nn.utils.parametrizations.orthogonal`` (Lezcano-Casado 2019).
 
     Raises:
+        TypeError: ``module`` has no tensor of this name.
         ValueError: the weight has fewer than two dimensions.
 
     >>> import fusedlayers as fl
     >>> layer = fl.orthogonal(fl.InvertibleLinear(8, 8))
     """
-    weight = getattr(module, name)
+    weight = getattr(module, name, None)
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"orthogonal: expected a module with a tensor {name!r}, got {described(module)}")
     if weight.dim() < 2:
         raise ValueError(f"orthogonal: {name} is no matrix, but has shape {tuple(weight.shape)}")
     if weight.dim() == 2:

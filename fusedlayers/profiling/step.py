@@ -36,6 +36,8 @@ class Step:
             result = self.model(*self.args, **self.kwargs)
         except Exception as error:
             hint = what_was_meant(self.args)
+            if not (self.args or self.kwargs) and isinstance(error, TypeError):
+                hint = f"no inputs were given; pass them behind the model: {self.function}(model, x)"
             if hint:
                 error.add_note(f"{self.function}: {hint}")
             raise
