@@ -75,7 +75,7 @@ class Work:
     sizes: dict[str, Any]
     #: Of the layer's output, or of what is hidden in a block.
     hidden_bytes: int
-    #: More variants, by name; None for one that cannot be had here.
+    #: More variants, by name; None for one that is missing here.
     others: Mapping[str, tuple[Function, Function] | None] = field(default_factory=dict)
     #: Of these, what computes something else, and is a yardstick.
     yardsticks: tuple[str, ...] = ()
@@ -253,7 +253,7 @@ def _compiles(variants: Iterable[str]) -> bool:
 
 
 def _affordable(variants: Iterable[str], work: Work, seconds_of: Mapping[str, float], spare: float) -> list[str]:
-    """The variants that can be prepared in the time there is; what cannot be had takes none."""
+    """The variants that can be prepared in the time there is; a missing one takes none."""
     chosen = []
     for name in variants:
         seconds = 0.0 if name in work.others and work.others[name] is None else seconds_of.get(name, 0.0)
@@ -266,7 +266,7 @@ def _affordable(variants: Iterable[str], work: Work, seconds_of: Mapping[str, fl
 def measure_case(
     case: Case, work: Work, device: torch.device, variants: Iterable[str], *, seconds: float, quick: bool
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """Return the JSON row of a case, and the seconds that each variant took to be had and compared."""
+    """Return the JSON row of a case, and the seconds that each variant took to be prepared and compared."""
     rows: dict[str, dict[str, Any]] = {}
     operands: dict[str, tuple[Operands, Operands]] = {}
     functions: dict[str, tuple[Function, Function]] = {}

@@ -58,7 +58,7 @@ def plan_of(function: Callable[..., Any], *args: Any, compiled: bool = False, **
     except _Answered:
         pass
     except TypeError as error:
-        if not (args or kwargs):
+        if not (args or kwargs) and "required positional argument" in str(error):
             error.add_note("plan_of: no inputs were given; pass what it would be called with: plan_of(layer, x)")
         raise
     finally:

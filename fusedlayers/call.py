@@ -63,8 +63,8 @@ class Call(NamedTuple):
     #: The tensors that the activation reads, and the dimension along which they run.
     operands: tuple[Tensor, ...] = ()
     operand_dim: int | None = None
-    #: Who follows the computation and must see PyTorch's own operations, or None.
-    follower: str | None = None
+    #: Why PyTorch's own operations compute it, where the arguments do not say so; or None.
+    plain_because: str | None = None
 
     def plan(self) -> Plan:
         """Check the arguments, and decide."""
@@ -76,7 +76,7 @@ class Call(NamedTuple):
         operation, x, w, b, residual, activation, save, *_ = self
         cast = autocast_dtype(x) if operation.is_cast else None
         dtype = cast or x.dtype
-        plain_because = validation.unusual_because(x, w, b, residual) or self.follower
+        plain_because = validation.unusual_because(x, w, b, residual) or self.plain_because
         if residual is not None and residual.dtype is not dtype:
             plain_because = plain_because or f"the residual is {residual.dtype} where the sum is {dtype}"
         backend = backends.choose(x, activation)
@@ -155,7 +155,7 @@ def plan_for(
     size, limits = sizes.sized(operation, x, elements)  # where that is None, ``shapes`` say it
     given = activation
     operands: tuple[Tensor, ...] = ()
-    operand_dim = follower = None
+    operand_dim = plain_because = None
     facts: tuple[Hashable, ...]
     if size == "small" and save == "auto" and not is_inplace:
         # PyTorch computes it, whatever needs gradients and whoever follows: what the checks depend on is enough.
@@ -170,12 +170,12 @@ def plan_for(
             autocast_is_active() and autocast_dtype(x),
         )
     else:
-        follower = followed_by()
-        if is_inplace and follower is None and is_under_checkpoint():
+        plain_because = followed_by()
+        if is_inplace and plain_because is None and is_under_checkpoint():
             # It may run with a copy the second time, by hooks around it. The writes to a copy are counted from 0, so
             # that no number tells whether the output was edited.
-            follower = "a checkpoint may run again with a copy of what is written over"
-        if activation.needs_tracing and follower is None:
+            plain_because = "it writes over its input, of which a checkpoint around it may hold a copy"
+        if activation.needs_tracing and plain_because is None:
             validation.check_call(operation, x, w, b, residual)  # what is traced for z must have a shape and a dtype
             shape = operation.shape(x, w)
             elements = math.prod(shape)
@@ -214,7 +214,7 @@ def plan_for(
             autocast_is_active() and autocast_dtype(x),
             saved_tensors_hooks_on_top(True) is None,
             onednn_is_enabled(),
-            follower,
+            plain_because,
             dispatch_mode_count() and _mode_types(),
             x.is_cuda and is_capturing(x),
         )
@@ -224,7 +224,9 @@ def plan_for(
         facts, known = (), None
     if known is not None and not asking.questions:
         return (known, activation, operands) if known.path != "composite" else (known, given, ())
-    call = Call(operation, x, w, b, residual, activation, save, elements, is_inplace, operands, operand_dim, follower)
+    call = Call(
+        operation, x, w, b, residual, activation, save, elements, is_inplace, operands, operand_dim, plain_because
+    )
     found = _plans.put(facts, call.plan())
     if asking.questions:
         asking.answer(found, lambda: make_plan(call.key()._replace(is_compiling=True, size="large")))

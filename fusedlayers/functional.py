@@ -54,7 +54,7 @@ def dense_bias_act(
             else one bit for each element.
         save: what is kept for backward. "output": y, written over the matmul's buffer (folded activations carry the
             branch in the last mantissa bit of negative outputs). "input": the pre-activation z, exact to the last bit.
-            "recompute": neither; z is computed again from ``input``. "auto": "output" where the derivative can be had
+            "recompute": neither; z is computed again from ``input``. "auto": "output" where the derivative follows
             from it within the dtype's rounding floor, else "input"; but a result of less than 512 KiB (on GPUs 128 KiB
             for each multiprocessor) is left to PyTorch, which saves what it usually saves: of gelu z.
 
@@ -224,6 +224,8 @@ def bias_act(
     )
     if inplace:
         validation.check_writable("bias_act", input)
+        if plan.path == "composite" and bias is None and record.native.activate_ is not None:
+            return record.native.activate_(input, **record.parameters)
         # Autograd refuses some views, but only after a Function has written; copy_ asks first.
         if not plan.overwrites or (input._is_view() and needs_gradient(input, bias)):
             return input.copy_(bias_act(input.clone(), bias, record, dim=dim, save=save))
@@ -289,7 +291,7 @@ def mlp(
         save: what is saved of the hidden layer. "output": what the activation returns. "input": what it is given, from
             which backward recomputes the other. "recompute": nothing; forward and backward run over chunks of rows (as
             "auto" where input or weights would be saved for this alone, and be more).
-            "auto": "output" where the derivative can be had from it within the dtype's rounding floor, else "input".
+            "auto": "output" where the derivative follows from it within the dtype's rounding floor, else "input".
         chunks: into how many chunks the rows are cut where something hidden is needed for a moment only. None: 16 on
             CPUs; on GPUs, where each chunk launches kernels of its own, one, or with "recompute" as many as have 32 MiB
             hidden each, up to 16.

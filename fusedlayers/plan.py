@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from . import backends, validation
-from .activations import Activation, Saved, measure_inverse_error
+from .activations import KEPT_BY_TORCH, Activation, Saved, measure_inverse_error
 from .backends import Backend
 from .backends.operations import GATE, MATMUL, BatchNorm, Operation, Pointwise
 from .sizes import MEDIUM_BYTES, SMALL_BYTES, Limits, Size
@@ -217,7 +217,10 @@ def make_plan(key: PlanKey) -> Plan:
     flattens = key.returns_view and is_along
     torch_makes_z = key.makes_z and not key.is_inplace and not key.has_own_node
     path: Path = "norm_input" if saved == "recompute" and _has_input_passes(key) else "fused"
-    if saved == "output" and activation.in_place is not None and key.size != "large" and torch_makes_z:
+    # Under hooks nobody would notice an edit of what PyTorch's operation has saved: where PyTorch's own layers do not
+    # save it, their result may be edited.
+    is_noticed = not key.is_hooked or activation.name in KEPT_BY_TORCH
+    if saved == "output" and activation.in_place is not None and key.size != "large" and torch_makes_z and is_noticed:
         path = "in_place"
     # Then the activation's node may hold them too, at no cost.
     holds_arguments = key.saves_arguments and not is_pointwise and key.cast is None and not key.is_hooked

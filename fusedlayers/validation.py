@@ -64,7 +64,7 @@ def check_save(function: str, save: str) -> None:
 def output_refused(function: str, activation: Activation, dtype: torch.dtype, reason: str) -> ValueError:
     """The error for ``save="output"`` where the output does not determine the derivative."""
     return ValueError(
-        f"{function}: save='output' cannot be had for {activation!r} in {dtype}: {reason}; "
+        f"{function}: save='output' is not possible for {activation!r} in {dtype}: {reason}; "
         "use save='auto', 'input' or 'recompute'"
     )
 
@@ -164,7 +164,7 @@ def check_block_options(options: BlockOptions) -> None:
     check_save(function, save)
     if save == "output" and is_gated:
         raise ValueError(
-            f"{function}: save='output' cannot be had: a product does not determine its factors; use save='auto', "
+            f"{function}: save='output' is not possible: a product does not determine its factors; use save='auto', "
             "'input' or 'recompute'"
         )
     check_dropout(function, dropout)
@@ -295,11 +295,9 @@ def budget_from(function: str, memory_budget_bytes: object) -> int:
         except ValueError as error:
             raise ValueError(f"{function}: memory_budget_bytes: {error}") from None
     if not is_whole(memory_budget_bytes) or memory_budget_bytes < 0:
-        is_part = isinstance(memory_budget_bytes, float) and 0 < memory_budget_bytes <= 1
-        hint = f"; a part of what the model takes is fraction={memory_budget_bytes!r}" if is_part else ""
         raise ValueError(
             f'{function}: memory_budget_bytes must be a number of bytes, 0 or more, or a size such as "8GiB", got '
-            f"{memory_budget_bytes!r}{hint}"
+            f"{memory_budget_bytes!r}"
         )
     return int(memory_budget_bytes)
 

@@ -915,7 +915,7 @@ X, W, B = torch.randn(2, 4, 9, 7), torch.randn(8, 4, 3, 3), torch.randn(8)
         ({"input": X[:, :, :0]}, "the kernel of weight .* is larger than input"),
         ({"activation": "gelo"}, "unknown activation 'gelo'"),
         ({"save": "all"}, "save must be one of auto, output, input, recompute, got 'all'"),
-        ({"activation": nn.PReLU(), "save": "output"}, "save='output' cannot be had for"),
+        ({"activation": nn.PReLU(), "save": "output"}, "save='output' is not possible for"),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )

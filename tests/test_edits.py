@@ -1,11 +1,14 @@
 """Edits in place of an output that is saved: the error says what to do, and what it says to do helps."""
 
+import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
@@ -74,6 +77,41 @@ def test_the_error_says_what_to_do(name: str) -> None:
         (lambda: call("output").clone().mul_(2), lambda: 2 * call("output")),
     ):
         torch.testing.assert_close(_gradients(edited), _gradients(unedited))
+
+
+def _cloned(tensor: Tensor) -> Tensor:
+    return tensor.clone()
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+HOOKS: dict[str, Callable[[], Any]] = {
+    "keep": lambda: saved_tensors_hooks(_itself, _itself),
+    "keep on CPUs": save_on_cpu,
+    "copy": lambda: saved_tensors_hooks(_cloned, _itself),
+}
+
+
+@pytest.mark.parametrize("hooks", HOOKS)
+@pytest.mark.parametrize("name", CALLS)
+def test_hooks_that_keep_the_tensor_keep_its_edits_and_copies_have_none(name: str, hooks: str) -> None:
+    """Autograd looks at no version of what hooks bring back."""
+    call, begins = CALLS[name]
+    torch.manual_seed(1)
+    expected = torch.autograd.grad(call("input").mul(2).square().sum(), [X, IMAGE], allow_unused=True)
+    torch.manual_seed(1)
+    with HOOKS[hooks]():
+        y = call("output")
+        loss = y.mul_(2).square().sum()
+    if hooks == "copy":
+        for found, right in zip(torch.autograd.grad(loss, [X, IMAGE], allow_unused=True), expected, strict=True):
+            assert (found is None) == (right is None)
+            assert found is None or torch.allclose(found, right, rtol=1e-3, atol=1e-3)
+        return
+    with pytest.raises(RuntimeError, match=rf"^{re.escape(begins)} was edited in place after the forward pass, and .*"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("edited", ["input", "weight"])

@@ -849,10 +849,12 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "text": ({"memory_budget_bytes": "8 gigs"}, "fit: memory_budget_bytes: expected bytes, .* got '8 gigs'"),
     "a part": ({"memory_budget_bytes": 0.3}, r"fit: memory_budget_bytes must be .*, got 0\.3; .* fraction=0\.3"),
+    "a percentage": ({"memory_budget_bytes": "50%"}, r"fit: memory_budget_bytes must be .* '50%'; .* fraction=0\.5"),
     "no B": ({"memory_budget_bytes": "8g"}, "fit: memory_budget_bytes: .* got '8g'; did you mean 8GiB, or 8GB\\?"),
     "unit": ({"memory_budget_bytes": "0.5"}, "fit: memory_budget_bytes: expected bytes with a unit, .* got '0.5'"),
     "zero": ({"fraction": 0}, "fit: fraction must be a number above 0 and at most 1, got 0"),
     "percent": ({"fraction": 50}, "got 50; 50 % are fraction=0.5"),
+    "a text": ({"fraction": "30%"}, "fit: fraction must be .*, got '30%'; write fraction=0.3"),
     "more": ({"fraction": 1.5}, "got 1.5"),
     "nan": ({"fraction": float("nan")}, "got nan"),
     "of": ({"fraction": 0.5, "of": "all"}, "fit: of must be one of 'saved', 'peak', got 'all'"),
@@ -903,13 +905,15 @@ def test_wrong_models_and_inputs() -> None:
         fl.fit(nn.Linear(2, 2, device="meta"), torch.ones(2, device="meta"), fraction=0.5)
 
 
-def test_the_report() -> None:
+def test_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = _made("transformer")
     stages: list[tuple[str, float]] = []
+    monkeypatch.setattr(fit_file, "UNLIKE", 1.0)  # no two times are the same
     report = fl.fit(model, x, fraction=0.5, on_stage=lambda stage, part: stages.append((stage, part)))
     assert [part for _, part in stages] == sorted(part for _, part in stages) and stages[0][1] == 0.0
     assert sum(stage.startswith("timing plans, round ") for stage, _ in stages) == timing.ROUNDS + 1  # the longest part
     text = str(report)
+    assert re.search(r"\nThe plan takes \d+\.\d\d times the predicted time\. ", text)
     for words in ("Transformer: at most ", "eager PyTorch ", "this plan, measured ", "the smallest plan "):
         assert words in text
     values = json.loads(json.dumps(report.to_dict()))
@@ -962,7 +966,12 @@ def test_the_command(
     ("arguments", "message"),
     [
         (["--budget", "lots"], "fusedlayers fit: expected bytes, such as 8GiB or 500MB, got 'lots'"),
-        (["--budget", "20%"], "got '20%'; a part of what the model takes is a fraction, 0.2"),
+        (
+            ["--budget", "20%"],
+            "fusedlayers fit: expected bytes, such as 8GiB or 500MB, got '20%'; write --fraction 0.2",
+        ),
+        (["--fraction", "half"], "argument --fraction: expected a part, such as 0.3 or 30%, got 'half'"),
+        (["--fraction", "200%"], "fusedlayers fit: fraction must be a number above 0 and at most 1, got 2.0"),
         (["--budget", "1kB"], "fusedlayers fit: a budget of 1000 B cannot be met"),
         (["--fraction", "0.9", "--json", "/dev/full"], "No space left on device"),
         (["--fraction", "2"], "fusedlayers fit: fraction must be a number above 0 and at most 1, got 2.0"),

@@ -676,7 +676,7 @@ def test_save_output_where_the_output_does_not_suffice(activation: object, dtype
         ("bias_act", lambda: fl.bias_act(x, None, activation, save="output")),
         ("bias_act", lambda: fl.bias_act(x, None, activation, save="output", inplace=True)),
     ):
-        with pytest.raises(ValueError, match=f"^{name}: save='output' cannot be had for ") as error:
+        with pytest.raises(ValueError, match=f"^{name}: save='output' is not possible for ") as error:
             call()
         _said(error, str(dtype), reason, "use save='auto', 'input' or 'recompute'")
     assert torch.equal(x, before)

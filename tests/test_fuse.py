@@ -1605,9 +1605,9 @@ def test_checkpoints_outside(x: Tensor, make: Callable[[], nn.Module], use_reent
     assert not report.replaced and report.idle and _kinds(outer)
     assert "Outer: 0 operations fused on these inputs\n" in str(report)
     explained = str(fl.explain(outer))
-    assert "once the checkpoint around it runs it again" in explained and "saves nothing" not in explained
+    assert ", when it runs again with gradients\n" in f"{explained}\n" and "saves nothing" not in explained
     assert "\nfused, where nothing is saved here:\n  " in str(report)
-    assert ": it runs under a checkpoint, which" in str(report)
+    assert ": it runs without gradients, or under a checkpoint, where less is saved while" in str(report)
 
 
 def test_a_checkpoint_within_a_region_is_left_alone(x: Tensor) -> None:
@@ -2044,9 +2044,14 @@ def test_what_is_refused(x: Tensor) -> None:
         fl.fuse(model, torch.randn(3, IN + 1))
     with pytest.raises(
         ValueError,
-        match=r"inputs \(a dict holds keyword arguments; .* write \(batch,\)\): TypeError",
+        match=r"inputs \(a dict holds keyword arguments, .* write \(batch,\)\): TypeError",
     ):
         fl.fuse(model, {"no_such": x})
+    loader = torch.utils.data.DataLoader([x])  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"\(a data loader or a dataset is among the inputs; pass a batch, such as next"
+    ):
+        fl.fuse(model, loader)
     with pytest.raises(ValueError, match="has no shape yet; call the model once"):
         fl.fuse(nn.Sequential(nn.LazyLinear(3)))
     assert {name: {*vars(module)} for name, module in model.named_modules()} == contents
@@ -2180,6 +2185,48 @@ def test_what_is_written_in_place_within_checkpoints_may_be_edited(with_norm: bo
     fl.fuse(model, x)
     model.edit = eager.edit = True
     _same(_Checkpointed(model), _Checkpointed(eager), x)
+
+
+def test_what_would_keep_no_less_within_checkpoints_is_left(x: Tensor) -> None:
+    """In float64 GELU saves its input, wherever it runs."""
+    model = nn.Sequential(nn.Linear(IN, IN), _Checkpointed(nn.Linear(IN, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, IN)))
+    report = fl.fuse(model.double(), x.double())
+    assert not (report.replaced or report.idle)
+    assert [skipped.reason.startswith("saves the input: ") for skipped in report.skipped] == [True]
+
+
+@pytest.mark.parametrize("make", [functools.partial(nn.ELU, inplace=True), functools.partial(nn.SiLU, inplace=True)])
+def test_what_is_written_in_place_within_checkpoints_is_pytorchs(make: Callable[[], nn.Module]) -> None:
+    layers = [layer for _ in range(3) for layer in (nn.Linear(64, 64), make())]
+    model, x = nn.Sequential(nn.Linear(64, 64), _Checkpointed(*layers)), torch.randn(512, 64)
+    peak = fl.memory_report(model, x).peak_bytes
+    report = fl.fuse(model, x)
+    assert {place.reason for place in report.skipped} == {
+        "it writes over its input, of which a checkpoint around it may hold a copy"
+    }
+    assert not (report.replaced or report.idle) and fl.memory_report(model, x).peak_bytes == peak
+    fl.fuse(nn.Sequential(*model[1]), x)  # without the checkpoint
+    assert fl.memory_report(model, x).peak_bytes == peak
+
+
+def test_code_without_gradients_may_be_of_any_kind() -> None:
+    """Tensors of inference mode count no versions; those of a transform have no memory of their own."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.inference_mode():
+                y = F.gelu(F.silu(x * 2))
+            with torch.no_grad():
+                F.gelu(y)
+                torch.func.vmap(F.gelu)(x)
+            return self.down(F.gelu(self.up(x)))
+
+    report = fl.fuse(Model(), torch.randn(64, 16))
+    assert [place.activation for place in report.replaced] == ["gelu"]
 
 
 class _Checkpointed(nn.Sequential):

@@ -229,6 +229,16 @@ def test_check_warns_of_gradients_behind_a_kink() -> None:
     assert not report and report.gradient_error > 1e-3
 
 
+@pytest.mark.filterwarnings("error")
+def test_check_says_nothing_of_gradients_that_are_almost_0() -> None:
+    """Of two examples a batch norm's input has no gradient but for rounding."""
+    for scale in (1, 10, 100):
+        torch.manual_seed(0)
+        assert fl.InvertibleSequential(fl.InvertibleBatchNorm1d(16)).check(scale * torch.randn(2, 16))
+    linear = fl.InvertibleSequential(fl.InvertibleLinear(8, 8), fl.InvertibleActivation("leaky_relu"))
+    assert linear.check(torch.randn(64, 8), rtol=0.0, atol=1e-3)
+
+
 def test_flattened_sizes_are_needed_for_the_inverse() -> None:
     with pytest.raises(ValueError, match=r"InvertibleFlatten: the inverse needs the sizes .* pass unflattened="):
         fl.InvertibleFlatten().inverse(torch.randn(2, 48))

@@ -312,6 +312,46 @@ def test_gradients_stay_where_a_reentrant_checkpoint_hides_parameters(measure: A
     assert not first.grad.any() and all(p.grad is None for p in others)
 
 
+@pytest.mark.parametrize("measure", [fl.memory_report, functools.partial(fl.fit, fraction=1.0)])
+def test_gradients_stay_of_what_is_no_parameter(measure: Any, x: Tensor) -> None:
+    """Of an argument, and of tensors that are attributes, or no more than named by code."""
+    named = torch.ones(IN, requires_grad=True)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(mlp(), nn.Linear(IN, IN))
+            self.own, self.held = torch.ones(IN, requires_grad=True), [nn.Parameter(torch.ones(IN))]
+
+        def forward(self, x: Tensor, scale: Tensor) -> Any:
+            def run(x: Tensor) -> Tensor:
+                return self.layers(x * scale * self.own * self.held[0])  # type: ignore[no-any-return]
+
+            return checkpoint(run, x * named, use_reentrant=True)
+
+    model, scale = Model(), torch.ones(IN, requires_grad=True)
+    inputs = (x.requires_grad_(), scale)
+    scale.grad = torch.zeros(IN)
+    measure(model, *inputs) if measure is fl.memory_report else measure(model, inputs)
+    assert not scale.grad.any()
+    assert all(t.grad is None for t in (x, named, model.own, *model.held, *model.parameters()))
+
+
+def test_a_timed_dry_run_leaves_gradients_of_what_code_names() -> None:
+    named = torch.ones(IN, requires_grad=True)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x * named)  # type: ignore[no-any-return]
+
+    report = fl.fuse(Model(), torch.randn(ROWS, IN), dry_run=True)
+    assert report.step_ms is not None and named.grad is None
+
+
 def test_a_checkpoint_around_checkpoints_alone_keeps_its_input(x: Tensor) -> None:
     class Checkpointed(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
@@ -809,6 +849,8 @@ def test_json(x: Tensor) -> None:
 def test_two_reports_side_by_side(x: Tensor) -> None:
     before = fl.memory_report(mlp(), x)
     after = fl.memory_report(nn.Sequential(fl.FusedDenseAct(IN, OUT), nn.Linear(OUT, IN)), x)
+    with pytest.raises(TypeError, match="compare: expected another report of memory_report, got int: 3"):
+        before.compare(3)  # type: ignore[arg-type]
     found = before.compare(after)
     assert found.groups == {
         "0": (0, HIDDEN_BYTES),

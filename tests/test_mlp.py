@@ -352,7 +352,7 @@ def test_more_chunks_need_less() -> None:
 )
 def test_gradients_are_as_good_as_torchs(kind: Kind, save: str, activation: Activation, dtype: torch.dtype) -> None:
     if save == "output" and activation.output_refusal(dtype) is not None:
-        with pytest.raises(ValueError, match="mlp: save='output' cannot be had"):
+        with pytest.raises(ValueError, match="mlp: save='output' is not possible"):
             kind.function(*kind.leaves(dtype), activation, save=save)
         return
     call = functools.partial(kind.function, save=save)
@@ -825,7 +825,7 @@ def test_bad_arguments(change: dict[str, Any], error: type[Exception], message: 
          r"gated_mlp: expected bias_gate \(8,\) for weight_gate \(8, 4\), got \(4,\)"),
         ({"weight_up": None}, ValueError, "bias_up without weight_up"),
         ({"weight_down": torch.randn(4, 9)}, ValueError, r"expected weight_down \(out, hidden\) for weight_gate"),
-        ({"save": "output"}, ValueError, "gated_mlp: save='output' cannot be had: a product does not determine"),
+        ({"save": "output"}, ValueError, "gated_mlp: save='output' is not possible: a product does not determine"),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )  # fmt: skip

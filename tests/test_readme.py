@@ -241,7 +241,7 @@ def test_default_activations_are_as_it_says() -> None:
         if parameter is not None and isinstance(parameter.default, str) and not name.startswith("Invertible"):
             kind = re.search(r"Conv|conv|BatchNorm|Group|[gG]ated", name)
             found.setdefault(kind[0].lower() if kind else "", set()).add(parameter.default)
-    said = "Default: GELU; ReLU for convolutions, batch norms; SiLU for gates, group norms."
+    said = "Default: GELU; convolutions, batch norms: ReLU; gates, group norms: SiLU."
     assert said in " ".join(README.split())
     assert found == {"": {"gelu"}, "conv": {"relu"}, "batchnorm": {"relu"}, "gated": {"silu"}, "group": {"silu"}}
 
@@ -317,7 +317,7 @@ def test_fit_takes_as_long_as_was_measured() -> None:
         for entry in row["budgets"]
         if "planning_s" in entry["variants"].get("fit", {})
     ]
-    (said,) = map(int, re.findall(r"`fit` .* measures for some (\d+) steps", README))
+    (said,) = map(int, re.findall(r"`fit` .* takes as long as some (\d+) steps", " ".join(README.split())))
     assert abs(sorted(steps)[len(steps) // 2] - said) <= 5, steps
 
 

@@ -202,6 +202,11 @@ def test_wrong_derivatives_are_refused_with_a_counterexample(
         fl.bias_act(torch.ones(3), None, "wrong")
 
 
+def test_a_name_is_a_keyword() -> None:
+    with pytest.raises(TypeError, match=r"expected a function, got str; write @activation\(name='laplace'\)"):
+        fl.activation("laplace")  # type: ignore[call-overload]
+
+
 def test_registered_names_have_spellings() -> None:
     fl.activation(_laplace, name="Two_Sided")
     assert resolve("two-sided") is resolve("TwoSided") is resolve("Two_Sided")

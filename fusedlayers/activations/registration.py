@@ -74,6 +74,7 @@ def _register(
 ) -> F:
     if isinstance(function, nn.Module) or not callable(function):
         hint = "; a module needs no name, pass it to a layer as it is" if isinstance(function, nn.Module) else ""
+        hint = f"; write @activation(name={function!r})" if isinstance(function, str) else hint
         raise TypeError(f"activation: expected a function, got {type(function).__name__}{hint}")
     for what, given in (("derivative", derivative), ("derivative_given_output", derivative_given_output)):
         if given is not None and not callable(given):

@@ -20,7 +20,7 @@ LEGEND = """\
 fused: the same model after fl.fuse(model, inputs)
 saved: kept by the forward pass for the backward pass, parameters left out
 peak: most allocated at once in both passes
-time: the median of the steps, which take turns; it says little where other processes compute"""
+time: medians, of steps that take turns and of their ratios; they say little where other processes compute"""
 Outcomes = dict[str, Outcome]
 Quantity = Callable[[Outcome], float]
 
@@ -48,7 +48,9 @@ def losses_to(on_stage: OnStage, settings: Settings) -> Callable[[Outcomes], Non
         if hundredths > shown:
             shown = hundredths
             fused, eager = (outcomes[name].losses[-1] for name in ("fused", "eager"))
-            on_stage(f"step {done}/{settings.steps}: loss {fused:.3f} (eager {eager:.3f})", hundredths / 100)
+            on_stage(
+                f"step {done}, of {settings.steps} at most: loss {fused:.3f} (eager {eager:.3f})", hundredths / 100
+            )
 
     return on_step
 
@@ -66,9 +68,9 @@ def table(outcomes: Outcomes) -> "Table":
         losses = [f"{loss:.4f}" for loss in (outcome.losses[0], outcome.losses[-1])]
         table.add_row(name, *sizes, f"{outcome.step_ms:.1f}", *losses)
     eager, fused = outcomes["eager"], outcomes["fused"]
-    pairs = [(getattr(fused, name), getattr(eager, name)) for name in ("saved_bytes", "peak_bytes", "step_ms")]
+    ratios = [fused.saved_bytes / eager.saved_bytes, fused.peak_bytes / eager.peak_bytes, fused.step_ratio(eager)]
     table.add_section()
-    table.add_row("fused / eager", *[f"{ours / theirs:.2f}" for ours, theirs in pairs], style="bold")
+    table.add_row("fused / eager", *[f"{ratio:.2f}" for ratio in ratios], style="bold")
     return table
 
 

@@ -49,6 +49,10 @@ class Outcome:
         """Median, because the first steps warm up and other programs disturb some of the rest."""
         return median(self.times_ms)
 
+    def step_ratio(self, other: "Outcome") -> float:
+        """Median of the ratios to the other's step of the same turn: how fast a machine is changes between turns."""
+        return median(own / others for own, others in zip(self.times_ms, other.times_ms, strict=True))
+
 
 def seconds_spent(outcomes: dict[str, Outcome]) -> float:
     """How long all steps have taken."""

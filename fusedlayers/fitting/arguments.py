@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from numbers import Integral, Real
 from typing import Any, get_args
 
 from torch import nn
 
 from ..fusion.example import check_model, does_not_run
 from ..profiling.step import Step
+from ..utils.formatting import percent_from
 from ..validation import budget_from
 from .training import Of
 
@@ -40,18 +42,34 @@ def check_arguments(
 
 
 def _budget(function: str, memory_budget_bytes: object) -> Callable[[int], int]:
+    share = None if isinstance(memory_budget_bytes, Integral) else _share(memory_budget_bytes)
+    if share is not None and 0 < share <= 1:
+        raise ValueError(
+            f"{function}: memory_budget_bytes must be bytes, got {memory_budget_bytes!r}; for a part of what the model "
+            f"takes write fraction={share:g}"
+        )
     budget = budget_from(function, memory_budget_bytes)
     return lambda taken: budget
 
 
 def _part(function: str, fraction: object) -> Callable[[int], int]:
+    share = _share(fraction)
     hint = ""
-    if isinstance(fraction, int | float) and not isinstance(fraction, bool):
-        if 0 < fraction <= 1:
-            return lambda taken: math.floor(fraction * taken)
-        if 1 < fraction <= 100:
-            hint = f"; {fraction:g} % are fraction={fraction / 100:g}"
+    if share is not None and isinstance(fraction, str):
+        hint = f"; write fraction={share:g}"
+    elif share is not None and 0 < share <= 1:
+        return lambda taken: math.floor(share * taken)
+    elif share is not None and 1 < share <= 100:
+        hint = f"; {share:g} % are fraction={share / 100:g}"
     raise ValueError(f"{function}: fraction must be a number above 0 and at most 1, got {fraction!r}{hint}")
+
+
+def _share(value: object) -> float | None:
+    """A number, or what a percentage such as "30%" says; None of other things."""
+    if isinstance(value, str):
+        percent = percent_from(value)
+        return None if percent is None else percent / 100
+    return None if isinstance(value, bool) or not isinstance(value, Real) else float(value)
 
 
 def readable(error: Exception, function: str, args: tuple[Any, ...] = ()) -> Exception:

@@ -7,7 +7,7 @@ from typing import get_args
 
 from ..profiling import factory
 from ..utils import command_line, command_parser, progress
-from ..utils.formatting import size_from
+from ..utils.formatting import percent_from, size_from
 from .compiled import CompiledFit, fit_compiled_step
 from .fit import fit_step
 from .report import FitReport
@@ -25,7 +25,9 @@ def register(commands: "command_parser.Commands") -> None:
     factory.add_argument(parser)
     budget = parser.add_mutually_exclusive_group(required=True)
     budget.add_argument("--budget", metavar="SIZE", help="such as 8GiB or 500MB")
-    budget.add_argument("--fraction", type=float, metavar="PART", help="of what the model takes as it is, 0 to 1")
+    budget.add_argument(
+        "--fraction", type=_fraction, metavar="PART", help="of what the model takes, such as 0.3 or 30%%"
+    )
     parser.add_argument("--of", choices=get_args(Of), default="saved", help="what counts; saved is the default")
     parser.add_argument("--compile", action="store_true", help="for torch.compile: find its activation_memory_budget")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the time of a step over bytes")
@@ -50,7 +52,7 @@ def _reported(arguments: argparse.Namespace) -> FitReport | CompiledFit:
         if arguments.compile and arguments.plot is not None:
             raise ValueError("there is no picture of what is compiled; leave out --plot or --compile")
         command_line.check_output_files("fit", arguments.plot, arguments.json)
-        budget = None if arguments.budget is None else size_from(arguments.budget)
+        budget = None if arguments.budget is None else _budget(arguments.budget)
         function = "fit_compiled" if arguments.compile else "fit"
         step = dataclasses.replace(factory.step_named(arguments.factory), function=function)
     with command_line.usage_errors("fit", ValueError, TypeError, only_ours=True), progress.shown() as on_stage:
@@ -62,3 +64,18 @@ def _reported(arguments: argparse.Namespace) -> FitReport | CompiledFit:
     given += "" if arguments.of == "saved" else f", of={arguments.of!r}"
     print(f"\nTo train a model so, let your program call fusedlayers.{function}(model, inputs, {given}).")
     return found
+
+
+def _fraction(text: str) -> float:
+    percent = percent_from(text)
+    try:
+        return float(text) if percent is None else percent / 100
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a part, such as 0.3 or 30%, got {text!r}") from None
+
+
+def _budget(text: str) -> int:
+    percent = percent_from(text)
+    if percent is not None:
+        raise ValueError(f"expected bytes, such as 8GiB or 500MB, got {text!r}; write --fraction {percent / 100:g}")
+    return size_from(text)

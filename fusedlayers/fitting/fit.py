@@ -17,11 +17,11 @@ from ..fusion.region import region_of
 from ..fusion.timing import ROUNDS
 from ..profiling.step import Step
 from ..utils.formatting import path_text, pattern_of, size_text
-from ..utils.module_state import unchanged
+from ..utils.module_state import isolated_gradients, unchanged
 from ..utils.refusals import check_flag
 from ..utils.storages import tensors_in
 from .agreement import together
-from .arguments import check_arguments
+from .arguments import check_arguments, readable
 from .blocks import MODES, Mode
 from .measuring import measured_plans
 from .parts import NO_BLOCKS, Parts
@@ -42,6 +42,8 @@ FAMILIES: tuple[frozenset[Mode], ...] = (
 )
 #: Of plans that take so much longer than the fastest at most, the smallest is applied: no step is timed more exactly.
 ALIKE = 0.01
+#: A measured time that differs by this factor from the predicted one is worth a word.
+UNLIKE = 1.25
 
 
 def fit(
@@ -77,8 +79,9 @@ def fit(
     plan of the first one, and the budget is for the process that takes most.
 
     Args:
-        model: any module, in training mode. It is run some 75 times; its buffers, gradients and attributes are put
-            back, but not modules that its code exchanges. Hooks of yours run, those that step an optimizer too.
+        model: any module, in training mode. It takes as long as some 75 steps to measure it; its buffers, gradients
+            and attributes are put back, but not modules that its code exchanges. Hooks of yours run, those that step
+            an optimizer too.
         inputs: what it is called with: a tensor, a tuple of positional arguments, or a mapping of keywords. The budget
             is for inputs of this size.
         memory_budget_bytes: how much there may be: bytes, or a size such as "8GiB".
@@ -129,7 +132,12 @@ def fit_step(
     found = None
     try:
         tensors = [*tensors_in((step.args, step.kwargs))]
-        with unchanged([*model.modules()], tensors, attributes=True) as reset_random, eagerly():
+        with (
+            unchanged([*model.modules()], tensors, attributes=True) as reset_random,
+            eagerly(),
+            isolated_gradients(_trained(step, model)),
+        ):
+            reset_random()
             parts = Parts(model, Training(step, of, reset_random))
             parts.notes += evaluation_notes(model)
             if before:
@@ -152,6 +160,20 @@ def fit_step(
     if not plan_only:
         parts.follow(found.plan)
     return _report(parts, found, budget)
+
+
+def _trained(step: Step, model: nn.Module) -> list[Tensor]:
+    """What gradients are accumulated into, in whole steps and in those of blocks by themselves."""
+    found: list[Tensor] = []
+
+    def find() -> None:
+        try:
+            found.extend(step.trained(step.forward(), model.modules()))
+        except Exception as error:
+            raise readable(error, step.function, step.args) from error
+
+    together(find)
+    return found
 
 
 class _Found(NamedTuple):
@@ -255,6 +277,14 @@ def _report(parts: Parts, found: _Found, budget: int) -> FitReport:
     if parts.rest.fused:
         choices.append(Choice(("",), plan.modes[0], added[0]))
     everything = plans.of_mode("all")
+    notes = [*parts.notes]
+    if found.measured is not None and found.measured.time_ms is not None and plan.time_ms:
+        ratio = found.measured.time_ms / plan.time_ms
+        if not 1 / UNLIKE < ratio < UNLIKE:
+            notes.append(
+                f"The plan takes {ratio:.2f} times the predicted time. Where other programs run on the machine, times "
+                "say little; call fit again when it is idle."
+            )
     return FitReport(
         type(parts.model).__name__,
         parts.training.of,
@@ -266,5 +296,5 @@ def _report(parts: Parts, found: _Found, budget: int) -> FitReport:
         Measurement(everything.bytes, everything.time_ms),
         tuple(plans.undominated()),
         {reason: tuple(paths) for reason, paths in parts.skipped.items()},
-        tuple(parts.notes),
+        tuple(notes),
     )

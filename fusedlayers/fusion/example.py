@@ -59,7 +59,7 @@ def does_not_run(function: str, error: Exception, args: tuple[Any, ...] = ()) ->
     elif len(args) > 1 and isinstance(error, TypeError) and "positional argument" in str(error):
         hint = " (a tuple or a list holds positional arguments; for one that is a list write ([a, b],))"
     elif isinstance(error, TypeError) and "keyword argument" in str(error):
-        hint = " (a dict holds keyword arguments; for one that is a dict write (batch,))"
+        hint = " (a dict holds keyword arguments, by their names; for a model that takes a dict write (batch,))"
     return ValueError(
         f"{function}: the model does not run on these inputs{hint}: {type(error).__name__}: {first_line(error)}"
     )
@@ -69,6 +69,8 @@ def what_was_meant(args: tuple[Any, ...]) -> str:
     """A hint where a model's arguments are not what models take; else nothing."""
     if any(type(arg).__module__ == "numpy" for arg in args):
         return "a NumPy array is among the inputs; torch.from_numpy makes a tensor of it"
+    if any(type(arg).__module__.startswith("torch.utils.data.") for arg in args):
+        return "a data loader or a dataset is among the inputs; pass a batch, such as next(iter(loader))"
     if len(args) > 1 and all(type(arg) is int for arg in args):
         return f"the inputs are numbers; if a tensor of this shape is meant, pass torch.randn{args}"
     return ""

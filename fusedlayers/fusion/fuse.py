@@ -32,7 +32,7 @@ from .timing import step_times
 #: Operations that free something only together with others: nobody would ask why these are left.
 _AUXILIARY = frozenset({GATE, PRODUCT, BATCH_NORM})
 #: Why a place stays fused that frees nothing on the example.
-_IDLE = "it runs under a checkpoint, which keeps less while it computes again, or without gradients"
+_IDLE = "it runs without gradients, or under a checkpoint, where less is saved while that computes it again"
 
 
 def fuse(model: nn.Module, inputs: Any = None, *, save: str = "auto", dry_run: bool = False) -> FuseReport:
@@ -255,8 +255,7 @@ class Fusing:
             because = f"it would keep {size_text(-group.freed)} more: nobody else keeps its output"
         elif keepers:
             because = f"it frees nothing: its input is the output that the {keepers[-1].name} before it saves"
-        keeps_output = first.saves is None or first.saves.startswith("saves the output")
-        first.left_because = because if keeps_output else group.saves
+        first.left_because = because if first.keeps_less else group.saves
         self._skipped.append(group)
 
     def _step_ms(
@@ -299,7 +298,7 @@ class Fusing:
             for place in group.places:
                 region = Region.of(place.module)
                 region.switch(place.kind, place.stand_in, on=True)
-                until = ", once the checkpoint around it runs it again" if place.is_recomputed else ""
+                until = ", when it runs again with gradients" if group.is_idle else ""
                 region.places[place.kind], region.called = f"{place.name} {saves_of(place)}{until}", place.paths
                 given.setdefault(region, set()).add(place.given)
                 if place.is_small:

@@ -53,7 +53,7 @@ class Group:
     @property
     def is_idle(self) -> bool:
         """Whether it frees nothing on the example because nothing is saved of it, and would in other calls."""
-        return self.freed == 0 and self.first.is_recomputed and not self.is_too_small
+        return self.freed == 0 and self.first.is_recomputed and self.first.keeps_less and not self.is_too_small
 
     def by_size(self) -> list[Group]:
         """What this package computes on the example, which frees it all, and what PyTorch does for its size."""

@@ -100,11 +100,12 @@ class Place:
 
     def note_call(self, operation: Operation, function: Any, args: Any, kwargs: Any) -> None:
         """Note what the first call keeps, and whether PyTorch computes it for its size."""
-        if not torch.is_grad_enabled():  # as a reentrant checkpoint calls it before it calls it with gradients
-            with torch.enable_grad():
-                self.note_call(operation, function, (args[0].detach().requires_grad_(), *args[1:]), kwargs)
-            return
         x = args[0]
+        if not torch.is_grad_enabled() and not x.is_inference():
+            # As a reentrant checkpoint calls it, before it calls it with gradients.
+            with torch.enable_grad():
+                self.note_call(operation, function, (x.detach().requires_grad_(), *args[1:]), kwargs)
+            return
         if self.is_activation or self.kind in PLANNED:
             self.note_plan(x, operation.run, function, args, kwargs)
         elif self.kind != BATCH_NORM:
@@ -125,6 +126,12 @@ class Place:
             self.unread_because = plan.WAITS
         if backends.slow_on(z.device, z.dtype, activation) is not None:  # then the norm waits for no larger input
             self.saves, self.is_small = None, False
+
+    @property
+    def keeps_less(self) -> bool:
+        """Whether its calls keep less than PyTorch's, as far as the first one tells."""
+        is_planned = self.is_activation or self.kind in PLANNED
+        return self.saves is None or not is_planned or self.saves.startswith("saves the output")
 
     @property
     def useless_because(self) -> str | None:

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from .._torch import DisableTorchFunction, saved_tensors_hooks_on_top
+from .._torch import DisableTorchFunction, is_of_transform, saved_tensors_hooks_on_top
 from ..activations import DTYPES, KEPT_BY_TORCH, Activation
 from ..ops.dropout import tells_scaled
 from .operations import (
@@ -93,7 +93,7 @@ class _ByMemory:
 
     @staticmethod
     def _key(tensor: Tensor) -> StorageWeakRef | None:
-        if tensor.layout != torch.strided:
+        if tensor.layout != torch.strided or is_of_transform(tensor):  # a transform's has no memory of its own
             return None
         with DisableTorchFunction():
             return StorageWeakRef(tensor.untyped_storage())
@@ -232,7 +232,8 @@ class _Recorder(TorchFunctionMode):
             if running is not None and args and isinstance(args[0], Tensor):
                 place = self._noted(running, operation, func, args, kwargs)
         given = [*_tensors((*args, *kwargs.values()))]
-        versions_before = [(maker, t, t._version) for t in given for maker in self._makers.of(t)]
+        counting = [t for t in given if not t.is_inference()]  # those count no versions, and save nothing
+        versions_before = [(maker, t, t._version) for t in counting for maker in self._makers.of(t)]
         result = func(*args, **kwargs)
         for maker, tensor, version in versions_before:
             if tensor._version != version and maker.kind not in RESULT_IS_FREE:

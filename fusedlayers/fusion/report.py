@@ -109,7 +109,7 @@ class FuseReport(Report):
             yield note
         if self.replaced:
             yield ""
-            header = ("calls", "operation", "module", "frees", "takes", "for the backward pass it")
+            header = ("calls", "operation", "module", "frees", "adds to a step", "for the backward pass it")
             rows = [(str(p.calls), p.activation or p.pattern, *_columns(p)) for p in self.replaced]
             # What was not measured has no column.
             columns = [(title, *texts) for title, *texts in zip(header, *rows, strict=True) if any(texts)]
@@ -138,7 +138,8 @@ class FuseReport(Report):
             if len(known) > 1 and not 0.98 * (before - after) <= sum(known) <= 1.02 * (before - after):
                 yield ROWS
         if self.step_ms is not None:
-            yield "forward and backward: {:.3g} ms before, {:.3g} ms then".format(*self.step_ms)
+            before_ms, then_ms = (f"{ms:.3g}" if ms < 1000 else f"{ms:.0f}" for ms in self.step_ms)
+            yield f"forward and backward: {before_ms} ms before, {then_ms} ms then"
 
 
 def _reasons(places: Sequence[Skipped]) -> Iterator[str]:

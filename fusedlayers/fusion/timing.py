@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..profiling.step import Step
 from ..utils.module_state import isolated_gradients
-from ..utils.storages import trained_in
 
 #: Each time is of so many steps, after one that is not timed. The variants take turns, so that a busy machine slows all
 #: of them.
@@ -23,11 +22,13 @@ def step_times(
     step: Step, variants: Sequence[Callable[[], None]], restore_random_state: Callable[[], None]
 ) -> list[float]:
     """The milliseconds of forward and backward, for each of the ``variants``: functions that make the model one."""
-    leaves = trained_in((step.model, step.args, step.kwargs))
+    modules = step.model.modules() if isinstance(step.model, torch.nn.Module) else ()
+    leaves: list[Tensor] | None = None
     times: list[list[float]] = [[] for _ in variants]
     for number in range(ROUNDS + 1):
         for switch, found in zip(variants, times, strict=True):
             switch()
+            leaves = step.trained(step.forward(), modules) if leaves is None else leaves
             restore_random_state()
             time_ms = step_time(step, leaves)
             if number:  # the first step makes plans, and compiles

@@ -141,9 +141,10 @@ def checked(module: InvertibleModule, inputs: tuple[Any, ...], rtol: float, atol
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     with unchanged(list(module.modules()), tensors, attributes=True), torch.no_grad():
         chain = list(_run(module, inputs))
-        report = CheckReport(*_compared(chain, rtol, atol), _dtype_of(tensors))
+        rows, values_are_within, gradients_are_within = _compared(chain, rtol, atol)
+        report = CheckReport(rows, values_are_within and gradients_are_within, _dtype_of(tensors))
     if not report.is_within:
-        worst = max(report.rows, key=lambda row: row.inverse_error)
+        worst = max(rows, key=lambda row: row.gradient_error if values_are_within else row.inverse_error)
         place = f"{worst.name} ({worst.kind})" if worst.name else worst.kind
         warnings.warn(
             f"{type(module).__name__}.check: in {report.dtype}, over {len(chain)} modules, computed inputs drift by "
@@ -175,9 +176,10 @@ def _with_gradients(function: Callable[..., tuple[Any, ...]], values: tuple[Any,
     return tuple(value.detach().clone() if isinstance(value, Tensor) else value for value in found)
 
 
-def _compared(chain: Sequence[_StepRecord], rtol: float, atol: float) -> tuple[tuple[CheckRow, ...], bool]:
+def _compared(chain: Sequence[_StepRecord], rtol: float, atol: float) -> tuple[tuple[CheckRow, ...], bool, bool]:
+    """The rows, and whether all values and all gradients are within the tolerance."""
     rows: list[CheckRow] = []
-    is_within = True
+    values_are_within = gradients_are_within = True
     computed: tuple[Any, ...] | None = None
     dy: list[Tensor | None] = []
     dy_computed: list[Tensor | None] = []
@@ -195,7 +197,9 @@ def _compared(chain: Sequence[_StepRecord], rtol: float, atol: float) -> tuple[t
         )
         # There may be fewer computed values than inputs: what is no floating-point tensor is saved.
         pairs = [*zip(computed, record.inputs, strict=False), *zip(second, record.outputs, strict=True)]
-        is_within = is_within and all(_is_close(a, b, rtol, atol) for a, b in pairs)
+        values_are_within &= all(_is_close(a, b, rtol, atol) for a, b in pairs)
+        gradients = [(_joined(dy_computed), _joined(dy)), (_joined(of_computed), _joined(of_parameters))]
+        gradients_are_within &= all(_is_close(a, b, rtol, atol) for a, b in gradients)
         rows.append(
             CheckRow(
                 record.name,
@@ -203,20 +207,16 @@ def _compared(chain: Sequence[_StepRecord], rtol: float, atol: float) -> tuple[t
                 inverse_error=_error(own, record.inputs),
                 drift=_error(computed, record.inputs),
                 second_error=_error(second, record.outputs),
-                gradient_error=max(_joint_error(dy_computed, dy), _joint_error(of_computed, of_parameters)),
+                gradient_error=max(_error([a], [b]) for a, b in gradients),
             )
         )
         computed = (*computed, *record.inputs[len(computed) :])
-    return tuple(reversed(rows)), is_within and all(row.gradient_error <= rtol for row in rows)
+    return tuple(reversed(rows)), values_are_within, gradients_are_within
 
 
-def _joint_error(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:
-    """Of all tensors as one vector: some are zero but for rounding, as the gradient of a bias before a batch norm."""
-    joined = [
-        torch.cat([_as_float64(t).flatten() for t in ts if t is not None] or [torch.zeros(0)])
-        for ts in (found, expected)
-    ]
-    return _error(joined[:1], joined[1:])
+def _joined(gradients: Sequence[Tensor | None]) -> Tensor:
+    """All as one vector: some are zero but for rounding, as that of a bias before a batch norm."""
+    return torch.cat([_as_float64(g).flatten() for g in gradients if g is not None] or [torch.zeros(0)])
 
 
 def _error(found: Sequence[Any], expected: Sequence[Any]) -> float:

@@ -241,9 +241,10 @@ class InvertibleModule(nn.Module):
     def check(self, *inputs: Any, rtol: float = 1e-3, atol: float = 1e-5) -> CheckReport:
         """Compute inputs from outputs, and compare them, and the gradients, with the true ones.
 
-        Warns where the root mean square of a tensor's difference is more than ``atol + rtol`` times its own, or that of
-        a module's gradients, taken together, more than ``rtol`` times. In a container each module has a row, and errors
-        add up over all modules that come later. Everything is held meanwhile: a few examples will do.
+        Warns where the root mean square of a difference is more than ``atol + rtol`` times that of the true tensor; the
+        gradients of a module's parameters, and those of its inputs, count as one tensor each, for random gradients of
+        the output, of unit variance. In a container each module has a row, and errors add up over all modules that come
+        later. Everything is held meanwhile: a few examples will do.
         """
         return checked(self, inputs, rtol, atol)
 

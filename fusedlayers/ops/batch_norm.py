@@ -36,7 +36,7 @@ from ..utils.layout import along, has_torchs_layout, other_dims
 from ..utils.profile_ranges import profile_range, range_name
 from ..utils.storages import is_plain
 from .buffer_reuse import is_ours_alone, saved_under_hooks
-from .edits import saved_tensors, version_for_backward
+from .edits import expected_from_hooks, saved_tensors
 from .place import AtPlace, place_of
 from .pointwise import apart, differentiable_gradients, gradients_through, needs_composite
 
@@ -139,7 +139,7 @@ class NormAct(Node):
             ctx.save_for_backward(y, x.index_select(1, channels), channels, known.mean, known.inverse_std, w, b)
         ctx.place = place if keeps_output else None
         ctx.settings = norm, activation, backend, saved_under_hooks()
-        ctx.expected = version_for_backward(y, is_dirty=is_dirty) if keeps_output else None
+        ctx.expected = expected_from_hooks(y, is_dirty=is_dirty) if keeps_output else None
         is_by_torch = passes is None if made is None else not made.in_passes
         ctx.rounds_shift = is_by_torch and x.is_cpu and has_torchs_layout(x) and _torch_rounds_shift()
         return y

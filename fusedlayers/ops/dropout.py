@@ -26,7 +26,7 @@ from ..utils.layout import is_dense, laid_out_as
 from ..utils.profile_ranges import profile_range
 from ..utils.storages import is_plain
 from .buffer_reuse import hooks_move_tensors, is_ours_alone, saved_under_hooks
-from .edits import saved_tensors, version_for_backward
+from .edits import expected_from_hooks, saved_tensors
 from .place import InputPlace, differentiable
 from .pointwise import BiasAct, SlopeOfInput, needs_composite
 from .product import Product, product_of
@@ -140,7 +140,7 @@ class ActDropout(Node):
             ctx.mark_dirty(z)
         ctx.save_for_backward(y)
         ctx.settings = activation, p, backend, saved_under_hooks()
-        ctx.expected = version_for_backward(y, is_dirty=overwrites)
+        ctx.expected = expected_from_hooks(y, is_dirty=overwrites)
         return y
 
     @staticmethod

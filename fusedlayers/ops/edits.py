@@ -3,17 +3,20 @@
 PyTorch's own layers save the input of most activations, so code may edit their output. Autograd refuses to run backward
 from a saved tensor that was edited; that error says here what to do.
 
-Autograd does not look at what saved-tensor hooks have put there, as a checkpoint's do: PyTorch's own operations then
-read what was written over it. Where a model's code edits the output of an operation of PyTorch that saves its input,
-that is right in PyTorch; so here the nodes look themselves. The second run of a checkpoint's function makes each tensor
-by as many writes as the first: more of them are an edit, fewer another function.
+Autograd does not look at what saved-tensor hooks bring back: PyTorch's own operations then read what was written over
+it. Where a model's code edits the output of an operation of PyTorch that saves its input, that is right in PyTorch; so
+here the nodes look themselves. Hooks may bring back the very tensor, as ``save_on_cpu`` does on a CPU: its version
+counts the writes. They may bring back a copy, of which no edit is known; it was made before. And a checkpoint's hooks
+bring back what a second run has made, of each tensor by as many writes as the first: more of them are an edit, fewer
+another function. (Unless other hooks gave the second run a copy to write over: ``call.py`` leaves that to PyTorch.)
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint
 
 from .._torch import saved_tensors_hooks_on_top
@@ -24,20 +27,34 @@ from ..utils.autograd_graph import raw_saved
 _EDITED = "one of the variables needed for gradient computation has been modified by an inplace operation"
 
 
-def version_for_backward(y: Tensor, *, is_dirty: bool = False) -> int | None:
-    """The version at which a checkpoint will bring back ``y``, which a node's ``forward`` saves; None where no
-    checkpoint's hooks get it.
+class Expected(NamedTuple):
+    """Of what hooks bring back: its version, if it has this storage, or, of a checkpoint (None), in any case."""
+
+    version: int
+    storage: StorageWeakRef | None
+
+
+def expected_from_hooks(y: Tensor, *, is_dirty: bool = False) -> Expected | None:
+    """What hooks should bring back of ``y``, which a node's ``forward`` saves; None where no hooks get it.
 
     Args:
         is_dirty: whether the node marks it as such, for which autograd counts one more behind ``forward``.
     """
-    return y._version + is_dirty if is_under_checkpoint() else None
+    hooks = saved_tensors_hooks_on_top(True)
+    if hooks is None:
+        return None
+    storage = None if _are_of_checkpoint(hooks) else _storage_of(y)
+    return Expected(y._version + is_dirty, storage)
 
 
 def is_under_checkpoint() -> bool:
     """Whether a checkpoint's hooks get what is saved."""
     hooks = saved_tensors_hooks_on_top(True)
-    return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__name__
+    return hooks is not None and _are_of_checkpoint(hooks)
+
+
+def _are_of_checkpoint(hooks: Any) -> bool:
+    return getattr(hooks[0], "__module__", None) == checkpoint.__name__
 
 
 def held(saved: Tensor) -> tuple[Tensor, int]:
@@ -64,7 +81,7 @@ def saved_tensors(ctx: Any, function: str, activation: Activation | None = None)
     """``ctx.saved_tensors`` of a node that saves its output as the first of them, or None in its place.
 
     Args:
-        ctx: its ``expected`` is what ``version_for_backward`` has said of the output.
+        ctx: its ``expected`` is what ``expected_from_hooks`` has said of the output.
         function, activation: whose output it is, for the error.
 
     Raises:
@@ -77,15 +94,22 @@ def saved_tensors(ctx: Any, function: str, activation: Activation | None = None)
             raise
         raise _output_was_edited(function, activation, str(error)) from error
     y, expected = saved[0], ctx.expected
-    if expected is None or y is None or y._version == expected:
+    if expected is None or y is None or y._version == expected.version:
         return saved
-    if y._version > expected:
-        found = f"an output of shape {tuple(y.shape)}, saved within a checkpoint, is at version {y._version}"
-        raise _output_was_edited(function, activation, f"{_EDITED}: {found}; expected version {expected} instead.")
+    if expected.storage is not None and (y._version < expected.version or expected.storage != _storage_of(y)):
+        return saved  # a copy, or a tensor that counts its own writes
+    if y._version > expected.version:
+        found = f"an output of shape {tuple(y.shape)}, brought back by hooks, is at version {y._version}"
+        reason = f"{_EDITED}: {found}; expected version {expected.version} instead."
+        raise _output_was_edited(function, activation, reason)
     raise RuntimeError(
         f"{function}: in the place of {_output_of(activation)} a checkpoint has recomputed something else, of shape "
         f"{tuple(y.shape)}. A function under a checkpoint must compute the same each time it runs."
     )
+
+
+def _storage_of(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _is_of_another(ctx: Any, reason: str) -> bool:

@@ -17,7 +17,7 @@ from ..backends.norms import GroupNorm, Kept
 from ..utils.layout import laid_out_as
 from ..utils.profile_ranges import profile_range
 from .buffer_reuse import is_ours_alone, saved_under_hooks
-from .edits import saved_tensors, version_for_backward
+from .edits import expected_from_hooks, saved_tensors
 from .inexact_columns import MOST, inexact_columns, inexact_for_variances
 from .place import AtPlace, place_of
 from .pointwise import apart, gradients_through, needs_composite
@@ -66,7 +66,7 @@ class _GroupNorm(Node):
             own_mean, own_std = (norm.of_channels(t, x).index_select(1, channels) for t in (mean, inverse_std))
             kept = ((x.index_select(1, channels) - own_mean) * own_std).to(x.dtype)
         ctx.save_for_backward(y, inverse_std, w, b, channels, kept)
-        ctx.expected = version_for_backward(y)
+        ctx.expected = expected_from_hooks(y)
         return y
 
     @staticmethod

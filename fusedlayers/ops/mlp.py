@@ -150,7 +150,7 @@ def _gradients(
     db = dy.sum(0) if needs.b else None
     chunks: Iterable[slice] = block.rows(x)
     if needs.w and not (recomputes or block.is_whole) and block.epilogue_chunks > block.chunks:
-        # One step makes the product that it needs: a part of it at a time, if the first part shows that it can be had.
+        # The one step makes the product that it reads. The first part shows whether it can, part by part.
         first, *rest = block._replace(chunks=block.epilogue_chunks).rows(x)
         if totals.in_one_step(dy[first], [part[first] for part in saved], hidden=True):
             chunks = rest

@@ -30,7 +30,7 @@ from ..backends import torch as reference
 from ..backends.operations import Recompute
 from ..utils.layout import along, operand_along, sum_along
 from .buffer_reuse import is_ours_alone
-from .edits import saved_tensors, version_for_backward
+from .edits import expected_from_hooks, saved_tensors
 from .place import InputPlace, differentiable
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class BiasAct(Node):
         ctx.plan, ctx.place, ctx.version = plan, None, None if plan.overwrites else y._version
         ctx.has_terms = b is not None or residual is not None
         is_checked = plan.is_hooked and plan.saved == "output"
-        ctx.expected = version_for_backward(y, is_dirty=plan.overwrites) if is_checked else None
+        ctx.expected = expected_from_hooks(y, is_dirty=plan.overwrites) if is_checked else None
         return y
 
     @staticmethod

@@ -77,7 +77,7 @@ def product_of(h: Tensor) -> Product | None:
 
 
 def factors_of(product: Product) -> Factors | None:
-    """Its factors; None where they are not to be had, or saved-tensor hooks would have to bring them back."""
+    """Its factors; None where the node does not have them, or saved-tensor hooks would have to bring them back."""
     if hooks_move_tensors() or not saved_tensors_hooks_are_enabled():
         return None
     try:

@@ -20,7 +20,7 @@ from ..backends import Backend
 from ..backends.norms import Kept, RowNorm
 from ..utils.profile_ranges import profile_range
 from .buffer_reuse import is_ours_alone, saved_under_hooks
-from .edits import saved_tensors, version_for_backward
+from .edits import expected_from_hooks, saved_tensors
 from .inexact_columns import MOST, inexact_columns, inexact_for_variances
 from .place import AtPlace, place_of
 from .pointwise import apart, gradients_through, needs_composite
@@ -61,7 +61,7 @@ class _RowNorm(Node):
             return y
         kept = None if columns is None else _xhat_of(x.view(-1, norm.columns), inverse_std, mean, columns)
         ctx.save_for_backward(y, inverse_std, w, b, columns, kept)
-        ctx.expected = version_for_backward(y)
+        ctx.expected = expected_from_hooks(y)
         return y
 
     @staticmethod

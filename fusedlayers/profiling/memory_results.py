@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..utils.formatting import path_text, size_text, unit_for
+from ..utils.formatting import described, path_text, size_text, unit_for
 from ..utils.reports import DrawnReport, NothingToDrawError, Report
 from . import memory_plot
 from .row_groups import Entry, entries_of, groups_of
@@ -87,7 +87,13 @@ class MemoryReport(DrawnReport):
         return memory_plot.draw(self.rows, self.name, title)
 
     def compare(self, after: MemoryReport) -> Comparison:
-        """This report and a later one, side by side."""
+        """This report and a later one, side by side.
+
+        Raises:
+            TypeError: ``after`` is no ``MemoryReport``.
+        """
+        if not isinstance(after, MemoryReport):
+            raise TypeError(f"compare: expected another report of memory_report, got {described(after)}")
         return Comparison(self, after)
 
     def __str__(self) -> str:

@@ -18,7 +18,7 @@ from ..utils.autograd_graph import hides_what_it_saves, is_leaf, leaves_of, node
 from ..utils.module_state import isolated_gradients, unchanged
 from ..utils.progress import OnStage
 from ..utils.refusals import check_instance
-from ..utils.storages import tensors_in, trained_in
+from ..utils.storages import tensors_in
 from .allocation_tracker import LEAVES, PARAMETERS, SAVED, AllocationTracker, Peak
 from .memory_results import MemoryReport
 from .module_tracker import ModuleTracker
@@ -81,8 +81,7 @@ def report_of(step: Step, on_stage: OnStage = lambda stage, part: None) -> Memor
         nodes = nodes_of([loss])
         compiled = any(str(node.name()).startswith("CompiledFunction") for node in nodes)
         leaves = leaves_of(nodes)
-        # The graph does not show what a reentrant checkpoint's function reads.
-        touched = [*dict.fromkeys((*leaves, *trained_in(tracker.modules)))]
+        touched = step.trained(loss, tracker.modules)
         with isolated_gradients(touched):
             loss.backward()
         del loss, nodes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..fusion.example import what_was_meant
-from ..utils.storages import tensors_in
+from ..utils.autograd_graph import leaves_of, nodes_of
+from ..utils.storages import tensors_in, trained_in
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Step:
             result = self.model(*self.args, **self.kwargs)
         except Exception as error:
             hint = what_was_meant(self.args)
-            if not (self.args or self.kwargs) and isinstance(error, TypeError):
+            if not (self.args or self.kwargs) and "required positional argument" in str(error):
                 hint = f"no inputs were given; pass them behind the model: {self.function}(model, x)"
             if hint:
                 error.add_note(f"{self.function}: {hint}")
@@ -59,6 +60,15 @@ class Step:
 
     def run(self) -> None:
         self.forward().backward()
+
+    def trained(self, loss: Tensor, modules: Iterable[torch.nn.Module]) -> list[Tensor]:
+        """The tensors that gradients are accumulated into, in the backward pass of a loss of these modules.
+
+        They are leaves of its graph. A reentrant checkpoint hides what its function reads, and has a backward pass of
+        its own: there it may be any argument, parameter, or other attribute of a module.
+        """
+        known = trained_in((self.args, self.kwargs, [(module, vars(module)) for module in modules]))
+        return [*dict.fromkeys((*leaves_of(nodes_of([loss])), *known))]
 
     def _no_gradient(self, result: Any) -> str:
         return (

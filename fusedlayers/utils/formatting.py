@@ -44,8 +44,6 @@ def size_from(text: str) -> int:
     if match is None:
         short = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])i?\s*", text, re.IGNORECASE)
         hint = "" if short is None else "; did you mean {0}{1}iB, or {0}{1}B?".format(short[1], short[2].upper())
-        if percent := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text):
-            hint = f"; a part of what the model takes is a fraction, {float(percent[1]) / 100:g}"
         raise ValueError(f"expected bytes, such as 8GiB or 500MB, got {text!r}{hint}")
     number, prefix, binary = match.groups()
     if prefix is None and ("." in number or int(number) < 1024):
@@ -54,6 +52,12 @@ def size_from(text: str) -> int:
     whole, _, part = number.partition(".")
     unit: int = (1024 if binary else 1000) ** power
     return int(whole + part) * unit // int(10 ** len(part))
+
+
+def percent_from(text: str) -> float | None:
+    """The number of "20 %"; None of other texts."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
+    return None if match is None else float(match[1])
 
 
 def described(value: object) -> str:

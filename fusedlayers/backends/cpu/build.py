@@ -47,7 +47,7 @@ _unsaid: list[str] = []
 
 
 def shared_object() -> ctypes.CDLL | None:
-    """The loops, or None where they cannot be had (``missing_because``)."""
+    """The loops, or None where there are none (``missing_because``)."""
     return _found()[0]
 
 
