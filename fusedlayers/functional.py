@@ -224,8 +224,6 @@ def bias_act(
     )
     if inplace:
         validation.check_writable("bias_act", input)
-        if plan.path == "composite" and bias is None and record.native.activate_ is not None:
-            return record.native.activate_(input, **record.parameters)
         # Autograd refuses some views, but only after a Function has written; copy_ asks first.
         if not plan.overwrites or (input._is_view() and needs_gradient(input, bias)):
             return input.copy_(bias_act(input.clone(), bias, record, dim=dim, save=save))

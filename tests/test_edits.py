@@ -90,6 +90,8 @@ def _itself(tensor: Tensor) -> Tensor:
 HOOKS: dict[str, Callable[[], Any]] = {
     "keep": lambda: saved_tensors_hooks(_itself, _itself),
     "keep on CPUs": save_on_cpu,
+    "keep the memory": lambda: saved_tensors_hooks(lambda t: (t.data,), lambda held: held[0]),
+    "keep, and copy back": lambda: saved_tensors_hooks(_itself, _cloned),
     "copy": lambda: saved_tensors_hooks(_cloned, _itself),
 }
 

@@ -585,9 +585,9 @@ def test_rows_that_do_not_add_up_are_explained() -> None:
         rows = tuple(Replaced((str(i),), "group_norm", None, "saves the output", n) for i, n in enumerate(freed))
         return str(FuseReport("Net", rows, (), saved_bytes=(300, 200)))
 
-    assert "(A row: how much more" in report(1, 1)
-    assert "(A row: how much more" in report(60, 60)
-    assert "(A row" not in report(51, 51) + report(1)
+    assert "(frees: how much more" in report(1, 1)
+    assert "(frees: how much more" in report(60, 60)
+    assert "(frees" not in report(51, 51) + report(1)
 
 
 def test_a_row_is_what_its_operation_frees_beside_those_that_stay_fused() -> None:
@@ -2221,12 +2221,15 @@ def test_code_without_gradients_may_be_of_any_kind() -> None:
             with torch.inference_mode():
                 y = F.gelu(F.silu(x * 2))
             with torch.no_grad():
+                torch.func.vmap(F.mish)(x)
                 F.gelu(y)
                 torch.func.vmap(F.gelu)(x)
-            return self.down(F.gelu(self.up(x)))
+            return self.down(F.gelu(F.mish(self.up(x))))
 
     report = fl.fuse(Model(), torch.randn(64, 16))
-    assert [place.activation for place in report.replaced] == ["gelu"]
+    assert {place.activation: place.calls for place in report.replaced} == {"gelu": 4, "mish": 2}
+    assert {place.saves.partition(" (")[0] for place in report.replaced} == {"saves the output"}
+    assert [place.activation for place in report.idle] == ["silu"]
 
 
 class _Checkpointed(nn.Sequential):

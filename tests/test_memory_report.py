@@ -869,6 +869,14 @@ def test_two_reports_side_by_side(x: Tensor) -> None:
     assert any(line.endswith("peak, measured") for line in lines)
 
 
+def test_layers_of_which_some_change_are_apart(x: Tensor) -> None:
+    before = fl.memory_report(model := Blocks(), x)
+    fl.fuse(model.blocks[1], x)
+    groups = before.compare(fl.memory_report(model, x)).groups
+    assert groups["blocks.0-2.1"] == (3 * HIDDEN_BYTES, 3 * HIDDEN_BYTES) and groups["blocks.1.2"] == (HIDDEN_BYTES, 0)
+    assert groups["blocks.0,2.2"] == (2 * HIDDEN_BYTES, 2 * HIDDEN_BYTES)
+
+
 def test_modules_in_place_of_one_are_compared_with_it(x: Tensor) -> None:
     before = fl.memory_report(model := Blocks(), x)
     model.blocks = nn.ModuleList(fl.FusedMLP.from_modules(*block) for block in model.blocks)

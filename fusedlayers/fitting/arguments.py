@@ -56,7 +56,7 @@ def _part(function: str, fraction: object) -> Callable[[int], int]:
     share = _share(fraction)
     hint = ""
     if share is not None and isinstance(fraction, str):
-        hint = f"; write fraction={share:g}"
+        hint = f"; write fraction={share:g}" if 0 < share <= 1 else ""
     elif share is not None and 0 < share <= 1:
         return lambda taken: math.floor(share * taken)
     elif share is not None and 1 < share <= 100:
@@ -69,7 +69,10 @@ def _share(value: object) -> float | None:
     if isinstance(value, str):
         percent = percent_from(value)
         return None if percent is None else percent / 100
-    return None if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    try:
+        return None if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    except OverflowError:
+        return math.inf
 
 
 def readable(error: Exception, function: str, args: tuple[Any, ...] = ()) -> Exception:

@@ -76,6 +76,6 @@ def _fraction(text: str) -> float:
 
 def _budget(text: str) -> int:
     percent = percent_from(text)
-    if percent is not None:
+    if percent is not None and 0 < percent <= 100:
         raise ValueError(f"expected bytes, such as 8GiB or 500MB, got {text!r}; write --fraction {percent / 100:g}")
     return size_from(text)

@@ -15,13 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import gates, norms, sizes
+from .. import asking, gates, norms, sizes
 from .._torch import grouped_mm
 from ..activations import Activation, table
 from ..batch_norms import after_batch_norm, batch_norm
 from ..dropouts import dropout
 from ..functional import bias_act
 from ..ops.dropout import dropped_product_of
+from ..ops.edits import is_under_checkpoint
 from ..ops.product import factors_of
 from ..utils.bounded_cache import BoundedCache
 from ..utils.layout import copies_are_contiguous
@@ -210,6 +211,8 @@ def _activated(form: _Form, function: Any, args: Arguments, kwargs: Options) -> 
     if activation is None or not isinstance(args[0], Tensor):
         return function(*args, **kwargs)
     x, inplace = args[0], form.is_in_place or bool(kwargs.get("inplace"))
+    if inplace and not (torch.compiler.is_compiling() or asking.questions) and is_under_checkpoint():
+        return function(*args, **kwargs)  # bias_act would do as much, and keep more
     if form.target is F.logsigmoid and x.is_cpu and not copies_are_contiguous(x):
         return function(*args, **kwargs)  # whose result is contiguous
     joined = None if torch.compiler.is_compiling() else after_batch_norm(x, activation, inplace)

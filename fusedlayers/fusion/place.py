@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import backends, plan, sizes
-from .._torch import autocast_is_active
+from .._torch import autocast_is_active, is_of_transform
 from ..activations import KEPT_BY_TORCH, Activation
 from ..asking import plan_of
 from .operations import BATCH_NORM, CHECKPOINT, GATE, PRODUCT, Given, Operation
@@ -101,10 +101,13 @@ class Place:
     def note_call(self, operation: Operation, function: Any, args: Any, kwargs: Any) -> None:
         """Note what the first call keeps, and whether PyTorch computes it for its size."""
         x = args[0]
-        if not torch.is_grad_enabled() and not x.is_inference():
+        if is_of_transform(x):  # PyTorch computes it; other calls may be of other tensors
+            return
+        if not torch.is_grad_enabled():
             # As a reentrant checkpoint calls it, before it calls it with gradients.
-            with torch.enable_grad():
-                self.note_call(operation, function, (x.detach().requires_grad_(), *args[1:]), kwargs)
+            with torch.inference_mode(False), torch.enable_grad():
+                x = torch.empty_like(x) if x.is_inference() else x.detach()
+                self.note_call(operation, function, (x.requires_grad_(), *args[1:]), kwargs)
             return
         if self.is_activation or self.kind in PLANNED:
             self.note_plan(x, operation.run, function, args, kwargs)

@@ -265,6 +265,8 @@ class _Recorder(TorchFunctionMode):
         name = kind if activation is None else activation.name
         if torch.is_grad_enabled() and not x.requires_grad and (activation is not None or kind in PLANNED):
             because = "its input needs no gradient; once it does, call fuse again"
+            if is_of_transform(x):
+                because = "a transform of torch.func runs it"
             left = Place(running.path, running.module, kind, name, left_because=because, activation=activation)
             if name not in KEPT_BY_TORCH:  # of which nothing could be freed in any case
                 self._without_gradient.setdefault((running.path, kind), left)

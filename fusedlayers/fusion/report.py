@@ -11,8 +11,8 @@ from ..utils.reports import Report
 
 #: What a table says whose rows are not parts of the whole.
 ROWS = (
-    "(A row: how much more would be saved without it alone. Operations can share what they free, so that rows need not "
-    "add up.)"
+    "(frees: how much more would be saved if this operation alone were left out. Operations can share it, so that rows "
+    "need not add up.)"
 )
 
 

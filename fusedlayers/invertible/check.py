@@ -141,10 +141,9 @@ def checked(module: InvertibleModule, inputs: tuple[Any, ...], rtol: float, atol
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     with unchanged(list(module.modules()), tensors, attributes=True), torch.no_grad():
         chain = list(_run(module, inputs))
-        rows, values_are_within, gradients_are_within = _compared(chain, rtol, atol)
-        report = CheckReport(rows, values_are_within and gradients_are_within, _dtype_of(tensors))
+        report = CheckReport(*_compared(chain, rtol, atol), _dtype_of(tensors))
     if not report.is_within:
-        worst = max(rows, key=lambda row: row.gradient_error if values_are_within else row.inverse_error)
+        worst = max(report.rows, key=lambda row: row.inverse_error)
         place = f"{worst.name} ({worst.kind})" if worst.name else worst.kind
         warnings.warn(
             f"{type(module).__name__}.check: in {report.dtype}, over {len(chain)} modules, computed inputs drift by "
@@ -176,10 +175,9 @@ def _with_gradients(function: Callable[..., tuple[Any, ...]], values: tuple[Any,
     return tuple(value.detach().clone() if isinstance(value, Tensor) else value for value in found)
 
 
-def _compared(chain: Sequence[_StepRecord], rtol: float, atol: float) -> tuple[tuple[CheckRow, ...], bool, bool]:
-    """The rows, and whether all values and all gradients are within the tolerance."""
+def _compared(chain: Sequence[_StepRecord], rtol: float, atol: float) -> tuple[tuple[CheckRow, ...], bool]:
     rows: list[CheckRow] = []
-    values_are_within = gradients_are_within = True
+    is_within = True
     computed: tuple[Any, ...] | None = None
     dy: list[Tensor | None] = []
     dy_computed: list[Tensor | None] = []
@@ -197,9 +195,8 @@ def _compared(chain: Sequence[_StepRecord], rtol: float, atol: float) -> tuple[t
         )
         # There may be fewer computed values than inputs: what is no floating-point tensor is saved.
         pairs = [*zip(computed, record.inputs, strict=False), *zip(second, record.outputs, strict=True)]
-        values_are_within &= all(_is_close(a, b, rtol, atol) for a, b in pairs)
         gradients = [(_joined(dy_computed), _joined(dy)), (_joined(of_computed), _joined(of_parameters))]
-        gradients_are_within &= all(_is_close(a, b, rtol, atol) for a, b in gradients)
+        is_within = is_within and all(_is_close(a, b, rtol, atol) for a, b in (*pairs, *gradients))
         rows.append(
             CheckRow(
                 record.name,
@@ -211,7 +208,7 @@ def _compared(chain: Sequence[_StepRecord], rtol: float, atol: float) -> tuple[t
             )
         )
         computed = (*computed, *record.inputs[len(computed) :])
-    return tuple(reversed(rows)), values_are_within, gradients_are_within
+    return tuple(reversed(rows)), is_within
 
 
 def _joined(gradients: Sequence[Tensor | None]) -> Tensor:

@@ -5,10 +5,11 @@ from a saved tensor that was edited; that error says here what to do.
 
 Autograd does not look at what saved-tensor hooks bring back: PyTorch's own operations then read what was written over
 it. Where a model's code edits the output of an operation of PyTorch that saves its input, that is right in PyTorch; so
-here the nodes look themselves. Hooks may bring back the very tensor, as ``save_on_cpu`` does on a CPU: its version
-counts the writes. They may bring back a copy, of which no edit is known; it was made before. And a checkpoint's hooks
-bring back what a second run has made, of each tensor by as many writes as the first: more of them are an edit, fewer
-another function. (Unless other hooks gave the second run a copy to write over: ``call.py`` leaves that to PyTorch.)
+here the nodes look themselves. Hooks may hold the very memory, as those of ``save_on_cpu`` do on a CPU: then no write
+may have followed. (Of a NumPy array it is not known whose memory it has.) They may hold a copy, and all writes after
+it are right. And a checkpoint's hooks bring back what a second run has made, of each tensor by as many writes as the
+first: more of them are an edit, fewer another function. (Unless other hooks gave the second run a copy to write over:
+``call.py`` leaves that to PyTorch.)
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint
 
-from .._torch import saved_tensors_hooks_on_top
+from .._torch import saved_tensors_hooks_on_top, tree_leaves
 from ..activations import Activation
 from ..utils.autograd_graph import raw_saved
 
@@ -28,14 +29,16 @@ _EDITED = "one of the variables needed for gradient computation has been modifie
 
 
 class Expected(NamedTuple):
-    """Of what hooks bring back: its version, if it has this storage, or, of a checkpoint (None), in any case."""
+    """Of an output that hooks get: its version once ``forward`` has ended; and, where they are no checkpoint's, which
+    memory it has, and an empty tensor that counts the writes to it."""
 
     version: int
-    storage: StorageWeakRef | None
+    storage: StorageWeakRef | None = None
+    counter: Tensor | None = None
 
 
 def expected_from_hooks(y: Tensor, *, is_dirty: bool = False) -> Expected | None:
-    """What hooks should bring back of ``y``, which a node's ``forward`` saves; None where no hooks get it.
+    """What to look for in backward, of ``y``, which a node's ``forward`` saves; None where no hooks get it.
 
     Args:
         is_dirty: whether the node marks it as such, for which autograd counts one more behind ``forward``.
@@ -43,8 +46,12 @@ def expected_from_hooks(y: Tensor, *, is_dirty: bool = False) -> Expected | None
     hooks = saved_tensors_hooks_on_top(True)
     if hooks is None:
         return None
-    storage = None if _are_of_checkpoint(hooks) else _storage_of(y)
-    return Expected(y._version + is_dirty, storage)
+    version = y._version + is_dirty
+    if _are_of_checkpoint(hooks):
+        return Expected(version)
+    counter = y.detach()
+    counter.data = y.new_empty(0)  # it goes on counting, and holds no memory
+    return Expected(version, StorageWeakRef(y.untyped_storage()), counter)
 
 
 def is_under_checkpoint() -> bool:
@@ -94,12 +101,13 @@ def saved_tensors(ctx: Any, function: str, activation: Activation | None = None)
             raise
         raise _output_was_edited(function, activation, str(error)) from error
     y, expected = saved[0], ctx.expected
-    if expected is None or y is None or y._version == expected.version:
+    if expected is None or y is None:
         return saved
-    if expected.storage is not None and (y._version < expected.version or expected.storage != _storage_of(y)):
-        return saved  # a copy, or a tensor that counts its own writes
-    if y._version > expected.version:
-        found = f"an output of shape {tuple(y.shape)}, brought back by hooks, is at version {y._version}"
+    version = (y if expected.counter is None else expected.counter)._version
+    if version == expected.version or (expected.storage is not None and not _is_held(ctx, expected.storage)):
+        return saved
+    if version > expected.version:
+        found = f"an output of shape {tuple(y.shape)}, brought back by hooks, is at version {version}"
         reason = f"{_EDITED}: {found}; expected version {expected.version} instead."
         raise _output_was_edited(function, activation, reason)
     raise RuntimeError(
@@ -108,8 +116,10 @@ def saved_tensors(ctx: Any, function: str, activation: Activation | None = None)
     )
 
 
-def _storage_of(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())
+def _is_held(ctx: Any, storage: StorageWeakRef) -> bool:
+    """Whether hooks hold this memory of the output, which is the first that the node has saved."""
+    packed = next(raw_saved(ctx)).data
+    return any(isinstance(t, Tensor) and StorageWeakRef(t.untyped_storage()) == storage for t in tree_leaves(packed))
 
 
 def _is_of_another(ctx: Any, reason: str) -> bool:

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..utils.formatting import described, path_text, size_text, unit_for
+from ..utils.formatting import described, merged_path, path_text, pattern_of, size_text, unit_for
 from ..utils.reports import DrawnReport, NothingToDrawError, Report
 from . import memory_plot
-from .row_groups import Entry, entries_of, groups_of
+from .row_groups import Entry, entries_of
 from .saved_rows import KINDS, Row
 
 if TYPE_CHECKING:
@@ -118,7 +118,17 @@ class Comparison(Report):
             for path in sorted(own.keys() - others.keys(), reverse=True):
                 for inner in [inner for inner in others.keys() - own.keys() if inner.startswith(f"{path}.")]:
                     others[path] += others.pop(inner)
-        pairs = {path: (before[path], after[path]) for path in {**before, **after}}
+        classes = {row.module: row.module_class for row in (*self.after.rows, *self.before.rows)}
+        alike: dict[object, list[str]] = {}
+        for path in {**before, **after}:
+            size = before[path], after[path]
+            is_numbered = path.rpartition(".")[2].isdecimal()  # as in a Sequential, where any two may differ
+            key = pattern_of(path), classes[path], size if is_numbered else tuple(map(bool, size))
+            alike.setdefault(key, []).append(path)
+        pairs = {
+            merged_path(paths) or self.after.name: (sum(before[p] for p in paths), sum(after[p] for p in paths))
+            for paths in alike.values()
+        }
         return dict(sorted(pairs.items(), key=lambda item: (-abs(item[1][1] - item[1][0]), -item[1][0])))
 
     @property
@@ -148,7 +158,9 @@ class Comparison(Report):
             return f"{before / scale:>10.2f}{after / scale:>10.2f}{change:>11}  {name}".rstrip()
 
         groups = list(self.groups.items())
-        shown = groups if len(groups) <= LINES + 1 else groups[:LINES]
+        total = max(self.before.saved_bytes, self.after.saved_bytes)
+        shown = [group for group in groups[:LINES] if 1000 * max(group[1]) >= total]
+        shown = groups if len(shown) + 1 >= len(groups) else shown
         others = [pair for _, pair in groups[len(shown) :]]
         names = dict.fromkeys((self.before.name, self.after.name))
         yield f"{' and '.join(names)}, in {unit}"
@@ -223,7 +235,9 @@ def _rest(report: MemoryReport) -> str:
 
 
 def _sums(report: MemoryReport) -> Counter[str]:
+    """What each module saves, by its path."""
     sums: Counter[str] = Counter()
-    for group in groups_of(report.rows, report.name):
-        sums[group.path] += group.bytes
+    for row in report.rows:
+        if row.kind == "activation":
+            sums[row.module] += row.bytes
     return sums

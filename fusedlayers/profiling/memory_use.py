@@ -35,6 +35,8 @@ def memory_report(
     explained by what is alive then. The step runs three times: once for everything that is made on first use, once
     followed tensor by tensor, once measured. The model is left as it was, with its gradients, buffers (statistics of
     batch norms), mode, hooks and parameters, and so are the states of the random number generators; hooks of yours run.
+    (Of tensors that are neither arguments, nor parameters or other attributes of modules, and that only the function of
+    a reentrant checkpoint reads, gradients stay behind.)
 
     On a CPU some operators allocate a buffer for each thread, so that the peak depends on ``torch.get_num_threads()``.
     Not seen is memory that libraries take from the system behind torch's back. What saved-tensor hooks made is listed
