@@ -2227,9 +2227,9 @@ def test_code_without_gradients_may_be_of_any_kind() -> None:
             return self.down(F.gelu(F.mish(self.up(x))))
 
     report = fl.fuse(Model(), torch.randn(64, 16))
-    assert {place.activation: place.calls for place in report.replaced} == {"gelu": 4, "mish": 2}
-    assert {place.saves.partition(" (")[0] for place in report.replaced} == {"saves the output"}
-    assert [place.activation for place in report.idle] == ["silu"]
+    (place,) = report.replaced  # of the two with gradients one is enough
+    assert place.saves.startswith("saves the output") and place.saved_bytes == 64 * 64 * 4
+    assert [idle.activation for idle in report.idle] == ["silu"] and "freed nothing" in report.skipped[0].reason
 
 
 class _Checkpointed(nn.Sequential):

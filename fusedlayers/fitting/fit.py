@@ -250,7 +250,8 @@ def _at_least(fraction: float) -> float:
 
 def _unmet(parts: Parts, budget: int, eager_bytes: int, smallest: int) -> ValueError:
     what = "saves" if parts.training.of == "saved" else "allocates"
-    reasons = "".join(f"; {path_text(tuple(paths))}: {reason}" for reason, paths in parts.skipped.items())
+    skipped = [f"{path_text(tuple(paths))}: {reason}" for reason, paths in parts.skipped.items()]
+    reasons = f". Left to PyTorch are {'; '.join(skipped)}" if skipped else ""
     advice = "and no plan takes less, but for a smaller batch"
     if smallest < eager_bytes:
         advice = (

@@ -247,7 +247,9 @@ class Fusing:
             return
         because = "it freed nothing when it was tried: its input is saved by others too, or its output by no others"
         keepers = [
-            place for place in first.follows if place in fused and saves_of(place).startswith("saves the output")
+            place
+            for place in first.follows
+            if place in fused and saves_of(place).startswith("saves the output") and not place.is_recomputed
         ]
         if group.freed and group.freed > 0:
             because = f"it would free {size_text(group.freed)}, and PyTorch's takes less time on CPUs"

@@ -37,8 +37,8 @@ class Place:
         saves: what the first call keeps, for people; None where only the call itself decides.
         is_small: whether PyTorch computes the first call for its size alone, and this package would a larger one.
         left_because: why the calls are left to PyTorch, or None.
-        is_recomputed: whether a call was under a checkpoint around the module: what it frees shows in the backward
-            pass.
+        is_recomputed: whether all calls were under a checkpoint around the module, or without gradients: what is freed
+            shows when they run again.
         readers: what reads the result: "activation" (one whose output determines its input), "dropout", "gate" or
             "product".
         calls: how many there were.

@@ -210,6 +210,7 @@ class _Recorder(TorchFunctionMode):
             whole = Place(running.path, module, "", "", is_recomputed=running.is_recomputed)
             whole = self._alone.setdefault(running.path, _Alone(whole, x.shape, x.dtype, x.device)).place
             whole.calls += 1
+            whole.is_recomputed &= running.is_recomputed
             # What reads the result of the last operation reads that of the module.
             self._makers.put(result, [*self._makers.of(result), whole])
 
@@ -279,7 +280,7 @@ class _Recorder(TorchFunctionMode):
                 running.path, running.module, kind, name, dtype=x.dtype, given=running.given
             )
             place.activation, place.follows = activation, self._makers.of(x)
-            place.is_normalised = place.is_activation
+            place.is_normalised, place.is_recomputed = place.is_activation, running.is_recomputed
             if kind == "dropout" and kwargs.get("inplace"):
                 place.left_because = "it drops in place"
             elif torch.is_grad_enabled() and saved_tensors_hooks_on_top(True) != running.hooks:
@@ -289,7 +290,7 @@ class _Recorder(TorchFunctionMode):
         place.calls += 1
         if kind in _FASTER_BY_TORCH and x.is_cpu:
             place.least_bytes += x.nbytes // _STATISTICS
-        place.is_recomputed |= running.is_recomputed
+        place.is_recomputed &= running.is_recomputed
         place.is_normalised &= any(maker.kind == BATCH_NORM for maker in self._makers.of(x))
         if kind == GATE:
             factors = [*_tensors(args[:2])]
