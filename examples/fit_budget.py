@@ -31,13 +31,13 @@ class Bottleneck(nn.Module):
 
 def transformer() -> tuple[nn.Module, Tensor]:
     layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.1, activation="gelu", batch_first=True)
-    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), torch.randn(8, 128, 128)
+    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), torch.randn(4, 128, 128)
 
 
 def resnet() -> tuple[nn.Module, Tensor]:
     blocks = [Bottleneck(64, 16) for _ in range(6)]
     stem, head = nn.Conv2d(3, 64, 3, 2, 1), [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)]
-    return nn.Sequential(stem, *blocks, *head), torch.randn(8, 3, 64, 64)
+    return nn.Sequential(stem, *blocks, *head), torch.randn(4, 3, 64, 64)
 
 
 def train(model: nn.Module, x: Tensor, steps: int) -> list[float]:
