@@ -2187,6 +2187,39 @@ def test_what_is_written_in_place_within_checkpoints_may_be_edited(with_norm: bo
     _same(_Checkpointed(model), _Checkpointed(eager), x)
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+def test_small_examples_do_for_larger_inputs(x: Tensor, inplace: bool) -> None:
+    model = nn.Sequential(nn.Linear(IN, HIDDEN), nn.SiLU(inplace), nn.Linear(HIDDEN, IN))
+    (place,) = fl.fuse(model, x[:1]).too_small
+    assert place.reason.startswith("results of less than 1 KiB") and _bytes(model, x) == HIDDEN_BYTES
+
+
+def test_fuse_under_hooks_says_so(x: Tensor) -> None:
+    with torch.autograd.graph.save_on_cpu():
+        report = fl.fuse(MLP(), x)
+    assert any(note.startswith("Saved-tensor hooks are on here.") for note in report.notes)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_blocks_of_which_some_are_checkpointed_are_apart(x: Tensor, which: int) -> None:
+    """The results of both are not saved by what follows, so that nothing is freed of the one that runs plainly."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(IN, IN), nn.SiLU()) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Any:
+            for number, block in enumerate(self.blocks):
+                y = checkpoint(block, x, use_reentrant=False) if number == which else block(x)
+                x = y.sum(-1, keepdim=True).expand(-1, IN)  # type: ignore[union-attr]
+            return x
+
+    report = fl.fuse(Model(), x.requires_grad_())
+    assert [place.modules for place in report.idle] == [(f"blocks.{which}.1",)]
+    assert [place.modules for place in report.skipped] == [(f"blocks.{1 - which}.1",)]
+
+
 def test_what_would_keep_no_less_within_checkpoints_is_left(x: Tensor) -> None:
     """In float64 GELU saves its input, wherever it runs."""
     model = nn.Sequential(nn.Linear(IN, IN), _Checkpointed(nn.Linear(IN, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, IN)))

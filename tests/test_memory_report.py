@@ -877,6 +877,19 @@ def test_layers_of_which_some_change_are_apart(x: Tensor) -> None:
     assert groups["blocks.0,2.2"] == (2 * HIDDEN_BYTES, 2 * HIDDEN_BYTES)
 
 
+def test_a_module_may_have_the_name_of_the_models_class(x: Tensor) -> None:
+    class net(nn.Module):  # noqa: N801
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x.sin()).exp().exp()  # type: ignore[no-any-return]
+
+    report = fl.memory_report(net(), x.requires_grad_())
+    assert report.compare(report).groups == {"net": (report.saved_bytes, report.saved_bytes)}
+
+
 def test_modules_in_place_of_one_are_compared_with_it(x: Tensor) -> None:
     before = fl.memory_report(model := Blocks(), x)
     model.blocks = nn.ModuleList(fl.FusedMLP.from_modules(*block) for block in model.blocks)

@@ -48,9 +48,7 @@ def losses_to(on_stage: OnStage, settings: Settings) -> Callable[[Outcomes], Non
         if hundredths > shown:
             shown = hundredths
             fused, eager = (outcomes[name].losses[-1] for name in ("fused", "eager"))
-            on_stage(
-                f"step {done}, of {settings.steps} at most: loss {fused:.3f} (eager {eager:.3f})", hundredths / 100
-            )
+            on_stage(f"step {done}: loss {fused:.3f} (eager {eager:.3f})", hundredths / 100)
 
     return on_step
 

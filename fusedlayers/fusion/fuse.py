@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from .. import backends
-from .._torch import OpOverload, is_optimized
+from .._torch import OpOverload, is_optimized, saved_tensors_hooks_on_top
 from ..activations import DTYPES, resolve, table
 from ..memory import saved_bytes
 from ..profiling.step import Step, no_gradient_because, tensors_of
@@ -178,6 +178,11 @@ class Fusing:
                 except Exception as error:
                     raise does_not_run(self._function, error, args) from error
                 self._notes += evaluation_notes(model)
+                if saved_tensors_hooks_on_top(True) is not None:
+                    self._notes.append(
+                        "Saved-tensor hooks are on here. Under them other bytes are saved than these, and products of "
+                        "products are not seen: call fuse outside of them."
+                    )
                 if is_optimized(model):
                     self._notes.append(
                         "These are the bytes of eager steps. In compiled ones norms, gates, dropouts, and activations "

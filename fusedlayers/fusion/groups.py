@@ -76,7 +76,8 @@ def grouped(places: Sequence[Place], blocks: Sequence[Place] = ()) -> list[Group
         outer = [path for block in blocks if block is not place for path in block.paths]
         if all(any(is_within(path, other) for other in outer) for path in place.paths):
             continue
-        key = place.kind, place.name, pattern_of(place.path), place.left_because, place.useless_because
+        reasons = place.left_because, place.useless_because, place.is_recomputed
+        key = place.kind, place.name, pattern_of(place.path), *reasons
         groups.setdefault(key, Group([])).places.append(place)
     return list(groups.values())
 

@@ -111,6 +111,8 @@ class Place:
             return
         if self.is_activation or self.kind in PLANNED:
             self.note_plan(x, operation.run, function, args, kwargs)
+            if self.keeps_less and operation.is_small(args):  # in place: its plan has no least size, a region has
+                self._note_size(x, sizes.small_bytes(x))
         elif self.kind != BATCH_NORM:
             self._note_size(x, sizes.small_bytes(x))
         elif not autocast_is_active():  # under which an activation behind it is computed by itself

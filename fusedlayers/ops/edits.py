@@ -23,6 +23,7 @@ from torch.utils import checkpoint
 from .._torch import saved_tensors_hooks_on_top, tree_leaves
 from ..activations import Activation
 from ..utils.autograd_graph import raw_saved
+from ..utils.storages import strided_parts
 
 #: How autograd's error begins, which people search for.
 _EDITED = "one of the variables needed for gradient computation has been modified by an inplace operation"
@@ -104,7 +105,7 @@ def saved_tensors(ctx: Any, function: str, activation: Activation | None = None)
     if expected is None or y is None:
         return saved
     version = (y if expected.counter is None else expected.counter)._version
-    if version == expected.version or (expected.storage is not None and not _is_held(ctx, expected.storage)):
+    if version == expected.version or (expected.storage is not None and not _is_held(ctx, y, expected.storage)):
         return saved
     if version > expected.version:
         found = f"an output of shape {tuple(y.shape)}, brought back by hooks, is at version {version}"
@@ -116,10 +117,13 @@ def saved_tensors(ctx: Any, function: str, activation: Activation | None = None)
     )
 
 
-def _is_held(ctx: Any, storage: StorageWeakRef) -> bool:
-    """Whether hooks hold this memory of the output, which is the first that the node has saved."""
-    packed = next(raw_saved(ctx)).data
-    return any(isinstance(t, Tensor) and StorageWeakRef(t.untyped_storage()) == storage for t in tree_leaves(packed))
+def _is_held(ctx: Any, y: Tensor, storage: StorageWeakRef) -> bool:
+    """Whether hooks, which have brought back y, hold this memory of the output. The node has saved that first; compiled
+    code does not show it."""
+    raw = next(raw_saved(ctx), None)
+    leaves = [y, *(() if raw is None else tree_leaves(raw.data))]
+    parts = (part for leaf in leaves if isinstance(leaf, Tensor) for part in strided_parts(leaf))
+    return any(part.numel() and StorageWeakRef(part.untyped_storage()) == storage for part in parts)
 
 
 def _is_of_another(ctx: Any, reason: str) -> bool:

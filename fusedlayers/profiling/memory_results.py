@@ -118,17 +118,19 @@ class Comparison(Report):
             for path in sorted(own.keys() - others.keys(), reverse=True):
                 for inner in [inner for inner in others.keys() - own.keys() if inner.startswith(f"{path}.")]:
                     others[path] += others.pop(inner)
-        classes = {row.module: row.module_class for row in (*self.after.rows, *self.before.rows)}
+        classes = [{row.module: row.module_class for row in report.rows} for report in (self.before, self.after)]
         alike: dict[object, list[str]] = {}
         for path in {**before, **after}:
             size = before[path], after[path]
             is_numbered = path.rpartition(".")[2].isdecimal()  # as in a Sequential, where any two may differ
-            key = pattern_of(path), classes[path], size if is_numbered else tuple(map(bool, size))
+            kinds = tuple(of_report.get(path) for of_report in classes)
+            key = pattern_of(path), kinds, size if is_numbered else tuple(map(bool, size))
             alike.setdefault(key, []).append(path)
-        pairs = {
-            merged_path(paths) or self.after.name: (sum(before[p] for p in paths), sum(after[p] for p in paths))
-            for paths in alike.values()
-        }
+        pairs: dict[str, tuple[int, int]] = {}
+        for paths in alike.values():
+            name = merged_path(paths) or self.after.name  # a module may have the name of the model's class
+            old, new = pairs.get(name, (0, 0))
+            pairs[name] = old + sum(before[p] for p in paths), new + sum(after[p] for p in paths)
         return dict(sorted(pairs.items(), key=lambda item: (-abs(item[1][1] - item[1][0]), -item[1][0])))
 
     @property
