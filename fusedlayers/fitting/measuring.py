@@ -12,6 +12,7 @@ from torch import nn
 
 from ..fusion.fuse import Fusing
 from ..profiling.memory_use import report_of
+from ..profiling.row_groups import bytes_by_module
 from ..utils.formatting import first_line
 from ..utils.storages import tensors_in
 from .agreement import agreed, everyone, together
@@ -53,11 +54,7 @@ def _find_blocks(parts: Parts) -> int:
         rows = report_of(step).rows
     except Exception as error:
         raise readable(error, "fit", step.args) from error
-    saved: dict[str, int] = {}
-    for row in rows:
-        if row.kind == "activation":
-            saved[row.module] = saved.get(row.module, 0) + row.bytes
-    blocks = find_blocks(parts.model, saved)
+    blocks = find_blocks(parts.model, bytes_by_module(rows))
     parts.training.reset_random()
     watch = Watch()
     with watch.watching(blocks):

@@ -6,10 +6,12 @@ from a saved tensor that was edited; that error says here what to do.
 Autograd does not look at what saved-tensor hooks bring back: PyTorch's own operations then read what was written over
 it. Where a model's code edits the output of an operation of PyTorch that saves its input, that is right in PyTorch; so
 here the nodes look themselves. Hooks may hold the very memory, as those of ``save_on_cpu`` do on a CPU: then no write
-may have followed. (Of a NumPy array it is not known whose memory it has.) They may hold a copy, and all writes after
-it are right. And a checkpoint's hooks bring back what a second run has made, of each tensor by as many writes as the
-first: more of them are an edit, fewer another function. (Unless other hooks gave the second run a copy to write over:
-``call.py`` leaves that to PyTorch.)
+may have followed. They may hold a copy, and all writes after it are right. And a checkpoint's hooks bring back what a
+second run has made, of each tensor by as many writes as the first: more of them are an edit, fewer another function.
+(Unless other hooks gave the second run a copy to write over: ``call.py`` leaves that to PyTorch.)
+
+Not noticed are edits of memory that hooks hold in a NumPy array or another object, and bring back a copy of: then
+gradients are wrong.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..utils.formatting import described, merged_path, path_text, pattern_of, size_text, unit_for
 from ..utils.reports import DrawnReport, NothingToDrawError, Report
 from . import memory_plot
-from .row_groups import Entry, entries_of
+from .row_groups import Entry, bytes_by_module, entries_of
 from .saved_rows import KINDS, Row
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ class Comparison(Report):
 
         Where one report has a module and the other, in its place, modules inside it, these are summed up.
         """
-        before, after = _sums(self.before), _sums(self.after)
+        before, after = bytes_by_module(self.before.rows), bytes_by_module(self.after.rows)
         for own, others in ((before, after), (after, before)):
             for path in sorted(own.keys() - others.keys(), reverse=True):
                 for inner in [inner for inner in others.keys() - own.keys() if inner.startswith(f"{path}.")]:
@@ -234,12 +233,3 @@ def _rest(report: MemoryReport) -> str:
     if any(row.operation.startswith("CompiledFunction") for row in report.rows):
         return "compiled code's temporaries"
     return "what no operator returned"
-
-
-def _sums(report: MemoryReport) -> Counter[str]:
-    """What each module saves, by its path."""
-    sums: Counter[str] = Counter()
-    for row in report.rows:
-        if row.kind == "activation":
-            sums[row.module] += row.bytes
-    return sums

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -55,6 +56,15 @@ def groups_of(rows: Iterable[Row], model: str) -> list[Group]:
         for modules in similar.values()
     ]
     return sorted(groups, key=lambda group: -group.bytes)
+
+
+def bytes_by_module(rows: Iterable[Row]) -> Counter[str]:
+    """What the modules save of activations, by their paths."""
+    sums: Counter[str] = Counter()
+    for row in rows:
+        if row.kind == "activation":
+            sums[row.module] += row.bytes
+    return sums
 
 
 def entries_of(rows: Iterable[Row], model: str) -> list[Entry]:
