@@ -87,6 +87,14 @@ def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _store() -> saved_tensors_hooks:
+    """Hooks that give autograd numbers."""
+    held: dict[int, Tensor] = {}
+    return saved_tensors_hooks(
+        lambda t: held.setdefault(len(held), t) is t and len(held) - 1, lambda i: held[i].clone()
+    )
+
+
 HOOKS: dict[str, Callable[[], Any]] = {
     "keep": lambda: saved_tensors_hooks(_itself, _itself),
     "keep on CPUs": save_on_cpu,
@@ -96,6 +104,16 @@ HOOKS: dict[str, Callable[[], Any]] = {
     "copy, and a part": lambda: saved_tensors_hooks(lambda t: (t[:0], t.clone()), lambda held: held[1]),
     "copy, sparse": lambda: saved_tensors_hooks(lambda t: t.detach().to_sparse(), lambda held: held.to_dense()),
     "copy": lambda: saved_tensors_hooks(_cloned, _itself),
+    # What they hold does not show, so an edit is refused whatever they hold.
+    "keep in a set, and copy back": lambda: saved_tensors_hooks(lambda t: {t}, lambda held: held.pop().clone()),
+    "keep in a store, and copy back": _store,
+    "keep in an array, and copy back": lambda: saved_tensors_hooks(
+        lambda t: t.detach().numpy(), lambda held: torch.from_numpy(held).clone()
+    ),
+    "keep the storage, and copy back": lambda: saved_tensors_hooks(
+        lambda t: (t.untyped_storage(), t.shape, t.stride()),
+        lambda held: torch.empty(0).set_(held[0], 0, *held[1:]).clone(),
+    ),
 }
 
 

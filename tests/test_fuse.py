@@ -2194,6 +2194,14 @@ def test_small_examples_do_for_larger_inputs(x: Tensor, inplace: bool) -> None:
     assert place.reason.startswith("results of less than 1 KiB") and _bytes(model, x) == HIDDEN_BYTES
 
 
+@pytest.mark.parametrize("rows", [1, ROWS])
+def test_in_place_pytorch_may_keep_the_output_itself(x: Tensor, rows: int) -> None:
+    model = nn.Sequential(nn.Linear(IN, HIDDEN), nn.LeakyReLU(inplace=True), nn.Linear(HIDDEN, IN))
+    report = fl.fuse(model, x[:rows])
+    assert [place.reason for place in report.skipped] == ["PyTorch saves no more than the output"]
+    assert not (report.replaced or report.too_small)
+
+
 def test_fuse_under_hooks_says_so(x: Tensor) -> None:
     with torch.autograd.graph.save_on_cpu():
         report = fl.fuse(MLP(), x)
@@ -2228,15 +2236,19 @@ def test_what_would_keep_no_less_within_checkpoints_is_left(x: Tensor) -> None:
     assert [skipped.reason.startswith("saves the input: ") for skipped in report.skipped] == [True]
 
 
-@pytest.mark.parametrize("make", [functools.partial(nn.ELU, inplace=True), functools.partial(nn.SiLU, inplace=True)])
-def test_what_is_written_in_place_within_checkpoints_is_pytorchs(make: Callable[[], nn.Module]) -> None:
-    layers = [layer for _ in range(3) for layer in (nn.Linear(64, 64), make())]
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (nn.ELU, "PyTorch saves no more than the output"),
+        (nn.SiLU, "it writes over its input, of which a checkpoint around it may hold a copy"),
+    ],
+)
+def test_what_is_written_in_place_within_checkpoints_is_pytorchs(kind: Callable[..., nn.Module], reason: str) -> None:
+    layers = [layer for _ in range(3) for layer in (nn.Linear(64, 64), kind(inplace=True))]
     model, x = nn.Sequential(nn.Linear(64, 64), _Checkpointed(*layers)), torch.randn(512, 64)
     peak = fl.memory_report(model, x).peak_bytes
     report = fl.fuse(model, x)
-    assert {place.reason for place in report.skipped} == {
-        "it writes over its input, of which a checkpoint around it may hold a copy"
-    }
+    assert {place.reason for place in report.skipped} == {reason}
     assert not (report.replaced or report.idle) and fl.memory_report(model, x).peak_bytes == peak
     fl.fuse(nn.Sequential(*model[1]), x)  # without the checkpoint
     assert fl.memory_report(model, x).peak_bytes == peak

@@ -210,7 +210,7 @@ def _activated(form: _Form, function: Any, args: Arguments, kwargs: Options) -> 
     activation = _activation_of(form, args, kwargs)
     if activation is None or not isinstance(args[0], Tensor):
         return function(*args, **kwargs)
-    x, inplace = args[0], form.is_in_place or bool(kwargs.get("inplace"))
+    x, inplace = args[0], _is_in_place(form, kwargs)
     if inplace and not (torch.compiler.is_compiling() or asking.questions) and is_under_checkpoint():
         return function(*args, **kwargs)  # bias_act would do as much, and keep more
     if form.target is F.logsigmoid and x.is_cpu and not copies_are_contiguous(x):
@@ -223,6 +223,16 @@ def activation_of(function: Any, args: Arguments, kwargs: Options) -> Activation
     """What ``function(*args, **kwargs)`` is as an activation of its first argument, or None."""
     run: Any = OPERATIONS[function].run
     return _activation_of(run.args[0], args, kwargs)
+
+
+def writes_over_input(function: Any, kwargs: Options) -> bool:
+    """Whether an activation's function does so with these options."""
+    run: Any = OPERATIONS[function].run
+    return _is_in_place(run.args[0], kwargs)
+
+
+def _is_in_place(form: _Form, kwargs: Options) -> bool:
+    return form.is_in_place or bool(kwargs.get("inplace"))
 
 
 def _activation_of(form: _Form, args: Arguments, kwargs: Options) -> Activation | None:

@@ -47,6 +47,9 @@ class Place:
         activation: of PyTorch's activation functions, the record; else None.
         follows: what has made its input.
         is_normalised: of an activation, whether a batch norm made its input, in all calls.
+        is_kept_in_place: of an activation, whether it writes over its input and PyTorch then saves the output too, in
+            all calls.
+        keeps_output: whether what the first call keeps is its output.
         dtype: of the input.
         given: what the module was given in the first call, if that says the sizes of what it computes.
         unread_because: of a batch norm, why no reader's output is kept in place of its input.
@@ -66,6 +69,8 @@ class Place:
     activation: Activation | None = None
     follows: list[Place] = field(default_factory=list)
     is_normalised: bool = False
+    is_kept_in_place: bool = False
+    keeps_output: bool = False
     dtype: torch.dtype = torch.float32
     given: Given | None = None
     unread_because: str = "no activation reads it whose output determines its input"
@@ -94,6 +99,7 @@ class Place:
         except Exception:  # it refuses what PyTorch is about to refuse
             return
         self.saves, self.is_small = str(found).removeprefix("not fused: "), found.is_too_small
+        self.keeps_output = found.saved == "output"
         refused = self.activation.output_refusal(x.dtype) if self.is_small and self.activation is not None else None
         if refused is not None:  # a larger input would be kept as well
             self.saves, self.is_small = f"saves the input: {refused}", False
@@ -136,7 +142,7 @@ class Place:
     def keeps_less(self) -> bool:
         """Whether its calls keep less than PyTorch's, as far as the first one tells."""
         is_planned = self.is_activation or self.kind in PLANNED
-        return self.saves is None or not is_planned or self.saves.startswith("saves the output")
+        return self.saves is None or not is_planned or self.keeps_output
 
     @property
     def useless_because(self) -> str | None:
@@ -147,6 +153,6 @@ class Place:
             return None if "product" in self.readers else "no matrix product reads it"
         if self.is_activation and "gate" in self.readers:
             return KEPT_BY_GATE
-        # Less can be kept only where a dropout follows.
-        is_kept = self.name in KEPT_BY_TORCH and "dropout" not in self.readers
-        return "PyTorch saves no more than the output" if is_kept else None
+        # Less can be kept only where a dropout follows; of an activation in place also of the batch norm before it.
+        is_kept = self.name in KEPT_BY_TORCH or (self.is_kept_in_place and not self.is_normalised)
+        return "PyTorch saves no more than the output" if is_kept and "dropout" not in self.readers else None

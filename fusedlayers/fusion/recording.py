@@ -29,6 +29,7 @@ from .operations import (
     in_order,
     is_gate,
     reads_product,
+    writes_over_input,
 )
 from .place import OTHERS, PLANNED, RESULT_IS_FREE, Place
 from .stand_in import recognise
@@ -280,7 +281,8 @@ class _Recorder(TorchFunctionMode):
                 running.path, running.module, kind, name, dtype=x.dtype, given=running.given
             )
             place.activation, place.follows = activation, self._makers.of(x)
-            place.is_normalised, place.is_recomputed = place.is_activation, running.is_recomputed
+            place.is_normalised = place.is_kept_in_place = place.is_activation
+            place.is_recomputed = running.is_recomputed
             if kind == "dropout" and kwargs.get("inplace"):
                 place.left_because = "it drops in place"
             elif torch.is_grad_enabled() and saved_tensors_hooks_on_top(True) != running.hooks:
@@ -291,6 +293,9 @@ class _Recorder(TorchFunctionMode):
         if kind in _FASTER_BY_TORCH and x.is_cpu:
             place.least_bytes += x.nbytes // _STATISTICS
         place.is_recomputed &= running.is_recomputed
+        place.is_kept_in_place &= (
+            activation is not None and activation.in_place is not None and writes_over_input(func, kwargs)
+        )
         place.is_normalised &= any(maker.kind == BATCH_NORM for maker in self._makers.of(x))
         if kind == GATE:
             factors = [*_tensors(args[:2])]
@@ -330,8 +335,7 @@ def _of_dropout(place: Place, places: list[Place]) -> str | None:
     if any(maker.activation is None for maker in before):
         return None
     for maker in before:
-        keeps_output = maker.saves is not None and maker.saves.startswith("saves the output")
-        if keeps_output and maker.activation is not None and tells_scaled(maker.activation, place.dtype):
+        if maker.keeps_output and maker.activation is not None and tells_scaled(maker.activation, place.dtype):
             return "saves the output, whose zeros show what was dropped"
     return "saves one bit for each element"
 

@@ -4,20 +4,23 @@ PyTorch's own layers save the input of most activations, so code may edit their 
 from a saved tensor that was edited; that error says here what to do.
 
 Autograd does not look at what saved-tensor hooks bring back: PyTorch's own operations then read what was written over
-it. Where a model's code edits the output of an operation of PyTorch that saves its input, that is right in PyTorch; so
-here the nodes look themselves. Hooks may hold the very memory, as those of ``save_on_cpu`` do on a CPU: then no write
-may have followed. They may hold a copy, and all writes after it are right. And a checkpoint's hooks bring back what a
-second run has made, of each tensor by as many writes as the first: more of them are an edit, fewer another function.
-(Unless other hooks gave the second run a copy to write over: ``call.py`` leaves that to PyTorch.)
+it. Where PyTorch saves an operation's input, a model's code may edit its output, under hooks too. So the nodes here
+look for edits themselves:
 
-Not noticed are edits of memory that hooks hold in a NumPy array or another object, and bring back a copy of: then
-gradients are wrong.
+* Hooks hold the output's memory, as those of ``save_on_cpu`` do on a CPU: an edit is an error.
+* Hooks hold a copy, in tensors: edits leave that as it was, and are allowed.
+* What hooks hold does not show (a file's name, a number, an object): an edit is an error, for it may be the memory.
+* A checkpoint's hooks bring back what a second run has made. Both runs write to each tensor as often; more writes are
+  an edit, fewer are another function. (Other hooks may have given the second run a copy to write over: ``call.py``
+  leaves that to PyTorch.)
 """
 
 from __future__ import annotations
 
+from types import NoneType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint
@@ -29,6 +32,9 @@ from ..utils.storages import strided_parts
 
 #: How autograd's error begins, which people search for.
 _EDITED = "one of the variables needed for gradient computation has been modified by an inplace operation"
+
+#: What holds no memory but that of a tensor.
+_SHOWN = (Tensor, int, float, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class Expected(NamedTuple):
@@ -107,7 +113,7 @@ def saved_tensors(ctx: Any, function: str, activation: Activation | None = None)
     if expected is None or y is None:
         return saved
     version = (y if expected.counter is None else expected.counter)._version
-    if version == expected.version or (expected.storage is not None and not _is_held(ctx, y, expected.storage)):
+    if version == expected.version or (expected.storage is not None and not _may_be_held(ctx, y, expected.storage)):
         return saved
     if version > expected.version:
         found = f"an output of shape {tuple(y.shape)}, brought back by hooks, is at version {version}"
@@ -119,12 +125,14 @@ def saved_tensors(ctx: Any, function: str, activation: Activation | None = None)
     )
 
 
-def _is_held(ctx: Any, y: Tensor, storage: StorageWeakRef) -> bool:
-    """Whether hooks, which have brought back y, hold this memory of the output. The node has saved that first; compiled
-    code does not show it."""
-    raw = next(raw_saved(ctx), None)
-    leaves = [y, *(() if raw is None else tree_leaves(raw.data))]
-    parts = (part for leaf in leaves if isinstance(leaf, Tensor) for part in strided_parts(leaf))
+def _may_be_held(ctx: Any, y: Tensor, storage: StorageWeakRef) -> bool:
+    """Whether hooks, which have brought back y, hold this memory of the output; or what they hold does not show."""
+    raw = next(raw_saved(ctx), None)  # the node has saved the output first
+    leaves = tree_leaves(None if raw is None else raw.data)
+    held = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not held or not all(isinstance(leaf, _SHOWN) for leaf in leaves):
+        return True
+    parts = (part for tensor in (y, *held) for part in strided_parts(tensor))
     return any(part.numel() and StorageWeakRef(part.untyped_storage()) == storage for part in parts)
 
 
