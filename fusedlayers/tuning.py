@@ -17,7 +17,7 @@ from .fusion.example import arguments_from, check_module
 from .kernels import use_kernels
 from .profiling.step import Step
 from .utils.module_state import isolated_gradients, unchanged
-from .utils.progress import OnStage
+from .utils.progress import OnStage, checked
 from .utils.reports import Report
 from .utils.storages import tensors_in, trained_in
 
@@ -84,6 +84,7 @@ def tune(
 
 def tune_step(step: Step, on_stage: OnStage | None = None) -> TuneReport:
     """``tune`` with this training step for the example."""
+    tell = checked("tune", on_stage)
     step = replace(step, function="tune")
     model = step.model
     check_module("tune", model)
@@ -111,8 +112,7 @@ def tune_step(step: Step, on_stage: OnStage | None = None) -> TuneReport:
             step.run()
 
     def say(question: dispatch.Question) -> None:
-        if on_stage is not None:
-            on_stage(f"measuring {question}", min(1.0, next(numbers) / max(1, len(counted))))
+        tell(f"measuring {question}", min(1.0, next(numbers) / max(1, len(counted))))
 
     session = tuning.Session(say)
     for device in devices:
@@ -120,7 +120,7 @@ def tune_step(step: Step, on_stage: OnStage | None = None) -> TuneReport:
     counted: set[tuple[dispatch.Question, torch.device]] = set()
     numbers = itertools.count()
     if on_stage is not None:
-        on_stage("counting matmuls", 0.0)
+        tell("counting matmuls", 0.0)
         run(lambda question, device, job: counted.add((question, device)))
     run(session.ask)
     files = session.save()

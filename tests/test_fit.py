@@ -911,7 +911,7 @@ def test_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit_file, "UNLIKE", 1.0)  # no two times are the same
     report = fl.fit(model, x, fraction=0.5, on_stage=lambda stage, part: stages.append((stage, part)))
     assert [part for _, part in stages] == sorted(part for _, part in stages) and stages[0][1] == 0.0
-    assert sum(stage.startswith("timing plans, round ") for stage, _ in stages) == timing.ROUNDS + 1  # the longest part
+    assert sum(stage.startswith("timing steps, round ") for stage, _ in stages) == timing.ROUNDS + 1  # the longest part
     text = str(report)
     assert re.search(r"\nThe plan takes \d+\.\d\d times the predicted time\. ", text)
     for words in ("Transformer: at most ", "eager PyTorch ", "this plan, measured ", "the smallest plan "):

@@ -2202,6 +2202,46 @@ def test_in_place_pytorch_may_keep_the_output_itself(x: Tensor, rows: int) -> No
     assert not (report.replaced or report.too_small)
 
 
+class _OfGradients(nn.Module):
+    """Its result contains a gradient by ``torch.func``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(IN, HIDDEN), nn.Linear(HIDDEN, 1)
+
+    def energy(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.up(x))).sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.energy(x) + torch.func.grad(self.energy)(x).square().sum()
+
+
+def test_models_that_call_transforms_are_fused_unmeasured(x: Tensor) -> None:
+    model = _OfGradients()
+    eager = copy.deepcopy(model)
+    report = fl.fuse(model, x)
+    assert report.notes == (
+        "What the places free was not measured: the model calls torch.func, in which PyTorch allows no saved-tensor "
+        "hooks.",
+    )
+    assert [(place.activation, place.calls) for place in report.replaced] == [("silu", 1)]
+    _same(model, eager, x)
+    with pytest.raises(ValueError, match=r"^fit: what the model saves cannot be measured: the model calls torch\.func"):
+        fl.fit(model, x, fraction=0.5)
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_on_stage_is_told_how_far_fuse_has_come(x: Tensor, dry_run: bool) -> None:
+    stages: list[tuple[str, float]] = []
+    fl.fuse(MLP(), x, dry_run=dry_run, on_stage=lambda *stage: stages.append(stage))
+    names, parts = [*dict.fromkeys(name for name, _ in stages)], [part for _, part in stages]
+    assert names[:3] == ["measuring the model", "finding operations", "measuring what operations free"]
+    assert parts == sorted(parts) and parts[0] == 0 and parts[-1] < 1
+    assert any(name.startswith("timing steps, round ") for name in names) is dry_run
+    with pytest.raises(TypeError, match="fuse: on_stage must be a function of a text and a number, such as print, got"):
+        fl.fuse(MLP(), x, on_stage=True)  # type: ignore[arg-type]
+
+
 def test_fuse_under_hooks_says_so(x: Tensor) -> None:
     with torch.autograd.graph.save_on_cpu():
         report = fl.fuse(MLP(), x)

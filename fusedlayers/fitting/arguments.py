@@ -17,7 +17,7 @@ from .training import Of
 
 
 def check_arguments(
-    step: Step, memory_budget_bytes: object, fraction: object, of: object, on_stage: object
+    step: Step, memory_budget_bytes: object, fraction: object, of: object
 ) -> tuple[nn.Module, Callable[[int], int]]:
     """Raise where the model is none, or where there is not one budget that makes sense.
 
@@ -33,10 +33,6 @@ def check_arguments(
     allowed = _budget(function, memory_budget_bytes) if fraction is None else _part(function, fraction)
     if of not in get_args(Of):
         raise ValueError(f"{function}: of must be one of {', '.join(map(repr, get_args(Of)))}, got {of!r}")
-    if on_stage is not None and not callable(on_stage):
-        raise TypeError(
-            f"{function}: on_stage must be a function of a text and a number, such as print, got {on_stage!r}"
-        )
     step.check_loss()
     return step.model, allowed
 

@@ -22,6 +22,7 @@ from ..fusion.example import arguments_from
 from ..profiling.step import Step
 from ..utils.formatting import size_text
 from ..utils.module_state import unchanged
+from ..utils.progress import OnStage, checked
 from ..utils.reports import Report
 from ..utils.storages import tensors_in
 from .agreement import together
@@ -99,7 +100,7 @@ def fit_compiled(
     fraction: float | None = None,
     of: Of = "saved",
     loss: Callable[[Any], Tensor] | None = None,
-    on_stage: Callable[[str, float], None] | None = None,
+    on_stage: OnStage | None = None,
     **options: Any,
 ) -> CompiledFit:
     """Find how a compiled model keeps to a number of bytes, in the least time.
@@ -152,18 +153,18 @@ def fit_compiled_step(
     memory_budget_bytes: int | str | None,
     fraction: float | None,
     of: Of,
-    on_stage: Callable[[str, float], None] | None,
+    on_stage: OnStage | None,
     **options: Any,
 ) -> CompiledFit:
     """``fit_compiled`` with this training step for the example."""
-    model, allowed = check_arguments(step, memory_budget_bytes, fraction, of, on_stage)
+    on_stage = checked("fit_compiled", on_stage)
+    model, allowed = check_arguments(step, memory_budget_bytes, fraction, of)
     if is_optimized(model) or model._compiled_call_impl is not None:
         raise ValueError(
             "fit_compiled: the model is compiled already; give it the one that torch.compile was called on"
         )
     if "backend" in options:
         raise ValueError("fit_compiled: the backend is the report's; give it the other options of torch.compile")
-    on_stage = on_stage or (lambda stage, part: None)
     tensors = [*tensors_in((step.args, step.kwargs))]
     with unchanged([*model.modules()], tensors, attributes=True) as reset_random:
         parts = _Parts(step, model, of, reset_random, options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,10 +13,12 @@ from .._torch import is_optimized
 from ..fusion.example import arguments_from, eagerly, evaluation_notes
 from ..fusion.fuse import unfuse
 from ..fusion.region import region_of
-from ..fusion.timing import ROUNDS
+from ..fusion.timing import telling
+from ..memory import NO_HOOKS, refuses_hooks
 from ..profiling.step import Step
 from ..utils.formatting import path_text, pattern_of, size_text
 from ..utils.module_state import isolated_gradients, unchanged
+from ..utils.progress import OnStage, checked, within
 from ..utils.refusals import check_flag
 from ..utils.storages import tensors_in
 from .agreement import together
@@ -55,7 +56,7 @@ def fit(
     of: Of = "saved",
     loss: Callable[[Any], Tensor] | None = None,
     plan_only: bool = False,
-    on_stage: Callable[[str, float], None] | None = None,
+    on_stage: OnStage | None = None,
 ) -> FitReport:
     """Let a model be trained within a number of bytes, in the least time, in place.
 
@@ -122,13 +123,13 @@ def fit_step(
     fraction: float | None,
     of: Of,
     plan_only: bool,
-    on_stage: Callable[[str, float], None] | None,
+    on_stage: OnStage | None,
 ) -> FitReport:
     """``fit`` with this training step for the example."""
-    model, allowed = check_arguments(step, memory_budget_bytes, fraction, of, on_stage)
+    on_stage = checked("fit", on_stage)
+    model, allowed = check_arguments(step, memory_budget_bytes, fraction, of)
     before = [region for module in model.modules() if (region := region_of(module)) is not None]
     unfuse(model)
-    on_stage = on_stage or (lambda stage, part: None)
     found = None
     try:
         tensors = [*tensors_in((step.args, step.kwargs))]
@@ -153,6 +154,10 @@ def fit_step(
             else:
                 found = _fastest(parts, plans, budget, eager_bytes, on_stage)
         on_stage("done", 1.0)
+    except RuntimeError as error:
+        if not refuses_hooks(error):
+            raise
+        raise ValueError(f"fit: what the model saves cannot be measured: {NO_HOOKS}; fuse works") from error
     finally:
         unfuse(model)
         for region in before if found is None or plan_only else ():
@@ -192,9 +197,7 @@ def _predicted_fastest(parts: Parts, plans: Plans, budget: int, eager_bytes: int
     return _Found(plans.best(budget), plans, Measurement(eager_bytes, plans.of_mode("eager").time_ms), None)
 
 
-def _fastest(
-    parts: Parts, plans: Plans, budget: int, eager_bytes: int, on_stage: Callable[[str, float], None]
-) -> _Found:
+def _fastest(parts: Parts, plans: Plans, budget: int, eager_bytes: int, on_stage: OnStage) -> _Found:
     """The fastest, as measured, of the best plans of the families, and of ``fuse`` alone."""
     taken = {plans.of_mode("eager"): eager_bytes}
     fused = plans.of_mode("outputs", rest="outputs")
@@ -210,13 +213,8 @@ def _fastest(
         found[smallest] = least[smallest]
         if found[smallest] > budget:
             raise _unmet(parts, budget, eager_bytes, found[smallest])
-    candidates, rounds = [*found], itertools.count()
-
-    def as_pytorch() -> None:  # the first of each round
-        done = next(rounds)
-        on_stage(f"timing plans, round {done + 1}", round(0.5 + 0.5 * done / (ROUNDS + 1), 2))
-        parts.train_all_as("eager")
-
+    candidates = [*found]
+    as_pytorch = telling(functools.partial(parts.train_all_as, "eager"), within(on_stage, 0.5, 1))
     switches: list[Callable[[], None]] = [as_pytorch, *(functools.partial(parts.follow, p) for p in candidates)]
     eager_ms, *times = together(lambda: parts.training.times_ms(switches))[0]
     alike = {p: ms for p, ms in zip(candidates, times, strict=True) if ms <= (1 + ALIKE) * min(times)}

@@ -14,6 +14,7 @@ from ..fusion.fuse import Fusing
 from ..profiling.memory_use import report_of
 from ..profiling.row_groups import bytes_by_module
 from ..utils.formatting import first_line
+from ..utils.progress import OnStage, within
 from ..utils.storages import tensors_in
 from .agreement import agreed, everyone, together
 from .arguments import readable
@@ -29,13 +30,12 @@ from .watch import Watch
 ALIKE = 0.001
 
 
-def measured_plans(parts: Parts, on_stage: Callable[[str, float], None]) -> tuple[Plans, int]:
+def measured_plans(parts: Parts, on_stage: OnStage) -> tuple[Plans, int]:
     """All plans for a model, whose blocks and rest are noted; and what the budget counts of the model as it is."""
     # Which part of all is done is by the steps that are run of a transformer of six layers, 15 of 63 up to "checking".
     on_stage("measuring the model", 0.0)
     end_bytes = together(functools.partial(_find_blocks, parts))[0]
-    on_stage("finding what may keep outputs", 0.05)
-    _find_regions(parts)
+    _find_regions(parts, within(on_stage, 0.05, 0.2))
     if len(set(everyone(repr([(block.path, block.modes) for block in parts.blocks])))) > 1:
         raise ValueError("fit: the processes have different models; call it before the model is split")
     eager_bytes = parts.bytes()
@@ -77,9 +77,9 @@ def _find_blocks(parts: Parts) -> int:
     return end_bytes
 
 
-def _find_regions(parts: Parts) -> None:
+def _find_regions(parts: Parts, on_stage: OnStage) -> None:
     parts.training.reset_random()
-    fusing = Fusing(parts.model, function="fit")
+    fusing = Fusing(parts.model, function="fit", on_stage=on_stage)
     fusing.on(parts.training.step.args, parts.training.step.kwargs)
     modules = {block.module for block in parts.blocks}
     outside = _reached(parts.model, modules)
@@ -156,7 +156,7 @@ def _tried(training: Training, differs: Callable[[], bool] | None) -> tuple[str 
     return next((found for found in reasons if found is not None), None), max(peaks)
 
 
-def _measure_blocks(parts: Parts, on_stage: Callable[[str, float], None]) -> list[BlockCosts]:
+def _measure_blocks(parts: Parts, on_stage: OnStage) -> list[BlockCosts]:
     """The costs of each block; one of each kind is measured. Those that do not run by themselves are skipped."""
     measured: dict[Any, BlockCosts] = {}
     works, costs = [], []

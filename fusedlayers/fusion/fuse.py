@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,10 +13,11 @@ from torch.fx import GraphModule
 from .. import backends
 from .._torch import OpOverload, is_optimized, saved_tensors_hooks_on_top
 from ..activations import DTYPES, resolve, table
-from ..memory import saved_bytes
+from ..memory import NO_HOOKS, refuses_hooks, saved_bytes
 from ..profiling.step import Step, no_gradient_because, tensors_of
 from ..utils.formatting import first_line, size_text
 from ..utils.module_state import unchanged
+from ..utils.progress import OnStage, checked, within
 from ..utils.refusals import check_flag
 from ..utils.storages import has_data, tensors_in
 from .example import arguments_from, check_model, check_module, does_not_run, eagerly, evaluation_notes
@@ -27,7 +29,7 @@ from .recording import record
 from .region import Region, region_of
 from .report import FuseReport, Replaced
 from .stand_in import recognise
-from .timing import step_times
+from .timing import step_times, telling
 
 #: Operations that free something only together with others: nobody would ask why these are left.
 _AUXILIARY = frozenset({GATE, PRODUCT, BATCH_NORM})
@@ -35,7 +37,14 @@ _AUXILIARY = frozenset({GATE, PRODUCT, BATCH_NORM})
 _IDLE = "it runs without gradients, or under a checkpoint, where less is saved while that computes it again"
 
 
-def fuse(model: nn.Module, inputs: Any = None, *, save: str = "auto", dry_run: bool = False) -> FuseReport:
+def fuse(
+    model: nn.Module,
+    inputs: Any = None,
+    *,
+    save: str = "auto",
+    dry_run: bool = False,
+    on_stage: OnStage | None = None,
+) -> FuseReport:
     """Let the operations of a model keep less for the backward pass, in place; say where, and how much that frees.
 
     The model's code runs as it is. While a module runs that was seen to call such operations, this package computes
@@ -65,13 +74,14 @@ def fuse(model: nn.Module, inputs: Any = None, *, save: str = "auto", dry_run: b
         save: "auto"; "recompute" for MLPs that keep their input alone, and run forward once more in the backward pass.
         dry_run: whether to change nothing, and only report; how long a step would take as well, which takes some
             steps for each line of the report.
+        on_stage: is told what is done next, and which part of all has been done; ``print`` will do.
 
     Returns:
         a report: the places, what each frees, what was skipped and why, and the bytes saved for backward in all, but
         for inputs and parameters.
 
     Raises:
-        TypeError: ``model`` is no module, or ``dry_run`` neither True nor False.
+        TypeError: ``model`` is no module, ``dry_run`` neither True nor False, or ``on_stage`` no function.
         ValueError: an unknown ``save``; a lazy module that has not been called; inputs that the model does not run on;
             inference mode.
 
@@ -89,17 +99,20 @@ def fuse(model: nn.Module, inputs: Any = None, *, save: str = "auto", dry_run: b
     if save not in ("auto", "recompute"):
         raise ValueError(f"fuse: save must be 'auto' or 'recompute', got {save!r}")
     check_flag("fuse", "dry_run", dry_run)
+    tell = checked("fuse", on_stage)
     if inputs is None:
         return Fusing(model, save, dry_run).by_classes()
-    return fuse_on(model, *arguments_from(inputs), save, dry_run)
+    args, kwargs = arguments_from(inputs)
+    check_module("fuse", model)
+    return Fusing(model, save, dry_run, on_stage=tell).on(args, kwargs)
 
 
 def fuse_on(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], save: str = "auto", dry_run: bool = False
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], on_stage: OnStage | None = None
 ) -> FuseReport:
     """``fuse`` with ``model(*args, **kwargs)`` for the example."""
     check_module("fuse", model)
-    return Fusing(model, save, dry_run).on(args, kwargs)
+    return Fusing(model, on_stage=checked("fuse", on_stage)).on(args, kwargs)
 
 
 def unfuse(model: nn.Module) -> None:
@@ -122,8 +135,16 @@ class Fusing:
         mlps: those of the model, once it has been run.
     """
 
-    def __init__(self, model: nn.Module, save: str = "auto", dry_run: bool = False, function: str = "fuse") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        save: str = "auto",
+        dry_run: bool = False,
+        function: str = "fuse",
+        on_stage: OnStage | None = None,
+    ) -> None:
         self._model, self._save, self._dry_run, self._function = model, save, dry_run, function
+        self._on_stage = checked(function, on_stage)
         self.mlps: list[Place] = []
         self._skipped: list[Group] = []
         self._notes: list[str] = []
@@ -163,17 +184,17 @@ class Fusing:
             # What is looked for is saved with gradients, whoever calls.
             kept = unchanged([*model.modules()], [*tensors_in((args, kwargs))])
             with torch.enable_grad(), kept as restore_random_state, eagerly():
-                needs_gradient = True
 
-                def measured() -> int | None:
-                    nonlocal needs_gradient
+                def measured() -> _Saved:
                     restore_random_state()
-                    found, needs_gradient = _saved_bytes(model, args, kwargs)
-                    return found
+                    return _saved(model, args, kwargs)
 
                 try:
-                    before = measured()
+                    self._on_stage("measuring the model", 0.0)
+                    saved = measured()
+                    before = saved.bytes
                     restore_random_state()
+                    self._on_stage("finding operations", 0.05)
                     recording = record(model, args, kwargs)
                 except Exception as error:
                     raise does_not_run(self._function, error, args) from error
@@ -189,20 +210,18 @@ class Fusing:
                         "before a dropout or behind a batch norm are the compiler's."
                     )
                 if before is None:
-                    holds = _have_data(model, args, kwargs)
-                    why = "there is not enough memory" if holds else "tensors of the meta device hold no data"
-                    self._notes.append(f"What the places free was not measured: {why}.")
+                    self._notes.append(f"What the places free was not measured: {saved.unknown_because}.")
                 if before == 0:
                     note = "Only inputs and parameters are kept for the backward pass."
-                    if not needs_gradient:
+                    if not saved.needs_gradient:
                         note = f"Nothing is saved for a backward pass: {no_gradient_because(model)}."
                     self._notes.append(note)
                 self.mlps = [*find_mlps(model, recording)]
                 if before:  # else a note says why nothing is saved
                     self._skipped += grouped(recording.without_gradient)
                 blocks = self.mlps if self._save == "recompute" else []
-                groups = self._chosen(grouped(recording.places, blocks), before, measured)
-                after = measured()
+                groups = self._chosen(grouped(recording.places, blocks), before, lambda: measured().bytes)
+                after = measured().bytes
                 known = (before, after) if before is not None and after is not None and (before or after) else None
                 is_timed = self._dry_run and known is not None and groups
                 step_ms = self._step_ms(groups, args, kwargs, restore_random_state) if is_timed else None
@@ -213,7 +232,13 @@ class Fusing:
 
     def _chosen(self, groups: list[Group], before: int | None, measured: Callable[[], int | None]) -> list[Group]:
         """Switch on what frees something."""
-        chosen = []
+        chosen: list[Group] = []
+        on_stage, numbers = within(self._on_stage, 0.1, 0.4 if self._dry_run else 1), itertools.count()
+
+        def told() -> int | None:
+            on_stage("measuring what operations free", min(next(numbers) / (1 + len(chosen)), 1))
+            return measured()
+
         for group in groups:
             useless = group.first.useless_because
             if useless is not None and group.first.kind in (GATE, PRODUCT):
@@ -227,13 +252,13 @@ class Fusing:
                 group.switch(True)
                 chosen.append(group)
         try:
-            total = measured()
+            total = told()
         except Exception as error:  # whatever a model's code does with what it is not used to
             raised = f"{type(error).__name__}: {first_line(error)}"
             return self._leave(chosen, f"a run with it fused raised {raised}; the model's own code may raise that too")
         if before is None or total is None:
             return chosen
-        total, chosen, left = without_the_useless(chosen, total, measured)
+        total, chosen, left = without_the_useless(chosen, total, told)
         gated = [place for group in chosen for gate in group.places for place in gate.gated if place.calls == 1]
         self._skipped = [  # the rows of the gates speak of them
             group
@@ -278,7 +303,9 @@ class Fusing:
             return switch
 
         step = Step(self._model, args, kwargs, function=self._function)
-        variants = [only([]), *(only([group for group in groups if group is not out]) for out in groups), only(groups)]
+        without_all = telling(only([]), within(self._on_stage, 0.4, 1))
+        without_one = [only([group for group in groups if group is not out]) for out in groups]
+        variants = [without_all, *without_one, only(groups)]
         try:
             before, *without, after = step_times(step, variants, restore_random_state)
         except Exception as error:  # a backward pass that cannot be run from here, or memory for the gradients
@@ -409,10 +436,20 @@ def _places_of_classes(model: nn.Module) -> Iterator[Place]:
             yield Place(path, module, stand_in.kind, stand_in.name, stand_in)
 
 
-def _saved_bytes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | None, bool]:
-    """What a call saves, and whether a result of it needs a gradient. None where there is not enough memory, for who
-    fuses a model may have too little; and of shapes without data, with which fused operations compute what PyTorch's
-    do."""
+class _Saved(NamedTuple):
+    """What a call saves.
+
+    ``needs_gradient``: whether a result of it does.
+    """
+
+    bytes: int | None
+    needs_gradient: bool = True
+    unknown_because: str = ""
+
+
+def _saved(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Saved:
+    """Measured; but who fuses a model may have too little memory for it as it is, and on shapes without data fused
+    operations compute what PyTorch's do."""
     needs_gradient = True
 
     def run() -> Any:
@@ -424,9 +461,11 @@ def _saved_bytes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     try:
         kept = saved_bytes(run, exclude=[*model.buffers(), args, kwargs])
     except torch.OutOfMemoryError:
-        return None, needs_gradient
-    return kept if _have_data(model, args, kwargs) else None, needs_gradient
-
-
-def _have_data(*trees: Any) -> bool:
-    return all(map(has_data, tensors_in(trees)))
+        return _Saved(None, needs_gradient, "there is not enough memory")
+    except RuntimeError as error:
+        if not refuses_hooks(error):
+            raise
+        return _Saved(None, needs_gradient, NO_HOOKS)
+    if all(map(has_data, tensors_in((model, args, kwargs)))):
+        return _Saved(kept, needs_gradient)
+    return _Saved(None, needs_gradient, "tensors of the meta device hold no data")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import backends, plan, sizes
-from .._torch import autocast_is_active, is_of_transform
+from .._torch import autocast_is_active
 from ..activations import KEPT_BY_TORCH, Activation
 from ..asking import plan_of
 from .operations import BATCH_NORM, CHECKPOINT, GATE, PRODUCT, Given, Operation
@@ -107,8 +107,6 @@ class Place:
     def note_call(self, operation: Operation, function: Any, args: Any, kwargs: Any) -> None:
         """Note what the first call keeps, and whether PyTorch computes it for its size."""
         x = args[0]
-        if is_of_transform(x):  # PyTorch computes it; other calls may be of other tensors
-            return
         if not torch.is_grad_enabled():
             # As a reentrant checkpoint calls it, before it calls it with gradients.
             with torch.inference_mode(False), torch.enable_grad():

@@ -265,9 +265,11 @@ class _Recorder(TorchFunctionMode):
         if activation is None and kind not in OTHERS:
             return None
         name = kind if activation is None else activation.name
-        if torch.is_grad_enabled() and not x.requires_grad and (activation is not None or kind in PLANNED):
+        is_transformed = is_of_transform(x)  # then PyTorch computes it
+        needs_none = torch.is_grad_enabled() and not x.requires_grad
+        if (is_transformed or needs_none) and (activation is not None or kind in PLANNED):
             because = "its input needs no gradient; once it does, call fuse again"
-            if is_of_transform(x):
+            if is_transformed:
                 because = "a transform of torch.func runs it"
             left = Place(running.path, running.module, kind, name, left_because=because, activation=activation)
             if name not in KEPT_BY_TORCH:  # of which nothing could be freed in any case

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ..profiling.step import Step
 from ..utils.module_state import isolated_gradients
+from ..utils.progress import OnStage
 
 #: Each time is of so many steps, after one that is not timed. The variants take turns, so that a busy machine slows all
 #: of them.
@@ -34,6 +36,18 @@ def step_times(
             if number:  # the first step makes plans, and compiles
                 found.append(time_ms)
     return medians(times)
+
+
+def telling(variant: Callable[[], None], on_stage: OnStage) -> Callable[[], None]:
+    """The first of the variants; it tells when a round begins."""
+    rounds = itertools.count()
+
+    def tell() -> None:
+        done = next(rounds)
+        on_stage(f"timing steps, round {done + 1}", done / (ROUNDS + 1))
+        variant()
+
+    return tell
 
 
 def medians(times: Sequence[Sequence[float]]) -> list[float]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..activations import activations, resolve
 from ..fusion.fuse import fuse_on
-from ..utils import command_line, command_parser, users_code
+from ..utils import command_line, command_parser, progress, users_code
 from . import factory
 from .explanation import Explanation, explain
 from .model_explanation import ModelExplanation
@@ -68,6 +68,7 @@ def activation_named(name: str) -> object:
     found = users_code.import_object(name)
     if isinstance(found, types.FunctionType) and not inspect.signature(found).parameters:  # as no activation
         step = factory.step_named(name)
-        fuse_on(step.model, step.args, step.kwargs)  # type: ignore[arg-type]  # it asks
+        with progress.shown() as on_stage:
+            fuse_on(step.model, step.args, step.kwargs, on_stage=on_stage)  # type: ignore[arg-type]  # it asks
         return step.model
     return users_code.called(found, name, "name an instance of it") if isinstance(found, type) else found

@@ -62,7 +62,9 @@ def _reported(arguments: argparse.Namespace) -> tuple[MemoryReport, dict[str, An
         print(found)
         values = found.to_dict()
         if arguments.fuse:
-            before, fused = found, fuse_on(step.model, step.args, step.kwargs)  # type: ignore[arg-type]  # it asks
+            before = found
+            with progress.shown() as on_stage:
+                fused = fuse_on(step.model, step.args, step.kwargs, on_stage=on_stage)  # type: ignore[arg-type]  # it asks
             found = _measured(step)
             print("", fused, "", before.compare(found), sep="\n")
             values = {"before": values, "fuse": fused.to_dict(), "after": found.to_dict()}

@@ -19,6 +19,27 @@ from .formatting import duration_text
 OnStage = Callable[[str, float], None]
 """Is told what is done next, and which part of all has been done: 0 to 1."""
 
+
+def checked(function: str, on_stage: object) -> OnStage:
+    """What a caller of this function has given to be told, or a function that does nothing in the place of None.
+
+    Raises:
+        TypeError: it cannot be called.
+    """
+    if on_stage is None:
+        return lambda stage, part: None
+    if not callable(on_stage):
+        raise TypeError(
+            f"{function}: on_stage must be a function of a text and a number, such as print, got {on_stage!r}"
+        )
+    return on_stage
+
+
+def within(on_stage: OnStage, start: float, end: float) -> OnStage:
+    """For a part of a run: told of 0 to 1, it tells of ``start`` to ``end``."""
+    return lambda stage, part: on_stage(stage, round(start + (end - start) * part, 2))
+
+
 #: Between two lines, where no bar can be drawn. A run that takes less says nothing.
 LINE_SECONDS = 10
 
