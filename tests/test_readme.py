@@ -241,7 +241,7 @@ def test_default_activations_are_as_it_says() -> None:
         if parameter is not None and isinstance(parameter.default, str) and not name.startswith("Invertible"):
             kind = re.search(r"Conv|conv|BatchNorm|Group|[gG]ated", name)
             found.setdefault(kind[0].lower() if kind else "", set()).add(parameter.default)
-    said = "Default: GELU; convolutions, batch norms: ReLU; gates, group norms: SiLU."
+    said = "The default is GELU, for convolutions and batch norms ReLU, for gates and group norms SiLU."
     assert said in " ".join(README.split())
     assert found == {"": {"gelu"}, "conv": {"relu"}, "batchnorm": {"relu"}, "gated": {"silu"}, "group": {"silu"}}
 
@@ -261,10 +261,10 @@ def test_others_on_a_cpu_save_and_take_what_was_measured() -> None:
 
 def test_what_is_small_is_as_it_says() -> None:
     words = " ".join(README.split())
-    ((mib, kib),) = re.findall(r"on an H100 those below ([\d.]+) MiB \((\d+) KiB for each multiprocessor", words)
+    ((mib, kib),) = re.findall(r"those below ([\d.]+) MiB on an H100 \((\d+) KiB for each multiprocessor", words)
     assert float(mib) == int(kib) * 132 / 1024
     pattern = (
-        r"on CPUs PyTorch computes those below (\d+) KiB \(layer, group and batch norms: below (\d+) to (\d+) MiB\)"
+        r"PyTorch computes those below (\d+) KiB on CPUs \(layer, group and batch norms: below (\d+) to (\d+) MiB\)"
     )
     ((small, least, most),) = re.findall(pattern, words)
     constants = Path(sizes.__file__).read_text(encoding="utf-8")  # tests change them in the module
@@ -285,7 +285,7 @@ def test_narrow_layers_take_as_long_as_was_measured() -> None:
         if row["elements"] >= 1 << 17 and row["group"] != "yardstick":
             name = "norm" if row["group"] == "norm" else "own" if row["activation"] == "own" else ""
             large[name].append(row["variants"]["fusedlayers"]["forward_backward"]["ratio"])
-    pattern = r"narrow layers take a CPU up to (\S+)x \(own activations (\S+)x, layer norms (\S+)x\)"
+    pattern = r"narrow layers take a CPU up to (\S+)x the time \(own activations (\S+)x, layer norms (\S+)x\)"
     (said,) = re.findall(pattern, " ".join(README.split()))
     assert [round(max(ratios), 1) for ratios in large.values()] == [*map(float, said)]
 
