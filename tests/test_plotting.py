@@ -126,7 +126,7 @@ def test_drawing_leaves_matplotlibs_state_alone(tmp_path: Path, monkeypatch: pyt
 
 
 ACTIVATIONS = [
-    *fl.activations()[::3],
+    *fl.activations()[::6],
     torch.cos,
     torch.abs,
     nn.PReLU(),

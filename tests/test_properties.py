@@ -376,9 +376,7 @@ def test_forward_mode(name: str, activation: str, save: str) -> None:
 
 
 @compiles
-@pytest.mark.parametrize(
-    ("name", "activation", "save"), covering(list(SUBJECTS), ("tanh", "gelu", "leaky_relu", "sine"), SAVES)
-)
+@pytest.mark.parametrize(("name", "activation", "save"), covering(list(SUBJECTS), ("tanh", "gelu", "sine"), SAVES))
 def test_compiled(name: str, activation: str, save: str) -> None:
     torch.compiler.reset()
     twins = Twins.of(name, activation, save=save)

@@ -36,7 +36,8 @@ def words(text):
 def test_code_blocks_run_in_order(document, capsys, monkeypatch):
     text = (ROOT / document).read_text(encoding="utf-8")
     # Code, and what it prints where that is shown below it.
-    blocks = re.findall(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", text, re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```python\n(.*?)^```(?:\n+```text\n(.*?)^```)?", text, re.DOTALL | re.MULTILINE)
+    assert sum(bool(output) for _, output in blocks) == text.count("```text\n")
     monkeypatch.setattr(costs, "ROUNDS", 1)  # what is measured is not looked at
     monkeypatch.setattr(costs, "TIME_MS", 0.0)
     monkeypatch.setattr(timing, "ROUNDS", 1)
