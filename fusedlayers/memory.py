@@ -24,9 +24,6 @@ from .utils.storages import strided_parts, tensors_in
 
 __all__ = ["peak_bytes", "saved_bytes"]
 
-#: Why saved bytes cannot be measured where ``refuses_hooks``, for people.
-NO_HOOKS = "the model calls torch.func, in which PyTorch allows no saved-tensor hooks"
-
 
 def saved_bytes(function: Callable[..., Any], *args: Any, exclude: Any = ()) -> int:
     """Return the bytes of the activations that ``function(*args)`` saves for the backward pass.
@@ -63,11 +60,6 @@ def saved_bytes(function: Callable[..., Any], *args: Any, exclude: Any = ()) -> 
     with torch.autograd.graph.saved_tensors_hooks(_not_compiled(ledger.pack), _not_compiled(ledger.unpack)):
         result = function(*args)
     return ledger.total_bytes(result)
-
-
-def refuses_hooks(error: RuntimeError) -> bool:
-    """Whether PyTorch's function transforms raised this in ``saved_bytes``."""
-    return "support saved tensor hooks" in str(error)
 
 
 def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:

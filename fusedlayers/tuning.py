@@ -119,7 +119,7 @@ def tune_step(step: Step, on_stage: OnStage | None = None) -> TuneReport:
         tuning.check_target(device)
     counted: set[tuple[dispatch.Question, torch.device]] = set()
     numbers = itertools.count()
-    if on_stage is not None:
+    if on_stage is not None:  # it takes a run
         tell("counting matmuls", 0.0)
         run(lambda question, device, job: counted.add((question, device)))
     run(session.ask)

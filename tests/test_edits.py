@@ -87,12 +87,15 @@ def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _store() -> saved_tensors_hooks:
-    """Hooks that give autograd numbers."""
-    held: dict[int, Tensor] = {}
-    return saved_tensors_hooks(
-        lambda t: held.setdefault(len(held), t) is t and len(held) - 1, lambda i: held[i].clone()
-    )
+def _store(*others: Tensor) -> saved_tensors_hooks:
+    """Hooks that give autograd numbers, and these tensors."""
+    held: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> tuple[Any, ...]:
+        held.append(tensor)
+        return len(held) - 1, *others
+
+    return saved_tensors_hooks(pack, lambda key: held[key[0]].clone())
 
 
 HOOKS: dict[str, Callable[[], Any]] = {
@@ -107,6 +110,7 @@ HOOKS: dict[str, Callable[[], Any]] = {
     # What they hold does not show, so an edit is refused whatever they hold.
     "keep in a set, and copy back": lambda: saved_tensors_hooks(lambda t: {t}, lambda held: held.pop().clone()),
     "keep in a store, and copy back": _store,
+    "keep in a store, with a tensor, and copy back": lambda: _store(torch.ones(1)),
     "keep in an array, and copy back": lambda: saved_tensors_hooks(
         lambda t: t.detach().numpy(), lambda held: torch.from_numpy(held).clone()
     ),

@@ -2234,12 +2234,51 @@ def test_models_that_call_transforms_are_fused_unmeasured(x: Tensor) -> None:
 def test_on_stage_is_told_how_far_fuse_has_come(x: Tensor, dry_run: bool) -> None:
     stages: list[tuple[str, float]] = []
     fl.fuse(MLP(), x, dry_run=dry_run, on_stage=lambda *stage: stages.append(stage))
-    names, parts = [*dict.fromkeys(name for name, _ in stages)], [part for _, part in stages]
-    assert names[:3] == ["measuring the model", "finding operations", "measuring what operations free"]
+    names, parts = [name for name, _ in stages], [part for _, part in stages]
+    assert names[:3] == ["measuring the model", "finding operations", "measuring what operations free, run 1"]
     assert parts == sorted(parts) and parts[0] == 0 and parts[-1] < 1
     assert any(name.startswith("timing steps, round ") for name in names) is dry_run
     with pytest.raises(TypeError, match="fuse: on_stage must be a function of a text and a number, such as print, got"):
         fl.fuse(MLP(), x, on_stage=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_in_place_with_and_without_a_batch_norm(norm_first: bool) -> None:
+    """Of the norm's input less is kept."""
+    act, convs = nn.LeakyReLU(inplace=True), [nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3), nn.Conv2d(16, 8, 3)]
+    norm = nn.BatchNorm2d(16)
+    first, second = ([norm], []) if norm_first else ([], [norm])
+    model = nn.Sequential(convs[0], *first, act, convs[1], *second, act, convs[2])
+    report = fl.fuse(model, torch.randn(8, 3, 96, 96))
+    assert report.saved_bytes is not None and report.saved_bytes[1] < 0.7 * report.saved_bytes[0]
+
+
+def test_of_writes_over_views_it_says_what_would_be_fused(x: Tensor) -> None:
+    """The result of a linear layer of three dimensions with a bias."""
+    model = nn.Sequential(nn.Linear(IN, HIDDEN), nn.SiLU(inplace=True), nn.Linear(HIDDEN, IN))
+    x = x.view(2, -1, IN)
+    (skipped,) = fl.fuse(model, x).skipped
+    assert skipped.reason.endswith("; with inplace=False it is fused")
+    unlisted = (
+        "not listed: what TorchScript, C++ extensions and writes over views in place save, which does not show: 1"
+    )
+    assert unlisted in str(fl.memory_report(model, x))
+    model[1] = nn.SiLU()
+    assert [place.activation for place in fl.fuse(model, x).replaced] == ["silu"]
+
+
+@pytest.mark.parametrize("at", ["finding operations", "measuring what operations free, run 2", "timing steps, round 1"])
+def test_errors_of_on_stage_are_raised_and_change_nothing(x: Tensor, at: str) -> None:
+    def fails(stage: str, part: float) -> None:
+        if stage == at:
+            raise OSError("disk full")
+
+    model = MLP()
+    fl.fuse(model, x)
+    before = _kinds(model)
+    with pytest.raises(OSError, match=r"^disk full$"):
+        fl.fuse(model, x, dry_run=True, on_stage=fails)
+    assert _kinds(model) == before != {}
 
 
 def test_fuse_under_hooks_says_so(x: Tensor) -> None:

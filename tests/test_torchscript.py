@@ -146,7 +146,7 @@ def test_a_memory_report_names_the_modules_that_do_not_show_what_they_save() -> 
     report = fl.memory_report(model, x)
     assert report.unlisted == ("1",)
     assert report.to_dict()["unlisted"] == ["1"]
-    line = "not listed, for TorchScript (or a C++ extension) does not show what it saves: {}\n"
+    line = "not listed: what TorchScript, C++ extensions and writes over views in place save, which does not show: {}\n"
     assert line.format("1") in str(report)
     report = fl.memory_report(scripted, x)
     assert report.unlisted == ("",) and line.format("the model") in str(report)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from .._torch import NO_HOOKS, refuses_hooks
 from ..utils.formatting import first_line
 from ..utils.isolation import in_clean_state
 from ..utils.storages import sizes_of
@@ -157,8 +158,13 @@ def kept_by_torch(variables: FreeVariables, example: tuple[int, ...], dtype: tor
         kept.append(tensor.detach())
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = variables.rebind(own)(z * 1)  # not a leaf: the function may overwrite its argument
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = variables.rebind(own)(z * 1)  # not a leaf: the function may overwrite its argument
+    except RuntimeError as error:
+        if not refuses_hooks(error):
+            raise
+        raise NotPointwise(f"it calls {NO_HOOKS}") from error
     given = sizes_of(own)
     total = sum(size for storage, size in sizes_of((*kept, y.detach())).items() if storage not in given)
     return total / (z.numel() * z.itemsize)

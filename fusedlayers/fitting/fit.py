@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .._torch import is_optimized
+from .._torch import NO_HOOKS, is_optimized, refuses_hooks
 from ..fusion.example import arguments_from, eagerly, evaluation_notes
 from ..fusion.fuse import unfuse
 from ..fusion.region import region_of
 from ..fusion.timing import telling
-from ..memory import NO_HOOKS, refuses_hooks
 from ..profiling.step import Step
 from ..utils.formatting import path_text, pattern_of, size_text
 from ..utils.module_state import isolated_gradients, unchanged
@@ -157,7 +156,9 @@ def fit_step(
     except RuntimeError as error:
         if not refuses_hooks(error):
             raise
-        raise ValueError(f"fit: what the model saves cannot be measured: {NO_HOOKS}; fuse works") from error
+        raise ValueError(
+            f"fit: what the model saves cannot be measured: the model calls {NO_HOOKS}; fuse works"
+        ) from error
     finally:
         unfuse(model)
         for region in before if found is None or plan_only else ():

@@ -11,13 +11,13 @@ from torch import nn
 from torch.fx import GraphModule
 
 from .. import backends
-from .._torch import OpOverload, is_optimized, saved_tensors_hooks_on_top
+from .._torch import NO_HOOKS, OpOverload, is_optimized, refuses_hooks, saved_tensors_hooks_on_top
 from ..activations import DTYPES, resolve, table
-from ..memory import NO_HOOKS, refuses_hooks, saved_bytes
+from ..memory import saved_bytes
 from ..profiling.step import Step, no_gradient_because, tensors_of
 from ..utils.formatting import first_line, size_text
 from ..utils.module_state import unchanged
-from ..utils.progress import OnStage, checked, within
+from ..utils.progress import CallbackError, OnStage, checked, past_handlers, within
 from ..utils.refusals import check_flag
 from ..utils.storages import has_data, tensors_in
 from .example import arguments_from, check_model, check_module, does_not_run, eagerly, evaluation_notes
@@ -99,12 +99,12 @@ def fuse(
     if save not in ("auto", "recompute"):
         raise ValueError(f"fuse: save must be 'auto' or 'recompute', got {save!r}")
     check_flag("fuse", "dry_run", dry_run)
-    tell = checked("fuse", on_stage)
+    fusing = Fusing(model, save, dry_run, on_stage=on_stage)
     if inputs is None:
-        return Fusing(model, save, dry_run).by_classes()
+        return fusing.by_classes()
     args, kwargs = arguments_from(inputs)
     check_module("fuse", model)
-    return Fusing(model, save, dry_run, on_stage=tell).on(args, kwargs)
+    return fusing.on(args, kwargs)
 
 
 def fuse_on(
@@ -112,7 +112,7 @@ def fuse_on(
 ) -> FuseReport:
     """``fuse`` with ``model(*args, **kwargs)`` for the example."""
     check_module("fuse", model)
-    return Fusing(model, on_stage=checked("fuse", on_stage)).on(args, kwargs)
+    return Fusing(model, on_stage=on_stage).on(args, kwargs)
 
 
 def unfuse(model: nn.Module) -> None:
@@ -144,7 +144,7 @@ class Fusing:
         on_stage: OnStage | None = None,
     ) -> None:
         self._model, self._save, self._dry_run, self._function = model, save, dry_run, function
-        self._on_stage = checked(function, on_stage)
+        self._on_stage = past_handlers(checked(function, on_stage))
         self.mlps: list[Place] = []
         self._skipped: list[Group] = []
         self._notes: list[str] = []
@@ -226,17 +226,21 @@ class Fusing:
                 is_timed = self._dry_run and known is not None and groups
                 step_ms = self._step_ms(groups, args, kwargs, restore_random_state) if is_timed else None
             return self._finish(groups, known, step_ms)
-        except BaseException:
+        except BaseException as error:
             self._put_back()
+            if isinstance(error, CallbackError):
+                raise error.error from None
             raise
 
     def _chosen(self, groups: list[Group], before: int | None, measured: Callable[[], int | None]) -> list[Group]:
         """Switch on what frees something."""
         chosen: list[Group] = []
-        on_stage, numbers = within(self._on_stage, 0.1, 0.4 if self._dry_run else 1), itertools.count()
+        on_stage, numbers = within(self._on_stage, 0.1, 0.4 if self._dry_run else 0.95), itertools.count()
 
         def told() -> int | None:
-            on_stage("measuring what operations free", min(next(numbers) / (1 + len(chosen)), 1))
+            done = next(numbers)
+            # As a rule each is measured once; some again, once others have been left.
+            on_stage(f"measuring what operations free, run {done + 1}", min(done / (1 + 1.5 * len(chosen)), 1))
             return measured()
 
         for group in groups:
@@ -285,6 +289,8 @@ class Fusing:
             because = f"it would free {size_text(group.freed)}, and PyTorch's takes less time on CPUs"
         elif group.freed:
             because = f"it would keep {size_text(-group.freed)} more: nobody else keeps its output"
+        elif first.writes_over_views:
+            because = "it writes over a view in place, of which autograd makes a copy; with inplace=False it is fused"
         elif keepers:
             because = f"it frees nothing: its input is the output that the {keepers[-1].name} before it saves"
         first.left_because = because if first.keeps_less else group.saves
@@ -303,7 +309,7 @@ class Fusing:
             return switch
 
         step = Step(self._model, args, kwargs, function=self._function)
-        without_all = telling(only([]), within(self._on_stage, 0.4, 1))
+        without_all = telling(only([]), within(self._on_stage, 0.4, 0.95))
         without_one = [only([group for group in groups if group is not out]) for out in groups]
         variants = [without_all, *without_one, only(groups)]
         try:
@@ -465,7 +471,7 @@ def _saved(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _
     except RuntimeError as error:
         if not refuses_hooks(error):
             raise
-        return _Saved(None, needs_gradient, NO_HOOKS)
+        return _Saved(None, needs_gradient, f"the model calls {NO_HOOKS}")
     if all(map(has_data, tensors_in((model, args, kwargs)))):
         return _Saved(kept, needs_gradient)
     return _Saved(None, needs_gradient, "tensors of the meta device hold no data")

@@ -47,8 +47,9 @@ class Place:
         activation: of PyTorch's activation functions, the record; else None.
         follows: what has made its input.
         is_normalised: of an activation, whether a batch norm made its input, in all calls.
-        is_kept_in_place: of an activation, whether it writes over its input and PyTorch then saves the output too, in
-            all calls.
+        is_kept_in_place: of an activation, whether all calls write over their input, which no batch norm made, so that
+            PyTorch saves the output too.
+        writes_over_views: of an activation, whether a call writes over a view, of which autograd makes a copy.
         keeps_output: whether what the first call keeps is its output.
         dtype: of the input.
         given: what the module was given in the first call, if that says the sizes of what it computes.
@@ -70,6 +71,7 @@ class Place:
     follows: list[Place] = field(default_factory=list)
     is_normalised: bool = False
     is_kept_in_place: bool = False
+    writes_over_views: bool = False
     keeps_output: bool = False
     dtype: torch.dtype = torch.float32
     given: Given | None = None
@@ -127,6 +129,18 @@ class Place:
         if x.numel() * x.itemsize < least_bytes:
             self.saves, self.is_small = plan.too_small_because(least_bytes), True
 
+    def note_form(self, x: Tensor, activation: Activation, *, is_in_place: bool, is_normalised: bool) -> None:
+        """Note how a call computes an activation of x, before it is counted.
+
+        Args:
+            is_normalised: whether a batch norm made x.
+        """
+        is_kept = is_in_place and activation.in_place is not None and not is_normalised
+        is_first = not self.calls
+        self.is_normalised = is_normalised and (is_first or self.is_normalised)
+        self.is_kept_in_place = is_kept and (is_first or self.is_kept_in_place)
+        self.writes_over_views |= is_in_place and x._is_view()
+
     def note_activation(self, z: Tensor, activation: Activation) -> None:
         """Note that an activation reads the result, z, of a batch norm."""
         if plan.tells_input(activation, "auto", z.dtype, on_gpu=z.is_cuda):
@@ -151,6 +165,6 @@ class Place:
             return None if "product" in self.readers else "no matrix product reads it"
         if self.is_activation and "gate" in self.readers:
             return KEPT_BY_GATE
-        # Less can be kept only where a dropout follows; of an activation in place also of the batch norm before it.
-        is_kept = self.name in KEPT_BY_TORCH or (self.is_kept_in_place and not self.is_normalised)
-        return "PyTorch saves no more than the output" if is_kept and "dropout" not in self.readers else None
+        # Less can be kept only where a dropout follows.
+        is_kept = (self.name in KEPT_BY_TORCH or self.is_kept_in_place) and "dropout" not in self.readers
+        return "PyTorch saves no more than the output" if is_kept else None

@@ -265,12 +265,8 @@ class _Recorder(TorchFunctionMode):
         if activation is None and kind not in OTHERS:
             return None
         name = kind if activation is None else activation.name
-        is_transformed = is_of_transform(x)  # then PyTorch computes it
-        needs_none = torch.is_grad_enabled() and not x.requires_grad
-        if (is_transformed or needs_none) and (activation is not None or kind in PLANNED):
-            because = "its input needs no gradient; once it does, call fuse again"
-            if is_transformed:
-                because = "a transform of torch.func runs it"
+        because = _keeps_nothing_because(x)
+        if because is not None and (activation is not None or kind in PLANNED):
             left = Place(running.path, running.module, kind, name, left_because=because, activation=activation)
             if name not in KEPT_BY_TORCH:  # of which nothing could be freed in any case
                 self._without_gradient.setdefault((running.path, kind), left)
@@ -283,7 +279,6 @@ class _Recorder(TorchFunctionMode):
                 running.path, running.module, kind, name, dtype=x.dtype, given=running.given
             )
             place.activation, place.follows = activation, self._makers.of(x)
-            place.is_normalised = place.is_kept_in_place = place.is_activation
             place.is_recomputed = running.is_recomputed
             if kind == "dropout" and kwargs.get("inplace"):
                 place.left_because = "it drops in place"
@@ -291,14 +286,13 @@ class _Recorder(TorchFunctionMode):
                 place.left_because = "the module's code puts it under a checkpoint, or other saved-tensor hooks"
             else:
                 place.note_call(operation, func, args, kwargs)
-        place.calls += 1
         if kind in _FASTER_BY_TORCH and x.is_cpu:
             place.least_bytes += x.nbytes // _STATISTICS
         place.is_recomputed &= running.is_recomputed
-        place.is_kept_in_place &= (
-            activation is not None and activation.in_place is not None and writes_over_input(func, kwargs)
-        )
-        place.is_normalised &= any(maker.kind == BATCH_NORM for maker in self._makers.of(x))
+        if activation is not None:
+            is_normalised = any(maker.kind == BATCH_NORM for maker in self._makers.of(x))
+            place.note_form(x, activation, is_in_place=writes_over_input(func, kwargs), is_normalised=is_normalised)
+        place.calls += 1
         if kind == GATE:
             factors = [*_tensors(args[:2])]
             place.gated += [maker for factor in factors for maker in self._makers.of(factor) if maker.is_activation]
@@ -327,6 +321,15 @@ class _Recorder(TorchFunctionMode):
         if kind == "dropout":
             return bool(kwargs.get("training", True) and kwargs.get("p", 0.5))
         return kind != BATCH_NORM or bool(kwargs.get("training") or args[5:6] == (True,))
+
+
+def _keeps_nothing_because(x: Tensor) -> str | None:
+    """Why nothing is kept of an operation on x, or only by PyTorch; or None."""
+    if is_of_transform(x):
+        return "a transform of torch.func runs it"
+    if torch.is_grad_enabled() and not x.requires_grad:
+        return "its input needs no gradient; once it does, call fuse again"
+    return None
 
 
 def _of_dropout(place: Place, places: list[Place]) -> str | None:

@@ -9,7 +9,8 @@ look for edits themselves:
 
 * Hooks hold the output's memory, as those of ``save_on_cpu`` do on a CPU: an edit is an error.
 * Hooks hold a copy, in tensors: edits leave that as it was, and are allowed.
-* What hooks hold does not show (a file's name, a number, an object): an edit is an error, for it may be the memory.
+* What hooks hold does not show (a file's name, a key, an object; and nothing does in compiled backward passes): an edit
+  is an error, for it may be the memory.
 * A checkpoint's hooks bring back what a second run has made. Both runs write to each tensor as often; more writes are
   an edit, fewer are another function. (Other hooks may have given the second run a copy to write over: ``call.py``
   leaves that to PyTorch.)
@@ -130,7 +131,8 @@ def _may_be_held(ctx: Any, y: Tensor, storage: StorageWeakRef) -> bool:
     raw = next(raw_saved(ctx), None)  # the node has saved the output first
     leaves = tree_leaves(None if raw is None else raw.data)
     held = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if not held or not all(isinstance(leaf, _SHOWN) for leaf in leaves):
+    has_copy = any(tensor.numel() >= y.numel() for tensor in held)  # smaller ones may be keys
+    if not has_copy or not all(isinstance(leaf, _SHOWN) for leaf in leaves):
         return True
     parts = (part for tensor in (y, *held) for part in strided_parts(tensor))
     return any(part.numel() and StorageWeakRef(part.untyped_storage()) == storage for part in parts)

@@ -33,7 +33,7 @@ class MemoryReport(DrawnReport):
         parts: what the estimate consists of; the bytes of each part.
         moment: when that was.
         unlisted: paths of the modules whose nodes do not show what they save, so that the rows lack it: TorchScript's,
-            and other C++ extensions'.
+            other C++ extensions', and those of writes over views in place.
     """
 
     name: str
@@ -206,7 +206,8 @@ def _lines(report: MemoryReport) -> Iterator[str]:
 
     if report.unlisted:
         where = path_text(report.unlisted)
-        yield f"{'':<19}not listed, for TorchScript (or a C++ extension) does not show what it saves: {where}"
+        what = "what TorchScript, C++ extensions and writes over views in place save, which does not show"
+        yield f"{'':<19}not listed: {what}: {where}"
 
     yield ""
     peak = report.peak_bytes

@@ -48,8 +48,9 @@ def saved_by(node: Any) -> Iterator[Tensor]:
 
 
 def hides_what_it_saves(node: Any) -> bool:
-    """Whether a node is written in C++ outside of torch's own formulas, as TorchScript's are."""
-    return type(node).__name__ == "CppFunction"
+    """Whether a node is written in C++ outside of torch's own formulas, as TorchScript's are, or holds another node, as
+    that of a write over a view in place does."""
+    return type(node).__name__ in ("CppFunction", "CopySlices")
 
 
 def checkpoints_of(nodes: Iterable[Any]) -> Iterator[tuple[list[Any], list[Tensor]]]:
