@@ -48,7 +48,6 @@ __all__ = [
     "FAKE_TENSOR_LOGGER",
     "FLASH_ATTENTION",
     "LOCAL_SCALAR",
-    "NO_HOOKS",
     "PRELU",
     "PRELU_BACKWARD",
     "PROXY_MODE",
@@ -102,7 +101,6 @@ __all__ = [
     "pop_saved_tensors_hooks",
     "profiler_is_active",
     "push_saved_tensors_hooks",
-    "refuses_hooks",
     "saved_tensors_hooks_are_enabled",
     "saved_tensors_hooks_on_top",
     "sequence_number",
@@ -340,12 +338,3 @@ def elementwise_dtypes(
 
     kind = prims.ELEMENTWISE_TYPE_PROMOTION_KIND[promotion]
     return prims.elementwise_dtypes(*arguments, type_promotion_kind=kind)
-
-
-#: What refuses hooks, for people.
-NO_HOOKS = "torch.func, in which PyTorch allows no saved-tensor hooks"
-
-
-def refuses_hooks(error: RuntimeError) -> bool:
-    """Whether PyTorch's function transforms raised this, under saved-tensor hooks."""
-    return "support saved tensor hooks" in str(error)

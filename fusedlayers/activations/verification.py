@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._torch import NO_HOOKS, refuses_hooks
 from ..utils.formatting import first_line
 from ..utils.isolation import in_clean_state
+from ..utils.refusals import NO_HOOKS, refuses_hooks
 from ..utils.storages import sizes_of
 from .free_variables import FreeVariables, find_variables
 from .partition import Split

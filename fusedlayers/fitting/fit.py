@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .._torch import NO_HOOKS, is_optimized, refuses_hooks
+from .._torch import is_optimized
 from ..fusion.example import arguments_from, eagerly, evaluation_notes
 from ..fusion.fuse import unfuse
 from ..fusion.region import region_of
@@ -18,7 +18,7 @@ from ..profiling.step import Step
 from ..utils.formatting import path_text, pattern_of, size_text
 from ..utils.module_state import isolated_gradients, unchanged
 from ..utils.progress import OnStage, checked, within
-from ..utils.refusals import check_flag
+from ..utils.refusals import NO_HOOKS, check_flag, refuses_hooks
 from ..utils.storages import tensors_in
 from .agreement import together
 from .arguments import check_arguments, readable

@@ -11,14 +11,14 @@ from torch import nn
 from torch.fx import GraphModule
 
 from .. import backends
-from .._torch import NO_HOOKS, OpOverload, is_optimized, refuses_hooks, saved_tensors_hooks_on_top
+from .._torch import OpOverload, is_optimized, saved_tensors_hooks_on_top
 from ..activations import DTYPES, resolve, table
 from ..memory import saved_bytes
 from ..profiling.step import Step, no_gradient_because, tensors_of
 from ..utils.formatting import first_line, size_text
 from ..utils.module_state import unchanged
 from ..utils.progress import CallbackError, OnStage, checked, past_handlers, within
-from ..utils.refusals import check_flag
+from ..utils.refusals import NO_HOOKS, check_flag, refuses_hooks
 from ..utils.storages import has_data, tensors_in
 from .example import arguments_from, check_model, check_module, does_not_run, eagerly, evaluation_notes
 from .groups import Group, grouped, saves_of, without_the_useless
