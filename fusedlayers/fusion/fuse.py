@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from .. import backends
 from .._torch import OpOverload, is_optimized, saved_tensors_hooks_on_top
-from ..activations import DTYPES, resolve, table
 from ..memory import saved_bytes
 from ..profiling.step import Step, no_gradient_because, tensors_of
 from ..utils.formatting import first_line, size_text
@@ -20,15 +18,15 @@ from ..utils.module_state import unchanged
 from ..utils.progress import CallbackError, OnStage, checked, past_handlers, within
 from ..utils.refusals import NO_HOOKS, check_flag, refuses_hooks
 from ..utils.storages import has_data, tensors_in
+from .classes import places_of_classes, slow_because
 from .example import arguments_from, check_model, check_module, does_not_run, eagerly, evaluation_notes
 from .groups import Group, grouped, saves_of, without_the_useless
 from .mlps import find_mlps
-from .operations import BATCH_NORM, GATE, OPERATIONS, PRODUCT, Given
+from .operations import BATCH_NORM, GATE, PRODUCT, Given
 from .place import KEPT_BY_GATE, Place
 from .recording import record
 from .region import Region, region_of
 from .report import FuseReport, Replaced
-from .stand_in import recognise
 from .timing import step_times, telling
 
 #: Operations that free something only together with others: nobody would ask why these are left.
@@ -162,9 +160,9 @@ class Fusing:
             "(F.gelu, for example), and to see what each place frees."
         )
         with unchanged([*self._model.modules()], ()):  # code that is tried out may draw random numbers
-            places = [*_places_of_classes(self._model)]
+            places = [*places_of_classes(self._model)]
         for place in places:
-            because = _slow_because(place, self._model)
+            because = slow_because(place, self._model)
             if because is not None:  # it stays fused, for the model may be moved to a GPU before it is trained
                 place.left_because = because
                 place.saves = f"is left to PyTorch here: {because}"
@@ -399,47 +397,6 @@ def _nothing_found(model: nn.Module) -> str:
         return "Nothing was found: an exported graph has lost its modules. Fuse the model before you export it."
     own = "Activations of your own must be modules of torch operations, not TorchScript."
     return f"Nothing was found that would keep less; memory_report lists what the model keeps. ({own})"
-
-
-def _slow_because(place: Place, model: nn.Module) -> str | None:
-    """Why PyTorch would compute a place of which the class alone is known, where the module or the model is now."""
-    is_norm = place.kind in ("layer_norm", "rms_norm", "group_norm")
-    if place.stand_in is not None or not (is_norm or place.is_activation):
-        return None
-    tensors = (t for t in (*tensors_in(place.module), *tensors_in(model)) if t.dtype in DTYPES)
-    example = next(tensors, torch.empty(0))
-    return backends.slow_on(example.device, example.dtype, None if is_norm else resolve(place.module))
-
-
-def _places_of_classes(model: nn.Module) -> Iterator[Place]:
-    """The modules of PyTorch's classes, and those that spell an activation or a norm out."""
-    kinds: dict[Any, str] = {
-        nn.Dropout: "dropout",
-        nn.LayerNorm: "layer_norm",
-        nn.RMSNorm: "rms_norm",
-        nn.GroupNorm: "group_norm",
-        nn.BatchNorm1d: BATCH_NORM,
-        nn.BatchNorm2d: BATCH_NORM,
-        nn.BatchNorm3d: BATCH_NORM,
-    }
-    for kind, entries in table.stand_ins.items():
-        function = next((f for f, _ in entries[0][0].stands_for if f in OPERATIONS), None)
-        if isinstance(kind, type) and function is not None:
-            kinds[kind] = OPERATIONS[function].kind
-    has_dropout = any(isinstance(module, nn.Dropout) for module in model.modules())
-    for path, module in model.named_modules():
-        kind = kinds.get(type(module))
-        if kind is not None:
-            place = Place(path, module, kind, kind)
-            if has_dropout:
-                place.readers.add("dropout")
-            is_useless = place.is_activation and place.useless_because is not None
-            if not is_useless and not (kind == "dropout" and module.inplace):
-                yield place
-            continue
-        stand_in = recognise(module, torch.float32)
-        if stand_in is not None:
-            yield Place(path, module, stand_in.kind, stand_in.name, stand_in)
 
 
 class _Saved(NamedTuple):
