@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import fusedlayers as fl
 from bench import overview
@@ -17,6 +19,7 @@ from fusedlayers import sizes
 from fusedlayers.activations import table
 from fusedlayers.fitting import costs
 from fusedlayers.fusion import timing
+from fusedlayers.memory import peak_bytes
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -310,6 +313,23 @@ def test_in_other_contexts_it_frees_what_was_measured() -> None:
     percentages = re.sub(r" \(\S+ %\)", "", README.partition("| Bytes saved, compared")[2].partition("\n\n")[0])
     triples = re.findall(r"-?(\d+) % \| -?(\d+) % \| -?(\d+) %", percentages)
     assert [[*map(int, triple)] for triple in triples] == [*found.values()]
+
+
+def test_losses_that_contain_gradients_need_about_as_much_memory() -> None:
+    assert "(penalties, PINNs): its steps need about as much memory as PyTorch's;" in README
+    layers = [layer for _ in range(2) for layer in (nn.Linear(256, 256), nn.GELU())]
+    model = nn.Sequential(nn.Linear(2, 256), nn.LayerNorm(256), *layers, nn.Linear(256, 1))
+    x = torch.rand(4096, 2, requires_grad=True)
+
+    def step() -> None:
+        u = model(x)
+        (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        (curvature,) = torch.autograd.grad(slope[:, 0].sum(), x, create_graph=True)
+        torch.autograd.grad((curvature[:, 0] - slope[:, 1] + u[:, 0]).square().mean(), tuple(model.parameters()))
+
+    before = peak_bytes(step)
+    assert len(fl.fuse(model, x).replaced) == 2
+    assert peak_bytes(step) == pytest.approx(before, rel=0.15)
 
 
 def test_fit_takes_as_long_as_was_measured() -> None:
