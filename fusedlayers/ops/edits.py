@@ -7,10 +7,7 @@ Autograd does not look at what saved-tensor hooks bring back: PyTorch's own oper
 it. Where PyTorch saves an operation's input, a model's code may edit its output, under hooks too. So the nodes here
 look for edits themselves:
 
-* Hooks hold the output's memory, as those of ``save_on_cpu`` do on a CPU: an edit is an error.
-* Hooks hold a copy, in tensors: edits leave that as it was, and are allowed.
-* What hooks hold does not show (a file's name, a key, an object; and nothing does in compiled backward passes): an edit
-  is an error, for it may be the memory.
+* Under hooks an edit is an error, as it is without. Whether they held a copy by then does not show.
 * A checkpoint's hooks bring back what a second run has made. Both runs write to each tensor as often; more writes are
   an edit, fewer are another function. (Other hooks may have given the second run a copy to write over: ``call.py``
   leaves that to PyTorch.)
@@ -18,32 +15,24 @@ look for edits themselves:
 
 from __future__ import annotations
 
-from types import NoneType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint
 
-from .._torch import saved_tensors_hooks_on_top, tree_leaves
+from .._torch import saved_tensors_hooks_on_top
 from ..activations import Activation
 from ..utils.autograd_graph import raw_saved
-from ..utils.storages import strided_parts
 
 #: How autograd's error begins, which people search for.
 _EDITED = "one of the variables needed for gradient computation has been modified by an inplace operation"
 
-#: What holds no memory but that of a tensor.
-_SHOWN = (Tensor, int, float, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format)
-
 
 class Expected(NamedTuple):
-    """Of an output that hooks get: its version once ``forward`` has ended; and, where they are no checkpoint's, which
-    memory it has, and an empty tensor that counts the writes to it."""
+    """Of an output that hooks get: its version once ``forward`` has ended; and, where they are no checkpoint's, an
+    empty tensor that counts the writes to it."""
 
     version: int
-    storage: StorageWeakRef | None = None
     counter: Tensor | None = None
 
 
@@ -61,7 +50,7 @@ def expected_from_hooks(y: Tensor, *, is_dirty: bool = False) -> Expected | None
         return Expected(version)
     counter = y.detach()
     counter.data = y.new_empty(0)  # it goes on counting, and holds no memory
-    return Expected(version, StorageWeakRef(y.untyped_storage()), counter)
+    return Expected(version, counter)
 
 
 def is_under_checkpoint() -> bool:
@@ -114,7 +103,7 @@ def saved_tensors(ctx: Any, function: str, activation: Activation | None = None)
     if expected is None or y is None:
         return saved
     version = (y if expected.counter is None else expected.counter)._version
-    if version == expected.version or (expected.storage is not None and not _may_be_held(ctx, y, expected.storage)):
+    if version == expected.version:
         return saved
     if version > expected.version:
         found = f"an output of shape {tuple(y.shape)}, brought back by hooks, is at version {version}"
@@ -124,18 +113,6 @@ def saved_tensors(ctx: Any, function: str, activation: Activation | None = None)
         f"{function}: in the place of {_output_of(activation)} a checkpoint has recomputed something else, of shape "
         f"{tuple(y.shape)}. A function under a checkpoint must compute the same each time it runs."
     )
-
-
-def _may_be_held(ctx: Any, y: Tensor, storage: StorageWeakRef) -> bool:
-    """Whether hooks, which have brought back y, hold this memory of the output; or what they hold does not show."""
-    raw = next(raw_saved(ctx), None)  # the node has saved the output first
-    leaves = tree_leaves(None if raw is None else raw.data)
-    held = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    has_copy = any(tensor.numel() >= y.numel() for tensor in held)  # smaller ones may be keys
-    if not has_copy or not all(isinstance(leaf, _SHOWN) for leaf in leaves):
-        return True
-    parts = (part for tensor in (y, *held) for part in strided_parts(tensor))
-    return any(part.numel() and StorageWeakRef(part.untyped_storage()) == storage for part in parts)
 
 
 def _is_of_another(ctx: Any, reason: str) -> bool:
