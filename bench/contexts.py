@@ -29,6 +29,7 @@ DEFINITIONS = {
     "plain": "as the model is",
     "autocast": "under autocast to bfloat16; copies of parameters that autocast makes count",
     "hooks": "what saved-tensor hooks are handed, each storage once",
+    "copies": "the same, each tensor by itself, as hooks that copy it hold it (save_on_cpu on GPUs)",
     "compile": "after torch.compile(dynamic=False)",
     "backend": "the model as it is, after the same, and after torch.compile(dynamic=False, backend='fusedlayers')",
 }
@@ -90,6 +91,16 @@ def _under_autocast(subject: models.Subject) -> int:
 
 
 def _under_hooks(subject: models.Subject) -> int:
+    return sum(sizes_of(_handed(subject)).values())
+
+
+def _under_copying_hooks(subject: models.Subject) -> int:
+    return sum(tensor.nbytes for tensor in _handed(subject))
+
+
+def _handed(subject: models.Subject) -> list[Tensor]:
+    """What saved-tensor hooks are handed, but for the model's own tensors and its inputs."""
+    own = sizes_of(tensors_in((subject.model, subject.inputs)))
     held: list[Tensor] = []  # held: an address stands for a storage only while that is alive
 
     def pack(tensor: Tensor) -> Tensor:
@@ -99,8 +110,7 @@ def _under_hooks(subject: models.Subject) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = subject.forward()
     del y
-    own = sizes_of(tensors_in((subject.model, subject.inputs)))
-    return sum(size for storage, size in sizes_of(held).items() if storage not in own)
+    return [tensor for tensor in held if not sizes_of([tensor]).keys() <= own.keys()]
 
 
 def _compiled(subject: models.Subject, backend: str = "inductor") -> int:
@@ -124,5 +134,6 @@ CONTEXTS: dict[str, Callable[[models.Subject], int]] = {
     "plain": _plain,
     "autocast": _under_autocast,
     "hooks": _under_hooks,
+    "copies": _under_copying_hooks,
     "compile": _compiled,
 }

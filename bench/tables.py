@@ -271,6 +271,7 @@ CONTEXTS = {
     "plain": "as it is",
     "autocast": "autocast to bfloat16",
     "hooks": "saved-tensor hooks",
+    "copies": "hooks that copy",
     "compile": "`torch.compile`",
     "backend": 'the same by `backend="fusedlayers"`, no `fuse`',
 }
