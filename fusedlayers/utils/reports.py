@@ -6,10 +6,15 @@ import base64
 import html
 import io
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import nn
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+#: To who writes ``model = fuse(model, x)``.
+_NO_MODEL = "it is a report, and no model. fuse and fit change the model itself; do not assign to it what they return"
 
 
 class Report:
@@ -17,6 +22,16 @@ class Report:
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises: a report is not the model."""
+        raise TypeError(f"a {type(self).__name__} cannot be called: {_NO_MODEL}")
+
+    if not TYPE_CHECKING:  # to which every attribute would be one that it has
+
+        def __getattr__(self, name: str) -> NoReturn:
+            hint = f": {_NO_MODEL}" if hasattr(nn.Module, name) else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
 
 class NothingToDrawError(ValueError):
