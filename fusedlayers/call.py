@@ -40,6 +40,10 @@ from .ops.edits import is_under_checkpoint
 from .plan import Needs, Plan, PlanKey, make_plan, plan_cache
 from .utils.bounded_cache import BoundedCache
 
+#: Why a call under a checkpoint that writes over its input is left to PyTorch. It may run with a copy the second time,
+#: by hooks around it, and the writes to a copy are counted from 0: no number tells whether the output was edited.
+COPIED_BY_CHECKPOINT = "it writes over its input, of which a checkpoint around it may hold a copy"
+
 #: Plans by facts. A large model has some hundreds; changing lengths and shapes push out the oldest.
 _plans: BoundedCache[Plan] = plan_cache(4096)
 
@@ -172,9 +176,7 @@ def plan_for(
     else:
         plain_because = followed_by()
         if is_inplace and plain_because is None and is_under_checkpoint():
-            # It may run with a copy the second time, by hooks around it. The writes to a copy are counted from 0, so
-            # that no number tells whether the output was edited.
-            plain_because = "it writes over its input, of which a checkpoint around it may hold a copy"
+            plain_because = COPIED_BY_CHECKPOINT
         if activation.needs_tracing and plain_because is None:
             validation.check_call(operation, x, w, b, residual)  # what is traced for z must have a shape and a dtype
             shape = operation.shape(x, w)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ._torch import backward_pass, dynamo_is_loaded
 from .ops.edits import unedited
-from .utils.autograd_graph import attributes_of, checkpoints_of, leaves_of, nodes_of
+from .utils.autograd_graph import attributes_of, checkpoints_of, leaves_of, nodes_of, saved_by
 from .utils.storages import strided_parts, tensors_in
 
 __all__ = ["peak_bytes", "saved_bytes"]
@@ -36,7 +36,9 @@ def saved_bytes(function: Callable[..., Any], *args: Any, exclude: Any = ()) -> 
     What counts is what the graph holds when the call returns, or when a backward pass in it begins: a node may have
     been abandoned for a later one, and freed with what it saved. Where the call builds several graphs one after the
     other (a training loop), the result is the largest of these numbers. Compiled functions can be measured; compile
-    them by one call beforehand, or the copies made while compiling may count.
+    them by one call beforehand, or the copies made while compiling may count. A function that refuses saved-tensor
+    hooks, as one that calls ``torch.func`` within does, is called again without, and what counts is what the graph
+    shows then.
 
     Args:
         function: any callable of tensors; the graph is found through the tensors it returns.
@@ -52,14 +54,17 @@ def saved_bytes(function: Callable[..., Any], *args: Any, exclude: Any = ()) -> 
     """
     # Held in a list until the end: an address identifies a storage only while that storage is alive.
     excluded = list(tensors_in(list(exclude) if isinstance(exclude, Iterator | Set) else exclude))
-    ledger = _Ledger()
-    for tensor in tensors_in((function, args)):
-        ledger.limit(tensor)
-    for tensor in excluded:
-        ledger.leave_out(tensor)
-    with torch.autograd.graph.saved_tensors_hooks(_not_compiled(ledger.pack), _not_compiled(ledger.unpack)):
-        result = function(*args)
-    return ledger.total_bytes(result)
+    given = list(tensors_in((function, args)))
+    ledger = _Ledger(given, excluded)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(_not_compiled(ledger.pack), _not_compiled(ledger.unpack)):
+            result = function(*args)
+        return ledger.total_bytes(result)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # of the hooks, or the function's own, which is raised below
+        del ledger
+    return _Ledger(given, excluded).total_bytes(function(*args), saved_by)
 
 
 def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,30 +101,33 @@ def peak_bytes(function: Callable[..., Any], *args: Any, device: torch.device | 
 class _Ledger:
     """The storages that graphs hold right now, and the most bytes they held where a backward pass read them."""
 
-    def __init__(self) -> None:
+    def __init__(self, given: Iterable[Tensor], excluded: Iterable[Tensor]) -> None:
         self._holders: dict[int, int] = {}  # storage address -> how many saved tensors keep it alive
         self._bytes: dict[int, int] = {}  # the same keys -> what the storage counts for
         self._limits: dict[int, int] = {}
         self._left_out: set[int] = set()
         self._live_bytes = 0
         self._most_bytes = 0
+        for tensor in given:
+            self._limit(tensor)
+        for tensor in excluded:
+            self._leave_out(tensor)
 
-    def limit(self, tensor: Tensor) -> None:
+    def _limit(self, tensor: Tensor) -> None:
         """Count the storage of this argument for no more than the arguments' own extent."""
         if _is_parameter(tensor):
-            self.leave_out(tensor)
+            self._leave_out(tensor)
         for part in strided_parts(tensor):
             extent = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
             key = part.untyped_storage()._cdata
             self._limits[key] = self._limits.get(key, 0) + (extent * part.element_size() if part.numel() else 0)
 
-    def leave_out(self, tensor: Tensor) -> None:
+    def _leave_out(self, tensor: Tensor) -> None:
         """Do not count this tensor's storage, which the caller keeps alive."""
         self._left_out.update(part.untyped_storage()._cdata for part in strided_parts(tensor))
 
     def pack(self, tensor: Tensor) -> "_Saved":
-        # A weight is often saved as a view (`weight.t()`): whether it is a parameter is asked of the base.
-        if _is_parameter(tensor) or (tensor._base is not None and _is_parameter(tensor._base)):
+        if _is_of_parameter(tensor):
             return _Saved(tensor, (), self)
         return _Saved(tensor, [self._hold(part) for part in strided_parts(tensor)], self)
 
@@ -140,19 +148,19 @@ class _Ledger:
                 del self._holders[key]
                 self._live_bytes -= self._bytes.pop(key)
 
-    def total_bytes(self, result: Any) -> int:
-        """Return the largest number, corrected by what only the finished graph of ``result`` shows: leaves and
-        attributes."""
+    def total_bytes(self, result: Any, held_by: Callable[[Any], Iterable[Tensor]] = attributes_of) -> int:
+        """Return the largest number, corrected by what only the finished graph of ``result`` shows: leaves, and what
+        each node holds without hooks."""
         nodes = nodes_of(tensors_in(result))
         # Compiled code saves detached views, whose base is not known to be a parameter.
         leaf_keys = {part.untyped_storage()._cdata for leaf in leaves_of(nodes) for part in strided_parts(leaf)}
         parameter_bytes = sum(self._bytes.get(key, 0) for key in leaf_keys)
         self._left_out |= leaf_keys
         # Attributes of contexts bypass the hooks, and so does what a checkpoint holds for its recomputation.
-        past_hooks = [tensor for node in nodes for tensor in attributes_of(node)]
+        past_hooks = [tensor for node in nodes for tensor in held_by(node)]
         past_hooks += [tensor for _, tensors in checkpoints_of(nodes) for tensor in tensors]
         for tensor in past_hooks:
-            if not _is_parameter(tensor):
+            if not _is_of_parameter(tensor):
                 for part in strided_parts(tensor):
                     self._hold(part)
         self._note()
@@ -194,6 +202,11 @@ def _is_parameter(tensor: Tensor) -> bool:
     # A view that a Function's forward has made of an input that needs a gradient says that it is a leaf.
     base = tensor._base
     return tensor.is_leaf and tensor.requires_grad and (base is None or base.is_leaf)
+
+
+def _is_of_parameter(tensor: Tensor) -> bool:
+    # A weight is often saved as a view (`weight.t()`): whether it is a parameter is asked of the base.
+    return _is_parameter(tensor) or (tensor._base is not None and _is_parameter(tensor._base))
 
 
 def device_of(tree: Any) -> torch.device:

@@ -18,7 +18,7 @@ from ..profiling.step import Step
 from ..utils.formatting import path_text, pattern_of, size_text
 from ..utils.module_state import isolated_gradients, unchanged
 from ..utils.progress import OnStage, checked, within
-from ..utils.refusals import NO_HOOKS, check_flag, refuses_hooks
+from ..utils.refusals import check_flag
 from ..utils.storages import tensors_in
 from .agreement import together
 from .arguments import check_arguments, readable
@@ -153,12 +153,6 @@ def fit_step(
             else:
                 found = _fastest(parts, plans, budget, eager_bytes, on_stage)
         on_stage("done", 1.0)
-    except RuntimeError as error:
-        if not refuses_hooks(error):
-            raise
-        raise ValueError(
-            f"fit: what the model saves cannot be measured: the model calls {NO_HOOKS}; fuse works"
-        ) from error
     finally:
         unfuse(model)
         for region in before if found is None or plan_only else ():

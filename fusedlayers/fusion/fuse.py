@@ -16,7 +16,7 @@ from ..profiling.step import Step, no_gradient_because, tensors_of
 from ..utils.formatting import first_line, size_text
 from ..utils.module_state import unchanged
 from ..utils.progress import CallbackError, OnStage, checked, past_handlers, within
-from ..utils.refusals import NO_HOOKS, check_flag, refuses_hooks
+from ..utils.refusals import check_flag
 from ..utils.storages import has_data, tensors_in
 from .classes import places_of_classes, slow_because
 from .example import arguments_from, check_model, check_module, does_not_run, eagerly, evaluation_notes
@@ -215,7 +215,7 @@ class Fusing:
                         note = f"Nothing is saved for a backward pass: {no_gradient_because(model)}."
                     self._notes.append(note)
                 self.mlps = [*find_mlps(model, recording)]
-                if before:  # else a note says why nothing is saved
+                if before != 0:  # else a note says why nothing is saved
                     self._skipped += grouped(recording.without_gradient)
                 blocks = self.mlps if self._save == "recompute" else []
                 groups = self._chosen(grouped(recording.places, blocks), before, lambda: measured().bytes)
@@ -223,12 +223,15 @@ class Fusing:
                 known = (before, after) if before is not None and after is not None and (before or after) else None
                 is_timed = self._dry_run and known is not None and groups
                 step_ms = self._step_ms(groups, args, kwargs, restore_random_state) if is_timed else None
+            self._on_stage("done", 1.0)
             return self._finish(groups, known, step_ms)
-        except BaseException as error:
+        except CallbackError as error:
             self._put_back()
-            if isinstance(error, CallbackError):
-                raise error.error from None
+            of_callback = error.error
+        except BaseException:
+            self._put_back()
             raise
+        raise of_callback  # here, where its context stays what it was
 
     def _chosen(self, groups: list[Group], before: int | None, measured: Callable[[], int | None]) -> list[Group]:
         """Switch on what frees something."""
@@ -277,18 +280,14 @@ class Fusing:
         first = group.first
         if first.kind in _AUXILIARY or not before:  # else a note says why nothing is kept
             return
-        because = "it freed nothing when it was tried: its input is saved by others too, or its output by no others"
+        because = "it freed nothing when it was tried: another operation saves its input too, or none saves its output"
         keepers = [
-            place
-            for place in first.follows
-            if place in fused and saves_of(place).startswith("saves the output") and not place.is_recomputed
+            place for place in first.follows if place in fused and place.keeps_output and not place.is_recomputed
         ]
         if group.freed and group.freed > 0:
             because = f"it would free {size_text(group.freed)}, and PyTorch's takes less time on CPUs"
         elif group.freed:
             because = f"it would keep {size_text(-group.freed)} more: nobody else keeps its output"
-        elif first.writes_over_views:
-            because = "it writes over a view in place, of which autograd makes a copy; with inplace=False it is fused"
         elif keepers:
             because = f"it frees nothing: its input is the output that the {keepers[-1].name} before it saves"
         first.left_because = because if first.keeps_less else group.saves
@@ -425,10 +424,6 @@ def _saved(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _
         kept = saved_bytes(run, exclude=[*model.buffers(), args, kwargs])
     except torch.OutOfMemoryError:
         return _Saved(None, needs_gradient, "there is not enough memory")
-    except RuntimeError as error:
-        if not refuses_hooks(error):
-            raise
-        return _Saved(None, needs_gradient, f"the model calls {NO_HOOKS}")
     if all(map(has_data, tensors_in((model, args, kwargs)))):
         return _Saved(kept, needs_gradient)
     return _Saved(None, needs_gradient, "tensors of the meta device hold no data")

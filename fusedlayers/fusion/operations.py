@@ -19,11 +19,13 @@ from .. import asking, gates, norms, sizes
 from .._torch import grouped_mm
 from ..activations import Activation, table
 from ..batch_norms import after_batch_norm, batch_norm
+from ..call import COPIED_BY_CHECKPOINT, needs_gradient
 from ..dropouts import dropout
 from ..functional import bias_act
 from ..ops.dropout import dropped_product_of
 from ..ops.edits import is_under_checkpoint
 from ..ops.product import factors_of
+from ..plan import plain
 from ..utils.bounded_cache import BoundedCache
 from ..utils.layout import copies_are_contiguous
 
@@ -211,12 +213,23 @@ def _activated(form: _Form, function: Any, args: Arguments, kwargs: Options) -> 
     if activation is None or not isinstance(args[0], Tensor):
         return function(*args, **kwargs)
     x, inplace = args[0], _is_in_place(form, kwargs)
-    if inplace and not (torch.compiler.is_compiling() or asking.questions) and is_under_checkpoint():
-        return function(*args, **kwargs)  # bias_act would do as much, and keep more
+    because = in_place_because(x) if inplace and not torch.compiler.is_compiling() else None
+    if because is not None:  # bias_act would write over a copy, and keep more
+        asking.answer(plain(because))
+        return function(*args, **kwargs)
     if form.target is F.logsigmoid and x.is_cpu and not copies_are_contiguous(x):
         return function(*args, **kwargs)  # whose result is contiguous
     joined = None if torch.compiler.is_compiling() else after_batch_norm(x, activation, inplace)
     return joined if joined is not None else bias_act(x, None, activation, inplace=inplace)
+
+
+def in_place_because(x: Tensor) -> str | None:
+    """Why PyTorch computes what writes over x in place, or None."""
+    if is_under_checkpoint():
+        return COPIED_BY_CHECKPOINT
+    if x._is_view() and needs_gradient(x):
+        return "it writes over a view in place, of which autograd makes a copy (with inplace=False there is none)"
+    return None
 
 
 def activation_of(function: Any, args: Arguments, kwargs: Options) -> Activation | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +50,6 @@ class Place:
         is_normalised: of an activation, whether a batch norm made its input, in all calls.
         is_kept_in_place: of an activation, whether all calls write over their input, which no batch norm made, so that
             PyTorch saves the output too.
-        writes_over_views: of an activation, whether a call writes over a view, of which autograd makes a copy.
         keeps_output: whether what the first call keeps is its output.
         dtype: of the input.
         given: what the module was given in the first call, if that says the sizes of what it computes.
@@ -71,7 +71,6 @@ class Place:
     follows: list[Place] = field(default_factory=list)
     is_normalised: bool = False
     is_kept_in_place: bool = False
-    writes_over_views: bool = False
     keeps_output: bool = False
     dtype: torch.dtype = torch.float32
     given: Given | None = None
@@ -129,20 +128,29 @@ class Place:
         if x.numel() * x.itemsize < least_bytes:
             self.saves, self.is_small = plan.too_small_because(least_bytes), True
 
-    def note_form(self, x: Tensor, activation: Activation, *, is_in_place: bool, is_normalised: bool) -> None:
-        """Note how a call computes an activation of x, before it is counted.
+    def note_form(self, norms: Sequence[Place], *, is_in_place: bool) -> None:
+        """Note how a call computes an activation, before it is counted.
 
         Args:
-            is_normalised: whether a batch norm made x.
+            norms: the batch norms that made its input.
+            is_in_place: whether it writes over its input, and PyTorch saves the output.
         """
-        is_kept = is_in_place and activation.in_place is not None and not is_normalised
         is_first = not self.calls
-        self.is_normalised = is_normalised and (is_first or self.is_normalised)
-        self.is_kept_in_place = is_kept and (is_first or self.is_kept_in_place)
-        self.writes_over_views |= is_in_place and x._is_view()
+        self.is_normalised = bool(norms) and (is_first or self.is_normalised)
+        self.is_kept_in_place = is_in_place and not norms and (is_first or self.is_kept_in_place)
+        waits = self.keeps_less and norms and all(norm.is_small for norm in norms)
+        if is_in_place and waits:  # it frees nothing but with the norm
+            self.saves, self.is_small = norms[0].saves, True
 
-    def note_activation(self, z: Tensor, activation: Activation) -> None:
-        """Note that an activation reads the result, z, of a batch norm."""
+    def note_activation(self, z: Tensor, activation: Activation, left_because: str | None) -> None:
+        """Note that an activation reads the result, z, of a batch norm.
+
+        Args:
+            left_because: why the activation is left to PyTorch, or None.
+        """
+        if left_because is not None:
+            self.unread_because = f"the activation behind it is left to PyTorch: {left_because}"
+            return
         if plan.tells_input(activation, "auto", z.dtype, on_gpu=z.is_cuda):
             self.readers.add("activation")
         elif plan.tells_input(activation, "auto", z.dtype, on_gpu=False):

@@ -27,6 +27,7 @@ from .operations import (
     Operation,
     activation_of,
     in_order,
+    in_place_because,
     is_gate,
     reads_product,
     writes_over_input,
@@ -179,7 +180,7 @@ class _Recorder(TorchFunctionMode):
             places = [place for place in places if place.path != path] + [whole]
         for place in places:
             if place.kind == "dropout" and place.saves is None:
-                place.saves = _of_dropout(place, places)
+                place.saves, place.keeps_output = _of_dropout(place, places)
         return places
 
     def _enter_as(self, path: str) -> Any:
@@ -265,13 +266,14 @@ class _Recorder(TorchFunctionMode):
         if activation is None and kind not in OTHERS:
             return None
         name = kind if activation is None else activation.name
-        because = _keeps_nothing_because(x)
-        if because is not None and (activation is not None or kind in PLANNED):
+        because = _keeps_nothing_because(kind, x)
+        if because is not None:
             left = Place(running.path, running.module, kind, name, left_because=because, activation=activation)
-            if name not in KEPT_BY_TORCH:  # of which nothing could be freed in any case
+            if (activation is not None or kind in PLANNED) and name not in KEPT_BY_TORCH:  # else nothing could be freed
                 self._without_gradient.setdefault((running.path, kind), left)
             return None
-        if not self._is_of_interest(kind, activation, x, args, kwargs):
+        is_in_place = activation is not None and writes_over_input(func, kwargs)
+        if not self._is_of_interest(kind, activation, is_in_place, x, args, kwargs):
             return None
         place = self._places.get((running.path, kind))
         if place is None:
@@ -290,15 +292,17 @@ class _Recorder(TorchFunctionMode):
             place.least_bytes += x.nbytes // _STATISTICS
         place.is_recomputed &= running.is_recomputed
         if activation is not None:
-            is_normalised = any(maker.kind == BATCH_NORM for maker in self._makers.of(x))
-            place.note_form(x, activation, is_in_place=writes_over_input(func, kwargs), is_normalised=is_normalised)
+            norms = [maker for maker in self._makers.of(x) if maker.kind == BATCH_NORM]
+            place.note_form(norms, is_in_place=is_in_place and activation.in_place is not None)
         place.calls += 1
         if kind == GATE:
             factors = [*_tensors(args[:2])]
             place.gated += [maker for factor in factors for maker in self._makers.of(factor) if maker.is_activation]
         return place
 
-    def _is_of_interest(self, kind: str, activation: Activation | None, x: Tensor, args: Any, kwargs: Any) -> bool:
+    def _is_of_interest(
+        self, kind: str, activation: Activation | None, is_in_place: bool, x: Tensor, args: Any, kwargs: Any
+    ) -> bool:
         """Whether something may be freed. What made x gets to know who reads it."""
         if kind == PRODUCT:
             was_dropped = x in self._makers_of_product
@@ -311,38 +315,37 @@ class _Recorder(TorchFunctionMode):
             return was_dropped or _is_product(x)
         if kind == GATE:
             return is_gate(args)
-        if torch.is_grad_enabled() and not x.requires_grad:
-            return False
         for maker in self._makers.of(x):
             if activation is None:
                 maker.readers.add(kind)
             elif maker.kind == BATCH_NORM and activation.name not in KEPT_BY_TORCH:
-                maker.note_activation(x, activation)
+                maker.note_activation(x, activation, in_place_because(x) if is_in_place else None)
         if kind == "dropout":
             return bool(kwargs.get("training", True) and kwargs.get("p", 0.5))
         return kind != BATCH_NORM or bool(kwargs.get("training") or args[5:6] == (True,))
 
 
-def _keeps_nothing_because(x: Tensor) -> str | None:
+def _keeps_nothing_because(kind: str, x: Tensor) -> str | None:
     """Why nothing is kept of an operation on x, or only by PyTorch; or None."""
     if is_of_transform(x):
         return "a transform of torch.func runs it"
-    if torch.is_grad_enabled() and not x.requires_grad:
+    if kind not in (GATE, PRODUCT) and torch.is_grad_enabled() and not x.requires_grad:
         return "its input needs no gradient; once it does, call fuse again"
     return None
 
 
-def _of_dropout(place: Place, places: list[Place]) -> str | None:
-    """What a dropout keeps; None where the activation before it is one that only its call knows."""
+def _of_dropout(place: Place, places: list[Place]) -> tuple[str | None, bool]:
+    """What a dropout keeps, None where the activation before it is one that only its call knows; and whether that is
+    its output."""
     before = [
         maker for maker in place.follows if maker in places and maker.is_activation and maker.left_because is None
     ]
     if any(maker.activation is None for maker in before):
-        return None
+        return None, False
     for maker in before:
         if maker.keeps_output and maker.activation is not None and tells_scaled(maker.activation, place.dtype):
-            return "saves the output, whose zeros show what was dropped"
-    return "saves one bit for each element"
+            return "saves the output, whose zeros show what was dropped", True
+    return "saves one bit for each element", False
 
 
 def _is_product(x: object) -> bool:

@@ -34,6 +34,7 @@ class MemoryReport(DrawnReport):
         moment: when that was.
         unlisted: paths of the modules whose nodes do not show what they save, so that the rows lack it: TorchScript's,
             other C++ extensions', and those of writes over views in place.
+        unlisted_bytes: how much that is in all; ``saved_bytes`` lacks it too.
     """
 
     name: str
@@ -44,6 +45,7 @@ class MemoryReport(DrawnReport):
     parts: Mapping[str, int]
     moment: str
     unlisted: tuple[str, ...] = ()
+    unlisted_bytes: int = 0
 
     @property
     def saved_bytes(self) -> int:
@@ -205,9 +207,9 @@ def _lines(report: MemoryReport) -> Iterator[str]:
         yield f"{'':<19}saved too, and not counted, because it was there before: {', '.join(before)}"
 
     if report.unlisted:
-        where = path_text(report.unlisted)
-        what = "what TorchScript, C++ extensions and writes over views in place save, which does not show"
-        yield f"{'':<19}not listed: {what}: {where}"
+        more = f"{size_text(report.unlisted_bytes)} more"
+        savers = f"TorchScript, C++ extensions or writes over views in place: {path_text(report.unlisted)}"
+        yield f"{'':<19}not listed: {more}, saved by {savers}"
 
     yield ""
     peak = report.peak_bytes

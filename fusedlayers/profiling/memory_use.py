@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..fusion.example import arguments_from
-from ..memory import device_of, peak_bytes
+from ..memory import device_of, peak_bytes, saved_bytes
 from ..utils.autograd_graph import hides_what_it_saves, is_leaf, leaves_of, nodes_of
 from ..utils.module_state import isolated_gradients, unchanged
 from ..utils.progress import OnStage
@@ -33,10 +33,13 @@ def memory_report(
 
     Every tensor that is saved for backward is listed, storages once, by module and operation; the peak is measured, and
     explained by what is alive then. The step runs three times: once for everything that is made on first use, once
-    followed tensor by tensor, once measured. The model is left as it was, with its gradients, buffers (statistics of
-    batch norms), mode, hooks and parameters, and so are the states of the random number generators; hooks of yours run.
-    (Of tensors that are neither arguments, nor parameters or other attributes of modules, and that only the function of
-    a reentrant checkpoint reads, gradients stay behind.)
+    followed tensor by tensor, once measured. What TorchScript, C++ extensions and writes over views in place save is
+    not listed, but its bytes are counted, in one more forward pass.
+
+    The model is left as it was, with its gradients, buffers (statistics of batch norms), mode, hooks and parameters,
+    and so are the states of the random number generators; hooks of yours run. (Of tensors that are neither arguments,
+    nor parameters or other attributes of modules, and that only the function of a reentrant checkpoint reads, gradients
+    stay behind.)
 
     On a CPU some operators allocate a buffer for each thread, so that the peak depends on ``torch.get_num_threads()``.
     Not seen is memory that libraries take from the system behind torch's back. What saved-tensor hooks made is listed
@@ -93,12 +96,21 @@ def report_of(step: Step, on_stage: OnStage = lambda stage, part: None) -> Memor
         with isolated_gradients(touched):
             rows, hidden, peak = _follow(step, tracker, device, inputs, leaves, compiled)
 
+        unlisted_bytes = 0
+        if hidden:  # hooks see it
+            restore_random_state()
+            saved = saved_bytes(step.forward, exclude=[[module.buffers() for module in tracker.modules], inputs])
+            unlisted_bytes = max(0, saved - sum(row.bytes for row in rows if row.kind in ("activation", "constant")))
+
         on_stage("measuring the peak", 0.85)
         restore_random_state()
         with isolated_gradients(touched):
             measured = peak_bytes(step.run, device=device)
     name = tracker.class_names[""]
-    return MemoryReport(name, str(device), rows, measured, peak.bytes, peak.parts, peak.moment, hidden)
+    unlisted = hidden if unlisted_bytes else ()
+    return MemoryReport(
+        name, str(device), rows, measured, peak.bytes, peak.parts, peak.moment, unlisted, unlisted_bytes
+    )
 
 
 def _given(step: Step) -> Step:
@@ -156,7 +168,7 @@ def _follow(
 
 
 def _hidden(nodes: Sequence[Any], tracker: ModuleTracker) -> set[str]:
-    """The modules in which TorchScript or another extension saves tensors that its nodes do not show."""
+    """The modules of nodes that do not show what they save, if they save something."""
     return {tracker.module_of(node) for node in nodes if hides_what_it_saves(node)}
 
 

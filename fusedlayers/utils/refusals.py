@@ -1,13 +1,10 @@
-"""What functions that take a model refuse, or PyTorch does in them, and how messages name what was meant."""
+"""What functions that take a model refuse, and how their messages name what was meant."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from torch import nn
-
-#: What refuses hooks, for people.
-NO_HOOKS = "torch.func, in which PyTorch allows no saved-tensor hooks"
 
 
 def check_instance(function: str, model: object) -> None:
@@ -20,11 +17,6 @@ def check_flag(function: str, name: str, value: object) -> None:
     """Refuse all but True and False: a text such as "no" would count as True."""
     if not isinstance(value, bool):
         raise TypeError(f"{function}: {name} must be True or False, got {value!r}")
-
-
-def refuses_hooks(error: RuntimeError) -> bool:
-    """Whether PyTorch's function transforms raised this, under saved-tensor hooks."""
-    return "support saved tensor hooks" in str(error)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
