@@ -51,13 +51,15 @@ def fuse(
     spells out in plain operations are recognised too. Classes, parameters, hooks, names and ``state_dict`` keys stay;
     random numbers are drawn as before; ``unfuse`` undoes it.
 
-    PyTorch computes what code spells out beside other operations, activations that write over a view in place, what
-    runs under a checkpoint that begins inside the module, or under a selective one, and under ``torch.compile`` norms, gates, dropouts, and activations before a
-    dropout or behind a batch norm. An output that code writes over in place, on a path that the example did not take or
-    within TorchScript, makes backward raise, and so does an edit of a norm's weights. A write that autograd does not
-    see (through ``.data``, NumPy or DLPack) must be on the path of the example and through a tensor, or gradients are
-    wrong. Where an activation and the dropout or product behind it are one operation, the result between them is no
-    part of the graph any more, unless a hook is on it or its gradient is retained by then.
+    PyTorch computes what code spells out beside other operations, activations that write over a view in place, and what
+    runs under a checkpoint that begins inside the module, or under a selective one. Under ``torch.compile`` it computes
+    norms, gates, dropouts, and activations before a dropout or behind a batch norm.
+
+    An output that code writes over in place, on a path that the example did not take or within TorchScript, makes
+    backward raise, and so does an edit of a norm's weights. A write that autograd does not see (through ``.data``,
+    NumPy or DLPack) must be on the path of the example and through a tensor, or gradients are wrong. Where an
+    activation and the dropout or product behind it are one operation, the result between them is no part of the graph
+    any more, unless a hook is on it or its gradient is retained by then.
 
     Args:
         model: any module; it is run, hooks included, once or twice for each line of the report and a few times more (in
