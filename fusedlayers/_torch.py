@@ -101,6 +101,7 @@ __all__ = [
     "pop_saved_tensors_hooks",
     "profiler_is_active",
     "push_saved_tensors_hooks",
+    "refuses_hooks",
     "saved_tensors_hooks_are_enabled",
     "saved_tensors_hooks_on_top",
     "sequence_number",
@@ -284,6 +285,17 @@ def inductor(
     with config.patch(activation_memory_budget=memory_budget):
         made: Any = compile_fx(module, inputs, config_patches=own, **other)
     return made  # type: ignore[no-any-return]
+
+
+def refuses_hooks(error: BaseException) -> bool:
+    """Whether an error says that saved-tensor hooks are on and should not be, as torch.func's transforms do, or that
+    they cannot be put on. Its text may be anybody's."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    off: Any = torch.autograd.graph.disable_saved_tensors_hooks
+    on: Any = torch.autograd.graph.saved_tensors_hooks.__enter__
+    return trace is not None and trace.tb_frame.f_code in (off.__wrapped__.__code__, on.__code__)
 
 
 def is_optimized(module: object) -> bool:

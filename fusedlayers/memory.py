@@ -12,12 +12,12 @@ import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._torch import backward_pass, dynamo_is_loaded
+from ._torch import backward_pass, dynamo_is_loaded, refuses_hooks
 from .ops.edits import unedited
 from .utils.autograd_graph import attributes_of, checkpoints_of, leaves_of, nodes_of, saved_by
 from .utils.storages import strided_parts, tensors_in
@@ -37,8 +37,8 @@ def saved_bytes(function: Callable[..., Any], *args: Any, exclude: Any = ()) -> 
     been abandoned for a later one, and freed with what it saved. Where the call builds several graphs one after the
     other (a training loop), the result is the largest of these numbers. Compiled functions can be measured; compile
     them by one call beforehand, or the copies made while compiling may count. A function that refuses saved-tensor
-    hooks, as one that calls ``torch.func`` within does, is called again without, and what counts is what the graph
-    shows then.
+    hooks, as one that calls ``torch.func`` within does, is called again without. Then what counts is what the graph of
+    its result shows, which lacks what TorchScript, C++ extensions and writes over views in place save.
 
     Args:
         function: any callable of tensors; the graph is found through the tensors it returns.
@@ -52,6 +52,25 @@ def saved_bytes(function: Callable[..., Any], *args: Any, exclude: Any = ()) -> 
         >>> fusedlayers.memory.saved_bytes(lambda x: (2 * x).relu(), x)  # relu keeps its output: 4 * 8 * 4 bytes
         128
     """
+    return count_saved(function, *args, exclude=exclude).bytes
+
+
+class Count(NamedTuple):
+    """What ``saved_bytes`` returns, and whether the function refused hooks, so that the graph alone was read."""
+
+    bytes: int
+    refused_hooks: bool
+
+
+#: What to know of the bytes then.
+OF_GRAPH = (
+    "The model refuses saved-tensor hooks, as torch.func does. Its bytes are those that its graph shows, which lack "
+    "what TorchScript, C++ extensions and writes over views in place save."
+)
+
+
+def count_saved(function: Callable[..., Any], *args: Any, exclude: Any = ()) -> Count:
+    """``saved_bytes``, and how it was counted."""
     # Held in a list until the end: an address identifies a storage only while that storage is alive.
     excluded = list(tensors_in(list(exclude) if isinstance(exclude, Iterator | Set) else exclude))
     given = list(tensors_in((function, args)))
@@ -59,12 +78,12 @@ def saved_bytes(function: Callable[..., Any], *args: Any, exclude: Any = ()) -> 
     try:
         with torch.autograd.graph.saved_tensors_hooks(_not_compiled(ledger.pack), _not_compiled(ledger.unpack)):
             result = function(*args)
-        return ledger.total_bytes(result)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:  # of the hooks, or the function's own, which is raised below
-        del ledger
-    return _Ledger(given, excluded).total_bytes(function(*args), saved_by)
+        return Count(ledger.total_bytes(result), refused_hooks=False)
+    except RuntimeError as error:
+        if not refuses_hooks(error):
+            raise
+    # Here, where no traceback holds what the first call has made.
+    return Count(_Ledger(given, excluded).total_bytes(function(*args), saved_by), refused_hooks=True)
 
 
 def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:

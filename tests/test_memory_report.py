@@ -1238,6 +1238,21 @@ def test_help_lists_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"--plot", "--json"} <= set(capsys.readouterr().out.split())
 
 
+def test_writes_that_save_nothing_leave_nothing_unlisted() -> None:
+    """Buffers and numbers are saved too, and were there before."""
+    layer, norm, scale = nn.Linear(8, 16), nn.BatchNorm1d(16), torch.tensor(2.0)
+
+    def zeroed(x: Tensor) -> Tensor:
+        y = norm(layer(x)) * 0.5 * scale
+        y[:, :4] = 0
+        return y.sin()
+
+    report = fl.memory_report(zeroed, torch.randn(32, 8))
+    assert report.unlisted == () and report.unlisted_bytes == 0 and "not listed" not in str(report)
+    report = fl.memory_report(lambda x: F.silu(zeroed(x).view(-1, 4), inplace=True).exp(), torch.randn(32, 8))
+    assert report.unlisted_bytes is not None and report.unlisted_bytes - 32 * 16 * 4 in (0, scale.nbytes)
+
+
 # --- GPUs -------------------------------------------------------------------------------------------------------------
 
 

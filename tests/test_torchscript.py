@@ -151,3 +151,7 @@ def test_a_memory_report_names_the_modules_that_do_not_show_what_they_save() -> 
     report = fl.memory_report(scripted, x)
     assert report.unlisted == ("",) and line.format("16.0", "the model") in str(report)
     assert "not listed" not in str(fl.memory_report(model[0], x))
+    report = fl.memory_report(lambda x: scripted(x) + torch.func.vmap(torch.sin)(x), x)
+    assert report.unlisted_bytes == 16 << 10
+    report = fl.memory_report(lambda x: scripted(x) + torch.func.grad(lambda x: x.sin().sum())(x), x)
+    assert report.unlisted_bytes is None and "not listed: bytes that do not show, saved by TorchScript" in str(report)

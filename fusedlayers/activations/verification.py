@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from .._torch import refuses_hooks
 from ..utils.formatting import first_line
 from ..utils.isolation import in_clean_state
 from ..utils.storages import sizes_of
@@ -160,8 +161,10 @@ def kept_by_torch(variables: FreeVariables, example: tuple[int, ...], dtype: tor
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             y = variables.rebind(own)(z * 1)  # not a leaf: the function may overwrite its argument
-    except RuntimeError as error:  # as torch.func raises, which refuses hooks
-        raise _raised(error) from error
+    except RuntimeError as error:
+        if not refuses_hooks(error):
+            raise
+        raise NotPointwise("it refuses saved-tensor hooks, as torch.func does") from error
     given = sizes_of(own)
     total = sum(size for storage, size in sizes_of((*kept, y.detach())).items() if storage not in given)
     return total / (z.numel() * z.itemsize)

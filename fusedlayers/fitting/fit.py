@@ -14,6 +14,7 @@ from ..fusion.example import arguments_from, eagerly, evaluation_notes
 from ..fusion.fuse import unfuse
 from ..fusion.region import region_of
 from ..fusion.timing import telling
+from ..memory import OF_GRAPH
 from ..profiling.step import Step
 from ..utils.formatting import path_text, pattern_of, size_text
 from ..utils.module_state import isolated_gradients, unchanged
@@ -147,6 +148,8 @@ def fit_step(
                     "These are eager steps of a compiled model; fit_compiled finds the compiler's budget."
                 )
             plans, eager_bytes = measured_plans(parts, on_stage)
+            if parts.training.refused_hooks:
+                parts.notes.append(OF_GRAPH)
             budget = allowed(eager_bytes)
             if plan_only:
                 found = _predicted_fastest(parts, plans, budget, eager_bytes)

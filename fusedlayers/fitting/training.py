@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..fusion.timing import step_times
-from ..memory import device_of, peak_bytes, saved_bytes
+from ..memory import count_saved, device_of, peak_bytes
 from ..profiling.step import Step
 from ..utils.module_state import isolated_gradients
 from ..utils.storages import trained_in
@@ -22,10 +22,15 @@ SAME, SAME_16_BITS = 1e-2, 1e-1
 
 
 class Training:
-    """Every run starts with the same random numbers, and leaves gradients as they were."""
+    """Every run starts with the same random numbers, and leaves gradients as they were.
+
+    Attributes:
+        refused_hooks: whether saved bytes were counted by the graph alone.
+    """
 
     def __init__(self, step: Step, of: Of, reset_random: Callable[[], None]) -> None:
         self.step, self.of, self.reset_random = step, of, reset_random
+        self.refused_hooks = False
         self._leaves = trained_in((step.model, step.args, step.kwargs))
 
     def bytes(self) -> int:
@@ -38,7 +43,9 @@ class Training:
     def saved(self) -> int:
         self.reset_random()
         buffers = self.step.model.buffers() if isinstance(self.step.model, nn.Module) else ()
-        return saved_bytes(self.step.forward, exclude=[*buffers, self.step.args, self.step.kwargs])
+        count = count_saved(self.step.forward, exclude=[*buffers, self.step.args, self.step.kwargs])
+        self.refused_hooks |= count.refused_hooks
+        return count.bytes
 
     def times_ms(self, variants: Sequence[Callable[[], None]]) -> list[float]:
         """Of a step, for each of the functions that make the model another one."""

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from .._torch import OpOverload, is_optimized, saved_tensors_hooks_on_top
-from ..memory import saved_bytes
+from ..memory import OF_GRAPH, count_saved
 from ..profiling.step import Step, no_gradient_because, tensors_of
 from ..utils.formatting import first_line, size_text
 from ..utils.module_state import unchanged
@@ -31,6 +31,7 @@ from .timing import step_times, telling
 
 #: Operations that free something only together with others: nobody would ask why these are left.
 _AUXILIARY = frozenset({GATE, PRODUCT, BATCH_NORM})
+_UNMEASURED = "What the places free was not measured: {}."
 #: Why a place stays fused that frees nothing on the example.
 _IDLE = "it runs without gradients, or under a checkpoint, where less is saved while that computes it again"
 
@@ -209,8 +210,8 @@ class Fusing:
                         "These are the bytes of eager steps. In compiled ones norms, gates, dropouts, and activations "
                         "before a dropout or behind a batch norm are the compiler's."
                     )
-                if before is None:
-                    self._notes.append(f"What the places free was not measured: {saved.unknown_because}.")
+                if saved.note:
+                    self._notes.append(saved.note)
                 if before == 0:
                     note = "Only inputs and parameters are kept for the backward pass."
                     if not saved.needs_gradient:
@@ -361,7 +362,7 @@ class Fusing:
                 if not (group.is_too_small or group.is_idle) and group.first.left_because is None
             ),
             tuple(group.skipped(group.first.left_because) for group in self._skipped),
-            tuple(group.skipped(group.saves) for group in groups if group.is_too_small),
+            tuple(group.skipped(group.small_because) for group in groups if group.is_too_small),
             known,
             tuple(self._notes),
             self._dry_run,
@@ -403,12 +404,12 @@ def _nothing_found(model: nn.Module) -> str:
 class _Saved(NamedTuple):
     """What a call saves.
 
-    ``needs_gradient``: whether a result of it does.
+    ``needs_gradient``: whether a result of it does. ``note``: what to know of the bytes.
     """
 
     bytes: int | None
-    needs_gradient: bool = True
-    unknown_because: str = ""
+    needs_gradient: bool
+    note: str = ""
 
 
 def _saved(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Saved:
@@ -423,9 +424,9 @@ def _saved(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _
         return result
 
     try:
-        kept = saved_bytes(run, exclude=[*model.buffers(), args, kwargs])
+        kept = count_saved(run, exclude=[*model.buffers(), args, kwargs])
     except torch.OutOfMemoryError:
-        return _Saved(None, needs_gradient, "there is not enough memory")
-    if all(map(has_data, tensors_in((model, args, kwargs)))):
-        return _Saved(kept, needs_gradient)
-    return _Saved(None, needs_gradient, "tensors of the meta device hold no data")
+        return _Saved(None, needs_gradient, _UNMEASURED.format("there is not enough memory"))
+    if not all(map(has_data, tensors_in((model, args, kwargs)))):
+        return _Saved(None, needs_gradient, _UNMEASURED.format("tensors of the meta device hold no data"))
+    return _Saved(kept.bytes, needs_gradient, OF_GRAPH if kept.refused_hooks else "")

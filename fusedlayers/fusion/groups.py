@@ -47,8 +47,14 @@ class Group:
 
     @property
     def is_too_small(self) -> bool:
-        """Whether PyTorch computes all of it on the example, and this package would on a larger one."""
-        return not self.freed and self.first.is_small
+        """Whether it frees nothing on the example for its size, or that of the batch norm before it."""
+        return not self.freed and (self.first.is_small or self.first.small_norm is not None)
+
+    @property
+    def small_because(self) -> str:
+        """Why it frees nothing then."""
+        norm = self.first.small_norm
+        return self.saves if norm is None or self.first.is_small else saves_of(norm)
 
     @property
     def is_idle(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,8 +34,9 @@ class Place:
         kind: of the operations; of a module that was recognised as a whole, what it is.
         name: what is computed, for people: an activation's name, or the kind.
         stand_in: what the module was recognised as, or None.
-        saves: what the first call keeps, for people; None where only the call itself decides.
-        is_small: whether PyTorch computes the first call for its size alone, and this package would a larger one.
+        saves: what the first call keeps that keeps less, for people, or else the last; None where only the call itself
+            decides.
+        is_small: whether PyTorch computes all calls for their size alone, and this package would larger ones.
         left_because: why the calls are left to PyTorch, or None.
         is_recomputed: whether all calls were under a checkpoint around the module, or without gradients: what is freed
             shows when they run again.
@@ -50,7 +50,7 @@ class Place:
         is_normalised: of an activation, whether a batch norm made its input, in all calls.
         is_kept_in_place: of an activation, whether all calls write over their input, which no batch norm made, so that
             PyTorch saves the output too.
-        keeps_output: whether what the first call keeps is its output.
+        keeps_output: whether what ``saves`` says is its output.
         dtype: of the input.
         given: what the module was given in the first call, if that says the sizes of what it computes.
         unread_because: of a batch norm, why no reader's output is kept in place of its input.
@@ -106,8 +106,9 @@ class Place:
             self.saves, self.is_small = f"saves the input: {refused}", False
 
     def note_call(self, operation: Operation, function: Any, args: Any, kwargs: Any) -> None:
-        """Note what the first call keeps, and whether PyTorch computes it for its size."""
+        """Note what a call keeps, and whether PyTorch computes it for its size."""
         x = args[0]
+        self.saves, self.is_small, self.keeps_output = None, False, False
         if not torch.is_grad_enabled():
             # As a reentrant checkpoint calls it, before it calls it with gradients.
             with torch.inference_mode(False), torch.enable_grad():
@@ -128,35 +129,32 @@ class Place:
         if x.numel() * x.itemsize < least_bytes:
             self.saves, self.is_small = plan.too_small_because(least_bytes), True
 
-    def note_form(self, norms: Sequence[Place], *, is_in_place: bool) -> None:
+    def note_form(self, *, is_kept: bool, is_normalised: bool) -> None:
         """Note how a call computes an activation, before it is counted.
 
         Args:
-            norms: the batch norms that made its input.
-            is_in_place: whether it writes over its input, and PyTorch saves the output.
+            is_kept: whether it writes over its input, so that PyTorch saves the output.
+            is_normalised: whether a batch norm made its input.
         """
         is_first = not self.calls
-        self.is_normalised = bool(norms) and (is_first or self.is_normalised)
-        self.is_kept_in_place = is_in_place and not norms and (is_first or self.is_kept_in_place)
-        waits = self.keeps_less and norms and all(norm.is_small for norm in norms)
-        if is_in_place and waits:  # it frees nothing but with the norm
-            self.saves, self.is_small = norms[0].saves, True
+        self.is_normalised = is_normalised and (is_first or self.is_normalised)
+        self.is_kept_in_place = is_kept and not is_normalised and (is_first or self.is_kept_in_place)
 
-    def note_activation(self, z: Tensor, activation: Activation, left_because: str | None) -> None:
-        """Note that an activation reads the result, z, of a batch norm.
-
-        Args:
-            left_because: why the activation is left to PyTorch, or None.
-        """
-        if left_because is not None:
-            self.unread_because = f"the activation behind it is left to PyTorch: {left_because}"
-            return
+    def note_activation(self, z: Tensor, activation: Activation) -> None:
+        """Note that an activation reads the result, z, of a batch norm."""
         if plan.tells_input(activation, "auto", z.dtype, on_gpu=z.is_cuda):
             self.readers.add("activation")
         elif plan.tells_input(activation, "auto", z.dtype, on_gpu=False):
             self.unread_because = plan.WAITS
         if backends.slow_on(z.device, z.dtype, activation) is not None:  # then the norm waits for no larger input
             self.saves, self.is_small = None, False
+
+    @property
+    def small_norm(self) -> Place | None:
+        """Of an activation, the batch norm before it that waits for larger inputs: with it the activation may free
+        something, and not before."""
+        norms = (maker for maker in self.follows if maker.kind == BATCH_NORM and "activation" in maker.readers)
+        return next((norm for norm in norms if norm.is_small and self.is_activation and self.keeps_less), None)
 
     @property
     def keeps_less(self) -> bool:

@@ -282,18 +282,16 @@ class _Recorder(TorchFunctionMode):
             )
             place.activation, place.follows = activation, self._makers.of(x)
             place.is_recomputed = running.is_recomputed
-            if kind == "dropout" and kwargs.get("inplace"):
-                place.left_because = "it drops in place"
-            elif torch.is_grad_enabled() and saved_tensors_hooks_on_top(True) != running.hooks:
-                place.left_because = "the module's code puts it under a checkpoint, or other saved-tensor hooks"
-            else:
-                place.note_call(operation, func, args, kwargs)
+            place.left_because = _left_because(running, kind, kwargs)
+        may_keep_less = not place.calls or place.is_small or not place.keeps_less  # than the calls before
+        if place.left_because is None and may_keep_less:
+            place.note_call(operation, func, args, kwargs)
         if kind in _FASTER_BY_TORCH and x.is_cpu:
             place.least_bytes += x.nbytes // _STATISTICS
         place.is_recomputed &= running.is_recomputed
         if activation is not None:
-            norms = [maker for maker in self._makers.of(x) if maker.kind == BATCH_NORM]
-            place.note_form(norms, is_in_place=is_in_place and activation.in_place is not None)
+            is_normalised = any(maker.kind == BATCH_NORM for maker in self._makers.of(x))
+            place.note_form(is_kept=is_in_place and activation.in_place is not None, is_normalised=is_normalised)
         place.calls += 1
         if kind == GATE:
             factors = [*_tensors(args[:2])]
@@ -319,18 +317,31 @@ class _Recorder(TorchFunctionMode):
             if activation is None:
                 maker.readers.add(kind)
             elif maker.kind == BATCH_NORM and activation.name not in KEPT_BY_TORCH:
-                maker.note_activation(x, activation, in_place_because(x) if is_in_place else None)
+                because = in_place_because(x) if is_in_place else None
+                if because is None:
+                    maker.note_activation(x, activation)
+                else:
+                    maker.unread_because = f"the activation behind it is left to PyTorch: {because}"
         if kind == "dropout":
             return bool(kwargs.get("training", True) and kwargs.get("p", 0.5))
         return kind != BATCH_NORM or bool(kwargs.get("training") or args[5:6] == (True,))
 
 
 def _keeps_nothing_because(kind: str, x: Tensor) -> str | None:
-    """Why nothing is kept of an operation on x, or only by PyTorch; or None."""
+    """Why nothing is kept of an operation on x, whoever computes it, or nobody but PyTorch can; or None."""
     if is_of_transform(x):
         return "a transform of torch.func runs it"
     if kind not in (GATE, PRODUCT) and torch.is_grad_enabled() and not x.requires_grad:
         return "its input needs no gradient; once it does, call fuse again"
+    return None
+
+
+def _left_because(running: _Running, kind: str, kwargs: Any) -> str | None:
+    """Why calls like this one are left to PyTorch, or None."""
+    if kind == "dropout" and kwargs.get("inplace"):
+        return "it drops in place"
+    if torch.is_grad_enabled() and saved_tensors_hooks_on_top(True) != running.hooks:
+        return "the module's code puts it under a checkpoint, or other saved-tensor hooks"
     return None
 
 

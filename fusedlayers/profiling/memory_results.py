@@ -34,7 +34,7 @@ class MemoryReport(DrawnReport):
         moment: when that was.
         unlisted: paths of the modules whose nodes do not show what they save, so that the rows lack it: TorchScript's,
             other C++ extensions', and those of writes over views in place.
-        unlisted_bytes: how much that is in all; ``saved_bytes`` lacks it too.
+        unlisted_bytes: how much that is in all, which ``saved_bytes`` lacks too; None where that is not known.
     """
 
     name: str
@@ -45,7 +45,7 @@ class MemoryReport(DrawnReport):
     parts: Mapping[str, int]
     moment: str
     unlisted: tuple[str, ...] = ()
-    unlisted_bytes: int = 0
+    unlisted_bytes: int | None = 0
 
     @property
     def saved_bytes(self) -> int:
@@ -207,7 +207,7 @@ def _lines(report: MemoryReport) -> Iterator[str]:
         yield f"{'':<19}saved too, and not counted, because it was there before: {', '.join(before)}"
 
     if report.unlisted:
-        more = f"{size_text(report.unlisted_bytes)} more"
+        more = "bytes that do not show" if report.unlisted_bytes is None else f"{size_text(report.unlisted_bytes)} more"
         savers = f"TorchScript, C++ extensions or writes over views in place: {path_text(report.unlisted)}"
         yield f"{'':<19}not listed: {more}, saved by {savers}"
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..fusion.example import arguments_from
-from ..memory import device_of, peak_bytes, saved_bytes
+from ..memory import Count, count_saved, device_of, peak_bytes
 from ..utils.autograd_graph import hides_what_it_saves, is_leaf, leaves_of, nodes_of
 from ..utils.module_state import isolated_gradients, unchanged
 from ..utils.progress import OnStage
@@ -68,7 +68,7 @@ def memory_report(
 
 
 def report_of(step: Step, on_stage: OnStage = lambda stage, part: None) -> MemoryReport:
-    """``memory_report``; calls ``on_stage`` before each of the three runs."""
+    """``memory_report``; calls ``on_stage`` before each of the runs."""
     check_instance("memory_report", step.model)
     if not callable(step.model):
         raise TypeError(
@@ -96,18 +96,19 @@ def report_of(step: Step, on_stage: OnStage = lambda stage, part: None) -> Memor
         with isolated_gradients(touched):
             rows, hidden, peak = _follow(step, tracker, device, inputs, leaves, compiled)
 
-        unlisted_bytes = 0
-        if hidden:  # hooks see it
+        unlisted_bytes: int | None = 0
+        if hidden:
+            on_stage("counting what does not show", 0.75)
             restore_random_state()
-            saved = saved_bytes(step.forward, exclude=[[module.buffers() for module in tracker.modules], inputs])
-            unlisted_bytes = max(0, saved - sum(row.bytes for row in rows if row.kind in ("activation", "constant")))
+            buffers = [buffer for module in tracker.modules for buffer in module.buffers(recurse=False)]
+            unlisted_bytes = _unlisted(rows, count_saved(step.forward, exclude=[buffers, inputs]))
 
         on_stage("measuring the peak", 0.85)
         restore_random_state()
         with isolated_gradients(touched):
             measured = peak_bytes(step.run, device=device)
     name = tracker.class_names[""]
-    unlisted = hidden if unlisted_bytes else ()
+    unlisted = () if unlisted_bytes == 0 else hidden
     return MemoryReport(
         name, str(device), rows, measured, peak.bytes, peak.parts, peak.moment, unlisted, unlisted_bytes
     )
@@ -167,8 +168,21 @@ def _follow(
     return tuple(sorted(rows, key=lambda row: -row.bytes)), tuple(sorted(hidden)), allocations.peak()
 
 
+def _unlisted(rows: Sequence[Row], saved: Count) -> int | None:
+    """How many of these bytes no row has; None where that does not show."""
+    if saved.refused_hooks:  # the rows are what the graph shows
+        return None
+    listed = [row for row in rows if row.kind in ("activation", "constant")]
+    # Python's numbers are rows, and hooks do not get them; tensors without dimensions they do.
+    numbers = [row for row in listed if row.kind == "constant" and not row.shape]
+    missing = saved.bytes - sum(row.bytes for row in listed) + sum(row.bytes for row in numbers)
+    if missing < 0:  # rows have what other hooks hold
+        return None
+    return missing if missing > sum(row.bytes for row in numbers) else 0
+
+
 def _hidden(nodes: Sequence[Any], tracker: ModuleTracker) -> set[str]:
-    """The modules of nodes that do not show what they save, if they save something."""
+    """The modules of nodes that may save what they do not show."""
     return {tracker.module_of(node) for node in nodes if hides_what_it_saves(node)}
 
 

@@ -30,7 +30,7 @@ class Report:
     if not TYPE_CHECKING:  # to which every attribute would be one that it has
 
         def __getattr__(self, name: str) -> NoReturn:
-            hint = f": {_NO_MODEL}" if hasattr(nn.Module, name) else ""
+            hint = f": {_NO_MODEL}" if name in dir(nn.Module) else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
 
