@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.nn.utils import parametrizations, parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -231,6 +231,30 @@ def _() -> None:
     assert _torch.function_mode_count() == 0
     with TorchFunctionMode(), TorchFunctionMode():
         assert _torch.function_mode_count() == 2
+
+
+@check("refuses_hooks")
+def _() -> None:
+    def raised(function: Callable[[], object]) -> BaseException:
+        with pytest.raises(RuntimeError) as caught, saved_tensors_hooks(lambda t: t, lambda t: t):
+            function()
+        return caught.value
+
+    off = disable_saved_tensors_hooks
+    transform = torch.func.grad(lambda x: (x * x).sum())
+    assert _torch.refuses_hooks(raised(lambda: transform(torch.ones(2))))
+    assert _torch.refuses_hooks(raised(lambda: off("mine")(lambda: None)()))
+    with (
+        pytest.raises(RuntimeError, match="mine") as caught,
+        off("mine"),
+        saved_tensors_hooks(lambda t: t, lambda t: t),
+    ):
+        pass
+    assert _torch.refuses_hooks(caught.value)
+    # Where no hooks are on, what is raised is the function's own error.
+    with pytest.raises(RuntimeError, match="shape") as caught, off("mine"):
+        torch.ones(2) + torch.ones(3)
+    assert not _torch.refuses_hooks(caught.value)
 
 
 @check("push_saved_tensors_hooks", "pop_saved_tensors_hooks", "saved_tensors_hooks_are_enabled")
