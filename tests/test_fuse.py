@@ -2238,6 +2238,7 @@ def test_models_that_call_transforms_are_measured_by_their_graphs(x: Tensor) -> 
     assert before - after == HIDDEN * len(x) * 4
     assert fl.memory_report(model, x).saved_bytes == after
     _same(model, eager, x)
+    assert note in fl.fit(model, x, fraction=1.0).notes
 
 
 def test_what_a_transform_runs_is_left_to_pytorch(x: Tensor) -> None:
