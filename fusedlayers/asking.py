@@ -65,9 +65,9 @@ def plan_of(function: Callable[..., Any], *args: Any, compiled: bool = False, **
         questions.remove(question)
     if not question.plans:
         raise ValueError(
-            f"plan_of: {_name(function)} plans nothing with these arguments; what plans are layers with an activation, "
-            "norms, gates and MLPs of this package (fusedlayers.gelu, and not PyTorch's). Of a model that fuse changed "
-            "fusedlayers.explain(model) lists all places"
+            f"plan_of: {_name(function)} plans nothing with these arguments. Plans are made by layers with an "
+            "activation, norms, gates and MLPs of this package (fusedlayers.gelu, and not PyTorch's). Of a model that "
+            "fuse changed fusedlayers.explain(model) lists all places"
         )
     return question.plans
 

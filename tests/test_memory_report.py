@@ -1238,6 +1238,14 @@ def test_help_lists_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"--plot", "--json"} <= set(capsys.readouterr().out.split())
 
 
+def test_copies_of_weights_that_autocast_makes_count_as_they_do_for_fuse() -> None:
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.Sigmoid(), nn.Linear(64, 32)), torch.randn(64, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        report = fl.memory_report(model, x)
+        saved = saved_bytes(model, x, exclude=[model, x])
+    assert report.saved_bytes == saved and report.bytes_of("constant") == 0
+
+
 def test_writes_that_save_nothing_leave_nothing_unlisted() -> None:
     """Buffers and numbers are saved too, and were there before."""
     layer, norm, scale = nn.Linear(8, 16), nn.BatchNorm1d(16), torch.tensor(2.0)

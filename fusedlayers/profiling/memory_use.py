@@ -93,6 +93,7 @@ def report_of(step: Step, on_stage: OnStage = lambda stage, part: None) -> Memor
 
         on_stage("following tensors", 0.2)
         restore_random_state()
+        torch.clear_autocast_cache()  # or its copies of weights, which each step makes, would count as there before
         with isolated_gradients(touched):
             rows, hidden, peak = _follow(step, tracker, device, inputs, leaves, compiled)
 
@@ -105,6 +106,7 @@ def report_of(step: Step, on_stage: OnStage = lambda stage, part: None) -> Memor
 
         on_stage("measuring the peak", 0.85)
         restore_random_state()
+        torch.clear_autocast_cache()
         with isolated_gradients(touched):
             measured = peak_bytes(step.run, device=device)
     name = tracker.class_names[""]
