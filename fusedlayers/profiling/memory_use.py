@@ -174,13 +174,14 @@ def _unlisted(rows: Sequence[Row], saved: Count) -> int | None:
     """How many of these bytes no row has; None where that does not show."""
     if saved.refused_hooks:  # the rows are what the graph shows
         return None
-    listed = [row for row in rows if row.kind in ("activation", "constant")]
+    activations = sum(row.bytes for row in rows if row.kind == "activation")
+    constants = sum(row.bytes for row in rows if row.kind == "constant" and row.shape)
     # Python's numbers are rows, and hooks do not get them; tensors without dimensions they do.
-    numbers = [row for row in listed if row.kind == "constant" and not row.shape]
-    missing = saved.bytes - sum(row.bytes for row in listed) + sum(row.bytes for row in numbers)
+    numbers = sum(row.bytes for row in rows if row.kind == "constant" and not row.shape)
+    missing = saved.bytes - activations - constants
     if missing < 0:  # rows have what other hooks hold
         return None
-    return missing if missing > sum(row.bytes for row in numbers) else 0
+    return missing if missing > numbers else 0
 
 
 def _hidden(nodes: Sequence[Any], tracker: ModuleTracker) -> set[str]:
