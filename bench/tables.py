@@ -323,8 +323,8 @@ def overview_table(results: Path) -> str:
     names = {"cuda": "GPU", "cpu": "CPU"}
     measured = [f"{names[kind]}: {_device_of(best[kind])}, {MAIN_DTYPE[kind]}." for kind in kinds]
     note = (
-        "Bytes are what the part and the matmul after it save, without the part's input, which PyTorch's norms save "
-        "and these do not. GPU times are the kernels' alone."
+        "Bytes are what the part and the matmul after it save. The part's input is not counted: PyTorch's norms save "
+        "it, and these do not. GPU times are the kernels' alone."
     )
     lines = [" ".join((*measured, note))]
     columns = [f"{names[kind]}: {whose}" for kind in kinds for whose in ("PyTorch", "**here**")]

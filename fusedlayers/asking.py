@@ -59,7 +59,8 @@ def plan_of(function: Callable[..., Any], *args: Any, compiled: bool = False, **
         pass
     except TypeError as error:
         if not (args or kwargs) and "required positional argument" in str(error):
-            error.add_note("plan_of: no inputs were given; pass what it would be called with: plan_of(layer, x)")
+            advice = "pass what it would be called with: plan_of(layer, x)"
+            raise TypeError(f"plan_of: no inputs were given; {advice}") from error
         raise
     finally:
         questions.remove(question)

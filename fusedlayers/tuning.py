@@ -17,7 +17,7 @@ from .fusion.example import arguments_from, check_module
 from .kernels import use_kernels
 from .profiling.step import Step
 from .utils.module_state import isolated_gradients, unchanged
-from .utils.progress import OnStage, checked
+from .utils.progress import OnStage, asked, silent
 from .utils.reports import Report
 from .utils.storages import tensors_in, trained_in
 
@@ -48,7 +48,7 @@ def tune(
     inputs: Any,
     *,
     loss: Callable[[Any], Tensor] | None = None,
-    on_stage: OnStage | None = None,
+    progress: bool | OnStage = False,
 ) -> TuneReport:
     """Run a training step of ``model(inputs)``, and measure the candidates for each matmul with an activation in it.
 
@@ -62,8 +62,8 @@ def tune(
         inputs: a tensor, a tuple of positional arguments, or a mapping of keywords.
         loss: from the model's result to what is differentiated; by default the sum of the means of all
             tensors that require grad.
-        on_stage: is told what is measured next, and which part of all has been. The step runs once more for that, to
-            count.
+        progress: True shows how far it has come and the time left: a bar on stderr in a terminal (with ``rich``
+            installed), elsewhere a line every 10 seconds. A function is told each stage, and which part of all is done.
 
     Returns:
         a report of what was chosen.
@@ -79,12 +79,12 @@ def tune(
       ...
     ValueError: tune: the model is on cpu, expected a GPU; there is nothing to tune elsewhere
     """
-    return tune_step(Step(model, *arguments_from(inputs), loss), on_stage)
+    with asked("tune", progress) as on_stage:
+        return tune_step(Step(model, *arguments_from(inputs), loss), on_stage)
 
 
-def tune_step(step: Step, on_stage: OnStage | None = None) -> TuneReport:
+def tune_step(step: Step, on_stage: OnStage) -> TuneReport:
     """``tune`` with this training step for the example."""
-    tell = checked("tune", on_stage)
     step = replace(step, function="tune")
     model = step.model
     check_module("tune", model)
@@ -112,15 +112,15 @@ def tune_step(step: Step, on_stage: OnStage | None = None) -> TuneReport:
             step.run()
 
     def say(question: dispatch.Question) -> None:
-        tell(f"measuring {question}", min(1.0, next(numbers) / max(1, len(counted))))
+        on_stage(f"measuring {question}", min(1.0, next(numbers) / max(1, len(counted))))
 
     session = tuning.Session(say)
     for device in devices:
         tuning.check_target(device)
     counted: set[tuple[dispatch.Question, torch.device]] = set()
     numbers = itertools.count()
-    if on_stage is not None:  # it takes a run
-        tell("counting matmuls", 0.0)
+    if on_stage is not silent:  # it takes a run
+        on_stage("counting matmuls", 0.0)
         run(lambda question, device, job: counted.add((question, device)))
     run(session.ask)
     files = session.save()

@@ -580,7 +580,7 @@ def test_a_model_is_tuned(
     state, x = torch.get_rng_state(), torch.randn(37, 24, device=DEVICE)
     torch.set_rng_state(state)
     stages: list[tuple[str, float]] = []
-    report = fl.tune(model, x, on_stage=lambda *stage: stages.append(stage))
+    report = fl.tune(model, x, progress=lambda *stage: stages.append(stage))
     assert torch.equal(torch.get_rng_state(), state) and all(p.grad is None for p in model.parameters())
     assert len(report.choices) == 2 and not report.skipped
     measured = [(f"measuring {question}", number / 2) for number, question in enumerate(report.choices)]

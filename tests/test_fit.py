@@ -852,9 +852,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a percentage": ({"memory_budget_bytes": "50%"}, r"fit: memory_budget_bytes must be .* '50%'; .* fraction=0\.5"),
     "no B": ({"memory_budget_bytes": "8g"}, "fit: memory_budget_bytes: .* got '8g'; did you mean 8GiB, or 8GB\\?"),
     "unit": ({"memory_budget_bytes": "0.5"}, "fit: memory_budget_bytes: expected bytes with a unit, .* got '0.5'"),
-    "zero": ({"fraction": 0}, "fit: fraction must be a number above 0 and at most 1, got 0"),
-    "percent": ({"fraction": 50}, "got 50; 50 % are fraction=0.5"),
-    "a text": ({"fraction": "30%"}, "fit: fraction must be .*, got '30%'; write fraction=0.3"),
+    "zero": ({"fraction": 0}, "fit: fraction must be a number above 0 and at most 1 (30 % are 0.3), got 0"),
+    "percent": ({"fraction": 50}, "(30 % are 0.3), got 50"),
+    "a text": ({"fraction": "30%"}, "(30 % are 0.3), got '30%'"),
     "more": ({"fraction": 1.5}, "got 1.5"),
     "nan": ({"fraction": float("nan")}, "got nan"),
     "of": ({"fraction": 0.5, "of": "all"}, "fit: of must be one of 'saved', 'peak', got 'all'"),
@@ -864,7 +864,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_budgets(name: str) -> None:
     options, message = WRONG[name]
-    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)")):
         fl.fit(nn.Linear(2, 2), torch.ones(2), **options)
 
 
@@ -895,8 +895,10 @@ def test_wrong_models_and_inputs() -> None:
         fl.fit(nn.Linear(2, 2).requires_grad_(False), torch.ones(2), fraction=0.5)
     with torch.no_grad(), pytest.raises(ValueError, match=r"fit: .* gradients are switched off here"):
         fl.fit(nn.Linear(2, 2), torch.ones(2), fraction=0.5)
-    with pytest.raises(TypeError, match="fit: on_stage must be a function of a text and a number, such as print, got"):
-        fl.fit(nn.Linear(2, 2), torch.ones(2), fraction=0.5, on_stage=True)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="fit: progress must be True, False, or a function of a text and a number such"):
+        fl.fit(nn.Linear(2, 2), torch.ones(2), fraction=0.5, progress="bar")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^fit: no inputs were given; pass them behind the model: fit\(model, x\)$"):
+        fl.fit(nn.Linear(2, 2), (), fraction=0.5)
     with pytest.raises(TypeError, match="fit: plan_only must be True or False, got 1"):
         fl.fit(nn.Linear(2, 2), torch.ones(2), fraction=0.5, plan_only=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="fit: loss must be a function of the model's result, got 5"):
@@ -909,7 +911,7 @@ def test_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = _made("transformer")
     stages: list[tuple[str, float]] = []
     monkeypatch.setattr(fit_file, "UNLIKE", 1.0)  # no two times are the same
-    report = fl.fit(model, x, fraction=0.5, on_stage=lambda stage, part: stages.append((stage, part)))
+    report = fl.fit(model, x, fraction=0.5, progress=lambda stage, part: stages.append((stage, part)))
     assert [part for _, part in stages] == sorted(part for _, part in stages) and stages[0][1] == 0.0
     assert sum(stage.startswith("timing steps, round ") for stage, _ in stages) == timing.ROUNDS + 1  # the longest part
     text = str(report)
@@ -971,10 +973,10 @@ def test_the_command(
             "fusedlayers fit: expected bytes, such as 8GiB or 500MB, got '20%'; write --fraction 0.2",
         ),
         (["--fraction", "half"], "argument --fraction: expected a part, such as 0.3 or 30%, got 'half'"),
-        (["--fraction", "200%"], "fusedlayers fit: fraction must be a number above 0 and at most 1, got 2.0"),
+        (["--fraction", "200%"], "must be a number above 0 and at most 1 (30 % are 0.3), got 2.0"),
         (["--budget", "1kB"], "fusedlayers fit: a budget of 1000 B cannot be met"),
         (["--fraction", "0.9", "--json", "/dev/full"], "No space left on device"),
-        (["--fraction", "2"], "fusedlayers fit: fraction must be a number above 0 and at most 1, got 2.0"),
+        (["--fraction", "2"], "must be a number above 0 and at most 1 (30 % are 0.3), got 2.0"),
         ([], "one of the arguments --budget --fraction is required"),
         (["--budget", "1GB", "--fraction", "1"], "not allowed with argument"),
     ],

@@ -123,7 +123,7 @@ def test_the_model_stays_as_it_was() -> None:
     copies = [grad.clone() for grad in gradients if grad is not None]
     state = torch.get_rng_state()
     stages: list[tuple[str, float]] = []
-    fl.fit_compiled(model, {"input": x}, fraction=0.5, on_stage=lambda *stage: stages.append(stage))
+    fl.fit_compiled(model, {"input": x}, fraction=0.5, progress=lambda *stage: stages.append(stage))
     assert torch.equal(torch.get_rng_state(), state) and [part for _, part in stages] == [0.0, 0.2, 0.8]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     for p, grad, values in zip(model.parameters(), gradients, copies, strict=True):
@@ -203,7 +203,7 @@ def test_compiled_models(way: str) -> None:
     ("options", "message"),
     [
         ({}, "fit_compiled: give one of memory_budget_bytes and fraction, got neither"),
-        ({"fraction": 0.0}, "fit_compiled: fraction must be a number above 0 and at most 1, got 0.0"),
+        ({"fraction": 0.0}, "fit_compiled: fraction must be a number above 0 and at most 1"),
         ({"fraction": 0.5, "of": "all"}, "fit_compiled: of must be one of 'saved', 'peak', got 'all'"),
         ({"fraction": 0.5, "backend": "eager"}, "fit_compiled: the backend is the report's"),
         ({"fraction": 0.5, "loss": lambda y: y}, "fit_compiled: loss returned a float32 tensor of shape"),

@@ -635,6 +635,8 @@ def test_activations_that_do_not_exist(function: Callable[[object], Tensor]) -> 
     ) as error:
         function("gleu")
     _said(error, *fl.activations())
+    with pytest.raises(TypeError, match=r"got float: 0\.001; write eps=0\.001$"):  # the place of PyTorch's eps
+        fl.FusedBatchNormAct2d(64, 1e-3)
     with pytest.raises(TypeError, match="got bool: False; write bias=False"):  # the place of nn.Linear's bias
         fl.FusedDenseAct(3, 4, False)
     with pytest.raises(TypeError, match="activation must be a name, a module, a function or None, got int: 3"):

@@ -32,6 +32,7 @@ from fusedlayers.fusion.operations import activation_of
 from fusedlayers.fusion.region import Region, region_of
 from fusedlayers.fusion.report import FuseReport, Replaced, path_text
 from fusedlayers.memory import saved_bytes
+from fusedlayers.utils import progress
 from fusedlayers.utils.formatting import merged_path
 
 ROWS, IN, HIDDEN = 64, 32, 128
@@ -2258,15 +2259,24 @@ def test_what_a_transform_runs_is_left_to_pytorch(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
-def test_on_stage_is_told_how_far_fuse_has_come(x: Tensor, dry_run: bool) -> None:
+def test_progress_is_told_how_far_fuse_has_come(x: Tensor, dry_run: bool) -> None:
     stages: list[tuple[str, float]] = []
-    fl.fuse(MLP(), x, dry_run=dry_run, on_stage=lambda *stage: stages.append(stage))
+    fl.fuse(MLP(), x, dry_run=dry_run, progress=lambda *stage: stages.append(stage))
     names, parts = [name for name, _ in stages], [part for _, part in stages]
     assert names[:3] == ["measuring the model", "finding operations", "measuring what operations free, run 1"]
     assert parts == sorted(parts) and parts[0] == 0 and stages[-1] == ("done", 1.0)
     assert any(name.startswith("timing steps, round ") for name in names) is dry_run
-    with pytest.raises(TypeError, match="fuse: on_stage must be a function of a text and a number, such as print, got"):
-        fl.fuse(MLP(), x, on_stage=True)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"fuse: progress must be True, False, or a function .* as print, got 'bar'$"):
+        fl.fuse(MLP(), x, progress="bar")  # type: ignore[arg-type]
+
+
+def test_progress_can_be_shown(x: Tensor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0)
+    fl.fuse(MLP(), x, progress=True)
+    out, err = capsys.readouterr()
+    assert out == "" and re.search(r"\n 10% measuring what operations free, run 1, \d+ s left\n(.*\n)*100% done", err)
+    fl.fuse(MLP(), x)
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
@@ -2352,7 +2362,7 @@ def test_a_batch_norm_before_what_a_checkpoint_leaves_to_pytorch(x: Tensor) -> N
 
 
 @pytest.mark.parametrize("at", ["finding operations", "measuring what operations free, run 2", "timing steps, round 1"])
-def test_errors_of_on_stage_are_raised_and_change_nothing(x: Tensor, at: str) -> None:
+def test_errors_of_progress_are_raised_and_change_nothing(x: Tensor, at: str) -> None:
     def fails(stage: str, part: float) -> None:
         if stage == at:
             raise OSError("disk full") from KeyError("device")
@@ -2361,7 +2371,7 @@ def test_errors_of_on_stage_are_raised_and_change_nothing(x: Tensor, at: str) ->
     fl.fuse(model, x)
     before = _kinds(model)
     with pytest.raises(OSError, match=r"^disk full$") as caught:
-        fl.fuse(model, x, dry_run=True, on_stage=fails)
+        fl.fuse(model, x, dry_run=True, progress=fails)
     assert _kinds(model) == before != {}
     assert isinstance(caught.value.__cause__, KeyError) and caught.value.__context__ is None
 

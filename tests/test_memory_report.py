@@ -751,18 +751,19 @@ def test_errors_of_the_model_and_the_loss_are_the_users(x: Tensor) -> None:
         fl.memory_report(model, (x, x))
     with pytest.raises(AttributeError, match=r"no attribute 'nonsense'$"):
         fl.memory_report(mlp(), (x,), loss=lambda y: y.nonsense)
+    with pytest.raises(TypeError, match=r"^memory_report: no inputs were given; pass them behind the model: .*, x\)$"):
+        fl.memory_report(mlp())
 
 
 @pytest.mark.parametrize(
     ("inputs", "said"),
     [
-        ((), "no inputs were given; pass them behind the model: memory_report(model, x)"),
         (("x",), ""),
         ((torch.ones(3),), ""),
         ((np.ones((2, IN)),), "a NumPy array is among the inputs; torch.from_numpy makes a tensor of it"),
         ((2, IN), f"the inputs are numbers; if a tensor of this shape is meant, pass torch.randn(2, {IN})"),
     ],
-    ids=["none", "text", "shape", "NumPy", "numbers"],
+    ids=["text", "shape", "NumPy", "numbers"],
 )
 def test_what_the_model_raises_comes_through_with_a_note(inputs: tuple[Any, ...], said: str) -> None:
     with pytest.raises((TypeError, RuntimeError)) as raised:

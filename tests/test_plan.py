@@ -203,11 +203,8 @@ def test_asking_computes_nothing_and_ends() -> None:
         fl.plan_of(torch.nn.functional.gelu, x)
     with pytest.raises(ValueError, match="last dimension must be the weight's second"):
         fl.plan_of(model, x[:, :5])
-    with pytest.raises(TypeError, match="missing 1 required positional argument") as raised:
+    with pytest.raises(TypeError, match=r"^plan_of: no inputs were given; pass what .*: plan_of\(layer, x\)$"):
         fl.plan_of(model)
-    assert raised.value.__notes__ == [
-        "plan_of: no inputs were given; pass what it would be called with: plan_of(layer, x)"
-    ]
     assert asking.questions == []
 
 

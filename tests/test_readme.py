@@ -265,11 +265,9 @@ def test_others_on_a_cpu_save_and_take_what_was_measured() -> None:
 
 def test_what_is_small_is_as_it_says() -> None:
     words = " ".join(README.split())
-    ((mib, kib),) = re.findall(r"those below ([\d.]+) MiB on an H100 \((\d+) KiB for each multiprocessor", words)
+    ((mib, kib),) = re.findall(r"and below ([\d.]+) MiB on an H100 \((\d+) KiB for each multiprocessor", words)
     assert float(mib) == int(kib) * 132 / 1024
-    pattern = (
-        r"PyTorch computes those below (\d+) KiB on CPUs \(layer, group and batch norms: below (\d+) to (\d+) MiB\)"
-    )
+    pattern = r"results below (\d+) KiB on CPUs \(layer, group and batch norms: below (\d+) to (\d+) MiB\)"
     ((small, least, most),) = re.findall(pattern, words)
     constants = Path(sizes.__file__).read_text(encoding="utf-8")  # tests change them in the module
     for line in (
@@ -316,7 +314,7 @@ def test_in_other_contexts_it_frees_what_was_measured() -> None:
 
 
 def test_losses_that_contain_gradients_need_about_as_much_memory() -> None:
-    assert "(penalties, PINNs): its steps need about as much memory as PyTorch's;" in README
+    assert "(penalties, PINNs): its steps need about as much memory as PyTorch's." in README
     layers = [layer for _ in range(2) for layer in (nn.Linear(256, 256), nn.GELU())]
     model = nn.Sequential(nn.Linear(2, 256), nn.LayerNorm(256), *layers, nn.Linear(256, 1))
     x = torch.rand(4096, 2, requires_grad=True)

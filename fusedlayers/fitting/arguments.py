@@ -49,15 +49,10 @@ def _budget(function: str, memory_budget_bytes: object) -> Callable[[int], int]:
 
 
 def _part(function: str, fraction: object) -> Callable[[int], int]:
-    share = _share(fraction)
-    hint = ""
-    if share is not None and isinstance(fraction, str):
-        hint = f"; write fraction={share:g}" if 0 < share <= 1 else ""
-    elif share is not None and 0 < share <= 1:
+    share = None if isinstance(fraction, str) else _share(fraction)
+    if share is not None and 0 < share <= 1:
         return lambda taken: math.floor(share * taken)
-    elif share is not None and 1 < share <= 100:
-        hint = f"; {share:g} % are fraction={share / 100:g}"
-    raise ValueError(f"{function}: fraction must be a number above 0 and at most 1, got {fraction!r}{hint}")
+    raise ValueError(f"{function}: fraction must be a number above 0 and at most 1 (30 % are 0.3), got {fraction!r}")
 
 
 def _share(value: object) -> float | None:
@@ -74,6 +69,6 @@ def _share(value: object) -> float | None:
 def readable(error: Exception, function: str, args: tuple[Any, ...] = ()) -> Exception:
     """An error of ours as it is, of the user's code as one of ours."""
     text = str(error)
-    if isinstance(error, ValueError) and text.startswith((f"{function}: ", "memory_report: ")):
+    if isinstance(error, ValueError | TypeError) and text.startswith((f"{function}: ", "memory_report: ")):
         return ValueError(text.replace("memory_report: ", f"{function}: ", 1))
     return does_not_run(function, error, args)

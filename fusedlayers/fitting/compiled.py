@@ -22,7 +22,7 @@ from ..fusion.example import arguments_from
 from ..profiling.step import Step
 from ..utils.formatting import size_text
 from ..utils.module_state import unchanged
-from ..utils.progress import OnStage, checked
+from ..utils.progress import OnStage, asked
 from ..utils.reports import Report
 from ..utils.storages import tensors_in
 from .agreement import together
@@ -100,7 +100,7 @@ def fit_compiled(
     fraction: float | None = None,
     of: Of = "saved",
     loss: Callable[[Any], Tensor] | None = None,
-    on_stage: OnStage | None = None,
+    progress: bool | OnStage = False,
     **options: Any,
 ) -> CompiledFit:
     """Find how a compiled model keeps to a number of bytes, in the least time.
@@ -125,7 +125,8 @@ def fit_compiled(
             has allocated at once, without parameters, their gradients and the states of an optimizer. That needs
             compiled code for each part that is tried, and so minutes.
         loss: of the model's result, a scalar. By default the sum of the means of all tensors that require grad.
-        on_stage: is told what is done next, and which part of all has been done.
+        progress: True shows how far it has come and the time left: a bar on stderr in a terminal (with ``rich``
+            installed), elsewhere a line every 10 seconds. A function is told each stage, and which part of all is done.
         options: of ``torch.compile``, but for ``backend``: ``mode``, ``dynamic``, ``fullgraph``. Give it the same.
 
     Returns:
@@ -145,7 +146,8 @@ def fit_compiled(
     >>> compiled = torch.compile(model, backend=report.backend)  # doctest: +SKIP
     """
     step = Step(model, *arguments_from(inputs), loss, function="fit_compiled")
-    return fit_compiled_step(step, memory_budget_bytes, fraction, of, on_stage, **options)
+    with asked("fit_compiled", progress) as on_stage:
+        return fit_compiled_step(step, memory_budget_bytes, fraction, of, on_stage, **options)
 
 
 def fit_compiled_step(
@@ -153,11 +155,10 @@ def fit_compiled_step(
     memory_budget_bytes: int | str | None,
     fraction: float | None,
     of: Of,
-    on_stage: OnStage | None,
+    on_stage: OnStage,
     **options: Any,
 ) -> CompiledFit:
     """``fit_compiled`` with this training step for the example."""
-    on_stage = checked("fit_compiled", on_stage)
     model, allowed = check_arguments(step, memory_budget_bytes, fraction, of)
     if is_optimized(model) or model._compiled_call_impl is not None:
         raise ValueError(

@@ -15,6 +15,9 @@ from .training import Of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+#: What a table says whose times are of two kinds.
+TIMES = "(predicted: what each block took by itself, added up. Times of the same plan vary from run to run.)"
+
 #: What each mode does, for people.
 WORDS: dict[Mode, str] = {
     "eager": "as PyTorch",
@@ -124,13 +127,16 @@ class FitReport(DrawnReport):
         what = "saved for backward" if self.of == "saved" else "allocated at the peak"
         yield f"{self.name}: at most {budget_text(self.budget_bytes)} {what}"
         yield ""
-        rows = [("way to train", "adds to a step", "blocks")]
+        rows = [("blocks", "way to train", "adds to a step, predicted", "modules")]
         for choice in self.choices:
-            where = path_text(choice.modules) if choice.modules != ("",) else "the rest of the model"
-            rows.append((WORDS[choice.mode], f"{choice.time_ms:+.3g} ms", where))
+            number, where = str(len(choice.modules)), path_text(choice.modules)
+            if choice.modules == ("",):
+                number, where = "", "the rest of the model"
+            rows.append((number, WORDS[choice.mode], f"{choice.time_ms:+.3g} ms", where))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            yield "  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip()
+        for number, *texts in rows:
+            padded = (f"{text:<{width}}" for text, width in zip(texts, widths[1:], strict=True))
+            yield "  ".join((f"{number:>{widths[0]}}", *padded)).rstrip()
         if self.skipped:
             yield ""
             for reason, paths in self.skipped.items():
@@ -155,6 +161,7 @@ class FitReport(DrawnReport):
         for name, found in lines:
             time = "" if found.time_ms is None else f"{found.time_ms:>10.4g} ms a step"
             yield f"{name:<{width}}  {size_text(found.bytes):>9}{time}"
+        yield TIMES
         for note in self.notes:
             yield ""
             yield note

@@ -15,7 +15,7 @@ from ..memory import OF_GRAPH, count_saved
 from ..profiling.step import Step, no_gradient_because, tensors_of
 from ..utils.formatting import first_line, size_text
 from ..utils.module_state import unchanged
-from ..utils.progress import CallbackError, OnStage, checked, past_handlers, within
+from ..utils.progress import CallbackError, OnStage, asked, past_handlers, silent, within
 from ..utils.refusals import check_flag
 from ..utils.storages import has_data, tensors_in
 from .classes import places_of_classes, slow_because
@@ -42,7 +42,7 @@ def fuse(
     *,
     save: str = "auto",
     dry_run: bool = False,
-    on_stage: OnStage | None = None,
+    progress: bool | OnStage = False,
 ) -> FuseReport:
     """Let the operations of a model keep less for the backward pass, in place; say where, and how much that frees.
 
@@ -75,14 +75,16 @@ def fuse(
         save: "auto"; "recompute" for MLPs that keep their input alone, and run forward once more in the backward pass.
         dry_run: whether to change nothing, and only report; how long a step would take as well, which takes some
             steps for each line of the report.
-        on_stage: is told what is done next, and which part of all has been done; ``print`` will do.
+        progress: True shows how far it has come and the time left: a bar on stderr in a terminal (with ``rich``
+            installed), elsewhere a line every 10 seconds. A function is told each stage, and which part of all is done.
 
     Returns:
         a report: the places, what each frees, what was skipped and why, and the bytes saved for backward in all, but
         for inputs and parameters.
 
     Raises:
-        TypeError: ``model`` is no module, ``dry_run`` neither True nor False, or ``on_stage`` no function.
+        TypeError: ``model`` is no module, ``dry_run`` neither True nor False, or ``progress`` neither
+            of these nor a function.
         ValueError: an unknown ``save``; a lazy module that has not been called; inputs that the model does not run on;
             inference mode.
 
@@ -100,17 +102,12 @@ def fuse(
     if save not in ("auto", "recompute"):
         raise ValueError(f"fuse: save must be 'auto' or 'recompute', got {save!r}")
     check_flag("fuse", "dry_run", dry_run)
-    fusing = Fusing(model, save, dry_run, on_stage=on_stage)
-    if inputs is None:
-        return fusing.by_classes()
-    args, kwargs = arguments_from(inputs)
-    check_module("fuse", model)
-    return fusing.on(args, kwargs)
+    with asked("fuse", progress) as on_stage:
+        fusing = Fusing(model, save, dry_run, on_stage=on_stage)
+        return fusing.by_classes() if inputs is None else fusing.on(*arguments_from(inputs))
 
 
-def fuse_on(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], on_stage: OnStage | None = None
-) -> FuseReport:
+def fuse_on(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], on_stage: OnStage) -> FuseReport:
     """``fuse`` with ``model(*args, **kwargs)`` for the example."""
     check_module("fuse", model)
     return Fusing(model, on_stage=on_stage).on(args, kwargs)
@@ -142,10 +139,10 @@ class Fusing:
         save: str = "auto",
         dry_run: bool = False,
         function: str = "fuse",
-        on_stage: OnStage | None = None,
+        on_stage: OnStage = silent,
     ) -> None:
         self._model, self._save, self._dry_run, self._function = model, save, dry_run, function
-        self._on_stage = past_handlers(checked(function, on_stage))
+        self._on_stage = past_handlers(on_stage)
         self.mlps: list[Place] = []
         self._skipped: list[Group] = []
         self._notes: list[str] = []

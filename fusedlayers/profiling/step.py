@@ -36,10 +36,10 @@ class Step:
         try:
             result = self.model(*self.args, **self.kwargs)
         except Exception as error:
-            hint = what_was_meant(self.args)
             if not (self.args or self.kwargs) and "required positional argument" in str(error):
-                hint = f"no inputs were given; pass them behind the model: {self.function}(model, x)"
-            if hint:
+                advice = f"pass them behind the model: {self.function}(model, x)"
+                raise TypeError(f"{self.function}: no inputs were given; {advice}") from error
+            if hint := what_was_meant(self.args):
                 error.add_note(f"{self.function}: {hint}")
             raise
         if self.loss is not None:

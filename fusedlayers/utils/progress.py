@@ -1,6 +1,6 @@
 """How far a long run has come: a bar on stderr in a terminal, elsewhere a line now and then.
 
-Functions of the library take a callback and show nothing by themselves; commands hand them what ``shown`` yields.
+Functions of the library show nothing unless they are asked to, by ``progress=True``; commands always do.
 
 The bar is drawn when it is told something and at no other time: a thread that redraws it would take the interpreter
 from what is being measured. The price is that the estimate stands still within a stage.
@@ -20,19 +20,29 @@ OnStage = Callable[[str, float], None]
 """Is told what is done next, and which part of all has been done: 0 to 1."""
 
 
-def checked(function: str, on_stage: object) -> OnStage:
-    """What a caller of this function has given to be told, or a function that does nothing in the place of None.
+def silent(stage: str, part: float) -> None:
+    """Shows nothing."""
+
+
+@contextlib.contextmanager
+def asked(function: str, progress: object) -> Iterator[OnStage]:
+    """Yield what is told of each stage, as a caller of this function has asked for it: True for ``shown``.
 
     Raises:
-        TypeError: it cannot be called.
+        TypeError: it is neither True, False nor a function.
     """
-    if on_stage is None:
-        return lambda stage, part: None
-    if not callable(on_stage):
+    if progress is True:
+        with shown() as on_stage:
+            yield on_stage
+    elif progress is False:
+        yield silent
+    elif callable(progress):
+        yield progress
+    else:
         raise TypeError(
-            f"{function}: on_stage must be a function of a text and a number, such as print, got {on_stage!r}"
+            f"{function}: progress must be True, False, or a function of a text and a number such as print, got "
+            f"{progress!r}"
         )
-    return on_stage
 
 
 class CallbackError(BaseException):
@@ -76,7 +86,7 @@ def shown() -> Iterator[OnStage]:
         if first is None:
             first = now, part
         seconds, done = now - first[0], part - first[1]
-        return f", {duration_text(seconds * (1 - part) / done)} left" if done > 0 else ""
+        return f", {duration_text(seconds * (1 - part) / done)} left" if done > 0 and part < 1 else ""
 
     with _bar() if _can_draw() else _lines() as write:
         yield lambda stage, part: write(f"{stage}{left(part)}", part)
