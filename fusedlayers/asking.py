@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .utils.formatting import described
-from .utils.refusals import check_instance
+from .utils.refusals import check_instance, takes
 
 
 class _Answered(BaseException):
@@ -58,7 +58,7 @@ def plan_of(function: Callable[..., Any], *args: Any, compiled: bool = False, **
     except _Answered:
         pass
     except TypeError as error:
-        if not (args or kwargs) and "required positional argument" in str(error):
+        if not (args or kwargs) and not takes(function):
             advice = "pass what it would be called with: plan_of(layer, x)"
             raise TypeError(f"plan_of: no inputs were given; {advice}") from error
         raise

@@ -10,8 +10,8 @@ Python threads allocate on the CPU, and saved tensors of a compressed sparse or 
 
 import gc
 import os
-from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,16 @@ from torch import Tensor
 
 from ._torch import backward_pass, dynamo_is_loaded, refuses_hooks
 from .ops.edits import unedited
-from .utils.autograd_graph import attributes_of, checkpoints_of, leaves_of, nodes_of, saved_by
+from .utils.autograd_graph import (
+    attributes_of,
+    checkpoints_of,
+    is_leaf,
+    is_of_checkpoint,
+    leaves_of,
+    nodes_of,
+    raw_saved,
+    saved_by,
+)
 from .utils.storages import strided_parts, tensors_in
 
 __all__ = ["peak_bytes", "saved_bytes"]
@@ -76,7 +85,7 @@ def count_saved(function: Callable[..., Any], *args: Any, exclude: Any = ()) -> 
     given = list(tensors_in((function, args)))
     ledger = _Ledger(given, excluded)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(_not_compiled(ledger.pack), _not_compiled(ledger.unpack)):
+        with _hooked(ledger):
             result = function(*args)
         return Count(ledger.total_bytes(result), refused_hooks=False)
     except RuntimeError as error:
@@ -84,6 +93,24 @@ def count_saved(function: Callable[..., Any], *args: Any, exclude: Any = ()) -> 
             raise
     # Here, where no traceback holds what the first call has made.
     return Count(_Ledger(given, excluded).total_bytes(function(*args), saved_by), refused_hooks=True)
+
+
+def bytes_not_shown(function: Callable[[], Any], exclude: Any) -> int | None:
+    """How many bytes ``function()`` saves that do not show in the graph of its result (``hides_what_it_saves``); None
+    where they may be with other hooks, or the function refuses hooks."""
+    ledger = _Ledger((), tensors_in(exclude))
+    try:
+        with _hooked(ledger):
+            result = function()
+        return ledger.bytes_not_shown(result)
+    except RuntimeError as error:
+        if not refuses_hooks(error):
+            raise
+    return None
+
+
+def _hooked(ledger: "_Ledger") -> AbstractContextManager[Any]:
+    return torch.autograd.graph.saved_tensors_hooks(_not_compiled(ledger.pack), _not_compiled(ledger.unpack))
 
 
 def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,7 +170,7 @@ class _Ledger:
 
     def _leave_out(self, tensor: Tensor) -> None:
         """Do not count this tensor's storage, which the caller keeps alive."""
-        self._left_out.update(part.untyped_storage()._cdata for part in strided_parts(tensor))
+        self._left_out |= _keys_of([tensor])
 
     def pack(self, tensor: Tensor) -> "_Saved":
         if _is_of_parameter(tensor):
@@ -172,18 +199,27 @@ class _Ledger:
         each node holds without hooks."""
         nodes = nodes_of(tensors_in(result))
         # Compiled code saves detached views, whose base is not known to be a parameter.
-        leaf_keys = {part.untyped_storage()._cdata for leaf in leaves_of(nodes) for part in strided_parts(leaf)}
+        leaf_keys = _keys_of(leaves_of(nodes))
         parameter_bytes = sum(self._bytes.get(key, 0) for key in leaf_keys)
         self._left_out |= leaf_keys
-        # Attributes of contexts bypass the hooks, and so does what a checkpoint holds for its recomputation.
-        past_hooks = [tensor for node in nodes for tensor in held_by(node)]
-        past_hooks += [tensor for _, tensors in checkpoints_of(nodes) for tensor in tensors]
-        for tensor in past_hooks:
+        for tensor in _past_hooks(nodes, held_by):
             if not _is_of_parameter(tensor):
                 for part in strided_parts(tensor):
                     self._hold(part)
         self._note()
         return self._most_bytes - parameter_bytes
+
+    def bytes_not_shown(self, result: Any) -> int | None:
+        """Of what is held right now, that which does not show in the graph of ``result``; None where other hooks may
+        hold some of it."""
+        nodes = nodes_of(tensors_in(result))
+        shown = _keys_of([*leaves_of(nodes), *_past_hooks(nodes, attributes_of)])
+        for saved in (saved for node in nodes if not is_leaf(node) for saved in raw_saved(node)):
+            if isinstance(saved.data, _Saved):
+                shown.update(saved.data.keys)
+            elif saved.unpack_hook is not None and not is_of_checkpoint(saved):
+                return None
+        return sum(size for key, size in self._bytes.items() if key not in shown)
 
     def _note(self) -> None:
         self._most_bytes = max(self._most_bytes, self._live_bytes)
@@ -197,6 +233,16 @@ class _Ledger:
             self._bytes[key] = min(nbytes, self._limits.get(key, nbytes))
             self._live_bytes += self._bytes[key]
         return key
+
+
+def _past_hooks(nodes: Sequence[Any], held_by: Callable[[Any], Iterable[Tensor]]) -> list[Tensor]:
+    """What nodes hold that hooks do not get: attributes of contexts, and what checkpoints recompute from."""
+    held = [tensor for node in nodes for tensor in held_by(node)]
+    return held + [tensor for _, tensors in checkpoints_of(nodes) for tensor in tensors]
+
+
+def _keys_of(tensors: Iterable[Tensor]) -> set[int]:
+    return {part.untyped_storage()._cdata for tensor in tensors for part in strided_parts(tensor)}
 
 
 class _Saved:

@@ -897,8 +897,6 @@ def test_wrong_models_and_inputs() -> None:
         fl.fit(nn.Linear(2, 2), torch.ones(2), fraction=0.5)
     with pytest.raises(TypeError, match="fit: progress must be True, False, or a function of a text and a number such"):
         fl.fit(nn.Linear(2, 2), torch.ones(2), fraction=0.5, progress="bar")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^fit: no inputs were given; pass them behind the model: fit\(model, x\)$"):
-        fl.fit(nn.Linear(2, 2), (), fraction=0.5)
     with pytest.raises(TypeError, match="fit: plan_only must be True or False, got 1"):
         fl.fit(nn.Linear(2, 2), torch.ones(2), fraction=0.5, plan_only=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="fit: loss must be a function of the model's result, got 5"):

@@ -1410,6 +1410,39 @@ def test_a_batch_norm_refuses_what_pytorchs_refuses(kind: type[nn.Module]) -> No
             model(wrong)
 
 
+RMS_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.flatten(2).transpose(1, 2),
+    "heads": lambda x: x.transpose(1, 2),
+    "every other": lambda x: x[..., ::2],
+    "channels_last": lambda x: x.permute(0, 3, 1, 2),
+    "every other, channels_last": lambda x: x.permute(0, 3, 1, 2)[:, :, ::2],
+}
+
+
+@pytest.mark.parametrize("name", RMS_LAYOUTS)
+def test_rms_norms_of_any_layout(name: str) -> None:
+    """PyTorch's results are contiguous, or channels-last."""
+    layout = RMS_LAYOUTS[name]
+    x = torch.randn(16, 32, 64, 32)
+    norm = nn.RMSNorm(layout(x).shape[-1])
+
+    class Laid(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.norm = nn.Parameter(torch.tensor(2.0)), norm
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(layout(x * self.scale)) * 1.0
+
+    model = Laid()
+    eager = model(x)
+    report = fl.fuse(model, x)
+    is_fused = "channels_last" not in name
+    assert [place.pattern for place in report.replaced] == ["rms_norm"] * is_fused
+    assert model(x).stride() == eager.stride() and eager.is_contiguous() is is_fused
+    torch.testing.assert_close(model(x), eager)
+
+
 @pytest.mark.parametrize("momentum", [None, 0.1])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_batch_norms_by_passes(momentum: float | None, layout: str) -> None:

@@ -1,5 +1,6 @@
 """How far a long run is: a bar in a terminal, a line now and then elsewhere, never a word on stdout."""
 
+import io
 import re
 import sys
 import time
@@ -43,8 +44,18 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return make
 
 
+class Writer:
+    """A stream that has little."""
+
+    def __init__(self, written: list[str]) -> None:
+        self.write = written.append
+
+    def flush(self) -> None:
+        pass
+
+
 def run(clock: Clock, seconds: float) -> None:
-    with progress.shown() as on_stage:
+    with progress.asked("fit", True) as on_stage:
         for number in range(4):
             on_stage(f"stage {number}", number / 4)
             clock.now += seconds
@@ -127,6 +138,31 @@ def test_colours_by_force_are_no_terminal(
 )
 def test_durations(seconds: float, expected: str) -> None:
     assert duration_text(seconds) == expected
+
+
+@pytest.mark.parametrize("stream", ["none", "closed", "one that only writes"])
+def test_nothing_is_shown_where_nothing_can_be(
+    stream: str, clock: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    closed = io.StringIO()
+    closed.close()
+    streams = {"none": None, "closed": closed, "one that only writes": Writer(written)}
+    monkeypatch.setattr(sys, "stderr", streams[stream])
+    run(clock, 6)
+    assert capsys.readouterr().out == ""
+    assert "".join(written) == ("" if stream in ("none", "closed") else " 50% stage 2, 12 s left\n")
+
+
+def test_a_bar_without_a_stdout(
+    clock: Clock, terminal: Callable[[], None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rich")
+    terminal()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        run(clock, 2)
+    assert "stage 3, 2 s left" in capsys.readouterr().err
 
 
 # --- grids of the benchmarks ------------------------------------------------------------------------------------------

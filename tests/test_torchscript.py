@@ -137,6 +137,28 @@ def test_what_a_class_says_counts_again_when_it_is_unfused() -> None:
     torch.testing.assert_close(torch.jit.script(model)(x), model(x))
 
 
+@pytest.mark.parametrize("constant", [torch.ones(1000)[0], torch.tensor(2.0), torch.ones(1), 2.0], ids=str)
+def test_what_does_not_show_is_counted_without_what_does(constant: Any) -> None:
+    """Constants do; and a norm, which saves its input under hooks alone."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.norm = nn.Linear(32, 1024), nn.LayerNorm(1024)
+            self.script = torch.jit.script(nn.Sequential(nn.Tanh(), nn.Sigmoid()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.script(self.norm(self.up(x))) * constant
+            return y.sin()
+
+    model, x = Model(), torch.randn(512, 32)
+    for _ in range(3):  # the optimised graph comes with the third call
+        model(x).sum().backward()
+    fl.fuse(model, x)
+    report = fl.memory_report(model, x)
+    assert report.unlisted_bytes == 2 * 512 * 1024 * 4 and report.bytes_of("constant") > 0
+
+
 def test_a_memory_report_names_the_modules_that_do_not_show_what_they_save() -> None:
     scripted = torch.jit.script(nn.Sequential(nn.Linear(32, 64), nn.Sigmoid(), nn.Linear(64, 32)))
     model = nn.Sequential(nn.Linear(32, 32), scripted)

@@ -69,6 +69,6 @@ def _share(value: object) -> float | None:
 def readable(error: Exception, function: str, args: tuple[Any, ...] = ()) -> Exception:
     """An error of ours as it is, of the user's code as one of ours."""
     text = str(error)
-    if isinstance(error, ValueError | TypeError) and text.startswith((f"{function}: ", "memory_report: ")):
+    if isinstance(error, ValueError) and text.startswith((f"{function}: ", "memory_report: ")):
         return ValueError(text.replace("memory_report: ", f"{function}: ", 1))
     return does_not_run(function, error, args)

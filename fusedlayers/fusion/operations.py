@@ -27,7 +27,7 @@ from ..ops.edits import is_under_checkpoint
 from ..ops.product import factors_of
 from ..plan import plain
 from ..utils.bounded_cache import BoundedCache
-from ..utils.layout import copies_are_contiguous
+from ..utils.layout import copies_are_channels_last, copies_are_contiguous
 
 Arguments = tuple[Any, ...]
 Options = dict[str, Any]
@@ -83,9 +83,9 @@ class Given(NamedTuple):
 
 
 def _rms_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """``F.rms_norm``. What ``fusedlayers.rms_norm`` makes is contiguous, where PyTorch's result is laid out like the
-    input: code may view it, and a dropout draws its numbers in the order of memory."""
-    return (norms.rms_norm if copies_are_contiguous(input) else F.rms_norm)(input, *args, **kwargs)
+    """``F.rms_norm``. What ``fusedlayers.rms_norm`` makes is contiguous, where PyTorch's result is channels-last if the
+    input is: code may view it, and a dropout draws its numbers in the order of memory."""
+    return (F.rms_norm if copies_are_channels_last(input) else norms.rms_norm)(input, *args, **kwargs)
 
 
 def _operations() -> dict[Any, Operation]:

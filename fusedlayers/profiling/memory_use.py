@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..fusion.example import arguments_from
-from ..memory import Count, count_saved, device_of, peak_bytes
+from ..memory import bytes_not_shown, device_of, peak_bytes
 from ..utils.autograd_graph import hides_what_it_saves, is_leaf, leaves_of, nodes_of
 from ..utils.module_state import isolated_gradients, unchanged
-from ..utils.progress import OnStage
-from ..utils.refusals import check_instance
+from ..utils.progress import OnStage, silent
+from ..utils.refusals import check_instance, takes
 from ..utils.storages import tensors_in
 from .allocation_tracker import LEAVES, PARAMETERS, SAVED, AllocationTracker, Peak
 from .memory_results import MemoryReport
@@ -55,7 +54,7 @@ def memory_report(
             result that require grad.
 
     Raises:
-        TypeError: ``model`` cannot be called.
+        TypeError: ``model`` cannot be called, or no inputs are given that it needs.
         ValueError: nothing in the result, or not the loss, requires grad.
         Exception: what the model raises; with a note where the arguments are no tensors.
 
@@ -64,10 +63,17 @@ def memory_report(
     >>> fl.memory_report(model, torch.randn(64, 8)).saved_bytes  # gelu's input and its output
     16384
     """
-    return report_of(Step(model, args, kwargs, loss))
+    try:
+        return report_of(Step(model, args, kwargs, loss))
+    except TypeError as error:
+        if not (args or kwargs) and not takes(model):
+            raise TypeError(
+                "memory_report: no inputs were given; pass them behind the model: memory_report(model, x)"
+            ) from error
+        raise
 
 
-def report_of(step: Step, on_stage: OnStage = lambda stage, part: None) -> MemoryReport:
+def report_of(step: Step, on_stage: OnStage = silent) -> MemoryReport:
     """``memory_report``; calls ``on_stage`` before each of the runs."""
     check_instance("memory_report", step.model)
     if not callable(step.model):
@@ -102,7 +108,7 @@ def report_of(step: Step, on_stage: OnStage = lambda stage, part: None) -> Memor
             on_stage("counting what does not show", 0.75)
             restore_random_state()
             buffers = [buffer for module in tracker.modules for buffer in module.buffers(recurse=False)]
-            unlisted_bytes = _unlisted(rows, count_saved(step.forward, exclude=[buffers, inputs]))
+            unlisted_bytes = bytes_not_shown(step.forward, exclude=[buffers, inputs])
 
         on_stage("measuring the peak", 0.85)
         restore_random_state()
@@ -121,13 +127,7 @@ def _given(step: Step) -> Step:
     if step.kwargs or len(step.args) != 1 or not isinstance(step.args[0], Mapping | tuple | list):
         return step
     args, kwargs = arguments_from(step.args[0])
-    function = step.model.forward if isinstance(step.model, torch.nn.Module) else step.model
-    with suppress(ValueError):  # a builtin has no signature
-        try:
-            inspect.signature(function).bind(*args, **kwargs)
-        except TypeError:
-            return step
-    return dataclasses.replace(step, args=args, kwargs=kwargs)
+    return dataclasses.replace(step, args=args, kwargs=kwargs) if takes(step.model, *args, **kwargs) else step
 
 
 def _device(tensors: list[Tensor]) -> torch.device:
@@ -168,20 +168,6 @@ def _follow(
 
     allocations.scratch.during(run)
     return tuple(sorted(rows, key=lambda row: -row.bytes)), tuple(sorted(hidden)), allocations.peak()
-
-
-def _unlisted(rows: Sequence[Row], saved: Count) -> int | None:
-    """How many of these bytes no row has; None where that does not show."""
-    if saved.refused_hooks:  # the rows are what the graph shows
-        return None
-    activations = sum(row.bytes for row in rows if row.kind == "activation")
-    constants = sum(row.bytes for row in rows if row.kind == "constant" and row.shape)
-    # Python's numbers are rows, and hooks do not get them; tensors without dimensions they do.
-    numbers = sum(row.bytes for row in rows if row.kind == "constant" and not row.shape)
-    missing = saved.bytes - activations - constants
-    if missing < 0:  # rows have what other hooks hold
-        return None
-    return missing if missing > numbers else 0
 
 
 def _hidden(nodes: Sequence[Any], tracker: ModuleTracker) -> set[str]:

@@ -36,9 +36,6 @@ class Step:
         try:
             result = self.model(*self.args, **self.kwargs)
         except Exception as error:
-            if not (self.args or self.kwargs) and "required positional argument" in str(error):
-                advice = f"pass them behind the model: {self.function}(model, x)"
-                raise TypeError(f"{self.function}: no inputs were given; {advice}") from error
             if hint := what_was_meant(self.args):
                 error.add_note(f"{self.function}: {hint}")
             raise

@@ -80,6 +80,11 @@ def copies_are_contiguous(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").is_contiguous()
 
 
+def copies_are_channels_last(tensor: Tensor) -> bool:
+    """Whether that is channels-last, and not contiguous as well."""
+    return not tensor.is_contiguous() and channels_last_format(torch.empty_like(tensor, device="meta")) is not None
+
+
 def of_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor | None:
     """``function(x)`` of rows along the last dimension, which returns contiguous tensors, laid out as PyTorch lays out
     what it computes of x element by element. None where rows are not contiguous then."""

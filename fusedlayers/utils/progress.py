@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from typing import TextIO
 
 from .formatting import duration_text
 
@@ -46,7 +47,7 @@ def asked(function: str, progress: object) -> Iterator[OnStage]:
 
 
 class CallbackError(BaseException):
-    """An error of the caller's ``on_stage``, on its way past code that catches what a model raises."""
+    """An error of a caller's ``progress``, on its way past code that catches what a model raises."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
@@ -92,8 +93,16 @@ def shown() -> Iterator[OnStage]:
         yield lambda stage, part: write(f"{stage}{left(part)}", part)
 
 
+def _is_terminal(stream: TextIO | None) -> bool:
+    """None is a stream of programs without a console. A closed one, or one of a user's, may not say."""
+    try:
+        return stream is not None and stream.isatty()
+    except (AttributeError, ValueError):
+        return False
+
+
 def _can_draw() -> bool:
-    if not sys.stderr.isatty() or find_spec("rich") is None:
+    if not _is_terminal(sys.stderr) or find_spec("rich") is None:
         return False
     from rich.console import Console
 
@@ -111,7 +120,7 @@ def _bar() -> Iterator[OnStage]:
     text = TextColumn("{task.description}", markup=False, table_column=column)
     columns = BarColumn(20), TaskProgressColumn(), text
     # Lines that go to the same terminal are moved above the bar; those that go elsewhere are none of its business.
-    shares_terminal = sys.stdout.isatty()
+    shares_terminal = _is_terminal(sys.stdout)
     with Progress(
         *columns,
         console=Console(stderr=True),
@@ -130,7 +139,7 @@ def _lines() -> Iterator[OnStage]:
 
     def write(text: str, part: float) -> None:
         nonlocal last
-        if time.monotonic() - last >= LINE_SECONDS:
+        if time.monotonic() - last >= LINE_SECONDS and not getattr(sys.stderr, "closed", sys.stderr is None):
             last = time.monotonic()
             print(f"{part:4.0%} {text}", file=sys.stderr, flush=True)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import nn
 
@@ -17,6 +19,18 @@ def check_flag(function: str, name: str, value: object) -> None:
     """Refuse all but True and False: a text such as "no" would count as True."""
     if not isinstance(value, bool):
         raise TypeError(f"{function}: {name} must be True or False, got {value!r}")
+
+
+def takes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    """Whether a module or a function has parameters for these arguments. A builtin may not say: then yes."""
+    forward = function.forward if isinstance(function, nn.Module) else function
+    try:
+        inspect.signature(forward).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
