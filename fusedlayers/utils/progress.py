@@ -139,8 +139,10 @@ def _lines() -> Iterator[OnStage]:
 
     def write(text: str, part: float) -> None:
         nonlocal last
-        if time.monotonic() - last >= LINE_SECONDS and not getattr(sys.stderr, "closed", sys.stderr is None):
-            last = time.monotonic()
+        if sys.stderr is None or time.monotonic() - last < LINE_SECONDS:
+            return
+        last = time.monotonic()
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
             print(f"{part:4.0%} {text}", file=sys.stderr, flush=True)
 
     yield write
