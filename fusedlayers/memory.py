@@ -96,7 +96,7 @@ def count_saved(function: Callable[..., Any], *args: Any, exclude: Any = ()) -> 
 
 
 def bytes_not_shown(function: Callable[[], Any], exclude: Any) -> int | None:
-    """How many bytes ``function()`` saves that do not show in the graph of its result (``hides_what_it_saves``); None
+    """How many bytes ``function()`` saves that do not show in the graphs of its results (``hides_what_it_saves``); None
     where they may be with other hooks, or the function refuses hooks."""
     ledger = _Ledger((), tensors_in(exclude))
     try:

@@ -2308,6 +2308,8 @@ def test_progress_can_be_shown(x: Tensor, monkeypatch: pytest.MonkeyPatch, capsy
     fl.fuse(MLP(), x, progress=True)
     out, err = capsys.readouterr()
     assert out == "" and re.search(r"\n 10% measuring what operations free, run 1, \d+ s left\n(.*\n)*100% done", err)
+    fl.fuse(MLP(), progress=True)
+    assert capsys.readouterr().err == "  0% looking at the classes of modules\n100% done\n"
     fl.fuse(MLP(), x)
     assert capsys.readouterr() == ("", "")
 
@@ -2394,17 +2396,19 @@ def test_a_batch_norm_before_what_a_checkpoint_leaves_to_pytorch(x: Tensor) -> N
         assert norm.reason.startswith("the activation behind it is left to PyTorch: it writes over its input, of which")
 
 
-@pytest.mark.parametrize("at", ["finding operations", "measuring what operations free, run 2", "timing steps, round 1"])
+@pytest.mark.parametrize(
+    "at", ["by classes", "finding operations", "measuring what operations free, run 2", "timing steps, round 1"]
+)
 def test_errors_of_progress_are_raised_and_change_nothing(x: Tensor, at: str) -> None:
     def fails(stage: str, part: float) -> None:
-        if stage == at:
+        if stage in (at, "looking at the classes of modules"):
             raise OSError("disk full") from KeyError("device")
 
     model = MLP()
     fl.fuse(model, x)
     before = _kinds(model)
     with pytest.raises(OSError, match=r"^disk full$") as caught:
-        fl.fuse(model, x, dry_run=True, progress=fails)
+        fl.fuse(model, None if at == "by classes" else x, dry_run=True, progress=fails)
     assert _kinds(model) == before != {}
     assert isinstance(caught.value.__cause__, KeyError) and caught.value.__context__ is None
 

@@ -753,6 +753,8 @@ def test_errors_of_the_model_and_the_loss_are_the_users(x: Tensor) -> None:
         fl.memory_report(mlp(), (x,), loss=lambda y: y.nonsense)
     with pytest.raises(TypeError, match=r"^memory_report: no inputs were given; pass them behind the model: .*, x\)$"):
         fl.memory_report(mlp())
+    with pytest.raises(TypeError, match=r"^memory_report: model must be a module or a function, got int"):
+        fl.memory_report(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^Linear\.forward\(\) missing"):  # which this model calls so
         fl.memory_report(lambda: nn.Linear(2, 2)())
 

@@ -148,7 +148,9 @@ def test_what_does_not_show_is_counted_without_what_does(constant: Any) -> None:
             self.script = torch.jit.script(nn.Sequential(nn.Tanh(), nn.Sigmoid()))
 
         def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.script(self.norm(self.up(x))) * constant
+            h = self.norm(self.up(x))
+            self.beside = h.sin().exp()  # a graph that the result's is no part of
+            y: Tensor = self.script(h) * constant
             return y.sin()
 
     model, x = Model(), torch.randn(512, 32)

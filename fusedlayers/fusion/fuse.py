@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -153,6 +154,26 @@ class Fusing:
 
     def by_classes(self) -> FuseReport:
         """By the classes of modules alone."""
+        return self._or_put_back(self._by_classes)
+
+    def on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FuseReport:
+        """By what these arguments let the model call."""
+        return self._or_put_back(functools.partial(self._on, args, kwargs))
+
+    def _or_put_back(self, run: Callable[[], FuseReport]) -> FuseReport:
+        """After an error the model is what it was."""
+        try:
+            return run()
+        except CallbackError as error:
+            self._put_back()
+            of_callback = error.error
+        except BaseException:
+            self._put_back()
+            raise
+        raise of_callback  # here, where its context stays what it was
+
+    def _by_classes(self) -> FuseReport:
+        self._on_stage("looking at the classes of modules", 0.0)
         unfuse(self._model)
         self._notes.append(
             "Without example inputs, modules whose class says what they compute are found, and small calls of them are "
@@ -168,9 +189,10 @@ class Fusing:
                 place.saves = f"is left to PyTorch here: {because}"
         groups = grouped(places)
         self._skipped += [group for group in groups if group.first.left_because is not None]
+        self._on_stage("done", 1.0)
         return self._finish(groups, None)
 
-    def on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FuseReport:
+    def _on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FuseReport:
         model = self._model
         if torch.is_inference_mode_enabled():
             raise ValueError(
@@ -178,60 +200,52 @@ class Fusing:
                 "torch.inference_mode()"
             )
         unfuse(model)
-        try:
-            # What is looked for is saved with gradients, whoever calls.
-            kept = unchanged([*model.modules()], [*tensors_in((args, kwargs))])
-            with torch.enable_grad(), kept as restore_random_state, eagerly():
+        # What is looked for is saved with gradients, whoever calls.
+        kept = unchanged([*model.modules()], [*tensors_in((args, kwargs))])
+        with torch.enable_grad(), kept as restore_random_state, eagerly():
 
-                def measured() -> _Saved:
-                    restore_random_state()
-                    return _saved(model, args, kwargs)
+            def measured() -> _Saved:
+                restore_random_state()
+                return _saved(model, args, kwargs)
 
-                try:
-                    self._on_stage("measuring the model", 0.0)
-                    saved = measured()
-                    before = saved.bytes
-                    restore_random_state()
-                    self._on_stage("finding operations", 0.05)
-                    recording = record(model, args, kwargs)
-                except Exception as error:
-                    raise does_not_run(self._function, error, args) from error
-                self._notes += evaluation_notes(model)
-                if saved_tensors_hooks_on_top(True) is not None:
-                    self._notes.append(
-                        "Saved-tensor hooks are on here. Under them other bytes are saved than these, and products of "
-                        "products are not seen: call fuse outside of them."
-                    )
-                if is_optimized(model):
-                    self._notes.append(
-                        "These are the bytes of eager steps. In compiled ones norms, gates, dropouts, and activations "
-                        "before a dropout or behind a batch norm are the compiler's."
-                    )
-                if saved.note:
-                    self._notes.append(saved.note)
-                if before == 0:
-                    note = "Only inputs and parameters are kept for the backward pass."
-                    if not saved.needs_gradient:
-                        note = f"Nothing is saved for a backward pass: {no_gradient_because(model)}."
-                    self._notes.append(note)
-                self.mlps = [*find_mlps(model, recording)]
-                if before != 0:  # else a note says why nothing is saved
-                    self._skipped += grouped(recording.without_gradient)
-                blocks = self.mlps if self._save == "recompute" else []
-                groups = self._chosen(grouped(recording.places, blocks), before, lambda: measured().bytes)
-                after = measured().bytes
-                known = (before, after) if before is not None and after is not None and (before or after) else None
-                is_timed = self._dry_run and known is not None and groups
-                step_ms = self._step_ms(groups, args, kwargs, restore_random_state) if is_timed else None
-            self._on_stage("done", 1.0)
-            return self._finish(groups, known, step_ms)
-        except CallbackError as error:
-            self._put_back()
-            of_callback = error.error
-        except BaseException:
-            self._put_back()
-            raise
-        raise of_callback  # here, where its context stays what it was
+            try:
+                self._on_stage("measuring the model", 0.0)
+                saved = measured()
+                before = saved.bytes
+                restore_random_state()
+                self._on_stage("finding operations", 0.05)
+                recording = record(model, args, kwargs)
+            except Exception as error:
+                raise does_not_run(self._function, error, args) from error
+            self._notes += evaluation_notes(model)
+            if saved_tensors_hooks_on_top(True) is not None:
+                self._notes.append(
+                    "Saved-tensor hooks are on here. Under them other bytes are saved than these, and products of "
+                    "products are not seen: call fuse outside of them."
+                )
+            if is_optimized(model):
+                self._notes.append(
+                    "These are the bytes of eager steps. In compiled ones norms, gates, dropouts, and activations "
+                    "before a dropout or behind a batch norm are the compiler's."
+                )
+            if saved.note:
+                self._notes.append(saved.note)
+            if before == 0:
+                note = "Only inputs and parameters are kept for the backward pass."
+                if not saved.needs_gradient:
+                    note = f"Nothing is saved for a backward pass: {no_gradient_because(model)}."
+                self._notes.append(note)
+            self.mlps = [*find_mlps(model, recording)]
+            if before != 0:  # else a note says why nothing is saved
+                self._skipped += grouped(recording.without_gradient)
+            blocks = self.mlps if self._save == "recompute" else []
+            groups = self._chosen(grouped(recording.places, blocks), before, lambda: measured().bytes)
+            after = measured().bytes
+            known = (before, after) if before is not None and after is not None and (before or after) else None
+            is_timed = self._dry_run and known is not None and groups
+            step_ms = self._step_ms(groups, args, kwargs, restore_random_state) if is_timed else None
+        self._on_stage("done", 1.0)
+        return self._finish(groups, known, step_ms)
 
     def _chosen(self, groups: list[Group], before: int | None, measured: Callable[[], int | None]) -> list[Group]:
         """Switch on what frees something."""

@@ -75,7 +75,7 @@ def checkpoints_of(nodes: Iterable[Any]) -> Iterator[tuple[list[Any], list[Tenso
 
 def is_of_checkpoint(saved: Any) -> bool:
     """Whether a checkpoint's hooks have got a saved tensor, packed as it is: they drop it."""
-    return any(True for _ in _frames_behind(saved))
+    return next(_frames_behind(saved), None) is not None
 
 
 def _frames_behind(saved: Any) -> Iterator[Any]:

@@ -97,7 +97,7 @@ def _is_terminal(stream: TextIO | None) -> bool:
     """None is a stream of programs without a console. A closed one, or one of a user's, may not say."""
     try:
         return stream is not None and stream.isatty()
-    except (AttributeError, ValueError):
+    except (AttributeError, OSError, ValueError):
         return False
 
 
@@ -142,7 +142,7 @@ def _lines() -> Iterator[OnStage]:
         if sys.stderr is None or time.monotonic() - last < LINE_SECONDS:
             return
         last = time.monotonic()
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # nobody reads it any more, or it is closed
             print(f"{part:4.0%} {text}", file=sys.stderr, flush=True)
 
     yield write

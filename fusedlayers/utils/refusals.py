@@ -23,13 +23,14 @@ def check_flag(function: str, name: str, value: object) -> None:
 
 def takes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     """Whether a module or a function has parameters for these arguments. A builtin may not say: then yes."""
-    forward = function.forward if isinstance(function, nn.Module) else function
     try:
-        inspect.signature(forward).bind(*args, **kwargs)
+        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*args, **kwargs)
     except TypeError:
         return False
-    except ValueError:
-        return True
     return True
 
 
