@@ -720,6 +720,31 @@ def test_batch_norms_of_small_examples_are_fused_for_larger_ones(monkeypatch: py
     assert not fl.fuse(model, x[:4]).too_small
 
 
+def test_small_calls_beside_others_are_counted_apart(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the activations of embeddings in a U-Net are."""
+
+    class Conditioned(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(F.gelu(self.up(x))) + self.down(F.gelu(self.up(x[:1])))
+
+    monkeypatch.setattr(sizes, "SMALL_BYTES", HIDDEN_BYTES)
+    report = fl.fuse(Conditioned(), x)
+    ((fused,), (small,)) = report.replaced, report.too_small
+    assert (fused.activation, fused.calls, small.activation) == ("gelu", 1, "gelu")
+    assert re.fullmatch(r"1 of 2 calls: results of less than \d+ KiB are left to PyTorch", small.reason)
+    assert "1 operation fused on these inputs" in str(report)
+
+
+def test_batch_norms_behind_which_is_dropped_are_said_to_free_nothing() -> None:
+    model = nn.Sequential(
+        nn.Linear(IN, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.SiLU(), nn.Dropout(0.2), nn.Linear(HIDDEN, IN)
+    )
+    report = fl.fuse(model, torch.randn(ROWS, IN))
+    assert [(place.activation or place.pattern) for place in report.replaced] == ["silu", "dropout"]
+    (norm,) = report.skipped
+    assert norm.reason == "it frees nothing: the dropout behind its activation drops some of what would tell its input"
+
+
 def test_small_inputs_meet_no_mode_if_the_example_was_as_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would take time at each of torch's functions, for nothing."""
 

@@ -23,15 +23,13 @@ from .classes import places_of_classes, slow_because
 from .example import arguments_from, check_model, check_module, does_not_run, eagerly, evaluation_notes
 from .groups import Group, grouped, saves_of, without_the_useless
 from .mlps import find_mlps
-from .operations import BATCH_NORM, GATE, PRODUCT, Given
+from .operations import GATE, PRODUCT, Given
 from .place import KEPT_BY_GATE, Place
 from .recording import record
 from .region import Region, region_of
 from .report import FuseReport, Replaced
 from .timing import step_times, telling
 
-#: Operations that free something only together with others: nobody would ask why these are left.
-_AUXILIARY = frozenset({GATE, PRODUCT, BATCH_NORM})
 _UNMEASURED = "What the places free was not measured: {}."
 #: Why a place stays fused that frees nothing on the example.
 _IDLE = "it runs without gradients, or under a checkpoint, where less is saved while that computes it again"
@@ -64,8 +62,8 @@ def fuse(
     any more, unless a hook is on it or its gradient is retained by then.
 
     Args:
-        model: any module; it is run, hooks included, once or twice for each line of the report and a few times more (in
-            a dry run more often), but its buffers and the random generators are put back. What its code counts in
+        model: any module; it is run, hooks included, a few times, and one to three times for each line of the report
+            (in a dry run more often), but its buffers and the random generators are put back. What its code counts in
             attributes has advanced.
         inputs: an example of what the model is called with: a tensor, a tuple of positional arguments, or a mapping of
             keywords. Places that free nothing on them are left as they are (on CPUs also norms that free their
@@ -292,7 +290,7 @@ class Fusing:
 
     def _leave_useless(self, group: Group, before: int, fused: Sequence[Place]) -> None:
         first = group.first
-        if first.kind in _AUXILIARY or not before:  # else a note says why nothing is kept
+        if first.kind in (GATE, PRODUCT) or not before:  # else a note says why nothing is kept
             return
         because = "it freed nothing when it was tried: another operation saves its input too, or none saves its output"
         keepers = [
@@ -300,6 +298,8 @@ class Fusing:
         ]
         if group.freed and group.freed > 0:
             because = f"it would free {size_text(group.freed)}, and PyTorch's takes less time on CPUs"
+        elif any(first in place.follows and "dropout" in place.readers for place in fused):
+            because = "it frees nothing: the dropout behind its activation drops some of what would tell its input"
         elif group.freed:
             because = f"it would keep {size_text(-group.freed)} more: nobody else keeps its output"
         elif keepers:
@@ -373,7 +373,13 @@ class Fusing:
                 if not (group.is_too_small or group.is_idle) and group.first.left_because is None
             ),
             tuple(group.skipped(group.first.left_because) for group in self._skipped),
-            tuple(group.skipped(group.small_because) for group in groups if group.is_too_small),
+            tuple(
+                place
+                for group in groups
+                for place in (
+                    [group.skipped(group.small_because)] if group.is_too_small else group.small_beside_others()
+                )
+            ),
             known,
             tuple(self._notes),
             self._dry_run,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..utils.formatting import is_within, pattern_of
@@ -27,7 +27,8 @@ class Group:
 
     @property
     def calls(self) -> int:
-        return sum(max(place.calls, len(place.paths)) for place in self.places)
+        """But for small ones beside others."""
+        return sum(max(place.calls, len(place.paths)) - _small_beside_others(place) for place in self.places)
 
     @property
     def is_useless(self) -> bool:
@@ -67,12 +68,26 @@ class Group:
         large = [place for place in self.places if not place.is_small]
         return [Group(large, self.freed, self.time_ms), Group(small)] if small and large else [self]
 
+    def small_beside_others(self) -> Iterator[Skipped]:
+        """Of calls that this package computes, those that PyTorch does for their size."""
+        paths: dict[str, tuple[str, ...]] = {}
+        for place in self.places:
+            if small := _small_beside_others(place):
+                reason = f"{small} of {place.calls} calls: {place.small_because}"
+                paths[reason] = (*paths.get(reason, ()), *place.paths)
+        for reason, alike in paths.items():
+            yield Skipped(alike, *self.first.names, reason)
+
     def skipped(self, reason: str | None) -> Skipped:
         return Skipped(self.paths, *self.first.names, reason or "")
 
     def switch(self, on: bool) -> None:
         for place in self.places:
             Region.of(place.module).switch(place.kind, place.stand_in, on=on)
+
+
+def _small_beside_others(place: Place) -> int:
+    return place.small_calls if place.small_calls < place.calls else 0
 
 
 def grouped(places: Sequence[Place], blocks: Sequence[Place] = ()) -> list[Group]:

@@ -43,6 +43,8 @@ class Place:
         readers: what reads the result: "activation" (one whose output determines its input), "dropout", "gate" or
             "product".
         calls: how many there were.
+        small_calls: of these, those that PyTorch computes for their size alone.
+        small_because: why, for people.
         least_bytes: how many it must free to be worth more time than PyTorch's calls take.
         gated: of a gate, the activations in it.
         activation: of PyTorch's activation functions, the record; else None.
@@ -77,6 +79,8 @@ class Place:
     unread_because: str = "no activation reads it whose output determines its input"
     paths: tuple[str, ...] = ()
     calls: int = 0
+    small_calls: int = 0
+    small_because: str = ""
     least_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -123,6 +127,13 @@ class Place:
             self._note_size(x, sizes.small_bytes(x))
         elif not autocast_is_active():  # under which an activation behind it is computed by itself
             self._note_size(x, sizes.batch_norm_limits(x).large)
+
+    def count_call(self, call: Place) -> None:
+        """Count a call, of which this was noted."""
+        self.calls += 1
+        if call.is_small:
+            self.small_calls += 1
+            self.small_because = call.saves or ""
 
     def _note_size(self, x: Tensor, least_bytes: int) -> None:
         """Note that PyTorch computes the call, if x has fewer bytes."""

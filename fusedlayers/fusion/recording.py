@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -284,15 +285,16 @@ class _Recorder(TorchFunctionMode):
             place.is_recomputed = running.is_recomputed
             place.left_because = _left_because(running, kind, kwargs)
         may_keep_less = not place.calls or place.is_small or not place.keeps_less  # than the calls before
-        if place.left_because is None and may_keep_less:
-            place.note_call(operation, func, args, kwargs)
+        call = place if may_keep_less else dataclasses.replace(place)
+        if place.left_because is None:
+            call.note_call(operation, func, args, kwargs)
         if kind in _FASTER_BY_TORCH and x.is_cpu:
             place.least_bytes += x.nbytes // _STATISTICS
         place.is_recomputed &= running.is_recomputed
         if activation is not None:
             is_normalised = any(maker.kind == BATCH_NORM for maker in self._makers.of(x))
             place.note_form(is_kept=is_in_place and activation.in_place is not None, is_normalised=is_normalised)
-        place.calls += 1
+        place.count_call(call)
         if kind == GATE:
             factors = [*_tensors(args[:2])]
             place.gated += [maker for factor in factors for maker in self._makers.of(factor) if maker.is_activation]
