@@ -95,14 +95,14 @@ def count_saved(function: Callable[..., Any], *args: Any, exclude: Any = ()) -> 
     return Count(_Ledger(given, excluded).total_bytes(function(*args), saved_by), refused_hooks=True)
 
 
-def bytes_not_shown(function: Callable[[], Any], exclude: Any) -> int | None:
-    """How many bytes ``function()`` saves that do not show in the graphs of its results (``hides_what_it_saves``); None
-    where they may be with other hooks, or the function refuses hooks."""
+def bytes_not_shown(function: Callable[[], Any], kept: Any, exclude: Any) -> int | None:
+    """How many bytes ``function()`` saves that neither show in the graph of its result (``hides_what_it_saves``) nor in
+    graphs that ``kept`` holds then. None where they may be with other hooks, or the function refuses hooks."""
     ledger = _Ledger((), tensors_in(exclude))
     try:
         with _hooked(ledger):
             result = function()
-        return ledger.bytes_not_shown(result)
+        return ledger.bytes_not_shown(result, kept)
     except RuntimeError as error:
         if not refuses_hooks(error):
             raise
@@ -148,6 +148,7 @@ class _Ledger:
     """The storages that graphs hold right now, and the most bytes they held where a backward pass read them."""
 
     def __init__(self, given: Iterable[Tensor], excluded: Iterable[Tensor]) -> None:
+        self._saved: dict[int, tuple[int, ...]] = {}  # by the address of a live ``_Saved``, its keys
         self._holders: dict[int, int] = {}  # storage address -> how many saved tensors keep it alive
         self._bytes: dict[int, int] = {}  # the same keys -> what the storage counts for
         self._limits: dict[int, int] = {}
@@ -173,9 +174,10 @@ class _Ledger:
         self._left_out |= _keys_of([tensor])
 
     def pack(self, tensor: Tensor) -> "_Saved":
-        if _is_of_parameter(tensor):
-            return _Saved(tensor, (), self)
-        return _Saved(tensor, [self._hold(part) for part in strided_parts(tensor)], self)
+        keys = () if _is_of_parameter(tensor) else tuple(self._hold(part) for part in strided_parts(tensor))
+        saved = _Saved(tensor, self)
+        self._saved[id(saved)] = keys
+        return saved
 
     #: For ``ops/buffer_reuse.py``.
     pack.only_looks = True  # type: ignore[attr-defined]  # a mark
@@ -187,8 +189,8 @@ class _Ledger:
 
     unpack.only_looks = True  # type: ignore[attr-defined]  # a mark
 
-    def release(self, keys: Iterable[int]) -> None:
-        for key in keys:
+    def release(self, saved: "_Saved") -> None:
+        for key in self._saved.pop(id(saved)):
             self._holders[key] -= 1
             if self._holders[key] == 0:  # the address may be reused
                 del self._holders[key]
@@ -209,17 +211,23 @@ class _Ledger:
         self._note()
         return self._most_bytes - parameter_bytes
 
-    def bytes_not_shown(self, result: Any) -> int | None:
-        """Of what is held right now, that which does not show in the graph of ``result``; None where other hooks may
-        hold some of it."""
+    def bytes_not_shown(self, result: Any, kept: Any) -> int | None:
+        """What is held right now by nodes that do not show it, and not by those of ``result`` too; None where other
+        hooks may hold some of it. The nodes of ``kept`` are of other graphs."""
         nodes = nodes_of(tensors_in(result))
-        shown = _keys_of([*leaves_of(nodes), *_past_hooks(nodes, attributes_of)])
-        for saved in (saved for node in nodes if not is_leaf(node) for saved in raw_saved(node)):
-            if isinstance(saved.data, _Saved):
-                shown.update(saved.data.keys)
-            elif saved.unpack_hook is not None and not is_of_checkpoint(saved):
-                return None
-        return sum(size for key, size in self._bytes.items() if key not in shown)
+        own = {*nodes}
+        listed = _keys_of([*leaves_of(nodes), *_past_hooks(nodes, attributes_of)])
+        shown: set[int] = set()
+        for node in nodes_of([*tensors_in(result), *tensors_in(kept)]):
+            for saved in () if is_leaf(node) else raw_saved(node):
+                if isinstance(saved.data, _Saved):
+                    shown.add(id(saved.data))
+                    if node in own:
+                        listed.update(self._saved[id(saved.data)])
+                elif saved.unpack_hook is not None and not is_of_checkpoint(saved):
+                    return None
+        hidden = {key for saved, keys in self._saved.items() if saved not in shown for key in keys}
+        return sum(self._bytes[key] for key in hidden - listed)
 
     def _note(self) -> None:
         self._most_bytes = max(self._most_bytes, self._live_bytes)
@@ -248,17 +256,16 @@ def _keys_of(tensors: Iterable[Tensor]) -> set[int]:
 class _Saved:
     """What the graph holds in place of a saved tensor; it lives exactly as long as the node holds it."""
 
-    __slots__ = ("keys", "ledger", "tensor", "version")
+    __slots__ = ("ledger", "tensor", "version")
 
-    def __init__(self, tensor: Tensor, keys: Iterable[int], ledger: _Ledger) -> None:
+    def __init__(self, tensor: Tensor, ledger: _Ledger) -> None:
         # Detached: a saved output would otherwise reference the node that holds it, a cycle and a leak.
         self.tensor = tensor.detach()
         self.version = tensor._version
-        self.keys = tuple(keys)
         self.ledger = ledger
 
     def __del__(self) -> None:
-        self.ledger.release(self.keys)
+        self.ledger.release(self)
 
 
 def _is_parameter(tensor: Tensor) -> bool:

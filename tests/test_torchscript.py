@@ -151,6 +151,7 @@ def test_what_does_not_show_is_counted_without_what_does(constant: Any) -> None:
             h = self.norm(self.up(x))
             self.beside = h.sin().exp()  # a graph that the result's is no part of
             y: Tensor = self.script(h) * constant
+            self.and_behind = y.tanh()
             return y.sin()
 
     model, x = Model(), torch.randn(512, 32)
@@ -159,6 +160,29 @@ def test_what_does_not_show_is_counted_without_what_does(constant: Any) -> None:
     fl.fuse(model, x)
     report = fl.memory_report(model, x)
     assert report.unlisted_bytes == 2 * 512 * 1024 * 4 and report.bytes_of("constant") > 0
+
+
+def _swish(x: Tensor) -> Tensor:
+    return torch.sigmoid(x) * x
+
+
+def test_what_does_not_show_counts_though_a_graph_beside_it_saves_it_too() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+            self.swish = torch.jit.script(_swish)
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = self.up(x)
+            self.beside = torch.nn.functional.gelu(z)
+            y: Tensor = self.down(self.swish(z))
+            return y
+
+    model, x = Model(), torch.randn(128, 32)
+    for _ in range(3):
+        model(x).sum().backward()
+    assert fl.memory_report(model, x).unlisted_bytes == 2 * 128 * 64 * 4
 
 
 def test_a_memory_report_names_the_modules_that_do_not_show_what_they_save() -> None:

@@ -23,7 +23,7 @@ from .classes import places_of_classes, slow_because
 from .example import arguments_from, check_model, check_module, does_not_run, eagerly, evaluation_notes
 from .groups import Group, grouped, saves_of, without_the_useless
 from .mlps import find_mlps
-from .operations import GATE, PRODUCT, Given
+from .operations import BATCH_NORM, GATE, PRODUCT, Given
 from .place import KEPT_BY_GATE, Place
 from .recording import record
 from .region import Region, region_of
@@ -286,6 +286,10 @@ class Fusing:
             self._leave_useless(group, before, [place for group in chosen for place in group.places])
         if total > before:
             return self._leave(chosen, f"fused, the model would keep {size_text(total - before)} more")
+        waiting = [group for group in chosen if group.is_too_small or group.is_idle]
+        if total == before > 0 and len(waiting) < len(chosen):
+            self._leave([group for group in chosen if group not in waiting], "all together, they free nothing")
+            return waiting
         return chosen
 
     def _leave_useless(self, group: Group, before: int, fused: Sequence[Place]) -> None:
@@ -298,8 +302,11 @@ class Fusing:
         ]
         if group.freed and group.freed > 0:
             because = f"it would free {size_text(group.freed)}, and PyTorch's takes less time on CPUs"
-        elif any(first in place.follows and "dropout" in place.readers for place in fused):
-            because = "it frees nothing: the dropout behind its activation drops some of what would tell its input"
+        elif first.kind == BATCH_NORM:
+            because = (
+                "it frees nothing: another operation saves its input too, or a dropout behind its activation drops "
+                "some of what would tell it"
+            )
         elif group.freed:
             because = f"it would keep {size_text(-group.freed)} more: nobody else keeps its output"
         elif keepers:

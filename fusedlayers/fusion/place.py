@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -128,12 +129,22 @@ class Place:
         elif not autocast_is_active():  # under which an activation behind it is computed by itself
             self._note_size(x, sizes.batch_norm_limits(x).large)
 
-    def count_call(self, call: Place) -> None:
-        """Count a call, of which this was noted."""
-        self.calls += 1
-        if call.is_small:
-            self.small_calls += 1
-            self.small_because = call.saves or ""
+    def count(self, note: Callable[[Place], None], calls: int = 1) -> None:
+        """Count calls that are alike. ``note`` notes what they keep, here as long as no others keep less."""
+        may_keep_less = not self.calls or self.is_small or not self.keeps_less  # than those before
+        noted = self if may_keep_less else replace(self)
+        if self.left_because is None:
+            note(noted)
+        self.calls += calls
+        if noted.is_small:
+            self.small_calls += calls
+            self.small_because = noted.saves or ""
+
+    def note_whole(self, given: tuple[torch.Size, torch.dtype, torch.device]) -> None:
+        """Note what a call of the module keeps that computes all of it, on such an input."""
+        shape, dtype, device = given
+        x = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
+        self.note_plan(x, self.stand_in, self.module, (x,), {})
 
     def _note_size(self, x: Tensor, least_bytes: int) -> None:
         """Note that PyTorch computes the call, if x has fewer bytes."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -126,12 +127,10 @@ class _Running:
 
 
 class _Alone(NamedTuple):
-    """A module that computes a tensor like its input, by several operations; and that input."""
+    """A module that computes a tensor like its input, by several operations; and how many calls had such inputs."""
 
     place: Place
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
+    calls: Counter[tuple[torch.Size, torch.dtype, torch.device]]
 
 
 class _Recorder(TorchFunctionMode):
@@ -161,23 +160,23 @@ class _Recorder(TorchFunctionMode):
             for path, module in model.named_modules():
                 if isinstance(module, torch.jit.ScriptModule):
                     continue
-                for handle in (
-                    module.register_forward_pre_hook(self._enter_as(path), with_kwargs=True),
-                    module.register_forward_hook(self._leave, prepend=True, with_kwargs=True, always_call=True),
-                ):
-                    stack.callback(handle.remove)
+                handle = module.register_forward_pre_hook(self._enter_as(path), with_kwargs=True)
+                stack.callback(handle.remove)
+                handle = module.register_forward_hook(self._leave, prepend=True, with_kwargs=True, always_call=True)
+                stack.callback(handle.remove)
             yield
 
     def found(self) -> list[Place]:
         """The places; of modules that are recognised as a whole in the place of those in them."""
         places = [*self._places.values()]
-        for path, (whole, shape, dtype, device) in self._alone.items():
+        for path, (whole, calls) in self._alone.items():
+            shape, dtype, _ = next(iter(calls))
             stand_in = recognise(whole.module, dtype, shape)
             if stand_in is None:
                 continue
-            x = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
             whole.stand_in, whole.kind, whole.name = stand_in, stand_in.kind, stand_in.name
-            whole.note_plan(x, stand_in, whole.module, (x,), {})
+            for given, number in calls.items():
+                whole.count(functools.partial(Place.note_whole, given=given), number)
             places = [place for place in places if place.path != path] + [whole]
         for place in places:
             if place.kind == "dropout" and place.saves is None:
@@ -211,8 +210,8 @@ class _Recorder(TorchFunctionMode):
         if len(args) == 1 and not kwargs and _is_like(args[0], result) and running.computed > 1:
             x = args[0]
             whole = Place(running.path, module, "", "", is_recomputed=running.is_recomputed)
-            whole = self._alone.setdefault(running.path, _Alone(whole, x.shape, x.dtype, x.device)).place
-            whole.calls += 1
+            whole, calls = self._alone.setdefault(running.path, _Alone(whole, Counter()))
+            calls[x.shape, x.dtype, x.device] += 1
             whole.is_recomputed &= running.is_recomputed
             # What reads the result of the last operation reads that of the module.
             self._makers.put(result, [*self._makers.of(result), whole])
@@ -284,17 +283,13 @@ class _Recorder(TorchFunctionMode):
             place.activation, place.follows = activation, self._makers.of(x)
             place.is_recomputed = running.is_recomputed
             place.left_because = _left_because(running, kind, kwargs)
-        may_keep_less = not place.calls or place.is_small or not place.keeps_less  # than the calls before
-        call = place if may_keep_less else dataclasses.replace(place)
-        if place.left_because is None:
-            call.note_call(operation, func, args, kwargs)
         if kind in _FASTER_BY_TORCH and x.is_cpu:
             place.least_bytes += x.nbytes // _STATISTICS
         place.is_recomputed &= running.is_recomputed
         if activation is not None:
             is_normalised = any(maker.kind == BATCH_NORM for maker in self._makers.of(x))
             place.note_form(is_kept=is_in_place and activation.in_place is not None, is_normalised=is_normalised)
-        place.count_call(call)
+        place.count(functools.partial(Place.note_call, operation=operation, function=func, args=args, kwargs=kwargs))
         if kind == GATE:
             factors = [*_tensors(args[:2])]
             place.gated += [maker for factor in factors for maker in self._makers.of(factor) if maker.is_activation]

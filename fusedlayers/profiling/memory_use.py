@@ -108,9 +108,8 @@ def report_of(step: Step, on_stage: OnStage = silent) -> MemoryReport:
             on_stage("counting what does not show", 0.75)
             restore_random_state()
             buffers = [buffer for module in tracker.modules for buffer in module.buffers(recurse=False)]
-            unlisted_bytes = bytes_not_shown(
-                lambda: (step.forward(), [vars(module) for module in tracker.modules]), exclude=[buffers, inputs]
-            )
+            kept = [vars(module) for module in tracker.modules]
+            unlisted_bytes = bytes_not_shown(step.forward, kept, exclude=[buffers, inputs])
 
         on_stage("measuring the peak", 0.85)
         restore_random_state()
