@@ -1,7 +1,7 @@
 """Decides what layer, RMS and group norms do, as ``plan.py`` does for a layer: once for each situation.
 
 What the values of the weights decide is no part of it: of columns whose output does not determine its input more is
-saved (``ops/row_norm.py``, ``ops/group_norm.py``).
+saved (``ops/row_norm.py``, ``ops/group_norm.py``). Who asks for the plan is told that too.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from . import asking, backends, norm_validation, plan, sizes, validation
 from ._torch import autocast_is_active, dispatch_mode_count, is_of_transform
 from .backends.norms import GroupNorm, RowNorm
 from .call import followed_by, is_capturing, needs_gradient
+from .ops.inexact_columns import MOST, inexact_columns
 from .plan import Plan
 from .utils.bounded_cache import BoundedCache
+from .utils.storages import has_data
 
 Norm = RowNorm | GroupNorm
 
@@ -41,8 +43,25 @@ def plan_norm(norm: Norm, x: Tensor, w: Tensor | None, b: Tensor | None, save: s
             known = _plans.put(facts, _make_plan(norm, x, w, b, save))
         found = known
     if asking.questions:
-        asking.answer(found, lambda: _make_plan(norm, x, w, b, save, is_compiling=True))
+        asking.answer(_for_weights(found, norm, x, w, b), lambda: _make_plan(norm, x, w, b, save, is_compiling=True))
     return found
+
+
+def _for_weights(found: Plan, norm: Norm, x: Tensor, w: Tensor | None, b: Tensor | None) -> Plan:
+    """What a call saves with these weights."""
+    if found.path != "fused" or w is None or not has_data(w):
+        return found
+    if isinstance(norm, GroupNorm):
+        offset, count = 0.0, x.numel() // (len(x) * norm.groups)
+    else:
+        offset, count = norm.offset, norm.columns
+    columns = inexact_columns(found.backend, w, b, offset, x.dtype, count)
+    if columns is None:
+        return found
+    where = f"for {len(columns)} of {w.numel()} weights, which are 0, subnormal, or less than a quarter of the bias"
+    if len(columns) > MOST * w.numel():
+        return plan.plain(f"its output does not determine its input {where}")
+    return found._replace(reason=f"saves the output, and its normalised input {where}")
 
 
 def _check(norm: Norm, x: Tensor, w: Tensor | None, b: Tensor | None, save: str) -> None:

@@ -32,6 +32,7 @@ from fusedlayers.fusion.operations import activation_of
 from fusedlayers.fusion.region import Region, region_of
 from fusedlayers.fusion.report import FuseReport, Replaced, path_text
 from fusedlayers.memory import saved_bytes
+from fusedlayers.profiling import model_explanation
 from fusedlayers.utils import progress
 from fusedlayers.utils.formatting import merged_path
 
@@ -406,6 +407,7 @@ def test_a_fused_model_can_be_asked(x: Tensor) -> None:
         "  0-1.drop  dropout saves the output, whose zeros show what was dropped",
         "  2         FusedDenseAct: " + model[2].extra_repr(),  # type: ignore[operator]
         "  3         rms_norm saves the output, which determines the input",
+        model_explanation.NORMS,
     ]
     assert explanation.to_dict()["name"] == "Sequential"
     assert str(fl.explain(model[0].act)).startswith("GELU:\n  the model  gelu saves the output")

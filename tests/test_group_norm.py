@@ -276,6 +276,9 @@ def test_modules_are_torchs() -> None:
     assert repr(ours).endswith(", save='auto')") and fl.GroupNorm(4, 16, affine=False).weight is None
     (plan,) = fl.plan_of(ours, torch.randn(4, 16, 12, 12, requires_grad=True))
     assert plan.path == "fused" and str(plan) == "saves the output, which determines the input"
+    nn.init.zeros_(ours.weight)
+    (plan,) = fl.plan_of(ours, torch.randn(4, 16, 12, 12, requires_grad=True))
+    assert str(plan).startswith("not fused: its output does not determine its input for 16 of 16 weights, which are 0")
     assert fl.FusedGroupNormAct(4, 16).weight.shape == (16,)
 
 

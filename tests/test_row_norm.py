@@ -583,6 +583,12 @@ def test_plans_say_what_happens(monkeypatch: pytest.MonkeyPatch) -> None:
         assert plan()[0] == "composite"
     assert plan()[0] == "fused"
     assert plan(x.detach()) == plan()  # the weights train
+    for count in (1, 64):
+        weighted = fl.LayerNorm(64)
+        with torch.no_grad():
+            weighted.weight[:count], weighted.bias[:count] = 0.2, 1.0
+        path, said = plan(layer=weighted)
+        assert path == ("fused" if count == 1 else "composite") and f"input for {count} of 64 weights, which" in said
     assert "empty" in plan(x[:0])[1]
     assert "input is saved" in plan(layer=fl.LayerNorm(64, save="input"))[1]
     assert "torch operations" in plan(x.double(), copy.deepcopy(layer).double())[1]

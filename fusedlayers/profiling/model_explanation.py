@@ -14,6 +14,11 @@ from ..nn.base import WithActivation
 from ..utils.formatting import merged_path, pattern_of
 from ..utils.reports import Report
 
+#: What a table says in which norms are.
+NORMS = (
+    "(norms: of weights that are 0, subnormal, or less than a quarter of the bias, the normalised input is saved too)"
+)
+
 
 @dataclass(frozen=True)
 class ModelExplanation(Report):
@@ -42,7 +47,8 @@ class ModelExplanation(Report):
             groups.setdefault((pattern_of(path), text), []).append(path)
         rows = [(merged_path(paths) or "the model", text) for (_, text), paths in groups.items()]
         width = max(len(path) for path, _ in rows)
-        return "\n".join([f"{self.name}:", *(f"  {path:<{width}}  {text}" for path, text in rows)])
+        lines = [f"{self.name}:", *(f"  {path:<{width}}  {text}" for path, text in rows)]
+        return "\n".join([*lines, *([NORMS] if any("_norm saves the output" in text for _, text in rows) else ())])
 
 
 def is_model(module: nn.Module) -> bool:
