@@ -1765,6 +1765,29 @@ def test_autocast(x: Tensor, dtype: torch.dtype) -> None:
         assert (a.float() - b.float()).norm() <= 16 * torch.finfo(dtype).eps * b.float().norm()
 
 
+def test_spelled_norms_of_float32_under_autocast(x: Tensor) -> None:
+    """As in a residual stream: what they compute is not cast."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.down = nn.Linear(IN, IN), RMSNorm(IN), nn.Linear(IN, IN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x).float()
+            return h + self.down(self.norm(h))
+
+    model = Block()
+    eager = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        report = fl.fuse(model, x)
+        assert [place.pattern for place in report.replaced] == ["rms_norm"]
+        ours, theirs = _step(model, x), _step(eager, x)
+        assert _bytes(model, x) < _bytes(eager, x)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.float() - b.float()).norm() <= 4 * torch.finfo(torch.bfloat16).eps * b.float().norm()
+
+
 def test_transforms(x: Tensor) -> None:
     model = nn.Sequential(MLP(), Gated(), nn.LayerNorm(IN), nn.Linear(IN, 2))
     eager = copy.deepcopy(model)

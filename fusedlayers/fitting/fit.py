@@ -80,7 +80,7 @@ def fit(
     plan of the first one, and the budget is for the process that takes most.
 
     Args:
-        model: any module, in training mode. Measuring it takes as long as 24 to 159 of its steps (small models: more).
+        model: any module, in training mode. Measuring it takes as long as 54 to 159 of its steps (small models: more).
             Its buffers, gradients and attributes are put back, but not modules that its code exchanges. Hooks of yours
             run, those that step an optimizer too.
         inputs: what it is called with: a tensor, a tuple of positional arguments, or a mapping of keywords. The budget
