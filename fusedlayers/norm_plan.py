@@ -58,7 +58,7 @@ def _for_weights(found: Plan, norm: Norm, x: Tensor, w: Tensor | None, b: Tensor
     columns = inexact_columns(found.backend, w, b, offset, x.dtype, count)
     if columns is None:
         return found
-    where = f"for {len(columns)} of {w.numel()} weights, which are 0, subnormal, or less than a quarter of the bias"
+    where = f"for {len(columns)} of {w.numel()} weights, which are 0, extreme, or less than a quarter of the bias"
     if len(columns) > MOST * w.numel():
         return plan.plain(f"its output does not determine its input {where}")
     return found._replace(reason=f"saves the output, and its normalised input {where}")

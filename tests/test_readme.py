@@ -385,3 +385,17 @@ def test_hooks_count_more_of_what_it_says(name: str) -> None:
         model(x)
     more = sum(storage.nbytes() for storage in held.values()) - x.nbytes - fl.memory_report(model, x).saved_bytes
     assert more == 0 if name == "layer norm" else more > 1 << 20
+
+
+def test_edits_that_autograd_does_not_count_go_unnoticed() -> None:
+    assert "edits by `.data` or NumPy go unnoticed, and gradients are wrong." in " ".join(README.split())
+    gradients = []
+    for edit in (lambda y: None, lambda y: y.data.add_(1.0), lambda y: y.detach().numpy().__iadd__(1.0)):
+        x = torch.linspace(-3, 3, 1 << 18).requires_grad_()
+        y = fl.gelu(x * 1.0)
+        edit(y)
+        y.sum().backward()
+        assert x.grad is not None
+        gradients.append(x.grad)
+    for wrong in gradients[1:]:
+        assert (wrong - gradients[0]).abs().max() > 0.1

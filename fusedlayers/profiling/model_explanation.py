@@ -15,9 +15,7 @@ from ..utils.formatting import merged_path, pattern_of
 from ..utils.reports import Report
 
 #: What a table says in which norms are.
-NORMS = (
-    "(norms: of weights that are 0, subnormal, or less than a quarter of the bias, the normalised input is saved too)"
-)
+NORMS = "(norms: of weights that are 0, extreme, or less than a quarter of the bias, the normalised input is saved too)"
 
 
 @dataclass(frozen=True)
