@@ -168,6 +168,9 @@ class Place:
             self.readers.add("activation")
         elif plan.tells_input(activation, "auto", z.dtype, on_gpu=False):
             self.unread_because = plan.WAITS
+        elif plan.tells_input(activation, "auto", torch.float32, on_gpu=False):
+            dtype = str(z.dtype).removeprefix("torch.")
+            self.unread_because = f"outputs of {dtype} do not determine the input of {activation}, those of float32 do"
         if backends.slow_on(z.device, z.dtype, activation) is not None:  # then the norm waits for no larger input
             self.saves, self.is_small = None, False
 
