@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..utils.formatting import budget_text, path_text, size_text
+from ..utils.formatting import budget_text, counted_lines, path_text, size_text
 from ..utils.reports import DrawnReport
 from .blocks import Mode
 from .plans import Plan
@@ -133,10 +133,7 @@ class FitReport(DrawnReport):
             if choice.modules == ("",):
                 number, where = "", "the rest of the model"
             rows.append((number, WORDS[choice.mode], f"{choice.time_ms:+.3g} ms", where))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for number, *texts in rows:
-            padded = (f"{text:<{width}}" for text, width in zip(texts, widths[1:], strict=True))
-            yield "  ".join((f"{number:>{widths[0]}}", *padded)).rstrip()
+        yield from counted_lines(rows)
         if self.skipped:
             yield ""
             for reason, paths in self.skipped.items():

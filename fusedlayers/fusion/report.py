@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..utils.formatting import path_text, size_text
+from ..utils.formatting import counted_lines, path_text, size_text
 from ..utils.reports import Report
 
 #: What a table says whose rows are not parts of the whole.
@@ -113,10 +113,7 @@ class FuseReport(Report):
             rows = [(str(p.calls), p.activation or p.pattern, *_columns(p)) for p in self.replaced]
             # What was not measured has no column.
             columns = [(title, *texts) for title, *texts in zip(header, *rows, strict=True) if any(texts)]
-            widths = [max(map(len, column)) for column in columns]
-            for number, *texts in zip(*columns, strict=True):
-                padded = (f"{text:<{width}}" for text, width in zip(texts, widths[1:], strict=True))
-                yield "  ".join((f"{number:>{widths[0]}}", *padded)).rstrip()
+            yield from counted_lines([*zip(*columns, strict=True)])
         for title, places in (
             ("not fused:", self.skipped),
             ("fused for larger inputs:", self.too_small),

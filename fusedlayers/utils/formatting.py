@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -113,6 +113,14 @@ def path_text(modules: Iterable[str]) -> str:
     for path in modules:
         alike.setdefault(pattern_of(path), []).append(path)
     return ", ".join(merged_path(paths) or "the model" for paths in alike.values())
+
+
+def counted_lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The lines of a table whose first column is numbers, below a header."""
+    first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    for number, *texts in rows:
+        padded = (f"{text:<{width}}" for text, width in zip(texts, widths, strict=True))
+        yield "  ".join((f"{number:>{first}}", *padded)).rstrip()
 
 
 def _merged(paths: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
