@@ -31,7 +31,6 @@ from .invertible.reshape import (
     InvertibleSplit,
 )
 from .invertible.sequential import InvertibleSequential
-from .kernels import use_kernels
 from .nn.activations import (
     CELU,
     ELU,
@@ -76,7 +75,6 @@ from .nn.row_norm import LayerNorm, RMSNorm
 from .norms import group_norm, layer_norm, rms_norm
 from .profiling.explanation import explain
 from .profiling.memory_use import memory_report
-from .tuning import tune
 
 if TYPE_CHECKING:
     from .nn.tensor_parallel import FusedColwiseParallel
@@ -194,7 +192,5 @@ __all__ = [
     "softsign",
     "squared_relu",
     "sublinear",
-    "tune",
     "unfuse",
-    "use_kernels",
 ]

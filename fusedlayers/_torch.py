@@ -63,7 +63,6 @@ __all__ = [
     "SavedTensor",
     "TorchDispatchMode",
     "TreeSpec",
-    "addmm_activation",
     "autocast_is_active",
     "backward_pass",
     "batch_norm_with_statistics",
@@ -221,8 +220,6 @@ NormBase: type[_NormBase] = _NormBase
 
 # --- operators --------------------------------------------------------------------------------------------------------
 
-#: ``addmm`` with ReLU or GELU in cuBLAS's epilogue.
-addmm_activation: Callable[..., Tensor] = torch._addmm_activation
 #: Batch norm with the batch's mean and inverse standard deviation; what ``F.batch_norm`` calls.
 batch_norm_with_statistics: Callable[..., tuple[Any, ...]] = torch._batch_norm_impl_index
 #: oneDNN's linear layer with a post-operation. None in builds without oneDNN, where ``F.linear`` is called.

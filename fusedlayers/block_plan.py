@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from . import asking, backends, plan, sizes, validation
+from . import asking, backends, sizes, validation
 from ._torch import autocast_is_active, is_of_transform, torchscript_state
 from .activations import Activation, Saved
 from .backends import Backend
@@ -29,8 +29,6 @@ from .utils.formatting import whole_size_text
 #: Into how many chunks the rows of a block are cut, at most, where nobody says. What is hidden and needed for a moment
 #: only is made for one of them at a time, in two buffers, or three of a gated block.
 CHUNKS = 16
-#: The same where a matmul's epilogue makes the product that it needs: a quarter of a hidden buffer at a time.
-EPILOGUE_CHUNKS = 4
 
 
 class BlockNeeds(NamedTuple):
@@ -176,11 +174,7 @@ def _block(key: BlockKey, saved: Saved) -> Block:
     has_casts = key.cast is not None
     block = Block(key.activation, saved, options.is_gated, key.is_packed, None, 1, key.backend, is_cast=has_casts)
     wanted = _default_chunks(key, saved) if options.chunks is None else options.chunks
-    chunks = _chunks(key, block._replace(chunks=wanted))
-    with_epilogues = chunks
-    if options.chunks is None and saved != "recompute":
-        with_epilogues = max(chunks, _chunks(key, block._replace(chunks=EPILOGUE_CHUNKS)))
-    return block._replace(chunks=chunks, epilogue_chunks=with_epilogues)
+    return block._replace(chunks=_chunks(key, block._replace(chunks=wanted)))
 
 
 def _default_chunks(key: BlockKey, saved: Saved) -> int:
@@ -210,7 +204,7 @@ def _chunks(key: BlockKey, block: Block) -> int:
 
 # --- from a call to its plan ------------------------------------------------------------------------------------------
 
-_plans: BoundedCache[BlockPlan] = plan.plan_cache(1024)
+_plans: BoundedCache[BlockPlan] = BoundedCache(1024)
 
 
 def plan_block(  # noqa: C901  # one function: entering another one takes longer than any of these tests

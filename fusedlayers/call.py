@@ -37,7 +37,7 @@ from .backends.cpu import onednn
 from .backends.operations import MATMUL, Convolution, Matmul, Operation, Pointwise, Weight
 from .ops import batch_norm
 from .ops.edits import is_under_checkpoint
-from .plan import Needs, Plan, PlanKey, make_plan, plan_cache
+from .plan import Needs, Plan, PlanKey, make_plan
 from .utils.bounded_cache import BoundedCache
 
 #: Why a call under a checkpoint that writes over its input is left to PyTorch. It may run with a copy the second time,
@@ -45,7 +45,7 @@ from .utils.bounded_cache import BoundedCache
 COPIED_BY_CHECKPOINT = "it writes over its input, of which a checkpoint around it may hold a copy"
 
 #: Plans by facts. A large model has some hundreds; changing lengths and shapes push out the oldest.
-_plans: BoundedCache[Plan] = plan_cache(4096)
+_plans: BoundedCache[Plan] = BoundedCache(4096)
 
 Planned = tuple[Plan, Activation, tuple[Tensor, ...]]
 """The plan for a call, its activation, and the tensors that this reads."""

@@ -24,7 +24,7 @@ from .ops.batch_norm import inverse_error_of, norm_act
 from .ops.batch_norm_input import norm_act_of_input
 from .ops.conv import Conv
 from .ops.dropout import act_dropout, drop, has_torchs_mask, joined, serves
-from .ops.linear import Dense, Epilogue
+from .ops.linear import Dense
 from .ops.mlp import MLP
 from .ops.mlp_forward import Block, BlockDropout, BlockOptions, Linear, unpacked, without_gradients
 from .ops.place import InputPlace, place_of
@@ -115,13 +115,11 @@ def _in_place(
     plan: Plan, operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None,
     activation: Activation, operands: Operands,
 ) -> Tensor:  # fmt: skip
-    """By PyTorch's own operations, the activation in place; or in a matmul's epilogue, where that was tuned."""
+    """By PyTorch's own operations, the activation in place."""
     assert activation.in_place is not None
     given = x
     if plan.flattens:
         x, residual = _flattened(operation, x, residual)
-    if plan.may_have_epilogue and plan.backend.has_epilogue(x, w, b, activation, encode=True, cast=plan.cast):
-        return _fused(plan, operation, given, w, b, residual, activation, operands)
     z = operation(x, w, b)
     y = activation.in_place(z if residual is None else z.add_(residual))
     return operation.unflattened(y, given) if plan.flattens else y
@@ -147,11 +145,8 @@ def _fused(
         if plan.saved == "output" and isinstance(operation, Matmul):
             x, w = shared_cast(x, plan.cast), shared_cast(w, plan.cast)
     backend = plan.backend
-    has_epilogue = plan.may_have_epilogue and backend.has_epilogue(x, w, kernel_b, activation, encode=True)
     recompute: Recompute = operation.__call__
-    if has_epilogue:
-        z = Dense.apply(x, w, b, backend, Epilogue(kernel_b, activation))
-    elif plan.has_own_node:
+    if plan.has_own_node:
         z = Dense.apply(x, w, b, backend) if operation is MATMUL else Conv.apply(x, w, b, operation)
     elif plan.keeps_origin and isinstance(operation, BatchNorm):
         z, recompute = operation.with_recompute(x, w, b)
@@ -162,7 +157,7 @@ def _fused(
     origin = Origin(x, w, b, recompute) if plan.keeps_origin else None
     keeps_place = origin is None and plan.saved == "output"
     place = InputPlace.of(z, kernel_b, residual) if keeps_place else None
-    y: Tensor = BiasAct.apply(plan, z, kernel_b, residual, origin, has_epilogue, *operands)
+    y: Tensor = BiasAct.apply(plan, z, kernel_b, residual, origin, *operands)
     if place is not None:
         node: Any = y.grad_fn
         node.place = place
@@ -181,7 +176,7 @@ def _fused_pointwise(
     if origin is None and plan.saved == "output":  # InputPlace.of, without its calls: an activation alone may be small
         of_z = place_of(x) if x.requires_grad else None
         place = [of_z, None if b is None or not b.requires_grad else place_of(b)]
-    y: Tensor = BiasAct.apply(plan, x, b, None, origin, False, *operands)
+    y: Tensor = BiasAct.apply(plan, x, b, None, origin, *operands)
     if place is not None:
         node: Any = y.grad_fn
         node.place = place

@@ -23,7 +23,7 @@ from .utils.storages import has_data
 Norm = RowNorm | GroupNorm
 
 #: Plans by facts.
-_plans: BoundedCache[Plan] = plan.plan_cache(1024)
+_plans: BoundedCache[Plan] = BoundedCache(1024)
 
 
 def plan_norm(norm: Norm, x: Tensor, w: Tensor | None, b: Tensor | None, save: str) -> Plan:

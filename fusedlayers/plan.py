@@ -1,7 +1,7 @@
 """Decides what a call does: which path it takes, what is saved for backward, and why.
 
-Three things are decided later: which kernel multiplies (the backend), whether backward may overwrite a buffer
-(``ops/buffer_reuse.py``), and what a block that runs layer by layer asks of its layers (``execute.py``).
+Two things are decided later: whether backward may overwrite a buffer (``ops/buffer_reuse.py``), and what a block
+that runs layer by layer asks of its layers (``execute.py``).
 
 A ``PlanKey`` names what the decision depends on; ``call.py`` reads it off a call. ``make_plan`` is a pure function of
 the key, so a layer can also ask what it would do for typical inputs, and ``repr`` prints the answer.
@@ -12,16 +12,15 @@ dropout, and what depends on values.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from . import backends, validation
 from .activations import KEPT_BY_TORCH, Activation, Saved, measure_inverse_error
 from .backends import Backend
-from .backends.operations import GATE, MATMUL, BatchNorm, Operation, Pointwise
+from .backends.operations import GATE, BatchNorm, Operation, Pointwise
 from .sizes import MEDIUM_BYTES, SMALL_BYTES, Limits, Size
-from .utils.bounded_cache import BoundedCache
 from .utils.formatting import whole_size_text
 
 #: Of a batch norm on a GPU, whose output may determine its input.
@@ -114,8 +113,6 @@ class Plan(NamedTuple):
     bias_in_kernel: bool = False
     #: Whether a node of this package makes z.
     has_own_node: bool = False
-    #: Whether the backend may apply the activation in its matmul.
-    may_have_epilogue: bool = False
     #: Whether x is flattened first. Otherwise the operation returns a view, and autograd makes a copy where a view is
     #: overwritten.
     flattens: bool = False
@@ -149,22 +146,6 @@ def too_small(least_bytes: int) -> Plan:
 def too_small_because(least_bytes: int) -> str:
     """Why PyTorch computes a result of fewer bytes, for people."""
     return f"results of less than {whole_size_text(least_bytes)} are left to PyTorch"
-
-
-_caches: list[BoundedCache[Any]] = []
-
-
-def plan_cache(limit: int) -> BoundedCache[Any]:
-    """A cache of plans, by the facts that they were made from."""
-    cache: BoundedCache[Any] = BoundedCache(limit)
-    _caches.append(cache)
-    return cache
-
-
-def forget_plans() -> None:
-    """Something that is no fact of a call has changed: the next call of each kind is planned anew."""
-    for cache in _caches:
-        cache.forget()
 
 
 def make_plan(key: PlanKey) -> Plan:
@@ -234,7 +215,6 @@ def make_plan(key: PlanKey) -> Plan:
         dim,
         bias_in_kernel=saved != "input" and is_along and operation.leaves_bias and (is_pointwise or backend.ADDS_BIAS),
         has_own_node=key.has_own_node and key.cast is None,
-        may_have_epilogue=backend.HAS_EPILOGUES and operation is MATMUL and saved == "output" and not key.has_residual,
         flattens=flattens,
         overwrites=overwrites and is_along and saved != "input",
         # Second derivatives then go through the exact z and not the rounded y.

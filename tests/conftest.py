@@ -44,16 +44,6 @@ def little_is_fused() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def float32_is_multiplied_exactly() -> None:
-    """On a GPU too, so that errors are those of float32, as torch's are: the kernels would multiply as TF32, and torch
-    does not. (With TF32 ``bench gpu-check`` compares every tiling.)"""
-    if torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
-        from fusedlayers.backends.triton import gemm
-
-        gemm.FLOAT32 = "ieee"
-
-
-@pytest.fixture(autouse=True, scope="session")
 def language_is_exchanged_once() -> None:
     """Triton's interpreter exchanges its language's functions at each launch, and looks through all of them again at
     each call of a function in a kernel, which takes a quarter of a test's time: they have been exchanged then."""
@@ -141,33 +131,6 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> Switch:
             plans.clear()
 
     return switch
-
-
-@pytest.fixture
-def fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every matmul with an activation, or its derivative, behind it has that as its epilogue, in small tiles; a list of
-    the launched kernels' names."""
-    from fusedlayers.backends.triton import dispatch, gemm
-
-    tiling = gemm.Tiling(16, 32, 16, 1, 4, 2)
-    monkeypatch.setattr(gemm, "tilings", lambda device, itemsize: {"tiled": tiling})
-    monkeypatch.setattr(dispatch, "tf32_is_allowed", lambda: True)
-    monkeypatch.setattr(dispatch, "choose", lambda question, device, job: job.candidates[-1])
-    monkeypatch.setattr(dispatch, "is_settled", lambda device: False)
-    launched: list[str] = []
-
-    def counted(name: str) -> Callable[..., Any]:
-        function = getattr(gemm, name)
-
-        def call(*arguments: Any, **options: Any) -> Any:
-            launched.append(name)
-            return function(*arguments, **options)
-
-        return call
-
-    for name in ("linear_act", "linear_gradient"):
-        monkeypatch.setattr(gemm, name, counted(name))
-    return launched
 
 
 #: How the kernels divide their work: as they do, in 64-bit arithmetic, and in tiny tiles by so few programs that each

@@ -10,7 +10,6 @@ Triton is not interpreted. With ``--noise`` whoever reads a clock finds that any
 from __future__ import annotations
 
 import collections
-import contextlib
 import json
 import random
 import re
@@ -150,28 +149,26 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., Tensor], list[Tensor]]]] = {
 def measure(names: Collection[str]) -> dict[str, Any]:
     fake = fake_gpu.install()
     found: dict[str, Any] = {}
-    for has_epilogues in (False, True):
-        for name in names:
-            call, tensors = CALLS[name]()
-            with fake_gpu.epilogues() if has_epilogues else contextlib.nullcontext():
-                fake.launches.clear()
-                with Operators():
-                    y = call(*tensors)  # compiles; these launches are Triton's own, the others are those that are kept
-                    dy = torch.zeros_like(y)
-                    torch.autograd.grad(y, tensors, dy)
-                first = [(launch.kernel, launch.grid, launch.numbers) for launch in fake.launches]
-                made: list[Tensor] = []
-                forward = counted(fake, lambda: made.append(call(*tensors)) or made[0], tensors)  # noqa: B023  # called at once
-                y = made.pop()
-                kept = [(launch.kernel, launch.grid, launch.numbers) for launch in fake.launches]
-                backward = counted(fake, lambda: torch.autograd.grad(y, tensors, dy), [*tensors, y, dy])  # noqa: B023  # called at once
-                kept += [(launch.kernel, launch.grid, launch.numbers) for launch in fake.launches]
-            found[f"{name}, epilogues" if has_epilogues else name] = {
-                "forward": forward,
-                "backward": backward,
-                "is_launched_as_at_first": first == kept and len(first) > 0,
-                "launches": kept,
-            }
+    for name in names:
+        call, tensors = CALLS[name]()
+        fake.launches.clear()
+        with Operators():
+            y = call(*tensors)  # compiles; these launches are Triton's own, the others are those that are kept
+            dy = torch.zeros_like(y)
+            torch.autograd.grad(y, tensors, dy)
+        first = [(launch.kernel, launch.grid, launch.numbers) for launch in fake.launches]
+        made: list[Tensor] = []
+        forward = counted(fake, lambda: made.append(call(*tensors)) or made[0], tensors)  # noqa: B023  # called at once
+        y = made.pop()
+        kept = [(launch.kernel, launch.grid, launch.numbers) for launch in fake.launches]
+        backward = counted(fake, lambda: torch.autograd.grad(y, tensors, dy), [*tensors, y, dy])  # noqa: B023  # called at once
+        kept += [(launch.kernel, launch.grid, launch.numbers) for launch in fake.launches]
+        found[name] = {
+            "forward": forward,
+            "backward": backward,
+            "is_launched_as_at_first": first == kept and len(first) > 0,
+            "launches": kept,
+        }
     return found
 
 

@@ -94,11 +94,6 @@ SLOW: dict[str, dict[str, int]] = {
         "test_values_and_gradients": 16,
         "test_what_the_table_has_is_recognised": 2,
     },
-    "test_dispatch": {
-        "test_candidates_are_run_on_numbers_of_their_own": 2,
-        "test_dense_layers": 2,
-        "test_layers_and_blocks_say_what_was_tuned": 0,
-    },
     "test_distributed": {
         "test_losses_gradients_and_saved_bytes_of_each_process": 0,
     },
@@ -123,14 +118,6 @@ SLOW: dict[str, dict[str, int]] = {
     },
     "test_functions": {
         "test_functions": 3,
-    },
-    "test_gemm": {
-        "test_every_activation_forward": 5,
-        "test_activations_gradients": 2,
-        "test_forward": 3,
-        "test_gradient": 1,
-        "test_gradient_of_a_gate": 2,
-        "test_tilings_of_devices": 1,
     },
     "test_gpu_check": {
         "test_denied_kernels_are_not_candidates": 0,
@@ -192,7 +179,6 @@ SLOW: dict[str, dict[str, int]] = {
     },
     "test_races": {
         "test_elementwise": 1,
-        "test_matmuls": 1,
     },
     "test_readme": {
         "test_examples_run": 0,

@@ -1,7 +1,5 @@
-"""MLP blocks on Triton's kernels, with epilogues and without: on a GPU where there is one, else in the interpreter."""
+"""MLP blocks on Triton's kernels: on a GPU where there is one, else in the interpreter."""
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -47,14 +45,6 @@ def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "CHUNK_BYTES", 0)
 
 
-@pytest.fixture
-def kernels(request: pytest.FixtureRequest) -> list[str] | None:
-    return request.getfixturevalue("fused") if request.param == "epilogues" else None
-
-
-with_either = pytest.mark.parametrize("kernels", ["epilogues", "steps"], indirect=True)
-
-
 def leaves(first: int, dtype: torch.dtype = torch.float32) -> list[Any]:
     shapes = [(ROWS, IN), *[(HIDDEN, IN), (HIDDEN,)] * first, (OUT, HIDDEN), (OUT,)]
     scales = [1.0, *[IN**-0.5, 1.0] * first, HIDDEN**-0.5, 1.0]
@@ -83,43 +73,19 @@ def check(case: Any, activation: str, tensors: list[Tensor], dy: Tensor) -> None
             reference.assert_as_good_as_torch(ours, theirs, true)
 
 
-@with_either
 @pytest.mark.parametrize(
     ("activation", "dtype"),
     [("gelu", torch.float32), ("gelu", torch.bfloat16), ("tanh", torch.float16), ("relu", torch.bfloat16)],
     ids=str,
 )
 @every_case
-def test_gradients(case: Any, activation: str, dtype: torch.dtype, kernels: list[str] | None) -> None:
+def test_gradients(case: Any, activation: str, dtype: torch.dtype) -> None:
     tensors = leaves(case[2], dtype)
     check(case, activation, tensors, torch.randn(ROWS, OUT).to(DEVICE, dtype))
-    if kernels is not None:
-        # Whole where nothing is needed for a moment only, or sums of 16 bits would be; else three chunks.
-        whole = case[3] == "output" or dtype.itemsize == 2
-        assert kernels == [*["linear_act"] * (case[3] == "output"), *["linear_gradient"] * (1 if whole else 3)]
 
 
-@pytest.mark.parametrize(("chunks", "steps"), [(None, 3), (1, 1)])
-@pytest.mark.parametrize("case", [case for case in CASES if case[3] == "input"], ids=lambda case: case[0].__name__)
-def test_an_epilogue_makes_its_product_in_parts(
-    case: Any, chunks: int | None, steps: int, fused: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU a block is one chunk, but where an epilogue makes the product; and where a user says so."""
-    monkeypatch.setattr(triton, "CHUNK_BYTES", 32 << 20)
-    function, eager, first, save = case
-    tensors = leaves(first)
-    check(
-        (functools.partial(function, chunks=chunks), eager, first, save),
-        "gelu",
-        tensors,
-        torch.randn(ROWS, OUT).to(DEVICE),
-    )
-    assert fused == ["linear_gradient"] * steps
-
-
-@with_either
 @every_case
-def test_what_is_not_asked_for(case: Any, kernels: list[str] | None) -> None:
+def test_what_is_not_asked_for(case: Any) -> None:
     tensors = leaves(case[2])
     dy = torch.randn(ROWS, OUT).to(DEVICE)
     for asked in covering(*[(False, True)] * len(tensors), where=lambda *each: any(each)):
@@ -128,9 +94,8 @@ def test_what_is_not_asked_for(case: Any, kernels: list[str] | None) -> None:
         check(case, "tanh", tensors, dy)
 
 
-@with_either
 @every_case
-def test_twice_and_with_the_graph_kept(case: Any, kernels: list[str] | None) -> None:
+def test_twice_and_with_the_graph_kept(case: Any) -> None:
     function, _, first, save = case
     tensors = leaves(first)
     y = function(*tensors, "silu", save=save)
@@ -141,9 +106,8 @@ def test_twice_and_with_the_graph_kept(case: Any, kernels: list[str] | None) -> 
         assert torch.equal(a, b)
 
 
-@with_either
 @every_case
-def test_trainable_activations(case: Any, kernels: list[str] | None) -> None:
+def test_trainable_activations(case: Any) -> None:
     function, eager, first, save = case
     tensors = leaves(first)
     act = nn.PReLU(HIDDEN).to(DEVICE)
@@ -157,9 +121,8 @@ def test_trainable_activations(case: Any, kernels: list[str] | None) -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-@with_either
 @every_case
-def test_bytes(case: Any, kernels: list[str] | None) -> None:
+def test_bytes(case: Any) -> None:
     function, _, first, save = case
     tensors = leaves(first)
     buffers = 0 if save == "recompute" else first
@@ -168,35 +131,9 @@ def test_bytes(case: Any, kernels: list[str] | None) -> None:
 
 
 @every_case
-def test_a_dropout_has_no_epilogue(case: Any, fused: list[str]) -> None:
-    function, _, first, save = case
-    tensors = leaves(first)
-    y = function(*tensors, "tanh", save=save, dropout=0.25)
-    y.sum().backward()
-    assert "linear_gradient" not in fused
-
-
-@every_case
-def test_without_gradients(case: Any, fused: list[str]) -> None:
+def test_without_gradients(case: Any) -> None:
     function, eager, first, save = case
     tensors = leaves(first)
     with torch.no_grad():
         y = function(*tensors, "gelu", save=save)
         torch.testing.assert_close(y, eager(*tensors, resolve("gelu").plain), atol=1e-5, rtol=1e-5)
-    assert fused == ["linear_act"] * (first == 1 and save != "recompute")
-
-
-def test_an_epilogue_leaves_nothing_for_a_moment_only(fused: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is kept is all that is hidden, in backward too."""
-    made: list[int] = []
-    empty: Callable[..., Tensor] = torch.empty_like
-
-    def counted(like: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        made.append(like.numel())
-        return empty(like, *arguments, **options)
-
-    tensors = leaves(1)
-    y = fl.mlp(*tensors, "gelu", save="output")
-    monkeypatch.setattr(torch, "empty_like", counted)
-    y.sum().backward()
-    assert fused == ["linear_act", "linear_gradient"] and ROWS * HIDDEN not in made

@@ -527,12 +527,6 @@ def _() -> None:
     assert not issubclass(nn.LayerNorm, _torch.NormBase)
 
 
-@check("addmm_activation")
-def _() -> None:
-    b, x, w = torch.randn(4), torch.randn(3, 5), torch.randn(5, 4)
-    torch.testing.assert_close(_torch.addmm_activation(b, x, w), torch.relu(x @ w + b))
-
-
 @check("batch_norm_with_statistics")
 def _() -> None:
     x, w, b = torch.randn(6, 3), torch.rand(3), torch.rand(3)

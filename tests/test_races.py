@@ -18,7 +18,7 @@ from pairs import covering
 from fusedlayers.activations import resolve
 from fusedlayers.backends import GradientRequest
 from fusedlayers.backends import triton as backend
-from fusedlayers.backends.triton import gemm, tiles
+from fusedlayers.backends.triton import tiles
 from fusedlayers.call import with_operands
 
 pytestmark = [
@@ -112,31 +112,6 @@ def test_elementwise(kernel: str, dtype: torch.dtype, split: str, monkeypatch: p
     for name, value in SPLITS[split].items():
         monkeypatch.setattr(tiles, name, value)
     _the_same_in_each_order(lambda: KERNELS[kernel](dtype))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "dtype", "described"), covering([(37, 53, 29), (48, 64, 32)], DTYPES, (False, True)), ids=str
-)
-def test_matmuls(sizes: tuple[int, int, int], dtype: torch.dtype, described: bool) -> None:
-    """Forward; backward from y, with the hidden tensor made again, and of a gate; sums for biases."""
-    rows, columns, inner = sizes
-    tiling = gemm.Tiling(16, 32, 16, 1, 4, 2, programs=2, described=described)
-
-    def run() -> Results:
-        x, w, b = (
-            _normal(*s, dtype=dtype, seed=i) for i, s in enumerate(((rows, inner), (columns, inner), (columns,)))
-        )
-        y = gemm.linear_act(x, w, b, resolve("gelu"), (), encode=True, tiling=tiling)
-        dy, v = _normal(rows, inner, dtype=dtype, seed=3), _normal(inner, columns, dtype=dtype, seed=4)
-        saved = y.clone()
-        request = GradientRequest("output", True, True)
-        whole = gemm.linear_gradient(dy, v, [saved], resolve("gelu"), (), request, hidden=False, tiling=tiling)
-        z, up = _normal(rows, columns, dtype=dtype, seed=5), _normal(rows, columns, dtype=dtype, seed=6)
-        request = GradientRequest("input", True, False)
-        gated = gemm.linear_gradient(dy, v, [z, up], resolve("silu"), (), request, hidden=True, tiling=tiling)
-        return y, saved, whole.bias, z, up, gated.hidden
-
-    _the_same_in_each_order(run)
 
 
 # --- what is examined is found ----------------------------------------------------------------------------------------

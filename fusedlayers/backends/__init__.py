@@ -13,17 +13,15 @@ from torch import dtype as torch_dtype
 from ..activations import Activation
 from . import cpu, gpu_settings
 from . import torch as reference
-from .base import ActivationGradients, Backend, GradientRequest, InputPasses, NormPasses
+from .base import Backend, GradientRequest, InputPasses, NormPasses
 
 __all__ = [
     "DEVICES",
-    "ActivationGradients",
     "Backend",
     "GradientRequest",
     "InputPasses",
     "NormPasses",
     "choose",
-    "describe_matmuls",
     "no_triton_because",
     "slow_on",
 ]
@@ -37,14 +35,14 @@ DEVICES = ("cpu", "cuda")
 
 def choose(tensor: Tensor, activation: Activation | None = None) -> Backend:
     """The backend for a tensor's device: compiled loops on CPUs, Triton on GPUs where it is installed, torch
-    operations elsewhere, and where the kernels are switched off (``kernels.py``).
+    operations elsewhere, and where the kernels are switched off (``gpu_settings.py``).
 
     float64 stays with torch operations on GPUs too (the kernels compute in float32), and so does what cannot be printed
     as device code.
     """
     if tensor.is_cpu:
         return cpu
-    if tensor.is_cuda and tensor.dtype is not float64 and gpu_settings.allowed() != "off":
+    if tensor.is_cuda and tensor.dtype is not float64 and not gpu_settings.kernels_are_off():
         backend = _for_gpus()
         return backend if activation is None or backend.computes(activation) else reference
     return reference
@@ -59,19 +57,6 @@ def slow_on(device: torch_device, dtype: torch_dtype, activation: Activation | N
     if activation is None:
         return backend.row_norm_slow_because(dtype, may_build=False)
     return backend.slow_because(activation, dtype, may_build=False)
-
-
-def describe_matmuls(w: Tensor, activation: Activation) -> list[str]:
-    """Lines for people: which kernels layers and blocks run on a GPU to multiply by ``w``."""
-    backend = choose(w, activation)
-    if backend is cpu or w.dtype is float64:
-        return []
-    if backend is reference:
-        reason = "kernels are off" if gpu_settings.allowed() == "off" else "Triton does not run here"
-        return [f"matmuls are PyTorch's: {reason}"] if w.is_cuda and backend is choose(w) else []
-    from .triton import operations
-
-    return operations.describe_matmuls(w, activation)
 
 
 def no_triton_because() -> str | None:

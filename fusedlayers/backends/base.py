@@ -23,15 +23,6 @@ class GradientRequest(NamedTuple):
     needs_operands: tuple[bool, ...] = ()
 
 
-class ActivationGradients(NamedTuple):
-    """The result of ``linear_gradient``, besides the gradients of the pre-activations."""
-
-    #: The matmul's input, recomputed, if asked for.
-    hidden: Tensor | None
-    bias: Tensor | None
-    operands: Sequence[Tensor | None]
-
-
 class ChannelPasses(Protocol):
     """What all passes of a batch norm have: statistics, and the gradient of x."""
 
@@ -167,22 +158,6 @@ class Backend(Protocol):
         """
         ...
 
-    def has_epilogue(
-        self,
-        x: Tensor,
-        w: Tensor,
-        b: Tensor | None,
-        activation: Activation,
-        *,
-        encode: bool,
-        cast: torch.dtype | None = None,
-    ) -> bool:
-        """Whether ``operation_act`` applies the activation in the matmul's epilogue, without a pass of its own.
-
-        ``cast`` is the dtype that x and w are to be cast to first.
-        """
-        ...
-
     def bias_act(
         self,
         z: Tensor,
@@ -253,25 +228,6 @@ class Backend(Protocol):
         Layouts as for ``gate``."""
         ...
 
-    def linear_gradient(
-        self,
-        dy: Tensor,
-        w: Tensor,
-        parts: Sequence[Tensor],
-        activation: Activation,
-        operands: Sequence[Tensor],
-        request: GradientRequest,
-        *,
-        hidden: bool,
-    ) -> ActivationGradients | None:
-        """The backward pass of ``linear(hidden, w)`` and of the activation before it, in one step.
-
-        Writes the gradients of the pre-activations over ``parts``: z, or f(z) if that was saved, and of a gated block
-        the other factor; contiguous all. ``hidden`` asks for the matmul's input too. Returns None, and writes nothing,
-        where ``linear`` and then ``gradient`` or ``gate_gradient`` are as fast.
-        """
-        ...
-
     def norm_passes(self, tensor: Tensor, activation: Activation) -> NormPasses | None:
         """The passes over x or y, or None where torch's own kernels serve."""
         ...
@@ -336,5 +292,3 @@ class Backend(Protocol):
     CHUNK_BYTES: int
     #: Whether the bias is best added by ``bias_act`` instead of by the matmul.
     ADDS_BIAS: bool
-    #: Whether ``has_epilogue`` may hold.
-    HAS_EPILOGUES: bool

@@ -41,10 +41,6 @@ class WithActivation(nn.Module):
         """What the layer would keep of the activation in ``dtype``, in a few words."""
         return describe(activation, self.save, dtype, self._device())
 
-    def decided(self) -> list[str]:
-        """How the layer is multiplied, where this process has measured that, a line for each kind of product."""
-        return []
-
     def _set(self, activation: object, save: str) -> None:
         name = type(self).__name__
         check_save(name, save)
@@ -126,7 +122,7 @@ class FusedAct(WithActivation):
         resolved, torchs = self._specialised(resolve(self.activation)), self.torchs.extra_repr(self)
         kept = self.keeps(resolved, self._dtype())
         dropped = [f"dropout={self.dropout}"] if self.dropout else []
-        return ", ".join([torchs, f"activation={resolved!r}", *dropped, kept, *self.decided()])
+        return ", ".join([torchs, f"activation={resolved!r}", *dropped, kept])
 
     def _example_tensor(self) -> Tensor | None:
         return next((t for t in (self.weight, *self.buffers()) if t is not None), None)

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import backends
-from ..activations import resolve
 from ..functional import dense_bias_act
 from ..validation import check_dropout, check_features
 from .base import FusedAct
@@ -58,10 +56,6 @@ class FusedDenseAct(FusedAct):
 
     def _example_shape(self) -> tuple[int, ...]:
         return 2, self.out_features
-
-    def decided(self) -> list[str]:
-        activation = self._specialised(resolve(self.activation))
-        return backends.describe_matmuls(self.weight, activation)
 
     def forward(self, input: Tensor) -> Tensor:
         dropout = self.dropout if self.training else 0.0

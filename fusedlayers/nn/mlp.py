@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from .. import backends
 from ..activations import DTYPES, Activation, must_call_reason, resolve
 from ..block_plan import describe_block
 from ..execute import after_activation
@@ -117,16 +116,7 @@ class FusedBlock(WithActivation):
         else:
             kept = f"not fused: {reason}"
         dropout = [f"dropout={self.dropout}"] if self.dropout else []
-        return ", ".join([f"activation={resolved!r}", *dropout, kept, *self.decided()])
-
-    def decided(self) -> list[str]:
-        if _called_because(self.layers()) is not None:
-            return []
-        activation = self._specialised(resolve(self.activation))
-        weights = [layer.weight for layer in self.layers().values()]
-        if self.is_gated:
-            weights = weights[-1:]  # the first ones' matmuls have no epilogue
-        return [line for w in weights for line in backends.describe_matmuls(w, activation)]
+        return ", ".join([f"activation={resolved!r}", *dropout, kept])
 
 
 def _called_because(layers: Mapping[str, Any]) -> str | None:

@@ -15,7 +15,7 @@ pre-activations over the saved buffers. Where the graph is retained it writes th
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._torch import Node
-from ..backends import ActivationGradients, GradientRequest
+from ..backends import GradientRequest
 from ..utils.layout import operand_along
 from .buffer_reuse import graph_is_given_up, is_held_once
 from .mlp_forward import Block, Linear, run, unpacked
@@ -148,18 +148,9 @@ def _gradients(
     is_cut = block.chunk_rows(len(x)) < len(x)
     dx = torch.empty_like(x) if needs.x and recomputes and is_cut else None
     db = dy.sum(0) if needs.b else None
-    chunks: Iterable[slice] = block.rows(x)
-    if needs.w and not (recomputes or block.is_whole) and block.epilogue_chunks > block.chunks:
-        # The one step makes the product that it reads. The first part shows whether it can, part by part.
-        first, *rest = block._replace(chunks=block.epilogue_chunks).rows(x)
-        if totals.in_one_step(dy[first], [part[first] for part in saved], hidden=True):
-            chunks = rest
-    if block.is_whole:
-        if needs.w:
-            totals.of_w.add_product(dy, saved[0])
-        if totals.in_one_step(dy, saved, hidden=False):
-            chunks = ()  # nothing is needed for a moment only
-    for rows in chunks:
+    if block.is_whole and needs.w:
+        totals.of_w.add_product(dy, saved[0])
+    for rows in block.rows(x):
         parts = [part[rows] for part in saved] or block.pre_activations(x[rows], layers)
         totals.through_last(dy[rows], parts, rows.start)
         if recomputes and needs.hidden:
@@ -201,36 +192,19 @@ class _Totals:
         bias = self.adds_bias and needs.biases[0]
         self.wanted = GradientRequest("output" if block.saved == "output" else "input", True, bias, needs.operands)
 
-    def in_one_step(self, dy: Tensor, parts: Sequence[Tensor], *, hidden: bool) -> bool:
-        """From the gradient of the result to those of the pre-activations, in place over ``parts``; False, and nothing
-        done, where that takes several steps."""
-        if self.w is None:
-            return False
-        through = self.block.through(dy, self.w, parts, self.operands, self.wanted, hidden=hidden)
-        if through is None:
-            return False
-        if through.hidden is not None:
-            self.of_w.add_product(dy, through.hidden)
-        self._add(through)
-        return True
-
     def through_last(self, dy: Tensor, parts: Sequence[Tensor], first: int) -> None:
-        """The same for the chunk whose first row is ``first``, in as many steps as it takes."""
+        """From the gradient of the result to those of the pre-activations, in place over ``parts``, for the chunk whose
+        first row is ``first``."""
         block = self.block
-        needs_hidden = self.needs.w and not block.is_whole
-        if self.in_one_step(dy, parts, hidden=needs_hidden):
-            return
-        if needs_hidden:
+        if self.needs.w and not block.is_whole:
             self.of_w.add_product(dy, block.hidden(parts, self.operands, first, overwrite=False))
         if self.w is not None:  # else nothing that is hidden needs a gradient
             of_hidden = block.backend.linear(dy, self.w.t(), None)
-            self._add(block.gradients(of_hidden, parts, self.operands, self.wanted, first))
-
-    def _add(self, through: ActivationGradients) -> None:
-        if through.bias is not None and self.of_biases[0] is not None:
-            self.of_biases[0].add(through.bias)
-        for total, share in zip(self.of_operands, through.operands, strict=True) if through.operands else ():
-            total += 0.0 if share is None else share.view_as(total)
+            db, shares = block.gradients(of_hidden, parts, self.operands, self.wanted, first)
+            if db is not None and self.of_biases[0] is not None:
+                self.of_biases[0].add(db)
+            for total, share in zip(self.of_operands, shares, strict=True) if shares else ():
+                total += 0.0 if share is None else share.view_as(total)
 
     def through_first(self, of_parts: list[Tensor], x: Tensor, out: Tensor | None) -> Tensor | None:
         """From the gradients of the pre-activations, each of which is freed when it has been read, to those of the

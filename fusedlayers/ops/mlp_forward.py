@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..activations import Activation, Saved
-from ..backends import ActivationGradients, Backend, GradientRequest
+from ..backends import Backend, GradientRequest
 from ..backends import torch as reference
 from ..backends.operations import MATMUL
 
@@ -88,8 +88,6 @@ class Block(NamedTuple):
     #: Into how many chunks the rows are cut, at most.
     chunks: int
     backend: Backend
-    #: The same where a matmul's epilogue makes the product that it needs.
-    epilogue_chunks: int = 1
     #: Whether autocast has cast the weights, and biases are still to be cast.
     is_cast: bool = False
 
@@ -131,35 +129,20 @@ class Block(NamedTuple):
             self.dropout.overwrite(hidden, first)
         return hidden
 
-    def through(
-        self,
-        dy: Tensor,
-        w: Tensor,
-        parts: Sequence[Tensor],
-        operands: Sequence[Tensor],
-        request: GradientRequest,
-        *,
-        hidden: bool,
-    ) -> ActivationGradients | None:
-        """From the gradient of the result to those of the pre-activations, in one step and in place over ``parts``;
-        None where one step is not faster, or a dropout stands between."""
-        if self.dropout is not None:
-            return None
-        return self.backend.linear_gradient(dy, w, parts, self.activation, operands, request, hidden=hidden)
-
     def gradients(
         self, dy: Tensor, parts: Sequence[Tensor], operands: Sequence[Tensor], request: GradientRequest, first: int
-    ) -> ActivationGradients:
-        """The same from the gradient of the last layer's input, which is overwritten too."""
+    ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+        """From the gradient of the last layer's input, which is overwritten too, to those of the pre-activations, in
+        place over ``parts``; returned are those of the bias and of the operands."""
         if self.dropout is not None:
             self.dropout.overwrite(dy, first)
         z = parts[0]
         if self.is_gated:
             shares = self.backend.gate_gradient(dy, z, parts[1], self.activation, operands, request.needs_operands)
-            return ActivationGradients(None, None, shares)
+            return None, shares
         dz, db, *shares = self.backend.gradient(dy, z, self.activation, operands, request, dim=-1)
         assert dz is z
-        return ActivationGradients(None, db, shares)
+        return db, shares
 
 
 def unpacked(layers: Sequence[Linear]) -> list[Linear]:

@@ -52,8 +52,8 @@ class Origin(NamedTuple):
 class BiasAct(Node):
     """``y = f(z + b + residual, *operands)``, b and operands along ``plan.dim``.
 
-    With ``plan.saved == "input"`` the caller has added b and the residual. ``is_done``: z is y already, because the
-    matmul had the activation as its epilogue. ``origin`` is given where the plan says ``keeps_origin``.
+    With ``plan.saved == "input"`` the caller has added b and the residual. ``origin`` is given where the
+    plan says ``keeps_origin``.
 
     Where y is saved, and no ``origin``, the caller sets the node's ``place``, that of the activation's input in the
     graph, as what ``InputPlace`` is made of. Second derivatives go there, unless PyTorch's operation saves y as well
@@ -69,16 +69,12 @@ class BiasAct(Node):
         b: Tensor | None,
         residual: Tensor | None,
         origin: Origin | None,
-        is_done: bool,
         *operands: Tensor,
     ) -> Tensor:
-        if is_done:
-            y = z
-        else:
-            y = plan.backend.bias_act(
-                z, b, plan.activation, operands, residual=residual, dim=plan.dim, encode=plan.saved == "output",
-                out=z if plan.overwrites else None,
-            )  # fmt: skip
+        y = plan.backend.bias_act(
+            z, b, plan.activation, operands, residual=residual, dim=plan.dim, encode=plan.saved == "output",
+            out=z if plan.overwrites else None,
+        )  # fmt: skip
         if plan.overwrites:
             ctx.mark_dirty(z)
         if plan.saved == "recompute":
@@ -104,7 +100,7 @@ class BiasAct(Node):
     def backward(ctx: Any, *grads: Any) -> Any:
         (dy,) = grads
         plan = ctx.plan
-        _, needs_z, needs_b, needs_residual, _, _, *needs = ctx.needs_input_grad
+        _, needs_z, needs_b, needs_residual, _, *needs = ctx.needs_input_grad
         is_differentiable = needs_composite(dy)
         given_output = plan.saved == "output"
         saved, *operands = saved_tensors(ctx, plan.function, plan.activation) if given_output else ctx.saved_tensors
@@ -138,7 +134,7 @@ class BiasAct(Node):
             dz, db, *dp = plan.backend.gradient(dy, saved, plan.activation, operands, request, dim=plan.dim)
             dz = dz.detach() if dz is saved else dz  # which is a result, and knows its node
             dp = [None if d is None else d.view_as(p) for d, p in zip(dp, operands, strict=True)]
-        return None, dz if needs_z else None, db, dz if needs_residual else None, None, None, *dp
+        return None, dz if needs_z else None, db, dz if needs_residual else None, None, *dp
 
 
 def passes_output(plan: Plan) -> bool:

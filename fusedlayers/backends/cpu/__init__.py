@@ -7,10 +7,7 @@ from .. import torch as reference
 from ..torch import (
     ADDS_BIAS,
     CHUNK_BYTES,
-    HAS_EPILOGUES,
     computes,
-    has_epilogue,
-    linear_gradient,
 )
 from . import build
 from .dropout import drop, drop_gradient, drop_marked, drop_marked_gradient
@@ -30,7 +27,6 @@ from .row_norm import inexact_columns, row_norm, row_norm_gradient, row_norm_slo
 __all__ = [
     "ADDS_BIAS",
     "CHUNK_BYTES",
-    "HAS_EPILOGUES",
     "add_linear",
     "bias_act",
     "computes",
@@ -43,13 +39,11 @@ __all__ = [
     "gate_gradient",
     "gradient",
     "group_norm_gradient",
-    "has_epilogue",
     "has_faster_linear",
     "inexact_columns",
     "input_passes",
     "inverse",
     "linear",
-    "linear_gradient",
     "norm_passes",
     "operation_act",
     "row_norm",

@@ -39,11 +39,7 @@ from .group_norm import centred, group_norm_gradient
 from .inverse import inverse
 from .matmul import (
     add_linear,
-    faster_linear,
-    has_epilogue,
-    has_faster_linear,
     linear,
-    linear_gradient,
     operation_act,
 )
 from .row_norm import inexact_columns, row_norm, row_norm_gradient, row_norm_slow_because
@@ -51,7 +47,6 @@ from .row_norm import inexact_columns, row_norm, row_norm_gradient, row_norm_slo
 __all__ = [
     "ADDS_BIAS",
     "CHUNK_BYTES",
-    "HAS_EPILOGUES",
     "add_linear",
     "bias_act",
     "centred",
@@ -66,21 +61,17 @@ __all__ = [
     "dropped",
     "dropped_by_torch",
     "factor_of",
-    "faster_linear",
     "gate",
     "gate_gradient",
     "gradient",
     "gradient_of_marked",
     "group_norm_gradient",
-    "has_epilogue",
-    "has_faster_linear",
     "inexact_channels",
     "inexact_columns",
     "input_passes",
     "inverse",
     "is_kept",
     "linear",
-    "linear_gradient",
     "norm_act",
     "norm_act_between",
     "norm_factors",
@@ -103,7 +94,6 @@ __all__ = [
 #: torch's matmuls add it on the way.
 ADDS_BIAS = False
 CHUNK_BYTES = 0
-HAS_EPILOGUES = False
 
 
 def computes(activation: Activation) -> bool:

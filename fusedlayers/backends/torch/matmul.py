@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...activations import Activation
-from ..base import GradientRequest
 from ..operations import Operation, Weight
 from .elementwise import bias_act
 
@@ -46,24 +44,3 @@ def operation_act(
     """``activation(operation(x, w, b), *operands)`` in one new buffer; ``encode`` puts the branch in it."""
     z = operation(x, w, b)
     return bias_act(z, None, activation, operands, dim=operation.dim, encode=encode, out=z)
-
-
-def has_epilogue(
-    x: Tensor, w: Tensor, b: Tensor | None, activation: Activation, *, encode: bool, cast: torch.dtype | None = None
-) -> bool:
-    """Whether ``operation_act`` applies the activation in the matmul's epilogue, without a pass of its own: never with
-    the branch bit, which torch's and oneDNN's epilogues do not know."""
-    return False
-
-
-def linear_gradient(
-    dy: Tensor,
-    w: Tensor,
-    parts: Sequence[Tensor],
-    activation: Activation,
-    operands: Sequence[Tensor],
-    request: GradientRequest,
-    *,
-    hidden: bool,
-) -> None:
-    """None: ``linear``, and ``gradient`` or ``gate_gradient`` after it, are as fast."""

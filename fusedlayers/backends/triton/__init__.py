@@ -11,21 +11,12 @@ from .dropout import drop, drop_gradient, drop_marked, drop_marked_gradient
 from .elementwise import bias_act, gradient, inverse
 from .gates import gate, gate_gradient
 from .group_norm import group_norm_gradient
-from .operations import (
-    add_linear,
-    faster_linear,
-    has_epilogue,
-    has_faster_linear,
-    linear,
-    linear_gradient,
-    operation_act,
-)
+from .operations import add_linear, linear, operation_act
 from .row_norm import row_norm, row_norm_gradient, row_norm_slow_because
 
 __all__ = [
     "ADDS_BIAS",
     "CHUNK_BYTES",
-    "HAS_EPILOGUES",
     "add_linear",
     "bias_act",
     "computes",
@@ -33,18 +24,14 @@ __all__ = [
     "drop_gradient",
     "drop_marked",
     "drop_marked_gradient",
-    "faster_linear",
     "gate",
     "gate_gradient",
     "gradient",
     "group_norm_gradient",
-    "has_epilogue",
-    "has_faster_linear",
     "inexact_columns",
     "input_passes",
     "inverse",
     "linear",
-    "linear_gradient",
     "missing_because",
     "norm_passes",
     "operation_act",
@@ -56,8 +43,6 @@ __all__ = [
 
 #: The activation's pass adds the bias at no cost, and sums its gradient.
 ADDS_BIAS = True
-#: A matmul may apply the activation before it writes its result.
-HAS_EPILOGUES = True
 #: Each chunk launches kernels of its own: with so many hidden bytes their time on the device is longer than the host's.
 CHUNK_BYTES = 32 << 20
 
